@@ -49,6 +49,12 @@ class _Candidate:
         standing = self.decision.standing
         return standing.size_bytes if standing and standing.size_bytes else math.inf
 
+    def rank_by_estimate(self) -> tuple[float, float, int]:
+        return self.estimate, self.bytes, self.place
+
+    def rank_by_size(self) -> tuple[float, int]:
+        return self.bytes, self.place
+
 
 def choose(decisions: Sequence[Decision], policy: TargetObjective = LATENCY) -> Choice:
     """Choose the passing variant to serve on one target, by the objective.
@@ -57,48 +63,19 @@ def choose(decisions: Sequence[Decision], policy: TargetObjective = LATENCY) -> 
     intervals overlap that of the best are tied with it; of these the one with the fewest bytes is chosen, then the
     first in the order of the pipeline file.
     """
-    targets = {decision.target for decision in decisions}
-    if len(targets) != 1:
-        raise ValueError(f"a choice is made for one target, not for {sorted(targets)}")
-    target = targets.pop()
+    target = _get_target(decisions)
     decided, undecided = _correct_for_family(decisions)
     passing = [d for d in decided if d.verdict is Verdict.PASS]
     if not passing:
-        verdict = Verdict.INCONCLUSIVE if undecided else combine_verdicts(d.verdict for d in decisions)
-        refused = [d for d in decisions if d.variant not in undecided]
-        shared: dict[tuple[Verdict, str], list[str]] = {}  # variants with the same reason, the export first
-        for decision in sorted(refused, key=lambda d: d.variant != EXPORT):
-            shared.setdefault((decision.verdict, decision.reason), []).append(decision.variant)
-        failures = [f"{', '.join(names)} {verdict.value}: {why}" for (verdict, why), names in shared.items()]
-        reason = "; ".join((*([_describe_undecided(undecided)] if undecided else []), *failures))
-        return Choice(target=target, variant=None, verdict=verdict, reason=reason, objective=policy.objective)
+        return _refuse_all(target, decisions, undecided, policy)
     loaded = policy.objective == "cost" and all(d.standing and d.standing.load for d in passing)
     candidates = [_Candidate(d, _compute_key(d, policy, loaded=loaded), place) for place, d in enumerate(passing)]
     export = next((c for c in candidates if c.decision.variant == EXPORT), None)
-    if policy.objective in ("latency", "cost") and export is not None:
-        winners = [
-            c
-            for c in candidates
-            if c is not export
-            and (
-                c.key.high < export.key.low
-                if loaded and c.key and export.key
-                else c.decision.faster_than_export is True
-            )
-        ]
-        candidates = winners or [export]
-    best = min(candidates, key=lambda c: (c.estimate, c.bytes, c.place))
-    # Unmeasured candidates are equal to each other only.
-    tied = [
-        c for c in candidates if c is best or (c.key.low <= best.key.high if c.key and best.key else c.key is best.key)
-    ]
-    chosen = min(tied, key=lambda c: (c.bytes, c.place))
+    tied = _find_tied(_drop_beaten(candidates, export, policy, loaded=loaded))
+    chosen = min(tied, key=_Candidate.rank_by_size)
     others = [c for c in tied if c is not chosen]
     reason = _describe_choice(chosen, export, policy, loaded=loaded)
-    if others:
-        is_smallest = all(chosen.bytes < c.bytes for c in others)
-        why = "it has the fewest bytes" if is_smallest else "it comes first in the file"
-        reason += f"; tied with {', '.join(c.decision.variant for c in others)} within the noise, and {why}"
+    reason += f"; {_describe_tie(chosen, others)}" if others else ""
     reason += f"; {_describe_undecided(undecided)}" if undecided else ""
     return Choice(
         target=target,
@@ -110,33 +87,115 @@ def choose(decisions: Sequence[Decision], policy: TargetObjective = LATENCY) -> 
     )
 
 
+def _get_target(decisions: Sequence[Decision]) -> str:
+    targets = {decision.target for decision in decisions}
+    if len(targets) != 1:
+        raise ValueError(f"a choice is made for one target, not for {sorted(targets)}")
+    return targets.pop()
+
+
+def _refuse_all(
+    target: str, decisions: Sequence[Decision], undecided: Mapping[str, float], policy: TargetObjective
+) -> Choice:
+    """Return a choice of no variant, with the reasons of all of them."""
+    variants_by_reason: dict[tuple[Verdict, str], list[str]] = {}
+    refused = [d for d in decisions if d.variant not in undecided]
+    # The export comes first, since the others are derived from it.
+    for decision in sorted(refused, key=lambda d: d.variant != EXPORT):
+        variants_by_reason.setdefault((decision.verdict, decision.reason), []).append(decision.variant)
+    reasons = [_describe_undecided(undecided)] if undecided else []
+    reasons += [f"{', '.join(names)} {verdict.value}: {why}" for (verdict, why), names in variants_by_reason.items()]
+    return Choice(
+        target=target,
+        variant=None,
+        verdict=Verdict.INCONCLUSIVE if undecided else combine_verdicts(d.verdict for d in decisions),
+        reason="; ".join(reasons),
+        objective=policy.objective,
+    )
+
+
+def _drop_beaten(
+    candidates: list[_Candidate], export: _Candidate | None, policy: TargetObjective, *, loaded: bool
+) -> list[_Candidate]:
+    """Return the variants that beat a passing export with confidence, or the export if none does.
+
+    Where size or accuracy is preferred, the export is a candidate like the others.
+    """
+    if policy.objective not in ("latency", "cost") or export is None:
+        return candidates
+    winners = [c for c in candidates if c is not export and _beats_export(c, export, loaded=loaded)]
+    return winners or [export]
+
+
+def _beats_export(candidate: _Candidate, export: _Candidate, *, loaded: bool) -> bool:
+    if loaded and candidate.key and export.key:
+        return candidate.key.high < export.key.low
+    return candidate.decision.faster_than_export is True
+
+
+def _find_tied(candidates: Sequence[_Candidate]) -> list[_Candidate]:
+    """Return the candidate with the best estimate and those whose intervals overlap with it, in their order."""
+    best = min(candidates, key=_Candidate.rank_by_estimate)
+
+    def is_tied(c: _Candidate) -> bool:
+        # Unmeasured candidates are equal to each other only.
+        return c.key.low <= best.key.high if c.key and best.key else c.key is best.key
+
+    return [c for c in candidates if c is best or is_tied(c)]
+
+
+def _describe_tie(chosen: _Candidate, others: Sequence[_Candidate]) -> str:
+    is_smallest = all(chosen.bytes < c.bytes for c in others)
+    why = "it has the fewest bytes" if is_smallest else "it comes first in the file"
+    return f"tied with {', '.join(c.decision.variant for c in others)} within the noise, and {why}"
+
+
 def _correct_for_family(decisions: Sequence[Decision]) -> tuple[list[Decision], dict[str, float]]:
     """Return the decisions that also pass as one of several, and the levels of those that do not.
 
     Of six variants exactly at the limit one passes by chance in a quarter of all releases. Their p-values are therefore
-    compared with the limits of Holm 1979 (Scandinavian Journal of Statistics 6:65-70). A passing export comes first, at
-    the full level, since the others are derived from it. One that does not pass is one of the family.
+    compared with the limits of Holm 1979 (Scandinavian Journal of Statistics 6:65-70).
+    """
+    p_values = _collect_family(decisions)
+    family = sorted((p_value, variant) for variant, p_value in p_values.items() if p_value <= _SURELY_WORSE)
+    if len(family) <= 1:
+        return list(decisions), {}
+    passed, level = _apply_holm(family)
+    failed = set(p_values) - passed
+    undecided = {d.variant: level for d in decisions if d.verdict is Verdict.PASS and d.variant in failed}
+    return [d for d in decisions if d.variant not in undecided], undecided
+
+
+def _collect_family(decisions: Sequence[Decision]) -> dict[str, float]:
+    """Return the largest p-value of each variant's enforced gates.
+
+    A passing export is left out: it comes first, at the full level, since the others are derived from it. One that does
+    not pass is one of the family.
     """
     p_values: dict[str, float] = {}
     for decision in decisions:
-        if enforced := [r.p_value for r in decision.results if r.p_value is not None and not r.advisory]:
+        enforced = [r.p_value for r in decision.results if r.p_value is not None and not r.advisory]
+        if enforced:
             p_values[decision.variant] = max(enforced)
     if any(d.variant == EXPORT and d.verdict is Verdict.PASS for d in decisions):
         p_values.pop(EXPORT, None)
-    open_ = sorted((p_value, variant) for variant, p_value in p_values.items() if p_value <= _SURELY_WORSE)
+    return p_values
+
+
+def _apply_holm(family: Sequence[tuple[float, str]]) -> tuple[set[str], float]:
+    """Return the variants that pass, and the level at which the first of the others does not.
+
+    Args:
+        family: p-values and variants, the smallest p-value first.
+    """
     passed: set[str] = set()
-    level = ERROR_LEVEL
-    for place, (p_value, variant) in enumerate(open_):
-        level = ERROR_LEVEL if len(open_) == 1 else _FAMILY_LEVEL / (len(open_) - place)
+    level = _FAMILY_LEVEL
+    for place, (p_value, variant) in enumerate(family):
+        level = _FAMILY_LEVEL / (len(family) - place)
         if p_value > level:
             break
         passed.add(variant)
-    undecided = {
-        d.variant: level
-        for d in decisions
-        if d.verdict is Verdict.PASS and d.variant in p_values and d.variant not in passed and len(open_) > 1
-    }
-    return [d for d in decisions if d.variant not in undecided], undecided
+    return passed, level
 
 
 def estimate_prospects(result: GateResult, tried: int) -> tuple[float, float, float] | None:
@@ -172,6 +231,7 @@ def _describe_undecided(undecided: Mapping[str, float]) -> str:
 
 
 def _compute_key(decision: Decision, policy: TargetObjective, *, loaded: bool) -> Interval | None:
+    """Return what the objective compares, smaller is better; None where it was not measured."""
     standing = decision.standing
     match policy.objective:
         case "size":
@@ -182,15 +242,21 @@ def _compute_key(decision: Decision, policy: TargetObjective, *, loaded: bool) -
         case "cost" if loaded and standing:
             return standing.load
         case _:
-            if decision.variant == EXPORT:
-                return Interval.point(1.0)
-            if standing and standing.ratio:
-                return standing.ratio
-            return None if decision.latency_ratio is None else Interval.point(decision.latency_ratio)
+            return _get_time_ratio(decision)
+
+
+def _get_time_ratio(decision: Decision) -> Interval | None:
+    """Return the time over that of the export."""
+    if decision.variant == EXPORT:
+        return Interval.point(1.0)
+    if decision.standing and decision.standing.ratio:
+        return decision.standing.ratio
+    # Only the estimate is known from older evidence, and from too few pairs for an interval.
+    return None if decision.latency_ratio is None else Interval.point(decision.latency_ratio)
 
 
 def _describe_choice(chosen: _Candidate, export: _Candidate | None, policy: TargetObjective, *, loaded: bool) -> str:
-    name, standing = chosen.decision.variant, chosen.decision.standing
+    name = chosen.decision.variant
     alone = "" if export else f"; {EXPORT} does not pass"
     if chosen.key is None:
         return f"{name} passes; {policy.objective} was not measured{alone}"
@@ -198,19 +264,30 @@ def _describe_choice(chosen: _Candidate, export: _Candidate | None, policy: Targ
         case "size":
             return f"{name} passes, and of what passes it is the smallest, {chosen.bytes / 1e3:.4g} kB{alone}"
         case "accuracy":
-            metric = standing.metric if standing else "the task metric"
-            change = f"{-100 * chosen.estimate:+.2g} points against {EXPORT}"
-            return f"{name} passes with the best {metric}" + ("" if name == EXPORT else f", {change}") + alone
+            return f"{name} passes {_describe_accuracy(chosen)}{alone}"
         case "cost":
-            seconds = None if standing is None else standing.seconds
-            if standing and standing.load and loaded:
-                seconds = standing.load.estimate
-            cost = "at the lowest cost of a request"
-            if seconds is not None and policy.price is not None:
-                cost = f"a million requests cost {1e6 * seconds * policy.price / 3600:.3g}"
-            return f"{name} passes, {cost}{_describe_ratio(chosen)}{alone}"
+            return f"{name} passes, {_describe_cost(chosen, policy, loaded=loaded)}{_describe_ratio(chosen)}{alone}"
         case _:
             return f"{name} passes{_describe_ratio(chosen)}{alone}"
+
+
+def _describe_accuracy(chosen: _Candidate) -> str:
+    standing = chosen.decision.standing
+    metric = standing.metric if standing else "the task metric"
+    if chosen.decision.variant == EXPORT:
+        return f"with the best {metric}"
+    return f"with the best {metric}, {-100 * chosen.estimate:+.2g} points against {EXPORT}"
+
+
+def _describe_cost(chosen: _Candidate, policy: TargetObjective, *, loaded: bool) -> str:
+    """Return the price of a million requests, if the time of one and the price of the machine are known."""
+    standing = chosen.decision.standing
+    seconds = None if standing is None else standing.seconds
+    if standing and standing.load and loaded:
+        seconds = standing.load.estimate
+    if seconds is None or policy.price is None:
+        return "at the lowest cost of a request"
+    return f"a million requests cost {1e6 * seconds * policy.price / 3600:.3g}"
 
 
 def _describe_ratio(chosen: _Candidate) -> str:
@@ -233,9 +310,21 @@ def choose_scheduling(measured: Sequence[SchedulingMeasurement], *, independent:
     if not measured:
         return 0, independent
     single = min(way.rows for way in measured)
-    allowed = [way for way in measured if independent or way.rows == single]
-    fastest = max(way.rows_per_s for way in allowed)
-    equal = [way for way in allowed if way.rows_per_s >= _AS_FAST * fastest]
-    threads = max(way.threads for way in equal)
-    is_batched = any(way.rows > single for way in equal) or all(way.rows == single for way in measured)
-    return (0 if threads == max(way.threads for way in measured) else threads), independent and is_batched
+    fastest = _list_fastest([way for way in measured if independent or way.rows == single])
+    threads = _count_threads(fastest)
+    is_batching_slower = _has_batches(measured, single) and not _has_batches(fastest, single)
+    return (0 if threads == _count_threads(measured) else threads), independent and not is_batching_slower
+
+
+def _list_fastest(measured: Sequence[SchedulingMeasurement]) -> list[SchedulingMeasurement]:
+    """Return the configurations that are as fast as the fastest one."""
+    highest = max(way.rows_per_s for way in measured)
+    return [way for way in measured if way.rows_per_s >= _AS_FAST * highest]
+
+
+def _count_threads(ways: Sequence[SchedulingMeasurement]) -> int:
+    return max(way.threads for way in ways)
+
+
+def _has_batches(ways: Sequence[SchedulingMeasurement], single: int) -> bool:
+    return any(way.rows > single for way in ways)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from onnx_ops.domain.decision import Decision, GateResult, RankingMetrics, Verdict
 from onnx_ops.domain.evidence import (
@@ -15,6 +17,7 @@ from onnx_ops.domain.evidence import (
     LatencyComparison,
     PairedRatios,
     ParityMeasurement,
+    ScoreComparison,
     ThroughputMeasurement,
     WeightMeasurement,
     throughput_metric_name,
@@ -22,11 +25,13 @@ from onnx_ops.domain.evidence import (
 from onnx_ops.domain.gate import ACCURACY, Gate, MetricGate, find_gate_kind
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.statistics.intervals import change_interval
-from onnx_ops.statistics.latency import compare, compare_quantile
+from onnx_ops.statistics.latency import Comparison, QuantileComparison, compare, compare_quantile
 from onnx_ops.statistics.rules.common import join_lines, judge_gate
 from onnx_ops.statistics.rules.metric import judge_independence
 from onnx_ops.statistics.rules.parity_rules import ACTIVATIONS, EXPORT_OUTPUTS, OUTPUTS, WEIGHTS
 from onnx_ops.statistics.rules.performance import judge_provider
+
+T = TypeVar("T")
 
 _RANKING_METRICS = 2
 """Schema of evidence that introduced ranking metrics in decisions; older evidence is judged without them."""
@@ -43,55 +48,89 @@ def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
         reason = join_lines(evidence.failure)
         results = tuple(_make_error(gate.kind, reason) for gate in gates)
         return Decision(variant=evidence.variant, target=evidence.target, results=results)
-    sound = replace(
-        evidence,
-        parity=tuple(m for m in evidence.parity if m.mismatch or _is_sound(m)),
-        export_parity=tuple(m for m in evidence.export_parity if m.mismatch or _is_sound(m)),
-        weights=tuple(w for w in evidence.weights if _is_sound(w)),
-        activations=tuple(a for a in evidence.activations if _is_sound(a)),
-        comparisons=tuple(c for c in evidence.comparisons if _is_sound(c)),
-        ratios=tuple(r for r in evidence.ratios if _is_sound(r)),
-        throughput=tuple(t for t in evidence.throughput if _is_sound(t)),
-        starts=evidence.starts if evidence.starts and _is_sound(evidence.starts) else None,
-    )
+    sound = _keep_sound(evidence)
     results = (
         *(result for gate in gates for result in judge_gate(gate, sound)),
         *judge_independence(gates, sound),
         *_find_non_finite(evidence),
         *judge_provider(evidence),
     )
-    against_export = [
-        compare(c.log_ratios, tolerance=0.0)
-        for c in sound.comparisons
-        if c.against == EXPORT != evidence.variant and any(c.log_ratios)
-    ]
-    ratio = max((c.estimate for c in against_export), default=math.inf)
+    against_export = [] if evidence.variant == EXPORT else list(_compare_with_export(sound))
     return Decision(
         variant=evidence.variant,
         target=evidence.target,
         results=results,
         faster_than_export=all(c.verdict is Verdict.PASS for c in against_export) if against_export else None,
-        latency_ratio=ratio if math.isfinite(ratio) else None,
+        latency_ratio=_find_largest_ratio(against_export),
         standing=compute_ranking_metrics(gates, sound) if evidence.schema >= _RANKING_METRICS else None,
     )
 
 
+def _keep_sound(evidence: Evidence) -> Evidence:
+    """Return the evidence without measurements that hold NaN or infinity.
+
+    An output with a mismatch stays: its error need not be a number for it to fail.
+    """
+    return replace(
+        evidence,
+        parity=tuple(m for m in evidence.parity if m.mismatch or _is_sound(m)),
+        export_parity=tuple(m for m in evidence.export_parity if m.mismatch or _is_sound(m)),
+        weights=_select_sound(evidence.weights),
+        activations=_select_sound(evidence.activations),
+        comparisons=_select_sound(evidence.comparisons),
+        ratios=_select_sound(evidence.ratios),
+        throughput=_select_sound(evidence.throughput),
+        starts=evidence.starts if evidence.starts and _is_sound(evidence.starts) else None,
+    )
+
+
+def _select_sound(measurements: Iterable[T]) -> tuple[T, ...]:
+    return tuple(m for m in measurements if _is_sound(m))
+
+
+def _select_unsound(measurements: Iterable[T]) -> list[T]:
+    return [m for m in measurements if not _is_sound(m)]
+
+
+def _compare_with_export(evidence: Evidence) -> Iterator[Comparison]:
+    for measured in evidence.comparisons:
+        if measured.against == EXPORT and any(measured.log_ratios):
+            yield compare(measured.log_ratios, tolerance=0.0)
+
+
+def _find_largest_ratio(compared: Sequence[Comparison]) -> float | None:
+    ratio = max((c.estimate for c in compared), default=math.inf)
+    return ratio if math.isfinite(ratio) else None
+
+
 def _find_non_finite(evidence: Evidence) -> Iterator[GateResult]:
     """Yield one ERROR for each kind of measurement with NaN or infinity, whether or not a gate needs it."""
+    yield from _find_non_finite_parity(evidence)
+    yield from _find_non_finite_performance(evidence)
+
+
+def _find_non_finite_parity(evidence: Evidence) -> Iterator[GateResult]:
     for name, measurements in ((OUTPUTS.metric, evidence.parity), (EXPORT_OUTPUTS.metric, evidence.export_parity)):
-        for m in sorted((m for m in measurements if not _is_sound(m)), key=lambda m: (m.output, m.group))[:1]:
-            yield _make_error("parity", f"output {m.output!r}, inputs {m.group!r}: a value is not a number", name)
-    if bad := sorted(w.tensor for w in evidence.weights if not _is_sound(w)):
-        yield _make_error("parity", f"weight {bad[0]!r}: its error is not a number", WEIGHTS.metric)
-    if bad_activations := sorted(a.tensor for a in evidence.activations if not _is_sound(a)):
-        yield _make_error("parity", f"activation {bad_activations[0]!r}: a value is not a number", ACTIVATIONS.metric)
-    if against := sorted(c.against for c in evidence.comparisons if not _is_sound(c)):
-        yield _make_error("latency", f"a ratio against {against[0]} is not a number", f"ratio vs {against[0]}")
+        outputs = sorted((m.output, m.group) for m in _select_unsound(measurements))
+        for output, group in outputs[:1]:
+            yield _make_error("parity", f"output {output!r}, inputs {group!r}: a value is not a number", name)
+    weights = sorted(w.tensor for w in _select_unsound(evidence.weights))
+    for tensor in weights[:1]:
+        yield _make_error("parity", f"weight {tensor!r}: its error is not a number", WEIGHTS.metric)
+    activations = sorted(a.tensor for a in _select_unsound(evidence.activations))
+    for tensor in activations[:1]:
+        yield _make_error("parity", f"activation {tensor!r}: a value is not a number", ACTIVATIONS.metric)
+
+
+def _find_non_finite_performance(evidence: Evidence) -> Iterator[GateResult]:
+    baselines = sorted(c.against for c in _select_unsound(evidence.comparisons))
+    for against in baselines[:1]:
+        yield _make_error("latency", f"a ratio against {against} is not a number", f"ratio vs {against}")
     if evidence.latency and not all(map(math.isfinite, evidence.latency.quantiles_ns.values())):
         yield _make_error("latency", "a quantile is not a number", "quantiles")
-    for r in sorted((r for r in evidence.ratios if not _is_sound(r)), key=lambda r: (r.figure, r.against)):
+    for r in sorted(_select_unsound(evidence.ratios), key=lambda r: (r.figure, r.against)):
         yield _make_error(find_gate_kind(r.figure), "a ratio is not a number", f"{r.figure} vs {r.against}")
-    for t in (t for t in evidence.throughput if not _is_sound(t)):
+    for t in _select_unsound(evidence.throughput):
         yield _make_error("throughput", "a rate is not a positive number", throughput_metric_name(t.concurrency))
     if evidence.starts and not _is_sound(evidence.starts):
         yield _make_error("cold_start", "a measurement of a fresh process is not a positive number", "processes")
@@ -108,14 +147,18 @@ def _is_sound(measured: object) -> bool:
         case ActivationMeasurement():
             figures = (measured.noise, measured.saturated, measured.clipping, measured.stretch)
         case LatencyComparison() | PairedRatios():
-            figures = (v for pairs in (measured.log_ratios, measured.self_log_ratios) for pair in pairs for v in pair)
+            figures = itertools.chain(*measured.log_ratios, *measured.self_log_ratios)
         case ThroughputMeasurement():
-            return all(0 < rate < math.inf for rate in measured.per_second)
+            return _are_positive(measured.per_second)
         case ColdStartMeasurement():
-            return all(0 < value < math.inf for value in (*measured.load_s, *measured.first_s, *measured.peak_bytes))
+            return _are_positive((*measured.load_s, *measured.first_s, *measured.peak_bytes))
         case _:
             raise TypeError(f"no measurement: {measured!r}")
     return all(math.isfinite(figure) for figure in figures if figure is not None)
+
+
+def _are_positive(figures: Iterable[float]) -> bool:
+    return all(0 < figure < math.inf for figure in figures)
 
 
 def _make_error(gate: str, reason: str, metric: str = "") -> GateResult:
@@ -132,27 +175,38 @@ def compute_ranking_metrics(gates: Sequence[Gate], evidence: Evidence) -> Rankin
     lower = gate is not None and gate.lower_is_better
     own = evidence.variant == EXPORT
     median = evidence.latency.quantiles_ns.get("p50") if evidence.latency else None
-    compared = (
-        compare(c.log_ratios, tolerance=0.0) for c in evidence.comparisons if c.against == EXPORT and any(c.log_ratios)
-    )
-    ratios = (Interval(estimate=c.estimate, low=c.low, high=c.high) for c in compared if math.isfinite(c.high))
-    load = None  # seconds per request over fresh sessions at the highest concurrency
-    if measured := [one for one in evidence.throughput if one.per_second]:
-        highest = max(measured, key=lambda one: one.concurrency)
-        per_request = compare_quantile([1 / rate for rate in highest.per_second], 0.5, math.inf)
-        if math.isfinite(per_request.high):
-            load = Interval(estimate=per_request.estimate, low=per_request.low, high=per_request.high)
     return RankingMetrics(
         size_bytes=evidence.size_bytes,
-        ratio=Interval.point(1.0) if own else next(ratios, None),
+        ratio=Interval.point(1.0) if own else _find_time_ratio(evidence),
         metric=metric,
         change=Interval.point(0.0) if own else _find_change(evidence, metric, lower=lower),
         seconds=median / 1e9 if median and math.isfinite(median) else None,
-        load=load,
+        load=_find_load(evidence),
     )
 
 
+def _find_time_ratio(evidence: Evidence) -> Interval | None:
+    """Return the time over that of the export."""
+    compared = _compare_with_export(evidence)
+    return next((_make_interval(c) for c in compared if math.isfinite(c.high)), None)
+
+
+def _find_load(evidence: Evidence) -> Interval | None:
+    """Return the seconds per request over fresh sessions at the highest concurrency."""
+    measured = [throughput for throughput in evidence.throughput if throughput.per_second]
+    if not measured:
+        return None
+    highest = max(measured, key=lambda throughput: throughput.concurrency)
+    per_request = compare_quantile([1 / rate for rate in highest.per_second], 0.5, math.inf)
+    return _make_interval(per_request) if math.isfinite(per_request.high) else None
+
+
+def _make_interval(compared: Comparison | QuantileComparison) -> Interval:
+    return Interval(estimate=compared.estimate, low=compared.low, high=compared.high)
+
+
 def _find_change(evidence: Evidence, metric: str, *, lower: bool) -> Interval | None:
+    """Return how much better than the export a variant is by the task metric, in rows or as a score."""
     key, change = (metric, EXPORT), None
     if counts := next((c for c in evidence.metrics if (c.metric, c.against) == key), None):
         try:
@@ -160,7 +214,12 @@ def _find_change(evidence: Evidence, metric: str, *, lower: bool) -> Interval | 
         except ValueError:  # impossible counts, which the gate reports
             return None
     elif score := next((s for s in evidence.scores if (s.metric, s.against) == key and (not lower or s.ratio)), None):
-        change = score.difference
-        if lower and score.ratio is not None:
-            change = Interval(estimate=1 - score.ratio.estimate, low=1 - score.ratio.high, high=1 - score.ratio.low)
+        change = _compute_gain(score, lower=lower)
     return change if change and change.is_finite else None
+
+
+def _compute_gain(score: ScoreComparison, *, lower: bool) -> Interval | None:
+    """Return the difference of a score, or where less is better the share by which it falls."""
+    if not lower or score.ratio is None:
+        return score.difference
+    return Interval(estimate=1 - score.ratio.estimate, low=1 - score.ratio.high, high=1 - score.ratio.low)
