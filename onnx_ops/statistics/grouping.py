@@ -7,7 +7,7 @@ many independent rows, by a factor that survey statistics calls the design effec
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -55,16 +55,18 @@ def number_groups(array: Array) -> Array | None:
     None if the array does not hold one value per row, or a value is missing.
     """
     flat = array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
-    if flat.ndim != 1 or flat.dtype.kind not in "iufbUSOMm":
-        return None
-    if flat.dtype.kind in "fMmO" and any(value is None or value != value for value in flat.tolist()):  # noqa: PLR0124 (NaN)
-        return None
-    if flat.dtype.kind in "Mm" and np.isnat(flat).any():
+    if flat.ndim != 1 or flat.dtype.kind not in "iufbUSOMm" or _has_missing_values(flat):
         return None
     if flat.dtype.kind == "O":  # as an array of fixed width, one long text would widen all others
         numbers = {value: number for number, value in enumerate(sorted({str(value) for value in flat}))}
         return np.array([numbers[str(value)] for value in flat], dtype=np.int64)
     return np.asarray(np.unique(flat, return_inverse=True)[1], dtype=np.int64)
+
+
+def _has_missing_values(flat: Array) -> bool:
+    if flat.dtype.kind in "fMmO" and any(value is None or value != value for value in flat.tolist()):  # noqa: PLR0124 (NaN)
+        return True
+    return flat.dtype.kind in "Mm" and bool(np.isnat(flat).any())
 
 
 def find_group_columns(arrays: Mapping[str, Array]) -> dict[str, Array]:
@@ -143,27 +145,10 @@ def detect_grouping(
     if not signals:
         return ()
     rows = min(len(signals[0]), _ROWS)
-    centred = [_centre_by_class(signal[:rows].astype(np.float64), label) for signal in signals]
     draw = np.random.default_rng(seed)
-    orders = np.argsort(draw.random((_PERMUTATIONS, rows)), axis=1)
-    shuffled = [np.concatenate([signal[None], signal[orders]]) for signal in centred if signal.any()]
-    signs = []
-    flat = [np.ascontiguousarray(array[:rows]).reshape(rows, -1) for array in inputs.values()]
-    # Rows of a few categories are naturally equal, and are not checked for copies.
-    if any((array.dtype.kind == "f" and (array % 1 != 0).any()) or array.dtype.kind in "USO" for array in flat):
-        distinct = len({b"".join(_encode_row(array[row]) for array in flat) for row in range(rows)})
-        if distinct < 0.9 * rows:
-            signs.append(f"{1 - distinct / rows:.0%} of the rows repeat the inputs of another row")
-    for name, numbers in columns.items():
-        group = numbers[:rows]
-        sizes = np.maximum(np.bincount(group), 1)
-        places = (group + len(sizes) * np.arange(_PERMUTATIONS + 1)[:, None]).ravel()
-        sums = (np.bincount(places, weights=values.ravel()).reshape(-1, len(sizes)) for values in shuffled)
-        p = _compute_chance([(each**2 / sizes).sum(axis=1)[:, None] for each in sums])
-        if p <= ALARM or _ID.search(name):
-            why = f"whose rows err together (p = {p:.2g})" if p <= ALARM else "which nothing uses"
-            signs.append(f"the data holds {name!r}, {len(set(group.tolist()))} values in {rows} rows, {why}")
-    chance = _compute_chance([_window_variances(values) for values in shuffled])
+    permuted = _permute_signals(signals, label, rows, draw)
+    signs = [*_find_copies(inputs, rows), *_find_unused_groups(columns, permuted, rows)]
+    chance = _compute_chance([_window_variances(values) for values in permuted])
     if chance <= ALARM:
         signs.append(f"neighbouring rows err together more often than by chance (p = {chance:.2g})")
     elif chance <= _HINT and _are_neighbours_alike(inputs, label, rows, draw):
@@ -171,6 +156,54 @@ def detect_grouping(
             f"neighbouring rows have similar inputs, and err together more often than usual (p = {chance:.2g})"
         )
     return tuple(signs)
+
+
+def _permute_signals(
+    signals: Sequence[Array], label: Array | None, rows: int, draw: np.random.Generator
+) -> list[Array]:
+    """Return each signal that varies within classes, with its permutations below it.
+
+    All signals are permuted alike, so that their dependence stays (see `_compute_chance`).
+    """
+    centred = [_centre_by_class(signal[:rows].astype(np.float64), label) for signal in signals]
+    orders = np.argsort(draw.random((_PERMUTATIONS, rows)), axis=1)
+    return [np.concatenate([signal[None], signal[orders]]) for signal in centred if signal.any()]
+
+
+def _find_copies(inputs: Mapping[str, Array], rows: int) -> Iterator[str]:
+    """Yield how many rows repeat the inputs of others, if those are more than a tenth.
+
+    Rows of a few categories are naturally equal, and are not checked.
+    """
+    flat = [np.ascontiguousarray(array[:rows]).reshape(rows, -1) for array in inputs.values()]
+    if any(_holds_measured_values(array) for array in flat):
+        distinct = len({b"".join(_encode_row(array[row]) for array in flat) for row in range(rows)})
+        if distinct < 0.9 * rows:
+            yield f"{1 - distinct / rows:.0%} of the rows repeat the inputs of another row"
+
+
+def _holds_measured_values(array: Array) -> bool:
+    """Return whether equal values are rare by chance, as those of fractions and texts."""
+    return bool((array.dtype.kind == "f" and (array % 1 != 0).any()) or array.dtype.kind in "USO")
+
+
+def _find_unused_groups(columns: Mapping[str, Array], permuted: Sequence[Array], rows: int) -> Iterator[str]:
+    """Yield the arrays whose rows of equal value err together, and those whose name is that of an identifier."""
+    for name, numbers in columns.items():
+        group = numbers[:rows]
+        chance = _compute_chance(_compute_group_variances(permuted, group))
+        if chance <= ALARM or _ID.search(name):
+            why = f"whose rows err together (p = {chance:.2g})" if chance <= ALARM else "which nothing uses"
+            yield f"the data holds {name!r}, {len(set(group.tolist()))} values in {rows} rows, {why}"
+
+
+def _compute_group_variances(permuted: Sequence[Array], group: Array) -> list[Array]:
+    """Return squared sums over groups by their sizes, of shape (permutations, 1) for each signal."""
+    sizes = np.maximum(np.bincount(group), 1)
+    # One count for all permutations: each has its own numbers of the groups.
+    places = (group + len(sizes) * np.arange(_PERMUTATIONS + 1)[:, None]).ravel()
+    sums = (np.bincount(places, weights=values.ravel()).reshape(-1, len(sizes)) for values in permuted)
+    return [(each**2 / sizes).sum(axis=1)[:, None] for each in sums]
 
 
 def _encode_row(row: Array) -> bytes:
@@ -195,10 +228,8 @@ def _are_neighbours_alike(
     An input that the rows are sorted by is left out: it names no group.
     """
     rows = min(rows, _ALIKE_ROWS)
-    numbers = [array[:rows].reshape(rows, -1) for array in inputs.values() if array.dtype.kind in "fiub"]
     values = []
-    for column in (column for array in numbers for column in array.T[:: -(-array.shape[1] // _ALIKE_COLUMNS)]):
-        exact = np.nan_to_num(column.astype(np.float64), posinf=0, neginf=0)
+    for exact in _list_number_columns(inputs, rows):
         steps, rest = np.diff(exact), _centre_by_class(exact, label)
         if rest.std() > 0 and (steps < 0).any() and (steps > 0).any():
             values.append(np.clip(rest / rest.std(), -3, 3).astype(np.float32))
@@ -208,6 +239,15 @@ def _are_neighbours_alike(
     orders = [np.arange(rows), *np.argsort(draw.random((_PERMUTATIONS, rows)), axis=1)]
     products = np.array([[np.vdot(table[order][1:], table[order][:-1])] for order in orders])
     return _compute_chance([products]) <= _ALIKE
+
+
+def _list_number_columns(inputs: Mapping[str, Array], rows: int) -> Iterator[Array]:
+    """Yield evenly spaced values of each row of the inputs of numbers, with zero for what is not finite."""
+    for array in inputs.values():
+        if array.dtype.kind in "fiub":
+            flat = array[:rows].reshape(rows, -1)
+            for column in flat.T[:: -(-flat.shape[1] // _ALIKE_COLUMNS)]:
+                yield np.nan_to_num(column.astype(np.float64), posinf=0, neginf=0)
 
 
 def _window_variances(values: Array) -> Array:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -104,31 +105,73 @@ def learn_domains(
 
 
 def _learn(array: Array, declared: InputValues, bound: tuple[int, int] | None) -> InputDomain:
-    categories = None if declared.values is None else np.asarray(declared.values)
-    kind = array.dtype.kind
-    if kind not in "fiu":
-        return InputDomain(
-            low=np.zeros(()),
-            high=np.zeros(()),
-            whole=np.ones((), dtype=bool),
-            listed=np.ones((), dtype=bool),
-            categories=categories if kind in "USO" else None,
-            recombined=array.ndim == 2 and kind != "b",
-            missing=np.zeros((), dtype=bool),
-        )
-    if categories is not None and categories.dtype.kind not in "fiu":
-        raise ValueError(f"its values are numbers, but {declared.values} are declared")
+    categories = _read_categories(array, declared)
+    if array.dtype.kind not in "fiu":
+        return _make_unordered_domain(array, categories)
     values = array.astype(np.float64)
     finite = np.isfinite(values)
     by_place = array.ndim <= 2 and values[0].size <= _MOST_PLACES
     axes = 0 if by_place else tuple(range(array.ndim))
+    whole: Bools = np.asarray(((values == np.round(values)) | ~finite).all(axis=axes))
+    low, high = _widen_range(*_find_range(values, finite, axes), whole)
+    low, high = _apply_declared_range(low, high, declared, bound, categories)
+    smallest, largest = _find_type_limits(array.dtype)
+    is_mask = array.dtype.kind in "iu" and bound is None and bool(np.isin(values, (0, 1)).all())
+    is_free = not is_mask and not _has_declared_range(declared, bound)
+    return InputDomain(
+        low=np.clip(low, smallest, largest),
+        high=np.clip(high, smallest, largest),
+        whole=whole,
+        listed=_find_listed(values, whole) if is_free else np.zeros_like(whole),
+        categories=categories,
+        # The places of a mask depend on each other, as those of padding at the end of a row.
+        recombined=(array.ndim <= 2 and not is_mask) or bound is not None,
+        missing=_find_missing(values, axes, declared),
+    )
+
+
+def _read_categories(array: Array, declared: InputValues) -> Array | None:
+    categories = None if declared.values is None else np.asarray(declared.values)
+    if array.dtype.kind in "fiu" and categories is not None and categories.dtype.kind not in "fiu":
+        raise ValueError(f"its values are numbers, but {declared.values} are declared")
+    return categories
+
+
+def _make_unordered_domain(array: Array, categories: Array | None) -> InputDomain:
+    """Return the domain of texts, booleans and objects, which have no range."""
+    kind = array.dtype.kind
+    return InputDomain(
+        low=np.zeros(()),
+        high=np.zeros(()),
+        whole=np.ones((), dtype=bool),
+        listed=np.ones((), dtype=bool),
+        categories=categories if kind in "USO" else None,
+        recombined=array.ndim == 2 and kind != "b",
+        missing=np.zeros((), dtype=bool),
+    )
+
+
+def _find_range(values: Floats, finite: Bools, axes: int | tuple[int, ...]) -> tuple[Floats, Floats]:
+    """Return the smallest and the largest finite value of each place; 0 where there is none."""
     known = finite.any(axis=axes)
     low = np.where(known, np.where(finite, values, np.inf).min(axis=axes, initial=np.inf), 0.0)
     high = np.where(known, np.where(finite, values, -np.inf).max(axis=axes, initial=-np.inf), 0.0)
-    whole: Bools = np.asarray(((values == np.round(values)) | ~finite).all(axis=axes))
+    return low, high
+
+
+def _widen_range(low: Floats, high: Floats, whole: Bools) -> tuple[Floats, Floats]:
+    """Widen ranges of real numbers at each end, but not across zero: counts and pixels have one sign."""
     room = np.where(whole, 0.0, (high - low) * MARGIN)
-    low = np.where(low >= 0, np.maximum(low - room, 0.0), low - room)
-    high = np.where(high <= 0, np.minimum(high + room, 0.0), high + room)
+    return (
+        np.where(low >= 0, np.maximum(low - room, 0.0), low - room),
+        np.where(high <= 0, np.minimum(high + room, 0.0), high + room),
+    )
+
+
+def _apply_declared_range(
+    low: Floats, high: Floats, declared: InputValues, bound: tuple[int, int] | None, categories: Array | None
+) -> tuple[Floats, Floats]:
+    """Replace learned bounds. What the pipeline declares overrides the graph, and listed values a range."""
     if bound is not None:
         low, high = np.full_like(low, bound[0]), np.full_like(high, bound[1])
     if declared.min is not None:
@@ -137,28 +180,33 @@ def _learn(array: Array, declared: InputValues, bound: tuple[int, int] | None) -
         high = np.full_like(high, declared.max)
     if categories is not None:
         low, high = np.full_like(low, categories.min()), np.full_like(high, categories.max())
-    binary = kind in "iu" and bound is None and bool(np.isin(values, (0, 1)).all())
-    free = not binary and bound is None and declared.min is None and declared.max is None
+    return low, high
+
+
+def _has_declared_range(declared: InputValues, bound: tuple[int, int] | None) -> bool:
+    return bound is not None or declared.min is not None or declared.max is not None
+
+
+def _find_listed(values: Floats, whole: Bools) -> Bools:
+    """Return which columns of a table may hold categories: few whole numbers, most of which repeat."""
+    if whole.ndim != 1:  # one range for all places: no table, or too wide a one
+        return np.zeros_like(whole)
+    distinct = 1 + (np.diff(np.sort(values, axis=0), axis=0) != 0).sum(axis=0)
+    return np.asarray(whole & (distinct <= _MOST_CATEGORIES) & (distinct < len(values) / 2))
+
+
+def _find_missing(values: Floats, axes: int | tuple[int, ...], declared: InputValues) -> Bools:
     missing: Bools = np.asarray(np.isnan(values).any(axis=axes))
-    if declared.missing is not None:
-        missing = np.full_like(missing, declared.missing)
-    limits = np.finfo(array.dtype.name) if kind == "f" else np.iinfo(array.dtype.name)
-    smallest, largest = float(limits.min), float(limits.max)
+    return missing if declared.missing is None else np.full_like(missing, declared.missing)
+
+
+def _find_type_limits(dtype: np.dtype[Any]) -> tuple[float, float]:
+    """Return the smallest and the largest float64 that a number type can hold."""
+    limits = np.finfo(dtype.name) if dtype.kind == "f" else np.iinfo(dtype.name)
+    largest = float(limits.max)
     if int(largest) > limits.max:  # float64 rounds 2**63 - 1 up
         largest = float(np.nextafter(largest, 0.0))
-    listed = np.zeros_like(whole)
-    if free and by_place and array.ndim == 2:
-        distinct = 1 + (np.diff(np.sort(values, axis=0), axis=0) != 0).sum(axis=0)
-        listed = whole & (distinct <= _MOST_CATEGORIES) & (distinct < len(values) / 2)
-    return InputDomain(
-        low=np.clip(low, smallest, largest),
-        high=np.clip(high, smallest, largest),
-        whole=whole,
-        listed=listed,
-        categories=categories,
-        recombined=(array.ndim <= 2 and not binary) or bound is not None,
-        missing=missing,
-    )
+    return float(limits.min), largest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,41 +247,59 @@ def make_probe_groups(samples: Tensors, domains: Mapping[str, InputDomain], *, e
     holds empty and unseen texts. `missing` and `infinite` have one such element in each float input, NaN only where it
     may occur if it may occur anywhere. Only floats are changed; a group that would only repeat real rows is left out.
     """
-    groups = {REAL: ProbeGroup(inputs=samples)}
     kinds = {array.dtype.kind for array in samples.values()}
+    rows = _even_rows(samples, MIN_NOISE_ROWS)
+    groups = {REAL: ProbeGroup(inputs=samples)}
     if kinds - set("b"):
         groups[RANGE] = ProbeGroup(inputs=make_range_inputs(samples, domains))
-    rows = _even_rows(samples, MIN_NOISE_ROWS)
     if "f" in kinds:
-        room = []  # the largest value of each float input, and of its type
-        for array in (array for array in samples.values() if array.dtype.kind == "f"):
-            values = np.abs(array.astype(np.float64))
-            room.append((float(values[np.isfinite(values)].max(initial=0.0)), float(np.finfo(array.dtype.name).max)))
-        for name, factor in _FACTORS.items():
-            if all(abs(factor) * largest < most for largest, most in room):
-                multiple = {
-                    n: (array[rows].astype(np.float64) * factor).astype(array.dtype)
-                    if array.dtype.kind == "f"
-                    else array[rows]
-                    for n, array in samples.items()
-                }
-                groups[f"beyond_range:{name}"] = ProbeGroup(inputs=multiple, inside=False)
-        has_missing = any(domain.missing.any() for domain in domains.values())
-        everywhere = {name: np.ones((), dtype=bool) for name, array in samples.items() if array.dtype.kind == "f"}
-        places = {name: domain.missing for name, domain in domains.items()} if has_missing else everywhere
-        groups["missing"] = ProbeGroup(inputs=_insert_values(samples, rows, (np.nan,), places), inside=has_missing)
-        infinite = _insert_values(samples, rows, (np.inf, -np.inf), everywhere)
-        groups["infinite"] = ProbeGroup(inputs=infinite, inside=False)
+        groups |= _make_multiples(samples, rows)
+        groups |= _make_non_finite(samples, rows, domains)
     if kinds & set("UO"):
-        inputs = {name: array[rows] for name, array in samples.items()}
-        for name, chosen in inputs.items():  # an empty, an unseen and the real text in turn
-            if chosen.dtype.kind in "UO" and domains[name].categories is None:
-                row = np.arange(len(chosen)).reshape(-1, *(1,) * (chosen.ndim - 1))
-                inputs[name] = np.where(row % 3 == 0, "", np.where(row % 3 == 1, "unseen", chosen))
-        groups["beyond_range:texts"] = ProbeGroup(inputs=inputs, inside=False)
+        groups["beyond_range:texts"] = ProbeGroup(inputs=_insert_texts(samples, rows, domains), inside=False)
     if empty:
         groups["empty_batch"] = ProbeGroup(inputs={name: array[:0] for name, array in samples.items()}, inside=False)
     return groups
+
+
+def _make_multiples(samples: Tensors, rows: Rows) -> dict[str, ProbeGroup]:
+    """Make multiples of real rows, without those that an input's type cannot hold."""
+    room = []  # the largest value of each float input, and of its type
+    for array in (array for array in samples.values() if array.dtype.kind == "f"):
+        values = np.abs(array.astype(np.float64))
+        room.append((float(values[np.isfinite(values)].max(initial=0.0)), float(np.finfo(array.dtype.name).max)))
+    groups = {}
+    for name, factor in _FACTORS.items():
+        if all(abs(factor) * largest < most for largest, most in room):
+            multiple = {n: _multiply_floats(array[rows], factor) for n, array in samples.items()}
+            groups[f"beyond_range:{name}"] = ProbeGroup(inputs=multiple, inside=False)
+    return groups
+
+
+def _multiply_floats(chosen: Array, factor: float) -> Array:
+    return (chosen.astype(np.float64) * factor).astype(chosen.dtype) if chosen.dtype.kind == "f" else chosen
+
+
+def _make_non_finite(samples: Tensors, rows: Rows, domains: Mapping[str, InputDomain]) -> dict[str, ProbeGroup]:
+    """Make rows with one NaN, and rows with one infinity, in each float input."""
+    has_missing = any(domain.missing.any() for domain in domains.values())
+    everywhere = {name: np.ones((), dtype=bool) for name, array in samples.items() if array.dtype.kind == "f"}
+    places = {name: domain.missing for name, domain in domains.items()} if has_missing else everywhere
+    infinite = _insert_values(samples, rows, (np.inf, -np.inf), everywhere)
+    return {
+        "missing": ProbeGroup(inputs=_insert_values(samples, rows, (np.nan,), places), inside=has_missing),
+        "infinite": ProbeGroup(inputs=infinite, inside=False),
+    }
+
+
+def _insert_texts(samples: Tensors, rows: Rows, domains: Mapping[str, InputDomain]) -> Tensors:
+    """Make rows with an empty, an unseen and the real text in turn, where texts are no categories."""
+    inputs = {name: array[rows] for name, array in samples.items()}
+    for name, chosen in inputs.items():
+        if chosen.dtype.kind in "UO" and domains[name].categories is None:
+            row = np.arange(len(chosen)).reshape(-1, *(1,) * (chosen.ndim - 1))
+            inputs[name] = np.where(row % 3 == 0, "", np.where(row % 3 == 1, "unseen", chosen))
+    return inputs
 
 
 def take_rows(samples: Tensors, count: int) -> Tensors:
@@ -332,19 +398,26 @@ def make_sized_inputs(samples: Tensors, axes: Axes) -> dict[str, Tensors]:
     """
     first = take_rows(samples, 1)
     present = {symbol: int(first[at[0][0]].shape[at[0][1]]) for symbol, at in axes.items() if at}
-    ranked = {symbol: choose_other_sizes(size) for symbol, size in present.items()}
-    wanted = [{symbol: size} for symbol, sizes in ranked.items() for size in sizes]
-    if len(present) > 1:
-        wanted += [{symbol: sizes[end] for symbol, sizes in ranked.items()} for end in (0, -1)]
-        wanted.append({symbol: sizes[(place + 2) % len(sizes)] for place, (symbol, sizes) in enumerate(ranked.items())})
     groups: dict[str, Tensors] = {}
-    for sizes in wanted:
+    for sizes in _combine_sizes(present):
         row_bytes = sum(array.nbytes for array in _resize(first, axes, sizes).values())
         count = min(MIN_NOISE_ROWS, _GROUP_BYTES // max(1, row_bytes))
         if count >= 2:
             name = LENGTHS + ",".join(f"{symbol}={size}" for symbol, size in sizes.items())
             groups[name] = _resize(take_rows(samples, count), axes, sizes)
     return groups
+
+
+def _combine_sizes(present: Mapping[str, int]) -> list[dict[str, int]]:
+    """Return other sizes of each axis alone; then the smallest, the largest and unequal sizes of all axes at once."""
+    ranked = {symbol: choose_other_sizes(size) for symbol, size in present.items()}
+    combined = [{symbol: size} for symbol, sizes in ranked.items() for size in sizes]
+    if len(ranked) > 1:
+        combined += [{symbol: sizes[end] for symbol, sizes in ranked.items()} for end in (0, -1)]
+        # Each axis takes another place of its list, since equal sizes hide axes that were exchanged.
+        unequal = {symbol: sizes[(place + 2) % len(sizes)] for place, (symbol, sizes) in enumerate(ranked.items())}
+        combined.append(unequal)
+    return combined
 
 
 def _resize(rows: Tensors, axes: Axes, sizes: Mapping[str, int]) -> Tensors:
