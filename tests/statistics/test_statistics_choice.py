@@ -52,7 +52,7 @@ FAST = [decision(n, Verdict.PASS, faster=True, ratio=r) for n, r in (("a", 0.8),
     ],
     ids=["the export stands", "a variant is faster", "the first of the fastest", "the export does not pass"],
 )
-def test_the_export_stands_unless_a_variant_is_faster_with_confidence(
+def test_choose_keeps_export_unless_variant_is_faster_with_confidence(
     decisions: list[Decision], variant: str, reason: str
 ) -> None:
     found = choose(decisions)
@@ -90,17 +90,17 @@ class TestFamily:
             pytest.param((FP32, gated("a", None), gated("b", None)), "a", id="old evidence is no family"),
         ],
     )
-    def test_a_variant_passes_as_one_of_those_that_were_tried(
+    def test_choose_among_several_variants_corrects_for_multiple_tests(
         self, decisions: tuple[Decision, ...], variant: str | None
     ) -> None:
         assert choose(decisions).variant == variant
 
-    def test_what_passes_alone_only_is_named_and_nothing_left_is_inconclusive(self) -> None:
+    def test_choose_with_variants_that_pass_only_alone_names_them_or_is_inconclusive(self) -> None:
         assert "a passes the metric gate alone" in choose([FP32, gated("a", 0.02), *self.OTHERS]).reason
         found = choose([FAILED, gated("a", 0.04), gated("b", 0.04)])
         assert (found.variant, found.verdict) == (None, Verdict.INCONCLUSIVE)
 
-    def test_prospects_of_a_good_and_a_bad_variant(self) -> None:
+    def test_estimate_prospects_returns_probabilities_for_good_and_bad_variant(self) -> None:
         result = GateResult(
             gate="metric", metric="accuracy vs fp32", limit="", verdict=Verdict.PASS, reason="", estimate=0.0,
             low=-0.005, high=0.005, bound=-0.01, n=1000, p_value=0.001,
@@ -117,14 +117,14 @@ class TestFamily:
         )
 
 
-def test_nothing_passes(golden: Golden) -> None:
+def test_choose_without_passing_variant_explains_failures(golden: Golden) -> None:
     found = choose([decision("int8", Verdict.FAIL), decision("fp32", Verdict.INCONCLUSIVE)])
     assert (found.variant, found.verdict) == (None, Verdict.FAIL)
     golden("reasons", found.reason)
 
 
 @pytest.mark.parametrize("decisions", [[], [FP32, decision("fp32", Verdict.PASS, target="gpu")]])
-def test_a_choice_is_about_one_target(decisions: list[Decision]) -> None:
+def test_choose_with_zero_or_two_targets_raises_value_error(decisions: list[Decision]) -> None:
     with pytest.raises(ValueError, match="one target"):
         choose(decisions)
 
@@ -144,7 +144,7 @@ decisions = st.lists(
 
 
 @given(decisions)
-def test_without_a_pass_the_worst_verdict_is_told(judged: list[Decision]) -> None:
+def test_choose_without_passing_variant_returns_worst_verdict(judged: list[Decision]) -> None:
     failed = [d for d in judged if d.verdict is not Verdict.PASS]
     if failed:
         assert choose(failed).verdict.rank == max(d.verdict.rank for d in failed)
@@ -186,7 +186,7 @@ ALIKE = measured("alike", Verdict.PASS, standing_of(280, (0.42, 0.47, 0.52), (-0
 SMALL = measured("small", Verdict.PASS, standing_of(150, (0.9, 1.1, 1.3), (-0.01, 0.0, 0.01)))
 
 
-def test_ties_within_the_noise_are_told_and_broken_by_bytes(golden: Golden) -> None:
+def test_choose_with_ties_within_noise_lists_them_and_prefers_fewer_bytes(golden: Golden) -> None:
     found = choose([EXPORT_ROW, QUICK, ALIKE, SMALL])
     assert (found.variant, found.tied) == ("alike", ("fast",))
     golden("reasons", found.reason)
@@ -196,13 +196,13 @@ def test_ties_within_the_noise_are_told_and_broken_by_bytes(golden: Golden) -> N
     golden("reasons", found.reason, "of one size")
 
 
-def test_the_smallest_serves_where_size_is_preferred_though_it_is_no_faster(golden: Golden) -> None:
+def test_choose_by_size_returns_smallest_variant_even_if_slower(golden: Golden) -> None:
     found = choose([EXPORT_ROW, QUICK, ALIKE, SMALL], TargetObjective(objective="size"))
     assert (found.variant, found.tied, found.objective) == ("small", (), "size")
     golden("reasons", found.reason)
 
 
-def test_the_most_accurate_serves_where_accuracy_is_preferred(golden: Golden) -> None:
+def test_choose_by_accuracy_returns_most_accurate_variant(golden: Golden) -> None:
     """fp32 and the small one cannot be told apart, and the small one has fewer bytes."""
     found = choose([EXPORT_ROW, QUICK, SMALL], TargetObjective(objective="accuracy"))
     assert (found.variant, found.tied) == ("small", ("fp32",))
@@ -213,7 +213,7 @@ def test_the_most_accurate_serves_where_accuracy_is_preferred(golden: Golden) ->
     assert "+3 points against fp32" in found.reason
 
 
-def test_cost_is_time_under_load_where_it_was_measured() -> None:
+def test_choose_by_cost_uses_time_under_load_if_measured() -> None:
     policy = TargetObjective(objective="cost", price=0.36)
     found = choose([EXPORT_ROW, QUICK], policy)
     assert found.variant == "fast"
@@ -229,7 +229,7 @@ def test_cost_is_time_under_load_where_it_was_measured() -> None:
     assert "a million requests cost 1" in found.reason
 
 
-def test_what_was_not_measured_is_said() -> None:
+def test_choose_by_accuracy_without_measurement_reports_it() -> None:
     found = choose([decision("a", Verdict.PASS), decision("b", Verdict.PASS)], TargetObjective(objective="accuracy"))
     assert (found.variant, found.tied) == ("a", ("b",))
     assert "accuracy was not measured" in found.reason
@@ -252,7 +252,9 @@ preferences = st.sampled_from(["latency", "size", "accuracy", "cost"])
 
 
 @given(contestants, preferences, st.randoms(use_true_random=False))
-def test_the_order_of_decisions_does_not_matter(judged: list[Decision], objective: Preference, random: Random) -> None:
+def test_choose_with_shuffled_decisions_returns_same_variant(
+    judged: list[Decision], objective: Preference, random: Random
+) -> None:
     shuffled = list(judged)
     random.shuffle(shuffled)
     one, other = (choose(some, TargetObjective(objective=objective)) for some in (judged, shuffled))
@@ -260,7 +262,7 @@ def test_the_order_of_decisions_does_not_matter(judged: list[Decision], objectiv
 
 
 @given(decisions | contestants, preferences)
-def test_only_what_passes_is_chosen_whatever_is_preferred(judged: list[Decision], objective: Preference) -> None:
+def test_choose_by_any_objective_returns_passing_variants_only(judged: list[Decision], objective: Preference) -> None:
     found = choose(judged, TargetObjective(objective=objective))
     passing = {d.variant for d in judged if d.verdict is Verdict.PASS}
     assert ({found.variant, *found.tied} <= passing) if passing else (found.variant is None)
@@ -270,7 +272,7 @@ def test_only_what_passes_is_chosen_whatever_is_preferred(judged: list[Decision]
 
 
 @given(contestants, preferences)
-def test_what_fails_has_no_say(judged: list[Decision], objective: Preference) -> None:
+def test_choose_with_failing_variants_ignores_them(judged: list[Decision], objective: Preference) -> None:
     passing = [d for d in judged if d.verdict is Verdict.PASS]
     if passing:
         policy = TargetObjective(objective=objective)
@@ -278,7 +280,7 @@ def test_what_fails_has_no_say(judged: list[Decision], objective: Preference) ->
 
 
 @given(contestants)
-def test_a_passing_export_gives_way_only_to_what_is_surely_faster(judged: list[Decision]) -> None:
+def test_choose_with_passing_export_replaces_it_only_by_faster_variant(judged: list[Decision]) -> None:
     found = choose(judged)
     chosen = next((d for d in judged if d.variant == found.variant), None)
     if chosen and any(d.variant == "fp32" and d.verdict is Verdict.PASS for d in judged):
@@ -286,7 +288,7 @@ def test_a_passing_export_gives_way_only_to_what_is_surely_faster(judged: list[D
 
 
 @given(contestants)
-def test_nothing_that_passes_is_smaller_than_the_smallest(judged: list[Decision]) -> None:
+def test_choose_by_size_returns_minimum_size_of_passing_variants(judged: list[Decision]) -> None:
     found = choose(judged, TargetObjective(objective="size"))
     sizes = {d.variant: d.standing.size_bytes for d in judged if d.verdict is Verdict.PASS and d.standing}
     if sizes:
@@ -298,7 +300,7 @@ def evidence(variant: str, **found: object) -> Evidence:
     return make_evidence(variant, size_bytes=7, **found)
 
 
-def test_the_figures_of_a_variant_are_read_off_its_evidence() -> None:
+def test_compute_ranking_metrics_reads_size_latency_load_and_change_from_evidence() -> None:
     pairs, itself = ((-0.7,),) * 10, ((0.0,),) * 10
     ratios = LatencyComparison(
         against="fp32", baseline=DIGEST, log_ratios=pairs, self_log_ratios=itself, runs=1, preempted=0
@@ -323,7 +325,7 @@ def test_the_figures_of_a_variant_are_read_off_its_evidence() -> None:
     assert found.change.low < -0.03 < found.change.high
 
 
-def test_a_growing_error_is_a_change_for_the_worse() -> None:
+def test_compute_ranking_metrics_with_increased_error_returns_negative_change() -> None:
     growth = Interval(estimate=1.2, low=1.1, high=1.3)
     score = ScoreComparison(metric="rmse", against="fp32", n=100, ratio=growth)
     found = compute_ranking_metrics([MetricGate(name="rmse", max_increase=0.5)], evidence("int8", scores=(score,)))
@@ -354,7 +356,7 @@ WAYS["fixed batch"] = {(1, 3): 100.0, (2, 3): 104.0}
         ("", False, (0, False)),
     ],
 )
-def test_requests_run_at_once_and_in_batches_where_that_is_fast(
+def test_choose_scheduling_selects_threads_and_batching_by_throughput(
     ways: str, independent: bool, chosen: tuple[int, bool]
 ) -> None:
     measured = [
@@ -365,7 +367,9 @@ def test_requests_run_at_once_and_in_batches_where_that_is_fast(
 
 
 @given(st.dictionaries(st.sampled_from([(t, r) for t in (1, 2, 4) for r in (1, 16 // t)]), st.floats(1e-3, 1e6)))
-def test_chosen_threads_are_the_most_of_the_ways_as_fast_as_any(rates: dict[tuple[int, int], float]) -> None:
+def test_choose_scheduling_returns_most_threads_within_ten_percent_of_best_rate(
+    rates: dict[tuple[int, int], float],
+) -> None:
     measured = [SchedulingMeasurement(threads=t, rows=r, rows_per_s=rate) for (t, r), rate in rates.items()]
     threads, _ = choose_scheduling(measured, independent=True)
     if rates:

@@ -39,7 +39,7 @@ def relative(ratio: float) -> Evidence:
 
 
 @pytest.mark.parametrize(("then", "now"), [(INT8, INT8_NOW), (FP32, FP32)], ids=["int8", "fp32"])
-def test_what_is_the_same_has_not_drifted(then: Evidence, now: Evidence) -> None:
+def test_judge_drift_of_unchanged_evidence_passes(then: Evidence, now: Evidence) -> None:
     found = judge_drift(GATES, then, now)
     assert verdict(found) is Verdict.PASS, found
     assert list_environment_changes(then, now) == ()
@@ -49,7 +49,7 @@ def test_what_is_the_same_has_not_drifted(then: Evidence, now: Evidence) -> None
     ("ratio", "expected"),
     [(0.7, Verdict.PASS), (0.6, Verdict.PASS), (0.735, Verdict.INCONCLUSIVE), (0.8, Verdict.FAIL)],
 )
-def test_speed_against_the_export_may_move_as_far_as_the_gate_says(ratio: float, expected: Verdict) -> None:
+def test_judge_drift_of_ratio_against_export_applies_latency_limit(ratio: float, expected: Verdict) -> None:
     found = result(judge_drift(GATES, INT8, relative(ratio)), "ratio vs fp32 since")
     assert found.verdict is expected, found
     assert found.estimate == pytest.approx(ratio / 0.7, rel=0.01)
@@ -57,7 +57,7 @@ def test_speed_against_the_export_may_move_as_far_as_the_gate_says(ratio: float,
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(1.0, Verdict.PASS), (1.04, Verdict.PASS), (1.06, Verdict.FAIL)])
-def test_the_median_counts_on_a_machine_of_its_own(factor: float, expected: Verdict) -> None:
+def test_judge_drift_of_median_latency_binds_on_dedicated_machine_only(factor: float, expected: Verdict) -> None:
     found = judge_drift(GATES, INT8, slower(factor))
     assert result(found, "p50 since").verdict is expected
     assert verdict(found) is expected
@@ -66,26 +66,26 @@ def test_the_median_counts_on_a_machine_of_its_own(factor: float, expected: Verd
     assert verdict(judge_drift(GATES, INT8, shared)) is Verdict.PASS
 
 
-def test_a_wide_interval_tells_nothing() -> None:
+def test_judge_drift_with_wide_latency_interval_is_inconclusive() -> None:
     spread = tuple(int(MS * (0.8 + 0.5 * k / 40)) for k in range(40))
     now = replace(INT8_NOW, latency=timed(*spread))
     assert result(judge_drift(GATES, INT8, now), "p50 since").verdict is Verdict.INCONCLUSIVE
 
 
-def test_without_a_limit_of_change_nothing_is_said_of_it() -> None:
+def test_judge_drift_without_limit_of_change_returns_no_drift_results() -> None:
     gates = (LatencyGate(p99=0.002), MetricGate(min=0.9))
     assert not [one for one in judge_drift(gates, INT8, slower(1.5)) if one.metric.endswith("since")]
 
 
 @pytest.mark.parametrize(("lost", "expected"), [(0, Verdict.PASS), (20, Verdict.PASS), (21, Verdict.FAIL)])
-def test_accuracy_on_the_same_rows_is_a_fact(lost: int, expected: Verdict) -> None:
+def test_judge_drift_of_accuracy_on_same_rows_compares_exact_counts(lost: int, expected: Verdict) -> None:
     now = replace(INT8_NOW, metrics=(replace(counts(""), both=1920 - lost), counts("fp32")))
     found = result(judge_drift(GATES, INT8, now), "accuracy since")
     assert found.verdict is expected
     assert found.estimate == pytest.approx(-lost / 2000)
 
 
-def test_other_rows_are_not_compared() -> None:
+def test_judge_drift_with_other_rows_skips_accuracy() -> None:
     now = replace(INT8_NOW, metrics=(counts("", n=1000), counts("fp32", n=1000)))
     assert not [one for one in judge_drift(GATES, INT8, now) if one.metric == "accuracy since"]
 
@@ -98,20 +98,20 @@ def score(value: float) -> ScoreComparison:
     ("then", "now", "expected"),
     [(1.0, 1.05, Verdict.PASS), (1.0, 1.2, Verdict.FAIL), (1.0, 0.5, Verdict.PASS), (0.0, 1.0, None)],
 )
-def test_an_error_may_grow_by_its_share(then: float, now: float, expected: Verdict | None) -> None:
+def test_judge_drift_of_error_metric_applies_max_increase(then: float, now: float, expected: Verdict | None) -> None:
     gates = (MetricGate(name="mae", max_increase=0.1),)
     old, new = (replace(one, metrics=(), scores=(score(v),)) for one, v in ((INT8, then), (INT8_NOW, now)))
     found = [one.verdict for one in judge_drift(gates, old, new) if one.metric == "mae since"]
     assert found == ([] if expected is None else [expected])
 
 
-def test_a_float_champion_whose_answers_changed_has_drifted() -> None:
+def test_judge_drift_of_float_champion_with_changed_outputs_fails() -> None:
     found = judge_drift(GATES, FP32, replace(FP32, parity=(parity(1e4),)))
     assert verdict(found) is Verdict.FAIL
     assert result(found, "outputs").verdict is Verdict.FAIL
 
 
-def test_what_failed_against_the_export_from_the_beginning_is_no_drift(golden: Golden) -> None:
+def test_judge_drift_of_initial_failure_against_export_is_advisory(golden: Golden) -> None:
     """Chosen for its size, slower than its export: it passed against the champion of then, which it replaced."""
     then = replace(INT8, comparisons=(against("fp32", 1.5), against("champion", 0.9)))
     found = judge_drift(GATES, then, relative(1.5))
@@ -122,19 +122,19 @@ def test_what_failed_against_the_export_from_the_beginning_is_no_drift(golden: G
     assert verdict(judge_drift(GATES, then, relative(1.7))) is Verdict.FAIL
 
 
-def test_what_could_not_be_measured_is_an_error_and_no_drift() -> None:
+def test_judge_drift_with_failed_or_missing_measurement_does_not_fail() -> None:
     assert verdict(judge_drift(GATES, INT8, replace(INT8_NOW, failure="no provider here"))) is Verdict.ERROR
     assert verdict(judge_drift(GATES, INT8, replace(INT8_NOW, comparisons=()))) is Verdict.INCONCLUSIVE
 
 
-def test_changes_name_runtime_and_machine(golden: Golden) -> None:
+def test_list_environment_changes_names_runtime_and_hardware(golden: Golden) -> None:
     hardware = replace(INT8.hardware, runtime_version="2", cpu_model="other", memory_bytes=8 * 2**30, driver="550")
     facts = RuntimeFacts(runtime="onnxruntime", version="2", asked=(), used=("A", "B"), nodes={}, build="b")
     golden("reasons", "\n".join(list_environment_changes(INT8, replace(INT8, hardware=hardware, runtime=facts))))
 
 
 @given(st.floats(0.01, 100), st.floats(0.01, 100))
-def test_a_slower_champion_is_never_judged_better(one: float, other: float) -> None:
+def test_judge_drift_of_slower_champion_never_improves_verdict(one: float, other: float) -> None:
     """Verdicts of the movement are ordered as the ratios are."""
     ranks = {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 1, Verdict.FAIL: 2}
     low, high = sorted((one, other))

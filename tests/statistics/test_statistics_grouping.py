@@ -48,7 +48,7 @@ class TestNumbers:
          np.array(["b", "a", "b"], object), np.array([True, False, True]),
          np.array(["2026-02-01", "2026-01-01", "2026-02-01"], "M8[D]")],
     )  # fmt: skip
-    def test_any_type_has_numbers_by_value(self, array: Any) -> None:
+    def test_number_groups_of_any_type_numbers_values_in_order(self, array: Any) -> None:
         found = number_groups(array)
         assert found is not None
         assert found.tolist() == [1, 0, 1]
@@ -58,10 +58,10 @@ class TestNumbers:
         [np.ones((3, 2)), np.array([1.0, np.nan]), np.array(["a", None], object), np.array([1j]),
          np.array(["2026-01-01", "NaT"], "M8[D]")],
     )  # fmt: skip
-    def test_missing_groups_and_several_values_a_row_have_none(self, array: Any) -> None:
+    def test_number_groups_with_missing_or_several_values_per_row_returns_none(self, array: Any) -> None:
         assert number_groups(array) is None
 
-    def test_columns_are_those_whose_values_repeat(self) -> None:
+    def test_find_group_columns_returns_columns_with_repeated_values(self) -> None:
         arrays = {
             "patient": np.arange(60) // 4,
             "row": np.arange(60),
@@ -83,17 +83,21 @@ class TestDesignEffect:
             pytest.param(np.repeat([-1.0, 0.0], [1000, 3000]), 1, 1, 1.01, id="many rows that changed"),
         ],
     )
-    def test_rows_that_change_together_count_as_few(self, change: Any, rows: int, least: float, most: float) -> None:
+    def test_compute_design_effect_grows_with_correlation_within_groups(
+        self, change: Any, rows: int, least: float, most: float
+    ) -> None:
         assert least <= compute_design_effect(change, np.arange(len(change)) // rows) < most
 
-    def test_one_group_is_one_row(self) -> None:
+    def test_change_and_value_intervals_of_single_group_are_wide(self) -> None:
         change = drawn(1, 50, 0.0, 0.2, 0)
         found = counts(change, np.zeros(50, np.int64))
         assert change_interval(found).low < -0.5
         assert value_interval(found).low < 0.3
 
     @pytest.mark.parametrize(("groups", "rows", "rho"), [(50, 40, 0.5), (100, 20, 0.3), (400, 5, 0.3)])
-    def test_a_true_drop_equal_to_the_limit_seldom_passes_or_fails(self, groups: int, rows: int, rho: float) -> None:
+    def test_change_interval_with_true_drop_at_limit_rarely_passes_or_fails(
+        self, groups: int, rows: int, rho: float
+    ) -> None:
         """5.5 % are promised: so many of 200 trials make it in all but one of two hundred tests like this."""
         group = np.arange(groups * rows) // rows
         found = [counts(drawn(groups, rows, rho, 0.03, seed), group) for seed in range(200)]
@@ -102,14 +106,14 @@ class TestDesignEffect:
         plain = [replace(one, groups=0, change_effect=1.0, value_effect=1.0) for one in found]
         assert sum(change_interval(one).low > -0.02 for one in plain) > 20
 
-    def test_p_values_agree_with_intervals(self) -> None:
+    def test_change_and_value_p_values_agree_with_intervals(self) -> None:
         group = np.arange(2000) // 4
         for seed in range(30):
             found = counts(drawn(500, 4, 0.3, 0.03, seed), group)
             assert (change_p_value(found, -0.02) < 0.05) == (change_interval(found).low > -0.02)
             assert (value_p_value(found, 0.97) < 0.05) == (value_interval(found).low > 0.97)
 
-    def test_many_sets_at_once_are_as_each_of_them(self) -> None:
+    def test_compute_effect_of_sums_of_several_sets_matches_effect_of_each(self) -> None:
         rng = np.random.default_rng(0)
         changes = rng.choice([-1.0, 0.0, 1.0], (3, 200, 4), p=[0.05, 0.92, 0.03])
         found = compute_effect_of_sums(changes.sum(axis=2), np.full((3, 200), 4), np.square(changes).sum(axis=(1, 2)))
@@ -119,16 +123,16 @@ class TestDesignEffect:
 
 
 class TestSigns:
-    def test_independent_rows_seldom_alarm(self) -> None:
+    def test_detect_grouping_of_independent_rows_rarely_alarms(self) -> None:
         """2 % are promised; more than six of a hundred are seen in one of two hundred tests like this."""
         alarms = [detect_grouping({}, {}, [drawn(300, 1, 0.0, 0.05, seed)], None, seed) for seed in range(100)]
         assert sum(map(bool, alarms)) <= 6
 
-    def test_rows_that_change_together_alarm(self) -> None:
+    def test_detect_grouping_of_correlated_neighbours_alarms(self) -> None:
         found = detect_grouping({}, {}, [drawn(100, 10, 0.5, 0.05, 0)], None, 0)
         assert any("neighbouring" in sign for sign in found)
 
-    def test_weak_runs_alarm_where_the_inputs_of_neighbours_are_alike(self) -> None:
+    def test_detect_grouping_of_weak_runs_alarms_more_if_neighbour_inputs_are_similar(self) -> None:
         rng = np.random.default_rng(0)
         changes = [drawn(50, 10, 0.1, 0.05, seed) for seed in range(40)]
         inputs = {"x": rng.standard_normal((50, 4)).repeat(10, axis=0) + rng.standard_normal((500, 4))}
@@ -139,33 +143,33 @@ class TestSigns:
         )
         assert alike >= 1.3 * unlike
 
-    def test_an_input_by_which_rows_are_sorted_is_no_sign(self) -> None:
+    def test_detect_grouping_of_rows_sorted_by_input_rarely_alarms(self) -> None:
         rng = np.random.default_rng(1)
         inputs = {"age": np.sort(rng.random(500)), "height": rng.random(500)}
         signals = [[drawn(500, 1, 0.0, 0.05, seed)] for seed in range(40)]
         assert sum(bool(detect_grouping(inputs, {}, signal, None, n)) for n, signal in enumerate(signals)) <= 4
 
-    def test_shuffled_groups_are_found_by_their_column_alone(self) -> None:
+    def test_detect_grouping_of_shuffled_groups_alarms_only_with_their_column(self) -> None:
         order = np.random.default_rng(0).permutation(1000)
         change, ward = drawn(100, 10, 0.5, 0.05, 0)[order], (np.arange(1000) // 10)[order]
         assert not detect_grouping({}, {}, [change], None, 0)
         (sign,) = detect_grouping({}, {"ward": ward}, [change], None, 0)
         assert "'ward'" in sign
 
-    def test_a_column_of_ids_is_told_though_its_rows_differ(self) -> None:
+    def test_detect_grouping_with_id_column_alarms_even_for_independent_rows(self) -> None:
         change = drawn(1000, 1, 0.0, 0.05, 3)
         numbers = np.random.default_rng(0).integers(0, 200, 1000)
         assert not detect_grouping({}, {"age": numbers}, [change], None, 0)
         assert detect_grouping({}, {"patient_id": numbers}, [change], None, 0)
 
-    def test_rows_sorted_by_class_are_no_alarm(self) -> None:
+    def test_detect_grouping_of_rows_sorted_by_class_does_not_alarm(self) -> None:
         rng = np.random.default_rng(0)
         label = np.repeat(np.arange(5), 200)
         right = (rng.random(1000) < np.array([0.99, 0.6, 0.95, 0.8, 0.9])[label]).astype(float)
         assert not detect_grouping({}, {}, [right], label, 0)
         assert detect_grouping({}, {}, [right], None, 0)
 
-    def test_copied_rows_are_told_where_rows_are_measured(self) -> None:
+    def test_detect_grouping_of_repeated_continuous_or_text_rows_alarms(self) -> None:
         rng = np.random.default_rng(0)
         signal = rng.random(400)
         measured, few = rng.random((100, 3))[np.arange(400) // 4], rng.integers(0, 3, (400, 2)).astype(np.float32)

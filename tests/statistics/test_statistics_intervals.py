@@ -38,14 +38,16 @@ class TestTango:
             pytest.param(618, 25, 28, 0.90, -0.0148, 0.0247, id="PropCIs scoreci.mp"),
         ],
     )
-    def test_published_values(self, n: int, b: int, c: int, confidence: float, low: float, high: float) -> None:
+    def test_tango_interval_matches_published_values(
+        self, n: int, b: int, c: int, confidence: float, low: float, high: float
+    ) -> None:
         estimate, found_low, found_high = tango_interval(n, b, c, confidence)
         assert estimate == (c - b) / n
         assert found_low == pytest.approx(low, abs=5.1e-4 if n < 100 else 5.1e-5)
         assert found_high == pytest.approx(high, abs=5.1e-4 if n < 100 else 5.1e-5)
 
     @pytest.mark.parametrize("n", [1, 30, 300, 5000])
-    def test_without_discordant_rows_it_has_a_closed_form(self, n: int) -> None:
+    def test_tango_interval_without_discordant_rows_matches_closed_form(self, n: int) -> None:
         from scipy import stats
 
         z = stats.norm.ppf(0.95)
@@ -53,14 +55,16 @@ class TestTango:
         assert tango_interval(n, 0, 0) == pytest.approx((0.0, -expected, expected), abs=1e-9)
 
     @given(counts(), st.floats(0.5, 0.999))
-    def test_contains_its_estimate_and_mirrors(self, rows: tuple[int, int, int], confidence: float) -> None:
+    def test_tango_interval_contains_estimate_and_mirrors_swapped_counts(
+        self, rows: tuple[int, int, int], confidence: float
+    ) -> None:
         n, b, c = rows
         estimate, low, high = tango_interval(n, b, c, confidence)
         assert -1 <= low <= estimate <= high <= 1
         assert tango_interval(n, c, b, confidence) == pytest.approx((-estimate, -high, -low), abs=1e-9)
 
     @pytest.mark.parametrize("bad", [(0, 0, 0), (10, -1, 0), (10, 6, 5)])
-    def test_impossible_counts_are_refused(self, bad: tuple[int, int, int]) -> None:
+    def test_tango_interval_of_impossible_counts_raises_value_error(self, bad: tuple[int, int, int]) -> None:
         with pytest.raises(ValueError, match="do not fit"):
             tango_interval(*bad)
 
@@ -84,22 +88,24 @@ def rates(n: int, drop: float, discordant: float, max_drop: float, trials: int =
 
 class TestNonInferiority:
     @pytest.mark.parametrize(("n", "discordant"), [(500, 0.03), (2000, 0.02), (2000, 0.06)])
-    def test_a_drop_equal_to_the_limit_rarely_passes_or_fails(self, n: int, discordant: float) -> None:
+    def test_metric_limit_with_true_drop_at_limit_rarely_passes_or_fails(self, n: int, discordant: float) -> None:
         found = rates(n, 0.01, discordant, 0.01)
         assert found[Verdict.PASS] <= 0.055
         assert found[Verdict.FAIL] <= 0.055
 
-    def test_enough_rows_tell_equal_from_worse(self) -> None:
+    def test_metric_limit_with_2000_rows_separates_equal_from_worse(self) -> None:
         assert rates(2000, 0.0, 0.01, 0.01)[Verdict.PASS] >= 0.9
         assert rates(2000, 0.03, 0.04, 0.01)[Verdict.FAIL] >= 0.95
 
-    def test_few_rows_prove_little(self) -> None:
+    def test_metric_limit_with_few_rows_rarely_passes(self) -> None:
         assert rates(200, 0.02, 0.04, 0.01)[Verdict.PASS] <= 0.05
         assert verdict(100, 0, 0, 0.01) is Verdict.INCONCLUSIVE
         assert verdict(300, 0, 0, 0.01) is Verdict.PASS
 
     @given(counts(), st.floats(0, 0.2))
-    def test_a_lost_row_never_helps(self, rows: tuple[int, int, int], max_drop: float) -> None:
+    def test_metric_limit_with_one_more_lost_row_never_improves_verdict(
+        self, rows: tuple[int, int, int], max_drop: float
+    ) -> None:
         n, b, c = rows
         if b + c < n:
             before = verdict(n, b, c, max_drop)
@@ -110,7 +116,7 @@ class TestNonInferiority:
 
 class TestClopperPearson:
     @pytest.mark.parametrize(("k", "n"), [(0, 10), (10, 10), (5, 10), (431, 450)])
-    def test_agrees_with_the_reference_implementation(self, k: int, n: int) -> None:
+    def test_clopper_pearson_matches_scipy(self, k: int, n: int) -> None:
         from scipy import stats
 
         expected = stats.binomtest(k, n).proportion_ci(0.95, method="exact")
@@ -118,12 +124,12 @@ class TestClopperPearson:
         assert (estimate, low, high) == pytest.approx((k / n, expected.low, expected.high))
 
     @pytest.mark.parametrize("bad", [(1, 0), (-1, 3), (4, 3)])
-    def test_impossible_counts_are_refused(self, bad: tuple[int, int]) -> None:
+    def test_clopper_pearson_of_impossible_counts_raises_value_error(self, bad: tuple[int, int]) -> None:
         with pytest.raises(ValueError, match="not a proportion"):
             clopper_pearson(*bad)
 
 
-def test_advice_for_few_samples_only() -> None:
+def test_advise_sample_size_below_500_samples_returns_advice() -> None:
     assert advise_sample_size(499) == "expect INCONCLUSIVE below 500 samples"
     assert advise_sample_size(500) == ""
 
@@ -146,7 +152,7 @@ def population(name: str, rng: np.random.Generator, shape: tuple[int, int]) -> A
 
 @pytest.mark.parametrize("name", ["normal", "log-normal", "2 % x 12", "skewed"])
 @pytest.mark.parametrize("rows", [50, 500])
-def test_a_true_growth_equal_to_the_limit_seldom_passes_or_fails(name: str, rows: int) -> None:
+def test_ratio_interval_with_true_growth_at_limit_rarely_passes_or_fails(name: str, rows: int) -> None:
     """6 % are promised: at most 14 of 120 trials are wrong in all but one of two hundred tests like this."""
     rng = np.random.default_rng(rows)
     base = population(name, rng, (120, rows))
@@ -157,7 +163,7 @@ def test_a_true_growth_equal_to_the_limit_seldom_passes_or_fails(name: str, rows
     assert sum(one.low > LIMIT**2 for one in found) <= 14
 
 
-def test_tiny_changes_pass_though_few_rows_carry_the_error() -> None:
+def test_ratio_interval_of_tiny_changes_stays_below_limit_with_few_heavy_rows() -> None:
     rng = np.random.default_rng(0)
     base = population("2 % x 12", rng, (20, 100))
     for row in base:
@@ -165,7 +171,7 @@ def test_tiny_changes_pass_though_few_rows_carry_the_error() -> None:
         assert ratio_interval(near**2, row**2, UNSEEN_CHANGES).high < LIMIT
 
 
-def test_it_contains_its_estimate_and_knows_units() -> None:
+def test_ratio_interval_contains_estimate_and_scales_with_units() -> None:
     rng = np.random.default_rng(1)
     mine, theirs = rng.exponential(1, 60), rng.exponential(1, 60)
     found = ratio_interval(mine, theirs, 3.0)
@@ -174,14 +180,14 @@ def test_it_contains_its_estimate_and_knows_units() -> None:
     assert (scaled.low, scaled.high) == pytest.approx((1e6 * found.low, 1e6 * found.high), rel=1e-6)
 
 
-def test_where_nothing_bounds_a_ratio_its_end_is_far() -> None:
+def test_ratio_interval_with_one_dominant_baseline_row_has_distant_upper_end() -> None:
     theirs = np.full(30, 1e-3)
     theirs[0] = 1e3
     mine = np.random.default_rng(0).exponential(1, 30)
     assert ratio_interval(mine, theirs, 3.0).high > 50 * ratio_interval(mine, theirs, 3.0).estimate
 
 
-def test_few_heavy_rows_are_named_the_worst_first() -> None:
+def test_find_heavy_rows_returns_effective_count_and_dominant_rows() -> None:
     losses = np.ones(100)
     losses[[7, 40]] = 300, 200
     effective, heavy = find_heavy_rows(losses)
@@ -190,7 +196,7 @@ def test_few_heavy_rows_are_named_the_worst_first() -> None:
     assert find_heavy_rows(np.zeros(4)) == (4.0, ())
 
 
-def test_unseen_rows_widen_it_by_the_worst_one_seen() -> None:
+def test_ratio_interval_with_unseen_rows_widens_by_worst_seen_row() -> None:
     mine, theirs = np.ones(100), np.ones(100)
     mine[0] = 11
     plain, wide = (ratio_interval(mine, theirs, unseen).high for unseen in (0.0, 2.5))

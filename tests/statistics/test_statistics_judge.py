@@ -44,7 +44,7 @@ from tests.support.evidence import CPU, CPU_FACTS, DIGEST, QUIET, make_evidence
 from tests.support.golden import Golden
 
 
-def test_judge_gate_has_a_rule_for_every_kind_of_the_table() -> None:
+def test_judge_gate_has_rule_for_each_gate_kind() -> None:
     without = judge_gate.dispatch(Gate)
     assert [kind for kind, gate in GATE_KINDS.items() if judge_gate.dispatch(gate) is without] == []
 
@@ -118,7 +118,7 @@ def only(decision: Decision, gate: str, metric: str) -> GateResult:
     return found[0]
 
 
-def test_good_evidence_passes_with_a_figure_and_a_reason_everywhere() -> None:
+def test_judge_of_good_evidence_passes_with_estimate_and_reason_for_each_gate() -> None:
     for evidence in (INT8, FP32):
         decision = judge(GATES, evidence)
         assert decision.verdict is Verdict.PASS, decision.results
@@ -140,14 +140,14 @@ def test_good_evidence_passes_with_a_figure_and_a_reason_everywhere() -> None:
     ]
 
 
-def test_decisions_are_json() -> None:
+def test_decision_with_extreme_values_survives_json_round_trip() -> None:
     extreme = replace(INT8, comparisons=(against("champion", 2.0, log_ratios=((900.0,),)),))
     for evidence in (INT8, FP32, extreme, replace(FP32, parity=(parity(math.inf), parity(math.nan)))):
         decision = judge(GATES, evidence)
         assert codec.loads(codec.dumps(decision), Decision) == decision
 
 
-def test_a_failed_measurement_is_an_error_of_every_gate() -> None:
+def test_judge_of_failed_measurement_returns_error_for_each_gate() -> None:
     decision = judge(GATES, replace(FP32, failure="no provider\n  here", parity=(parity(1e6),)))
     assert [r.gate for r in decision.results] == ["parity", "metric", "latency", "size"]
     assert {(r.verdict, r.reason, r.advisory) for r in decision.results} == {(Verdict.ERROR, "no provider here", False)}
@@ -176,7 +176,9 @@ class TestProvider:
         ],
         ids=["unknown", "all on another", "some", "shapes", "more than shapes", "nodes unknown", "as asked", "cpu"],
     )
-    def test_falling_back_is_no_measurement(self, facts: RuntimeFacts | None, verdict: Verdict | None) -> None:
+    def test_judge_passes_only_if_compute_nodes_run_on_requested_provider(
+        self, facts: RuntimeFacts | None, verdict: Verdict | None
+    ) -> None:
         decision = judge(GATES, replace(FP32, runtime=facts))
         if verdict is None:
             assert decision.verdict is Verdict.PASS
@@ -185,7 +187,7 @@ class TestProvider:
 
 
 class TestParity:
-    def test_worst_output_decides_and_is_named(self) -> None:
+    def test_parity_gate_with_several_outputs_judges_and_names_worst(self) -> None:
         evidence = replace(FP32, parity=(parity(2.0), parity(31.0, output="z", group="spikes")))
         result = only(judge([ParityGate()], evidence), "parity", "outputs")
         assert (result.verdict, result.estimate, result.n) == (Verdict.FAIL, 31.0, 128)
@@ -193,7 +195,7 @@ class TestParity:
         assert "'spikes'" in result.reason
         assert "31x" in result.reason
 
-    def test_a_difference_where_callers_send_nothing_is_told_once_and_blocks_nothing(self) -> None:
+    def test_parity_gate_with_difference_outside_input_domain_adds_one_advisory(self) -> None:
         outside = [replace(parity(99.0, group=group), inside=False) for group in ("missing", "beyond_range:x1e3")]
         evidence = replace(FP32, parity=(parity(), *outside))
         decision = judge([ParityGate()], evidence)
@@ -205,12 +207,12 @@ class TestParity:
         ignored = ParityGate(groups={"missing": "ignore", "beyond_range": "ignore"})
         assert [r.advisory for r in judge([ignored], evidence).results] == [False]
 
-    def test_a_group_that_callers_send_can_be_made_advice(self) -> None:
+    def test_parity_gate_with_group_set_to_advise_passes(self) -> None:
         evidence = replace(FP32, parity=(parity(), parity(99.0, group="lengths:length=7")))
         assert judge([ParityGate()], evidence).verdict is Verdict.FAIL
         assert judge([ParityGate(groups={"lengths": "advise"})], evidence).verdict is Verdict.PASS
 
-    def test_a_slow_source_is_told_with_what_it_leaves_unseen(self) -> None:
+    def test_parity_gate_with_slow_source_reports_unmeasured_rows(self) -> None:
         evidence = replace(FP32, parity=(parity(),), source=SourceLimits(rows=64, samples=512))
         (row_result,) = [r for r in judge([ParityGate()], evidence).results if r.metric == "rows"]
         assert row_result.advisory
@@ -218,7 +220,7 @@ class TestParity:
         assert "47%" in row_result.reason
 
     @pytest.mark.parametrize("measured", [(), (parity(rows=0, group="empty_batch"),), (parity(inside=False),)])
-    def test_nothing_measured(self, measured: tuple[ParityMeasurement, ...]) -> None:
+    def test_parity_gate_without_measured_rows_is_inconclusive(self, measured: tuple[ParityMeasurement, ...]) -> None:
         assert judge([ParityGate()], replace(FP32, parity=measured)).verdict is Verdict.INCONCLUSIVE
         assert judge([ParityGate()], replace(INT8, export_parity=measured)).verdict is Verdict.INCONCLUSIVE
 
@@ -226,13 +228,13 @@ class TestParity:
 class TestMetric:
     GATE = MetricGate(max_drop=0.01)
 
-    def test_the_first_export_has_nothing_to_be_compared_with(self) -> None:
+    def test_metric_gate_of_first_export_returns_no_comparison(self) -> None:
         assert judge([self.GATE, TestLatency.GATE], FP32).results == ()
         assert judge([self.GATE], FP32).verdict is Verdict.INCONCLUSIVE
         assert judge([self.GATE, SizeGate(max=2_000_000)], FP32).verdict is Verdict.PASS
 
     @pytest.mark.parametrize("baseline", ["champion", "fp32", ""])
-    def test_a_missing_comparison_is_inconclusive(self, baseline: str) -> None:
+    def test_metric_gate_with_missing_comparison_is_inconclusive(self, baseline: str) -> None:
         decision = judge([self.GATE, SizeGate(max=2_000_000)], replace(INT8, baseline=baseline, metrics=(counts(""),)))
         assert decision.verdict is Verdict.INCONCLUSIVE
         assert "was not measured" in decision.reason
@@ -240,19 +242,19 @@ class TestMetric:
     @pytest.mark.parametrize(
         ("minimum", "verdict"), [(0.9, Verdict.PASS), (0.96, Verdict.INCONCLUSIVE), (0.98, Verdict.FAIL)]
     )
-    def test_minimum(self, minimum: float, verdict: Verdict) -> None:
+    def test_metric_gate_with_minimum_compares_interval_with_limit(self, minimum: float, verdict: Verdict) -> None:
         result = only(judge([MetricGate(min=minimum)], FP32), "metric", "accuracy")
         assert (result.verdict, result.estimate) == (verdict, 0.96)
         unlabelled = replace(FP32, metrics=())
         assert judge([MetricGate(min=minimum)], unlabelled).verdict is Verdict.INCONCLUSIVE
 
     @pytest.mark.parametrize("bad", [counts("fp32", n=0), replace(counts("fp32"), both=5000), counts("fp32", b=-1)])
-    def test_impossible_counts_never_pass(self, bad: PairedCounts) -> None:
+    def test_metric_gate_with_impossible_counts_never_passes(self, bad: PairedCounts) -> None:
         for gate in (self.GATE, MetricGate(min=0.1)):
             decision = judge([gate], replace(INT8, baseline="fp32", metrics=(bad,)))
             assert decision.verdict in (Verdict.ERROR, Verdict.INCONCLUSIVE)
 
-    def test_no_rows_are_no_measurement(self) -> None:
+    def test_metric_gate_without_rows_is_inconclusive(self) -> None:
         decision = judge([MetricGate(max_drop=0.01, min=0.9)], replace(FP32, baseline="champion", metrics=()))
         empty = replace(FP32, baseline="champion", metrics=(counts("", n=0), counts("champion", n=0)))
         assert judge([MetricGate(max_drop=0.01, min=0.9)], empty).results == decision.results
@@ -265,7 +267,7 @@ class TestLatency:
     @pytest.mark.parametrize(
         ("ratio", "verdict"), [(1.02, Verdict.PASS), (1.05, Verdict.INCONCLUSIVE), (1.1, Verdict.FAIL)]
     )
-    def test_regression_against_the_baseline(self, ratio: float, verdict: Verdict) -> None:
+    def test_latency_gate_with_max_regression_compares_with_baseline(self, ratio: float, verdict: Verdict) -> None:
         evidence = replace(INT8, comparisons=(against("fp32", 3.0), against("champion", ratio)))
         result = only(judge([self.GATE], evidence), "latency", "ratio vs champion")
         assert (result.verdict, result.n) == (verdict, 40)
@@ -273,27 +275,29 @@ class TestLatency:
         assert "400 runs, 5% preempted" in result.reason
 
     @pytest.mark.parametrize(("ratio", "spread"), [(1.05, 0.001), (1.04, 0.1), (1.04, 0.04)])
-    def test_what_is_undecided_says_what_would_decide_it(self, ratio: float, spread: float, golden: Golden) -> None:
+    def test_latency_gate_if_inconclusive_explains_how_to_decide(
+        self, ratio: float, spread: float, golden: Golden
+    ) -> None:
         pairs = tuple((math.log(ratio) + spread * x,) for x in (1, -1, 0.5, -0.5) * 10)
         found = replace(INT8, comparisons=(against("champion", ratio, log_ratios=pairs),))
         result = only(judge([self.GATE], found), "latency", "ratio vs champion")
         assert result.verdict is Verdict.INCONCLUSIVE
         golden("reasons", result.reason)
 
-    def test_a_candidate_that_slows_down_over_the_run_is_told(self, golden: Golden) -> None:
+    def test_latency_gate_with_candidate_slowing_down_reports_trend(self, golden: Golden) -> None:
         pairs = tuple((0.002 * i + x,) for i, x in enumerate((0.001, -0.001) * 20))
         found = replace(INT8, comparisons=(against("champion", 1.0, log_ratios=pairs),))
         golden("reasons", only(judge([self.GATE], found), "latency", "ratio vs champion").reason)
 
     @pytest.mark.parametrize("comparisons", [(), (against("fp32", 0.5),), (against("champion", 1.0, log_ratios=()),)])
-    def test_a_missing_comparison_is_inconclusive(
+    def test_latency_gate_with_missing_comparison_is_inconclusive(
         self, comparisons: tuple[LatencyComparison, ...], golden: Golden
     ) -> None:
         decision = judge([self.GATE, SizeGate(max=2_000_000)], replace(INT8, comparisons=comparisons))
         assert decision.verdict is Verdict.INCONCLUSIVE
         golden("reasons", decision.reason)
 
-    def test_absolute_limits_bind_on_dedicated_targets_only(self) -> None:
+    def test_latency_gate_with_absolute_limit_binds_on_dedicated_target_only(self) -> None:
         slow = replace(FP32, latency=timed(*[9_000_000] * 400))
         gates: list[Gate] = [LatencyGate(p50=0.001, p90=0.001, p95=0.001, p99=0.002), SizeGate(max=2_000_000)]
         assert judge(gates, slow).verdict is Verdict.FAIL
@@ -301,7 +305,7 @@ class TestLatency:
         assert shared.verdict is Verdict.PASS
         assert [(r.verdict, r.advisory) for r in shared.results[:4]] == [(Verdict.FAIL, True)] * 4
 
-    def test_faster_than_the_export(self) -> None:
+    def test_judge_with_export_comparison_sets_faster_than_export_and_ratio(self) -> None:
         assert judge(GATES, FP32).faster_than_export is None
         assert judge(GATES, INT8).faster_than_export is True
         assert judge(GATES, INT8).latency_ratio == pytest.approx(0.7, rel=1e-6)
@@ -347,7 +351,7 @@ BIASED = against("champion", 1.15, self_log_ratios=((0.1,), (0.11,)) * 20)
         "no size",
     ],
 )  # fmt: skip
-def test_verdict_of_one_gate_with_its_reason(
+def test_judge_with_single_gate_returns_verdict_and_reason(
     gate: Gate, evidence: Evidence, metric: str, verdict: Verdict, reason: str
 ) -> None:
     result = only(judge([gate], evidence), gate.kind, metric)
@@ -413,7 +417,7 @@ gate_lists = st.lists(st.sampled_from([*GATES, *FURTHER]), max_size=6)
 
 class TestProperties:
     @given(gate_lists, evidences(), st.data())
-    def test_failing_evidence_never_improves_a_verdict(
+    def test_judge_with_added_failing_evidence_never_improves_verdict(
         self, gates: list[Gate], evidence: Evidence, data: st.DataObject
     ) -> None:
         kind = data.draw(st.sampled_from(KINDS))
@@ -423,7 +427,9 @@ class TestProperties:
         assert judge(gates, worse).verdict.rank >= judge(gates, evidence).verdict.rank
 
     @given(gate_lists, evidences(), st.randoms(use_true_random=False))
-    def test_order_does_not_matter(self, gates: list[Gate], evidence: Evidence, random: Any) -> None:
+    def test_judge_with_shuffled_gates_and_evidence_returns_same_decision(
+        self, gates: list[Gate], evidence: Evidence, random: Any
+    ) -> None:
         shuffled: dict[str, Any] = {
             kind: tuple(random.sample(getattr(evidence, kind), len(getattr(evidence, kind)))) for kind in KINDS
         }
@@ -436,24 +442,26 @@ class TestProperties:
     @pytest.mark.parametrize(("kind", "entry"), NAN)
     @settings(max_examples=20)
     @given(gates=gate_lists, evidence=evidences())
-    def test_nan_never_passes(self, gates: list[Gate], evidence: Evidence, kind: str, entry: Any) -> None:
+    def test_judge_with_nan_evidence_never_passes(
+        self, gates: list[Gate], evidence: Evidence, kind: str, entry: Any
+    ) -> None:
         before = judge(gates, evidence).verdict
         entries: dict[str, Any] = {kind: (*getattr(evidence, kind), entry)}
         after = judge(gates, replace(evidence, **entries)).verdict
         assert after.rank >= max(before.rank, Verdict.ERROR.rank)
 
     @given(gate_lists)
-    def test_nothing_measured_never_passes(self, gates: list[Gate]) -> None:
+    def test_judge_without_measurements_is_inconclusive(self, gates: list[Gate]) -> None:
         empty = replace(
             FP32, size_bytes=0, parity=(), export_parity=(), metrics=(), latency=None, runtime=None, baseline=""
         )
         assert judge(gates, empty).verdict is Verdict.INCONCLUSIVE
 
     @given(evidences())
-    def test_no_gates_never_pass(self, evidence: Evidence) -> None:
+    def test_judge_without_gates_is_inconclusive(self, evidence: Evidence) -> None:
         assert judge([], evidence).verdict is Verdict.INCONCLUSIVE
 
-    def test_nan_limits_never_pass(self) -> None:
+    def test_judge_with_nan_limit_never_passes(self) -> None:
         nan = math.nan
         gates: list[Gate] = [
             ParityGate(noise_factor=nan, weight_steps=nan),

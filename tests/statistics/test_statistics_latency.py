@@ -91,7 +91,7 @@ NOISY = [[0.1], [-0.1], [0.05], [-0.2], [0.15]]
 
 
 class TestHodgesLehmann:
-    def test_published_example_of_depression_scores(self) -> None:
+    def test_hodges_lehmann_of_depression_scores_matches_published_interval(self) -> None:
         """Hollander, Wolfe and Chicken, examples 3.1 and 3.3-3.4: estimate -.46, 96 % interval (-.786, -.010)."""
         before = np.array([1.83, 0.50, 1.62, 2.48, 1.68, 1.88, 1.55, 3.06, 1.30])
         after = np.array([0.878, 0.647, 0.598, 2.05, 1.06, 1.29, 1.06, 3.14, 1.29])
@@ -101,7 +101,7 @@ class TestHodgesLehmann:
         assert high == pytest.approx(-0.010, abs=5e-4)
 
     @pytest.mark.parametrize("n", [6, 10, 20, 50])
-    def test_bounds_are_those_the_exact_test_does_not_reject(self, n: int) -> None:
+    def test_hodges_lehmann_bounds_invert_exact_wilcoxon_test(self, n: int) -> None:
         from scipy import stats
 
         x = np.random.default_rng(n).normal(0.3, 1.0, n)
@@ -118,7 +118,7 @@ class TestHodgesLehmann:
             )
             assert rejected <= alpha < kept
 
-    def test_normal_approximation_continues_the_exact_quantiles(self) -> None:
+    def test_hodges_lehmann_of_51_values_approximates_exact_quantiles(self) -> None:
         from scipy import stats
 
         x = np.random.default_rng(3).normal(size=51)
@@ -129,11 +129,11 @@ class TestHodgesLehmann:
         assert low < high
 
     @pytest.mark.parametrize("n", [1, 5])
-    def test_too_few_values_have_no_bounds(self, n: int) -> None:
+    def test_hodges_lehmann_of_too_few_values_returns_infinite_bounds(self, n: int) -> None:
         assert hodges_lehmann(np.arange(n), 0.05 / 3)[1:] == (-math.inf, math.inf)
 
     @given(st.lists(st.floats(-10, 10), min_size=6, max_size=30), st.floats(-5, 5))
-    def test_mirrors_and_shifts_with_its_values(self, x: list[float], shift: float) -> None:
+    def test_hodges_lehmann_mirrors_and_shifts_with_values(self, x: list[float], shift: float) -> None:
         estimate, low, high = hodges_lehmann(x, 0.05)
         assert low <= estimate <= high
         assert hodges_lehmann(-np.array(x), 0.05) == pytest.approx((-estimate, -high, -low), abs=1e-9)
@@ -153,7 +153,7 @@ class TestErrorRates:
             pytest.param(1.10, 6, 0.5, (0, 1), (0.99, 1), id="10 % slower, preemptions unnoticed"),
         ],
     )
-    def test_a_slow_down_fails_at_a_limit_of_five_percent(
+    def test_latency_decision_at_five_percent_limit_separates_equal_from_slower(
         self,
         simulation: Simulation,
         ratio: float,
@@ -166,13 +166,13 @@ class TestErrorRates:
         assert passing[0] <= found[Verdict.PASS] <= passing[1]
         assert failing[0] <= found[Verdict.FAIL] <= failing[1]
 
-    def test_level_holds_at_the_limit_itself_in_spite_of_the_session_effect(self, simulation: Simulation) -> None:
+    def test_latency_decision_with_slowdown_at_limit_errs_in_at_most_five_percent(self, simulation: Simulation) -> None:
         """A true slow-down equal to the limit fails, and passes, in at most one of twenty cases each."""
         found = simulation.rates(1.05, 7, trials=1000)
         assert found[Verdict.FAIL] <= 0.05
         assert found[Verdict.PASS] <= 0.05
 
-    def test_equal_models_are_decided_early(self, simulation: Simulation) -> None:
+    def test_latency_decision_of_equal_models_ends_early(self, simulation: Simulation) -> None:
         pairs = [decide(logs, 0.05)[1] for logs in simulate(simulation.trials(300), 1.0, 8)]
         assert np.mean(pairs) < 12.5
 
@@ -198,42 +198,44 @@ class TestUnsteadyHost:
             decided.append(decide(np.concatenate(looks), 0.05))
         return decided
 
-    def test_the_probe_saves_most_of_the_work(self, simulation: Simulation) -> None:
+    def test_latency_decision_with_probe_on_unsteady_host_needs_fewer_pairs(self, simulation: Simulation) -> None:
         without, probed = (
             np.mean([pairs for _, pairs in self.decisions(simulation, 1.0, 21, probed=probed)])
             for probed in (False, True)
         )
         assert probed < 0.75 * without
 
-    def test_ten_percent_slower_is_caught(self, simulation: Simulation) -> None:
+    def test_latency_decision_of_ten_percent_slowdown_on_unsteady_host_fails(self, simulation: Simulation) -> None:
         assert {verdict for verdict, _ in self.decisions(simulation, 1.10, 22, probed=True)} == {Verdict.FAIL}
 
     @pytest.mark.parametrize("probed", [False, True])
     @pytest.mark.parametrize("ratio", [1.0, 1.02])
-    def test_good_models_do_not_fail(self, simulation: Simulation, ratio: float, probed: bool) -> None:
+    def test_latency_decision_of_good_model_on_unsteady_host_never_fails(
+        self, simulation: Simulation, ratio: float, probed: bool
+    ) -> None:
         decided = self.decisions(simulation, ratio, 23, probed=probed)
         assert Verdict.FAIL not in {verdict for verdict, _ in decided}
 
 
 class TestCompare:
-    def test_gives_ratios(self) -> None:
+    def test_compare_of_log_ratios_returns_ratios(self) -> None:
         found = compare([[math.log(2.0)] * 4] * 10, tolerance=0.05)
         assert (found.verdict, found.n) == (Verdict.FAIL, 10)
         assert (found.estimate, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
         assert found.rest == pytest.approx(math.exp(DRIFT * 30 / 40))
 
-    def test_one_pair_decides_nothing_and_none_is_refused(self) -> None:
+    def test_compare_of_one_pair_is_inconclusive_and_of_none_raises_value_error(self) -> None:
         found = compare([[3.0]], tolerance=0.05)
         assert (found.verdict, found.low, found.high) == (Verdict.INCONCLUSIVE, 0.0, math.inf)
         with pytest.raises(ValueError, match="no session pair"):
             compare([[]], tolerance=0.05)
 
-    def test_a_pair_counts_once_however_many_blocks_it_has(self) -> None:
+    def test_session_interval_with_more_blocks_per_pair_is_unchanged(self) -> None:
         few = [[0.01], [0.02], [0.03], [-0.01], [0.0]]
         many = [pair * 50 for pair in few]
         assert session_interval(few, 0.05 / 3) == session_interval(many, 0.05 / 3)
 
-    def test_five_pairs_use_students_interval(self) -> None:
+    def test_session_interval_of_five_pairs_matches_student_t_interval(self) -> None:
         from scipy import stats
 
         values = np.array([0.01, 0.02, 0.03, -0.01, 0.0])
@@ -241,11 +243,11 @@ class TestCompare:
         expected = (values.mean(), values.mean() - half, values.mean() + half)
         assert session_interval(values[:, None].tolist(), 0.05 / 3) == pytest.approx(expected)
 
-    def test_nan_never_passes(self) -> None:
+    def test_compare_of_nan_is_inconclusive(self) -> None:
         assert compare([[math.nan]] * 5, tolerance=0.05).verdict is Verdict.INCONCLUSIVE
 
     @given(st.lists(st.lists(st.floats(-1, 1), min_size=1, max_size=4), min_size=5, max_size=12), st.floats(0.01, 0.5))
-    def test_direction_does_not_matter_and_a_wider_limit_never_hurts(
+    def test_compare_in_reverse_order_agrees_and_wider_limit_never_lowers_verdict(
         self, pairs: list[list[float]], tolerance: float
     ) -> None:
         found = compare(pairs, tolerance=tolerance)
@@ -263,13 +265,13 @@ class TestRun:
         _, low, high = run_interval([[float(x)] for x in values])
         return high - low
 
-    def test_correlated_pairs_widen_the_interval(self) -> None:
+    def test_run_interval_of_correlated_pairs_is_wider(self) -> None:
         draw = np.random.default_rng(0)
         values = np.sort(draw.normal(0, 0.01, 40))
         shuffled = draw.permutation(values)
         assert 2.2 < self.width(values) / self.width(shuffled) < 5
 
-    def test_independent_pairs_hardly_do(self) -> None:
+    def test_run_interval_of_independent_pairs_is_hardly_wider(self) -> None:
         draw = np.random.default_rng(1)
         wider = []
         for _ in range(100):
@@ -279,7 +281,7 @@ class TestRun:
         assert min(wider) > 0.999
         assert np.mean(wider) < 1.15
 
-    def test_what_is_not_yet_measured_may_drift(self) -> None:
+    def test_compare_of_unfinished_run_allows_for_drift(self) -> None:
         pairs = [[0.035], [0.037]] * 20
         found = [compare(pairs[:n], tolerance=0.05) for n in LOOKS if n <= FULL_RUN]
         assert all(f.high < 1.05 for f in found)
@@ -287,13 +289,13 @@ class TestRun:
         assert found[-1].rest == 1
 
     @pytest.mark.parametrize("change", [-0.07, 0.0, 0.07])
-    def test_a_trend_of_one_side_is_told(self, change: float) -> None:
+    def test_find_trend_returns_change_of_drifting_pairs_only(self, change: float) -> None:
         noise = np.random.default_rng(2).normal(0, 0.005, 40)
         found = find_trend([[float(x)] for x in noise + np.linspace(0, change, 40)])
         assert (found is None) == (change == 0)
         assert found is None or found == pytest.approx(change, rel=0.2)
 
-    def test_spells_are_no_trend(self) -> None:
+    def test_find_trend_of_autocorrelated_pairs_rarely_returns_change(self) -> None:
         draw = np.random.default_rng(3)
         seen = 0
         for _ in range(100):
@@ -305,7 +307,7 @@ class TestRun:
 
 
 class TestPairsNeeded:
-    def test_a_quarter_of_the_distance_takes_sixteen_times_the_pairs(self) -> None:
+    def test_estimate_pairs_needed_at_quarter_of_distance_returns_sixteenfold(self) -> None:
         noise = np.random.default_rng(4).normal(0, 0.03, 40)
         noise -= np.median((noise[:, None] + noise) / 2)
         far, near = (estimate_pairs_needed([[float(x + shift)] for x in noise], 0.0) for shift in (0.008, 0.002))
@@ -313,7 +315,7 @@ class TestPairsNeeded:
         assert near is not None
         assert near == pytest.approx(16 * far, rel=0.35)
 
-    def test_it_is_never_fewer_than_those_of_a_run_and_none_tells_what_is_at_the_limit(self) -> None:
+    def test_estimate_pairs_needed_returns_at_least_full_run_and_none_at_limit(self) -> None:
         assert estimate_pairs_needed([[0.01], [0.011], [0.009], [0.01], [0.01]], 0.05) == FULL_RUN
         assert estimate_pairs_needed([[0.01], [-0.01]] * 20, 0.0) is None
 
@@ -324,21 +326,23 @@ class TestWithheld:
     @pytest.mark.parametrize(
         ("log_ratio", "withheld"), [(0.03, True), (0.06, True), (-2.0, False), (0.0, False), (2.0, False)]
     )
-    def test_a_biased_host_withholds_what_its_bias_could_explain(self, log_ratio: float, withheld: bool) -> None:
+    def test_explain_withheld_verdict_on_biased_host_withholds_ratios_within_bias(
+        self, log_ratio: float, withheld: bool
+    ) -> None:
         why = explain_withheld_verdict([[log_ratio]] * 40, self.SHIFTED, 0.05)
         assert ("biased host" in (why or "")) is (why is not None) is withheld
 
-    def test_a_noisy_self_test_withholds_nothing_that_every_interval_supports(self) -> None:
+    def test_explain_withheld_verdict_with_noisy_self_test_returns_none(self) -> None:
         assert explain_withheld_verdict([[0.001], [-0.001]] * 20, NOISY * 8, 0.05) is None
 
     @given(st.floats(-3, 3))
-    def test_an_unmeasured_host_withholds_everything(self, log_ratio: float) -> None:
+    def test_explain_withheld_verdict_without_self_measurement_withholds_all(self, log_ratio: float) -> None:
         assert explain_withheld_verdict([[log_ratio]] * 5, [], 0.05) is not None
         assert explain_withheld_verdict([[log_ratio]] * 5, [[0.0]], 0.05) is not None
 
 
 class TestLooks:
-    def test_each_look_follows_the_one_before(self) -> None:
+    def test_get_next_look_returns_following_look(self) -> None:
         assert [get_next_look(n) for n in (0, 4, 5, 10, 20, 40, 45)] == [5, 5, 6, 11, 28, 56, 56]
 
     QUIET = ([0.001], [-0.001], [0.0], [0.002], [-0.002])
@@ -363,7 +367,7 @@ class TestLooks:
             pytest.param([[0.06], [0.03]] * 80, [[0.0]] * 160, [0.05], False, id="after the last"),
         ],
     )
-    def test_measures_on_while_a_limit_is_undecided(
+    def test_should_continue_returns_true_only_while_limit_is_undecided(
         self, pairs: list[list[float]], itself: list[list[float]], tolerances: list[float], goes_on: bool
     ) -> None:
         assert should_continue(pairs, itself, tolerances) is goes_on
@@ -373,7 +377,7 @@ class TestQuantileGate:
     @pytest.mark.parametrize(
         ("confidence", "expected"), [(0.95, (299, 473, 628)), (0.99, (459, 662, 838))], ids=["95", "99"]
     )
-    def test_runs_needed_are_the_published_ones(self, confidence: float, expected: tuple[int, ...]) -> None:
+    def test_compute_samples_needed_matches_mlperf_counts(self, confidence: float, expected: tuple[int, ...]) -> None:
         """The early-stopping counts of MLPerf LoadGen at the 99th percentile for 0, 1 and 2 slow runs."""
         found = tuple(compute_samples_needed(0.99, exceeding=k, confidence=confidence) for k in range(3))
         assert found == expected
@@ -390,13 +394,15 @@ class TestQuantileGate:
             (0, 0, Verdict.INCONCLUSIVE),
         ],
     )
-    def test_passes_with_exactly_as_many_runs_as_needed(self, quick: int, slow: int, verdict: Verdict) -> None:
+    def test_compare_latency_quantile_passes_from_needed_number_of_runs(
+        self, quick: int, slow: int, verdict: Verdict
+    ) -> None:
         found = compare_latency_quantile([1_000_000] * quick + [9_000_000] * slow, 0.99, 0.002)
         assert (found.verdict, found.exceeding, found.n) == (verdict, slow, quick + slow)
         assert quick + slow or (found.low, found.high) == (0.0, math.inf)
 
     @pytest.mark.parametrize("q", [0.5, 0.99])
-    def test_errs_as_rarely_as_promised(self, q: float) -> None:
+    def test_compare_latency_quantile_errs_in_at_most_five_percent(self, q: float) -> None:
         from scipy import stats
 
         rng = np.random.default_rng(11)
@@ -407,7 +413,7 @@ class TestQuantileGate:
             assert verdicts.count(wrong) / len(verdicts) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 2000)
 
     @given(st.lists(st.integers(1, 10_000), min_size=5, max_size=400), st.sampled_from([0.5, 0.9, 0.99]))
-    def test_verdicts_follow_from_the_bounds(self, runs: list[int], q: float) -> None:
+    def test_compare_latency_quantile_with_larger_limit_never_lowers_verdict(self, runs: list[int], q: float) -> None:
         limits = sorted({*runs, 0, 20_000})
         verdicts = [
             compare_latency_quantile(runs, q, limit / 1e9).verdict for limit in itertools.islice(limits, 0, None, 7)
@@ -439,7 +445,7 @@ def ratio_of(logs: Floats) -> float:
 
 
 class TestMedians:
-    def test_differences_are_the_logs_of_ratios(self) -> None:
+    def test_compute_block_logs_returns_logs_whose_differences_are_log_ratios(self) -> None:
         nanoseconds = np.full(SHAPE, 100)
         nanoseconds[:, :, 2] = 150
         logs = compute_block_logs(nanoseconds, NO_LOSS)
@@ -447,13 +453,13 @@ class TestMedians:
         assert logs[..., 2] - logs[..., 0] == pytest.approx(math.log(1.5))
 
     @pytest.mark.parametrize("probed", [False, True])
-    def test_preempted_runs_are_left_out_while_three_remain(self, probed: bool) -> None:
+    def test_compute_block_logs_with_three_runs_left_ignores_preempted_runs(self, probed: bool) -> None:
         times, probe = race(1) if probed else (np.full(SHAPE, 1e5), None)
         lost = np.random.default_rng(2).random(SHAPE) < 0.2
         before = compute_block_logs(times, lost, probe)
         np.testing.assert_array_equal(compute_block_logs(np.where(lost, 29 * times, times), lost, probe), before)
 
-    def test_a_block_of_lost_runs_counts_them_all(self) -> None:
+    def test_compute_block_logs_of_fully_preempted_block_counts_all_runs(self) -> None:
         nanoseconds, lost = np.full((1, 1, 2, 5), 100), np.zeros((1, 1, 2, 5), dtype=bool)
         nanoseconds[0, 0, 1, :4], lost[0, 0, 1, :4] = 9000, True
         first, second = compute_block_logs(nanoseconds, lost)[0, 0]
@@ -462,25 +468,25 @@ class TestMedians:
         first, second = compute_block_logs(nanoseconds, lost)[0, 0]
         assert second - first == pytest.approx(math.log(90))
 
-    def test_no_duration_is_no_measurement(self) -> None:
+    def test_compute_block_logs_of_zero_durations_raises_measurement_error(self) -> None:
         with pytest.raises(MeasurementError, match="no measurable time"):
             compute_block_logs(np.zeros(SHAPE), NO_LOSS)
 
-    def test_a_clock_that_stands_still_now_and_then_is_one(self) -> None:
+    def test_compute_block_logs_with_some_zero_durations_stays_finite(self) -> None:
         times, probe = race(3)
         times[..., ::4] = 0
         assert np.isfinite(compute_block_logs(times, NO_LOSS, probe)).all()
 
 
 class TestProbe:
-    def test_takes_off_what_the_machine_did(self) -> None:
+    def test_compute_block_logs_with_probe_halves_spread_of_ratios(self) -> None:
         races = [race(seed) for seed in range(40)]
         plain = np.std([ratio_of(compute_block_logs(times, NO_LOSS)) for times, _ in races])
         probed = np.std([ratio_of(compute_block_logs(times, NO_LOSS, probe)) for times, probe in races])
         assert probed < 0.5 * plain
 
     @given(seeds, st.permutations(range(3)))
-    def test_knows_no_model_from_another(self, seed: int, order: list[int]) -> None:
+    def test_compute_block_logs_with_permuted_models_permutes_logs(self, seed: int, order: list[int]) -> None:
         """So that baseline and candidate exchanged negate the estimate."""
         times, probe = race(seed)
         logs = compute_block_logs(times, NO_LOSS, probe)
@@ -488,7 +494,7 @@ class TestProbe:
         np.testing.assert_allclose(swapped, logs[:, :, order], atol=1e-12)
 
     @given(seeds, st.floats(0.2, 5))
-    def test_a_slower_model_stays_as_much_slower(self, seed: int, ratio: float) -> None:
+    def test_compute_block_logs_with_probe_keeps_ratio_of_slower_model(self, seed: int, ratio: float) -> None:
         times, probe = race(seed)
         slower = times.copy()
         slower[:, :, 2] *= ratio
@@ -496,7 +502,7 @@ class TestProbe:
         assert after - before == pytest.approx(math.log(ratio), abs=1e-9)
 
     @given(seeds, st.floats(0.2, 5))
-    def test_a_model_that_slows_the_probe_is_not_excused_by_it(self, seed: int, factor: float) -> None:
+    def test_compute_block_logs_with_probe_slowed_by_model_is_unchanged(self, seed: int, factor: float) -> None:
         """Cold caches or a lower clock that a model leaves behind are its own doing."""
         times, probe = race(seed)
         disturbed = probe.copy()
@@ -506,7 +512,7 @@ class TestProbe:
         )
 
     @pytest.mark.parametrize("share", [0.05, 0.5, 0.9, 0.95])
-    def test_chance_gives_no_model_a_slow_probe_of_its_own(self, share: float) -> None:
+    def test_compute_block_logs_with_random_slow_spells_favours_no_model(self, share: float) -> None:
         """On a machine that is nearly always slow, its few fast spells fall to one model more than to another."""
         rng = np.random.default_rng(9)
         for _ in range(20):
@@ -515,20 +521,20 @@ class TestProbe:
             probe = 2e3 * np.exp(math.log(SLOW) * slow + rng.normal(0, 0.05, SHAPE))
             assert abs(ratio_of(compute_block_logs(times, NO_LOSS, probe))) < 0.03
 
-    def test_jitter_of_the_candidate_stays_in(self) -> None:
+    def test_compute_block_logs_with_probe_keeps_jitter_of_candidate(self) -> None:
         rng = np.random.default_rng(5)
         times, probe = race(6)
         times[:, :, 2] *= np.where(rng.random(SHAPE[:2] + SHAPE[3:]) < 0.8, 1.2, 1.0)
         assert ratio_of(compute_block_logs(times, NO_LOSS, probe)) > math.log(1.12)
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -1.0])
-    def test_a_probe_that_says_nothing_once_or_ever_leaves_the_plain_estimate(self, value: float) -> None:
+    def test_compute_block_logs_with_invalid_probe_returns_plain_estimate(self, value: float) -> None:
         times, probe = race(7)
         probe[1, 2, 0, 3] = value
         for one in (probe, np.full(SHAPE, value)):
             np.testing.assert_array_equal(compute_block_logs(times, NO_LOSS, one), compute_block_logs(times, NO_LOSS))
 
-    def test_too_few_runs_and_a_probe_that_never_changes_leave_the_plain_estimate(self) -> None:
+    def test_compute_block_logs_with_few_runs_or_constant_probe_returns_plain_estimate(self) -> None:
         times, probe = race(8)
         for part, one in ((np.s_[:1, :1], probe), (np.s_[:], np.full(SHAPE, 2e3))):
             some, lost = times[part], NO_LOSS[part]

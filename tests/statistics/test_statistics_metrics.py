@@ -34,7 +34,7 @@ def draw(seed: int, rows: int = 60, classes: int = 4) -> tuple[Any, Any]:
 @pytest.mark.parametrize("average", AVERAGES)
 @few
 @given(seed=st.integers(0, 10_000))
-def test_f1(average: Average, seed: int) -> None:
+def test_f1_with_weights_matches_scikit_learn(average: Average, seed: int) -> None:
     from sklearn import metrics as reference
 
     labels, said = draw(seed, classes=2 if average == "binary" else 4)
@@ -49,7 +49,7 @@ def test_f1(average: Average, seed: int) -> None:
 @pytest.mark.parametrize("average", AVERAGES)
 @few
 @given(seed=st.integers(0, 10_000))
-def test_no_row_costs_f1_more_than_its_step(average: Average, seed: int) -> None:
+def test_f1_step_bounds_loss_from_one_wrong_row(average: Average, seed: int) -> None:
     labels, said = draw(seed, rows=30, classes=2 if average == "binary" else 3)
     one = np.ones((1, len(labels)))
     before = metrics.f1(labels, said, 3, average, 1)(one)[0]
@@ -62,7 +62,7 @@ def test_no_row_costs_f1_more_than_its_step(average: Average, seed: int) -> None
 
 @few
 @given(seed=st.integers(0, 10_000), levels=st.sampled_from([2, 5, 1000]))
-def test_auc_with_and_without_ties(seed: int, levels: int) -> None:
+def test_auc_with_and_without_ties_matches_scikit_learn(seed: int, levels: int) -> None:
     from sklearn import metrics as reference
 
     rng = np.random.default_rng(seed)
@@ -75,7 +75,7 @@ def test_auc_with_and_without_ties(seed: int, levels: int) -> None:
 
 @few
 @given(seed=st.integers(0, 10_000))
-def test_errors_and_explained_variance(seed: int) -> None:
+def test_mae_rmse_and_r2_with_weights_match_scikit_learn(seed: int) -> None:
     from sklearn import metrics as reference
 
     rng = np.random.default_rng(seed)
@@ -93,7 +93,7 @@ def test_errors_and_explained_variance(seed: int) -> None:
 
 @few
 @given(seed=st.integers(0, 10_000), k=st.integers(1, 4))
-def test_top_k(seed: int, k: int) -> None:
+def test_top_k_rows_matches_scikit_learn(seed: int, k: int) -> None:
     from sklearn import metrics as reference
 
     rng = np.random.default_rng(seed)
@@ -102,24 +102,24 @@ def test_top_k(seed: int, k: int) -> None:
     assert metrics.top_k_rows(labels, scores, k).mean() == pytest.approx(expected)
 
 
-def test_a_model_that_says_the_same_of_everything_is_in_no_top_k() -> None:
+def test_top_k_rows_of_equal_scores_are_all_wrong() -> None:
     assert not metrics.top_k_rows(np.arange(5), np.ones((5, 5)), 4).any()
 
 
-def test_what_the_rows_do_not_define_is_nan() -> None:
+def test_auc_r2_and_f1_of_rows_that_leave_them_undefined_return_nan() -> None:
     one = np.ones((1, 4))
     assert math.isnan(metrics.auc(np.ones(4, dtype=bool), np.arange(4.0))(one)[0])
     assert math.isnan(metrics.r2(np.full(4, 0.1), np.arange(4.0))(one)[0])
     assert math.isnan(metrics.f1(np.zeros(4, dtype=int), np.zeros(4, dtype=int), 2, "binary", 1)(one)[0])
 
 
-def test_cosine_of_rows() -> None:
+def test_cosine_rows_of_zero_and_tiny_vectors_returns_defined_values() -> None:
     a = np.array([[1, 0], [1, 1], [0, 0], [0, 0], [1e-30, 0], [3, 4]], dtype=np.float32)
     b = np.array([[2, 0], [-1, -1], [0, 0], [1, 0], [1e-30, 0], [4, -3]], dtype=np.float32)
     assert metrics.cosine_rows(a, b) == pytest.approx([1, -1, 1, 0, 1, 0])
 
 
-def test_tokens_that_are_ignored_do_not_count() -> None:
+def test_token_rows_with_ignored_tokens_excludes_them() -> None:
     label = np.array([[1, 2, -100], [1, -100, -100], [-100, -100, -100]])
     said = np.array([[1, 3, -100], [1, 5, 5], [1, 2, 3]])
     assert metrics.token_rows(said, label, -100) == pytest.approx([0.5, 1, np.nan], nan_ok=True)
@@ -136,9 +136,7 @@ def level_of(values: Any) -> float:
 
 class TestInterval:
     @pytest.mark.parametrize(("rows", "seed", "resamples", "near"), [(120, 0, 20_000, 0.008), (1500, 3, 8000, 0.003)])
-    def test_of_a_mean_is_that_of_scipy_though_many_rows_are_left_out_in_groups(
-        self, rows: int, seed: int, resamples: int, near: float
-    ) -> None:
+    def test_bca_interval_of_mean_matches_scipy(self, rows: int, seed: int, resamples: int, near: float) -> None:
         from scipy import stats
 
         values = np.random.default_rng(seed).exponential(size=rows)
@@ -149,11 +147,11 @@ class TestInterval:
         assert found is not None
         assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=near)
 
-    def test_there_is_none_where_many_resamples_are_undefined(self) -> None:
+    def test_bca_interval_with_many_undefined_resamples_returns_none(self) -> None:
         positive = np.arange(30) == 0
         assert bca_interval(replicate({"a": metrics.auc(positive, np.arange(30.0))}, np.arange(30), 0)["a"]) is None
 
-    def test_one_seed_gives_one_interval(self) -> None:
+    def test_bca_interval_with_same_seed_returns_same_interval(self) -> None:
         values = np.random.default_rng(0).random(50)
         one, two = (bca_interval(replicate({"m": metrics.mean(values)}, np.arange(50), 7)["m"]) for _ in range(2))
         assert one == two

@@ -64,7 +64,7 @@ def measured(onnx: Array, single: Array | None, double: Array | None) -> ParityM
 
 class TestFloats:
     @pytest.mark.parametrize("seed", range(8))
-    def test_a_good_export_stays_below_the_limit(self, seed: int) -> None:
+    def test_measure_output_of_correct_export_stays_below_limit(self, seed: int) -> None:
         weights, x = network(seed), np.random.default_rng(seed).normal(size=(64, 64)).astype(np.float32)
         found = measured(run(weights, x, np.float32, reverse=True), *(run(weights, x, t) for t in (np.float32, float)))
         assert 0 < found.ratio <= LIMIT
@@ -72,7 +72,7 @@ class TestFloats:
         assert found.ratio == pytest.approx(found.error / found.noise)
 
     @pytest.mark.parametrize("fault", ["one weight", "rows swapped", "bias", "scale"])
-    def test_a_wrong_export_does_not(self, fault: str) -> None:
+    def test_measure_output_of_wrong_export_exceeds_limit(self, fault: str) -> None:
         weights, x = network(1), np.random.default_rng(1).normal(size=(64, 64)).astype(np.float32)
         wrong = [w.copy() for w in weights]
         if fault == "one weight":
@@ -88,7 +88,7 @@ class TestFloats:
         ("dtype", "double", "noise"),
         [(np.float32, [1.0, 8.0], 2 * 2.0**-23 * 8), (np.float16, [1.0 + 2.0**-12], 2 * 2.0**-10)],
     )
-    def test_noise_floor_is_two_epsilon_of_the_output_at_the_largest_value(
+    def test_measure_output_noise_floor_is_two_epsilon_of_largest_value(
         self, dtype: Any, double: list[float], noise: float
     ) -> None:
         exact = np.array(double)
@@ -96,13 +96,13 @@ class TestFloats:
         assert found.noise == pytest.approx(noise, rel=1e-3)
         assert found.ratio <= LIMIT
 
-    def test_shapes_must_be_equal(self) -> None:
+    def test_measure_output_with_different_shape_reports_mismatch(self) -> None:
         y = np.ones((4, 3))
         assert "(4, 1)" in measured(y[:, :1], y, y).mismatch
         without_rows = measured(y[:0], y[:0], y[:0])
         assert without_rows == replace(measured(y, y, y), rows=0, noise=0.0, scale=0.0, columns=())
 
-    def test_non_finite_values_must_be_the_same(self) -> None:
+    def test_measure_output_with_different_nonfinite_values_reports_mismatch(self) -> None:
         y = np.array([[1.0, np.nan, np.inf, -np.inf]])
         assert measured(y, y, y).mismatch == ""
         for column in range(4):
@@ -111,21 +111,23 @@ class TestFloats:
             assert "1 of 4 values" in measured(wrong, y, y).mismatch
         assert measured(-y, y, y).mismatch
 
-    def test_what_overflows_in_the_source_may_overflow_in_the_export(self) -> None:
+    def test_measure_output_with_overflow_in_float32_source_allows_overflow(self) -> None:
         double, single = np.array([[1e39, 1.0]]), np.array([[np.inf, 1.0]], dtype=np.float32)
         found = measured(single, single, double)
         assert (found.mismatch, found.ratio) == ("", 0.0)
         assert measured(np.array([[np.nan, 1.0]]), single, double).mismatch
 
     @pytest.mark.parametrize(("onnx", "source"), [([1e-3], [0.0]), ([-1.7e308, 1.7e308], [1.7e308, -1.7e308])])
-    def test_zero_noise_and_huge_values_give_large_finite_figures(self, onnx: list[float], source: list[float]) -> None:
+    def test_measure_output_with_zero_noise_or_huge_values_returns_finite_ratio(
+        self, onnx: list[float], source: list[float]
+    ) -> None:
         found = measured(np.array(onnx), np.array(source), np.array(source))
         assert json.dumps([found.error, found.noise, found.ratio], allow_nan=False)
         assert LIMIT < found.ratio <= LARGEST
         assert measured(np.zeros(3), np.zeros(3), np.zeros(3)).ratio == 0
 
     @pytest.mark.parametrize("which", ["single", "double"])
-    def test_one_answer_falls_back_on_fixed_tolerances(self, which: str) -> None:
+    def test_measure_output_with_one_source_precision_uses_fixed_tolerances(self, which: str) -> None:
         answer = np.array([[1.0, 100.0]])
         answers = {"single": None, "double": None} | {which: answer}
         at_limit = answer + np.array([2e-3, 0.0])
@@ -135,7 +137,7 @@ class TestFloats:
         assert beyond.ratio == pytest.approx(beyond.error / beyond.noise)
         assert beyond.ratio > LIMIT
 
-    def test_no_answer_is_a_failure_to_measure(self) -> None:
+    def test_measure_output_without_usable_source_raises_measurement_error(self) -> None:
         with pytest.raises(MeasurementError, match="no answer"):
             measured(np.ones(2), None, None)
         with pytest.raises(MeasurementError, match="different shapes"):
@@ -145,7 +147,9 @@ class TestFloats:
         st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=20),
         st.lists(st.floats(width=32), min_size=20, max_size=20),
     )
-    def test_figures_are_always_finite(self, source: list[float], export: list[float]) -> None:
+    def test_measure_output_of_any_values_returns_finite_numbers(
+        self, source: list[float], export: list[float]
+    ) -> None:
         double = np.array(source)
         found = measured(np.array(export[: len(source)], dtype=np.float32), double.astype(np.float32), double)
         assert all(math.isfinite(v) and v >= 0 for v in (found.error, found.noise, found.ratio))
@@ -155,7 +159,7 @@ class TestLabels:
     @pytest.mark.parametrize(
         "labels", [np.array([1, 2, 3, 4]), np.array(["a", "b", "c", "d"]), np.array([True, False, True, False])]
     )
-    def test_share_of_rows_that_differ(self, labels: Array) -> None:
+    def test_measure_output_of_labels_returns_share_of_different_rows(self, labels: Array) -> None:
         onnx = labels.copy()
         assert measured(onnx, labels, labels).ratio == 0
         onnx[0] = labels[1]
@@ -173,12 +177,12 @@ class TestLabels:
             pytest.param(NONE, NONE, NONE, 0, id="no rows"),
         ],
     )
-    def test_a_row_counts_once_and_only_where_the_source_is_sure(
+    def test_measure_output_of_labels_counts_each_row_once_if_source_is_consistent(
         self, onnx: Any, single: Any, double: Any, error: float
     ) -> None:
         assert measured(*map(np.asarray, (onnx, single, double))).error == error
 
-    def test_text_is_not_a_number(self) -> None:
+    def test_measure_output_of_numbers_against_text_reports_mismatch(self) -> None:
         assert "int64" in measured(np.array([1, 2]), self.TEXT, self.TEXT).mismatch
 
 
@@ -201,12 +205,12 @@ class TestColumns:
         _, single, double = answer_heads()
         return measure_output(group=group, output="y", onnx=onnx, single=single, double=double, rounding=rounding)
 
-    def test_correct_heads_of_different_size_stay_below_the_limit(self) -> None:
+    def test_measure_output_of_columns_of_different_scale_stays_below_limit(self) -> None:
         assert self.measure(answer_heads()[0], self.FLOORS).ratio <= LIMIT / 4
 
     @pytest.mark.parametrize("head", range(3))
     @pytest.mark.parametrize("share", [0.05, 0.01, 1e-4])
-    def test_a_wrong_head_is_seen_whatever_its_size(self, head: int, share: float) -> None:
+    def test_measure_output_with_wrong_column_of_any_scale_exceeds_limit(self, head: int, share: float) -> None:
         onnx = answer_heads()[0]
         onnx[:, head] *= 1 + share
         measurement = self.measure(onnx, self.FLOORS)
@@ -215,34 +219,34 @@ class TestColumns:
         assert measurement.scale == pytest.approx(1.5 * HEADS[head], rel=0.05)
 
     @pytest.mark.parametrize(("head", "is_seen"), [(0, True), (2, False)])
-    def test_without_a_floor_the_largest_answer_is_the_scale(self, head: int, is_seen: bool) -> None:
+    def test_measure_output_without_floor_uses_scale_of_largest_column(self, head: int, is_seen: bool) -> None:
         onnx = answer_heads()[0]
         onnx[:, head] += 0.01 * HEADS[head]
         unknown = Rounding()
         assert (self.measure(onnx, unknown).ratio > LIMIT) is is_seen
 
-    def test_a_floor_explains_an_error_that_the_source_does_not_show(self) -> None:
+    def test_measure_output_with_wide_rounding_floor_allows_error_of_column(self) -> None:
         onnx, *_ = answer_heads()
         onnx[:, 2] += 5e-6
         wide = Rounding(floor=np.broadcast_to(np.array([0, 0, 1e-6]), (256, 3)))
         assert self.measure(onnx, self.FLOORS).ratio > LIMIT
         assert self.measure(onnx, wide).ratio < LIMIT
 
-    def test_infinite_floors_count_for_nothing(self) -> None:
+    def test_measure_output_with_nonfinite_floor_ignores_it(self) -> None:
         onnx, *_ = answer_heads()
         onnx[:, 1] *= 1.01
         floor = np.array(self.FLOORS.floor)
         floor[0], floor[1] = np.inf, np.nan
         assert self.measure(onnx, Rounding(floor=floor)).ratio > LIMIT
 
-    def test_real_rows_list_the_columns_in_which_the_least_is_visible(self) -> None:
+    def test_measure_output_lists_columns_for_real_rows_only(self) -> None:
         measurement = self.measure(answer_heads()[0], self.FLOORS)
         assert [column.column for column in measurement.columns] == ["column 0", "column 1", "column 2"]
         assert all(column.noise < 1e-6 * column.scale for column in measurement.columns)
         assert self.measure(answer_heads()[0], self.FLOORS, group="range").columns == ()
 
     @pytest.mark.parametrize(("axis", "name"), [(1, "channel 2"), (-1, "column 4"), (3, "column 4")])
-    def test_the_axis_of_the_columns_is_that_of_the_graph(self, axis: int, name: str) -> None:
+    def test_measure_output_with_column_axis_names_column_along_it(self, axis: int, name: str) -> None:
         double = np.ones((8, 3, 2, 5))
         onnx = double.copy()
         onnx[3, 2, 1, 4] += 0.1
@@ -252,7 +256,7 @@ class TestColumns:
         )
         assert measurement.column == name
 
-    def test_joined_parts_are_apart(self) -> None:
+    def test_measure_output_with_segments_judges_joined_parts_separately(self) -> None:
         double = np.concatenate([np.full((64, 4, 10), 640.0), np.full((64, 2, 10), 0.5)], axis=1)
         segments = np.repeat([[0] * 4 + [1] * 2], 64, axis=0)[..., None].repeat(10, axis=2)
         onnx = double.copy()
@@ -267,7 +271,7 @@ class TestColumns:
             assert (measurement.ratio > LIMIT) is is_seen
             assert not is_seen or measurement.column == "segment 1, column 9"
 
-    def test_few_rows_take_the_noise_and_the_scale_of_real_rows(self) -> None:
+    def test_measure_output_of_few_rows_uses_noise_and_scale_of_real_rows(self) -> None:
         _, single, double = answer_heads()
         double[0], single[0] = 1e-3 * HEADS, 1e-3 * HEADS
         floors = Rounding(floor=np.zeros((1, 3)))
@@ -288,7 +292,7 @@ class TestColumns:
         assert alone.ratio > LIMIT > with_real.ratio
 
     @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
-    def test_columns_of_one_scale_share_what_the_source_shows_of_rounding(self, scale: float) -> None:
+    def test_measure_output_with_columns_of_one_scale_shares_source_rounding(self, scale: float) -> None:
         double = scale * np.linspace(1, 9, 6) * np.ones((128, 1))
         single, onnx = double.copy(), double.copy()
         single[5, 0] += 1e-4 * scale
@@ -310,7 +314,7 @@ class TestColumns:
         )
         assert measurement.ratio > LIMIT
 
-    def test_millions_of_columns_share_their_floors_by_scale(self) -> None:
+    def test_measure_output_above_max_columns_shares_floors_by_scale(self) -> None:
         double = np.ones((2, MAX_COLUMNS + 1))
         onnx, floor = double.copy(), np.zeros(double.shape)
         onnx[0, 7] += 1e-3
@@ -327,7 +331,7 @@ class TestColumns:
             assert (measurement.ratio > LIMIT) is is_seen
 
     @pytest.mark.parametrize("head", range(3))
-    def test_one_answer_has_a_tolerance_for_each_column(self, head: int) -> None:
+    def test_measure_output_with_one_source_applies_tolerance_to_each_column(self, head: int) -> None:
         _, single, _ = answer_heads()
         for share, is_seen in ((0.01, True), (5e-4, False)):
             onnx = single.copy()
@@ -337,7 +341,7 @@ class TestColumns:
             )
             assert (measurement.ratio > LIMIT) is is_seen
 
-    def test_a_floor_widens_the_tolerance_of_one_answer(self) -> None:
+    def test_measure_output_with_one_source_widens_tolerance_by_floor(self) -> None:
         single = np.full((8, 1), 1e-6)
         for floor, is_seen in ((0.0, True), (6e-8, False)):
             measurement = measure_output(
@@ -364,7 +368,7 @@ class TestTies:
         return measure_output(group="real", output="i", onnx=onnx, single=expected, double=expected, rounding=known)
 
     @pytest.mark.parametrize(("gap", "is_seen"), [(1e-6, False), (1e-4, True)])
-    def test_an_exchange_is_explained_where_its_scores_tie(self, gap: float, is_seen: bool) -> None:
+    def test_measure_output_with_exchanged_indices_allows_tied_scores_only(self, gap: float, is_seen: bool) -> None:
         expected = rank(self.SCORES_OF, 5)
         scores = self.SCORES_OF.copy()
         scores[3, expected[3, 1]] = scores[3, expected[3, 0]] - gap
@@ -374,21 +378,21 @@ class TestTies:
         assert (measurement.ratio > LIMIT) is is_seen
         assert measurement.explained == (not is_seen)
 
-    def test_one_exchanged_index_without_a_tie_is_seen(self) -> None:
+    def test_measure_output_with_one_exchange_without_tie_exceeds_limit(self) -> None:
         expected = rank(self.SCORES_OF, 5)
         onnx = expected.copy()
         onnx[9, [2, 3]] = expected[9, [3, 2]]
         assert self.measure(onnx, expected).ratio == LARGEST
 
     @pytest.mark.parametrize("wrong", [-1, 20, 10**12])
-    def test_what_is_no_index_is_no_tie(self, wrong: int) -> None:
+    def test_measure_output_with_index_out_of_range_exceeds_limit(self, wrong: int) -> None:
         flat = {"scores": np.zeros((64, 20)), "scores_error": self.ERRORS}
         expected = rank(self.SCORES_OF, 1)[:, 0]
         onnx = expected.copy()
         onnx[0] = wrong
         assert self.measure(onnx, expected, **flat).ratio == LARGEST
 
-    def test_an_index_that_occurs_twice_is_no_tie(self) -> None:
+    def test_measure_output_with_repeated_index_exceeds_limit(self) -> None:
         flat = {"scores": np.zeros((64, 20)), "scores_error": self.ERRORS}
         expected = rank(self.SCORES_OF, 5)
         onnx = expected.copy()
@@ -398,7 +402,7 @@ class TestTies:
         assert self.measure(onnx, expected, **flat).ratio == 0
 
     @pytest.mark.parametrize("dtype", [np.str_, np.int64])
-    def test_classes_tie_by_the_scores_of_their_indices(self, dtype: Any) -> None:
+    def test_measure_output_of_classes_allows_ties_by_scores_of_their_indices(self, dtype: Any) -> None:
         labels = np.arange(100, 120)[::-1].astype(dtype)
         scores = self.SCORES_OF.copy()
         first, second = rank(scores, 2)[5]
@@ -420,7 +424,9 @@ class TestTies:
             pytest.param(np.arange(64.0)[:, None].repeat(20, 1), np.arange(64) % 2, False, id="a lost class"),
         ],
     )
-    def test_scores_that_are_all_the_same_rank_nothing(self, scores: Array, double: Array, ranks: bool) -> None:
+    def test_is_ranked_by_scores_with_equal_scores_for_classes_checks_answers(
+        self, scores: Array, double: Array, ranks: bool
+    ) -> None:
         rounding = Rounding(scores=scores, scores_error=self.ERRORS)
         assert is_ranked_by_scores(double, double, rounding) is ranks
         unsure = 1 - double
@@ -428,7 +434,7 @@ class TestTies:
 
 
 class TestWeights:
-    def test_rounding_is_half_a_step_and_a_zero_point_off_by_one_is_seen(self) -> None:
+    def test_compute_weight_error_of_zero_point_off_by_one_exceeds_half_step(self) -> None:
         weight = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
         scale = np.abs(weight).max(axis=0, keepdims=True) / 127
         assert 0.4 < compute_weight_error(weight, np.round(weight / scale) * scale, scale) <= 0.5001
@@ -443,7 +449,7 @@ class TestWeights:
             ([], [], 1, 0),
         ],
     )
-    def test_what_is_not_finite_is_as_large_as_can_be(
+    def test_compute_weight_error_with_nan_or_zero_scale_returns_largest(
         self, original: list[float], dequantized: list[float], scale: float, steps: float
     ) -> None:
         assert compute_weight_error(original, dequantized, scale) == steps
@@ -456,7 +462,7 @@ DOUBLE = {name: np.random.default_rng(i).standard_normal((32, 6)) for i, name in
 SINGLE = {name: array.astype(np.float32) for name, array in DOUBLE.items()}
 
 
-def test_an_export_that_only_rounds_departs_nowhere() -> None:
+def test_find_first_divergence_of_rounding_only_returns_none() -> None:
     rounded = {name: np.nextafter(array, np.float32(9)) for name, array in SINGLE.items()}
     assert find_first_divergence(NAMES, rounded, SINGLE, DOUBLE) is None
     assert find_first_divergence(NAMES, SINGLE, SINGLE) is None
@@ -464,7 +470,7 @@ def test_an_export_that_only_rounds_departs_nowhere() -> None:
 
 @pytest.mark.parametrize("double", [DOUBLE, None])
 @given(first=st.integers(0, 3))
-def test_the_first_in_the_order_given_is_named(double: dict[str, object] | None, first: int) -> None:
+def test_find_first_divergence_returns_first_wrong_name_in_order(double: dict[str, object] | None, first: int) -> None:
     wrong = {name: array + np.float32(0.5 * (i >= first)) for i, (name, array) in enumerate(SINGLE.items())}
     found = find_first_divergence(NAMES, wrong, SINGLE, double)  # type: ignore[arg-type]
     assert found is not None
@@ -472,23 +478,23 @@ def test_the_first_in_the_order_given_is_named(double: dict[str, object] | None,
     assert found[1] > DIVERGENCE_FACTOR
 
 
-def test_a_shape_or_a_nan_is_as_far_as_can_be() -> None:
+def test_find_first_divergence_with_other_shape_or_nan_returns_largest() -> None:
     for wrong in (SINGLE["b"].T, np.full((32, 6), np.nan, dtype=np.float32)):
         assert find_first_divergence(NAMES, SINGLE | {"b": wrong}, SINGLE, DOUBLE) == ("b", LARGEST)
 
 
-def test_ties_and_values_of_one_side_are_passed_over() -> None:
+def test_find_first_divergence_skips_booleans_and_one_sided_values() -> None:
     flags = {"a": SINGLE["a"] > 0}
     assert find_first_divergence(["a", "e"], {"a": ~flags["a"], "e": SINGLE["a"]}, flags) is None
 
 
-def test_what_is_no_number_has_departed() -> None:
+def test_is_divergent_with_nan_ratio_returns_true() -> None:
     measured = ParityMeasurement(output="y", group="real", rows=1, error=0.0, noise=0.0, ratio=float("nan"))
     assert is_divergent(measured)
 
 
 @given(count=st.integers(0, 300), limit=st.integers(1, 64))
-def test_names_are_spread_in_order_and_end_with_the_last(count: int, limit: int) -> None:
+def test_pick_evenly_keeps_order_and_last_name(count: int, limit: int) -> None:
     names = [str(index) for index in range(count)]
     chosen = pick_evenly(names, limit)
     assert chosen == sorted(set(chosen), key=int)
@@ -497,7 +503,7 @@ def test_names_are_spread_in_order_and_end_with_the_last(count: int, limit: int)
 
 
 @given(count=st.integers(1, 300), worst=st.integers(0, 299))
-def test_the_worst_row_is_among_the_few_that_are_looked_at(count: int, worst: int) -> None:
+def test_select_rows_of_any_count_includes_worst_row(count: int, worst: int) -> None:
     reference = np.zeros((count, 3), dtype=np.float32)
     onnx = reference.copy()
     onnx[worst % count, 1] = 7.0
@@ -507,7 +513,7 @@ def test_the_worst_row_is_among_the_few_that_are_looked_at(count: int, worst: in
     assert set(chosen) <= set(range(count))
 
 
-def test_rows_of_another_shape_are_taken_evenly() -> None:
+def test_select_rows_with_other_shape_picks_evenly() -> None:
     assert len(select_rows(np.zeros((3, 4)), np.zeros((100, 4)))) == 31
 
 
@@ -520,23 +526,23 @@ def reason(divergence: Divergence | None, ratio: float = 5000.0, quantized: bool
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_the_reason_ends_with_the_node_and_its_module(quantized: bool) -> None:
+def test_judge_parity_with_divergence_names_node_and_module(quantized: bool) -> None:
     place = Divergence(node="node_conv2d_1", op_type="Conv", scope="features.2", ratio=5e5)
     ending = "; first diverging node: node_conv2d_1 (Conv) in module features.2"
     assert reason(place, quantized=quantized).endswith(ending)
     assert reason(Divergence(node="n", op_type="Gemm", ratio=1e3)).endswith("; first diverging node: n (Gemm)")
 
 
-def test_the_reason_says_why_no_node_is_named(golden: Golden) -> None:
+def test_judge_parity_without_diverging_node_explains_why(golden: Golden) -> None:
     golden("reasons", reason(Divergence(note="the source shows\nno intermediate values")))
 
 
-def test_an_export_that_passes_and_one_never_looked_at_name_no_node() -> None:
+def test_judge_parity_of_passing_or_untraced_export_names_no_node() -> None:
     assert "diverging" not in reason(Divergence(node="n", op_type="Conv", ratio=99.0), ratio=3.0)
     assert "diverging" not in reason(None)
 
 
-def test_the_worst_row_is_the_farthest_and_nan_on_one_side_comes_first() -> None:
+def test_find_worst_row_prefers_one_sided_nan_to_largest_difference() -> None:
     reference = np.array([[1.0, 2.0], [3.0, np.nan], [5.0, np.inf]])
     assert find_worst_row(np.array([[1.0, 2.5], [3.0, np.nan], [5.1, np.inf]]), reference) == 0
     assert find_worst_row(np.array([[1.0, 9.0], [3.0, 1.0], [5.0, np.inf]]), reference) == 1
@@ -555,12 +561,12 @@ def invariance_results(*measured_in_batches: BatchInvariance) -> list[Any]:
     return list(judge_invariance(ParityGate(), make_evidence(batch_invariance=measured_in_batches)))
 
 
-def test_the_same_answers_are_no_distance_apart() -> None:
+def test_measure_batch_invariance_of_equal_answers_returns_zero() -> None:
     (found,) = measure_batch_invariance({"y": SCORES}, singles(y=SCORES), NOISE)
     assert found == BatchInvariance(output="y", rows=32, error=0.0, ratio=0.0, changed=0.0)
 
 
-def test_the_distance_is_in_units_of_the_noise_and_classes_are_counted() -> None:
+def test_measure_batch_invariance_returns_ratio_to_noise_and_changed_classes() -> None:
     other = SCORES.copy()
     other[3, 5] += 100.0
     (found,) = measure_batch_invariance({"y": other}, singles(y=SCORES), NOISE)
@@ -581,14 +587,14 @@ MISSING = np.where(np.arange(320).reshape(32, 10) == 0, np.float32(np.nan), SCOR
         pytest.param(MISSING, MISSING, NOISE, 0.0, id="NaN on both sides"),
     ],
 )
-def test_without_noise_a_tolerance_is_the_unit_and_nan_on_one_side_is_far(
+def test_measure_batch_invariance_without_noise_uses_tolerance_and_nan_is_largest(
     together: Array, alone: Array, noise: dict[str, float] | None, ratio: float
 ) -> None:
     (found,) = measure_batch_invariance({"y": together}, singles(y=alone), noise)
     assert found.ratio == pytest.approx(ratio, rel=1e-3)
 
 
-def test_a_label_alone_counts_and_beside_scores_is_as_far_as_they_are() -> None:
+def test_measure_batch_invariance_of_labels_takes_ratio_of_scores_if_present() -> None:
     labels = SCORES.argmax(1)
     other = labels.copy()
     other[:8] += 1
@@ -598,13 +604,13 @@ def test_a_label_alone_counts_and_beside_scores_is_as_far_as_they_are() -> None:
     assert (tie.ratio, tie.changed) == (0.0, 0.25)
 
 
-def test_outputs_that_have_no_entry_a_row_are_left_out() -> None:
+def test_measure_batch_invariance_of_output_without_rows_returns_nothing() -> None:
     whole = np.ones((10,), dtype=np.float32)
     assert measure_batch_invariance({"mean": whole}, [{"mean": whole}] * 32) == ()
     assert measure_batch_invariance({"y": SCORES}, singles(other=SCORES)) == ()
 
 
-def test_the_noise_is_that_of_parity_and_there_is_none_without_float64() -> None:
+def test_measure_noise_returns_float32_error_and_nothing_without_float64() -> None:
     double = SCORES.astype(np.float64) + 1e-4
     assert measure_noise({"y": SCORES}, {"y": double})["y"] == pytest.approx(1e-4)
     assert measure_noise({"y": SCORES}, None) == {}
@@ -612,7 +618,7 @@ def test_the_noise_is_that_of_parity_and_there_is_none_without_float64() -> None
 
 
 @given(order=st.permutations(range(8)))
-def test_the_order_of_rows_does_not_matter(order: list[int]) -> None:
+def test_measure_batch_invariance_with_reordered_rows_is_unchanged(order: list[int]) -> None:
     together, apart = SCORES[:8] + np.float32(0.25) * SCORES[8:16], SCORES[:8]
     first = measure_batch_invariance({"y": together}, [{"y": apart[i : i + 1]} for i in range(8)], NOISE)
     other = measure_batch_invariance({"y": together[order]}, [{"y": apart[i : i + 1]} for i in order], NOISE)
@@ -623,12 +629,12 @@ def measured_in_batches(ratio: float, **change: Any) -> BatchInvariance:
     return replace(BatchInvariance(output="y", rows=32, error=ratio * 1e-6, ratio=ratio, changed=0.0625), **change)
 
 
-def test_nothing_measured_says_nothing() -> None:
+def test_judge_invariance_without_measured_rows_returns_nothing() -> None:
     assert invariance_results() == []
     assert invariance_results(measured_in_batches(99.0, rows=0)) == []
 
 
-def test_dependence_is_told_and_never_enters_a_verdict(golden: Golden) -> None:
+def test_judge_invariance_of_batch_dependence_is_advisory(golden: Golden) -> None:
     (result,) = invariance_results(measured_in_batches(1.0), measured_in_batches(4e4, output="z"))
     assert (result.gate, result.metric, result.verdict, result.advisory) == (
         "parity",
@@ -641,14 +647,14 @@ def test_dependence_is_told_and_never_enters_a_verdict(golden: Golden) -> None:
 
 
 @pytest.mark.parametrize("change", [{}, {"error": math.nan}, {"ratio": math.nan}, {"changed": math.nan}])
-def test_rounding_is_not_told_and_a_figure_that_is_no_number_never_passes(change: dict[str, Any]) -> None:
+def test_judge_invariance_of_rounding_passes_and_of_nan_is_error(change: dict[str, Any]) -> None:
     (result,) = invariance_results(measured_in_batches(10.0), measured_in_batches(**{"ratio": 10.0, **change}))
     assert (result.verdict, result.advisory) == (Verdict.ERROR if change else Verdict.PASS, True)
     assert "do not batch" not in result.reason
 
 
 @pytest.mark.parametrize("rows", [SCORES[:, :1], SCORES[:, 0]], ids=["one column", "numbers"])
-def test_an_output_without_classes_says_nothing_of_them(rows: Array) -> None:
+def test_judge_invariance_of_output_without_classes_omits_them(rows: Array) -> None:
     (found,) = measure_batch_invariance({"y": rows}, [{"y": row[None] + np.float32(0.1)} for row in rows])
     assert found.changed is None
     (result,) = invariance_results(found)

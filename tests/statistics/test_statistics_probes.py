@@ -50,7 +50,7 @@ def within(array: npt.NDArray[Any], domain: InputDomain) -> bool:
     return bool((bounded | ~finite).all())
 
 
-def test_every_group_has_all_inputs_with_their_types() -> None:
+def test_make_probe_groups_gives_each_group_all_inputs_with_their_types() -> None:
     groups = groups_of(SAMPLES)
     assert set(groups) == {"real", "range", "missing", "infinite", "empty_batch", *BEYOND}
     assert {name for name, group in groups.items() if group.inside} == {"real", "range"}
@@ -60,7 +60,7 @@ def test_every_group_has_all_inputs_with_their_types() -> None:
             assert group.inputs[name].shape[1:] == array.shape[1:]
 
 
-def test_rows_within_the_range_reach_its_ends_and_do_not_leave_it() -> None:
+def test_make_range_inputs_reaches_ends_of_range_and_stays_within() -> None:
     made: dict[str, npt.NDArray[Any]] = {**make_range_inputs(SAMPLES, learn_domains(SAMPLES))}
     image = made["image"].astype(np.float64)
     assert image.min() == 0  # never below what no row is below of
@@ -73,13 +73,13 @@ def test_rows_within_the_range_reach_its_ends_and_do_not_leave_it() -> None:
     assert np.count_nonzero(spikes.any(axis=0)) == 16
 
 
-def test_an_index_reaches_every_entry_of_its_table() -> None:
+def test_make_range_inputs_of_index_reaches_each_table_entry() -> None:
     samples = {"tokens": TOKENS}
     made = make_range_inputs(samples, learn_domains(samples, bounds={"tokens": (0, 299)}))["tokens"]
     assert set(made.reshape(-1).tolist()) == set(range(300))
 
 
-def test_columns_of_a_table_keep_to_their_own_ranges() -> None:
+def test_make_range_inputs_of_table_keeps_range_of_each_column() -> None:
     draw = np.random.default_rng(0)
     samples = table(draw.uniform(-1, 1, 200), draw.uniform(1e4, 2e4, 200), draw.integers(0, 3, 200))
     made: npt.NDArray[Any] = make_range_inputs(samples, learn_domains(samples))["x"]
@@ -88,7 +88,7 @@ def test_columns_of_a_table_keep_to_their_own_ranges() -> None:
     assert set(made[:, 2].tolist()) == {0, 1, 2}
 
 
-def test_whole_numbers_stay_whole_and_categories_are_those_seen() -> None:
+def test_make_range_inputs_keeps_whole_numbers_and_seen_categories() -> None:
     samples = table(np.tile([1, 5, 9], 40), np.arange(120) * 10)
     made = make_range_inputs(samples, learn_domains(samples))["x"]
     assert set(made[:, 0].tolist()) == {1, 5, 9}
@@ -96,7 +96,7 @@ def test_whole_numbers_stay_whole_and_categories_are_those_seen() -> None:
     assert set(made[:, 1].tolist()) - set(samples["x"][:, 1].tolist())
 
 
-def test_what_is_declared_outranks_what_was_seen() -> None:
+def test_make_range_inputs_with_declared_values_overrides_samples() -> None:
     samples = table(np.linspace(0, 1, 50), np.linspace(0, 1, 50))
     made = make_range_inputs(samples, learn_domains(samples, {"x": InputValues(min=-7, max=3)}))["x"]
     assert (made.min(), made.max()) == (-7, 3)
@@ -104,13 +104,13 @@ def test_what_is_declared_outranks_what_was_seen() -> None:
     assert set(chosen.reshape(-1).tolist()) == {2, 4}
 
 
-def test_masks_are_real_rows_or_their_ends() -> None:
+def test_make_range_inputs_of_mask_returns_real_rows() -> None:
     mask = (np.arange(6) < np.random.default_rng(0).integers(2, 7, (60, 1))).astype(np.int64)
     made = make_range_inputs({"mask": mask}, learn_domains({"mask": mask}))["mask"]
     assert {tuple(row) for row in made.tolist()} <= {tuple(row) for row in mask.tolist()}
 
 
-def test_missing_numbers_are_inside_the_domain_where_the_rows_hold_some_or_the_file_says_so() -> None:
+def test_make_probe_groups_puts_missing_values_inside_domain_if_seen_or_declared() -> None:
     holed = {"x": IMAGES.reshape(100, -1).copy(), "y": np.ones((100, 2), dtype=np.float32)}
     holed["x"][::7, 3] = np.nan
     group = groups_of(holed)["missing"]
@@ -123,7 +123,7 @@ def test_missing_numbers_are_inside_the_domain_where_the_rows_hold_some_or_the_f
     assert not groups_of(holed, x=InputValues(missing=False))["missing"].inside
 
 
-def test_strange_rows_have_one_strange_element() -> None:
+def test_make_probe_groups_with_nonfinite_values_changes_one_element_per_row() -> None:
     groups = groups_of(SAMPLES)
     flat: dict[str, npt.NDArray[Any]] = {
         name: groups[name].inputs["image"].reshape(32, -1) for name in ("missing", "infinite")
@@ -135,7 +135,7 @@ def test_strange_rows_have_one_strange_element() -> None:
     assert len(groups["empty_batch"].inputs["image"]) == 0
 
 
-def test_multiples_are_of_real_rows_and_fit_the_type() -> None:
+def test_make_probe_groups_beyond_range_multiplies_real_rows_within_type() -> None:
     groups = groups_of(SAMPLES)
     np.testing.assert_allclose(
         groups["beyond_range:x1e3"].inputs["image"].astype(np.float64),
@@ -146,7 +146,7 @@ def test_multiples_are_of_real_rows_and_fit_the_type() -> None:
     assert BEYOND - set(half) == {"beyond_range:x1e5", "beyond_range:texts"}
 
 
-def test_texts_beyond_the_rows_are_empty_or_unseen_unless_their_categories_are_declared() -> None:
+def test_make_probe_groups_of_texts_adds_empty_and_unseen_unless_declared() -> None:
     cities = {"city": np.array([["Oslo"], ["Rome"]] * 40), "age": np.ones((80, 1), np.float32)}
     group = groups_of(cities)["beyond_range:texts"]
     assert not group.inside
@@ -156,7 +156,7 @@ def test_texts_beyond_the_rows_are_empty_or_unseen_unless_their_categories_are_d
     assert set(declared.inputs["city"][:, 0].tolist()) <= {"Oslo", "Rome"}
 
 
-def test_nothing_to_distort_gives_no_groups() -> None:
+def test_make_probe_groups_of_masks_or_indices_omits_distorted_groups() -> None:
     assert set(make_probe_groups({"m": MASK}, learn_domains({"m": MASK}), empty=False)) == {"real"}
     assert set(groups_of({"tokens": TOKENS})) == {"real", "range", "empty_batch"}
 
@@ -169,7 +169,7 @@ def test_nothing_to_distort_gives_no_groups() -> None:
         shape=arrays.array_shapes(min_dims=1, max_dims=3, max_side=5),
     )
 )
-def test_any_rows_give_rows_within_their_domain(array: npt.NDArray[Any]) -> None:
+def test_make_range_inputs_of_any_array_stays_within_domain(array: npt.NDArray[Any]) -> None:
     domain = learn_domains({"x": array})["x"]
     made = make_range_inputs({"x": array}, {"x": domain})["x"]
     assert made.shape == (96, *array.shape[1:])
@@ -178,18 +178,18 @@ def test_any_rows_give_rows_within_their_domain(array: npt.NDArray[Any]) -> None
 
 
 @pytest.mark.parametrize("array", [np.ones((1,)), np.ones((3, 0)), np.full((2, 4), np.nan), np.zeros((5, 2))])
-def test_odd_samples_are_no_obstacle(array: npt.NDArray[Any]) -> None:
+def test_make_probe_groups_of_degenerate_samples_keeps_shapes(array: npt.NDArray[Any]) -> None:
     groups = groups_of({"x": array})
     assert groups["real"].inputs["x"] is array
     assert all(group.inputs["x"].shape[1:] == array.shape[1:] for group in groups.values())
 
 
-def test_rows_repeat_up_to_the_number_asked_for() -> None:
+def test_take_rows_beyond_length_repeats_rows() -> None:
     np.testing.assert_array_equal(take_rows({"x": np.arange(3)}, 5)["x"], [0, 1, 2, 0, 1])
     assert len(take_rows({"x": np.arange(3)}, 0)["x"]) == 0
 
 
-def test_batches_hold_real_rows() -> None:
+def test_make_batch_inputs_returns_real_rows_in_each_size() -> None:
     groups = make_batch_inputs(SAMPLES)
     assert [len(tensors["image"]) for tensors in groups.values()] == [1, 2, 3, 17, 64, 257]
     real = {row.tobytes(): i for i, row in enumerate(IMAGES)}
@@ -199,7 +199,7 @@ def test_batches_hold_real_rows() -> None:
         assert [f"word {i}" for i in rows] == tensors["words"].tolist()
 
 
-def test_the_same_samples_give_the_same_probes() -> None:
+def test_make_probe_groups_of_same_samples_returns_same_probes() -> None:
     first, second = groups_of(SAMPLES), groups_of(SAMPLES)
     for group in first:
         for name in SAMPLES:
@@ -207,7 +207,9 @@ def test_the_same_samples_give_the_same_probes() -> None:
 
 
 @pytest.mark.parametrize("make", [learn_domains, make_batch_inputs, lambda empty: make_sized_inputs(empty, {})])
-def test_no_samples_no_probes(make: Callable[[dict[str, npt.NDArray[Any]]], object]) -> None:
+def test_probe_functions_without_samples_raise_value_error(
+    make: Callable[[dict[str, npt.NDArray[Any]]], object],
+) -> None:
     with pytest.raises(ValueError, match="there are no real samples"):
         make({"x": np.empty((0, 3))})
 
@@ -217,7 +219,7 @@ IMAGE = np.random.default_rng(0).random((5, 1, 8, 10), dtype=np.float32)
 
 
 @given(st.integers(1, 500))
-def test_sizes_are_one_smaller_larger_and_odd(size: int) -> None:
+def test_choose_other_sizes_returns_smaller_larger_and_odd_sizes(size: int) -> None:
     found = choose_other_sizes(size)
     assert size not in found
     assert {size // 2, 2 * size} - {0} <= set(found)
@@ -226,7 +228,7 @@ def test_sizes_are_one_smaller_larger_and_odd(size: int) -> None:
         assert found[0] == 1
 
 
-def test_inputs_that_share_a_symbol_change_together() -> None:
+def test_make_sized_inputs_with_shared_symbol_changes_inputs_together() -> None:
     samples = {"tokens": TOKEN_ROWS, "mask": TOKEN_ROWS * 0 + 1}
     groups = make_sized_inputs(samples, {"length": [("tokens", 1), ("mask", 1)]})
     assert set(groups) == {f"lengths:length={size}" for size in (1, 3, 7, 12)}
@@ -236,7 +238,7 @@ def test_inputs_that_share_a_symbol_change_together() -> None:
         np.testing.assert_array_equal(made["tokens"][0], TOKEN_ROWS[0, np.arange(size) % 6])
 
 
-def test_two_axes_change_alone_and_together() -> None:
+def test_make_sized_inputs_with_two_axes_changes_them_alone_and_together() -> None:
     groups = make_sized_inputs({"image": IMAGE}, {"height": [("image", 2)], "width": [("image", 3)]})
     shapes = {made["image"].shape[2:] for made in groups.values()}
     assert {(1, 10), (16, 10), (8, 1), (8, 20), (1, 1), (16, 20)} <= shapes
@@ -244,11 +246,11 @@ def test_two_axes_change_alone_and_together() -> None:
     assert {made["image"].dtype for made in groups.values()} == {np.dtype(np.float32)}
 
 
-def test_no_free_axis_no_groups() -> None:
+def test_make_sized_inputs_without_free_axis_returns_no_groups() -> None:
     assert make_sized_inputs({"image": IMAGE}, {}) == {}
 
 
-def test_groups_that_would_fill_the_memory_have_fewer_rows_and_are_left_out_below_two() -> None:
+def test_make_sized_inputs_beyond_memory_limit_reduces_rows_or_omits_groups() -> None:
     wide = np.zeros((1, 5_000_000), dtype=np.float32)  # 2 rows of twice the size would be 76 MiB
     groups = make_sized_inputs({"x": wide}, {"length": [("x", 1)]})
     assert {made["x"].shape for made in groups.values()} == {(32, 1), (6, 2_500_000), (6, 2_500_001), (3, 5_000_001)}

@@ -27,7 +27,7 @@ def look(x: Any, read: Any, *, step: float, zero: int, original: Any = None) -> 
 
 
 @given(st.integers(0, 2**31), st.floats(1e-3, 1e3), st.integers(0, 255))
-def test_rounding_alone_keeps_the_limit(seed: int, scale: float, zero: int) -> None:
+def test_activation_statistics_of_rounding_only_keeps_noise_limit(seed: int, scale: float, zero: int) -> None:
     step = float(np.float32(scale / 100))
     x = np.random.default_rng(seed).normal(0, scale, 500).astype(np.float32)
     found = look(x, quantize(x, step, zero), step=step, zero=zero)
@@ -37,14 +37,14 @@ def test_rounding_alone_keeps_the_limit(seed: int, scale: float, zero: int) -> N
 
 
 @pytest.mark.parametrize(("zero", "factor"), [(1, 1.0), (0, 1.02)])
-def test_another_zero_point_or_scale_is_seen(zero: int, factor: float) -> None:
+def test_activation_statistics_with_wrong_zero_point_or_scale_exceeds_noise_limit(zero: int, factor: float) -> None:
     x = np.linspace(0, 2, 400, dtype=np.float32)
     read = (quantize(x, 0.01, 0) - zero * 0.01) * factor
     found = look(x, read, step=0.01, zero=0)
     assert found.noise > 3
 
 
-def test_saturation_is_a_share_of_the_floats_values() -> None:
+def test_activation_statistics_of_clipped_values_returns_saturated_share() -> None:
     x = np.concatenate([np.full(80, 1.0), np.full(20, 5.0)]).astype(np.float32)
     found = look(x, quantize(x, 0.01, 0), step=0.01, zero=0, original=x)
     assert found.saturated == pytest.approx(0.2)
@@ -53,25 +53,25 @@ def test_saturation_is_a_share_of_the_floats_values() -> None:
     assert found.departure < 1
 
 
-def test_what_a_folded_relu_cuts_off_is_no_saturation() -> None:
+def test_activation_statistics_of_folded_relu_reports_no_saturation() -> None:
     x = np.linspace(-1, 1, 200, dtype=np.float32)
     assert look(x, quantize(x, 0.01, 0), step=0.01, zero=0).saturated == 0
     assert look(x, quantize(x, 0.01, 20), step=0.01, zero=20).saturated == pytest.approx(0.395, abs=0.01)
 
 
-def test_the_departure_counts_what_came_before() -> None:
+def test_activation_statistics_departure_includes_errors_of_earlier_nodes() -> None:
     x = np.linspace(0, 1, 300, dtype=np.float32)
     found = look(x + 0.05, quantize(x + 0.05, 0.01, 0), step=0.01, zero=0, original=x)
     assert found.noise <= 1.74
     assert found.departure == pytest.approx(5 * math.sqrt(12), rel=0.02)
 
 
-def test_nan_is_never_within_a_limit() -> None:
+def test_activation_statistics_with_nan_returns_largest_noise() -> None:
     x = np.array([0.1, np.nan, 0.2, 0.3], dtype=np.float32)
     assert look(x, x, step=0.01, zero=0).noise == LARGEST
 
 
-def test_clipping_is_told_in_the_energy_that_rounding_loses() -> None:
+def test_activation_statistics_of_clipping_returns_ratio_to_rounding_energy() -> None:
     x = np.concatenate([np.linspace(0, 2.55, 990), np.full(10, 3.55)]).astype(np.float32)
     found = look(x, quantize(x, 0.01, 0), step=0.01, zero=0)
     assert found.clipping == pytest.approx(0.01 * 0.995**2 / (0.01**2 / 12), rel=0.01)
@@ -79,7 +79,7 @@ def test_clipping_is_told_in_the_energy_that_rounding_loses() -> None:
     assert fine.clipping > 100  # two fine bytes excuse nothing
 
 
-def test_a_range_fits_where_one_of_its_ends_does() -> None:
+def test_activation_statistics_with_one_fitting_end_returns_stretch_of_one() -> None:
     x = np.linspace(-0.1, 2.55, 400, dtype=np.float32)
     assert look(x, x, step=0.02, zero=128).stretch == pytest.approx(1, abs=0.01)
     assert look(x, x, step=0.06, zero=128).stretch == pytest.approx(3, abs=0.03)
@@ -89,7 +89,7 @@ def test_a_range_fits_where_one_of_its_ends_does() -> None:
     assert watched.summarize().stretch is None
 
 
-def test_what_a_clip_cuts_off_in_the_float_export_is_no_clipping() -> None:
+def test_activation_statistics_of_clip_in_float_export_reports_no_clipping() -> None:
     x = np.linspace(-3, 9, 400, dtype=np.float32)
     step = 6 / 255
     read = quantize(x, step, 0)

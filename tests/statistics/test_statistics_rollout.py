@@ -39,7 +39,9 @@ def close(one: float, other: float) -> bool:
 
 @quickly
 @given(row=rows(), odds=st.floats(0.05, 50))
-def test_the_likelihood_is_that_of_the_noncentral_hypergeometric_law(row: tuple[int, ...], odds: float) -> None:
+def test_compute_log_likelihood_matches_noncentral_hypergeometric_distribution(
+    row: tuple[int, ...], odds: float
+) -> None:
     from scipy.stats import nchypergeom_fisher
 
     canary, n, stable, m = row
@@ -50,7 +52,7 @@ def test_the_likelihood_is_that_of_the_noncentral_hypergeometric_law(row: tuple[
 
 @quickly
 @given(row=rows(), tolerated=st.floats(1, 3), under=st.floats(0.3, 1))
-def test_the_evidence_is_one_on_average_at_the_limit_and_less_below(
+def test_compute_log10_evidence_at_limit_has_mean_one_and_less_below(
     row: tuple[int, ...], tolerated: float, under: float
 ) -> None:
     from scipy.stats import nchypergeom_fisher
@@ -70,7 +72,7 @@ def test_the_evidence_is_one_on_average_at_the_limit_and_less_below(
 
 @quickly
 @given(table=tables, at=st.integers(0, 5), tolerated=st.sampled_from([1.0, 1.2, 3.0]))
-def test_one_more_event_on_the_candidate_never_lowers_the_evidence(
+def test_measure_evidence_with_one_more_candidate_event_never_falls(
     table: list[tuple[int, int, int, int]], at: int, tolerated: float
 ) -> None:
     at %= len(table)
@@ -83,14 +85,16 @@ def test_one_more_event_on_the_candidate_never_lowers_the_evidence(
 
 @quickly
 @given(table=tables, seed=st.integers(0, 99))
-def test_the_order_of_intervals_does_not_matter(table: list[tuple[int, int, int, int]], seed: int) -> None:
+def test_measure_evidence_with_shuffled_intervals_is_unchanged(
+    table: list[tuple[int, int, int, int]], seed: int
+) -> None:
     shuffled = np.random.default_rng(seed).permutation(np.array(table))
     assert close(ev.measure_evidence(shuffled, 1.0), ev.measure_evidence(table, 1.0))
     assert close(float(ev.trace_evidence(table, 1.0)[-1]), ev.measure_evidence(table, 1.0))
     assert np.allclose(ev.bound_odds_ratio(shuffled), ev.bound_odds_ratio(table))
 
 
-def test_merged_intervals_give_other_evidence_and_drift_only_hurts_those_that_were_merged() -> None:
+def test_measure_evidence_of_merged_intervals_mistakes_drift_for_regression() -> None:
     """Both versions fail more in the second interval, in which the candidate has more of the traffic."""
     drifted = [(1, 100, 9, 900), (40, 400, 60, 600)]
     merged = [tuple(int(n) for n in np.sum(drifted, axis=0))]
@@ -98,7 +102,7 @@ def test_merged_intervals_give_other_evidence_and_drift_only_hurts_those_that_we
 
 
 @pytest.mark.parametrize("table", [[], [(0, 0, 0, 0)], [(5, 5, 0, 0)], [(0, 9, 0, 90)], [(9, 9, 90, 90)]])
-def test_nothing_to_compare_is_no_evidence(table: list[tuple[int, ...]]) -> None:
+def test_measure_evidence_without_events_to_compare_is_zero(table: list[tuple[int, ...]]) -> None:
     assert close(ev.measure_evidence(table, 1.0), 0)
     low, high = ev.bound_odds_ratio(table)
     assert low == 0.01
@@ -106,13 +110,13 @@ def test_nothing_to_compare_is_no_evidence(table: list[tuple[int, ...]]) -> None
 
 
 @pytest.mark.parametrize("row", [(2, 1, 0, 5), (-1, 1, 0, 5), (0, 1, 6, 5)])
-def test_what_is_no_count_is_refused(row: tuple[int, ...]) -> None:
+def test_compute_log_likelihood_of_impossible_counts_raises_value_error(row: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="events"):
         compute_log_likelihood(row, [2.0])
 
 
 @pytest.mark.parametrize("count", [10**8, 10**14])
-def test_log_likelihood_of_huge_counts_decides_without_their_memory(count: int) -> None:
+def test_compute_log_likelihood_of_huge_counts_stays_finite_and_decisive(count: int) -> None:
     alike, worse = (count // 10, count, count // 10, count), (count // 5, count, count // 10, count)
     logs = compute_log_likelihood([alike, worse], [1.5, 2.0])
     assert np.isfinite(logs).all()
@@ -120,7 +124,7 @@ def test_log_likelihood_of_huge_counts_decides_without_their_memory(count: int) 
     assert (logs[1] > 1000).all()
 
 
-def test_log_likelihood_of_scaled_counts_is_less_decided_than_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compute_log_likelihood_of_scaled_counts_is_weaker_than_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
     row = (300, 10_000, 200, 10_000)
     exact = compute_log_likelihood(row, [1.5])
     monkeypatch.setattr(ev, "_CELLS", 100)
@@ -128,14 +132,14 @@ def test_log_likelihood_of_scaled_counts_is_less_decided_than_the_exact_one(monk
     assert 0 < scaled[0] < exact[0]
 
 
-def test_large_counts_stay_exact_and_small() -> None:
+def test_measure_evidence_of_large_counts_ignores_order_of_intervals() -> None:
     """A million requests in one interval, beside many small ones."""
     table = [(600, 100_000, 4500, 900_000), *[(1, 20, 2, 180)] * 3000]
     assert ev.measure_evidence(table[:1], 1.0) > 1
     assert close(ev.measure_evidence(table, 1.0), ev.measure_evidence(table[::-1], 1.0))
 
 
-def test_the_bounds_of_the_odds_ratio_hold_what_is_true() -> None:
+def test_bound_odds_ratio_contains_true_odds_ratio() -> None:
     random = np.random.default_rng(0)
     missed = 0
     for _ in range(100):
@@ -145,7 +149,7 @@ def test_the_bounds_of_the_odds_ratio_hold_what_is_true() -> None:
     assert missed <= 5
 
 
-def test_a_split_test_is_even_handed() -> None:
+def test_run_split_test_with_swapped_versions_mirrors_outcome() -> None:
     table = [(60, 200, 30, 200)] * 3
     mirrored = [(c, d, a, b) for a, b, c, d in table]
     better, higher, lower = ev.run_split_test(table, higher_is_better=True)
@@ -158,7 +162,7 @@ def test_a_split_test_is_even_handed() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.001, 0.02, 0.3])
-def test_clean_requests_is_the_first_number_that_shows_the_rate(rate: float) -> None:
+def test_compute_clean_requests_returns_smallest_number_that_certifies_rate(rate: float) -> None:
     needed = compute_clean_requests(rate)
     assert ev.is_rate_certified(0, needed, rate)
     assert not ev.is_rate_certified(0, needed - 1, rate)
@@ -168,20 +172,20 @@ def test_clean_requests_is_the_first_number_that_shows_the_rate(rate: float) -> 
 
 @quickly
 @given(errors=st.integers(0, 50), good=st.integers(0, 2000), rate=st.floats(0.001, 0.5))
-def test_a_rate_is_shown_where_the_upper_bound_is_below_it(errors: int, good: int, rate: float) -> None:
+def test_is_rate_certified_agrees_with_bound_error_rate(errors: int, good: int, rate: float) -> None:
     bound = ev.bound_error_rate(errors, errors + good)
     if abs(bound - rate) > 1e-6:
         assert bool(ev.is_rate_certified(errors, errors + good, rate)) == (bound < rate)
     assert not ev.is_rate_certified(0, 0, rate)
 
 
-def test_a_rate_outside_of_0_and_1_is_refused() -> None:
+def test_compute_clean_requests_with_rate_outside_0_and_1_raises_value_error() -> None:
     for rate in (0.0, 1.0, math.nan):
         with pytest.raises(ValueError, match="rate"):
             compute_clean_requests(rate)
 
 
-def test_too_many_wrong_answers_are_evidence() -> None:
+def test_compute_evidence_above_grows_with_excess_events() -> None:
     assert ev.compute_evidence_above(0, 0, 0.01) == 0
     assert ev.compute_evidence_above(1, 100, 0.01) < 1
     assert ev.compute_evidence_above(10, 100, 0.01) > 3
@@ -189,11 +193,11 @@ def test_too_many_wrong_answers_are_evidence() -> None:
 
 @quickly
 @given(n=st.integers(0, 10_000), percent=st.integers(1, 99))
-def test_the_right_split_is_no_mismatch(n: int, percent: int) -> None:
+def test_compute_mismatch_evidence_of_configured_split_is_small(n: int, percent: int) -> None:
     assert float(guardrails.compute_mismatch_evidence(round(n * percent / 100), n, percent)) <= 0.01
 
 
-def test_a_wrong_split_is_a_mismatch() -> None:
+def test_compute_mismatch_evidence_of_wrong_split_exceeds_limit() -> None:
     evidence = guardrails.compute_mismatch_evidence([200, 0, 105], 1000, 10)
     assert (evidence[:2] > guardrails.MISMATCH_LIMIT).all()
     assert evidence[2] < 0
@@ -217,13 +221,13 @@ def test_a_wrong_split_is_a_mismatch() -> None:
         (guardrails.is_refusing, (0, 10_000), (0, 10_000), False),
     ],
 )
-def test_gross_failures_and_refusals_need_no_test_unless_the_stable_version_has_them_too(
+def test_gross_failure_guardrails_fire_unless_stable_version_fails_too(
     exceeds: Callable[..., bool], canary: tuple[int, int], stable: tuple[int, int], expected: bool
 ) -> None:
     assert exceeds(canary, stable) is expected
 
 
-def test_thresholds_are_the_bounds_nearest_to_the_percentiles() -> None:
+def test_fix_thresholds_returns_bounds_nearest_to_percentiles() -> None:
     bounds = (0.001, 0.002, 0.004, 0.008)
     found, slower = fix_thresholds(bounds, (300, 250, 430, 12, 8), {"latency_p50": 0.6})
     assert found is not None
@@ -245,7 +249,7 @@ def slower(times: float, requests: int = 100) -> ObservationInterval:
     )
 
 
-def test_percentiles_need_intervals_traffic_and_a_margin() -> None:
+def test_count_slower_intervals_requires_traffic_and_margin() -> None:
     assert guardrails.count_slower_intervals([slower(1.05)] * 5, "latency_p50") == (0, 5)
     assert guardrails.count_slower_intervals([slower(1.2)] * 5, "latency_p50") == (5, 5)
     assert guardrails.count_slower_intervals([slower(1.2)] * 5, "latency_p99") == (0, 0)
@@ -272,7 +276,7 @@ def in_blocks(n: Sequence[int], e: Sequence[int], keyless: tuple[int, int] = (0,
 
 @quickly
 @given(mine=blocks, theirs=blocks)
-def test_block_effect_is_variance_of_events_over_that_of_single_requests(
+def test_compute_block_effect_returns_variance_ratio_to_single_requests(
     mine: list[tuple[int, int]], theirs: list[tuple[int, int]]
 ) -> None:
     n, e = np.array([*mine, *theirs]).T
@@ -284,7 +288,7 @@ def test_block_effect_is_variance_of_events_over_that_of_single_requests(
     assert effect == pytest.approx(max(1.0, ((e - rate * n) ** 2).sum() / (rate * (1 - rate) * n.sum())))
 
 
-def test_effects_of_requests_without_keys_are_one() -> None:
+def test_design_effects_of_requests_without_keys_are_one() -> None:
     alone = [in_blocks((), (), (900, 9)), in_blocks((), (), (100, 3))]
     assert design_effect.compute_block_effect(alone) == pytest.approx(1)
     assert design_effect.compute_split_effect(alone) == pytest.approx(1)
@@ -292,7 +296,7 @@ def test_effects_of_requests_without_keys_are_one() -> None:
     assert design_effect.compute_block_effect([]) == design_effect.compute_split_effect([]) == 1
 
 
-def test_ten_errors_of_one_user_count_as_one() -> None:
+def test_compute_block_effect_of_ten_errors_by_one_user_is_ten() -> None:
     alone = [in_blocks([10], [10], (990, 0))]
     assert design_effect.compute_block_effect(alone) == pytest.approx(10, rel=0.1)
     rows = [(10, 100, 0, 900)]
@@ -301,13 +305,13 @@ def test_ten_errors_of_one_user_count_as_one() -> None:
     assert ev.measure_evidence(rows, 1.0, float(design_effect.estimate_dispersion(rows))) < 0.5, "nor one interval's"
 
 
-def test_effective_users_of_a_heavy_user_are_few() -> None:
+def test_count_effective_users_with_heavy_user_returns_few() -> None:
     assert design_effect.count_effective_users(in_blocks([5] * 40, [0] * 40)) == pytest.approx(40)
     assert design_effect.count_effective_users(in_blocks([400, *[1] * 40], [0] * 41)) < 1.3
     assert design_effect.count_effective_users(in_blocks((), ())) == 0
 
 
-def test_service_level_counts_an_interval_as_few_requests() -> None:
+def test_estimate_error_effect_counts_interval_as_few_requests() -> None:
     """An outage that was not seen fails 30 % of an interval."""
     clean = [(0, 200, 0, 1800)]
     assert float(design_effect.estimate_error_effect(clean)) == pytest.approx(60)
@@ -318,7 +322,7 @@ def test_service_level_counts_an_interval_as_few_requests() -> None:
     assert float(design_effect.estimate_error_effect(outage)) > 60
 
 
-def test_intervals_tell_bunches_and_no_dispersion_of_what_is_steadily_worse() -> None:
+def test_estimate_dispersion_of_bunched_events_exceeds_that_of_steady_rates() -> None:
     random = np.random.default_rng(1)
     canary = np.full(60, 100)
     steady = np.stack([random.binomial(100, 0.1, 60), canary, random.binomial(900, 0.01, 60), canary * 9], axis=-1)
@@ -329,7 +333,7 @@ def test_intervals_tell_bunches_and_no_dispersion_of_what_is_steadily_worse() ->
     assert float(design_effect.estimate_dispersion([(0, 5, 0, 50)])) == 1
 
 
-def test_right_split_of_a_heavy_user_is_no_mismatch() -> None:
+def test_compute_mismatch_evidence_of_right_split_with_heavy_user_is_small() -> None:
     candidate, stable = in_blocks([400, *[1] * 60], [0] * 61), in_blocks([0, *[9] * 60], [0] * 61)
     effect = design_effect.compute_split_effect([candidate, stable])
     assert float(guardrails.compute_mismatch_evidence(460, 1000, 10)) > guardrails.MISMATCH_LIMIT

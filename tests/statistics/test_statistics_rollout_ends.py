@@ -34,7 +34,7 @@ def test_evaluate_ends_compares_rates(before: tuple[float, int], now: tuple[floa
     assert is_violated(before, now) is expected
 
 
-def test_evaluate_ends_names_the_servers_that_ended() -> None:
+def test_evaluate_ends_names_servers_that_ended() -> None:
     result = evaluate_ends([uptime(7200, 0)], [uptime(60, 1), uptime(0, 3, "r2"), uptime(0, 1)])
     assert result is not None
     assert result.rule == (
@@ -45,7 +45,7 @@ def test_evaluate_ends_names_the_servers_that_ended() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.5, 5.0, 40.0])
-def test_evaluate_ends_after_each_end_of_a_steady_rate_rarely_reaches_the_limit(rate: float) -> None:
+def test_evaluate_ends_at_steady_rate_rarely_reaches_limit(rate: float) -> None:
     random = np.random.default_rng(7)
     fired, rollouts = 0, 400
     for _ in range(rollouts):

@@ -66,7 +66,7 @@ def seen(*intervals: ObservationInterval, step: int = 0) -> Observations:
     return Observations(candidate=CANDIDATE.manifest, step=step, started_at=0.0, intervals=intervals)
 
 
-def test_latency_is_judged_on_the_requests_that_were_timed_and_errors_on_all() -> None:
+def test_count_events_of_latency_uses_timed_requests_and_of_errors_all() -> None:
     one = ObservationInterval(
         step=0, canary=replace(counted(), timed=40), stable=replace(counted(450, 1, 25, 4), timed=42)
     )
@@ -125,7 +125,7 @@ def with_broken_replica(observations: Observations) -> Observations:
     return replace(observations, counts=tuple(counts))
 
 
-def test_judge_names_outlier_among_replicas_and_decides_nothing_by_it() -> None:
+def test_judge_with_outlier_replica_names_it_without_deciding() -> None:
     observations = with_broken_replica(seen(*[healthy()] * 6))
     judged, without = judge(observations, CANARY), judge(seen(*[healthy()] * 6), CANARY)
     (outlier,) = judged.outliers
@@ -134,13 +134,13 @@ def test_judge_names_outlier_among_replicas_and_decides_nothing_by_it() -> None:
     waits(due(observations), WaitKind.ANALYZING)  # without users by block, which these counts lack
 
 
-def test_abort_by_guardrail_names_outlier_among_replicas() -> None:
+def test_guardrail_abort_with_outlier_replica_names_it() -> None:
     bad = replace(healthy(), canary=counted(errors=10))
     observations = with_broken_replica(seen(*[bad] * 20))
     acts(due(observations), ActionKind.ABORT, "-> ROLL BACK; replica r3: 250/500 (50.00%) requests to v2 failed")
 
 
-def test_enough_clean_requests_advance_and_then_finish() -> None:
+def test_rollout_with_enough_clean_requests_advances_and_finishes() -> None:
     waits(due(seen(*[healthy()] * 5)), WaitKind.ANALYZING, "v2 holds 10 %", "250 of 300 requests")
     acts(
         due(seen(*[healthy()] * 6)),
@@ -156,14 +156,14 @@ def test_enough_clean_requests_advance_and_then_finish() -> None:
     acts(due(seen(*before, *[half] * 6, step=1)), ActionKind.FINISH, "100 % to v2")
 
 
-def test_nothing_counted_waits_and_a_step_without_traffic_is_held() -> None:
+def test_rollout_without_counts_waits_and_after_timeout_is_inconclusive() -> None:
     waits(due(None), WaitKind.ANALYZING, "nothing was counted")
     waits(due(seen()), WaitKind.ANALYZING, "0 of 300")
     waits(due(seen(), now=3600.0), WaitKind.INCONCLUSIVE, "step_timeout is over", "0 of 300")
     waits(due(seen(ObservationInterval(step=0)), now=1e9), WaitKind.INCONCLUSIVE)
 
 
-def test_counts_of_another_candidate_or_step_count_for_nothing() -> None:
+def test_rollout_with_counts_of_other_candidate_or_step_ignores_them() -> None:
     other = replace(seen(*[healthy()] * 9), candidate=STABLE.manifest)
     waits(due(other), WaitKind.ANALYZING, "nothing was counted")
     roles, observed = Roles(stable=STABLE, candidate=CANDIDATE, step=1), build_split_state(STABLE, CANDIDATE, 50)
@@ -171,7 +171,7 @@ def test_counts_of_another_candidate_or_step_count_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("command", [None, OperatorCommand.ADVANCE, OperatorCommand.PAUSE])
-def test_errors_roll_back_whatever_an_operator_said(command: OperatorCommand | None) -> None:
+def test_error_guardrail_violation_aborts_despite_operator_command(command: OperatorCommand | None) -> None:
     bad = replace(healthy(), canary=counted(errors=3))
     acts(
         due(seen(*[bad] * 4), command=command),
@@ -181,7 +181,7 @@ def test_errors_roll_back_whatever_an_operator_said(command: OperatorCommand | N
     )
 
 
-def test_a_guardrail_that_holds_keeps_the_step_until_a_word() -> None:
+def test_guardrail_with_hold_pauses_until_operator_advances() -> None:
     bad = replace(healthy(), canary=counted(errors=3))
     policy = replace(CANARY, guardrails=(Guardrail(name="errors", on_violation="hold"), *RAILS[1:]))
     waits(due(seen(*[bad] * 20), policy), WaitKind.PAUSED, "errors: canary", "-> HOLD")
@@ -190,7 +190,7 @@ def test_a_guardrail_that_holds_keeps_the_step_until_a_word() -> None:
     acts(due(seen(*[slow] * 20), policy), ActionKind.ABORT, "latency_p", "-> ROLL BACK")
 
 
-def test_any_quantile_is_judged_by_its_own_threshold() -> None:
+def test_latency_guardrail_of_any_quantile_uses_its_threshold() -> None:
     policy = replace(CANARY, guardrails=(Guardrail(name="latency_p90"), Guardrail(name="latency_p95")))
     alike = ObservationInterval(
         step=0,
@@ -204,7 +204,7 @@ def test_any_quantile_is_judged_by_its_own_threshold() -> None:
     waits(due(seen(*untold), policy), WaitKind.ANALYZING, "latency_p90 has 0 of")
 
 
-def test_any_place_of_the_distribution_may_speak_against_the_candidate() -> None:
+def test_latency_guardrail_without_quantile_detects_slowdown_at_any_quantile() -> None:
     policy = replace(CANARY, guardrails=(Guardrail(name="latency"),))
     usual = {place: 1 - share for place, share in LATENCY_PLACES.items()}
 
@@ -224,12 +224,12 @@ def test_any_place_of_the_distribution_may_speak_against_the_candidate() -> None
     waits(due(seen(healthy()), policy), WaitKind.ANALYZING)
 
 
-def test_slow_answers_roll_back() -> None:
+def test_latency_guardrail_with_slow_answers_aborts() -> None:
     slow = replace(healthy(), canary=counted(over_p50=40, over_p99=3))
     acts(due(seen(*[slow] * 6)), ActionKind.ABORT, "latency_p", "odds ratio")
 
 
-def test_more_slow_answers_within_a_tolerated_ratio_do_not() -> None:
+def test_latency_guardrail_within_tolerated_odds_ratio_advances() -> None:
     """Exceeding its own, raised thresholds more often than the stable version its lower ones is what counts; a policy
     may tolerate that too."""
     slow = replace(healthy(), canary=counted(over_p50=27))
@@ -239,17 +239,17 @@ def test_more_slow_answers_within_a_tolerated_ratio_do_not() -> None:
     acts(due(seen(*[healthy()] * 200)), ActionKind.ADVANCE)
 
 
-def test_evidence_is_kept_over_steps() -> None:
+def test_guardrail_evidence_of_earlier_step_counts_in_later_step() -> None:
     bad = replace(healthy(), canary=counted(errors=3))
     acts(due(seen(bad, bad, bad, bad, step=1)), ActionKind.ABORT, "12/200")
 
 
-def test_gross_failure_needs_no_stable_traffic() -> None:
+def test_gross_failure_without_stable_traffic_aborts() -> None:
     alone = ObservationInterval(step=0, canary=counted(40, errors=40))
     acts(due(seen(alone)), ActionKind.ABORT, "gross failure: 40 of the candidate's 40")
 
 
-def test_a_guardrail_without_anything_to_compare_holds_the_step() -> None:
+def test_guardrail_without_comparable_requests_holds_step() -> None:
     blind = ObservationInterval(step=0, canary=counted(400, over_p50=None), stable=counted(3600, over_p50=None))
     waits(due(seen(blind)), WaitKind.ANALYZING, "latency_p50 has 0 of 300 comparisons")
     lonely = ObservationInterval(step=0, canary=counted(400))
@@ -257,13 +257,13 @@ def test_a_guardrail_without_anything_to_compare_holds_the_step() -> None:
     assert [guard.compared for guard in judge(seen(lonely), CANARY).guardrails] == [0, 0, 0]
 
 
-def test_a_wrong_split_pauses_and_a_word_goes_on() -> None:
+def test_split_mismatch_pauses_until_operator_advances() -> None:
     skewed = ObservationInterval(step=0, canary=counted(200), stable=counted(450, 1, 225, 4))
     waits(due(seen(skewed)), WaitKind.PAUSED, "200 of 650 requests (30.8 %)")
     acts(due(seen(skewed), command=OperatorCommand.ADVANCE), ActionKind.ADVANCE)
 
 
-def test_the_service_level_must_be_shown() -> None:
+def test_rollout_waits_until_service_level_is_certified() -> None:
     policy = replace(CANARY, slo=ServiceLevel(error_rate=0.02))
     interval = replace(healthy(), seconds=60.0)
     waits(
@@ -278,7 +278,7 @@ def test_the_service_level_must_be_shown() -> None:
     waits(due(seen(crowded)), WaitKind.ANALYZING)
 
 
-def test_bake_and_approval() -> None:
+def test_rollout_step_with_min_duration_or_approval_waits_for_it() -> None:
     baking = replace(CANARY, min_step_duration=600.0)
     waits(due(seen(*[healthy()] * 6), baking), WaitKind.ANALYZING, "60 s of 600 s")
     acts(due(seen(*[healthy()] * 6), baking, now=600.0), ActionKind.ADVANCE)
@@ -294,7 +294,7 @@ def copies(compared: int = 400, differing: int = 0, failed: int = 0) -> Observat
     return ObservationInterval(step=0, shadow=ShadowCounts(compared=compared, differing=differing, failed=failed))
 
 
-def test_a_shadow_comes_first_and_no_client_sees_it() -> None:
+def test_shadow_step_precedes_traffic_and_aborts_on_differences() -> None:
     started = due(None, SHADOW, roles=Roles(stable=STABLE), observed=build_split_state(STABLE, None, 0))
     acts(started, ActionKind.START, "step 1 of 4: a copy of 20 % to v2")
     assert isinstance(started, Action)
@@ -316,7 +316,7 @@ def reported(mine: int, theirs: int) -> list[ObservationInterval]:
     return [part] * 5
 
 
-def test_an_ab_test_decides_or_waits_for_its_time() -> None:
+def test_ab_test_finishes_if_better_aborts_if_worse_and_waits_if_undecided() -> None:
     acts(due(seen(*reported(100, 50)), AB), ActionKind.FINISH, "-> BETTER")
     acts(due(seen(*reported(50, 100)), AB), ActionKind.ABORT, "-> WORSE")
     waits(due(seen(*reported(50, 50)), AB, now=7199.0), WaitKind.ANALYZING, "-> UNDECIDED")
@@ -328,7 +328,7 @@ def test_an_ab_test_decides_or_waits_for_its_time() -> None:
     )
 
 
-def test_what_happens_when_an_ab_test_stays_undecided() -> None:
+def test_ab_test_that_stays_undecided_follows_on_inconclusive() -> None:
     finish = replace(AB, ab_test=SplitTest(duration=1.0, on_inconclusive="finish"))
     acts(due(seen(*reported(50, 50)), finish), ActionKind.FINISH)
     waits(due(seen(), finish), WaitKind.INCONCLUSIVE, "no feedback was reported")
@@ -342,7 +342,7 @@ def test_what_happens_when_an_ab_test_stays_undecided() -> None:
     acts(due(seen(*reported(50, 100)), lower), ActionKind.FINISH)
 
 
-def test_percentiles_stand_in_where_nothing_is_counted_over_a_threshold() -> None:
+def test_latency_guardrail_without_threshold_counts_compares_percentiles() -> None:
     def counts(times: float) -> ObservationInterval:
         return ObservationInterval(
             step=0,
@@ -358,7 +358,7 @@ def test_percentiles_stand_in_where_nothing_is_counted_over_a_threshold() -> Non
     acts(due(seen(*[counts(1.0)] * 10), policy), ActionKind.ADVANCE)
 
 
-def test_the_plot_ends_where_the_judgement_is() -> None:
+def test_trace_guardrails_ends_at_judged_evidence() -> None:
     bad = replace(healthy(), canary=counted(errors=2))
     intervals = [healthy(), bad, healthy()]
     history = [seen(*intervals[:n]) for n in range(1, 4)]
@@ -370,7 +370,7 @@ def test_the_plot_ends_where_the_judgement_is() -> None:
         assert path.limit == guard.limit
 
 
-def test_a_policy_that_says_nothing_of_figures_waits_for_words_as_ever() -> None:
+def test_rollout_without_guardrails_waits_for_approval() -> None:
     manual = RolloutPolicy(steps=(0.1, 1.0))
     bad = replace(healthy(), canary=counted(errors=50))
     waits(due(seen(*[bad] * 9), manual), WaitKind.APPROVAL, "v2 holds 10 % and waits for approval")
@@ -378,7 +378,7 @@ def test_a_policy_that_says_nothing_of_figures_waits_for_words_as_ever() -> None
 
 
 @pytest.mark.parametrize(("steps", "percent"), [((0.3, 1.0), 30), ((1.0,), 0)])
-def test_a_policy_that_was_shortened_never_restores_a_candidate_to_all_traffic(
+def test_restore_after_shortened_policy_never_gives_candidate_all_traffic(
     steps: tuple[float, ...], percent: int
 ) -> None:
     roles, observed = Roles(stable=STABLE, candidate=CANDIDATE, step=1), build_split_state(STABLE, CANDIDATE, 50)
@@ -407,7 +407,7 @@ SLOWER, AT_MOST = Guardrail(name="cold_start", max_latency_increase=0.5), Guardr
         (AT_MOST, 2.1, 3.0, True),
     ],
 )
-def test_a_cold_start_is_judged_before_any_traffic(
+def test_cold_start_guardrail_is_judged_before_traffic(
     rail: Guardrail, candidate_s: float, stable_s: float, fires: bool
 ) -> None:
     policy = replace(CANARY, guardrails=(*RAILS, rail), slo=ServiceLevel(error_rate=0.02), min_step_duration=600.0)
@@ -425,7 +425,7 @@ def test_a_cold_start_is_judged_before_any_traffic(
     waits(due(later, policy), WaitKind.ANALYZING, "0 of 300 requests")
 
 
-def test_equal_cold_starts_seldom_fire() -> None:
+def test_evaluate_cold_start_at_tolerated_increase_rarely_fires() -> None:
     random = np.random.default_rng(0)
     fired = 0
     for loads in np.exp(0.3 * random.standard_t(2, (600, 16))):

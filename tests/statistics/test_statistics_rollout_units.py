@@ -83,7 +83,7 @@ def run_clients(count: int, epochs: int, *, restarts: int = 0, failing: float = 
 
 
 @pytest.mark.parametrize("count", [1, 3, 10])
-def test_few_clients_show_a_candidate_that_fails_everything(count: int) -> None:
+def test_judge_with_few_failing_clients_detects_gross_failure(count: int) -> None:
     assert "gross failure" in run_clients(count, 150 // count).abort_reason
     (guard,) = run_clients(count, 150 // count, failing=0.3).guardrails
     assert guard.is_violated
@@ -91,7 +91,7 @@ def test_few_clients_show_a_candidate_that_fails_everything(count: int) -> None:
     assert guard.units[0][0] == guard.units[0][1] > 0 == guard.units[1][0]
 
 
-def test_a_step_needs_units_besides_requests() -> None:
+def test_judge_with_too_few_units_reports_unmet_target() -> None:
     judged = run_clients(1, 60, failing=0.0)
     assert judged.requests >= 300
     assert "of 20 independent units" in judged.unmet_target
@@ -105,7 +105,7 @@ def test_a_step_needs_units_besides_requests() -> None:
 
 
 @pytest.mark.parametrize("failing", [0.0, 0.3])
-def test_restarts_and_other_servers_change_no_evidence(failing: float) -> None:
+def test_judge_after_server_restarts_returns_same_evidence(failing: float) -> None:
     plain = run_clients(3, 60, failing=failing)
     for restarts in (1, 10, 40):
         judged = run_clients(3, 60, failing=failing, restarts=restarts)
@@ -113,7 +113,7 @@ def test_restarts_and_other_servers_change_no_evidence(failing: float) -> None:
         assert judged == plain
 
 
-def test_an_epoch_counts_once_and_only_in_a_generation_of_this_rollout() -> None:
+def test_observations_count_epoch_once_and_only_in_generation_of_rollout() -> None:
     server, observations = Server(), begin()
     reading = server.serve([(10, 10, True), (10, 0, False)])
     once = add(observations, reading)
@@ -127,7 +127,7 @@ def test_an_epoch_counts_once_and_only_in_a_generation_of_this_rollout() -> None
 
 
 @pytest.mark.parametrize("skew_s", [-7200.0, 7200.0])
-def test_clocks_of_servers_do_not_matter(skew_s: float) -> None:
+def test_observations_with_skewed_server_clock_are_unchanged(skew_s: float) -> None:
     """The split was set at 0 by the judge's clock."""
     server, plain = Server(), Server()
     server.at = skew_s
@@ -138,7 +138,7 @@ def test_clocks_of_servers_do_not_matter(skew_s: float) -> None:
     assert skewed.intervals[0].canary == RequestCounts(requests=100, errors=3)
 
 
-def test_late_counts_belong_to_the_step_of_their_generation() -> None:
+def test_observations_assign_late_counts_to_step_of_their_generation() -> None:
     server = Server()
     before = add(begin(), server.serve([(100, 0, True)]))
     moved = before.move_to_step(GenerationUnits(generation=9, step=1, percent=50, is_drawn=True), 50.0)
@@ -147,7 +147,7 @@ def test_late_counts_belong_to_the_step_of_their_generation() -> None:
     assert [split.epochs for split in late.generations] == [2, 0]
 
 
-def test_counts_of_several_servers_add_up() -> None:
+def test_observations_of_several_servers_add_counts() -> None:
     first, second = Server(), Server()
     one, other = first.serve([(100, 1, True)]).counts[0], second.serve([(50, 0, False)]).counts[0]
     reading = MetricsReading(at=0.0, counts=(one, replace(other, origin="b")))
@@ -158,7 +158,7 @@ def test_counts_of_several_servers_add_up() -> None:
     assert add(seen, replace(reading, counts=(fewer,))).counts == seen.counts, "a reading that comes late"
 
 
-def test_a_gross_failure_shows_within_an_epoch() -> None:
+def test_judge_with_open_epoch_detects_gross_failure() -> None:
     keyless = EpochUnits(
         generation=7, epoch=5, units={"errors": count_units([*[(1, 1, True)] * 5, *[(1, 0, False)] * 45])}
     )
@@ -172,7 +172,7 @@ def test_a_gross_failure_shows_within_an_epoch() -> None:
     assert not judge(add(begin(), replace(quiet, open_epoch=both)), POLICY).gross_failure
 
 
-def test_refused_requests_of_one_client_are_its_own_fault() -> None:
+def test_judge_with_refused_requests_of_one_client_reports_no_gross_failure() -> None:
     def read(clients: Clients) -> MetricsReading:
         reading = Server().serve([(10, 0, True), *[(10, 0, False)] * 9])
         return replace(
@@ -202,7 +202,7 @@ def judge_users(successes: int, others: int, users: int) -> AnalysisResult:
     return judge(add(observations, MetricsReading(at=1.0, counts=(counts,))), AB)
 
 
-def test_an_ab_test_of_few_users_is_undecided_and_tells_how_many_are_missing() -> None:
+def test_ab_test_with_few_users_is_undecided_and_counts_missing_users() -> None:
     few = judge_users(90, 30, 8)
     assert few.ab_outcome == "undecided"
     assert "12 are missing" in few.ab_summary

@@ -56,7 +56,7 @@ def judged(gate: MetricGate, found: Evidence) -> list[GateResult]:
          "own:score", "≤ 2", Verdict.PASS, 0.9),
     ],
 )  # fmt: skip
-def test_each_limit_is_held_against_its_interval(
+def test_metric_gate_compares_each_limit_with_its_interval(
     gate: MetricGate,
     entries: list[ScoreComparison],
     metric: str,
@@ -71,14 +71,14 @@ def test_each_limit_is_held_against_its_interval(
     assert "limit" in result.reason
 
 
-def test_the_bound_of_an_interval_decides() -> None:
+def test_metric_gate_at_limit_decides_by_interval_bound() -> None:
     touching = entry("f1 macro", difference=Interval(estimate=0.0, low=-0.05, high=0.05))
     assert judged(MetricGate(name="f1", max_drop=0.05), evidence(touching))[0].verdict is Verdict.INCONCLUSIVE
     exact = entry("f1 macro", "", candidate=Interval(estimate=0.95, low=0.9, high=1.0))
     assert judged(MetricGate(name="f1", min=0.9), evidence(exact))[0].verdict is Verdict.PASS
 
 
-def test_settings_of_a_metric_tell_it_from_others(golden: Golden) -> None:
+def test_metric_gate_with_other_settings_ignores_score(golden: Golden) -> None:
     found = evidence(entry("f1 macro", difference=interval(0.0)))
     (other,) = judged(MetricGate(name="f1", average="micro", max_drop=0.05), found)
     assert other.verdict is Verdict.INCONCLUSIVE
@@ -86,7 +86,7 @@ def test_settings_of_a_metric_tell_it_from_others(golden: Golden) -> None:
 
 
 @pytest.mark.parametrize("gate", [MetricGate(name="auc", max_drop=0.5), MetricGate(name="auc", min=0.1)])
-def test_what_gave_no_figure_says_why(gate: MetricGate) -> None:
+def test_metric_gate_of_score_without_value_returns_its_reason(gate: MetricGate) -> None:
     undefined = ScoreComparison(metric="auc", against="", n=9, undefined="only one class")
     failed = replace(undefined, undefined="", failed="it raised")
     broken = replace(undefined, undefined="", broken="NaN on 9 rows")
@@ -96,7 +96,7 @@ def test_what_gave_no_figure_says_why(gate: MetricGate) -> None:
         assert (result.verdict, result.reason) == (verdict, found.undefined or found.failed or found.broken)
 
 
-def test_a_baseline_that_cannot_be_scored_leaves_the_own_value() -> None:
+def test_metric_gate_with_unscorable_baseline_judges_minimum() -> None:
     found = evidence(
         entry("auc", ""),
         entry("auc", difference=interval(0.0)),
@@ -109,7 +109,7 @@ def test_a_baseline_that_cannot_be_scored_leaves_the_own_value() -> None:
     }  # fmt: skip
 
 
-def test_a_comparison_with_the_export_does_not_replace_one_with_the_baseline() -> None:
+def test_metric_gate_with_export_comparison_still_requires_baseline() -> None:
     found = evidence(entry("auc", difference=interval(0.0)), baseline="champion")
     results = {r.metric: r.verdict for r in judged(MetricGate(name="auc", max_drop=0.05), found)}
     assert results == {"auc vs fp32": Verdict.PASS, "auc vs champion": Verdict.INCONCLUSIVE}
@@ -124,7 +124,7 @@ def test_a_comparison_with_the_export_does_not_replace_one_with_the_baseline() -
         Interval(estimate=0.9, low=0.95, high=1.0),
     ],
 )
-def test_figures_that_make_no_sense_never_pass(bad: Interval) -> None:
+def test_metric_gate_with_inconsistent_interval_is_error(bad: Interval) -> None:
     for limit, figure in (("max_drop", "difference"), ("min", "candidate")):
         limits: dict[str, Any] = {limit: 0.5}
         figures: dict[str, Any] = {figure: bad}
@@ -134,7 +134,7 @@ def test_figures_that_make_no_sense_never_pass(bad: Interval) -> None:
     assert result.verdict is Verdict.ERROR
 
 
-def test_a_limit_that_does_not_fit_never_passes() -> None:
+def test_metric_gate_with_limit_of_wrong_kind_is_inconclusive() -> None:
     for gate in (MetricGate(name="mae", max_drop=1.0), MetricGate(name="auc", max_increase=1.0)):
         name = gate.definition().label
         figures: dict[str, Any] = {"ratio": interval(1.0)} if name == "mae" else {"difference": interval(0.0)}
@@ -142,7 +142,7 @@ def test_a_limit_that_does_not_fit_never_passes() -> None:
         assert result.verdict is Verdict.INCONCLUSIVE
 
 
-def test_without_labels_a_first_release_says_nothing() -> None:
+def test_metric_gate_of_first_release_without_labels_returns_nothing() -> None:
     gate = MetricGate(name="cosine", min=0.9)
     assert judged(gate, evidence(variant="fp32", baseline="")) == []
     assert judge([gate], evidence(variant="fp32", baseline="")).verdict is Verdict.INCONCLUSIVE
@@ -153,7 +153,7 @@ def test_without_labels_a_first_release_says_nothing() -> None:
     assert (result.verdict, result.reason) == (Verdict.INCONCLUSIVE, "too few")
 
 
-def test_few_rows_that_carry_an_error_are_named_and_never_pass_an_absolute_limit() -> None:
+def test_metric_gate_with_heavy_rows_names_them_and_passes_no_absolute_limit() -> None:
     few = entry("rmse", "", candidate=interval(1.0), effective=4.2, heavy=(17, 93), n=200)
     (found,) = judged(MetricGate(name="rmse", max=1.5), evidence(few))
     assert found.verdict is Verdict.INCONCLUSIVE
@@ -171,7 +171,7 @@ def test_few_rows_that_carry_an_error_are_named_and_never_pass_an_absolute_limit
         ("r2", "max_drop", "difference", -0.1, 0.0),
     ],
 )
-def test_change_that_rests_on_few_rows_passes_only_if_the_others_keep_the_limit(
+def test_metric_gate_with_change_on_few_rows_passes_only_if_others_keep_limit(
     metric: str, limit: str, change: str, bad: float, good: float
 ) -> None:
     limits: dict[str, Any] = {limit: 0.05}
@@ -191,19 +191,19 @@ def test_change_that_rests_on_few_rows_passes_only_if_the_others_keep_the_limit(
     assert judged(gate, evidence(worse))[0].verdict is Verdict.FAIL
 
 
-def test_single_row_that_carries_an_error_is_described_in_the_singular() -> None:
+def test_metric_gate_with_single_heavy_row_describes_it_in_singular() -> None:
     few = entry("rmse", ratio=interval(1.001), carrying=1, rest=1.2, heavy=(17,))
     (result,) = judged(MetricGate(name="rmse", max_increase=0.05), evidence(few))
     assert result.reason.endswith("1 of 1000 rows carries it, and in the others it changes by +20%: look at row 17")
 
 
-def test_least_r2_passes_only_where_many_rows_carry_it() -> None:
+def test_metric_gate_with_minimum_r2_passes_only_if_many_rows_carry_it() -> None:
     few = entry("r2", "", effective=4.2, heavy=(17,))
     assert judged(MetricGate(name="r2", min=0.5), evidence(few))[0].verdict is Verdict.INCONCLUSIVE
     assert judged(MetricGate(name="r2", min=0.5), evidence(replace(few, effective=80.0)))[0].verdict is Verdict.PASS
 
 
-def test_equal_answers_pass_with_a_change_of_exactly_zero() -> None:
+def test_metric_gate_of_equal_answers_passes_with_zero_change() -> None:
     counts = PairedCounts(metric="accuracy", against="fp32", n=30, both=20, only_baseline=0, only_candidate=0)
     gate = MetricGate(name="accuracy", max_drop=0.01)
     assert judged(gate, evidence(metrics=(counts,)))[0].verdict is Verdict.INCONCLUSIVE
@@ -224,7 +224,7 @@ def test_equal_answers_pass_with_a_change_of_exactly_zero() -> None:
         assert "every row alike" in found.reason
 
 
-def test_rows_that_look_grouped_are_told_without_a_verdict() -> None:
+def test_metric_gate_with_grouped_rows_adds_advisory() -> None:
     scored = evidence(entry("f1 macro", difference=interval(0.0, 0.001)), grouped=("the data holds 'patient'",))
     decision = judge([MetricGate(name="f1", max_drop=0.05)], scored)
     (result,) = (result for result in decision.results if result.metric == "f1 macro vs fp32")
@@ -234,7 +234,7 @@ def test_rows_that_look_grouped_are_told_without_a_verdict() -> None:
     assert "group:" in advice.reason
 
 
-def test_a_p_value_is_below_one_in_twenty_where_the_gate_passes() -> None:
+def test_metric_gate_passes_exactly_if_p_value_is_below_five_percent() -> None:
     for estimate in (-0.02, -0.035, -0.045):
         (found,) = judged(
             MetricGate(name="f1", max_drop=0.05), evidence(entry("f1 macro", difference=interval(estimate)))

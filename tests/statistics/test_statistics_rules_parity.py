@@ -50,26 +50,26 @@ def certain(evidence: Evidence, metric: str, gate: ParityGate | None = None) -> 
     return found
 
 
-def test_recipe_and_advice_are_told_with_what_to_set(golden: Golden) -> None:
+def test_structure_entries_with_recipe_and_advice_lists_settings(golden: Golden) -> None:
     advice = Advice(finding="7 left in float", setting="options: {}", nodes=tuple("abcdefg"))
     entries = structure_entries(replace(INT8, recipe=("weights of 7 bits", "why"), advice=(advice,)))
     golden("tables", "\n".join(f"{key}: {value}" for key, value in entries.items()))
 
 
-def test_operators_are_shown_by_the_version_of_their_definition() -> None:
+def test_structure_entries_of_operators_shows_opset_versions() -> None:
     entries = structure_entries(
         replace(FLOAT, opsets={"": 18, "com.microsoft": 1}, operators={"Gemm-13": 2, "Relu-14": 1})
     )
     assert entries == {"opsets": "ai.onnx 18, com.microsoft 1", "operators": "Gemm-13 2, Relu-14 1"}
 
 
-def test_what_was_not_looked_at_is_not_shown() -> None:
+def test_parity_gate_without_structural_evidence_adds_no_results() -> None:
     for metric in ("trees", "activations", "saturation", "int8 coverage", "NaN"):
         assert line(FLOAT, metric) is None
         assert line(INT8, metric) is None
 
 
-def test_one_changed_node_of_a_tree_fails() -> None:
+def test_parity_gate_with_one_changed_tree_node_fails() -> None:
     same = TreeStructure(trees=3, splits=10, leaves=13, changed=0)
     good = certain(replace(FLOAT, trees=same), "trees")
     assert (good.verdict, good.estimate, good.n) == (Verdict.PASS, 0.0, 23)
@@ -80,7 +80,7 @@ def test_one_changed_node_of_a_tree_fails() -> None:
     assert "and 6 more" in certain(replace(FLOAT, trees=many), "trees").reason
 
 
-def test_noise_and_saturation_are_judged_by_the_worst_activation() -> None:
+def test_parity_gate_judges_noise_and_saturation_by_worst_activation() -> None:
     good = replace(INT8, activations=(ACTIVATION, replace(ACTIVATION, tensor="x", noise=0.0)))
     assert certain(good, "activations").verdict is Verdict.PASS
     assert certain(good, "saturation").verdict is Verdict.PASS
@@ -96,19 +96,19 @@ def test_noise_and_saturation_are_judged_by_the_worst_activation() -> None:
     ("share", "verdict", "warned"),
     [(0.03, Verdict.PASS, False), (0.05, Verdict.PASS, True), (0.1, Verdict.PASS, True), (0.11, Verdict.FAIL, False)],
 )
-def test_saturation_warns_before_it_fails(share: float, verdict: Verdict, warned: bool) -> None:
+def test_parity_gate_with_rising_saturation_warns_before_it_fails(share: float, verdict: Verdict, warned: bool) -> None:
     found = certain(replace(INT8, activations=(replace(ACTIVATION, saturated=share),)), "saturation")
     assert found.verdict is verdict
     assert ("is suspicious" in found.reason) == warned
 
 
-def test_an_activation_that_is_no_number_is_an_error() -> None:
+def test_parity_gate_with_nan_activation_is_error() -> None:
     unknown = replace(INT8, activations=(ACTIVATION, replace(ACTIVATION, noise=math.nan)))
     found = judge([ParityGate()], unknown).results
     assert [r.verdict for r in found if r.metric == "activations"] == [Verdict.PASS, Verdict.ERROR]
 
 
-def test_coverage_is_told_and_never_binds(golden: Golden) -> None:
+def test_parity_gate_with_int8_coverage_is_advisory(golden: Golden) -> None:
     operators = (
         FloatOperator(name="/fc2", op_type="Gemm", reason="excluded"),
         FloatOperator(name="/conv", op_type="Conv", reason="its input is not quantized"),
@@ -126,14 +126,14 @@ def test_coverage_is_told_and_never_binds(golden: Golden) -> None:
     assert line(replace(INT8, coverage=Int8Coverage()), "int8 coverage") is None
 
 
-def test_a_source_that_refuses_nan_is_told() -> None:
+def test_parity_gate_with_source_that_refuses_nan_adds_advisory() -> None:
     found = certain(replace(FLOAT, source=SourceLimits(nan="refused")), "NaN")
     assert found.advisory
     assert "must refuse" in found.reason
     assert line(replace(FLOAT, source=SourceLimits(nan="answered")), "NaN") is None
 
 
-def test_rows_that_jitter_explains_are_counted_in_the_reason(golden: Golden) -> None:
+def test_parity_gate_with_rows_explained_by_jitter_counts_them(golden: Golden) -> None:
     jumped = replace(FLOAT.parity[0], explained=7, unexplained=2, error=0.1, ratio=1e5)
     found = certain(replace(FLOAT, parity=(jumped,)), "outputs")
     golden("reasons", found.reason)
@@ -143,7 +143,7 @@ def test_rows_that_jitter_explains_are_counted_in_the_reason(golden: Golden) -> 
     ("dtype", "off", "good"),
     [("float32", 0.9e-3, True), ("float32", 1.2e-3, False), ("float16", 4e-3, True), ("float16", 7e-3, False)],
 )
-def test_without_a_source_in_float64_the_tolerance_is_told(dtype: str, off: float, good: bool) -> None:
+def test_parity_gate_without_float64_source_names_tolerance(dtype: str, off: float, good: bool) -> None:
     reference = np.linspace(1, 2, 64, dtype=np.float32)
     found = measure_output(
         group="real", output="y", onnx=(reference * (1 + off)).astype(dtype), single=reference, double=None
@@ -156,7 +156,7 @@ def test_without_a_source_in_float64_the_tolerance_is_told(dtype: str, off: floa
     assert "does not run in float64" in result.reason
 
 
-def test_bfloat16_has_the_coarsest_tolerance() -> None:
+def test_measure_output_of_bfloat16_uses_coarsest_tolerance() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     reference = np.linspace(1, 2, 64, dtype=np.float32)
     onnx, double = reference.astype(ml_dtypes.bfloat16), reference.astype(np.float64)
@@ -167,7 +167,7 @@ def test_bfloat16_has_the_coarsest_tolerance() -> None:
     assert exact.noise == pytest.approx(2 * 2.0**-7 * 2)
 
 
-def test_the_report_lists_all_of_it_and_nothing_that_is_not_there(golden: Golden) -> None:
+def test_structure_entries_lists_measured_structure_only(golden: Golden) -> None:
     assert structure_entries(FLOAT) == {}
     evidence = replace(
         INT8,
@@ -180,7 +180,7 @@ def test_the_report_lists_all_of_it_and_nothing_that_is_not_there(golden: Golden
     golden("tables", "\n".join(f"{key}: {value}" for key, value in entries.items()))
 
 
-def test_inputs_without_effect_are_one_advisory_line_that_passes() -> None:
+def test_judge_source_with_unused_inputs_adds_passing_advisory() -> None:
     evidence = replace(FLOAT, unused_inputs=("item", "age", "city", "plan"))
     (result,) = (one for one in judge_source(ParityGate(), evidence) if one.metric == "unused inputs")
     assert (result.advisory, result.verdict) == (True, Verdict.PASS)
@@ -188,7 +188,7 @@ def test_inputs_without_effect_are_one_advisory_line_that_passes() -> None:
     assert not [one for one in judge_source(ParityGate(), FLOAT) if one.metric == "unused inputs"]
 
 
-def test_ranges_that_are_too_narrow_or_too_wide_fail() -> None:
+def test_parity_gate_with_narrow_or_wide_ranges_fails() -> None:
     good = replace(ACTIVATION, clipping=40.0, stretch=1.1)
     sound = replace(INT8, activations=(good,), weights=(replace(WEIGHT, stretch=2.0),))
     assert certain(sound, "clipping").verdict is Verdict.PASS
@@ -216,7 +216,9 @@ def test_ranges_that_are_too_narrow_or_too_wide_fail() -> None:
         (5.0, 0.1, Verdict.FAIL),
     ],
 )
-def test_judge_weights_moved_passes_by_its_layer(steps: float, output_error: float | None, verdict: Verdict) -> None:
+def test_parity_gate_with_large_weight_step_decides_by_layer_output_error(
+    steps: float, output_error: float | None, verdict: Verdict
+) -> None:
     weights = (replace(WEIGHT, tensor="v"), replace(WEIGHT, steps=steps, output_error=output_error))
     found = certain(replace(INT8, weights=weights), "weights")
     assert (found.verdict, found.n) == (verdict, 128)

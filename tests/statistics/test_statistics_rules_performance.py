@@ -59,7 +59,7 @@ class TestThroughput:
         ("ratio", "verdict"),
         [(0.9, Verdict.PASS), (1.02, Verdict.PASS), (1.2, Verdict.FAIL), (1.05, Verdict.INCONCLUSIVE)],
     )
-    def test_time_per_request_under_load_against_the_baseline(self, ratio: float, verdict: Verdict) -> None:
+    def test_throughput_gate_compares_time_per_request_with_baseline(self, ratio: float, verdict: Verdict) -> None:
         gate = ThroughputGate(concurrency=4, max_regression=0.05)
         result = only(gate, replace(INT8, ratios=(figure("concurrency 8", 9.0), figure("concurrency 4", ratio))))
         assert (result.verdict, result.metric, result.n, result.bound) == (verdict, "concurrency 4 vs fp32", 40, 1.05)
@@ -70,7 +70,7 @@ class TestThroughput:
         ("minimum", "verdict"),
         [(190.0, Verdict.PASS), (195.0, Verdict.PASS), (205.0, Verdict.INCONCLUSIVE), (221.0, Verdict.FAIL)],
     )
-    def test_the_minimum_is_held_by_the_slow_bound_and_binds_on_dedicated_targets(
+    def test_throughput_gate_with_minimum_uses_lower_bound_and_binds_if_dedicated(
         self, minimum: float, verdict: Verdict
     ) -> None:
         rates = ThroughputMeasurement(
@@ -83,19 +83,19 @@ class TestThroughput:
         assert (result.low, result.high) == pytest.approx((195, 220))
         assert not only(gate, replace(INT8, throughput=(rates,), dedicated=True)).advisory
 
-    def test_another_concurrency_was_not_measured(self) -> None:
+    def test_throughput_gate_with_other_concurrency_is_inconclusive(self) -> None:
         other = ThroughputMeasurement(concurrency=8, batch=1, requests=1, per_second=(1e9,))
         evidence = replace(INT8, throughput=(other,), ratios=(figure("concurrency 8", 0.1),))
         for result in judge([ThroughputGate(max_regression=0.1, min=1.0)], evidence).results:
             assert result.verdict is Verdict.INCONCLUSIVE
             assert "was not measured" in result.reason
 
-    def test_the_first_export_has_no_baseline(self) -> None:
+    def test_throughput_gate_of_first_export_returns_no_results(self) -> None:
         assert judge([ThroughputGate(max_regression=0.1)], replace(INT8, variant="fp32")).results == ()
 
 
 class TestStarts:
-    def test_load_and_first_are_judged_by_bounds_of_their_medians(self) -> None:
+    def test_cold_start_gate_judges_load_and_first_by_bounds_of_medians(self) -> None:
         gate = ColdStartGate(load=0.125, first=0.009)
         load, first = judge([gate], replace(INT8, starts=STARTS)).results
         assert (load.metric, load.verdict, load.n, load.unit) == ("load", Verdict.INCONCLUSIVE, 6, "s")
@@ -107,7 +107,7 @@ class TestStarts:
         )
         assert judge([gate], replace(INT8, starts=STARTS, dedicated=True)).verdict is Verdict.FAIL
 
-    def test_regression_binds_everywhere_and_covers_both(self) -> None:
+    def test_cold_start_gate_with_max_regression_binds_for_load_and_first(self) -> None:
         evidence = replace(INT8, starts=STARTS, ratios=(figure("load", 1.0), figure("first", 1.5)))
         load, first = judge([ColdStartGate(max_regression=0.2)], evidence).results
         assert (load.verdict, first.verdict) == (Verdict.PASS, Verdict.FAIL)
@@ -119,12 +119,12 @@ class TestStarts:
         ("limit", "verdict"),
         [(300_000_000, Verdict.INCONCLUSIVE), (305_000_000, Verdict.PASS), (289_000_000, Verdict.FAIL)],
     )
-    def test_memory_binds_on_any_target(self, limit: int, verdict: Verdict) -> None:
+    def test_memory_gate_binds_on_any_target(self, limit: int, verdict: Verdict) -> None:
         result = only(MemoryGate(max=limit), replace(INT8, starts=STARTS))
         assert (result.verdict, result.advisory, result.unit, result.n) == (verdict, False, "B", 6)
         assert "from 290 MB to 305 MB" in result.reason
 
-    def test_memory_that_the_system_does_not_tell_is_inconclusive(self) -> None:
+    def test_memory_gate_without_peak_memory_is_inconclusive(self) -> None:
         evidence = replace(INT8, starts=replace(STARTS, peak_bytes=()))
         results = judge([MemoryGate(max=10**9, max_regression=0.1)], evidence).results
         assert [r.verdict for r in results] == [Verdict.INCONCLUSIVE] * 2
@@ -137,7 +137,7 @@ class TestStarts:
             replace(STARTS, peak_bytes=(-1,) * 6),
         ],
     )
-    def test_impossible_figures_are_an_error_of_the_measurement(self, bad: ColdStartMeasurement) -> None:
+    def test_cold_start_and_memory_gates_with_impossible_values_return_error(self, bad: ColdStartMeasurement) -> None:
         decision = judge([ColdStartGate(load=1.0), MemoryGate(max=10**9)], replace(INT8, starts=bad, dedicated=True))
         assert decision.verdict is Verdict.ERROR
 
@@ -154,37 +154,39 @@ class TestFasterThanTheExport:
             (0.95, 0.1, Verdict.FAIL),
         ],
     )
-    def test_with_confidence_or_not(self, ratio: float, speedup: float | None, verdict: Verdict) -> None:
+    def test_latency_gate_with_faster_than_requires_confidence(
+        self, ratio: float, speedup: float | None, verdict: Verdict
+    ) -> None:
         gate = LatencyGate(faster_than="fp32", min_speedup=speedup)
         result = only(gate, replace(INT8, comparisons=(latency(ratio),)))
         assert (result.verdict, result.metric) == (verdict, "faster than fp32")
         assert result.bound == pytest.approx(1 / (1 + (speedup or 0.0)))
         assert "[" in result.reason
 
-    def test_it_is_against_the_export_even_where_there_is_a_champion(self) -> None:
+    def test_latency_gate_with_faster_than_export_ignores_champion(self) -> None:
         champion = replace(latency(0.5), against="champion")
         evidence = replace(INT8, baseline="champion", comparisons=(champion, latency(1.1)))
         assert only(LatencyGate(faster_than="fp32"), evidence).verdict is Verdict.FAIL
 
-    def test_a_host_too_noisy_to_tell_shows_nothing(self) -> None:
+    def test_latency_gate_with_faster_than_on_noisy_host_is_inconclusive(self) -> None:
         result = only(LatencyGate(faster_than="fp32"), replace(INT8, comparisons=(latency(0.97, LOUD),)))
         assert result.verdict is Verdict.INCONCLUSIVE
         assert "not shown" in result.reason
 
-    def test_the_export_itself_is_left_out_and_nothing_measured_is_said(self) -> None:
+    def test_latency_gate_with_faster_than_skips_export_and_requires_comparison(self) -> None:
         gate = LatencyGate(faster_than="fp32")
         assert judge([gate], replace(INT8, variant="fp32")).results == ()
         assert only(gate, INT8).verdict is Verdict.INCONCLUSIVE
 
 
-def test_gates_without_a_limit_prove_nothing() -> None:
+def test_gates_without_limit_are_inconclusive() -> None:
     gates = (ThroughputGate(), ColdStartGate(), MemoryGate(), LatencyGate(), LatencyGate(min_speedup=0.1), MetricGate())
     for gate in gates:
         decision = judge([gate, SizeGate(max=1)], replace(INT8, starts=STARTS))
         assert decision.verdict is Verdict.INCONCLUSIVE
 
 
-def test_bounds_of_a_median_are_order_statistics_in_any_unit() -> None:
+def test_compare_quantile_of_median_returns_order_statistics() -> None:
     found = compare_quantile([5, 1, 4, 2, 3], 0.5, 5)
     assert (found.estimate, found.low, found.high, found.verdict) == (3, 1, 5, Verdict.PASS)
     assert compare_quantile([1, 2, 3, 4], 0.5, 100).verdict is Verdict.INCONCLUSIVE, "four samples bound no median"

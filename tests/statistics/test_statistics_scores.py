@@ -85,7 +85,7 @@ def verdict(entry: ScoreComparison, drop: float = 0.02, growth: float = 0.05) ->
 
 @pytest.mark.parametrize(("definition", "draw"), WORLDS, ids=ids)
 @pytest.mark.parametrize(("rows", "trials"), [(500, 100), pytest.param(2000, 25, marks=pytest.mark.nightly)])
-def test_a_true_change_equal_to_the_limit_seldom_passes(
+def test_score_with_true_change_at_limit_rarely_passes(
     definition: MetricDefinition, draw: World, rows: int, trials: int
 ) -> None:
     """As few passes as 5.5 % of trials make in all but one of two hundred tests like this one."""
@@ -104,7 +104,7 @@ def test_a_true_change_equal_to_the_limit_seldom_passes(
 
 
 @pytest.mark.parametrize(("definition", "draw"), WORLDS, ids=ids)
-def test_verdicts_on_2000_rows(definition: MetricDefinition, draw: World) -> None:
+def test_score_of_2000_rows_passes_wide_and_fails_narrow_limit(definition: MetricDefinition, draw: World) -> None:
     """Passes where the candidate is much better than the limit asks, fails where it is much worse."""
     entry = compared(definition, draw(2000, np.random.default_rng(1)))
     assert verdict(entry, drop=0.2, growth=0.5) is Verdict.PASS
@@ -114,7 +114,7 @@ def test_verdicts_on_2000_rows(definition: MetricDefinition, draw: World) -> Non
 @pytest.mark.parametrize(("definition", "draw"), WORLDS, ids=ids)
 @settings(max_examples=10)
 @given(seed=st.integers(0, 1000))
-def test_the_order_of_rows_does_not_matter(definition: MetricDefinition, draw: World, seed: int) -> None:
+def test_score_with_shuffled_rows_is_unchanged(definition: MetricDefinition, draw: World, seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = draw(60, rng)
     order = rng.permutation(60)
@@ -126,7 +126,7 @@ def test_the_order_of_rows_does_not_matter(definition: MetricDefinition, draw: W
 @settings(max_examples=30)
 @given(seed=st.integers(0, 1000), wrong=st.integers(0, 40), more=st.integers(1, 40), drop=st.floats(0.001, 0.3))
 @pytest.mark.parametrize("definition", [F1, BINARY, COSINE, TOKENS], ids=lambda d: d.label)
-def test_more_rows_gone_wrong_never_lead_to_a_pass(
+def test_score_with_more_wrong_rows_never_improves_verdict(
     definition: MetricDefinition, seed: int, wrong: int, more: int, drop: float
 ) -> None:
     order = np.random.default_rng(seed).permutation(200)
@@ -151,7 +151,7 @@ def test_more_rows_gone_wrong_never_lead_to_a_pass(
 
 @pytest.mark.parametrize(("definition", "draw"), [*WORLDS[2:]], ids=ids[2:])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_an_answer_that_is_no_number_gives_no_figure(definition: MetricDefinition, draw: World, bad: float) -> None:
+def test_score_with_nonfinite_answer_returns_no_interval(definition: MetricDefinition, draw: World, bad: float) -> None:
     label, base, candidate = draw(100, np.random.default_rng(0))
     spoilt = base.copy()
     spoilt[3] = bad
@@ -165,14 +165,14 @@ def test_an_answer_that_is_no_number_gives_no_figure(definition: MetricDefinitio
 
 
 @given(n=st.integers(0, FEW_ROWS - 1))
-def test_few_rows_give_no_figure(n: int) -> None:
+def test_score_of_few_rows_is_undefined(n: int) -> None:
     for definition, draw in WORLDS:
         label, base, candidate = (array[:n] for array in draw(FEW_ROWS, np.random.default_rng(0)))
         (entry,) = score(definition, label, {CANDIDATE: candidate, "fp32": base}, seed=0)
         assert "too few" in entry.undefined
 
 
-def test_rows_that_do_not_define_the_metric() -> None:
+def test_score_of_rows_that_do_not_define_metric_is_undefined() -> None:
     values = np.arange(50.0)
     cases = [
         (AUC, np.ones(50, dtype=bool), values),
@@ -193,7 +193,7 @@ class TestEqualAnswers:
     @settings(max_examples=25)
     @given(seed=st.integers(0, 1000), rows=st.integers(FEW_ROWS, 400), positives=st.integers(1, 10))
     @pytest.mark.parametrize(("definition", "draw"), WORLDS, ids=ids)
-    def test_equal_outputs_change_nothing_however_few_rows_are_positive(
+    def test_score_of_equal_outputs_returns_exactly_no_change(
         self, definition: MetricDefinition, draw: World, seed: int, rows: int, positives: int
     ) -> None:
         label, base, _ = draw(rows, np.random.default_rng(seed))
@@ -211,7 +211,7 @@ class TestEqualAnswers:
         ("label", "answers"), [(np.arange(50.0), np.arange(50.0)), (np.arange(50) % 3, np.ones(50))]
     )
     @pytest.mark.parametrize("definition", [MAE, RMSE, R2], ids=lambda d: d.label)
-    def test_equal_answers_without_error_or_of_whole_numbers_change_nothing(
+    def test_score_of_equal_exact_or_integer_answers_returns_no_change(
         self, definition: MetricDefinition, label: Any, answers: Any
     ) -> None:
         alone, entry = score(definition, label.astype(float), {CANDIDATE: answers, "fp32": answers}, seed=0)
@@ -219,7 +219,7 @@ class TestEqualAnswers:
         assert alone.candidate is None or definition is not R2 or alone.candidate.estimate < 1
 
     @pytest.mark.parametrize(("definition", "draw"), WORLDS[:2], ids=ids[:2])
-    def test_equal_classes_of_other_outputs_keep_an_interval_open(
+    def test_score_of_equal_classes_from_other_outputs_keeps_interval_open(
         self, definition: MetricDefinition, draw: World
     ) -> None:
         label, base, _ = draw(1000, np.random.default_rng(0))
@@ -229,7 +229,7 @@ class TestEqualAnswers:
         assert -0.03 < found.difference.low < -0.002
         assert found.difference.high == -found.difference.low
 
-    def test_equal_errors_of_other_answers_and_a_baseline_without_error_prove_nothing(self) -> None:
+    def test_score_with_equal_errors_or_exact_baseline_is_undefined(self) -> None:
         label, error = np.random.default_rng(0).standard_normal((2, 100))
         cases = ((label + error, label - error, "every row"), (label, label + np.linspace(0, 1, 100), "no error"))
         for base, candidate, cause in cases:
@@ -239,7 +239,7 @@ class TestEqualAnswers:
 
 
 class TestWithoutLabels:
-    def test_the_candidate_is_held_against_each_other_model(self) -> None:
+    def test_score_without_labels_compares_candidate_with_each_model(self) -> None:
         rng = np.random.default_rng(0)
         base = rng.standard_normal((300, 8))
         answers = {CANDIDATE: base + 0.05 * rng.standard_normal(base.shape), "fp32": base, "champion": -base}
@@ -254,7 +254,7 @@ class TestWithoutLabels:
         assert close.difference.high <= 0
         assert far.candidate.estimate < -0.99
 
-    def test_nothing_to_compare_with_and_nan_on_either_side(self) -> None:
+    def test_score_without_labels_or_finite_answers_returns_no_value(self) -> None:
         good, bad = np.ones((50, 3)), np.full((50, 3), np.nan)
         assert score(COSINE, None, {CANDIDATE: good}, seed=0) == ()
         (entry,) = score(COSINE, None, {CANDIDATE: bad, "fp32": good}, seed=0)
@@ -263,11 +263,11 @@ class TestWithoutLabels:
         assert (entry.against, bool(entry.undefined)) == ("fp32", True)
 
 
-class TestOwn:
+class TestUserMetric:
     LABEL = np.random.default_rng(0).standard_normal(80)
     SAID = LABEL + np.random.default_rng(1).standard_normal(80) / 4
 
-    def test_a_sound_function_gives_difference_and_ratio(self) -> None:
+    def test_score_of_user_metric_returns_difference_and_ratio(self) -> None:
         def within(said: Any, label: Any) -> float:
             return float((np.abs(said - label) < 0.3).mean())
 
@@ -286,11 +286,11 @@ class TestOwn:
         [(lambda said, label: float("nan"), "gave nan"), (lambda said, label: "much", "ValueError"),
          (lambda said, label: 1 / 0, "division by zero")],
     )  # fmt: skip
-    def test_one_that_fails_is_told(self, function: Any, why: str) -> None:
+    def test_score_of_failing_user_metric_reports_error(self, function: Any, why: str) -> None:
         (entry,) = score(OWN, self.LABEL, {CANDIDATE: self.SAID}, seed=0, function=function)
         assert why in entry.failed
 
-    def test_equal_scores_of_other_answers_have_no_interval(self) -> None:
+    def test_score_of_user_metric_with_equal_values_is_undefined(self) -> None:
         def mean_size(said: Any, label: Any) -> float:
             return float(np.abs(said).mean())
 
@@ -299,7 +299,7 @@ class TestOwn:
         (other,) = (entry for entry in entries if entry.against)
         assert "every row scores as with fp32" in other.undefined
 
-    def test_one_that_refuses_most_resamples_has_no_interval(self) -> None:
+    def test_score_of_user_metric_that_fails_on_resamples_is_undefined(self) -> None:
         def picky(said: Any, label: Any) -> float:
             if len(np.unique(label)) < len(label):
                 raise ValueError("a row occurs twice")
@@ -310,9 +310,7 @@ class TestOwn:
 
 
 @pytest.mark.parametrize(("definition", "world"), [(F1, classes), (RMSE, numbers), (R2, numbers)])
-def test_the_other_model_has_the_interval_that_it_would_have_as_the_candidate(
-    definition: MetricDefinition, world: World
-) -> None:
+def test_score_gives_baseline_same_interval_as_candidate(definition: MetricDefinition, world: World) -> None:
     label, base, candidate = world(300, np.random.default_rng(3))
     _, compared = score(definition, label, {CANDIDATE: candidate, "champion": base}, seed=0, resamples=300)
     (own,) = score(definition, label, {CANDIDATE: base}, seed=0, resamples=300)
@@ -322,7 +320,7 @@ def test_the_other_model_has_the_interval_that_it_would_have_as_the_candidate(
     assert compared.reference.low == pytest.approx(own.candidate.low, abs=0.02 * abs(own.candidate.estimate))
 
 
-class TestFewRowsCarryTheLosses:
+class TestHeavyRows:
     """A giant error that two models share hides what they do on all other rows."""
 
     @settings(max_examples=25)
@@ -333,7 +331,7 @@ class TestFewRowsCarryTheLosses:
         rows=st.sampled_from([50, 500]),
     )
     @pytest.mark.parametrize("definition", [MAE, RMSE], ids=lambda d: d.label)
-    def test_the_other_rows_are_compared_without_them(
+    def test_score_with_giant_errors_compares_other_rows_without_them(
         self, definition: MetricDefinition, seed: int, giants: int, scale: float, rows: int
     ) -> None:
         label, error = scale * np.random.default_rng(seed).standard_normal((2, rows))
@@ -345,7 +343,7 @@ class TestFewRowsCarryTheLosses:
         assert entry.carrying >= giants
         assert entry.rest == pytest.approx(1.2, rel=1e-6)
 
-    def test_a_giant_label_hides_the_others_from_r2(self) -> None:
+    def test_score_of_r2_with_giant_label_compares_other_rows(self) -> None:
         label, error = np.random.default_rng(0).standard_normal((2, 500))
         label[7] = 1e4
         entry = compared(R2, (label, label + 0.3 * error, label + 0.36 * error))
@@ -353,7 +351,7 @@ class TestFewRowsCarryTheLosses:
         assert entry.rest == pytest.approx(-0.04, abs=0.01)
 
     @pytest.mark.parametrize("definition", [MAE, RMSE], ids=lambda d: d.label)
-    def test_one_row_is_no_bound_for_the_others(self, definition: MetricDefinition) -> None:
+    def test_score_with_one_giant_error_keeps_ratio_interval_wide(self, definition: MetricDefinition) -> None:
         label, error = np.random.default_rng(0).standard_normal((2, 500))
         error[0] = 1e4
         entry = compared(definition, (label, label + error, label + np.where(np.arange(500) < 1, error, 1.2 * error)))
@@ -361,13 +359,13 @@ class TestFewRowsCarryTheLosses:
         assert entry.ratio.high > 1.15
 
     @pytest.mark.parametrize("definition", [MAE, RMSE, R2], ids=lambda d: d.label)
-    def test_ordinary_errors_are_carried_by_many_rows(self, definition: MetricDefinition) -> None:
+    def test_score_of_ordinary_errors_reports_no_heavy_rows(self, definition: MetricDefinition) -> None:
         for rows in (20, 50, 500):
             entry = compared(definition, numbers(rows, np.random.default_rng(rows)))
             assert (entry.carrying, entry.rest) == (0, None)
 
 
-def test_score_with_an_infinite_loss_is_undefined_with_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_score_with_infinite_loss_is_undefined_and_counts_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     inverse = MeanLoss(loss=lambda label, answers: abs(label - answers) / label, of_errors=False)
     monkeypatch.setitem(METRICS, "relative", TaskMetric(reads="numbers", method=inverse, higher_is_better=False))
     label = np.ones(100)

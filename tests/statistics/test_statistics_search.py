@@ -100,14 +100,14 @@ def nodes(*losses: float) -> dict[str, float]:
     return {f"n{i}": loss for i, loss in enumerate(losses)}
 
 
-def test_what_is_right_already_is_not_searched_any_further() -> None:
+def test_search_of_recipe_within_budget_tries_no_exclusions() -> None:
     known, reason = searched(Landscape({"static": nodes(0.001, 0.002)}, {"static": 0.4}))
     assert [(t.recipe, t.excluded) for t in known.trials] == [("static", ())]
     assert known.sensitivities == ()
     assert reason.startswith("every recipe was tried")
 
 
-def test_the_one_fragile_node_is_found_with_few_builds() -> None:
+def test_search_with_one_fragile_node_excludes_it_in_two_builds() -> None:
     losses = [0.0001] * 30
     losses[17] = 0.3
     known, _ = searched(Landscape({"dynamic": nodes(*losses)}, {"dynamic": 0.42}))
@@ -126,39 +126,39 @@ class Misleading(Landscape):
         return Sensitivity(recipe=action.recipe, node=action.node, error=-float(action.node[1:]))
 
 
-def test_nodes_that_buy_nothing_are_given_back() -> None:
+def test_search_removes_exclusions_without_gain() -> None:
     known, _ = searched(Misleading({"static": nodes(0.0, 0.0, 0.5, 0.0, 0.0, 0.0)}, {"static": 0.4}))
     best = min((t for t in known.trials if keeps_metric(t, known.budget)), key=compute_time_ratio)
     assert best.excluded == ("n2",)
     assert {one.node: one.kept for one in list_node_contributions(known)} == {"n1": False, "n0": False, "n2": True}
 
 
-def test_a_recipe_that_is_slower_than_float_is_not_repaired() -> None:
+def test_search_of_recipe_slower_than_float_tries_no_exclusions() -> None:
     """As S8S8 is on x86: half of its operators stay in float, and the conversions come on top."""
     known, _ = searched(Landscape({"s8s8": nodes(0.2, 0.1)}, {"s8s8": 1.18}))
     assert len(known.trials) == 1
     assert [slot.trial for slot in assign_roles(known, "int8", ("fast",))] == [None]
 
 
-def test_a_slower_recipe_is_not_repaired_once_a_faster_one_keeps_the_budget() -> None:
+def test_search_with_faster_recipe_in_budget_repairs_no_slower_recipe() -> None:
     landscape = Landscape({"static": nodes(0.2, 0.0), "dynamic": nodes(0.2, 0.0)}, {"static": 0.4, "dynamic": 0.9})
     known, _ = searched(landscape)
     assert {t.recipe for t in known.trials if t.excluded} == {"static"}
 
 
-def test_exclusions_that_cost_what_int8_gained_are_not_pursued() -> None:
+def test_search_stops_exclusions_that_cost_gain_of_int8() -> None:
     landscape = Landscape({"static": nodes(*[0.2] * 16)}, {"static": 0.8}, price=0.15)
     known, _ = searched(landscape)
     assert all(len(t.excluded) <= 2 for t in known.trials)
 
 
-def test_a_library_that_fails_is_told_and_left_alone(golden: Golden) -> None:
+def test_search_with_failing_library_reports_failure(golden: Golden) -> None:
     known, _ = searched(Landscape({"static": nodes(0.2)}, {"static": 0.4}, broken=frozenset({"static"})))
     (slot,) = assign_roles(known, "int8", ("fast",))
     golden("reasons", slot.reason)
 
 
-def test_a_step_that_would_take_too_long_is_passed_over_for_one_that_would_not() -> None:
+def test_choose_next_step_skips_steps_beyond_time_budget() -> None:
     recipes = tuple(Recipe(name=name, method=name, nodes=("a", "b")) for name in ("dear", "cheap"))
     tried = Trial(recipe="dear", drop=0.5, ratios={"t": RATIO}, seconds=50.0)
     known = SearchState(recipes=recipes, budget=Budget(max_minutes=1.0), export_bytes=SIZE, trials=(tried,))
@@ -171,7 +171,7 @@ def test_a_step_that_would_take_too_long_is_passed_over_for_one_that_would_not()
     assert choose_next_step(known) == ProbeNode(recipe="cheap", node="a")
 
 
-def test_a_search_that_ran_out_of_time_says_so_and_blames_nothing_else() -> None:
+def test_choose_next_step_out_of_time_stops_and_names_untried_recipe() -> None:
     recipes = tuple(Recipe(name=name, method=name) for name in ("first", "second"))
     tried = Trial(recipe="first", drop=0.5, ratios={"t": RATIO}, seconds=70.0)
     known = SearchState(recipes=recipes, budget=Budget(max_minutes=1.0), export_bytes=SIZE, trials=(tried,))
@@ -191,14 +191,14 @@ def test_a_search_that_ran_out_of_time_says_so_and_blames_nothing_else() -> None
         (Budget(max_minutes=0.05), "max_minutes: of 0.05 minutes"),
     ],
 )
-def test_it_stops_by_cost(budget: Budget, said: str) -> None:
+def test_search_at_build_or_time_budget_stops(budget: Budget, said: str) -> None:
     landscape = Landscape({"static": nodes(*[0.01] * 40)}, {"static": 0.1}, price=0.001)
     known, reason = searched(landscape, budget)
     assert reason.startswith(said)
     assert len(known.trials) <= 3
 
 
-def test_what_is_for_size_comes_after_the_repairs() -> None:
+def test_search_builds_deferred_recipe_after_repairs() -> None:
     loss = {LATE: nodes(0.0), "static": nodes(0.2, 0.0, 0.0)}
     known, _ = searched(Landscape(loss, {LATE: 1.5, "static": 0.4}, sizes={LATE: 150}))
     assert [(t.recipe, t.excluded) for t in known.trials] == [("static", ()), ("static", ("n0",)), (LATE, ())]
@@ -223,7 +223,7 @@ landscapes = st.builds(
 
 
 @given(landscapes)
-def test_it_ends_and_builds_nothing_twice(landscape: Landscape) -> None:
+def test_search_ends_without_repeated_builds_or_probes(landscape: Landscape) -> None:
     known, _ = searched(landscape)
     tried = [(t.recipe, frozenset(t.excluded)) for t in known.trials]
     assert len(tried) == len(set(tried))
@@ -232,7 +232,7 @@ def test_it_ends_and_builds_nothing_twice(landscape: Landscape) -> None:
 
 
 @given(landscapes, st.integers(0, 40))
-def test_a_search_that_was_killed_goes_on_as_if_it_had_not(landscape: Landscape, at: int) -> None:
+def test_search_resumed_after_interruption_returns_same_result(landscape: Landscape, at: int) -> None:
     whole, reason = searched(landscape)
     known = start(landscape, whole.budget)
     for _ in range(at):
@@ -244,7 +244,7 @@ def test_a_search_that_was_killed_goes_on_as_if_it_had_not(landscape: Landscape,
 
 
 @given(landscapes)
-def test_the_front_keeps_the_budget_and_nothing_beats_it(landscape: Landscape) -> None:
+def test_compute_pareto_front_keeps_budget_and_has_no_dominated_trial(landscape: Landscape) -> None:
     known, _ = searched(landscape)
     for n in compute_pareto_front(known):
         trial = known.trials[n]
@@ -261,7 +261,7 @@ def test_the_front_keeps_the_budget_and_nothing_beats_it(landscape: Landscape) -
 
 
 @given(landscapes)
-def test_a_repaired_recipe_has_no_node_that_could_be_given_back(landscape: Landscape) -> None:
+def test_search_of_repaired_recipe_keeps_no_needless_exclusion(landscape: Landscape) -> None:
     """With losses that add up: without any one of the nodes it keeps, the budget is broken."""
     known, _ = searched(landscape)
     for recipe in known.recipes:
@@ -275,7 +275,7 @@ def test_a_repaired_recipe_has_no_node_that_could_be_given_back(landscape: Lands
 
 
 @given(landscapes)
-def test_each_role_is_on_the_front_or_says_why_not(landscape: Landscape) -> None:
+def test_assign_roles_returns_trial_of_pareto_front_or_reason(landscape: Landscape) -> None:
     known, _ = searched(landscape)
     slots = assign_roles(known, "int8", ROLES)
     assert [slot.role for slot in slots] == list(ROLES)
@@ -291,7 +291,7 @@ def test_each_role_is_on_the_front_or_says_why_not(landscape: Landscape) -> None
 
 
 @given(landscapes)
-def test_the_order_of_trials_changes_no_figure_of_the_front(landscape: Landscape) -> None:
+def test_compute_pareto_front_with_reversed_trials_returns_same_values(landscape: Landscape) -> None:
     known, _ = searched(landscape)
     turned = replace(known, trials=tuple(reversed(known.trials)))
 
@@ -304,7 +304,7 @@ def test_the_order_of_trials_changes_no_figure_of_the_front(landscape: Landscape
     assert figures(known) == figures(turned)
 
 
-def test_roles_are_different_things(golden: Golden) -> None:
+def test_assign_roles_gives_each_role_different_trial(golden: Golden) -> None:
     def trial(drop: float, time: float, size: int) -> Trial:
         ratio = Interval(estimate=time, low=time, high=time)
         return Trial(recipe="r", excluded=(str(time),), drop=drop, size_bytes=size, ratios={"cpu": ratio})
@@ -323,7 +323,7 @@ def test_roles_are_different_things(golden: Golden) -> None:
     golden("reasons", same[1].reason)
 
 
-def test_sizes_and_quantiles_are_budgets_too() -> None:
+def test_is_eligible_applies_size_and_p99_budgets() -> None:
     trial = Trial(recipe="r", drop=0.0, size_bytes=300, ratios={"cpu": RATIO}, p99={"cpu": 0.004})
     assert is_eligible(trial, Budget(size=300, p99=0.005))
     assert not is_eligible(trial, Budget(size=299))
@@ -332,7 +332,7 @@ def test_sizes_and_quantiles_are_budgets_too() -> None:
     assert math.isinf(compute_time_ratio(replace(trial, failure="it broke")))
 
 
-def test_nodes_that_cannot_be_probed_count_as_the_worst() -> None:
+def test_rank_nodes_puts_node_without_sensitivity_first() -> None:
     recipe = Recipe(name="static", method="static", nodes=("a", "b", "c"))
     errors = {"a": 1.0, "b": 2.0, "c": None}
     found = tuple(Sensitivity(recipe="static", node=node, error=error) for node, error in errors.items())

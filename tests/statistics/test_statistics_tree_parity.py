@@ -58,7 +58,9 @@ UNSURE[1, 0, :3], UNSURE[2, 0, :3] = (1, 3, 2), (1, 2, 3)
         pytest.param([2, 3, 0, 1], True, True, id="on a made-up row"),
     ],
 )
-def test_a_ranking_of_ties_has_any_order(first: list[int], made_up: bool, is_explained: bool) -> None:
+def test_measure_within_envelope_of_ranking_allows_any_order_of_ties(
+    first: list[int], made_up: bool, is_explained: bool
+) -> None:
     onnx = RANKED.copy()
     onnx[0] = first
     measurement = measure_within_envelope(
@@ -68,7 +70,7 @@ def test_a_ranking_of_ties_has_any_order(first: list[int], made_up: bool, is_exp
 
 
 @pytest.mark.parametrize("made_up", [False, True])
-def test_a_row_of_which_the_source_is_sure_has_one_order(made_up: bool) -> None:
+def test_measure_within_envelope_of_row_without_ties_rejects_other_order(made_up: bool) -> None:
     onnx = RANKED.copy()
     onnx[1] = RANKED[1, ::-1]
     measurement = measure_within_envelope(
@@ -77,7 +79,7 @@ def test_a_row_of_which_the_source_is_sure_has_one_order(made_up: bool) -> None:
     assert measurement.ratio == LARGEST
 
 
-def test_ties_part_only_where_that_is_asked_for() -> None:
+def test_jitter_rows_separates_ties_only_if_requested() -> None:
     x = np.zeros((2, 5), dtype=np.float32)
     x[1] = 3
     assert not jitter_rows({"x": x})["x"][::2].any()
@@ -87,7 +89,7 @@ def test_ties_part_only_where_that_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("head", "error"), [(0, 200.0), (1, 3e-3)])
-def test_trees_with_answers_of_different_size_are_measured_by_column(head: int, error: float) -> None:
+def test_measure_within_envelope_judges_columns_of_different_scale_separately(head: int, error: float) -> None:
     exact = np.array([2e4, 0.3]) * np.ones((64, 1))
     onnx = exact.copy()
     onnx[:, head] += error
@@ -105,7 +107,7 @@ def test_trees_with_answers_of_different_size_are_measured_by_column(head: int, 
 
 
 @given(st.integers(0, 2**31), st.integers(1, 5))
-def test_copies_differ_by_rounding_only(seed: int, count: int) -> None:
+def test_jitter_rows_changes_copies_by_rounding_only(seed: int, count: int) -> None:
     x = np.random.default_rng(seed).normal(0, 10, (count, 3)).astype(np.float32)
     many = jitter_rows({"x": x, "token": np.arange(count)}, seed=seed)
     assert many["x"].shape == (COPIES * count, 3)
@@ -116,7 +118,7 @@ def test_copies_differ_by_rounding_only(seed: int, count: int) -> None:
     np.testing.assert_array_equal(many["token"].reshape(COPIES, count), np.tile(np.arange(count), (COPIES, 1)))
 
 
-def test_the_envelope_spans_floats_and_lists_labels() -> None:
+def test_compute_envelope_spans_floats_and_lists_labels() -> None:
     answers = [{"p": np.array([[1.0], [5.0]]), "l": np.array(["a", "b"])}]
     answers += [{"p": np.array([[3.0], [4.0]]), "l": np.array(["c", "b"])}]
     found = compute_envelope([*answers, answers[0]])
@@ -124,7 +126,7 @@ def test_the_envelope_spans_floats_and_lists_labels() -> None:
     assert [set(found["l"][:, row]) for row in range(2)] == [{"a", "c"}, {"b"}]
 
 
-def test_answers_to_wide_copies_count_where_they_jump() -> None:
+def test_compute_envelope_with_wide_copies_widens_by_jumps() -> None:
     near = [{"box": np.array([1.0, 1.0]), "index": np.array([3, 3])}]
     near += [{"box": np.array([1.0 + 1e-7, 1.0 + 1e-7]), "index": np.array([3, 3])}]
     ratio = INNER_JITTER / JITTER
@@ -135,7 +137,7 @@ def test_answers_to_wide_copies_count_where_they_jump() -> None:
     assert [set(found["index"][:, row]) for row in range(2)] == [{3}, {3, 4}]
 
 
-def test_half_of_the_copies_of_a_ranking_differ_by_more() -> None:
+def test_jitter_rows_of_ranking_widens_half_of_copies() -> None:
     x = np.random.default_rng(1).normal(0, 10, (4, 3)).astype(np.float32)
     spread = np.abs(jitter_rows({"x": x}, ranks=True)["x"].reshape(COPIES, 4, 3).astype(np.float64) / x - 1)
     narrow, wide = spread[: COPIES // 2], spread[COPIES // 2 :]
@@ -143,7 +145,7 @@ def test_half_of_the_copies_of_a_ranking_differ_by_more() -> None:
     assert INNER_JITTER / 2 < wide.max() <= INNER_JITTER + 2.0**-23
 
 
-def test_parts_of_the_rows_join_to_the_whole() -> None:
+def test_join_envelopes_of_row_parts_returns_whole() -> None:
     found = join_envelopes([{"l": np.array([[1, 2], [3, 2]])}, {"l": np.array([[7]])}])
     np.testing.assert_array_equal(found["l"], [[1, 2, 7], [3, 2, 7]])
 
@@ -156,7 +158,7 @@ def test_parts_of_the_rows_join_to_the_whole() -> None:
         pytest.param([0.4, 0.6], [0.5, 0.5], 0, 0.2, id="within the bounds of another row"),
     ],
 )
-def test_a_row_is_explained_by_its_own_bounds_only(
+def test_measure_within_envelope_explains_row_by_its_own_bounds_only(
     first: list[float], second: list[float], explained: int, error: float
 ) -> None:
     found = floats([first, second, [0.9, 0.1]])
@@ -165,7 +167,7 @@ def test_a_row_is_explained_by_its_own_bounds_only(
     assert found.ratio <= 1 if explained else found.ratio > 1000
 
 
-def test_a_jump_of_the_source_in_float32_is_no_noise() -> None:
+def test_measure_within_envelope_with_jump_in_float32_source_adds_no_noise() -> None:
     """Else one row that flips would hide every fault of its group."""
     single = EXACT.copy()
     single[1] = 0.6, 0.4
@@ -181,7 +183,7 @@ def test_a_jump_of_the_source_in_float32_is_no_noise() -> None:
     assert found.unexplained == 1
 
 
-def test_labels_must_be_one_of_the_answers() -> None:
+def test_measure_within_envelope_of_labels_requires_observed_label() -> None:
     bounds = [[1, 2, 3], [1, 5, 3]]
     assert labels([1, 5, 3], bounds).ratio == 0
     assert labels([1, 5, 3], bounds).explained == 1
@@ -189,7 +191,7 @@ def test_labels_must_be_one_of_the_answers() -> None:
     assert (wrong.error, wrong.ratio, wrong.unexplained) == (pytest.approx(1 / 3), LARGEST, 1)
 
 
-def test_another_shape_or_a_new_nan_is_never_explained() -> None:
+def test_measure_within_envelope_with_other_shape_or_new_nan_reports_mismatch() -> None:
     assert "shape" in floats([[0.2, 0.8]]).mismatch
     assert "non-finite" in floats([[0.2, np.nan], [0.5, 0.5], [0.9, 0.1]]).mismatch
 
@@ -201,12 +203,12 @@ TREE = Tree(
 )
 
 
-def test_the_same_trees_do_not_differ() -> None:
+def test_compare_trees_of_same_trees_reports_no_change() -> None:
     found = compare_trees([TREE, TREE], [TREE, TREE])
     assert (found.trees, found.splits, found.leaves, found.changed, found.differences) == (2, 4, 6, 0, ())
 
 
-def test_rounding_of_a_leaf_is_no_difference_and_a_float32_of_a_threshold_is(golden: Golden) -> None:
+def test_compare_trees_allows_rounded_leaf_but_not_rounded_threshold(golden: Golden) -> None:
     weights, thresholds = TREE.weights.copy(), TREE.thresholds.copy()
     weights[1] = np.nextafter(weights[1], np.float32(1))
     assert compare_trees([replace(TREE, weights=weights)], [TREE]).changed == 0
@@ -217,7 +219,7 @@ def test_rounding_of_a_leaf_is_no_difference_and_a_float32_of_a_threshold_is(gol
 
 
 @given(st.sampled_from([1, 3, 4]), st.floats(1e-5, 10))
-def test_one_changed_leaf_is_told(node: int, factor: float) -> None:
+def test_compare_trees_with_changed_leaf_reports_it(node: int, factor: float) -> None:
     weights = TREE.weights.copy()
     weights[node] *= 1 + factor
     found = compare_trees([replace(TREE, weights=weights)], [TREE])
@@ -225,25 +227,25 @@ def test_one_changed_leaf_is_told(node: int, factor: float) -> None:
     assert found.differences[0].startswith(f"tree 0, node {node}: leaf weight of output 0 ")
 
 
-def test_another_feature_is_told_once(golden: Golden) -> None:
+def test_compare_trees_with_other_feature_reports_it_once(golden: Golden) -> None:
     found = compare_trees([replace(TREE, features=np.array([1, -1, 0, -1, -1]))], [TREE])
     golden("reasons", "\n".join(found.differences))
 
 
-def test_swapped_branches_differ_though_all_splits_are_there() -> None:
+def test_compare_trees_with_swapped_branches_reports_difference() -> None:
     swapped = Tree(features=TREE.features[[0, 2, 3, 4, 1]], thresholds=TREE.thresholds, weights=TREE.weights)
     found = compare_trees([swapped], [TREE])
     assert found.changed >= 1
     assert "arranged differently" in found.differences[0]
 
 
-def test_a_missing_tree_and_other_outputs_are_told() -> None:
+def test_compare_trees_with_missing_tree_or_other_outputs_reports_difference() -> None:
     assert compare_trees([TREE], [TREE, TREE]).differences == ("1 trees, the source has 2",)
     wide = replace(TREE, weights=np.zeros((5, 3), dtype=np.float32))
     assert compare_trees([wide], [TREE]).changed == 1
 
 
-def test_many_differences_are_counted_and_few_of_them_told() -> None:
+def test_compare_trees_with_many_differences_counts_all_and_lists_few() -> None:
     other = replace(TREE, weights=TREE.weights + np.float32(1))
     found = compare_trees([other] * 20, [TREE] * 20)
     assert found.changed == 60

@@ -31,7 +31,7 @@ def units_at(bin_: int, count: int) -> Array:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("percent", [1, 5, 10, 50, 90, 99])
-def test_wealth_is_at_most_one_on_average_if_no_unit_gets_worse(place: str, percent: int) -> None:
+def test_make_log_factors_without_worse_units_has_mean_of_at_most_one(place: str, percent: int) -> None:
     """For each gambler and each pair of badnesses: the coin is the only thing that is random."""
     for tolerated in (1.0, 1.2, 5.0):
         factors = np.exp(unit_evidence.make_log_factors(percent, tolerated, unit_evidence.choose_centers(place)))
@@ -45,14 +45,14 @@ def test_wealth_is_at_most_one_on_average_if_no_unit_gets_worse(place: str, perc
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_worse_units_of_the_candidate_raise_all_wealth(place: str) -> None:
+def test_make_log_factors_with_worse_candidate_units_increases(place: str) -> None:
     for percent in (1, 10, 50, 99):
         factors = unit_evidence.make_log_factors(percent, 1.0, unit_evidence.choose_centers(place))
         assert (np.diff(factors[:, 0], axis=-1) >= 0).all()
         assert (np.diff(factors[:, 1], axis=-1) <= 0).all()
 
 
-def test_a_further_failure_never_lowers_the_evidence_in_random_worlds() -> None:
+def test_measure_unit_evidence_with_further_failure_never_falls() -> None:
     """1,000 worlds of users with their own rates; one more request of the candidate fails in each."""
     random = np.random.default_rng(20_251_127)
     for _ in range(1000):
@@ -76,7 +76,7 @@ def test_a_further_failure_never_lowers_the_evidence_in_random_worlds() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(percent=percents, seed=st.integers(0, 999))
-def test_splits_of_one_share_add_up(percent: int, seed: int) -> None:
+def test_measure_unit_evidence_adds_splits_of_same_share(percent: int, seed: int) -> None:
     first, second = np.random.default_rng(seed).integers(0, 9, (2, 2, BINS)) * (np.arange(BINS) % 9 == 0)
     total = first + second
     shown = unit_evidence.measure_unit_evidence([split(total[0], total[1], percent)], "errors", 1.0)
@@ -88,7 +88,7 @@ def test_splits_of_one_share_add_up(percent: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize(("percent", "failing"), [(1, 2), (10, 3), (20, 4), (50, 8)])
-def test_units_that_fail_everything_are_shown_at_sixty_to_one(percent: int, failing: int) -> None:
+def test_measure_unit_evidence_of_few_failing_units_reaches_sixty_to_one(percent: int, failing: int) -> None:
     """However many requests a unit has: this is what few clients take."""
     limit = math.log10(60)
     for count, expected in ((failing - 1, False), (failing, True)):
@@ -97,12 +97,12 @@ def test_units_that_fail_everything_are_shown_at_sixty_to_one(percent: int, fail
         assert (unit_evidence.measure_unit_evidence([one], "errors", 1.0) >= limit) is expected
 
 
-def test_clients_that_fail_under_both_versions_are_no_evidence() -> None:
+def test_measure_unit_evidence_of_clients_failing_in_both_versions_is_negative() -> None:
     one = split(units_at(BINS - 1, 20), units_at(BINS - 1, 180))
     assert unit_evidence.measure_unit_evidence([one], "errors", 1.0) < 0
 
 
-def test_a_busy_unit_cannot_hide_others() -> None:
+def test_measure_unit_evidence_with_one_failing_unit_more_still_rises() -> None:
     """Three errors in each of 10 users' 100 requests, and one user who fails altogether."""
     candidate, stable = (
         units_at(find_badness_bin(3, 100), 100),
@@ -114,12 +114,12 @@ def test_a_busy_unit_cannot_hide_others() -> None:
     assert unit_evidence.measure_unit_evidence([split(candidate, stable)], "errors", 1.0) > usual > 3
 
 
-def test_rare_errors_of_busy_units_are_told_apart() -> None:
+def test_find_badness_bin_separates_rare_errors_of_busy_units() -> None:
     bins = [find_badness_bin(events, 1000) for events in (0, 1, 3, 5, 10, 20, 50, 80)]
     assert bins == sorted(set(bins))
 
 
-def test_a_wrong_split_is_no_fault_of_the_candidate() -> None:
+def test_measure_unit_evidence_of_wrong_split_is_negative() -> None:
     """Twice the candidate's share of units, and of their errors."""
     alike = split(units_at(0, 360) + units_at(BINS - 1, 40), units_at(0, 1440) + units_at(BINS - 1, 160))
     assert unit_evidence.measure_unit_evidence([alike], "errors", 1.0) < 0
@@ -127,7 +127,7 @@ def test_a_wrong_split_is_no_fault_of_the_candidate() -> None:
     assert (40 * factors[:, 0, -1] + 160 * factors[:, 1, -1]).max() > 2 * math.log(60)
 
 
-def test_latency_compares_with_the_control_replica() -> None:
+def test_measure_unit_evidence_of_latency_compares_equal_shares() -> None:
     """As many units of either version are compared, whatever the candidate's share is."""
     assert unit_evidence.choose_percent("latency_p50", np.array([10, 90])).tolist() == [50, 50]
     assert unit_evidence.choose_percent("errors", np.array([10, 90])).tolist() == [10, 90]
@@ -137,6 +137,6 @@ def test_latency_compares_with_the_control_replica() -> None:
     assert unit_evidence.measure_unit_evidence([slower], "latency_p50", 1.0) > 2
 
 
-def test_steps_without_two_versions_are_no_evidence() -> None:
+def test_measure_unit_evidence_without_two_versions_is_zero() -> None:
     assert unit_evidence.measure_unit_evidence([], "errors", 1.0) == 0
     assert unit_evidence.measure_unit_evidence([split(units_at(BINS - 1, 50), units_at(0, 0), 100)], "errors", 1.0) == 0
