@@ -32,7 +32,9 @@ def write(path: Path, text: str, weights: Any) -> Path:
         (_SOFTMAX, 10.0, "of the classes agree"),
     ],
 )
-def test_describe_far_answers_of_a_variant(tmp_path: Path, text: str, noise: float, distance: str) -> None:
+def test_describe_far_answers_of_changed_variant_returns_distance(
+    tmp_path: Path, text: str, noise: float, distance: str
+) -> None:
     weights = _DRAW.normal(size=(8, 4)).astype(np.float32) * (0.02 if "Softmax" in text else 1)
     other = weights + noise * weights.std() * _DRAW.normal(size=weights.shape).astype(np.float32)
     source, variant = write(tmp_path / "a.onnx", text, weights), write(tmp_path / "b.onnx", text, other)

@@ -13,7 +13,7 @@ from onnx_ops.measure.paired_rows import digest_rows
 from onnx_ops.ports import Dataset
 
 
-def test_stored_dataset_keeps_texts_of_any_length(tmp_path: Path) -> None:
+def test_put_dataset_with_texts_of_any_length_keeps_them(tmp_path: Path) -> None:
     texts = np.array([["a"], [""], ["Köln ∑ 🚀"], ["x" * 60_000]], dtype=object)
     dataset = Dataset(inputs={"text": texts, "n": np.arange(4)[:, None]}, label=np.array([0, 1, 0, 1]))
     store = ContentStore(LocalObjects(tmp_path / "store"), tmp_path / "cache")
@@ -27,7 +27,7 @@ def test_stored_dataset_keeps_texts_of_any_length(tmp_path: Path) -> None:
     assert digests[0] == digests[1]
 
 
-def test_pack_equal_texts_gives_equal_bytes() -> None:
+def test_pack_arrays_of_equal_texts_returns_equal_bytes() -> None:
     first = np.array(["ab", "abc"], dtype=object)
     second = np.array(["".join("ab"), "".join(["ab", "c"])], dtype=object)
     assert pack_arrays({"x": first}) == pack_arrays({"x": second})

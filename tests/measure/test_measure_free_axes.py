@@ -45,19 +45,19 @@ def make_info(*shape: int | str) -> ModelInfo:
     return ModelInfo(ir_version=10, opsets={"": 18}, inputs=inputs, outputs=(), nodes=1, size_bytes=1)
 
 
-def test_an_axis_that_the_file_fixes_is_refused() -> None:
+def test_check_free_axes_of_axis_fixed_in_model_raises_user_error() -> None:
     with pytest.raises(UserError, match=r"axis 1 of x \(length\) fixed at 8"):
         check_free_axes(FREE, make_info("batch", 8), make_reference(("batches:1",), {}))
 
 
 @pytest.mark.parametrize("answered", [(), ("lengths:length=1,width=1",), ("lengths:lengths=1",), ("batches:1",)])
-def test_an_axis_without_an_answer_at_another_size_is_refused(answered: tuple[str, ...]) -> None:
+def test_check_free_axes_without_reference_at_other_size_raises_user_error(answered: tuple[str, ...]) -> None:
     refused = {"lengths:length=1": "too short", "lengths:length=16": "too long"}
     with pytest.raises(UserError, match=r"every other size of axis 1 of x \(length\).*rejected 1, 16,.*too short"):
         check_free_axes(FREE, make_info("batch", "length"), make_reference(answered, refused))
 
 
-def test_one_other_size_proves_an_axis_that_has_forbidden_sizes() -> None:
+def test_check_free_axes_with_reference_at_one_other_size_passes() -> None:
     reference = make_reference(("lengths:length=16",), {"lengths:length=1": "too short"})
     check_free_axes(FREE, make_info("batch", "length"), reference)
     check_free_axes(FREE, make_info("batch", "length"), make_reference((), {}))
@@ -72,7 +72,7 @@ class RejectingExporter(TorchExporter):
         return super().reference(model, inputs, precision)
 
 
-def test_the_export_stage_refuses_a_free_axis_without_proof(tmp_path: Path) -> None:
+def test_export_stage_with_unproven_free_axis_raises_user_error(tmp_path: Path) -> None:
     from tests.support.recurrent_modules import Recurrent, sequences
 
     exporter, module = RejectingExporter(), Recurrent("GRU")
@@ -151,7 +151,7 @@ def reverse_steps(model: ModelProto, node: NodeProto) -> None:
     node.input[0] = "turned"
 
 
-def test_the_export_of_a_recurrent_net_agrees_at_all_lengths(lstm: tuple[Path, ReferenceOutputs]) -> None:
+def test_measure_parity_of_recurrent_export_passes_at_all_lengths(lstm: tuple[Path, ReferenceOutputs]) -> None:
     path, reference = lstm
     lengths = {group.inputs["x"].shape[1] for group in reference.groups}
     assert {1, 4, 5, 8, 9, 16} <= lengths
@@ -160,7 +160,7 @@ def test_the_export_of_a_recurrent_net_agrees_at_all_lengths(lstm: tuple[Path, R
 
 
 @pytest.mark.parametrize("plant", [forget_state, exchange_states, exchange_directions, cut_length, reverse_steps])
-def test_a_wrong_copy_of_a_recurrent_net_fails(
+def test_measure_parity_of_faulty_recurrent_export_fails(
     lstm: tuple[Path, ReferenceOutputs], plant: Callable[[Any, Any], None], tmp_path: Path
 ) -> None:
     model = onnx.load(lstm[0])

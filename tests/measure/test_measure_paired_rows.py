@@ -36,7 +36,7 @@ def kept(store: ContentStore, definition: MetricDefinition, answers: Any, rows: 
     return evidence_of(raw=store.put_bytes(pack_arrays(arrays)))
 
 
-def test_counts_of_rows_are_paired(store: ContentStore) -> None:
+def test_compare_rows_of_accuracy_returns_paired_counts(store: ContentStore) -> None:
     mine, theirs = np.ones(300, dtype=bool), np.arange(300) % 3 > 0
     (found,) = compare_rows(store, kept(store, ACCURACY, mine), kept(store, ACCURACY, theirs))
     assert found == PairedCounts(
@@ -44,7 +44,7 @@ def test_counts_of_rows_are_paired(store: ContentStore) -> None:
     )
 
 
-def test_errors_of_numbers_are_paired_as_if_both_had_answered_now(store: ContentStore) -> None:
+def test_compare_rows_of_rmse_matches_direct_score(store: ContentStore) -> None:
     theirs = LABEL + RNG.standard_normal(300)
     mine = theirs + 0.1 * RNG.standard_normal(300)
     (found,) = compare_rows(store, kept(store, RMSE, mine), kept(store, RMSE, theirs))
@@ -56,7 +56,7 @@ def test_errors_of_numbers_are_paired_as_if_both_had_answered_now(store: Content
     assert (found.ratio.low, found.ratio.high) == pytest.approx((expected.ratio.low, expected.ratio.high))
 
 
-def test_compare_rows_of_a_named_output_reports_the_full_label(store: ContentStore) -> None:
+def test_compare_rows_of_named_output_reports_full_label(store: ContentStore) -> None:
     definitions = [MetricDefinition(name="mae", output=output) for output in ("price", "cost")]
     arrays = digest_rows(ROWS)
     for definition in definitions:
@@ -65,7 +65,7 @@ def test_compare_rows_of_a_named_output_reports_the_full_label(store: ContentSto
     assert [found.metric for found in compare_rows(store, stored, stored)] == ["mae output:cost", "mae output:price"]
 
 
-def test_compare_rows_of_an_unknown_metric_leaves_it_out(store: ContentStore) -> None:
+def test_compare_rows_of_unknown_metric_omits_it(store: ContentStore) -> None:
     arrays = {**digest_rows(ROWS), "error/median_error": LABEL}
     stored = evidence_of(raw=store.put_bytes(pack_arrays(arrays)))
     assert compare_rows(store, stored, stored) == ()
@@ -74,12 +74,12 @@ def test_compare_rows_of_an_unknown_metric_leaves_it_out(store: ContentStore) ->
 @pytest.mark.parametrize(
     "other", [replace(ROWS, label=LABEL + 1), replace(ROWS, inputs={"x": ROWS.inputs["x"][::-1].copy()})]
 )
-def test_other_rows_are_not_paired(store: ContentStore, other: Dataset) -> None:
+def test_compare_rows_of_different_rows_returns_nothing(store: ContentStore, other: Dataset) -> None:
     mine, theirs = kept(store, RMSE, LABEL), kept(store, RMSE, LABEL, other)
     assert compare_rows(store, mine, theirs) == ()
 
 
-def test_what_was_not_kept_is_not_paired(store: ContentStore) -> None:
+def test_compare_rows_without_stored_rows_returns_nothing(store: ContentStore) -> None:
     mine = kept(store, RMSE, LABEL)
     assert compare_rows(store, mine, evidence_of()) == ()
     assert compare_rows(store, mine, evidence_of(raw=digest_bytes(b"elsewhere"))) == ()

@@ -107,7 +107,7 @@ def faulty(source: Source, folder: Path, weight: str, fault: str) -> tuple[Path,
 @pytest.mark.parametrize(
     ("name", "rows", "is_known"), [("batches:1", 1, True), ("batches:64", 64, False), ("range", 1, False)]
 )
-def test_noise_of_real_rows_counts_in_small_batches_only(name: str, rows: int, *, is_known: bool) -> None:
+def test_measure_group_uses_noise_of_real_rows_in_small_batches_only(name: str, rows: int, *, is_known: bool) -> None:
     real = np.ones((64, 1), np.float32)
     columns = measure_columns(real, real + 0.5, WHOLE)
     assert columns is not None
@@ -120,7 +120,7 @@ def test_noise_of_real_rows_counts_in_small_batches_only(name: str, rows: int, *
 
 
 @pytest.mark.nightly
-def test_the_node_at_fault_or_the_next_is_named_in_most_cases(source: Source, tmp_path: Path) -> None:
+def test_locate_divergence_names_faulty_node_or_next_in_most_cases(source: Source, tmp_path: Path) -> None:
     graph = onnx.load(source.path).graph
     nodes = [node.name for node in graph.node]
     named = []
@@ -133,13 +133,13 @@ def test_the_node_at_fault_or_the_next_is_named_in_most_cases(source: Source, tm
 
 
 @pytest.mark.parametrize("level", ["disabled", "basic", "extended", "all"])
-def test_a_good_export_never_names_one(source: Source, level: Any) -> None:
+def test_measure_parity_of_correct_export_finds_no_failure(source: Source, level: Any) -> None:
     for threads in (1, 2):
         session = SessionSettings(graph_level=level, intra_op_threads=threads)
         assert source.worst(source.path, Target(name="reference", session=session)) is None
 
 
-def test_an_operator_that_was_exchanged_is_named_with_its_module(source: Source, tmp_path: Path) -> None:
+def test_locate_divergence_of_replaced_operator_names_node_and_module(source: Source, tmp_path: Path) -> None:
     model = onnx.load(source.path)
     next(node for node in model.graph.node if node.name == "node_relu_1").op_type = "Sigmoid"
     path = tmp_path / "exchanged.onnx"
@@ -151,7 +151,7 @@ def test_an_operator_that_was_exchanged_is_named_with_its_module(source: Source,
 
 
 @pytest.mark.parametrize("shown", [2, 3])
-def test_a_long_graph_is_searched_in_parts(
+def test_locate_divergence_in_long_graph_searches_it_in_parts(
     source: Source, tmp_path: Path, shown: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parity, "SHOWN", shown)
@@ -159,7 +159,7 @@ def test_a_long_graph_is_searched_in_parts(
     assert found.node == "node_conv2d_1"
 
 
-def test_why_no_node_is_named(source: Source, tmp_path: Path, golden: Golden) -> None:
+def test_locate_divergence_without_node_explains_why(source: Source, tmp_path: Path, golden: Golden) -> None:
     path, worst = faulty(source, tmp_path, "head.weight", "sign")
     golden("reasons", source.located(path, worst, None).note)
     assert source.located(path, worst, lambda *_: ({}, None)).note.startswith("no value")
@@ -193,27 +193,27 @@ def validated(source: Source, path: Path, exporter: Exporter, root: Path) -> tup
     return codec.loads(context.store.read(digest), tuple[Divergence, ...])
 
 
-def test_the_stage_stores_the_node_of_a_faulty_export(source: Source, tmp_path: Path) -> None:
+def test_validate_stage_of_faulty_export_stores_diverging_node(source: Source, tmp_path: Path) -> None:
     path, _ = faulty(source, tmp_path, "features.5.weight", "roll")
     (found,) = validated(source, path, TorchExporter(), tmp_path)
     assert (found.node, found.op_type, found.scope) == ("node_conv2d_2", "Conv", "features.5")
     assert found.ratio > 16
 
 
-def test_the_stage_does_not_even_load_the_source_of_a_good_export(source: Source, tmp_path: Path) -> None:
+def test_validate_stage_of_correct_export_does_not_load_source(source: Source, tmp_path: Path) -> None:
     with patch.object(TorchExporter, "load") as load:
         assert validated(source, source.path, TorchExporter(), tmp_path) == ()
     load.assert_not_called()
 
 
-def test_the_stage_says_that_an_exporter_cannot_look_inside(source: Source, tmp_path: Path, golden: Golden) -> None:
+def test_validate_stage_without_tracer_explains_missing_node(source: Source, tmp_path: Path, golden: Golden) -> None:
     path, _ = faulty(source, tmp_path, "head.bias", "sign")
     (found,) = validated(source, path, SklearnExporter(), tmp_path)
     assert found.node == ""
     golden("reasons", found.note)
 
 
-def test_looking_inside_leaves_the_source_as_it_was(source: Source) -> None:
+def test_tracer_leaves_source_model_unchanged(source: Source) -> None:
     import torch
 
     before = {name: value.clone() for name, value in source.model.state_dict().items()}
@@ -274,7 +274,7 @@ def judged(found: tuple[BatchInvariance, ...]) -> GateResult:
 @pytest.mark.sweep
 @pytest.mark.parametrize("variant", ["fp32", "static"])
 @pytest.mark.parametrize("first", range(0, 224, 32))
-def test_float_and_static_int8_answer_by_the_row(project: Project, variant: str, first: int) -> None:
+def test_measure_invariance_of_float_or_static_int8_passes(project: Project, variant: str, first: int) -> None:
     found = measured(project, variant, first)
     assert found
     assert {m.rows for m in found} == {32}
@@ -282,7 +282,7 @@ def test_float_and_static_int8_answer_by_the_row(project: Project, variant: str,
 
 
 @pytest.mark.parametrize("first", range(0, 224, 32))
-def test_dynamic_int8_answers_by_the_batch_and_is_told(project: Project, first: int) -> None:
+def test_measure_invariance_of_dynamic_int8_adds_failing_advisory(project: Project, first: int) -> None:
     result = judged(measured(project, "dynamic", first))
     assert (result.verdict, result.advisory) == (Verdict.FAIL, True)
     assert "do not batch" in result.reason
@@ -295,7 +295,7 @@ def test_dynamic_int8_answers_by_the_batch_and_is_told(project: Project, first: 
     [(2, rows(40)), ("batch", rows(1)), ("batch", {"x": np.zeros((4, 3), dtype=np.float32)})],
     ids=["fixed batch", "one row", "rows that the model refuses"],
 )
-def test_where_one_row_cannot_be_set_beside_many_nothing_is_measured(
+def test_measure_invariance_without_comparable_batches_returns_nothing(
     tmp_path: Path, batch: int | str, samples: Tensors
 ) -> None:
     path = write_perceptron(tmp_path / "model.onnx", batch=batch)
@@ -329,7 +329,7 @@ def proven(model: Path) -> list[ReferenceGroup]:
     return [ReferenceGroup(name="real", inputs=inputs, single=dict(answers), double=None)]
 
 
-def test_only_a_node_that_is_computed_otherwise_is_named(model: Path) -> None:
+def test_find_hardware_divergence_names_only_node_computed_differently(model: Path) -> None:
     graph, reference = onnx.load(model).graph, proven(model)
 
     def located(runtime: OnnxRuntime) -> Divergence | None:

@@ -34,7 +34,7 @@ def measured(variant: tuple[Path, Path], count: int = 256) -> dict[str, Any]:
     return {one.tensor: one for one in found}
 
 
-def test_a_good_variant_keeps_the_limits(variant: tuple[Path, Path]) -> None:
+def test_measure_activations_of_correct_variant_keeps_limits(variant: tuple[Path, Path]) -> None:
     found = measured(variant)
     assert {"x", "scores"} <= set(found)
     assert max(one.noise for one in found.values()) <= 1.74
@@ -43,12 +43,12 @@ def test_a_good_variant_keeps_the_limits(variant: tuple[Path, Path]) -> None:
     assert not list(variant[0].parent.glob("*-inside.onnx"))
 
 
-def test_half_the_range_saturates(variant: tuple[Path, Path]) -> None:
+def test_measure_activations_with_reduced_range_reports_saturation(variant: tuple[Path, Path]) -> None:
     source, derived = variant
     assert measured((source, write_changed(derived, "x_scale", lambda scale: scale / 3)))["x"].saturated > 0.1
 
 
-def test_what_is_read_otherwise_than_written_is_noise(variant: tuple[Path, Path]) -> None:
+def test_measure_activations_with_different_zero_point_on_read_reports_noise(variant: tuple[Path, Path]) -> None:
     model = read_model(variant[1])
     zero = next(t for t in model.graph.initializer if t.name == "x_zero_point")
     other = np.asarray(numpy_helper.to_array(zero) + 1, np.uint8)
@@ -61,12 +61,12 @@ def test_what_is_read_otherwise_than_written_is_noise(variant: tuple[Path, Path]
     assert all(one.noise <= 1.74 for one in found.values())
 
 
-def test_ranges_found_in_every_run_have_nothing_to_look_at(tmp_path: Path) -> None:
+def test_measure_activations_of_dynamic_quantization_returns_nothing(tmp_path: Path) -> None:
     source = write_perceptron(tmp_path / "source.onnx")
     assert measure_activations(OnnxRuntime(), source, derive(source, "dynamic"), rows(8)) == ()
 
 
-def test_the_rows_are_those_that_no_range_was_read_off_first() -> None:
+def test_select_unseen_returns_rows_unused_in_calibration_first() -> None:
     dataset = Dataset(inputs={"x": np.arange(10)})
     np.testing.assert_array_equal(_select_unseen(dataset, 4)["x"], [4, 5, 6, 7, 8, 9, 0, 1, 2, 3])
     np.testing.assert_array_equal(_select_unseen(dataset, 40)["x"], np.arange(10))
@@ -117,7 +117,9 @@ def measured_weights(folder: Path, levels: Any, **more: Any) -> WeightMeasuremen
         (lambda steps: np.rint(1.03 * steps), False),
     ],
 )
-def test_only_what_makes_up_for_rounding_brings_answers_nearer(tmp_path: Path, levels: Any, sound: bool) -> None:
+def test_measure_weights_output_error_is_small_for_compensated_rounding_only(
+    tmp_path: Path, levels: Any, sound: bool
+) -> None:
     found = measured_weights(tmp_path, levels, runtime=OnnxRuntime(), samples=samples(1))
     assert found.steps > 0.6
     assert found.output_error is not None
@@ -125,12 +127,12 @@ def test_only_what_makes_up_for_rounding_brings_answers_nearer(tmp_path: Path, l
     assert not list(tmp_path.glob("*-layers.onnx*"))
 
 
-def test_rounding_and_weights_without_rows_are_not_asked(tmp_path: Path) -> None:
+def test_measure_weights_of_plain_rounding_or_without_rows_omits_output_error(tmp_path: Path) -> None:
     assert measured_weights(tmp_path, np.rint, runtime=OnnxRuntime(), samples=samples(1)).output_error is None
     assert measured_weights(tmp_path, np.floor).output_error is None
 
 
-def test_levels_left_unused_are_seen(tmp_path: Path) -> None:
+def test_measure_weights_with_unused_levels_reports_stretch(tmp_path: Path) -> None:
     found = measured_weights(tmp_path, np.rint)
     assert found.stretch is not None
     assert found.stretch == pytest.approx(127 / 60, rel=0.5)
@@ -148,11 +150,11 @@ class TestBalancedChannels:
     def rows(seed: int) -> dict[str, np.ndarray[Any, Any]]:
         return {"x": np.random.default_rng(seed).standard_normal((64, CHANNELS)).astype(np.float32)}
 
-    def test_the_other_channels_keep_their_steps(self, variant: tuple[Path, Path]) -> None:
+    def test_quantization_with_balanced_channels_keeps_answers_close(self, variant: tuple[Path, Path]) -> None:
         for exact, found in zip(*map(answers, variant), strict=True):
             assert float(np.sqrt(np.mean((found - exact) ** 2)) / exact.std()) < 0.05, "without: a quarter to a third"
 
-    def test_a_good_variant_keeps_the_limits(self, variant: tuple[Path, Path]) -> None:
+    def test_measurements_of_balanced_variant_keep_limits(self, variant: tuple[Path, Path]) -> None:
         assert max(one.steps for one in measure_weights(*variant)) <= 0.51
         for one in measure_activations(OnnxRuntime(), *variant, self.rows(1)):
             assert one.noise <= 1.74
@@ -160,7 +162,9 @@ class TestBalancedChannels:
         assert not list(variant[0].parent.glob("*-balanced.onnx*"))
 
     @pytest.mark.parametrize("constant", ["n_balanced_scale", "first_scale"])
-    def test_a_fault_beside_the_balance_is_found(self, variant: tuple[Path, Path], constant: str) -> None:
+    def test_measure_weights_of_faulty_balanced_variant_exceeds_limit(
+        self, variant: tuple[Path, Path], constant: str
+    ) -> None:
         source, derived = variant
         tensors = read_model(derived).graph.initializer
         name = next(t.name for t in tensors if t.name in (constant, f"{constant}_quantized"))
@@ -169,7 +173,7 @@ class TestBalancedChannels:
 
 
 @pytest.mark.parametrize(("share", "sound"), [(1.0, True), (-1.0, False), (3.0, False)])
-def test_bias_that_makes_up_for_the_mean_error_of_its_weight_is_corrected(
+def test_is_compensating_of_bias_accepts_only_mean_error_of_its_weight(
     tmp_path: Path, share: float, sound: bool
 ) -> None:
     """Rows with a mean of 1 give the error of rounding a mean, which quantizers subtract from the bias."""

@@ -83,7 +83,9 @@ def free(images: Tensors, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return path, exported(TorchExporter(), pooled(), FREE, images, path)
 
 
-def test_free_axes_are_exercised_and_what_the_source_refuses_is_noted(free: tuple[Path, ReferenceOutputs]) -> None:
+def test_reference_of_free_axes_covers_other_sizes_and_records_rejected_ones(
+    free: tuple[Path, ReferenceOutputs],
+) -> None:
     path, asked = free
     shapes = {group.inputs["image"].shape[2:] for group in asked.groups}
     assert {(3, 8), (7, 8), (12, 8), (6, 5), (6, 9), (6, 16), (12, 16)} <= shapes
@@ -93,7 +95,7 @@ def test_free_axes_are_exercised_and_what_the_source_refuses_is_noted(free: tupl
     assert not worst(path, asked).mismatch
 
 
-def test_an_export_that_takes_one_size_only_fails_where_its_source_takes_others(
+def test_measure_parity_of_export_fixed_to_one_size_reports_mismatch(
     free: tuple[Path, ReferenceOutputs], tmp_path: Path
 ) -> None:
     model = onnx.load(free[0])
@@ -107,7 +109,7 @@ def test_an_export_that_takes_one_size_only_fails_where_its_source_takes_others(
     assert "export refuses" in found.mismatch
 
 
-def test_a_fixed_size_has_nothing_to_exercise(images: Tensors, tmp_path: Path) -> None:
+def test_build_probes_of_fixed_size_adds_no_other_sizes(images: Tensors, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     section = Export(framework="torch", dynamic={"image": {0: "batch"}})
     TorchExporter().export(pooled(), ExportRequest(section=section, samples=images, path=path))
@@ -141,7 +143,7 @@ def forest(trees: int = 3) -> Any:
 
 
 @pytest.mark.parametrize(("make", "policy"), [(scaled_regression, "refused"), (forest, "answered")])
-def test_nan_is_compared_where_the_source_answers_it_and_noted_where_not(
+def test_reference_with_nan_compares_answers_or_records_rejection(
     make: Callable[[], Any], policy: str, tmp_path: Path
 ) -> None:
     x, y = cancer(200)
@@ -153,7 +155,7 @@ def test_nan_is_compared_where_the_source_answers_it_and_noted_where_not(
     assert worst(tmp_path / "m.onnx", asked).ratio <= 10
 
 
-def test_nan_that_is_passed_on_is_told(tmp_path: Path) -> None:
+def test_reference_of_model_that_propagates_nan_records_it(tmp_path: Path) -> None:
     path = write_perceptron(tmp_path / "model.onnx")
     asked = collect_reference_outputs(OnnxExporter(), str(path), path, rows(40))
     assert asked.limits.nan in ("passed on", "answered")
@@ -161,7 +163,7 @@ def test_nan_that_is_passed_on_is_told(tmp_path: Path) -> None:
     assert (asked.limits.nan == "passed on") == bool(np.isnan(answers["scores"]).any())
 
 
-def test_missing_numbers_bind_where_the_rows_hold_some(tmp_path: Path) -> None:
+def test_reference_of_rows_with_nan_puts_missing_values_inside_domain(tmp_path: Path) -> None:
     from sklearn.ensemble import HistGradientBoostingClassifier
 
     x, y = cancer(200)
@@ -172,7 +174,7 @@ def test_missing_numbers_bind_where_the_rows_hold_some(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch's own, while it exports
-def test_a_recurrent_network_differs_on_missing_numbers_only_and_that_does_not_bind(tmp_path: Path) -> None:
+def test_parity_gate_of_recurrent_export_with_nan_difference_is_advisory(tmp_path: Path) -> None:
     """The runtime's kernels let NaN through as a number; the source answers NaN."""
     import torch
 
@@ -203,7 +205,7 @@ def test_a_recurrent_network_differs_on_missing_numbers_only_and_that_does_not_b
     assert not ignored.advisory
 
 
-def test_an_output_without_a_row_for_each_input_row_is_compared_all_the_same() -> None:
+def test_measure_group_of_output_without_row_axis_compares_it() -> None:
     """As the last state of a recurrent layer, (layers, rows, width)."""
     samples = rows(40)
     wide = {"state": np.zeros((60, 3), dtype=np.float32)}
@@ -227,7 +229,9 @@ class Slow:
         return {"y": x.sum(axis=1)}
 
 
-def test_a_slow_source_is_asked_fewer_rows_and_that_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_of_slow_source_uses_fewer_rows_and_records_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_perceptron(tmp_path / "model.onnx")
     clock = [0.0]
     monkeypatch.setattr("onnx_ops.measure.reference_outputs.time.perf_counter", lambda: clock[0])
@@ -248,7 +252,7 @@ class Ranked:
         return {"i": order, "y": np.take_along_axis(x[:, ::-1], order, axis=1)}
 
 
-def test_answers_in_the_order_of_a_ranking_have_an_envelope(tmp_path: Path) -> None:
+def test_reference_of_outputs_in_ranked_order_includes_bounds(tmp_path: Path) -> None:
     text = """(float[N,4] x) => (int64[N,K] i, float[N,K] y) {
         v, i = TopK(x, k)
         r = Gather<axis=1>(x, turned)
@@ -276,7 +280,7 @@ RANDOM: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_a_source_that_answers_at_random_is_refused(name: str) -> None:
+def test_source_with_random_answers_is_detected(name: str) -> None:
     """Its randomness would count as the noise that its export is allowed."""
     import torch
 
@@ -289,7 +293,7 @@ def test_a_source_that_answers_at_random_is_refused(name: str) -> None:
     assert source.changes(source.group("real", {"x": x}))
 
 
-def test_an_unseeded_estimator_is_an_error_of_the_users(tmp_path: Path) -> None:
+def test_reference_of_unseeded_estimator_raises_user_error(tmp_path: Path) -> None:
     from sklearn.linear_model import LinearRegression
 
     x = np.random.default_rng(0).standard_normal((64, 4)).astype(np.float32)
@@ -303,7 +307,7 @@ def test_an_unseeded_estimator_is_an_error_of_the_users(tmp_path: Path) -> None:
     assert "differs by up to" in refused.value.why
 
 
-def test_a_source_that_refuses_the_real_rows_is_the_users_to_mend(tmp_path: Path) -> None:
+def test_reference_of_source_that_rejects_samples_raises_user_error(tmp_path: Path) -> None:
     x, y = cancer(100)
     model = scaled_regression().fit(x, y)
     path = tmp_path / "model.onnx"
@@ -339,7 +343,7 @@ def reciprocal(sound: Path, path: Path) -> Path:
     return write_changed(path, node.input[1], lambda deviation: 1 / deviation)
 
 
-def test_a_forest_that_rounding_sends_another_way_is_explained_by_jitter(scaled_forest: Forest, tmp_path: Path) -> None:
+def test_measure_parity_of_forest_allows_flips_explained_by_jitter(scaled_forest: Forest, tmp_path: Path) -> None:
     model, samples, sound, asked = scaled_forest
     thresholds = np.concatenate([tree.tree_.threshold[tree.tree_.feature >= 0] for tree in model[-1].estimators_])
     features = np.concatenate([tree.tree_.feature[tree.tree_.feature >= 0] for tree in model[-1].estimators_])
@@ -360,7 +364,9 @@ def test_a_forest_that_rounding_sends_another_way_is_explained_by_jitter(scaled_
 
 
 @pytest.mark.parametrize("fault", ["features swapped", "tree dropped", "classes permuted", "scaler mean rolled"])
-def test_jitter_explains_no_fault(scaled_forest: Forest, fault: str, tmp_path: Path) -> None:
+def test_measure_parity_of_faulty_forest_exceeds_limit_despite_jitter(
+    scaled_forest: Forest, fault: str, tmp_path: Path
+) -> None:
     _, samples, sound, asked = scaled_forest
     path = tmp_path / "model.onnx"
     broken = onnx.load(sound)
@@ -387,7 +393,7 @@ def test_jitter_explains_no_fault(scaled_forest: Forest, fault: str, tmp_path: P
     assert max(m.ratio for m in measured if m.group == "real") > 10
 
 
-def test_the_stages_store_limits_trees_and_bounds(scaled_forest: Forest, tmp_path: Path) -> None:
+def test_export_and_validate_stages_store_limits_bounds_and_trees(scaled_forest: Forest, tmp_path: Path) -> None:
     model, samples, _, _ = scaled_forest
     context = replace(
         FakeWorld().context(root=tmp_path), exporter=lambda *_: SklearnExporter(), runtime=lambda _: OnnxRuntime()
@@ -414,7 +420,7 @@ def test_the_stages_store_limits_trees_and_bounds(scaled_forest: Forest, tmp_pat
     assert (trees.trees, trees.changed) == (12, 0)
 
 
-def test_references_come_back_as_they_were_stored(scaled_forest: Forest, tmp_path: Path) -> None:
+def test_put_reference_then_get_reference_returns_same_groups(scaled_forest: Forest, tmp_path: Path) -> None:
     asked = scaled_forest.asked
     store = FakeWorld().context(root=tmp_path).store
     found = get_reference(store, put_reference(store, asked.groups))
@@ -426,7 +432,7 @@ def test_references_come_back_as_they_were_stored(scaled_forest: Forest, tmp_pat
         assert (after.bounds or {}).keys() == (before.bounds or {}).keys()
 
 
-def test_a_free_batch_is_asked_at_every_size(tmp_path: Path) -> None:
+def test_build_probes_of_free_batch_covers_all_groups(tmp_path: Path) -> None:
     probes = build_probes(write_perceptron(tmp_path / "model.onnx"), rows(40))
     assert {"real", "range", "missing", "infinite", "empty_batch", "batches:257"} <= set(probes)
     assert len(probes["real"].inputs["x"]) == 40
@@ -435,7 +441,7 @@ def test_a_free_batch_is_asked_at_every_size(tmp_path: Path) -> None:
     assert inside.isdisjoint({"missing", "infinite", "empty_batch"})
 
 
-def test_a_fixed_batch_is_asked_at_its_own_size_and_runs(tmp_path: Path) -> None:
+def test_build_probes_of_fixed_batch_uses_its_size_and_runs(tmp_path: Path) -> None:
     path = write_perceptron(tmp_path / "model.onnx", batch=2)
     probes = build_probes(path, rows(40))
     assert not [name for name in probes if "batch" in name]
@@ -446,7 +452,7 @@ def test_a_fixed_batch_is_asked_at_its_own_size_and_runs(tmp_path: Path) -> None
     np.testing.assert_array_equal(repeated, rows(3)["x"][[0, 1, 2, 0, 1]])
 
 
-def test_a_recurrent_model_is_not_asked_without_rows(tmp_path: Path) -> None:
+def test_build_probes_of_recurrent_model_omits_empty_batch(tmp_path: Path) -> None:
     """ONNX Runtime would abort the process."""
     text = "(float[time,batch,4] x) => (float[time,1,batch,3] y) { y = LSTM<hidden_size: int = 3>(x, w, r) }"
     weights = {"w": np.ones((1, 12, 4), np.float32), "r": np.ones((1, 12, 3), np.float32)}
@@ -456,7 +462,7 @@ def test_a_recurrent_model_is_not_asked_without_rows(tmp_path: Path) -> None:
     assert "batches:1" in probes
 
 
-def test_a_file_too_new_for_a_target_is_told_with_the_remedy(tmp_path: Path) -> None:
+def test_check_compatibility_of_too_new_opset_raises_user_error_with_remedy(tmp_path: Path) -> None:
     path = write_perceptron(tmp_path / "model.onnx", opset=18, ir_version=9)
     message = r"accepts opset <= 17, .* this model has opset 18, IR version 9: set export.opset: 17"
     with pytest.raises(UserError, match=message) as caught:

@@ -50,14 +50,14 @@ def reference(rows: Array = ROWS, name: str = "real") -> ReferenceGroup:
 GROUPS = [reference(), *(reference(ROWS[:size], f"batches:{size}") for size in (1, 2, 3, 17))]
 
 
-def test_correct_heads_pass_whatever_their_size(tmp_path: Path) -> None:
+def test_measure_parity_of_correct_heads_of_different_scale_passes(tmp_path: Path) -> None:
     measured = measure_parity(OnnxRuntime(), write_heads(tmp_path / "m.onnx"), TARGET, GROUPS)
     assert max(m.ratio for m in measured) < LIMIT / 2
 
 
 @pytest.mark.parametrize("head", range(3))
 @pytest.mark.parametrize("share", [0.01, 0.05, 1e-4])
-def test_a_wrong_head_is_seen_in_its_own_scale(tmp_path: Path, head: int, share: float) -> None:
+def test_measure_parity_of_wrong_head_exceeds_limit_at_its_scale(tmp_path: Path, head: int, share: float) -> None:
     (measured, *_) = measure_parity(OnnxRuntime(), write_heads(tmp_path / "m.onnx", head, share), TARGET, GROUPS)
     assert measured.ratio > LIMIT
     assert measured.column == f"column {head}"
@@ -66,7 +66,9 @@ def test_a_wrong_head_is_seen_in_its_own_scale(tmp_path: Path, head: int, share:
 
 @pytest.mark.parametrize("head", range(3))
 @pytest.mark.parametrize(("share", "verdict"), [(0.05, Verdict.FAIL), (0.01, Verdict.FAIL), (1e-5, Verdict.PASS)])
-def test_two_files_on_supplied_rows_differ_by_head(tmp_path: Path, head: int, share: float, verdict: Verdict) -> None:
+def test_compare_of_two_files_on_supplied_rows_judges_each_head(
+    tmp_path: Path, head: int, share: float, verdict: Verdict
+) -> None:
     a, b = write_heads(tmp_path / "a.onnx"), write_heads(tmp_path / "b.onnx", head, share)
     samples = check_samples(shared_inputs(a, b), {"x": ROWS}, where="rows", limit=128)
     result = compare(OnnxRuntime(), TARGET, a, b, samples)
@@ -79,7 +81,7 @@ RARE = "(float[N,12] x) => (float[N,3] y) { z = Gemm(x, w, b) p = Sigmoid(z) y =
 
 @pytest.mark.parametrize("logit", [-3.0, -7.0, -14.0])
 @pytest.mark.parametrize(("error", "is_seen"), [(0.0, False), (8.3e-7, True)])
-def test_rare_events_are_seen_in_the_error_of_the_sigmoid(
+def test_measure_parity_of_sigmoid_with_rare_events_detects_small_error(
     tmp_path: Path, logit: float, error: float, *, is_seen: bool
 ) -> None:
     weight, bias = WEIGHT / np.abs(WEIGHT).max() / 4, np.full(3, logit, dtype=np.float32)
@@ -95,7 +97,9 @@ TOP = "(float[N,12] x) => (float[N,K] v, int64[N,K] i) { v, i = TopK(x, k) }"
 
 
 @pytest.mark.parametrize(("gap", "is_seen"), [(0.0, False), (1e-3, True)])
-def test_one_exchanged_index_is_seen_unless_its_scores_tie(tmp_path: Path, gap: float, *, is_seen: bool) -> None:
+def test_measure_parity_of_exchanged_index_fails_unless_scores_tie(
+    tmp_path: Path, gap: float, *, is_seen: bool
+) -> None:
     rows = ROWS.copy()
     order = np.argsort(-rows, axis=1)
     rows[5, order[5, 1]] = rows[5, order[5, 0]] - np.float32(gap)
@@ -111,14 +115,14 @@ def feeds(rows: Array = ROWS) -> dict[str, tuple[Tensors, ...]]:
     return {"real": ({"x": rows[:64]}, {"x": rows[64:]})}
 
 
-def test_runs_of_a_group_are_joined(tmp_path: Path) -> None:
+def test_measure_roundings_of_several_runs_joins_floors(tmp_path: Path) -> None:
     rounding = measure_roundings(OnnxRuntime(), write_heads(tmp_path / "m.onnx"), feeds())["real"]["y"]
     assert rounding.floor is not None
     assert rounding.floor.shape == (128, 3)
     assert rounding.floor.max(axis=0) == pytest.approx(np.array([2e4, 15, 0.3]) * 2.0**-23, rel=1)
 
 
-def test_graphs_that_cannot_be_read_have_no_floors(tmp_path: Path) -> None:
+def test_measure_roundings_of_unsupported_graph_or_rows_returns_nothing(tmp_path: Path) -> None:
     path = write_heads(tmp_path / "m.onnx")
     model = onnx.load(path)
     model.graph.node[0].domain = "own"
@@ -127,7 +131,7 @@ def test_graphs_that_cannot_be_read_have_no_floors(tmp_path: Path) -> None:
     assert measure_roundings(OnnxRuntime(), write_heads(tmp_path / "m.onnx"), {"real": ({"x": ROWS[:, :3]},)}) == {}
 
 
-def test_the_model_and_its_folder_stay_as_they_were(tmp_path: Path) -> None:
+def test_measure_roundings_leaves_model_and_folder_unchanged(tmp_path: Path) -> None:
     path = write_heads(tmp_path / "m.onnx")
     before = path.read_bytes()
     measure_roundings(OnnxRuntime(), path, feeds())

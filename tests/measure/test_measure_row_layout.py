@@ -23,7 +23,7 @@ def put_first(rows: dict[str, Any]) -> dict[str, Any]:
     return {**rows, "state": np.moveaxis(rows["state"], 1, 0)}
 
 
-def test_a_runtime_takes_and_returns_rows_on_the_first_axis(tmp_path: Path) -> None:
+def test_arrange_runtime_moves_rows_to_first_axis(tmp_path: Path) -> None:
     path, plain = write_voice_detector(tmp_path / "m.onnx"), OnnxRuntime()
     rows = make_voice_rows(6)
     runtime = arrange_runtime(plain, read_layout(read_model_info(path), {"sr": np.array(8000)}))
@@ -36,7 +36,7 @@ def test_a_runtime_takes_and_returns_rows_on_the_first_axis(tmp_path: Path) -> N
     assert read_constants(plain) == {}
 
 
-def test_a_value_of_an_input_with_rows_is_in_every_row(tmp_path: Path) -> None:
+def test_row_layout_with_value_for_input_with_rows_repeats_it_per_row(tmp_path: Path) -> None:
     path = write_voice_detector(tmp_path / "m.onnx")
     layout = read_layout(read_model_info(path), {"sr": np.array(16000), "state": np.array(0)})
     feed = layout.arrange({"input": make_voice_rows(4)["input"]})
@@ -45,12 +45,12 @@ def test_a_value_of_an_input_with_rows_is_in_every_row(tmp_path: Path) -> None:
     assert feed["sr"].shape == ()
 
 
-def test_values_of_a_run_replace_those_of_the_layout() -> None:
+def test_row_layout_with_value_in_feed_prefers_it() -> None:
     layout = RowLayout(inputs={"x": 0}, values={"sr": np.array(1)})
     assert layout.arrange({"x": np.zeros(2), "sr": np.array(7)})["sr"] == 7
 
 
-def test_a_model_with_rows_on_the_first_axis_keeps_its_runtime() -> None:
+def test_arrange_runtime_with_rows_on_first_axis_returns_same_runtime() -> None:
     runtime = OnnxRuntime()
     assert arrange_runtime(runtime, RowLayout(inputs={"x": 0, "y": 0}, outputs={"z": 0})) is runtime
 
@@ -67,7 +67,7 @@ def test_a_model_with_rows_on_the_first_axis_keeps_its_runtime() -> None:
         ("de", "string", (), "de"),
     ],
 )
-def test_a_value_gets_the_type_and_the_shape_of_its_input(
+def test_fit_value_returns_type_and_shape_of_input(
     value: object, dtype: str, shape: tuple[int | str, ...], expected: object
 ) -> None:
     array = fit_value(value, TensorSpec(name="x", dtype=dtype, shape=shape))
@@ -86,7 +86,7 @@ def test_a_value_gets_the_type_and_the_shape_of_its_input(
         (1, "string", ()),
     ],
 )
-def test_a_value_of_another_kind_or_shape_is_refused_by_the_name_of_its_input(
+def test_fit_value_of_other_kind_or_shape_raises_user_error_naming_input(
     value: object, dtype: str, shape: tuple[int, ...]
 ) -> None:
     with pytest.raises(UserError, match="'x' takes"):

@@ -81,7 +81,7 @@ def labels_of(scores: Any) -> Any:
 
 
 @pytest.mark.parametrize("batch", [1, 7, ROWS, 128])
-def test_a_fixed_batch_gets_all_rows_and_answers_for_no_others(tmp_path: Path, model: Path, batch: int) -> None:
+def test_read_answers_of_fixed_batch_returns_each_row_once(tmp_path: Path, model: Path, batch: int) -> None:
     """100 rows fill neither batches of 7 nor one of 128."""
     fixed = write_perceptron(tmp_path / "fixed.onnx", batch=batch)
     one, other = (
@@ -91,7 +91,7 @@ def test_a_fixed_batch_gets_all_rows_and_answers_for_no_others(tmp_path: Path, m
     np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-def test_memory_is_bounded_by_chunks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_answers_bounds_memory_by_chunks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onnx_ops.measure.answers._INPUT_BYTES", 8 * 4 * 9)
     sizes: list[int] = []
     found = read_answers(RUNTIME, model, TARGET, rows(ROWS), lambda outputs: sizes.append(len(outputs["scores"])))
@@ -100,7 +100,7 @@ def test_memory_is_bounded_by_chunks(model: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("count", [1, 3, 12, 40])
-def test_shards_read_what_the_whole_reads(
+def test_read_predictions_in_shards_matches_whole(
     model: Path, tmp_path: Path, scores: Any, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 12 batches, most of 40 shards get none."""
@@ -125,7 +125,7 @@ def test_shards_read_what_the_whole_reads(
         assert not isinstance(whole["rmse"], Prediction)
 
 
-def test_accuracy_and_top_k_are_counts(model: Path, scores: Any, tmp_path: Path) -> None:
+def test_measure_metrics_of_accuracy_and_top_k_returns_counts(model: Path, scores: Any, tmp_path: Path) -> None:
     from sklearn import metrics as reference
 
     fixed = write_perceptron(tmp_path / "fixed.onnx", batch=16)
@@ -157,7 +157,9 @@ class TestEqualOutputs:
         label[np.argsort(-scores[:, 2])[:3]] = 2
         return label
 
-    def test_a_copy_changes_every_metric_by_exactly_zero(self, model: Path, scores: Any, tmp_path: Path) -> None:
+    def test_measure_metrics_of_copied_model_returns_zero_change(
+        self, model: Path, scores: Any, tmp_path: Path
+    ) -> None:
         copy = tmp_path / "copy.onnx"
         copy.write_bytes(model.read_bytes())
         found = measured({CANDIDATE: model, "fp32": copy}, self.rare(scores), *self.DEFINITIONS)
@@ -165,7 +167,7 @@ class TestEqualOutputs:
         changes = [one.difference for one in found.scores if one.against]
         assert changes == [Interval.point(0.0)] * 2
 
-    def test_other_outputs_with_equal_classes_leave_room_for_a_change(
+    def test_measure_metrics_of_other_outputs_with_equal_classes_keeps_interval_open(
         self, model: Path, scores: Any, tmp_path: Path
     ) -> None:
         near = write_changed(model, "third.bias", lambda bias: bias + np.float32(1e-6), name="near.onnx")
@@ -174,7 +176,7 @@ class TestEqualOutputs:
         changes = [one.difference for one in found.scores if one.against]
         assert all(change is not None and change.low < 0 < change.high for change in changes)
 
-    def test_only_fractions_show_that_outputs_are_equal(self) -> None:
+    def test_has_equal_outputs_returns_true_for_equal_fractions_only(self) -> None:
         classes: dict[str, Any] = {"label": np.array([0, 1, 0])}
         scored = {**classes, "p": np.array([[0.1], [0.9], [0.2]], dtype=np.float32)}
         other = {**scored, "p": scored["p"] + np.float32(1e-7)}
@@ -188,7 +190,7 @@ class TestEqualOutputs:
 
 
 @pytest.mark.parametrize("average", ["macro", "micro", "weighted", "binary"])
-def test_f1_of_scores(model: Path, scores: Any, average: Any) -> None:
+def test_measure_metrics_of_f1_matches_scikit_learn(model: Path, scores: Any, average: Any) -> None:
     from sklearn import metrics as reference
 
     label = labels_of(scores)
@@ -200,7 +202,7 @@ def test_f1_of_scores(model: Path, scores: Any, average: Any) -> None:
 
 
 @pytest.mark.parametrize(("names", "positive"), [([0, 1, 2], 1), (["ant", "bee", "cat"], "bee")])
-def test_auc_reads_the_column_of_the_positive_label(
+def test_measure_metrics_of_auc_reads_column_of_positive_label(
     model: Path, scores: Any, names: list[Any], positive: int | str
 ) -> None:
     from sklearn import metrics as reference
@@ -233,7 +235,7 @@ NEW_METRICS = {
 
 
 @pytest.mark.parametrize("name", NEW_METRICS)
-def test_measure_metrics_computes_any_kind_of_answers_by_any_method(
+def test_measure_metrics_with_new_metric_computes_it_by_its_method(
     model: Path, scores: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setitem(METRICS, name, NEW_METRICS[name])
@@ -259,7 +261,7 @@ def test_measure_metrics_computes_any_kind_of_answers_by_any_method(
     assert metrics == [definition.label]
 
 
-def test_embeddings_without_labels_are_held_against_the_other_model(model: Path, tmp_path: Path) -> None:
+def test_measure_metrics_of_cosine_without_labels_compares_with_other_model(model: Path, tmp_path: Path) -> None:
     same = write_perceptron(tmp_path / "same.onnx", batch=16)
     (entry,) = measured({CANDIDATE: model, "fp32": same}, None, ACCURACY, MetricDefinition(name="cosine")).scores
     assert entry.against == "fp32"
@@ -267,7 +269,7 @@ def test_embeddings_without_labels_are_held_against_the_other_model(model: Path,
     assert entry.candidate.estimate == pytest.approx(1)
 
 
-def test_an_own_metric_gets_predictions_and_labels(model: Path, scores: Any) -> None:
+def test_measure_metrics_of_user_metric_passes_predictions_and_labels(model: Path, scores: Any) -> None:
     def share(predictions: Any, labels: Any) -> float:
         return float((predictions.argmax(axis=1) == labels).mean())
 
@@ -288,7 +290,7 @@ def test_an_own_metric_gets_predictions_and_labels(model: Path, scores: Any) -> 
         (MetricDefinition(name="cosine"), np.zeros((ROWS, 9)), "cannot be compared row by row"),
     ],
 )
-def test_what_cannot_be_read_is_told_and_stops_nothing(
+def test_measure_metrics_of_unreadable_answers_reports_failure(
     model: Path, definition: MetricDefinition, label: Any, why: str
 ) -> None:
     found = measured({CANDIDATE: model}, label, definition, MetricDefinition(name="top_k", k=3))
@@ -297,7 +299,7 @@ def test_what_cannot_be_read_is_told_and_stops_nothing(
     assert score.candidate is None
 
 
-def test_a_champion_that_takes_other_rows_is_told(model: Path, scores: Any, tmp_path: Path) -> None:
+def test_measure_metrics_with_incompatible_champion_reports_it(model: Path, scores: Any, tmp_path: Path) -> None:
     other = write_convolution(tmp_path / "other.onnx")
     found = measured({CANDIDATE: model, "champion": other}, labels_of(scores), ACCURACY)
     assert [c.against for c in found.counts] == [""]
@@ -306,7 +308,7 @@ def test_a_champion_that_takes_other_rows_is_told(model: Path, scores: Any, tmp_
     assert "cannot be scored" in entry.undefined
 
 
-def test_answers_that_hold_nan_are_not_scored(model: Path, scores: Any) -> None:
+def test_measure_metrics_of_answers_with_nan_returns_no_value(model: Path, scores: Any) -> None:
     spoilt = scores.copy()
     spoilt[3, 1] = np.nan
     definitions = (ACCURACY, MetricDefinition(name="top_k", k=2))
@@ -322,13 +324,13 @@ class TestReading:
     LABELS = np.array([1, 0, 2], dtype=np.int64)
     SCORES = np.array([[0.1, 0.7, 0.2], [0.8, 0.1, 0.1], [0.3, 0.3, 0.4]], dtype=np.float32)
 
-    def test_labels_come_before_scores(self) -> None:
+    def test_read_prediction_prefers_labels_to_scores(self) -> None:
         outputs: dict[str, np.ndarray[Any, Any]] = {"scores": self.SCORES, "label": self.LABELS}
         assert read_prediction(ACCURACY, outputs).columns == 0
         named = read_prediction(MetricDefinition(name="accuracy", output="scores"), outputs)
         assert (named.columns, named.values.tolist()) == (3, [1, 0, 2])
 
-    def test_a_score_of_nan_is_counted_and_never_a_class(self) -> None:
+    def test_read_prediction_with_nan_score_counts_broken_row(self) -> None:
         scores = self.SCORES.copy()
         scores[1, 2] = np.nan
         for definition in (ACCURACY, MetricDefinition(name="top_k", k=1), MetricDefinition(name="auc")):
@@ -336,21 +338,21 @@ class TestReading:
         tokens = read_prediction(MetricDefinition(name="token_agreement", ignore=0), {"logits": scores[:, None, :]})
         assert (tokens.broken, tokens.values.shape) == (1, (3, 1))
 
-    def test_one_column_is_a_probability(self) -> None:
+    def test_read_classes_of_one_column_applies_probability_threshold(self) -> None:
         label = np.array([1, 0, 1])
         reading = read_prediction(ACCURACY, {"p": np.array([[0.9], [0.2], [0.4]], dtype=np.float32)})
         assert read_classes(label, reading, ACCURACY).tolist() == [1, 0, 0]
         with pytest.raises(UserError, match="between 0 and 1"):
             read_classes(label, Prediction(values=np.array([0.2, 3.0, -1.0]), columns=1), ACCURACY)
 
-    def test_one_column_of_the_greater_label_is_turned_for_the_other(self) -> None:
+    def test_read_positive_scores_of_one_column_negates_them_for_smaller_label(self) -> None:
         label, reading = np.array(["no", "yes"]), Prediction(values=np.array([0.2, 0.9]), columns=1)
         assert read_positive_scores(label, "yes", reading, "").tolist() == [0.2, 0.9]
         assert read_positive_scores(label, "no", reading, "").tolist() == [-0.2, -0.9]
         with pytest.raises(UserError, match="no column"):
             read_positive_scores(label, "maybe", reading, "")
 
-    def test_texts_of_a_model_are_labels(self) -> None:
+    def test_read_classes_of_text_output_returns_labels(self) -> None:
         reading = read_prediction(ACCURACY, {"label": np.array(["a", "b"], dtype=object)})
         assert read_classes(np.array(["a", "c"]), reading, ACCURACY).tolist() == ["a", "b"]
         with pytest.raises(UserError, match="the labels are int64"):
@@ -359,14 +361,14 @@ class TestReading:
     @pytest.mark.parametrize(
         ("label", "positive"), [([0, 1], 1), ([0, 0], 1), ([-1, 1], 1), ([1, 2], 2), (["no", "yes"], "yes")]
     )
-    def test_the_greater_label_is_positive(self, label: list[Any], positive: object) -> None:
+    def test_find_positive_label_returns_greater_label(self, label: list[Any], positive: object) -> None:
         assert find_positive_label(MetricDefinition(name="auc"), np.array(label)) == positive
 
     @given(st.lists(st.integers(0, 4), min_size=1), st.integers(5, 9))
-    def test_whole_numbers_are_columns(self, label: list[int], count: int) -> None:
+    def test_find_column_labels_of_integers_returns_column_numbers(self, label: list[int], count: int) -> None:
         assert find_column_labels(np.array(label), count, "").tolist() == list(range(count))
 
-    def test_batches_of_other_shapes_do_not_fit_together_and_whole_fractions_are_labels(self) -> None:
+    def test_join_predictions_of_other_shapes_fails_and_prepare_label_makes_integers(self) -> None:
         with pytest.raises(UserError, match="from batch to batch"):
             join_predictions([Prediction(values=np.ones((2, 3))), Prediction(values=np.ones((2, 4)))])
         found = prepare_label(ACCURACY, np.array([[1.0], [0.0]]))
@@ -377,13 +379,13 @@ class TestReading:
 class TestGroups:
     """Rows of one group count as fewer independent ones."""
 
-    def test_named_groups_are_counted_and_nothing_is_suspected(self, model: Path, scores: Any) -> None:
+    def test_measure_metrics_with_named_groups_counts_them_without_warning(self, model: Path, scores: Any) -> None:
         both, group = {CANDIDATE: model, "fp32": model}, np.arange(ROWS) // 4
         found = measured(both, labels_of(scores), ACCURACY, data={"group": group})
         assert [(c.groups, c.change_effect > 1, c.value_effect > 1) for c in found.counts] == [(25, True, True)] * 2
         assert found.grouped == ()
 
-    def test_scores_resample_groups_unless_they_are_few(self, model: Path, scores: Any) -> None:
+    def test_measure_metrics_with_groups_resamples_them_unless_few(self, model: Path, scores: Any) -> None:
         plain, by_group = (
             alone(measured({CANDIDATE: model}, labels_of(scores), F1, data={"group": group}))
             for group in (None, np.arange(ROWS) // 4)
@@ -396,7 +398,7 @@ class TestGroups:
         few = measured({CANDIDATE: model}, labels_of(scores), F1, data={"group": np.arange(ROWS) // 10})
         assert "10 groups are too few" in alone(few).undefined
 
-    def test_an_array_of_ids_that_nothing_names_is_told(self, model: Path, scores: Any) -> None:
+    def test_measure_metrics_with_unused_id_column_reports_it(self, model: Path, scores: Any) -> None:
         both, columns = {CANDIDATE: model, "fp32": model}, {"patient": np.arange(ROWS) // 4}
         found = measured(both, labels_of(scores), ACCURACY, data={"columns": columns})
         assert any("'patient'" in sign for sign in found.grouped)

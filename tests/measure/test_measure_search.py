@@ -36,7 +36,7 @@ def searched(context: SearchContext, report: Reporter = lambda _: None, journal:
     return search(context, FileJournal(context.source.parents[1] / journal), report)
 
 
-def test_the_fragile_node_is_found_and_stays_in_float(root: Path) -> None:
+def test_search_of_model_with_fragile_node_keeps_it_in_float(root: Path) -> None:
     lines: list[str] = []
     found = searched(fragile_ground(root), lines.append)
     record = found.record
@@ -56,7 +56,7 @@ def test_the_fragile_node_is_found_and_stays_in_float(root: Path) -> None:
     assert codec.loads(codec.dumps(record), SearchRecord) == record
 
 
-def test_a_table_of_embeddings_is_quantized_where_the_metric_allows(tmp_path: Path) -> None:
+def test_search_of_embedding_model_quantizes_table_within_budget(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     write_words(tmp_path / "source/model.onnx")
     record = searched(fragile_ground(tmp_path)).record
@@ -67,7 +67,7 @@ def test_a_table_of_embeddings_is_quantized_where_the_metric_allows(tmp_path: Pa
     assert not dynamic.failure
 
 
-def test_static_ranges_are_found_once_and_the_saturating_machine_gets_7_bits(root: Path) -> None:
+def test_search_with_calibration_rows_uses_7_bits_on_saturating_machine(root: Path) -> None:
     ground = fragile_ground(root, calibrated=True)
     record = searched(replace(ground, section=replace(ground.section, variants=("fast",)))).record
     static = next(t for t in record.trials if t.recipe == "static")
@@ -75,7 +75,7 @@ def test_static_ranges_are_found_once_and_the_saturating_machine_gets_7_bits(roo
     assert {r.name for r in record.recipes} == {"static", "dynamic"}
 
 
-def test_a_size_and_a_quantile_are_kept(root: Path) -> None:
+def test_search_with_size_or_p99_budget_applies_it(root: Path) -> None:
     small = searched(fragile_ground(root, budget=Budget(metric_drop=0.1, size=1)))
     assert small.models == {}
     assert "larger" in small.record.slots[0].reason
@@ -92,7 +92,7 @@ def for_two_targets(ground: SearchContext) -> SearchContext:
     return replace(ground, targets=(*ground.targets, Target(name=SLOW)), machines=machines)
 
 
-def test_several_targets_are_timed_each_and_served_by_one_variant(root: Path) -> None:
+def test_search_for_two_targets_times_each_and_returns_one_variant(root: Path) -> None:
     found = searched(for_two_targets(fragile_ground(root, calibrated=True)))
     record = found.record
     assert record.targets == ("cpu-1t", SLOW)
@@ -106,7 +106,7 @@ def test_several_targets_are_timed_each_and_served_by_one_variant(root: Path) ->
     assert contribution.time == {"cpu-1t": pytest.approx(2500 / 2000), SLOW: pytest.approx(4600 / 4800)}
 
 
-def test_a_quantile_must_be_kept_on_each_of_several_targets(root: Path) -> None:
+def test_search_for_two_targets_applies_p99_budget_to_each(root: Path) -> None:
     late = Budget(metric_drop=0.1, p99=4.1e-6)
     record = searched(for_two_targets(fragile_ground(root, budget=late))).record
     (kept,) = [t for t in record.trials if t.recipe == "dynamic" and t.excluded == ("first",)]
@@ -114,7 +114,7 @@ def test_a_quantile_must_be_kept_on_each_of_several_targets(root: Path) -> None:
     assert all(record.trials[slot.trial].recipe != "dynamic" for slot in record.slots if slot.trial is not None)
 
 
-def test_a_finished_search_that_is_asked_for_again_begins_anew(root: Path) -> None:
+def test_search_repeated_after_finish_starts_again(root: Path) -> None:
     first = searched(fragile_ground(root)).record
     shutil.rmtree(root / "trials")
     said: list[str] = []
@@ -123,7 +123,7 @@ def test_a_finished_search_that_is_asked_for_again_begins_anew(root: Path) -> No
     assert [(t.recipe, t.excluded) for t in again.trials] == [(t.recipe, t.excluded) for t in first.trials]
 
 
-def test_another_file_from_the_same_recipe_is_refused(root: Path) -> None:
+def test_search_resumed_with_different_model_file_raises_stage_error(root: Path) -> None:
     journal = FileJournal(root / "journal")
     searched(fragile_ground(root))
     lines = [line for line in journal.read() if "end" not in line]
@@ -151,7 +151,7 @@ found = search(fragile_ground(root), FileJournal(root / "journal"), lambda line:
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_a_search_that_was_killed_goes_on_and_repeats_nothing(root: Path, steps: int) -> None:
+def test_search_resumed_after_kill_repeats_no_step(root: Path, steps: int) -> None:
     argv = [sys.executable, "-W", "ignore", "-c", CHILD, str(root), str(Path(__file__).parents[2])]
     child = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
@@ -175,7 +175,7 @@ def test_a_search_that_was_killed_goes_on_and_repeats_nothing(root: Path, steps:
     assert record["slots"][0]["trial"] is not None
 
 
-def test_a_journal_keeps_what_is_whole(tmp_path: Path) -> None:
+def test_file_journal_with_damaged_line_keeps_entries_before_it(tmp_path: Path) -> None:
     journal = FileJournal(tmp_path / "deep/journal")
     assert journal.read() == ()
     for number in range(4):

@@ -72,7 +72,7 @@ def ratio(pairs: tuple[tuple[float, ...], ...]) -> float:
     return math.exp(float(np.median(np.array(pairs))))
 
 
-def test_only_latency_is_measured_unless_more_is_asked(models: dict[str, Path]) -> None:
+def test_measure_speed_without_further_request_measures_latency_only(models: dict[str, Path]) -> None:
     runtime = scripted(models)
     found = measured(runtime, models, MeasurementRequest(), "fp32")
     assert (found.throughput, found.starts, found.ratios) == ((), None, ())
@@ -80,7 +80,7 @@ def test_only_latency_is_measured_unless_more_is_asked(models: dict[str, Path]) 
     assert found.latency.batch == 2
 
 
-def test_every_rival_is_timed_and_the_last_one_is_the_baseline_of_the_rest(models: dict[str, Path]) -> None:
+def test_measure_speed_times_each_baseline_and_compares_rest_with_last(models: dict[str, Path]) -> None:
     found = measured(scripted(models), models, EVERYTHING, "fp32", "champion")
     assert [c.against for c in found.comparisons] == ["fp32", "champion"]
     assert [r.figure for r in found.ratios] == ["concurrency 2", "concurrency 8", "load", "first", "peak"]
@@ -95,7 +95,7 @@ def test_every_rival_is_timed_and_the_last_one_is_the_baseline_of_the_rest(model
     assert {"throughput/8/champion/nanoseconds", "starts/champion/peak", "starts/alone/load"} <= set(found.raw)
 
 
-def test_a_champion_with_other_inputs_is_left_out_and_the_export_never_is(models: dict[str, Path]) -> None:
+def test_measure_speed_with_incompatible_champion_omits_it_but_requires_export(models: dict[str, Path]) -> None:
     found = measured(scripted(models, refused=(models["champion"],)), models, EVERYTHING, "fp32", "champion")
     assert [c.against for c in found.comparisons] == ["fp32"]
     assert found.ratios == ()
@@ -106,7 +106,7 @@ def test_a_champion_with_other_inputs_is_left_out_and_the_export_never_is(models
     assert first_release.starts is not None
 
 
-def test_measuring_goes_on_until_the_limits_are_decided(models: dict[str, Path]) -> None:
+def test_measure_speed_continues_until_limits_are_decided(models: dict[str, Path]) -> None:
     def pairs(runtime: Scripted, asked: MeasurementRequest) -> int:
         found = measured(runtime, models, asked, "fp32")
         return len(next(r for r in found.ratios if r.figure == "concurrency 4").log_ratios)
@@ -118,7 +118,7 @@ def test_measuring_goes_on_until_the_limits_are_decided(models: dict[str, Path])
     assert pairs(scripted(models, noise=0.01), replace(asked, tolerances={"throughput": (0.2,)})) > LOOKS[0]
 
 
-def test_memory_that_cannot_be_known_is_neither_told_nor_waited_for(models: dict[str, Path]) -> None:
+def test_measure_speed_without_peak_memory_omits_it(models: dict[str, Path]) -> None:
     runtime = scripted(models, peak=False)
     asked = MeasurementRequest(starts=True, tolerances={"cold_start": (0.5,), "memory": (0.01,)})
     found = measured(runtime, models, asked, "fp32")
@@ -129,7 +129,7 @@ def test_memory_that_cannot_be_known_is_neither_told_nor_waited_for(models: dict
 
 
 @pytest.mark.parametrize(("unit_ns", "concurrency"), [(1.0, 1), (1e3, 256), (5e3, 4), (1e6, 4), (5e8, 16)])
-def test_windows_are_neither_too_few_nor_too_many(unit_ns: float, concurrency: int) -> None:
+def test_measure_throughput_at_any_speed_keeps_window_limits(unit_ns: float, concurrency: int) -> None:
     runtime = Scripted({MODEL: 1.0}, unit_ns=unit_ns)
     measure_throughput(runtime, MODEL, CPU, rows(1), concurrency, 0)
     (schedule,) = runtime.asked
@@ -137,7 +137,7 @@ def test_windows_are_neither_too_few_nor_too_many(unit_ns: float, concurrency: i
     assert FEWEST_WINDOWS <= schedule.windows <= MOST_WINDOWS
 
 
-def test_what_took_no_time_is_no_measurement() -> None:
+def test_measure_starts_and_throughput_without_duration_raise_measurement_error() -> None:
     with pytest.raises(MeasurementError, match="no measurable time"):
         measure_starts(Scripted({MODEL: 0.0}), MODEL, CPU, rows(1), 0)
     with pytest.raises(MeasurementError, match="no measurable time"):
@@ -147,7 +147,7 @@ def test_what_took_no_time_is_no_measurement() -> None:
 @pytest.mark.parametrize(
     ("lost", "kept"), [((0, 3), (20, 30)), ((), (10, 20, 30, 1000)), ((0, 1, 2, 3), (10, 20, 30, 1000))]
 )
-def test_preempted_runs_are_counted_and_left_out_of_the_quantiles_unless_all_were(
+def test_measure_latency_with_preempted_runs_excludes_them_from_quantiles(
     lost: tuple[int, ...], kept: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = RunSamples(nanoseconds=np.array([10, 30, 20, 1000]), preempted=np.isin(np.arange(4), lost))
@@ -157,7 +157,7 @@ def test_preempted_runs_are_counted_and_left_out_of_the_quantiles_unless_all_wer
     assert latency.quantiles_ns["p50"] == np.median(kept)
 
 
-def test_gates_say_what_is_measured_and_limits_how_long() -> None:
+def test_derive_measurement_request_returns_measurements_and_tolerances_of_gates() -> None:
     assert derive_measurement_request([SizeGate(max=1), LatencyGate(p99=0.1)]) == MeasurementRequest()
     found = derive_measurement_request(
         [
@@ -176,14 +176,16 @@ def test_gates_say_what_is_measured_and_limits_how_long() -> None:
     assert derive_measurement_request([ColdStartGate(load=1.0)]).starts
 
 
-def test_slow_models_have_fewer_rounds_and_then_shorter_blocks() -> None:
+def test_plan_schedule_of_slow_model_reduces_blocks_and_runs() -> None:
     quick, slow, very_slow = (plan_schedule(run_s) for run_s in (1e-4, 5e-3, 1.0))
     assert (quick.blocks, quick.runs) == (BLOCKS, RUNS)
     assert (slow.blocks, slow.runs) == (BLOCKS // 2, RUNS)
     assert (very_slow.blocks, very_slow.runs, very_slow.warmup) == (BLOCKS // 2, SHORT, SHORT)
 
 
-def test_what_takes_too_long_ends_undecided(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_speed_beyond_time_limit_ends_undecided(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = iter(range(0, 10_000, int(LONGEST_S * 0.6)))
     # Only for this module: threads that other tests have left read the real clock.
     patched = SimpleNamespace(**{**vars(time), "monotonic": lambda: float(next(clock))})
@@ -209,7 +211,7 @@ def scheduled(
     return {(way.threads, way.rows): way.rows_per_s for way in ways}
 
 
-def test_ways_to_run_what_waits_share_it_among_the_threads(tmp_path: Path) -> None:
+def test_measure_scheduling_divides_rows_among_threads(tmp_path: Path) -> None:
     rates = scheduled(tmp_path)
     assert list(rates) == [(1, 1), (1, 16), (2, 1), (2, 10), (4, 1), (4, 6)]
     assert all(rate == pytest.approx(rows * 1000, rel=0.05) for (_, rows), rate in rates.items())
@@ -232,7 +234,7 @@ def test_ways_to_run_what_waits_share_it_among_the_threads(tmp_path: Path) -> No
     ],
     ids=["on the event loop", "too slow", "refused", "no server", "one core", "two threads", "all threads", "fixed"],
 )
-def test_only_ways_that_a_server_has_are_measured(
+def test_measure_scheduling_measures_only_settings_of_server(
     tmp_path: Path, how: dict[str, Any], ways: list[tuple[int, int]]
 ) -> None:
     assert list(scheduled(tmp_path, **how)) == ways

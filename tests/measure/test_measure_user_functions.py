@@ -16,7 +16,7 @@ def own_data(*, depth=2): return ["own_data", depth]
 """
 
 
-def test_call_training_that_asks_for_a_withheld_set_says_why(tmp_path: Path) -> None:
+def test_call_training_with_withheld_data_set_raises_user_error(tmp_path: Path) -> None:
     (tmp_path / "asking_training.py").write_text("def train(data): return data['test']")
     with importable(tmp_path), pytest.raises(UserError) as caught:
         call_training("asking_training:train", {"train": 1, "extra": 2}, {})
@@ -34,7 +34,7 @@ def test_call_training_that_asks_for_a_withheld_set_says_why(tmp_path: Path) -> 
         ("own_data", {"depth": 5}, ["own_data", 5]),
     ],
 )
-def test_call_training_gives_the_data_to_a_function_that_takes_it(
+def test_call_training_passes_data_only_to_function_that_accepts_it(
     tmp_path: Path, name: str, parameters: dict[str, int], model: list[object]
 ) -> None:
     (tmp_path / "called_training.py").write_text(CODE)
