@@ -31,7 +31,7 @@ def scene() -> Scene:
 
 
 @pytest.mark.parametrize("moved", [{"settings": {"region": "b"}}, {"provider": "other"}])
-def test_endpoint_that_moves_is_refused_and_left_behind_with_a_reason(
+def test_bind_endpoint_with_changed_place_requires_abandon_reason(
     scene: Scene, moved: dict[str, object], golden: Golden
 ) -> None:
     config, before = replace(here(), **moved), scene.world.ledger.read("digits")  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ def test_endpoint_that_moves_is_refused_and_left_behind_with_a_reason(
     assert "abandoned: digits in a" in [line.what for line in lines]
 
 
-def test_endpoint_that_the_file_names_no_longer_is_refused_and_unbound_with_a_reason(scene: Scene) -> None:
+def test_require_no_orphans_with_dropped_endpoint_requires_abandon_reason(scene: Scene) -> None:
     configs = [replace(here(), endpoint="numbers")]
     pipeline = here().pipeline
     with pytest.raises(RefusedError, match="digits would be left behind"):
@@ -68,13 +68,13 @@ def test_endpoint_that_the_file_names_no_longer_is_refused_and_unbound_with_a_re
     require_no_orphans(scene.context, pipeline, configs)
 
 
-def test_what_serves_nothing_yet_or_is_being_deleted_is_no_orphan(scene: Scene) -> None:
+def test_require_no_orphans_with_endpoint_that_serves_nothing_passes(scene: Scene) -> None:
     bind_endpoint(scene.context, replace(here(), endpoint="empty"), AT_ONCE)
     assert bind_endpoint(scene.context, replace(here(region="b"), endpoint="empty"), AT_ONCE)
     require_no_orphans(scene.context, here().pipeline, [here()])
 
 
-def test_setting_that_an_existing_endpoint_keeps_is_refused_whatever_may_be_left_behind(scene: Scene) -> None:
+def test_bind_endpoint_with_changed_immutable_setting_raises_user_error(scene: Scene) -> None:
     with pytest.raises(UserError, match="auth"):
         bind_endpoint(scene.context, here(auth="token"), AT_ONCE, abandon="never mind")
     with pytest.raises(UserError, match="auth"):
@@ -82,6 +82,6 @@ def test_setting_that_an_existing_endpoint_keeps_is_refused_whatever_may_be_left
     assert bind_endpoint(scene.context, here(instance_count=2), AT_ONCE)
 
 
-def test_endpoint_that_somebody_changes_is_not_left(scene: Scene) -> None:
+def test_abandon_endpoint_during_another_change_is_refused(scene: Scene) -> None:
     refused_while_at_work(scene, lambda context: bind_endpoint(context, here(region="b"), AT_ONCE, abandon="it moves"))
     assert bind_endpoint(scene.context, here(region="b"), AT_ONCE, abandon="it moves")

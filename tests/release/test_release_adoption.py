@@ -110,7 +110,7 @@ def test_bind_first_entry_names_project_place_and_keys(site: Site) -> None:
     assert first.origin.project == site.scene.context.root.resolve().name
 
 
-def test_grant_key_that_was_not_admitted_writes_nothing(site: Site) -> None:
+def test_grant_with_unadmitted_key_writes_nothing(site: Site) -> None:
     other, before = site.open(OTHER, MAIN, OTHER), dict(site.objects.data)
     with pytest.raises(MissingKeyError, match="orders to advance") as caught:
         send_command(other, ENDPOINT, OperatorCommand.ADVANCE)
@@ -120,7 +120,7 @@ def test_grant_key_that_was_not_admitted_writes_nothing(site: Site) -> None:
     assert find_missing_key(other, MAIN.key) == {}
 
 
-def test_admit_key_others_read_what_it_grants(site: Site) -> None:
+def test_admit_key_makes_its_grants_readable_to_other_machines(site: Site) -> None:
     assert admit_key(site.scene.context, {OTHER.key: OTHER.trusted_keys}) == (ENDPOINT,)
     assert admit_key(site.scene.context, {OTHER.key: OTHER.trusted_keys}) == ()
     other = site.open(OTHER, MAIN, OTHER)
@@ -132,7 +132,7 @@ def test_admit_key_others_read_what_it_grants(site: Site) -> None:
     assert find_missing_key(other, OTHER.key) == {}
 
 
-def test_roll_back_key_that_was_not_admitted_needs_none(site: Site) -> None:
+def test_roll_back_with_unadmitted_key_succeeds(site: Site) -> None:
     assert roll_back(site.open(OTHER, MAIN, OTHER), ENDPOINT, candidate_only=True).moved_from == "v3"
     assert site.read(MAIN).roles.candidate is None
 
@@ -145,7 +145,7 @@ def rotate(site: Site) -> Context:
     return site.open(OTHER, OTHER)
 
 
-def test_withdraw_key_keeps_the_state_for_machines_that_never_had_it(site: Site) -> None:
+def test_withdraw_key_preserves_state_for_machines_without_that_key(site: Site) -> None:
     before = site.scene.state()
     state = rotate(site).ledger.state(ENDPOINT)
     kept = replace(state, head=before.head, keys=before.keys, adopted=0)
@@ -158,7 +158,7 @@ def test_withdraw_key_keeps_the_state_for_machines_that_never_had_it(site: Site)
     assert site.read(OTHER) == state
 
 
-def test_withdraw_key_later_grants_by_it_are_refused_even_where_it_is_trusted(site: Site) -> None:
+def test_grant_by_withdrawn_key_is_refused_even_where_key_is_trusted(site: Site) -> None:
     rotate(site)
     with pytest.raises(MissingKeyError):
         send_command(site.open(MAIN, MAIN), ENDPOINT, OperatorCommand.ADVANCE)
@@ -168,7 +168,7 @@ def test_withdraw_key_later_grants_by_it_are_refused_even_where_it_is_trusted(si
             site.read(*trusted)
 
 
-def test_withdraw_key_adoption_by_it_counts_only_where_it_is_still_trusted(site: Site) -> None:
+def test_adoption_by_withdrawn_key_counts_only_where_key_is_trusted(site: Site) -> None:
     state = rotate(site).ledger.state(ENDPOINT)
     site.forge(LedgerAdopted(keys={MAIN.key: MAIN.trusted_keys}, state=state), MAIN)
     with pytest.raises(CorruptStateError, match="is not trusted"):
@@ -176,7 +176,7 @@ def test_withdraw_key_adoption_by_it_counts_only_where_it_is_still_trusted(site:
     assert set(site.read(MAIN, OTHER).keys) == {MAIN.key}
 
 
-def test_withdraw_key_by_a_machine_that_was_not_admitted_writes_nothing(site: Site) -> None:
+def test_withdraw_key_by_unadmitted_machine_writes_nothing(site: Site) -> None:
     before = dict(site.objects.data)
     _, errors = withdraw_key(site.open(OTHER, MAIN, OTHER), MAIN.key)
     assert isinstance(errors[ENDPOINT], MissingKeyError)
@@ -186,7 +186,7 @@ def test_withdraw_key_by_a_machine_that_was_not_admitted_writes_nothing(site: Si
     assert site.objects.data == before
 
 
-def test_withdraw_key_only_one_is_refused(site: Site) -> None:
+def test_withdraw_key_for_last_key_is_refused(site: Site) -> None:
     before = dict(site.objects.data)
     _, errors = withdraw_key(site.scene.context, MAIN.key)
     assert isinstance(errors[ENDPOINT], RefusedError)
@@ -207,7 +207,7 @@ def steal(site: Site) -> int:
     return last
 
 
-def test_withdraw_key_that_was_stolen_takes_the_ledger_back(site: Site) -> None:
+def test_withdraw_key_that_was_stolen_discards_entries_of_thief(site: Site) -> None:
     last = steal(site)
     owner = site.open(OTHER, MAIN, OTHER)
     changed, errors = withdraw_key(owner, MAIN.key, keep={ENDPOINT: last}, reason="stolen")
@@ -223,7 +223,7 @@ def test_withdraw_key_that_was_stolen_takes_the_ledger_back(site: Site) -> None:
         site.read(OTHER)
 
 
-def test_withdraw_key_that_was_stolen_releases_go_on(site: Site) -> None:
+def test_reconcile_after_withdrawal_of_stolen_key_moves_traffic(site: Site) -> None:
     last = steal(site)
     owner = site.open(OTHER, MAIN, OTHER)
     withdraw_key(owner, MAIN.key, keep={ENDPOINT: last})
@@ -236,7 +236,7 @@ def test_withdraw_key_that_was_stolen_releases_go_on(site: Site) -> None:
     assert any(line.kind == "ledger-adopted" for line in lines)
 
 
-def test_adopt_damaged_ledger_rolls_back_from_its_last_intact_state(site: Site) -> None:
+def test_adopt_damaged_ledger_continues_rollback_from_last_intact_state(site: Site) -> None:
     last = site.count
     roll_back(site.scene.context, ENDPOINT, candidate_only=True)
     site.damage(last + 2)
@@ -260,7 +260,7 @@ def test_adopt_damaged_ledger_rolls_back_from_its_last_intact_state(site: Site) 
     assert sequences == [*range(1, last + 2), *range(adoption.count + 1, site.count + 1)]
 
 
-def test_adopt_entry_that_is_missing_or_last_named(site: Site) -> None:
+def test_find_adoption_with_last_after_missing_entry_raises_user_error(site: Site) -> None:
     count = site.count
     del site.objects.data[f"{ENDPOINT}/{count - 2:08d}.jsonl"]
     site.objects.data.pop(f"{ENDPOINT}/snapshot.json", None)
@@ -273,7 +273,7 @@ def test_adopt_entry_that_is_missing_or_last_named(site: Site) -> None:
 
 
 @pytest.mark.parametrize("starts_at_a_snapshot", [False, True])
-def test_adopt_entry_that_a_machine_has_seen_may_be_damaged(
+def test_adopt_after_damage_of_already_read_entry_succeeds(
     site: Site, tmp_path: Path, starts_at_a_snapshot: bool
 ) -> None:
     seen = ObjectLedger(site.objects, open_keys(MAIN, MAIN), tmp_path).state(ENDPOINT)
@@ -287,7 +287,7 @@ def test_adopt_entry_that_a_machine_has_seen_may_be_damaged(
     assert ObjectLedger(site.objects, open_keys(MAIN, MAIN), tmp_path).state(ENDPOINT).adopted == seen.head + 1
 
 
-def test_adopt_storage_that_went_back_is_noticed_by_a_machine_that_saw_more(site: Site, tmp_path: Path) -> None:
+def test_adopt_of_older_backup_is_detected_by_machine_with_newer_state(site: Site, tmp_path: Path) -> None:
     backup = dict(site.objects.data)
     roll_back(site.scene.context, ENDPOINT, candidate_only=True)
     ObjectLedger(site.objects, open_keys(MAIN, MAIN), tmp_path).state(ENDPOINT)
@@ -299,7 +299,7 @@ def test_adopt_storage_that_went_back_is_noticed_by_a_machine_that_saw_more(site
         ObjectLedger(site.objects, open_keys(MAIN, MAIN), tmp_path).state(ENDPOINT)
 
 
-def test_adopt_rollback_that_was_lost_keeps_its_mark_in_the_registry(site: Site) -> None:
+def test_adopt_after_lost_rollback_keeps_rolled_back_tag_in_registry(site: Site) -> None:
     last = site.count
     roll_back(site.scene.context, ENDPOINT, candidate_only=True)
     site.scene.reconcile()
@@ -313,7 +313,7 @@ def test_adopt_rollback_that_was_lost_keeps_its_mark_in_the_registry(site: Site)
     assert site.scene.record("3").tags["onnxops.rolled-back.digits"]
 
 
-def test_adopt_unsigned_ledger_needs_the_word_of_the_owner(site: Site) -> None:
+def test_find_adoption_of_unsigned_ledger_requires_signed_false(site: Site) -> None:
     before = site.scene.state()
     for name, data in site.objects.data.items():
         site.objects.data[name] = data.partition(b"\n")[0]
@@ -328,7 +328,7 @@ def test_adopt_unsigned_ledger_needs_the_word_of_the_owner(site: Site) -> None:
     assert (state.roles, state.config, set(state.keys)) == (before.roles, before.config, {MAIN.key})
 
 
-def test_adopt_without_key_is_refused(site: Site) -> None:
+def test_adopt_without_trusted_key_is_refused(site: Site) -> None:
     site.damage(site.count)
     before = dict(site.objects.data)
     for signer, trusted in ((None, (MAIN,)), (THIEF, (MAIN,)), (OTHER, (MAIN,))):
@@ -338,14 +338,14 @@ def test_adopt_without_key_is_refused(site: Site) -> None:
     assert site.objects.data == before
 
 
-def test_damaged_ledger_without_key_rolls_back_once_the_entries_are_moved_away(site: Site) -> None:
+def test_roll_back_without_key_after_removal_of_damaged_entry_succeeds(site: Site) -> None:
     site.damage(site.count)
     del site.objects.data[f"{ENDPOINT}/{site.count:08d}.jsonl"]
     assert roll_back(site.open(None, MAIN), ENDPOINT, candidate_only=True).moved_from == "v3"
 
 
 @pytest.mark.parametrize("point", ["before", "after", "snapshot"])
-def test_adopt_killed_is_repeated(site: Site, point: str) -> None:
+def test_adopt_after_kill_can_be_repeated(site: Site, point: str) -> None:
     site.damage(site.count)
     operator = site.open(MAIN, MAIN)
     site.objects.crash = point
@@ -360,7 +360,7 @@ def test_adopt_killed_is_repeated(site: Site, point: str) -> None:
     roll_back(site.open(MAIN, MAIN), ENDPOINT, candidate_only=True)
 
 
-def test_adopt_another_process_was_first_is_a_conflict(site: Site) -> None:
+def test_adopt_after_adoption_by_other_process_raises_conflict_error(site: Site) -> None:
     site.damage(site.count)
     operators = site.open(MAIN, MAIN), site.open(MAIN, MAIN)
     adoptions = [find_adoption(one, ENDPOINT) for one in operators]
@@ -383,7 +383,7 @@ def admit_by_thief(site: Site, state: ReleaseState) -> None:
 
 @pytest.mark.parametrize("attack", [adopt_unsigned, adopt_by_thief, admit_by_thief])
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_adoption_that_was_forged_is_an_error(
+def test_forged_adoption_raises_corrupt_state_error(
     site: Site, attack: Callable[[Site, ReleaseState], None], is_damaged: bool
 ) -> None:
     roll_back(site.scene.context, ENDPOINT, candidate_only=True)
@@ -397,7 +397,7 @@ def test_adoption_that_was_forged_is_an_error(
 
 
 @pytest.mark.parametrize("pointer", [b"", b"{}", b"7", b"-1", b"1e9", b"99999999", b"true"])
-def test_adoption_pointer_that_was_forged_never_leads_to_an_older_state(site: Site, pointer: bytes) -> None:
+def test_forged_adoption_pointer_raises_corrupt_state_error(site: Site, pointer: bytes) -> None:
     """Two adoptions, the second after a rollback: storage may damage what is between, but not undo it."""
     operator = site.open(MAIN, MAIN)
     adopt(operator, Adoption(state=site.read(MAIN), count=site.count, damage=""))
@@ -416,7 +416,7 @@ def test_adoption_pointer_that_was_forged_never_leads_to_an_older_state(site: Si
             site.read(MAIN)
 
 
-def test_withdraw_request_after_an_adoption_needs_a_key_that_counts(site: Site) -> None:
+def test_withdraw_request_after_key_rotation_requires_current_key(site: Site) -> None:
     rotate(site)
     site.scene.world.provider.down = True
     new = site.open(OTHER, OTHER)

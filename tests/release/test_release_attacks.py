@@ -509,7 +509,7 @@ def test_attack_loads_only_approved_files(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-def test_attack_loads_only_approved_files_on_a_real_server(attack: Callable[[Site], None], tmp_path: Path) -> None:
+def test_attack_on_real_server_loads_only_approved_files(attack: Callable[[Site], None], tmp_path: Path) -> None:
     site = Site(tmp_path, real=True, has_release_key=True)
     try:
         approved = {site.record("1").manifest}
@@ -521,7 +521,7 @@ def test_attack_loads_only_approved_files_on_a_real_server(attack: Callable[[Sit
         site.local.stop(site.config)
 
 
-def test_an_entry_of_the_ledger_that_nobody_approved_never_reaches_the_provider() -> None:
+def test_ledger_entry_without_signed_decision_is_refused_before_provider_call() -> None:
     """Before the server refuses it: not every provider has one that verifies."""
     scene = serving("a")
     forged = replace(scene.state().known["1"], name="v9", authority=None)

@@ -41,7 +41,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Scene, Contex
     return scene, replace(context, open_store=lambda: local) if request.param == "folder" else context
 
 
-def test_what_nothing_names_goes_and_only_when_it_is_told_to(world: tuple[Scene, Context]) -> None:
+def test_find_unreferenced_lists_unused_content_without_deleting_it(world: tuple[Scene, Context]) -> None:
     scene, context = world
     used, unused = context.store.put_bytes(b"used"), context.store.put_bytes(b"unused")
     key = digest_bytes(b"key")
@@ -55,7 +55,7 @@ def test_what_nothing_names_goes_and_only_when_it_is_told_to(world: tuple[Scene,
     assert context.store.lookup(key) == Manifest(files={"file": used})
 
 
-def test_what_is_young_stays_whatever_is_asked_for(world: tuple[Scene, Context]) -> None:
+def test_find_unreferenced_with_zero_age_skips_young_content(world: tuple[Scene, Context]) -> None:
     """A run puts its files, and records them afterwards."""
     scene, context = world
     context.store.put_bytes(b"of a run")
@@ -66,7 +66,7 @@ def test_what_is_young_stays_whatever_is_asked_for(world: tuple[Scene, Context])
     assert collectable(context) == []
 
 
-def test_what_is_named_by_what_is_needed_stays(world: tuple[Scene, Context]) -> None:
+def test_find_unreferenced_keeps_transitively_referenced_content(world: tuple[Scene, Context]) -> None:
     scene, context = world
     put = context.store.put_bytes
     samples, weights = put(b"samples"), put(b"weights")
@@ -78,7 +78,7 @@ def test_what_is_named_by_what_is_needed_stays(world: tuple[Scene, Context]) -> 
     assert collectable(context) == [gone]
 
 
-def test_what_the_ledger_and_a_decision_behind_an_alias_name_stays(world: tuple[Scene, Context]) -> None:
+def test_find_unreferenced_keeps_content_named_by_ledger_or_decision(world: tuple[Scene, Context]) -> None:
     scene, context = world
     put = context.store.put_bytes
     by_ledger, by_decision, by_nobody = put(b"in the ledger"), put(b"evidence"), put(b"nobody's")
@@ -90,7 +90,7 @@ def test_what_the_ledger_and_a_decision_behind_an_alias_name_stays(world: tuple[
     assert collectable(context) == [by_nobody]
 
 
-def test_while_the_registry_is_down_nothing_is_collected(world: tuple[Scene, Context]) -> None:
+def test_find_unreferenced_without_registry_raises_service_unavailable(world: tuple[Scene, Context]) -> None:
     scene, context = world
     context.store.put_bytes(b"unused")
     scene.world.clock.advance(MONTH)
@@ -99,7 +99,7 @@ def test_while_the_registry_is_down_nothing_is_collected(world: tuple[Scene, Con
         find_unreferenced(context, older_than_s=DAY)
 
 
-def test_pruning_collects(world: tuple[Scene, Context]) -> None:
+def test_prune_deletes_unreferenced_content_unless_stored_again(world: tuple[Scene, Context]) -> None:
     scene, context = world
     unused = context.store.put_bytes(b"unused")
     scene.world.clock.advance(MONTH + 60)
@@ -113,7 +113,7 @@ def test_pruning_collects(world: tuple[Scene, Context]) -> None:
     assert context.store.contents() == ()
 
 
-def test_a_digest_of_damaged_content_is_no_hindrance(world: tuple[Scene, Context], tmp_path: Path) -> None:
+def test_find_unreferenced_with_damaged_content_succeeds(world: tuple[Scene, Context], tmp_path: Path) -> None:
     scene, context = world
     lost = context.store.put_bytes(b"lost")
     context.store.record(digest_bytes(b"key"), Manifest(files={"file.json": lost, "never there": digest_bytes(b"no")}))
@@ -128,7 +128,7 @@ nodes = st.integers(0, 12).map(lambda n: digest_bytes(b"%d" % n))
 
 
 @given(st.dictionaries(nodes, st.sets(nodes)), st.sets(nodes))
-def test_everything_that_is_named_is_reached_and_nothing_else(
+def test_find_reachable_from_roots_returns_exactly_linked_digests(
     graph: dict[Digest, set[Digest]], roots: set[Digest]
 ) -> None:
     found = find_reachable(roots, lambda digest: graph.get(digest, ()))
@@ -139,5 +139,5 @@ def test_everything_that_is_named_is_reached_and_nothing_else(
 
 
 @given(st.lists(nodes), st.binary(max_size=40).filter(lambda data: b"sha256" not in data))
-def test_digests_are_found_in_any_document(digests: list[Digest], noise: bytes) -> None:
+def test_find_digests_in_document_with_noise_returns_all(digests: list[Digest], noise: bytes) -> None:
     assert find_digests(noise.join([codec.dumps(digests), noise])) == set(digests)

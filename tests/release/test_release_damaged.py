@@ -64,7 +64,7 @@ def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
 
 
-def test_an_old_entry_that_is_damaged_stops_nothing_and_is_told(site: Site) -> None:
+def test_damaged_old_entry_permits_rollback_and_is_reported_by_history(site: Site) -> None:
     site.serve("a", "b")
     path = site.folder / "digits" / "00000002.jsonl"
     path.write_bytes(path.read_bytes()[:40])
@@ -74,7 +74,7 @@ def test_an_old_entry_that_is_damaged_stops_nothing_and_is_told(site: Site) -> N
 
 
 @pytest.mark.parametrize("number", [1, 2], ids=["nothing of it can be read", "a part can be read"])
-def test_the_owed_aliases_of_another_model_are_written(site: Site, number: int) -> None:
+def test_pending_aliases_beside_damaged_ledger_of_other_model_are_written(site: Site, number: int) -> None:
     site.serve("a", "b")
     site.scene.world.registry.down = True
     roll_back(site.context, "digits")
@@ -87,14 +87,14 @@ def test_the_owed_aliases_of_another_model_are_written(site: Site, number: int) 
         reconcile_until_stable(site.context, "faces")
 
 
-def test_a_rollback_does_not_need_the_ledgers_of_others(site: Site) -> None:
+def test_roll_back_beside_damaged_ledger_of_other_endpoint_succeeds(site: Site) -> None:
     site.serve("a", "b")
     site.break_entry("faces", 1)
     assert roll_back(site.context, "digits").moved_to == "v1"
     assert site.scene.traffic()["v1"] == 100
 
 
-def test_a_pass_over_all_moves_the_others_and_tells_of_the_one(site: Site) -> None:
+def test_reconcile_each_with_one_damaged_ledger_moves_other_endpoints(site: Site) -> None:
     site.serve("a")
     site.scene.promote(site.scene.publish("b"))
     site.break_entry("faces", 1)
@@ -108,7 +108,7 @@ def test_a_pass_over_all_moves_the_others_and_tells_of_the_one(site: Site) -> No
     assert isinstance(untold["faces"], CorruptStateError)
 
 
-def test_a_watch_goes_on_with_the_others(site: Site) -> None:
+def test_watch_with_one_damaged_ledger_reconciles_other_endpoints(site: Site) -> None:
     site.serve("a")
     site.scene.promote(site.scene.publish("b"))
     site.break_entry("faces", 1)
@@ -134,7 +134,7 @@ def pair(site: Site) -> Site:
     return site
 
 
-def test_a_sibling_counts_by_what_it_does_while_nobody_can_read_what_it_should(pair: Site) -> None:
+def test_champion_alias_beside_damaged_ledger_follows_observed_traffic(pair: Site) -> None:
     scene = pair.scene
     assert scene.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
     scene.world.registry.down = True
@@ -149,13 +149,13 @@ def test_a_sibling_counts_by_what_it_does_while_nobody_can_read_what_it_should(p
     assert CHALLENGER not in scene.aliases()
 
 
-def test_one_of_two_is_pinned_although_the_others_ledger_is_damaged(pair: Site) -> None:
+def test_roll_back_beside_damaged_ledger_of_sibling_pins_endpoint(pair: Site) -> None:
     assert roll_back(pair.context, "digits").pending_aliases == ()
     reconcile_until_stable(pair.context, "digits")
     assert pair.scene.aliases()[CHAMPION] == "2"
 
 
-def test_a_rollback_of_all_moves_what_it_can_and_tells_of_the_rest(pair: Site) -> None:
+def test_roll_back_each_with_damaged_ledger_moves_others_and_returns_error(pair: Site) -> None:
     names = select_endpoints(pair.context, (), every=True, model=MODEL)
     assert names == ("digits", "digits-eu")
     moved, errors = roll_back_each(pair.context, names, pin=False)
@@ -163,13 +163,13 @@ def test_a_rollback_of_all_moves_what_it_can_and_tells_of_the_rest(pair: Site) -
     assert pair.scene.traffic("digits")["v1"] == 100
 
 
-def test_nothing_is_pruned_while_nobody_knows_what_an_endpoint_needs(pair: Site) -> None:
+def test_plan_pruning_with_damaged_ledger_raises_corrupt_state_error(pair: Site) -> None:
     pair.scene.world.clock.advance(90 * DAY)
     with pytest.raises(CorruptStateError):
         plan_pruning(pair.context, [MODEL], keep=0, older_than_s=DAY)
 
 
-def test_people_are_told_about_the_others(site: Site) -> None:
+def test_notification_loop_with_damaged_ledger_notifies_about_others(site: Site) -> None:
     people = FakeNotifier()
     site.scene.world.notifiers["chat"] = people
     site.serve("a", "b")
@@ -196,7 +196,7 @@ def make_project(root: Path) -> Site:
     return Site(root / ".onnx-ops" / "ledger")
 
 
-def test_the_commands_about_all_end_with_4_and_tell_both(
+def test_status_and_history_commands_with_damaged_ledger_exit_4(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     site = make_project(tmp_path)
@@ -214,7 +214,7 @@ def test_the_commands_about_all_end_with_4_and_tell_both(
         assert "faces-eu" in result.output
 
 
-def test_a_history_tells_what_came_before_the_damage(
+def test_history_of_damaged_ledger_lists_entries_before_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     site = make_project(tmp_path)
@@ -231,7 +231,7 @@ def test_a_history_tells_what_came_before_the_damage(
     assert list(errors) == ["faces"]  # its binding is lost
 
 
-def test_the_part_before_the_damage_is_sound(site: Site) -> None:
+def test_read_intact_of_damaged_ledger_returns_entries_before_damage(site: Site) -> None:
     site.serve("a")
     whole = site.context.ledger.read("digits")
     assert site.context.ledger.read_intact("digits") == whole

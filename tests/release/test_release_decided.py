@@ -60,7 +60,7 @@ def version(*found: SignedDecision, **changes: Any) -> VersionRecord:
     return replace(read, **changes)
 
 
-def test_a_valid_pass_lets_it_serve() -> None:
+def test_require_passing_decision_with_signed_pass_returns_decision() -> None:
     assert require_passing_decision(version(signed(record())), TARGET, SIGNER).record == record()
 
 
@@ -70,7 +70,7 @@ def test_a_valid_pass_lets_it_serve() -> None:
     ),
     data=st.data(),
 )
-def test_no_field_can_be_changed_under_its_signature(field: str, data: st.DataObject) -> None:
+def test_signed_decision_with_altered_field_raises_refused_error(field: str, data: st.DataObject) -> None:
     values: dict[str, st.SearchStrategy[Any]] = {
         "verdict": verdicts,
         "verdicts": st.dictionaries(names, verdicts, max_size=3),
@@ -94,7 +94,7 @@ def test_no_field_can_be_changed_under_its_signature(field: str, data: st.DataOb
     manifest=digests | st.just(record().manifest),
     target=names,
 )
-def test_a_genuine_pass_about_anything_else_is_refused(**about: Any) -> None:
+def test_signed_pass_for_other_version_or_target_raises_invalid_signature(**about: Any) -> None:
     genuine = signed(record(**about))
     here = version(replace(genuine), decisions={TARGET: genuine})
     if genuine.record == record():
@@ -105,7 +105,7 @@ def test_a_genuine_pass_about_anything_else_is_refused(**about: Any) -> None:
 
 
 @given(st.binary(min_size=64, max_size=64), st.booleans())
-def test_a_signature_of_nobody_is_refused(noise: bytes, claims_trusted: bool) -> None:
+def test_decision_signed_by_untrusted_key_raises_invalid_signature(noise: bytes, claims_trusted: bool) -> None:
     genuine = signed(record(), STRANGER)
     key = (SIGNER if claims_trusted else STRANGER).key
     noisy = EnvelopeSignature(keyid=key, sig=base64.b64encode(noise).decode())
@@ -117,7 +117,9 @@ def test_a_signature_of_nobody_is_refused(noise: bytes, claims_trusted: bool) ->
 
 
 @given(own=st.integers(0, 5), others=st.lists(st.tuples(st.integers(0, 5), verdicts), max_size=5))
-def test_the_highest_sequence_decides_and_the_worst_of_equals(own: int, others: list[tuple[int, Verdict]]) -> None:
+def test_require_passing_decision_uses_worst_verdict_of_highest_sequence(
+    own: int, others: list[tuple[int, Verdict]]
+) -> None:
     here = version(signed(record(sequence=own)))
     elsewhere = [signed(record(sequence=number, verdict=verdict)) for number, verdict in others]
     latest = max([own, *(number for number, _ in others)])
@@ -130,7 +132,9 @@ def test_the_highest_sequence_decides_and_the_worst_of_equals(own: int, others: 
 
 
 @given(others=st.lists(st.tuples(st.integers(0, 99), st.booleans(), names), max_size=5))
-def test_what_does_not_count_changes_nothing(others: list[tuple[int, bool, str]]) -> None:
+def test_require_passing_decision_ignores_untrusted_and_unrelated_decisions(
+    others: list[tuple[int, bool, str]],
+) -> None:
     here = version(signed(record(verdict=Verdict.FAIL)))
     elsewhere = [
         signed(record(sequence=number, target=TARGET if stranger else name, model="digits" if stranger else "faces"),
@@ -141,7 +145,7 @@ def test_what_does_not_count_changes_nothing(others: list[tuple[int, bool, str]]
         require_passing_decision(here, TARGET, SIGNER, others=elsewhere)
 
 
-def test_a_pass_elsewhere_is_no_decision_here() -> None:
+def test_version_without_own_signed_decision_raises_refused_error() -> None:
     with pytest.raises(RefusedError, match="no signed decision"):
         require_passing_decision(version(), TARGET, SIGNER, others=[signed(record(sequence=99))])
 
@@ -154,7 +158,7 @@ def tags(value: str) -> dict[str, str]:
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(json_values.map(json.dumps) | st.text(max_size=60))
-def test_no_tag_that_was_not_signed_lets_it_serve(value: str) -> None:
+def test_unsigned_decision_tag_raises_refused_error(value: str) -> None:
     read = must(read_record("digits", "1", tags(value)))
     with pytest.raises(RefusedError):
         require_passing_decision(read, TARGET, SIGNER)
@@ -191,13 +195,13 @@ ODD = {
 
 
 @pytest.mark.parametrize("value", ODD.values(), ids=ODD)
-def test_odd_documents_are_refused_not_tripped_over(value: str) -> None:
+def test_malformed_decision_tag_raises_refused_error(value: str) -> None:
     read = must(read_record("digits", "1", tags(value)))
     with pytest.raises(RefusedError):
         require_passing_decision(read, TARGET, SIGNER)
 
 
-def test_a_genuine_tag_is_read_back() -> None:
+def test_read_record_of_signed_decision_tag_returns_decision() -> None:
     read = must(read_record("digits", "1", tags(HUGE)))
     assert require_passing_decision(read, TARGET, SIGNER).record == record()
     assert is_valid_for(read_decisions(tags(HUGE))[TARGET], read, TARGET, SIGNER)
@@ -207,7 +211,7 @@ def given_override(signer: FakeSigner = SIGNER, **changes: Any) -> dict[str, str
     return override_tags(sign_record(override_record(version(), **changes), signer).envelope)
 
 
-def test_an_override_stands_for_exactly_what_it_names() -> None:
+def test_read_override_for_other_version_or_target_returns_none() -> None:
     assert read_override(version(tags=given_override()), TARGET, SIGNER) is not None
     assert read_override(version(tags=given_override()), "cuda", SIGNER) is None
     assert read_override(version(tags=given_override(STRANGER)), TARGET, SIGNER) is None
@@ -218,7 +222,7 @@ def test_an_override_stands_for_exactly_what_it_names() -> None:
 
 
 @pytest.mark.parametrize(("verifier", "judged"), [(SIGNER, True), (STRANGER, False), (None, False)])
-def test_an_override_serves_what_was_judged_as_its_target_runs_it(verifier: FakeSigner | None, judged: bool) -> None:
+def test_build_override_copies_execution_only_from_trusted_decision(verifier: FakeSigner | None, judged: bool) -> None:
     library, execution = digest_bytes(b"library"), Execution(session=SessionSettings(intra_op_threads=4))
     failed = signed(record(verdict=Verdict.FAIL, custom_ops=(library,), execution=execution))
     about = build_override(version(failed), TARGET, verifier, reason="sure", by="alice", now=0.0)
@@ -227,6 +231,6 @@ def test_an_override_serves_what_was_judged_as_its_target_runs_it(verifier: Fake
 
 
 @given(st.text(max_size=60) | json_values.map(json.dumps))
-def test_rubbish_is_no_override(value: str) -> None:
+def test_read_override_of_malformed_tag_returns_none(value: str) -> None:
     found = {override_reason_tag(TARGET): "sure", override_record_tag(TARGET): value}
     assert read_override(version(tags=found), TARGET, SIGNER) is None

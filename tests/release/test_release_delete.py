@@ -22,7 +22,7 @@ def scene() -> Scene:
     return serving("a", "b")
 
 
-def test_it_is_gone_and_its_history_stays(scene: Scene) -> None:
+def test_delete_endpoint_removes_traffic_and_keeps_history(scene: Scene) -> None:
     before = len(scene.world.ledger.read("digits"))
     delete_endpoint(scene.context, "digits", reason="no longer needed")
     assert scene.traffic() == {}
@@ -42,7 +42,7 @@ def delete(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("finish", [Scene.reconcile_some, delete, Scene.bind])
-def test_killed_anywhere_it_is_completed(finish: Callable[[Scene], object]) -> None:
+def test_delete_endpoint_after_kill_is_completed_once(finish: Callable[[Scene], object]) -> None:
     copies = copies_of(lambda: serving("a"))
     whole = copies()
     whole.faults = counted = Faults()
@@ -63,7 +63,7 @@ def test_killed_anywhere_it_is_completed(finish: Callable[[Scene], object]) -> N
         assert len(done) == 1
 
 
-def test_the_name_can_be_bound_again_but_what_failed_stays_refused(scene: Scene) -> None:
+def test_rebind_of_deleted_endpoint_keeps_rejected_releases(scene: Scene) -> None:
     generation = scene.state().generation
     scene.roll_back()
     scene.reconcile()
@@ -79,20 +79,20 @@ def test_the_name_can_be_bound_again_but_what_failed_stays_refused(scene: Scene)
         scene.promote("2")
 
 
-def test_not_while_somebody_is_at_work(scene: Scene) -> None:
+def test_delete_endpoint_during_another_change_is_refused(scene: Scene) -> None:
     refused_while_at_work(scene, lambda context: delete_endpoint(context, "digits"))
     delete_endpoint(scene.context, "digits")
     assert scene.traffic() == {}
 
 
-def test_a_deletion_that_is_owed_can_be_withdrawn(scene: Scene) -> None:
+def test_withdraw_request_of_pending_deletion_keeps_endpoint(scene: Scene) -> None:
     owe(scene, delete)
     withdraw_request(scene.context, "digits", reason="it is needed")
     scene.reconcile()
     assert scene.world.provider.observe(config_of("digits")) is not None
 
 
-def test_a_rollback_outlives_a_deletion_that_is_withdrawn(scene: Scene) -> None:
+def test_withdraw_request_of_pending_deletion_keeps_pending_rollback(scene: Scene) -> None:
     served = next(name for name, weight in scene.traffic().items() if weight)
     owe(scene)
     owe(scene, delete)
@@ -101,7 +101,7 @@ def test_a_rollback_outlives_a_deletion_that_is_withdrawn(scene: Scene) -> None:
     assert scene.traffic().get(served, 0) == 0
 
 
-def test_an_endpoint_that_cannot_be_reached_stays_to_be_deleted(scene: Scene) -> None:
+def test_delete_of_unreachable_endpoint_stays_pending_until_reconciled(scene: Scene) -> None:
     owe(scene, delete)
     with pytest.raises(RefusedError, match="being deleted"):
         scene.roll_back()

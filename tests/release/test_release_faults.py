@@ -153,7 +153,7 @@ def play(scenario: Scenario, faults: Faults) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_killed_at_any_moment(name: str, sweep: Sweep) -> None:
+def test_operation_killed_at_any_moment_ends_as_undisturbed(name: str, sweep: Sweep) -> None:
     scenario = prepared(name)
     counted = Faults()
     expected = play(scenario, counted)
@@ -163,7 +163,7 @@ def test_killed_at_any_moment(name: str, sweep: Sweep) -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_any_call_may_fail(name: str, sweep: Sweep) -> None:
+def test_operation_with_one_failed_call_ends_as_undisturbed(name: str, sweep: Sweep) -> None:
     """Each call of each port, or its answer, is lost once. What was requested, or is owed, is done by what follows."""
     scenario = prepared(name)
     counted = Faults()
@@ -182,7 +182,7 @@ def without_clean_ups(end: dict[str, object]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", ["all at once", "abort by word", "rollback"])
-def test_killed_twice(name: str, sweep: Sweep) -> None:
+def test_operation_killed_twice_ends_as_undisturbed(name: str, sweep: Sweep) -> None:
     """The process that finishes the work of a dead one may die as well."""
     scenario = prepared(name)
     counted = Faults()
@@ -203,7 +203,7 @@ DRIVEN = [name for name, scenario in SCENARIOS.items() if name not in ("without 
 
 
 @pytest.mark.parametrize("name", DRIVEN)
-def test_two_drivers_at_once_do_everything_once(name: str, sweep: Sweep) -> None:
+def test_concurrent_reconcilers_apply_each_effect_once(name: str, sweep: Sweep) -> None:
     """A second driver makes all its steps at one moment of the first one, for every moment."""
     scenario = prepared(name)
     counted = Faults()
@@ -224,7 +224,7 @@ def test_two_drivers_at_once_do_everything_once(name: str, sweep: Sweep) -> None
 
 
 @pytest.mark.parametrize("candidate", ["c", "b"], ids=["another release", "the same release"])
-def test_a_rollback_at_any_moment_of_a_driver(candidate: str, sweep: Sweep) -> None:
+def test_roll_back_at_any_moment_of_reconciliation_removes_version(candidate: str, sweep: Sweep) -> None:
     """What the operator rolled back does not serve in the end, and the driver's late effects do not stick."""
 
     def setup() -> Scene:

@@ -263,5 +263,7 @@ def test_forged_histories_move_no_traffic_forward(registry: bool, ledger: bool, 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("registry", "ledger"), [(False, True), (True, False), (True, True)])
-def test_many_forged_histories_move_no_traffic_forward(registry: bool, ledger: bool, tmp_path: Path) -> None:
+def test_forged_histories_at_nightly_scale_move_no_traffic_forward(
+    registry: bool, ledger: bool, tmp_path: Path
+) -> None:
     try_histories(NIGHTLY_HISTORIES, registry=registry, ledger=ledger, folder=tmp_path)

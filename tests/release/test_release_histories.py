@@ -291,7 +291,7 @@ class Histories(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("examples", [8, pytest.param(2000, marks=pytest.mark.nightly)])
-def test_no_history_brings_back_what_was_rolled_back(examples: int) -> None:
+def test_random_history_without_override_never_restores_rolled_back_version(examples: int) -> None:
     run_state_machine_as_test(
         Histories,
         settings=settings(

@@ -32,21 +32,21 @@ def scene() -> Scene:
     return scene
 
 
-def test_several_endpoints_in_one_order(scene: Scene) -> None:
+def test_history_of_several_endpoints_is_sorted_by_time(scene: Scene) -> None:
     lines = history(scene.context)
     assert {line.endpoint for line in lines} == {"digits", "digits-eu"}
     assert lines == tuple(sorted(lines, key=lambda line: (line.at, line.endpoint, line.sequence)))
     assert history(scene.context, "digits-eu") == tuple(line for line in lines if line.endpoint == "digits-eu")
 
 
-def test_a_change_names_what_serves_after_it(scene: Scene) -> None:
+def test_history_line_of_change_names_stable_version(scene: Scene) -> None:
     (first,) = (line for line in history(scene.context, "digits") if line.kind == "first-deployment")
     stable = first.versions["stable"]
     record = scene.record("1")
     assert (stable.version, stable.release, stable.manifest) == ("1", record.release, record.manifest)
 
 
-def test_what_moved_traffic(scene: Scene) -> None:
+def test_history_with_traffic_filter_lists_only_traffic_changes(scene: Scene) -> None:
     promote(scene.context, MODEL, scene.publish("b"), TARGET)
     scene.reconcile_all()
     moves = history(scene.context, "digits", traffic=True)
@@ -54,7 +54,7 @@ def test_what_moved_traffic(scene: Scene) -> None:
     assert [dict(line.traffic) for line in moves] == [{"v1": 100}, {"v1": 0, "v2": 100}]
 
 
-def test_a_move_that_failed_moved_no_traffic(scene: Scene) -> None:
+def test_history_line_of_failed_action_has_no_traffic(scene: Scene) -> None:
     journal = Journal.open(scene.context, "digits")
     (begun,) = (entry.body for entry in scene.world.ledger.read("digits") if isinstance(entry.body, Intent))
     again = journal.append(begun)
@@ -66,7 +66,7 @@ def test_a_move_that_failed_moved_no_traffic(scene: Scene) -> None:
     ]
 
 
-def test_who_and_when_and_how_many(scene: Scene) -> None:
+def test_history_with_since_actor_and_limit_returns_matching_lines(scene: Scene) -> None:
     scene.world.clock.advance(DAY)
     promote(scene.context, MODEL, scene.publish("b"), TARGET, actor="alice")
     scene.reconcile_all()
@@ -78,21 +78,21 @@ def test_who_and_when_and_how_many(scene: Scene) -> None:
     assert history(scene.context, actor="nobody") == ()
 
 
-def test_models_and_targets(scene: Scene) -> None:
+def test_history_with_model_and_target_returns_matching_lines(scene: Scene) -> None:
     assert history(scene.context, model=MODEL, target=TARGET) == history(scene.context)
     assert history(scene.context, model="other") == ()
     assert filter_endpoints(scene.context, HistoryFilter(target=TARGET)) == ("digits", "digits-eu")
     assert filter_endpoints(scene.context, HistoryFilter(target="other")) == ()
 
 
-def test_a_model_without_endpoints_has_a_history_too() -> None:
+def test_history_of_model_without_endpoint_lists_alias_changes() -> None:
     scene = Scene()
     scene.promote(scene.publish("a"))
     assert [line.kind for line in history(scene.context, model=MODEL, target=TARGET)] == ["aliases-written"]
     assert history(scene.context, target="other") == ()
 
 
-def test_a_deleted_endpoint_keeps_its_history(scene: Scene) -> None:
+def test_history_of_deleted_endpoint_is_kept(scene: Scene) -> None:
     delete_endpoint(scene.context, "digits", reason="moved")
     lines = history(scene.context, "digits", model=MODEL)
     assert [(line.kind, line.why) for line in lines][-2:] == [

@@ -31,7 +31,7 @@ def traffic(scene: Scene, requests: int, *, errors: tuple[int, int] = (0, 0), sl
     scene.reconcile()
 
 
-def test_a_healthy_candidate_reaches_all_traffic_by_itself() -> None:
+def test_reconcile_of_healthy_candidate_reaches_full_traffic() -> None:
     scene = begun()
     assert scene.traffic() == {"v1": 90, "v2": 10}
     rounds = 0
@@ -44,13 +44,13 @@ def test_a_healthy_candidate_reaches_all_traffic_by_itself() -> None:
     assert effects(scene.world.ledger.read("digits")) == ["first-deployment", "start", "advance", "finish"]
 
 
-def test_the_thresholds_stand_in_the_ledger_before_the_candidate_gets_a_request() -> None:
+def test_rollout_start_records_thresholds_before_traffic_moves() -> None:
     kinds = [entry.body.kind for entry in begun().world.ledger.read("digits")]
     assert kinds.index("thresholds-fixed") < [i for i, kind in enumerate(kinds) if kind == "intent"][1]
 
 
 @pytest.mark.parametrize("fault", ["errors", "slow", "refused"])
-def test_a_bad_candidate_is_rolled_back_by_itself_and_does_not_come_back(fault: str) -> None:
+def test_reconcile_of_failing_candidate_rolls_back_and_rejects_it(fault: str) -> None:
     scene = begun()
     for _ in range(40):
         count = 100
@@ -76,7 +76,7 @@ def test_a_bad_candidate_is_rolled_back_by_itself_and_does_not_come_back(fault: 
         scene.promote("2")
 
 
-def test_without_counts_nothing_moves_but_the_way_back(golden: Golden) -> None:
+def test_rollout_without_counts_stays_at_step_and_can_be_aborted(golden: Golden) -> None:
     scene = begun()
     traffic(scene, 1000)
     scene.world.provider.counted.down = True
@@ -89,7 +89,7 @@ def test_without_counts_nothing_moves_but_the_way_back(golden: Golden) -> None:
     assert scene.traffic() == {"v1": 100}
 
 
-def test_a_rollout_does_not_begin_blindly() -> None:
+def test_rollout_start_without_counts_raises_service_unavailable() -> None:
     scene = Scene()
     scene.bind(policy=GUARDED)
     scene.promote(scene.publish("a"))
@@ -104,7 +104,7 @@ def test_a_rollout_does_not_begin_blindly() -> None:
     assert scene.traffic() == {"v1": 90, "v2": 10}
 
 
-def test_no_traffic_is_no_success() -> None:
+def test_rollout_without_traffic_waits_for_operator() -> None:
     scene = begun()
     for _ in range(20):
         traffic(scene, 0)
@@ -113,7 +113,7 @@ def test_no_traffic_is_no_success() -> None:
     assert scene.traffic() == {"v1": 90, "v2": 10}
 
 
-def test_readings_are_written_once_a_minute_and_before_every_move() -> None:
+def test_reconcile_records_readings_at_most_once_per_interval() -> None:
     scene = begun(RolloutPolicy(steps=(0.1, 1.0), min_requests=(10**6,), guardrails=(Guardrail(name="errors"),)))
     before = len(scene.world.ledger.read("digits"))
     for _ in range(100):
@@ -125,7 +125,7 @@ def test_readings_are_written_once_a_minute_and_before_every_move() -> None:
 
 
 @pytest.mark.parametrize("restarts", [0, 1, 10, 40])
-def test_restarts_of_a_server_leave_the_verdict(restarts: int) -> None:
+def test_server_restarts_during_rollout_preserve_verdict(restarts: int) -> None:
     """Counters that begin anew add counts, and neither hide nor invent failures."""
     scene = begun(RolloutPolicy(steps=(0.1, 1.0), min_requests=(10**6,), guardrails=(Guardrail(name="errors"),)))
     counted = scene.world.provider.counted
@@ -141,7 +141,7 @@ def test_restarts_of_a_server_leave_the_verdict(restarts: int) -> None:
     assert counted.tallies["v2"].requests == 10 * (40 - max(0, restarts - 1)) + 30, "in the same round"
 
 
-def test_a_shadow_that_answers_otherwise_never_gets_traffic() -> None:
+def test_shadow_with_differing_answers_gets_no_traffic() -> None:
     scene = begun(SHADOWED)
     assert scene.traffic() == {"v2": 0, "v1": 100}
     for number in range(1, 20):
@@ -151,7 +151,7 @@ def test_a_shadow_that_answers_otherwise_never_gets_traffic() -> None:
     assert scene.state().roles.candidate is None
 
 
-def test_a_shadow_that_answers_alike_goes_on() -> None:
+def test_shadow_with_equal_answers_advances_to_next_step() -> None:
     scene = begun(SHADOWED)
     scene.world.provider.counted.shadow = ShadowCounts(compared=1000)
     scene.reconcile()

@@ -55,14 +55,14 @@ def trial() -> Site:
     return site
 
 
-def test_roll_back_without_a_key_moves_traffic(site: Site) -> None:
+def test_roll_back_without_key_moves_traffic(site: Site) -> None:
     assert roll_back(site.keyless, ENDPOINT, reason="3 am").moved_to == "v1"
     assert site.scene.traffic()["v1"] == 100
     reconcile_until_stable(site.keyless, ENDPOINT)
     assert site.scene.aliases()["champion-cpu"] == "1"
 
 
-def test_abort_and_pause_without_a_key_stop_a_rollout(trial: Site) -> None:
+def test_abort_and_pause_without_key_stop_rollout(trial: Site) -> None:
     send_command(trial.keyless, ENDPOINT, OperatorCommand.PAUSE)
     assert roll_back(trial.keyless, ENDPOINT, candidate_only=True).moved_from == "v3"
     assert trial.scene.traffic()["v2"] == 100
@@ -77,7 +77,7 @@ def test_abort_and_pause_without_a_key_stop_a_rollout(trial: Site) -> None:
         (lambda c: roll_back(c, ENDPOINT, to="3"), "was not stable, or is rejected"),
     ],
 )
-def test_grant_without_a_key_is_refused(trial: Site, grant: Callable[[Context], object], what: str) -> None:
+def test_grant_without_key_is_refused(trial: Site, grant: Callable[[Context], object], what: str) -> None:
     before = dict(trial.objects.data)
     with pytest.raises(MissingKeyError, match=what) as caught:
         grant(trial.keyless)
@@ -85,7 +85,7 @@ def test_grant_without_a_key_is_refused(trial: Site, grant: Callable[[Context], 
     assert trial.objects.data == before
 
 
-def test_withdraw_request_without_a_key_is_refused(site: Site) -> None:
+def test_withdraw_request_without_key_is_refused(site: Site) -> None:
     site.scene.world.provider.down = True
     with pytest.raises(StillPendingError):
         roll_back(site.keyless, ENDPOINT)
@@ -93,7 +93,7 @@ def test_withdraw_request_without_a_key_is_refused(site: Site) -> None:
         withdraw_request(site.keyless, ENDPOINT, reason="no")
 
 
-def test_reconcile_without_a_key_starts_nothing_and_restores(site: Site) -> None:
+def test_reconcile_without_key_restores_endpoint_but_starts_nothing(site: Site) -> None:
     site.scene.promote(site.scene.publish("c"))
     with pytest.raises(MissingKeyError, match="begins finish"):
         reconcile_until_stable(site.keyless, ENDPOINT)
@@ -103,7 +103,7 @@ def test_reconcile_without_a_key_starts_nothing_and_restores(site: Site) -> None
     assert site.scene.traffic()["v2"] == 100
 
 
-def test_reconcile_without_a_key_finishes_what_a_signed_intent_began(site: Site) -> None:
+def test_reconcile_without_key_finishes_signed_intent(site: Site) -> None:
     site.scene.promote(site.scene.publish("c"))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(site.scene.world.provider, "apply", killed)
@@ -119,7 +119,7 @@ def killed(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("is_begun", [True, False])
-def test_reconcile_outcome_that_was_forged_ends_no_rollback(site: Site, is_begun: bool) -> None:
+def test_reconcile_with_forged_outcome_completes_pending_rollback(site: Site, is_begun: bool) -> None:
     site.scene.world.provider.down = True
     with pytest.raises(StillPendingError):
         roll_back(site.scene.context, ENDPOINT)
@@ -137,7 +137,7 @@ def test_reconcile_outcome_that_was_forged_ends_no_rollback(site: Site, is_begun
     assert site.scene.record("2").tags["onnxops.rolled-back.digits"]
 
 
-def test_roll_back_does_not_ask_a_signing_service(site: Site) -> None:
+def test_roll_back_with_remote_signer_requests_no_signature(site: Site) -> None:
     asked: list[bytes] = []
     service = FakeSigner()
     service.is_local = False

@@ -112,7 +112,7 @@ def _line(entry: LedgerEntry) -> str:
 
 
 @pytest.mark.parametrize("name", RECONCILED)
-def test_killed_between_any_two_effects(name: str, tmp_path: Path, sweep: Sweep) -> None:
+def test_reconcile_killed_between_effects_is_completed_by_next_process(name: str, tmp_path: Path, sweep: Sweep) -> None:
     copies = asked(name)
     whole = copies()
     moments = moments_of_effects(whole)
@@ -127,7 +127,7 @@ def test_killed_between_any_two_effects(name: str, tmp_path: Path, sweep: Sweep)
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", RECONCILED)
-def test_killed_again_while_it_makes_good(name: str, tmp_path: Path, sweep: Sweep) -> None:
+def test_reconcile_killed_twice_is_completed_by_third_process(name: str, tmp_path: Path, sweep: Sweep) -> None:
     copies = asked(name)
     whole = copies()
     moments = moments_of_effects(whole)

@@ -49,7 +49,7 @@ def during_an_update(scene: Scene, every_half_lease: Callable[[int], object]) ->
     provider.apply = slowly  # type: ignore[method-assign]
 
 
-def test_the_lease_is_kept_for_as_long_as_an_update_takes(scene: Scene, golden: Golden) -> None:
+def test_lease_during_long_update_is_renewed(scene: Scene, golden: Golden) -> None:
     reports: list[str] = []
 
     def look(turn: int) -> None:
@@ -68,9 +68,7 @@ def test_the_lease_is_kept_for_as_long_as_an_update_takes(scene: Scene, golden: 
     assert {entry.body.of for entry in found} == {intents[-1]}  # type: ignore[union-attr]
 
 
-def test_a_holder_that_stands_still_loses_its_lease(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, golden: Golden
-) -> None:
+def test_lease_of_stopped_holder_expires(scene: Scene, monkeypatch: pytest.MonkeyPatch, golden: Golden) -> None:
     """A process that was stopped does not renew; it is overtaken, and what it does then is refused."""
     monkeypatch.setattr(lease, "LEASE_CHECK_INTERVAL_S", 3600.0)
 
@@ -84,7 +82,7 @@ def test_a_holder_that_stands_still_loses_its_lease(
     assert scene.traffic() == {"v2": 100, "v1": 0}
 
 
-def test_who_was_overtaken_renews_no_more(scene: Scene) -> None:
+def test_lease_of_overtaken_holder_is_not_renewed(scene: Scene) -> None:
     """An operator does not ask for a lease. What was theirs stays theirs, however long the other one runs."""
 
     def look(turn: int) -> None:
@@ -98,7 +96,7 @@ def test_who_was_overtaken_renews_no_more(scene: Scene) -> None:
     assert scene.traffic()["v1"] == 100
 
 
-def test_a_ledger_that_is_out_of_reach_for_a_while_costs_nothing(scene: Scene) -> None:
+def test_lease_renewal_with_transient_ledger_errors_completes_update(scene: Scene) -> None:
     ledger = scene.world.ledger
     append = ledger.append
     failed: list[LedgerEntry] = []
@@ -116,7 +114,7 @@ def test_a_ledger_that_is_out_of_reach_for_a_while_costs_nothing(scene: Scene) -
     assert scene.traffic() == {"v2": 100, "v1": 0}
 
 
-def test_only_the_open_intent_can_be_renewed() -> None:
+def test_renew_lease_without_open_intent_returns_false() -> None:
     scene = serving("a")
     journal = Journal.open(scene.context, "digits")
     assert not renew_lease(journal, journal.state.generation)

@@ -49,7 +49,7 @@ def whats(chat: FakeNotifier) -> list[NotificationKind]:
     return [notice.what for notice in chat.received]
 
 
-def test_a_rollback_is_told_once_and_the_ledger_says_so() -> None:
+def test_send_pending_after_rollback_notifies_once_and_records_it() -> None:
     scene, chat = with_chat(on_trial())
     send_pending(scene.context, "digits")
     before = len(chat.received)
@@ -61,14 +61,14 @@ def test_a_rollback_is_told_once_and_the_ledger_says_so() -> None:
     assert send_pending(scene.context, "digits") == (DeliveryResult(endpoint="digits", notifier=CHAT),)
 
 
-def test_with_nobody_to_tell_nothing_is_written() -> None:
+def test_send_pending_without_notifier_writes_nothing() -> None:
     scene = on_trial()
     head = scene.state().head
     assert send_pending(scene.context, "digits") == ()
     assert scene.state().head == head
 
 
-def test_old_history_is_not_told_to_a_notifier_that_is_new() -> None:
+def test_send_pending_to_new_notifier_skips_old_history() -> None:
     scene = on_trial()
     alarm(scene)
     scene.world.clock.advance(REPEAT_INTERVAL_S + 1)
@@ -81,7 +81,7 @@ def test_old_history_is_not_told_to_a_notifier_that_is_new() -> None:
     assert NotificationKind.ROLLED_BACK in whats(chat)
 
 
-def test_what_is_due_does_not_grow_old_while_the_notifier_is_down() -> None:
+def test_pending_notification_after_notifier_outage_is_delivered() -> None:
     scene, chat = with_chat(on_trial())
     chat.down = True
     alarm(scene)
@@ -93,7 +93,7 @@ def test_what_is_due_does_not_grow_old_while_the_notifier_is_down() -> None:
     assert whats(chat)[-1] is NotificationKind.ROLLED_BACK
 
 
-def test_one_notifier_that_is_down_does_not_keep_another_back() -> None:
+def test_send_pending_with_one_failed_notifier_reaches_others() -> None:
     scene, chat = with_chat(on_trial())
     mail = scene.world.notifiers["mail"] = FakeNotifier()
     mail.down = True
@@ -107,7 +107,7 @@ def test_one_notifier_that_is_down_does_not_keep_another_back() -> None:
     assert mail.received == chat.received
 
 
-def test_a_registry_that_is_down_takes_nothing_but_the_link() -> None:
+def test_send_pending_without_registry_sends_rollback_notification() -> None:
     scene, chat = with_chat(on_trial())
     alarm(scene)
     scene.world.registry.down = True
@@ -115,14 +115,14 @@ def test_a_registry_that_is_down_takes_nothing_but_the_link() -> None:
     assert whats(chat)[-1] is NotificationKind.ROLLED_BACK
 
 
-def test_the_link_is_the_registrys_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notification_link_points_to_registry_page(monkeypatch: pytest.MonkeyPatch) -> None:
     scene, chat = with_chat(on_trial())
     monkeypatch.setattr(scene.world.registry, "where", lambda model: f"https://registry.example/{model}")
     send_pending(scene.context, "digits")
     assert chat.received[-1].link == "https://registry.example/digits"
 
 
-def test_a_refusal_is_told_once_though_it_is_set_again() -> None:
+def test_refused_alias_set_again_is_notified_once() -> None:
     scene, chat = with_chat(misled(CHAMPION))
     for _ in range(3):
         reconcile_until_stable(scene.context, "digits")
@@ -139,7 +139,7 @@ def drive(scene: Scene) -> None:
     send_pending(scene.context, "digits")
 
 
-def test_killed_at_any_moment_a_rollback_is_told_at_least_once() -> None:
+def test_rollback_notification_after_kill_is_sent_at_least_once() -> None:
     copies = copies_of(lambda: with_chat(on_trial())[0])
     whole = copies()
     whole.faults = counted = Faults()
@@ -193,7 +193,7 @@ def play(scene: Scene, chat: FakeNotifier, deed: str) -> None:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(story=STORIES)
-def test_every_automatic_rollback_of_any_history_is_told(story: list[tuple[str, int | None]]) -> None:
+def test_automatic_rollback_in_random_history_is_notified(story: list[tuple[str, int | None]]) -> None:
     """Whatever else happens, whichever process is killed where, and however long the notifier is down."""
     scene, chat = with_chat(TRIALS()())
     send_pending(scene.context, "digits")
@@ -233,7 +233,7 @@ def automatic(entries: tuple[LedgerEntry, ...]) -> set[int]:
     return found
 
 
-def test_two_that_notify_at_once_lose_nothing() -> None:
+def test_concurrent_send_pending_loses_no_notification() -> None:
     scene, chat = with_chat(on_trial())
     alarm(scene)
     threads = [threading.Thread(target=send_pending, args=(scene.world.context(f"p{n}"), "digits")) for n in range(4)]
@@ -245,7 +245,7 @@ def test_two_that_notify_at_once_lose_nothing() -> None:
     assert scene.state().notified[CHAT] == max(notice.sequence for notice in chat.received)
 
 
-def test_a_writer_in_between_is_no_hindrance() -> None:
+def test_send_pending_with_ledger_conflicts_succeeds() -> None:
     scene, chat = with_chat(on_trial())
     append = scene.world.ledger.append
     busy = [3]
@@ -265,7 +265,7 @@ def test_a_writer_in_between_is_no_hindrance() -> None:
     assert chat.received
 
 
-def test_a_wait_for_a_person_is_written_once_for_each_step(golden: Golden) -> None:
+def test_approval_wait_is_notified_once_per_step(golden: Golden) -> None:
     scene, chat = with_chat(on_trial())
     send_pending(scene.context, "digits")
     golden("reasons", chat.received[-1].headline)
@@ -281,21 +281,21 @@ def test_a_wait_for_a_person_is_written_once_for_each_step(golden: Golden) -> No
 
 
 @pytest.mark.parametrize("kind", [WaitKind.IDLE, WaitKind.ANALYZING])
-def test_other_waits_are_nobodys_business(kind: WaitKind) -> None:
+def test_record_pause_of_idle_or_analyzing_wait_writes_nothing(kind: WaitKind) -> None:
     scene = on_trial()
     before = scene.state()
     record_pause(Journal.open(scene.context, "digits"), Wait(why="", kind=kind))
     assert scene.state() == before
 
 
-def test_what_an_operator_paused_is_no_news_to_him() -> None:
+def test_record_pause_after_operator_pause_writes_nothing() -> None:
     scene = on_trial()
     scene.say(OperatorCommand.PAUSE)
     record_pause(Journal.open(scene.context, "digits"), Wait(why="paused", kind=WaitKind.PAUSED))
     assert scene.state().pause is None
 
 
-def test_a_hold_stays_through_a_repair() -> None:
+def test_recorded_pause_survives_endpoint_restore() -> None:
     scene = on_trial()
     journal = Journal.open(scene.context, "digits")
     journal.append(RolloutPaused(wait=WaitKind.INCONCLUSIVE, step=0, why="no traffic"))
@@ -304,7 +304,7 @@ def test_a_hold_stays_through_a_repair() -> None:
     assert scene.state().pause is not None
 
 
-def test_after_traffic_has_moved_nothing_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_send_pending_each_with_notifier_bug_returns_error(monkeypatch: pytest.MonkeyPatch) -> None:
     scene, _ = with_chat(serving("a"))
 
     def broken(_: Notification) -> None:
@@ -315,7 +315,7 @@ def test_after_traffic_has_moved_nothing_is_raised(monkeypatch: pytest.MonkeyPat
     assert deliveries.error == "a bug"
 
 
-def test_a_test_goes_through_every_notifier() -> None:
+def test_send_test_message_calls_all_notifiers() -> None:
     scene, chat = with_chat(Scene())
     scene.world.notifiers["mail"] = mail = FakeNotifier()
     mail.down = True
@@ -338,7 +338,7 @@ class Passes:
             self.loop.send_all()
 
 
-def test_a_notifier_that_is_down_is_asked_less_and_less_often_and_told_of_once(
+def test_notifier_outage_is_retried_with_backoff_and_reported_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scene, chat = with_chat(on_trial())
@@ -360,7 +360,7 @@ def test_a_notifier_that_is_down_is_asked_less_and_less_often_and_told_of_once(
     assert passes.deliveries[-1].sent
 
 
-def test_a_herald_outlives_a_bug_and_says_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notification_loop_after_bug_sends_pending_when_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     scene, chat = with_chat(on_trial())
     stopped = threading.Event()
     loop = NotificationLoop(scene.context, interval_s=3600.0, endpoints=lambda: ("digits",), on_result=lambda _: None)

@@ -27,7 +27,7 @@ def overrides(scene: Scene) -> list[LedgerEntry]:
     return [entry for entry in scene.world.ledger.read("digits") if isinstance(entry.body, OverrideRecorded)]
 
 
-def test_a_signed_override_goes_into_the_ledger_under_its_givers_name(scene: Scene) -> None:
+def test_reconcile_with_signed_override_records_its_author(scene: Scene) -> None:
     scene.give_override("2", "the old one is worse")
     scene.set_alias(CHALLENGER, "2")
     scene.reconcile()
@@ -37,7 +37,7 @@ def test_a_signed_override_goes_into_the_ledger_under_its_givers_name(scene: Sce
     assert (entry.actor, entry.body.reason) == ("alice", "the old one is worse")
 
 
-def test_a_tag_that_no_server_signed_overrides_nothing(scene: Scene) -> None:
+def test_override_tag_without_trusted_signature_is_ignored(scene: Scene) -> None:
     scene.world.registry.annotate(MODEL, "2", {override_reason_tag(TARGET): "sure"})
     scene.set_alias(CHALLENGER, "2")
     assert scene.reconcile()[0].refused
@@ -48,7 +48,7 @@ def test_a_tag_that_no_server_signed_overrides_nothing(scene: Scene) -> None:
     assert scene.traffic() == {"v1": 100}
 
 
-def test_an_override_is_taken_up_once_and_does_not_outlive_a_rollback(scene: Scene) -> None:
+def test_override_signed_before_rollback_is_not_applied_again(scene: Scene) -> None:
     scene.give_override("2", "sure")
     scene.set_alias(CHALLENGER, "2")
     scene.reconcile()
@@ -88,7 +88,7 @@ def behind_a_server(*, refusing: bool) -> Scene:
     return with_candidate(serving("a", world=world), verdict=Verdict.FAIL)
 
 
-def test_a_promotion_with_override_is_the_same_override_as_the_servers() -> None:
+def test_promote_with_override_behind_veto_server_records_one_override() -> None:
     scene = behind_a_server(refusing=False)
     scene.promote("2", override=True, reason="sure")
     scene.reconcile()
@@ -99,7 +99,7 @@ def test_a_promotion_with_override_is_the_same_override_as_the_servers() -> None
     assert len(overrides(scene)) == 1
 
 
-def test_who_may_not_override_at_the_server_does_not_override_in_the_ledger() -> None:
+def test_promote_with_override_refused_by_server_records_nothing() -> None:
     scene = behind_a_server(refusing=True)
     with pytest.raises(RefusedError, match="lets only alice override"):
         scene.promote("2", override=True, reason="sure")
@@ -126,7 +126,7 @@ def vetoing() -> tuple[Scene, VetoingRegistry]:
     return serving("a", "b", world=FakeWorld(registry=registry)), registry
 
 
-def test_a_rollback_stands_although_the_server_refuses_its_alias() -> None:
+def test_rollback_with_vetoed_alias_moves_traffic_and_keeps_alias_pending() -> None:
     scene, registry = vetoing()
     registry.vetoed = {"1"}
     scene.roll_back()
@@ -141,7 +141,7 @@ def test_a_rollback_stands_although_the_server_refuses_its_alias() -> None:
     assert scene.state().pending_aliases == {}
 
 
-def test_what_cannot_be_put_back_is_taken_away() -> None:
+def test_refused_champion_alias_that_cannot_be_restored_is_deleted() -> None:
     scene, registry = vetoing()
     scene.set_alias(CHAMPION, scene.publish("c", verdict=Verdict.FAIL))
     registry.vetoed = {"2"}
@@ -150,7 +150,7 @@ def test_what_cannot_be_put_back_is_taken_away() -> None:
     assert scene.traffic()["v2"] == 100
 
 
-def test_the_old_champion_becomes_previous_before_the_new_one_is_named() -> None:
+def test_finish_sets_previous_alias_before_champion_alias() -> None:
     scene, registry = vetoing()
     registry.asked.clear()
     scene.serve(scene.publish("c"))
@@ -181,7 +181,7 @@ def overridden_and_rolled_back() -> Scene:
 
 
 @pytest.mark.parametrize("alias", [CHALLENGER, CHAMPION])
-def test_what_was_rolled_back_stays_so_in_a_ledger_that_does_not_know(alias: str) -> None:
+def test_rolled_back_version_in_new_ledger_is_refused(alias: str) -> None:
     """Its override of then is as valid as ever; the registry remembers that the rollback came later."""
     scene = overridden_and_rolled_back()
     scene.set_alias(alias, "2")
@@ -194,7 +194,7 @@ def test_what_was_rolled_back_stays_so_in_a_ledger_that_does_not_know(alias: str
 
 
 @pytest.mark.parametrize("hours", [0, -1], ids=["a right clock", "a slow clock"])
-def test_a_later_override_brings_it_back_there_too(hours: int) -> None:
+def test_later_override_in_new_ledger_serves_rolled_back_version(hours: int) -> None:
     scene = overridden_and_rolled_back()
     scene.world.clock.advance(3600 * hours)
     scene.promote("2", override=True, reason="sure again")
@@ -202,7 +202,7 @@ def test_a_later_override_brings_it_back_there_too(hours: int) -> None:
     assert scene.traffic()["v2"] == 100
 
 
-def test_a_version_that_serves_again_is_told_to_be_free() -> None:
+def test_rolled_back_tag_of_version_that_serves_again_is_cleared() -> None:
     scene = serving("a", "b")
     scene.roll_back()
     scene.reconcile()

@@ -61,19 +61,19 @@ BY_HAND = [promote_by_alias, move_champion, promote_by_command]
 
 
 @pytest.mark.parametrize("always", [False, True])
-def test_run_newer_release_takes_the_place(scene: Scene, always: bool) -> None:
+def test_run_of_newer_release_serves_it(scene: Scene, always: bool) -> None:
     assert run(scene, scene.publish("c"), always=always).left == ""
     assert scene.traffic()["v3"] == 100
 
 
 @pytest.mark.parametrize("always", [False, True])
-def test_run_same_release_changes_nothing(scene: Scene, always: bool) -> None:
+def test_run_of_serving_release_changes_nothing(scene: Scene, always: bool) -> None:
     before = scene.state().head
     assert run(scene, "2", always=always).did == "serves already"
     assert scene.state().head == before
 
 
-def test_run_older_release_is_left_and_says_so_once(scene: Scene) -> None:
+def test_run_of_older_release_is_left_and_recorded_once(scene: Scene) -> None:
     for _ in range(3):
         done = run(scene, "1")
         assert (done.did, done.left, done.endpoints) == ("left", "2", (ENDPOINT,))
@@ -86,13 +86,13 @@ def test_run_older_release_is_left_and_says_so_once(scene: Scene) -> None:
     assert [line.what for line in lines if line.kind == "release-left"] == ["left version 1"]
 
 
-def test_run_reverted_by_a_commit_serves_where_the_repository_decides(scene: Scene) -> None:
+def test_run_of_older_release_with_always_serves_it(scene: Scene) -> None:
     assert run(scene, "1", always=True).did == "challenger"
     assert scene.traffic()["v1"] == 100
 
 
 @pytest.mark.parametrize("by_hand", BY_HAND)
-def test_run_fifty_times_after_a_promotion_by_hand_moves_no_traffic(
+def test_repeated_run_after_manual_promotion_moves_no_traffic(
     scene: Scene, by_hand: Callable[[Scene, str], None]
 ) -> None:
     by_hand(scene, "1")
@@ -109,7 +109,7 @@ def test_run_fifty_times_after_a_promotion_by_hand_moves_no_traffic(
 
 
 @pytest.mark.parametrize("by_hand", BY_HAND)
-def test_promotion_by_hand_of_what_a_run_left_serves(scene: Scene, by_hand: Callable[[Scene, str], None]) -> None:
+def test_manual_promotion_of_left_release_serves_it(scene: Scene, by_hand: Callable[[Scene, str], None]) -> None:
     run(scene, "1")
     by_hand(scene, "1")
     assert scene.traffic()["v1"] == 100
@@ -117,7 +117,7 @@ def test_promotion_by_hand_of_what_a_run_left_serves(scene: Scene, by_hand: Call
 
 
 @pytest.mark.parametrize("always", [False, True])
-def test_run_release_that_was_rolled_back_is_refused(scene: Scene, always: bool) -> None:
+def test_run_of_rolled_back_release_is_refused(scene: Scene, always: bool) -> None:
     scene.roll_back()
     scene.reconcile()
     with pytest.raises(RefusedError, match="rolled this release back"):
@@ -125,7 +125,7 @@ def test_run_release_that_was_rolled_back_is_refused(scene: Scene, always: bool)
     assert scene.traffic()["v1"] == 100
 
 
-def test_run_after_an_override_by_hand_moves_no_traffic(scene: Scene) -> None:
+def test_run_after_manual_override_moves_no_traffic(scene: Scene) -> None:
     scene.roll_back()
     scene.reconcile()
     scene.promote("2", override=True, reason="it was the load balancer")
@@ -136,7 +136,7 @@ def test_run_after_an_override_by_hand_moves_no_traffic(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("always", [False, True])
-def test_run_while_its_own_release_is_on_trial_goes_on(always: bool) -> None:
+def test_run_during_trial_of_same_release_keeps_candidate(always: bool) -> None:
     scene = Scene()
     scene.bind(policy=CANARY)
     run(scene, scene.publish("a"))
@@ -146,7 +146,7 @@ def test_run_while_its_own_release_is_on_trial_goes_on(always: bool) -> None:
         assert scene.state().roles.candidate is not None
 
 
-def test_run_older_release_during_a_trial_leaves_the_candidate() -> None:
+def test_run_of_older_release_during_trial_keeps_candidate() -> None:
     scene = Scene()
     scene.bind(policy=CANARY)
     run(scene, scene.publish("a"))
@@ -159,7 +159,7 @@ def test_run_older_release_during_a_trial_leaves_the_candidate() -> None:
     assert run(scene, "1").did != "left"  # it serves
 
 
-def test_run_whose_start_was_killed_is_continued(scene: Scene) -> None:
+def test_run_after_failed_start_is_continued(scene: Scene) -> None:
     version = scene.publish("c")
     scene.world.provider.down = True
     with pytest.raises(OnnxOpsError):
@@ -170,7 +170,7 @@ def test_run_whose_start_was_killed_is_continued(scene: Scene) -> None:
     assert scene.traffic()["v3"] == 100
 
 
-def test_run_without_an_endpoint_leaves_the_champion_of_a_person() -> None:
+def test_run_without_endpoint_keeps_manually_set_champion() -> None:
     scene = Scene()
     for seed in ("a", "b"):
         version = scene.publish(seed)
@@ -184,26 +184,26 @@ def test_run_without_an_endpoint_leaves_the_champion_of_a_person() -> None:
     assert scene.aliases()[CHAMPION] == "2"
 
 
-def test_run_after_the_endpoint_was_deleted_serves_again(scene: Scene) -> None:
+def test_run_after_endpoint_deletion_serves_older_release(scene: Scene) -> None:
     delete_endpoint(scene.context, ENDPOINT, reason="test")
     scene.bind()
     assert run(scene, "1").left == ""
     assert scene.traffic()["v1"] == 100
 
 
-def test_run_older_release_that_a_person_has_just_requested_is_not_left(scene: Scene) -> None:
+def test_run_of_older_release_requested_by_alias_is_not_left(scene: Scene) -> None:
     scene.set_alias(CHALLENGER, "1")
     assert run(scene, "1").did == "challenger"
     assert scene.traffic()["v1"] == 100
 
 
-def test_run_with_a_registry_made_anew_takes_its_number_for_no_older_release(scene: Scene) -> None:
+def test_find_successor_of_reused_version_number_returns_none(scene: Scene) -> None:
     other = scene.record(scene.publish("z")).release
     assert find_successor(scene.state(), "1", other) is None
     assert find_successor(scene.state(), "1", scene.record("1").release) == scene.state().roles.stable
 
 
-def test_run_two_endpoints_of_which_one_was_changed_by_hand_leaves_both(scene: Scene) -> None:
+def test_run_with_one_of_two_endpoints_promoted_manually_leaves_both(scene: Scene) -> None:
     scene.bind("digits-eu")
     scene.reconcile_all()
     promote_by_alias(scene, "1")

@@ -36,7 +36,7 @@ def scene() -> Scene:
     return scene
 
 
-def test_what_is_served_or_newest_stays(scene: Scene, golden: Golden) -> None:
+def test_plan_pruning_keeps_served_and_newest_versions(scene: Scene, golden: Golden) -> None:
     found = plan(scene)
     assert versions(found) == ["1", "4"]
     golden("reasons", "\n".join(sorted(f"{kept.version.version}: {kept.why}" for kept in found.retained)))
@@ -45,7 +45,7 @@ def test_what_is_served_or_newest_stays(scene: Scene, golden: Golden) -> None:
     assert plan_pruning(scene.context, ["nothing"], keep=5, older_than_s=0.0).remove == {"nothing": ()}
 
 
-def test_pruning_removes_the_versions_and_their_folders(scene: Scene) -> None:
+def test_prune_deletes_versions_and_their_folders(scene: Scene) -> None:
     before = plan(scene)
     gone = scene.record("1").manifest
     removed = prune(scene.context, before)
@@ -57,7 +57,7 @@ def test_pruning_removes_the_versions_and_their_folders(scene: Scene) -> None:
     assert scene.roll_back().moved_to == "v2"
 
 
-def test_folders_of_versions_that_are_gone_already_go_once_they_are_old(scene: Scene) -> None:
+def test_prune_deletes_old_folders_of_deleted_versions(scene: Scene) -> None:
     """A pruning was killed between a version and its folder."""
     gone = scene.record("1").manifest
     scene.world.registry.delete_version(MODEL, "1")
@@ -68,7 +68,7 @@ def test_folders_of_versions_that_are_gone_already_go_once_they_are_old(scene: S
     assert plan(scene).folders == ()
 
 
-def test_folders_that_an_endpoint_needs_by_now_stay(scene: Scene) -> None:
+def test_prune_with_needed_folder_in_plan_keeps_folder(scene: Scene) -> None:
     found = plan(scene)
     needed = scene.record("3").manifest
     removed = prune(
@@ -78,12 +78,12 @@ def test_folders_that_an_endpoint_needs_by_now_stay(scene: Scene) -> None:
     assert scene.world.files.location(needed) is not None
 
 
-def test_an_endpoint_that_does_not_answer_keeps_all_it_ever_served(scene: Scene) -> None:
+def test_plan_pruning_with_silent_endpoint_keeps_all_served_versions(scene: Scene) -> None:
     scene.world.provider.down = True
     assert versions(plan(scene)) == ["4"]
 
 
-def test_versions_that_are_needed_since_the_plan_stay(scene: Scene) -> None:
+def test_prune_keeps_versions_needed_since_plan(scene: Scene) -> None:
     before = plan(scene)
     assert versions(before) == ["1", "4"]
     scene.set_alias("somebody-elses", "4")
@@ -97,7 +97,7 @@ def test_versions_that_are_needed_since_the_plan_stay(scene: Scene) -> None:
     st.lists(st.sampled_from(("publish", "serve", "trial", "back", "reconcile", "age")), min_size=1, max_size=10),
     st.integers(1, 3),
 )
-def test_whatever_happened_before_nothing_in_use_goes(happened: list[str], keep: int) -> None:
+def test_prune_after_random_history_keeps_versions_in_use(happened: list[str], keep: int) -> None:
     scene = Scene()
     scene.bind(policy=CANARY)
     count = 0
@@ -128,7 +128,7 @@ def test_whatever_happened_before_nothing_in_use_goes(happened: list[str], keep:
         assert str(count) in left
 
 
-def test_what_providers_hold_for_nobody_is_told_and_removed(scene: Scene) -> None:
+def test_prune_deletes_orphaned_provider_resources(scene: Scene) -> None:
     served = must(scene.state().roles.stable)
     mine, theirs = (
         OrphanedResource(kind="model", name=name, why="no state names it", paid=True)
@@ -142,7 +142,7 @@ def test_what_providers_hold_for_nobody_is_told_and_removed(scene: Scene) -> Non
     assert find_orphans(scene.context, ["digits"]) == OrphanSurvey()
 
 
-def test_what_an_open_intent_is_about_to_serve_is_needed(scene: Scene) -> None:
+def test_find_orphans_excludes_model_of_open_intent(scene: Scene) -> None:
     candidate = scene.publish("f")
     manifest = scene.record(candidate).manifest
     scene.world.provider.left["digits"] = [
@@ -156,7 +156,7 @@ def test_what_an_open_intent_is_about_to_serve_is_needed(scene: Scene) -> None:
     assert find_orphans(scene.context, ["digits"]) == OrphanSurvey()
 
 
-def test_a_provider_that_does_not_answer_is_not_taken_for_a_tidy_one(scene: Scene) -> None:
+def test_find_orphans_with_unreachable_provider_reports_it_as_silent(scene: Scene) -> None:
     scene.world.provider.down = True
     assert find_orphans(scene.context, ["digits"]).silent == ("digits",)
     assert plan(scene).orphans.silent == ("digits",)

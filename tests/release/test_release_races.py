@@ -70,7 +70,7 @@ def writing(body: EntryBody, stream: str = "digits") -> Callable[[Context], obje
 SPEAK = writing(OperatorCommandSent(command=OperatorCommand.PAUSE, reason="let me look"))
 
 
-def test_reconciling_beside_the_background_job_of_a_rollback() -> None:
+def test_reconcile_beside_second_reconciler_ends_as_alone() -> None:
     alone = rolled_back_alone()
     alone.reconcile()
     scenes = beside(rolled_back_alone, drive, Scene.reconcile)
@@ -78,7 +78,7 @@ def test_reconciling_beside_the_background_job_of_a_rollback() -> None:
     assert [end_of(scene) for scene in scenes] == [end_of(alone)] * len(scenes)
 
 
-def test_several_drivers_on_one_folder(tmp_path: Path) -> None:
+def test_concurrent_reconcilers_on_one_ledger_folder_write_aliases(tmp_path: Path) -> None:
     scene = Scene(world=FakeWorld(ledger=ObjectLedger(LocalObjects(tmp_path), make_ledger_keys())))
     scene.bind()
     for seed in ("a", "b"):
@@ -97,7 +97,7 @@ def test_several_drivers_on_one_folder(tmp_path: Path) -> None:
         assert scene.aliases()[CHAMPION] == ("1" if turn % 2 == 0 else "2")
 
 
-def test_who_never_gets_an_entry_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reconcile_with_endless_conflicts_raises_ledger_conflict_error(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = rolled_back_alone()
     ledger = type(scene.world.ledger)
     append = ledger.append
@@ -120,20 +120,20 @@ def test_who_never_gets_an_entry_gives_up(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(asked) >= MAX_CONFLICT_ATTEMPTS
 
 
-def test_an_operators_word_is_heard_beside_a_writer() -> None:
+def test_send_command_beside_other_writer_is_recorded() -> None:
     write = writing(ThresholdsFixed(candidate=digest_bytes(b"1"), thresholds=None))
     scenes = beside(on_trial, write, lambda scene: scene.say(OperatorCommand.PAUSE))
     assert {scene.state().command for scene in scenes} == {OperatorCommand.PAUSE}
 
 
-def test_an_endpoint_is_bound_anew_beside_an_operator() -> None:
+def test_rebind_beside_operator_command_records_both() -> None:
     scenes = beside(on_trial, SPEAK, lambda scene: scene.bind(policy=AT_ONCE))
     assert len(scenes) > 3
     for scene in scenes:
         assert (scene.state().policy, scene.state().command) == (AT_ONCE, OperatorCommand.PAUSE)
 
 
-def test_an_override_is_given_beside_an_operator() -> None:
+def test_override_beside_operator_command_is_recorded_once() -> None:
     scenes = beside(
         lambda: with_candidate(on_trial(), verdict=Verdict.FAIL),
         SPEAK,
@@ -145,7 +145,7 @@ def test_an_override_is_given_beside_an_operator() -> None:
         assert [(one.version, one.reason) for one in given] == [("2", "by hand")]
 
 
-def test_a_champion_that_nothing_serves_is_told_beside_another() -> None:
+def test_promote_without_endpoint_beside_other_writer_sets_champion() -> None:
     write = writing(AliasesWritten(aliases={"x": "1"}), "digits@cpu")
     scenes = beside(lambda: with_candidate(Scene()), write, lambda scene: scene.promote("1"))
     assert len(scenes) > 6
@@ -155,7 +155,7 @@ def test_a_champion_that_nothing_serves_is_told_beside_another() -> None:
 
 
 @pytest.mark.parametrize("other", [SPEAK, drive], ids=["operator", "driver"])
-def test_an_endpoint_is_deleted_beside_an_operator_or_a_driver(other: Callable[[Context], object]) -> None:
+def test_delete_endpoint_beside_other_writer_completes_once(other: Callable[[Context], object]) -> None:
     def delete(scene: Scene) -> None:
         delete_endpoint(scene.context, "digits", reason="old")
 

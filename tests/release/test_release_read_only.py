@@ -21,9 +21,7 @@ def scene(tmp_path: Path) -> Scene:
         return serving("a", "b")
 
 
-def test_rollback_in_a_ledger_that_cannot_be_written_names_the_runbook(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_roll_back_with_read_only_ledger_names_runbook(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> bool:
         raise StorageError("a file or folder is not accessible", why="[Errno 30] Read-only file system")
 
@@ -34,7 +32,7 @@ def test_rollback_in_a_ledger_that_cannot_be_written_names_the_runbook(
     assert dict(scene.traffic()) == before
 
 
-def test_rollback_in_a_copy_of_the_ledger_is_put_back_into_the_original(scene: Scene, tmp_path: Path) -> None:
+def test_rollback_in_copied_ledger_survives_merge_into_original(scene: Scene, tmp_path: Path) -> None:
     ledger, aside, copy = (tmp_path / "project" / STATE / name for name in ("ledger", "original", "copy"))
     assert scene.traffic()["v2"] == 100
     shutil.copytree(ledger, aside)

@@ -55,7 +55,7 @@ def scene() -> Scene:
     return serving("a", "b", "c")
 
 
-def test_back_to_the_previous_version(scene: Scene) -> None:
+def test_roll_back_moves_traffic_to_previous_version(scene: Scene) -> None:
     rolled = scene.roll_back()
     assert (rolled.moved_from, rolled.moved_to, rolled.reason) == ("v3", "v2", "it is slow")
     assert set(rolled.pending_aliases) == {CHAMPION, CHALLENGER, PREVIOUS}
@@ -67,7 +67,7 @@ def test_back_to_the_previous_version(scene: Scene) -> None:
     assert scene.state().pending_aliases == {}
 
 
-def test_back_to_a_version_by_name(scene: Scene) -> None:
+def test_roll_back_to_named_version_moves_traffic_to_it(scene: Scene) -> None:
     assert scene.roll_back(to="v1").moved_to == "v1"
     assert scene.traffic() == {"v1": 100, "v3": 0, "v2": 0}
     with pytest.raises(NotFoundError, match="v9 never served here") as caught:
@@ -75,7 +75,7 @@ def test_back_to_a_version_by_name(scene: Scene) -> None:
     assert "v1, v2, v3" in caught.value.remedy
 
 
-def test_a_version_that_was_rolled_back_is_no_way_back_unless_a_person_insists(scene: Scene) -> None:
+def test_roll_back_to_rejected_version_requires_force(scene: Scene) -> None:
     scene.roll_back()
     with pytest.raises(RefusedError, match="v3 was rolled back itself"):
         scene.roll_back(to="3")
@@ -88,7 +88,7 @@ def test_a_version_that_was_rolled_back_is_no_way_back_unless_a_person_insists(s
 
 
 @pytest.mark.parametrize("to", [None, "2", "v2"])
-def test_asking_again_for_what_was_done_changes_nothing(scene: Scene, to: str | None) -> None:
+def test_repeated_roll_back_after_success_changes_nothing(scene: Scene, to: str | None) -> None:
     scene.roll_back(to=to)
     before = scene.world.ledger.read("digits")
     again = scene.roll_back(to=to)
@@ -99,7 +99,7 @@ def test_asking_again_for_what_was_done_changes_nothing(scene: Scene, to: str | 
 
 
 @pytest.mark.parametrize(("policy", "goal"), [(CANARY, "v3"), (None, "v2")])
-def test_asking_again_goes_no_further_back_while_the_endpoint_does_not_answer(
+def test_repeated_roll_back_of_unreachable_endpoint_keeps_its_goal(
     scene: Scene, policy: RolloutPolicy | None, goal: str
 ) -> None:
     if policy is not None:
@@ -115,7 +115,9 @@ def test_asking_again_goes_no_further_back_while_the_endpoint_does_not_answer(
     assert scene.roll_back().already
 
 
-def test_asking_again_lets_whoever_is_at_work_get_on_with_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_roll_back_during_open_intent_raises_still_pending_error(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A slow endpoint would else never get there, however often it is asked."""
     monkeypatch.setattr(rollback, "COMMAND_TIMEOUT_S", 0.01)
     owe(scene)
@@ -132,14 +134,14 @@ def test_asking_again_lets_whoever_is_at_work_get_on_with_it(scene: Scene, monke
     assert scene.traffic()["v2"] == 100
 
 
-def test_asking_again_beside_a_clean_up_goes_no_further_back(trial: Scene) -> None:
+def test_repeated_roll_back_during_clean_up_keeps_its_goal(trial: Scene) -> None:
     trial.roll_back()
     interrupted(trial, lambda: reconcile_until_stable(trial.context, "digits"), reaches=True)
     assert trial.state().open_intent is not None
     assert trial.roll_back().moved_to == "v3"
 
 
-def test_looking_at_an_endpoint_that_hangs_does_not_hold_the_command_up(
+def test_roll_back_each_with_hanging_endpoint_returns_after_timeout(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene.roll_back()
@@ -154,7 +156,7 @@ def test_looking_at_an_endpoint_that_hangs_does_not_hold_the_command_up(
     assert scene.state().pending_rollback is not None
 
 
-def test_asking_again_repairs_an_endpoint_that_somebody_has_changed(scene: Scene) -> None:
+def test_repeated_roll_back_of_externally_changed_endpoint_repairs_it(scene: Scene) -> None:
     scene.roll_back()
     serving = must(scene.world.provider.observe(config_of("digits")))
     scene.world.provider.interfere("digits", replace(serving, split=TrafficSplit(weights={"v3": 100, "v2": 0})))
@@ -162,14 +164,14 @@ def test_asking_again_repairs_an_endpoint_that_somebody_has_changed(scene: Scene
     assert scene.traffic()["v2"] == 100
 
 
-def test_a_previous_version_that_was_unloaded_is_still_the_way_back(scene: Scene) -> None:
+def test_roll_back_to_unloaded_previous_version_succeeds(scene: Scene) -> None:
     scene.world.clock.advance(DAY)
     scene.reconcile()
     assert scene.traffic() == {"v3": 100}
     assert scene.roll_back().moved_to == "v2"
 
 
-def test_without_a_previous_version_there_is_no_way_back() -> None:
+def test_roll_back_without_previous_version_raises_not_found_error() -> None:
     with pytest.raises(NotFoundError, match="no previous version"):
         serving("a").roll_back()
 
@@ -184,7 +186,7 @@ def trial(scene: Scene) -> Scene:
     return scene
 
 
-def test_a_candidate_is_taken_out(trial: Scene) -> None:
+def test_roll_back_during_trial_removes_candidate(trial: Scene) -> None:
     rolled = trial.roll_back()
     assert (rolled.moved_from, rolled.moved_to) == ("v4", "v3")
     assert trial.traffic() == {"v3": 100, "v4": 0}
@@ -195,14 +197,14 @@ def test_a_candidate_is_taken_out(trial: Scene) -> None:
         trial.promote("4")
 
 
-def test_after_a_trial_was_aborted_the_way_back_is_open(trial: Scene) -> None:
+def test_roll_back_after_aborted_trial_can_reach_named_version(trial: Scene) -> None:
     trial.roll_back()
     trial.reconcile()
     assert trial.roll_back().already
     assert trial.roll_back(to="2").moved_to == "v2"
 
 
-def test_past_a_candidate_and_the_stable_version(trial: Scene) -> None:
+def test_roll_back_past_stable_version_rejects_candidate_and_stable(trial: Scene) -> None:
     trial.roll_back(to="1")
     trial.reconcile()
     assert trial.traffic()["v1"] == 100
@@ -211,7 +213,7 @@ def test_past_a_candidate_and_the_stable_version(trial: Scene) -> None:
             trial.promote(bad)
 
 
-def test_it_needs_no_registry(scene: Scene) -> None:
+def test_roll_back_without_registry_moves_traffic_and_keeps_aliases_pending(scene: Scene) -> None:
     scene.world.registry.down = True
     scene.roll_back()
     assert scene.traffic() == {"v2": 100, "v3": 0}
@@ -223,7 +225,7 @@ def test_it_needs_no_registry(scene: Scene) -> None:
     assert scene.traffic()["v2"] == 100
 
 
-def test_a_version_that_was_deleted_in_the_registry_does_not_stop_the_reconciler(scene: Scene) -> None:
+def test_reconcile_after_registry_deletion_of_version_succeeds(scene: Scene) -> None:
     scene.world.registry.vanish(MODEL, "2")
     scene.roll_back()
     scene.reconcile()
@@ -235,7 +237,7 @@ def test_a_version_that_was_deleted_in_the_registry_does_not_stop_the_reconciler
 
 
 @pytest.mark.parametrize("alias", [CHAMPION, CHALLENGER])
-def test_a_person_who_moves_an_alias_later_outranks_it(scene: Scene, alias: str) -> None:
+def test_alias_set_after_rollback_outranks_pending_aliases(scene: Scene, alias: str) -> None:
     """The writes that a rollback owes are about the versions that took part in it."""
     version = scene.publish("d")
     scene.world.registry.down = True
@@ -247,7 +249,7 @@ def test_a_person_who_moves_an_alias_later_outranks_it(scene: Scene, alias: str)
     assert scene.aliases()[CHAMPION] == "4"
 
 
-def test_what_was_rolled_back_does_not_come_back_by_itself(scene: Scene) -> None:
+def test_rolled_back_version_set_by_promote_or_alias_is_refused(scene: Scene) -> None:
     scene.roll_back()
     scene.reconcile()
     with pytest.raises(RefusedError, match="rolled this release back") as caught:
@@ -261,7 +263,7 @@ def test_what_was_rolled_back_does_not_come_back_by_itself(scene: Scene) -> None
         assert CHALLENGER not in scene.aliases()
 
 
-def test_an_override_brings_it_back(scene: Scene) -> None:
+def test_promote_with_override_serves_rolled_back_version(scene: Scene) -> None:
     scene.roll_back()
     scene.reconcile()
     scene.promote("3", override=True, reason="it was the network")
@@ -273,7 +275,7 @@ def test_an_override_brings_it_back(scene: Scene) -> None:
         scene.promote("3")
 
 
-def test_what_cannot_be_done_yet_is_owed_and_outranks_everything(scene: Scene) -> None:
+def test_pending_rollback_runs_before_later_promotion(scene: Scene) -> None:
     scene.world.provider.down = True
     with pytest.raises(StillPendingError) as caught:
         scene.roll_back()
@@ -294,7 +296,7 @@ def test_what_cannot_be_done_yet_is_owed_and_outranks_everything(scene: Scene) -
     ]
 
 
-def test_an_effect_whose_answer_was_lost_is_seen_and_no_more_is_owed(
+def test_roll_back_with_lost_response_observes_effect_and_succeeds(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     provider, roll_back = scene.world.provider, scene.world.provider.roll_back
@@ -308,7 +310,7 @@ def test_an_effect_whose_answer_was_lost_is_seen_and_no_more_is_owed(
     assert scene.state().pending_rollback is None
 
 
-def test_an_endpoint_that_did_not_get_there_is_no_success(scene: Scene) -> None:
+def test_roll_back_without_observed_effect_raises_still_pending_error(scene: Scene) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(scene.world.provider, "roll_back", lambda *_, generation: None)
         with pytest.raises(StillPendingError):
@@ -318,7 +320,7 @@ def test_an_endpoint_that_did_not_get_there_is_no_success(scene: Scene) -> None:
     assert scene.traffic() == {"v2": 100}
 
 
-def test_lost_files_of_the_way_back_are_fetched_again(scene: Scene) -> None:
+def test_roll_back_with_lost_model_files_downloads_them_again(scene: Scene) -> None:
     provider, roll_back = scene.world.provider, scene.world.provider.roll_back
     manifest = scene.state().known["2"].manifest
     scene.world.files.forget(manifest)
@@ -338,7 +340,7 @@ def test_lost_files_of_the_way_back_are_fetched_again(scene: Scene) -> None:
     assert scene.traffic()["v2"] == 100
 
 
-def test_what_is_owed_is_withdrawn_by_a_person_with_a_reason(scene: Scene) -> None:
+def test_withdraw_request_of_pending_rollback_requires_reason(scene: Scene) -> None:
     owe(scene)
     with pytest.raises(UserError):
         withdraw_request(scene.context, "digits", reason=" ")
@@ -352,7 +354,7 @@ def test_what_is_owed_is_withdrawn_by_a_person_with_a_reason(scene: Scene) -> No
 
 @pytest.mark.parametrize("reaches", [True, False])
 @pytest.mark.parametrize("dead", [True, False])
-def test_a_drivers_open_intent_is_outranked(scene: Scene, reaches: bool, dead: bool) -> None:
+def test_roll_back_during_open_intent_of_reconciler_outranks_it(scene: Scene, reaches: bool, dead: bool) -> None:
     scene.promote(scene.publish("d"))
     interrupted(scene, lambda: reconcile_until_stable(scene.context, "digits"), reaches=reaches)
     if dead:
@@ -369,7 +371,7 @@ def test_a_drivers_open_intent_is_outranked(scene: Scene, reaches: bool, dead: b
 
 @pytest.mark.parametrize("reaches", [True, False])
 @pytest.mark.parametrize("to", [None, "2", "v2"])
-def test_a_rollback_that_was_cut_short_is_finished_by_the_next(scene: Scene, reaches: bool, to: str | None) -> None:
+def test_repeated_roll_back_after_kill_finishes_it(scene: Scene, reaches: bool, to: str | None) -> None:
     interrupted(scene, scene.roll_back, reaches=reaches)
     scene.restart()
     rolled = scene.roll_back(to=to)
@@ -379,7 +381,7 @@ def test_a_rollback_that_was_cut_short_is_finished_by_the_next(scene: Scene, rea
     assert effects(scene.world.ledger.read("digits"))[-2:] == ["rollback", "clean-up"]
 
 
-def test_a_rollback_that_was_cut_short_may_be_led_elsewhere(scene: Scene) -> None:
+def test_roll_back_to_other_version_after_kill_moves_traffic_to_it(scene: Scene) -> None:
     interrupted(scene, scene.roll_back, reaches=True)
     scene.restart()
     assert scene.roll_back(to="1").moved_to == "v1"
@@ -391,7 +393,7 @@ def test_a_rollback_that_was_cut_short_may_be_led_elsewhere(scene: Scene) -> Non
 
 
 @pytest.mark.parametrize("reaches", [True, False])
-def test_an_abort_of_the_reconciler_that_was_cut_short_becomes_a_rollback(trial: Scene, reaches: bool) -> None:
+def test_roll_back_after_killed_abort_rejects_candidate(trial: Scene, reaches: bool) -> None:
     trial.world.registry.delete_alias("digits", CHALLENGER)
     interrupted(trial, lambda: reconcile_until_stable(trial.context, "digits"), reaches=reaches)
     trial.restart()
@@ -402,9 +404,7 @@ def test_an_abort_of_the_reconciler_that_was_cut_short_becomes_a_rollback(trial:
 
 
 @pytest.mark.parametrize("end", [Scene.restart, lambda scene: scene.world.clock.advance(121.0)], ids=["death", "time"])
-def test_the_reconciler_finishes_a_rollback_once_the_lease_has_ended(
-    scene: Scene, end: Callable[[Scene], object]
-) -> None:
+def test_reconcile_after_lease_expiry_finishes_killed_rollback(scene: Scene, end: Callable[[Scene], object]) -> None:
     interrupted(scene, scene.roll_back)
     assert "is changing it" in reconcile_step(scene.context, "digits").why
     end(scene)
@@ -412,7 +412,7 @@ def test_the_reconciler_finishes_a_rollback_once_the_lease_has_ended(
     assert scene.traffic() == {"v2": 100}
 
 
-def test_what_others_write_meanwhile_does_not_turn_it_around(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_roll_back_with_policy_change_before_outcome_succeeds(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """A deployment of the pipeline changes the policy between the effect and its outcome."""
     apply = scene.world.provider.apply
 
@@ -427,7 +427,7 @@ def test_what_others_write_meanwhile_does_not_turn_it_around(scene: Scene, monke
     assert effects(scene.world.ledger.read("digits"))[-2:] == ["rollback", "clean-up"]
 
 
-def test_a_rollback_decides_again_when_another_process_writes_first(scene: Scene) -> None:
+def test_roll_back_after_ledger_conflict_decides_again(scene: Scene) -> None:
     other, head = scene.world.context("another process"), scene.state().head
 
     def change_policy(moment: int) -> None:
@@ -458,7 +458,7 @@ def pair() -> Scene:
     return scene
 
 
-def test_the_champion_moves_when_all_endpoints_agree(pair: Scene) -> None:
+def test_champion_alias_moves_after_all_endpoints_serve_version(pair: Scene) -> None:
     pair.promote(pair.publish("c"))
     pair.reconcile(PAIR[0])
     assert pair.traffic(PAIR[0])["v3"] == 100
@@ -470,7 +470,7 @@ def test_the_champion_moves_when_all_endpoints_agree(pair: Scene) -> None:
     assert all(not pair.state(name).pending_aliases for name in PAIR)
 
 
-def test_one_endpoints_rollback_pins_that_endpoint(pair: Scene) -> None:
+def test_rollback_of_one_endpoint_pins_it(pair: Scene) -> None:
     pair.roll_back(PAIR[1])
     pair.reconcile_all()
     assert pair.traffic(PAIR[0])["v2"] == 100
@@ -478,7 +478,7 @@ def test_one_endpoints_rollback_pins_that_endpoint(pair: Scene) -> None:
     assert pair.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
 
 
-def test_without_a_pin_the_champion_follows_once_all_have_gone_back(pair: Scene) -> None:
+def test_rollback_of_all_endpoints_without_pin_moves_champion_alias(pair: Scene) -> None:
     roll_back(pair.context, PAIR[0], reason="slow", pin=False)
     pair.reconcile(PAIR[0])
     assert pair.aliases()[CHAMPION] == "2"
@@ -489,7 +489,7 @@ def test_without_a_pin_the_champion_follows_once_all_have_gone_back(pair: Scene)
 
 
 @pytest.mark.parametrize("moved", [False, True])
-def test_a_pinned_endpoint_follows_the_next_release(pair: Scene, moved: bool) -> None:
+def test_pinned_endpoint_follows_next_release(pair: Scene, moved: bool) -> None:
     """Also after a person moved the champion to what it serves."""
     pair.roll_back(PAIR[1])
     pair.reconcile_all()
@@ -514,7 +514,7 @@ def trials(pair: Scene) -> Scene:
 
 
 @pytest.mark.parametrize("take_back", [Scene.abort, Scene.roll_back])
-def test_a_trial_that_ends_on_one_endpoint_goes_on_at_the_other(
+def test_trial_ended_on_one_endpoint_continues_on_other(
     trials: Scene, take_back: Callable[[Scene, str], object]
 ) -> None:
     trials.reconcile_all()
@@ -531,7 +531,7 @@ def test_a_trial_that_ends_on_one_endpoint_goes_on_at_the_other(
     assert trials.aliases()[CHAMPION] == "2"
 
 
-def test_a_rollback_of_one_while_its_driver_is_at_work_leaves_the_others_trial_alone(trials: Scene) -> None:
+def test_rollback_during_open_intent_keeps_trial_of_other_endpoint(trials: Scene) -> None:
     trials.reconcile(PAIR[0])
     interrupted(trials, lambda: reconcile_until_stable(trials.context, PAIR[1]), reaches=True)
     trials.roll_back(PAIR[1])
@@ -564,7 +564,7 @@ class CountedObjects(LocalObjects):
         return self.data.setdefault(name, data) is data
 
 
-def test_a_rollback_after_10_000_entries_takes_ten_reads_at_most() -> None:
+def test_roll_back_after_10_000_entries_reads_at_most_ten_objects() -> None:
     """The first 9,995 entries are not even there: a snapshot is taken of every fourth one."""
     objects = CountedObjects({})
     writer = ObjectLedger(objects, make_ledger_keys())
@@ -584,7 +584,7 @@ def no_client(*_: object) -> NoReturn:
     raise MissingPackageError("package mlflow is not installed", where="registry")
 
 
-def test_without_the_registrys_client_traffic_goes_back_and_the_aliases_wait(scene: Scene) -> None:
+def test_roll_back_without_registry_client_keeps_aliases_pending(scene: Scene) -> None:
     context = replace(scene.context, registry=no_client)
     assert roll_back(context, "digits").pending_aliases
     assert scene.traffic() == {"v2": 100, "v3": 0}
@@ -595,7 +595,7 @@ def test_without_the_registrys_client_traffic_goes_back_and_the_aliases_wait(sce
     assert scene.aliases()[CHAMPION] == "2"
 
 
-def test_what_fails_for_want_of_a_package_is_not_tried_again(scene: Scene) -> None:
+def test_reconcile_with_missing_package_is_not_retried(scene: Scene) -> None:
     tries: list[str] = []
 
     def no_provider(name: str) -> NoReturn:

@@ -45,7 +45,7 @@ def scene() -> Scene:
     return scene
 
 
-def test_a_first_deployment(scene: Scene) -> None:
+def test_first_deployment_reaches_full_traffic_at_once(scene: Scene) -> None:
     assert scene.promote(scene.publish("a")).did == "challenger"
     scene.reconcile()
     assert scene.traffic() == {"v1": 100}
@@ -60,26 +60,26 @@ def test_a_first_deployment(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("batchable", [True, False])
-def test_requests_are_run_as_the_signed_decision_says(scene: Scene, batchable: bool) -> None:
+def test_deployment_uses_settings_of_signed_decision(scene: Scene, batchable: bool) -> None:
     scene.serve(scene.publish("a", batchable=batchable, threads=3))
     state = must(scene.world.provider.observe(config_of("digits")))
     assert [(d.batchable, d.threads, d.execution) for d in state.deployments] == [(batchable, 3, EXECUTION)]
 
 
-def test_reconcile_confirms_a_rollout_that_goes_on() -> None:
+def test_reconcile_during_rollout_confirms_it() -> None:
     scene = on_trial()
     scene.world.provider.confirmed.clear()
     scene.reconcile()
     assert scene.world.provider.confirmed == ["digits"]
 
 
-def test_reconcile_without_a_candidate_confirms_nothing() -> None:
+def test_reconcile_without_candidate_confirms_nothing() -> None:
     scene = serving("a")
     scene.reconcile()
     assert scene.world.provider.confirmed == []
 
 
-def test_reconcile_confirms_no_rollout_whose_rollback_is_pending() -> None:
+def test_reconcile_with_pending_rollback_confirms_nothing() -> None:
     scene = on_trial()
     owe(scene)
     scene.world.provider.confirmed.clear()
@@ -88,7 +88,7 @@ def test_reconcile_confirms_no_rollout_whose_rollback_is_pending() -> None:
     assert scene.state().pending_rollback is None
 
 
-def test_settling_again_does_nothing(scene: Scene) -> None:
+def test_reconcile_of_stable_endpoint_changes_nothing(scene: Scene) -> None:
     scene.serve(scene.publish("a"))
     before = scene.state()
     (report,) = scene.reconcile()
@@ -97,7 +97,7 @@ def test_settling_again_does_nothing(scene: Scene) -> None:
     assert len(scene.world.provider.applied) == 1
 
 
-def test_all_at_once(scene: Scene) -> None:
+def test_rollout_all_at_once_moves_full_traffic_and_keeps_previous(scene: Scene) -> None:
     scene.serve(scene.publish("a"))
     scene.serve(scene.publish("b"))
     assert scene.traffic() == {"v2": 100, "v1": 0}
@@ -107,7 +107,7 @@ def test_all_at_once(scene: Scene) -> None:
     assert scene.traffic() == {"v2": 100}
 
 
-def test_steps_go_by_words() -> None:
+def test_canary_advances_one_step_per_operator_command() -> None:
     scene = Scene()
     scene.bind(policy=CANARY)
     scene.serve(scene.publish("a"))
@@ -136,7 +136,7 @@ def trial() -> Scene:
     return scene
 
 
-def test_a_pause_holds_until_the_next_word(trial: Scene) -> None:
+def test_paused_rollout_stays_at_step_until_advance_command(trial: Scene) -> None:
     trial.say(OperatorCommand.PAUSE)
     assert "paused" in trial.reconcile()[-1].why
     trial.say(OperatorCommand.ADVANCE)
@@ -144,7 +144,7 @@ def test_a_pause_holds_until_the_next_word(trial: Scene) -> None:
     assert trial.traffic()["v2"] == 50
 
 
-def test_resumed_rollout_stays_at_its_step_until_its_checks_let_it_advance(trial: Scene) -> None:
+def test_resumed_rollout_stays_at_step_until_approval(trial: Scene) -> None:
     with pytest.raises(UserError, match="no operator has paused"):
         trial.say(OperatorCommand.RESUME)
     trial.say(OperatorCommand.PAUSE)
@@ -155,14 +155,14 @@ def test_resumed_rollout_stays_at_its_step_until_its_checks_let_it_advance(trial
         trial.say(OperatorCommand.RESUME)
 
 
-def test_a_word_survives_the_repair_of_the_endpoint(trial: Scene) -> None:
+def test_operator_command_survives_endpoint_restore(trial: Scene) -> None:
     trial.say(OperatorCommand.ADVANCE)
     trial.world.provider.interfere("digits", None)
     assert [report.did for report in trial.reconcile()] == ["restore", "advance", ""]
     assert trial.traffic() == {"v2": 50, "v1": 50}
 
 
-def test_an_abort_said_while_a_dead_drivers_step_is_open_is_obeyed(trial: Scene) -> None:
+def test_abort_during_open_intent_of_dead_process_moves_traffic_back(trial: Scene) -> None:
     trial.say(OperatorCommand.ADVANCE)
     interrupted(trial, trial.reconcile)
     trial.restart()
@@ -172,7 +172,7 @@ def test_an_abort_said_while_a_dead_drivers_step_is_open_is_obeyed(trial: Scene)
     assert trial.traffic() == {"v1": 100}
 
 
-def test_removing_the_alias_aborts_and_rejects_nothing(trial: Scene) -> None:
+def test_removal_of_challenger_alias_aborts_without_rejection(trial: Scene) -> None:
     trial.world.registry.delete_alias(MODEL, CHALLENGER)
     trial.reconcile()
     assert trial.traffic() == {"v1": 100}
@@ -181,13 +181,13 @@ def test_removing_the_alias_aborts_and_rejects_nothing(trial: Scene) -> None:
     assert trial.traffic()["v2"] == 10
 
 
-def test_another_challenger_takes_the_place_of_the_one_on_trial(trial: Scene) -> None:
+def test_new_challenger_during_trial_replaces_candidate(trial: Scene) -> None:
     trial.promote(trial.publish("c"))
     assert [report.did for report in trial.reconcile()][:2] == ["abort", "start"]
     assert trial.traffic() == {"v3": 10, "v1": 90}
 
 
-def test_a_lost_endpoint_is_restored(trial: Scene) -> None:
+def test_reconcile_of_lost_endpoint_restores_it(trial: Scene) -> None:
     trial.world.provider.interfere("digits", None)
     trial.reconcile()
     assert trial.traffic() == {"v2": 10, "v1": 90}
@@ -197,7 +197,7 @@ def test_a_lost_endpoint_is_restored(trial: Scene) -> None:
     assert trial.traffic() == {"v2": 10, "v1": 90}
 
 
-def test_a_version_of_the_same_release_that_was_aborted_does_not_condemn_the_other() -> None:
+def test_abort_of_one_variant_does_not_reject_stable_variant_of_release() -> None:
     scene = Scene()
     scene.bind(policy=CANARY)
     scene.serve(scene.publish("a"))
@@ -243,7 +243,7 @@ SPOILT = {
 
 @pytest.mark.parametrize("reason", SPOILT)
 @pytest.mark.parametrize("alias", [CHALLENGER, CHAMPION])
-def test_what_is_not_approved_does_not_serve_and_its_alias_is_put_back(scene: Scene, alias: str, reason: str) -> None:
+def test_alias_on_unapproved_version_is_refused_and_restored(scene: Scene, alias: str, reason: str) -> None:
     scene.serve(scene.publish("a"))
     version = scene.publish("b")
     scene.forge(version, **SPOILT[reason](scene, scene.record(version)))
@@ -260,7 +260,7 @@ def test_what_is_not_approved_does_not_serve_and_its_alias_is_put_back(scene: Sc
 
 
 @pytest.mark.parametrize("reason", [reason for reason in SPOILT if reason != "the registry holds"])
-def test_what_is_not_approved_is_not_promoted(scene: Scene, reason: str) -> None:
+def test_promote_of_unapproved_version_raises_refused_error(scene: Scene, reason: str) -> None:
     version = scene.publish("b")
     scene.forge(version, **SPOILT[reason](scene, scene.record(version)))
     with pytest.raises(RefusedError, match=reason):
@@ -268,14 +268,14 @@ def test_what_is_not_approved_is_not_promoted(scene: Scene, reason: str) -> None
     assert scene.aliases() == {}
 
 
-def test_a_version_that_loses_its_approval_while_on_trial_is_taken_out(trial: Scene) -> None:
+def test_candidate_that_loses_approval_during_trial_is_aborted(trial: Scene) -> None:
     trial.forge("2", decisions={})
     reports = trial.reconcile()
     assert [report.did for report in reports][1:] == ["abort", "clean-up", ""]
     assert trial.traffic() == {"v1": 100}
 
 
-def test_an_override_serves_what_its_gates_refuse(scene: Scene) -> None:
+def test_promote_with_override_serves_version_with_failed_gates(scene: Scene) -> None:
     scene.serve(scene.publish("a"))
     version = scene.publish("b", verdict=Verdict.FAIL)
     with pytest.raises(UserError, match="needs a reason"):
@@ -286,7 +286,7 @@ def test_an_override_serves_what_its_gates_refuse(scene: Scene) -> None:
     assert scene.record(version).tags["override.cpu"] == "the old one is worse"
 
 
-def test_a_champion_moved_by_hand_counts_as_challenger(trial: Scene) -> None:
+def test_champion_alias_set_by_hand_is_treated_as_challenger(trial: Scene) -> None:
     trial.world.registry.delete_alias(MODEL, CHALLENGER)
     trial.set_alias(CHAMPION, trial.publish("c"))
     trial.reconcile()
@@ -298,7 +298,7 @@ def test_a_champion_moved_by_hand_counts_as_challenger(trial: Scene) -> None:
     assert trial.aliases()[CHAMPION] == "3"
 
 
-def test_model_without_endpoint_becomes_champion_at_once() -> None:
+def test_promote_without_endpoint_sets_champion_at_once() -> None:
     scene = Scene()
     assert scene.promote(scene.publish("a")).did == "champion"
     assert scene.promote(scene.publish("b")).did == "champion"
@@ -310,7 +310,7 @@ def fold_of(scene: Scene) -> dict[str, str | None]:
     return dict(scene.state(f"{MODEL}@{TARGET}").aliases)
 
 
-def test_interrupted_champion_alias_is_recorded_by_the_next_run() -> None:
+def test_interrupted_champion_alias_is_recorded_by_next_promote() -> None:
     scene = Scene()
     scene.set_alias(CHAMPION, scene.publish("a"))
     scene.promote("1")
@@ -319,14 +319,14 @@ def test_interrupted_champion_alias_is_recorded_by_the_next_run() -> None:
     assert scene.state(f"{MODEL}@{TARGET}").head == 1
 
 
-def test_an_endpoint_that_is_about_to_be_bound_is_waited_for() -> None:
+def test_promote_with_expected_endpoint_sets_challenger() -> None:
     scene = Scene()
     done = promote(scene.context, MODEL, scene.publish("a"), TARGET, expects=("digits",))
     assert done.did == "challenger"
     assert scene.aliases() == {CHALLENGER: "1"}
 
 
-def test_a_new_endpoint_starts_with_the_champion() -> None:
+def test_new_endpoint_of_model_with_champion_serves_champion() -> None:
     scene = Scene()
     scene.promote(scene.publish("a"))
     scene.bind()
@@ -335,7 +335,7 @@ def test_a_new_endpoint_starts_with_the_champion() -> None:
     assert scene.aliases() == {CHAMPION: "1"}
 
 
-def test_changed_settings_are_applied_before_a_rollout_begins_and_not_in_the_middle_of_one(scene: Scene) -> None:
+def test_changed_settings_are_applied_before_rollout_and_not_during_it(scene: Scene) -> None:
     scene.bind(policy=CANARY)
     scene.serve(scene.publish("a"))
     scene.promote(scene.publish("b"))
@@ -351,7 +351,7 @@ def test_changed_settings_are_applied_before_a_rollout_begins_and_not_in_the_mid
     assert [report.did for report in scene.reconcile()][-2:] == ["reconfigure", ""]
 
 
-def test_an_endpoint_binds_one_model_and_one_target(scene: Scene) -> None:
+def test_bind_endpoint_with_other_model_or_target_raises_user_error(scene: Scene) -> None:
     assert bind_endpoint(scene.context, config_of("digits"), CANARY)
     assert not bind_endpoint(scene.context, config_of("digits"), CANARY)
     for changes in ({"model": "faces"}, {"target": "edge"}):
@@ -359,7 +359,7 @@ def test_an_endpoint_binds_one_model_and_one_target(scene: Scene) -> None:
             bind_endpoint(scene.context, replace(config_of("digits"), **changes), CANARY)  # type: ignore[arg-type]
 
 
-def test_unknown_names(scene: Scene) -> None:
+def test_unknown_endpoint_or_version_raises_not_found_error(scene: Scene) -> None:
     for call in (
         reconcile_step,
         read_status,
@@ -372,7 +372,7 @@ def test_unknown_names(scene: Scene) -> None:
         scene.promote("9")
 
 
-def test_a_registry_that_is_down_changes_nothing_and_is_told(trial: Scene) -> None:
+def test_reconcile_without_registry_restores_endpoint_and_reports_outage(trial: Scene) -> None:
     trial.world.registry.down = True
     trial.world.provider.interfere("digits", None)
     reports = trial.reconcile()
@@ -384,7 +384,7 @@ def test_a_registry_that_is_down_changes_nothing_and_is_told(trial: Scene) -> No
 @pytest.mark.parametrize(
     "error", [RuntimeError("a bug of its client"), UserError("no such thing")], ids=["bug", "error"]
 )
-def test_reconcile_of_a_lost_server_whose_registry_fails_restores_it(
+def test_reconcile_of_lost_endpoint_with_registry_error_restores_it(
     trial: Scene, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fail(*_: object) -> NoReturn:
@@ -397,7 +397,7 @@ def test_reconcile_of_a_lost_server_whose_registry_fails_restores_it(
     assert trial.traffic() == {"v2": 10, "v1": 90}
 
 
-def test_an_endpoint_that_cannot_be_reached_is_an_outcome(scene: Scene) -> None:
+def test_reconcile_of_unreachable_endpoint_records_failed_outcome(scene: Scene) -> None:
     scene.promote(scene.publish("a"))
     scene.world.provider.down = True
     with pytest.raises(ServiceUnavailableError):
@@ -412,7 +412,7 @@ def test_an_endpoint_that_cannot_be_reached_is_an_outcome(scene: Scene) -> None:
     assert effects(scene.world.ledger.read("digits")) == ["first-deployment"]
 
 
-def test_status_and_history(trial: Scene, golden: Golden) -> None:
+def test_status_and_history_follow_loss_and_restore_of_endpoint(trial: Scene, golden: Golden) -> None:
     trial.world.provider.interfere("digits", None)
     seen = read_status(trial.context, "digits")
     assert (seen.actual, seen.address) == (None, None)
@@ -427,7 +427,7 @@ def test_status_and_history(trial: Scene, golden: Golden) -> None:
     assert any(line.what.startswith("start:") for line in lines)
 
 
-def test_a_strangers_state_with_the_right_generation_is_replaced(trial: Scene) -> None:
+def test_reconcile_of_foreign_state_with_same_generation_restores_own(trial: Scene) -> None:
     stable = must(trial.state().roles.stable)
     foreign = EndpointState(
         deployments=(stable,), split=TrafficSplit(weights={"v1": 100}), generation=trial.state().generation
@@ -438,7 +438,7 @@ def test_a_strangers_state_with_the_right_generation_is_replaced(trial: Scene) -
 
 @pytest.mark.parametrize("policy", [AT_ONCE, CANARY], ids=["at once", "canary"])
 @pytest.mark.parametrize("left_open", [False, True], ids=["now", "by a driver that died"])
-def test_what_an_alarm_of_the_provider_takes_back_is_rejected(
+def test_rollback_by_provider_alarm_rejects_version(
     policy: RolloutPolicy, left_open: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = Scene()
@@ -475,7 +475,7 @@ def test_what_an_alarm_of_the_provider_takes_back_is_rejected(
     assert applied == 1 + left_open
 
 
-def test_an_alarm_that_fires_at_a_repair_rejects_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_provider_alarm_during_restore_rejects_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.serve(scene.publish("a"))
     scene.world.provider.interfere("digits", None)
 

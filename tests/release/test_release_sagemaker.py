@@ -94,7 +94,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SageMaker
         assert fake.denied() == []
 
 
-def test_no_way_leads_back_to_what_an_alarm_condemned_but_a_new_override_under_the_alarm(scene: SageMaker) -> None:
+def test_version_rejected_by_alarm_is_deployed_again_only_with_override(scene: SageMaker) -> None:
     scene.promote(scene.release(2.0))
     scene.reconcile()
     bad = scene.release(3.0)

@@ -27,9 +27,7 @@ def seen(*, outlived: bool) -> EndpointStatus:
     return read_status(scene.context, "digits")
 
 
-def test_an_endpoint_that_nobody_supervises_is_not_called_silent(
-    capsys: pytest.CaptureFixture[str], golden: Golden
-) -> None:
+def test_status_of_unsupervised_endpoint_is_not_silent(capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
     found = seen(outlived=True)
     status_report([found], 0.0)
     golden("tables", " ".join(capsys.readouterr().out.split()))
@@ -37,14 +35,14 @@ def test_an_endpoint_that_nobody_supervises_is_not_called_silent(
     assert (document["answers"], document["supervised"], document["traffic"]) == (True, False, None)
 
 
-def test_an_endpoint_that_does_not_answer_is_called_silent(capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
+def test_status_of_unreachable_endpoint_is_silent(capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
     found = seen(outlived=False)
     status_report([found], 0.0)
     golden("tables", " ".join(capsys.readouterr().out.split()))
     assert status_document(found)["answers"] is False
 
 
-def test_an_endpoint_that_differs_from_its_settings_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_endpoint_with_changed_settings_shows_drift(capsys: pytest.CaptureFixture[str]) -> None:
     scene = serving("a")
     bind_endpoint(scene.context, replace(config_of("digits"), settings={"instance_count": 2}), AT_ONCE)
     found = read_status(scene.context, "digits")
@@ -56,7 +54,7 @@ def test_an_endpoint_that_differs_from_its_settings_is_shown(capsys: pytest.Capt
     assert status_document(read_status(scene.context, "digits"))["drift"] == []
 
 
-def test_an_owed_rollback_is_shown_by_status_history_doctor_and_metrics(
+def test_pending_rollback_is_shown_by_status_history_doctor_and_metrics(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     scene = serving("a", "b")
@@ -85,9 +83,7 @@ def test_an_owed_rollback_is_shown_by_status_history_doctor_and_metrics(
     assert 'onnx_ops_deletion_pending{endpoint="digits"} 1\n' in render_pending_metrics(scene.context)
 
 
-def test_a_history_without_entries_is_a_line_and_no_empty_table(
-    capsys: pytest.CaptureFixture[str], golden: Golden
-) -> None:
+def test_history_table_without_entries_prints_one_line(capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
     history_table(read_history(serving().context, HistoryFilter(model="other"))[0])
     golden("tables", capsys.readouterr().out)
     history_table(read_history(serving().context, HistoryFilter())[0])

@@ -43,7 +43,7 @@ def finish_the_first(scene: Scene) -> None:
     scene.reconcile("digits")
 
 
-def test_a_first_release_goes_from_one_to_the_next(golden: Golden) -> None:
+def test_first_deployment_of_dependent_endpoint_waits_for_its_dependency(golden: Golden) -> None:
     scene = Scene()
     scene.bind()
     bind_endpoint(scene.context, config_of("region"), RolloutPolicy(depends_on=("digits",)))
@@ -54,7 +54,7 @@ def test_a_first_release_goes_from_one_to_the_next(golden: Golden) -> None:
     assert scene.traffic("region") == {"v1": 100}
 
 
-def test_each_waits_for_those_before_it_and_for_their_hour(scene: Scene, golden: Golden) -> None:
+def test_dependent_endpoint_waits_for_predecessors_and_soak_time(scene: Scene, golden: Golden) -> None:
     scene.reconcile("digits")
     golden("reasons", scene.reconcile("region")[-1].why, "in progress")
     finish_the_first(scene)
@@ -73,7 +73,7 @@ def test_each_waits_for_those_before_it_and_for_their_hour(scene: Scene, golden:
     assert CHALLENGER not in scene.aliases()
 
 
-def test_what_the_first_rolled_back_reaches_no_other(scene: Scene) -> None:
+def test_release_rolled_back_on_first_endpoint_reaches_no_other(scene: Scene) -> None:
     scene.reconcile("digits")
     scene.abort()
     for name in (*NAMES, *NAMES):
@@ -84,7 +84,7 @@ def test_what_the_first_rolled_back_reaches_no_other(scene: Scene) -> None:
     assert stable(scene) == ["1", "1", "1"]
 
 
-def test_one_that_has_begun_goes_on_whatever_the_first_does_then(scene: Scene) -> None:
+def test_started_dependent_rollout_continues_after_rollback_of_first(scene: Scene) -> None:
     bind_endpoint(scene.context, config_of("region"), RolloutPolicy(steps=(0.1, 1.0), depends_on=("digits",)))
     finish_the_first(scene)
     scene.reconcile("region")
@@ -95,7 +95,7 @@ def test_one_that_has_begun_goes_on_whatever_the_first_does_then(scene: Scene) -
     assert scene.traffic("region") == {"v2": 100, "v1": 0}
 
 
-def test_one_word_brings_all_of_them_back(scene: Scene) -> None:
+def test_roll_back_each_of_staged_release_moves_all_reached_endpoints(scene: Scene) -> None:
     finish_the_first(scene)
     scene.world.clock.advance(SOAK_S)
     scene.reconcile("region")

@@ -181,7 +181,7 @@ def find_fault(rules: Rules) -> tuple[str, int]:
 @pytest.mark.parametrize(
     ("looks", "restarts"), [(1, 0), *(pytest.param(looks, 1, marks=pytest.mark.nightly) for looks in (1, 2))]
 )
-def test_no_fault_can_be_reached_by_the_rules(looks: int, restarts: int) -> None:
+def test_find_fault_with_intact_rules_returns_no_fault(looks: int, restarts: int) -> None:
     fault, worlds = find_fault(Rules(looks=looks, restarts=restarts))
     assert fault == ""
     assert worlds > 10_000, "too little was looked at"
@@ -198,5 +198,5 @@ def test_no_fault_can_be_reached_by_the_rules(looks: int, restarts: int) -> None
         (Rules(gap_needs_look=False), "again, longer than a lease after its abort was intended"),
     ],
 )
-def test_a_rule_that_is_broken_leads_to_a_fault(broken: Rules, fault: str) -> None:
+def test_find_fault_with_broken_rule_returns_its_fault(broken: Rules, fault: str) -> None:
     assert fault in find_fault(broken)[0]

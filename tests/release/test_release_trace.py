@@ -27,11 +27,11 @@ def whats(found: RolloutTimeline | None) -> list[str]:
     return [] if found is None else [step.what for step in found.steps]
 
 
-def test_an_endpoint_that_never_had_steps_has_no_trace() -> None:
+def test_trace_of_endpoint_without_steps_is_none() -> None:
     assert traced(serving("a", "b")) is None
 
 
-def test_a_rollout_is_told_from_its_start_to_its_end() -> None:
+def test_trace_of_rollout_lists_steps_from_start_to_finish() -> None:
     scene = on_trial(OperatorCommand.ADVANCE)
     found = must(traced(scene))
     assert (found.candidate.name, found.stable and found.stable.name, found.end) == ("v3", "v2", None)
@@ -47,7 +47,7 @@ def test_a_rollout_is_told_from_its_start_to_its_end() -> None:
     assert traced(scene) == found, "what came afterwards is another story"
 
 
-def test_one_that_was_taken_back_keeps_its_counts() -> None:
+def test_trace_of_rolled_back_rollout_keeps_its_counts() -> None:
     scene = on_trial()
     bind_judged(scene)
     count(scene)
@@ -72,7 +72,7 @@ def count(scene: Scene) -> None:
         journal.append(MetricsRecorded(reading=MetricsReading(origin="o", at=at, tallies=tallies)))
 
 
-def test_the_evidence_is_a_picture_that_stands_alone() -> None:
+def test_evidence_svg_is_self_contained_document() -> None:
     scene = on_trial()
     bind_judged(scene)
     assert evidence_svg([]) == ""
@@ -87,7 +87,7 @@ def test_the_evidence_is_a_picture_that_stands_alone() -> None:
     assert base64.b64decode(shown[1]).decode() == svg
 
 
-def test_evidence_far_from_the_limit_is_drawn_at_the_edge() -> None:
+def test_evidence_svg_with_value_far_from_limit_stays_within_plot() -> None:
     far = EvidencePath(name="errors", requests=(10, 20), log10_evidence=(-300.0, 40.0), limit=1.3)
     none = EvidencePath(name="latency_p50", requests=(), log10_evidence=(), limit=1.3)
     root = ET.fromstring(evidence_svg([far, none]))  # noqa: S314 (we made it)

@@ -85,7 +85,7 @@ def fleet(count: int) -> Scene:
 
 
 @pytest.mark.parametrize("count", [1, 7])
-def test_a_pass_with_nothing_to_do_asks_once(count: int) -> None:
+def test_watch_pass_without_changes_sends_one_registry_request(count: int) -> None:
     watch = Watch(fleet(count))
     assert watch.look() == ["all_aliases"]
     assert watch.kinds() == [WatchEventKind.WAITING] * count
@@ -94,14 +94,14 @@ def test_a_pass_with_nothing_to_do_asks_once(count: int) -> None:
 
 
 @pytest.mark.parametrize(("scene", "weights"), [(lost, {"v2": 90, "v3": 10}), (past_its_time, {"v2": 100})])
-def test_work_that_nobody_asks_for_is_done_in_every_pass(scene: Any, weights: Mapping[str, int]) -> None:
+def test_watch_pass_without_alias_change_restores_and_cleans_up(scene: Any, weights: Mapping[str, int]) -> None:
     watch = Watch(scene())
     watch.look()
     assert watch.scene.traffic() == weights
     assert WatchEventKind.STEP in watch.kinds()
 
 
-def test_an_endpoint_that_died_is_restored_while_the_registry_is_down() -> None:
+def test_watch_without_registry_restores_lost_endpoint() -> None:
     watch = Watch(serving("a", "b"))
     watch.look()
     watch.scene.world.registry.down = True
@@ -110,7 +110,7 @@ def test_an_endpoint_that_died_is_restored_while_the_registry_is_down() -> None:
     assert watch.scene.traffic() == {"v2": 100, "v1": 0}
 
 
-def test_a_registry_that_is_down_is_told_once_and_asked_less_and_less() -> None:
+def test_watch_during_registry_outage_backs_off_and_reports_once() -> None:
     watch = Watch(serving("a"))
     watch.scene.world.registry.down = True
     asked = [len(watch.look()) for _ in range(30)]
@@ -124,7 +124,7 @@ def test_a_registry_that_is_down_is_told_once_and_asked_less_and_less() -> None:
     assert watch.look() == ["all_aliases"]
 
 
-def test_an_unapproved_alias_is_put_back_and_the_reason_told(golden: Golden) -> None:
+def test_watch_with_unapproved_alias_restores_it_and_reports_reason(golden: Golden) -> None:
     scene = misled(CHAMPION)
     watch = Watch(scene)
     watch.look()
@@ -135,7 +135,7 @@ def test_an_unapproved_alias_is_put_back_and_the_reason_told(golden: Golden) -> 
     assert scene.traffic() == {"v1": 100}
 
 
-def test_one_endpoint_in_trouble_does_not_stop_the_others() -> None:
+def test_watch_with_failing_endpoint_reconciles_others() -> None:
     scene = fleet(2)
     watch = Watch(scene)
     scene.promote(scene.publish("b"))
@@ -154,7 +154,7 @@ def test_one_endpoint_in_trouble_does_not_stop_the_others() -> None:
     assert [r.why for r in watch.events if r.kind is WatchEventKind.TROUBLE] == ["unexpected: ZeroDivisionError: a bug"]
 
 
-def test_a_ledger_that_cannot_be_listed_is_told_once_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_without_ledger_access_reports_once_and_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(serving("a"))
 
     def gone() -> tuple[str, ...]:
@@ -169,7 +169,7 @@ def test_a_ledger_that_cannot_be_listed_is_told_once_and_waited_for(monkeypatch:
     assert watch.kinds() == [WatchEventKind.WAITING]
 
 
-def test_an_endpoint_that_died_is_restored_although_the_registry_takes_no_alias(
+def test_watch_with_vetoed_alias_restores_lost_endpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scene = with_candidate(serving("a"))
@@ -192,7 +192,7 @@ def test_an_endpoint_that_died_is_restored_although_the_registry_takes_no_alias(
     assert scene.aliases()[CHAMPION] == "2"
 
 
-def test_an_endpoint_that_fails_again_and_again_does_not_fill_its_ledger() -> None:
+def test_watch_of_unreachable_endpoint_limits_ledger_entries() -> None:
     scene = with_candidate(serving("a"))
     scene.promote("2")
     scene.world.provider.interfere("digits", None)
@@ -209,7 +209,7 @@ def test_an_endpoint_that_fails_again_and_again_does_not_fill_its_ledger() -> No
     assert scene.traffic() == {"v2": 100, "v1": 0}
 
 
-def test_a_bell_wakes_the_endpoints_of_its_model_only() -> None:
+def test_reconcile_models_reconciles_only_endpoints_of_named_models() -> None:
     scene = with_candidate(serving("a"))
     watch = Watch(scene)
     watch.look()
@@ -223,7 +223,7 @@ def test_a_bell_wakes_the_endpoints_of_its_model_only() -> None:
     assert scene.traffic() == {"v2": 100, "v1": 0}
 
 
-def test_it_stops_between_two_effects() -> None:
+def test_watch_closed_during_step_stops_after_current_effect() -> None:
     scene = with_candidate(serving("a"))
     scene.promote("2")
     queue = ReconcileQueue()
@@ -240,7 +240,7 @@ def test_it_stops_between_two_effects() -> None:
     assert scene.aliases()[CHAMPION] == "2"
 
 
-def test_a_running_watch_hears_its_bell() -> None:
+def test_watch_with_queued_model_reconciles_without_delay() -> None:
     scene = with_candidate(serving("a"))
     queue, served = ReconcileQueue(), threading.Event()
 
@@ -260,7 +260,7 @@ def test_a_running_watch_hears_its_bell() -> None:
     assert not thread.is_alive()
 
 
-def test_a_bell_keeps_a_bounded_number_of_names() -> None:
+def test_reconcile_queue_keeps_at_most_1000_names() -> None:
     queue = ReconcileQueue()
     for number in range(5000):
         queue.add(f"m-{number}")
@@ -336,7 +336,7 @@ def test_find_step_with_a_due_change_writes_nothing(setup: Callable[[], Scene]) 
     assert (registry.asked, files.asked) == ([], [])
 
 
-def test_a_registry_that_says_no_counts_as_down(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_registry_after_refusal_reports_registry_as_down(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = serving("a")
 
     def forbidden() -> Mapping[str, Mapping[str, str]]:

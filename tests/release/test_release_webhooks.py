@@ -162,7 +162,7 @@ def heard() -> Iterator[Heard]:
 
 
 @pytest.mark.parametrize("examples", [6, pytest.param(500, marks=pytest.mark.nightly)])
-def test_deliveries_of_any_kind_do_no_more_than_a_look(
+def test_webhook_deliveries_of_any_kind_only_trigger_reconciliation(
     examples: int, copies: Callable[[], Scene], heard: Heard
 ) -> None:
     woken = 0

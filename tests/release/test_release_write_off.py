@@ -52,7 +52,7 @@ def scene(servers: Servers) -> Scene:
     return scene
 
 
-def test_write_off_server_is_recorded_and_forgets_the_server(scene: Scene, servers: Servers) -> None:
+def test_write_off_server_records_reason_and_ends_server(scene: Scene, servers: Servers) -> None:
     assert write_off_server(scene.context, "digits", "r3", reason="disk crashed", actor="ada")
     assert servers.listed["r3"].state == "ended"
     lines, _ = read_history(scene.context, HistoryFilter(endpoints=("digits",)))
@@ -78,13 +78,13 @@ def test_write_off_server_that_reports_or_is_unknown_is_refused(
     assert sorted(servers.listed) == ["r1", "r2", "r3"]
 
 
-def test_status_shows_server_that_was_written_off(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_after_write_off_shows_written_off_server(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
     write_off_server(scene.context, "digits", "r3", reason="gone")
     status_report([read_status(scene.context, "digits")], 0.0)
     assert "r3 written off" in " ".join(capsys.readouterr().out.split())
 
 
-def test_server_that_reports_again_counts_again_and_is_shown_as_back(
+def test_written_off_server_that_reports_again_is_shown_as_back(
     scene: Scene, servers: Servers, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_off_server(scene.context, "digits", "r3", reason="gone")
@@ -99,7 +99,9 @@ def test_server_that_reports_again_counts_again_and_is_shown_as_back(
     assert write_off_server(scene.context, "digits", "r3", reason="gone again")
 
 
-def test_status_names_the_replicas_that_run_other_versions(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_with_differing_replica_versions_names_replicas(
+    scene: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
     status_report([read_status(scene.context, "digits")], 0.0)
     shown = " ".join(capsys.readouterr().out.split())
     assert "replicas differ: onnxruntime 1.30.0 (r2); 1.31.1 (r1)" in shown
@@ -112,7 +114,7 @@ def count(server: str, errors: int) -> GenerationCounts:
 
 
 @pytest.mark.parametrize(("errors", "expected"), [(2, []), (90, ["r2"])])
-def test_status_names_the_replica_whose_requests_fail_more_often(
+def test_status_with_failing_replica_names_outlier(
     scene: Scene, capsys: pytest.CaptureFixture[str], errors: int, expected: list[str]
 ) -> None:
     scene.world.provider.count_by_server = lambda config, servers, deployments: [  # type: ignore[method-assign]
@@ -125,13 +127,13 @@ def test_status_names_the_replica_whose_requests_fail_more_often(
     assert [outlier["server"] for outlier in status_document(status)["outliers"]] == expected
 
 
-def test_status_without_a_second_replica_that_reports_reads_no_counts(scene: Scene, servers: Servers) -> None:
+def test_status_with_one_reporting_replica_reads_no_counts(scene: Scene, servers: Servers) -> None:
     del servers.listed["r2"]
     scene.world.provider.count_by_server = None  # type: ignore[method-assign, assignment]
     assert read_status(scene.context, "digits").outliers == ()
 
 
-def test_status_without_a_server_that_reports_does_not_claim_that_the_endpoint_answers(
+def test_status_without_reporting_replica_shows_no_address(
     scene: Scene, servers: Servers, capsys: pytest.CaptureFixture[str]
 ) -> None:
     servers.listed.clear()
