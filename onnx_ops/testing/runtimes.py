@@ -99,7 +99,7 @@ class RuntimeSuite:
             with pytest.raises(MeasurementError, match="NoSuchExecutionProvider"):
                 measure()
 
-    def test_a_file_or_feed_that_cannot_run_is_a_failure_to_measure(
+    def test_runtime_with_invalid_file_or_feed_raises_measurement_error(
         self, runtime: Runtime, target: Target, file: Path, tmp_path: Path
     ) -> None:
         broken = tmp_path / "broken.onnx"

@@ -20,7 +20,9 @@ values = arrays.arrays(np.float32, st.integers(0, 20), elements=st.floats(-1e6, 
 
 
 @given(st.lists(values, min_size=1, max_size=5), st.booleans(), st.randoms(use_true_random=False))
-def test_parts_in_any_order_add_up_to_the_histogram_of_all(parts: list[Any], is_absolute: bool, order: Any) -> None:
+def test_add_histograms_of_parts_in_any_order_equals_histogram_of_whole(
+    parts: list[Any], is_absolute: bool, order: Any
+) -> None:
     parts = [part for part in parts if part.size] or [np.ones(1, np.float32)]
     whole = count_values(np.concatenate(parts), BINS, is_absolute=is_absolute)
     order.shuffle(parts)
@@ -31,7 +33,7 @@ def test_parts_in_any_order_add_up_to_the_histogram_of_all(parts: list[Any], is_
 
 
 @pytest.mark.parametrize("is_absolute", [False, True])
-def test_bins_hold_the_values_between_their_edges(is_absolute: bool) -> None:
+def test_count_values_into_bins_counts_values_between_their_edges(is_absolute: bool) -> None:
     drawn = np.random.default_rng(0).normal(size=1000).astype(np.float32) * 3
     histogram = count_values(drawn, BINS, is_absolute=is_absolute)
     edges = histogram.edges()

@@ -44,14 +44,16 @@ def target(library: CustomOps) -> Target:
     return replace(CPU, custom_ops=(library,))
 
 
-def test_a_session_has_the_operators_of_its_target(model: Path, target: Target) -> None:
+def test_session_with_custom_operator_library_computes_operator(model: Path, target: Target) -> None:
     x = np.array([[-1.0, 0.0, 3.0]], np.float32)
     for _ in range(2):  # a second session registers the same library
         answer: np.ndarray[Any, Any] = OnnxRuntime().run(model, target, ({"x": x},))[0]["y"]
         np.testing.assert_allclose(answer, 2 * x / (1 + np.abs(x)), rtol=1e-6)
 
 
-def test_it_is_the_same_function_as_the_one_of_onnx(model: Path, target: Target, tmp_path: Path) -> None:
+def test_compare_of_custom_operator_with_onnx_function_passes_only_if_equal(
+    model: Path, target: Target, tmp_path: Path
+) -> None:
     for scale, verdict in ((2.0, Verdict.PASS), (2.1, Verdict.FAIL)):
         other = tmp_path / "function.onnx"
         write_softsign(other, scale=scale, as_function=True)
@@ -59,7 +61,9 @@ def test_it_is_the_same_function_as_the_one_of_onnx(model: Path, target: Target,
         assert compare(GuardedRuntime(), target, other, model, samples).verdict is verdict
 
 
-def test_another_library_is_not_loaded(model: Path, target: Target, tmp_path: Path) -> None:
+def test_session_with_changed_or_missing_operator_library_raises_error(
+    model: Path, target: Target, tmp_path: Path
+) -> None:
     forged = tmp_path / "forged.so"
     forged.write_bytes(b"not a library")
     libraries = (replace(target.custom_ops[0], path=str(forged)),)
@@ -72,7 +76,7 @@ def test_another_library_is_not_loaded(model: Path, target: Target, tmp_path: Pa
         OnnxRuntime().run(model, replace(target, custom_ops=(replace(libraries[0], digest=digest),)), ())
 
 
-def test_a_target_without_the_operator_is_told_the_nodes_before_any_work(model: Path, tmp_path: Path) -> None:
+def test_target_without_custom_operator_raises_user_error_with_node_names(model: Path, tmp_path: Path) -> None:
     said = r"target cpu lacks operators: acme\.ops::ScaledSoftsign at sign"
     with pytest.raises(UserError, match=said):
         read_runtime_facts(OnnxRuntime(), CPU, model)
@@ -83,12 +87,12 @@ def test_a_target_without_the_operator_is_told_the_nodes_before_any_work(model: 
     assert find_custom_operators(read_structure(tmp_path / "function.onnx")) == {}
 
 
-def test_many_nodes_are_not_all_listed() -> None:
+def test_explain_missing_operators_with_many_nodes_lists_first_five() -> None:
     nodes = tuple(f"n{i}" for i in range(9))
     assert explain_missing_operators({"a::B": nodes}, CPU).endswith("a::B at n0, n1, n2, n3, n4 …")
 
 
-def test_a_target_file_names_its_libraries(tmp_path: Path) -> None:
+def test_target_file_with_custom_operators_loads_library_path_and_digest(tmp_path: Path) -> None:
     folder = tmp_path / "configs" / "targets"
     folder.mkdir(parents=True)
     text = "name: own\nproviders: [CPUExecutionProvider]\ncustom_ops: {path: lib/a.so, digest: %s, domains: [acme]}\n"

@@ -37,7 +37,9 @@ class TestDvc(DataSourceSuite):
 
 
 @pytest.mark.parametrize(("rev", "seed"), [("v1", 0), ("v2", 1), ("", 1), ("main~1", 0)])
-def test_a_revision_has_its_own_data(repository: Repository, reads: DvcSource, rev: str, seed: int) -> None:
+def test_load_dvc_file_at_revision_returns_its_data(
+    repository: Repository, reads: DvcSource, rev: str, seed: int
+) -> None:
     assert first(reads.load(section(rev=rev), repository.root)) == expected(seed)
     origin = reads.origin(section(rev=rev), repository.root)
     assert origin["md5"] == md5(archive(seed))
@@ -50,7 +52,7 @@ def test_a_revision_has_its_own_data(repository: Repository, reads: DvcSource, r
     )
 
 
-def test_a_file_of_a_folder_is_found_through_its_list(repository: Repository, reads: DvcSource) -> None:
+def test_load_dvc_file_in_folder_reads_it_through_folder_list(repository: Repository, reads: DvcSource) -> None:
     repository.add_folder("data/many", {"a.npz": archive(3), "deep/b.npz": archive(4)})
     repository.commit("v3")
     assert first(reads.load(section("data/many/deep/b.npz"), repository.root)) == expected(4)
@@ -62,14 +64,14 @@ def test_a_file_of_a_folder_is_found_through_its_list(repository: Repository, re
         reads.load(section("data/many/c.npz"), repository.root)
 
 
-def test_load_csv_by_a_pointer_gives_its_columns(repository: Repository, reads: DvcSource) -> None:
+def test_load_csv_through_dvc_pointer_returns_its_columns(repository: Repository, reads: DvcSource) -> None:
     repository.add("data/rows.csv", b"age,city\n40.5,Oslo\n,Rome\n")
     repository.commit("v3")
     arrays = reads.load(section("data/rows.csv"), repository.root)
     assert {name: array.dtype.kind for name, array in arrays.items()} == {"age": "f", "city": "U"}
 
 
-def test_outputs_of_stages_are_found_in_the_lock(repository: Repository, reads: DvcSource) -> None:
+def test_load_stage_output_reads_its_entry_in_dvc_lock(repository: Repository, reads: DvcSource) -> None:
     oid = repository.put(archive(3))
     repository.write(
         "dvc.yaml", "stages:\n  make:\n    foreach: [a]\n    do: {wdir: made, cmd: x, outs: ['${item}.npz']}\n"
@@ -85,7 +87,7 @@ def test_outputs_of_stages_are_found_in_the_lock(repository: Repository, reads: 
     assert caught.value.where == "dvc.lock"
 
 
-def test_pointers_of_older_releases_lead_to_their_own_cache(repository: Repository, reads: DvcSource) -> None:
+def test_load_with_pointer_of_older_dvc_release_reads_its_cache(repository: Repository, reads: DvcSource) -> None:
     oid = md5(archive(3))
     repository.write(f".dvc/cache/{oid[:2]}/{oid[2:]}", archive(3))
     repository.write("data/old.npz.dvc", f"outs:\n- md5: {oid}\n  path: old.npz\n")
@@ -93,7 +95,7 @@ def test_pointers_of_older_releases_lead_to_their_own_cache(repository: Reposito
     assert first(reads.load(section("data/old.npz"), repository.root)) == expected(3)
 
 
-def test_other_commits_with_the_same_data_have_one_fingerprint(repository: Repository, reads: DvcSource) -> None:
+def test_dvc_fingerprint_at_other_commit_with_same_data_is_equal(repository: Repository, reads: DvcSource) -> None:
     before = reads.fingerprint(section(), repository.root)
     repository.write("README", "more")
     commit = repository.commit()
@@ -102,7 +104,9 @@ def test_other_commits_with_the_same_data_have_one_fingerprint(repository: Repos
     assert reads.fingerprint(section(rev="v1"), repository.root) != before
 
 
-def test_a_project_may_lie_below_the_top_and_a_repository_beside_it(repository: Repository, reads: DvcSource) -> None:
+def test_load_dvc_file_from_subfolder_or_sibling_repository_returns_data(
+    repository: Repository, reads: DvcSource
+) -> None:
     below = repository.root / "data"
     assert first(reads.load(section("train.npz"), below)) == expected(1)
     other = repository.root.parent / "elsewhere"
@@ -110,7 +114,9 @@ def test_a_project_may_lie_below_the_top_and_a_repository_beside_it(repository: 
     assert first(reads.load(section(repo="../project", rev="v1"), other)) == expected(0)
 
 
-def test_a_repository_of_objects_alone_is_copied_first(repository: Repository, reads: DvcSource) -> None:
+def test_dvc_fingerprint_in_bare_repository_equals_fingerprint_in_checkout(
+    repository: Repository, reads: DvcSource
+) -> None:
     bare = repository.root.parent / "bare.git"
     repository.git("clone", "--quiet", "--bare", str(repository.root), str(bare))
     before = reads.fingerprint(section(repo=bare.as_uri()), repository.root)
@@ -123,7 +129,7 @@ def test_a_repository_of_objects_alone_is_copied_first(repository: Repository, r
     assert reads.origin(section(repo=bare.as_uri()), repository.root)["md5"] == md5(archive(5))
 
 
-def test_a_full_commit_is_read_without_asking_anybody(repository: Repository, reads: DvcSource) -> None:
+def test_dvc_fingerprint_at_cached_full_commit_needs_no_remote(repository: Repository, reads: DvcSource) -> None:
     url, commit = repository.root.as_uri(), repository.git("rev-parse", "v1")
     before = reads.fingerprint(section(repo=url, rev=commit), repository.root)
     repository.root.rename(repository.root.with_name("gone"))
@@ -148,7 +154,7 @@ def test_a_full_commit_is_read_without_asking_anybody(repository: Repository, re
         ({"path": "data/nothing.npz"}, NotFoundError, "DVC knows no data/nothing.npz"),
     ],
 )
-def test_wrong_settings_are_told(
+def test_dvc_fingerprint_with_wrong_settings_raises_error(
     repository: Repository, reads: DvcSource, given: dict[str, object], kind: type[OnnxOpsError], said: str
 ) -> None:
     with pytest.raises(kind, match=said) as caught:
@@ -156,7 +162,9 @@ def test_wrong_settings_are_told(
     assert "secret@" not in str(caught.value)
 
 
-def test_what_is_no_repository_is_told(tmp_path: Path, reads: DvcSource, repository: Repository) -> None:
+def test_dvc_fingerprint_outside_git_repository_raises_not_found_error(
+    tmp_path: Path, reads: DvcSource, repository: Repository
+) -> None:
     (tmp_path / "plain").mkdir()
     with pytest.raises(NotFoundError, match="not a git repository"):
         reads.fingerprint(section(), tmp_path / "plain")
@@ -164,13 +172,15 @@ def test_what_is_no_repository_is_told(tmp_path: Path, reads: DvcSource, reposit
         reads.fingerprint(FileData(file="x", inputs={"x": "x"}), repository.root)
 
 
-def test_only_what_is_checked_out_rests_on_pointers(reads: DvcSource) -> None:
+def test_list_dependencies_of_checked_out_data_returns_dvc_pointers(reads: DvcSource) -> None:
     assert list(reads.list_dependencies(section(rev="v1"))) == []
     assert list(reads.list_dependencies(section(repo="https://example.org/r.git"))) == []
     assert list(reads.list_dependencies(section())) == ["data/train.npz.dvc", "data/dvc.lock", "data.dvc", "dvc.lock"]
 
 
-def test_many_read_one_repository_at_once(repository: Repository, reads: DvcSource) -> None:
+def test_load_dvc_file_by_concurrent_threads_returns_data_of_each_revision(
+    repository: Repository, reads: DvcSource
+) -> None:
     def work(seed: int) -> float:
         wanted = section(rev=f"v{seed + 1}", repo=repository.root.as_uri() if seed else ".")
         assert reads.fingerprint(wanted, repository.root)
@@ -180,7 +190,7 @@ def test_many_read_one_repository_at_once(repository: Repository, reads: DvcSour
         assert list(pool.map(work, [0, 1] * 4)) == [expected(0), expected(1)] * 4
 
 
-def test_sample_is_the_file_in_the_checkout_if_no_revision_is_pinned(repository: Repository, reads: DvcSource) -> None:
+def test_dvc_sample_without_pinned_revision_reads_file_in_checkout(repository: Repository, reads: DvcSource) -> None:
     repository.write("data/train.npz", archive(1))
     sample = reads.sample(section(), repository.root)
     assert sample is not None
@@ -191,7 +201,7 @@ def test_sample_is_the_file_in_the_checkout_if_no_revision_is_pinned(repository:
         reads.sample(section("data/tarin.npz"), repository.root)
 
 
-def test_a_tampered_cache_file_is_refused_by_name(repository: Repository, reads: DvcSource) -> None:
+def test_load_of_tampered_dvc_cache_file_raises_digest_mismatch_error(repository: Repository, reads: DvcSource) -> None:
     oid = md5(archive(0))
     repository.cached(oid).write_bytes(archive(7))
     with pytest.raises(DigestMismatchError) as caught:
@@ -207,7 +217,9 @@ def test_a_tampered_cache_file_is_refused_by_name(repository: Repository, reads:
 
 @settings(derandomize=True, deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.integers(0, len(archive(1)) - 1), flip=st.integers(1, 255))
-def test_no_changed_byte_gets_through(repository: Repository, reads: DvcSource, position: int, flip: int) -> None:
+def test_load_of_dvc_cache_file_with_changed_byte_raises_digest_mismatch_error(
+    repository: Repository, reads: DvcSource, position: int, flip: int
+) -> None:
     content = bytearray(archive(1))
     content[position] ^= flip
     repository.cached(md5(archive(1))).write_bytes(bytes(content))
@@ -215,7 +227,9 @@ def test_no_changed_byte_gets_through(repository: Repository, reads: DvcSource, 
         reads.load(section(), repository.root)
 
 
-def test_a_cache_that_cannot_be_read_is_told(repository: Repository, reads: DvcSource) -> None:
+def test_load_of_unreadable_dvc_cache_file_raises_infrastructure_error(
+    repository: Repository, reads: DvcSource
+) -> None:
     place = repository.cached(md5(archive(1)))
     place.unlink()
     place.mkdir()
@@ -224,7 +238,9 @@ def test_a_cache_that_cannot_be_read_is_told(repository: Repository, reads: DvcS
     assert caught.value.where == str(place)
 
 
-def test_a_tampered_list_of_files_is_refused_by_name(repository: Repository, reads: DvcSource) -> None:
+def test_load_of_tampered_dvc_folder_list_raises_digest_mismatch_error(
+    repository: Repository, reads: DvcSource
+) -> None:
     oid = repository.add_folder("data/many", {"a.npz": archive(3)})
     repository.commit("v3")
     other = repository.put(archive(9))
@@ -235,7 +251,7 @@ def test_a_tampered_list_of_files_is_refused_by_name(repository: Repository, rea
     assert caught.value.where == str(listed)
 
 
-def test_a_pointer_that_was_changed_and_not_committed_is_refused_by_name(
+def test_load_with_uncommitted_dvc_pointer_raises_digest_mismatch_error(
     repository: Repository, reads: DvcSource
 ) -> None:
     repository.add("data/train.npz", archive(5))
@@ -261,7 +277,7 @@ def test_a_pointer_that_was_changed_and_not_committed_is_refused_by_name(
         (pointer(md5(archive(1)), -5, "train.npz"), "its size is -5"),
     ],
 )
-def test_a_committed_pointer_that_cannot_be_true_is_refused_by_name(
+def test_load_with_invalid_committed_dvc_pointer_raises_error_with_its_path(
     repository: Repository, reads: DvcSource, text: str, why: str
 ) -> None:
     repository.write("data/train.npz.dvc", text)
@@ -272,7 +288,7 @@ def test_a_committed_pointer_that_cannot_be_true_is_refused_by_name(
     assert caught.value.remedy
 
 
-def test_a_swapped_md5_of_a_known_object_is_caught_by_its_size_or_the_pin(
+def test_load_with_swapped_md5_in_dvc_pointer_detects_size_or_pin_mismatch(
     repository: Repository, reads: DvcSource
 ) -> None:
     known = repository.put(archive(6, rows=40))
@@ -288,7 +304,9 @@ def test_a_swapped_md5_of_a_known_object_is_caught_by_its_size_or_the_pin(
         reads.fingerprint(section(md5=md5(archive(1))), repository.root)
 
 
-def test_two_pointers_for_one_path_are_refused(repository: Repository, reads: DvcSource) -> None:
+def test_dvc_fingerprint_with_two_pointers_for_path_raises_refused_error(
+    repository: Repository, reads: DvcSource
+) -> None:
     repository.write("data/other.dvc", pointer(md5(archive(0)), len(archive(0)), "train.npz"))
     repository.commit()
     with pytest.raises(RefusedError, match=r"several DVC pointers claim data/train\.npz") as caught:
@@ -296,7 +314,7 @@ def test_two_pointers_for_one_path_are_refused(repository: Repository, reads: Dv
     assert caught.value.where == "data/other.dvc and data/train.npz.dvc"
 
 
-def test_a_list_of_cloud_versions_has_nothing_to_check(repository: Repository, reads: DvcSource) -> None:
+def test_load_with_cloud_versions_in_dvc_pointer_raises_refused_error(repository: Repository, reads: DvcSource) -> None:
     repository.write("data/train.npz.dvc", "outs:\n- path: train.npz\n  size: 4\n  cloud: {store: {version_id: a}}\n")
     repository.commit()
     with pytest.raises(RefusedError, match=r"has no MD5 for data/train\.npz"):

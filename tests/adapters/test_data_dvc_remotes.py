@@ -72,7 +72,7 @@ def empty_cache(repository: Repository) -> None:
 @pytest.mark.parametrize(
     ("path", "seed"), [(PATH, 1), ("data/many/a.npz", 2), ("data/many/deep/b.npz", 3), ("data/made.npz", 1)]
 )
-def test_what_dvc_pushed_is_fetched_and_its_cache_left_alone(
+def test_load_of_pushed_dvc_data_leaves_cache_unchanged(
     pushed: Repository, reads: DvcSource, path: str, seed: int
 ) -> None:
     for place in (".", pushed.root.as_uri()):
@@ -81,7 +81,7 @@ def test_what_dvc_pushed_is_fetched_and_its_cache_left_alone(
     assert pushed.git("status", "--porcelain") == ""
 
 
-def test_what_dvc_wrote_into_its_cache_is_read(pushed: Repository, reads: DvcSource) -> None:
+def test_load_without_dvc_remote_reads_and_verifies_cache(pushed: Repository, reads: DvcSource) -> None:
     dvc(pushed, reads.environments, ("fetch", "-q"))
     pushed.remote.rename(pushed.remote.with_name("away"))
     for path, seed in ((PATH, 1), ("data/many/deep/b.npz", 3)):
@@ -94,7 +94,7 @@ def test_what_dvc_wrote_into_its_cache_is_read(pushed: Repository, reads: DvcSou
     assert caught.value.where == str(pushed.cached(oid))
 
 
-def test_a_tampered_remote_object_is_refused_by_name(pushed: Repository, reads: DvcSource) -> None:
+def test_load_of_tampered_dvc_remote_object_raises_digest_mismatch_error(pushed: Repository, reads: DvcSource) -> None:
     oid = md5(archive(1))
     pushed.stored(oid).chmod(0o644)
     pushed.stored(oid).write_bytes(archive(7))
@@ -108,7 +108,7 @@ def test_a_tampered_remote_object_is_refused_by_name(pushed: Repository, reads: 
     assert "dvc push" in error.remedy
 
 
-def test_a_pointer_to_what_nobody_has_is_told(pushed: Repository, reads: DvcSource) -> None:
+def test_load_with_dvc_pointer_to_missing_object_raises_not_found_error(pushed: Repository, reads: DvcSource) -> None:
     text = (pushed.root / "data/train.npz.dvc").read_text()
     pushed.write("data/train.npz.dvc", text.replace(md5(archive(1)), md5(archive(8))))
     with pytest.raises(DigestMismatchError, match="changed and not committed"):
@@ -120,7 +120,7 @@ def test_a_pointer_to_what_nobody_has_is_told(pushed: Repository, reads: DvcSour
     assert md5(archive(8)) in caught.value.why
 
 
-def test_remotes_that_cannot_be_used_are_told(pushed: Repository, reads: DvcSource) -> None:
+def test_load_with_unusable_dvc_remote_raises_error_with_its_cause(pushed: Repository, reads: DvcSource) -> None:
     with pytest.raises(UserError, match="remote cannot be used") as caught:
         reads.load(section(PATH, remote="stroe"), pushed.root)
     assert caught.value.where == "DVC remote stroe"
@@ -134,7 +134,7 @@ def test_remotes_that_cannot_be_used_are_told(pushed: Repository, reads: DvcSour
 
 
 @pytest.mark.nightly
-def test_runs_and_dvc_itself_work_on_one_repository_at_once(pushed: Repository, reads: DvcSource) -> None:
+def test_load_during_dvc_fetch_returns_data(pushed: Repository, reads: DvcSource) -> None:
     """DVC's own fetch takes a lock, and refuses a second process."""
     with ThreadPoolExecutor(3) as pool:
         loads = [pool.submit(reads.load, section(PATH), pushed.root) for _ in range(3)]
@@ -143,7 +143,7 @@ def test_runs_and_dvc_itself_work_on_one_repository_at_once(pushed: Repository, 
 
 
 @pytest.mark.nightly
-def test_s3_is_a_remote(reads: DvcSource, tmp_path: Path) -> None:
+def test_load_from_dvc_remote_on_s3_returns_verified_data(reads: DvcSource, tmp_path: Path) -> None:
     import boto3
 
     with s3() as endpoint:
@@ -171,7 +171,7 @@ def test_s3_is_a_remote(reads: DvcSource, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_azure_is_a_remote(reads: DvcSource, tmp_path: Path) -> None:
+def test_load_from_dvc_remote_on_azure_returns_verified_data(reads: DvcSource, tmp_path: Path) -> None:
     from azure.storage.blob import BlobServiceClient
 
     require("node", "npm")

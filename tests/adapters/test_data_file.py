@@ -45,7 +45,7 @@ class TestSklearn(DataSourceSuite):
     section = fixed(SklearnData(sklearn="iris", split="test"))
 
 
-def test_a_file_is_known_by_its_content(root: Path) -> None:
+def test_file_fingerprint_of_changed_content_differs(root: Path) -> None:
     before = FileSource().fingerprint(FILE, root)
     content = (root / FILE.file).read_bytes()
     (root / FILE.file).write_bytes(content)
@@ -54,13 +54,13 @@ def test_a_file_is_known_by_its_content(root: Path) -> None:
     assert FileSource().fingerprint(FILE, root) != before
 
 
-def test_a_missing_file_is_told(root: Path) -> None:
+def test_file_fingerprint_of_missing_file_raises_not_found_error(root: Path) -> None:
     for file in ("data/none.npz", "data"):
         with pytest.raises(NotFoundError):
             FileSource().fingerprint(replace(FILE, file=file), root)
 
 
-def test_pickles_are_never_read(root: Path, tmp_path: Path) -> None:
+def test_load_npz_with_pickle_raises_user_error_without_unpickling(root: Path, tmp_path: Path) -> None:
     witness = tmp_path / "witness"
 
     class Payload:
@@ -74,14 +74,14 @@ def test_pickles_are_never_read(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arrays", [{"a": np.zeros((3, 0))}, {"a": np.zeros(3), "b": np.zeros((0, 3))}, {}])
-def test_a_file_without_rows_is_refused(arrays: dict[str, Any], root: Path) -> None:
+def test_load_npz_without_rows_raises_user_error(arrays: dict[str, Any], root: Path) -> None:
     np.savez(root / FILE.file, **arrays)
     with pytest.raises(UserError, match=r"is empty|no array") as caught:
         FileSource().load(FILE, root)
     assert caught.value.remedy
 
 
-def test_rows_can_be_on_another_axis_and_a_sample_cuts_them_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_npz_sample_with_rows_on_other_axis_cuts_that_axis(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = {
         "input": np.arange(1200.0).reshape(400, 3),
         "state": np.arange(1600.0).reshape(2, 400, 2),
@@ -101,7 +101,7 @@ def test_rows_can_be_on_another_axis_and_a_sample_cuts_them_there(root: Path, mo
     np.testing.assert_array_equal(part["state"], arrays["state"][:, :50])
 
 
-def test_a_single_array_is_no_archive(root: Path) -> None:
+def test_load_npy_file_raises_user_error(root: Path) -> None:
     with (root / FILE.file).open("wb") as stream:
         np.save(stream, np.zeros(3))
     with pytest.raises(UserError, match=r"\.npz"):
@@ -110,7 +110,7 @@ def test_a_single_array_is_no_archive(root: Path) -> None:
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_damaged_file_never_gives_a_traceback(root: Path, data: st.DataObject) -> None:
+def test_load_damaged_npz_raises_only_onnx_ops_errors(root: Path, data: st.DataObject) -> None:
     path = root / FILE.file
     np.savez_compressed(path, rows=np.arange(12, dtype=np.float32).reshape(4, 3), target=np.arange(4))
     content = bytearray(path.read_bytes())
@@ -124,7 +124,7 @@ def test_a_damaged_file_never_gives_a_traceback(root: Path, data: st.DataObject)
     assert len({len(array) for array in arrays.values()}) == 1
 
 
-def test_the_two_sides_of_a_split_make_the_whole_and_are_stratified() -> None:
+def test_sklearn_split_with_seed_is_stratified_and_complete() -> None:
     source, root = SklearnSource(), Path()
     whole = source.load(SklearnData(sklearn="digits"), root)
     sides = [source.load(SklearnData(sklearn="digits", split=side, seed=3), root) for side in ("train", "test")]
@@ -136,7 +136,7 @@ def test_the_two_sides_of_a_split_make_the_whole_and_are_stratified() -> None:
     assert not np.array_equal(other["data"], sides[1]["data"])
 
 
-def test_types_shapes_and_scale_of_the_digits() -> None:
+def test_load_sklearn_data_set_returns_typed_and_scaled_arrays() -> None:
     arrays = SklearnSource().load(SklearnData(sklearn="digits"), Path())
     assert {name: (array.dtype, array.shape) for name, array in arrays.items()} == {
         "data": (np.dtype("float32"), (1797, 64)),
@@ -147,7 +147,7 @@ def test_types_shapes_and_scale_of_the_digits() -> None:
     assert SklearnSource().load(SklearnData(sklearn="diabetes", split="test"), Path())["target"].dtype == np.float32
 
 
-def test_a_fingerprint_names_everything_that_shapes_the_set_and_imports_nothing() -> None:
+def test_sklearn_fingerprint_covers_all_settings_without_importing_sklearn() -> None:
     base = SklearnData(sklearn="digits", split="test")
     variants = (
         base,
@@ -171,7 +171,7 @@ print(json.dumps(sorted(sys.modules)))
 
 
 @pytest.mark.parametrize("name", ["digits", "iris", "wine", "breast_cancer", "diabetes"])
-def test_sample_of_a_data_set_of_scikit_learn_has_its_types_and_widths(tmp_path: Path, name: Any) -> None:
+def test_sample_of_sklearn_data_set_has_its_types_and_widths(tmp_path: Path, name: Any) -> None:
     section = SklearnData(sklearn=name)
     sample, whole = SklearnSource().sample(section, tmp_path).arrays, SklearnSource().load(section, tmp_path)
     assert {key: (array.dtype, array.shape[1:]) for key, array in sample.items()} == {
@@ -187,7 +187,7 @@ pq: Any = pytest.importorskip("pyarrow.parquet")
 TABLE = "age,income,visits,city,member,day,y\n40.5,1,3,Oslo,true,2024-01-02,a\n,2,4,,false,2024-01-03,b\n"
 
 
-def test_load_csv_gives_each_column_its_type(tmp_path: Path) -> None:
+def test_load_csv_with_mixed_columns_returns_type_of_each_column(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text(TABLE)
     arrays = FileSource().load(FileData(file="rows.csv"), tmp_path)
     assert {name: array.dtype.kind for name, array in arrays.items()} == {
@@ -199,7 +199,7 @@ def test_load_csv_gives_each_column_its_type(tmp_path: Path) -> None:
     assert arrays["day"][0, 0] == "2024-01-02"
 
 
-def test_load_parquet_gives_the_same_as_csv(tmp_path: Path) -> None:
+def test_load_parquet_with_typed_columns_returns_same_types_as_csv(tmp_path: Path) -> None:
     columns = {
         "age": pa.array([40.5, None]),
         "visits": pa.array([3, 4], pa.int16()),
@@ -223,7 +223,7 @@ def test_load_parquet_gives_the_same_as_csv(tmp_path: Path) -> None:
         ("", "the file is empty"),
     ],
 )
-def test_load_broken_csv_is_refused_with_its_place(tmp_path: Path, text: str, part: str) -> None:
+def test_load_malformed_csv_raises_user_error_with_cause(tmp_path: Path, text: str, part: str) -> None:
     (tmp_path / "rows.csv").write_text(text)
     with pytest.raises(UserError) as caught:
         FileSource().load(FileData(file="rows.csv"), tmp_path)
@@ -231,7 +231,7 @@ def test_load_broken_csv_is_refused_with_its_place(tmp_path: Path, text: str, pa
     assert "rows.csv" in str(caught.value)
 
 
-def test_load_csv_without_its_reader_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_csv_without_pyarrow_names_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rows.csv").write_text(TABLE)
     hide(monkeypatch, "pyarrow")
     with pytest.raises(MissingPackageError) as caught:
@@ -240,7 +240,9 @@ def test_load_csv_without_its_reader_names_the_extra(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["rows.npz", "rows.csv", "rows.parquet"])
-def test_sample_of_a_large_file_is_its_first_rows(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_sample_of_large_file_returns_its_first_rows(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = 50_000
     arrays: dict[str, Any] = {"x": np.arange(rows, dtype=np.float32), "y": np.arange(rows) % 3}
     path = tmp_path / name
@@ -276,7 +278,7 @@ def archive(path: Path, *, compression: int = zipfile.ZIP_DEFLATED) -> bytes:
     return path.read_bytes()
 
 
-def test_damaged_compression_is_told(tmp_path: Path) -> None:
+def test_load_npz_with_damaged_compression_raises_user_error(tmp_path: Path) -> None:
     data = bytearray(archive(tmp_path / "d.npz"))
     data[60:90] = bytes(30)
     (tmp_path / "d.npz").write_bytes(data)
@@ -284,7 +286,7 @@ def test_damaged_compression_is_told(tmp_path: Path) -> None:
         FileSource().load(section("d.npz"), tmp_path)
 
 
-def test_an_encrypted_member_is_told(tmp_path: Path) -> None:
+def test_load_npz_with_encrypted_member_raises_user_error(tmp_path: Path) -> None:
     data = bytearray(archive(tmp_path / "d.npz", compression=zipfile.ZIP_STORED))
     data[6] |= 1
     data[data.index(b"PK\x01\x02") + 8] |= 1
@@ -293,21 +295,21 @@ def test_an_encrypted_member_is_told(tmp_path: Path) -> None:
         FileSource().load(section("d.npz"), tmp_path)
 
 
-def test_a_member_that_is_no_array_is_told(tmp_path: Path) -> None:
+def test_load_npz_with_non_array_member_raises_user_error(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "d.npz", "w") as file:
         file.writestr("notes.txt", "hello")
     with pytest.raises(UserError, match=r"notes\.txt in it is not an array"):
         FileSource().load(section("d.npz"), tmp_path)
 
 
-def test_paths_that_lead_nowhere_or_in_circles_are_told(tmp_path: Path) -> None:
+def test_file_fingerprint_with_unusable_path_raises_error(tmp_path: Path) -> None:
     (tmp_path / "circle.npz").symlink_to(tmp_path / "circle.npz")
     for file in ("circle.npz", "zero\0byte.npz", "long" * 2000):
         with pytest.raises((NotFoundError, RefusedError)):
             FileSource().fingerprint(section(file), tmp_path)
 
 
-def test_a_split_without_rows_of_every_class_is_told(tmp_path: Path) -> None:
+def test_load_sklearn_split_without_row_of_each_class_raises_user_error(tmp_path: Path) -> None:
     wanted = SklearnData(sklearn="iris", split="test", test_size=0.01)
     with pytest.raises(UserError, match=r"iris cannot be split at 0\.01"):
         SklearnSource().load(wanted, tmp_path)

@@ -88,14 +88,14 @@ DECIMAL: dict[str, tuple[str, list[Any]]] = {"a": ("f", [1.5, 2.25]), "b": ("U",
         pytest.param("a,b\ninf,1\n-inf,2\n", "t.csv", {"a": ("f", [np.inf, -np.inf]), "b": ("i", [1, 2])}, id="inf"),
     ],
 )
-def test_load_table_in_a_common_form_gives_its_columns(
+def test_load_table_in_common_format_returns_its_columns(
     tmp_path: Path, content: str | bytes, name: str, columns: dict[str, tuple[str, list[Any]]]
 ) -> None:
     assert load(tmp_path, content, name) == columns
 
 
 @pytest.mark.parametrize("mark", ["?", "", " ", "-", "NA", "n/a", "null", "None", "NaN", "#N/A"])
-def test_load_column_of_numbers_with_a_mark_for_missing_is_a_number(tmp_path: Path, mark: str) -> None:
+def test_load_number_column_with_missing_marks_returns_nan(tmp_path: Path, mark: str) -> None:
     columns = load(tmp_path, f"a,b\n1,x\n{mark},{mark}\n3,y\n")
     assert columns["a"][0] == "f"
     np.testing.assert_array_equal(columns["a"][1], [1, np.nan, 3])
@@ -118,7 +118,7 @@ def test_load_column_of_numbers_with_a_mark_for_missing_is_a_number(tmp_path: Pa
         pytest.param('{"a":1}\n{"a":"x"}\n', "t.jsonl", ("not a table in JSONL", "row 1"), id="JSON of two types"),
     ],
 )
-def test_load_other_file_is_refused_with_its_cause(
+def test_load_unreadable_table_raises_user_error_with_cause(
     tmp_path: Path, content: str | bytes, name: str, parts: tuple[str, ...]
 ) -> None:
     with pytest.raises(UserError) as caught:
@@ -134,7 +134,7 @@ def test_load_parquet_with_unsigned_identifiers_keeps_their_digits(tmp_path: Pat
     assert loaded == {"id": ("U", [str(number) for number in ids]), "n": ("i", [5, 5])}
 
 
-def test_load_one_long_text_leaves_the_others_narrow(tmp_path: Path) -> None:
+def test_load_csv_with_one_long_text_limits_memory(tmp_path: Path) -> None:
     lines = [f"word {row}" for row in range(20_000)]
     lines[7] = "x" * 60_000
     path = tmp_path / "t.csv"
@@ -159,7 +159,7 @@ print(arrays["text"].dtype, len(arrays["text"][7, 0]), read_peak() - before)
     assert int(kib) << 10 < 10 * path.stat().st_size + (16 << 20)
 
 
-def test_load_compressed_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_decompression_bomb_raises_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onnx_ops.adapters.data.tables._MOST_CSV_BYTES", 1 << 20)
     with pytest.raises(UserError, match="a CSV file may have 2 GB"):
         load(tmp_path, gzip.compress(b"a\n" + b"1\n" * (1 << 20)), "t.csv.gz")
@@ -170,7 +170,7 @@ def test_load_compressed_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     st.lists(st.tuples(st.integers(-(10**6), 10**6), st.text("abc ,;|\t\"'éß", min_size=1)), min_size=3, max_size=20),
     st.sampled_from([",", ";", "\t", "|"]),
 )
-def test_load_written_table_gives_what_was_written(tmp_path: Path, rows: list[tuple[int, str]], separator: str) -> None:
+def test_load_of_written_csv_returns_same_values(tmp_path: Path, rows: list[tuple[int, str]], separator: str) -> None:
     import csv
     import io
 
@@ -185,7 +185,7 @@ def test_load_written_table_gives_what_was_written(tmp_path: Path, rows: list[tu
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(min_size=1, max_size=200), st.sampled_from(["t.csv", "t.jsonl", "t.csv.gz", "t.parquet"]))
-def test_load_random_bytes_never_gives_another_error(tmp_path: Path, content: bytes, name: str) -> None:
+def test_load_random_bytes_raises_only_onnx_ops_errors(tmp_path: Path, content: bytes, name: str) -> None:
     try:
         assert load(tmp_path, content, name)
     except OnnxOpsError:

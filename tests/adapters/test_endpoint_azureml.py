@@ -63,11 +63,11 @@ class TestAzureEndpoints(EndpointProviderSuite):
             return float(json.load(response)["predictions"]["y"][0][0])
 
 
-def test_capabilities_are_what_azure_does(world: World) -> None:
+def test_azureml_capabilities_include_split_and_quantiles(world: World) -> None:
     assert world.provider.capabilities() == {"split", "quantiles"}
 
 
-def test_a_container_loads_nothing_that_no_trusted_key_has_signed(world: World, tmp_path: Path) -> None:
+def test_azureml_container_without_trusted_signature_loads_no_model(world: World, tmp_path: Path) -> None:
     create_key(tmp_path / "keys" / "signing.pem")
     provider = AzureEndpoints(world.folder, tmp_path / "keys", policy=POLICY)
     with pytest.raises(InfrastructureError, match="no signed decision names its files"):
@@ -75,7 +75,7 @@ def test_a_container_loads_nothing_that_no_trusted_key_has_signed(world: World, 
 
 
 @pytest.mark.parametrize(("settings", "limit"), [({}, 128), ({"queue": 16}, 16), ({LIMIT: 1, "queue": 16}, 1)])
-def test_an_instance_gets_as_many_requests_at_a_time_as_it_queues(
+def test_azureml_deployment_with_queue_setting_limits_concurrency(
     world: World, settings: dict[str, int], limit: int
 ) -> None:
     config = config_of(world.cloud, **settings)
@@ -83,7 +83,7 @@ def test_an_instance_gets_as_many_requests_at_a_time_as_it_queues(
     assert world.cloud.control.concurrency("scaling", world.name(world.blue, **settings)) == limit
 
 
-def test_concurrent_clients_are_not_refused(world: World) -> None:
+def test_azureml_endpoint_with_concurrent_clients_answers_all_requests(world: World) -> None:
     world.apply(1, blue=100)
     address = str(world.provider.address(world.config))
 
@@ -94,7 +94,7 @@ def test_concurrent_clients_are_not_refused(world: World) -> None:
         assert set(pool.map(ask, range(256))) == {2.0}
 
 
-def test_reads_that_are_behind_are_waited_for(world: World) -> None:
+def test_azureml_apply_with_lagging_reads_waits_for_state(world: World) -> None:
     world.cloud.conditions.lag = 4
     world.apply(1, blue=100)
     state = world.state(blue=70, green=30)
@@ -105,7 +105,7 @@ def test_reads_that_are_behind_are_waited_for(world: World) -> None:
     assert all(sum(split.values()) == 100 for split in world.cloud.routes("scaling")[1:])
 
 
-def test_an_endpoint_that_a_late_read_does_not_show_is_not_made_again(world: World) -> None:
+def test_azureml_apply_with_lagging_read_does_not_recreate_endpoint(world: World) -> None:
     """Creating it again would take all of its traffic away."""
     world.apply(1, blue=100)
     world.cloud.control.resources["onlineEndpoints/scaling"].lags(5, None)
@@ -114,7 +114,7 @@ def test_an_endpoint_that_a_late_read_does_not_show_is_not_made_again(world: Wor
     assert [sum(split.values()) for split in world.cloud.routes("scaling")] == [0, 100, 100]
 
 
-def test_an_update_under_way_is_waited_for(world: World) -> None:
+def test_azureml_apply_during_update_waits_for_its_end(world: World) -> None:
     world.apply(1, blue=100)
     endpoint = world.cloud.control.resources["onlineEndpoints/scaling"]
 
@@ -127,7 +127,7 @@ def test_an_update_under_way_is_waited_for(world: World) -> None:
     assert len(world.cloud.routes("scaling")[-1]) == 2
 
 
-def test_no_quota_is_explained_and_changes_nothing(world: World) -> None:
+def test_azureml_apply_without_quota_raises_error_and_changes_nothing(world: World) -> None:
     state = world.state(blue=100)
     world.provider.apply(world.config, state, generation=1)
     world.cloud.conditions.quota = 13
@@ -138,7 +138,7 @@ def test_no_quota_is_explained_and_changes_nothing(world: World) -> None:
     assert world.observed().is_equivalent(state)
 
 
-def test_a_container_that_crashes_takes_no_traffic_and_is_made_again(world: World) -> None:
+def test_azureml_apply_of_crashing_container_moves_no_traffic_until_recreated(world: World) -> None:
     name = world.name(world.green)
     world.apply(1, blue=100)
     world.cloud.conditions.broken.add(name)
@@ -153,7 +153,7 @@ def test_a_container_that_crashes_takes_no_traffic_and_is_made_again(world: Worl
     assert world.scale() == 3.0
 
 
-def test_traffic_that_somebody_zeroed_is_no_state_and_comes_back(world: World) -> None:
+def test_azureml_apply_after_traffic_was_zeroed_restores_traffic(world: World) -> None:
     """As re-creating the endpoint does, which others' tools do."""
     from azure.ai.ml.entities import ManagedOnlineEndpoint
 
@@ -170,7 +170,7 @@ def test_traffic_that_somebody_zeroed_is_no_state_and_comes_back(world: World) -
     assert world.scale() == 2.0
 
 
-def test_tags_and_traffic_of_another_tool_lock_nobody_out(world: World) -> None:
+def test_azureml_apply_after_recreation_by_other_tool_restores_traffic(world: World) -> None:
     """Another tool creates the endpoint again, with tags of its own and no traffic."""
     from azure.ai.ml.entities import ManagedOnlineEndpoint
 
@@ -195,7 +195,7 @@ def test_tags_and_traffic_of_another_tool_lock_nobody_out(world: World) -> None:
 
 
 @pytest.mark.parametrize("fault", ["conflict", "throttle"])
-def test_a_change_of_traffic_that_was_not_taken_waits_for_no_read_that_shows_it(world: World, fault: Fault) -> None:
+def test_azureml_apply_after_refused_traffic_update_skips_wait_for_read(world: World, fault: Fault) -> None:
     provider = AzureEndpoints(world.folder, policy=replace(POLICY, lag_s=5))
 
     def requests(generation: int, blue: int) -> int:
@@ -220,7 +220,7 @@ def test_a_change_of_traffic_that_was_not_taken_waits_for_no_read_that_shows_it(
     assert world.cloud.routes("scaling")[-1][world.name(world.blue)] == 70
 
 
-def test_copies_are_refused_and_taken_away_where_a_hand_has_set_them(world: World) -> None:
+def test_azureml_apply_with_mirror_traffic_removes_or_refuses_it(world: World) -> None:
     state = world.state(blue=100, green=0)
     world.provider.apply(world.config, state, generation=1)
     endpoint = world.cloud.control.resources["onlineEndpoints/scaling"]
@@ -234,7 +234,7 @@ def test_copies_are_refused_and_taken_away_where_a_hand_has_set_them(world: Worl
         world.provider.apply(world.config, copied, generation=2)
 
 
-def test_somebody_elses_endpoint_is_left_alone(world: World) -> None:
+def test_azureml_apply_to_endpoint_of_other_owner_raises_refused_error(world: World) -> None:
     world.apply(1, blue=100)
     other = replace(config_of(world.cloud, name="scaling"), endpoint="other")
     with pytest.raises(RefusedError, match="not ours"):
@@ -244,7 +244,7 @@ def test_somebody_elses_endpoint_is_left_alone(world: World) -> None:
     assert world.scale() == 2.0
 
 
-def test_files_that_were_changed_are_not_uploaded(world: World, tmp_path: Path) -> None:
+def test_azureml_apply_of_changed_files_uploads_nothing(world: World, tmp_path: Path) -> None:
     changed = scaling_deployment(tmp_path / "changed", name="blue", version="1", scale=2.0)
     (tmp_path / "changed" / "model.onnx").write_bytes(b"something else")
     with pytest.raises(DigestMismatchError):
@@ -252,7 +252,7 @@ def test_files_that_were_changed_are_not_uploaded(world: World, tmp_path: Path) 
     assert world.cloud.blobs.data == {}
 
 
-def test_changed_settings_make_another_deployment_and_no_request_waits_for_it(world: World) -> None:
+def test_azureml_apply_of_changed_settings_replaces_deployment(world: World) -> None:
     state, name = world.state(blue=100), world.name(world.blue)
     world.provider.apply(world.config, state, generation=1)
     assert world.drift() == []
@@ -275,7 +275,7 @@ def test_changed_settings_make_another_deployment_and_no_request_waits_for_it(wo
     assert world.provider.list_orphans(changed, frozenset()) == ()
 
 
-def test_a_rollback_takes_the_deployment_that_runs_whatever_the_settings_say_now(world: World) -> None:
+def test_azureml_rollback_with_changed_settings_uses_running_deployment(world: World) -> None:
     world.apply(1, blue=50, green=50)
     changed = config_of(world.cloud, image="registry.example/broken:1")
     first = len(world.cloud.calls)
@@ -284,7 +284,7 @@ def test_a_rollback_takes_the_deployment_that_runs_whatever_the_settings_say_now
     assert not [path for method, path in world.cloud.calls[first:] if method == "PUT" and "/deployments/" in path]
 
 
-def test_the_number_of_instances_is_changed_in_place(world: World) -> None:
+def test_azureml_apply_of_instance_count_updates_deployment_in_place(world: World) -> None:
     state, name = world.state(blue=100), world.name(world.blue)
     world.provider.apply(world.config, state, generation=1)
     more = config_of(world.cloud, instances=3)
@@ -302,7 +302,7 @@ def test_the_number_of_instances_is_changed_in_place(world: World) -> None:
     assert world.drift(more) == []
 
 
-def test_autoscaling_is_sent_compared_and_removed(world: World) -> None:
+def test_azureml_apply_with_autoscaling_creates_and_removes_rules(world: World) -> None:
     state, name, settings = (world.state(blue=100), world.name(world.blue), world.cloud.control.autoscale.settings)
     scaled = config_of(world.cloud, min_instances=1, max_instances=4, cpu_percent=60)
     world.provider.apply(scaled, state, generation=1)
@@ -331,7 +331,7 @@ def test_autoscaling_is_sent_compared_and_removed(world: World) -> None:
     assert settings == {}
 
 
-def test_leftovers_are_listed_and_discarded(world: World) -> None:
+def test_azureml_list_orphans_after_promotion_lists_unused_model(world: World) -> None:
     provider, config = world.provider, world.config
     provider.apply(config, world.state(blue=50, green=50), generation=1)
     provider.apply(config, world.state(green=100), generation=2)
@@ -349,7 +349,7 @@ def test_leftovers_are_listed_and_discarded(world: World) -> None:
     assert world.scale() == 2.0
 
 
-def test_what_is_missing_is_said(world: World) -> None:
+def test_azureml_apply_without_role_raises_refused_error(world: World) -> None:
     world.cloud.conditions.forbidden = True
     with pytest.raises(RefusedError, match="AzureML Data Scientist"):
         world.apply(1, blue=100)
@@ -377,7 +377,9 @@ def test_what_is_missing_is_said(world: World) -> None:
         ({"subscription": ""}, "subscription"),
     ],
 )
-def test_wrong_settings_are_refused(world: World, settings: dict[str, str | int], said: str) -> None:
+def test_azureml_validate_settings_with_wrong_value_raises_user_error(
+    world: World, settings: dict[str, str | int], said: str
+) -> None:
     world.provider.validate_settings({**world.cloud.settings, "name": "good-name", "workers": 2})
     with pytest.raises(UserError, match=said):
         world.provider.validate_settings({**world.cloud.settings, **settings})

@@ -35,13 +35,13 @@ def broken(findings: Mapping[str, Diagnosis]) -> tuple[str, ...]:
     return tuple(finding.check for finding in bad)
 
 
-def test_all_is_well(world: World) -> None:
+def test_azureml_diagnosis_of_complete_setup_reports_no_problem(world: World) -> None:
     findings = look(world)
     assert broken(findings) == ()
     assert len(findings) == 6
 
 
-def test_the_image_and_who_may_pull_it(world: World) -> None:
+def test_azureml_diagnosis_of_image_checks_registry_and_pull_role(world: World) -> None:
     image, identities = "mlimages.azurecr.io/onnx-ops:1", "Microsoft.ManagedIdentity/userAssignedIdentities"
     identity = (
         f"/subscriptions/{world.cloud.settings['subscription']}/resourceGroups/group/providers/{identities}/serving"
@@ -59,7 +59,7 @@ def test_the_image_and_who_may_pull_it(world: World) -> None:
     assert "--assignee principal-of-serving --role AcrPull" in findings["azure pull"].remedy
 
 
-def test_no_package(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_azureml_diagnosis_without_sdk_reports_missing_packages(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch, "azure-identity")
     findings = look(world)
     assert broken(findings) == ("azure packages",)
@@ -67,7 +67,7 @@ def test_no_package(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     assert world.cloud.calls == []
 
 
-def test_no_credentials(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_azureml_diagnosis_without_credentials_suggests_az_login(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IDENTITY_HEADER", "nobody")
     forget_clients()
     findings = look(world)
@@ -77,7 +77,7 @@ def test_no_credentials(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", ["page", "page-error"])
-def test_page_of_html_instead_of_an_answer_is_a_finding(world: World, fault: Fault) -> None:
+def test_azureml_diagnosis_with_html_response_reports_failed_check(world: World, fault: Fault) -> None:
     look(world)
     for passing in range(len(world.cloud.calls)):
         world.mischief(passing, FaultRule(fault=fault))
@@ -99,7 +99,7 @@ def test_page_of_html_instead_of_an_answer_is_a_finding(world: World, fault: Fau
         ({}, {"instance_type": "Standard_X1"}, "quota for Standard_X1", "no such size"),
     ],
 )
-def test_what_is_missing_is_a_finding_with_a_remedy(
+def test_azureml_diagnosis_with_missing_prerequisite_reports_remedy(
     world: World, conditions: dict[str, object], settings: dict[str, str | int], check: str, expected: str
 ) -> None:
     for name, value in conditions.items():
@@ -109,13 +109,13 @@ def test_what_is_missing_is_a_finding_with_a_remedy(
     assert expected in f"{findings[f'azure {check}'].found} {findings[f'azure {check}'].remedy}"
 
 
-def test_a_rollout_needs_no_more_quota_than_two_versions_take(world: World) -> None:
+def test_azureml_diagnosis_with_quota_for_two_versions_reports_no_problem(world: World) -> None:
     world.cloud.conditions.quota = 24
     assert broken(look(world, instances=10)) == ()
 
 
 @given(st.sampled_from(ACTIONS), st.integers(0, 60))
-def test_a_wildcard_grants_what_begins_so(action: str, cut: int) -> None:
+def test_is_allowed_with_wildcard_matches_prefix(action: str, cut: int) -> None:
     assert is_allowed(action, [{"actions": [f"{action[:cut]}*"], "notActions": []}])
     assert is_allowed(action.upper(), [{"actions": [action], "notActions": []}])
     assert not is_allowed(action, [{"actions": ["*"], "notActions": [f"{action[:cut]}*"]}])

@@ -98,7 +98,9 @@ def finished(world: World, stage: int) -> None:
 @pytest.mark.nightly
 @pytest.mark.sweep
 @pytest.mark.parametrize("stage", STAGES)
-def test_any_request_may_fail_in_any_way(world: World, stage: int, sweep: Sweep) -> None:
+def test_azureml_apply_with_any_failing_request_keeps_traffic_and_completes(
+    world: World, stage: int, sweep: Sweep
+) -> None:
     memory = world.folder / "scaling" / "azureml.generation"
     prepared(world, stage)
     methods = requests_of(world, stage)
@@ -120,7 +122,7 @@ def test_any_request_may_fail_in_any_way(world: World, stage: int, sweep: Sweep)
 @pytest.mark.nightly
 @pytest.mark.sweep
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_client_may_be_killed_at_any_write(world: World, stage: int, sweep: Sweep) -> None:
+def test_azureml_apply_killed_at_any_write_keeps_traffic_and_completes(world: World, stage: int, sweep: Sweep) -> None:
     memory = world.folder / "scaling" / "azureml.generation"
     prepared(world, stage)
     methods = requests_of(world, stage)
@@ -136,7 +138,7 @@ def test_the_client_may_be_killed_at_any_write(world: World, stage: int, sweep: 
     assert died == len(moments) > 0
 
 
-def test_a_driver_that_was_overtaken_changes_nothing(world: World, tmp_path: Path) -> None:
+def test_azureml_apply_overtaken_by_later_generation_changes_nothing(world: World, tmp_path: Path) -> None:
     """Another machine applies a later generation while this one makes a deployment."""
     canary, back = stages(world)[1], world.state(blue=100)
     other = replace(world, folder=tmp_path / "other")
@@ -159,7 +161,7 @@ def test_a_driver_that_was_overtaken_changes_nothing(world: World, tmp_path: Pat
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("fault", PASSING)
-def test_a_token_is_asked_for_again_and_who_does_not_answer_for_long_is_told(world: World, fault: Fault) -> None:
+def test_azureml_token_request_after_fault_is_retried_until_timeout(world: World, fault: Fault) -> None:
     """Tokens are kept, so this is a request that hardly any other test makes."""
     config = config_of(world.cloud, api_timeout=f"{ANSWER_S} s")
     forget_clients()

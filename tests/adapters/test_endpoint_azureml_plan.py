@@ -38,7 +38,7 @@ def states(draw: st.DrawFn) -> EndpointState:
 
 
 @given(states(), st.integers(0, 10**6))
-def test_what_was_planned_is_read_back(state: EndpointState, generation: int) -> None:
+def test_read_state_of_planned_traffic_returns_original_state(state: EndpointState, generation: int) -> None:
     plan = plan_traffic(state, generation=generation)
     records = {name: read_record(build_record_tags(found)) for name, found in plan.deployments.items()}
     back = read_state(plan.tags, plan.traffic, {k: v for k, v in records.items() if v is not None})
@@ -52,7 +52,7 @@ def test_what_was_planned_is_read_back(state: EndpointState, generation: int) ->
 
 
 @given(NAMES, NAMES)
-def test_names_are_azures_and_follow_from_the_content(one: str, other: str) -> None:
+def test_build_azure_name_of_any_deployment_is_valid_and_unique(one: str, other: str) -> None:
     for name in (one, other):
         assert re.fullmatch(r"(?=.{3,32}\Z)[a-z]([-a-z0-9]*[a-z0-9])?", build_azure_name(deployment(name)))
     assert build_azure_name(deployment(one)) == build_azure_name(deployment(one, location="/elsewhere"))
@@ -66,7 +66,7 @@ def test_names_are_azures_and_follow_from_the_content(one: str, other: str) -> N
 
 
 @given(states())
-def test_what_is_no_state_is_none(state: EndpointState) -> None:
+def test_read_state_with_missing_or_foreign_records_returns_none(state: EndpointState) -> None:
     plan = plan_traffic(state, generation=1)
     records = dict(plan.deployments)
     lost = next(iter(records))

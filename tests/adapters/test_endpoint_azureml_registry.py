@@ -27,7 +27,7 @@ def config(world: World, **settings: str | float) -> EndpointConfig:
     return config_of(world.cloud, registry=REGISTRY, **settings)
 
 
-def test_a_deployment_names_the_model_in_the_registry(world: World) -> None:
+def test_azureml_apply_with_registry_deploys_model_by_registry_path(world: World) -> None:
     world.apply(1, config(world), blue=100)
     assert world.scale(config(world)) == 2.0
     name = build_azure_name(world.blue)
@@ -40,7 +40,7 @@ def test_a_deployment_names_the_model_in_the_registry(world: World) -> None:
     assert [path for method, path in world.cloud.calls if method == "POST" and path.endswith("/import")] == posts
 
 
-def test_another_workspace_needs_no_files(world: World) -> None:
+def test_azureml_apply_in_other_workspace_reads_model_from_registry(world: World) -> None:
     """What stands in the registry is read there: nothing is uploaded, and the files need not be on this machine."""
     world.apply(1, config(world), blue=100)
     world.provider.remove(config(world))
@@ -53,7 +53,7 @@ def test_another_workspace_needs_no_files(world: World) -> None:
     assert world.cloud.blobs.data == {}
 
 
-def test_another_model_of_that_name_is_not_served(world: World) -> None:
+def test_azureml_apply_with_other_model_in_registry_raises_refused_error(world: World) -> None:
     world.apply(1, config(world), blue=100)
     world.provider.remove(config(world))
     ((body, _),) = world.cloud.control.registries.models.values()
@@ -63,7 +63,7 @@ def test_another_model_of_that_name_is_not_served(world: World) -> None:
         world.apply(1, config(world), blue=100)
 
 
-def test_a_registry_that_is_not_there_is_said(world: World) -> None:
+def test_azureml_apply_with_missing_registry_raises_not_found_error(world: World) -> None:
     nowhere = config_of(world.cloud, registry="nowhere")
     with pytest.raises(NotFoundError, match="no such registry") as caught:
         world.apply(1, nowhere, blue=100)
@@ -74,7 +74,7 @@ def test_a_registry_that_is_not_there_is_said(world: World) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_every_request_about_the_registry_may_fail(world: World, after: bool, sweep: Sweep) -> None:
+def test_azureml_apply_with_failing_registry_request_completes(world: World, after: bool, sweep: Sweep) -> None:
     """Once each: the kinds of fault take turns."""
     faults: list[Fault] = ["drop", "hang", "error"]
     concerns = world.cloud.control.registries.concerns

@@ -88,7 +88,7 @@ class TestLocalEndpoints(EndpointProviderSuite):
 
 
 @pytest.mark.parametrize("how", ["killed", "supervisor hung", "all hung"])
-def test_a_rollback_of_a_server_that_does_not_answer_serves_nothing_else(site: Site, how: str) -> None:
+def test_local_rollback_of_unresponsive_server_restores_stable_version(site: Site, how: str) -> None:
     site.apply(1, green=100)
     server, workers = site.record().pid, site.workers()
     number = signal.SIGKILL if how == "killed" else signal.SIGSTOP
@@ -100,7 +100,7 @@ def test_a_rollback_of_a_server_that_does_not_answer_serves_nothing_else(site: S
     assert site.scale() == 2.0
 
 
-def test_a_killed_server_comes_back_with_the_last_table_on_the_same_port(site: Site) -> None:
+def test_local_server_after_kill_restarts_with_last_table_and_port(site: Site) -> None:
     state = site.state(blue=100)
     site.provider.apply(CONFIG, state, generation=3)
     address, first = site.provider.address(CONFIG), site.record()
@@ -123,7 +123,7 @@ def test_list_memory_counts_workers_that_run_and_is_empty_without_server(site: S
     assert 0 < memory.worker_bytes < memory.available_bytes
 
 
-def test_the_server_outlives_the_process_that_started_it(site: Site, tmp_path: Path) -> None:
+def test_local_server_after_exit_of_starting_process_keeps_serving(site: Site, tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from onnx_ops import codec;"
         "from onnx_ops.adapters.endpoints.local import LocalEndpoints;"
@@ -138,7 +138,7 @@ def test_the_server_outlives_the_process_that_started_it(site: Site, tmp_path: P
     assert site.observed().is_equivalent(state)
 
 
-def test_the_folder_and_the_token_are_private(site: Site) -> None:
+def test_local_apply_creates_private_folder_and_token(site: Site) -> None:
     site.apply(1, blue=100)
     assert site.folder.stat().st_mode & 0o777 == 0o700
     assert (site.folder / TOKEN_FILE).stat().st_mode & 0o777 == 0o600
@@ -148,13 +148,15 @@ def test_the_folder_and_the_token_are_private(site: Site) -> None:
     assert token not in (site.folder / "server.log").read_text()
 
 
-def test_the_server_gets_no_secrets_of_its_starter(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_server_started_with_secrets_in_environment_inherits_none(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do-not-leak")
     site.apply(1, blue=100)
     assert b"do-not-leak" not in Path(f"/proc/{site.record().pid}/environ").read_bytes()
 
 
-def test_a_stale_record_is_never_shown_the_token(site: Site) -> None:
+def test_local_observe_with_stale_record_sends_no_token(site: Site) -> None:
     """The process that now has the recorded id and port is another one."""
     calls: list[str] = []
 
@@ -179,7 +181,7 @@ def test_a_stale_record_is_never_shown_the_token(site: Site) -> None:
     assert calls == []
 
 
-def test_the_record_of_a_dead_server_is_not_that_of_the_one_that_starts(site: Site) -> None:
+def test_local_server_record_of_dead_process_is_ignored(site: Site) -> None:
     server = LocalServer(site.folder, sys.executable)
     site.folder.mkdir(parents=True)
     with (site.folder / LOCK_FILE).open("w", encoding="utf-8") as lock:
@@ -192,7 +194,7 @@ def test_the_record_of_a_dead_server_is_not_that_of_the_one_that_starts(site: Si
             assert server.record() == trusted
 
 
-def test_a_server_that_dies_during_a_publication_is_started_again(site: Site) -> None:
+def test_local_apply_while_server_dies_restarts_server(site: Site) -> None:
     site.apply(1, blue=100)
     first = site.record()
     os.kill(first.pid, signal.SIGSTOP)  # it takes the request, and answers it no more
@@ -204,7 +206,7 @@ def test_a_server_that_dies_during_a_publication_is_started_again(site: Site) ->
     assert site.observed().generation == 2
 
 
-def test_a_taken_port_is_named_with_a_remedy(site: Site) -> None:
+def test_local_apply_with_taken_port_raises_error_with_remedy(site: Site) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -217,7 +219,7 @@ def test_a_taken_port_is_named_with_a_remedy(site: Site) -> None:
     assert site.provider.address(config) == f"http://127.0.0.1:{port}"
 
 
-def test_a_new_port_in_the_settings_moves_the_server(site: Site) -> None:
+def test_local_apply_with_new_port_moves_server(site: Site) -> None:
     site.apply(1, blue=100)
     first, port = str(site.provider.address(CONFIG)), free_port()
     moved = replace(CONFIG, settings={"port": port, "workers": 1, "queue": 7})
@@ -227,7 +229,7 @@ def test_a_new_port_in_the_settings_moves_the_server(site: Site) -> None:
     assert EndpointProviderSuite().scale(f"http://127.0.0.1:{port}") == 2.0
 
 
-def test_files_that_are_not_those_of_the_manifest_are_refused(site: Site, tmp_path: Path) -> None:
+def test_local_apply_with_changed_or_missing_files_raises_error(site: Site, tmp_path: Path) -> None:
     good = site.state(blue=100)
     site.provider.apply(CONFIG, good, generation=1)
     (Path(site.green.location) / "extra.bin").write_bytes(b"x")
@@ -239,7 +241,7 @@ def test_files_that_are_not_those_of_the_manifest_are_refused(site: Site, tmp_pa
     assert site.provider.observe(CONFIG) == replace(good, generation=1)
 
 
-def test_a_deployment_lost_while_the_server_was_down_is_not_observed_and_comes_back(site: Site, tmp_path: Path) -> None:
+def test_local_observe_after_loss_of_model_files_returns_none_until_restored(site: Site, tmp_path: Path) -> None:
     state = site.state(blue=100)
     site.provider.apply(CONFIG, state, generation=1)
     site.provider.stop(CONFIG)
@@ -253,7 +255,7 @@ def test_a_deployment_lost_while_the_server_was_down_is_not_observed_and_comes_b
     assert site.provider.observe(CONFIG) == replace(state, generation=1)
 
 
-def test_a_server_that_cannot_start_shows_the_end_of_its_log(site: Site, tmp_path: Path) -> None:
+def test_local_apply_with_server_that_fails_to_start_shows_its_log(site: Site, tmp_path: Path) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho something is broken here\nexit 7\n")
     broken.chmod(0o700)
@@ -263,7 +265,7 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(site: Site, tmp_pat
     assert "something is broken here" in caught.value.why
 
 
-def test_two_appliers_at_once_end_with_the_later_generation(site: Site) -> None:
+def test_local_apply_by_concurrent_callers_ends_with_latest_generation(site: Site) -> None:
     states = {number: site.state(blue=100 - number, green=number) for number in range(1, 5)}
     outcomes: dict[int, OnnxOpsError | None] = {}
 
@@ -286,13 +288,13 @@ def test_two_appliers_at_once_end_with_the_later_generation(site: Site) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "../escape", "a/b", "-x", ".", "x" * 64])
-def test_hostile_endpoint_names_are_refused(site: Site, name: str) -> None:
+def test_local_apply_with_hostile_endpoint_name_raises_user_error(site: Site, name: str) -> None:
     with pytest.raises(UserError, match="cannot be the name"):
         site.apply(1, replace(CONFIG, endpoint=name), blue=100)
 
 
 @pytest.mark.parametrize("port", [0, 65536, "8080", True])
-def test_a_port_must_be_one(site: Site, port: int | str | bool) -> None:
+def test_local_apply_with_invalid_port_raises_user_error(site: Site, port: int | str | bool) -> None:
     with pytest.raises(UserError, match="port: "):
         site.apply(1, replace(CONFIG, settings={"port": port}), blue=100)
 
@@ -300,7 +302,7 @@ def test_a_port_must_be_one(site: Site, port: int | str | bool) -> None:
 OUTSIDE = ("/etc/cron.d/x.log", "../x.log", "a/../../x.sock", "server.log", "token", "x", ".log", "-", "a\n.log")
 
 
-def test_settings_of_the_server_reach_it_and_others_are_refused(site: Site) -> None:
+def test_local_server_settings_are_validated_and_applied(site: Site) -> None:
     site.provider.validate_settings({"workers": 2, "access_log": "access.log", "admin_socket": "admin.sock"})
     wrong: list[tuple[dict[str, Json], str]] = [
         ({"worker": 2}, "unknown key .worker."),
@@ -323,7 +325,7 @@ def test_settings_of_the_server_reach_it_and_others_are_refused(site: Site) -> N
     assert site.record() == second
 
 
-def test_a_change_of_the_workers_drops_no_request(site: Site) -> None:
+def test_local_apply_with_other_worker_count_drops_no_request(site: Site) -> None:
     state = site.state(blue=100)
     site.provider.apply(CONFIG, state, generation=1)
     body = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}'
@@ -339,7 +341,7 @@ def test_a_change_of_the_workers_drops_no_request(site: Site) -> None:
     assert len(records) > 100
 
 
-def test_workers_whose_supervisor_was_killed_answer_until_a_new_one_has_taken_over(site: Site) -> None:
+def test_local_workers_without_supervisor_answer_until_takeover(site: Site) -> None:
     site.apply(1, blue=100)
     address, orphans = str(site.provider.address(CONFIG)), site.workers()
     os.kill(site.record().pid, signal.SIGKILL)
@@ -357,7 +359,7 @@ def test_workers_whose_supervisor_was_killed_answer_until_a_new_one_has_taken_ov
     assert not site.provider.is_unsupervised(CONFIG)
 
 
-def test_who_is_dead_or_does_not_serve_is_not_called_unsupervised(site: Site) -> None:
+def test_local_is_unsupervised_without_live_workers_returns_false(site: Site) -> None:
     assert not site.provider.is_unsupervised(CONFIG)
     site.apply(1, blue=100)
     assert not site.provider.is_unsupervised(CONFIG)
@@ -370,19 +372,19 @@ def test_who_is_dead_or_does_not_serve_is_not_called_unsupervised(site: Site) ->
     assert site.provider.observe(CONFIG) is None
 
 
-def test_stopping_ends_workers_whose_supervisor_was_killed(site: Site) -> None:
+def test_local_stop_after_supervisor_kill_ends_workers(site: Site) -> None:
     site.apply(1, blue=100)
     os.kill(site.record().pid, signal.SIGKILL)
     site.provider.stop(CONFIG)
     assert site.workers() == ()
 
 
-def test_stopping_what_does_not_run_is_no_error(site: Site) -> None:
+def test_local_stop_without_server_does_nothing(site: Site) -> None:
     site.provider.stop(CONFIG)
     assert site.provider.observe(CONFIG) is None
 
 
-def test_the_record_on_disk_is_plain_json(site: Site) -> None:
+def test_local_apply_writes_server_record_as_json(site: Site) -> None:
     site.apply(1, blue=100)
     document = json.loads((site.folder / SERVER_FILE).read_text())
     assert set(document) == {"pid", "port", "admin_port", "started", "options"}

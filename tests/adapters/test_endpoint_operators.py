@@ -82,7 +82,7 @@ def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
     changed.replace(path)
 
 
-def test_a_version_brings_its_operators_through_a_restart_and_a_rollback(
+def test_endpoint_with_custom_operators_keeps_them_after_restart_and_rollback(
     provider: LocalEndpoints, tmp_path: Path, doubling: Deployment, library: CustomOps
 ) -> None:
     tripling = released(tmp_path / "models" / "2", {"cpu": (library,)}, target="cpu", scale=3.0, version="2")
@@ -102,7 +102,7 @@ def test_a_version_brings_its_operators_through_a_restart_and_a_rollback(
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_only_a_library_that_the_decision_names_may_be_loaded(
+def test_model_copies_fetch_of_undeclared_library_raises_refused_error(
     tmp_path: Path, doubling: Deployment, library: CustomOps, declared: bool
 ) -> None:
     signer = FakeSigner()
@@ -126,7 +126,7 @@ def test_only_a_library_that_the_decision_names_may_be_loaded(
         ModelCopies(tmp_path / "copies", trust).fetch(deployment)
 
 
-def test_a_tampered_library_is_refused_and_what_serves_goes_on(
+def test_endpoint_apply_with_tampered_operator_library_keeps_stable_version(
     provider: LocalEndpoints, tmp_path: Path, doubling: Deployment, library: CustomOps
 ) -> None:
     provider.apply(CONFIG, state_of(doubling, v1=100), generation=1)
@@ -137,7 +137,7 @@ def test_a_tampered_library_is_refused_and_what_serves_goes_on(
     assert answers(provider) == [-1.0, 0.0, 1.5]
 
 
-def test_library_that_is_tampered_with_later_is_not_loaded_by_the_next_process(
+def test_endpoint_restart_with_tampered_operator_library_loads_verified_copy(
     provider: LocalEndpoints, doubling: Deployment
 ) -> None:
     state = state_of(doubling, v1=100)
@@ -148,7 +148,7 @@ def test_library_that_is_tampered_with_later_is_not_loaded_by_the_next_process(
     assert answers(provider) == [-1.0, 0.0, 1.5]
 
 
-def test_only_a_library_of_the_version_is_loaded(
+def test_endpoint_apply_with_wrong_operator_library_list_raises_error(
     provider: LocalEndpoints, doubling: Deployment, library: CustomOps
 ) -> None:
     strange = replace(doubling, custom_ops=(library.path,))
@@ -159,7 +159,7 @@ def test_only_a_library_of_the_version_is_loaded(
         provider.apply(CONFIG, state_of(without, v1=100), generation=1)
 
 
-def test_a_file_that_is_no_library_is_told(provider: LocalEndpoints, tmp_path: Path) -> None:
+def test_endpoint_apply_with_invalid_operator_library_raises_error(provider: LocalEndpoints, tmp_path: Path) -> None:
     text = tmp_path / "text.so"
     text.write_text("not a library")
     digest = digest_bytes(text.read_bytes())
@@ -169,7 +169,7 @@ def test_a_file_that_is_no_library_is_told(provider: LocalEndpoints, tmp_path: P
         provider.apply(CONFIG, state_of(deployment, v1=100), generation=1)
 
 
-def test_the_clouds_container_has_it_in_the_model_s_folder(tmp_path: Path, doubling: Deployment) -> None:
+def test_cloud_container_with_operator_library_verifies_and_loads_it(tmp_path: Path, doubling: Deployment) -> None:
     """Both clouds give the container the same folder; SageMaker's archive makes it here."""
     with (tmp_path / "model.tar.gz").open("wb") as archive:
         pack_archive(doubling, archive)
@@ -194,7 +194,7 @@ def test_the_clouds_container_has_it_in_the_model_s_folder(tmp_path: Path, doubl
     assert "the manifest of v1 is" in refused.stderr
 
 
-def test_a_cloud_s_record_names_the_libraries_and_older_ones_stay_as_they_were(doubling: Deployment) -> None:
+def test_read_record_of_deployment_with_operators_restores_library_names(doubling: Deployment) -> None:
     assert read_record(build_record_tags(doubling)) == replace(doubling, location="")
     plain = replace(doubling, custom_ops=())
     assert "custom_ops" not in codec.dumps(plain).decode()
@@ -203,7 +203,7 @@ def test_a_cloud_s_record_names_the_libraries_and_older_ones_stay_as_they_were(d
     assert not state_of(plain, v1=100).is_equivalent(state_of(doubling, v1=100))
 
 
-def test_what_is_carried_was_checked_and_nothing_else_lies_there(tmp_path: Path, library: CustomOps) -> None:
+def test_copy_libraries_with_invalid_source_copies_nothing(tmp_path: Path, library: CustomOps) -> None:
     model = tmp_path / "model.onnx"
     write_softsign(model)
     with pytest.raises(DigestMismatchError, match="target cpu"):

@@ -83,14 +83,14 @@ def find(site: ReplicaSite, *names: str) -> Sequence[ServerOutlier]:
     return find_outliers(site.provider.count_by_server(site.config, names or NAMES, ["blue"]))
 
 
-def test_count_by_server_of_replicas_that_are_alike_shows_no_outlier(site: ReplicaSite) -> None:
+def test_count_by_server_of_similar_replicas_shows_no_outlier(site: ReplicaSite) -> None:
     counts = site.provider.count_by_server(site.config, NAMES, ["blue"])
     assert [(each.server, each.generation, *each.tallies) for each in counts] == [(name, 3, "blue") for name in NAMES]
     assert not find(site)
 
 
 @pytest.mark.parametrize(("errors", "service", "place"), [(60, FAST, "errors"), (1, SLOW, "slow")])
-def test_count_by_server_of_broken_replica_shows_it(
+def test_count_by_server_of_faulty_replica_shows_outlier(
     site: ReplicaSite, errors: int, service: tuple[int, ...], place: str
 ) -> None:
     report(site, "r3", errors=errors, service=service)
@@ -99,26 +99,26 @@ def test_count_by_server_of_broken_replica_shows_it(
     assert not compare(site, "r1", "r2", "r4")
 
 
-def test_count_by_server_adds_starts_of_replica(site: ReplicaSite) -> None:
+def test_count_by_server_with_many_starts_adds_last_eight(site: ReplicaSite) -> None:
     for start in range(40, 52):
         report(site, "r3", start, errors=start)
     (outlier,) = find(site)
     assert outlier.own == (sum(range(44, 52)), 8000), "the last eight starts"
 
 
-def test_count_by_server_counts_server_of_two_followers_once(site: ReplicaSite) -> None:
+def test_count_by_server_with_two_followers_counts_server_once(site: ReplicaSite) -> None:
     for start in range(8):
         report(site, "r3", start, errors=60, origin="one")
     (outlier,) = find(site)
     assert outlier.own == (60, 1000)
 
 
-def test_count_by_server_leaves_out_tables_that_only_load_models(site: ReplicaSite) -> None:
+def test_count_by_server_with_load_only_table_ignores_it(site: ReplicaSite) -> None:
     report(site, "r3", errors=60, generation=TableNumber(3, 0).generation)
     assert not find(site)
 
 
-def test_read_of_metrics_names_replicas(site: ReplicaSite) -> None:
+def test_metrics_read_of_replica_reports_names_each_replica(site: ReplicaSite) -> None:
     report(site, "r3", errors=60)
     reading = site.provider.metrics().read(site.config, {"green": None, "blue": None})
     assert {each.server for each in reading.counts} == set(NAMES)
@@ -142,7 +142,9 @@ def test_read_of_metrics_names_replicas(site: ReplicaSite) -> None:
         ("service", [1] * 999),
     ],
 )
-def test_count_by_server_with_invented_counts_compares_the_others(site: ReplicaSite, place: str, value: object) -> None:
+def test_count_by_server_with_impossible_counts_compares_other_replicas(
+    site: ReplicaSite, place: str, value: object
+) -> None:
     report(site, "r3", errors=60)
     path = report(site, "r4")
     document = json.loads(path.read_bytes())
@@ -154,14 +156,16 @@ def test_count_by_server_with_invented_counts_compares_the_others(site: ReplicaS
 
 
 @pytest.mark.parametrize("bounds_s", [[], [0.0] * 5, [-1.0] * 5, [1e308] * 5, [float("inf")] * 5])
-def test_count_by_server_with_invented_bounds_compares_the_others(site: ReplicaSite, bounds_s: list[float]) -> None:
+def test_count_by_server_with_impossible_bounds_compares_other_replicas(
+    site: ReplicaSite, bounds_s: list[float]
+) -> None:
     report(site, "r3", service=SLOW)
     path = report(site, "r4")
     path.write_text(json.dumps({**json.loads(path.read_bytes()), "bounds_s": bounds_s, "server": "r1"}))
     assert compare(site) == [("r3", "slow")]
 
 
-def test_count_by_server_of_damaged_reports_shows_the_rest(site: ReplicaSite) -> None:
+def test_count_by_server_with_damaged_reports_compares_other_replicas(site: ReplicaSite) -> None:
     report(site, "r3", errors=60)
     report(site, "r4").write_bytes(b"{")
     os.truncate(report(site, "r2"), 40)
@@ -202,7 +206,7 @@ def count_candidate(site: ReplicaSite) -> int:
     return sum(sum(epoch.units["errors"].candidate) for epoch in reading.epochs)
 
 
-def test_read_of_metrics_counts_open_epoch_of_replica_that_ended(site: ReplicaSite) -> None:
+def test_metrics_read_after_end_of_replica_counts_its_open_epoch(site: ReplicaSite) -> None:
     write_open_epoch(site, "r1", encode_failed(5))
     assert count_candidate(site) == 0, "it reports, and closes the epoch itself"
     write_open_epoch(site, "r2", encode_failed(6), is_live=False)
@@ -210,13 +214,13 @@ def test_read_of_metrics_counts_open_epoch_of_replica_that_ended(site: ReplicaSi
     assert count_candidate(site) == 2
 
 
-def test_read_of_metrics_ignores_open_epoch_of_replica_without_its_model(site: ReplicaSite) -> None:
+def test_metrics_read_with_unhealthy_replica_ignores_its_open_epoch(site: ReplicaSite) -> None:
     write_open_epoch(site, "r1", encode_failed(5))
     write_open_epoch(site, "r2", encode_failed(6), is_healthy=False)
     assert count_candidate(site) == 0
 
 
-def test_read_of_metrics_counts_whole_epoch_in_place_of_open_one(site: ReplicaSite) -> None:
+def test_metrics_read_with_complete_epoch_ignores_open_one(site: ReplicaSite) -> None:
     write_open_epoch(site, "r1", encode_failed(5))
     write_open_epoch(site, "r2", encode_failed(6), is_live=False)
     source = ReportSource("r2", f"{0:012x}")
@@ -227,7 +231,7 @@ def test_read_of_metrics_counts_whole_epoch_in_place_of_open_one(site: ReplicaSi
 
 
 @pytest.mark.parametrize("text", ["", "no cells", base64.b64encode(zlib.compress(b"abc")).decode()])
-def test_read_of_metrics_names_replica_whose_cells_cannot_be_read(site: ReplicaSite, text: str) -> None:
+def test_metrics_read_with_unreadable_cells_names_replica(site: ReplicaSite, text: str) -> None:
     write_open_epoch(site, "r1", encode_failed(5))
     write_open_epoch(site, "r2", {**encode_failed(6), "green": text})
     epoch = EpochCounts(generation=NUMBER.generation, epoch=7, cells={"green": text, "blue": text})
@@ -238,7 +242,7 @@ def test_read_of_metrics_names_replica_whose_cells_cannot_be_read(site: ReplicaS
     assert {each.server for each in reading.counts} == {"r1", "r3", "r4"}
 
 
-def test_read_of_metrics_limits_errors_to_requests(site: ReplicaSite) -> None:
+def test_metrics_read_with_more_errors_than_requests_limits_errors(site: ReplicaSite) -> None:
     write_open_epoch(site, "r1", encode_failed(5, errors=9))
     reading = site.provider.metrics().read(site.config, {"green": None, "blue": None})
     assert reading.open_epoch is not None

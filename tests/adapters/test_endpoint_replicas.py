@@ -161,7 +161,7 @@ class TestFeedback:
         until(lambda: all(site.adopted(name) == TableNumber(2) for name in ("r1", "r2")))
         return site
 
-    def test_feedback_counts_at_another_replica_for_the_version_that_answered(self, both: ReplicaSite) -> None:
+    def test_feedback_at_other_replica_counts_for_answering_version(self, both: ReplicaSite) -> None:
         answers = [ask_replica(both.address("r1"), user) for user in map(str, range(40))]
         expected = Counter(answer[DEPLOYMENT_HEADER] for answer in answers)
         assert expected.keys() == {"blue", "green"}
@@ -181,7 +181,7 @@ class TestFeedback:
         assert {name: tally.feedback for name, tally in counts.tallies.items()} == expected
         assert {name: sum(by_place["feedback"].events) for name, by_place in counts.blocks.items()} == expected
 
-    def test_key_of_tokens_is_in_tables_only(self, both: ReplicaSite) -> None:
+    def test_feedback_key_after_requests_is_stored_only_in_tables(self, both: ReplicaSite) -> None:
         key = both.read_table(1).table.feedback_key
         assert {both.read_table(2, phase).table.feedback_key for phase in (0, 1)} == {key} != {""}
         ask_replica(both.address("r1"), "user")
@@ -191,7 +191,7 @@ class TestFeedback:
         assert not any(key.encode() in path.read_bytes() for path in files)
         assert key not in repr(both.observed())
 
-    def test_tokens_count_after_an_unsigned_way_back(self, both: ReplicaSite) -> None:
+    def test_feedback_token_after_unsigned_rollback_counts(self, both: ReplicaSite) -> None:
         token = ask_replica(both.address("r1"), "user")[FEEDBACK_HEADER]
         back = WayBack(endpoint="digits", number=TableNumber(9), to=TableNumber(2))
         both.write_table(back.number, encode_table(back, None))
@@ -203,7 +203,7 @@ class TestFeedback:
 class TestWithoutAuthority:
     """What may be done by who can write one of the two locations, and has no key."""
 
-    def test_table_of_an_unknown_key_is_skipped_and_named(self, serving: ReplicaSite) -> None:
+    def test_follower_with_table_of_unknown_key_skips_and_names_it(self, serving: ReplicaSite) -> None:
         thief = open_site(serving.folder / "thief")
         forged = serving.read_table(2)
         number = TableNumber(9)
@@ -220,7 +220,7 @@ class TestWithoutAuthority:
         assert observed.generation == 2
         assert any("table/00000009-1.json does not count" in text for text in observed.out_of_service)
 
-    def test_objects_that_are_no_tables_are_skipped(self, serving: ReplicaSite) -> None:
+    def test_follower_with_invalid_table_objects_skips_them(self, serving: ReplicaSite) -> None:
         garbage = (b"", b"{}", b"[]", bytes(100), b'{"kind": "table", "content": {}}', b"9" * 5000, b"[" * 9999)
         for number, data in enumerate(garbage, 9):
             serving.write_table(TableNumber(number), data)
@@ -229,26 +229,26 @@ class TestWithoutAuthority:
         assert serving.adopted() == TableNumber(2)
         assert serving.observed().generation == 2
 
-    def test_unsigned_way_back_gives_the_stable_version_all_traffic(self, serving: ReplicaSite) -> None:
+    def test_follower_with_unsigned_rollback_serves_stable_version(self, serving: ReplicaSite) -> None:
         back = WayBack(endpoint="digits", number=TableNumber(9), to=TableNumber(2))
         serving.write_table(back.number, encode_table(back, None))
         until(lambda: serving.adopted() == back.number)
         assert {SUITE.scale(serving.address()) for _ in range(50)} == {2.0}
         assert serves_only(serving.observed(), serving.blue)
 
-    def test_way_back_that_leads_forward_or_nowhere_is_skipped(self, serving: ReplicaSite) -> None:
+    def test_follower_with_invalid_rollback_target_skips_it(self, serving: ReplicaSite) -> None:
         for number, to in ((7, 8), (8, 4), (9, 9)):
             back = WayBack(endpoint="digits", number=TableNumber(number), to=TableNumber(to))
             serving.write_table(back.number, encode_table(back, None))
         until(lambda: len(serving.status().skipped) == 3)
         assert serving.adopted() == TableNumber(2)
 
-    def test_table_of_another_endpoint_is_skipped(self, serving: ReplicaSite) -> None:
+    def test_follower_with_table_of_other_endpoint_skips_it(self, serving: ReplicaSite) -> None:
         table = replace(serving.read_table(2), endpoint="letters", number=TableNumber(9))
         serving.write_table(TableNumber(9), encode_table(table, serving.signer))
         assert "letters" in until(lambda: serving.status().skipped)["00000009-1.json"]
 
-    def test_files_that_were_changed_are_not_loaded(self, site: ReplicaSite) -> None:
+    def test_follower_with_changed_model_files_does_not_load_them(self, site: ReplicaSite) -> None:
         site.start()
         site.apply(1, blue=100)
         until(lambda: site.adopted() == TableNumber(1))
@@ -261,7 +261,7 @@ class TestWithoutAuthority:
         assert {SUITE.scale(site.address()) for _ in range(20)} == {2.0}
         assert site.observed().split.weights["green"] == 0
 
-    def test_reports_of_another_process_change_nothing_that_is_served(self, serving: ReplicaSite) -> None:
+    def test_replica_rollback_with_forged_reports_serves_stable_version(self, serving: ReplicaSite) -> None:
         reports = serving.reports_folder
         forged = replace(serving.status(), replica="r2", start="0" * 12, adopted=TableNumber(99))
         (reports / "status" / "r2.json").write_bytes(codec.dumps(forged))
@@ -273,7 +273,7 @@ class TestWithoutAuthority:
         serving.provider.roll_back(serving.config, serving.state(blue=100, green=0), generation=3)
         assert {SUITE.scale(serving.address()) for _ in range(30)} == {2.0}
 
-    def test_impossible_counts_are_left_out_by_name(self, serving: ReplicaSite) -> None:
+    def test_metrics_read_with_impossible_counts_names_replica(self, serving: ReplicaSite) -> None:
         provider, limits_s = serving.provider, {"green": (), "blue": ()}
         request = UserCountsRequest(limits_s=limits_s)
         until(lambda: not provider._read_counts(serving.config, request)[0].failure)
@@ -289,7 +289,7 @@ class TestWithoutAuthority:
 
 
 class TestWithoutKey:
-    def test_rollback_of_a_candidate_needs_no_key(self, serving: ReplicaSite) -> None:
+    def test_replica_rollback_of_candidate_without_key_succeeds(self, serving: ReplicaSite) -> None:
         serving.provider.sign_with(lambda: None)
         serving.provider.roll_back(serving.config, serving.state(blue=100, green=0), generation=3)
         assert serving.adopted() == TableNumber(3)
@@ -298,14 +298,14 @@ class TestWithoutKey:
         serving.provider.roll_back(serving.config, serving.state(blue=100, green=0), generation=3)
         assert len(list((serving.control_folder / "table").iterdir())) == written
 
-    def test_rollback_of_a_finished_release_needs_no_key(self, serving: ReplicaSite) -> None:
+    def test_replica_rollback_of_finished_release_without_key_succeeds(self, serving: ReplicaSite) -> None:
         serving.apply(3, green=100, blue=0)
         serving.provider.sign_with(lambda: None)
         serving.provider.roll_back(serving.config, serving.state(blue=100, green=0), generation=4)
         assert serving.adopted() == TableNumber(4)
         assert {SUITE.scale(serving.address()) for _ in range(30)} == {2.0}
 
-    def test_any_other_state_needs_a_key(self, serving: ReplicaSite) -> None:
+    def test_replica_apply_of_other_state_without_key_raises_missing_key_error(self, serving: ReplicaSite) -> None:
         serving.provider.sign_with(lambda: None)
         with pytest.raises(MissingKeyError, match="signing is off"):
             serving.apply(3, blue=50, green=50)
@@ -315,14 +315,14 @@ class TestWithoutKey:
 
 
 class TestFailures:
-    def test_number_that_is_taken_is_a_conflict_with_a_name(self, site: ReplicaSite) -> None:
+    def test_replica_apply_with_taken_table_number_raises_conflict_error(self, site: ReplicaSite) -> None:
         site.apply(1, blue=100)
         site.write_table(TableNumber(2), b"garbage")
         with pytest.raises(ConflictError, match="another object with the number of table 00000002-1"):
             site.apply(2, blue=100)
         site.apply(3, blue=100)
 
-    def test_candidate_waits_for_each_replica_and_says_which(
+    def test_replica_apply_of_candidate_without_ready_replica_raises_error(
         self, site: ReplicaSite, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(replicas, "_PREPARE_S", 2.0)
@@ -338,7 +338,7 @@ class TestFailures:
         with pytest.raises(ServiceUnavailableError, match="without a report that it is: r1"):
             site.apply(5, blue=90, green=10)
 
-    def test_server_outlives_its_follower_and_the_next_one_takes_over(self, site: ReplicaSite) -> None:
+    def test_replica_server_after_follower_kill_serves_until_takeover(self, site: ReplicaSite) -> None:
         site.start()
         site.apply(1, blue=100)
         until(lambda: site.adopted() == TableNumber(1))
@@ -351,7 +351,7 @@ class TestFailures:
         until(lambda: site.status().start != start and site.adopted() == TableNumber(2))
         assert SUITE.scale(site.address()) == 2.0
 
-    def test_server_that_dies_is_started_again(self, site: ReplicaSite) -> None:
+    def test_replica_server_after_kill_is_restarted_by_follower(self, site: ReplicaSite) -> None:
         site.start()
         site.apply(1, blue=100)
         until(lambda: site.adopted() == TableNumber(1))
@@ -362,7 +362,7 @@ class TestFailures:
         until(lambda: sum(each.ends for each in site.read_counts().uptimes) == 1, "a report of the end")
         assert SUITE.scale(site.address()) == 2.0
 
-    def test_start_without_the_store_serves_the_stable_version_from_disk(self, site: ReplicaSite) -> None:
+    def test_replica_start_without_store_serves_stable_version_from_disk(self, site: ReplicaSite) -> None:
         site.start()
         site.apply(1, blue=100)
         until(lambda: site.adopted() == TableNumber(1))
@@ -380,7 +380,7 @@ class TestFailures:
         assert {SUITE.scale(site.address()) for _ in range(50)} == {2.0}  # the judge has not looked since
         until(lambda: site.confirm() == {2.0, 3.0})
 
-    def test_end_is_reported_with_the_last_counts(self, site: ReplicaSite) -> None:
+    def test_replica_stop_reports_end_with_last_counts(self, site: ReplicaSite) -> None:
         site.start()
         site.apply(1, blue=100)
         until(lambda: site.adopted() == TableNumber(1))
@@ -399,12 +399,12 @@ class TestFailures:
 class TestEmptyPlace:
     """A share that this machine has not mounted: an empty folder, in which no replica reports."""
 
-    def test_rollback_is_not_seen_as_carried_out(self, site: ReplicaSite) -> None:
+    def test_replica_rollback_without_reporting_replicas_stays_open(self, site: ReplicaSite) -> None:
         site.provider.roll_back(site.config, site.state(blue=100), generation=3)
         (straggler,) = site.observed().stragglers
         assert straggler.startswith("0 of 1 replicas have ever reported to ")
 
-    def test_written_off_replica_is_not_waited_for(self, site: ReplicaSite) -> None:
+    def test_replica_rollback_after_forget_server_does_not_wait_for_that_replica(self, site: ReplicaSite) -> None:
         site.start()
         site.apply(1, blue=100)
         until(lambda: site.adopted() == TableNumber(1))
@@ -418,7 +418,7 @@ class TestEmptyPlace:
         assert [server.state for server in site.provider.list_servers(site.config)] == ["ended"]
 
 
-def test_apply_over_tables_that_went_back_does_not_serve_what_was_rolled_back(site: ReplicaSite) -> None:
+def test_replica_apply_after_loss_of_rollback_table_serves_stable_version(site: ReplicaSite) -> None:
     site.start()
     site.apply(1, blue=100)
     until(lambda: site.adopted() == TableNumber(1))
@@ -466,30 +466,30 @@ class TestSilent:
 
     FINISHED = ({"blue": 100}, {"blue": 100, "green": 0}, {"blue": 0, "green": 100})
 
-    def test_rollback_of_a_finished_release_stays_open(
+    def test_replica_rollback_of_finished_release_with_silence_stays_open(
         self, cut: Callable[[str, Sequence[dict[str, int]], int], tuple[str, ...]]
     ) -> None:
         (text,) = cut("serve", self.FINISHED, 3)
         assert "replica r1 serves table 00000003-1, not 00000004-1" in text
 
-    def test_rollback_of_a_finished_release_with_leases_ends_with_them(
+    def test_replica_rollback_of_finished_release_with_expired_lease_completes(
         self, cut: Callable[[str, Sequence[dict[str, int]], int], tuple[str, ...]]
     ) -> None:
         assert cut("leave", self.FINISHED, 3) == ()
 
-    def test_table_that_it_may_have_adopted_without_a_report_keeps_it_open(
+    def test_rollback_with_silent_replica_at_unreported_table_stays_open(
         self, cut: Callable[[str, Sequence[dict[str, int]], int], tuple[str, ...]]
     ) -> None:
         (text,) = cut("serve", self.FINISHED, 2)  # it may serve table 3, in which green has all traffic
         assert "replica r1 serves table 00000002-1, not 00000004-1" in text
 
-    def test_replica_that_can_serve_only_what_the_rollback_asks_for_is_none(
+    def test_rollback_with_silent_replica_at_stable_version_completes(
         self, cut: Callable[[str, Sequence[dict[str, int]], int], tuple[str, ...]]
     ) -> None:
         assert cut("serve", ({"blue": 100}, {"blue": 100, "green": 0}), 1) == ()
 
 
-def test_list_servers_shows_each_replica_by_its_last_report(site: ReplicaSite) -> None:
+def test_list_servers_of_replicas_shows_state_of_last_report(site: ReplicaSite) -> None:
     reports = open_objects(site.reports_url)
     for name, is_final in (("r3", False), ("r2", True), ("r1", False)):
         status = ReplicaStatus(
@@ -512,7 +512,7 @@ def test_list_servers_shows_each_replica_by_its_last_report(site: ReplicaSite) -
     assert servers[2].age_s >= 25
 
 
-def test_setting_that_the_newest_table_does_not_carry_is_drift(site: ReplicaSite) -> None:
+def test_observe_with_lease_other_than_in_table_reports_drift(site: ReplicaSite) -> None:
     site.apply(1, blue=100)
     assert site.observed().drift == ()
     site.config = replace(site.config, settings={**site.config.settings, "lease": "leave"})
@@ -523,13 +523,13 @@ def test_setting_that_the_newest_table_does_not_carry_is_drift(site: ReplicaSite
         site.provider.validate_settings({**site.config.settings, "lease": "stay"})
 
 
-def test_locations_in_one_another_are_refused(site: ReplicaSite) -> None:
+def test_validate_settings_with_nested_locations_raises_user_error(site: ReplicaSite) -> None:
     for reports in ("s3://bucket/p", "s3://bucket/p/reports", "s3://bucket"):
         with pytest.raises(UserError, match="must not contain"):
             site.provider.validate_settings({"control": "s3://bucket/p/", "reports": reports})
 
 
-def test_head_is_a_hint_only(site: ReplicaSite) -> None:
+def test_follower_with_wrong_table_head_adopts_no_other_table(site: ReplicaSite) -> None:
     site.start()
     site.apply(1, blue=100)
     until(lambda: site.adopted() == TableNumber(1))
@@ -550,7 +550,7 @@ class TestDiagnosis:
         findings = site.provider.diagnose({"digits": site.config.settings})
         return {finding.check.removeprefix("digits: "): (finding.ok, finding.found) for finding in findings}
 
-    def test_diagnose_of_a_place_that_is_served_finds_nothing_wrong(self, site: ReplicaSite) -> None:
+    def test_diagnose_of_served_endpoint_reports_no_problem(self, site: ReplicaSite) -> None:
         site.apply(1, blue=100)
         site.start()
         until(lambda: site.adopted() == TableNumber(1))
@@ -559,7 +559,7 @@ class TestDiagnosis:
         assert findings["objects among the tables"][1] == "table 00000001-1 is the newest"
         assert not list(site.control_folder.glob("probe/*"))
 
-    def test_diagnose_names_what_is_missing(self, site: ReplicaSite) -> None:
+    def test_diagnose_of_unusable_storage_names_failed_checks(self, site: ReplicaSite) -> None:
         site.write_table(TableNumber(4), b"garbage")
         site.provider.sign_with(lambda: None)
         site.reports_folder.write_text("no folder")
@@ -567,7 +567,7 @@ class TestDiagnosis:
         assert {name for name, (ok, _) in findings.items() if ok} == {"tables", "clocks"}
         assert "00000004-1.json" in findings["objects among the tables"][1]
 
-    def test_diagnose_names_a_clock_that_is_apart(self, site: ReplicaSite) -> None:
+    def test_diagnose_with_clock_skew_names_replica(self, site: ReplicaSite) -> None:
         site.apply(1, blue=100)
         site.start()
         until(lambda: site.adopted() == TableNumber(1))
@@ -577,7 +577,7 @@ class TestDiagnosis:
         assert self.diagnose(site)["clocks"] == (False, "apart from the store's: r1 by -7200 s")
 
 
-def test_list_of_a_store_without_credentials_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_store_list_without_credentials_raises_unavailable_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")

@@ -58,7 +58,7 @@ class TestSlowReads(TestSageMakerEndpoints):
     prefix, reads = "lag", {"lag": 2, "reads": 3}
 
 
-def test_traffic_follows_the_weights_and_a_new_split_makes_nothing_new(site: Site) -> None:
+def test_sagemaker_apply_of_new_split_updates_weights_only(site: Site) -> None:
     config = config_of("weights")
     site.apply(1, config, blue=90, green=10)
     assert Counter(site.invoke("weights")[0] for _ in range(50)) == {"blue": 45, "green": 5}
@@ -71,7 +71,7 @@ def test_traffic_follows_the_weights_and_a_new_split_makes_nothing_new(site: Sit
     assert Counter(site.invoke("weights")[0] for _ in range(50)) == {"blue": 20, "green": 30}
 
 
-def test_the_config_before_stays_and_counts_that_autoscaling_has_set_stay(site: Site) -> None:
+def test_sagemaker_apply_of_new_variant_keeps_config_and_autoscaled_counts(site: Site) -> None:
     config, sagemaker = config_of("keeps", min_instances=1, max_instances=8), site.client("sagemaker")
     site.apply(1, config, blue=100)
     first = site.describe("keeps")["EndpointConfigName"]
@@ -106,7 +106,7 @@ def test_the_config_before_stays_and_counts_that_autoscaling_has_set_stay(site: 
     ],
     ids=lambda value: next(iter(value)).split(".")[-1],
 )
-def test_changed_settings_are_observed_as_drift_and_applied(
+def test_sagemaker_apply_of_changed_settings_resolves_drift(
     site: Site, changed: dict[str, str | int], differs: list[str]
 ) -> None:
     name, state = f"changed-{next(iter(changed)).replace('_', '-')}", site.state(blue=100)
@@ -122,7 +122,7 @@ def test_changed_settings_are_observed_as_drift_and_applied(
     assert site.drift(before) == []
 
 
-def test_counts_that_a_hand_has_changed_are_drift_and_those_of_others_autoscaling_are_theirs(site: Site) -> None:
+def test_sagemaker_drift_of_instance_counts_ignores_external_autoscaling(site: Site) -> None:
     config, state = config_of("counted"), site.state(blue=100)
     site.provider.apply(config, state, generation=1)
     site.fake.scale("counted", "blue", 7)
@@ -145,14 +145,14 @@ def test_counts_that_a_hand_has_changed_are_drift_and_those_of_others_autoscalin
     assert {one["VariantName"]: one["CurrentInstanceCount"] for one in found} == {"blue": 5, "green": 1}
 
 
-def test_other_trusted_keys_are_no_drift(site: Site, tmp_path: Path) -> None:
+def test_sagemaker_drift_with_other_trusted_keys_is_empty(site: Site, tmp_path: Path) -> None:
     create_key(tmp_path / "signing.pem")
     config = config_of("keyed")
     site.apply(1, config, blue=100)
     assert replace(site, provider=SageMakerEndpoints(trusted=tmp_path)).drift(config) == []
 
 
-def test_everything_is_tagged_and_the_archive_has_its_checksum(site: Site) -> None:
+def test_sagemaker_apply_tags_endpoint_and_uploads_archive_with_checksum(site: Site) -> None:
     config = config_of("tagged", tags={"team": "vision", "cost centre": "42"})
     site.apply(1, config, blue=100)
     sagemaker, s3 = site.client("sagemaker"), site.client("s3")
@@ -166,7 +166,7 @@ def test_everything_is_tagged_and_the_archive_has_its_checksum(site: Site) -> No
     assert found["ChecksumSHA256"] == base64.b64encode(hashlib.sha256(body).digest()).decode()
 
 
-def test_a_large_archive_goes_in_parts(site: Site, tmp_path: Path) -> None:
+def test_sagemaker_apply_of_large_archive_uploads_it_in_parts(site: Site, tmp_path: Path) -> None:
     folder = tmp_path / "large"
     deployment = scaling_deployment(folder, name="large", version="3", scale=4.0)
     (folder / "notes.bin").write_bytes(os.urandom(6 << 20))
@@ -178,7 +178,7 @@ def test_a_large_archive_goes_in_parts(site: Site, tmp_path: Path) -> None:
     assert site.provider.list_orphans(config_of("large"), frozenset()) == ()
 
 
-def test_files_that_were_changed_go_nowhere(site: Site, tmp_path: Path) -> None:
+def test_sagemaker_apply_of_changed_or_missing_files_raises_error(site: Site, tmp_path: Path) -> None:
     deployment = scaling_deployment(tmp_path / "m", name="m", version="1", scale=5.0)
     (tmp_path / "m" / "model.onnx").write_bytes(b"something else")
     with pytest.raises(DigestMismatchError, match="not those of its manifest"):
@@ -189,7 +189,7 @@ def test_files_that_were_changed_go_nowhere(site: Site, tmp_path: Path) -> None:
     assert site.provider.observe(config_of("changed")) is None
 
 
-def test_the_way_back_needs_no_files(site: Site) -> None:
+def test_sagemaker_apply_of_previous_version_needs_no_files(site: Site) -> None:
     config = config_of("no-files")
     site.apply(1, config, blue=100)
     site.apply(2, config, green=100)
@@ -197,7 +197,7 @@ def test_the_way_back_needs_no_files(site: Site) -> None:
     assert site.invoke("no-files") == ("blue", 2.0)
 
 
-def test_copies_of_requests_are_refused_before_anything_is_made(site: Site) -> None:
+def test_sagemaker_apply_with_shadow_traffic_raises_user_error(site: Site) -> None:
     split = TrafficSplit(weights={"blue": 100, "green": 0}, shadow={"green": 50})
     state = EndpointState(deployments=(site.blue, site.green), split=split)
     with pytest.raises(UserError, match="would not be compared"):
@@ -206,7 +206,7 @@ def test_copies_of_requests_are_refused_before_anything_is_made(site: Site) -> N
 
 
 @pytest.mark.parametrize("serverless", [False, True])
-def test_guarded_and_serverless_endpoints_have_one_variant(site: Site, serverless: bool) -> None:
+def test_sagemaker_guarded_or_serverless_endpoint_has_one_variant(site: Site, serverless: bool) -> None:
     name = "serverless" if serverless else "guarded"
     config = config_of(name, strategy="guarded", **({"memory": "2 GiB"} if serverless else {"canary_percent": 10}))
     site.apply(1, config, blue=100)
@@ -220,7 +220,7 @@ def test_guarded_and_serverless_endpoints_have_one_variant(site: Site, serverles
         site.apply(4, config, blue=50, green=50)
 
 
-def test_scaled_variants_step_aside_for_other_instances(site: Site) -> None:
+def test_sagemaker_apply_with_autoscaling_updates_scalable_targets(site: Site) -> None:
     scaling = site.client("application-autoscaling")
     config = config_of("scaled", min_instances=1, max_instances=4)
 
@@ -241,7 +241,7 @@ def test_scaled_variants_step_aside_for_other_instances(site: Site) -> None:
     assert targets() == []
 
 
-def test_data_capture_and_keys_arrive(site: Site) -> None:
+def test_sagemaker_apply_with_capture_and_kms_settings_sends_them(site: Site) -> None:
     config = config_of(
         "captured", capture_percent=20, capture_uri=f"s3://{BUCKET}/onnx-ops/captured", kms_key="alias/models",
         subnets=["subnet-1", "subnet-2"], security_groups=["sg-1"], isolated=True,
@@ -257,7 +257,7 @@ def test_data_capture_and_keys_arrive(site: Site) -> None:
     assert model["EnableNetworkIsolation"] is True
 
 
-def test_an_endpoint_of_somebody_else_is_left_alone(site: Site) -> None:
+def test_sagemaker_apply_to_endpoint_of_other_owner_raises_refused_error(site: Site) -> None:
     import boto3
     from botocore.exceptions import ClientError
 
@@ -288,7 +288,7 @@ def test_an_endpoint_of_somebody_else_is_left_alone(site: Site) -> None:
     assert site.describe("theirs")["EndpointStatus"] == "InService"
 
 
-def test_what_a_hand_has_changed_is_seen(site: Site) -> None:
+def test_sagemaker_observe_after_manual_change_shows_new_weights(site: Site) -> None:
     config, sagemaker = config_of("by-hand"), site.client("sagemaker")
     state = site.state(blue=90, green=10)
     site.provider.apply(config, state, generation=1)
@@ -300,7 +300,7 @@ def test_what_a_hand_has_changed_is_seen(site: Site) -> None:
     assert Counter(site.invoke("by-hand")[0] for _ in range(20)) == {"blue": 18, "green": 2}
 
 
-def test_leftovers_are_told_and_removed_and_what_is_in_use_stays(site: Site) -> None:
+def test_sagemaker_delete_orphan_removes_unused_objects_only(site: Site) -> None:
     from botocore.exceptions import ClientError
 
     config = config_of("leaves")

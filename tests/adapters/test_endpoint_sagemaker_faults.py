@@ -112,7 +112,9 @@ def order(fake: FakeSageMaker, kind: str, requests: list[str], moment: int, *, l
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lasting", [False, True], ids=["passing", "lasting"])
-def test_faults_at_every_request(site: Site, load: Load, kind: str, lasting: bool, sweep: Sweep) -> None:
+def test_sagemaker_apply_with_fault_at_any_request_keeps_serving(
+    site: Site, load: Load, kind: str, lasting: bool, sweep: Sweep
+) -> None:
     """A transient fault is survived; a lasting one is reported, and nothing is lost."""
     endpoint = Endpoint(site, f"s-{kind}-{int(lasting)}")
     requests = endpoint.requests()
@@ -132,7 +134,7 @@ def test_faults_at_every_request(site: Site, load: Load, kind: str, lasting: boo
 
 
 @pytest.mark.nightly
-def test_a_client_that_is_killed_at_every_request(site: Site, load: Load, sweep: Sweep) -> None:
+def test_sagemaker_apply_killed_at_any_request_keeps_serving(site: Site, load: Load, sweep: Sweep) -> None:
     endpoint = Endpoint(site, "k")
     requests = endpoint.requests()
     load.endpoint = endpoint.name

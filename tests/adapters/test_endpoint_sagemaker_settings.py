@@ -71,27 +71,29 @@ NAMES = some.from_regex(r"(?=.{1,63}\Z)[a-zA-Z0-9](-*[a-zA-Z0-9])*", fullmatch=T
         ({"wait": "4000 s"}, "must be at most 1 h"),
     ],
 )
-def test_wrong_settings_are_refused_at_check(wrong: dict[str, Json], said: str) -> None:
+def test_sagemaker_validate_settings_with_wrong_value_raises_user_error(wrong: dict[str, Json], said: str) -> None:
     with pytest.raises(UserError) as caught:
         SageMakerEndpoints().validate_settings({**SETTINGS, **wrong})
     assert said in str(caught.value)
 
 
-def test_right_settings_pass() -> None:
+def test_sagemaker_validate_settings_accepts_valid_values() -> None:
     scaled: dict[str, Json] = {"min_instances": 1, "max_instances": 3, "invocations_per_instance": 500}
     serverless: dict[str, Json] = {"strategy": "guarded", "memory": "3 GiB", "max_concurrency": 20}
     for settings in ({}, scaled, serverless):
         SageMakerEndpoints().validate_settings({**SETTINGS, **settings})
 
 
-def test_capabilities_follow_the_strategy() -> None:
+def test_sagemaker_capabilities_depend_on_strategy() -> None:
     provider = SageMakerEndpoints()
     assert provider.capabilities() == {"split", "quantiles"}
     assert provider.capabilities({"strategy": "guarded"}) == {"guarded", "quantiles"}
 
 
 @pytest.mark.parametrize("variable", IDENTITIES)
-def test_credentials_that_the_environment_names_are_not_missing(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_missing_credentials_with_environment_variable_returns_none(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("onnx_ops.adapters.aws.machine_vendor", lambda: "")
     for name in (*IDENTITIES, "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
@@ -104,7 +106,7 @@ def test_credentials_that_the_environment_names_are_not_missing(variable: str, m
 
 
 @given(some.text(min_size=1, max_size=80))
-def test_every_deployment_has_a_variant_of_its_own(name: str) -> None:
+def test_build_variant_name_of_any_deployment_is_valid(name: str) -> None:
     assert is_valid_name(build_variant_name(name))
     assert (build_variant_name(name) == name) == is_valid_name(name)
 
@@ -115,7 +117,9 @@ def wire() -> Wire:
 
 
 @given(endpoint=NAMES, cut=some.integers(min_value=0, max_value=100), guarded=some.booleans())
-def test_layouts_are_what_the_service_model_allows(wire: Wire, endpoint: str, cut: int, guarded: bool) -> None:
+def test_build_layout_of_any_state_conforms_to_service_model(
+    wire: Wire, endpoint: str, cut: int, guarded: bool
+) -> None:
     blue, green = fileless_deployment("v1"), fileless_deployment("v2")
     share = 100 if guarded else cut
     state = state_of(blue, green, v1=share, v2=100 - share)
@@ -136,7 +140,7 @@ def test_layouts_are_what_the_service_model_allows(wire: Wire, endpoint: str, cu
 
 
 @given(first=some.integers(1, 99), second=some.integers(1, 99))
-def test_weights_change_no_layout_and_another_image_does(first: int, second: int) -> None:
+def test_build_layout_with_other_weights_keeps_config_unless_image_changes(first: int, second: int) -> None:
     settings = read_sagemaker_settings(SETTINGS)
 
     states = [
@@ -161,7 +165,7 @@ def test_deployment_with_signed_decision_fits_container_environment(tmp_path: Pa
         assert read_deployment({"PrimaryContainer": {"Environment": torn}}) is None
 
 
-def test_eight_trusted_keys_fit_the_environment_of_a_container_and_a_ninth_is_refused(tmp_path: Path) -> None:
+def test_build_layout_with_nine_trusted_keys_raises_user_error(tmp_path: Path) -> None:
     state = state_of(fileless_deployment("v1"), v1=100)
     for number in range(8):
         create_key(tmp_path / f"{number}.pem")
@@ -173,7 +177,7 @@ def test_eight_trusted_keys_fit_the_environment_of_a_container_and_a_ninth_is_re
         build_layout("e", state, read_sagemaker_settings(SETTINGS), trusted_keys=TrustedKeys(tmp_path).encoded())
 
 
-def test_rotated_keys_reach_all_containers_with_the_next_change(tmp_path: Path) -> None:
+def test_build_layout_with_rotated_keys_replaces_all_models(tmp_path: Path) -> None:
     state = state_of(fileless_deployment("v1"), fileless_deployment("v2"), v1=90, v2=10)
     settings = read_sagemaker_settings(SETTINGS)
     create_key(tmp_path / "old.pem")
@@ -187,7 +191,7 @@ def test_rotated_keys_reach_all_containers_with_the_next_change(tmp_path: Path) 
         assert model["PrimaryContainer"]["Environment"][TRUSTED_KEYS_VARIABLE] == keys
 
 
-def test_the_same_files_make_the_same_archive(tmp_path: Path) -> None:
+def test_pack_archive_of_same_files_is_reproducible(tmp_path: Path) -> None:
     one = scaling_deployment(tmp_path / "one", name="v1", version="1", scale=2.0)
     (tmp_path / "two").mkdir()
     (tmp_path / "two" / "model.onnx").write_bytes((tmp_path / "one" / "model.onnx").read_bytes())
@@ -199,7 +203,7 @@ def test_the_same_files_make_the_same_archive(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["my_endpoint", f"a{'-' * 62}b"])
-def test_a_name_that_sagemaker_does_not_take_is_refused(name: str) -> None:
+def test_build_layout_with_invalid_endpoint_name_raises_user_error(name: str) -> None:
     with pytest.raises(UserError, match="cannot be the name"):
         build_layout(name, state_of(fileless_deployment("v1"), v1=100), read_sagemaker_settings(SETTINGS))
 
@@ -208,7 +212,7 @@ def test_a_name_that_sagemaker_does_not_take_is_refused(name: str) -> None:
     ("current", "desired", "arrived"),
     [((5, 5), (5, 5), True), ((90, 10), (50, 50), False), ((50, 50), (90, 10), False), ((0, 0), (50, 50), False)],
 )
-def test_traffic_has_moved_when_it_is_split_as_wanted_and_stays_so(
+def test_has_weights_requires_equal_current_and_desired_weights(
     current: tuple[int, int], desired: tuple[int, int], arrived: bool
 ) -> None:
     variants = [

@@ -26,7 +26,7 @@ FIGURES = {
 
 
 @pytest.mark.parametrize("lag", [0, 2])
-def test_an_update_that_was_taken_back_silently_is_told(site: Site, lag: int) -> None:
+def test_sagemaker_update_reverted_by_service_raises_infrastructure_error(site: Site, lag: int) -> None:
     config = config_of(f"silent-{lag}")
     before = replace(site.state(blue=100), generation=1)
     site.provider.apply(config, before, generation=1)
@@ -57,9 +57,7 @@ def updates(site: Site) -> int:
 
 
 @pytest.mark.parametrize("kill", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_a_layout_that_an_alarm_took_back_is_never_asked_for_again(
-    site: Site, alarmed: EndpointConfig, kill: bool
-) -> None:
+def test_sagemaker_update_reverted_by_alarm_is_not_retried(site: Site, alarmed: EndpointConfig, kill: bool) -> None:
     """An update, meanwhile the alarm fires, and afterwards it is quiet again."""
     site.fake.behave(reads=400)
     process, order = site.start_client(alarmed, replace(site.state(green=100), generation=2))
@@ -86,7 +84,7 @@ def test_a_layout_that_an_alarm_took_back_is_never_asked_for_again(
     assert site.invoke(alarmed.endpoint) == ("main", 2.0)
 
 
-def test_no_update_begins_under_an_alarm_that_fires_and_the_way_back_needs_none(
+def test_sagemaker_update_with_firing_alarm_is_refused_but_rollback_succeeds(
     site: Site, alarmed: EndpointConfig
 ) -> None:
     sagemaker = site.client("sagemaker")
@@ -107,7 +105,7 @@ def test_no_update_begins_under_an_alarm_that_fires_and_the_way_back_needs_none(
     assert site.invoke(alarmed.endpoint) == ("main", 3.0)
 
 
-def test_an_update_that_failed_under_a_quiet_alarm_may_come_again(site: Site, alarmed: EndpointConfig) -> None:
+def test_sagemaker_update_after_failure_without_alarm_is_retried(site: Site, alarmed: EndpointConfig) -> None:
     unknown = replace(alarmed, settings={**alarmed.settings, "alarms": ["nowhere"]})
     with pytest.raises(NotFoundError, match="no alarm is called nowhere"):
         site.apply(2, unknown, green=100)
@@ -122,7 +120,7 @@ def test_an_update_that_failed_under_a_quiet_alarm_may_come_again(site: Site, al
     assert site.invoke(alarmed.endpoint) == ("main", 3.0)
 
 
-def test_a_rollback_that_failed_says_what_to_do_and_the_next_apply_does_it(site: Site) -> None:
+def test_sagemaker_update_with_failed_revert_names_rollback_command(site: Site) -> None:
     config = config_of("stuck")
     site.apply(1, config, blue=100)
     site.fake.behave(stuck="no capacity for ml.c6i.large")
@@ -136,7 +134,7 @@ def test_a_rollback_that_failed_says_what_to_do_and_the_next_apply_does_it(site:
     assert site.invoke("stuck") == ("blue", 2.0)
 
 
-def test_a_model_that_does_not_start_is_told_and_the_endpoint_made_anew(site: Site, tmp_path: Path) -> None:
+def test_sagemaker_apply_of_model_that_fails_to_start_reports_health_check(site: Site, tmp_path: Path) -> None:
     config = config_of("broken")
     (tmp_path / "model.onnx").write_bytes(b"no model")
     bad = replace(site.blue, name="bad", manifest=digest_folder(tmp_path).digest(), location=str(tmp_path))
@@ -153,14 +151,14 @@ def test_a_model_that_does_not_start_is_told_and_the_endpoint_made_anew(site: Si
     assert site.invoke("broken") == ("blue", 2.0)
 
 
-def test_a_quota_is_told_with_its_remedy(site: Site) -> None:
+def test_sagemaker_apply_without_quota_raises_error_with_remedy(site: Site) -> None:
     site.fake.behave(quota="The account-level service limit 'ml.c6i.large for endpoint usage' is 0 Instances")
     with pytest.raises(InfrastructureError, match="quota") as caught:
         site.apply(1, config_of("quota"), blue=100)
     assert "Service Quotas" in caught.value.remedy
 
 
-def test_an_update_of_somebody_who_died_is_waited_for(site: Site) -> None:
+def test_sagemaker_apply_during_other_update_waits_for_its_end(site: Site) -> None:
     config = config_of("busy")
     site.apply(1, config, blue=100)
     site.fake.behave(reads=6)
@@ -175,7 +173,7 @@ def test_an_update_of_somebody_who_died_is_waited_for(site: Site) -> None:
 
 
 @pytest.mark.nightly
-def test_a_driver_that_was_overtaken_is_told_and_the_later_state_stands(site: Site) -> None:
+def test_sagemaker_apply_overtaken_by_later_generation_fails(site: Site) -> None:
     config = config_of("overtaken")
     site.apply(1, config, blue=100, green=0)
     site.fake.behave(reads=100)
@@ -189,7 +187,7 @@ def test_a_driver_that_was_overtaken_is_told_and_the_later_state_stands(site: Si
     assert site.invoke("overtaken") == ("blue", 2.0)
 
 
-def test_errors_are_typed(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sagemaker_observe_without_credentials_raises_error(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(OnnxOpsError, match="no AWS credentials"):
@@ -237,7 +235,7 @@ class Driver:
 
 
 @pytest.mark.parametrize("strategy", ["ab", "guarded"])
-def test_first_next_back_and_retired(site: Site, strategy: str) -> None:
+def test_sagemaker_rollback_after_rollout_serves_previous_version(site: Site, strategy: str) -> None:
     name = f"rollout-{strategy}"
     stepwise = strategy == "ab"
     driver = Driver(config_of(name, strategy=strategy), CANARY if stepwise else AT_ONCE)
@@ -255,7 +253,7 @@ def test_first_next_back_and_retired(site: Site, strategy: str) -> None:
     assert site.invoke(name)[1] == 2.0
 
 
-def test_what_was_deleted_by_hand_is_restored(site: Site) -> None:
+def test_sagemaker_reconcile_after_manual_deletion_restores_endpoint(site: Site) -> None:
     driver = Driver(config_of("by-hand"), AT_ONCE)
     driver.toward(site.blue)
     site.client("sagemaker").delete_endpoint(EndpointName="by-hand")

@@ -65,7 +65,7 @@ class TestBoosted(ExporterSuite):
 
 @by_package
 @pytest.mark.parametrize("opset", [15, 18, 21])
-def test_a_scaler_before_the_trees_moves_no_row_to_another_leaf(tmp_path: Path, package: str, opset: int) -> None:
+def test_export_boosted_trees_after_scaler_equals_source_for_all_rows(tmp_path: Path, package: str, opset: int) -> None:
     model, rows = fit(piped(sk("preprocessing.StandardScaler"), boosted(package)), "breast_cancer")
     section = Export(framework="x", opset=opset)
     answers = export(EXPORTERS[package], model, {"x": rows}, tmp_path / "m.onnx", section)
@@ -74,7 +74,7 @@ def test_a_scaler_before_the_trees_moves_no_row_to_another_leaf(tmp_path: Path, 
 
 
 @by_package
-def test_missing_values_take_the_way_that_they_take_in_the_source(tmp_path: Path, package: str) -> None:
+def test_export_boosted_trees_with_missing_values_equals_source(tmp_path: Path, package: str) -> None:
     from sklearn import datasets
 
     data = datasets.load_iris()
@@ -86,7 +86,7 @@ def test_missing_values_take_the_way_that_they_take_in_the_source(tmp_path: Path
 
 
 @by_package
-def test_a_booster_is_refused_with_the_way_to_bring_it(tmp_path: Path, package: str) -> None:
+def test_export_of_raw_booster_raises_user_error_with_remedy(tmp_path: Path, package: str) -> None:
     model, rows = fit(boosted(package), "iris")
     booster = model.get_booster() if package == "xgboost" else model.booster_
     with pytest.raises(UserError, match="Booster") as refused:
@@ -95,14 +95,14 @@ def test_a_booster_is_refused_with_the_way_to_bring_it(tmp_path: Path, package: 
 
 
 @pytest.mark.parametrize(("kind", "settings"), [("RFClassifier", {}), ("Classifier", {"num_parallel_tree": 3})])
-def test_a_forest_that_the_converter_gets_wrong_is_refused(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+def test_export_of_xgboost_forest_raises_user_error(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
     model, rows = fit(piped(sk("impute.SimpleImputer"), boosted("xgboost", kind, **settings)), "iris")
     with pytest.raises(UserError) as refused:
         export(XgboostExporter(), model, {"x": rows}, tmp_path / "m.onnx", SECTION)
     assert refused.value.remedy
 
 
-def test_the_sklearn_exporter_names_the_one_that_can(tmp_path: Path) -> None:
+def test_sklearn_export_of_xgboost_model_names_xgboost_exporter(tmp_path: Path) -> None:
     import xgboost
 
     class Mine(xgboost.XGBClassifier):

@@ -49,7 +49,7 @@ def fit_and_check(exporter: SklearnExporter, model: Any, columns: Tensors, folde
 
 
 @pytest.mark.parametrize("name", [*NAMES[:10], *(pytest.param(name, marks=pytest.mark.nightly) for name in NAMES[10:])])
-def test_export_column_of_any_name_is_an_input_of_that_name(tmp_path: Path, name: str) -> None:
+def test_export_column_with_any_name_keeps_it_as_input_name(tmp_path: Path, name: str) -> None:
     numbers = {name: FIRST, "other": SECOND}
     joined = piped(sk("preprocessing.StandardScaler"), sk("linear_model.LogisticRegression"))
     fit_and_check(SklearnExporter(), joined, numbers, tmp_path)
@@ -66,7 +66,7 @@ def test_export_column_of_any_name_is_an_input_of_that_name(tmp_path: Path, name
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
-def test_export_columns_whose_names_collide_after_cleaning_stay_apart(tmp_path: Path, one: str, other: str) -> None:
+def test_export_of_columns_with_colliding_names_keeps_them_apart(tmp_path: Path, one: str, other: str) -> None:
     for columns in ({one: FIRST, other: SECOND}, {other: SECOND, one: FIRST}):
         fit_and_check(SklearnExporter(), sk("linear_model.LogisticRegression"), columns, tmp_path)
         kinds = [(name, "number") for name in columns]
@@ -74,7 +74,7 @@ def test_export_columns_whose_names_collide_after_cleaning_stay_apart(tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["label", "probabilities"])
-def test_export_column_with_the_name_of_an_answer_is_refused(tmp_path: Path, name: str) -> None:
+def test_export_column_named_like_output_raises_user_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="has the name of an answer") as caught:
         fit_and_check(
             SklearnExporter(), sk("linear_model.LogisticRegression"), {name: FIRST, "other": SECOND}, tmp_path
@@ -117,9 +117,7 @@ def build_models() -> dict[str, tuple[SklearnExporter, Any]]:
     "dtype", ["float64", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("float32", "int64"))]
 )
 @pytest.mark.parametrize("name", list(build_models()))
-def test_export_rows_of_any_type_of_number_load_and_answer_like_the_model(
-    tmp_path: Path, name: str, dtype: str
-) -> None:
+def test_export_with_any_number_type_keeps_dtype_and_predictions(tmp_path: Path, name: str, dtype: str) -> None:
     exporter, model = build_models()[name]
     rows: Any = np.round(np.hstack([FIRST, SECOND]) * 100).astype(dtype)
     if name == "by column":

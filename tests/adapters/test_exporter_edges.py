@@ -60,7 +60,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("exporter", [SK, TORCH])
 @pytest.mark.parametrize("message", SECTIONS)
-def test_an_entry_without_effect_is_refused(exporter: Exporter, message: str, tmp_path: Path) -> None:
+def test_export_with_setting_without_effect_raises_user_error(exporter: Exporter, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         export(exporter, MODELS[exporter](), tmp_path, **SECTIONS[message])
 
@@ -75,14 +75,14 @@ def test_an_entry_without_effect_is_refused(exporter: Exporter, message: str, tm
         (TORCH, lambda: module("Casting", "bfloat16"), "'output' is of type bfloat16.*Return output.float"),
     ],
 )
-def test_a_model_whose_answers_are_no_tensors_for_clients_is_refused(
+def test_export_of_model_with_unsupported_outputs_raises_user_error(
     exporter: Exporter, model: Callable[[], object], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message):
         export(exporter, model(), tmp_path)
 
 
-def test_a_module_that_does_not_run_in_float64_has_no_such_answers() -> None:
+def test_torch_reference_of_float32_only_module_in_float64_returns_none() -> None:
     exporter = TORCH
     assert exporter.reference(module("Single"), SAMPLES, "float64") is None
     assert exporter.reference(module("Single"), SAMPLES, "float32") is not None
@@ -90,14 +90,16 @@ def test_a_module_that_does_not_run_in_float64_has_no_such_answers() -> None:
         exporter.reference(module("Single"), {"x": X[:, :3]}, "float64")
 
 
-def test_a_failed_export_says_why_and_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_torch_export_of_unsupported_branch_names_cause_and_prints_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(UserError, match="Could not guard on data-dependent expression") as caught:
         export(TorchExporter(), module("Branching"), tmp_path, dynamic={"x": {0: "batch"}})
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
 
 
-def test_branches_hold_no_stack_traces_either(tmp_path: Path) -> None:
+def test_torch_export_of_branches_contains_no_stack_traces(tmp_path: Path) -> None:
     answers = export(TorchExporter(), module("Conditional"), tmp_path, dynamic={"x": {0: "batch"}})
     path = tmp_path / "model.onnx"
     model = read_structure(path)
@@ -130,7 +132,7 @@ def exported(folder: Path) -> list[str]:
 
 
 @pytest.mark.nightly
-def test_two_processes_in_two_folders_write_the_same_bytes(tmp_path: Path) -> None:
+def test_export_in_two_processes_writes_same_bytes(tmp_path: Path) -> None:
     """Hashing of strings, and with it the order of sets, is another in each process."""
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
@@ -158,7 +160,7 @@ def axes(values: Iterable[ValueInfoProto]) -> list[list[str | int]]:
     ],
     ids=["by default", "as the pipeline says", "inputs of two batches"],
 )
-def test_the_first_axis_of_outputs_is_the_batch_that_all_inputs_share(
+def test_name_axes_of_outputs_uses_batch_axis_shared_by_inputs(
     dynamic: dict[str, dict[int, str]], inputs: list[list[str | int]], output: list[str | int]
 ) -> None:
     shapes: dict[str, list[str | int]] = {"a": ["unk_1", "unk_2"], "b": ["unk_3", 4], "y": ["unk_4", "unk_5"]}
@@ -170,7 +172,7 @@ def test_the_first_axis_of_outputs_is_the_batch_that_all_inputs_share(
 
 
 @pytest.mark.parametrize(("opset", "nearest"), [(8, 9), (9, 9), (17, 17), (18, 17)])
-def test_an_opset_that_the_converter_does_not_write_is_refused(opset: int, nearest: int) -> None:
+def test_check_opset_outside_converter_range_raises_user_error(opset: int, nearest: int) -> None:
     section = Export(framework="keras", opset=opset)
     if opset == nearest:
         check_opset(section, 9, 17, "tool")

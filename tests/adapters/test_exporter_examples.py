@@ -30,7 +30,7 @@ def dataset(split: str, name: str, array: str) -> Dataset:
         pytest.param("digits_cnn", ("image", "images"), TorchExporter(), "float32", marks=pytest.mark.nightly),
     ],
 )
-def test_an_example_is_right_on_95_of_100_and_the_same_each_time(
+def test_example_training_reaches_accuracy_and_is_reproducible(
     name: str, feed: tuple[str, str], exporter: Exporter, precision: Precision
 ) -> None:
     example = importlib.import_module(f"examples.{name}")
@@ -42,7 +42,7 @@ def test_an_example_is_right_on_95_of_100_and_the_same_each_time(
 
 
 @pytest.mark.nightly
-def test_another_seed_gives_another_model() -> None:
+def test_example_training_with_other_seed_gives_other_model() -> None:
     from examples import digits_mlp
 
     train = dataset("train", "x", "data")

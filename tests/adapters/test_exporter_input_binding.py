@@ -57,7 +57,9 @@ def named_and_variadic(x: Any, *rest: Any, **others: Any) -> Any:
         (named_and_variadic, "x", ("x", (), {})),
     ],
 )
-def test_each_input_reaches_the_parameter_of_its_name(function: Callable[..., Any], inputs: str, answer: Any) -> None:
+def test_bind_call_passes_each_input_to_parameter_of_its_name(
+    function: Callable[..., Any], inputs: str, answer: Any
+) -> None:
     names = inputs.split()
     binding = bind_call(function, names, owner="it", ordered=True)
     positional, keyword = binding.pack({name: name for name in names})
@@ -85,19 +87,19 @@ def test_each_input_reaches_the_parameter_of_its_name(function: Callable[..., An
         (lambda **inputs: inputs, "x y", "Name each input as a parameter"),
     ],
 )
-def test_inputs_without_a_parameter_or_an_order_are_refused(
+def test_bind_call_with_unmatched_or_unordered_inputs_raises_user_error(
     function: Callable[..., Any], inputs: str, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
         bind_call(function, inputs.split(), owner="it", ordered=False)
 
 
-def test_a_single_input_of_another_name_is_refused_where_names_are_required() -> None:
+def test_bind_call_without_renaming_refuses_single_input_of_other_name() -> None:
     with pytest.raises(UserError, match="it has no input 'image'"):
         bind_call(optional, ["image"], owner="it", ordered=True, renamed=False)
 
 
-def test_values_by_parameter_are_a_tuple_for_a_variadic_one() -> None:
+def test_binding_by_parameter_with_variadic_parameter_returns_tuple() -> None:
     values = {"a": 1, "z": 2}
     assert bind_call(variadic, ["z", "a"], owner="it", ordered=True).by_parameter(values) == {"tensors": (2, 1)}
     assert bind_call(optional, ["a"], owner="it", ordered=True).by_parameter(values) == {"x": 1}

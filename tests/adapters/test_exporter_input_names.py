@@ -215,7 +215,7 @@ def request_of(samples: Tensors, path: Path, *, ordered: bool) -> ExportRequest:
 
 
 @pytest.mark.parametrize("name", all_models())
-def test_inputs_in_any_order_give_the_answers_of_the_source_asked_by_name(name: str, tmp_path: Path) -> None:
+def test_export_with_inputs_in_any_order_equals_source_called_by_name(name: str, tmp_path: Path) -> None:
     case = (MODELS | HEAVY)[name]
     model, path = case.make(), tmp_path / "model.onnx"
     torch = importlib.import_module("torch")
@@ -236,7 +236,7 @@ def test_inputs_in_any_order_give_the_answers_of_the_source_asked_by_name(name: 
         np.testing.assert_allclose(array, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_table_of_the_example_gives_the_same_answers_in_any_order_of_its_columns(tmp_path: Path) -> None:
+def test_export_of_example_table_in_any_column_order_equals_source(tmp_path: Path) -> None:
     example, path = importlib.import_module("examples.churn_table"), tmp_path / "model.onnx"
     columns = dict(read_arrays(ROOT / "examples" / "data" / "churn-train.csv", where="train"))
     label = columns.pop("churned")[:, 0]
@@ -263,7 +263,7 @@ def exchange_inputs(path: Path, one: str, other: str) -> None:
 
 
 @pytest.mark.parametrize("name", all_models())
-def test_two_exchanged_inputs_of_a_file_fail_parity(name: str, tmp_path: Path) -> None:
+def test_parity_with_exchanged_inputs_fails(name: str, tmp_path: Path) -> None:
     case = (MODELS | HEAVY)[name]
     model, path = case.make(), tmp_path / "model.onnx"
     case.exporter.export(model, request_of(case.inputs, path, ordered=case.ordered))
@@ -274,7 +274,7 @@ def test_two_exchanged_inputs_of_a_file_fail_parity(name: str, tmp_path: Path) -
         exchange_inputs(path, one, other)
 
 
-def test_exchanged_outputs_of_a_file_fail_parity(tmp_path: Path) -> None:
+def test_parity_with_exchanged_outputs_fails(tmp_path: Path) -> None:
     case = module("Outputs")
     model, path = case.make(), tmp_path / "model.onnx"
     case.exporter.export(model, request_of(case.inputs, path, ordered=False))
@@ -289,7 +289,7 @@ def test_exchanged_outputs_of_a_file_fail_parity(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["linear on a frame", "linear on a matrix", "XGBoost on a frame"])
-def test_exchanged_columns_of_a_joined_matrix_fail_parity(kind: str, tmp_path: Path) -> None:
+def test_parity_with_exchanged_columns_of_joined_matrix_fails(kind: str, tmp_path: Path) -> None:
     case = MODELS[kind]
     model, path = case.make(), tmp_path / "model.onnx"
     case.exporter.export(model, request_of(case.inputs, path, ordered=case.ordered))
@@ -302,7 +302,7 @@ def test_exchanged_columns_of_a_joined_matrix_fail_parity(kind: str, tmp_path: P
         assert find_fault(case, model, path) == (list(order) != columns), order
 
 
-def test_an_exporter_that_binds_in_another_order_fails_parity(tmp_path: Path) -> None:
+def test_parity_of_exporter_with_wrong_binding_order_fails(tmp_path: Path) -> None:
     """The source is asked by its own call, and not by the exporter's binding."""
 
     class Wrong(TorchExporter):
@@ -327,7 +327,7 @@ def test_an_exporter_that_binds_in_another_order_fails_parity(tmp_path: Path) ->
         ("AnyNames", ("user", "item"), "has no input 'user'.*Name each input as a parameter"),
     ],
 )
-def test_inputs_that_forward_does_not_name_are_refused(
+def test_torch_export_with_inputs_unknown_to_forward_raises_user_error(
     name: str, inputs: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
     model = getattr(importlib.import_module("tests.support.torch_modules"), name)()
@@ -337,7 +337,7 @@ def test_inputs_that_forward_does_not_name_are_refused(
 
 
 @pytest.mark.nightly
-def test_inputs_that_transformers_would_ignore_are_refused(tmp_path: Path) -> None:
+def test_huggingface_export_with_unknown_input_raises_user_error(tmp_path: Path) -> None:
     for wrong in ("attention_masks", "past_key_values.0.key"):
         samples = {"input_ids": TOKENS["input_ids"], wrong: TOKENS["attention_mask"]}
         with pytest.raises(UserError, match=f"has no input '{wrong}'"):
@@ -346,7 +346,7 @@ def test_inputs_that_transformers_would_ignore_are_refused(tmp_path: Path) -> No
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_a_keras_model_whose_weights_would_not_be_loaded_is_refused(tmp_path: Path) -> None:
+def test_load_keras_model_with_unloadable_weights_raises_user_error(tmp_path: Path) -> None:
     keras = load_keras_package()
 
     @keras.saving.register_keras_serializable()
@@ -365,7 +365,7 @@ def test_a_keras_model_whose_weights_would_not_be_loaded_is_refused(tmp_path: Pa
         KerasExporter().load(tmp_path)
 
 
-def test_an_input_without_effect_is_found(tmp_path: Path) -> None:
+def test_find_unused_inputs_returns_input_without_effect(tmp_path: Path) -> None:
     for name, unused in (("Difference", ()), ("Ignoring", ("item",))):
         case = module(name)
         model, path = case.make(), tmp_path / f"{name}.onnx"

@@ -51,7 +51,7 @@ class TestReadyFile(ExporterSuite):
     samples = fixed(rows(17))
 
 
-def test_external_weights_come_along(tmp_path: Path) -> None:
+def test_onnx_export_with_external_weights_copies_them(tmp_path: Path) -> None:
     for name in ("given", "saved", "exported"):
         (tmp_path / name).mkdir()
     write_external(tmp_path / "given" / "mine.onnx", "weights.bin")
@@ -67,7 +67,7 @@ def test_external_weights_come_along(tmp_path: Path) -> None:
     assert exporter.reference(path, samples, "float64") is None
 
 
-def test_a_hostile_file_is_refused_before_anything_is_copied(tmp_path: Path) -> None:
+def test_save_onnx_file_with_hostile_external_path_copies_nothing(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     write_external(tmp_path / "mine.onnx", "../../etc/passwd")
     with pytest.raises(RefusedError):
@@ -76,7 +76,9 @@ def test_a_hostile_file_is_refused_before_anything_is_copied(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("opset", "ir_version"), [(19, 10), (18, 11)])
-def test_a_file_newer_than_asked_for_is_refused(tmp_path: Path, opset: int, ir_version: int) -> None:
+def test_onnx_export_of_newer_file_than_requested_raises_user_error(
+    tmp_path: Path, opset: int, ir_version: int
+) -> None:
     write_perceptron(tmp_path / "mine.onnx", opset=opset, ir_version=ir_version)
     request = ExportRequest(section=SECTION, samples=rows(2), path=tmp_path / "model.onnx")
     with pytest.raises(UserError, match=f"opset {opset} and IR version {ir_version}"):
@@ -84,7 +86,7 @@ def test_a_file_newer_than_asked_for_is_refused(tmp_path: Path, opset: int, ir_v
     assert not request.path.exists()
 
 
-def test_a_path_must_lead_to_one_file(tmp_path: Path) -> None:
+def test_save_or_load_without_single_onnx_file_raises_not_found_error(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         OnnxExporter().save(tmp_path / "none.onnx", tmp_path)
     with pytest.raises(NotFoundError, match=r"no \.onnx files"):
@@ -95,13 +97,13 @@ def test_a_path_must_lead_to_one_file(tmp_path: Path) -> None:
         OnnxExporter().load(tmp_path)
 
 
-def test_rows_that_the_model_refuses_are_an_error(tmp_path: Path) -> None:
+def test_onnx_reference_with_wrong_input_shape_raises_value_error(tmp_path: Path) -> None:
     write_perceptron(tmp_path / "mine.onnx")
     with pytest.raises(ValueError, match="refuses"):
         OnnxExporter().reference(tmp_path / "mine.onnx", {"x": np.zeros((1, 3), np.float32)}, "float32")
 
 
-def test_maps_become_a_matrix_and_the_pipeline_is_told(tmp_path: Path) -> None:
+def test_save_onnx_file_with_zipmap_converts_maps_to_matrix(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     onnx.save(zipped([0, 1, 2]), tmp_path / "mine.onnx")
     (note,) = list_user_model_notes(tmp_path / "mine.onnx")
@@ -113,7 +115,7 @@ def test_maps_become_a_matrix_and_the_pipeline_is_told(tmp_path: Path) -> None:
     assert list_user_model_notes(tmp_path / "saved/model.onnx") == []
 
 
-def test_a_fixed_batch_is_told(tmp_path: Path) -> None:
+def test_list_user_model_notes_of_fixed_batch_reports_it(tmp_path: Path) -> None:
     write_perceptron(tmp_path / "mine.onnx", batch=4)
     (note,) = list_user_model_notes(tmp_path / "mine.onnx")
     assert note.startswith("it takes batches of 4 only")
@@ -152,7 +154,7 @@ class TestConverted(TestReadyFile):
 
 @pytest.mark.parametrize(("was", "asked"), [((21, 10), (18, 9)), ((13, 7), (21, 10)), ((18, 10), (18, 8))])
 @pytest.mark.parametrize("write", [write_perceptron, write_convolution])
-def test_a_file_goes_down_and_up_and_stays_the_same_function(
+def test_convert_onnx_file_to_other_opset_keeps_function(
     write: object, was: tuple[int, int], asked: tuple[int, int], tmp_path: Path
 ) -> None:
     source = tmp_path / "mine.onnx"
@@ -167,14 +169,14 @@ def test_a_file_goes_down_and_up_and_stays_the_same_function(
     assert compare(GuardedRuntime(), CPU, source, path, samples).verdict is Verdict.PASS
 
 
-def test_weights_beside_the_file_come_along(tmp_path: Path) -> None:
+def test_convert_onnx_file_with_external_weights_includes_them(tmp_path: Path) -> None:
     write_external(tmp_path / "mine.onnx", "weights.bin")
     path = converted(tmp_path / "mine.onnx", section(15, 8))
     answers = reference(OnnxExporter(), path, {"x": np.ones((2, 2), np.float32)})
     np.testing.assert_array_equal(answers["y"], [[2, 3], [2, 3]])
 
 
-def test_a_source_that_is_too_new_for_the_runtime_is_still_asked(tmp_path: Path) -> None:
+def test_reference_outputs_of_source_too_new_for_runtime_are_computed(tmp_path: Path) -> None:
     source = tmp_path / "mine.onnx"
     write_perceptron(source, opset=28, ir_version=14)
     path = converted(source, section())
@@ -184,7 +186,7 @@ def test_a_source_that_is_too_new_for_the_runtime_is_still_asked(tmp_path: Path)
         OnnxExporter().reference(source, {"x": np.zeros((1, 3), np.float32)}, "float32")
 
 
-def test_what_the_converter_cannot_do_is_told(tmp_path: Path) -> None:
+def test_convert_onnx_file_with_unsupported_operator_names_it(tmp_path: Path) -> None:
     """LayerNormalization came with opset 17; nothing older says it."""
     text = "(float[batch,4] x) => (float[batch,4] y) { [norm] y = LayerNormalization(x, scale) }"
     write_graph(tmp_path / "mine.onnx", text, scale=np.ones(4, np.float32))
@@ -193,7 +195,7 @@ def test_what_the_converter_cannot_do_is_told(tmp_path: Path) -> None:
     assert "LayerNormalization" in str(caught.value)
 
 
-def test_only_whoever_asks_gets_a_conversion(tmp_path: Path) -> None:
+def test_onnx_export_without_convert_option_refuses_newer_file(tmp_path: Path) -> None:
     source = tmp_path / "mine.onnx"
     write_perceptron(source, opset=21)
     with pytest.raises(UserError, match="newer than the requested version") as caught:
@@ -205,7 +207,7 @@ def test_only_whoever_asks_gets_a_conversion(tmp_path: Path) -> None:
         converted(source, section(18, 10, convrt=True))
 
 
-def test_what_is_wrong_with_a_brought_file_is_known_before_any_work(tmp_path: Path, golden: Golden) -> None:
+def test_list_user_model_problems_reports_opset_and_operator_mismatches(tmp_path: Path, golden: Golden) -> None:
     source = tmp_path / "mine.onnx"
     write_perceptron(source, opset=27, ir_version=14)
     web, old = Target(name="browser-wasm", max_opset=26), Target(name="old", max_opset=15, max_ir_version=8)

@@ -111,7 +111,7 @@ SOURCES: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, Any]]]] = {
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_answers_have_the_names_shapes_and_values_of_the_source(tmp_path: Path, source: str) -> None:
+def test_sklearn_export_of_estimator_matches_names_shapes_and_values(tmp_path: Path, source: str) -> None:
     make, read = SOURCES[source]
     rows, target = read()
     estimator = make().fit(rows, target)
@@ -147,7 +147,7 @@ def logistic() -> Any:
         (lambda: piped(sk("ensemble.RandomTreesEmbedding", 3), logistic()), "Use sparse_output=False"),
     ],
 )
-def test_an_estimator_whose_conversion_is_wrong_is_refused_with_another(
+def test_sklearn_export_of_unfaithful_conversion_suggests_other_estimator(
     tmp_path: Path, make: Callable[[], Any], remedy: str
 ) -> None:
     rows, labels = load("iris")
@@ -156,7 +156,7 @@ def test_an_estimator_whose_conversion_is_wrong_is_refused_with_another(
     assert (caught.value.remedy or "").startswith(remedy)
 
 
-def test_a_scaler_before_trees_divides_as_its_source_does(tmp_path: Path) -> None:
+def test_sklearn_export_of_scaled_trees_divides_like_source(tmp_path: Path) -> None:
     rows, labels = load("iris")
     forest = scaled(sk("ensemble.RandomForestClassifier", 30, random_state=0)).fit(rows, labels)
     answers = export(forest, rows, tmp_path / "m.onnx")
@@ -167,7 +167,7 @@ def test_a_scaler_before_trees_divides_as_its_source_does(tmp_path: Path) -> Non
     assert (apart[unsure < 1e-6] < 1e-6).all()
 
 
-def test_precisions_differ_by_rounding_of_weights_and_arithmetic() -> None:
+def test_sklearn_reference_in_float32_and_float64_differs_by_rounding() -> None:
     rows, labels = load("iris")
     pipeline = scaled(sk("linear_model.LogisticRegression")).fit(rows.astype(np.float64) * 1.1, labels)
     rounded = reference(SklearnExporter(), pipeline, {"x": rows})["probabilities"]
@@ -178,7 +178,7 @@ def test_precisions_differ_by_rounding_of_weights_and_arithmetic() -> None:
     assert pipeline[-1].coef_.dtype == np.float64
 
 
-def test_a_precision_that_an_estimator_does_not_know_is_none_and_refused_rows_are_an_error() -> None:
+def test_sklearn_reference_of_unsupported_precision_returns_none() -> None:
     data, target = bundled("diabetes")
     estimator = sk("svm.SVR").fit(data, target)
     rows = {"x": data[:5].astype(np.float32)}
@@ -188,7 +188,7 @@ def test_a_precision_that_an_estimator_does_not_know_is_none_and_refused_rows_ar
         SklearnExporter().reference(estimator, {"x": np.full((2, 10), np.nan, np.float32)}, "float64")
 
 
-def test_names_that_the_converter_counts_per_process_are_counted_per_file(tmp_path: Path) -> None:
+def test_sklearn_export_twice_in_process_writes_same_bytes(tmp_path: Path) -> None:
     rows, labels = load("iris")
     neighbours = sk("neighbors.KNeighborsClassifier").fit(rows, labels)
     digests = set()
@@ -199,7 +199,7 @@ def test_names_that_the_converter_counts_per_process_are_counted_per_file(tmp_pa
     assert len(digests) == 1
 
 
-def test_a_named_batch_axis(tmp_path: Path) -> None:
+def test_sklearn_export_with_named_batch_axis_uses_name(tmp_path: Path) -> None:
     rows, labels = load("iris")
     section = Export(framework="sklearn", dynamic={"x": {0: "rows"}})
     export(sk("linear_model.LogisticRegression", max_iter=500).fit(rows, labels), rows, tmp_path / "m.onnx", section)
@@ -208,7 +208,7 @@ def test_a_named_batch_axis(tmp_path: Path) -> None:
     assert {spec.shape[0] for spec in found.outputs} == {"rows"}
 
 
-def test_what_does_not_fit_is_refused_with_a_remedy(tmp_path: Path) -> None:
+def test_sklearn_export_with_unsuitable_model_or_data_raises_user_error(tmp_path: Path) -> None:
     rows, labels = load("iris")
     estimator = sk("linear_model.LogisticRegression", max_iter=500).fit(rows, labels)
     words = np.array([["good film"], ["bad food"]] * 75)
@@ -228,7 +228,7 @@ def test_what_does_not_fit_is_refused_with_a_remedy(tmp_path: Path) -> None:
             model_runs.export(SklearnExporter(), model, samples, tmp_path / "m.onnx", section)
 
 
-def test_a_model_may_be_brought_as_a_pickle_and_damage_is_told(tmp_path: Path) -> None:
+def test_sklearn_load_of_damaged_pickle_raises_user_error(tmp_path: Path) -> None:
     rows, labels = load("iris")
     estimator = sk("linear_model.LogisticRegression", max_iter=500).fit(rows, labels)
     (tmp_path / "mine.pkl").write_bytes(pickle.dumps(estimator))

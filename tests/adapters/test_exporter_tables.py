@@ -50,7 +50,7 @@ def check_same(exporter: SklearnExporter, model: object, samples: Tensors, folde
         np.testing.assert_allclose(np.asarray(answers[name], np.float64), array, atol=1e-5)
 
 
-def test_export_of_mixed_columns_takes_one_input_a_column(tmp_path: Path) -> None:
+def test_export_of_mixed_columns_has_one_input_per_column(tmp_path: Path) -> None:
     model = pipeline(sk("linear_model.LogisticRegression")).fit(Dataset(inputs=COLUMNS).frame(), LABEL)
     check_same(SklearnExporter(), model, COLUMNS, tmp_path)
     found = {spec.name: (spec.dtype, spec.shape) for spec in read_model_info(tmp_path / "model.onnx").inputs}
@@ -61,14 +61,14 @@ def test_export_of_mixed_columns_takes_one_input_a_column(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("order", [("age", "visits"), ("visits", "age")])
-def test_export_imputes_integers_beside_fractions_in_any_order(order: tuple[str, ...], tmp_path: Path) -> None:
+def test_export_of_imputer_over_integers_and_fractions_equals_source(order: tuple[str, ...], tmp_path: Path) -> None:
     columns = sk("compose.ColumnTransformer", [("numbers", sk("impute.SimpleImputer"), list(order))])
     model = piped(columns, sk("linear_model.LogisticRegression")).fit(Dataset(inputs=NUMBERS).frame(), LABEL)
     check_same(SklearnExporter(), model, NUMBERS, tmp_path)
 
 
 @pytest.mark.parametrize("search", ["GridSearchCV", "RandomizedSearchCV"])
-def test_load_search_object_gives_its_best_estimator(tmp_path: Path, search: str) -> None:
+def test_load_search_object_returns_its_best_estimator(tmp_path: Path, search: str) -> None:
     model = pipeline(sk("linear_model.LogisticRegression"))
     given = {"logisticregression__C": [0.1, 1.0]}
     options = {"n_iter": 2, "random_state": 0} if search == "RandomizedSearchCV" else {}
@@ -83,7 +83,7 @@ def test_load_search_object_gives_its_best_estimator(tmp_path: Path, search: str
     np.testing.assert_array_equal(expected["label"], searched.predict(Dataset(inputs=COLUMNS).frame()))
 
 
-def test_load_search_object_without_a_refit_is_refused(tmp_path: Path) -> None:
+def test_load_search_object_without_refit_raises_user_error(tmp_path: Path) -> None:
     searched = sk("model_selection.GridSearchCV", sk("linear_model.Ridge"), {"alpha": [0.1, 1.0]}, cv=2, refit=False)
     searched.fit(COLUMNS["visits"], LABEL)
     SklearnExporter().save(searched, tmp_path)
@@ -91,21 +91,21 @@ def test_load_search_object_without_a_refit_is_refused(tmp_path: Path) -> None:
         SklearnExporter().load(tmp_path)
 
 
-def test_export_imputes_integers_as_fractions(tmp_path: Path) -> None:
+def test_export_of_imputer_over_integers_equals_source(tmp_path: Path) -> None:
     visits = {"visits": COLUMNS["visits"]}
     columns = sk("compose.ColumnTransformer", [("numbers", sk("impute.SimpleImputer"), ["visits"])])
     model = piped(columns, sk("linear_model.LogisticRegression")).fit(Dataset(inputs=visits).frame(), LABEL)
     check_same(SklearnExporter(), model, visits, tmp_path)
 
 
-def test_export_of_a_data_frame_without_transformer_joins_its_columns(tmp_path: Path) -> None:
+def test_export_of_data_frame_model_without_transformer_joins_columns(tmp_path: Path) -> None:
     model = piped(sk("impute.SimpleImputer"), sk("linear_model.LogisticRegression")).fit(
         Dataset(inputs=NUMBERS).frame(), LABEL
     )
     check_same(SklearnExporter(), model, NUMBERS, tmp_path)
 
 
-def test_export_of_a_matrix_is_split_for_a_transformer_by_name(tmp_path: Path) -> None:
+def test_export_with_matrix_splits_it_for_column_transformer(tmp_path: Path) -> None:
     steps = [
         ("scaled", sk("preprocessing.StandardScaler"), ["visits"]),
         ("filled", sk("impute.SimpleImputer"), ["age"]),
@@ -116,21 +116,21 @@ def test_export_of_a_matrix_is_split_for_a_transformer_by_name(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["XGBClassifier", "XGBRegressor", "XGBRanker", "LGBMClassifier", "LGBMRanker"])
-def test_export_of_boosting_on_a_data_frame_answers_like_it(tmp_path: Path, kind: str) -> None:
+def test_export_of_boosting_on_data_frame_equals_source(tmp_path: Path, kind: str) -> None:
     package, exporter = ("xgboost", XgboostExporter()) if kind[0] == "X" else ("lightgbm", LightgbmExporter())
     model = getattr(__import__(package), kind)(n_estimators=5, n_jobs=1)
     model.fit(Dataset(inputs=NUMBERS).frame(), LABEL, **({"group": [30] * 4} if "Ranker" in kind else {}))
     check_same(exporter, model, NUMBERS, tmp_path)
 
 
-def test_export_without_a_fitted_column_is_refused(tmp_path: Path) -> None:
+def test_export_with_column_unknown_to_fit_raises_user_error(tmp_path: Path) -> None:
     model = sk("linear_model.LogisticRegression").fit(Dataset(inputs={"visits": COLUMNS["visits"]}).frame(), LABEL)
     request = ExportRequest(section=Export(framework="sklearn"), samples=NUMBERS, path=tmp_path / "model.onnx")
     with pytest.raises(UserError, match="also has 'age'"):
         SklearnExporter().export(model, request)
 
 
-def test_export_known_to_be_wrong_is_refused_by_name(tmp_path: Path) -> None:
+def test_export_of_unfaithful_sgd_classifier_raises_user_error(tmp_path: Path) -> None:
     model = sk("linear_model.SGDClassifier", loss="modified_huber").fit(COLUMNS["visits"], np.arange(120) % 3)
     samples = {"x": COLUMNS["visits"]}
     request = ExportRequest(section=Export(framework="sklearn"), samples=samples, path=tmp_path / "model.onnx")
@@ -138,7 +138,7 @@ def test_export_known_to_be_wrong_is_refused_by_name(tmp_path: Path) -> None:
         SklearnExporter().export(model, request)
 
 
-def test_export_that_fails_on_unseen_categories_is_refused_unless_its_source_fails_too(tmp_path: Path) -> None:
+def test_export_failing_on_unseen_categories_is_refused_unless_source_fails(tmp_path: Path) -> None:
     samples = {"city": COLUMNS["city"]}
     request = ExportRequest(section=Export(framework="sklearn"), samples=samples, path=tmp_path / "model.onnx")
     for unseen in ("error", "infrequent_if_exist"):
@@ -153,7 +153,7 @@ def test_export_that_fails_on_unseen_categories_is_refused_unless_its_source_fai
                 SklearnExporter().export(model, request)
 
 
-def test_export_of_categories_that_lightgbm_numbers_is_refused(tmp_path: Path) -> None:
+def test_export_of_lightgbm_with_categorical_columns_raises_user_error(tmp_path: Path) -> None:
     lightgbm: Any = pytest.importorskip("lightgbm")
     model = lightgbm.LGBMClassifier(n_estimators=2, n_jobs=1, verbose=-1)
     frame = Dataset(inputs=NUMBERS).frame()
@@ -163,7 +163,7 @@ def test_export_of_categories_that_lightgbm_numbers_is_refused(tmp_path: Path) -
         LightgbmExporter().export(model, request)
 
 
-def test_a_matrix_in_another_order_of_columns_than_the_fit_is_refused(tmp_path: Path) -> None:
+def test_export_with_matrix_in_other_column_order_raises_user_error(tmp_path: Path) -> None:
     model = sk("impute.SimpleImputer")
     model = piped(model, sk("linear_model.LogisticRegression")).fit(Dataset(inputs=NUMBERS).frame(), LABEL)
     samples = {"x": np.hstack(list(NUMBERS.values())).astype(np.float32)}

@@ -49,7 +49,7 @@ def export(model: object, samples: Tensors, path: Path, section: Export = SECTIO
     return model_runs.export(TorchExporter(), model, samples, path, section)
 
 
-def test_the_file_is_one_without_stack_traces_but_with_module_paths(modules: Any, tmp_path: Path) -> None:
+def test_torch_export_of_module_writes_one_file_without_stack_traces(modules: Any, tmp_path: Path) -> None:
     export(modules.Convolution(), images(4), tmp_path / "m.onnx")
     assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
     keys = {prop.key for node in onnx.load(tmp_path / "m.onnx").graph.node for prop in node.metadata_props}
@@ -57,7 +57,7 @@ def test_the_file_is_one_without_stack_traces_but_with_module_paths(modules: Any
     assert b"site-packages" not in (tmp_path / "m.onnx").read_bytes()
 
 
-def test_inputs_of_several_types_share_a_batch_and_a_dictionary_names_the_outputs(modules: Any, tmp_path: Path) -> None:
+def test_torch_export_of_two_inputs_shares_batch_and_names_outputs(modules: Any, tmp_path: Path) -> None:
     section = Export(framework="torch", dynamic={"left": {0: "batch"}, "index": {0: "batch"}})
     feed: dict[str, np.ndarray[Any, Any]] = {"left": np.ones((5, 2), np.float32), "index": np.arange(5)}
     answers = export(modules.TwoInputs(), feed, tmp_path / "m.onnx", section)
@@ -68,7 +68,7 @@ def test_inputs_of_several_types_share_a_batch_and_a_dictionary_names_the_output
     assert {name: array.dtype for name, array in double.items()} == {"sum": np.float64, "twice": np.int64}
 
 
-def test_a_tuple_gives_numbered_outputs(modules: Any, tmp_path: Path) -> None:
+def test_torch_export_of_tuple_output_numbers_outputs(modules: Any, tmp_path: Path) -> None:
     feed = images(4)
     answers = export(modules.Tuple(), feed, tmp_path / "m.onnx")
     assert list(answers) == ["output_0", "output_1"]
@@ -76,7 +76,7 @@ def test_a_tuple_gives_numbered_outputs(modules: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dynamic", "batch"), [({}, "batch"), ({"image": {}}, 2), ({"image": {0: "rows"}}, "rows")])
-def test_the_batch_is_free_unless_the_pipeline_says_otherwise(
+def test_torch_export_batch_axis_is_free_unless_pipeline_sets_it(
     modules: Any, dynamic: dict[str, dict[int, str]], batch: int | str, tmp_path: Path
 ) -> None:
     section = Export(framework="torch", dynamic=dynamic)
@@ -86,27 +86,27 @@ def test_the_batch_is_free_unless_the_pipeline_says_otherwise(
     assert read_model_info(tmp_path / "m.onnx").inputs[0].shape == (batch, 1, 8, 8)
 
 
-def test_a_plain_number_of_the_batch_leaves_it_free(modules: Any, tmp_path: Path) -> None:
+def test_torch_export_of_module_using_batch_size_keeps_batch_free(modules: Any, tmp_path: Path) -> None:
     export(modules.Counted(), images(6), tmp_path / "m.onnx")
     assert read_model_info(tmp_path / "m.onnx").inputs[0].shape == ("batch", 1, 8, 8)
     (rows,) = model_runs.run(tmp_path / "m.onnx", images(3)).values()
     np.testing.assert_array_equal(rows, images(3)["image"].reshape(3, -1))
 
 
-def test_a_module_left_in_training_is_exported_and_asked_in_use(modules: Any, tmp_path: Path) -> None:
+def test_torch_export_of_module_in_training_mode_exports_evaluation_mode(modules: Any, tmp_path: Path) -> None:
     expected = reference(TorchExporter(), modules.Convolution().train(), images(8))["output"]
     answers = export(modules.Convolution().train(), images(8), tmp_path / "m.onnx")
     np.testing.assert_allclose(answers["output"], expected, atol=1e-5)
 
 
-def test_double_is_double_all_the_way(modules: Any) -> None:
+def test_torch_reference_in_float64_computes_in_double_precision(modules: Any) -> None:
     rounded = reference(TorchExporter(), modules.Convolution(), images(8))["output"]
     exact = reference(TorchExporter(), modules.Convolution(), images(8), "float64")["output"]
     assert (rounded.dtype, exact.dtype) == (np.float32, np.float64)
     assert 0 < np.abs(rounded - exact).max() < 1e-5
 
 
-def test_an_export_silences_all_its_loggers_and_restores_their_levels(caplog: pytest.LogCaptureFixture) -> None:
+def test_torch_export_silences_loggers_and_restores_their_levels(caplog: pytest.LogCaptureFixture) -> None:
     verbose = logging.getLogger("onnxscript.verbose")
     verbose.setLevel(logging.DEBUG)
     with caplog.at_level(logging.DEBUG), _quiet():
@@ -118,7 +118,7 @@ def test_an_export_silences_all_its_loggers_and_restores_their_levels(caplog: py
     assert [record.message for record in caplog.records] == ["heard again"]
 
 
-def test_what_cannot_be_exported_says_why(modules: Any, tmp_path: Path) -> None:
+def test_torch_export_of_unsupported_model_names_cause(modules: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not a torch\.nn\.Module"):
         export("a string", images(4), tmp_path / "m.onnx")
     with pytest.raises(UserError, match="data-dependent") as caught:
@@ -129,7 +129,7 @@ def test_what_cannot_be_exported_says_why(modules: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["plain", "causal", "masked"])
-def test_export_attention_without_heads_answers_as_it_does(modules: Any, tmp_path: Path, form: str) -> None:
+def test_torch_export_of_attention_without_heads_equals_source(modules: Any, tmp_path: Path, form: str) -> None:
     module = modules.MaskedAttention() if form == "masked" else modules.Attention(causal=form == "causal")
     rows = {"x": np.random.default_rng(0).normal(size=(5, 6, 4)).astype(np.float32)}
     answers = export(module, rows, tmp_path / "m.onnx", replace(SECTION, dynamic={"x": {0: "batch"}}))
@@ -137,7 +137,7 @@ def test_export_attention_without_heads_answers_as_it_does(modules: Any, tmp_pat
     np.testing.assert_allclose(next(iter(answers.values())), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_export_module_that_takes_all_rows_together_says_so(modules: Any, tmp_path: Path) -> None:
+def test_torch_export_of_module_over_all_rows_raises_user_error(modules: Any, tmp_path: Path) -> None:
     rows = {"x": np.ones((6, 4), np.float32), "edges": np.array([[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]])}
     request = ExportRequest(
         section=replace(SECTION, dynamic={}), samples=rows, path=tmp_path / "m.onnx", axes={"edges": None}
@@ -148,7 +148,7 @@ def test_export_module_that_takes_all_rows_together_says_so(modules: Any, tmp_pa
     assert "one row of what belongs together" in caught.value.remedy
 
 
-def test_loading_what_is_not_a_module_is_told(tmp_path: Path) -> None:
+def test_torch_load_of_missing_or_invalid_file_raises_error(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         TorchExporter().load(tmp_path)
     (tmp_path / "model.pt").write_bytes(b"not a module")
@@ -156,14 +156,14 @@ def test_loading_what_is_not_a_module_is_told(tmp_path: Path) -> None:
         TorchExporter().load(tmp_path)
 
 
-def test_an_operator_without_translation_is_named_with_the_option(modules: Any, tmp_path: Path) -> None:
+def test_torch_export_of_untranslated_operator_names_translations_option(modules: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError) as raised:
         export(modules.Custom(), images(4), tmp_path / "m.onnx")
     assert "no translation of operator onnx_ops_tests.twice.default" in raised.value.what
     assert "translations: package.module:TABLE" in raised.value.remedy
 
 
-def test_a_table_of_translations_exports_an_operator_of_the_project(modules: Any, tmp_path: Path) -> None:
+def test_torch_export_with_translation_table_exports_custom_operator(modules: Any, tmp_path: Path) -> None:
     section = replace(SECTION, options={"translations": "tests.support.torch_modules:TRANSLATIONS"})
     (answer,) = export(modules.Custom(), images(4), tmp_path / "m.onnx", section).values()
     (double,) = reference(TorchExporter(), modules.Custom(), images(4), "float64").values()
@@ -178,7 +178,7 @@ def test_a_table_of_translations_exports_an_operator_of_the_project(modules: Any
         ({"translations": "tests.support.torch_modules:NOWHERE"}, "has no NOWHERE"),
     ],
 )
-def test_a_wrong_table_of_translations_is_refused(
+def test_torch_export_with_wrong_translation_table_raises_error(
     modules: Any, tmp_path: Path, options: dict[str, Json], message: str
 ) -> None:
     with pytest.raises(OnnxOpsError, match=message):

@@ -69,7 +69,9 @@ CASES: dict[str, tuple[str, Settings, bool]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_recurrent_layer_with_a_free_length_answers_as_its_source(modules: Any, case: str, tmp_path: Path) -> None:
+def test_torch_export_of_recurrent_layer_with_free_length_equals_source(
+    modules: Any, case: str, tmp_path: Path
+) -> None:
     layer, settings, stateful = CASES[case]
     check(modules, make(modules, layer, settings, stateful=stateful), tmp_path / "m.onnx")
 
@@ -79,7 +81,7 @@ def test_a_recurrent_layer_with_a_free_length_answers_as_its_source(modules: Any
     ("layer", "layers", "bidirectional", "steps_first", "stateful"),
     list(product(("LSTM", "GRU", "RNN"), (1, 2), (False, True), (False, True), (False, True))),
 )
-def test_every_form_of_a_recurrent_layer_answers_as_its_source(
+def test_torch_export_of_each_recurrent_form_equals_source(
     modules: Any, layer: str, layers: int, bidirectional: bool, steps_first: bool, stateful: bool, tmp_path: Path
 ) -> None:
     settings = {"num_layers": layers, "bidirectional": bidirectional, "steps_first": steps_first}
@@ -89,7 +91,7 @@ def test_every_form_of_a_recurrent_layer_answers_as_its_source(
 @pytest.mark.nightly
 @pytest.mark.parametrize("layer", ["LSTM", "GRU", "RNN"])
 @pytest.mark.parametrize(("sample_length", "opset"), [(1, 18), (2, 18), (3, 18), (5, 18), (40, 21), (40, 22)])
-def test_neither_the_length_of_the_samples_nor_the_opset_matters(
+def test_torch_export_of_recurrent_layer_at_any_length_and_opset_equals_source(
     modules: Any, layer: str, sample_length: int, opset: int, tmp_path: Path
 ) -> None:
     module = make(modules, layer, {"num_layers": 2, "bidirectional": True}, stateful=True)
@@ -103,7 +105,7 @@ def test_neither_the_length_of_the_samples_nor_the_opset_matters(
         ("Unrolled", (), ("at 8", "`forward` of Unrolled", "for step in x.unbind(1):")),
     ],
 )
-def test_a_module_that_fixes_the_length_is_refused_with_the_layer_and_the_line(
+def test_torch_export_of_module_with_fixed_length_names_layer_and_line(
     modules: Any, kind: str, arguments: tuple[int, ...], parts: tuple[str, ...], tmp_path: Path
 ) -> None:
     module, trace = getattr(modules, kind)(*arguments), sys.gettrace()
@@ -118,14 +120,16 @@ def test_a_module_that_fixes_the_length_is_refused_with_the_layer_and_the_line(
 
 @pytest.mark.parametrize(("kind", "what"), [("Packed", "packs sequences"), ("Projected", "LSTM with proj_size")])
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
-def test_a_layer_without_counterpart_in_onnx_is_refused(modules: Any, kind: str, what: str, tmp_path: Path) -> None:
+def test_torch_export_of_unsupported_recurrent_layer_raises_user_error(
+    modules: Any, kind: str, what: str, tmp_path: Path
+) -> None:
     module = getattr(modules, kind)()
     with pytest.raises(UserError) as caught:
         export(module, modules.sequences(module, 4, 8), tmp_path / "m.onnx")
     assert what in caught.value.what
 
 
-def test_two_inputs_of_one_length_share_its_symbol(modules: Any, tmp_path: Path) -> None:
+def test_torch_export_of_two_inputs_with_same_length_shares_symbol(modules: Any, tmp_path: Path) -> None:
     module = modules.Masked()
     samples = {**modules.sequences(module, 4, 8), "mask": np.arange(32, dtype=np.float32).reshape(4, 8) % 5}
     axes = {0: "batch", 1: "length"}
@@ -142,7 +146,7 @@ def test_two_inputs_of_one_length_share_its_symbol(modules: Any, tmp_path: Path)
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["Strided", "Encoder", "Summed", "Banded", "Padded"])
-def test_other_nets_over_sequences_answer_as_their_source(modules: Any, kind: str, tmp_path: Path) -> None:
+def test_torch_export_of_other_sequence_models_equals_source(modules: Any, kind: str, tmp_path: Path) -> None:
     module = getattr(modules, kind)().eval()
     export(module, modules.sequences(module, 4, 24), tmp_path / "m.onnx")
     for length in (7, 24, 40):

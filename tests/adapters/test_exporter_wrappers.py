@@ -116,7 +116,7 @@ WRAPPERS: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_export_wrapper_of_pipelines_answers_as_it_does(tmp_path: Path, name: str) -> None:
+def test_export_of_wrapped_pipeline_equals_source(tmp_path: Path, name: str) -> None:
     make, target = WRAPPERS[name]
     model = make().fit(Dataset(inputs=COLUMNS).frame(), target)
     SklearnExporter().save(model, tmp_path)
@@ -148,7 +148,7 @@ OTHERS: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("path", OTHERS)
-def test_export_estimator_without_a_target_answers_as_it_does(tmp_path: Path, path: str) -> None:
+def test_export_of_unsupervised_estimator_equals_source(tmp_path: Path, path: str) -> None:
     options, outputs = OTHERS[path]
     model = scaled(sk(path, **options)).fit(Dataset(inputs=NUMBERS).frame())
     check_same(SklearnExporter(), model, NUMBERS, tmp_path)
@@ -156,13 +156,13 @@ def test_export_estimator_without_a_target_answers_as_it_does(tmp_path: Path, pa
     assert list_outputs(model) == outputs
 
 
-def test_export_transformer_of_columns_answers_as_it_does(tmp_path: Path) -> None:
+def test_export_of_column_transformer_equals_source(tmp_path: Path) -> None:
     model = select_columns().fit(Dataset(inputs=COLUMNS).frame())
     check_same(SklearnExporter(), model, COLUMNS, tmp_path)
 
 
 @pytest.mark.parametrize("method", ["clip", "nan", "raise"])
-def test_export_isotonic_regression_is_an_interpolation(tmp_path: Path, method: str) -> None:
+def test_export_of_isotonic_regression_without_clip_raises_user_error(tmp_path: Path, method: str) -> None:
     rows = {"age": NUMBERS["age"]}
     model = sk("isotonic.IsotonicRegression", out_of_bounds=method).fit(rows["age"], AMOUNT)
     if method == "clip":
@@ -221,7 +221,7 @@ def exp(values: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_export_of_what_cannot_be_converted_is_refused_with_its_name(tmp_path: Path, name: str) -> None:
+def test_export_of_unsupported_wrapper_raises_user_error_with_its_name(tmp_path: Path, name: str) -> None:
     make, target, message = REFUSED[name]
     model = make().fit(Dataset(inputs=COLUMNS).frame(), target)
     with pytest.raises(UserError) as caught:
@@ -230,7 +230,7 @@ def test_export_of_what_cannot_be_converted_is_refused_with_its_name(tmp_path: P
     assert caught.value.remedy
 
 
-def test_rewrite_leaves_the_model_of_training_unchanged() -> None:
+def test_rewrite_model_leaves_trained_model_unchanged() -> None:
     model = sk("calibration.CalibratedClassifierCV", mixed(logistic()), cv=3)
     model.fit(Dataset(inputs=COLUMNS).frame(), LABEL)
     before = model.predict_proba(Dataset(inputs=COLUMNS).frame())
@@ -240,7 +240,7 @@ def test_rewrite_leaves_the_model_of_training_unchanged() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_interpolate_gives_the_line_between_the_values(count: int) -> None:
+def test_interpolate_between_points_equals_linear_interpolation(count: int) -> None:
     places, values = np.arange(count) ** 2.0, np.arange(count)[::-1] * 1.5
     points = np.linspace(-1, count**2, 31)[:, None]
     answer = points

@@ -42,7 +42,7 @@ def url(tmp_path: Path) -> Iterator[str]:
     thread.join()
 
 
-def test_a_path_stays_where_it_is(models: UserSuppliedModels, tmp_path: Path) -> None:
+def test_user_model_at_local_path_stays_in_place(models: UserSuppliedModels, tmp_path: Path) -> None:
     write_perceptron(tmp_path / "mine.onnx")
     assert models.path("mine.onnx", tmp_path / "s") == tmp_path / "mine.onnx"
     assert models.digest("mine.onnx") == digest_file(tmp_path / "mine.onnx")
@@ -51,9 +51,7 @@ def test_a_path_stays_where_it_is(models: UserSuppliedModels, tmp_path: Path) ->
     assert "project's root" in missing.value.remedy
 
 
-def test_a_url_is_fetched_and_its_digest_is_that_of_its_version(
-    models: UserSuppliedModels, tmp_path: Path, url: str
-) -> None:
+def test_user_model_digest_of_url_changes_with_content(models: UserSuppliedModels, tmp_path: Path, url: str) -> None:
     place = f"{url}/mine.onnx"
     before = models.digest(place)
     assert models.digest(place) == before
@@ -63,7 +61,7 @@ def test_a_url_is_fetched_and_its_digest_is_that_of_its_version(
     assert models.digest(place) != before
 
 
-def test_a_folder_comes_with_its_external_data(models: UserSuppliedModels, tmp_path: Path) -> None:
+def test_user_model_in_folder_includes_external_data(models: UserSuppliedModels, tmp_path: Path) -> None:
     import fsspec
 
     write_external(tmp_path / "mine.onnx", "weights.bin")
@@ -81,7 +79,7 @@ def test_a_folder_comes_with_its_external_data(models: UserSuppliedModels, tmp_p
     memory.rm("/brought", recursive=True)
 
 
-def test_what_is_not_there_or_does_not_answer_is_told_without_secrets(models: UserSuppliedModels, url: str) -> None:
+def test_user_model_that_is_missing_raises_error_without_secrets(models: UserSuppliedModels, url: str) -> None:
     with pytest.raises(NotFoundError, match="no such model") as missing:
         models.digest(f"{url}/nothing.onnx?signature=secret")
     assert "secret" not in str(missing.value)
@@ -91,7 +89,7 @@ def test_what_is_not_there_or_does_not_answer_is_told_without_secrets(models: Us
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_a_registered_version_is_fetched_by_number_and_by_alias(models: UserSuppliedModels, tmp_path: Path) -> None:
+def test_user_model_in_mlflow_is_fetched_by_number_or_alias(models: UserSuppliedModels, tmp_path: Path) -> None:
     import mlflow
     import onnx
 

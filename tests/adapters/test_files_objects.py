@@ -25,7 +25,7 @@ def objects(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     return FsspecObjects(f"memory://{uuid.uuid4().hex}/objects")
 
 
-def test_what_is_written_is_read(objects: ObjectStore) -> None:
+def test_object_store_read_returns_written_data(objects: ObjectStore) -> None:
     assert objects.read("a/b") is None
     objects.write("a/b", b"one")
     assert objects.read("a/b") == b"one"
@@ -33,13 +33,13 @@ def test_what_is_written_is_read(objects: ObjectStore) -> None:
     assert objects.read("a/b") == b""
 
 
-def test_only_the_first_creates(objects: ObjectStore) -> None:
+def test_object_store_create_of_existing_name_returns_false(objects: ObjectStore) -> None:
     assert objects.create("a/b", b"first")
     assert not objects.create("a/b", b"second")
     assert objects.read("a/b") == b"first"
 
 
-def test_names_are_sorted_and_direct(objects: ObjectStore) -> None:
+def test_object_store_list_names_returns_sorted_direct_children(objects: ObjectStore) -> None:
     assert objects.list_names("") == []
     for name in ("b", "a/2", "a/1", "a/deep/3"):
         objects.write(name, b"x")
@@ -48,21 +48,21 @@ def test_names_are_sorted_and_direct(objects: ObjectStore) -> None:
     assert objects.list_names("nowhere") == []
 
 
-def test_what_a_killed_writer_left_is_no_object(tmp_path: Path) -> None:
+def test_object_store_list_names_ignores_file_of_killed_writer(tmp_path: Path) -> None:
     objects = LocalObjects(tmp_path)
     objects.write("a/whole", b"x")
     (tmp_path / "a" / f"{TEMPORARY}half").write_bytes(b"x")
     assert objects.list_names("a") == ["whole"]
 
 
-def test_deleting_twice_is_no_error(objects: ObjectStore) -> None:
+def test_object_store_delete_of_missing_object_raises_no_error(objects: ObjectStore) -> None:
     objects.write("a", b"x")
     objects.delete("a")
     objects.delete("a")
     assert objects.read("a") is None
 
 
-def test_files_go_up_and_come_down(objects: ObjectStore, tmp_path: Path) -> None:
+def test_object_store_download_of_uploaded_file_returns_its_content(objects: ObjectStore, tmp_path: Path) -> None:
     source, copy = tmp_path / "source", tmp_path / "below" / "copy"
     source.write_bytes(os.urandom(3 << 20))
     objects.upload("big/file", source)
@@ -70,7 +70,7 @@ def test_files_go_up_and_come_down(objects: ObjectStore, tmp_path: Path) -> None
     assert copy.read_bytes() == source.read_bytes()
 
 
-def test_a_download_of_nothing_leaves_nothing(objects: ObjectStore, tmp_path: Path) -> None:
+def test_object_store_download_of_missing_object_leaves_no_file(objects: ObjectStore, tmp_path: Path) -> None:
     place = tmp_path / "below" / "copy"
     assert not objects.download("nothing", place)
     assert not place.exists()
@@ -81,7 +81,7 @@ def test_a_download_of_nothing_leaves_nothing(objects: ObjectStore, tmp_path: Pa
     assert place.read_bytes() == b"kept"
 
 
-def test_a_block_that_fails_changes_nothing(tmp_path: Path) -> None:
+def test_durable_file_with_failing_block_keeps_old_content(tmp_path: Path) -> None:
     def fail(path: Path) -> NoReturn:
         with durable_file(path) as temporary:
             temporary.write_text("half")
@@ -93,7 +93,7 @@ def test_a_block_that_fails_changes_nothing(tmp_path: Path) -> None:
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"file": "old"}
 
 
-def test_urls_choose_the_kind_of_objects(tmp_path: Path) -> None:
+def test_open_objects_returns_store_for_url_scheme(tmp_path: Path) -> None:
     for url in (str(tmp_path), f"file://{tmp_path}"):
         local = open_objects(url)
         assert isinstance(local, LocalObjects)
@@ -101,7 +101,7 @@ def test_urls_choose_the_kind_of_objects(tmp_path: Path) -> None:
     assert isinstance(open_objects("memory://x"), FsspecObjects)
 
 
-def test_a_missing_package_and_a_dead_service_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsspec_objects_without_package_or_service_raise_distinct_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingPackageError):
         FsspecObjects("dropbox://nobody/nothing")
     objects = FsspecObjects("memory://x")
@@ -115,7 +115,7 @@ def test_a_missing_package_and_a_dead_service_are_told_apart(monkeypatch: pytest
     assert caught.value.where == "memory://x"
 
 
-def test_everything_below_a_prefix_is_listed_with_its_age(objects: ObjectStore, tmp_path: Path) -> None:
+def test_list_objects_below_prefix_returns_size_and_age(objects: ObjectStore, tmp_path: Path) -> None:
     assert objects.list_objects("a") == []
     for name, content in (("a/2", b"xx"), ("a/deep/er/1", b"x"), ("b/1", b"x")):
         objects.write(name, content)
@@ -136,7 +136,7 @@ def test_everything_below_a_prefix_is_listed_with_its_age(objects: ObjectStore, 
         ("/srv/ledger", "/srv/ledger"),
     ],
 )
-def test_place_holds_no_credentials(url: str, place: str) -> None:
+def test_object_store_place_contains_no_credentials(url: str, place: str) -> None:
     assert open_objects(url).place == place
 
 
@@ -185,12 +185,12 @@ class TestStoreThatFails:
             end.set()
             server.shutdown()
 
-    def test_request_with_deadline_is_sent_once(self, store: str, requests: list[str]) -> None:
+    def test_object_store_request_with_deadline_is_sent_once(self, store: str, requests: list[str]) -> None:
         with pytest.raises(ServiceUnavailableError):
             open_objects(store, deadline_s=30).read("head")
         assert len(requests) == 1
 
-    def test_request_without_answer_ends_at_the_deadline(
+    def test_object_store_request_without_answer_ends_at_deadline(
         self, store: str, requests: list[str], end: threading.Event
     ) -> None:
         with pytest.raises(ServiceUnavailableError):

@@ -74,7 +74,7 @@ def chatter() -> None:
     os.abort()
 
 
-def test_what_it_returns_and_raises_comes_back() -> None:
+def test_run_guarded_returns_result_or_raises_error_of_function() -> None:
     assert run_guarded(double, 4) == 8
     with pytest.raises(UserError, match="no") as refused:
         run_guarded(refuse)
@@ -89,7 +89,7 @@ def read_reason(_: int) -> str:
     return failure.value.reason
 
 
-def test_each_of_many_crashes_at_once_has_its_exit_code() -> None:
+def test_run_guarded_with_concurrent_crashes_reports_each_exit_code() -> None:
     with ThreadPoolExecutor(8) as pool:
         reasons = set(pool.map(read_reason, range(60)))
     assert reasons == {"its process ended with exit code 7"}
@@ -103,7 +103,7 @@ def test_each_of_many_crashes_at_once_has_its_exit_code() -> None:
         (leave, "ended with exit code 7"),
     ],
 )
-def test_a_crash_is_told_by_its_signal(work: object, how: str) -> None:
+def test_run_guarded_after_crash_reports_signal_and_output(work: object, how: str) -> None:
     with pytest.raises(ProcessCrashError, match=how) as crash:
         run_guarded(work)  # type: ignore[arg-type]
     if work is segfault:
@@ -112,19 +112,19 @@ def test_a_crash_is_told_by_its_signal(work: object, how: str) -> None:
 
 
 @pytest.mark.parametrize("work", [hang, hang_in_c])
-def test_one_that_hangs_is_stopped_and_says_where(work: object) -> None:
+def test_run_guarded_after_timeout_stops_process_and_shows_its_stack(work: object) -> None:
     with pytest.raises(ProcessCrashError, match=r"longer than 2 s and was stopped") as crash:
         run_guarded(work, timeout=2.0)  # type: ignore[arg-type]
     assert crash.value.timed_out
     assert "hang" in crash.value.output
 
 
-def test_one_that_eats_memory_has_a_limit() -> None:
+def test_run_guarded_above_memory_limit_raises_crash_error() -> None:
     with pytest.raises(ProcessCrashError, match=r"more memory than its limit of 0\.6 GB"):
         run_guarded(eat, memory=600_000_000)
 
 
-def test_of_endless_output_the_end_is_kept() -> None:
+def test_run_guarded_with_much_output_keeps_its_end() -> None:
     with pytest.raises(ProcessCrashError) as crash:
         run_guarded(chatter)
     assert "24 MB of output" in crash.value.output
@@ -138,14 +138,14 @@ def write_endless(path: Path) -> None:
     write_graph(path, f'(float[batch] x) => (float[batch] y) {{ y = Loop<body = {body}>(most, "", x) }}', most=1 << 62)
 
 
-def test_a_session_that_hangs_is_told(tmp_path: Path) -> None:
+def test_guarded_runtime_with_hanging_session_raises_measurement_error(tmp_path: Path) -> None:
     write_endless(tmp_path / "endless.onnx")
     with pytest.raises(MeasurementError, match="ONNX Runtime hangs") as caught:
         GuardedRuntime(timeout=2).run(tmp_path / "endless.onnx", CPU, ({"x": np.ones(1, np.float32)},))
     assert "2 s and was stopped" in caught.value.why
 
 
-def test_a_shielded_runtime_answers_as_the_plain_one_does(file: Path) -> None:
+def test_guarded_runtime_returns_same_outputs_as_plain_runtime(file: Path) -> None:
     feeds = (rows(3), rows(5))
     plain, shield = OnnxRuntime(), guard_runtime(OnnxRuntime(), 60)
     assert isinstance(shield, GuardedRuntime)
@@ -181,7 +181,7 @@ SCHEDULE = PairedBenchmarkSchedule(rounds=4)
     ],
     ids=["facts", "rewritten", "run", "sample", "benchmark", "under_load"],
 )
-def test_a_model_that_crashes_the_runtime_ends_no_caller(
+def test_guarded_runtime_with_crashing_model_raises_measurement_error(
     crashing: Path, use: Callable[[GuardedRuntime, Path], object]
 ) -> None:
     with pytest.raises(MeasurementError, match="ONNX Runtime crashed") as caught:

@@ -68,7 +68,7 @@ def installed_here() -> str:
     return subprocess.run([sys.executable, "-m", "pip", "freeze"], capture_output=True, text=True, check=True).stdout
 
 
-def test_variables_that_lead_to_another_python_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_clean_environ_omits_python_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     leading = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PIP_TARGET", "UV_PROJECT", "KERAS_BACKEND"}
     for name in (*leading, "HTTPS_PROXY"):
         monkeypatch.setenv(name, "elsewhere")
@@ -78,7 +78,7 @@ def test_variables_that_lead_to_another_python_are_not_inherited(monkeypatch: py
 
 
 @pytest.mark.parametrize("installer", [pytest.param("pip", marks=pytest.mark.nightly), "uv"])
-def test_it_holds_what_was_asked_for_and_this_installation_stays_as_it_is(
+def test_python_environment_with_requirement_is_separate_from_current_one(
     environments: PythonEnvironments, tmp_path: Path, installer: str
 ) -> None:
     environments = replace(environments, uv=environments.uv if installer == "uv" else None)
@@ -92,7 +92,7 @@ def test_it_holds_what_was_asked_for_and_this_installation_stays_as_it_is(
     assert any("tiny" in line for line in marker["installed"])
 
 
-def test_it_is_made_once_and_used_again_when_its_packages_are_gone(
+def test_python_environment_after_creation_is_reused_without_packages(
     environments: PythonEnvironments, tmp_path: Path
 ) -> None:
     path = wheel(tmp_path)
@@ -104,9 +104,7 @@ def test_it_is_made_once_and_used_again_when_its_packages_are_gone(
     assert (python.parents[1] / MARKER).stat().st_mtime_ns == made
 
 
-def test_one_that_was_being_made_when_its_maker_died_is_made_again(
-    environments: PythonEnvironments, tmp_path: Path
-) -> None:
+def test_python_environment_without_marker_is_created_again(environments: PythonEnvironments, tmp_path: Path) -> None:
     wanted = Environment(requirements=(str(wheel(tmp_path)),))
     place = environments.python(wanted).parents[1]
     (place / MARKER).unlink()
@@ -116,7 +114,7 @@ def test_one_that_was_being_made_when_its_maker_died_is_made_again(
 
 
 @pytest.mark.nightly
-def test_a_maker_that_is_killed_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> None:
+def test_python_environment_of_killed_process_is_created_again(tmp_path: Path) -> None:
     path = wheel(tmp_path)
     code = f"""
 from pathlib import Path
@@ -135,14 +133,16 @@ PythonEnvironments(folder=Path({str(tmp_path / "e")!r}), base=()).python(Environ
     assert say(environments.python(wanted), VERSION) == "1.0"
 
 
-def test_two_at_once_make_one(environments: PythonEnvironments, tmp_path: Path) -> None:
+def test_python_environment_requested_concurrently_is_created_once(
+    environments: PythonEnvironments, tmp_path: Path
+) -> None:
     wanted = Environment(requirements=(str(wheel(tmp_path)),))
     with ThreadPoolExecutor(3) as pool:
         (python,) = set(pool.map(environments.python, [wanted] * 3))
     assert say(python, VERSION) == "1.0"
 
 
-def test_other_requirements_or_another_python_are_another_environment(tmp_path: Path) -> None:
+def test_python_environment_place_depends_on_requirements_and_python(tmp_path: Path) -> None:
     environments = PythonEnvironments(folder=tmp_path)
     places = {
         environments.place(Environment(requirements=names, python=python))
@@ -155,7 +155,7 @@ def test_other_requirements_or_another_python_are_another_environment(tmp_path: 
 
 
 @pytest.mark.parametrize("installer", [pytest.param("pip", marks=pytest.mark.nightly), "uv"])
-def test_a_package_that_cannot_be_had_is_told_with_the_installer_s_words(
+def test_python_environment_with_missing_package_shows_installer_output(
     environments: PythonEnvironments, installer: str
 ) -> None:
     environments = replace(environments, uv=environments.uv if installer == "uv" else None)
@@ -168,12 +168,12 @@ def test_a_package_that_cannot_be_had_is_told_with_the_installer_s_words(
 
 
 @pytest.mark.parametrize("requirement", ["--no-deps", "-e .", " "])
-def test_options_of_the_installer_are_no_requirements(tmp_path: Path, requirement: str) -> None:
+def test_python_environment_with_installer_option_raises_user_error(tmp_path: Path, requirement: str) -> None:
     with pytest.raises(UserError, match="not a requirement"):
         PythonEnvironments(folder=tmp_path).python(Environment(requirements=(requirement,)))
 
 
-def test_a_python_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_python_environment_with_missing_python_raises_not_found_error(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"no python3\.99 here") as missing:
         PythonEnvironments(folder=tmp_path, base=()).python(Environment(requirements=("a",), python="3.99"))
     assert "uv" in missing.value.remedy
@@ -188,7 +188,7 @@ def packages(tmp_path: Path) -> NpmPackages:
     return NpmPackages(folder=tmp_path / "environments")
 
 
-def test_they_are_made_once_whole_and_used_again_without_npm(
+def test_npm_packages_after_installation_are_reused_without_npm(
     packages: NpmPackages, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     place = packages.installed((SMALL,))
@@ -204,14 +204,14 @@ def test_they_are_made_once_whole_and_used_again_without_npm(
     assert "apt-get install" in missing.value.remedy
 
 
-def test_a_version_that_is_not_there_is_told_with_npm_s_words(packages: NpmPackages) -> None:
+def test_npm_packages_with_missing_version_show_npm_output(packages: NpmPackages) -> None:
     with pytest.raises(StageError, match="cannot be created") as failure:
         packages.installed(("long@999.0.0",))
     assert "999.0.0" in failure.value.why
     assert not list(packages.folder.glob(f"*/{MARKER}"))
 
 
-def test_exact_versions_are_told_apart_from_everything_else() -> None:
+def test_parse_pins_of_inexact_version_raises_user_error() -> None:
     exact = ("onnxruntime-web@1.30.0", "@scope/name@1.2.3-rc.1")
     assert parse_pins(exact) == {"onnxruntime-web": "1.30.0", "@scope/name": "1.2.3-rc.1"}
     others = "name name@latest name@^1.2.3 name@1.2 ./name@1.2.3 --flag@1.2.3 git+ssh://x@1.2.3"

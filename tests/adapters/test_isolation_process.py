@@ -142,7 +142,7 @@ def request(path: Path, do: str) -> ExportRequest:
     return ExportRequest(section=Export(framework=do), samples={"x": np.ones((3, 2), np.float32)}, path=path)
 
 
-def test_it_trains_exports_and_answers_elsewhere(exporter: IsolatedExporter, tmp_path: Path) -> None:
+def test_isolated_exporter_in_own_process_trains_and_exports_model(exporter: IsolatedExporter, tmp_path: Path) -> None:
     assert isinstance(exporter, TrainingExporter)
     folder, path = tmp_path / "saved", tmp_path / "out.txt"
     folder.mkdir()
@@ -168,7 +168,9 @@ def test_it_trains_exports_and_answers_elsewhere(exporter: IsolatedExporter, tmp
 @pytest.mark.parametrize(
     ("do", "how"), [("segfault", "signal SIGSEGV"), ("abort", "signal SIGABRT"), ("leave", "exit code 3")]
 )
-def test_a_crash_is_told_with_its_last_words(exporter: IsolatedExporter, tmp_path: Path, do: str, how: str) -> None:
+def test_isolated_exporter_after_crash_reports_signal_and_output(
+    exporter: IsolatedExporter, tmp_path: Path, do: str, how: str
+) -> None:
     with pytest.raises(StageError, match=f"ended with {how} while it was to export") as failure:
         exporter.export(load(exporter, tmp_path / "m"), request(tmp_path / "o", do))
     assert f"about to {do}" in failure.value.why
@@ -177,7 +179,7 @@ def test_a_crash_is_told_with_its_last_words(exporter: IsolatedExporter, tmp_pat
         assert "converter_of_mine.py" in failure.value.why  # which line of Python was under way
 
 
-def test_after_a_crash_the_next_model_is_answered(exporter: IsolatedExporter, tmp_path: Path) -> None:
+def test_isolated_exporter_after_crash_exports_next_model(exporter: IsolatedExporter, tmp_path: Path) -> None:
     model = load(exporter, tmp_path / "m")
     with pytest.raises(StageError):
         exporter.export(model, request(tmp_path / "o", "abort"))
@@ -188,7 +190,7 @@ def test_after_a_crash_the_next_model_is_answered(exporter: IsolatedExporter, tm
 
 
 @pytest.mark.parametrize("do", ["hang", "hang_in_c"])
-def test_a_hang_ends_with_all_its_processes_and_says_where(tmp_path: Path, do: str) -> None:
+def test_isolated_exporter_after_timeout_stops_all_its_processes(tmp_path: Path, do: str) -> None:
     exporter = make(tmp_path, ProcessLimits(timeout=3.0))
     model = load(exporter, tmp_path / "m")
     with pytest.raises(StageError, match="longer than 3 s to export") as failure:
@@ -199,14 +201,14 @@ def test_a_hang_ends_with_all_its_processes_and_says_where(tmp_path: Path, do: s
         until(lambda: not is_alive(int((tmp_path / "o").read_text())))
 
 
-def test_memory_beyond_the_limit_is_told(tmp_path: Path) -> None:
+def test_isolated_exporter_above_memory_limit_raises_stage_error(tmp_path: Path) -> None:
     exporter = make(tmp_path, ProcessLimits(memory=700_000_000, timeout=60.0))
     with pytest.raises(StageError, match=r"more memory than its limit of 0\.7 GB") as failure:
         exporter.export(load(exporter, tmp_path / "m"), request(tmp_path / "o", "swallow"))
     assert "env.memory" in failure.value.remedy
 
 
-def test_much_output_costs_neither_memory_nor_disk(exporter: IsolatedExporter, tmp_path: Path) -> None:
+def test_isolated_exporter_with_much_output_limits_memory(exporter: IsolatedExporter, tmp_path: Path) -> None:
     model = load(exporter, tmp_path / "m")
     before = psutil.Process().memory_info().rss
     exporter.export(model, request(tmp_path / "o", "babble_and_write"))
@@ -218,7 +220,7 @@ def test_much_output_costs_neither_memory_nor_disk(exporter: IsolatedExporter, t
     assert psutil.Process().memory_info().rss - before < 50e6
 
 
-def test_its_own_errors_keep_their_type(exporter: IsolatedExporter, tmp_path: Path) -> None:
+def test_isolated_exporter_error_keeps_its_type(exporter: IsolatedExporter, tmp_path: Path) -> None:
     model = load(exporter, tmp_path / "m")
     with pytest.raises(RefusedError) as refused:
         exporter.export(model, request(tmp_path / "o", "refuse"))
@@ -229,7 +231,7 @@ def test_its_own_errors_keep_their_type(exporter: IsolatedExporter, tmp_path: Pa
     exporter.export(model, request(tmp_path / "o", "write"))
 
 
-def test_training_that_crashes_or_fails_is_told(exporter: IsolatedExporter, tmp_path: Path) -> None:
+def test_isolated_training_with_crash_or_failure_raises_error(exporter: IsolatedExporter, tmp_path: Path) -> None:
     with pytest.raises(StageError, match="SIGABRT while it was to train"):
         exporter.train("training_of_mine:crash", {}, {}, tmp_path)
     with pytest.raises(UserError, match="ZeroDivisionError") as failure:
@@ -237,7 +239,7 @@ def test_training_that_crashes_or_fails_is_told(exporter: IsolatedExporter, tmp_
     assert "training_of_mine.py" in failure.value.where
 
 
-def test_a_model_that_is_let_go_takes_its_process_along(exporter: IsolatedExporter, tmp_path: Path) -> None:
+def test_isolated_model_after_deletion_ends_its_process(exporter: IsolatedExporter, tmp_path: Path) -> None:
     model = load(exporter, tmp_path / "m")
     process, scratch = model.process._process.pid, model.process.folder
     del model
@@ -245,7 +247,7 @@ def test_a_model_that_is_let_go_takes_its_process_along(exporter: IsolatedExport
     assert not scratch.exists()
 
 
-def test_it_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
+def test_isolated_process_after_owner_is_killed_ends(tmp_path: Path) -> None:
     make(tmp_path)
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "model.txt").write_text("2.0")
@@ -264,7 +266,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     until(lambda: not is_alive(int((tmp_path / "pid").read_text())))
 
 
-def test_it_sees_nothing_of_this_process_path(
+def test_isolated_process_does_not_inherit_python_path(
     exporter: IsolatedExporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "elsewhere"))
@@ -275,6 +277,6 @@ def test_it_sees_nothing_of_this_process_path(
     assert "elsewhere" not in (folder / "model.txt").read_text()
 
 
-def test_a_model_that_is_not_there_is_told(exporter: IsolatedExporter, tmp_path: Path) -> None:
+def test_isolated_save_of_missing_model_raises_not_found_error(exporter: IsolatedExporter, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no such model"):
         exporter.save(tmp_path / "nowhere", tmp_path)

@@ -217,7 +217,7 @@ REWINDS = (cut_tail, cut_all, fork_with_key)
 
 @pytest.mark.parametrize("damage", [*DAMAGE, *REWINDS], ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("has_snapshot", [True, False])
-def test_state_of_damaged_ledger_is_an_error_or_the_same(
+def test_state_of_damaged_ledger_raises_error_or_is_unchanged(
     tmp_path: Path, damage: Callable[[Storage], None], has_snapshot: bool
 ) -> None:
     storage = Storage(tmp_path)
@@ -241,7 +241,7 @@ def read_state(storage: Storage) -> ReleaseState | CorruptStateError:
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-def test_read_of_damaged_ledger_is_an_error(tmp_path: Path, damage: Callable[[Storage], None]) -> None:
+def test_read_of_damaged_ledger_raises_corrupt_state_error(tmp_path: Path, damage: Callable[[Storage], None]) -> None:
     storage = Storage(tmp_path)
     damage(storage)
     with pytest.raises(CorruptStateError) as caught:
@@ -252,7 +252,7 @@ def test_read_of_damaged_ledger_is_an_error(tmp_path: Path, damage: Callable[[St
 
 
 @pytest.mark.parametrize("damage", REWINDS, ids=lambda damage: damage.__name__)
-def test_state_of_rewound_ledger_is_an_error_where_more_was_seen(
+def test_state_of_rewound_ledger_seen_before_raises_corrupt_state_error(
     tmp_path: Path, damage: Callable[[Storage], None]
 ) -> None:
     storage = Storage(tmp_path)
@@ -264,7 +264,7 @@ def test_state_of_rewound_ledger_is_an_error_where_more_was_seen(
     assert storage.open(seen=True).state(ENDPOINT).head in (0, LENGTH - 2, LENGTH)
 
 
-def test_state_long_lived_reader_detects_what_follows_otherwise(tmp_path: Path) -> None:
+def test_state_of_rewritten_ledger_in_open_reader_raises_corrupt_state_error(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     reader = storage.open()
     reader.state(ENDPOINT)
@@ -276,7 +276,7 @@ def test_state_long_lived_reader_detects_what_follows_otherwise(tmp_path: Path) 
         reader.state(ENDPOINT)
 
 
-def test_state_damaged_memory_of_this_machine_counts_as_missing(tmp_path: Path) -> None:
+def test_ledger_state_with_damaged_record_of_seen_head_ignores_that_record(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     (storage.seen / f"{ENDPOINT}.json").write_text("{")
     cut_tail(storage)

@@ -67,7 +67,7 @@ def written(tmp_path: Path) -> tuple[ObjectLedger, Path]:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"null", b'{"endpoint": "digits"}'])
-def test_read_unreadable_entry_is_named(written: tuple[ObjectLedger, Path], content: bytes) -> None:
+def test_ledger_read_with_unreadable_entry_names_that_entry(written: tuple[ObjectLedger, Path], content: bytes) -> None:
     ledger, folder = written
     (folder / "00000002.jsonl").write_bytes(content)
     with pytest.raises(CorruptStateError) as caught:
@@ -75,14 +75,16 @@ def test_read_unreadable_entry_is_named(written: tuple[ObjectLedger, Path], cont
     assert caught.value.where == f"ledger {ENDPOINT}/00000002.jsonl"
 
 
-def test_read_missing_entry_is_an_error(written: tuple[ObjectLedger, Path]) -> None:
+def test_ledger_read_with_missing_entry_raises_corrupt_state_error(written: tuple[ObjectLedger, Path]) -> None:
     ledger, folder = written
     (folder / "00000002.jsonl").unlink()
     with pytest.raises(CorruptStateError, match="missing"):
         ledger.read(ENDPOINT)
 
 
-def test_read_entry_of_another_endpoint_is_refused(written: tuple[ObjectLedger, Path]) -> None:
+def test_ledger_read_with_entry_of_other_endpoint_raises_corrupt_state_error(
+    written: tuple[ObjectLedger, Path],
+) -> None:
     ledger, folder = written
     other = folder.parent / "other"
     other.mkdir()
@@ -91,7 +93,7 @@ def test_read_entry_of_another_endpoint_is_refused(written: tuple[ObjectLedger, 
         ledger.read("other")
 
 
-def test_files_that_are_no_entries_are_passed_over(written: tuple[ObjectLedger, Path]) -> None:
+def test_ledger_read_with_foreign_files_ignores_them(written: tuple[ObjectLedger, Path]) -> None:
     ledger, folder = written
     for name in (".tmp-x", "notes.txt", "1.jsonl", "00000004.jsonl.bak"):
         (folder / name).write_text("not an entry")
@@ -114,7 +116,7 @@ class Counted(FsspecObjects):
         return super().list_names(prefix)
 
 
-def test_state_takes_few_reads_at_any_length() -> None:
+def test_state_of_long_ledger_needs_few_reads() -> None:
     objects = Counted(f"memory://{uuid.uuid4().hex}")
     writer = ObjectLedger(objects, make_ledger_keys())
     for sequence in range(1, 201):
@@ -135,7 +137,9 @@ def kept(tmp_path: Path) -> tuple[ReleaseState, Path]:
 
 
 @pytest.mark.parametrize("content", ["torn", "another fold", "another state", "gone", "of a longer ledger"])
-def test_state_snapshot_that_does_not_fit_is_not_used(kept: tuple[ReleaseState, Path], content: str) -> None:
+def test_ledger_state_with_mismatched_snapshot_ignores_that_snapshot(
+    kept: tuple[ReleaseState, Path], content: str
+) -> None:
     state, folder = kept
     path = folder / ENDPOINT / "snapshot.json"
     document = json.loads(path.read_text())
@@ -154,7 +158,7 @@ def test_state_snapshot_that_does_not_fit_is_not_used(kept: tuple[ReleaseState, 
     assert open_folder(folder).state(ENDPOINT) == state
 
 
-def test_state_ledger_that_was_restored_and_went_on_otherwise_is_folded_anew(kept: tuple[ReleaseState, Path]) -> None:
+def test_state_of_restored_ledger_with_other_entries_ignores_snapshot(kept: tuple[ReleaseState, Path]) -> None:
     _, folder = kept
     for sequence in range(6, 10):
         (folder / ENDPOINT / f"{sequence:08d}.jsonl").unlink()
@@ -167,7 +171,9 @@ def test_state_ledger_that_was_restored_and_went_on_otherwise_is_folded_anew(kep
 @pytest.mark.parametrize("first", [1, 4, 8])
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("has_snapshot", [True, False])
-def test_state_does_not_end_at_missing_entries(tmp_path: Path, first: int, count: int, has_snapshot: bool) -> None:
+def test_ledger_state_with_missing_entries_raises_error_unless_in_snapshot(
+    tmp_path: Path, first: int, count: int, has_snapshot: bool
+) -> None:
     ledger = open_folder(tmp_path)
     for sequence in range(1, 15):
         ledger.append(command_entry(sequence))
@@ -186,7 +192,7 @@ def test_state_does_not_end_at_missing_entries(tmp_path: Path, first: int, count
         open_folder(tmp_path).read(ENDPOINT)
 
 
-def test_reader_that_knew_the_ledger_before_fills_no_hole(tmp_path: Path) -> None:
+def test_ledger_state_in_open_reader_with_missing_entries_raises_error(tmp_path: Path) -> None:
     writer, reader = (open_folder(tmp_path) for _ in range(2))
     for sequence in range(1, 8):
         writer.append(command_entry(sequence))
@@ -199,7 +205,7 @@ def test_reader_that_knew_the_ledger_before_fills_no_hole(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("schema", "remedy"), [(3, "upgrade"), (0, "backup"), ("two", "backup")])
-def test_state_entry_of_another_schema_is_not_read(
+def test_ledger_state_with_entry_of_other_schema_raises_corrupt_state_error(
     written: tuple[ObjectLedger, Path], schema: int | str, remedy: str
 ) -> None:
     _, folder = written
@@ -210,7 +216,7 @@ def test_state_entry_of_another_schema_is_not_read(
     assert remedy in caught.value.remedy
 
 
-def test_append_sweeps_leftovers_of_killed_writers(tmp_path: Path) -> None:
+def test_ledger_append_deletes_old_temporary_files_of_killed_writers(tmp_path: Path) -> None:
     ledger = open_folder(tmp_path)
     ledger.append(command_entry(1))
     old, young = (tmp_path / ENDPOINT / f".tmp-{name}" for name in ("old", "young"))
@@ -222,7 +228,7 @@ def test_append_sweeps_leftovers_of_killed_writers(tmp_path: Path) -> None:
     assert (old.exists(), young.exists()) == (False, True)
 
 
-def test_append_unwritable_snapshot_fails_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ledger_append_with_unwritable_snapshot_stores_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: LocalObjects, name: str, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -233,7 +239,7 @@ def test_append_unwritable_snapshot_fails_no_entry(tmp_path: Path, monkeypatch: 
     assert open_folder(tmp_path).state(ENDPOINT).head == 5
 
 
-def test_read_remote_ledger_is_as_a_local_one(written: tuple[ObjectLedger, Path]) -> None:
+def test_read_of_remote_ledger_equals_local_one(written: tuple[ObjectLedger, Path]) -> None:
     ledger, folder = written
     remote = FsspecObjects(f"memory://{uuid.uuid4().hex}")
     for path in sorted(folder.iterdir()):

@@ -39,7 +39,9 @@ def cloud(tmp_path: Path, clock: FakeClock) -> Iterator[AzureCloud]:
         yield cloud
 
 
-def test_counts_latencies_and_when_they_are_of(cloud: AzureCloud, clock: FakeClock, tmp_path: Path) -> None:
+def test_azure_monitor_read_returns_counts_and_latencies_of_complete_minutes(
+    cloud: AzureCloud, clock: FakeClock, tmp_path: Path
+) -> None:
     name = build_azure_name(scaling_deployment(tmp_path / "m", name="v1", version="1", scale=2.0))
     source, config = AzureMonitorMetrics({}, clock), config_of(cloud)
     for minute, status in ((0, 200), (0, 200), (1, 500), (1, 429), (2, 404), (2, 200), (30, 200)):
@@ -64,7 +66,9 @@ def test_counts_latencies_and_when_they_are_of(cloud: AzureCloud, clock: FakeClo
     assert since.requests == 1
 
 
-def test_counts_begin_anew_with_the_day(cloud: AzureCloud, clock: FakeClock, tmp_path: Path) -> None:
+def test_azure_monitor_read_after_midnight_starts_new_origin(
+    cloud: AzureCloud, clock: FakeClock, tmp_path: Path
+) -> None:
     name = build_azure_name(scaling_deployment(tmp_path / "m", name="v1", version="1", scale=2.0))
     midnight = NOON + 12 * 3600
     wind(clock, midnight - 60)
@@ -77,7 +81,7 @@ def test_counts_begin_anew_with_the_day(cloud: AzureCloud, clock: FakeClock, tmp
     assert (fresh.origin, fresh.at, fresh.tallies["v1"].requests) == ("2026-11-21T00:00:00Z", midnight, 0)
 
 
-def test_what_cannot_be_read_is_said(cloud: AzureCloud, clock: FakeClock) -> None:
+def test_azure_monitor_read_with_fault_or_wrong_settings_raises_error(cloud: AzureCloud, clock: FakeClock) -> None:
     source, config = AzureMonitorMetrics({}, clock), config_of(cloud)
     assert source.capabilities() == {"quantiles"}
     assert source.latencies(config, "v1") is None

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.services
 BOTH = {"blue": None, "green": None}
 
 
-def test_requests_errors_and_percentiles_are_told_once_a_minute_is_over(site: Site) -> None:
+def test_cloudwatch_read_returns_counts_of_complete_minutes(site: Site) -> None:
     from botocore.exceptions import ClientError
 
     config = config_of("counted")
@@ -54,7 +54,7 @@ def test_requests_errors_and_percentiles_are_told_once_a_minute_is_over(site: Si
     assert source.read(config, BOTH).origin != second.origin
 
 
-def test_percentiles_are_those_of_the_last_whole_minute(site: Site) -> None:
+def test_cloudwatch_read_returns_percentiles_of_last_complete_minute(site: Site) -> None:
     config = config_of("percentiles")
     site.apply(1, config, blue=100)
     source = plugins.load("metrics", "cloudwatch", {"delay": "0 s"})
@@ -73,7 +73,7 @@ def test_percentiles_are_those_of_the_last_whole_minute(site: Site) -> None:
     assert later.quantiles == {}
 
 
-def test_while_it_is_changed_or_not_there_nothing_is_told(site: Site) -> None:
+def test_cloudwatch_read_while_endpoint_is_deleted_raises_unavailable_error(site: Site) -> None:
     config = config_of("changing")
     site.apply(1, config, blue=100)
     site.fake.behave(reads=9)
@@ -82,13 +82,13 @@ def test_while_it_is_changed_or_not_there_nothing_is_told(site: Site) -> None:
         site.provider.metrics().read(config, {"blue": None})
 
 
-def test_a_guarded_endpoint_tells_no_versions_apart(site: Site) -> None:
+def test_cloudwatch_read_of_guarded_endpoint_returns_no_tallies(site: Site) -> None:
     config = config_of("one-variant", strategy="guarded")
     site.apply(1, config, blue=100)
     assert site.provider.metrics().read(config, {"blue": None}).tallies == {}
 
 
 @pytest.mark.parametrize("settings", [{"dealy": "1 s"}, {"delay": "soon"}, {"delay": "-1 s"}])
-def test_wrong_settings_are_refused(settings: dict[str, str | int]) -> None:
+def test_cloudwatch_metrics_with_wrong_settings_raise_user_error(settings: dict[str, str | int]) -> None:
     with pytest.raises(UserError, match="delay"):
         CloudWatchMetrics(settings)

@@ -95,7 +95,7 @@ def source(inbox: WebhookSink) -> PrometheusMetrics:
     return PrometheusMetrics({"url": inbox.url})
 
 
-def test_requests_errors_and_exceedances(scraped: Scraped, source: PrometheusMetrics) -> None:
+def test_prometheus_read_returns_requests_errors_and_exceedances(scraped: Scraped, source: PrometheusMetrics) -> None:
     scraped.answer(1, 200, FAST, 90)
     scraped.answer(1, 200, SLOW, 5)
     scraped.answer(1, 503, FAST, 3)
@@ -110,7 +110,7 @@ def test_requests_errors_and_exceedances(scraped: Scraped, source: PrometheusMet
     assert reading.at == scraped.at, "when it was scraped, not when it was asked"
 
 
-def test_everything_is_asked_for_at_once(scraped: Scraped, source: PrometheusMetrics) -> None:
+def test_prometheus_read_of_all_metrics_sends_one_query(scraped: Scraped, source: PrometheusMetrics) -> None:
     source.read(CONFIG, {"v1": THRESHOLDS})
     (query,) = scraped.queries
     assert query == (
@@ -122,7 +122,7 @@ def test_everything_is_asked_for_at_once(scraped: Scraped, source: PrometheusMet
     )
 
 
-def test_shadow_answers_and_feedback(scraped: Scraped, source: PrometheusMetrics) -> None:
+def test_prometheus_read_returns_shadow_and_feedback_counts(scraped: Scraped, source: PrometheusMetrics) -> None:
     (shared,) = scraped.instances.values()
     scraped.answer(2, 200, FAST, 40)
     for column, count in (
@@ -139,7 +139,7 @@ def test_shadow_answers_and_feedback(scraped: Scraped, source: PrometheusMetrics
     assert source.capabilities() == {"exceedances", "shadow", "feedback"}
 
 
-def test_instances_are_added_up_and_one_that_starts_again_is_another_origin() -> None:
+def test_prometheus_read_adds_instances_and_changes_origin_on_restart() -> None:
     scraped = Scraped(instances=2)
     with WebhookSink(scraped).open() as inbox:
         source = PrometheusMetrics({"url": inbox.url})
@@ -161,14 +161,14 @@ def test_instances_are_added_up_and_one_that_starts_again_is_another_origin() ->
 
 
 @pytest.mark.parametrize("older", ["host-0:8000", "host-1:8000"])
-def test_a_reading_is_as_old_as_its_oldest_scrape(older: str) -> None:
+def test_prometheus_read_of_two_instances_returns_time_of_oldest_scrape(older: str) -> None:
     scraped = Scraped(instances=2)
     scraped.older_s[older] = 15.0
     with WebhookSink(scraped).open() as inbox:
         assert PrometheusMetrics({"url": inbox.url}).read(CONFIG, {"v1": None}).at == scraped.at - 15.0
 
 
-def test_thresholds_are_frozen_from_the_histogram(scraped: Scraped, source: PrometheusMetrics) -> None:
+def test_prometheus_latencies_of_scraped_histogram_fix_thresholds(scraped: Scraped, source: PrometheusMetrics) -> None:
     assert source.latencies(CONFIG, "v9") is None
     scraped.answer(1, 200, FAST, 990)
     scraped.answer(1, 200, SLOW, 10)
@@ -183,14 +183,16 @@ def test_thresholds_are_frozen_from_the_histogram(scraped: Scraped, source: Prom
     assert tally.over_p50 is not None
 
 
-def test_a_threshold_between_two_bounds_cannot_be_told(scraped: Scraped, source: PrometheusMetrics) -> None:
+def test_prometheus_read_with_threshold_between_buckets_returns_none(
+    scraped: Scraped, source: PrometheusMetrics
+) -> None:
     scraped.answer(1, 200, FAST)
     between = LatencyThresholds(p50_s=SHOWN[12] * 1.1, p99_s=SHOWN[18], requests=1000)
     tally = source.read(CONFIG, {"v1": between}).tallies["v1"]
     assert (tally.over_p50, tally.over_p99) == (None, 0)
 
 
-def test_labels_that_somebody_has_renamed(scraped: Scraped, inbox: WebhookSink) -> None:
+def test_prometheus_read_with_renamed_labels_uses_label_settings(scraped: Scraped, inbox: WebhookSink) -> None:
     scraped.renamed = {"endpoint": "exported_endpoint", "deployment": "release", "status": "code"}
     scraped.answer(1, 500, FAST, 3)
     settings: dict[str, Json] = {
@@ -207,7 +209,7 @@ def test_labels_that_somebody_has_renamed(scraped: Scraped, inbox: WebhookSink) 
     )
 
 
-def test_another_servers_series(inbox: WebhookSink) -> None:
+def test_prometheus_read_of_other_server_uses_configured_series(inbox: WebhookSink) -> None:
     def answer(letter: ReceivedRequest) -> Reply:
         (query,) = parse_qs(urlsplit(letter.path).query)["query"]
         assert query.startswith('process_start_time_seconds{job="triton"} or ')
@@ -239,13 +241,15 @@ def test_another_servers_series(inbox: WebhookSink) -> None:
     assert source.capabilities() == {"exceedances"}
 
 
-def test_an_endpoint_that_is_not_scraped_is_no_healthy_one(scraped: Scraped, source: PrometheusMetrics) -> None:
+def test_prometheus_read_without_samples_raises_unavailable_error(scraped: Scraped, source: PrometheusMetrics) -> None:
     scraped.instances = {}
     with pytest.raises(ServiceUnavailableError, match="has no samples"):
         source.read(CONFIG, {"v1": None})
 
 
-def test_an_answer_in_part_counts_for_nothing(scraped: Scraped, source: PrometheusMetrics) -> None:
+def test_prometheus_read_with_partial_answer_raises_unavailable_error(
+    scraped: Scraped, source: PrometheusMetrics
+) -> None:
     scraped.more = {"warnings": ["a store is down"]}
     with pytest.raises(ServiceUnavailableError, match="in part"):
         source.read(CONFIG, {"v1": None})
@@ -265,13 +269,17 @@ def test_an_answer_in_part_counts_for_nothing(scraped: Scraped, source: Promethe
         Reply(document={"data": {"result": [{"metric": 3}]}}),
     ],
 )
-def test_whatever_is_wrong_a_driver_waits(inbox: WebhookSink, source: PrometheusMetrics, reply: Reply) -> None:
+def test_prometheus_read_with_wrong_reply_raises_unavailable_error(
+    inbox: WebhookSink, source: PrometheusMetrics, reply: Reply
+) -> None:
     inbox.answer = lambda _: reply
     with pytest.raises(ServiceUnavailableError):
         source.read(CONFIG, {"v1": None})
 
 
-def test_a_token_goes_along(scraped: Scraped, source: PrometheusMetrics, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prometheus_read_with_token_sends_authorization_header(
+    scraped: Scraped, source: PrometheusMetrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ONNX_OPS_PROMETHEUS_TOKEN", "hidden")
     source.read(CONFIG, {"v1": None})
     assert scraped.requests[-1].headers["authorization"] == "Bearer hidden"
@@ -292,7 +300,7 @@ def test_a_token_goes_along(scraped: Scraped, source: PrometheusMetrics, monkeyp
         ({"url": "http://p", "select": "job"}, "select: expected a mapping"),
     ],
 )
-def test_wrong_settings(settings: dict[str, str | int], expected: str) -> None:
+def test_prometheus_metrics_with_wrong_settings_raise_user_error(settings: dict[str, str | int], expected: str) -> None:
     with pytest.raises(UserError) as caught:
         PrometheusMetrics(settings)
     assert expected in str(caught.value)

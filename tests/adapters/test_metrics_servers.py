@@ -107,7 +107,7 @@ def count_units(reading: MetricsReading) -> int:
     return sum(sum(each.units["errors"].candidate) + sum(each.units["errors"].stable) for each in reading.epochs)
 
 
-def test_a_user_of_both_servers_is_one_unit(servers: list[ServerFamily]) -> None:
+def test_several_servers_read_with_common_user_counts_one_unit(servers: list[ServerFamily]) -> None:
     source = source_of(servers)
     begin_counting(source)
     for turn in range(12):
@@ -127,7 +127,7 @@ def test_a_user_of_both_servers_is_one_unit(servers: list[ServerFamily]) -> None
         SeveralServers({"urls": [f"http://127.0.0.1:{port}", f"http://localhost:{port}"]}).read(CONFIG, WATCHED)
 
 
-def test_a_server_that_cannot_be_counted_is_no_silence(
+def test_several_servers_read_with_unusable_server_raises_unavailable_error(
     servers: list[ServerFamily], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = source_of(servers)
@@ -176,12 +176,12 @@ def test_a_server_that_cannot_be_counted_is_no_silence(
         {"urls": ["https://one.example"], "url": "x"},
     ],
 )
-def test_settings_that_name_no_servers_are_refused(settings: dict[str, str]) -> None:
+def test_several_servers_with_wrong_settings_raises_user_error(settings: dict[str, str]) -> None:
     with pytest.raises(UserError):
         SeveralServers(settings)
 
 
-def test_the_answer_of_a_server_with_many_epochs_is_read() -> None:
+def test_max_counts_bytes_exceeds_size_of_stored_epochs() -> None:
     """Base64 makes texts of the kept bytes; the rest of the answer is small."""
     assert MAX_COUNTS_BYTES > rollout_counts._KEPT_BYTES + (16 << 20)
 
@@ -235,7 +235,7 @@ def units(*badness: float) -> tuple[int, ...]:
     return tuple(bins.count(k) for k in range(max(bins) + 1)) if bins else ()
 
 
-def test_a_reading_counts_failures_refusals_and_slow_answers() -> None:
+def test_server_metrics_read_counts_errors_refusals_and_slow_answers() -> None:
     server = Server()
     server.answer(1, 200, 0.001, 90)
     server.answer(1, 200, 0.02, 9)
@@ -252,7 +252,7 @@ def test_a_reading_counts_failures_refusals_and_slow_answers() -> None:
     assert server.read({"v1": None, "unknown": None}).counts == (), "a table without one of them is of no rollout"
 
 
-def test_copies_and_feedback() -> None:
+def test_server_metrics_read_returns_shadow_and_feedback_counts() -> None:
     server = Server()
     row = server.shared.get_row(1, 2)
     for column, number in ((metrics.SHADOW_DONE, 9), (metrics.SHADOW_DIFFERING, 2), (metrics.SHADOW_FAILED, 1)):
@@ -263,7 +263,7 @@ def test_copies_and_feedback() -> None:
     assert counts.tallies["v2"] == RequestCounts(feedback=7, successes=5, timed=0)
 
 
-def test_thresholds_come_from_the_histogram_and_are_found_in_it_again() -> None:
+def test_server_metrics_read_with_fixed_thresholds_counts_exceedances() -> None:
     server = Server()
     server.answer(1, 200, 0.001, 300)
     server.answer(1, 200, 0.0021, 690)
@@ -284,7 +284,7 @@ def test_thresholds_come_from_the_histogram_and_are_found_in_it_again() -> None:
     assert raised == [2, 2], "16 bounds a doubling: the second one is 9 % higher"
 
 
-def test_a_latency_that_is_no_bound_cannot_be_told() -> None:
+def test_server_metrics_read_with_threshold_between_buckets_returns_none() -> None:
     server = Server()
     server.answer(1, 200, 0.001)
     limits = LatencyThresholds(p50_s=0.0011, p99_s=5e9, requests=1)
@@ -292,7 +292,7 @@ def test_a_latency_that_is_no_bound_cannot_be_told() -> None:
     assert (tally.over_p50, tally.over_p99) == (None, None)
 
 
-def test_a_restart_has_another_origin() -> None:
+def test_server_metrics_read_after_restart_has_other_origin() -> None:
     server, again = Server(), Server()
     server.answer(1, 200, 0.001, 5)
     again.answer(1, 500, 0.001, 2)
@@ -305,7 +305,7 @@ def test_a_restart_has_another_origin() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e-6, 0.0003, 29.0, 400.0])
-def test_every_request_is_in_one_bucket(seconds: float) -> None:
+def test_server_metrics_latencies_count_each_request_in_one_bucket(seconds: float) -> None:
     server = Server()
     server.answer(1, 200, seconds)
     found = server.source.latencies(CONFIG, "v1")
@@ -313,7 +313,7 @@ def test_every_request_is_in_one_bucket(seconds: float) -> None:
     assert sum(found[1]) == 1
 
 
-def test_units_are_cells_of_an_epoch_and_single_requests() -> None:
+def test_server_metrics_read_counts_units_by_cell_or_request() -> None:
     server = Server()
     slow = LatencyThresholds(p50_s=BOUNDS_S[100], p99_s=BOUNDS_S[150], requests=500)
     limits: dict[str, LatencyThresholds | None] = {
@@ -347,7 +347,7 @@ def test_units_are_cells_of_an_epoch_and_single_requests() -> None:
     assert server.read({**limits, "v1": None}).epochs == (), "other thresholds begin anew"
 
 
-def test_users_of_a_sticky_split_are_counted_by_block() -> None:
+def test_server_metrics_read_with_sticky_split_counts_users_by_block() -> None:
     server = Server(epoch_s=0.0)
     server.read()
     for cell, status in ((5, 200), (5 + USER_BLOCKS, 500), (6, 200), (KEYLESS_CELL, 500)):
@@ -366,7 +366,7 @@ def test_users_of_a_sticky_split_are_counted_by_block() -> None:
     assert (sum(feedback.requests), feedback.events[6]) == (1, 1)
 
 
-def test_reading_counts_first_epoch_of_server() -> None:
+def test_server_metrics_read_counts_first_epoch_of_server() -> None:
     server = Server()
     server.read()
     server.count(2, 7, 500)
@@ -381,7 +381,7 @@ def several(*servers: Server) -> MetricsReading:
     return source.read(CONFIG, {"v2": None, "v1": None})
 
 
-def test_a_unit_is_formed_after_the_counts_of_all_servers_are_added() -> None:
+def test_server_metrics_read_of_two_servers_adds_counts_before_forming_units() -> None:
     servers = [Server(), Server()]
     several(*servers)
     for number, server in enumerate(servers):
@@ -398,7 +398,7 @@ def test_a_unit_is_formed_after_the_counts_of_all_servers_are_added() -> None:
     assert len(several(*servers).epochs) == 2
 
 
-def test_reading_counts_epoch_once_that_two_followers_of_one_server_report() -> None:
+def test_server_metrics_read_of_repeated_server_counts_epoch_once() -> None:
     server, other = Server(), Server()
     several(server, other)
     for each in (server, other):
@@ -411,7 +411,7 @@ def test_reading_counts_epoch_once_that_two_followers_of_one_server_report() -> 
 
 
 @pytest.mark.parametrize("lag", [-7200, -120, -1, 1, 120, 7200])
-def test_a_server_whose_clock_is_wrong_does_not_hold_up_the_others(lag: int) -> None:
+def test_server_metrics_read_of_server_with_wrong_clock_delays_no_other(lag: int) -> None:
     """Two servers with the same clock, and one that is this many epochs ahead."""
     servers = [Server(epoch=START + 10_000 + each) for each in (0, 0, lag)]
     several(*servers)
@@ -427,7 +427,7 @@ def test_a_server_whose_clock_is_wrong_does_not_hold_up_the_others(lag: int) -> 
     assert [each.epoch for each in epochs] == sorted({each.epoch for each in epochs})
 
 
-def test_the_whole_distribution_is_read_off_and_counted_by_user() -> None:
+def test_server_metrics_read_with_latency_distribution_counts_by_user() -> None:
     server = Server()
     for number in range(1000):
         server.answer(1, 200, 0.001 * 1.002**number)
@@ -455,7 +455,7 @@ def test_the_whole_distribution_is_read_off_and_counted_by_user() -> None:
     assert set(server.read({"v2": None, "v1": limits}).epochs) == set()
 
 
-def test_an_answer_that_holds_no_cells_is_refused() -> None:
+def test_server_metrics_read_with_invalid_cells_raises_unavailable_error() -> None:
     server = Server()
     counts = server.counts.collect()
     big = encode_cells(np.arange(10), np.zeros((10, 31), np.int64))

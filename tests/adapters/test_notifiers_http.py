@@ -80,7 +80,7 @@ def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
         yield found
 
 
-def test_one_issue_for_each_endpoint_while_it_is_open(tracker: Tracker, tmp_path: Path) -> None:
+def test_github_notifier_opens_one_issue_per_endpoint(tracker: Tracker, tmp_path: Path) -> None:
     notifier = GitHubNotifier("acme/models", tmp_path)
     faces = replace(ROLLED_BACK, endpoint="faces")
     for notice in (ROLLED_BACK, ROLLED_BACK, faces, ROLLED_BACK):
@@ -93,7 +93,7 @@ def test_one_issue_for_each_endpoint_while_it_is_open(tracker: Tracker, tmp_path
     assert tracker.issues[2]["labels"] == ["onnx-ops"]
 
 
-def test_an_issue_is_found_on_a_later_page_and_a_pull_request_is_none(tracker: Tracker, tmp_path: Path) -> None:
+def test_github_notifier_finds_issue_on_later_page_and_skips_pull_request(tracker: Tracker, tmp_path: Path) -> None:
     notifier = GitHubNotifier("acme/models", tmp_path)
     notifier.send(ROLLED_BACK)
     mine = tracker.issues[0]["body"]
@@ -103,12 +103,12 @@ def test_an_issue_is_found_on_a_later_page_and_a_pull_request_is_none(tracker: T
     assert [number for number, _ in tracker.comments] == ["1"]
 
 
-def test_all_comments_may_go_to_one_issue(tracker: Tracker, tmp_path: Path) -> None:
+def test_github_notifier_with_issue_number_comments_on_it(tracker: Tracker, tmp_path: Path) -> None:
     GitHubNotifier("acme/models#7", tmp_path).send(ROLLED_BACK)
     assert [number for number, _ in tracker.comments] == ["7"]
 
 
-def test_what_others_wrote_mentions_nobody(tracker: Tracker, tmp_path: Path) -> None:
+def test_notifiers_escape_mentions_in_quoted_text(tracker: Tracker, tmp_path: Path) -> None:
     notice = replace(ROLLED_BACK, why="``` @everyone <!channel> <https://evil|x>", actor="`@team`")
     GitHubNotifier("acme/models#7", tmp_path).send(notice)
     (_, body) = tracker.comments[0]
@@ -119,12 +119,14 @@ def test_what_others_wrote_mentions_nobody(tracker: Tracker, tmp_path: Path) -> 
     assert "<!channel>" not in text
 
 
-def test_a_long_reason_is_cut_to_what_a_chat_takes() -> None:
+def test_format_message_with_long_reason_cuts_it() -> None:
     for block in format_message(replace(ROLLED_BACK, why="&" * 5000))["blocks"][:1]:
         assert len(block["text"]["text"]) <= 3000
 
 
-def test_an_answer_that_is_no_list_of_issues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_github_notifier_with_invalid_issue_list_raises_unavailable_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with WebhookSink().open() as inbox:
         monkeypatch.setenv("GITHUB_API_URL", inbox.url)
         monkeypatch.setenv("GITHUB_TOKEN", TOKEN)
@@ -144,21 +146,25 @@ def test_an_answer_that_is_no_list_of_issues(tmp_path: Path, monkeypatch: pytest
         "https://ä/\n",
     ],
 )
-def test_only_https_leaves_this_machine(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_webhook_notifier_with_url_other_than_https_raises_user_error(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ONNX_OPS_NOTIFY_WEBHOOK", url)
     with pytest.raises(UserError) as caught:
         WebhookNotifier("", tmp_path).send(ROLLED_BACK)
     assert "hooks" not in str(caught.value)
 
 
-def test_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_webhook_notifier_without_server_raises_error_without_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ONNX_OPS_NOTIFY_WEBHOOK", "http://127.0.0.1:9/hidden")
     with pytest.raises(ServiceUnavailableError) as caught:
         WebhookNotifier("", tmp_path).send(ROLLED_BACK)
     assert "hidden" not in str(caught.value)
 
 
-def test_the_address_may_stand_in_a_file_of_its_owner(tmp_path: Path) -> None:
+def test_webhook_notifier_check_reads_url_from_private_file(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no address"):
         WebhookNotifier("", tmp_path).check()
     file = tmp_path / "notify.webhook"
@@ -170,7 +176,7 @@ def test_the_address_may_stand_in_a_file_of_its_owner(tmp_path: Path) -> None:
     assert WebhookNotifier("", tmp_path).check() == "to hooks.example"
 
 
-def test_a_token_may_stand_in_a_file_of_its_owner(tmp_path: Path) -> None:
+def test_github_notifier_check_reads_token_from_private_file(tmp_path: Path) -> None:
     notifier = GitHubNotifier("acme/models", tmp_path)
     with pytest.raises(NotFoundError, match="no GitHub token"):
         notifier.check()
@@ -186,17 +192,17 @@ def test_a_token_may_stand_in_a_file_of_its_owner(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "place", ["", "acme", "acme/models#0", "acme/models/x", "acme models", "../user", "acme/..", "acme/.#1"]
 )
-def test_a_place_that_is_none(place: str, tmp_path: Path) -> None:
+def test_github_notifier_with_invalid_repository_raises_user_error(place: str, tmp_path: Path) -> None:
     with pytest.raises(UserError):
         GitHubNotifier(place, tmp_path)
 
 
-def test_a_webhook_has_no_name(tmp_path: Path) -> None:
+def test_webhook_notifier_with_name_raises_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError):
         WebhookNotifier("https://hooks.example/hidden", tmp_path)
 
 
-def test_an_answer_is_read_up_to_its_bound() -> None:
+def test_request_json_above_size_limit_raises_unavailable_error() -> None:
     text = "x" * (MAX_ANSWER_BYTES - len('""'))
     inbox = WebhookSink(lambda letter: Reply(document=text if letter.path == "/largest" else text + "x"))
     with inbox.open():

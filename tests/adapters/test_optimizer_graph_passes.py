@@ -72,7 +72,7 @@ def answer_alike(request: OptimizeRequest, **dims: int) -> bool:
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_an_untidy_graph_gets_smaller_and_answers_the_same(tool: type[Optimizer], tmp_path: Path) -> None:
+def test_graph_pass_on_untidy_graph_removes_nodes_and_keeps_outputs(tool: type[Optimizer], tmp_path: Path) -> None:
     request = request_for(tmp_path / "untidy.onnx")
     write_untidy(request.source)
     (note,) = tool().optimize(request)
@@ -85,7 +85,7 @@ def test_an_untidy_graph_gets_smaller_and_answers_the_same(tool: type[Optimizer]
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_a_convolution_keeps_its_answers(tool: type[Optimizer], tmp_path: Path) -> None:
+def test_graph_pass_on_convolution_keeps_outputs(tool: type[Optimizer], tmp_path: Path) -> None:
     request = request_for(tmp_path / "model.onnx")
     write_convolution(request.source)
     tool().optimize(request)
@@ -93,14 +93,14 @@ def test_a_convolution_keeps_its_answers(tool: type[Optimizer], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_operators_that_nobody_knows_are_left_as_they_are(tool: type[Optimizer], tmp_path: Path) -> None:
+def test_graph_pass_on_custom_operators_leaves_them_unchanged(tool: type[Optimizer], tmp_path: Path) -> None:
     request = request_for(tmp_path / "custom.onnx")
     write_softsign(request.source)
     tool().optimize(request)
     assert [(n.domain, n.op_type) for n in read_structure(request.path).graph.node] == [("acme.ops", "ScaledSoftsign")]
 
 
-def test_passes_are_chosen_by_name(tmp_path: Path) -> None:
+def test_graph_pass_with_selected_passes_applies_only_them(tmp_path: Path) -> None:
     request = request_for(tmp_path / "untidy.onnx", passes=["eliminate_identity"])
     write_untidy(request.source)
     PassOptimizer().optimize(request)
@@ -111,7 +111,7 @@ def test_passes_are_chosen_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("tool", "option"), [(PassOptimizer, "passes"), (SlimOptimizer, "skip")])
-def test_a_pass_that_does_not_exist_is_refused(tool: type[Optimizer], option: str, file: Path) -> None:
+def test_graph_pass_with_unknown_name_raises_user_error(tool: type[Optimizer], option: str, file: Path) -> None:
     with pytest.raises(UserError, match="no pass is called 'fuze'") as refused:
         tool().optimize(request_for(file, **{option: ["fuze"]}))
     assert "There are " in refused.value.remedy
@@ -146,7 +146,7 @@ def freeze(source: Path, result: Path, passes: Sequence[str]) -> None:
         (stumble, "RuntimeError: the graph must be sorted"),
     ],
 )
-def test_a_tool_that_crashes_hangs_or_raises_is_an_error_of_this_variant(clean: object, why: str, file: Path) -> None:
+def test_graph_pass_with_failing_tool_raises_stage_error(clean: object, why: str, file: Path) -> None:
     broken = type("Broken", (PassOptimizer,), {"clean": staticmethod(clean)})  # type: ignore[arg-type]
     request = request_for(file)
     with pytest.raises(StageError, match="onnxoptimizer failed") as caught:
@@ -156,7 +156,7 @@ def test_a_tool_that_crashes_hangs_or_raises_is_an_error_of_this_variant(clean: 
     assert not request.path.exists()
 
 
-def test_a_tool_that_freezes_the_batch_is_refused(file: Path) -> None:
+def test_graph_pass_that_fixes_batch_raises_stage_error(file: Path) -> None:
     class Freezing(PassOptimizer):
         clean = staticmethod(freeze)
 
@@ -165,7 +165,7 @@ def test_a_tool_that_freezes_the_batch_is_refused(file: Path) -> None:
 
 
 @pytest.mark.parametrize("side", ["input", "output"])
-def test_an_interface_with_another_dimension_is_refused(file: Path, side: str) -> None:
+def test_check_interface_with_other_dimension_raises_stage_error(file: Path, side: str) -> None:
     derived, model = file.with_name("derived.onnx"), onnx.load(file)
     onnx.save(model, derived)
     check_interface(file, derived, "tool", "variant tidy")
@@ -180,7 +180,7 @@ def miss(source: Path, result: Path, skip: Sequence[str]) -> None:
     SlimOptimizer.clean(source, result, skip)
 
 
-def test_a_tool_that_is_not_installed_is_told_with_its_extra(file: Path) -> None:
+def test_graph_pass_without_package_names_missing_extra(file: Path) -> None:
     class Missing(SlimOptimizer):
         clean = staticmethod(miss)
 

@@ -73,14 +73,14 @@ def operators(path: Path) -> list[str]:
     return [node.op_type for node in read_structure(path).graph.node]
 
 
-def test_a_saved_graph_is_fused_and_tells_how_many_nodes_are_left(perceptron: OptimizeRequest) -> None:
+def test_graph_optimizer_writes_fused_graph_and_counts_nodes(perceptron: OptimizeRequest) -> None:
     (note,) = GraphOptimizer().optimize(with_options(perceptron, level="extended"))
     assert "FusedGemm" in operators(perceptron.path)
     assert "extended: 6 nodes" in note
     assert "FusedGemm" in note
 
 
-def test_a_graph_laid_out_for_registers_is_refused_where_targets_differ(perceptron: OptimizeRequest) -> None:
+def test_graph_optimizer_with_level_all_for_mixed_machines_raises_user_error(perceptron: OptimizeRequest) -> None:
     mixed = replace(with_options(perceptron, level="all"), machines=(X86, NARROW_X86))
     with pytest.raises(UserError, match="level: extended"):
         GraphOptimizer().optimize(mixed)
@@ -88,9 +88,7 @@ def test_a_graph_laid_out_for_registers_is_refused_where_targets_differ(perceptr
     GraphOptimizer().optimize(with_options(mixed, level="extended"))
 
 
-def test_a_fused_graph_is_quantized_without_ranges_or_refused_with_a_remedy(
-    perceptron: OptimizeRequest, tmp_path: Path
-) -> None:
+def test_static_quantizer_of_fused_graph_raises_stage_error(perceptron: OptimizeRequest, tmp_path: Path) -> None:
     """Types of what contrib operators compute cannot be inferred, so that calibration has no range for them."""
     write_fused_gelu(perceptron.source)
     request = replace(perceptron, path=tmp_path / "int8.onnx", calibration=rows(64))
@@ -103,7 +101,7 @@ def test_a_fused_graph_is_quantized_without_ranges_or_refused_with_a_remedy(
     assert read_model_info(request.path).opsets["com.microsoft"] == 1  # the dynamic one is untouched
 
 
-def test_dimensions_besides_the_batch_are_fixed(perceptron: OptimizeRequest) -> None:
+def test_shape_optimizer_fixes_dimensions_other_than_batch(perceptron: OptimizeRequest) -> None:
     model = read_model(perceptron.source)
     model.graph.input[0].type.tensor_type.shape.dim[1].dim_param = "features"
     write_model(model, perceptron.source)
@@ -115,7 +113,7 @@ def test_dimensions_besides_the_batch_are_fixed(perceptron: OptimizeRequest) -> 
             ShapeOptimizer().optimize(with_options(perceptron, dims=dims))
 
 
-def test_half_precision_halves_the_file_and_keeps_the_interface(perceptron: OptimizeRequest) -> None:
+def test_fp16_optimizer_keeps_interface_and_notes_no_speedup_on_cpu(perceptron: OptimizeRequest) -> None:
     notes = Fp16Optimizer().optimize(replace(perceptron, machines=(X86,)))
     assert any("no faster" in note for note in notes)
     assert not any("no faster" in note for note in Fp16Optimizer().optimize(replace(perceptron, machines=(GPU,))))
@@ -125,7 +123,7 @@ def test_half_precision_halves_the_file_and_keeps_the_interface(perceptron: Opti
 
 
 @pytest.mark.parametrize("tiny", [1e-9, 3e-8, 6e-8])
-def test_tiny_weights_go_to_the_nearest_half(perceptron: OptimizeRequest, tiny: float) -> None:
+def test_fp16_optimizer_rounds_tiny_weights_to_nearest_half(perceptron: OptimizeRequest, tiny: float) -> None:
     """The converter lifts every one of them to the smallest half instead."""
     change(perceptron, "second.weight", tiny)
     Fp16Optimizer().optimize(perceptron)
@@ -133,7 +131,7 @@ def test_tiny_weights_go_to_the_nearest_half(perceptron: OptimizeRequest, tiny: 
     assert stored["second.weight"][0, 0] == np.float16(tiny)
 
 
-def test_weights_too_large_for_a_half_are_refused_and_may_be_kept(perceptron: OptimizeRequest) -> None:
+def test_fp16_optimizer_with_too_large_weights_raises_error_unless_excluded(perceptron: OptimizeRequest) -> None:
     """The converter would cut them off without a word."""
     change(perceptron, "second.weight", 1e5)
     with pytest.raises(UserError, match=r"second\.weight holds values beyond 65504"):
@@ -142,7 +140,7 @@ def test_weights_too_large_for_a_half_are_refused_and_may_be_kept(perceptron: Op
     assert "second.weight" not in {weight.name for weight in read_quantized_weights(perceptron.source, perceptron.path)}
 
 
-def test_kept_types_stay_in_float32(perceptron: OptimizeRequest) -> None:
+def test_fp16_optimizer_with_keep_option_leaves_types_in_float32(perceptron: OptimizeRequest) -> None:
     Fp16Optimizer().optimize(with_options(perceptron, keep=["Gemm"]))
     names = {weight.name for weight in read_quantized_weights(perceptron.source, perceptron.path)}
     assert "first.weight" in names
@@ -160,7 +158,7 @@ def test_kept_types_stay_in_float32(perceptron: OptimizeRequest) -> None:
         ({"bits": 8, "accuracy": 4}, 0.03),
     ],
 )
-def test_blocks_read_back_are_what_the_runtime_computes_with(
+def test_read_quantized_weights_of_blocks_equals_runtime_weights(
     perceptron: OptimizeRequest, options: dict[str, object], error: float
 ) -> None:
     request = replace(with_options(perceptron, **options), calibration=rows(64))
@@ -179,14 +177,14 @@ def test_blocks_read_back_are_what_the_runtime_computes_with(
     np.testing.assert_allclose(after, x, rtol=slack, atol=slack)
 
 
-def test_four_bits_are_an_eighth_and_a_convolution_has_nothing_to_narrow(perceptron: OptimizeRequest) -> None:
+def test_weight_only_quantizer_of_convolution_raises_user_error(perceptron: OptimizeRequest) -> None:
     write_convolution(perceptron.source)
     with pytest.raises(UserError, match="nothing was quantized"):
         WeightOnlyQuantizer().optimize(perceptron)
     assert not perceptron.path.exists()
 
 
-def test_a_matrix_that_two_nodes_share_is_left_as_it_is(perceptron: OptimizeRequest) -> None:
+def test_weight_only_quantizer_leaves_shared_matrix_unchanged(perceptron: OptimizeRequest) -> None:
     model = read_model(perceptron.source)
     for node in model.graph.node:
         if node.name == "third":
@@ -200,7 +198,7 @@ def test_a_matrix_that_two_nodes_share_is_left_as_it_is(perceptron: OptimizeRequ
     assert np.abs(after - before).max() < 0.1 * np.abs(before).max()
 
 
-def test_a_failing_library_is_told_as_a_failed_stage(
+def test_low_precision_optimizer_with_failing_library_raises_stage_error(
     perceptron: OptimizeRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
@@ -216,7 +214,7 @@ def test_a_failing_library_is_told_as_a_failed_stage(
             optimizer.optimize(perceptron)
 
 
-def test_images_are_no_concern_of_a_saved_graph(perceptron: OptimizeRequest) -> None:
+def test_graph_optimizer_of_convolution_keeps_outputs(perceptron: OptimizeRequest) -> None:
     write_convolution(perceptron.source)
     for level in ("basic", "extended", "all"):
         GraphOptimizer().optimize(with_options(perceptron, level=level))
@@ -267,7 +265,7 @@ WRONG: list[tuple[Optimizer, Mapping[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("optimizer", "options", "said"), WRONG)
-def test_options_that_cannot_work_are_refused(
+def test_low_precision_optimizer_with_wrong_options_raises_user_error(
     perceptron: OptimizeRequest, optimizer: Optimizer, options: Mapping[str, object], said: str
 ) -> None:
     section = replace(perceptron.section, calibrate=Calibrate())
@@ -277,7 +275,7 @@ def test_options_that_cannot_work_are_refused(
     assert not request.path.exists()
 
 
-def test_calibrated_weights_have_four_bits_only(perceptron: OptimizeRequest) -> None:
+def test_weight_only_quantizer_with_gptq_and_eight_bits_raises_user_error(perceptron: OptimizeRequest) -> None:
     with pytest.raises(UserError, match="bits: 4"):
         WEIGHTS.optimize(replace(with_options(perceptron, algorithm="gptq", bits=8), calibration=rows(8)))
 
@@ -303,7 +301,9 @@ def write_products(path: Path, kind: str) -> None:
         (WEIGHTS, "float64"),
     ],
 )
-def test_weights_of_another_precision_are_named(perceptron: OptimizeRequest, optimizer: Optimizer, kind: str) -> None:
+def test_optimizer_with_weights_of_other_precision_names_them(
+    perceptron: OptimizeRequest, optimizer: Optimizer, kind: str
+) -> None:
     write_products(perceptron.source, kind)
     with pytest.raises(UserError, match=r"nothing was (quantized|converted)") as caught:
         optimizer.optimize(perceptron)
@@ -313,14 +313,14 @@ def test_weights_of_another_precision_are_named(perceptron: OptimizeRequest, opt
     assert not perceptron.path.exists()
 
 
-def test_a_quantized_model_is_not_quantized_again(perceptron: OptimizeRequest) -> None:
+def test_dynamic_quantizer_of_quantized_model_raises_user_error(perceptron: OptimizeRequest) -> None:
     DYNAMIC.optimize(perceptron)
     with pytest.raises(UserError, match="quantized already") as caught:
         DYNAMIC.optimize(replace(perceptron, source=perceptron.path, path=perceptron.path.with_name("again.onnx")))
     assert caught.value.remedy == "Give the float model that it was made from."
 
 
-def test_a_model_that_no_protobuf_holds_is_not_halved(
+def test_fp16_optimizer_of_model_above_protobuf_limit_raises_error(
     perceptron: OptimizeRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(low_precision, "PROTOBUF_LIMIT", 100)
@@ -329,7 +329,7 @@ def test_a_model_that_no_protobuf_holds_is_not_halved(
     assert caught.value.remedy
 
 
-def test_weights_that_are_constant_nodes_are_narrowed(perceptron: OptimizeRequest) -> None:
+def test_weight_only_quantizer_of_constant_nodes_quantizes_them(perceptron: OptimizeRequest) -> None:
     model = read_model(perceptron.source)
     for tensor in model.graph.initializer:
         model.graph.node.insert(0, helper.make_node("Constant", [], [tensor.name], value=tensor))
@@ -373,7 +373,9 @@ def write_branches(path: Path, *, constants: bool) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("constants", [False, True], ids=["initializer", "constant node"])
-def test_products_in_branches_are_narrowed_counted_and_named(perceptron: OptimizeRequest, constants: bool) -> None:
+def test_weight_only_quantizer_of_branches_quantizes_and_counts_products(
+    perceptron: OptimizeRequest, constants: bool
+) -> None:
     row = write_branches(perceptron.source, constants=constants)
     notes = WeightOnlyQuantizer().optimize(replace(perceptron, section=Quantize(name="w8", method="weight-only")))
     assert notes[0].startswith("weights of 2 of 3 matrix products")

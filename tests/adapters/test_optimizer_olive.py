@@ -60,7 +60,7 @@ def inline_files(config: Any, root: Path = Path(), **rest: Any) -> Quantize:
     )
 
 
-def test_what_decides_a_variant_is_kept_and_the_rest_is_the_pipeline_s() -> None:
+def test_olive_inline_files_keeps_passes_systems_and_target() -> None:
     section = inline_files(CONFIG)
     assert section.options["config"] == {"passes": CONFIG["passes"], "systems": CONFIG["systems"], "target": "here"}
     assert OliveOptimizer().quantizes(section)
@@ -78,9 +78,7 @@ def test_what_decides_a_variant_is_kept_and_the_rest_is_the_pipeline_s() -> None
         ("SomethingNew", False),
     ],
 )
-def test_only_a_pass_that_changes_what_is_computed_is_spared_the_judgement_of_answers(
-    kind: str, quantizes: bool
-) -> None:
+def test_olive_quantizes_returns_true_only_for_precision_passes(kind: str, quantizes: bool) -> None:
     assert OliveOptimizer().quantizes(inline_files({"passes": {"one": {"type": kind}}})) is quantizes
 
 
@@ -98,13 +96,13 @@ def test_only_a_pass_that_changes_what_is_computed_is_spared_the_judgement_of_an
         ({"passes": {"a": {**STATIC, "nested": {"script_dir": "."}}}}, "passes.a.nested.script_dir names code"),
     ],
 )
-def test_what_would_search_run_code_or_run_elsewhere_is_refused(change: Mapping[str, Any], expected: str) -> None:
+def test_olive_config_with_search_or_code_raises_user_error(change: Mapping[str, Any], expected: str) -> None:
     with pytest.raises(UserError, match=expected) as refused:
         inline_files({**CONFIG, **change})
     assert refused.value.remedy
 
 
-def test_a_configuration_is_a_file_of_the_project(tmp_path: Path) -> None:
+def test_olive_config_outside_project_raises_user_error(tmp_path: Path) -> None:
     root = tmp_path / "project"
     root.mkdir()
     (root / "int8.json").write_text(json.dumps(CONFIG))
@@ -125,7 +123,7 @@ def test_a_configuration_is_a_file_of_the_project(tmp_path: Path) -> None:
         OliveOptimizer().inline_files(Quantize(name="narrow", method="olive", options={"confg": CONFIG}), root)
 
 
-def test_a_pass_that_reads_data_asks_for_calibration_rows(tmp_path: Path) -> None:
+def test_olive_optimize_without_calibration_rows_raises_user_error(tmp_path: Path) -> None:
     write_perceptron(tmp_path / "source.onnx")
     request = OptimizeRequest(
         section=inline_files(CONFIG), source=tmp_path / "source.onnx", path=tmp_path / "made.onnx", calibration=None
@@ -151,7 +149,7 @@ def write_inputs(root: Path) -> None:
         np.savez(root / name, **rows(64, seed=seed))  # type: ignore[arg-type]
 
 
-def test_the_content_of_the_file_is_part_of_the_stage_s_key_and_the_file_is_what_a_commit_touches(
+def test_olive_stage_key_depends_on_content_of_config_file(
     tmp_path: Path,
 ) -> None:
     for folder in ("configs/targets", "configs/olive", "configs/pipelines"):
@@ -180,7 +178,7 @@ def test_the_content_of_the_file_is_part_of_the_stage_s_key_and_the_file_is_what
     assert affected(project, {"configs/olive/int4.json"}) == ()
 
 
-def test_an_environment_for_a_method_that_brings_none_is_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_prepare_with_environment_for_builtin_method_raises_user_error(tmp_path: Path) -> None:
     (tmp_path / "configs/targets").mkdir(parents=True)
     (tmp_path / "configs/targets/cpu-1t.yaml").write_text("name: cpu-1t\n")
     write_inputs(tmp_path)
@@ -212,7 +210,7 @@ def ask(optimizer: IsolatedOptimizer, folder: Path, name: str) -> OptimizeReques
     )
 
 
-def test_an_optimizer_elsewhere_gets_the_whole_request(strange: IsolatedOptimizer, tmp_path: Path) -> None:
+def test_isolated_optimizer_passes_whole_request_to_tool(strange: IsolatedOptimizer, tmp_path: Path) -> None:
     request = ask(strange, tmp_path, "copy")
     assert strange.optimize(request) == ("(3, 2)", "arm", "('first',)")
     assert request.path.read_bytes() == request.source.read_bytes()
@@ -225,7 +223,7 @@ def test_an_optimizer_elsewhere_gets_the_whole_request(strange: IsolatedOptimize
 @pytest.mark.parametrize(
     ("name", "kind", "expected"), [("abort", StageError, "SIGABRT"), ("refuse", RefusedError, "the moon")]
 )
-def test_an_optimizer_elsewhere_that_fails_is_told(
+def test_isolated_optimizer_with_failing_tool_raises_its_error(
     strange: IsolatedOptimizer, tmp_path: Path, name: str, kind: type[OnnxOpsError], expected: str
 ) -> None:
     with pytest.raises(kind, match=expected):

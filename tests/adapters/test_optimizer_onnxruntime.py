@@ -73,7 +73,9 @@ def operators(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("method", ["minmax", "entropy", "percentile"])
-def test_each_calibration_method_finds_ranges(perceptron: OptimizeRequest, method: str) -> None:
+def test_static_quantizer_with_each_calibration_method_keeps_predictions(
+    perceptron: OptimizeRequest, method: str
+) -> None:
     section = replace(STATIC, calibrate=Calibrate(method=method))  # type: ignore[arg-type]
     StaticQuantizer().optimize(replace(perceptron, section=section, calibration=rows(45)))
     before, after = (run(path, rows(64, seed=3))["scores"] for path in (perceptron.source, perceptron.path))
@@ -82,7 +84,7 @@ def test_each_calibration_method_finds_ranges(perceptron: OptimizeRequest, metho
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("method", ["minmax", "entropy", "percentile"])
-def test_ranges_that_were_read_in_shards_make_the_same_file(
+def test_static_quantizer_with_sharded_ranges_writes_same_file(
     convolution: OptimizeRequest, tmp_path: Path, count: int, method: str
 ) -> None:
     """Of three batches, two of five shards have none."""
@@ -99,12 +101,12 @@ def test_ranges_that_were_read_in_shards_make_the_same_file(
     assert sharded.path.read_bytes() == convolution.path.read_bytes()
 
 
-def test_other_optimizers_calibrate_with_all_rows_at_once(perceptron: OptimizeRequest, tmp_path: Path) -> None:
+def test_dynamic_quantizer_read_ranges_raises_user_error(perceptron: OptimizeRequest, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="calibrates with all rows at once"):
         DynamicQuantizer().read_ranges(perceptron, tmp_path / "ranges", (0, 2))
 
 
-def test_static_is_unsigned_activations_and_signed_weights_by_channel(convolution: OptimizeRequest) -> None:
+def test_static_quantizer_uses_uint8_activations_and_int8_channel_weights(convolution: OptimizeRequest) -> None:
     StaticQuantizer().optimize(convolution)
     tensors = {tensor.name: tensor for tensor in read_structure(convolution.path).graph.initializer}
     assert tensors["first.weight_quantized"].data_type == TensorProto.INT8
@@ -113,7 +115,7 @@ def test_static_is_unsigned_activations_and_signed_weights_by_channel(convolutio
     assert {"QuantizeLinear", "DequantizeLinear", "Conv"} <= set(operators(convolution.path))
 
 
-def test_probabilities_stay_in_float(perceptron: OptimizeRequest) -> None:
+def test_static_quantizer_leaves_softmax_in_float(perceptron: OptimizeRequest) -> None:
     model = read_model(perceptron.source)
     model.graph.node[-1].output[0] = "logits"
     model.graph.node.append(helper.make_node("Softmax", ["logits"], ["scores"], name="probabilities"))
@@ -123,13 +125,13 @@ def test_probabilities_stay_in_float(perceptron: OptimizeRequest) -> None:
     np.testing.assert_allclose(run(perceptron.path, rows(64))["scores"].sum(axis=1), 1, atol=1e-6)
 
 
-def test_a_model_without_matrix_products_is_not_passed_off_as_quantized(convolution: OptimizeRequest) -> None:
+def test_dynamic_quantizer_without_matrix_products_raises_user_error(convolution: OptimizeRequest) -> None:
     with pytest.raises(UserError, match="nothing was quantized"):
         DynamicQuantizer().optimize(replace(convolution, section=DYNAMIC))
     assert not convolution.path.exists()
 
 
-def test_operator_types_may_be_chosen(convolution: OptimizeRequest) -> None:
+def test_dynamic_quantizer_with_op_types_quantizes_only_them(convolution: OptimizeRequest) -> None:
     section = replace(DYNAMIC, options={"op_types": ["Conv"]}, per_channel=False)
     DynamicQuantizer().optimize(replace(convolution, section=section))
     assert "ConvInteger" in operators(convolution.path)
@@ -138,7 +140,7 @@ def test_operator_types_may_be_chosen(convolution: OptimizeRequest) -> None:
     assert is_rounded(convolution)
 
 
-def test_inferred_shapes_in_the_source_do_not_stop_the_quantizer(perceptron: OptimizeRequest) -> None:
+def test_quantizer_of_source_with_inferred_shapes_succeeds(perceptron: OptimizeRequest) -> None:
     """Exports of PyTorch bring shapes of their weights, which a quantizer that transposes a weight stumbles over."""
     model = read_model(perceptron.source)
     for tensor in model.graph.initializer:
@@ -150,7 +152,7 @@ def test_inferred_shapes_in_the_source_do_not_stop_the_quantizer(perceptron: Opt
         assert len(read_quantized_weights(perceptron.source, perceptron.path)) >= 3
 
 
-def test_weights_that_preparation_would_fold_stay_comparable(perceptron: OptimizeRequest) -> None:
+def test_static_quantizer_of_batch_normalization_keeps_weight_names(perceptron: OptimizeRequest) -> None:
     """A batch normalisation folded into its convolution makes a weight of which the source knows nothing."""
     write_convolution(perceptron.source)
     model = read_model(perceptron.source)
@@ -164,20 +166,20 @@ def test_weights_that_preparation_would_fold_stay_comparable(perceptron: Optimiz
     assert "first.weight" in {weight.name for weight in read_quantized_weights(perceptron.source, perceptron.path)}
 
 
-def test_an_excluded_operator_without_weights_is_followed_into_what_it_became(perceptron: OptimizeRequest) -> None:
+def test_dynamic_quantizer_with_excluded_bias_excludes_its_fused_operator(perceptron: OptimizeRequest) -> None:
     """Preparation makes one Gemm of `first` and its Add: excluding either keeps both in float."""
     DynamicQuantizer().optimize(replace(perceptron, section=replace(DYNAMIC, exclude=("first_bias",))))
     names = {weight.name for weight in read_quantized_weights(perceptron.source, perceptron.path)}
     assert names == {"second.weight", "third.weight"}
 
 
-def test_excluding_everything_is_no_variant(perceptron: OptimizeRequest) -> None:
+def test_dynamic_quantizer_with_all_nodes_excluded_raises_user_error(perceptron: OptimizeRequest) -> None:
     section = replace(DYNAMIC, exclude=("first", "second", "third"))
     with pytest.raises(UserError, match=r"nothing was quantized.*excluded"):
         DynamicQuantizer().optimize(replace(perceptron, section=section))
 
 
-def test_an_exclusion_that_takes_no_effect_is_an_error(
+def test_quantizer_with_ineffective_exclusion_raises_user_error(
     perceptron: OptimizeRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the library did: it looks for the name of a Gemm that it has renamed before."""
@@ -188,7 +190,7 @@ def test_an_exclusion_that_takes_no_effect_is_an_error(
         assert not perceptron.path.exists()
 
 
-def test_a_failing_preparation_is_told_and_survived(
+def test_dynamic_quantizer_with_failing_preparation_warns_and_continues(
     perceptron: OptimizeRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> Path:
@@ -200,14 +202,14 @@ def test_a_failing_preparation_is_told_and_survived(
     assert len(read_quantized_weights(perceptron.source, perceptron.path)) == 3
 
 
-def test_a_failing_library_is_a_failed_stage(perceptron: OptimizeRequest) -> None:
+def test_static_quantizer_with_failing_library_raises_stage_error(perceptron: OptimizeRequest) -> None:
     with pytest.raises(StageError, match="int8-static"):
         StaticQuantizer().optimize(
             replace(perceptron, calibration={"x": np.zeros((4, 3), dtype=np.float32)})  # three features instead of 8
         )
 
 
-def test_channels_need_opset_13(perceptron: OptimizeRequest) -> None:
+def test_static_quantizer_per_channel_below_opset_13_raises_user_error(perceptron: OptimizeRequest) -> None:
     write_perceptron(perceptron.source, opset=12, ir_version=8)
     with pytest.raises(UserError, match="opset 13"):
         StaticQuantizer().optimize(perceptron)
@@ -215,7 +217,7 @@ def test_channels_need_opset_13(perceptron: OptimizeRequest) -> None:
     assert read_model_info(perceptron.path).opsets == {"": 12}
 
 
-def test_a_dead_channel_has_no_error(perceptron: OptimizeRequest) -> None:
+def test_quantizer_of_all_zero_channel_rounds_weights_correctly(perceptron: OptimizeRequest) -> None:
     model = read_model(perceptron.source)
     for tensor in model.graph.initializer:
         if tensor.name == "second.weight":
@@ -228,7 +230,7 @@ def test_a_dead_channel_has_no_error(perceptron: OptimizeRequest) -> None:
         assert is_rounded(perceptron)
 
 
-def test_lineage_of_the_source_is_kept_and_tools_leave_no_marks(perceptron: OptimizeRequest) -> None:
+def test_dynamic_quantizer_keeps_lineage_and_adds_no_tool_metadata(perceptron: OptimizeRequest) -> None:
     write_lineage(perceptron.source, {"onnx-ops.release": "sha256:0"})
     DynamicQuantizer().optimize(replace(perceptron, section=DYNAMIC))
     properties = {prop.key: prop.value for prop in onnx.load(perceptron.path).metadata_props}
@@ -236,7 +238,7 @@ def test_lineage_of_the_source_is_kept_and_tools_leave_no_marks(perceptron: Opti
     assert {entry.domain for entry in onnx.load(perceptron.path).opset_import} == {""}
 
 
-def test_bytes_do_not_depend_on_the_hash_seed(perceptron: OptimizeRequest) -> None:
+def test_static_quantizer_with_other_hash_seed_writes_same_bytes(perceptron: OptimizeRequest) -> None:
     code = """
 import sys
 from pathlib import Path
@@ -256,7 +258,7 @@ StaticQuantizer().optimize(OptimizeRequest(
         assert digest_file(other) == digest_file(perceptron.path)
 
 
-def test_logging_is_as_it_was(perceptron: OptimizeRequest) -> None:
+def test_static_quantizer_leaves_logging_configuration_unchanged(perceptron: OptimizeRequest) -> None:
     handlers, disabled = list(logging.getLogger().handlers), logging.root.manager.disable
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -265,7 +267,7 @@ def test_logging_is_as_it_was(perceptron: OptimizeRequest) -> None:
     assert logging.root.manager.disable == disabled
 
 
-def test_calibration_rows_come_in_small_batches_and_all_of_them(perceptron: OptimizeRequest) -> None:
+def test_batch_reader_returns_all_rows_in_small_batches(perceptron: OptimizeRequest) -> None:
     given = rows(2 * BATCH + 5)
     reader = BatchReader(given, read_model_info(perceptron.source))
     assert len(reader) == 3
@@ -279,7 +281,7 @@ def test_calibration_rows_come_in_small_batches_and_all_of_them(perceptron: Opti
 
 
 @pytest.mark.parametrize("method", ["minmax", "entropy", "percentile"])
-def test_memory_of_calibration_does_not_grow_with_its_rows(convolution: OptimizeRequest, method: str) -> None:
+def test_static_quantizer_with_more_rows_uses_constant_memory(convolution: OptimizeRequest, method: str) -> None:
     """What grows is the histograms' counts, not the activations: those of one batch are held at a time."""
     section = replace(STATIC, calibrate=Calibrate(method=method))  # type: ignore[arg-type]
 
@@ -298,7 +300,7 @@ def test_memory_of_calibration_does_not_grow_with_its_rows(convolution: Optimize
     assert many - few < activations / 4
 
 
-def test_the_recipe_follows_the_machine_unless_it_is_set(convolution: OptimizeRequest) -> None:
+def test_static_quantizer_recipe_depends_on_machine_unless_set(convolution: OptimizeRequest) -> None:
     old, new, arm = Arithmetic(family="x86", saturates=True), Arithmetic(family="x86"), Arithmetic(family="arm")
 
     def made(*machines: Arithmetic, **options: bool) -> tuple[int, int, tuple[str, ...]]:
@@ -317,7 +319,9 @@ def test_the_recipe_follows_the_machine_unless_it_is_set(convolution: OptimizeRe
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_symmetric_activations_have_their_zero_in_the_middle(convolution: OptimizeRequest, symmetric: bool) -> None:
+def test_static_quantizer_with_symmetric_activations_has_zero_points_of_zero(
+    convolution: OptimizeRequest, symmetric: bool
+) -> None:
     section = replace(STATIC, options={"activations": "int8", "symmetric": symmetric})
     StaticQuantizer().optimize(replace(convolution, section=section))
     stored = read_model(convolution.path).graph.initializer
@@ -326,7 +330,7 @@ def test_symmetric_activations_have_their_zero_in_the_middle(convolution: Optimi
     assert all(zero == 0 for zero in zeros) is symmetric
 
 
-def test_types_without_a_kernel_are_refused(convolution: OptimizeRequest) -> None:
+def test_static_quantizer_with_types_without_kernel_raises_user_error(convolution: OptimizeRequest) -> None:
     section = replace(STATIC, options={"activations": "int8", "weights": "uint8"})
     with pytest.raises(UserError, match="no kernel accepts them"):
         StaticQuantizer().optimize(replace(convolution, section=section))
@@ -337,7 +341,7 @@ def test_types_without_a_kernel_are_refused(convolution: OptimizeRequest) -> Non
         StaticQuantizer().optimize(replace(convolution, section=replace(STATIC, options={"activations": "uint16"})))
 
 
-def test_a_model_with_a_fixed_batch_is_calibrated_with_it(perceptron: OptimizeRequest) -> None:
+def test_static_quantizer_of_fixed_batch_calibrates_with_it(perceptron: OptimizeRequest) -> None:
     write_perceptron(perceptron.source, batch=4)
     assert len(BatchReader(rows(11), read_model_info(perceptron.source))) == 2
     StaticQuantizer().optimize(replace(perceptron, calibration=rows(11)))
@@ -355,7 +359,7 @@ def test_a_model_with_a_fixed_batch_is_calibrated_with_it(perceptron: OptimizeRe
         ({"x": np.zeros((0, 8), np.float32)}, "0 calibration rows"),
     ],
 )
-def test_calibration_rows_that_say_nothing_are_refused(
+def test_static_quantizer_with_unusable_calibration_rows_raises_user_error(
     perceptron: OptimizeRequest, calibration: dict[str, np.ndarray], word: str
 ) -> None:
     with pytest.raises(UserError, match=word):

@@ -98,7 +98,7 @@ class TestOnADatabase(RegistrySuite):
         _overwrite(self.files, registry, record, name)
 
 
-def test_all_aliases_are_read_page_by_page(
+def test_all_aliases_over_several_pages_returns_each_alias(
     registry: MlflowRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(3):
@@ -121,10 +121,12 @@ class TestOnAServer(RegistrySuite):
     def tamper(self, registry: Registry, record: VersionRecord, name: str) -> None:
         _overwrite(self.files, registry, record, name)
 
-    def test_the_page_of_the_model(self, registry: MlflowRegistry, mlflow_server: tuple[str, Path]) -> None:
+    def test_registry_where_on_server_returns_model_url(
+        self, registry: MlflowRegistry, mlflow_server: tuple[str, Path]
+    ) -> None:
         assert registry.where("digits mlp") == f"{mlflow_server[0]}/#/models/digits%20mlp"
 
-    def test_the_description_links_the_report(
+    def test_version_description_on_server_links_to_report(
         self, registry: MlflowRegistry, mlflow_server: tuple[str, Path], tmp_path: Path
     ) -> None:
         (tmp_path / "report.html").write_text("<p>all gates passed</p>")
@@ -134,7 +136,7 @@ class TestOnAServer(RegistrySuite):
         description = client_of(registry).get_model_version("reported", version).description
         assert f"[Report]({page.removeprefix(mlflow_server[0] + '/')})" in str(description)
 
-    def test_the_model_says_what_it_is_until_a_person_says_it(self, registry: MlflowRegistry, tmp_path: Path) -> None:
+    def test_publish_keeps_model_description_edited_by_user(self, registry: MlflowRegistry, tmp_path: Path) -> None:
         client = client_of(registry)
 
         def published(about: str) -> str:
@@ -148,7 +150,7 @@ class TestOnAServer(RegistrySuite):
         client.update_registered_model("described", "Mine.")
         assert published("A line.") == "Mine."
 
-    def test_what_people_read_comes_first_among_the_tags(self, registry: MlflowRegistry, tmp_path: Path) -> None:
+    def test_publish_writes_readable_tags_before_internal_ones(self, registry: MlflowRegistry, tmp_path: Path) -> None:
         version = publish(registry, tmp_path, "labelled").version
         tags = list(client_of(registry).get_model_version("labelled", version).tags)
         assert tags[:5] == ["variant", "gate.cpu-1t", "git.sha", "data.rev", "release"]
@@ -214,7 +216,7 @@ def _is_whole(registry: MlflowRegistry, release: Publication, folder: Path) -> N
 
 
 @pytest.mark.parametrize(("error", "after"), [(Killed, False), (_lost, True)])
-def test_a_publication_that_dies_anywhere_is_completed(
+def test_publish_interrupted_at_any_call_is_completed_by_retry(
     mlflow_home: Path, tmp_path: Path, error: Callable[[], BaseException], after: bool, sweep: Sweep
 ) -> None:
     registry, killing = _failing(mlflow_home, at=0)
@@ -230,7 +232,7 @@ def test_a_publication_that_dies_anywhere_is_completed(
         _is_whole(survivor, release, tmp_path / f"fetched-{at}")
 
 
-def test_a_refresh_that_dies_anywhere_is_completed(mlflow_home: Path, tmp_path: Path, sweep: Sweep) -> None:
+def test_refresh_interrupted_at_any_call_is_completed_by_retry(mlflow_home: Path, tmp_path: Path, sweep: Sweep) -> None:
     def judged(seed: str, verdict: Verdict) -> Publication:
         return publication(tmp_path, model=f"refresh-{seed}", seed=seed, verdict=verdict)
 
@@ -287,7 +289,7 @@ def _shown(registry: MlflowRegistry, name: str) -> object:
     "prepare", [_mirrored, *(pytest.param(one, marks=pytest.mark.nightly) for one in (_deleted, _named))]
 )
 @pytest.mark.parametrize(("error", "after"), [(Killed, False), (_lost, True)])
-def test_a_change_that_dies_anywhere_is_completed_by_the_next(
+def test_registry_change_interrupted_at_any_call_is_completed_by_retry(
     prepare: Callable[[MlflowRegistry, Path, str], Callable[[MlflowRegistry], None]],
     error: Callable[[], BaseException],
     after: bool,
@@ -313,7 +315,7 @@ def test_a_change_that_dies_anywhere_is_completed_by_the_next(
         assert _shown(survivor, name) == whole, f"{kind}: call {at}"
 
 
-def test_nothing_is_written_when_nothing_changed(mlflow_home: Path, tmp_path: Path) -> None:
+def test_publish_of_unchanged_release_writes_nothing(mlflow_home: Path, tmp_path: Path) -> None:
     release = publication(tmp_path, model="unchanged", seed="a", variants=("fp32", "int8-dynamic"))
     registry, killing = _failing(mlflow_home, at=0)
     registry.publish(release)
@@ -322,7 +324,7 @@ def test_nothing_is_written_when_nothing_changed(mlflow_home: Path, tmp_path: Pa
     assert {name.partition("_")[0] for name in killing.calls} == {"get", "search"}
 
 
-def test_of_two_racing_publishers_the_first_version_stays(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_publish_with_duplicate_version_keeps_first(registry: MlflowRegistry, tmp_path: Path) -> None:
     release = publication(tmp_path, model="raced", seed="a")
     first = registry.publish(release)["fp32"]
     client = client_of(registry)
@@ -336,7 +338,7 @@ def test_of_two_racing_publishers_the_first_version_stays(registry: MlflowRegist
         registry.version("raced", str(second.version))
 
 
-def test_publishers_at_once_agree_on_one_version(mlflow_home: Path, tmp_path: Path) -> None:
+def test_publish_by_concurrent_publishers_creates_one_version(mlflow_home: Path, tmp_path: Path) -> None:
     release = publication(tmp_path, model="at-once", seed="a", variants=("fp32", "int8-dynamic"))
     registries = [MlflowRegistry(f"sqlite:///{mlflow_home}/mlflow.db") for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
@@ -347,7 +349,7 @@ def test_publishers_at_once_agree_on_one_version(mlflow_home: Path, tmp_path: Pa
     assert sorted(str(version.version) for version in listed) == sorted(published[0].values())
 
 
-def test_names_and_folders_with_spaces(mlflow_home: Path, tmp_path: Path) -> None:
+def test_publish_with_spaces_in_name_and_folder_succeeds(mlflow_home: Path, tmp_path: Path) -> None:
     root = tmp_path / "my files 100%"
     registry = MlflowRegistry(f"sqlite:///{mlflow_home}/mlflow.db", artifact_root=str(root))
     record = publish(registry, tmp_path, "digits mlp")
@@ -357,7 +359,7 @@ def test_names_and_folders_with_spaces(mlflow_home: Path, tmp_path: Path) -> Non
     assert list(root.rglob("model.onnx"))
 
 
-def test_long_and_many_parameters_are_kept(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_publish_with_long_and_many_parameters_keeps_them(registry: MlflowRegistry, tmp_path: Path) -> None:
     release = publication(tmp_path, model="parameters", seed="a")
     parameters = {f"p{n:03}": "x" * 4000 for n in range(150)}
     lineage = replace(release.lineage, parameters=parameters)
@@ -376,7 +378,9 @@ def test_long_and_many_parameters_are_kept(registry: MlflowRegistry, tmp_path: P
         ("UNAUTHENTICATED", ServiceUnavailableError),
     ],
 )
-def test_errors_of_mlflow_become_ours(registry: MlflowRegistry, code: str, expected: type[OnnxOpsError]) -> None:
+def test_mlflow_error_with_known_code_raises_own_error_type(
+    registry: MlflowRegistry, code: str, expected: type[OnnxOpsError]
+) -> None:
     from mlflow.exceptions import RestException
 
     with pytest.raises(expected) as caught, registry._mlflow.session("alias champion-cpu-1t"):
@@ -385,7 +389,7 @@ def test_errors_of_mlflow_become_ours(registry: MlflowRegistry, code: str, expec
 
 
 @pytest.mark.nightly
-def test_mlflow_loads_and_runs_the_version(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_mlflow_load_model_of_published_version_returns_predictions(registry: MlflowRegistry, tmp_path: Path) -> None:
     script = """
 import sys, warnings
 import mlflow, numpy as np
@@ -408,7 +412,7 @@ print(proto.opset_import[0].version, model.predict({"x": np.ones((3, 2), np.floa
     assert done.stdout.strip() == f"18 {expected}"
 
 
-def test_metrics_stand_with_their_own_model(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_publish_logs_metrics_with_their_own_model(registry: MlflowRegistry, tmp_path: Path) -> None:
     release = publication(tmp_path, model="measured", seed="a", variants=("fp32", "int8-dynamic"))
     fast = replace(release.variants[1], metrics={"cpu-1t/p50": 0.5})
     registry.publish(replace(release, variants=(release.variants[0], fast)))
@@ -420,7 +424,7 @@ def test_metrics_stand_with_their_own_model(registry: MlflowRegistry, tmp_path: 
     assert found[0].params == {"epochs": "12"}
 
 
-def test_what_was_measured_again_stands_beside_what_was_measured(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_publish_of_new_measurement_keeps_metric_history(registry: MlflowRegistry, tmp_path: Path) -> None:
     first = publication(tmp_path, model="again", seed="one")
     registry.publish(first)
     again = publication(tmp_path, model="again", seed="one", verdict=Verdict.FAIL)
@@ -432,7 +436,7 @@ def test_what_was_measured_again_stands_beside_what_was_measured(registry: Mlflo
     assert [metric.value for metric in client.get_metric_history(run_id, "cpu-1t/p50")] == [0.00125, 0.002]
 
 
-def test_metrics_name_the_data_they_were_measured_on(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_publish_links_metrics_to_their_data_set(registry: MlflowRegistry, tmp_path: Path) -> None:
     release = publication(tmp_path, model="scored", seed="a")
     version, client = registry.publish(release)["fp32"], client_of(registry)
     run = client.get_run(str(client.get_model_version("scored", version).run_id))
@@ -443,7 +447,7 @@ def test_metrics_name_the_data_they_were_measured_on(registry: MlflowRegistry, t
     assert [(m.dataset_name, m.dataset_digest) for m in model.metrics or ()] == [("test", used.dataset.digest)]
 
 
-def test_the_input_example_is_one_that_mlflow_reads(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_published_input_example_is_readable_by_mlflow(registry: MlflowRegistry, tmp_path: Path) -> None:
     from mlflow.artifacts import download_artifacts
     from mlflow.models import Model
 
@@ -458,7 +462,7 @@ def test_the_input_example_is_one_that_mlflow_reads(registry: MlflowRegistry, tm
     assert model.get_serving_input(folder) == '{"inputs": {"x": [[1.0, 2.0]]}}'
 
 
-def test_evidence_stands_in_the_run_of_the_variant(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_publish_stores_evidence_in_run_of_variant(registry: MlflowRegistry, tmp_path: Path) -> None:
     version, client = publish(registry, tmp_path, "evident").version, client_of(registry)
     found = client.get_model_version("evident", version)
     experiment, run_id = client.get_experiment_by_name("evident"), str(found.run_id)
@@ -470,13 +474,13 @@ def test_evidence_stands_in_the_run_of_the_variant(registry: MlflowRegistry, tmp
     assert client.get_run(run.data.tags["mlflow.parentRunId"]).info.run_name.startswith("release ")
 
 
-def test_an_unsigned_decision_withdraws_the_signed_one(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_publish_without_signature_removes_signed_decision(registry: MlflowRegistry, tmp_path: Path) -> None:
     assert publish(registry, tmp_path, "withdrawn").decisions
     version = published(registry, tmp_path, "withdrawn", signed={})
     assert registry.version("withdrawn", version).decisions == {}
 
 
-def test_malformed_decisions_are_left_out_and_kept_as_tags(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_version_with_malformed_decisions_omits_them(registry: MlflowRegistry, tmp_path: Path) -> None:
     release = publication(tmp_path, model="malformed", seed="a")
     version = registry.publish(release)["fp32"]
     good = codec.dumps(release.variants[0].signed["cpu-1t"].envelope).decode()
@@ -490,7 +494,7 @@ def test_malformed_decisions_are_left_out_and_kept_as_tags(registry: MlflowRegis
     assert read.tags.items() >= bad.items()
 
 
-def test_a_decision_too_long_for_a_tag_is_refused_not_cut(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_build_decision_tags_with_too_long_decision_raises_user_error(registry: MlflowRegistry, tmp_path: Path) -> None:
     release = publication(tmp_path, model="long", seed="a")
     record = release.variants[0]
     signed = record.signed["cpu-1t"]
@@ -500,7 +504,7 @@ def test_a_decision_too_long_for_a_tag_is_refused_not_cut(registry: MlflowRegist
         mlflow_tags.build_decision_tags(replace(record, signed={"cpu-1t": longer}))
 
 
-def test_a_long_description_is_cut_and_says_so(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_publish_with_long_description_cuts_and_marks_it(registry: MlflowRegistry, tmp_path: Path) -> None:
     version = published(registry, tmp_path, "wordy", description="word " * 2000)
     description = client_of(registry).get_model_version("wordy", version).description
     assert len(description) == 5000
@@ -509,7 +513,7 @@ def test_a_long_description_is_cut_and_says_so(registry: MlflowRegistry, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["MLmodel", "manifest.json"])
-def test_tampered_bookkeeping_is_refused(
+def test_fetch_of_tampered_metadata_file_raises_digest_mismatch_error(
     registry: MlflowRegistry, mlflow_home: Path, tmp_path: Path, name: str
 ) -> None:
     model = f"tampered-{name.lower()}"
@@ -519,7 +523,9 @@ def test_tampered_bookkeeping_is_refused(
         registry.fetch(record, tmp_path)
 
 
-def test_a_file_that_is_gone_is_refused(registry: MlflowRegistry, mlflow_home: Path, tmp_path: Path) -> None:
+def test_fetch_with_missing_file_raises_digest_mismatch_error(
+    registry: MlflowRegistry, mlflow_home: Path, tmp_path: Path
+) -> None:
     record = publish(registry, tmp_path, "gone")
     for path in (mlflow_home / "mlartifacts" / "gone").rglob("model.onnx"):
         path.unlink()
@@ -527,7 +533,7 @@ def test_a_file_that_is_gone_is_refused(registry: MlflowRegistry, mlflow_home: P
         registry.fetch(record, tmp_path)
 
 
-def test_a_manifest_that_names_files_outside_its_folder_is_refused(
+def test_fetch_with_path_outside_folder_in_manifest_raises_error(
     registry: MlflowRegistry, mlflow_home: Path, tmp_path: Path
 ) -> None:
     record = publish(registry, tmp_path, "outside")
@@ -539,7 +545,7 @@ def test_a_manifest_that_names_files_outside_its_folder_is_refused(
 
 
 @pytest.mark.parametrize("location", ["http://127.0.0.1:9/a", "ftp://127.0.0.1/a", "foo://a", "dbfs:/a"])
-def test_fetch_of_a_copied_version_in_another_place_is_refused(
+def test_fetch_of_version_copied_to_other_storage_raises_refused_error(
     registry: MlflowRegistry, tmp_path: Path, location: str
 ) -> None:
     model = f"copied-{location[:3]}-{len(location)}"
@@ -556,7 +562,7 @@ def test_fetch_of_a_copied_version_in_another_place_is_refused(
         registry.fetch(copied, tmp_path)
 
 
-def test_fetch_from_storage_whose_client_raises_any_error_is_reported_as_unavailable(
+def test_fetch_with_failing_storage_client_raises_unavailable_error(
     registry: MlflowRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = publish(registry, tmp_path, "broken-client")
@@ -571,7 +577,7 @@ def test_fetch_from_storage_whose_client_raises_any_error_is_reported_as_unavail
         registry.fetch(record, tmp_path)
 
 
-def test_a_version_registered_by_hand_is_not_ours(registry: MlflowRegistry) -> None:
+def test_version_of_foreign_model_raises_not_found_error(registry: MlflowRegistry) -> None:
     with registry._mlflow.session("") as client:
         client.create_registered_model("foreign")
         client.create_model_version("foreign", source="s3://bucket/model")
@@ -579,7 +585,7 @@ def test_a_version_registered_by_hand_is_not_ours(registry: MlflowRegistry) -> N
         registry.version("foreign", "1")
 
 
-def test_names_that_lead_nowhere_get_a_hint(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_registry_lookup_with_wrong_name_raises_error_with_hint(registry: MlflowRegistry, tmp_path: Path) -> None:
     version = publish(registry, tmp_path, "spelled").version
     registry.set_alias("spelled", "champion-cpu-1t", version)
     with pytest.raises(NotFoundError, match="Did you mean 'spelled'"):
@@ -601,11 +607,11 @@ def test_names_that_lead_nowhere_get_a_hint(registry: MlflowRegistry, tmp_path: 
         (False, ["", "..", "/etc/passwd", "a/../b", "a//b", "a\\b", "C:evil", "a\x00", "b/"]),
     ],
 )
-def test_names_of_files_are_safe_or_not(safe: bool, names: list[str]) -> None:
+def test_is_safe_name_of_path_outside_folder_returns_false(safe: bool, names: list[str]) -> None:
     assert [name for name in names if mlflow_folder.is_safe_name(name) is not safe] == []
 
 
-def test_records_are_checked_before_anything_is_sent(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_publish_of_invalid_record_writes_nothing(registry: MlflowRegistry, tmp_path: Path) -> None:
     release = publication(tmp_path, model="unsent", seed="a")
     record = release.variants[0]
     path = record.files["model.onnx"]
@@ -626,7 +632,7 @@ def test_records_are_checked_before_anything_is_sent(registry: MlflowRegistry, t
 
 
 @pytest.mark.parametrize("size", [4096, pytest.param((2 << 30) + 4096, marks=pytest.mark.nightly)])
-def test_external_data_comes_back_with_its_model(
+def test_fetch_of_version_with_external_data_returns_all_files(
     registry: MlflowRegistry, mlflow_home: Path, tmp_path: Path, size: int
 ) -> None:
     """Also weights beyond what one protobuf holds."""
@@ -647,7 +653,7 @@ def test_external_data_comes_back_with_its_model(
             copy.unlink()
 
 
-def test_the_users_tracking_uri_is_left_alone(
+def test_publish_leaves_tracking_uri_of_user_unchanged(
     registry: MlflowRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow.example:5000")
@@ -657,7 +663,7 @@ def test_the_users_tracking_uri_is_left_alone(
     assert mlflow.get_tracking_uri() == "http://mlflow.example:5000"
 
 
-def test_nothing_is_printed(
+def test_publish_and_fetch_print_nothing(
     mlflow_home: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     registry = MlflowRegistry(f"sqlite:///{mlflow_home}/mlflow.db")
@@ -667,7 +673,7 @@ def test_nothing_is_printed(
 
 
 @pytest.mark.parametrize("address", ["http://u:secret@{}", "postgresql+psycopg2://u:secret@{}/mlflow"])
-def test_a_dead_server_or_database_is_reported(address: str) -> None:
+def test_aliases_without_reachable_server_raise_unavailable_error(address: str) -> None:
     registry = MlflowRegistry(address.format(f"127.0.0.1:{free_port()}"), artifact_root="s3://bucket")
     with pytest.raises(ServiceUnavailableError) as caught:
         registry.aliases("digits")
@@ -675,7 +681,7 @@ def test_a_dead_server_or_database_is_reported(address: str) -> None:
     assert caught.value.remedy
 
 
-def test_a_damaged_database_is_reported(tmp_path: Path) -> None:
+def test_aliases_with_damaged_database_raise_unavailable_error(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_bytes(b"this is not a database" * 1000)
     registry = MlflowRegistry(f"sqlite:///{tmp_path}/mlflow.db")
     with pytest.raises(ServiceUnavailableError):
@@ -683,12 +689,12 @@ def test_a_damaged_database_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("uri", ["./mlruns", "file:///tmp/mlruns", "databricks", ""])
-def test_other_tracking_uris_are_refused(uri: str) -> None:
+def test_registry_with_unsupported_tracking_uri_raises_user_error(uri: str) -> None:
     with pytest.raises(UserError, match="tracking URI cannot be used"):
         MlflowRegistry(uri)
 
 
-def test_where_to_look(tmp_path: Path) -> None:
+def test_registry_where_shows_command_or_url_without_secrets(tmp_path: Path) -> None:
     registry = MlflowRegistry(f"sqlite:///{tmp_path}/my mlflow.db")
     command = registry.where("digits")
     assert f"'sqlite:///{tmp_path}/my mlflow.db'" in command
@@ -720,7 +726,7 @@ def _entries() -> tuple[LedgerEntry, ...]:
     )
 
 
-def test_the_ledger_is_shown_once_per_entry(registry: MlflowRegistry) -> None:
+def test_registry_mirror_of_ledger_writes_one_run_per_entry(registry: MlflowRegistry) -> None:
     for entry in (*_entries(), *_entries()):
         registry.mirror(entry, "digits")
     client = client_of(registry)
@@ -738,7 +744,9 @@ def test_the_ledger_is_shown_once_per_entry(registry: MlflowRegistry) -> None:
     assert runs[1].info.start_time == 1_800_000_002_000
 
 
-def test_a_mirror_that_fails_stops_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_registry_mirror_with_damaged_database_logs_error_and_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "mlflow.db").write_bytes(b"this is not a database" * 1000)
     MlflowRegistry(f"sqlite:///{tmp_path}/mlflow.db").mirror(_entries()[0], "digits")
     assert "not shown in MLflow" in caplog.text

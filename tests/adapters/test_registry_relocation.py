@@ -47,7 +47,7 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("is_copied", [False, True])
-def test_open_project_elsewhere_reads_and_writes_its_own_artifacts(root: Path, tmp_path: Path, is_copied: bool) -> None:
+def test_open_project_after_move_or_copy_uses_its_own_artifacts(root: Path, tmp_path: Path, is_copied: bool) -> None:
     new = tmp_path / "renamed shop"
     if is_copied:
         shutil.copytree(root, new)
@@ -69,20 +69,20 @@ def test_open_project_elsewhere_reads_and_writes_its_own_artifacts(root: Path, t
         assert not any(location.startswith(str(new)) for location in list_locations(root))
 
 
-def test_relocate_artifacts_that_are_in_place_changes_nothing(root: Path) -> None:
+def test_relocate_artifacts_in_place_changes_nothing(root: Path) -> None:
     before = (root / "mlflow.db").read_bytes()
     assert relocate_artifacts(root / "mlflow.db", root / "mlartifacts") == ()
     assert (root / "mlflow.db").read_bytes() == before
 
 
-def test_relocate_artifacts_that_did_not_move_along_keeps_their_locations(root: Path, tmp_path: Path) -> None:
+def test_relocate_artifacts_without_moved_artifacts_keeps_locations(root: Path, tmp_path: Path) -> None:
     """The database was moved alone: its artifacts are where they were."""
     before = list_locations(root)
     assert relocate_artifacts(root / "mlflow.db", tmp_path / "mlartifacts") == ()
     assert list_locations(root) == before
 
 
-def test_relocate_artifacts_root_whose_name_begins_alike_is_left(root: Path, tmp_path: Path) -> None:
+def test_relocate_artifacts_leaves_root_with_similar_prefix_unchanged(root: Path, tmp_path: Path) -> None:
     other = f"{root}/mlartifacts-of-others/digits/7/artifacts"
     with closing(sqlite3.connect(root / "mlflow.db")) as database, database:
         database.execute("UPDATE runs SET artifact_uri = ?", (other,))
@@ -92,16 +92,14 @@ def test_relocate_artifacts_root_whose_name_begins_alike_is_left(root: Path, tmp
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not a database"])
-def test_relocate_artifacts_of_no_database_leaves_the_error_to_its_first_use(
-    tmp_path: Path, content: bytes | None
-) -> None:
+def test_relocate_artifacts_of_invalid_database_changes_nothing(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "mlflow.db"
     if content is not None:
         path.write_bytes(content)
     assert relocate_artifacts(path, tmp_path / "mlartifacts") == ()
 
 
-def test_relocate_artifacts_of_a_locked_database_is_an_error_and_happens_later(
+def test_relocate_artifacts_of_locked_database_raises_error_until_unlocked(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new = root.rename(tmp_path / "moved")

@@ -33,7 +33,7 @@ def write_table(path: Path, size_bytes: int) -> Path:
 
 
 @linux
-def test_memory_grows_with_the_weights_and_not_with_this_process(tmp_path: Path) -> None:
+def test_cold_start_with_larger_weights_reports_larger_peak_memory(tmp_path: Path) -> None:
     """This process holds far more than either model, which a child must not inherit as its own peak."""
     ballast = np.ones(50 * MB, dtype=np.float64)
     small, large = write_table(tmp_path / "small.onnx", 4 * MB), write_table(tmp_path / "large.onnx", 60 * MB)
@@ -44,7 +44,7 @@ def test_memory_grows_with_the_weights_and_not_with_this_process(tmp_path: Path)
     assert 60 * MB < samples.peak_bytes[0, 1] < 250 * MB
 
 
-def test_texts_and_inputs_of_any_name_reach_the_fresh_process(tmp_path: Path) -> None:
+def test_cold_start_with_string_input_of_any_name_returns_durations(tmp_path: Path) -> None:
     path = write_identity(tmp_path / "m.onnx", TensorProto.STRING, name="file")
     feed = {"file": np.array(["a", "bc"], dtype=object)}
     samples = OnnxRuntime().starts((path,), CPU, feed, StartSchedule(rounds=1, requests=1))
@@ -69,7 +69,7 @@ def measure_child(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str) ->
         ("print('{\"load_ns\": 1}')\nraise SystemExit(3)", "exit code 3"),
     ],
 )
-def test_a_process_that_crashes_is_a_failure_to_measure(
+def test_cold_start_with_crashing_process_raises_measurement_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, expected: str
 ) -> None:
     with pytest.raises(MeasurementError, match=expected) as caught:
@@ -78,19 +78,23 @@ def test_a_process_that_crashes_is_a_failure_to_measure(
     assert ("last words" in caught.value.why) == ("last words" in module)
 
 
-def test_a_process_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cold_start_with_hanging_process_raises_measurement_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cold_start, "TIMEOUT_S", 0.2)
     with pytest.raises(MeasurementError, match="did not answer within"):
         measure_child(tmp_path, monkeypatch, "import time\ntime.sleep(3600)")
 
 
-def test_what_the_fresh_process_raises_keeps_its_words(file: Path) -> None:
+def test_cold_start_with_failing_session_keeps_error_message(file: Path) -> None:
     target = replace(CPU, session=SessionSettings(config={"": "1"}))
     with pytest.raises(MeasurementError, match="cannot run the model"):
         cold_start.measure_start(file, target, rows(1), 1)
 
 
-def test_axis_1_is_the_models_in_order_and_any_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cold_start_of_two_models_keeps_their_order_and_varies_first_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from onnx_ops.adapters.runtimes import onnxruntime as adapter
 
     started: list[str] = []
@@ -110,7 +114,7 @@ def test_axis_1_is_the_models_in_order_and_any_comes_first(tmp_path: Path, monke
 
 
 @linux
-def test_a_peak_before_loading_is_forgotten(tmp_path: Path) -> None:
+def test_compute_added_memory_ignores_earlier_peak(tmp_path: Path) -> None:
     ballast = np.ones(20 * MB, dtype=np.float64)
     del ballast
     resident, mark = cold_start.mark_memory()
@@ -120,14 +124,14 @@ def test_a_peak_before_loading_is_forgotten(tmp_path: Path) -> None:
     assert more.nbytes == 80 * MB
 
 
-def test_a_peak_that_did_not_rise_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compute_added_memory_without_new_peak_returns_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cold_start, "_status", lambda: {"VmRSS": 50, "VmHWM": 90})
     assert cold_start.mark_memory() == (50, 90)
     assert cold_start.compute_added_memory(50, 90) == cold_start.UNKNOWN
     assert cold_start.compute_added_memory(50, 80) == 40
 
 
-def test_where_there_is_no_proc_the_peak_of_getrusage_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mark_memory_without_proc_uses_getrusage_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cold_start, "_status", dict)
     peaks = iter([100, 100, 100, 130])
     monkeypatch.setattr(cold_start, "_highest", lambda: next(peaks))

@@ -53,7 +53,9 @@ class TestIsolatedRuntime(RuntimeSuite):
     target = fixed(APART)
 
 
-def test_it_answers_to_the_bit_what_this_process_answers(runtime: TargetedRuntime, file: Path, tmp_path: Path) -> None:
+def test_isolated_runtime_returns_same_outputs_as_current_process(
+    runtime: TargetedRuntime, file: Path, tmp_path: Path
+) -> None:
     batches = (rows(1), rows(0), rows(9, seed=2))
     here = OnnxRuntime().run(file, replace(APART, env=None), batches)
     for a, b in zip(here, runtime.run(file, APART, batches), strict=True):
@@ -65,9 +67,7 @@ def test_it_answers_to_the_bit_what_this_process_answers(runtime: TargetedRuntim
 
 
 @pytest.mark.parametrize("do", ["benchmark", "sample", "under_load"])
-def test_killed_in_the_middle_it_says_so_and_the_next_request_is_answered(
-    runtime: TargetedRuntime, file: Path, do: str
-) -> None:
+def test_isolated_runtime_after_kill_raises_error_and_restarts(runtime: TargetedRuntime, file: Path, do: str) -> None:
     with ended_in_the_middle(lambda: os.kill(process_of(runtime)._process.pid, signal.SIGKILL)) as measure:  # type: ignore[union-attr]
         runtime.run(file, APART, (rows(1),))
         with pytest.raises(StageError, match=f"signal SIGKILL while it was to {do}") as killed:
@@ -77,14 +77,14 @@ def test_killed_in_the_middle_it_says_so_and_the_next_request_is_answered(
     assert runtime.run(file, APART, (rows(2),))[0]["scores"].shape[0] == 2
 
 
-def test_a_hang_is_stopped(runtime: TargetedRuntime, file: Path) -> None:
+def test_isolated_runtime_after_timeout_raises_stage_error(runtime: TargetedRuntime, file: Path) -> None:
     hasty = replace(APART, env=replace(PINNED, timeout=2.0))
     with pytest.raises(StageError, match="longer than 2 s to sample") as late:
         runtime.sample(file, hasty, rows(1), runs=100_000_000, warmup=0)
     assert "env.timeout" in late.value.remedy
 
 
-def test_its_fingerprint_names_the_build_and_starts_nothing(runtime: TargetedRuntime) -> None:
+def test_isolated_runtime_fingerprint_names_build_without_starting(runtime: TargetedRuntime) -> None:
     openvino = replace(APART, env=Environment(requirements=("numpy==2.4.6", "onnxruntime-openvino == 1.24.1")))
     assert read_runtime_build(openvino) == ("onnxruntime-openvino", "1.24.1")
     assert runtime.fingerprint(openvino).runtime_version == "1.24.1 (onnxruntime-openvino)"
@@ -93,13 +93,15 @@ def test_its_fingerprint_names_the_build_and_starts_nothing(runtime: TargetedRun
 
 
 @pytest.mark.parametrize("requirements", [(), ("onnxruntime",), ("onnxruntime>=1.24",), ("numpy==2.4.6",)])
-def test_a_target_must_say_which_build_it_measures(runtime: TargetedRuntime, requirements: tuple[str, ...]) -> None:
+def test_isolated_fingerprint_without_exact_build_raises_user_error(
+    runtime: TargetedRuntime, requirements: tuple[str, ...]
+) -> None:
     with pytest.raises(UserError, match="the build") as caught:
         runtime.fingerprint(replace(APART, env=Environment(requirements=requirements)))
     assert "==" in caught.value.remedy
 
 
-def test_each_target_says_where_it_runs(tmp_path: Path, file: Path) -> None:
+def test_targeted_runtime_runs_each_target_in_its_environment(tmp_path: Path, file: Path) -> None:
     runtime = TargetedRuntime().with_environments(tmp_path)
     here = replace(APART, env=None)
     assert runtime.fingerprint(here) == OnnxRuntime().fingerprint(here)
@@ -116,7 +118,7 @@ def test_each_target_says_where_it_runs(tmp_path: Path, file: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [1, 2])
-def test_texts_come_back_as_they_went(runtime: TargetedRuntime, tmp_path: Path, code: int) -> None:
+def test_isolated_runtime_returns_strings_unchanged(runtime: TargetedRuntime, tmp_path: Path, code: int) -> None:
     path = write_identity(tmp_path / "texts.onnx", TensorProto.STRING)
     texts = np.array(["", "größe"] * code, dtype=object)
     answer = runtime.run(path, APART, ({"x": texts},))[0]["y"]

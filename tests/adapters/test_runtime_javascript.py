@@ -99,11 +99,11 @@ class TestNodeWasm(RuntimeSuite):
         super().test_fresh_processes_return_durations_and_memory(runtime, target, file)
 
     @pytest.mark.nightly
-    def test_a_file_or_feed_that_cannot_run_is_a_failure_to_measure(
+    def test_runtime_with_invalid_file_or_feed_raises_measurement_error(
         self, runtime: Runtime, target: Target, file: Path, tmp_path: Path
     ) -> None:
         """As above; the browser shows it too."""
-        super().test_a_file_or_feed_that_cannot_run_is_a_failure_to_measure(runtime, target, file, tmp_path)
+        super().test_runtime_with_invalid_file_or_feed_raises_measurement_error(runtime, target, file, tmp_path)
 
 
 @pytest.mark.nightly
@@ -138,7 +138,9 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_every_type_comes_back_to_the_bit(place: tuple[NodeRuntime, Target], tmp_path: Path, name: str) -> None:
+def test_javascript_runtime_returns_each_type_unchanged(
+    place: tuple[NodeRuntime, Target], tmp_path: Path, name: str
+) -> None:
     runtime, target = place
     array = np.array(VALUES[name], dtype=name)
     path = write_identity(tmp_path / "identity.onnx", helper.np_dtype_to_tensor_dtype(array.dtype), ("n", 2))
@@ -152,12 +154,14 @@ def test_every_type_comes_back_to_the_bit(place: tuple[NodeRuntime, Target], tmp
         assert answers[0]["y"].tobytes() == array.tobytes()
 
 
-def test_a_type_that_javascript_lacks_is_told(node: NodeRuntime, file: Path) -> None:
+def test_node_runtime_with_complex_type_raises_measurement_error(node: NodeRuntime, file: Path) -> None:
     with pytest.raises(MeasurementError, match="complex64"):
         node.run(file, NODE, ({"x": np.zeros((1, 2), np.complex64)},))
 
 
-def test_answers_agree_with_this_process(place: tuple[NodeRuntime, Target], file: Path, tmp_path: Path) -> None:
+def test_javascript_runtime_returns_same_outputs_as_onnxruntime(
+    place: tuple[NodeRuntime, Target], file: Path, tmp_path: Path
+) -> None:
     runtime, target = place
     write_external(tmp_path / "external.onnx", "weights.bin")
     for path, feed in ((file, rows(64)), (tmp_path / "external.onnx", {"x": np.ones((3, 2), np.float32)})):
@@ -167,7 +171,7 @@ def test_answers_agree_with_this_process(place: tuple[NodeRuntime, Target], file
 
 
 @pytest.mark.nightly
-def test_clocks_are_told_and_coarse_ones_time_several_calls(
+def test_javascript_benchmark_with_coarse_clock_times_several_calls(
     node: NodeRuntime, browser: BrowserRuntime, file: Path
 ) -> None:
     schedule = PairedBenchmarkSchedule(rounds=1, blocks=2, runs=3)
@@ -187,7 +191,7 @@ def test_clocks_are_told_and_coarse_ones_time_several_calls(
     assert not slow.preempted.any()
 
 
-def test_node_shows_the_graph_that_it_runs(
+def test_node_rewritten_writes_optimized_graph(
     node: NodeRuntime, wasm: NodeRuntime, other_node: NodeRuntime, file: Path, tmp_path: Path
 ) -> None:
     node.rewritten(file, NODE, tmp_path / "copy.onnx")
@@ -200,7 +204,7 @@ def test_node_shows_the_graph_that_it_runs(
 
 
 @pytest.mark.nightly
-def test_ort_files_agree_with_their_source(
+def test_javascript_runtime_with_ort_format_equals_source(
     node: NodeRuntime, other_node: NodeRuntime, other_browser: NodeRuntime, file: Path
 ) -> None:
     before = run(file, rows(17), NODE, node)["scores"]
@@ -210,7 +214,7 @@ def test_ort_files_agree_with_their_source(
         assert runtime.sample(file, phone, rows(1), runs=2, warmup=1).nanoseconds.shape == (2,)
 
 
-def test_node_killed_in_the_middle_is_told_and_started_again(node: NodeRuntime, file: Path) -> None:
+def test_node_runtime_after_kill_raises_error_and_restarts(node: NodeRuntime, file: Path) -> None:
     with ended_in_the_middle(lambda: os.kill(pid(node), signal.SIGKILL)) as measure:
         node.run(file, NODE, (rows(1),))
         with pytest.raises(StageError, match="signal SIGKILL while it was to benchmark") as killed:
@@ -221,9 +225,7 @@ def test_node_killed_in_the_middle_is_told_and_started_again(node: NodeRuntime, 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("role", ["", "renderer"])
-def test_a_browser_or_page_killed_in_the_middle_is_told_and_started_again(
-    browser: BrowserRuntime, file: Path, role: str
-) -> None:
+def test_browser_runtime_after_kill_raises_error_and_restarts(browser: BrowserRuntime, file: Path, role: str) -> None:
     with ended_in_the_middle(lambda: kill_chromium(browser, role)) as measure:
         browser.run(file, WASM, (rows(1),))
         with pytest.raises(StageError, match="while it was to sample") as killed:
@@ -233,14 +235,14 @@ def test_a_browser_or_page_killed_in_the_middle_is_told_and_started_again(
 
 
 @pytest.mark.nightly
-def test_a_hang_in_node_is_stopped(other_node: NodeRuntime, file: Path) -> None:
+def test_node_runtime_after_timeout_raises_stage_error(other_node: NodeRuntime, file: Path) -> None:
     hasty = replace(NODE, env=Environment(timeout=2.0))
     with pytest.raises(StageError, match="longer than 2 s to sample"):
         other_node.sample(file, hasty, rows(1), runs=100_000_000, warmup=0)
 
 
 @pytest.mark.nightly
-def test_nothing_is_left_of_a_browser(tmp_path_factory: pytest.TempPathFactory, file: Path) -> None:
+def test_browser_runtime_stop_ends_all_processes(tmp_path_factory: pytest.TempPathFactory, file: Path) -> None:
     require("node", "npm", "chromium")
     runtime = BrowserRuntime(folder=environments(tmp_path_factory))
     runtime.facts(file, WASM)
@@ -254,7 +256,7 @@ def test_nothing_is_left_of_a_browser(tmp_path_factory: pytest.TempPathFactory, 
 
 
 @pytest.mark.nightly
-def test_webgpu_on_a_software_adapter_answers_and_is_not_timed(other_browser: NodeRuntime, file: Path) -> None:
+def test_webgpu_on_software_adapter_computes_but_refuses_timing(other_browser: NodeRuntime, file: Path) -> None:
     facts = other_browser.facts(file, WEBGPU)
     assert facts.nodes["webgpu"] > 0
     answer = run(file, rows(5), WEBGPU, other_browser)["scores"]
@@ -265,7 +267,7 @@ def test_webgpu_on_a_software_adapter_answers_and_is_not_timed(other_browser: No
         assert "onnx-ops judge" in refused.value.remedy
 
 
-def test_programs_that_are_missing_are_told_with_what_to_install(
+def test_javascript_runtime_without_programs_names_packages_to_install(
     tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -288,18 +290,20 @@ def test_programs_that_are_missing_are_told_with_what_to_install(
         (("onnxruntime-web@1.30.0",), "lacks onnxruntime-node"),
     ],
 )
-def test_requirements_are_exact_and_hold_the_library(requirements: tuple[str, ...], expected: str) -> None:
+def test_node_fingerprint_with_wrong_requirements_raises_user_error(
+    requirements: tuple[str, ...], expected: str
+) -> None:
     with pytest.raises(UserError, match=expected):
         NodeRuntime().fingerprint(replace(NODE, env=Environment(requirements=requirements)))
 
 
 @pytest.mark.parametrize("env", [Environment(memory=10**9), Environment(python="3.12"), Environment(isolated=False)])
-def test_what_means_nothing_for_javascript_is_refused(env: Environment) -> None:
+def test_node_fingerprint_with_unsupported_settings_raises_user_error(env: Environment) -> None:
     with pytest.raises(UserError, match="Leave out"):
         NodeRuntime().fingerprint(replace(NODE, env=env))
 
 
-def test_custom_operators_are_refused(other_node: NodeRuntime, file: Path) -> None:
+def test_node_runtime_with_custom_operators_raises_measurement_error(other_node: NodeRuntime, file: Path) -> None:
     library = CustomOps(path="x.so", digest=digest_bytes(b""), domains=("acme",))
     with pytest.raises(MeasurementError, match="custom operators"):
         other_node.run(file, replace(NODE, custom_ops=(library,)), (rows(1),))

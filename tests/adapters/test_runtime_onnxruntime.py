@@ -45,7 +45,7 @@ class TestOnnxRuntime(RuntimeSuite):
     target = fixed(CPU)
 
 
-def test_the_fingerprint_needs_no_runtime() -> None:
+def test_onnxruntime_fingerprint_of_target_does_not_import_onnxruntime() -> None:
     code = """
 import json, sys
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
@@ -59,7 +59,7 @@ print(json.dumps([found.runtime_version, sorted({m.partition(".")[0] for m in sy
     assert not {"onnxruntime", "onnx", "numpy"} & set(modules)
 
 
-def test_nodes_are_counted_by_provider(file: Path) -> None:
+def test_onnxruntime_facts_of_model_count_nodes_by_provider(file: Path) -> None:
     whole = OnnxRuntime().facts(file, replace(CPU, session=SessionSettings(graph_level="disabled")))
     assert whole.nodes == {"CPUExecutionProvider": 6}
     fused = OnnxRuntime().facts(file, CPU)
@@ -69,7 +69,7 @@ def test_nodes_are_counted_by_provider(file: Path) -> None:
     assert fused.build
 
 
-def test_settings_reach_the_session(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_for_target_receives_its_settings(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import onnxruntime
 
     made: list[tuple[Any, ...]] = []
@@ -102,7 +102,7 @@ def test_settings_reach_the_session(file: Path, monkeypatch: pytest.MonkeyPatch)
     assert providers == [("CPUExecutionProvider", {"arena_extend_strategy": "kSameAsRequested"})]
 
 
-def test_a_missing_provider_names_those_that_are_there(file: Path) -> None:
+def test_onnxruntime_facts_with_missing_provider_name_available_ones(file: Path) -> None:
     target = replace(CPU, providers=(Provider(name="CUDAExecutionProvider"), *CPU.providers))
     if "CUDAExecutionProvider" in list_providers():
         target = replace(CPU, providers=(Provider(name="NoneExecutionProvider"),))
@@ -111,13 +111,13 @@ def test_a_missing_provider_names_those_that_are_there(file: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [{"": "1"}, {"session.intra_op_thread_affinities": "nowhere"}])
-def test_a_setting_that_the_runtime_refuses_is_a_failure_to_measure(file: Path, config: dict[str, str]) -> None:
+def test_onnxruntime_with_refused_session_setting_raises_measurement_error(file: Path, config: dict[str, str]) -> None:
     target = replace(CPU, session=SessionSettings(intra_op_threads=2, config=config))
     with pytest.raises(MeasurementError):
         OnnxRuntime().run(file, target, (rows(1),))
 
 
-def test_a_model_newer_than_the_runtime_is_a_failure_to_measure(tmp_path: Path) -> None:
+def test_onnxruntime_facts_of_too_new_model_raise_measurement_error(tmp_path: Path) -> None:
     path = tmp_path / "future.onnx"
     write_perceptron(path, opset=18, ir_version=99)
     with pytest.raises(MeasurementError, match=r"future\.onnx"):
@@ -125,7 +125,7 @@ def test_a_model_newer_than_the_runtime_is_a_failure_to_measure(tmp_path: Path) 
 
 
 @pytest.mark.nightly
-def test_every_heat_has_fresh_sessions_and_orders_follow_the_seed(
+def test_onnxruntime_benchmark_builds_sessions_each_round_in_seeded_order(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path / "other.onnx"
@@ -150,7 +150,9 @@ def test_every_heat_has_fresh_sessions_and_orders_follow_the_seed(
     assert {orders[0][i] for i in range(0, 8, 2)} == {"model.onnx", "other.onnx"}
 
 
-def test_axis_2_is_the_models_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onnxruntime_benchmark_of_two_models_keeps_their_order_in_axis_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A clock that distinguishes the models: the candidate's runs take as long as it says."""
     for name in ("baseline", "candidate"):
         write_perceptron(tmp_path / f"{name}.onnx")
@@ -173,7 +175,7 @@ def test_axis_2_is_the_models_in_order(tmp_path: Path, monkeypatch: pytest.Monke
     assert samples.preempted[:, :, 1].all()
 
 
-def test_garbage_collection_rests_while_runs_are_timed_and_works_again_afterwards(
+def test_onnxruntime_sample_disables_garbage_collection_while_timing(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
@@ -198,7 +200,7 @@ def test_garbage_collection_rests_while_runs_are_timed_and_works_again_afterward
     assert gc.isenabled()
 
 
-def test_conditions_of_the_machine_are_text() -> None:
+def test_read_conditions_of_machine_returns_texts() -> None:
     found = read_conditions()
     assert "load" in found
     assert len(found["load"].split()) == 3
@@ -207,21 +209,21 @@ def test_conditions_of_the_machine_are_text() -> None:
 
 
 @pytest.mark.parametrize(("concurrency", "requests"), [(1, 1), (1, 7), (4, 40), (5, 3)])
-def test_every_request_is_answered_once(concurrency: int, requests: int) -> None:
+def test_run_load_window_answers_each_request_once(concurrency: int, requests: int) -> None:
     answered: list[int] = []
     with ThreadPoolExecutor(concurrency) as pool:
         assert run_load_window(lambda: answered.append(1), pool, concurrency, requests) > 0
     assert len(answered) == requests
 
 
-def test_that_many_requests_are_in_flight_at_once() -> None:
+def test_run_load_window_keeps_requested_concurrency() -> None:
     """Each call waits until as many others are inside: fewer threads would never get through."""
     together = threading.Barrier(4)
     with ThreadPoolExecutor(4) as pool:
         run_load_window(lambda: together.wait(timeout=30), pool, 4, 12)
 
 
-def test_a_window_ends_with_its_last_answer() -> None:
+def test_run_load_window_ends_with_last_answer() -> None:
     delays_s = [0.02, 0.0]
     entered: list[int] = []
     answered: list[int] = []
@@ -235,7 +237,7 @@ def test_a_window_ends_with_its_last_answer() -> None:
         assert run_load_window(call, pool, 2, 2) >= max(answered) - min(entered)
 
 
-def test_what_one_thread_raises_ends_the_window() -> None:
+def test_run_load_window_with_failing_call_raises_its_error() -> None:
     answered: list[int] = []
 
     def call() -> None:
@@ -248,7 +250,7 @@ def test_what_one_thread_raises_ends_the_window() -> None:
     assert len(answered) < 10_000
 
 
-def test_threads_that_cannot_be_started_are_a_failure_to_measure() -> None:
+def test_run_load_window_without_threads_raises_measurement_error() -> None:
     with ThreadPoolExecutor(2) as pool:
         start = pool.submit
         left = [1]
@@ -265,7 +267,7 @@ def test_threads_that_cannot_be_started_are_a_failure_to_measure() -> None:
 
 
 @pytest.mark.nightly
-def test_sides_are_kept_apart_sessions_are_fresh_and_orders_follow_the_seed(
+def test_onnxruntime_under_load_separates_models_and_seeds_their_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("baseline", "candidate"):
@@ -303,7 +305,9 @@ def test_sides_are_kept_apart_sessions_are_fresh_and_orders_follow_the_seed(
     assert {runs[0][1][i] for i in range(0, 30, 2)} == set(times), "either side comes first now and then"
 
 
-def test_a_provider_that_fails_is_not_replaced_in_silence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_onnxruntime_facts_of_invalid_model_raise_error_without_fallback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """ONNX Runtime's own fallback prints, and continues with other providers."""
     path = tmp_path / "model.onnx"
     path.write_bytes(b"not a model")
@@ -336,31 +340,35 @@ def refused(file: Path, target: Target) -> MeasurementError:
     return caught.value
 
 
-def test_a_plug_in_that_is_not_there_is_told(file: Path) -> None:
+def test_onnxruntime_with_missing_plugin_package_raises_error_with_remedy(file: Path) -> None:
     error = refused(file, Target(name="acme", providers=(Provider(name="Acme", package="no_such_provider"),)))
     assert error.what == "package no_such_provider is not installed"
     assert error.remedy.startswith("pip install no-such-provider ")
 
 
-def test_a_package_that_is_no_plug_in_is_told(file: Path, package: Callable[[str], Target], golden: Golden) -> None:
+def test_onnxruntime_with_package_without_plugin_raises_error(
+    file: Path, package: Callable[[str], Target], golden: Golden
+) -> None:
     golden("errors", refused(file, package("")).what)
 
 
 @pytest.mark.parametrize("library", ["/nowhere/libacme.so", onnx.__file__])
-def test_a_library_that_cannot_be_loaded_is_told(file: Path, package: Callable[[str], Target], library: str) -> None:
+def test_onnxruntime_with_unloadable_plugin_library_raises_error(
+    file: Path, package: Callable[[str], Target], library: str
+) -> None:
     error = refused(file, package(f"def get_library_path():\n    return {library!r}\n"))
     assert "AcmeExecutionProvider cannot be loaded" in error.what
     assert library in error.why
 
 
-def test_the_version_of_a_plug_in_is_part_of_the_machine() -> None:
+def test_onnxruntime_fingerprint_with_plugin_includes_its_version() -> None:
     plain = OnnxRuntime().fingerprint(Target(name="cpu-1t"))
     plugged = OnnxRuntime().fingerprint(Target(name="x", providers=(Provider(name="X", package="numpy"),)))
     assert plugged.runtime_version.startswith(f"{plain.runtime_version}, numpy ")
     assert plugged.digest() != plain.digest()
 
 
-def test_the_cpu_is_a_device_of_the_build() -> None:
+def test_list_devices_of_installed_build_includes_cpu() -> None:
     assert "CPUExecutionProvider" in list_providers()
     assert any(device.startswith("CPUExecutionProvider on CPU (") for device in list_devices())
 
@@ -375,7 +383,7 @@ class TestCache:
         assert values["device_id"] == provider.options["device_id"]
         return Path(values["trt_engine_cache_path"])
 
-    def test_it_is_of_the_model_the_machine_the_version_and_the_options(self, file: Path) -> None:
+    def test_cache_folder_depends_on_model_machine_version_and_options(self, file: Path) -> None:
         here = OnnxRuntime().fingerprint(Target(name="cpu-1t"))
         first = self.folder(file, here)
         assert first.is_dir()
@@ -392,7 +400,7 @@ class TestCache:
         others.add(self.folder(file, here))
         assert len(others | {first}) == 5
 
-    def test_weights_beside_the_file_count(self, tmp_path: Path, file: Path) -> None:
+    def test_cache_folder_depends_on_external_weights(self, tmp_path: Path, file: Path) -> None:
         here = OnnxRuntime().fingerprint(Target(name="cpu-1t"))
         proto = onnx.load(file)
         path = tmp_path / "large" / "model.onnx"
@@ -403,7 +411,7 @@ class TestCache:
         weights.write_bytes(bytes(len(weights.read_bytes())))
         assert self.folder(path, here) != first
 
-    def test_without_the_word_nothing_is_made(self, tmp_path: Path, file: Path) -> None:
+    def test_resolve_provider_options_without_placeholder_creates_no_folder(self, tmp_path: Path, file: Path) -> None:
         provider = Provider(name="X", options={"a": "b"})
         assert resolve_provider_options(provider, file, lambda: pytest.fail("not needed")) == {"a": "b"}
         assert not (tmp_path / "cache").exists()

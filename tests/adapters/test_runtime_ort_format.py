@@ -41,7 +41,7 @@ class TestOrtFormat(RuntimeSuite):
 
 
 @pytest.mark.parametrize("target", [PHONE, COMPILED], ids=lambda target: target.name)
-def test_what_runs_is_the_ort_file_and_it_agrees_with_its_source(file: Path, target: Target) -> None:
+def test_session_with_ort_format_runs_ort_file_and_equals_source(file: Path, target: Target) -> None:
     session = build_session(file, target)
     assert Path(session._model_path).name == MODEL
     assert Path(session._model_path).read_bytes()[4:8] == b"ORTM"
@@ -52,11 +52,11 @@ def test_what_runs_is_the_ort_file_and_it_agrees_with_its_source(file: Path, tar
     np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-6)
 
 
-def test_without_a_format_the_file_itself_runs(file: Path) -> None:
+def test_prepare_model_file_without_ort_format_returns_source(file: Path) -> None:
     assert prepare_model_file(file, Target(name="cpu")) == file
 
 
-def test_a_file_is_made_once_and_again_for_another_form(file: Path) -> None:
+def test_prepare_model_file_twice_reuses_file_of_same_format(file: Path) -> None:
     first = prepare_model_file(file, PHONE)
     begun = first.stat().st_mtime_ns
     assert prepare_model_file(file, PHONE) == first
@@ -64,17 +64,17 @@ def test_a_file_is_made_once_and_again_for_another_form(file: Path) -> None:
     assert prepare_model_file(file, COMPILED) != first
 
 
-def test_a_cold_start_loads_the_ort_file(file: Path) -> None:
+def test_cold_start_with_ort_format_loads_ort_file(file: Path) -> None:
     samples = OnnxRuntime().starts((file,), PHONE, rows(1), StartSchedule(rounds=1, requests=2))
     assert int(samples.load_ns[0, 0]) > 0
 
 
-def test_a_shielded_runtime_makes_it_before_the_shield(file: Path) -> None:
+def test_guarded_runtime_with_ort_format_returns_outputs(file: Path) -> None:
     (answer,) = GuardedRuntime().run(file, PHONE, (rows(2),))
     assert answer["scores"].shape[0] == 2
 
 
-def test_a_package_says_which_operators_a_build_needs_and_names_no_place(file: Path, tmp_path: Path) -> None:
+def test_write_package_lists_operators_without_local_paths(file: Path, tmp_path: Path) -> None:
     runtime = OnnxRuntime()
     folders = [tmp_path / name for name in ("first", "second")]
     for folder in folders:
@@ -97,7 +97,7 @@ def test_a_package_says_which_operators_a_build_needs_and_names_no_place(file: P
     assert usability.splitlines()[-1].startswith("NNAPI or CoreML ")
 
 
-def test_what_cannot_be_made_is_told(file: Path, tmp_path: Path) -> None:
+def test_prepare_model_file_of_unconvertible_model_raises_measurement_error(file: Path, tmp_path: Path) -> None:
     model = onnx.load(file)
     model.graph.node[0].op_type = "Nonsense"
     foreign = tmp_path / "foreign.onnx"
@@ -112,7 +112,7 @@ def test_what_cannot_be_made_is_told(file: Path, tmp_path: Path) -> None:
         prepare_model_file(broken, PHONE)
 
 
-def test_other_weights_beside_the_same_graph_are_another_file(tmp_path: Path) -> None:
+def test_prepare_model_file_with_other_external_weights_writes_other_file(tmp_path: Path) -> None:
     """Both models stand at the same path, one after the other."""
     path = tmp_path / "model.onnx"
     graphs, made = [], []
@@ -129,19 +129,19 @@ def test_other_weights_beside_the_same_graph_are_another_file(tmp_path: Path) ->
     assert made[0] != made[1]
 
 
-def test_two_libraries_of_operators_are_one_too_many(file: Path) -> None:
+def test_prepare_model_file_with_two_operator_libraries_raises_error(file: Path) -> None:
     library = CustomOps(path="a.so", digest="sha256:" + "0" * 64, domains=("a",))  # type: ignore[arg-type]
     with pytest.raises(MeasurementError, match="one library"):
         prepare_model_file(file, replace(PHONE, custom_ops=(library, library)))
 
 
-def test_another_library_of_operators_than_the_one_named_is_not_loaded(file: Path, tmp_path: Path) -> None:
+def test_write_package_with_tampered_library_raises_digest_mismatch_error(file: Path, tmp_path: Path) -> None:
     (tmp_path / "a.so").write_bytes(b"tampered")
     library = CustomOps(path=str(tmp_path / "a.so"), digest="sha256:" + "0" * 64, domains=("a",))  # type: ignore[arg-type]
     with pytest.raises(DigestMismatchError):
         write_package(file, replace(PHONE, custom_ops=(library,)), tmp_path)
 
 
-def test_the_form_is_part_of_what_is_measured() -> None:
+def test_target_digest_depends_on_ort_format() -> None:
     targets = (Target(name="t"), replace(PHONE, name="t"), replace(COMPILED, name="t"))
     assert len({target.digest() for target in targets}) == 3

@@ -32,26 +32,28 @@ def trusted(signer: EcdsaSigner, tmp_path: Path) -> TrustedKeys:
     return TrustedKeys(tmp_path / "keys")
 
 
-def test_a_signature_holds(signer: EcdsaSigner, trusted: TrustedKeys) -> None:
+def test_verify_of_valid_signature_succeeds(signer: EcdsaSigner, trusted: TrustedKeys) -> None:
     port: Signer = signer
     check: Verifier = trusted
     check.verify(RECORD, port.sign(RECORD), port.key)
     assert trusted.keys() == (signer.key,)
 
 
-def test_the_key_is_named_by_its_public_bytes(signer: EcdsaSigner, tmp_path: Path) -> None:
+def test_key_identifier_is_digest_of_public_key(signer: EcdsaSigner, tmp_path: Path) -> None:
     pem = (tmp_path / "keys" / "signing.pub.pem").read_text()
     der = base64.b64decode("".join(pem.splitlines()[1:-1]))
     assert signer.key == digest_bytes(der)
 
 
-def test_signing_is_deterministic_and_survives_the_process(signer: EcdsaSigner, tmp_path: Path) -> None:
+def test_sign_with_reloaded_key_returns_same_signature(signer: EcdsaSigner, tmp_path: Path) -> None:
     again = read_key(tmp_path / "keys" / "signing.pem")
     assert (again.key, again.sign(RECORD)) == (signer.key, signer.sign(RECORD))
 
 
 @given(position=st.integers(0, len(RECORD) - 1), bit=st.integers(0, 7))
-def test_a_changed_record_is_refused(tmp_path_factory: pytest.TempPathFactory, position: int, bit: int) -> None:
+def test_verify_of_changed_record_raises_invalid_signature_error(
+    tmp_path_factory: pytest.TempPathFactory, position: int, bit: int
+) -> None:
     path = tmp_path_factory.getbasetemp() / "shared-key" / "signing.pem"
     signer = create_key(path)
     changed = bytearray(RECORD)
@@ -61,12 +63,16 @@ def test_a_changed_record_is_refused(tmp_path_factory: pytest.TempPathFactory, p
 
 
 @pytest.mark.parametrize("signature", ["", "AAAA", "not base64!", "é", "A" * 10_000])
-def test_a_malformed_signature_is_refused(signer: EcdsaSigner, trusted: TrustedKeys, signature: str) -> None:
+def test_verify_of_malformed_signature_raises_invalid_signature_error(
+    signer: EcdsaSigner, trusted: TrustedKeys, signature: str
+) -> None:
     with pytest.raises(InvalidSignatureError, match="does not fit"):
         trusted.verify(RECORD, signature, signer.key)
 
 
-def test_a_signature_for_another_key_is_refused(signer: EcdsaSigner, trusted: TrustedKeys, tmp_path: Path) -> None:
+def test_verify_with_other_key_raises_invalid_signature_error(
+    signer: EcdsaSigner, trusted: TrustedKeys, tmp_path: Path
+) -> None:
     other = create_key(tmp_path / "other" / "signing.pem")
     with pytest.raises(InvalidSignatureError, match=f"key {short_digest(other.key)} is not trusted"):
         trusted.verify(RECORD, other.sign(RECORD), other.key)
@@ -74,7 +80,9 @@ def test_a_signature_for_another_key_is_refused(signer: EcdsaSigner, trusted: Tr
         trusted.verify(RECORD, other.sign(RECORD), signer.key)
 
 
-def test_several_keys_may_be_trusted_and_one_withdrawn(signer: EcdsaSigner, tmp_path: Path) -> None:
+def test_verify_after_removal_of_trusted_key_raises_invalid_signature_error(
+    signer: EcdsaSigner, tmp_path: Path
+) -> None:
     other = create_key(tmp_path / "other" / "signing.pem")
     verifier = TrustedKeys([tmp_path / "keys", public_path(tmp_path / "other" / "signing.pem")])
     for one in (signer, other):
@@ -84,17 +92,17 @@ def test_several_keys_may_be_trusted_and_one_withdrawn(signer: EcdsaSigner, tmp_
         verifier.verify(RECORD, other.sign(RECORD), other.key)
 
 
-def test_no_keys_trust_nobody(signer: EcdsaSigner, tmp_path: Path) -> None:
+def test_verify_without_trusted_keys_raises_invalid_signature_error(signer: EcdsaSigner, tmp_path: Path) -> None:
     with pytest.raises(InvalidSignatureError, match="trusted keys: none"):
         TrustedKeys(tmp_path / "nowhere").verify(RECORD, signer.sign(RECORD), signer.key)
 
 
-def test_the_verifier_takes_no_private_key(signer: EcdsaSigner, tmp_path: Path) -> None:
+def test_verify_with_private_key_file_raises_user_error(signer: EcdsaSigner, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not an ECDSA P-256 public key"):
         TrustedKeys(tmp_path / "keys" / "signing.pem").verify(RECORD, signer.sign(RECORD), signer.key)
 
 
-def test_files_have_the_right_modes(signer: EcdsaSigner, tmp_path: Path) -> None:
+def test_create_key_restricts_mode_of_private_file(signer: EcdsaSigner, tmp_path: Path) -> None:
     folder = tmp_path / "keys"
     assert sorted(path.name for path in folder.iterdir()) == ["signing.pem", "signing.pub.pem"]
     assert stat.S_IMODE((folder / "signing.pem").stat().st_mode) == 0o600
@@ -102,7 +110,7 @@ def test_files_have_the_right_modes(signer: EcdsaSigner, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644, 0o610])
-def test_a_key_that_others_may_read_is_refused(signer: EcdsaSigner, tmp_path: Path, mode: int) -> None:
+def test_read_key_readable_by_others_raises_refused_error(signer: EcdsaSigner, tmp_path: Path, mode: int) -> None:
     path = tmp_path / "keys" / "signing.pem"
     path.chmod(mode)
     with pytest.raises(RefusedError, match=f"{mode:04o}"):
@@ -111,7 +119,7 @@ def test_a_key_that_others_may_read_is_refused(signer: EcdsaSigner, tmp_path: Pa
         create_key(path)
 
 
-def test_files_that_are_no_keys(tmp_path: Path) -> None:
+def test_read_key_of_invalid_file_raises_error(tmp_path: Path) -> None:
     path = tmp_path / "signing.pem"
     with pytest.raises(NotFoundError):
         read_key(path)
@@ -127,7 +135,7 @@ def test_files_that_are_no_keys(tmp_path: Path) -> None:
         read_key(path)
 
 
-def test_creating_twice_keeps_the_key_and_restores_the_public_file(signer: EcdsaSigner, tmp_path: Path) -> None:
+def test_create_key_twice_keeps_key_and_restores_public_file(signer: EcdsaSigner, tmp_path: Path) -> None:
     path = tmp_path / "keys" / "signing.pem"
     public = public_path(path).read_bytes()
     public_path(path).unlink()
@@ -135,7 +143,7 @@ def test_creating_twice_keeps_the_key_and_restores_the_public_file(signer: Ecdsa
     assert public_path(path).read_bytes() == public
 
 
-def test_many_that_create_at_once_end_with_one_key(tmp_path: Path) -> None:
+def test_create_key_by_concurrent_threads_creates_one_key(tmp_path: Path) -> None:
     path = tmp_path / "keys" / "signing.pem"
     with ThreadPoolExecutor(8) as pool:
         signers = list(pool.map(lambda _: create_key(path), range(8)))
@@ -143,18 +151,18 @@ def test_many_that_create_at_once_end_with_one_key(tmp_path: Path) -> None:
     assert sorted(p.name for p in path.parent.iterdir()) == ["signing.pem", "signing.pub.pem"]
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_create_key_in_unusable_folder_raises_infrastructure_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InfrastructureError, match="cannot be created"):
         create_key(tmp_path / "file" / "signing.pem")
 
 
-def test_importing_the_module_does_not_load_cryptography() -> None:
+def test_import_of_ecdsa_module_does_not_load_cryptography() -> None:
     code = "import sys, onnx_ops.adapters.signers.ecdsa; print('cryptography' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 
-def test_a_known_vector(tmp_path: Path) -> None:
+def test_sign_of_rfc_6979_vector_returns_known_signature(tmp_path: Path) -> None:
     """RFC 6979, A.2.5: P-256, SHA-256, message "sample"."""
     from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, derive_private_key
     from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature

@@ -34,7 +34,7 @@ def keyring(places: tuple[Path, Path]) -> Keyring:
     return ring
 
 
-def test_a_new_key_is_trusted_at_once(keyring: Keyring, places: tuple[Path, Path]) -> None:
+def test_keyring_create_makes_trusted_key_and_refuses_second(keyring: Keyring, places: tuple[Path, Path]) -> None:
     (one,) = keyring.list_keys()
     assert (one.signs, one.trusted) == (True, True)
     assert places[0].stat().st_mode & 0o077 == 0
@@ -42,13 +42,13 @@ def test_a_new_key_is_trusted_at_once(keyring: Keyring, places: tuple[Path, Path
         keyring.create()
 
 
-def test_another_key_is_made_where_it_is_wanted(keyring: Keyring, tmp_path: Path) -> None:
+def test_keyring_create_at_other_path_writes_key_there(keyring: Keyring, tmp_path: Path) -> None:
     made = keyring.create(tmp_path / "server" / "override.pem")
     assert made.key not in [one.key for one in keyring.list_keys()]
     assert (tmp_path / "server" / "override.pub.pem").exists()
 
 
-def test_after_a_rotation_old_decisions_hold_and_new_ones_are_signed_anew(
+def test_keyring_rotate_keeps_old_signatures_valid_and_signs_with_new_key(
     keyring: Keyring, places: tuple[Path, Path]
 ) -> None:
     before = read_key(places[0])
@@ -65,14 +65,14 @@ def test_after_a_rotation_old_decisions_hold_and_new_ones_are_signed_anew(
     assert set(trusted.keys()) == {old, new, third}
 
 
-def test_a_key_that_was_made_elsewhere_stays_trusted_after_a_rotation(places: tuple[Path, Path]) -> None:
+def test_keyring_rotate_of_key_created_elsewhere_keeps_it_trusted(places: tuple[Path, Path]) -> None:
     signing, trusted = places
     old = create_key(signing)
     Keyring(signing, trusted).rotate(admit_nowhere)
     TrustedKeys(trusted).verify(RECORD, old.sign(RECORD), old.key)
 
 
-def test_no_private_key_is_left_of_the_old_one(keyring: Keyring, places: tuple[Path, Path], tmp_path: Path) -> None:
+def test_keyring_rotate_leaves_no_old_private_key(keyring: Keyring, places: tuple[Path, Path], tmp_path: Path) -> None:
     old_private = places[0].read_bytes()
     keyring.rotate(admit_nowhere)
     kept = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -81,7 +81,7 @@ def test_no_private_key_is_left_of_the_old_one(keyring: Keyring, places: tuple[P
 
 
 @pytest.mark.parametrize("left", ["next made", "announced", "private moved"])
-def test_a_rotation_that_is_killed_anywhere_is_finished_by_the_next(
+def test_keyring_rotate_after_interrupted_rotation_completes_it(
     keyring: Keyring, places: tuple[Path, Path], left: str
 ) -> None:
     signing, trusted = places
@@ -102,7 +102,7 @@ def test_a_rotation_that_is_killed_anywhere_is_finished_by_the_next(
     verifier.verify(RECORD, old.sign(RECORD), old.key)
 
 
-def test_a_retired_key_counts_no_more_and_is_kept_for_the_record(keyring: Keyring, places: tuple[Path, Path]) -> None:
+def test_keyring_retire_of_old_key_revokes_trust_and_keeps_file(keyring: Keyring, places: tuple[Path, Path]) -> None:
     old = read_key(places[0])
     keyring.rotate(admit_nowhere)
     kept = keyring.retire(keyring.find(hex_digits(old.key)[:8]))
@@ -115,13 +115,13 @@ def test_a_retired_key_counts_no_more_and_is_kept_for_the_record(keyring: Keyrin
         keyring.find(hex_digits(old.key))
 
 
-def test_the_key_that_signs_is_not_retired(keyring: Keyring) -> None:
+def test_keyring_retire_of_signing_key_raises_refused_error(keyring: Keyring) -> None:
     (one,) = keyring.list_keys()
     with pytest.raises(RefusedError, match="this machine signs with key"):
         keyring.retire(one)
 
 
-def test_a_key_is_found_by_enough_of_its_digits(keyring: Keyring) -> None:
+def test_keyring_find_with_unique_prefix_returns_key(keyring: Keyring) -> None:
     keyring.rotate(admit_nowhere)
     with pytest.raises(NotFoundError, match="Trusted: "):
         keyring.find("zz")
@@ -137,7 +137,7 @@ def test_a_key_is_found_by_enough_of_its_digits(keyring: Keyring) -> None:
         keyring.find(repeated)
 
 
-def test_a_machine_that_only_verifies_has_trusted_keys_alone(tmp_path: Path) -> None:
+def test_keyring_list_keys_without_signing_key_shows_trusted_keys_only(tmp_path: Path) -> None:
     create_key(tmp_path / "elsewhere" / "ci.pem")
     (tmp_path / "trusted").mkdir()
     shutil.copy(tmp_path / "elsewhere" / "ci.pub.pem", tmp_path / "trusted")
@@ -147,9 +147,7 @@ def test_a_machine_that_only_verifies_has_trusted_keys_alone(tmp_path: Path) -> 
         Keyring(tmp_path / "keys" / "signing.pem", tmp_path / "trusted").rotate(admit_nowhere)
 
 
-def test_list_keys_key_in_the_folder_of_a_role_is_trusted_for_it_alone(
-    keyring: Keyring, places: tuple[Path, Path]
-) -> None:
+def test_keyring_list_keys_of_key_in_role_folder_shows_that_role(keyring: Keyring, places: tuple[Path, Path]) -> None:
     signer = create_key(places[0].parent / "elsewhere" / "release.pem")
     folder = places[1] / "release"
     folder.mkdir()
@@ -160,7 +158,9 @@ def test_list_keys_key_in_the_folder_of_a_role_is_trusted_for_it_alone(
         TrustedKeys(places[1]).verify(RECORD, signer.sign(RECORD), signer.key)
 
 
-def test_rotate_ledger_unreachable_old_key_continues_to_sign(keyring: Keyring, places: tuple[Path, Path]) -> None:
+def test_keyring_rotate_with_unreachable_ledger_keeps_old_signing_key(
+    keyring: Keyring, places: tuple[Path, Path]
+) -> None:
     old = read_key(places[0])
 
     def fail(keys: Mapping[Digest, str]) -> None:
@@ -173,7 +173,7 @@ def test_rotate_ledger_unreachable_old_key_continues_to_sign(keyring: Keyring, p
     assert keyring.rotate(admit_nowhere) == (old.key, read_key(places[0]).key)
 
 
-def test_trust_key_of_another_machine_has_one_role_and_one_copy(keyring: Keyring, places: tuple[Path, Path]) -> None:
+def test_keyring_trust_of_foreign_key_for_role_stores_one_copy(keyring: Keyring, places: tuple[Path, Path]) -> None:
     signer = create_key(places[0].parent / "elsewhere" / "reconciler.pem")
     file = places[0].parent / "elsewhere" / "reconciler.pub.pem"
     for _ in range(2):

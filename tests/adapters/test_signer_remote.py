@@ -38,14 +38,16 @@ def require_verifiable(signer: Signer, folder: Path) -> None:
 
 
 class TestEnvironment:
-    def test_open_signer_variable_holds_the_key(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_open_signer_with_environment_variable_reads_key(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         made = create_key(tmp_path / "signing.pem")
         monkeypatch.setenv("SECRET_PEM", (tmp_path / "signing.pem").read_text())
         signer = open_signer("env:SECRET_PEM")
         assert signer.key == made.key
         require_verifiable(signer, tmp_path / "trusted")
 
-    def test_open_signer_missing_or_wrong_variable_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_open_signer_with_missing_or_wrong_variable_names_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(NotFoundError, match="SECRET_PEM is not set"):
             open_signer("env:SECRET_PEM")
         monkeypatch.setenv("SECRET_PEM", "a secret that is no key")
@@ -54,7 +56,7 @@ class TestEnvironment:
         assert "a secret" not in str(caught.value)
 
     @pytest.mark.parametrize("text", ["kms:alias/x", "env:", "signing.pem"])
-    def test_open_signer_unknown_form_names_the_forms(self, text: str) -> None:
+    def test_open_signer_with_unknown_form_lists_known_forms(self, text: str) -> None:
         with pytest.raises(UserError, match="names no signer") as caught:
             open_signer(text)
         assert "awskms:KEY" in caught.value.remedy
@@ -87,14 +89,14 @@ class TestKms:
         answer = kms.create_key(KeySpec=spec, KeyUsage="SIGN_VERIFY")
         return KmsSigner(answer["KeyMetadata"]["KeyId"], lambda _: kms)
 
-    def test_sign_is_verified_by_its_public_key(self, kms: Any, tmp_path: Path) -> None:
+    def test_kms_signature_verifies_with_its_public_key(self, kms: Any, tmp_path: Path) -> None:
         require_verifiable(self.make(kms), tmp_path)
 
-    def test_key_of_another_curve_is_refused(self, kms: Any) -> None:
+    def test_kms_key_of_other_curve_raises_user_error(self, kms: Any) -> None:
         with pytest.raises(UserError, match="not an ECDSA P-256 signing key"):
             _ = self.make(kms, "ECC_NIST_P384").key
 
-    def test_key_that_does_not_exist_is_an_error_with_its_name(self, kms: Any) -> None:
+    def test_kms_key_that_does_not_exist_raises_error_with_its_name(self, kms: Any) -> None:
         with pytest.raises(Exception, match="alias/none"):
             _ = KmsSigner("alias/none", lambda _: kms).key
 
@@ -154,20 +156,20 @@ def fetch(service: str) -> str:
 
 
 class TestKeyVault:
-    def test_sign_is_verified_by_its_public_key(self, vault: str, tmp_path: Path) -> None:
+    def test_key_vault_signature_verifies_with_its_public_key(self, vault: str, tmp_path: Path) -> None:
         require_verifiable(KeyVaultSigner(f"{vault}/good", fetch), tmp_path)
         assert set(Vault.seen) == {"/keys/good/version1/sign?api-version=7.4"}
 
-    def test_key_of_another_curve_is_refused(self, vault: str) -> None:
+    def test_key_vault_key_of_other_curve_raises_user_error(self, vault: str) -> None:
         with pytest.raises(UserError, match="not an ECDSA P-256 signing key"):
             _ = KeyVaultSigner(f"{vault}/large", fetch).key
 
     @pytest.mark.parametrize(("name", "token"), [("none", "https://vault.azure.net"), ("good", "another")])
-    def test_key_that_is_not_permitted_is_an_error(self, vault: str, name: str, token: str) -> None:
+    def test_key_vault_key_without_permission_raises_refused_error(self, vault: str, name: str, token: str) -> None:
         with pytest.raises(RefusedError):
             _ = KeyVaultSigner(f"{vault}/{name}", lambda _: f"a token of {token}").key
 
     @pytest.mark.parametrize("url", ["https://evil.example/keys/k", "https://vault.azure.net.evil.example/keys/k"])
-    def test_address_that_is_no_vault_gets_no_token(self, url: str) -> None:
+    def test_key_vault_signer_with_foreign_url_raises_user_error(self, url: str) -> None:
         with pytest.raises(UserError, match="is not a vault of Azure"):
             KeyVaultSigner(url, fetch)

@@ -59,7 +59,7 @@ class TestRemoteStore(RemoteStoreSuite):
         return f"memory://{uuid.uuid4().hex}"
 
 
-def test_a_spoilt_cache_is_filled_again_from_the_remote_store(tmp_path: Path) -> None:
+def test_remote_store_with_damaged_cache_fetches_content_again(tmp_path: Path) -> None:
     remote = FsspecObjects(f"memory://{uuid.uuid4().hex}")
     store = ContentStore(remote, tmp_path)
     digest = store.put_bytes(CONTENT)
@@ -69,7 +69,7 @@ def test_a_spoilt_cache_is_filled_again_from_the_remote_store(tmp_path: Path) ->
     assert ContentStore(remote, tmp_path).read(digest) == CONTENT
 
 
-def test_missing_remote_content_is_called_missing(tmp_path: Path) -> None:
+def test_remote_store_with_missing_content_raises_corrupt_state_error(tmp_path: Path) -> None:
     store = ContentStore(FsspecObjects(f"memory://{uuid.uuid4().hex}"), tmp_path)
     with pytest.raises(CorruptStateError, match="it is missing"):
         store.path(digest_bytes(CONTENT))
@@ -77,7 +77,7 @@ def test_missing_remote_content_is_called_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_the_files_of_a_store_are_of_the_group_that_may_write_its_folder(tmp_path: Path, shared: bool) -> None:
+def test_store_files_inherit_group_permissions_of_folder(tmp_path: Path, shared: bool) -> None:
     root = tmp_path / "store"
     root.mkdir()
     root.chmod(0o2770 if shared else 0o755)
@@ -97,7 +97,7 @@ def test_the_files_of_a_store_are_of_the_group_that_may_write_its_folder(tmp_pat
         assert not any(mode & 0o022 for mode in modes.values())
 
 
-def test_the_oldest_content_leaves_the_cache_of_a_remote_store_unless_it_is_of_the_last_hour(tmp_path: Path) -> None:
+def test_remote_store_cache_above_limit_evicts_oldest_content(tmp_path: Path) -> None:
     remote = FsspecObjects(f"memory://{uuid.uuid4().hex}")
     writer = ContentStore(remote, tmp_path / "writer")
     digests = [writer.put_bytes(bytes([number]) * 100) for number in range(4)]
@@ -113,7 +113,7 @@ def test_the_oldest_content_leaves_the_cache_of_a_remote_store_unless_it_is_of_t
     assert third.exists()
 
 
-def test_content_is_noticed_to_have_changed_even_if_its_times_were_put_back(tmp_path: Path) -> None:
+def test_store_path_of_changed_content_with_old_times_raises_error(tmp_path: Path) -> None:
     store = ContentStore(LocalObjects(tmp_path), tmp_path)
     path = store.path(store.put_bytes(CONTENT))
     times = path.stat()
@@ -159,7 +159,7 @@ def assert_every_result_is_whole_or_none(root: Path, *, all_there: bool = False)
             assert store.read(found["file"]) == bytes([number]) * 300_000
 
 
-def test_a_killed_writer_leaves_whole_results_or_none(tmp_path: Path) -> None:
+def test_store_after_killed_writer_has_complete_results_only(tmp_path: Path) -> None:
     for attempt in range(12):
         with writer(tmp_path, 0) as process:
             time.sleep(0.003 * attempt)
@@ -167,7 +167,7 @@ def test_a_killed_writer_leaves_whole_results_or_none(tmp_path: Path) -> None:
         assert_every_result_is_whole_or_none(tmp_path)
 
 
-def test_two_processes_may_write_the_same_results(tmp_path: Path) -> None:
+def test_store_with_two_concurrent_writers_has_complete_results_only(tmp_path: Path) -> None:
     with writer(tmp_path, 60) as one, writer(tmp_path, 60) as two:
         while one.poll() is None or two.poll() is None:
             assert_every_result_is_whole_or_none(tmp_path)
@@ -178,7 +178,7 @@ def test_two_processes_may_write_the_same_results(tmp_path: Path) -> None:
 LONG_AGO = 1_000_000.0
 
 
-def test_content_that_is_put_again_is_never_collected_from_under_the_one_who_put_it(tmp_path: Path) -> None:
+def test_store_put_during_collection_keeps_content(tmp_path: Path) -> None:
     """One thread collects whatever is old, all the time; the other puts content that is there and old already."""
     ours, theirs = (ContentStore(LocalObjects(tmp_path), tmp_path) for _ in range(2))
     ended = threading.Event()
@@ -205,7 +205,7 @@ def test_content_that_is_put_again_is_never_collected_from_under_the_one_who_put
     assert removed, "the collector must have been at work"
 
 
-def test_putting_again_what_is_there_makes_it_young(tmp_path: Path) -> None:
+def test_store_put_of_existing_content_renews_its_age(tmp_path: Path) -> None:
     store = ContentStore(LocalObjects(tmp_path), tmp_path)
     path = store.path(store.put_bytes(CONTENT))
     os.utime(path, (LONG_AGO, LONG_AGO))
@@ -231,7 +231,7 @@ for one in store.contents():
 
 
 @pytest.mark.nightly
-def test_a_killed_collector_leaves_whole_results_and_the_next_one_goes_on(tmp_path: Path) -> None:
+def test_store_collection_after_kill_is_completed_by_next_run(tmp_path: Path) -> None:
     store = ContentStore(LocalObjects(tmp_path), tmp_path)
     with writer(tmp_path, 5) as written:
         pass
@@ -249,7 +249,7 @@ def test_a_killed_collector_leaves_whole_results_and_the_next_one_goes_on(tmp_pa
     assert_every_result_is_whole_or_none(tmp_path, all_there=True)
 
 
-def test_what_a_killed_writer_left_is_listed_without_a_digest_and_can_go(tmp_path: Path) -> None:
+def test_store_contents_lists_temporary_files_without_digest(tmp_path: Path) -> None:
     store = ContentStore(LocalObjects(tmp_path), tmp_path)
     digest = store.put_bytes(CONTENT)
     store.record(digest, Manifest(files={"file": digest}))
@@ -272,7 +272,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def test_model_folders_are_admitted_and_found_again(tmp_path: Path, model: Path) -> None:
+def test_model_folders_location_after_admit_returns_same_folder(tmp_path: Path, model: Path) -> None:
     manifest = digest_folder(model)
     assert set(manifest.files) == {"model.onnx", "weights/w.bin"}
     folders = ModelFolders(tmp_path / "models")
@@ -283,7 +283,7 @@ def test_model_folders_are_admitted_and_found_again(tmp_path: Path, model: Path)
     assert [path.name for path in (tmp_path / "models").iterdir()] == [hex_digits(manifest.digest())]
 
 
-def test_model_folders_of_killed_processes_are_removed(tmp_path: Path, model: Path) -> None:
+def test_model_folders_admit_removes_old_temporary_folders(tmp_path: Path, model: Path) -> None:
     folders = ModelFolders(tmp_path / "models")
     left = [tmp_path / "models" / name for name in (".tmp-old", ".tmp-young")]
     for folder in left:
@@ -296,7 +296,7 @@ def test_model_folders_of_killed_processes_are_removed(tmp_path: Path, model: Pa
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
-def test_disk_that_cannot_be_used_is_an_error_with_a_remedy(tmp_path: Path, model: Path, number: int) -> None:
+def test_store_on_unusable_disk_raises_storage_error(tmp_path: Path, model: Path, number: int) -> None:
     folders, store = ModelFolders(tmp_path / "models"), ContentStore(LocalObjects(tmp_path / "store"), tmp_path)
     acts: list[Callable[[], object]] = [
         lambda: folders.admit(model, digest_folder(model)),
@@ -318,7 +318,7 @@ def test_disk_that_cannot_be_used_is_an_error_with_a_remedy(tmp_path: Path, mode
         act()
 
 
-def test_a_folder_that_is_not_what_its_manifest_says_is_refused(tmp_path: Path, model: Path) -> None:
+def test_model_folders_admit_of_changed_folder_raises_digest_mismatch_error(tmp_path: Path, model: Path) -> None:
     manifest = digest_folder(model)
     folders = ModelFolders(tmp_path / "models")
     (model / "weights" / "w.bin").write_bytes(b"weighty")
@@ -333,7 +333,7 @@ def test_a_folder_that_is_not_what_its_manifest_says_is_refused(tmp_path: Path, 
     assert folders.location(manifest.digest()) is None
 
 
-def test_a_model_with_weights_outside_its_folder_is_refused(tmp_path: Path) -> None:
+def test_model_folders_admit_with_outside_weights_raises_refused_error(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     write_external(folder / "model.onnx", "../weights.bin")
@@ -343,7 +343,7 @@ def test_a_model_with_weights_outside_its_folder_is_refused(tmp_path: Path) -> N
     assert folders.location(manifest.digest()) is None
 
 
-def test_a_damaged_model_folder_is_not_handed_out_and_can_be_admitted_again(tmp_path: Path, model: Path) -> None:
+def test_model_folders_location_of_damaged_folder_returns_none(tmp_path: Path, model: Path) -> None:
     manifest = digest_folder(model)
     folders = ModelFolders(tmp_path / "models")
     place = Path(folders.admit(model, manifest))

@@ -75,7 +75,7 @@ def listening() -> Iterator[Listening]:
         yield found
 
 
-def test_metrics_are_told_and_trouble_is_no_silence(listening: Listening) -> None:
+def test_webhook_receiver_metrics_with_ledger_failure_returns_503(listening: Listening) -> None:
     import httpx
 
     url = listening.url.replace("/webhooks/mlflow", "/metrics")
@@ -87,19 +87,19 @@ def test_metrics_are_told_and_trouble_is_no_silence(listening: Listening) -> Non
     assert listening.woken == []
 
 
-def test_a_delivery_wakes_its_model_once(listening: Listening) -> None:
+def test_webhook_delivery_wakes_its_model_once(listening: Listening) -> None:
     assert [listening.send(), listening.send(), listening.send(delivery="d-2")] == [204, 204, 204]
     assert listening.woken == ["digits", "digits"]
 
 
-def test_a_forged_delivery_wakes_nobody_and_spends_no_id(listening: Listening) -> None:
+def test_webhook_delivery_with_wrong_signature_returns_401(listening: Listening) -> None:
     assert listening.send(secret="guessed, and wrong") == 401  # noqa: S106 (of a test)
     assert listening.woken == []
     assert listening.send() == 204
     assert listening.woken == ["digits"]
 
 
-def test_a_replay_is_refused_once_it_is_old_and_unheard_while_it_is_young(listening: Listening, golden: Golden) -> None:
+def test_webhook_delivery_replayed_after_time_limit_returns_400(listening: Listening, golden: Golden) -> None:
     assert listening.send() == 204
     assert listening.send(age=0) == 204
     listening.clock.advance(301)
@@ -108,18 +108,18 @@ def test_a_replay_is_refused_once_it_is_old_and_unheard_while_it_is_young(listen
     golden("reasons", "\n".join(listening.refused))
 
 
-def test_an_oversize_body_is_not_read_to_its_end(listening: Listening) -> None:
+def test_webhook_delivery_with_oversize_body_returns_413(listening: Listening) -> None:
     assert listening.send(body=b"x" * (MAX_BODY_BYTES + 1)) == 413
     assert listening.send(body=b"x" * (20 * MAX_BODY_BYTES)) == 413
     assert listening.woken == []
 
 
-def test_signed_nonsense_is_the_senders_fault_and_not_tried_again(listening: Listening) -> None:
+def test_webhook_delivery_with_signed_invalid_body_returns_400(listening: Listening) -> None:
     assert listening.send(body=b"{}") == 400
     assert listening.woken == []
 
 
-def test_nothing_else_is_served(listening: Listening) -> None:
+def test_webhook_receiver_at_other_path_returns_404(listening: Listening) -> None:
     import httpx
 
     base = listening.url.removesuffix("/webhooks/mlflow")
@@ -127,14 +127,14 @@ def test_nothing_else_is_served(listening: Listening) -> None:
     assert [httpx.post(f"{base}{path}").status_code for path in ("/", "/docs", "/webhooks")] == [404, 404, 404]
 
 
-def test_many_at_once(listening: Listening) -> None:
+def test_webhook_receiver_with_concurrent_deliveries_accepts_all(listening: Listening) -> None:
     with ThreadPoolExecutor(8) as pool:
         statuses = list(pool.map(lambda number: listening.send(f"m-{number}", delivery=f"d-{number // 2}"), range(40)))
     assert set(statuses) == {204}
     assert len(listening.woken) == 20
 
 
-def test_a_sender_that_hangs_up_or_says_nothing_stops_nobody(listening: Listening) -> None:
+def test_webhook_receiver_with_silent_client_accepts_delivery(listening: Listening) -> None:
     import httpx
 
     host, port = httpx.URL(listening.url).host, httpx.URL(listening.url).port
@@ -156,7 +156,7 @@ def test_a_sender_that_hangs_up_or_says_nothing_stops_nobody(listening: Listenin
         pytest.param(b"POST /webhooks/mlflow HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n", id="no body"),
     ],
 )
-def test_two_hundred_half_open_connections_keep_no_delivery_out(listening: Listening, start: bytes) -> None:
+def test_webhook_receiver_with_many_half_open_connections_accepts_delivery(listening: Listening, start: bytes) -> None:
     import httpx
 
     url = httpx.URL(listening.url)
@@ -170,7 +170,9 @@ def test_two_hundred_half_open_connections_keep_no_delivery_out(listening: Liste
     assert listening.woken == ["digits"] * 4
 
 
-def test_a_connection_without_a_head_is_closed(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_webhook_connection_without_complete_head_is_closed(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import httpx
 
     monkeypatch.setattr(connections, "HEAD_S", 0.05)
@@ -184,7 +186,7 @@ def test_a_connection_without_a_head_is_closed(listening: Listening, monkeypatch
     assert received.startswith(b"HTTP/1.1 200 OK")
 
 
-def test_a_head_beyond_its_limit_is_refused(listening: Listening) -> None:
+def test_webhook_request_head_above_limit_returns_400(listening: Listening) -> None:
     import httpx
 
     url = httpx.URL(listening.url)
@@ -193,7 +195,7 @@ def test_a_head_beyond_its_limit_is_refused(listening: Listening) -> None:
         assert client.recv(4096).startswith(b"HTTP/1.1 400 ")
 
 
-def test_the_answer_says_nothing_of_the_secret(listening: Listening) -> None:
+def test_webhook_error_response_contains_no_secret(listening: Listening) -> None:
     import httpx
 
     answer = httpx.post(listening.url, content=b"{}", headers={SIGNATURE_HEADER: "v1,AAAA"})
@@ -201,7 +203,7 @@ def test_the_answer_says_nothing_of_the_secret(listening: Listening) -> None:
     assert SECRET not in answer.text + str(answer.headers)
 
 
-def test_an_address_that_is_taken(listening: Listening) -> None:
+def test_webhook_receiver_on_taken_port_raises_unavailable_error(listening: Listening) -> None:
     import httpx
 
     port = httpx.URL(listening.url).port
@@ -210,7 +212,7 @@ def test_an_address_that_is_taken(listening: Listening) -> None:
         WebhookReceiver("127.0.0.1", port, secret=SECRET, clock=FakeClock(), wake=print, refused=print, metrics=str)
 
 
-def test_a_new_secret_is_the_owners_alone_and_stays(tmp_path: Path) -> None:
+def test_make_secret_writes_private_file_once(tmp_path: Path) -> None:
     path = tmp_path / "state" / "webhook.secret"
     secret = make_secret(path, {})
     assert len(secret) >= 32
@@ -220,13 +222,13 @@ def test_a_new_secret_is_the_owners_alone_and_stays(tmp_path: Path) -> None:
     assert read_secret(path, {VARIABLE: "from the environment"}) == "from the environment"
 
 
-def test_two_that_make_a_secret_at_once_get_the_same(tmp_path: Path) -> None:
+def test_make_secret_by_concurrent_threads_returns_same_secret(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         secrets = set(pool.map(lambda _: make_secret(tmp_path / "webhook.secret", {}), range(16)))
     assert len(secrets) == 1
 
 
-def test_secrets_that_are_none(tmp_path: Path) -> None:
+def test_read_secret_of_missing_short_or_public_secret_raises_error(tmp_path: Path) -> None:
     path = tmp_path / "webhook.secret"
     with pytest.raises(NotFoundError, match="webhooks install"):
         read_secret(path, {})
