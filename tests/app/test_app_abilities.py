@@ -26,14 +26,14 @@ FOREIGN = PROMETHEUS | {"requests": "http_requests_total", "histogram": "http_se
     ],
     ids=["its own", "ours by prometheus", "others by prometheus", "no such source", "wrong settings"],
 )
-def test_abilities(tmp_path: Path, metrics: dict[str, str], able: set[str]) -> None:
+def test_list_capabilities_depends_on_metrics_source(tmp_path: Path, metrics: dict[str, str], able: set[str]) -> None:
     entry = Deploy(endpoint="digits", target="cpu", metrics=metrics)
     assert list_capabilities(open_project(tmp_path), entry) == able
 
 
 @pytest.mark.parametrize("provider", ["sagemaker", "azureml"])
 @pytest.mark.parametrize("metrics", [{}, PROMETHEUS], ids=["its own", "ours by prometheus"])
-def test_a_cloud_neither_compares_answers_nor_keeps_users(
+def test_list_capabilities_of_cloud_endpoint_excludes_shadow_and_sticky(
     tmp_path: Path, provider: str, metrics: dict[str, str]
 ) -> None:
     entry = Deploy(endpoint="digits", provider=provider, target="cpu", metrics=metrics)

@@ -49,11 +49,11 @@ def touched(project: Project, *changed: str) -> tuple[str, ...]:
     return tuple(name for one in affected(project, changed) for name in one.because if not one.problem)
 
 
-def test_training_rests_on_its_code_and_on_what_it_depends_on(project: Project) -> None:
+def test_affected_of_training_includes_its_code_and_dependencies(project: Project) -> None:
     assert touched(project, "code_of_it.py", "words.txt", "other.txt") == ("code_of_it.py", "words.txt")
 
 
-def test_a_model_that_is_brought_rests_on_the_code_of_its_classes(project: Project, tmp_path: Path) -> None:
+def test_affected_of_user_model_includes_code_of_its_classes(project: Project, tmp_path: Path) -> None:
     brought = PIPELINE.replace('train: {run: "code_of_it:train", depends: [words.txt]}', "model: m")
     files = {FILE: brought, "nets.py": "import layers\n\nclass Net: ...\n", "layers.py": ""}
     write(tmp_path, **files, **{"other.py": "class Net: ...\n"})
@@ -62,7 +62,7 @@ def test_a_model_that_is_brought_rests_on_the_code_of_its_classes(project: Proje
     assert touched(project, "nets.py", "layers.py", "other.py") == ("layers.py", "nets.py")
 
 
-def test_files_that_are_changed_new_or_gone_have_changed_and_ignored_ones_have_not(tmp_path: Path) -> None:
+def test_changed_since_commit_lists_changed_new_and_deleted_files(tmp_path: Path) -> None:
     write(tmp_path, same="", changed="", gone="", **{".gitignore": "ignored\n"})
     commit_all(tmp_path)
     write(tmp_path, changed="more", new="", staged="", ignored="")
@@ -71,13 +71,13 @@ def test_files_that_are_changed_new_or_gone_have_changed_and_ignored_ones_have_n
     assert changed_since(tmp_path, "HEAD") == {"changed", "gone", "new", "staged"}
 
 
-def test_a_change_touches_what_stands_on_it(project: Project) -> None:
+def test_affected_of_target_includes_shared_and_own_definition(project: Project) -> None:
     assert touched(project, SHARED) == (SHARED,)
     assert touched(project, OWN) == (OWN,)  # it is gone, and the shared one counts instead
     assert touched(project, "fleet/other.yaml") == ()
 
 
-def test_the_projects_own_goes_first(project: Project) -> None:
+def test_prepare_with_own_target_file_overrides_shared_one(project: Project) -> None:
     before = prepare(project, Path(FILE)).targets["board"]
     own = project.settings.root / OWN
     own.parent.mkdir()

@@ -71,7 +71,7 @@ def trained(project: Project) -> list[str]:
     return (project.settings.root / "trained.txt").read_text().split()
 
 
-def test_what_two_share_is_done_once_and_what_fails_stops_no_other(project: Project) -> None:
+def test_run_files_executes_shared_stage_once_and_isolates_failures(project: Project) -> None:
     wanted = files(project, "bad", "same-a", "wrong", "same-b")
     ended = list(run_files(project, wanted, jobs=4, until=StageKind.TRAIN))
     assert [one.file for one in ended] == wanted
@@ -87,7 +87,7 @@ def test_what_two_share_is_done_once_and_what_fails_stops_no_other(project: Proj
     assert list(project.settings.claims.iterdir()) == []
 
 
-def test_the_command_tells_of_each_and_ends_with_the_worst(
+def test_run_command_with_several_files_reports_each_and_worst_exit_code(
     project: Project, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(project.settings.root)
@@ -106,7 +106,7 @@ def test_the_command_tells_of_each_and_ends_with_the_worst(
     assert document["pipelines"][1]["executed"] == []
 
 
-def test_interrupted_it_leaves_at_once_and_so_do_its_stages(project: Project) -> None:
+def test_run_files_after_interrupt_ends_stages_at_once(project: Project) -> None:
     (project.settings.root / "batch_training.py").write_text(
         "import os, pathlib, time\n"
         "def train(data, bad=False):\n"
@@ -141,7 +141,7 @@ def test_interrupted_it_leaves_at_once_and_so_do_its_stages(project: Project) ->
 
 
 @given(codes=st.lists(st.sampled_from([0, 1, 2, 3, 4, 5])))
-def test_the_worst_of_several_is_one_of_them_and_0_only_if_all_are(codes: list[int]) -> None:
+def test_worst_exit_code_of_any_codes_returns_one_of_them(codes: list[int]) -> None:
     found = worst_exit_code(codes)
     assert found in codes or (found, codes) == (0, [])
     assert (found == 0) is (set(codes) <= {0})

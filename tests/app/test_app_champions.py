@@ -23,7 +23,7 @@ def looked(scene: ChampionScene) -> Drift:
     return measure_again(scene.context, scene.perform, champion)
 
 
-def test_the_very_benchmark_is_done_again(tmp_path: Path) -> None:
+def test_measure_again_of_champion_repeats_its_benchmark(tmp_path: Path) -> None:
     scene = ChampionScene(tmp_path).remembered()
     found = looked(scene)
     assert (found.verdict, found.measured, found.changed) == (Verdict.PASS, 1, ())
@@ -34,19 +34,19 @@ def test_the_very_benchmark_is_done_again(tmp_path: Path) -> None:
     assert key != scene.key  # the pipeline's own result stays as it is
 
 
-def test_what_is_worse_twice_has_drifted_and_says_what_changed(tmp_path: Path) -> None:
+def test_measure_again_with_two_worse_results_reports_drift_and_changes(tmp_path: Path) -> None:
     found = looked(ChampionScene(tmp_path, now=(SLOWER,)).remembered())
     assert (found.drifted, found.measured) == (True, 2)
     assert found.reason.startswith("latency: ")
     assert found.reason.endswith("changed since: runtime onnxruntime 2, was onnxruntime 1")
 
 
-def test_what_is_worse_once_has_not(tmp_path: Path) -> None:
+def test_measure_again_with_one_worse_result_reports_no_drift(tmp_path: Path) -> None:
     found = looked(ChampionScene(tmp_path, now=(SLOWER, AS_IT_WAS)).remembered())
     assert (found.verdict, found.measured) == (Verdict.PASS, 2)
 
 
-def test_a_benchmark_that_is_not_remembered_is_an_error(tmp_path: Path) -> None:
+def test_measure_again_without_stored_benchmark_returns_error_verdict(tmp_path: Path) -> None:
     scene = ChampionScene(tmp_path)
     found = looked(scene)
     assert found.verdict is Verdict.ERROR
@@ -54,7 +54,7 @@ def test_a_benchmark_that_is_not_remembered_is_an_error(tmp_path: Path) -> None:
     assert scene.asked == []
 
 
-def test_a_measurement_that_fails_is_an_error_and_no_drift(tmp_path: Path) -> None:
+def test_measure_again_with_failing_measurement_returns_error_verdict(tmp_path: Path) -> None:
     scene = ChampionScene(tmp_path).remembered()
 
     def broken(stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
@@ -67,7 +67,7 @@ def test_a_measurement_that_fails_is_an_error_and_no_drift(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("forged", ["manifest", "signature", "override"])
-def test_what_rests_on_no_valid_decision_is_an_error(forged: str, tmp_path: Path) -> None:
+def test_measure_again_without_valid_decision_returns_error_verdict(forged: str, tmp_path: Path) -> None:
     scene = ChampionScene(tmp_path).remembered()
     record = scene.world.registry.version(MODEL, "1")
     signed = record.decisions[TARGET]
@@ -85,14 +85,14 @@ def test_what_rests_on_no_valid_decision_is_an_error(forged: str, tmp_path: Path
     assert scene.asked == []
 
 
-def test_names_of_pipelines_and_models_choose(tmp_path: Path) -> None:
+def test_list_champions_with_names_selects_pipelines_or_models(tmp_path: Path) -> None:
     scene = ChampionScene(tmp_path).remembered()
     assert len(list_champions(scene.context, ("p",))) == len(list_champions(scene.context, (MODEL,))) == 1
     with pytest.raises(UserError, match=f"have one: {MODEL}, p"):
         list_champions(scene.context, ("p", "q"))
 
 
-def test_aliases_that_are_none_of_ours_are_left_alone(tmp_path: Path) -> None:
+def test_list_champions_with_foreign_aliases_ignores_them(tmp_path: Path) -> None:
     scene = ChampionScene(tmp_path)
     registry = scene.world.registry
     registry.delete_alias(MODEL, f"champion-{TARGET}")
@@ -110,14 +110,14 @@ def test_aliases_that_are_none_of_ours_are_left_alone(tmp_path: Path) -> None:
         ((Verdict.ERROR, Verdict.FAIL), 1),
     ],
 )
-def test_exit_codes(verdicts: tuple[Verdict, ...], code: int) -> None:
+def test_compute_drift_exit_code_of_verdicts_returns_worst_code(verdicts: tuple[Verdict, ...], code: int) -> None:
     assert (
         compute_drift_exit_code([Drift(model="m", version="1", target="t", verdict=v, why="") for v in verdicts])
         == code
     )
 
 
-def test_what_people_and_programs_are_told_of_drift(tmp_path: Path) -> None:
+def test_build_drift_notification_names_champion_and_changes(tmp_path: Path) -> None:
     found = looked(ChampionScene(tmp_path, now=(SLOWER,)).remembered())
     notice = build_drift_notification(found, at=5.0, actor="me")
     assert (notice.what, notice.title) == (

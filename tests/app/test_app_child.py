@@ -119,7 +119,7 @@ def noted(project: Settings, name: str) -> int:
     return int((project.root / name).read_text())
 
 
-def test_a_child_does_what_the_process_itself_would_do(project: Settings, context: Context) -> None:
+def test_run_in_subprocess_returns_same_manifest_as_current_process(project: Settings, context: Context) -> None:
     stage = data_stage(fingerprint=digest_file(context.root / "data.npz"))
     there = run_in_subprocess(project, stage, KEY, {})
     here = execute(stage, KEY, {}, context)
@@ -127,7 +127,7 @@ def test_a_child_does_what_the_process_itself_would_do(project: Settings, contex
     assert context.store.read(there["dataset.npz"])
 
 
-def test_errors_keep_their_type_and_their_words(project: Settings) -> None:
+def test_run_in_subprocess_with_failing_stage_keeps_error_type_and_text(project: Settings) -> None:
     with pytest.raises(NotFoundError) as missing:
         run_in_subprocess(project, data_stage("nowhere.npz"), KEY, {})
     assert missing.value.where.endswith("nowhere.npz")
@@ -139,7 +139,7 @@ def test_errors_keep_their_type_and_their_words(project: Settings) -> None:
         run_in_subprocess(project, train_stage("nothing"), KEY, {})
 
 
-def test_full_disk_in_a_child_stops_the_run(project: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_answer_on_full_disk_returns_storage_error(project: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -151,7 +151,7 @@ def test_full_disk_in_a_child_stops_the_run(project: Settings, monkeypatch: pyte
     assert (type(error), error.where) == (StorageError, data_stage().id)
 
 
-def test_a_crash_is_a_failure_of_the_stage_with_its_last_words(project: Settings) -> None:
+def test_run_in_subprocess_after_crash_raises_stage_error_with_output(project: Settings) -> None:
     with pytest.raises(StageError, match="signal SIGSEGV") as crashed:
         run_in_subprocess(project, train_stage("crash"), KEY, {})
     lines = crashed.value.why.splitlines()
@@ -160,13 +160,13 @@ def test_a_crash_is_a_failure_of_the_stage_with_its_last_words(project: Settings
     assert crashed.value.where == "train"
 
 
-def test_one_that_eats_memory_has_a_limit(project: Settings) -> None:
+def test_run_in_subprocess_above_memory_limit_raises_stage_error(project: Settings) -> None:
     with pytest.raises(StageError, match=r"more memory than its limit of 0\.6 GB") as caught:
         run_in_subprocess(project, train_stage("eat", memory=600_000_000), KEY, {})
     assert "`memory`" in caught.value.remedy
 
 
-def test_of_endless_output_the_end_is_kept(project: Settings, scratch: Path) -> None:
+def test_run_in_subprocess_with_much_output_keeps_its_end(project: Settings, scratch: Path) -> None:
     with pytest.raises(StageError, match="signal SIGABRT") as caught:
         run_in_subprocess(project, train_stage("chatter"), KEY, {})
     assert caught.value.why.endswith("(24 MB of output in all)")
@@ -174,13 +174,13 @@ def test_of_endless_output_the_end_is_kept(project: Settings, scratch: Path) -> 
     assert list(scratch.iterdir()) == []
 
 
-def test_a_process_that_leaves_without_a_result_failed(project: Settings) -> None:
+def test_run_in_subprocess_without_result_raises_stage_error(project: Settings) -> None:
     with pytest.raises(StageError, match="exit code 7") as left:
         run_in_subprocess(project, train_stage("leave"), KEY, {})
     assert "printed nothing" in left.value.why
 
 
-def test_a_time_out_ends_the_stage_and_all_its_processes(project: Settings, scratch: Path) -> None:
+def test_run_in_subprocess_after_timeout_ends_all_processes(project: Settings, scratch: Path) -> None:
     why = ""
     for seconds in (2.5, 10.0, 40.0):  # until its process has come as far as it should
         with pytest.raises(StageError, match=f"time-out of {seconds:g} s") as stopped:
@@ -205,7 +205,7 @@ run_in_subprocess(load_settings(), codec.loads(sys.argv[1].encode(), Stage), "sh
 """
 
 
-def test_a_child_does_not_outlive_a_parent_that_was_killed(project: Settings, scratch: Path) -> None:
+def test_run_in_subprocess_after_parent_is_killed_ends_stage(project: Settings, scratch: Path) -> None:
     stage = codec.dumps(train_stage("hang")).decode()
     environ = {**os.environ, **to_environ(project), "TMPDIR": str(scratch)}
     with subprocess.Popen([sys.executable, "-c", PARENT, stage], env=environ) as parent:
@@ -217,7 +217,7 @@ def test_a_child_does_not_outlive_a_parent_that_was_killed(project: Settings, sc
     assert list(scratch.iterdir()) == []
 
 
-def test_an_interrupted_run_ends_its_stages_on_every_machine(
+def test_stage_executor_after_interrupt_ends_local_and_remote_stages(
     project: Settings, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere: Any = create_autospec(Pools, instance=True)
@@ -242,7 +242,7 @@ def test_an_interrupted_run_ends_its_stages_on_every_machine(
         executor(train_stage("hang"), KEY, {})
 
 
-def test_only_stages_that_ask_for_it_run_elsewhere(project: Settings, context: Context) -> None:
+def test_stage_executor_runs_only_configured_stages_in_subprocess(project: Settings, context: Context) -> None:
     executor = StageExecutor(settings=project, context=context)
 
     def process_of(stage: Stage) -> int:
@@ -258,7 +258,7 @@ def test_only_stages_that_ask_for_it_run_elsewhere(project: Settings, context: C
     sys.modules.pop("training", None)
 
 
-def test_one_benchmark_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_lock_while_locked_refuses_second_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with machine_lock():
         (path,) = tmp_path.iterdir()
@@ -268,7 +268,7 @@ def test_one_benchmark_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_lines_that_tell_of_progress_are_passed_on_and_are_no_last_words(project: Settings) -> None:
+def test_run_in_subprocess_passes_progress_lines_to_observer(project: Settings) -> None:
     (project.root / "telling.py").write_text(
         "import os\n"
         "def train(data):\n"
@@ -290,7 +290,7 @@ def test_lines_that_tell_of_progress_are_passed_on_and_are_no_last_words(project
     assert caught.value.remedy.endswith(f"Its output is in {file}.")
 
 
-def test_output_of_training_is_kept_and_its_last_line_is_shown_while_it_runs(project: Settings) -> None:
+def test_run_in_subprocess_stores_output_and_shows_last_line(project: Settings) -> None:
     (project.root / "printing.py").write_text(
         "import os, subprocess, sys, time\n"
         "def train(data):\n"
@@ -318,7 +318,7 @@ def test_output_of_training_is_kept_and_its_last_line_is_shown_while_it_runs(pro
     assert f"Its output is in {file}." in caught.value.remedy
 
 
-def test_output_of_a_later_execution_replaces_that_of_the_earlier(project: Settings) -> None:
+def test_run_in_subprocess_of_later_execution_replaces_stored_output(project: Settings) -> None:
     (project.root / "counting.py").write_text("def train(data, n):\n    print('run', n)\n    raise ValueError\n")
     for number in (1, 2):
         settings: dict[str, Json] = {"run": "counting:train", "with_": {"n": number}, "framework": "sklearn"}

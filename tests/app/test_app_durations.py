@@ -21,7 +21,7 @@ from onnx_ops.scratch import Durations
 KEY = digest_bytes(b"key")
 
 
-def test_the_last_duration_of_each_stage_is_kept(tmp_path: Path) -> None:
+def test_durations_record_keeps_last_duration_of_each_stage(tmp_path: Path) -> None:
     path = tmp_path / "durations" / "p.json"
     durations = Durations(path)
     assert durations.last == {}
@@ -33,7 +33,7 @@ def test_the_last_duration_of_each_stage_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b'{"export": 1', b"[1]", b'{"export": null}', b'{"export": "x"}', b"\xff"])
-def test_a_damaged_file_costs_what_it_held(damage: bytes, tmp_path: Path) -> None:
+def test_durations_of_damaged_file_are_empty(damage: bytes, tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     path.write_bytes(damage)
     durations = Durations(path)
@@ -42,12 +42,12 @@ def test_a_damaged_file_costs_what_it_held(damage: bytes, tmp_path: Path) -> Non
     assert durations.last == {"export": 2.0}
 
 
-def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+def test_durations_record_in_unwritable_folder_raises_no_error(tmp_path: Path) -> None:
     (tmp_path / "durations").touch()
     Durations(tmp_path / "durations" / "p.json").record("export", 2.0)
 
 
-def test_a_failed_stage_has_no_duration(tmp_path: Path) -> None:
+def test_durations_measure_of_failed_stage_records_nothing(tmp_path: Path) -> None:
     durations = Durations(tmp_path / "p.json")
     with pytest.raises(ZeroDivisionError), durations.measure("export"):
         raise ZeroDivisionError
@@ -57,7 +57,7 @@ def test_a_failed_stage_has_no_duration(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "p.json").read_bytes()).keys() == {"export"}
 
 
-def test_a_placed_stage_took_the_seconds_of_its_worker(tmp_path: Path) -> None:
+def test_durations_of_stage_in_pool_come_from_its_worker(tmp_path: Path) -> None:
     settings = load_settings(tmp_path, {})
     context = build_context(settings)
 

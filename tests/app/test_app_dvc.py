@@ -76,7 +76,7 @@ def run(repository: Repository) -> RunResult:
 
 
 @pytest.mark.nightly
-def test_lineage_ends_in_mlflow_and_in_the_model(repository: Repository) -> None:
+def test_run_with_dvc_data_records_lineage_in_mlflow_and_model(repository: Repository) -> None:
     commit = repository.git("rev-parse", "v1")
     run(repository)
     project = open_project(repository.root)
@@ -116,7 +116,7 @@ def test_lineage_ends_in_mlflow_and_in_the_model(repository: Repository) -> None
 
 
 @pytest.mark.nightly
-def test_only_other_data_or_parameters_are_work(repository: Repository) -> None:
+def test_run_with_dvc_data_executes_only_stages_of_changed_inputs(repository: Repository) -> None:
     assert run(repository).executed()
     repository.write("README", "another commit")
     repository.commit()
@@ -135,7 +135,7 @@ def test_only_other_data_or_parameters_are_work(repository: Repository) -> None:
     assert not [stage for stage in executed if stage.startswith("data/")]
 
 
-def test_a_run_ends_at_what_was_tampered_with(repository: Repository) -> None:
+def test_run_with_tampered_dvc_cache_fails_data_stage(repository: Repository) -> None:
     repository.cached(md5(iris(1))).write_bytes(archive(3))
     project = open_project(repository.root)
     result = execute(project, prepare(project, repository.root / FILE))
@@ -147,7 +147,7 @@ def test_a_run_ends_at_what_was_tampered_with(repository: Repository) -> None:
     assert result.errors["data/test"].exit_code == 5
 
 
-def test_a_pointer_or_a_parameter_touches_the_pipelines_that_use_it(repository: Repository) -> None:
+def test_affected_by_dvc_pointer_or_parameter_lists_pipeline(repository: Repository) -> None:
     project = open_project(repository.root)
     for changed, touched in (
         ("data/test.npz.dvc", True),

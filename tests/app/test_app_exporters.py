@@ -26,7 +26,7 @@ benchmark: {targets: [cpu-1t]}
 """
 
 
-def test_an_exporter_runs_where_it_brings_requirements_or_the_pipeline_says() -> None:
+def test_select_environment_uses_requirements_of_exporter_or_pipeline() -> None:
     own = Environment(requirements=PaddleExporter.requirements)
     assert select_environment(SklearnExporter(), None) is None
     assert select_environment(PaddleExporter(), None) == own
@@ -46,13 +46,13 @@ def test_an_exporter_runs_where_it_brings_requirements_or_the_pipeline_says() ->
         (Environment(isolated=False, python="3.12"), "never changed"),
     ],
 )
-def test_an_environment_that_says_nothing_or_two_things_is_refused(env: Environment, expected: str) -> None:
+def test_select_environment_with_empty_or_conflicting_settings_raises_error(env: Environment, expected: str) -> None:
     with pytest.raises(UserError, match=expected) as refused:
         select_environment(SklearnExporter(), env)
     assert refused.value.remedy
 
 
-def test_an_isolated_exporter_trains_and_shows_nothing_of_its_inside(tmp_path: Path) -> None:
+def test_load_tool_of_isolated_exporter_returns_training_exporter(tmp_path: Path) -> None:
     settings = load_settings(tmp_path, {})
     found = load_tool(settings, "exporters", "tensorflow")
     assert isinstance(found, IsolatedExporter)
@@ -62,7 +62,7 @@ def test_an_isolated_exporter_trains_and_shows_nothing_of_its_inside(tmp_path: P
     assert not (tmp_path / ".onnx-ops").exists()  # nothing is made before it is needed
 
 
-def test_limits_are_no_part_of_a_stage_s_key_but_requirements_are(tmp_path: Path) -> None:
+def test_stage_key_depends_on_requirements_but_not_on_limits(tmp_path: Path) -> None:
     (tmp_path / "configs/targets").mkdir(parents=True)
     (tmp_path / "configs/targets/cpu-1t.yaml").write_text("name: cpu-1t\n")
     (tmp_path / "toy.py").write_text("def train(data):\n    return None\n")

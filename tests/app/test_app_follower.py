@@ -51,7 +51,7 @@ def following() -> Following:
     return following
 
 
-def test_lease_lasts_from_the_earlier_of_list_and_report(following: Following) -> None:
+def test_lease_end_is_counted_from_earlier_of_list_and_report(following: Following) -> None:
     assert following.compute_lease_end(NOW) == NOW + LEASE_S
     following.listed_at = NOW + 5
     assert following.compute_lease_end(NOW + 5) == NOW + LEASE_S
@@ -59,7 +59,7 @@ def test_lease_lasts_from_the_earlier_of_list_and_report(following: Following) -
     assert following.compute_lease_end(NOW + 7) == NOW + 5 + LEASE_S
 
 
-def test_lease_before_the_first_list_or_report_is_none() -> None:
+def test_lease_end_before_first_list_or_report_is_zero() -> None:
     following = Following()
     assert following.compute_lease_end(NOW) == 0
     following.see(CANARY)
@@ -68,18 +68,18 @@ def test_lease_before_the_first_list_or_report_is_none() -> None:
     assert following.compute_lease_end(NOW) == 0
 
 
-def test_lease_ends_once_a_newer_table_moves_traffic(following: Following) -> None:
+def test_lease_end_after_newer_table_moves_traffic_is_zero(following: Following) -> None:
     following.see(ABORT)
     assert following.compute_lease_end(NOW) == 0
 
 
-def test_lease_goes_on_while_a_table_has_models_loaded(following: Following) -> None:
+def test_lease_end_while_models_are_loaded_is_extended(following: Following) -> None:
     prepared, _ = plan(3, CANARY, c=10, a=90)
     following.see(must(prepared))
     assert following.compute_lease_end(NOW) == NOW + LEASE_S
 
 
-def test_lease_ends_without_a_judge_and_returns_with_it(following: Following) -> None:
+def test_lease_end_without_heartbeat_is_zero_until_it_returns(following: Following) -> None:
     following.adopted = following.newest = replace(CANARY, judge_timeout_s=60.0)
     following.see_beat(7, NOW)
     assert following.compute_lease_end(NOW + 10) > 0
@@ -91,7 +91,7 @@ def test_lease_ends_without_a_judge_and_returns_with_it(following: Following) ->
 
 
 @pytest.mark.parametrize("beat", [2, 3])
-def test_lease_after_a_gap_waits_for_a_later_look_of_the_judge(following: Following, beat: int) -> None:
+def test_lease_end_after_gap_is_zero_until_later_heartbeat(following: Following, beat: int) -> None:
     now = NOW + LEASE_S + 1
     following.listed_at = following.reported_at = now
     following.see_beat(beat, now)  # the judge may have looked within the gap, and a rollback been requested since
@@ -102,12 +102,12 @@ def test_lease_after_a_gap_waits_for_a_later_look_of_the_judge(following: Follow
     assert following.compute_lease_end(now + 2) == now + LEASE_S
 
 
-def test_lease_after_a_short_gap_goes_on(following: Following) -> None:
+def test_lease_end_after_short_gap_is_extended(following: Following) -> None:
     following.see_beat(2, NOW + LEASE_S)
     assert following.compute_lease_end(NOW + LEASE_S) == NOW + LEASE_S
 
 
-def test_lease_of_a_newcomer_waits_for_a_look_of_the_judge() -> None:
+def test_lease_end_of_new_replica_is_zero_until_second_heartbeat() -> None:
     following = Following()
     following.see(CANARY)
     following.adopted = CANARY
@@ -119,17 +119,17 @@ def test_lease_of_a_newcomer_waits_for_a_look_of_the_judge() -> None:
 
 
 @pytest.mark.parametrize("names", [[], ["00000001-1.json"], ["00000003-1.json"]])
-def test_list_without_the_known_table_is_an_outage(names: list[str]) -> None:
+def test_require_known_without_known_table_raises_unavailable_error(names: list[str]) -> None:
     with pytest.raises(ServiceUnavailableError, match="table 00000002-1 is gone"):
         require_known(names, TableNumber(2), "/share/control")
 
 
-def test_list_with_the_known_table_is_taken() -> None:
+def test_require_known_with_known_table_raises_no_error() -> None:
     require_known(["00000002-1.json", "00000003-1.json"], TableNumber(2), "/share/control")
     require_known([], None, "/share/control")
 
 
-def test_serving_end_outlasts_a_table_that_moves_traffic_and_a_judge_that_left(following: Following) -> None:
+def test_serving_end_after_moved_traffic_and_lost_heartbeat_is_extended(following: Following) -> None:
     following.adopted = following.newest = replace(CANARY, judge_timeout_s=60.0)
     assert following.renew_serving_end() == NOW + LEASE_S
     following.see(ABORT)
@@ -137,7 +137,7 @@ def test_serving_end_outlasts_a_table_that_moves_traffic_and_a_judge_that_left(f
     assert following.renew_serving_end() == NOW + LEASE_S
 
 
-def test_serving_end_moves_on_only_with_the_newest_table(following: Following) -> None:
+def test_serving_end_is_extended_only_with_newest_table(following: Following) -> None:
     following.renew_serving_end()
     following.see(ABORT)
     following.listed_at = following.reported_at = NOW + 100  # it was cut off, and is back
@@ -146,7 +146,7 @@ def test_serving_end_moves_on_only_with_the_newest_table(following: Following) -
     assert following.renew_serving_end() == NOW + 100 + LEASE_S
 
 
-def test_serving_end_after_a_start_is_none_before_the_newest_table_is_adopted() -> None:
+def test_serving_end_after_start_is_zero_until_newest_table_is_adopted() -> None:
     following = Following()
     following.listed_at = following.reported_at = NOW
     following.see(ABORT)
@@ -155,21 +155,21 @@ def test_serving_end_after_a_start_is_none_before_the_newest_table_is_adopted() 
     assert following.renew_serving_end() == NOW + LEASE_S
 
 
-def test_table_that_is_leased_is_listed_as_often_as_one_with_a_candidate(following: Following) -> None:
+def test_leased_table_without_candidate_is_listed_at_short_interval(following: Following) -> None:
     leased = plan_tables("digits", make_state(a=100), 4, ABORT, digest=None, limits_s={}, is_leased=True)[1]
     following.adopted = leased
     assert following.needs_lease
     assert following.is_list_due(NOW + RENEW_S)
 
 
-def test_see_keeps_the_highest_table(following: Following) -> None:
+def test_following_see_of_lower_table_keeps_highest_one(following: Following) -> None:
     following.see(STABLE)
     assert following.newest == CANARY
     following.see(None)
     assert following.newest == CANARY
 
 
-def test_list_is_due_more_often_while_a_lease_is_needed(following: Following) -> None:
+def test_is_list_due_while_lease_is_needed_returns_true_earlier(following: Following) -> None:
     assert following.is_list_due(NOW + RENEW_S)
     assert not following.is_list_due(NOW + RENEW_S - 1)
     following.adopted = STABLE
@@ -181,7 +181,7 @@ def test_list_is_due_more_often_while_a_lease_is_needed(following: Following) ->
 @pytest.mark.parametrize(
     ("control", "reports"), [("s3://b/p", "s3://b/p/"), ("s3://b/p", "s3://b/p/r"), ("/x/y/", "/x"), ("/x", "/x")]
 )
-def test_check_options_with_reports_beside_tables_is_refused(control: str, reports: str) -> None:
+def test_check_options_with_overlapping_locations_raises_user_error(control: str, reports: str) -> None:
     with pytest.raises(UserError, match="in one location"):
         check_options({"follow": control, "reports": reports}, ServerOptions(endpoint="digits", trusted_keys="keys"))
 
@@ -190,17 +190,17 @@ def test_check_options_with_reports_beside_tables_is_refused(control: str, repor
     ("options", "error"),
     [(ServerOptions(trusted_keys="keys"), UserError), (ServerOptions(endpoint="digits"), RefusedError)],
 )
-def test_check_options_without_endpoint_or_keys_is_refused(options: ServerOptions, error: type[OnnxOpsError]) -> None:
+def test_check_options_without_endpoint_or_keys_raises_error(options: ServerOptions, error: type[OnnxOpsError]) -> None:
     with pytest.raises(error):
         check_options({"follow": "/control", "reports": "/reports"}, options)
 
 
-def test_check_options_of_neighbours_is_accepted() -> None:
+def test_check_options_with_sibling_locations_raises_no_error() -> None:
     options = ServerOptions(endpoint="digits", trusted_keys="keys")
     check_options({"follow": "s3://b/control", "reports": "s3://b/control-reports"}, options)
 
 
-def test_name_replica_is_the_same_after_a_restart(tmp_path: Path) -> None:
+def test_name_replica_after_restart_returns_same_name(tmp_path: Path) -> None:
     name = name_replica(tmp_path, "")
     assert name_replica(tmp_path, "") == name
     assert name_replica(tmp_path, "r-1") == "r-1"
@@ -210,7 +210,7 @@ def test_name_replica_is_the_same_after_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trusted", ["nowhere", "AAAA", "empty"])
-def test_read_release_keys_without_a_key_is_an_error(tmp_path: Path, trusted: str) -> None:
+def test_read_release_keys_without_key_raises_error(tmp_path: Path, trusted: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises((UserError, RefusedError)):
         read_release_keys(tmp_path, trusted)

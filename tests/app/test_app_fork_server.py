@@ -66,7 +66,9 @@ def servers(pid: int | None = None) -> list[psutil.Process]:
     return [child for child in alive if "onnx_ops.app.worker" in child.cmdline()]
 
 
-def test_a_process_takes_over_what_its_parent_has_now(project: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_server_process_inherits_current_environment_and_path(
+    project: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     FORK_SERVER.start()
     monkeypatch.setenv("GIVEN", "later")
     monkeypatch.setenv("PYTHONPATH", f"{project.root}/more")
@@ -78,7 +80,7 @@ def test_a_process_takes_over_what_its_parent_has_now(project: Settings, monkeyp
     assert document["temporary"] != describe(project)["temporary"]
 
 
-def test_two_processes_draw_different_numbers_and_hold_no_descriptors_of_others(project: Settings) -> None:
+def test_fork_server_processes_have_distinct_seeds_and_own_descriptors(project: Settings) -> None:
     with ThreadPoolExecutor(4) as threads:
         documents = list(threads.map(lambda _: describe(project), range(4)))
     drawn = [number for document in documents for number in document["drawn"]]
@@ -86,7 +88,7 @@ def test_two_processes_draw_different_numbers_and_hold_no_descriptors_of_others(
     assert len({document["files"] for document in documents}) == 1
 
 
-def test_a_server_that_was_killed_is_started_again(project: Settings) -> None:
+def test_fork_server_after_kill_is_started_again(project: Settings) -> None:
     describe(project)
     (server,) = servers()
     server.kill()
@@ -95,9 +97,7 @@ def test_a_server_that_was_killed_is_started_again(project: Settings) -> None:
     assert len(servers()) == 1
 
 
-def test_a_server_that_cannot_start_is_an_error_of_the_stage(
-    project: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fork_server_that_cannot_start_raises_stage_error(project: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     monkeypatch.setattr(FORK_SERVER, "_control", None)
     with pytest.raises(StageError, match="no process can be started"):
@@ -127,7 +127,7 @@ sys.stdin.read()
 """
 
 
-def test_forks_of_its_user_share_a_server_which_ends_with_its_user(project: Settings) -> None:
+def test_fork_server_is_shared_by_forks_and_ends_with_its_owner(project: Settings) -> None:
     command = [sys.executable, "-c", USER, str(project.root), codec.dumps(STAGE).decode()]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as user:
         assert user.stdout is not None

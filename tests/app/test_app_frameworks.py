@@ -38,7 +38,7 @@ ELSEWHERE = ("digits-cnn",)
 """Run by other tests."""
 
 
-def test_every_pipeline_is_run_by_a_test() -> None:
+def test_pipeline_files_are_all_covered_by_framework_tests() -> None:
     found = {path.stem for path in (ROOT / "configs/pipelines").glob("*.yaml")}
     assert found == {*LIGHT, *HEAVY, *ELSEWHERE}
 
@@ -62,7 +62,7 @@ def run(root: Path, name: str, *overrides: str) -> Any:
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras and numpy 2
 @pytest.mark.parametrize("name", [*LIGHT, *(pytest.param(name, marks=pytest.mark.nightly) for name in HEAVY)])
-def test_the_pipeline_of_a_framework_passes(root: Path, name: str) -> None:
+def test_run_of_framework_pipeline_passes_gates_and_is_cached(root: Path, name: str) -> None:
     project, result = run(root, name)
     assert [(o.stage, o.reason) for o in result.outcomes.values() if o.status is StageStatus.FAILED] == []
     handler = project.handler()
@@ -74,7 +74,7 @@ def test_the_pipeline_of_a_framework_passes(root: Path, name: str) -> None:
     assert {o.status for o in again.outcomes.values()} == {StageStatus.CACHED}
 
 
-def test_a_table_without_its_reader_is_refused_before_a_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_execute_without_table_reader_raises_missing_package_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project = open_project(root)
     prepared = prepare(project, root / "configs/pipelines/churn-table.yaml", until=StageKind.GATE)
     hide(monkeypatch, "pyarrow")

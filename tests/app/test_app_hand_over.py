@@ -91,7 +91,7 @@ def place(evaluated: Path, tmp_path: Path) -> Path:
     return copy
 
 
-def test_prepare_release_runs_no_code_of_the_user_and_signs(place: Path) -> None:
+def test_prepare_release_signs_without_running_user_code(place: Path) -> None:
     assert (place / "root" / "ran").exists()
     (place / "root" / "ran").unlink()
     summary = release(place / "root", place / "evaluation")
@@ -106,7 +106,7 @@ def test_prepare_release_runs_no_code_of_the_user_and_signs(place: Path) -> None
     assert (again.exit_code, again.executed) == (0, ())
 
 
-def test_prepare_release_after_another_promotion_asks_for_a_new_evaluation(place: Path) -> None:
+def test_prepare_release_after_other_promotion_raises_refused_error(place: Path) -> None:
     root = place / "root"
     older = place / "evaluation"
     write_project(root, strength=2.0)
@@ -123,7 +123,7 @@ def test_prepare_release_after_another_promotion_asks_for_a_new_evaluation(place
     assert project.context.registry().aliases("iris")[format_alias("champion", "cpu-1t")] == "1"
 
 
-def test_prepare_release_of_a_failed_evaluation_names_its_cause(place: Path) -> None:
+def test_prepare_release_of_failed_evaluation_names_its_cause(place: Path) -> None:
     (place / "root" / "job.py").write_text("def train(data):\n    raise ValueError('no rows')\n", encoding="utf-8")
     commit_all(place / "root")
     assert evaluate(place / "root", place / "failed").exit_code == 2
@@ -134,7 +134,7 @@ def test_prepare_release_of_a_failed_evaluation_names_its_cause(place: Path) -> 
     assert summary.registration is None
 
 
-def test_write_evaluation_into_a_folder_with_files_is_refused(place: Path) -> None:
+def test_write_evaluation_into_used_folder_raises_user_error(place: Path) -> None:
     with pytest.raises(UserError, match="not a new folder"):
         evaluate(place / "root", place / "evaluation")
 
@@ -198,7 +198,7 @@ FORGED: dict[str, tuple[type[OnnxOpsError], Change]] = {
 
 
 @pytest.mark.parametrize("forged", FORGED)
-def test_prepare_release_of_what_is_not_its_own_evaluation_is_refused(place: Path, forged: str) -> None:
+def test_prepare_release_of_forged_evaluation_raises_error(place: Path, forged: str) -> None:
     kind, change = FORGED[forged]
     folder = place / "evaluation"
     document = json.loads((folder / "evaluation.json").read_bytes())
@@ -210,7 +210,7 @@ def test_prepare_release_of_what_is_not_its_own_evaluation_is_refused(place: Pat
 
 
 @pytest.mark.parametrize("kind", ["nothing", "link", "folder", "pipe", "deep"])
-def test_prepare_release_of_a_description_that_is_no_plain_file_is_refused(place: Path, kind: str) -> None:
+def test_prepare_release_with_irregular_description_file_raises_error(place: Path, kind: str) -> None:
     file = place / "evaluation" / "evaluation.json"
     file.rename(place / "true.json")
     match kind:

@@ -73,7 +73,7 @@ def deploy(*, auto: bool = False, **section: object) -> Stage:
     return Stage(id="deploy/e", kind=StageKind.DEPLOY, settings=settings, target="cpu", tolerates=tolerates)
 
 
-def test_a_policy_changes_although_a_promotion_is_refused_but_nothing_new_is_bound(tmp_path: Path) -> None:
+def test_deploy_stage_without_promotion_updates_policy_only(tmp_path: Path) -> None:
     context = FakeWorld().context(root=tmp_path)
     handler, inputs = handler_of(context), {"register": registered(context, KEY)}
     assert handler.refusal(deploy(auto=True), inputs) == "needs promote@cpu, which did not run"
@@ -85,7 +85,7 @@ def test_a_policy_changes_although_a_promotion_is_refused_but_nothing_new_is_bou
     assert context.ledger.state("e").policy == patient
 
 
-def test_run_that_would_leave_an_endpoint_behind_does_nothing_and_ends_refused(tmp_path: Path) -> None:
+def test_execute_of_run_that_abandons_endpoint_raises_refused_error(tmp_path: Path) -> None:
     (tmp_path / "onnx-ops.toml").write_text('signing = "off"\n')
     world = FakeWorld()
     context = world.context(root=tmp_path)
@@ -108,7 +108,7 @@ def test_run_that_would_leave_an_endpoint_behind_does_nothing_and_ends_refused(t
     assert context.ledger.state("e").config is None
 
 
-def test_a_registration_is_known_until_another_one_of_its_release_follows(tmp_path: Path) -> None:
+def test_cached_registration_after_other_registration_of_release_is_none(tmp_path: Path) -> None:
     """The gates are changed, and changed back."""
     handler = handler_of(FakeWorld().context(root=tmp_path))
     stage = REGISTER
@@ -131,7 +131,7 @@ def test_a_registration_is_known_until_another_one_of_its_release_follows(tmp_pa
     ],
     ids=["no champion", "no comparison", "another champion", "this champion", "itself the champion"],
 )
-def test_was_compared_without_an_endpoint_asks_the_registry_for_its_champion(
+def test_was_compared_without_endpoint_uses_champion_in_registry(
     tmp_path: Path, champion: bool, release: bytes, compared: bytes, expected: bool
 ) -> None:
     context = FakeWorld().context(root=tmp_path)
@@ -144,7 +144,7 @@ def test_was_compared_without_an_endpoint_asks_the_registry_for_its_champion(
     assert was_compared(context, "m", evidence) is expected
 
 
-def test_registration_of_another_registry_is_unknown(tmp_path: Path) -> None:
+def test_cached_registration_of_other_registry_is_none(tmp_path: Path) -> None:
     """Two registries over one store, in turn."""
     context, stage = FakeWorld().context(root=tmp_path), REGISTER
     first, second = (
@@ -159,7 +159,7 @@ def test_registration_of_another_registry_is_unknown(tmp_path: Path) -> None:
     assert first.cached(stage, loose, {}) is None, "the first registry still shows the strict gates"
 
 
-def test_registration_whose_version_was_deleted_is_unknown(tmp_path: Path) -> None:
+def test_cached_registration_of_deleted_version_is_none(tmp_path: Path) -> None:
     world = FakeWorld()
     handler = handler_of(world.context(root=tmp_path))
     handler.execute(REGISTER, KEY, {})
@@ -168,7 +168,7 @@ def test_registration_whose_version_was_deleted_is_unknown(tmp_path: Path) -> No
     assert replace(handler, confirms=False).cached(REGISTER, KEY, {}) is not None, "a plan does not ask the registry"
 
 
-def test_registration_that_cannot_be_confirmed_is_attempted_again(tmp_path: Path) -> None:
+def test_cached_registration_with_unreachable_registry_is_none(tmp_path: Path) -> None:
     world = FakeWorld()
     handler = handler_of(world.context(root=tmp_path))
     handler.execute(REGISTER, KEY, {})
@@ -178,7 +178,7 @@ def test_registration_that_cannot_be_confirmed_is_attempted_again(tmp_path: Path
         handler.execute(REGISTER, KEY, {})
 
 
-def test_a_deployment_is_known_until_its_settings_or_its_policy_change(tmp_path: Path) -> None:
+def test_cached_deployment_after_changed_settings_or_policy_is_none(tmp_path: Path) -> None:
     context = FakeWorld().context(root=tmp_path)
     handler, inputs = handler_of(context), {"register": registered(context, KEY)}
 

@@ -69,7 +69,7 @@ def summary(store: ContentStore) -> Summary:
     )
 
 
-def test_a_branch_finds_the_last_commit_that_was_measured_before_it_left(root: Path, store: ContentStore) -> None:
+def test_find_base_on_branch_returns_last_measured_common_commit(root: Path, store: ContentStore) -> None:
     measured = git(root, "rev-parse", "HEAD")
     record_commit(root, store, summary(store))
     commit(root, "a commit that touches no model")
@@ -84,21 +84,21 @@ def test_a_branch_finds_the_last_commit_that_was_measured_before_it_left(root: P
     assert (found.choices, found.evidence) == (summary(store).choices, (evidence_of(),))
 
 
-def test_a_commit_is_not_compared_with_itself(root: Path, store: ContentStore) -> None:
+def test_find_base_on_recorded_commit_excludes_that_commit(root: Path, store: ContentStore) -> None:
     record_commit(root, store, summary(store))
     assert "Nothing is recorded for main" in find_base(root, store, PIPELINE, "main").why
     (root / "file.txt").write_text("not committed")
     assert find_base(root, store, PIPELINE, "main").why == ""
 
 
-def test_what_differs_from_its_commit_is_not_recorded(root: Path, store: ContentStore) -> None:
+def test_record_commit_with_uncommitted_changes_records_nothing(root: Path, store: ContentStore) -> None:
     (root / "file.txt").write_text("not committed")
     record_commit(root, store, summary(store))
     assert "Nothing is recorded" in find_base(root, store, PIPELINE, "main").why
 
 
 @pytest.mark.parametrize("error", [OSError("no space"), ServiceUnavailableError("no answer")])
-def test_a_run_ends_as_it_is_where_its_figures_cannot_be_recorded(
+def test_run_with_failing_commit_record_succeeds(
     tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record, refused = ContentStore.record, []
@@ -118,14 +118,12 @@ def test_a_run_ends_as_it_is_where_its_figures_cannot_be_recorded(
     assert len(refused) == 1
 
 
-def test_a_base_that_cannot_be_found_is_said_in_one_line(root: Path, store: ContentStore, tmp_path: Path) -> None:
+def test_find_base_with_unknown_commit_returns_explanation(root: Path, store: ContentStore, tmp_path: Path) -> None:
     assert "git knows no commit 'nope'" in find_base(root, store, PIPELINE, "nope").why
     assert "git knows no commit" in find_base(tmp_path, store, PIPELINE, "main").why
 
 
-def test_a_job_without_the_store_takes_what_another_has_left_in_a_folder(
-    root: Path, store: ContentStore, tmp_path: Path
-) -> None:
+def test_import_commits_from_exported_folder_restores_base(root: Path, store: ContentStore, tmp_path: Path) -> None:
     record_commit(root, store, summary(store))
     export_commit(root, store, PIPELINE, tmp_path / "figures")
     other = ContentStore(LocalObjects(tmp_path / "other"), tmp_path / "other-cache")
@@ -135,7 +133,7 @@ def test_a_job_without_the_store_takes_what_another_has_left_in_a_folder(
     assert find_base(root, other, PIPELINE, "main").evidence == (evidence_of(),)
 
 
-def test_a_folder_keeps_the_newest_commits(root: Path, store: ContentStore, tmp_path: Path) -> None:
+def test_export_commit_into_full_folder_keeps_newest_commits(root: Path, store: ContentStore, tmp_path: Path) -> None:
     folder = tmp_path / "figures"
     for age in range(30):
         (folder / str(age)).mkdir(parents=True)
@@ -145,7 +143,7 @@ def test_a_folder_keeps_the_newest_commits(root: Path, store: ContentStore, tmp_
     assert {path.name for path in folder.iterdir()} == {git(root, "rev-parse", "HEAD"), *map(str, range(19))}
 
 
-def test_the_author_is_that_of_the_commit_or_of_the_service(root: Path, tmp_path: Path) -> None:
+def test_read_provenance_returns_author_of_commit_or_service(root: Path, tmp_path: Path) -> None:
     made = read_provenance(root, 0.0, {})
     head = git(root, "rev-parse", "HEAD")
     assert (made.at, made.author, made.commit) == ("1970-01-01 00:00 UTC", "Ada Example", head)
@@ -154,7 +152,7 @@ def test_the_author_is_that_of_the_commit_or_of_the_service(root: Path, tmp_path
     assert (provenance.author, provenance.commit, provenance.branch) == ("ada", "abc", "main")
 
 
-def test_of_the_merge_of_a_pull_request_the_change_counts(root: Path) -> None:
+def test_read_provenance_of_merged_pull_request_returns_its_head(root: Path) -> None:
     git(root, "checkout", "-q", "-b", "branch")
     head = commit(root, "a change")
     git(root, "checkout", "-q", "main")
@@ -173,5 +171,5 @@ def test_of_the_merge_of_a_pull_request_the_change_counts(root: Path) -> None:
         ({"SYSTEM_PULLREQUEST_TARGETBRANCH": "refs/heads/main"}, "main"),
     ],
 )
-def test_the_base_of_a_pull_request_is_known_of_three_services(environ: dict[str, str], branch: str) -> None:
+def test_read_base_branch_of_each_ci_service_returns_target_branch(environ: dict[str, str], branch: str) -> None:
     assert read_base_branch(environ) == branch

@@ -130,7 +130,7 @@ def asked(pools: Nearby, asker: Project, stage: Stage, renew: bool = False) -> M
     return ask(pools, asker.context, stage, KEY, {}, place=asker.settings.store, renew=renew)
 
 
-def test_training_runs_elsewhere_with_the_code_and_files_that_it_names(
+def test_remote_training_sends_named_code_and_files(
     asker: Project, worker: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -147,7 +147,7 @@ def test_training_runs_elsewhere_with_the_code_and_files_that_it_names(
     assert not any(worker.settings.root.glob("*.py"))
 
 
-def test_a_result_that_is_known_is_taken_and_a_renewed_one_is_not(
+def test_remote_stage_with_stored_result_runs_only_if_renewed(
     asker: Project, worker: Project, executed: list[str]
 ) -> None:
     pools = Nearby(worker)
@@ -163,20 +163,20 @@ def test_a_result_that_is_known_is_taken_and_a_renewed_one_is_not(
     assert keys[1] not in (KEY, "")
 
 
-def test_what_was_raised_there_is_raised_here(asker: Project, worker: Project) -> None:
+def test_remote_stage_that_fails_raises_its_error_locally(asker: Project, worker: Project) -> None:
     with pytest.raises(UserError, match="no such luck") as caught:
         asked(Nearby(worker), asker, train_stage(asker, "fail"))
     assert caught.value.exit_code == 2
 
 
-def test_code_that_changed_after_the_plan_is_not_sent(asker: Project, worker: Project) -> None:
+def test_remote_stage_with_code_changed_after_plan_raises_conflict_error(asker: Project, worker: Project) -> None:
     stage = train_stage(asker)
     (asker.settings.root / "helpers.py").write_text("def scale(number): return 4 * number\n")
     with pytest.raises(ConflictError, match="its code changed after the plan"):
         asked(Nearby(worker), asker, stage)
 
 
-def test_a_worker_with_another_store_names_both(asker: Project, tmp_path: Path) -> None:
+def test_remote_stage_with_other_store_raises_error_naming_both(asker: Project, tmp_path: Path) -> None:
     other = project(tmp_path / "worker", store="elsewhere")
     with pytest.raises(MeasurementError, match="did not execute it") as caught:
         asked(Nearby(other), asker, train_stage(asker))
@@ -194,7 +194,7 @@ def test_a_worker_with_another_store_names_both(asker: Project, tmp_path: Path) 
         ({"kind": StageKind.REGISTER}, "a worker does not execute register stages"),
     ],
 )
-def test_a_worker_refuses_what_it_would_not_compute_alike(
+def test_worker_with_other_versions_refuses_stage(
     asker: Project, worker: Project, changes: dict[str, Any], message: str
 ) -> None:
     stage = replace(train_stage(asker), **changes)
@@ -205,7 +205,9 @@ def test_a_worker_refuses_what_it_would_not_compute_alike(
 
 
 @pytest.mark.parametrize("name", ["../outside.py", "/etc/cron.d/job", "a/../../b", ""])
-def test_files_of_a_request_stay_in_its_folder(asker: Project, worker: Project, name: str) -> None:
+def test_answer_request_with_file_outside_folder_raises_refused_error(
+    asker: Project, worker: Project, name: str
+) -> None:
     store = asker.context.store
     request = {
         **build_request(train_stage(asker), KEY, {}),
@@ -218,7 +220,7 @@ def test_files_of_a_request_stay_in_its_folder(asker: Project, worker: Project, 
         answer_request(worker, digest, place="", run="run", observer=Observer())
 
 
-def test_libraries_travel_by_digest_to_the_place_that_the_stage_finds(
+def test_remote_stage_receives_operator_libraries_by_digest(
     asker: Project, worker: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = tmp_path / "asker" / "lib.so"
@@ -241,7 +243,7 @@ def test_libraries_travel_by_digest_to_the_place_that_the_stage_finds(
     assert seen["pool"] == ""
 
 
-def test_the_champion_travels_with_every_file_of_its_folder(
+def test_remote_benchmark_receives_all_files_of_champion(
     asker: Project, worker: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "champion"
@@ -265,7 +267,7 @@ def test_the_champion_travels_with_every_file_of_its_folder(
     assert seen == [b"model.onnx", b"custom_ops/board/lib.so"]
 
 
-def test_a_measurement_by_a_machine_that_the_target_does_not_accept_is_not_taken(
+def test_remote_benchmark_from_unaccepted_machine_is_not_reused(
     asker: Project, worker: Project, executed: list[str]
 ) -> None:
     evidence = make_evidence()

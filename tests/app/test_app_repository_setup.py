@@ -119,7 +119,7 @@ def add(root: Path, arguments: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_init_into_repository_writes_what_is_missing_and_the_check_passes(tmp_path: Path, layout: str) -> None:
+def test_init_into_repository_adds_files_that_pass_check(tmp_path: Path, layout: str) -> None:
     make, name = LAYOUTS[layout]
     root = tmp_path / layout
     root.mkdir()
@@ -139,7 +139,7 @@ def test_init_into_repository_writes_what_is_missing_and_the_check_passes(tmp_pa
 
 
 @pytest.mark.parametrize("layout", ["src-layout", "flat-layout"])
-def test_init_into_repository_leaves_its_tests_and_its_build_unchanged(tmp_path: Path, layout: str) -> None:
+def test_init_into_repository_leaves_tests_and_build_unchanged(tmp_path: Path, layout: str) -> None:
     root = tmp_path / layout
     root.mkdir()
     arguments = LAYOUTS[layout][0](root)
@@ -160,7 +160,7 @@ def test_init_into_repository_leaves_its_tests_and_its_build_unchanged(tmp_path:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_init_into_repository_gives_a_pipeline_whose_gates_pass(tmp_path: Path, layout: str) -> None:
+def test_init_into_repository_creates_pipeline_whose_gates_pass(tmp_path: Path, layout: str) -> None:
     root = tmp_path / layout
     root.mkdir()
     subprocess.run(["git", "init", "--quiet", str(root)], check=True)
@@ -174,14 +174,14 @@ def test_init_into_repository_gives_a_pipeline_whose_gates_pass(tmp_path: Path, 
     assert ".onnx-ops" not in listed.stdout
 
 
-def test_init_into_repository_with_an_own_settings_file_keeps_it(tmp_path: Path) -> None:
+def test_init_into_repository_with_settings_file_keeps_it(tmp_path: Path) -> None:
     root = write(tmp_path / "own", **{"onnx-ops.toml": 'signing = "off"\n'})
     document = add(root, make_model_repository(root))
     assert "onnx-ops.toml" in document["kept"]
     assert (root / "onnx-ops.toml").read_text() == 'signing = "off"\n'
 
 
-def test_init_into_repository_deploys_flows_of_the_package(tmp_path: Path) -> None:
+def test_init_into_repository_writes_deployments_of_package_flows(tmp_path: Path) -> None:
     root = tmp_path / "flows"
     root.mkdir()
     add(root, make_model_repository(root))
@@ -207,7 +207,7 @@ def test_init_into_repository_deploys_flows_of_the_package(tmp_path: Path) -> No
         ([], "--into needs --from"),
     ],
 )
-def test_init_into_repository_from_what_is_not_there_writes_nothing(
+def test_init_into_repository_from_missing_source_writes_nothing(
     tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     make_src_layout(tmp_path)
@@ -219,12 +219,12 @@ def test_init_into_repository_from_what_is_not_there_writes_nothing(
     assert digest_files(tmp_path) == before
 
 
-def test_choose_name_of_a_broken_project_is_that_of_the_folder(tmp_path: Path) -> None:
+def test_choose_name_of_broken_project_returns_folder_name(tmp_path: Path) -> None:
     root = write(tmp_path / "My Model!", **{"pyproject.toml": "[project"})
     assert choose_name(root) == "my-model"
 
 
-def test_generated_rows_fit_the_inputs(tmp_path: Path) -> None:
+def test_init_from_model_generates_rows_that_fit_its_inputs(tmp_path: Path) -> None:
     add(tmp_path, ["--name", "iris", *make_model_repository(tmp_path)])
     with np.load(tmp_path / "onnx-ops" / "iris-rows.npz") as archive:
         assert {name: array.shape for name, array in archive.items()} == {"x": (64, 4)}

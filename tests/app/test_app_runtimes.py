@@ -105,13 +105,13 @@ def measured(root: Path, pipeline: str, *targets: str) -> dict[str, str | None]:
 
 
 @pytest.mark.nightly
-def test_one_pipeline_is_measured_by_every_runtime(root: Path) -> None:
+def test_pipeline_with_several_runtimes_is_measured_on_each(root: Path) -> None:
     targets = ("cpu-1t", "node", "browser-wasm", "apart")
     assert measured(root, "iris-onnx", *targets) == dict.fromkeys(targets, "fp32")
 
 
 @pytest.mark.nightly
-def test_openvino_measures_in_an_environment_of_its_own(root: Path) -> None:
+def test_openvino_target_is_measured_in_separate_environment(root: Path) -> None:
     targets = ("cpu-1t", "cpu-all", "node", "browser-wasm")
     assert all(measured(root, "digits-cnn", *targets, "openvino-cpu").values())
     project, result, _ = run(root, "digits-cnn", *targets, "openvino-cpu")
@@ -155,7 +155,7 @@ LONG_ENOUGH_S = 1.0
 
 
 @pytest.mark.nightly
-def test_runtimes_that_are_killed_are_errors_and_the_rest_of_the_run_goes_on(root: Path, sweep: Sweep) -> None:
+def test_run_with_killed_runtimes_reports_errors_and_continues(root: Path, sweep: Sweep) -> None:
     victims = sweep(VICTIMS)
     with killed(*(VICTIMS[target] for target in victims)):
         _, result, summary = run(root, "iris-onnx", *victims, "cpu-1t")

@@ -41,7 +41,7 @@ TOP = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("template", PROJECTS)
-def test_a_project_is_sound_and_its_own_tests_pass(template: TemplateName, tmp_path: Path) -> None:
+def test_scaffold_of_each_template_creates_project_whose_tests_pass(template: TemplateName, tmp_path: Path) -> None:
     folder = tmp_path / "fraud"
     files = scaffold(folder, "fraud", template)
     assert {name.partition("/")[0] for name in files} == TOP | ({"data"} if template == "table" else set())
@@ -58,7 +58,7 @@ def test_a_project_is_sound_and_its_own_tests_pass(template: TemplateName, tmp_p
 
 
 @pytest.mark.parametrize("template", PROJECTS)
-def test_its_files_name_it_and_nothing_of_ours(template: TemplateName, tmp_path: Path) -> None:
+def test_scaffold_with_project_name_leaves_no_placeholders_in_files(template: TemplateName, tmp_path: Path) -> None:
     folder = tmp_path / "fraud"
     scaffold(folder, "fraud", template)
     for path in (path for path in folder.rglob("*") if path.is_file() and path.suffix in (".toml", ".yaml", ".md")):
@@ -71,13 +71,13 @@ def test_its_files_name_it_and_nothing_of_ours(template: TemplateName, tmp_path:
         assert (folder / one["entrypoint"].partition(":")[0]).is_file()
 
 
-def test_the_tutorials_find_the_rollout_that_they_change(tmp_path: Path) -> None:
+def test_scaffold_pipeline_contains_rollout_used_by_tutorials(tmp_path: Path) -> None:
     scaffold(tmp_path / "fraud", "fraud", "sklearn")
     text = (tmp_path / "fraud" / "configs" / "pipelines" / "fraud.yaml").read_text(encoding="utf-8")
     assert "rollout: {steps: [100%], scale_down_delay: 24h}\n" in text
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_scaffold_into_used_folder_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("mine")
     with pytest.raises(UserError, match="there is something already"):
         scaffold(tmp_path, "fraud", "sklearn")
@@ -85,20 +85,20 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["Fraud", "../fraud", "", "fraud model", "-fraud"])
-def test_a_name_is_one_that_pipelines_take(name: str, tmp_path: Path) -> None:
+def test_scaffold_with_invalid_name_raises_user_error(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot name a pipeline"):
         scaffold(tmp_path / "new", name, "sklearn")
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("name", ["class", "import", "onnx", "onnx-ops", "scikit-learn", "models"])
-def test_a_name_is_none_that_python_or_an_installed_package_has(name: str, tmp_path: Path) -> None:
+def test_scaffold_with_name_of_installed_package_raises_user_error(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot name a project"):
         scaffold(tmp_path / "new", name, "sklearn")
     assert not (tmp_path / "new").exists()
 
 
-def test_the_wheel_of_a_project_holds_what_a_build_takes_and_is_the_same_each_time(tmp_path: Path) -> None:
+def test_write_wheel_contains_build_files_and_is_reproducible(tmp_path: Path) -> None:
     one, other = (write_wheel(distribution("onnx-ops"), tmp_path / name) for name in ("one", "other"))
     assert one.read_bytes() == other.read_bytes()
     with zipfile.ZipFile(one) as archive:
@@ -110,7 +110,7 @@ def test_the_wheel_of_a_project_holds_what_a_build_takes_and_is_the_same_each_ti
     assert not [name for name in names if "__pycache__" in name or "templates/examples/digits_keras" in name]
 
 
-def test_scaffold_from_a_wheel_writes_the_files_of_a_checkout(tmp_path: Path) -> None:
+def test_scaffold_from_wheel_writes_same_files_as_checkout(tmp_path: Path) -> None:
     with zipfile.ZipFile(write_wheel(distribution("onnx-ops"), tmp_path)) as archive:
         archive.extractall(tmp_path / "site")
     for template in PROJECTS:
@@ -127,7 +127,7 @@ def test_scaffold_from_a_wheel_writes_the_files_of_a_checkout(tmp_path: Path) ->
         assert done.stdout.split() == list(from_checkout), done.stderr
 
 
-def test_the_command_says_what_to_do_next(tmp_path: Path) -> None:
+def test_init_command_prints_next_step(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["init", str(tmp_path / "fraud")])
     assert result.exit_code == 0
     assert "make demo" in result.output

@@ -66,9 +66,7 @@ def led(synthetic: Any, project: Project, file: Path) -> tuple[str, ...]:
     return summary.executed
 
 
-def test_the_last_of_many_pipelines_costs_what_the_third_did(
-    synthetic: Any, counts: Counter[str], tmp_path: Path
-) -> None:
+def test_run_of_later_pipeline_costs_as_much_as_third(synthetic: Any, counts: Counter[str], tmp_path: Path) -> None:
     files = synthetic.write_project(tmp_path / "many", pipelines=6, variants=VARIANTS, targets=TARGETS)
     project, each = open_project(tmp_path / "many"), []
     for file in files:
@@ -84,7 +82,7 @@ def test_the_last_of_many_pipelines_costs_what_the_third_did(
     assert later["written"] <= 8 * each[-1][0]
 
 
-def test_a_run_with_nothing_changed_writes_nothing_and_hashes_each_file_once(
+def test_run_without_changes_writes_nothing_and_hashes_each_file_once(
     synthetic: Any, counts: Counter[str], tmp_path: Path
 ) -> None:
     (file,) = synthetic.write_project(tmp_path / "one", pipelines=1, variants=VARIANTS, targets=TARGETS)
@@ -96,7 +94,7 @@ def test_a_run_with_nothing_changed_writes_nothing_and_hashes_each_file_once(
     assert 0 < counts["hashed"] <= stored
 
 
-def test_endpoints_of_other_files_are_read_once_and_again_when_they_change(
+def test_prepare_reads_endpoints_of_other_files_once_until_changed(
     synthetic: Any, counts: Counter[str], tmp_path: Path
 ) -> None:
     files = synthetic.write_project(tmp_path / "few", pipelines=5, variants=1, targets=1)
@@ -116,7 +114,9 @@ def test_endpoints_of_other_files_are_read_once_and_again_when_they_change(
         prepare(project, files[4])
 
 
-def test_what_a_store_remembers_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_content_store_with_many_digests_remembers_limited_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store_module, "_MAX_VERIFIED", 10)
     store = ContentStore(LocalObjects(tmp_path), tmp_path)
     digests = [store.put_bytes(str(number).encode()) for number in range(50)]

@@ -95,7 +95,7 @@ def of_kind(result: RunResult, kind: StageKind) -> list[StageOutcome]:
 
 
 @pytest.mark.nightly
-def test_a_search_from_the_file_to_the_registry(project: Project) -> None:
+def test_run_with_search_registers_variant_and_report(project: Project) -> None:
     heard = Listening()
     result, summary = run(project, heard)
     failed = [(o.stage, o.reason) for o in result.outcomes.values() if o.status is StageStatus.FAILED]
@@ -149,7 +149,7 @@ def test_a_search_from_the_file_to_the_registry(project: Project) -> None:
 
 
 @pytest.mark.nightly
-def test_what_cannot_be_kept_leaves_every_place_empty_and_fp32_serves(project: Project) -> None:
+def test_run_with_unreachable_search_budget_selects_fp32(project: Project) -> None:
     result, lines = run(
         project, None, "quantize[0].budget.size=1 B", "quantize[0].variants=[fast]", "objective=latency"
     )

@@ -81,7 +81,7 @@ def evidence(project: Project, result: RunResult, variant: str) -> Evidence:
 
 
 @pytest.mark.nightly
-def test_shards_give_the_metrics_of_all_rows_to_the_last_digit(project: Project) -> None:
+def test_benchmark_in_shards_gives_same_metrics_as_whole(project: Project) -> None:
     whole = run(project)
     sharded = run(project, "benchmark.shards=3")
     assert set(SHARDS) <= set(sharded.executed())

@@ -327,7 +327,7 @@ def check_edit(world: World, change: Edit, expected: set[str]) -> None:
 
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("framework", each_exporter("sklearn"))
-def test_edit_runs_again_what_depends_on_it_and_nothing_else(
+def test_run_after_edit_executes_only_dependent_stages(
     worlds: Callable[[str], World], framework: str, edit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(plugins.load("exporters", framework)), "options", ("convert",))  # few have any
@@ -336,9 +336,7 @@ def test_edit_runs_again_what_depends_on_it_and_nothing_else(
 
 
 @pytest.mark.parametrize("framework", each_exporter("torch"))
-def test_version_of_a_framework_trains_again_and_that_of_a_converter_exports_again(
-    worlds: Callable[[str], World], framework: str
-) -> None:
+def test_run_after_tool_update_executes_stages_that_use_it(worlds: Callable[[str], World], framework: str) -> None:
     exporter, world = plugins.load("exporters", framework), worlds(framework)
     here = framework not in ISOLATED
     for tool in set(exporter.tools) - {"numpy"}:
@@ -355,9 +353,7 @@ CLASS = ("the class", "a constant that the class imports", "the package around t
 
 
 @pytest.mark.parametrize("edit", [*CLASS, "the model", "a package that its file names", "another module", "PyTorch"])
-def test_model_that_is_brought_is_exported_again_when_its_classes_change(
-    worlds: Callable[[str], World], edit: str
-) -> None:
+def test_run_of_user_model_after_class_edit_exports_again(worlds: Callable[[str], World], edit: str) -> None:
     world = worlds(BROUGHT)
     edits: dict[str, tuple[Edit, set[str]]] = {
         **EDITS,

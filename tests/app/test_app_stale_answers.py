@@ -211,9 +211,7 @@ def source_answers(root: Path) -> np.ndarray:
         for edit in EDITS
     ],
 )
-def test_export_answers_as_the_edited_code_and_is_kept_for_an_edit_elsewhere(
-    framework: str, edit: str, tmp_path: Path
-) -> None:
+def test_export_after_class_edit_computes_edited_function(framework: str, edit: str, tmp_path: Path) -> None:
     project = make_project(framework, tmp_path)
     first = run(project, "first")[1]
     (tmp_path / "other.py").write_text("class Net:\n    pass\n")

@@ -40,6 +40,8 @@ def choice(verdict: Verdict) -> Choice:
         ([], {}, 0),
     ],
 )
-def test_exit_codes(verdicts: list[Verdict], errors: dict[str, OnnxOpsError], code: int) -> None:
+def test_exit_code_of_run_follows_verdicts_and_errors(
+    verdicts: list[Verdict], errors: dict[str, OnnxOpsError], code: int
+) -> None:
     result = RunResult(plan=PLAN, outcomes={}, errors=errors)
     assert _exit_code(result, tuple(choice(v) for v in verdicts)) == code

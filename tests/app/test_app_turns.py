@@ -17,7 +17,7 @@ TIMEOUT_S = 30.0
 KEY = digest_bytes(b"key")
 
 
-def test_a_measurement_is_never_beside_anything() -> None:
+def test_measurement_lock_for_measurement_excludes_other_work() -> None:
     quiet, noting = MeasurementLock(), threading.Lock()
     working, measuring, wrong = 0, 0, []
 
@@ -37,7 +37,7 @@ def test_a_measurement_is_never_beside_anything() -> None:
     assert wrong == []
 
 
-def test_work_goes_beside_work() -> None:
+def test_measurement_lock_without_measurement_admits_concurrent_work() -> None:
     quiet, both = MeasurementLock(), threading.Barrier(2)
 
     def one(_: int) -> int:
@@ -48,7 +48,7 @@ def test_work_goes_beside_work() -> None:
         assert sorted(pool.map(one, range(2))) == [0, 1]
 
 
-def test_who_comes_after_a_measurement_that_waits_comes_after_it() -> None:
+def test_measurement_lock_with_waiting_measurement_delays_later_work() -> None:
     quiet = MeasurementLock()
     begun, order = threading.Event(), []
 
@@ -76,7 +76,7 @@ def test_who_comes_after_a_measurement_that_waits_comes_after_it() -> None:
     assert order == ["measure", "work"]
 
 
-def test_a_turn_ends_however_the_work_does() -> None:
+def test_measurement_lock_after_error_is_released() -> None:
     quiet = MeasurementLock()
     for alone in (False, True):
         with pytest.raises(ZeroDivisionError), quiet.hold(alone=alone):
@@ -85,7 +85,7 @@ def test_a_turn_ends_however_the_work_does() -> None:
         pass
 
 
-def test_the_work_of_a_key_is_done_by_one_at_a_time(tmp_path: Path) -> None:
+def test_hold_key_lock_admits_one_thread_per_key(tmp_path: Path) -> None:
     at_work, most, turns = 0, 0, 0
 
     def one(_: int) -> None:
@@ -101,12 +101,12 @@ def test_the_work_of_a_key_is_done_by_one_at_a_time(tmp_path: Path) -> None:
     assert list((tmp_path / "claims").iterdir()) == []
 
 
-def test_other_keys_do_not_wait(tmp_path: Path) -> None:
+def test_hold_key_lock_of_other_key_does_not_wait(tmp_path: Path) -> None:
     with hold_key_lock(tmp_path, KEY), hold_key_lock(tmp_path, digest_bytes(b"other")):
         assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_claim_holds_for_other_processes_and_dies_with_its_holder(tmp_path: Path) -> None:
+def test_hold_key_lock_after_kill_of_holder_is_acquired(tmp_path: Path) -> None:
     holder = (
         "import sys; from pathlib import Path; from onnx_ops.app.running_stages import hold_key_lock\n"
         f"with hold_key_lock(Path({str(tmp_path)!r}), {KEY!r}):\n"
