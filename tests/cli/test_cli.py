@@ -76,11 +76,11 @@ def modules_after(arguments: list[str]) -> set[str]:
     return set(json.loads(done.stderr.rpartition("MODULES ")[2]))
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_imports_no_heavy_module() -> None:
     assert not HEAVY & modules_after(["--help"])
 
 
-def test_a_file_is_looked_at_without_runtime_statistics_and_platform(tmp_path: Path) -> None:
+def test_inspect_imports_no_heavy_module(tmp_path: Path) -> None:
     write_perceptron(tmp_path / "model.onnx")
     loaded = modules_after(["inspect", str(tmp_path / "model.onnx")])
     assert "onnx" in loaded
@@ -107,7 +107,7 @@ def test_a_file_is_looked_at_without_runtime_statistics_and_platform(tmp_path: P
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )
-def test_a_process_ends_and_says_as_the_call_does(
+def test_command_process_gives_same_result_as_call(
     project: Path, arguments: list[str], environ: dict[str, str], code: int
 ) -> None:
     """The other tests call the entry point; this is why they may."""
@@ -123,12 +123,12 @@ def test_a_process_ends_and_says_as_the_call_does(
         assert called == Result(done.returncode, done.stdout, done.stderr)
 
 
-def test_it_tells_its_version(project: Path) -> None:
+def test_version_option_prints_installed_version(project: Path) -> None:
     assert run_command("--version", cwd=project).stdout == f"onnx-ops {version('onnx-ops')}\n"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_offers_commands_in_every_shell(shell: str, project: Path) -> None:
+def test_completion_in_each_shell_offers_commands(shell: str, project: Path) -> None:
     """The script that `--show-completion` prints asks the program with these variables."""
     typed = (
         {"COMP_WORDS": "onnx-ops rol", "COMP_CWORD": "1"}
@@ -144,7 +144,7 @@ def test_completion_offers_commands_in_every_shell(shell: str, project: Path) ->
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_with_an_example(name: str, project: Path, golden: Golden) -> None:
+def test_help_of_each_command_has_example(name: str, project: Path, golden: Golden) -> None:
     done = run_command(*name.split(), "--help", cwd=project)
     assert (done.code, done.stderr) == (0, "")
     assert not name or f"Example: onnx-ops {name}" in " ".join(done.stdout.split())
@@ -156,7 +156,7 @@ def error_text(done: Result) -> str:
     return f"exit {done.code}\n{done.stdout}{done.stderr}"
 
 
-def test_wrong_yaml_tells_all_its_problems_at_their_places(project: Path, golden: Golden) -> None:
+def test_check_of_wrong_yaml_reports_all_problems_with_places(project: Path, golden: Golden) -> None:
     (project / "wrong.yaml").write_text(WRONG, encoding="utf-8")
     done = run_command("check", "wrong.yaml", "--json", cwd=project)
     places = {(one["line"], one["column"], one["path"]) for one in done.document()["problems"]}
@@ -186,13 +186,13 @@ def test_wrong_yaml_tells_all_its_problems_at_their_places(project: Path, golden
         "rol",
     ],
 )
-def test_a_users_mistake_is_told(project: Path, arguments: str, golden: Golden) -> None:
+def test_command_with_user_mistake_prints_error_and_exits_with_2(project: Path, arguments: str, golden: Golden) -> None:
     done = run_command(*arguments.split(), cwd=project)
     assert (done.code, done.stdout) == (2, "")
     golden("errors", error_text(done))
 
 
-def test_check_tells_what_a_rollout_will_take(project: Path, golden: Golden) -> None:
+def test_check_of_rollout_policy_notes_traffic_it_needs(project: Path, golden: Golden) -> None:
     text = (ROOT / "configs/pipelines/digits-mlp.yaml").read_text(encoding="utf-8")
     policy = "{steps: [10%, 100%], guardrails: [errors], slo: {error_rate: 2%}}"
     right = re.sub(r"{steps: .*}", policy, text).replace("endpoint: ", "endpoint: other-")
@@ -209,7 +209,7 @@ def test_check_tells_what_a_rollout_will_take(project: Path, golden: Golden) -> 
 
 @pytest.mark.parametrize("as_json", [True, False])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=["full", "read-only"])
-def test_a_disk_that_cannot_be_written_is_a_failure_of_the_environment(
+def test_command_with_unwritable_disk_exits_with_4(
     number: int, as_json: bool, capfd: pytest.CaptureFixture[str], golden: Golden
 ) -> None:
     @handle_errors
@@ -224,9 +224,7 @@ def test_a_disk_that_cannot_be_written_is_a_failure_of_the_environment(
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), ValueError("could not be broadcast")])
-def test_unexpected_exception_is_a_message_and_never_the_code_of_a_failed_gate(
-    error: Exception, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_command_with_unexpected_exception_exits_with_4(error: Exception, capfd: pytest.CaptureFixture[str]) -> None:
     @handle_errors
     def judge(as_json: bool = False) -> None:
         raise error
@@ -241,7 +239,7 @@ def test_unexpected_exception_is_a_message_and_never_the_code_of_a_failed_gate(
 
 
 @pytest.mark.parametrize(("given", "meant"), [("prmote", "promote"), ("Gate", "gate"), ("zzz", "")])
-def test_misspelt_choice_suggests_the_one_that_was_meant(project: Path, given: str, meant: str) -> None:
+def test_command_with_misspelt_choice_suggests_similar_one(project: Path, given: str, meant: str) -> None:
     done = run_command("run", "configs/pipelines/digits-mlp.yaml", "--until", given, cwd=project)
     text = " ".join(done.stderr.replace("│", " ").split())
     assert done.code == 2

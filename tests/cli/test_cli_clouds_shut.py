@@ -91,7 +91,9 @@ def stranger(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_says_what_to_do(name: str, stranger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_without_cloud_access_shows_remedy(
+    name: str, stranger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if name in ("prune", "reconcile"):  # those that ask the registry too, whose database takes seconds to make
         here = open_project()
         there = replace(here, context=replace(here.context, registry=FakeRegistry))
@@ -107,5 +109,5 @@ def test_a_command_says_what_to_do(name: str, stranger: str, tmp_path: Path, mon
     assert name == "doctor" or "digits" in said
 
 
-def test_as_json_it_is_one_document(stranger: str, tmp_path: Path) -> None:
+def test_status_as_json_without_cloud_access_prints_one_document(stranger: str, tmp_path: Path) -> None:
     json.loads(run_command("status", "digits", "--json", cwd=tmp_path).stdout)

@@ -25,7 +25,9 @@ benchmark: {targets: [cpu]}
 """
 
 
-def test_the_doctor_names_endpoints_whose_pipeline_has_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_endpoint_whose_pipeline_file_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "onnx-ops.toml").touch()
     folder = tmp_path / "configs" / "pipelines"
@@ -43,7 +45,7 @@ def test_the_doctor_names_endpoints_whose_pipeline_has_no_file(tmp_path: Path, m
     assert found["pipeline of renamed"].found.endswith("onnx-ops delete renamed")
 
 
-def test_the_doctor_says_which_exporters_lack_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_exporter_with_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     real = plugins.absent
     monkeypatch.setattr(

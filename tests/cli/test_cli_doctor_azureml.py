@@ -23,7 +23,7 @@ def look(folder: Path, provider: str) -> tuple[int, Mapping[str, Mapping[str, ob
     return done.code, {one["check"]: one for one in document} if isinstance(document, list) else document
 
 
-def test_the_doctor_looks_at_the_endpoints_of_one_provider(tmp_path: Path) -> None:
+def test_doctor_with_azureml_provider_checks_its_endpoints_only(tmp_path: Path) -> None:
     with AzureCloud(tmp_path / "cloud") as cloud, inside(cloud):
         code, findings = look(tmp_path, "azureml")
         assert code == 0
@@ -38,6 +38,6 @@ def test_the_doctor_looks_at_the_endpoints_of_one_provider(tmp_path: Path) -> No
         assert "20%" in str(bad[0]["remedy"])
 
 
-def test_a_provider_that_has_nothing_to_say_or_is_none(tmp_path: Path) -> None:
+def test_doctor_with_unknown_provider_exits_with_2(tmp_path: Path) -> None:
     assert list(look(tmp_path, "local")[1]) == ["local"]
     assert look(tmp_path, "azure")[0] == 2

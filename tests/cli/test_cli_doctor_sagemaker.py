@@ -39,7 +39,7 @@ def found(**settings: Json) -> dict[str, Diagnosis]:
     return {finding.check: finding for finding in SageMakerEndpoints().diagnose({"digits": {**SETTINGS, **settings}})}
 
 
-def test_all_is_well_and_the_role_of_infra_may_look_at_all_of_it(
+def test_sagemaker_diagnosis_of_complete_account_reports_no_problem(
     account: FakeSageMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     push(account)
@@ -51,7 +51,7 @@ def test_all_is_well_and_the_role_of_infra_may_look_at_all_of_it(
 
 
 @pytest.mark.parametrize("kind", ["page", pytest.param("page-error", marks=pytest.mark.nightly)])
-def test_page_of_html_instead_of_an_answer_is_a_finding(account: FakeSageMaker, kind: str) -> None:
+def test_sagemaker_diagnosis_with_html_response_reports_failed_check(account: FakeSageMaker, kind: str) -> None:
     account.fault()
     found()
     names = list(dict.fromkeys(account.calls()))
@@ -80,7 +80,7 @@ def push(account: FakeSageMaker) -> None:
     ecr.put_image(repositoryName="onnx-ops", imageManifest=json.dumps(manifest), imageTag="1")
 
 
-def test_the_image_and_whether_the_role_may_pull_it(account: FakeSageMaker, golden: Golden) -> None:
+def test_sagemaker_diagnosis_of_image_checks_existence_and_pull_role(account: FakeSageMaker, golden: Golden) -> None:
     image = str(SETTINGS["image"])
     missing = found(image=image.replace("onnx-ops:1", "other:1"))["image"]
     assert (missing.ok, "create-repository --repository-name other" in missing.remedy) == (False, True)
@@ -103,7 +103,7 @@ def test_the_image_and_whether_the_role_may_pull_it(account: FakeSageMaker, gold
     assert "999999999999" in found(**elsewhere, role=str(SETTINGS["role"]) + "-of-all")["pull"].found
 
 
-def test_each_trouble_has_its_remedy(account: FakeSageMaker) -> None:
+def test_sagemaker_diagnosis_with_wrong_settings_reports_remedies(account: FakeSageMaker) -> None:
     trust = {"Version": "2012-10-17", "Statement": []}
     client(account, "iam").create_role(RoleName="stranger", AssumeRolePolicyDocument=json.dumps(trust))
     role = str(SETTINGS["role"])
@@ -121,7 +121,9 @@ def test_each_trouble_has_its_remedy(account: FakeSageMaker) -> None:
     assert "quota" not in found(memory="2 GiB", strategy="guarded")
 
 
-def test_without_credentials_region_or_package(monkeypatch: pytest.MonkeyPatch, golden: Golden) -> None:
+def test_sagemaker_diagnosis_without_credentials_or_package_reports_remedy(
+    monkeypatch: pytest.MonkeyPatch, golden: Golden
+) -> None:
     with monkeypatch.context() as patched:
         patched.delenv("AWS_ACCESS_KEY_ID")
         patched.delenv("AWS_SECRET_ACCESS_KEY")
@@ -140,7 +142,7 @@ def _missing(_: str) -> str:
     raise PackageNotFoundError
 
 
-def test_the_command_looks_at_the_provider_alone(
+def test_doctor_with_sagemaker_provider_checks_it_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], golden: Golden
 ) -> None:
     monkeypatch.chdir(tmp_path)

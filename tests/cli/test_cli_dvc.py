@@ -32,7 +32,7 @@ def export(released: Path, tmp_path: Path) -> Callable[..., Result]:
     return partial(run_command, "export-dvc", cwd=tmp_path, environ={"ONNX_OPS_ROOT": str(released)})
 
 
-def test_the_figures_of_a_release_are_written(export: Callable[..., Result], tmp_path: Path) -> None:
+def test_export_dvc_writes_metrics_and_plots(export: Callable[..., Result], tmp_path: Path) -> None:
     done = export("iris-onnx/1")
     assert (done.code, done.stdout.split()) == (0, ["metrics.json", "plots/latency.json", "plots/size.json"])
     figures = json.loads((tmp_path / "metrics.json").read_text())["fp32"]["cpu-1t"]
@@ -42,7 +42,7 @@ def test_the_figures_of_a_release_are_written(export: Callable[..., Result], tmp
 
 
 @pytest.mark.nightly
-def test_dvc_shows_what_was_written(export: Callable[..., Result], tmp_path: Path) -> None:
+def test_export_dvc_files_are_readable_by_dvc(export: Callable[..., Result], tmp_path: Path) -> None:
     assert export("iris-onnx/1").code == 0
     figures = json.loads((tmp_path / "metrics.json").read_text())["fp32"]["cpu-1t"]
     repository = Repository(tmp_path)
@@ -58,7 +58,7 @@ def test_dvc_shows_what_was_written(export: Callable[..., Result], tmp_path: Pat
     assert '"quantile"' in (tmp_path / "page/index.html").read_text()
 
 
-def test_it_tells_its_files_as_json_and_writes_where_it_is_told(export: Callable[..., Result], tmp_path: Path) -> None:
+def test_export_dvc_with_paths_writes_there_and_prints_json(export: Callable[..., Result], tmp_path: Path) -> None:
     done = export("iris-onnx/v1", "--metrics", "a/m.json", "--plots", "b", "--json")
     assert done.parsed()["files"] == ["a/m.json", "b/latency.json", "b/size.json"]
     points = json.loads((tmp_path / "b/latency.json").read_text())
@@ -73,7 +73,9 @@ def test_it_tells_its_files_as_json_and_writes_where_it_is_told(export: Callable
         (["iris-onnx/1", "--metrics", "/proc/none/m.json"], "cannot be written"),
     ],
 )
-def test_what_cannot_be_is_told(export: Callable[..., Result], arguments: list[str], expected: str) -> None:
+def test_export_dvc_with_wrong_arguments_exits_with_2(
+    export: Callable[..., Result], arguments: list[str], expected: str
+) -> None:
     done = export(*arguments)
     assert done.code == 2
     assert expected in done.stderr

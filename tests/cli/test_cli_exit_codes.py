@@ -23,7 +23,7 @@ SILENT = StepReport(endpoint="digits", did="", why="waits", stable=True, registr
 @pytest.mark.parametrize(
     ("steps", "code"), [([REFUSED, QUIET], 5), ([SILENT], 4), ([REFUSED, SILENT], 5), ([SILENT, QUIET], 0)]
 )
-def test_steps_end_with_the_code_of_what_they_met(steps: list[StepReport], code: int) -> None:
+def test_exit_after_steps_with_refused_or_failed_step_exits_with_its_code(steps: list[StepReport], code: int) -> None:
     if not code:
         exit_after_steps({"digits": steps, "letters": [QUIET]})
         return
@@ -32,14 +32,14 @@ def test_steps_end_with_the_code_of_what_they_met(steps: list[StepReport], code:
     assert ended.value.exit_code == code
 
 
-def test_the_worst_error_is_the_code() -> None:
+def test_exit_after_steps_with_errors_exits_with_worst_code() -> None:
     errors = {"a": UserError("no such endpoint"), "b": ServiceUnavailableError("no answer")}
     with pytest.raises(typer.Exit) as ended:
         exit_after_steps({"digits": [REFUSED]}, errors)
     assert ended.value.exit_code == 4
 
 
-def test_watching_a_rollout_ends_with_one_if_its_candidate_is_rolled_back(
+def test_rollout_status_watch_of_aborted_rollout_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     scene = begun()
@@ -51,7 +51,7 @@ def test_watching_a_rollout_ends_with_one_if_its_candidate_is_rolled_back(
     assert "the last one ended with abort" in " ".join(capfd.readouterr().out.split())
 
 
-def test_an_endpoint_that_answers_without_a_supervisor_is_not_well(
+def test_status_of_endpoint_without_supervisor_exits_with_4(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     scene = begun()
@@ -64,7 +64,7 @@ def test_an_endpoint_that_answers_without_a_supervisor_is_not_well(
     assert "has no supervisor" in capfd.readouterr().out
 
 
-def test_what_libraries_print_is_not_in_the_document(capfd: pytest.CaptureFixture[str]) -> None:
+def test_print_json_keeps_library_output_out_of_stdout(capfd: pytest.CaptureFixture[str]) -> None:
     @handle_errors
     def command(*, as_json: bool) -> None:
         sys.stdout.write("a library's greeting\n")

@@ -13,7 +13,7 @@ def moved(at: str, why: str, **traffic: int) -> HistoryLine:
     return HistoryLine(endpoint="m", sequence=1, at=when, actor="al[i]ce", kind="k", what="w", why=why, traffic=traffic)
 
 
-def test_a_bar_for_each_change_of_traffic(capsys: pytest.CaptureFixture[str]) -> None:
+def test_traffic_chart_prints_bar_for_each_change(capsys: pytest.CaptureFixture[str]) -> None:
     traffic_chart(
         [
             moved("10:00:00", "first", v1=100),
@@ -34,6 +34,6 @@ def test_a_bar_for_each_change_of_traffic(capsys: pytest.CaptureFixture[str]) ->
     ]
 
 
-def test_no_traffic_yet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_traffic_chart_without_changes_prints_message(capsys: pytest.CaptureFixture[str]) -> None:
     traffic_chart([])
     assert capsys.readouterr().out == "No traffic has been moved yet.\n"

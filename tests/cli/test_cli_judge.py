@@ -45,7 +45,7 @@ def command(folder: Path, *arguments: str) -> Result:
         ("good.onnx wrong.onnx --cold-start --only latency --batch 1,8", 1),
     ],
 )
-def test_verdict_stands_first_with_a_line_why(folder: Path, arguments: str, code: int, golden: Golden) -> None:
+def test_judge_prints_verdict_first_with_reason(folder: Path, arguments: str, code: int, golden: Golden) -> None:
     x = np.random.default_rng(0).standard_normal((3000, 8)).astype(np.float32)
     np.savez(folder / "scored.npz", x=x, y=np.zeros(3000, np.int64))
     done = command(folder, *arguments.split(), "--quiet")
@@ -54,7 +54,7 @@ def test_verdict_stands_first_with_a_line_why(folder: Path, arguments: str, code
 
 
 @pytest.mark.processor
-def test_document_page_and_report_hold_the_same_verdict(folder: Path, golden: Golden) -> None:
+def test_judge_writes_same_verdict_to_json_page_and_report(folder: Path, golden: Golden) -> None:
     arguments = ("good.onnx", "int8.onnx", "--html", "report.html", "--markdown", "page.md", "--json", "--quiet")
     found = command(folder, *arguments).document()
     assert (found["verdict"], found["exit_code"], found["kind"]["precision"]) == ("inconclusive", 3, "int8")
@@ -71,7 +71,7 @@ def test_document_page_and_report_hold_the_same_verdict(folder: Path, golden: Go
     assert "http://" not in report
 
 
-def test_own_metric_is_found_in_the_working_folder(folder: Path) -> None:
+def test_judge_with_own_metric_loads_it_from_working_folder(folder: Path) -> None:
     (folder / "own_metric.py").write_text(
         "import numpy as np\n\n\ndef top(scores, labels):\n    return float((scores.argmax(1) == labels).mean())\n",
         encoding="utf-8",
@@ -85,7 +85,7 @@ def test_own_metric_is_found_in_the_working_folder(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("operator", "code"), [("Relu", 3), ("Neg", 1)])
-def test_file_that_takes_float16_is_judged_with_casts_around_it(tmp_path: Path, operator: str, code: int) -> None:
+def test_judge_of_float16_inputs_adds_casts(tmp_path: Path, operator: str, code: int) -> None:
     for name, kind, made in (("a", "float", "Relu"), ("b", "float16", operator)):
         text = f'<ir_version: 9, opset_import: ["" : 18]> g ({kind}[N,4] x) => ({kind}[N,3] y) {{ z = MatMul(x, w)\n'
         model = onnx.parser.parse_model(f"{text} y = {made}(z) }}")
@@ -101,7 +101,7 @@ def test_file_that_takes_float16_is_judged_with_casts_around_it(tmp_path: Path, 
     assert command(tmp_path, "b.onnx", "a.onnx", "--only", "parity", "--json").code == (0 if code == 3 else 1)
 
 
-def test_file_that_takes_bfloat16_is_judged_with_casts_around_it(tmp_path: Path) -> None:
+def test_judge_of_bfloat16_inputs_adds_casts(tmp_path: Path) -> None:
     for name, made in (("a", "Tanh"), ("b", "Sigmoid")):
         text = '<ir_version: 9, opset_import: ["" : 18]> g (bfloat16[N,4] x) => (float[N,4] y) {'
         model = onnx.parser.parse_model(f"{text} z = Cast<to: int = 1>(x)\n y = {made}(z) }}")
@@ -141,14 +141,16 @@ def test_file_that_takes_bfloat16_is_judged_with_casts_around_it(tmp_path: Path)
         ("good.onnx good.onnx --html nowhere/report.html", 2),
     ],
 )
-def test_mistake_is_told_before_anything_is_measured(folder: Path, arguments: str, code: int, golden: Golden) -> None:
+def test_judge_with_user_mistake_fails_before_measuring(
+    folder: Path, arguments: str, code: int, golden: Golden
+) -> None:
     write_hostile(folder)
     done = command(folder, *arguments.split())
     assert (done.code, done.stdout) == (code, ""), done.stderr
     golden("errors", done.stderr)
 
 
-def test_nothing_heavy_is_imported(folder: Path) -> None:
+def test_judge_imports_no_heavy_module(folder: Path) -> None:
     code = (
         "import sys; from onnx_ops.cli.main import app; "
         "app(['judge', 'good.onnx', 'good.onnx', '--only', 'parity', '--quiet'], standalone_mode=False); "
@@ -160,7 +162,7 @@ def test_nothing_heavy_is_imported(folder: Path) -> None:
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
-def test_models_that_answer_with_nothing_are_undecided(tmp_path: Path) -> None:
+def test_judge_of_models_without_comparable_outputs_is_inconclusive(tmp_path: Path) -> None:
     empty = "=> (optional(seq(float[5])) {0}) {{ {0} = Optional <type: type_proto = seq(float[5])> () }}"
     branches = ", ".join(f"{side}_branch: graph = {side} () {empty.format(side[0])}" for side in ("then", "else"))
     text = '<ir_version: 8, opset_import: ["" : 16]> g (bool c) => (optional(seq(float[5])) y)'
@@ -170,7 +172,7 @@ def test_models_that_answer_with_nothing_are_undecided(tmp_path: Path) -> None:
     assert "no answer can be compared" in done.stdout
 
 
-def test_rows_of_a_model_with_state_are_judged_with_a_fixed_rate(folder: Path) -> None:
+def test_judge_of_stateful_model_requires_fixed_rate(folder: Path) -> None:
     write_voice_detector(folder / "voice.onnx")
     np.savez(folder / "voice.npz", allow_pickle=False, **make_voice_rows(40))
     arguments = ("voice.onnx", "voice.onnx", "--data", "voice.npz", "--only", "parity", "--json", "--quiet")
@@ -180,7 +182,7 @@ def test_rows_of_a_model_with_state_are_judged_with_a_fixed_rate(folder: Path) -
     assert (refused["verdict"], refused["exit_code"]) == ("error", 4)
 
 
-def test_a_model_that_refuses_every_generated_value_is_an_error_that_names_the_option(folder: Path) -> None:
+def test_judge_of_model_refusing_generated_rows_suggests_fix_option(folder: Path) -> None:
     text = "(float[n,4] x, int64 parts) => (float[n,m] y) { shape = Mul(parts, sizes) y = Reshape(x, shape) }"
     write_graph(folder / "parts.onnx", text, sizes=[0, 7])
     found = command(folder, "parts.onnx", "parts.onnx", "--only", "parity", "--json", "--quiet").document()

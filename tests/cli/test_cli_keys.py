@@ -49,7 +49,7 @@ def promoted(project: Path) -> str:
     return version
 
 
-def test_a_key_is_made_listed_and_rotated(project: Path) -> None:
+def test_keys_rotate_keeps_old_key_trusted_in_list(project: Path) -> None:
     assert "No keys yet" in keys("list").stdout
     assert keys("new").code == 0
     old = signing_key(project).key
@@ -65,7 +65,7 @@ def test_a_key_is_made_listed_and_rotated(project: Path) -> None:
     assert [(one["key"], one["signs"], one["roles"]) for one in document] == [(new, True, roles), (old, False, roles)]
 
 
-def test_no_command_prints_a_private_key(project: Path) -> None:
+def test_keys_commands_never_print_private_key(project: Path) -> None:
     words = ("new", "list", "rotate", "list --json", "new --out other.pem --json")
     outputs = "".join(f"{done.stdout}{done.stderr}" for done in (keys(*line.split()) for line in words))
     assert "PRIVATE" not in outputs
@@ -74,7 +74,7 @@ def test_no_command_prints_a_private_key(project: Path) -> None:
         assert body not in outputs
 
 
-def test_retiring_says_which_versions_lose_their_decision(project: Path) -> None:
+def test_keys_retire_reports_versions_that_lose_their_decision(project: Path) -> None:
     keys("new")
     old = signing_key(project).key
     version = promoted(project)
@@ -93,7 +93,7 @@ def test_retiring_says_which_versions_lose_their_decision(project: Path) -> None
     assert f"{short_digest(old)}  retired" in keys("list").stdout
 
 
-def test_keys_retire_what_the_key_granted_before_still_counts(project: Path) -> None:
+def test_keys_retire_keeps_earlier_grants_in_ledger(project: Path) -> None:
     keys("new")
     old = signing_key(project)
     bind_endpoint(open_project().context, config_of("digits"), RolloutPolicy())
@@ -109,7 +109,7 @@ def test_keys_retire_what_the_key_granted_before_still_counts(project: Path) -> 
     assert open_project().context.ledger.state("digits") == state
 
 
-def test_a_key_that_nothing_rests_on_is_retired_at_once(project: Path) -> None:
+def test_keys_retire_of_unused_key_succeeds_once(project: Path) -> None:
     keys("new")
     old = signing_key(project).key
     keys("rotate")
@@ -117,7 +117,7 @@ def test_a_key_that_nothing_rests_on_is_retired_at_once(project: Path) -> None:
     assert keys("retire", short_digest(old)).code == 2
 
 
-def test_the_doctor_tells_which_keys_are_trusted(project: Path) -> None:
+def test_doctor_reports_trusted_keys(project: Path) -> None:
     from onnx_ops.cli.diagnosis import diagnose
 
     keys("new")

@@ -55,13 +55,13 @@ def line_of(mistake: Mistake, root: Path) -> int:
     return (root / mistake.file).read_text().partition(mistake.new)[0].count("\n") + 1
 
 
-def test_project_without_a_mistake_has_no_problem(project: Path) -> None:
+def test_check_of_valid_project_reports_no_problem(project: Path) -> None:
     document = run_command("check", SHOP, READY, "--json", cwd=project).parsed()
     assert (document["problems"], document["notes"]) == ([], [])
 
 
 @pytest.mark.parametrize("mistake", FILES, ids=lambda mistake: mistake.name)
-def test_check_finds_a_mistake_once_with_its_place(
+def test_check_of_mistake_reports_it_once_with_place(
     mistake: Mistake, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
     make(mistake, project, tmp_path)
@@ -82,7 +82,7 @@ def test_check_finds_a_mistake_once_with_its_place(
     golden("mistakes", f"{problem['line']}:{problem['column']}: {problem['path']}: {problem['message']}")
 
 
-def test_check_notes_what_may_be_meant(project: Path, tmp_path: Path) -> None:
+def test_check_of_doubtful_values_adds_notes(project: Path, tmp_path: Path) -> None:
     labels = np.arange(ROWS) % 5
     mistake = Mistake(name="notes", change=rows(x=np.full((ROWS, FEATURES), np.nan, np.float32), y=labels))
     make(mistake, project, tmp_path)
@@ -95,7 +95,7 @@ def test_check_notes_what_may_be_meant(project: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a data file that is missing", "an unknown parameter of training"])
-def test_run_refuses_what_check_finds_in_the_same_words(name: str, project: Path, tmp_path: Path) -> None:
+def test_run_with_mistake_prints_same_error_as_check(name: str, project: Path, tmp_path: Path) -> None:
     mistake = next(one for one in FILES if one.name == name)
     make(mistake, project, tmp_path)
     checked, ran = (run_command(command, mistake.file, cwd=tmp_path) for command in ("check", "run"))
@@ -103,7 +103,7 @@ def test_run_refuses_what_check_finds_in_the_same_words(name: str, project: Path
 
 
 @pytest.mark.parametrize("mistake", COMMANDS, ids=lambda mistake: mistake.name)
-def test_command_refuses_a_mistake_once(mistake: Mistake, project: Path, tmp_path: Path) -> None:
+def test_command_with_mistake_prints_one_error(mistake: Mistake, project: Path, tmp_path: Path) -> None:
     make(mistake, project, tmp_path)
     done = run_command(*mistake.command, cwd=tmp_path)
     assert (done.code, done.stdout) == (mistake.code, "")
@@ -111,7 +111,7 @@ def test_command_refuses_a_mistake_once(mistake: Mistake, project: Path, tmp_pat
     assert len(re.findall(r"^error: |^╭─ Error|^--set |^\S+:\d+:\d+: ", done.stderr, re.MULTILINE)) == 1, done.stderr
 
 
-def test_check_finds_a_port_that_another_program_has(project: Path, tmp_path: Path) -> None:
+def test_check_of_taken_port_reports_problem(project: Path, tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -125,7 +125,7 @@ def test_check_finds_a_port_that_another_program_has(project: Path, tmp_path: Pa
     assert run_command("check", SHOP, cwd=tmp_path).code == 0
 
 
-def test_run_shows_an_error_of_training_once_at_the_line_of_the_project(project: Path, tmp_path: Path) -> None:
+def test_run_with_failing_training_shows_error_once_with_line(project: Path, tmp_path: Path) -> None:
     make(Mistake(name="training", change=coded("return None", "numpy.linalg.inv([[0.0]])")), project, tmp_path)
     done = run_command("run", SHOP, "--until", "train", cwd=tmp_path)
     shown = " ".join(f"{done.stdout} {done.stderr}".split())
@@ -136,9 +136,7 @@ def test_run_shows_an_error_of_training_once_at_the_line_of_the_project(project:
 
 
 @pytest.mark.parametrize("labels", [np.arange(ROWS) % 2, np.arange(ROWS) % 2 * 1.0], ids=["integers", "floats"])
-def test_run_blames_the_file_for_a_metric_of_another_kind_than_the_answers(
-    labels: object, project: Path, tmp_path: Path
-) -> None:
+def test_run_with_unsuitable_metric_suggests_others(labels: object, project: Path, tmp_path: Path) -> None:
     """Two labels fit one score per row: only the answers show that it is not a probability."""
 
     def change(root: Path) -> None:
@@ -154,7 +152,7 @@ def test_run_blames_the_file_for_a_metric_of_another_kind_than_the_answers(
 
 
 @pytest.mark.nightly
-def test_run_fails_a_model_that_answers_with_nan(project: Path, tmp_path: Path) -> None:
+def test_run_of_model_with_nan_outputs_exits_with_1(project: Path, tmp_path: Path) -> None:
     make(Mistake(name="NaN", change=write_logarithm), project, tmp_path)
     summary = run_command("run", READY, "--until", "gate", "--json", cwd=tmp_path).document()
     assert summary["exit_code"] == 1

@@ -33,14 +33,14 @@ def inbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[WebhookSink]:
         yield inbox
 
 
-def test_a_test_arrives(inbox: WebhookSink) -> None:
+def test_notify_test_with_webhook_sends_message(inbox: WebhookSink) -> None:
     result = CliRunner().invoke(app, ["notify", "--test"])
     assert result.exit_code == 0
     assert "webhook: onnx-ops: a test" in result.output
     assert "notifications arrive here" in inbox.requests[0].document["text"]
 
 
-def test_a_test_that_does_not_arrive(inbox: WebhookSink, capfd: pytest.CaptureFixture[str]) -> None:
+def test_notify_test_with_failing_webhook_exits_with_4(inbox: WebhookSink, capfd: pytest.CaptureFixture[str]) -> None:
     inbox.answer = lambda _: Reply(status=404)
     result = CliRunner().invoke(app, ["notify", "--test", "--json"])
     assert result.exit_code == 4
@@ -66,7 +66,7 @@ def test_notify_without_pending_notifications_sends_nothing(inbox: WebhookSink) 
         (["nowhere"], {}, "no endpoint of that name"),
     ],
 )
-def test_the_users_errors(
+def test_notify_with_wrong_settings_exits_with_2(
     arguments: list[str], environ: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environ.items():
@@ -77,7 +77,7 @@ def test_the_users_errors(
 
 
 @pytest.mark.usefixtures("inbox")
-def test_the_doctor_looks_at_each(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_doctor_checks_each_notifier(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("ONNX_OPS_NOTIFY", "webhook, github:acme/models")
     for name in ("ONNX_OPS_NOTIFY_GITHUB_TOKEN", "GITHUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
@@ -92,7 +92,7 @@ def test_the_doctor_looks_at_each(monkeypatch: pytest.MonkeyPatch, capfd: pytest
 TIMEOUT_S = 60.0
 
 
-def test_a_watch_tells_people_while_it_runs_and_once_more_when_it_ends(tmp_path: Path) -> None:
+def test_watch_sends_notifications_while_running_and_at_end(tmp_path: Path) -> None:
     scene = Scene()
     scene.world.notifiers["chat"] = chat = FakeNotifier()
     events: list[WatchEvent] = []
@@ -113,7 +113,7 @@ def test_a_watch_tells_people_while_it_runs_and_once_more_when_it_ends(tmp_path:
     assert events[-1].why == "digits: v2 has all traffic"
 
 
-def test_a_watch_with_nobody_to_tell_starts_no_thread(tmp_path: Path) -> None:
+def test_watch_without_notifier_starts_no_thread(tmp_path: Path) -> None:
     scene = Scene()
     watcher = WatchLoop(scene.context, ReconcileQueue(), interval_s=1.0, on_event=lambda _: None)
     before = threading.active_count()
@@ -121,7 +121,7 @@ def test_a_watch_with_nobody_to_tell_starts_no_thread(tmp_path: Path) -> None:
         assert threading.active_count() == before
 
 
-def test_a_rollback_tells_people_after_traffic_has_moved(inbox: WebhookSink, tmp_path: Path) -> None:
+def test_rollback_that_moved_no_traffic_sends_no_notification(inbox: WebhookSink, tmp_path: Path) -> None:
     """Those that did not move have nothing to report, and no process is started for them."""
     result = CliRunner().invoke(app, ["rollback", "nowhere", "--reason", "slow", "--wait"])
     assert result.exit_code == 2

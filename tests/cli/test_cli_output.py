@@ -48,7 +48,7 @@ RESULT = GateResult(
 
 
 @pytest.mark.parametrize("width", [24, 40, 60, 80, 120])
-def test_gate_report_keeps_words_whole_at_any_width(sink: io.StringIO) -> None:
+def test_gate_report_at_any_width_keeps_words_whole(sink: io.StringIO) -> None:
     results = (RESULT, replace(RESULT, gate="latency", metric="ratio vs fp32"))
     gate_report(result_table([Decision(variant="int8-dynamic-percentile", target="cpu-1t", results=results)]))
     words = set(sink.getvalue().split())
@@ -57,21 +57,21 @@ def test_gate_report_keeps_words_whole_at_any_width(sink: io.StringIO) -> None:
 
 
 @pytest.mark.parametrize("width", [40, 80])
-def test_print_table_fits_the_width_or_becomes_a_list(sink: io.StringIO, width: int) -> None:
+def test_print_table_beyond_width_becomes_list(sink: io.StringIO, width: int) -> None:
     print_table(("name", "found"), [["signing key", "mode 0600 of a key that signs all decisions"]])
     assert all(len(line) <= width for line in sink.getvalue().splitlines())
     print_table(("name", "path"), [["signing key", PATH], ["trusted", PATH]])
     assert sink.getvalue().count(PATH) == 2
 
 
-def test_print_text_is_one_line_where_there_is_no_terminal() -> None:
+def test_print_text_without_terminal_writes_one_line() -> None:
     sink = io.StringIO()
     print_text(f"a text that is longer{KEEP}than twenty columns", out=Console(file=sink, width=20))
     assert sink.getvalue() == "a text that is longer than twenty columns\n"
 
 
 @pytest.mark.parametrize("width", range(24, 60, 5))
-def test_print_text_keeps_intervals_whole(sink: io.StringIO) -> None:
+def test_print_text_at_any_width_keeps_intervals_whole(sink: io.StringIO) -> None:
     print_text(
         "[bold]{}[/bold], and {}", "1.349x [1.26, 1.445] the latency, of [0.02588 ms, 0.1 ms]", "[x] is not a tag"
     )
@@ -80,7 +80,7 @@ def test_print_text_keeps_intervals_whole(sink: io.StringIO) -> None:
     assert "[x]" in sink.getvalue()
 
 
-def test_output_that_is_no_terminal_is_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_table_without_terminal_does_not_wrap(capsys: pytest.CaptureFixture[str]) -> None:
     print_table(("name", "found"), [["signing key", "word " * 100], ["other", PATH]])
     assert len(capsys.readouterr().out.splitlines()) == 3
 
@@ -98,7 +98,7 @@ def make_view(judged: AnalysisResult, next_action: str) -> RolloutView:
     )
 
 
-def test_rollouts_reason_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rollout_view_prints_reason_once(capsys: pytest.CaptureFixture[str]) -> None:
     guard = GuardrailResult(name="errors", limit=1.0, evidence=2.0, holds=True)
     judged = AnalysisResult(started_at=0.0, guardrails=(guard, replace(guard, name="slow", evidence=0.0)))
     common.console().print(_render(make_view(judged, f"v2 holds 10 % and is paused: {guard.summary}")))
@@ -106,7 +106,7 @@ def test_rollouts_reason_is_printed_once(capsys: pytest.CaptureFixture[str]) -> 
     assert (output.count(guard.summary), output.count("slow:"), len(output.splitlines())) == (1, 1, 3)
 
 
-def test_rollouts_text_names_outliers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rollout_view_names_outliers(capsys: pytest.CaptureFixture[str]) -> None:
     outlier = ServerOutlier(server="r3", deployment="v2", place="slow", own=(90, 100), others=(5, 1000), evidence=8.0)
     view = make_view(AnalysisResult(started_at=0.0, outliers=(outlier,)), "v2 holds 10 %")
     common.console().print(_render(view))
@@ -119,7 +119,7 @@ HOSTILE = "ok\x1b]0;owned\x07\x1b[2Jx\u202e\x9b31m\r\n::error::y\n  ::add-path::
 
 @pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize("service", ["", "GITHUB_ACTIONS", "TF_BUILD"])
-def test_console_shows_texts_of_others_without_commands(
+def test_console_with_hostile_text_escapes_control_sequences(
     terminal: bool, service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("GITHUB_ACTIONS", "TF_BUILD"):
@@ -140,7 +140,7 @@ def test_console_shows_texts_of_others_without_commands(
         assert "##[" not in found
 
 
-def test_print_json_escapes_control_characters_and_keeps_the_document() -> None:
+def test_print_json_escapes_control_characters_and_keeps_document() -> None:
     sink = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.__stdout__", sink)

@@ -13,7 +13,7 @@ from tests.support.command import run_command
 PACKAGE = PAGES.parent.parent
 
 
-def test_docs_lists_each_page_with_its_title() -> None:
+def test_docs_without_page_lists_pages_with_titles() -> None:
     listed = run_command("docs", "--json", cwd=Path()).parsed()
     assert listed["rollback"]
     assert listed["runbooks/ledger-damaged"] == "The ledger or a routing table is damaged"
@@ -22,19 +22,19 @@ def test_docs_lists_each_page_with_its_title() -> None:
     assert len(lines) == len(listed)
 
 
-def test_docs_shows_a_page_as_it_is() -> None:
+def test_docs_with_page_prints_it_unchanged() -> None:
     shown = run_command("docs", "runbooks/disk-full", cwd=Path())
     assert (shown.code, shown.stdout) == (0, (PAGES / "runbooks" / "disk-full.md").read_text(encoding="utf-8"))
     assert run_command("docs", "docs/runbooks/disk-full.md", cwd=Path()).stdout == shown.stdout
 
 
 @pytest.mark.parametrize("topic", ["rolback", "../pyproject", "/etc/passwd", "ledger"])
-def test_docs_unknown_page_names_similar_ones(topic: str) -> None:
+def test_docs_with_unknown_page_exits_with_2(topic: str) -> None:
     refused = run_command("docs", topic, cwd=Path())
     assert (refused.code, "there is no such page" in refused.stderr) == (2, True)
 
 
-def test_messages_name_pages_that_the_program_shows() -> None:
+def test_messages_refer_to_existing_pages() -> None:
     texts = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py") if "templates" not in path.parts}
     named = {page for text in texts.values() for page in re.findall(r"`onnx-ops docs ([a-z0-9/_-]+)`", text)}
     assert len(named) >= 10

@@ -95,12 +95,12 @@ PLAN = (
 )
 
 
-def test_a_plan_without_pools_and_history_has_no_columns_for_them(screen: io.StringIO, golden: Golden) -> None:
+def test_plan_table_without_pools_and_history_omits_their_columns(screen: io.StringIO, golden: Golden) -> None:
     plan_table("digits", PLAN)
     golden("tables", screen.getvalue())
 
 
-def test_a_plan_shows_places_times_and_prices_in_80_columns(screen: io.StringIO, golden: Golden) -> None:
+def test_plan_table_with_pools_and_times_fits_80_columns(screen: io.StringIO, golden: Golden) -> None:
     data, train, quantize, benchmark, promote = PLAN
     train = replace(train, pool="gpu", seconds=412.3)
     benchmark = replace(benchmark, pool="boards", seconds=38.0, price=38 / 3600 * 0.9)
@@ -109,7 +109,7 @@ def test_a_plan_shows_places_times_and_prices_in_80_columns(screen: io.StringIO,
     golden("tables", screen.getvalue())
 
 
-def test_plan_takes_times_from_the_last_execution_and_prices_from_the_target(tmp_path: Path) -> None:
+def test_plan_shows_times_of_last_execution_and_prices_of_targets(tmp_path: Path) -> None:
     (tmp_path / "onnx-ops.toml").write_text('pools = "quantize=gpu"\n')
     (tmp_path / "configs" / "targets").mkdir(parents=True)
     (tmp_path / "configs" / "targets" / "board.yaml").write_text("name: board\npool: boards\nprice_per_hour: 0.9\n")
@@ -134,7 +134,7 @@ def test_plan_takes_times_from_the_last_execution_and_prices_from_the_target(tmp
     assert found["gate/int8@board"] == ("", None, None)
 
 
-def test_runs_shows_what_runs_and_why_the_rest_waits(pools: Mock, tmp_path: Path, golden: Golden) -> None:
+def test_status_runs_shows_running_and_waiting_stages(pools: Mock, tmp_path: Path, golden: Golden) -> None:
     pools.read_status.return_value = (BUSY, EMPTY)
     result = run_command("status", "--runs", cwd=tmp_path)
     assert result.code == 4  # no process takes `train`
@@ -148,12 +148,14 @@ def test_runs_shows_what_runs_and_why_the_rest_waits(pools: Mock, tmp_path: Path
 
 
 @pytest.mark.parametrize("status", [(), (BUSY,)])
-def test_runs_that_workers_take_are_no_failure(status: tuple[PoolStatus, ...], pools: Mock, tmp_path: Path) -> None:
+def test_status_runs_with_available_workers_exits_with_0(
+    status: tuple[PoolStatus, ...], pools: Mock, tmp_path: Path
+) -> None:
     pools.read_status.return_value = status
     assert run_command("status", "--runs", cwd=tmp_path).code == 0
 
 
-def test_runs_needs_a_prefect_server_and_lists_no_endpoints(tmp_path: Path) -> None:
+def test_status_runs_without_prefect_server_exits_with_2(tmp_path: Path) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     with temporary_settings(restore_defaults={PREFECT_API_URL}):  # other tests of this process may have set one
@@ -162,7 +164,7 @@ def test_runs_needs_a_prefect_server_and_lists_no_endpoints(tmp_path: Path) -> N
     assert run_command("status", "digits", "--runs", cwd=tmp_path).code == 2
 
 
-def test_doctor_says_who_works_for_each_pool(pools: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_workers_of_each_pool(pools: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "onnx-ops.toml").write_text('store = "s3://bucket/onnx-ops"\npools = "train=gpu"\n')
     (tmp_path / "configs" / "targets").mkdir(parents=True)
@@ -190,7 +192,7 @@ def test_doctor_says_who_works_for_each_pool(pools: Mock, tmp_path: Path, monkey
         (ServiceUnavailableError("it does not answer"), True, [(False, False)]),
     ],
 )
-def test_a_silent_prefect_is_a_fault_where_the_project_names_pools(
+def test_doctor_with_unreachable_prefect_fails_if_project_uses_pools(
     error: Exception,
     named: bool,
     states: list[tuple[bool, bool]],

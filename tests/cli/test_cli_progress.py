@@ -35,7 +35,7 @@ def shown(clock: list[float], steps: list[str], seconds: list[float]) -> list[st
     return lines
 
 
-def test_time_left_is_what_the_steps_took_the_last_time(clock: list[float]) -> None:
+def test_step_progress_with_known_durations_shows_time_left(clock: list[float]) -> None:
     steps = ["registry", "endpoints"]
     assert shown(clock, steps, [10, 20]) == ["[1/2] registry … 10 s", "[2/2] endpoints … 20 s"]
     assert shown(clock, steps, [4, 5]) == [
@@ -44,13 +44,13 @@ def test_time_left_is_what_the_steps_took_the_last_time(clock: list[float]) -> N
     ]
 
 
-def test_a_damaged_file_of_durations_is_none(clock: list[float], tmp_path: Path) -> None:
+def test_step_progress_with_damaged_durations_shows_no_time_left(clock: list[float], tmp_path: Path) -> None:
     shown(clock, ["a"], [10])
     (tmp_path / "onnx-ops" / "durations.json").write_text("{")
     assert shown(clock, ["a"], [1]) == ["a … 1 s"]
 
 
-def test_without_a_terminal_only_what_takes_long_is_printed(
+def test_working_without_terminal_prints_long_steps_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -95,7 +95,7 @@ def run_side_by_side(console: Console, clock: list[float], jobs: int = 2) -> lis
     return lines
 
 
-def test_stages_side_by_side_share_a_line_with_the_time_left(clock: list[float]) -> None:
+def test_step_progress_of_concurrent_stages_shares_line_with_time_left(clock: list[float]) -> None:
     console = Console(file=io.StringIO(), force_terminal=True)
     assert run_side_by_side(console, clock) == [
         "[0/3 done] quantize/a, quantize/b …",
@@ -109,7 +109,7 @@ def test_stages_side_by_side_share_a_line_with_the_time_left(clock: list[float])
     assert run_side_by_side(console, clock, jobs=3)[0] == "[0/3 done] quantize/a, quantize/b …"
 
 
-def test_time_left_is_no_less_than_the_work_shared_out(clock: list[float]) -> None:
+def test_step_progress_with_parallel_jobs_divides_time_left(clock: list[float]) -> None:
     console = Console(file=io.StringIO(), force_terminal=True)
     shown(clock, ["a", "b", "c"], [10, 10, 10])
     progress = StepProgress(console, read_durations(console), "test ", ["a", "b", "c"], jobs=2)
@@ -119,7 +119,7 @@ def test_time_left_is_no_less_than_the_work_shared_out(clock: list[float]) -> No
     progress.end()
 
 
-def test_stages_side_by_side_without_a_terminal_are_lines(clock: list[float], tmp_path: Path) -> None:
+def test_step_progress_of_concurrent_stages_without_terminal_prints_lines(clock: list[float], tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=80)
     run_side_by_side(console, clock)
     assert isinstance(console.file, io.StringIO)
@@ -135,7 +135,7 @@ def test_stages_side_by_side_without_a_terminal_are_lines(clock: list[float], tm
     assert not list(tmp_path.iterdir())
 
 
-def test_show_progress_off_a_terminal_writes_a_step_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_progress_without_terminal_prints_each_step_once(capsys: pytest.CaptureFixture[str]) -> None:
     with show_progress("judge", "a.onnx", quiet=False) as report:
         for text in ("reading", "reading", "timing", "reading"):
             report(text)

@@ -34,7 +34,7 @@ def run(*arguments: str, code: int = 0) -> str:
     return result.output
 
 
-def test_a_variant_is_written_and_explained(folder: Path) -> None:
+def test_quantize_writes_variant_and_explains_it(folder: Path) -> None:
     said = run("model.onnx", "int8.onnx", "--method", "static", "--data", "rows.npz")
     assert read_model_info(folder / "int8.onnx").inputs == read_model_info(folder / "model.onnx").inputs
     assert "times the size" in said
@@ -44,7 +44,7 @@ def test_a_variant_is_written_and_explained(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["int8.onnx", "model.onnx", "rows.npz"]
 
 
-def test_machines_read_the_same(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_quantize_as_json_reports_size_coverage_and_recipe(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ["model.onnx", "int8.onnx", "--method", "dynamic", "--exclude", "third", "--target", "cpu-1t"]
     run(*arguments, "--target", "cpu-all", "--json")
     found = json.loads(capfd.readouterr().out)
@@ -54,7 +54,7 @@ def test_machines_read_the_same(folder: Path, capfd: pytest.CaptureFixture[str])
     assert found["recipe"]
 
 
-def test_what_makes_it_slow_is_told_with_the_setting(folder: Path) -> None:
+def test_quantize_to_slow_variant_prints_advice_with_setting(folder: Path) -> None:
     write_convolution(folder / "model.onnx")
     arrays: dict[str, Any] = images(32)
     np.savez(folder / "rows.npz", **arrays)
@@ -65,7 +65,7 @@ def test_what_makes_it_slow_is_told_with_the_setting(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["onnxslim", "onnxoptimizer"])
-def test_a_pass_tells_its_effect_on_size_and_time(folder: Path, method: str) -> None:
+def test_quantize_with_graph_pass_reports_size_and_time(folder: Path, method: str) -> None:
     said = run("model.onnx", "tidy.onnx", "--method", method)
     assert read_model_info(folder / "tidy.onnx").inputs == read_model_info(folder / "model.onnx").inputs
     assert f"recipe: {method} " in said
@@ -74,7 +74,7 @@ def test_a_pass_tells_its_effect_on_size_and_time(folder: Path, method: str) -> 
     assert "times the time (" in said
 
 
-def test_a_pass_that_cannot_be_timed_says_why(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_quantize_with_untimeable_pass_reports_reason(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_softsign(folder / "model.onnx")
     run("model.onnx", "tidy.onnx", "--method", "onnxoptimizer", "--json")
     why = json.loads(capfd.readouterr().out)["times"]["cpu-1t"]["why"]
@@ -95,19 +95,21 @@ def test_a_pass_that_cannot_be_timed_says_why(folder: Path, capfd: pytest.Captur
         (["--method", "dynamic", "--target", "moon"], "moon"),
     ],
 )
-def test_wrong_input_is_told_and_nothing_is_written(folder: Path, arguments: list[str], word: str) -> None:
+def test_quantize_with_wrong_input_exits_with_2_and_writes_nothing(
+    folder: Path, arguments: list[str], word: str
+) -> None:
     assert word in run("model.onnx", "out.onnx", *arguments, code=2)
     assert not (folder / "out.onnx").exists()
 
 
-def test_a_file_is_never_overwritten(folder: Path) -> None:
+def test_quantize_to_existing_file_does_not_overwrite_it(folder: Path) -> None:
     (folder / "out.onnx").write_bytes(b"mine")
     assert "file of that name" in run("model.onnx", "out.onnx", "--method", "dynamic", code=2)
     assert (folder / "out.onnx").read_bytes() == b"mine"
     run("model.onnx", "nowhere/out.onnx", "--method", "dynamic", code=2)
 
 
-def test_weights_too_large_for_one_file_come_in_a_second_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantize_of_large_weights_writes_external_data_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "EXTERNAL_LIMIT", 200)
     run("model.onnx", "large.onnx", "--method", "graph")
     written = onnx.load(folder / "large.onnx", load_external_data=False)
@@ -117,21 +119,21 @@ def test_weights_too_large_for_one_file_come_in_a_second_one(folder: Path, monke
     assert sorted(path.name for path in folder.iterdir() if "large" in path.name) == ["large.onnx", "large.onnx.data"]
 
 
-def test_a_second_file_that_is_there_already_is_not_written_over(folder: Path) -> None:
+def test_quantize_with_existing_external_data_file_does_not_overwrite_it(folder: Path) -> None:
     (folder / "int8.onnx.data").write_bytes(b"somebody's")
     assert "int8.onnx.data" in run("model.onnx", "int8.onnx", "--method", "dynamic", code=2)
     assert (folder / "int8.onnx.data").read_bytes() == b"somebody's"
     assert not (folder / "int8.onnx").exists()
 
 
-def test_a_model_too_new_for_the_target_is_refused_before_any_work(folder: Path) -> None:
+def test_quantize_of_model_above_target_opset_exits_with_2(folder: Path) -> None:
     write_perceptron(folder / "new.onnx", opset=99)
     said = run("new.onnx", "int8.onnx", "--method", "dynamic", code=2)
     assert "accepts opset" in said
     assert not (folder / "int8.onnx").exists()
 
 
-def test_a_variant_that_crashes_its_target_is_told(folder: Path) -> None:
+def test_quantize_to_variant_that_crashes_target_reports_it(folder: Path) -> None:
     """float16 behind this transposition, which encoders have, ends ONNX Runtime 1.31 on a CPU."""
     text = """(float[batch, 4, 8] x) => (float[rows, columns, 8] y) {
         turned = Transpose<perm = [1, 0, 2]>(x) y = MatMul(turned, weight) }"""

@@ -42,7 +42,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("arguments", "file"),
     [(["digits/v1"], "digits-1.html"), (["digits/1", "--output", "out.html"], "out.html")],
 )
-def test_the_page_is_written_and_its_path_printed(here: Path, arguments: list[str], file: str) -> None:
+def test_report_writes_page_and_prints_its_path(here: Path, arguments: list[str], file: str) -> None:
     done = run_command("report", *arguments, cwd=here)
     assert (done.code, done.stdout) == (0, f"{file}\n")
     assert (here / file).read_text(encoding="utf-8") == PAGE
@@ -59,7 +59,7 @@ def test_the_page_is_written_and_its_path_printed(here: Path, arguments: list[st
         (["digits/1", "-o", "no/such/folder.html"], 2, "cannot be written"),
     ],
 )
-def test_what_cannot_be_done_is_told_without_a_traceback(
+def test_report_with_wrong_arguments_prints_error_without_traceback(
     here: Path, arguments: list[str], code: int, expected: str
 ) -> None:
     done = run_command("report", *arguments, cwd=here)

@@ -22,19 +22,19 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["a", "--all"], ["--all"], ["a", "--model", "m"], ["--target", "cpu"]])
-def test_which_endpoints_must_be_clear(arguments: list[str]) -> None:
+def test_rollback_without_clear_endpoint_selection_exits_with_2(arguments: list[str]) -> None:
     result = CliRunner().invoke(app, ["rollback", *arguments, "--reason", "slow"])
     assert result.exit_code == 2
     assert "no endpoints were selected" in result.output
 
 
-def test_all_of_a_model_that_nobody_serves() -> None:
+def test_rollback_of_model_without_endpoint_exits_with_2() -> None:
     result = CliRunner().invoke(app, ["rollback", "--all", "--model", "m", "--target", "cpu", "--reason", "slow"])
     assert result.exit_code == 2
     assert "no endpoint serves m" in result.output
 
 
-def test_rollback_of_an_unknown_endpoint_asks_for_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollback_of_unknown_endpoint_prompts_for_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("typer.prompt", lambda *_, **__: pytest.fail("a reason is asked for"))
     with pytest.raises(typer.Exit) as ended:
@@ -42,14 +42,16 @@ def test_rollback_of_an_unknown_endpoint_asks_for_no_reason(monkeypatch: pytest.
     assert ended.value.exit_code == 2
 
 
-def test_each_endpoints_trouble_is_told(capfd: pytest.CaptureFixture[str], golden: Golden) -> None:
+def test_rollback_of_several_endpoints_reports_error_of_each(capfd: pytest.CaptureFixture[str], golden: Golden) -> None:
     result = CliRunner().invoke(app, ["rollback", "a", "b", "--reason", "slow", "--json"])
     assert result.exit_code == 2
     documents = json.loads(capfd.readouterr().out)
     golden("errors", "\n".join(f"{one['endpoint']}: {one['what']}" for one in documents))
 
 
-def test_without_mlflow_it_is_told_what_writes_the_aliases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollback_without_mlflow_names_extra_and_reconcile_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hide(monkeypatch, "mlflow")
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: None)
     project = open_project(tmp_path)

@@ -40,7 +40,9 @@ def unmeasured(variant: str, target: str, reason: str) -> Decision:
     return Decision(variant=variant, target=target, results=(result,))
 
 
-def test_error_of_a_stage_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
+def test_summary_report_prints_stage_error_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: Golden
+) -> None:
     error = UserError("it answers differently each time", where="train", remedy="Switch off dropout.")
     decisions = [unmeasured(name, "cpu", f"export: {error}") for name in ("fp32", "int8")]
     summary = summary_of(decisions, "export", exit_code=2)
@@ -51,9 +53,7 @@ def test_error_of_a_stage_is_printed_once(tmp_path: Path, capsys: pytest.Capture
         assert printed.count("it answers differently each time") == 1
 
 
-def test_rows_that_metrics_are_of_are_printed_once_for_a_target(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_summary_report_prints_sampled_rows_once_per_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sampled = SampledRows(data="test", used=512, total=1000)
     evidence = [replace(evidence_of(name), sampled=sampled) for name in ("fp32", "int8-static")]
     summary = summary_of([judge((SizeGate(max=10**9),), one) for one in evidence], "export")
@@ -62,7 +62,7 @@ def test_rows_that_metrics_are_of_are_printed_once_for_a_target(
     assert capsys.readouterr().out.count("metrics of 512 of 1,000 rows of test") == 1
 
 
-def test_stages_with_the_same_error_share_it(
+def test_summary_report_groups_stages_with_same_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: Golden
 ) -> None:
     error = MeasurementError("no GPU", where="target cuda", why="none is there", remedy="Take another machine.")

@@ -40,7 +40,7 @@ def run(*arguments: str, code: int = 0) -> str:
 
 
 @pytest.mark.nightly
-def test_a_variant_is_found_and_everything_tried_is_kept(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_quantize_auto_writes_best_variant_and_all_trials(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     budget = ["--budget", "metric_drop=40%", "--budget", "max_builds=9", "--budget", "size=1MB"]
     run("--method", "auto", "--data", "rows.npz", "--tuning-data", "tune.npz", "--select", "exact", *budget, "--json")
     found = json.loads(capfd.readouterr().out)
@@ -52,7 +52,7 @@ def test_a_variant_is_found_and_everything_tried_is_kept(folder: Path, capfd: py
     assert record.rows == 200
 
 
-def test_nothing_within_the_budget_is_told_with_what_was_tried(folder: Path) -> None:
+def test_quantize_auto_with_unreachable_budget_writes_closest_variant(folder: Path) -> None:
     said = run("--method", "auto", "--tuning-data", "tune.npz", "--budget", "size=1B", code=2)
     assert "nothing keeps the budget" in said
     assert sorted(path.name for path in folder.glob("best*")) == ["best.closest.onnx", "best.onnx.search.json"]
@@ -75,10 +75,10 @@ def test_nothing_within_the_budget_is_told_with_what_was_tried(folder: Path) -> 
     ],
 )
 @pytest.mark.usefixtures("folder")
-def test_what_is_refused(arguments: list[str], said: str) -> None:
+def test_quantize_auto_with_wrong_arguments_exits_with_2(arguments: list[str], said: str) -> None:
     assert said in run("--method", "auto", *arguments, code=2)
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_search_that_is_told_what_to_do_is_none() -> None:
+def test_quantize_with_search_option_for_other_method_exits_with_2() -> None:
     assert "They are for --method auto" in run("--method", "dynamic", "--tuning-data", "tune.npz", code=2)

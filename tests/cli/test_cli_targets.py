@@ -32,7 +32,7 @@ def listed(project: Path) -> Mapping[str, Mapping[str, object]]:
     return {one["name"]: one for one in run_command("targets", "--json", cwd=project).parsed()}
 
 
-def test_each_target_and_each_profile_is_told_once(project: Path) -> None:
+def test_targets_lists_each_target_and_profile_once(project: Path) -> None:
     found = listed(project)
     assert set(found) == {"boards", "cpu-1t", "node", "wrong", *profile_names()}
     assert found["cpu-1t"] == {
@@ -51,7 +51,7 @@ def test_each_target_and_each_profile_is_told_once(project: Path) -> None:
     assert "'no-such-runtime'" in str(found["node"]["why"])
 
 
-def test_what_is_not_in_the_build_is_not_measured_here(project: Path) -> None:
+def test_targets_with_missing_provider_reports_why_not_measurable(project: Path) -> None:
     found = listed(project)
     for provider in set(map(str, (one["provider"] for one in found.values()))) - set(list_providers()) - {""}:
         for one in found.values():
@@ -63,13 +63,13 @@ def test_what_is_not_in_the_build_is_not_measured_here(project: Path) -> None:
     assert "passed" not in result.stdout.lower()
 
 
-def test_the_doctor_names_the_devices(tmp_path: Path) -> None:
+def test_doctor_reports_devices(tmp_path: Path) -> None:
     found = {finding.check: finding for finding in diagnose(open_project(tmp_path))}
     assert found["devices"].ok
     assert "CPUExecutionProvider on CPU (" in found["devices"].found
 
 
-def test_check_names_a_target_that_this_machine_cannot_measure(project: Path) -> None:
+def test_check_with_unmeasurable_target_exits_with_4(project: Path) -> None:
     shutil.copyfile(ROOT / "examples" / "models" / "iris.onnx", project / "iris.onnx")
     text = (ROOT / "configs" / "pipelines" / "iris-onnx.yaml").read_text().replace("examples/models/", "")
     (project / "p.yaml").write_text(text.replace("[cpu-1t]", "[cpu-1t, boards, coreml]"))
@@ -81,7 +81,7 @@ def test_check_names_a_target_that_this_machine_cannot_measure(project: Path) ->
     assert run_command("check", "p.yaml", "--static", cwd=project).code == 0
 
 
-def test_check_names_a_target_of_other_hardware(project: Path) -> None:
+def test_check_with_target_of_other_hardware_exits_with_4(project: Path) -> None:
     (project / "configs" / "targets" / "arm.yaml").write_text("name: arm\nrequires: {cpu: Neoverse}\n")
     shutil.copyfile(ROOT / "examples" / "models" / "iris.onnx", project / "iris.onnx")
     text = (ROOT / "configs" / "pipelines" / "iris-onnx.yaml").read_text().replace("examples/models/", "")

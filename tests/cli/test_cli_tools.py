@@ -34,12 +34,12 @@ def without_digest(text: str) -> str:
 
 
 class TestInspect:
-    def test_it_tells_what_the_file_holds(self, folder: Path, golden: Golden) -> None:
+    def test_inspect_of_valid_model_prints_its_content(self, folder: Path, golden: Golden) -> None:
         done = command(folder, "inspect", "good.onnx")
         assert (done.code, done.stderr) == (0, "")
         golden("tables", without_digest(done.stdout))
 
-    def test_the_same_for_machines(self, folder: Path) -> None:
+    def test_inspect_as_json_reports_operators_and_targets(self, folder: Path) -> None:
         found = command(folder, "inspect", "good.onnx", "--json").document()
         assert found["operators"] == {"Gemm": 2, "Relu": 2, "Add": 1, "MatMul": 1}
         assert found["versions"] == {"Gemm-13": 2, "Relu-14": 2, "Add-14": 1, "MatMul-13": 1}
@@ -47,7 +47,7 @@ class TestInspect:
         assert found["valid"] is True
         assert found["targets"]["cpu-all"] == {"accepts": True, "reason": ""}
 
-    def test_a_file_that_breaks_the_rules_is_shown_and_refused(self, folder: Path, golden: Golden) -> None:
+    def test_inspect_of_invalid_model_shows_it_and_exits_with_2(self, folder: Path, golden: Golden) -> None:
         proto = onnx.load(folder / "good.onnx")
         proto.graph.node[0].input[0] = "nowhere"
         onnx.save(proto, folder / "broken.onnx")
@@ -55,12 +55,12 @@ class TestInspect:
         assert done.code == 2
         golden("tables", without_digest(done.stdout))
 
-    def test_the_cost_is_told_for_the_batch_that_is_asked_for(self, folder: Path, golden: Golden) -> None:
+    def test_inspect_with_batch_reports_cost_for_it(self, folder: Path, golden: Golden) -> None:
         found = command(folder, "inspect", "good.onnx", "--batch", "2", "--json").document()
         assert found["flops"] == 2 * found["macs"] == 2 * 2 * (8 * 16 + 16 * 16 + 16 * 3)
         golden("tables", without_digest(command(folder, "inspect", "good.onnx", "--batch", "2").stdout))
 
-    def test_metadata_is_written_into_a_copy(self, folder: Path, golden: Golden) -> None:
+    def test_inspect_with_metadata_options_writes_copy(self, folder: Path, golden: Golden) -> None:
         before = (folder / "good.onnx").read_bytes()
         values = ("author=A. Person", "license=MIT", "version=3", "description=digits", "team=vision")
         options = [word for value in values for word in ("--set", value)]
@@ -87,14 +87,14 @@ class TestInspect:
             golden("errors", done.stderr, wrong)
         assert not (folder / "a.onnx").exists()
 
-    def test_a_copy_takes_its_external_weights_with_it(self, folder: Path) -> None:
+    def test_inspect_copy_includes_external_weights(self, folder: Path) -> None:
         write_external(folder / "external.onnx", "weights.bin")
         (folder / "copy").mkdir()
         done = command(folder, "inspect", "external.onnx", "--set", "license=MIT", "--output", "copy/e.onnx")
         assert done.code == 0, done.stderr
         assert (folder / "copy/weights.bin").read_bytes() == (folder / "weights.bin").read_bytes()
 
-    def test_source_is_written_that_builds_the_model(self, folder: Path) -> None:
+    def test_inspect_as_python_writes_source_that_builds_model(self, folder: Path) -> None:
         done = command(folder, "inspect", "good.onnx", "--as-python", "source.py")
         assert done.code == 0
         assert "source.py.weights" in done.stdout
@@ -105,7 +105,7 @@ class TestInspect:
         )
         assert (alone.returncode, alone.stderr) == (1, "usage: python source.py MODEL.onnx\n")
 
-    def test_a_folder_and_a_url_lead_to_their_model(self, folder: Path) -> None:
+    def test_inspect_of_folder_or_url_reads_model(self, folder: Path) -> None:
         (folder / "one").mkdir()
         write_external(folder / "one" / "model.onnx", "weights.bin")
         for place in ("one", f"file://{folder}/one"):
@@ -113,7 +113,7 @@ class TestInspect:
             assert found["external"] == ["weights.bin"]
         assert command(folder, "inspect", ".").code == 2
 
-    def test_operators_that_no_target_has_are_named(self, folder: Path) -> None:
+    def test_inspect_with_unsupported_operators_names_them(self, folder: Path) -> None:
         proto = onnx.load(folder / "good.onnx")
         proto.graph.node[1].domain, proto.graph.node[1].op_type = "acme.ops", "Foo"
         proto.opset_import.add(domain="acme.ops", version=1)
@@ -127,13 +127,15 @@ class TestInspect:
 
 
 class TestBench:
-    def test_alone(self, folder: Path) -> None:
+    def test_bench_as_json_reports_latency_percentiles(self, folder: Path) -> None:
         found = command(folder, "bench", "good.onnx", "--runs", "30", "--batch", "3", "--json").document()
         assert (found["batch"], found["runs"], list(found["figures"])) == (3, 30, ["p50", "p90", "p99"])
         assert found["figures"]["p50"]["value"] > 0
 
     @pytest.mark.nightly
-    def test_load_and_fresh_processes(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_bench_with_concurrency_and_cold_start_reports_them(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(speed, "ROUNDS_ALONE", 1)
         arguments = ("--runs", "20", "--concurrency", "2", "--cold-start", "--json")
         found = command(folder, "bench", "good.onnx", *arguments).document()
@@ -145,14 +147,16 @@ class TestBench:
         ("arguments", "code"),
         [("good.onnx --runs 30", 0), ("good.onnx --runs 30 --batch 4 --concurrency 2 --cold-start", 0)],
     )
-    def test_what_is_said_of_figures(self, folder: Path, arguments: str, code: int, golden: Golden) -> None:
+    def test_bench_with_options_prints_table_of_metrics(
+        self, folder: Path, arguments: str, code: int, golden: Golden
+    ) -> None:
         done = command(folder, "bench", *arguments.split())
         assert done.code == code, done.stderr
         golden("tables", done.stdout.replace(f"onnxruntime {version('onnxruntime')}", "onnxruntime VERSION"))
         golden("tables", done.stderr, "progress")
 
 
-def test_nothing_is_left_behind(folder: Path) -> None:
+def test_tools_leave_no_files_behind(folder: Path) -> None:
     before = sorted(path.name for path in folder.iterdir())
     command(folder, "judge", "good.onnx", "good.onnx", "--only", "parity")
     command(folder, "bench", "good.onnx", "--runs", "20")
@@ -160,7 +164,7 @@ def test_nothing_is_left_behind(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
-def test_a_projects_target_is_found(folder: Path) -> None:
+def test_judge_with_target_of_project_loads_it(folder: Path) -> None:
     (folder / "configs" / "targets").mkdir(parents=True)
     (folder / "configs" / "targets" / "mine.yaml").write_text("name: mine\n", encoding="utf-8")
     assert command(folder, "judge", "good.onnx", "good.onnx", "--only", "parity", "--target", "mine").code == 0
@@ -194,14 +198,16 @@ def test_a_projects_target_is_found(folder: Path) -> None:
         ("bench empty.onnx", 2),
     ],
 )
-def test_hostile_files_and_mistakes_are_told(folder: Path, arguments: str, code: int, golden: Golden) -> None:
+def test_tool_with_hostile_file_or_mistake_prints_error(
+    folder: Path, arguments: str, code: int, golden: Golden
+) -> None:
     write_hostile(folder)
     done = command(folder, *arguments.split())
     assert (done.code, done.stdout) == (code, ""), done.stderr
     golden("errors", done.stderr)
 
 
-def test_a_mistake_is_a_document_too(folder: Path) -> None:
+def test_bench_as_json_with_mistake_prints_error_document(folder: Path) -> None:
     write_hostile(folder)
     found = command(folder, "bench", "good.onnx", "--data", "short.npz", "--json").document()
     assert (found["exit_code"], found["error"]) == (2, "UserError")
@@ -211,7 +217,7 @@ def test_a_mistake_is_a_document_too(folder: Path) -> None:
 class TestExternalWeights:
     """The default of torch: weights in a file beside the model."""
 
-    def test_every_tool_takes_them(self, folder: Path) -> None:
+    def test_tools_accept_external_weights(self, folder: Path) -> None:
         write_external(folder / "model.onnx", "model.onnx.data")
         for words in (
             "inspect model.onnx",
@@ -225,7 +231,7 @@ class TestExternalWeights:
     @pytest.mark.parametrize(
         "words", ["inspect m.onnx", "judge m.onnx m.onnx", "quantize m.onnx v.onnx --method graph"]
     )
-    def test_a_missing_file_is_named_with_the_remedy(self, folder: Path, words: str) -> None:
+    def test_tool_with_missing_external_weights_names_file_and_remedy(self, folder: Path, words: str) -> None:
         write_external(folder / "m.onnx", "m.onnx.data")
         (folder / "m.onnx.data").unlink()
         done = command(folder, *words.split(), "--json")
@@ -234,7 +240,7 @@ class TestExternalWeights:
         assert "m.onnx.data" in done.document()["remedy"]
 
 
-def test_a_model_that_takes_bfloat16_is_timed_with_casts(tmp_path: Path) -> None:
+def test_bench_of_bfloat16_inputs_adds_casts(tmp_path: Path) -> None:
     text = '<ir_version: 9, opset_import: ["" : 18]> g (bfloat16[N,4] x) => (float[N,4] y) {'
     onnx.save(onnx.parser.parse_model(f"{text} z = Cast<to: int = 1>(x)\n y = Tanh(z) }}"), tmp_path / "b.onnx")
     done = run_command("bench", "b.onnx", "--runs", "20", cwd=tmp_path)

@@ -25,7 +25,7 @@ def page(address: str) -> tuple[int, bytes]:
         return answer.status, answer.read()
 
 
-def test_the_graph_is_served_to_this_machine_until_ctrl_c(tmp_path: Path) -> None:
+def test_inspect_serve_shows_graph_locally_until_interrupt(tmp_path: Path) -> None:
     write_perceptron(tmp_path / "mine.onnx")
     process = subprocess.Popen(
         [sys.executable, "-m", "onnx_ops", "inspect", "mine.onnx", "--serve", "--json"],
@@ -63,7 +63,7 @@ def test_the_graph_is_served_to_this_machine_until_ctrl_c(tmp_path: Path) -> Non
         page(found[1])
 
 
-def test_the_server_is_gone_after_the_block(tmp_path: Path) -> None:
+def test_view_after_block_stops_server(tmp_path: Path) -> None:
     write_perceptron(tmp_path / "mine.onnx")
     with view(tmp_path / "mine.onnx", 0) as (address, _):
         assert page(address)[0] == 200
@@ -71,7 +71,7 @@ def test_the_server_is_gone_after_the_block(tmp_path: Path) -> None:
         page(address)
 
 
-def test_without_netron_its_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_view_without_netron_names_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch, "netron")
     with pytest.raises(MissingPackageError, match=r"onnx-ops\[view\]"), view(tmp_path / "mine.onnx", 0):
         pass

@@ -54,7 +54,7 @@ def site(server: str, tmp_path: Path) -> Iterator[Site]:
 
 
 @pytest.mark.nightly
-def test_a_webhook_wakes_it_and_an_unapproved_alias_is_put_back(site: Site) -> None:
+def test_reconcile_watch_after_webhook_applies_or_reverts_alias(site: Site) -> None:
     """Passes are an hour apart, so that what happens is what webhooks have asked for."""
     registry, port = site.context.registry(), free_port()
     url = f"http://127.0.0.1:{port}/webhooks/mlflow"
@@ -95,7 +95,7 @@ def test_a_webhook_wakes_it_and_an_unapproved_alias_is_put_back(site: Site) -> N
 
 
 @pytest.mark.nightly
-def test_with_all_webhooks_lost_and_the_reconciler_killed_it_converges_by_polling(site: Site) -> None:
+def test_reconcile_watch_without_webhooks_converges_by_polling(site: Site) -> None:
     site.publish("a")
     site.publish("b")
     site.bind()
@@ -115,7 +115,7 @@ def test_with_all_webhooks_lost_and_the_reconciler_killed_it_converges_by_pollin
     assert site.done() == ["first-deployment", "restore", "finish"]
 
 
-def test_the_webhook_is_made_tested_and_put_right(server: str, tmp_path: Path) -> None:
+def test_webhooks_repair_of_changed_webhook_restores_it(server: str, tmp_path: Path) -> None:
     ours, woken, refused = MlflowWebhooks(server, "tested"), list[str](), list[str]()
     client = ours._mlflow._client
     with listening(wake=woken.append, refused=refused.append) as it:
@@ -143,7 +143,7 @@ def test_the_webhook_is_made_tested_and_put_right(server: str, tmp_path: Path) -
 
 
 @pytest.mark.nightly
-def test_a_closed_server_says_what_to_open(server: str, mlflow: Path, tmp_path: Path) -> None:
+def test_webhooks_install_on_closed_server_names_settings_to_change(server: str, mlflow: Path, tmp_path: Path) -> None:
     """And one that has lost its key cannot read its webhooks."""
     with listening(wake=print, refused=print) as receiver, mlflow_server(tmp_path) as url:
         ours = MlflowWebhooks(url)
@@ -163,7 +163,7 @@ def test_a_closed_server_says_what_to_open(server: str, mlflow: Path, tmp_path: 
 
 
 @pytest.mark.nightly
-def test_an_open_server_without_a_key_takes_webhooks_and_cannot_read_them_when_it_starts_again(tmp_path: Path) -> None:
+def test_webhooks_check_without_server_key_raises_error_after_restart(tmp_path: Path) -> None:
     with listening(wake=print, refused=print) as receiver:
         with mlflow_server(tmp_path, environ=OPEN) as url:
             assert MlflowWebhooks(url).install(receiver.address, SECRET).ok
@@ -180,6 +180,6 @@ def copy_webhooks(source: Path, to: Path) -> None:
             database.execute(f"INSERT INTO {table} SELECT * FROM source.{table}")  # noqa: S608 (of a test)
 
 
-def test_a_database_sends_no_webhooks(tmp_path: Path) -> None:
+def test_mlflow_webhooks_with_database_uri_raise_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="webhooks need an MLflow server"):
         MlflowWebhooks(f"sqlite:///{tmp_path}/mlflow.db")
