@@ -46,16 +46,16 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "name", ["first", "second", "fast", "slow", "Third", "fourth", "fifth", "sixth", "glue", "json"]
 )
-def test_names_of_a_module_are_found_without_running_it(root: Path, name: str) -> None:
+def test_explain_missing_function_finds_name_without_running_module(root: Path, name: str) -> None:
     assert explain_missing_function(f"code.many:{name}", root) is None
     assert "code.many" not in sys.modules
 
 
-def test_a_star_import_is_trusted(root: Path) -> None:
+def test_explain_missing_function_with_star_import_accepts_any_name(root: Path) -> None:
     assert explain_missing_function("code:whatever", root) is None
 
 
-def test_modules_on_the_path_are_found(root: Path) -> None:
+def test_explain_missing_function_of_module_on_path_checks_its_names(root: Path) -> None:
     assert explain_missing_function("json:loads", root) is None
     assert explain_missing_function("json:laods", root) is not None
 
@@ -73,17 +73,17 @@ def test_modules_on_the_path_are_found(root: Path) -> None:
         ("code.many:first()", "'code.many:first()' is not of the form package.module:function"),
     ],
 )
-def test_problems(root: Path, reference: str, problem: str) -> None:
+def test_explain_missing_function_of_wrong_reference_returns_problem(root: Path, reference: str, problem: str) -> None:
     assert explain_missing_function(reference, root) == problem
 
 
-def test_a_file_that_is_no_text(root: Path) -> None:
+def test_explain_missing_function_in_binary_file_names_file(root: Path) -> None:
     problem = explain_missing_function("code.binary:f", root)
     assert problem is not None
     assert problem.startswith("code/binary.py")
 
 
-def test_threads_parse_side_by_side() -> None:
+def test_parse_python_in_concurrent_threads_returns_whole_trees() -> None:
     """Python 3.11 mixes up the trees of threads if the collector of garbage lets another thread go on meanwhile."""
 
     class Garbage:
@@ -108,7 +108,7 @@ def test_threads_parse_side_by_side() -> None:
 
 
 @pytest.mark.parametrize(("table", "message"), [("models.toy:tran", "no function 'tran'"), ("3", "is not of the form")])
-def test_a_table_of_translations_that_is_not_there_is_a_problem(
+def test_load_pipeline_with_missing_translation_table_reports_problem(
     problems: Callable[..., list[str]], pipeline_text: str, table: str, message: str
 ) -> None:
     export = f"framework: torch\n  options: {{translations: {table}}}"
@@ -148,7 +148,7 @@ class Callable: ...
         ("absent", {"a"}, []),
     ],
 )
-def test_arguments_are_held_against_the_signature_without_running_the_module(
+def test_check_arguments_against_signature_runs_no_module(
     root: Path, function: str, given: set[str], problems: list[tuple[str, str]]
 ) -> None:
     (root / "code/more.py").write_text(CALLS)
@@ -158,9 +158,7 @@ def test_arguments_are_held_against_the_signature_without_running_the_module(
     assert all(part in text for (_, text), (_, part) in zip(found, problems, strict=True)), found
 
 
-def test_imports_that_lead_nowhere_are_found_in_all_modules_that_are_imported(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_find_missing_imports_lists_missing_modules_of_all_imports(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / "code/top.py").write_text(
         "import json, nowhere.at.all\nfrom code.below import x\nfrom . import many\nfrom .absent import y\n"
         "try:\n    import optional\nexcept ImportError:\n    optional = None\n"
@@ -176,9 +174,7 @@ def test_imports_that_lead_nowhere_are_found_in_all_modules_that_are_imported(
     assert "code/below.py, line 3," in found["elsewhere"]
 
 
-def test_relative_imports_of_a_package_in_a_folder_of_sources_are_its_own(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_find_missing_imports_of_package_in_src_folder_is_empty(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = root / "src/shop"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()

@@ -15,7 +15,7 @@ Load = Callable[..., Pipeline]
 Problems = Callable[..., list[str]]
 
 
-def test_values_are_strict_yaml(load: Load) -> None:
+def test_override_value_is_parsed_as_strict_yaml(load: Load) -> None:
     overrides = (
         "train.with.epochs=5",
         "train.with.lr=1e-3",
@@ -33,7 +33,7 @@ def test_values_are_strict_yaml(load: Load) -> None:
     assert pipeline.export.dynamic == {"x": {0: "batch"}}
 
 
-def test_later_overrides_win_and_blank_sections_are_filled(load: Load, pipeline_text: str) -> None:
+def test_override_that_is_repeated_uses_last_value(load: Load, pipeline_text: str) -> None:
     overrides = ("train.with.epochs=5", "train.with.epochs=6", "validate.samples.limit=9")
     pipeline = load(pipeline_text.replace("with: {epochs: 3}", "with:"), overrides=overrides)
     assert pipeline.train is not None
@@ -41,7 +41,7 @@ def test_later_overrides_win_and_blank_sections_are_filled(load: Load, pipeline_
     assert pipeline.validate.samples.limit == 9
 
 
-def test_index_0_of_a_lone_deployment(load: Load, pipeline_text: str) -> None:
+def test_override_of_index_0_changes_single_deployment(load: Load, pipeline_text: str) -> None:
     lone = pipeline_text.replace("  - {endpoint", "  {endpoint")
     assert load(lone, overrides=["deploy[0].rollout.steps=[100%]"]).deploy[0].rollout.steps == (1.0,)
 
@@ -66,7 +66,7 @@ WRONG = (
 )
 
 
-def test_problems_point_at_the_override(problems: Problems, pipeline_text: str, golden: Golden) -> None:
+def test_override_with_wrong_value_reports_its_place(problems: Problems, pipeline_text: str, golden: Golden) -> None:
     lines = []
     for override in WRONG:
         found = problems(pipeline_text, overrides=[override])
@@ -75,7 +75,9 @@ def test_problems_point_at_the_override(problems: Problems, pipeline_text: str, 
     golden("errors", "\n".join(lines))
 
 
-def test_problems_of_overrides_and_file_appear_together(problems: Problems, pipeline_text: str, golden: Golden) -> None:
+def test_override_and_file_problems_are_reported_together(
+    problems: Problems, pipeline_text: str, golden: Golden
+) -> None:
     text = pipeline_text.replace("epochs: 3", "epochs: 012").replace("max_drop: 1%", "max_drop: 1")
     golden("errors", "\n".join(problems(text, overrides=["gates[9].kind=x", "train.with.epochs=12"])))
 
@@ -84,12 +86,12 @@ def test_problems_of_overrides_and_file_appear_together(problems: Problems, pipe
     st.text("abc_-", min_size=1),
     st.lists(st.one_of(st.text("abc_-1", min_size=1), st.integers(0, 99))),
 )
-def test_a_path_is_what_problems_print(first: str, rest: list[str | int]) -> None:
+def test_parse_path_of_printed_path_returns_it(first: str, rest: list[str | int]) -> None:
     loc = (first, *rest)
     assert parse_path(path_text(loc)) == loc
 
 
-def test_environment_variables_where_allowed(load: Load, pipeline_text: str) -> None:
+def test_environment_variable_in_allowed_place_is_replaced(load: Load, pipeline_text: str) -> None:
     text = pipeline_text.replace("{sklearn: digits, split: train}", "{file: '${env:ROOT}/a.npz', inputs: {x: x}}")
     text = text.replace("{model: toy}", "{model: 'toy-${env:STAGE}'}")
     text = text.replace("{endpoint: toy", "{endpoint: toy, settings: {region: '${env:STAGE}-1'}")
@@ -100,7 +102,9 @@ def test_environment_variables_where_allowed(load: Load, pipeline_text: str) -> 
     assert pipeline.deploy[0].settings == {"region": "dev-1"}
 
 
-def test_environment_problems(problems: Problems, pipeline_text: str, golden: Golden) -> None:
+def test_environment_variable_in_wrong_place_reports_problem(
+    problems: Problems, pipeline_text: str, golden: Golden
+) -> None:
     lines = []
     for old, new in (
         ("{model: toy}", "{model: '${env:NOPE}'}"),
@@ -114,7 +118,7 @@ def test_environment_problems(problems: Problems, pipeline_text: str, golden: Go
     golden("errors", "\n".join(lines))
 
 
-def test_a_value_from_the_environment_is_not_read_as_a_reference(load: Load, pipeline_text: str) -> None:
+def test_environment_variable_value_is_not_expanded_again(load: Load, pipeline_text: str) -> None:
     text = pipeline_text.replace("test: {sklearn: digits, split: test}", "test: {file: '${env:A}', label: y}")
     pipeline = load(text, environ={"A": "$B 012"})
     assert pipeline.data["test"].file == "$B 012"  # type: ignore[union-attr]

@@ -40,7 +40,7 @@ def params(project: Path) -> Path:
     return path
 
 
-def test_a_whole_value_keeps_its_type(load: Load, params: Path, pipeline_text: str) -> None:
+def test_parameter_as_whole_value_keeps_its_type(load: Load, params: Path, pipeline_text: str) -> None:
     text = pipeline_text.replace("epochs: 3", "epochs: '${params:train.epochs}', all: '${params:train}'")
     text = text.replace("max_drop: 1%", "max_drop: '${params:drop}'")
     text = text.replace("framework: sklearn", "framework: sklearn\n  opset: ${params:opset}")
@@ -55,7 +55,7 @@ def test_a_whole_value_keeps_its_type(load: Load, params: Path, pipeline_text: s
     assert set(pipeline.parameters) == {"train.epochs", "train", "opset", "drop"}
 
 
-def test_within_a_text_scalars_become_part_of_it(load: Load, params: Path, pipeline_text: str) -> None:
+def test_parameter_within_text_is_converted_to_text(load: Load, params: Path, pipeline_text: str) -> None:
     text = pipeline_text.replace(
         "epochs: 3", "tag: 'v${params:train.epochs}-${params:train.rates[1]}-${params:yes}', other: '${x}'"
     )
@@ -64,12 +64,12 @@ def test_within_a_text_scalars_become_part_of_it(load: Load, params: Path, pipel
     assert pipeline.parameters == {"train.epochs": 12, "train.rates[1]": 0.2, "yes": True}
 
 
-def test_a_file_without_references_needs_no_params(load: Load, project: Path, pipeline_text: str) -> None:
+def test_parameters_file_without_references_is_not_read(load: Load, project: Path, pipeline_text: str) -> None:
     (project / "params.yaml").write_text("[")
     assert load(pipeline_text).parameters == {}
 
 
-def test_an_override_may_refer_to_it_or_take_its_place(load: Load, params: Path, pipeline_text: str) -> None:
+def test_parameter_in_override_is_resolved_or_replaced(load: Load, params: Path, pipeline_text: str) -> None:
     text = pipeline_text.replace("epochs: 3", "epochs: '${params:train.epochs}'")
     assert load(text, overrides=["train.with.epochs=5"]).train.with_ == {"epochs": 5}
     assert load(pipeline_text, overrides=["train.with.epochs=${params:opset}"]).train.with_ == {"epochs": 17}
@@ -100,7 +100,7 @@ def test_an_override_may_refer_to_it_or_take_its_place(load: Load, params: Path,
         ("max_drop: 1%", "max_drop: '${params:wide}'", "params.yaml:8:7: gates[1].max_drop: "),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_told_where_it_stands(
+def test_parameter_with_wrong_reference_reports_its_place(
     params: Path, problems: Problems, pipeline_text: str, old: str, new: str, said: str
 ) -> None:
     assert pipeline_text.count(old) == 1
@@ -108,7 +108,7 @@ def test_what_is_wrong_is_told_where_it_stands(
     assert [one for one in found if one.startswith(said)], found
 
 
-def test_a_missing_or_broken_file_is_told(
+def test_parameters_file_that_is_missing_or_invalid_reports_problem(
     project: Path, problems: Problems, pipeline_text: str, golden: Golden
 ) -> None:
     text = pipeline_text.replace("epochs: 3", "epochs: '${params:train.epochs}'")
@@ -120,12 +120,12 @@ def test_a_missing_or_broken_file_is_told(
     assert problems(text) == ["toy.yaml:7:18: train.with.epochs: params.yaml has no 'train.epochs'"]
 
 
-def test_it_is_no_key_of_the_file(problems: Problems, pipeline_text: str) -> None:
+def test_pipeline_with_parameters_key_reports_unknown_key(problems: Problems, pipeline_text: str) -> None:
     (said,) = problems(pipeline_text + "parameters: {a: 1}\n")
     assert "unknown key 'parameters'" in said
 
 
-def test_a_changed_value_changes_the_key_of_what_uses_it_and_is_recorded(
+def test_parameter_change_updates_keys_of_stages_that_use_it(
     load: Load, project: Path, params: Path, pipeline_text: str
 ) -> None:
     text = pipeline_text.replace("epochs: 3", "epochs: '${params:train.epochs}', rate: '${params:train.rates[1]}'")
@@ -151,7 +151,9 @@ _VALUES = st.recursive(
 
 @settings(derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=_VALUES)
-def test_any_value_arrives_as_it_was_written(load: Load, project: Path, pipeline_text: str, value: object) -> None:
+def test_parameter_of_any_value_is_loaded_unchanged(
+    load: Load, project: Path, pipeline_text: str, value: object
+) -> None:
     (project / "params.yaml").write_text(
         yaml.safe_dump({"a": {"b": value}}, default_style='"' if isinstance(value, str) else None)
     )

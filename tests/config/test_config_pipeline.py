@@ -21,7 +21,7 @@ FindProblems = Callable[..., tuple[Problem, ...]]
 PLUGINS = {"exporters": ("sklearn", "torch"), "optimizers": ("dynamic", "static"), "endpoints": ("local",)}
 
 
-def test_a_right_file_becomes_the_domain(load: Load) -> None:
+def test_load_pipeline_of_valid_file_returns_domain_objects(load: Load) -> None:
     pipeline = load()
     assert pipeline.data["train"] == SklearnData(sklearn="digits", split="train")
     assert pipeline.train is not None
@@ -43,13 +43,15 @@ def _cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("old", "new"), _cases())
-def test_wrong_files(problems_after: Problems, old: str, new: str, golden: Golden) -> None:
+def test_load_pipeline_with_wrong_value_reports_problem(
+    problems_after: Problems, old: str, new: str, golden: Golden
+) -> None:
     found = problems_after(old, new)
     assert found
     golden("errors", "\n".join(found))
 
 
-def test_all_problems_appear_at_once_with_line_and_column(problems: Problems, golden: Golden) -> None:
+def test_load_pipeline_reports_all_problems_with_line_and_column(problems: Problems, golden: Golden) -> None:
     text = """\
 pipeline: toy
 data:
@@ -73,7 +75,7 @@ deploy:
     golden("errors", "\n".join(problems(text)))
 
 
-def test_a_wrong_part_does_not_breed_problems_elsewhere(problems_after: Problems, golden: Golden) -> None:
+def test_load_pipeline_with_wrong_part_reports_it_only(problems_after: Problems, golden: Golden) -> None:
     found = [
         *problems_after("calibrate: {data: train}", "calibrate: {data: train, samples: many}"),
         *problems_after("targets: [cpu-1t]", "targets: [3]"),
@@ -84,12 +86,12 @@ def test_a_wrong_part_does_not_breed_problems_elsewhere(problems_after: Problems
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
-def test_an_empty_file_says_so(problems: Problems, text: str) -> None:
+def test_load_pipeline_of_empty_file_reports_it(problems: Problems, text: str) -> None:
     (problem,) = problems(text)
     assert problem.endswith("the file is empty")
 
 
-def test_a_file_that_is_no_mapping(problems: Problems, golden: Golden) -> None:
+def test_load_pipeline_of_file_without_mapping_reports_it(problems: Problems, golden: Golden) -> None:
     golden("errors", "\n".join(problems("- a\n")))
 
 
@@ -102,29 +104,33 @@ def test_a_file_that_is_no_mapping(problems: Problems, golden: Golden) -> None:
         ("true", "1:9: schema: expected a whole number, got true"),
     ],
 )
-def test_schema_versions(problems: Problems, pipeline_text: str, version: str, problem: str) -> None:
+def test_load_pipeline_with_wrong_schema_version_reports_it(
+    problems: Problems, pipeline_text: str, version: str, problem: str
+) -> None:
     assert problems(f"schema: {version}\n{pipeline_text}") == [f"toy.yaml:{problem}"]
     assert problems(f"schema: 1\n{pipeline_text}") == []
 
 
-def test_a_newer_file_is_not_judged_by_older_rules(problems: Problems) -> None:
+def test_load_pipeline_of_newer_schema_reports_version_only(problems: Problems) -> None:
     (problem,) = problems("schema: 7\nsomething: new\n")
     assert "needs a newer onnx-ops" in problem
 
 
-def test_blank_lists_and_a_lone_deployment(load: Load, pipeline_text: str) -> None:
+def test_load_pipeline_with_blank_list_or_single_deployment_normalizes_it(load: Load, pipeline_text: str) -> None:
     text = pipeline_text.replace("  - {name: small, method: static, calibrate: {data: train}}\n", "")
     pipeline = load(text.replace("  - {endpoint", "  {endpoint"))
     assert pipeline.quantize == ()
     assert [entry.endpoint for entry in pipeline.deploy] == ["toy"]
 
 
-def test_problems_of_a_lone_deployment_have_no_index(problems: Problems, pipeline_text: str, golden: Golden) -> None:
+def test_load_pipeline_with_wrong_single_deployment_reports_path_without_index(
+    problems: Problems, pipeline_text: str, golden: Golden
+) -> None:
     text = pipeline_text.replace("  - {endpoint: toy,", "  {endpoint: toy, setings: 1,").replace("10%", "1.5%")
     golden("errors", "\n".join(problems(text)))
 
 
-def test_a_parity_gate_is_put_first_if_there_is_none(load: Load, pipeline_text: str) -> None:
+def test_load_pipeline_without_parity_gate_puts_one_first(load: Load, pipeline_text: str) -> None:
     parity, metric = "  - {kind: parity}\n", "  - {kind: metric, max_drop: 1%}\n"
     without = pipeline_text.replace(parity, "")
     assert load(without).gates[0] == ParityGate()
@@ -132,17 +138,21 @@ def test_a_parity_gate_is_put_first_if_there_is_none(load: Load, pipeline_text: 
     assert [gate.kind for gate in moved.gates] == ["metric", "parity", "latency"]
 
 
-def test_a_missing_file_is_not_a_problem_of_a_file(project: Path) -> None:
+def test_load_pipeline_of_missing_file_raises_not_found_error(project: Path) -> None:
     with pytest.raises(NotFoundError, match=r"toi\.yaml: no such file\. Did you mean .*toy\.yaml\?"):
         load_pipeline(project / "toi.yaml", root=project)
 
 
-def test_problems_in_a_target_file_come_along(project: Path, problems_after: Problems, golden: Golden) -> None:
+def test_load_pipeline_with_wrong_target_file_reports_its_problems(
+    project: Path, problems_after: Problems, golden: Golden
+) -> None:
     (project / "configs/targets/odd.yaml").write_text("name: odd\nsession: {spinning: off}\n")
     golden("errors", "\n".join(problems_after("targets: [cpu-1t]", "targets: [cpu-1t, odd, none]")))
 
 
-def test_check_knows_the_plugins(project: Path, problems: Problems, pipeline_text: str, golden: Golden) -> None:
+def test_load_pipeline_with_unknown_plugins_reports_them(
+    project: Path, problems: Problems, pipeline_text: str, golden: Golden
+) -> None:
     (project / "configs/targets/web.yaml").write_text("name: web\nruntime: browser\n")
     assert problems(pipeline_text, plugins=PLUGINS) == []
     text = pipeline_text.replace("framework: sklearn", "framework: sklaern").replace("method: static", "method: statik")
@@ -151,7 +161,9 @@ def test_check_knows_the_plugins(project: Path, problems: Problems, pipeline_tex
     golden("errors", "\n".join(problems(text, plugins={**PLUGINS, "data": (), "runtimes": ("onnxruntime",)})))
 
 
-def test_check_finds_endpoints_of_other_pipelines(project: Path, problems: Problems, pipeline_text: str) -> None:
+def test_load_pipeline_with_endpoint_of_other_pipeline_reports_it(
+    project: Path, problems: Problems, pipeline_text: str
+) -> None:
     pipelines = project / "configs/pipelines"
     (pipelines / "broken.yaml").write_text("{")
     (pipelines / "list.yaml").write_text("- deploy\n")
@@ -173,7 +185,7 @@ def test_check_finds_endpoints_of_other_pipelines(project: Path, problems: Probl
         ("{source: prometheus}", ["there is no url. Write one."]),
     ],
 )
-def test_check_asks_the_source_of_metrics_about_its_settings(
+def test_load_pipeline_validates_settings_of_metrics_source(
     find_problems: FindProblems, pipeline_text: str, metrics: str, found: list[str]
 ) -> None:
     def needs_a_url(source: str, settings: Mapping[str, object]) -> None:
@@ -186,7 +198,7 @@ def test_check_asks_the_source_of_metrics_about_its_settings(
     assert [problem.message for problem in problems] == found
 
 
-def test_check_asks_the_provider_about_its_settings(find_problems: FindProblems, pipeline_text: str) -> None:
+def test_load_pipeline_validates_settings_of_provider(find_problems: FindProblems, pipeline_text: str) -> None:
     def only_ports(provider: str, settings: Mapping[str, object]) -> None:
         assert provider == "local"
         for name in settings:
@@ -211,7 +223,7 @@ class PartedQuantizer(Optimizer):
 
 
 @pytest.mark.parametrize(("calibrate", "lines"), [("", [11]), (", calibrate: {data: train, shards: 4}", [])])
-def test_load_pipeline_checks_calibration_by_the_attributes_of_the_optimizer(
+def test_load_pipeline_checks_calibration_by_optimizer_attributes(
     find_problems: FindProblems,
     pipeline_text: str,
     monkeypatch: pytest.MonkeyPatch,

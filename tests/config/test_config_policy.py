@@ -17,7 +17,7 @@ def load(folder: Path, text: str) -> LocatedPolicy:
     return load_policy(path)
 
 
-def test_rules_keep_their_order_and_their_lines(tmp_path: Path) -> None:
+def test_load_policy_keeps_order_and_lines_of_rules(tmp_path: Path) -> None:
     located = load(
         tmp_path,
         'schema: 1\nrules:\n  - aliases: "champion-*"\n    users: [alice, bob]\n'
@@ -35,7 +35,7 @@ def test_rules_keep_their_order_and_their_lines(tmp_path: Path) -> None:
     assert located.policy.names() == {"alice", "bob"}
 
 
-def test_without_overrides_the_file_itself_is_named(tmp_path: Path) -> None:
+def test_load_policy_without_overrides_names_file_as_place(tmp_path: Path) -> None:
     located = load(tmp_path, 'rules: [{aliases: "*", users: [alice]}]')
     assert (located.policy.overrides, located.overrides_at) == ((), "policy.yaml:1")
 
@@ -54,18 +54,18 @@ def test_without_overrides_the_file_itself_is_named(tmp_path: Path) -> None:
         ("rules: [{aliases: x, users: [a]}]\nrules: []", ":2:1"),
     ],
 )
-def test_problems_have_places(tmp_path: Path, text: str, problem: str) -> None:
+def test_load_policy_with_wrong_rule_reports_its_place(tmp_path: Path, text: str, problem: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         load(tmp_path, text)
     assert problem in str(refusal.value)
 
 
-def test_a_missing_file_is_said_so(tmp_path: Path) -> None:
+def test_load_policy_of_missing_file_raises_not_found_error(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no such file"):
         load_policy(tmp_path / "policy.yaml")
 
 
-def test_the_first_rule_that_is_about_it_decides() -> None:
+def test_policy_rule_for_model_and_alias_returns_first_match() -> None:
     policy = PromotionPolicy(
         rules=(
             AliasRule(aliases="champion-*", users=("alice",), models="digits"),
@@ -78,7 +78,7 @@ def test_the_first_rule_that_is_about_it_decides() -> None:
     assert policy.rule("Digits", "champion-cuda") is None
 
 
-def test_an_unknown_user_is_only_anyone() -> None:
+def test_is_among_with_unknown_user_matches_wildcard_only() -> None:
     assert is_among("", ("*",))
     assert not is_among("", ("", "alice"))
     assert is_among("alice", ("bob", "alice"))

@@ -31,7 +31,7 @@ def wrong(option: str) -> str:
 
 
 @pytest.mark.parametrize("name", profile_names())
-def test_a_profile_is_a_target_of_every_project(name: str, tmp_path: Path) -> None:
+def test_shipped_profile_is_valid_target(name: str, tmp_path: Path) -> None:
     from jsonschema import Draft202012Validator
 
     target = TargetFiles(tmp_path).load(name)
@@ -45,9 +45,7 @@ def test_a_profile_is_a_target_of_every_project(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("name", "provider", "option"), SET, ids=["-".join(parts) for parts in SET])
-def test_an_option_that_is_wrong_by_a_letter_is_refused_where_it_stands(
-    name: str, provider: str, option: str, project: Path
-) -> None:
+def test_profile_with_misspelt_option_reports_its_place(name: str, provider: str, option: str, project: Path) -> None:
     text = (PROFILES / f"{name}.yaml").read_text(encoding="utf-8")
     before, named, after = text.partition(f"name: {provider}")
     changed = before + named + after.replace(f"{option}:", f"{wrong(option)}:", 1)
@@ -63,7 +61,7 @@ def test_an_option_that_is_wrong_by_a_letter_is_refused_where_it_stands(
     ("provider", "option"),
     [(provider, option) for provider, names in load_provider_options().items() for option in sorted(names)],
 )
-def test_every_name_is_accepted_and_refused_with_a_letter_more(provider: str, option: str, project: Path) -> None:
+def test_provider_option_with_extra_letter_raises_config_error(provider: str, option: str, project: Path) -> None:
     path = project / "configs/targets/one.yaml"
     path.write_text(f"name: one\nproviders: [{{name: {provider}, options: {{{option}: '1'}}}}]\n")
     assert TargetFiles(project).load("one").providers[0].options == {option: "1"}
@@ -72,7 +70,7 @@ def test_every_name_is_accepted_and_refused_with_a_letter_more(provider: str, op
         TargetFiles(project).load("one")
 
 
-def test_options_of_other_providers_are_not_checked(project: Path) -> None:
+def test_provider_options_of_unknown_provider_are_not_checked(project: Path) -> None:
     path = project / "configs/targets/one.yaml"
     path.write_text("name: one\nproviders: [{name: AcmeExecutionProvider, options: {speed: '9'}}]\n")
     assert TargetFiles(project).load("one").providers[0].options == {"speed": "9"}
@@ -81,7 +79,7 @@ def test_options_of_other_providers_are_not_checked(project: Path) -> None:
         TargetFiles(project).load("one")
 
 
-def test_the_projects_file_wins_and_names_of_both_are_suggested(project: Path) -> None:
+def test_target_file_of_project_overrides_profile_of_same_name(project: Path) -> None:
     assert TargetFiles(project).load("cpu-all").session.intra_op_threads == 0
     (project / "configs/targets/cpu-all.yaml").write_text("name: cpu-all\nsession: {intra_op_threads: 3}\n")
     assert TargetFiles(project).load("cpu-all").session.intra_op_threads == 3
@@ -91,7 +89,7 @@ def test_the_projects_file_wins_and_names_of_both_are_suggested(project: Path) -
         TargetFiles(project).load("olt")
 
 
-def test_a_pipeline_names_a_profile(
+def test_pipeline_with_unknown_profile_reports_similar_one(
     project: Path, pipeline_text: str, problems: Callable[[str], list[str]], golden: Golden
 ) -> None:
     def of_targets(text: str) -> list[str]:
@@ -102,19 +100,19 @@ def test_a_pipeline_names_a_profile(
     golden("errors", line)
 
 
-def test_the_files_of_this_project_are_the_profiles_of_their_names() -> None:
+def test_target_files_of_project_equal_shipped_profiles() -> None:
     for name in ("cpu-1t", "cpu-all"):
         assert TargetFiles(ROOT).load(name) == TargetFiles(PROFILES).load(name)
 
 
-def test_a_plug_in_is_part_of_what_is_measured() -> None:
+def test_target_digest_depends_on_plugin_package() -> None:
     one = TargetFiles(PROFILES).load("qnn")
     assert one.providers[0].package == "onnxruntime_qnn"
     bare = replace(one, providers=(replace(one.providers[0], package=""), *one.providers[1:]))
     assert one.digest() != bare.digest()
 
 
-def test_every_profile_has_a_row_in_the_documentation() -> None:
+def test_target_profiles_page_lists_each_profile() -> None:
     text = (ROOT / "docs/target-profiles.md").read_text(encoding="utf-8")
     rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| `")}
     assert set(rows) == {f"`{name}`" for name in profile_names()}

@@ -30,7 +30,7 @@ from onnx_ops.config.quantities import SCALES, format_quantity, parse_quantity
         ("1.5 kB", "B", 1500),
     ],
 )
-def test_reads_units(written: str, unit: str, value: float) -> None:
+def test_parse_quantity_with_unit_returns_value(written: str, unit: str, value: float) -> None:
     parsed = parse_quantity(written, unit)
     assert parsed == value
     assert type(parsed) is type(value)
@@ -59,7 +59,7 @@ def test_reads_units(written: str, unit: str, value: float) -> None:
         ("9" * 50 + " s", "s", f"expected a duration, e.g. 5 ms, got the text '{'9' * 50} s'"),
     ],
 )
-def test_refuses_in_the_users_words(written: object, unit: str, message: str) -> None:
+def test_parse_quantity_of_wrong_value_explains_expected_format(written: object, unit: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message) + "$"):
         parse_quantity(written, unit)
 
@@ -73,13 +73,15 @@ def test_refuses_in_the_users_words(written: object, unit: str, message: str) ->
     ],
 )
 @given(data=st.data())
-def test_quantities_survive_a_round_trip(unit: str, values: st.SearchStrategy[float], data: st.DataObject) -> None:
+def test_parse_quantity_of_formatted_value_returns_it(
+    unit: str, values: st.SearchStrategy[float], data: st.DataObject
+) -> None:
     value = data.draw(values)
     assert parse_quantity(format_quantity(value, unit), unit) == value
 
 
 @given(st.sampled_from(sorted(SCALES)), st.integers(0, 10**6), st.data())
-def test_every_unit_multiplies_exactly(base: str, count: int, data: st.DataObject) -> None:
+def test_parse_quantity_of_each_unit_multiplies_exactly(base: str, count: int, data: st.DataObject) -> None:
     unit, factor = data.draw(st.sampled_from(sorted(SCALES[base].units.items())))
     assert parse_quantity(f"{count} {unit}", base) == float(count * factor)
 
@@ -88,5 +90,5 @@ def test_every_unit_multiplies_exactly(base: str, count: int, data: st.DataObjec
     ("value", "unit", "text"),
     [(0.005, "s", "5 ms"), (86400.0, "s", "1 d"), (0.0, "s", "0 s"), (0.5, "1", "50%"), (2_000_000, "B", "2 MB")],
 )
-def test_writes_what_a_person_would(value: float, unit: str, text: str) -> None:
+def test_format_quantity_uses_readable_unit(value: float, unit: str, text: str) -> None:
     assert format_quantity(value, unit) == text

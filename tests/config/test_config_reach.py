@@ -29,7 +29,7 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("text", ["data/own.csv", "inside/own.csv", "./data/../data/own.csv", "data/none.csv", "loop"])
-def test_explain_path_within_the_project_is_empty(root: Path, text: str) -> None:
+def test_explain_path_within_project_returns_empty_text(root: Path, text: str) -> None:
     assert PROJECT_ONLY.explain_path(text, root) == ""
 
 
@@ -47,7 +47,7 @@ def test_explain_path_within_the_project_is_empty(root: Path, text: str) -> None
         "s3://bucket/x.onnx",
     ],
 )
-def test_explain_path_beyond_the_project_names_the_setting(root: Path, text: str) -> None:
+def test_explain_path_outside_project_names_setting(root: Path, text: str) -> None:
     assert "allowed_paths" in PROJECT_ONLY.explain_path(text, root)
 
 
@@ -66,13 +66,11 @@ def test_explain_path_beyond_the_project_names_the_setting(root: Path, text: str
         ("/", "/etc/passwd", True),
     ],
 )
-def test_explain_path_of_an_allowed_place_ends_at_its_border(
-    root: Path, allowed: str, text: str, expected: bool
-) -> None:
+def test_explain_path_with_allowed_path_ends_at_its_border(root: Path, allowed: str, text: str, expected: bool) -> None:
     assert (Reach(paths=(allowed,)).explain_path(text, root) == "") is expected
 
 
-def test_explain_package_allows_a_package_and_what_is_in_it() -> None:
+def test_explain_package_of_allowed_package_includes_its_modules() -> None:
     reach = Reach(packages=("company.metrics",))
     assert reach.explain_package("company.metrics") == reach.explain_package("company.metrics.gain") == ""
     for module in ("company", "company.metrics_of_others", "metrics", "os"):
@@ -80,24 +78,24 @@ def test_explain_package_allows_a_package_and_what_is_in_it() -> None:
 
 
 @pytest.mark.parametrize("reference", ["os:system", "subprocess:run", "sklearn.metrics:f1_score", "pickle:loads"])
-def test_load_pipeline_calls_no_function_of_another_package(load: Load, reference: str) -> None:
+def test_load_pipeline_with_function_of_foreign_package_raises_config_error(load: Load, reference: str) -> None:
     with pytest.raises(ConfigError, match="allowed_packages"):
         load(overrides=[f"train.run={reference}"])
 
 
-def test_load_pipeline_calls_functions_of_an_allowed_package(load: Load) -> None:
+def test_load_pipeline_with_function_of_allowed_package_succeeds(load: Load) -> None:
     overrides = ["train.run=shutil:copyfile", "train.with={dst: x}"]
     load(overrides=overrides, reach=Reach(packages=("shutil",)))
 
 
-def test_load_pipeline_reads_no_variable_that_is_not_allowed(load: Load) -> None:
+def test_load_pipeline_with_forbidden_variable_raises_config_error(load: Load) -> None:
     overrides = ["register.model=${env:MLFLOW_TRACKING_TOKEN}"]
     with pytest.raises(ConfigError, match="may not read MLFLOW_TRACKING_TOKEN") as caught:
         load(overrides=overrides, environ={"MLFLOW_TRACKING_TOKEN": SECRET}, reach=PROJECT_ONLY)
     assert SECRET not in str(caught.value)
 
 
-def test_load_pipeline_shows_the_value_of_a_variable_by_its_name(load: Load) -> None:
+def test_load_pipeline_error_shows_variable_name_instead_of_value(load: Load) -> None:
     overrides = ["data.train={file: '${env:FOLDER_OF_DATA}/x.csv'}"]
     with pytest.raises(ConfigError) as caught:
         load(overrides=overrides, environ={"FOLDER_OF_DATA": f"/{SECRET}"}, reach=Reach(variables=("FOLDER_*",)))
@@ -105,7 +103,7 @@ def test_load_pipeline_shows_the_value_of_a_variable_by_its_name(load: Load) -> 
     assert show(f"opened /{SECRET}/x.csv") == "opened ${env:FOLDER_OF_DATA}/x.csv"
 
 
-def test_load_pipeline_reads_nothing_beyond_the_project_to_check_it(load: Load) -> None:
+def test_load_pipeline_with_path_outside_project_reads_nothing(load: Load) -> None:
     read: list[object] = []
     with pytest.raises(ConfigError):
         load(

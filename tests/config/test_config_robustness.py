@@ -41,7 +41,7 @@ def locations(value: Any, loc: Loc = ()) -> list[Loc]:
 
 @given(data=st.data(), replacement=json_values)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
-def test_any_value_anywhere_is_accepted_or_located(
+def test_load_pipeline_with_any_value_reports_problems_with_place(
     find_problems: FindProblems, pipeline_text: str, data: st.DataObject, replacement: Any
 ) -> None:
     value = read_text(pipeline_text, source="x").value
@@ -60,7 +60,9 @@ def test_any_value_anywhere_is_accepted_or_located(
 
 @given(path=st.text("abcdeginrt.[]0=", max_size=16), value=st.text("[]{}:,a1% &*!-\n", max_size=8))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
-def test_any_override_is_accepted_or_located(find_problems: FindProblems, path: str, value: str) -> None:
+def test_load_pipeline_with_any_override_reports_problems_with_place(
+    find_problems: FindProblems, path: str, value: str
+) -> None:
     problems = find_problems(overrides=[f"{path}={value}"])
     assert all(problem.file.startswith("--set ") or problem.line for problem in problems)
 
@@ -80,7 +82,7 @@ ODD = (
 
 
 @pytest.mark.parametrize("data", ODD)
-def test_odd_bytes(project: Path, data: bytes) -> None:
+def test_load_pipeline_of_odd_bytes_raises_own_error(project: Path, data: bytes) -> None:
     path = project / "toy.yaml"
     path.write_bytes(data)
     with pytest.raises(OnnxOpsError) as caught:
@@ -89,7 +91,7 @@ def test_odd_bytes(project: Path, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", ["digits-mlp", "digits-cnn"])
-def test_the_projects_pipelines_are_right(tmp_path: Path, name: str) -> None:
+def test_load_pipeline_of_shipped_pipelines_succeeds(tmp_path: Path, name: str) -> None:
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     (tmp_path / "examples").mkdir()
     (tmp_path / f"examples/{name.replace('-', '_')}.py").write_text("def train(data, **parameters): ...\n")
@@ -100,7 +102,7 @@ def test_the_projects_pipelines_are_right(tmp_path: Path, name: str) -> None:
     assert pipeline.deploy[0].rollout.steps[-1] == 1
 
 
-def test_loading_imports_nothing_heavy(project: Path) -> None:
+def test_load_pipeline_imports_no_heavy_module(project: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom onnx_ops.config.loader import load_pipeline\n"
         "load_pipeline(Path('toy.yaml'), root=Path('.'))\n"

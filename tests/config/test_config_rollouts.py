@@ -31,7 +31,7 @@ WHOLE = """
       scale_down_delay: 2 d"""
 
 
-def test_every_key_reaches_the_domain(load: Load, pipeline_text: str) -> None:
+def test_rollout_policy_with_all_keys_is_loaded_and_planned(load: Load, pipeline_text: str) -> None:
     head, _, _ = pipeline_text.rpartition("  - {endpoint")
     text = f"{head}  - endpoint: toy\n    target: cpu-1t\n    rollout:{WHOLE}\n"
     policy = load(text).deploy[0].rollout
@@ -57,7 +57,7 @@ def test_every_key_reaches_the_domain(load: Load, pipeline_text: str) -> None:
     )
 
 
-def test_one_number_of_requests_is_for_all_steps(load: Load, pipeline_text: str) -> None:
+def test_rollout_policy_with_one_request_count_uses_it_for_all_steps(load: Load, pipeline_text: str) -> None:
     """The example of the design."""
     rails = "guardrails: [errors, latency_p50, latency_p99]"
     rollout = f"{{steps: [10%, 50%, 100%], min_requests: 300, {rails}, scale_down_delay: 24h}}"
@@ -67,7 +67,7 @@ def test_one_number_of_requests_is_for_all_steps(load: Load, pipeline_text: str)
     assert policy.is_analyzed
 
 
-def test_a_policy_without_figures_is_not_judged(load: Load) -> None:
+def test_rollout_policy_without_guardrails_is_not_analyzed(load: Load) -> None:
     policy = load().deploy[0].rollout
     assert not policy.is_analyzed
     assert [step.minimum for step in policy.planned()] == [0, 0]
@@ -108,7 +108,7 @@ def test_a_policy_without_figures_is_not_judged(load: Load) -> None:
         ("{shadow: {}, ab_test: {duration: 1 d}}", "split sticky shadow feedback", []),
     ],
 )
-def test_a_policy_that_the_provider_cannot_keep_is_refused(
+def test_rollout_policy_beyond_provider_capabilities_reports_problem(
     find_problems: FindProblems, pipeline_text: str, rollout: str, able: str, found: list[str]
 ) -> None:
     text = pipeline_text.replace(PLAIN, rollout)
@@ -119,7 +119,7 @@ def test_a_policy_that_the_provider_cannot_keep_is_refused(
     ]
 
 
-def test_an_endpoint_that_would_not_run_what_was_measured_is_refused(find_problems: FindProblems) -> None:
+def test_deployment_that_cannot_run_target_reports_problem(find_problems: FindProblems) -> None:
     asked: list[tuple[str, Target]] = []
 
     def unservable(entry: Deploy, target: Target) -> str:
@@ -133,7 +133,9 @@ def test_an_endpoint_that_would_not_run_what_was_measured_is_refused(find_proble
 
 
 @pytest.mark.parametrize(("alone", "blamed"), [("split shadow", "source 'foreign'"), ("split", "provider 'local'")])
-def test_who_cannot_do_it_is_named(find_problems: FindProblems, pipeline_text: str, alone: str, blamed: str) -> None:
+def test_rollout_policy_problem_names_incapable_source_or_provider(
+    find_problems: FindProblems, pipeline_text: str, alone: str, blamed: str
+) -> None:
     (problem,) = find_problems(
         pipeline_text.replace(PLAIN, "{shadow: {}}, metrics: {source: foreign}"),
         plugins={**PLUGINS, "metrics": ("foreign",)},
@@ -142,7 +144,7 @@ def test_who_cannot_do_it_is_named(find_problems: FindProblems, pipeline_text: s
     assert problem.message.startswith(f"{blamed} cannot compare answers")
 
 
-def test_what_a_policy_takes_is_told(golden: Golden) -> None:
+def test_describe_policy_lists_requests_each_step_needs(golden: Golden) -> None:
     policy = RolloutPolicy(
         steps=(0.1, 0.5, 1.0),
         slo=ServiceLevel(error_rate=0.02),

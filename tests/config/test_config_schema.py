@@ -31,7 +31,7 @@ def accepts(schema: dict[str, Any], text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", ["pipeline", "target"])
-def test_the_committed_file_is_current(name: str, tmp_path: Path) -> None:
+def test_committed_schema_equals_generated_one(name: str, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "onnx_ops.config.schema", str(tmp_path)], check=True, cwd=ROOT)
     file = f"{name}.schema.json"
     assert (tmp_path / file).read_text() == (ROOT / "configs/schema" / file).read_text()
@@ -39,14 +39,14 @@ def test_the_committed_file_is_current(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pipeline", "target"])
-def test_it_is_a_schema(name: str) -> None:
+def test_generated_schema_is_valid_json_schema(name: str) -> None:
     from jsonschema import Draft202012Validator
 
     Draft202012Validator.check_schema(schema_of(name))
 
 
 @pytest.mark.parametrize(("kind", "path"), EXAMPLES, ids=[path.stem for _, path in EXAMPLES])
-def test_the_examples_are_valid_and_name_their_schema(kind: str, path: Path) -> None:
+def test_example_file_names_schema_and_conforms_to_it(kind: str, path: Path) -> None:
     from jsonschema import Draft202012Validator
 
     text = path.read_text(encoding="utf-8")
@@ -54,7 +54,7 @@ def test_the_examples_are_valid_and_name_their_schema(kind: str, path: Path) -> 
     Draft202012Validator(schema_of(kind)).validate(read_text(text, source=path.name).value)
 
 
-def test_the_schema_takes_what_the_loader_takes(pipeline_text: str) -> None:
+def test_schema_accepts_files_valid_for_loader(pipeline_text: str) -> None:
     schema = schema_of("pipeline")
     assert accepts(schema, pipeline_text)
     assert accepts(schema, pipeline_text.replace("  - {endpoint", "  {endpoint"))
@@ -80,7 +80,7 @@ def test_the_schema_takes_what_the_loader_takes(pipeline_text: str) -> None:
         ("export:\n  framework: sklearn\n", ""),
     ],
 )
-def test_the_schema_refuses_what_the_loader_refuses(pipeline_text: str, old: str, new: str) -> None:
+def test_schema_rejects_files_invalid_for_loader(pipeline_text: str, old: str, new: str) -> None:
     assert not accepts(schema_of("pipeline"), pipeline_text.replace(old, new))
 
 
@@ -97,13 +97,15 @@ def test_the_schema_refuses_what_the_loader_refuses(pipeline_text: str, old: str
         ("kind: parity", "kind: '${params:kind}'", False),
     ],
 )
-def test_values_of_params_fit_where_the_loader_takes_them(pipeline_text: str, old: str, new: str, fits: bool) -> None:
+def test_schema_accepts_parameter_reference_where_loader_does(
+    pipeline_text: str, old: str, new: str, fits: bool
+) -> None:
     text = pipeline_text.replace("register: {model: toy}", "register: {model: toy, promote: manual}")
     assert text.count(old) == 1
     assert accepts(schema_of("pipeline"), text.replace(old, new)) is fits
 
 
-def test_editors_get_words_units_and_defaults() -> None:
+def test_schema_contains_descriptions_units_and_defaults() -> None:
     definitions = schema_of("pipeline")["$defs"]
     assert definitions["Deploy"]["properties"]["target"]["description"].startswith("Target whose champion is served")
     assert definitions["RolloutPolicy"]["properties"]["scale_down_delay"]["default"] == "1 d"

@@ -54,7 +54,7 @@ def problems(root: Path, old: str, new: str) -> list[str]:
     return [f"{problem.path}: {problem.message}" for problem in caught.value.problems]
 
 
-def test_a_search_and_its_budget(root: Path) -> None:
+def test_search_with_budget_is_loaded_with_its_limits(root: Path) -> None:
     pipeline = checked(root, TEXT)
     (entry,) = pipeline.quantize
     assert entry.budget == Budget(metric_drop=0.005, size=10_000_000, p99=0.005, max_minutes=5.0)
@@ -63,7 +63,7 @@ def test_a_search_and_its_budget(root: Path) -> None:
     assert pipeline.objective == Objective(default="size")
 
 
-def test_preferences_of_single_targets(root: Path) -> None:
+def test_objective_with_target_entry_overrides_default(root: Path) -> None:
     pipeline = checked(root, TEXT.replace("objective: size", "objective: {default: latency, targets: {cpu: cost}}"))
     assert [pipeline.objective.on(name) for name in ("cpu", "edge")] == ["cost", "latency"]
     assert checked(root, TEXT.replace("objective: size\n", "")).objective.on("cpu") == "latency"
@@ -94,12 +94,12 @@ def test_preferences_of_single_targets(root: Path) -> None:
         ("0.5%", "0.5", "metric_drop"),
     ],
 )
-def test_what_is_refused(root: Path, old: str, new: str, said: str) -> None:
+def test_search_with_wrong_setting_reports_problem(root: Path, old: str, new: str, said: str) -> None:
     found = problems(root, old, new)
     assert any(said in line for line in found), found
 
 
-def test_a_search_times_on_the_machine_of_a_target(root: Path) -> None:
+def test_search_with_pool_of_no_target_reports_problem(root: Path) -> None:
     (root / "configs/targets/edge.yaml").write_text("name: edge\npool: boards\n")
     (entry,) = checked(root, TEXT.replace("method: auto,", "method: auto, pool: boards,")).quantize
     assert entry.pool == "boards"
@@ -107,14 +107,14 @@ def test_a_search_times_on_the_machine_of_a_target(root: Path) -> None:
     assert any("no target is measured by pool 'gpu'" in line for line in found), found
 
 
-def test_an_endpoint_is_not_for_targets_that_get_an_ort_file(root: Path) -> None:
+def test_deployment_to_ort_format_target_reports_problem(root: Path) -> None:
     (root / "configs/targets/phone.yaml").write_text("name: phone\nort_format: {platform: arm}\n")
     deployed = "benchmark: {targets: [phone]}\nregister: {model: m}\ndeploy: {endpoint: e, target: phone}"
     found = problems(root, "benchmark: {targets: [cpu, edge]}", deployed)
     assert [line for line in found if "'phone' runs .ort files" in line], found
 
 
-def test_a_variant_may_not_have_the_name_of_what_a_search_finds(root: Path) -> None:
+def test_variant_with_name_of_search_result_reports_problem(root: Path) -> None:
     found = problems(root, "quantize:\n", "quantize:\n  - {name: best-small, method: dynamic}\n")
     assert any("variant 'best-small' is named twice" in line for line in found), found
 
@@ -134,7 +134,7 @@ def test_a_variant_may_not_have_the_name_of_what_a_search_finds(root: Path) -> N
         ),
     ],
 )
-def test_recipes_that_cannot_work_are_refused_before_anything_runs(root: Path, entry: str, said: str) -> None:
+def test_variant_with_impossible_recipe_reports_problem(root: Path, entry: str, said: str) -> None:
     old = TEXT[TEXT.index("{name: best") : TEXT.index("benchmark:")]
     found = problems(root, old, f"{entry}\n")
     assert any(said in line for line in found), found

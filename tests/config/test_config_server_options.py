@@ -29,14 +29,14 @@ def bind_options(given: Mapping[str, Json]) -> ServerOptions:
     return bind_settings(given, ServerOptions, where="digits")
 
 
-def test_every_option_is_described() -> None:
+def test_list_options_describes_each_server_option() -> None:
     assert [name for name, _, _, _ in list_options()] == [f.name for f in fields(ServerOptions)]
     assert all(text and kind in (int, str) for _, kind, _, text in list_options())
     assert bind_options({}) == ServerOptions()
 
 
 @given(OPTIONS)
-def test_flags_and_variables_give_the_same_options(options: ServerOptions) -> None:
+def test_bind_options_of_formatted_flags_returns_same_options(options: ServerOptions) -> None:
     parser = argparse.ArgumentParser()
     for name, kind, default, _ in list_options():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default)
@@ -57,14 +57,14 @@ def test_flags_and_variables_give_the_same_options(options: ServerOptions) -> No
         ({"workers": 0, "queue": "x"}, "must be at least 1, got the number 0; queue: expected a whole number"),
     ],
 )
-def test_wrong_settings_are_refused_with_every_problem(settings: dict[str, Json], message: str) -> None:
+def test_bind_options_with_wrong_settings_reports_each_problem(settings: dict[str, Json], message: str) -> None:
     with pytest.raises(SettingsError) as caught:
         bind_options(settings)
     assert message in str(caught.value)
     assert len(caught.value.issues) == len(settings)
 
 
-def test_check_locates_every_problem_of_an_endpoints_settings(
+def test_load_pipeline_with_wrong_server_settings_reports_their_places(
     find_problems: Callable[..., tuple[Problem, ...]], pipeline_text: str
 ) -> None:
     settings = "{max_body: 1 MB, deadline: 5, read_timeout: 1 week, worker: 2}"

@@ -16,7 +16,7 @@ def load(folder: Path, text: str | None = None, **environ: str) -> Settings:
     return load_settings(folder, environ)
 
 
-def test_without_a_file_everything_lies_below_the_state_folder(tmp_path: Path) -> None:
+def test_load_settings_without_file_uses_state_folder(tmp_path: Path) -> None:
     settings = load(tmp_path)
     state = tmp_path / ".onnx-ops"
     assert (settings.root, settings.state, settings.profile) == (tmp_path, state, "default")
@@ -28,7 +28,7 @@ def test_without_a_file_everything_lies_below_the_state_folder(tmp_path: Path) -
     assert not state.exists()
 
 
-def test_paths_are_relative_to_the_root_and_urls_are_kept(tmp_path: Path) -> None:
+def test_load_settings_with_relative_paths_resolves_them_against_root(tmp_path: Path) -> None:
     settings = load(tmp_path, "store = 's3://bucket/store'\nledger = 'shared/ledger'\nstate = '/var/onnx-ops'\n")
     assert settings.store == "s3://bucket/store"
     assert settings.ledger == str(tmp_path / "shared" / "ledger")
@@ -46,29 +46,29 @@ tracking_uri = "http://prod"
 """
 
 
-def test_a_profile_overlays_the_file(tmp_path: Path) -> None:
+def test_load_settings_with_profile_overrides_file(tmp_path: Path) -> None:
     assert load(tmp_path, PROFILES).tracking_uri == "http://base"
     prod = load(tmp_path, PROFILES, ONNX_OPS_PROFILE="prod")
     assert (prod.tracking_uri, prod.signing, prod.profile) == ("http://prod", "off", "prod")
 
 
-def test_the_file_may_name_its_own_profile(tmp_path: Path) -> None:
+def test_load_settings_with_profile_named_in_file_uses_it(tmp_path: Path) -> None:
     assert load(tmp_path, 'profile = "prod"\n' + PROFILES).tracking_uri == "http://prod"
     assert load(tmp_path, ONNX_OPS_PROFILE="default").tracking_uri == "http://base"
 
 
-def test_the_environment_outranks_the_profile(tmp_path: Path) -> None:
+def test_load_settings_with_environment_variable_overrides_profile(tmp_path: Path) -> None:
     settings = load(tmp_path, PROFILES, ONNX_OPS_PROFILE="prod", ONNX_OPS_TRACKING_URI="http://environ")
     assert settings.tracking_uri == "http://environ"
 
 
-def test_an_unknown_profile_names_those_that_exist(tmp_path: Path) -> None:
+def test_load_settings_with_unknown_profile_names_existing_ones(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'test'") as caught:
         load(tmp_path, PROFILES, ONNX_OPS_PROFILE="test")
     assert "prod" in caught.value.remedy
 
 
-def test_an_unknown_key_asks_what_was_meant(tmp_path: Path) -> None:
+def test_load_settings_with_unknown_key_suggests_similar_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'traking_uri'") as caught:
         load(tmp_path, "traking_uri = 'http://x'\n")
     assert "did you mean 'tracking_uri'?" in str(caught.value)
@@ -89,19 +89,19 @@ def test_an_unknown_key_asks_what_was_meant(tmp_path: Path) -> None:
         "signing = 'maybe'",
     ],
 )
-def test_a_bad_file_is_the_users_error(tmp_path: Path, text: str) -> None:
+def test_load_settings_of_invalid_file_raises_user_error(tmp_path: Path, text: str) -> None:
     with pytest.raises(UserError) as caught:
         load(tmp_path, text)
     assert FILE in caught.value.where
 
 
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+def test_load_settings_of_binary_file_raises_user_error(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"state = '\xff'")
     with pytest.raises(UserError, match="not TOML"):
         load(tmp_path)
 
 
-def test_the_root_is_the_nearest_folder_with_a_settings_file(tmp_path: Path) -> None:
+def test_find_root_returns_nearest_folder_with_settings_file(tmp_path: Path) -> None:
     inner = tmp_path / "a" / "b"
     inner.mkdir(parents=True)
     assert find_root(inner) == inner
@@ -111,7 +111,7 @@ def test_the_root_is_the_nearest_folder_with_a_settings_file(tmp_path: Path) -> 
     assert find_root(inner) == tmp_path / "a"
 
 
-def test_a_child_process_gets_the_same_settings(tmp_path: Path) -> None:
+def test_load_settings_from_to_environ_returns_same_settings(tmp_path: Path) -> None:
     settings = load(tmp_path, PROFILES + "ledger = 's3://bucket/ledger'\n", ONNX_OPS_PROFILE="prod")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -121,7 +121,7 @@ def test_a_child_process_gets_the_same_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["production", "prodction"])
-def test_load_settings_with_a_profile_and_no_file_is_refused(tmp_path: Path, name: str) -> None:
+def test_load_settings_with_profile_and_no_file_raises_user_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match=f"no profile '{name}', and no settings file"):
         load(tmp_path, ONNX_OPS_PROFILE=name)
     assert load(tmp_path, ONNX_OPS_PROFILE="default").profile == "default"

@@ -16,13 +16,13 @@ def write(project: Path, name: str, text: str) -> None:
     (project / f"configs/targets/{name}.yaml").write_text(text)
 
 
-def test_defaults(project: Path) -> None:
+def test_load_target_with_name_only_uses_defaults(project: Path) -> None:
     assert TargetFiles(project).load("cpu-1t") == Target(name="cpu-1t")
     assert TargetFiles(project).names() == ("cpu-1t", "old")
     assert TargetFiles(project / "models").names() == ()
 
 
-def test_a_provider_is_a_text_or_a_mapping(project: Path) -> None:
+def test_load_target_accepts_provider_as_text_or_mapping(project: Path) -> None:
     write(
         project,
         "gpu",
@@ -38,7 +38,7 @@ def test_a_provider_is_a_text_or_a_mapping(project: Path) -> None:
     assert target.requires == Requirements(cpu_flags=("avx2",), memory=4_000_000_000)
 
 
-def test_all_problems_at_once(project: Path, golden: Golden) -> None:
+def test_load_target_with_several_problems_reports_all(project: Path, golden: Golden) -> None:
     write(
         project,
         "bad",
@@ -49,13 +49,13 @@ def test_all_problems_at_once(project: Path, golden: Golden) -> None:
     golden("errors", str(caught.value))
 
 
-def test_the_name_is_that_of_the_file(project: Path) -> None:
+def test_load_target_with_other_name_than_file_raises_config_error(project: Path) -> None:
     write(project, "one", "name: two\n")
     with pytest.raises(ConfigError, match=r"one\.yaml:1:7: name: 'two' is not the name of its file, 'one'"):
         TargetFiles(project).load("one")
 
 
-def test_unknown_targets(project: Path) -> None:
+def test_load_target_with_unknown_name_suggests_similar_one(project: Path) -> None:
     with pytest.raises(NotFoundError, match=r"no target is called 'cpu-1'\. Did you mean 'cpu-1t'\?"):
         TargetFiles(project).load("cpu-1")
     with pytest.raises(NotFoundError, match=r"Targets there: cpu-1t, old\. Shipped: browser-wasm, coreml, cpu-1t,"):
@@ -63,12 +63,12 @@ def test_unknown_targets(project: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../targets/cpu-1t", "/etc/passwd", "", "cpu-1t\n", "CPU-1T"])
-def test_a_name_is_no_path(project: Path, name: str) -> None:
+def test_load_target_with_path_as_name_raises_not_found_error(project: Path, name: str) -> None:
     with pytest.raises(NotFoundError):
         TargetFiles(project).load(name)
 
 
-def test_shared_targets_stand_behind_the_projects_own(project: Path, tmp_path: Path) -> None:
+def test_load_target_of_shared_folder_is_overridden_by_project(project: Path, tmp_path: Path) -> None:
     shared = tmp_path / "fleet"
     shared.mkdir()
     for name in ("cpu-1t", "t4", "cpu-all"):
@@ -91,13 +91,13 @@ def test_shared_targets_stand_behind_the_projects_own(project: Path, tmp_path: P
     assert "ONNX_OPS_TARGETS" in gone.value.remedy
 
 
-def test_environment_variables_are_not_for_targets(project: Path) -> None:
+def test_load_target_with_environment_variable_raises_config_error(project: Path) -> None:
     write(project, "env", "name: env\ndescription: ${env:HOME}\n")
     with pytest.raises(ConfigError, match=r"2:14: description: .* is not allowed here"):
         TargetFiles(project).load("env")
 
 
-def test_a_target_has_limits_of_its_own(project: Path) -> None:
+def test_load_target_with_gates_does_not_change_digest(project: Path) -> None:
     write(
         project, "phone", "name: phone\ngates:\n  - {kind: parity, noise_factor: 100}\n  - {kind: memory, max: 64 MB}\n"
     )
@@ -114,7 +114,7 @@ def test_a_target_has_limits_of_its_own(project: Path) -> None:
         ("{kind: metric, min: 90%}", "'metric'"),
     ],
 )
-def test_a_limit_that_means_nothing_is_refused_where_it_stands(project: Path, entry: str, said: str) -> None:
+def test_load_target_with_wrong_gate_reports_its_place(project: Path, entry: str, said: str) -> None:
     write(project, "phone", f"name: phone\ngates:\n  - {entry}\n")
     with pytest.raises(ConfigError) as caught:
         TargetFiles(project).load("phone")

@@ -56,7 +56,7 @@ def refusals(text: str) -> list[str]:
         ('"true"', "true"),
     ],
 )
-def test_scalars_are_those_of_yaml_1_2(written: str, expected: object) -> None:
+def test_read_text_of_scalar_follows_yaml_1_2(written: str, expected: object) -> None:
     result = value(f"k: {written}")["k"]
     assert result == expected
     assert type(result) is type(expected)
@@ -88,7 +88,7 @@ TRAPS = (
 )
 
 
-def test_traps_are_refused_where_they_stand(golden: Golden) -> None:
+def test_read_text_with_ambiguous_yaml_reports_its_place(golden: Golden) -> None:
     lines = []
     for text in TRAPS:
         (problem,) = refusals(text)
@@ -96,17 +96,17 @@ def test_traps_are_refused_where_they_stand(golden: Golden) -> None:
     golden("errors", "\n".join(lines))
 
 
-def test_several_traps_are_reported_together() -> None:
+def test_read_text_with_several_problems_reports_all() -> None:
     assert len(refusals("a: 012\nb: .inf\na: 1\nc: !!int 3")) == 4
 
 
-def test_aliases_are_expanded_into_separate_values() -> None:
+def test_read_text_with_aliases_returns_separate_values() -> None:
     result = value("a: &x {b: [1]}\nc: *x")
     assert result == {"a": {"b": [1]}, "c": {"b": [1]}}
     assert result["a"] is not result["c"]
 
 
-def test_a_bomb_of_aliases_is_refused() -> None:
+def test_read_text_of_alias_bomb_raises_config_error() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
     (problem,) = refusals("\n".join(lines))
@@ -114,17 +114,17 @@ def test_a_bomb_of_aliases_is_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ["&a [*a]", "[" * 5000, "&a {b: *a}", "- " * 5000, "{a: " * 5000])
-def test_bottomless_nesting_is_refused(text: str) -> None:
+def test_read_text_with_deep_nesting_raises_config_error(text: str) -> None:
     (problem,) = refusals(text)
     assert "40 levels" in problem
 
 
-def test_too_many_values_are_refused() -> None:
+def test_read_text_with_too_many_values_raises_config_error() -> None:
     (problem,) = refusals("- a\n" * 30_000)
     assert "more than 20000 values" in problem
 
 
-def test_a_file_that_is_not_utf_8_is_refused_with_its_position(tmp_path: Path) -> None:
+def test_read_file_with_invalid_utf_8_reports_position(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes(b"a: 1\nb: \xff\n")
     with pytest.raises(ConfigError, match=r"x\.yaml:2:4: not UTF-8 text; save the file as UTF-8"):
@@ -132,7 +132,7 @@ def test_a_file_that_is_not_utf_8_is_refused_with_its_position(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
-def test_read_file_in_utf_16_names_its_encoding_and_no_other_file(tmp_path: Path, encoding: str) -> None:
+def test_read_file_in_utf_16_names_encoding(tmp_path: Path, encoding: str) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes((b"\xfe\xff" if encoding == "utf-16-be" else b"") + "a: 1\n".encode(encoding))
     with pytest.raises(UserError) as caught:
@@ -145,37 +145,37 @@ def test_read_file_in_utf_16_names_its_encoding_and_no_other_file(tmp_path: Path
     assert "x.yaml" not in binary.value.remedy
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
+def test_read_file_with_byte_order_mark_ignores_it(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes(b"\xef\xbb\xbfa: 1\n")
     assert read_file(path).value == {"a": 1}
 
 
-def test_size_is_bounded(tmp_path: Path) -> None:
+def test_read_file_above_size_limit_raises_config_error(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes(b"#" * (MAX_BYTES + 1))
     with pytest.raises(ConfigError, match="larger than 1 MiB"):
         read_file(path)
 
 
-def test_a_missing_file_suggests_its_neighbour(tmp_path: Path) -> None:
+def test_read_file_that_is_missing_suggests_similar_name(tmp_path: Path) -> None:
     (tmp_path / "digits.yaml").touch()
     with pytest.raises(NotFoundError, match=r"no such file\. Did you mean .*digits\.yaml\?"):
         read_file(tmp_path / "digit.yaml")
 
 
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
+def test_read_file_of_folder_raises_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a folder, not a file"):
         read_file(tmp_path)
 
 
 @given(st.integers(-(2**63), 2**63 - 1))
-def test_whole_numbers_mean_themselves(number: int) -> None:
+def test_plain_scalar_of_integer_text_returns_integer(number: int) -> None:
     assert plain_scalar(str(number)) == number
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
-def test_floats_mean_themselves(number: float) -> None:
+def test_plain_scalar_of_float_text_returns_float(number: float) -> None:
     result = plain_scalar(repr(number))
     assert isinstance(result, float)
     assert math.copysign(1, result) == math.copysign(1, number)
@@ -183,13 +183,11 @@ def test_floats_mean_themselves(number: float) -> None:
 
 
 @given(st.text(max_size=40))
-def test_any_text_is_read_or_refused(text: str) -> None:
+def test_read_text_of_any_text_returns_value_or_located_problems(text: str) -> None:
     assert all(problem.startswith("x.yaml:") for problem in refusals(text))
 
 
-def test_a_missing_pipeline_file_is_answered_with_those_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_file_of_missing_pipeline_lists_existing_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "configs" / "pipelines"
     folder.mkdir(parents=True)
     (folder / "digits.yaml").touch()
