@@ -106,12 +106,12 @@ def check(call: Call, code: int, output: str) -> list[str]:
     return [f"onnx-ops {call.line}: {problem}:\n{output}" for problem in problems]
 
 
-def test_every_command_of_the_command_line_is_among_the_calls() -> None:
+def test_install_calls_include_each_command() -> None:
     names = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     assert names - {call.arguments[0] for call in CALLS} == set()
 
 
-def test_without_extras_each_command_works_or_says_in_one_message_what_to_install(bare: Path, project: Path) -> None:
+def test_command_without_extras_works_or_names_extra_to_install(bare: Path, project: Path) -> None:
     calls = [call for call in CALLS if not call.works]
     lines = json.dumps([[call.arguments, dict(call.environ)] for call in calls])
     done = run([str(bare), str(Path(__file__).with_name("run_commands.py"))], project, lines)
@@ -122,7 +122,7 @@ def test_without_extras_each_command_works_or_says_in_one_message_what_to_instal
     assert "\n".join(problem for messages in problems for problem in messages) == ""
 
 
-def test_without_extras_only_the_rooms_of_an_extra_cannot_be_imported(bare: Path, tmp_path: Path) -> None:
+def test_import_without_extras_fails_only_for_modules_of_extras(bare: Path, tmp_path: Path) -> None:
     done = run([str(bare), "-c", IMPORT_ALL], tmp_path)
     assert done.returncode == 0, done.stderr
     failed: dict[str, str] = json.loads(done.stdout)
@@ -133,11 +133,11 @@ def test_without_extras_only_the_rooms_of_an_extra_cannot_be_imported(bare: Path
     assert not any(name.startswith("onnx_ops.testing.fakes") or name.endswith("testing.models") for name in failed)
 
 
-def test_the_base_brings_neither_platform_nor_frameworks() -> None:
+def test_base_installation_contains_only_allowed_packages() -> None:
     assert base_distributions() == ALLOWED
 
 
-def test_extras_are_those_that_the_code_names() -> None:
+def test_project_extras_equal_extras_named_in_code() -> None:
     extras = {
         extra: {canonicalize_name(requirement.name) for requirement in requirements_of(extra)}
         for extra in PROJECT["optional-dependencies"]
@@ -151,25 +151,25 @@ def test_extras_are_those_that_the_code_names() -> None:
     assert found == {extra: set(names) for extra, names in plugins.EXTRAS.items()}
 
 
-def test_the_page_lists_every_extra() -> None:
+def test_install_page_lists_each_extra() -> None:
     page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     table = page.partition("| extra | for |")[2].partition("\n\n")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(PROJECT["optional-dependencies"])
 
 
-def test_constraints_hold_a_version_of_everything_in_the_base() -> None:
+def test_constraints_file_pins_each_base_package() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     held = {canonicalize_name(line.partition("==")[0]) for line in lines if "==" in line}
     assert base_distributions() - held == set()
 
 
-def test_page_gives_the_number_of_packages_of_the_base() -> None:
+def test_install_page_gives_number_of_base_packages() -> None:
     found = re.search(r"has (\d+) further packages", (ROOT / "docs" / "install.md").read_text(encoding="utf-8"))
     assert found is not None
     assert int(found[1]) == len(base_distributions())
 
 
-def test_readme_names_the_commands_without_json() -> None:
+def test_readme_lists_commands_without_json_option() -> None:
     found = re.search(r"all but (.*) have `--json`", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert found is not None
     lacking = [name for name, command in list_commands(typer.main.get_command(app)) if not has_json(command)]
@@ -191,12 +191,12 @@ def has_json(command: Any) -> bool:
 
 
 @pytest.mark.nightly
-def test_the_wheel_brings_the_base_and_nothing_else(installed: Path) -> None:
+def test_wheel_installs_only_base_packages(installed: Path) -> None:
     assert installed_in(installed) - {"onnx-ops"} == ALLOWED
 
 
 @pytest.mark.nightly
-def test_page_gives_the_size_of_the_base(installed: Path) -> None:
+def test_install_page_gives_size_of_base(installed: Path) -> None:
     found = re.search(r"about (\d+) MB on Linux", (ROOT / "docs" / "install.md").read_text(encoding="utf-8"))
     assert found is not None
     (packages,) = installed.parents[1].glob("lib/python*/site-packages")
@@ -207,7 +207,7 @@ def test_page_gives_the_size_of_the_base(installed: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_in_the_installed_wheel_every_command_ends_without_a_traceback(installed: Path, project: Path) -> None:
+def test_command_of_installed_wheel_prints_no_traceback(installed: Path, project: Path) -> None:
     problems: list[str] = []
     for call in CALLS:
         done = run([str(installed.with_name("onnx-ops")), *call.arguments], project, **call.environ)

@@ -84,7 +84,7 @@ def attack(root: Path, place: Path) -> list[str]:
     return [*(f"module {module}" for module in MODULES), "setup", "vendored release", "attributes", "linked pipeline"]
 
 
-def test_pull_request_that_attacks_reaches_no_token_no_key_and_no_verdict(world: World, tmp_path: Path) -> None:
+def test_hostile_pull_request_gets_no_token_key_or_verdict(world: World, tmp_path: Path) -> None:
     place = tmp_path / "loot"
     place.mkdir()
     base = git(world.origin, "rev-parse", "HEAD")

@@ -35,7 +35,7 @@ def world(request: pytest.FixtureRequest, onnx_ops: Path, tmp_path: Path) -> Ite
         yield made
 
 
-def test_every_workflow_runs_on_a_bare_machine(world: World) -> None:
+def test_workflows_of_new_project_run_on_bare_machine(world: World) -> None:
     first = git(world.origin, "rev-parse", "HEAD")
     text = (world.origin / "configs" / "pipelines" / "fraud.yaml").read_text(encoding="utf-8")
     pipeline = yaml.safe_load(text)
@@ -82,7 +82,7 @@ STAGES = ("build", "platform")
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_commands_of_the_image_run(stage: str, onnx_ops: Path, tmp_path: Path) -> None:
+def test_dockerfile_stage_commands_run_without_container_engine(stage: str, onnx_ops: Path, tmp_path: Path) -> None:
     """No engine builds it here: what a stage copies is copied, and what it runs is run, below a folder."""
     init = [str(onnx_ops), "init", "fraud"]
     subprocess.run(init, cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}, check=True)
