@@ -45,7 +45,7 @@ def findings(factory: pytest.TempPathFactory, *files: Path) -> list[str]:
     return [f"{one['file']}:{one['line']}: {one['message']}" for one in json.loads(done.stdout)]
 
 
-def test_actionlint_has_nothing_to_say_of_the_workflows(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_actionlint_of_workflows_reports_nothing_unexpected(tmp_path_factory: pytest.TempPathFactory) -> None:
     files = sorted(WORKFLOWS.glob("*.yml"))
     assert len(files) > 3
     assert [expected for expected in findings(tmp_path_factory, *files) if not NEWER.search(expected)] == []
@@ -53,7 +53,7 @@ def test_actionlint_has_nothing_to_say_of_the_workflows(tmp_path_factory: pytest
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("fault", BROKEN)
-def test_actionlint_does_find_what_is_wrong(tmp_path_factory: pytest.TempPathFactory, fault: str) -> None:
+def test_actionlint_of_broken_workflow_reports_fault(tmp_path_factory: pytest.TempPathFactory, fault: str) -> None:
     step, expected = BROKEN[fault]
     file = tmp_path_factory.mktemp("workflows") / "broken.yml"
     text = f"on: pull_request\njobs:\n  one:\n    runs-on: ubuntu-latest\n    steps:\n      - {step}\n"

@@ -29,7 +29,7 @@ BICEP = INFRA / "azure" / "onnx-ops.bicep"
     ],
     ids=lambda command: f"{command[0]}-{command[2]}",
 )
-def test_its_tool_has_nothing_to_say(command: tuple[str, ...]) -> None:
+def test_linter_of_infra_file_reports_no_problem(command: tuple[str, ...]) -> None:
     done = tool(*command)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -48,7 +48,7 @@ def test_its_tool_has_nothing_to_say(command: tuple[str, ...]) -> None:
         ("cfn-lint", "Resources: {One: {Type: 'AWS::S3::Bucket', Properties: {Bucketname: two}}}\n", ()),
     ],
 )
-def test_the_tool_does_find_what_is_wrong(
+def test_linter_of_broken_file_fails(
     tmp_path_factory: pytest.TempPathFactory, name: str, broken: str, arguments: tuple[str, ...]
 ) -> None:
     file = tmp_path_factory.mktemp("broken") / "broken.yaml"
@@ -62,7 +62,7 @@ def parsed_bicep() -> Any:
     return BicepParser().parse(text=BICEP.read_text(encoding="utf-8"))
 
 
-def test_bicep_has_the_workspace_its_identities_and_trust_without_keys() -> None:
+def test_bicep_template_defines_workspace_and_keyless_identities() -> None:
     resources = parsed_bicep()["resources"]
     kinds = {resource["type"] for resource in resources.values()}
     assert {
@@ -86,13 +86,13 @@ def services() -> dict[str, Any]:
     return found
 
 
-def test_ports_of_the_stack_are_on_the_loopback_by_default() -> None:
+def test_compose_ports_are_bound_to_loopback_by_default() -> None:
     ports = [port for service in services().values() for port in service.get("ports", ())]
     assert ports
     assert all(port.startswith("${ONNX_OPS_BIND:-127.0.0.1}:") for port in ports)
 
 
-def test_every_service_that_stays_is_watched_and_waits_for_what_it_needs() -> None:
+def test_compose_services_have_health_checks_and_wait_for_dependencies() -> None:
     found = services()
     assert set(found) == {"postgres", "store", "buckets", "mlflow", "prefect", "worker", "reconciler"}
     assert {name for name, service in found.items() if "healthcheck" not in service} == {"buckets"}
@@ -101,7 +101,7 @@ def test_every_service_that_stays_is_watched_and_waits_for_what_it_needs() -> No
             assert how["condition"] == "service_completed_successfully" or "healthcheck" in found[name]
 
 
-def test_no_secret_stands_in_the_stack() -> None:
+def test_compose_file_contains_no_secret_value() -> None:
     document = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))
     assert all(set(secret) == {"file"} for secret in document["secrets"].values())
     for service in services().values():
@@ -109,7 +109,7 @@ def test_no_secret_stands_in_the_stack() -> None:
             assert not name.endswith(("PASSWORD", "SECRET", "ACCESS_KEY", "TOKEN"))
 
 
-def test_ours_run_without_rights_on_a_root_that_cannot_be_written() -> None:
+def test_compose_services_run_without_privileges_on_read_only_root() -> None:
     ours = [service for service in services().values() if "ONNX_OPS_PLATFORM_IMAGE" in service["image"]]
     assert len(ours) == 5
     for service in ours:
@@ -117,7 +117,7 @@ def test_ours_run_without_rights_on_a_root_that_cannot_be_written() -> None:
         assert service["security_opt"] == ["no-new-privileges:true"]
 
 
-def test_the_image_is_the_wheel_with_its_extra_and_has_no_list_of_its_own() -> None:
+def test_image_installs_wheel_with_serve_extra() -> None:
     installs = [
         line for line in (INFRA / "docker" / "install.sh").read_text("utf-8").splitlines() if "install " in line
     ]
@@ -126,7 +126,7 @@ def test_the_image_is_the_wheel_with_its_extra_and_has_no_list_of_its_own() -> N
     assert not list((INFRA / "docker").glob("*requirements*"))
 
 
-def test_the_image_keeps_its_promises() -> None:
+def test_serving_image_runs_container_entrypoint_as_unprivileged_user() -> None:
     text = DOCKERFILE.read_text(encoding="utf-8")
     serving = text[text.index(" AS serving") :]
     assert "ARG RUN_AS=10001:10001" in serving
@@ -140,7 +140,7 @@ def test_the_image_keeps_its_promises() -> None:
     assert (INFRA / "docker" / "install.sh").stat().st_mode & stat.S_IXUSR
 
 
-def test_packages_come_from_wherever_the_installer_is_configured_to_look() -> None:
+def test_infra_files_set_no_package_index() -> None:
     for file in INFRA.rglob("*"):
         if file.is_file():
             text = file.read_text(encoding="utf-8")

@@ -138,7 +138,7 @@ def released(folder: Path) -> None:
     ],
     ids=["sagemaker", "azureml", "plain"],
 )
-def test_the_entrypoint_as_each_cloud_starts_it(
+def test_image_entrypoint_with_cloud_environment_serves_model(
     image: Path, tmp_path: Path, below: str, port_name: str, folder_name: str
 ) -> None:
     released(tmp_path / "mounted" / below)
@@ -152,7 +152,7 @@ def test_the_entrypoint_as_each_cloud_starts_it(
 
 
 @pytest.mark.nightly
-def test_the_image_holds_no_platform_and_the_server_loads_little(installed: Path) -> None:
+def test_serving_image_contains_no_platform_and_loads_few_modules(installed: Path) -> None:
     code = (
         "import importlib.util, sys, onnx_ops.serving.container, onnx_ops.serving.workers.worker;"
         f"print([name for name in {NEVER_INSTALLED!r} if importlib.util.find_spec(name)],"
@@ -164,7 +164,7 @@ def test_the_image_holds_no_platform_and_the_server_loads_little(installed: Path
     assert done.stdout.strip() == "[] []", done.stderr
 
 
-def test_the_base_image_is_named_by_its_digest() -> None:
+def test_base_image_is_pinned_by_digest() -> None:
     (base,) = [line.removeprefix("ARG PYTHON_IMAGE=") for line in LINES if line.startswith("ARG PYTHON_IMAGE=")]
     assert re.fullmatch(r"python:3\.11\.\d+-slim-bookworm@sha256:[0-9a-f]{64}", base)
     stages = [line.split()[1] for line in LINES if line.startswith("FROM ")]
@@ -182,7 +182,7 @@ def complete(bill: Path, status: str, *reports: Path) -> Any:
     return json.loads(done.stdout) if done.returncode == 0 else done.stderr
 
 
-def test_the_bill_of_materials_has_hashes_and_the_packages_of_the_system(tmp_path: Path) -> None:
+def test_bill_of_materials_includes_hashes_and_system_packages(tmp_path: Path) -> None:
     bill, report = tmp_path / "bill.json", tmp_path / "report.json"
     components = [{"type": "library", "name": "typing_extensions", "version": "4.13"}]
     bill.write_text(json.dumps({"metadata": {}, "components": components}), encoding="utf-8")
@@ -199,7 +199,7 @@ def test_the_bill_of_materials_has_hashes_and_the_packages_of_the_system(tmp_pat
 
 
 @pytest.mark.nightly
-def test_the_bill_of_materials_lists_all_that_is_installed(installed: Path, tmp_path: Path) -> None:
+def test_bill_of_materials_lists_all_installed_packages(installed: Path, tmp_path: Path) -> None:
     done = tool(
         "cyclonedx-py", "environment", "--output-reproducible", "--output-file", tmp_path / "sbom.json", installed
     )

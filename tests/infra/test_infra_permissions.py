@@ -112,19 +112,19 @@ def actions(statement: Mapping[str, Any]) -> set[str]:
     return {given} if isinstance(given, str) else set(given)
 
 
-def test_it_allows_what_is_asked_for_and_nothing_more() -> None:
+def test_aws_policy_allows_exactly_requested_actions() -> None:
     allowed = set().union(*(actions(statement) for statement in caller()))
     assert allowed == needed() | WITHOUT_OPERATION
 
 
-def test_nothing_is_allowed_everywhere_that_can_be_limited() -> None:
+def test_aws_policy_limits_resources_where_possible() -> None:
     for statement in caller():
         assert not any("*" in action for action in actions(statement))
         if statement["Resource"] == "*":
             assert actions(statement) == ANYWHERE
 
 
-def test_the_role_is_handed_to_sagemaker_only() -> None:
+def test_aws_policy_passes_role_to_sagemaker_only() -> None:
     (statement,) = [one for one in caller() if "iam:PassRole" in actions(one)]
     assert statement["Resource"] == ROLE
     assert statement["Condition"] == {"StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}}
@@ -146,18 +146,18 @@ def test_the_role_is_handed_to_sagemaker_only() -> None:
         (Request("iam:PassRole", ROLE, PASSED), True),
     ],
 )
-def test_the_simulator_tells_what_is_allowed(request_: Request, allowed: bool) -> None:
+def test_is_allowed_of_request_follows_policy(request_: Request, allowed: bool) -> None:
     assert is_allowed(caller(), request_) is allowed
 
 
-def test_a_deny_outweighs_every_allow() -> None:
+def test_is_allowed_with_deny_statement_returns_false() -> None:
     request = Request("s3:GetObject", "arn:aws:s3:::models/onnx-ops/1")
     deny = {"Effect": "Deny", "Action": "s3:Get*", "Resource": "*"}
     assert is_allowed(caller(), request)
     assert not is_allowed([*caller(), deny], request)
 
 
-def test_the_bucket_keeps_versions_encrypts_and_is_nobody_elses() -> None:
+def test_aws_bucket_has_versioning_encryption_and_no_public_access() -> None:
     properties = resources()["Models"]["Properties"]
     assert properties["VersioningConfiguration"] == {"Status": "Enabled"}
     assert "BucketEncryption" in properties
@@ -167,7 +167,7 @@ def test_the_bucket_keeps_versions_encrypts_and_is_nobody_elses() -> None:
 @pytest.mark.parametrize(
     "kind", ["AWS::SageMaker::Endpoint", "AWS::SageMaker::Model", "AWS::SageMaker::EndpointConfig"]
 )
-def test_endpoints_are_the_pipelines(kind: str) -> None:
+def test_aws_template_defines_no_endpoint_resources(kind: str) -> None:
     assert kind not in {resource["Type"] for resource in resources().values()}
 
 
@@ -182,8 +182,6 @@ def test_endpoints_are_the_pipelines(kind: str) -> None:
         ("workspaces/listKeys/action", "workspace", False),
     ],
 )
-def test_azure_permits_the_operator_endpoints_of_the_workspace_and_no_more(
-    action: str, scope: str, allowed: bool
-) -> None:
+def test_azure_role_permits_endpoint_operations_of_workspace_only(action: str, scope: str, allowed: bool) -> None:
     request = azureml_roles.Request(f"Microsoft.MachineLearningServices/{action}", scope)
     assert azureml_roles.is_allowed(request) is allowed

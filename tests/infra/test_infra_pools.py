@@ -71,14 +71,14 @@ def containers() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_manifest_is_one_of_kubernetes(version: str) -> None:
+def test_kubernetes_manifests_conform_to_schema_of_each_version(version: str) -> None:
     import kubernetes_validate
 
     for manifest in [*manifests(), job()]:
         kubernetes_validate.validate(manifest, version, strict=True)
 
 
-def test_a_manifest_that_is_none_is_found() -> None:
+def test_kubernetes_validate_of_wrong_manifest_raises_error() -> None:
     import kubernetes_validate
 
     wrong = job()
@@ -87,7 +87,7 @@ def test_a_manifest_that_is_none_is_found() -> None:
         kubernetes_validate.validate(wrong, VERSIONS[-1], strict=True)
 
 
-def test_everything_stands_in_the_namespace_which_takes_restricted_pods_only() -> None:
+def test_kubernetes_objects_are_in_restricted_namespace() -> None:
     first, *others = manifests()
     assert first["kind"] == "Namespace"
     assert first["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
@@ -96,7 +96,7 @@ def test_everything_stands_in_the_namespace_which_takes_restricted_pods_only() -
     assert len(names) == len(set(names))
 
 
-def test_no_pod_has_rights_that_it_does_not_need() -> None:
+def test_kubernetes_pods_have_no_unneeded_privileges() -> None:
     for name, pod in pods():
         closed = pod["securityContext"]
         assert closed["runAsNonRoot"] is True, name
@@ -115,7 +115,7 @@ def test_no_pod_has_rights_that_it_does_not_need() -> None:
             assert {"cpu", "memory"} <= set(container["resources"][bound]), name
 
 
-def test_the_worker_may_make_jobs_in_its_namespace_and_no_more() -> None:
+def test_kubernetes_worker_role_permits_jobs_only() -> None:
     (role,) = [one for one in manifests() if one["kind"].endswith("Role")]
     assert role["kind"] == "Role"
     may = {(verb, resource) for rule in role["rules"] for verb in rule["verbs"] for resource in rule["resources"]}
@@ -124,7 +124,7 @@ def test_the_worker_may_make_jobs_in_its_namespace_and_no_more() -> None:
     assert "secrets" not in {resource for _, resource in may}
 
 
-def test_no_secret_stands_in_any_file() -> None:
+def test_pool_and_manifest_files_contain_no_secret() -> None:
     assert not [one for one in manifests() if one["kind"] == "Secret"]
     for name, container in containers():
         for entry in container.get("env", ()):
@@ -137,7 +137,7 @@ def test_no_secret_stands_in_any_file() -> None:
         assert not re.search(r"(?i)password|secret_key|api_key|auth_string", path.read_text(encoding="utf-8"))
 
 
-def test_machines_that_measure_do_one_thing_at_once_and_hold_no_key() -> None:
+def test_measurer_pod_runs_one_stage_at_once_without_key() -> None:
     (pod,) = [pod for name, pod in pods() if name == "measurer"]
     (container,) = pod["containers"]
     assert container["command"] == ["onnx-ops", "work", "--pool", "boards", "--limit", "1"]
@@ -149,7 +149,7 @@ def test_machines_that_measure_do_one_thing_at_once_and_hold_no_key() -> None:
     assert settings["data"]["ONNX_OPS_STORE"] == shared["data"]["ONNX_OPS_STORE"]
 
 
-def test_one_reconciler_watches_with_the_ledger_of_the_runs_and_holds_no_key(tmp_path: Path) -> None:
+def test_reconciler_pod_uses_ledger_of_runs_without_private_key(tmp_path: Path) -> None:
     (manifest,) = [one for one in manifests() if one["metadata"]["name"] == "reconciler"]
     pod = manifest["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -166,7 +166,7 @@ def test_one_reconciler_watches_with_the_ledger_of_the_runs_and_holds_no_key(tmp
 
 
 @pytest.mark.parametrize("kind", POOLS)
-def test_a_template_names_only_variables_that_it_has_and_uses_all_of_them(kind: str) -> None:
+def test_pool_template_uses_exactly_its_variables(kind: str) -> None:
     import jsonschema
 
     found = template(kind)
@@ -180,11 +180,11 @@ def test_a_template_names_only_variables_that_it_has_and_uses_all_of_them(kind: 
         assert one["title"], name
 
 
-def test_the_pools_are_those_that_the_docs_tell_of() -> None:
+def test_pool_templates_include_process_docker_and_kubernetes() -> None:
     assert set(POOLS) == {"process", "docker", "kubernetes"}
 
 
-def test_containers_of_docker_have_no_rights_on_a_root_that_cannot_be_written() -> None:
+def test_docker_pool_container_has_no_privileges_and_read_only_root() -> None:
     made = template("docker")["job_configuration"]
     closed = made["container_create_kwargs"]
     assert (closed["read_only"], closed["cap_drop"], made["privileged"]) == (True, ["ALL"], False)
@@ -201,7 +201,7 @@ def _list_images(value: object) -> list[str]:
     return [image for item in value for image in _list_images(item)] if isinstance(value, list) else []
 
 
-def test_every_image_is_named_by_its_digest() -> None:
+def test_images_are_pinned_by_digest() -> None:
     compose = yaml.safe_load((INFRA / "compose" / "compose.yaml").read_text(encoding="utf-8"))
     of_jobs = template("kubernetes")["variables"]["properties"]["image"]["default"]
     images = {of_jobs, *_list_images(manifests()), *_list_images(compose)}
@@ -210,7 +210,7 @@ def test_every_image_is_named_by_its_digest() -> None:
     assert by_tag == {"prefecthq/prefect:3.8.8-python3.11-kubernetes"}
 
 
-def test_pods_reach_no_private_address_but_their_own_namespace() -> None:
+def test_network_policy_blocks_private_addresses_outside_namespace() -> None:
     rules = {one["metadata"]["name"]: one["spec"] for one in manifests() if one["kind"] == "NetworkPolicy"}
     outside = rules["out"]
     assert (outside["podSelector"], outside["policyTypes"]) == ({}, ["Egress"])

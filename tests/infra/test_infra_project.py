@@ -37,7 +37,7 @@ def scripts(project: Path) -> list[str]:
     return [*texts, *((project / name).read_text(encoding="utf-8") for name in ("Makefile", "README.md"))]
 
 
-def test_every_action_and_module_that_a_workflow_names_exists(project: Path) -> None:
+def test_workflow_steps_refer_to_existing_actions_and_modules(project: Path) -> None:
     found = [step for file in project.glob(".github/*/**/*.yml") for step in steps(yaml.safe_load(file.read_text()))]
     uses = [step["uses"] for step in found if "uses" in step]
     own = [name for name in uses if name.startswith(".")]
@@ -49,7 +49,7 @@ def test_every_action_and_module_that_a_workflow_names_exists(project: Path) -> 
     assert all(importlib.util.find_spec(module) for module in modules)
 
 
-def test_every_install_line_names_a_file_of_versions(project: Path) -> None:
+def test_install_commands_use_pinned_requirements(project: Path) -> None:
     lines = [line.strip() for text in scripts(project) for line in text.splitlines() if "pip install" in line]
     lines += [line for text in scripts(project) for line in text.splitlines() if re.search(r"pip .*install ", line)]
     assert lines
@@ -57,7 +57,7 @@ def test_every_install_line_names_a_file_of_versions(project: Path) -> None:
     assert all(map(pinned.search, lines)), lines
 
 
-def test_what_the_requirements_file_names_exists_and_needs_no_index_for_onnx_ops(project: Path) -> None:
+def test_requirements_file_refers_to_existing_files(project: Path) -> None:
     lines = list(requirements(project, "requirements.txt"))
     constraints, wheel, own = lines
     assert constraints == "--constraint constraints.txt"
@@ -79,14 +79,14 @@ def requirements(project: Path, name: str) -> Iterator[str]:
             yield line
 
 
-def test_every_path_that_the_readme_names_exists(project: Path) -> None:
+def test_readme_refers_to_existing_paths(project: Path) -> None:
     text = (project / "README.md").read_text(encoding="utf-8")
     paths = [word for word in re.findall(r"`([\w./-]+)`", text) if "/" in word or "." in word]
     assert len(paths) > 6
     assert [path for path in paths if not (project / path).exists()] == []
 
 
-def test_the_image_copies_what_is_there_and_the_stack_builds_it(project: Path) -> None:
+def test_dockerfile_copies_existing_files_and_is_built_by_compose(project: Path) -> None:
     file = project / "infra" / "docker" / "Dockerfile"
     text = file.read_text(encoding="utf-8")
     ignored = (file.with_name("Dockerfile.dockerignore")).read_text(encoding="utf-8").splitlines()
@@ -111,6 +111,6 @@ def test_the_image_copies_what_is_there_and_the_stack_builds_it(project: Path) -
     assert (compose.parent / ".gitignore").is_file()
 
 
-def test_zizmor_has_nothing_to_say_of_its_workflows(project: Path) -> None:
+def test_zizmor_of_project_workflows_reports_nothing(project: Path) -> None:
     done = tool("zizmor", "--offline", "--quiet", "--format=json", project / ".github")
     assert json.loads(done.stdout) == []

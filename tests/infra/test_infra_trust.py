@@ -115,7 +115,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return project / ".github" / "workflows"
 
 
-def test_every_job_that_signs_in_to_a_cloud_is_trusted_there(folder: Path) -> None:
+def test_cloud_roles_trust_jobs_that_sign_in(folder: Path) -> None:
     signing = [job for job in jobs(folder) if job.audiences]
     evaluation = "model-commit.yml:evaluate"  # whose roles only read, and are the operator's own
     released = {"model-commit.yml:release", "promote.yml:promote", "rollback.yml:rollback"}
@@ -130,7 +130,7 @@ def test_every_job_that_signs_in_to_a_cloud_is_trusted_there(folder: Path) -> No
             assert is_trusted(job.claims(audience)), job
 
 
-def test_no_other_job_and_no_other_repository_is_trusted(folder: Path) -> None:
+def test_cloud_roles_trust_no_other_job_or_repository(folder: Path) -> None:
     for job in jobs(folder):
         for audience in AUDIENCE.values():
             assert not is_trusted(job.claims(audience, repository="mallory/models")), job
@@ -141,6 +141,6 @@ def test_no_other_job_and_no_other_repository_is_trusted(folder: Path) -> None:
     assert not is_trusted(release.claims("https://github.com/acme"))
 
 
-def test_no_job_reads_a_secret_outside_an_environment(folder: Path) -> None:
+def test_workflow_jobs_read_no_secret_outside_environment(folder: Path) -> None:
     done = tool("zizmor", "--offline", "--quiet", "--persona=auditor", "--format=json", folder)
     assert [found for found in json.loads(done.stdout) if found["ident"] == "secrets-outside-env"] == []
