@@ -15,7 +15,7 @@ from onnx_ops.ports.data import DataSource
 class DataSourceSuite:
     """Conformance of a data source. Subclass it, and define the fixtures `source`, `section` and `root`."""
 
-    def test_the_arrays_that_the_section_names_are_there_and_of_equal_length(
+    def test_load_returns_named_arrays_of_equal_length(
         self, source: DataSource, section: DataSection, root: Path
     ) -> None:
         arrays = source.load(section, root)
@@ -24,20 +24,22 @@ class DataSourceSuite:
         assert len({len(array) for array in arrays.values()}) == 1
         assert all(array.dtype.kind != "O" for array in arrays.values())
 
-    def test_loading_twice_gives_the_same(self, source: DataSource, section: DataSection, root: Path) -> None:
+    def test_load_twice_returns_equal_arrays(self, source: DataSource, section: DataSection, root: Path) -> None:
         first, second = source.load(section, root), source.load(section, root)
         assert first.keys() == second.keys()
         for name in first:
             np.testing.assert_array_equal(first[name], second[name])
 
-    def test_the_same_data_has_one_fingerprint(self, source: DataSource, section: DataSection, root: Path) -> None:
+    def test_fingerprint_of_same_data_is_stable(self, source: DataSource, section: DataSection, root: Path) -> None:
         fingerprint = source.fingerprint(section, root)
         assert fingerprint
         assert fingerprint == source.fingerprint(section, root)
         source.load(section, root)
         assert fingerprint == source.fingerprint(section, root)
 
-    def test_a_section_of_another_kind_is_refused(self, source: DataSource, section: DataSection, root: Path) -> None:
+    def test_load_of_other_section_kind_raises_user_error(
+        self, source: DataSource, section: DataSection, root: Path
+    ) -> None:
         if isinstance(section, PluginData):
             return
         other = PluginData(use="another", inputs={"x": "x"})

@@ -124,14 +124,12 @@ class EndpointProviderSuite:
         assert self.scale(address) == y
         return observed
 
-    def test_nothing_is_observed_before_the_first_apply(
-        self, provider: EndpointProvider, config: EndpointConfig
-    ) -> None:
+    def test_observe_before_first_apply_returns_none(self, provider: EndpointProvider, config: EndpointConfig) -> None:
         assert provider.observe(config) is None
         assert provider.address(config) is None
         assert provider.observe(config) is None
 
-    def test_what_was_applied_is_observed_and_answers(
+    def test_apply_is_observed_and_serves_requests(
         self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
     ) -> None:
         blue, green = deployments
@@ -149,7 +147,7 @@ class EndpointProviderSuite:
             assert memory.workers > 0
             assert min(memory.worker_bytes, memory.available_bytes) >= 0
 
-    def test_applying_twice_changes_nothing(
+    def test_apply_repeated_changes_nothing(
         self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
     ) -> None:
         state = state_of(deployments[0], blue=100)
@@ -159,7 +157,7 @@ class EndpointProviderSuite:
         assert provider.observe(config) == first
         assert provider.address(config) == address
 
-    def test_an_older_generation_or_another_state_of_the_same_is_refused_and_changes_nothing(
+    def test_apply_of_older_or_conflicting_generation_raises_and_changes_nothing(
         self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
     ) -> None:
         blue, green = deployments
@@ -170,7 +168,7 @@ class EndpointProviderSuite:
                 provider.apply(config, state_of(blue, blue=100), generation=generation)
             assert provider.observe(config) == before
 
-    def test_each_step_answers_by_the_deployment_that_has_the_traffic(
+    def test_apply_of_each_rollout_step_serves_deployment_with_traffic(
         self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
     ) -> None:
         """First deployment, shift, clean-up, and rollback to a deployment that was dropped."""
@@ -187,7 +185,7 @@ class EndpointProviderSuite:
             provider.apply(config, state, generation=generation)
             assert self.serves(provider, config, state.leader(), scale).is_equivalent(state)
 
-    def test_a_rollback_needs_no_files_and_loads_nothing(
+    def test_roll_back_without_model_files_changes_weights_only(
         self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
     ) -> None:
         """A deployment that is already loaded gets all traffic by a change of weights."""
@@ -202,7 +200,7 @@ class EndpointProviderSuite:
         with pytest.raises(ConflictError):
             provider.roll_back(config, state_of(*lost, blue=0, green=100), generation=2)
 
-    def test_a_rollback_to_what_was_let_go_brings_it_back(
+    def test_roll_back_to_dropped_deployment_deploys_it_again(
         self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
     ) -> None:
         blue, green = deployments
@@ -211,7 +209,7 @@ class EndpointProviderSuite:
         self.serves(provider, config, blue, 2.0)
 
     @pytest.mark.parametrize("fault", ["error", "lost answer", "kill"])
-    def test_a_rollback_that_goes_wrong_is_finished_by_the_next(
+    def test_roll_back_after_failed_request_succeeds_when_repeated(
         self,
         provider: EndpointProvider,
         config: EndpointConfig,
@@ -242,7 +240,7 @@ class EndpointProviderSuite:
         provider.apply(config, state_of(blue, blue=100), generation=2 * len(hosts) + 3)
         assert self.serves(provider, config, blue, 2.0).is_equivalent(state_of(blue, blue=100))
 
-    def test_users_stay_where_they_are(
+    def test_sticky_split_keeps_users_on_their_deployment(
         self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
     ) -> None:
         if "sticky" not in provider.capabilities():
@@ -257,7 +255,7 @@ class EndpointProviderSuite:
         assert [self.scale(address, user=user) for user in users] == first
         assert set(first) == {2.0, 3.0}
 
-    def test_a_split_is_observed_with_its_epochs(
+    def test_observe_of_split_returns_its_epochs(
         self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
     ) -> None:
         if "epochs" not in provider.capabilities():
@@ -271,7 +269,7 @@ class EndpointProviderSuite:
             assert observed is not None
             assert observed.is_equivalent(state)
 
-    def test_removing_ends_it_and_a_new_one_starts_afresh(
+    def test_remove_ends_endpoint_and_next_apply_starts_anew(
         self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
     ) -> None:
         blue, green = deployments
@@ -289,7 +287,7 @@ class EndpointProviderSuite:
         assert again is not None
         assert self.scale(again) == 3.0
 
-    def test_orphans_are_listed_and_removed_and_what_serves_stays(
+    def test_delete_orphan_removes_listed_orphans_and_keeps_serving_resources(
         self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
     ) -> None:
         blue, green = deployments

@@ -40,7 +40,7 @@ class ExporterSuite:
         exporter.export(loaded, ExportRequest(section=section, samples=samples, path=path))
         return loaded, path
 
-    def test_the_export_is_valid_and_of_the_versions_asked_for(
+    def test_export_is_valid_onnx_of_requested_versions(
         self, exported: tuple[object, Path], section: Export, samples: Tensors
     ) -> None:
         check_model(exported[1])
@@ -49,7 +49,7 @@ class ExporterSuite:
         assert model_info.ir_version == section.ir_version
         assert [spec.name for spec in model_info.inputs] == list(samples)
 
-    def test_the_export_computes_what_its_source_does_at_any_batch(
+    def test_export_at_each_batch_size_matches_source(
         self, exporter: Exporter, exported: tuple[object, Path], samples: Tensors
     ) -> None:
         feeds = tuple({name: array[:count] for name, array in samples.items()} for count in (1, 3, 17))
@@ -62,7 +62,7 @@ class ExporterSuite:
                 for name in expected or {}:
                     _assert_close(answer[name], (expected or {})[name])
 
-    def test_the_same_model_gives_the_same_bytes(
+    def test_export_of_same_model_is_deterministic(
         self, exporter: Exporter, exported: tuple[object, Path], section: Export, samples: Tensors, tmp_path: Path
     ) -> None:
         again = tmp_path / "elsewhere" / "model.onnx"
@@ -70,12 +70,12 @@ class ExporterSuite:
         exporter.export(exported[0], ExportRequest(section=section, samples=samples, path=again))
         assert digest_file(again) == digest_file(exported[1])
 
-    def test_the_file_names_no_folder_of_this_machine(self, exported: tuple[object, Path], tmp_path: Path) -> None:
+    def test_export_contains_no_local_path(self, exported: tuple[object, Path], tmp_path: Path) -> None:
         data = exported[1].read_bytes()
         for folder in (tmp_path, Path.cwd(), Path(np.__file__).parent.parent):
             assert str(folder).encode() not in data
 
-    def test_exporting_leaves_the_model_as_it_was(
+    def test_export_leaves_model_unchanged(
         self, exporter: Exporter, model: object, section: Export, samples: Tensors, tmp_path: Path
     ) -> None:
         before = exporter.reference(model, samples, "float32") or {}

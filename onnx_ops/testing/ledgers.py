@@ -187,19 +187,19 @@ class LedgerSuite:
     def ledger(self, opener: Opener) -> Ledger:
         return opener()
 
-    def test_an_unknown_endpoint_has_no_entries(self, ledger: Ledger) -> None:
+    def test_ledger_of_unknown_endpoint_has_no_entries(self, ledger: Ledger) -> None:
         assert ledger.read(ENDPOINT) == ()
         assert ledger.endpoints() == ()
         assert ledger.count(ENDPOINT) == 0
 
-    def test_every_kind_of_entry_is_read_back_as_it_was_written(self, ledger: Ledger, opener: Opener) -> None:
+    def test_read_of_each_entry_kind_returns_written_entry(self, ledger: Ledger, opener: Opener) -> None:
         written = tuple(entry(n, body) for n, body in enumerate(one_of_each(), start=1))
         for one in written:
             ledger.append(one)
         assert ledger.read(ENDPOINT) == ledger.read_intact(ENDPOINT) == written
         assert opener().read(ENDPOINT) == opener().read_intact(ENDPOINT) == written
 
-    def test_the_state_is_the_fold_of_all_entries(self, ledger: Ledger, opener: Opener) -> None:
+    def test_state_equals_fold_of_all_entries(self, ledger: Ledger, opener: Opener) -> None:
         """Check after every entry; in the first round also in a new process, and after each round."""
         written: list[LedgerEntry] = []
         for number in range(3):
@@ -214,13 +214,13 @@ class LedgerSuite:
         assert ledger.read(ENDPOINT, after=4) == tuple(written[4:])
         assert ledger.read(ENDPOINT, after=len(written)) == ()
 
-    def test_entries_keep_their_order(self, ledger: Ledger) -> None:
+    def test_read_returns_entries_in_order(self, ledger: Ledger) -> None:
         for sequence in range(1, 13):
             ledger.append(command_entry(sequence))
         assert [one.sequence for one in ledger.read(ENDPOINT)] == list(range(1, 13))
         assert ledger.count(ENDPOINT) == 12
 
-    def test_a_taken_sequence_is_a_conflict_and_changes_nothing(self, ledger: Ledger, opener: Opener) -> None:
+    def test_append_of_taken_sequence_raises_conflict_and_writes_nothing(self, ledger: Ledger, opener: Opener) -> None:
         ledger.append(command_entry(1, actor="first"))
         for late in (ledger, opener()):
             with pytest.raises(LedgerConflictError):
@@ -229,7 +229,7 @@ class LedgerSuite:
         ledger.append(command_entry(2, actor="second"))
         assert [one.actor for one in ledger.read(ENDPOINT)] == ["first", "second"]
 
-    def test_endpoints_do_not_see_each_other(self, ledger: Ledger) -> None:
+    def test_ledgers_of_two_endpoints_are_independent(self, ledger: Ledger) -> None:
         for name in ("digits", "faces", "model@target"):
             ledger.append(entry(1, OperatorCommandSent(command=OperatorCommand.PAUSE, reason=name), endpoint=name))
         assert set(ledger.endpoints()) == {"digits", "faces", "model@target"}
@@ -238,7 +238,7 @@ class LedgerSuite:
             assert isinstance(one.body, OperatorCommandSent)
             assert one.body.reason == name
 
-    def test_of_several_processes_exactly_one_wins_each_entry(self, opener: Opener) -> None:
+    def test_append_by_concurrent_processes_succeeds_once_per_sequence(self, opener: Opener) -> None:
         if not self.processes:
             return
         context = _context()
@@ -253,7 +253,7 @@ class LedgerSuite:
         assert [one.actor for one in opener().read(ENDPOINT)] == winners
         assert len(winners) == ROUNDS
 
-    def test_a_killed_writer_leaves_whole_entries_or_none(self, opener: Opener) -> None:
+    def test_append_by_killed_process_leaves_whole_entries_or_none(self, opener: Opener) -> None:
         if not self.processes:
             return
         context = _context()

@@ -54,7 +54,7 @@ class NotifierSuite:
         """Return the reply of the service to an accepted message."""
         return Reply()
 
-    def test_a_message_holds_what_a_person_needs(self, notifier: Notifier, inbox: WebhookSink) -> None:
+    def test_send_delivers_event_endpoint_and_reason(self, notifier: Notifier, inbox: WebhookSink) -> None:
         inbox.answer = self.usual
         notifier.send(ROLLED_BACK)
         sent = json.dumps(inbox.requests[-1].document)
@@ -63,7 +63,9 @@ class NotifierSuite:
         assert ROLLED_BACK.link in sent
 
     @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
-    def test_a_service_in_trouble_is_tried_again(self, notifier: Notifier, inbox: WebhookSink, status: int) -> None:
+    def test_send_to_failing_service_raises_service_unavailable_error(
+        self, notifier: Notifier, inbox: WebhookSink, status: int
+    ) -> None:
         inbox.answer = lambda _: Reply(status=status)
         with pytest.raises(ServiceUnavailableError, match=str(status)):
             notifier.send(ROLLED_BACK)
@@ -71,20 +73,24 @@ class NotifierSuite:
         notifier.send(ROLLED_BACK)
 
     @pytest.mark.parametrize("status", [400, 401, 403, 404, 410, 422])
-    def test_a_refusal_says_which(self, notifier: Notifier, inbox: WebhookSink, status: int) -> None:
+    def test_send_that_is_refused_raises_error_with_status(
+        self, notifier: Notifier, inbox: WebhookSink, status: int
+    ) -> None:
         inbox.answer = lambda _: Reply(status=status, document={"message": "no"})
         with pytest.raises(RefusedError, match=str(status)):
             notifier.send(ROLLED_BACK)
 
     @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-    def test_no_redirect_is_followed(self, notifier: Notifier, inbox: WebhookSink, status: int) -> None:
+    def test_send_to_redirecting_service_follows_no_redirect(
+        self, notifier: Notifier, inbox: WebhookSink, status: int
+    ) -> None:
         with WebhookSink().open() as elsewhere:
             inbox.answer = lambda _: Reply(status=status, headers={"Location": f"{elsewhere.url}/taken"})
             with pytest.raises(RefusedError, match="redirect"):
                 notifier.send(ROLLED_BACK)
             assert elsewhere.requests == []
 
-    def test_a_service_that_hangs_is_left(
+    def test_send_to_hanging_service_times_out(
         self, notifier: Notifier, inbox: WebhookSink, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(http_json, "TIMEOUT_S", 0.2)
@@ -92,7 +98,7 @@ class NotifierSuite:
         with pytest.raises(ServiceUnavailableError):
             notifier.send(ROLLED_BACK)
 
-    def test_no_error_and_no_log_holds_the_secret(
+    def test_send_that_fails_keeps_secret_out_of_errors_and_logs(
         self, notifier: Notifier, inbox: WebhookSink, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level(logging.DEBUG)
@@ -108,7 +114,7 @@ class NotifierSuite:
             text += [str(caught.value), repr(caught.value.as_document()), repr(caught.value.__cause__)]
         assert self.secret not in "\n".join([*text, caplog.text])
 
-    def test_a_check_sends_nothing(self, notifier: Notifier, inbox: WebhookSink) -> None:
+    def test_check_sends_no_message(self, notifier: Notifier, inbox: WebhookSink) -> None:
         assert notifier.check()
         assert inbox.requests == []
 

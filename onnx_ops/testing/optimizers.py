@@ -50,7 +50,7 @@ class OptimizerSuite:
             machines=(detect_arithmetic(OnnxRuntime().fingerprint(target), target),),
         )
 
-    def test_the_variant_has_the_interface_and_lineage_of_its_source(
+    def test_variant_keeps_interface_and_lineage_of_source(
         self, optimizer: Optimizer, request_: OptimizeRequest
     ) -> None:
         notes = optimizer.optimize(request_)
@@ -64,7 +64,7 @@ class OptimizerSuite:
         assert read_lineage(request_.path) == read_lineage(request_.source)
 
     @pytest.mark.parametrize("count", [1, 3, 17])
-    def test_the_variant_answers_nearly_as_its_source(
+    def test_variant_answers_are_close_to_source(
         self, optimizer: Optimizer, request_: OptimizeRequest, count: int
     ) -> None:
         optimizer.optimize(request_)
@@ -74,7 +74,7 @@ class OptimizerSuite:
         assert after.shape == before.shape
         assert float(np.sqrt(np.mean((after - before) ** 2))) < 0.1 * float(np.sqrt(np.mean(before**2)))
 
-    def test_the_same_source_gives_the_same_bytes(
+    def test_variant_of_same_source_is_deterministic(
         self, optimizer: Optimizer, request_: OptimizeRequest, tmp_path: Path
     ) -> None:
         again = replace(request_, path=tmp_path / "again.onnx")
@@ -82,7 +82,7 @@ class OptimizerSuite:
         optimizer.optimize(again)
         assert digest_file(again.path) == digest_file(request_.path)
 
-    def test_nothing_is_left_behind(
+    def test_optimize_leaves_no_temporary_files(
         self,
         optimizer: Optimizer,
         request_: OptimizeRequest,
@@ -100,7 +100,7 @@ class OptimizerSuite:
         assert digest_file(request_.source) == source
         assert capfd.readouterr() == ("", "")
 
-    def test_quantized_weights_are_within_half_a_step_of_their_originals(
+    def test_quantized_weights_are_within_half_a_step_of_source(
         self, optimizer: Optimizer, request_: OptimizeRequest
     ) -> None:
         optimizer.optimize(request_)
@@ -110,7 +110,7 @@ class OptimizerSuite:
             assert float((np.abs(weight.original - weight.dequantized) / weight.scale).max()) <= HALF_A_STEP
 
     @pytest.mark.parametrize("name", ["first", "second"])
-    def test_an_excluded_node_stays_in_float(
+    def test_optimize_with_excluded_node_keeps_it_in_float(
         self, optimizer: Optimizer, request_: OptimizeRequest, section: Quantize, name: str
     ) -> None:
         optimizer.optimize(replace(request_, section=replace(section, exclude=(name,))))
@@ -120,7 +120,7 @@ class OptimizerSuite:
         assert f"{name}.weight" not in names
         assert bool(names) is optimizer.quantized
 
-    def test_an_exclusion_of_an_unknown_node_is_refused(
+    def test_optimize_with_unknown_excluded_node_raises_user_error(
         self, optimizer: Optimizer, request_: OptimizeRequest, section: Quantize
     ) -> None:
         wrong = replace(request_, section=replace(section, exclude=("secnd", "nothing-like-it")))
@@ -129,7 +129,9 @@ class OptimizerSuite:
         assert "nothing-like-it" in str(caught.value)
         assert not wrong.path.exists()
 
-    def test_calibration_that_is_needed_is_asked_for(self, optimizer: Optimizer, request_: OptimizeRequest) -> None:
+    def test_optimize_without_needed_calibration_raises_user_error(
+        self, optimizer: Optimizer, request_: OptimizeRequest
+    ) -> None:
         without = replace(request_, calibration=None)
         if optimizer.needs_calibration:
             with pytest.raises(UserError, match="calibration rows"):

@@ -113,7 +113,7 @@ class RegistrySuite:
         """Change the stored content of one of the version's files behind the registry's back."""
         raise NotImplementedError
 
-    def test_publish_gives_every_variant_a_version(self, registry: Registry, tmp_path: Path) -> None:
+    def test_publish_registers_version_of_each_variant(self, registry: Registry, tmp_path: Path) -> None:
         release = publication(tmp_path, model=_unique(), seed="a", variants=("fp32", "int8-static"))
         versions = registry.publish(release)
         assert list(versions) == ["fp32", "int8-static"]
@@ -124,7 +124,7 @@ class RegistrySuite:
             assert read.manifest == record.manifest.digest()
             assert read.decisions == record.signed
 
-    def test_publishing_again_adds_nothing(self, registry: Registry, tmp_path: Path) -> None:
+    def test_publish_repeated_registers_nothing(self, registry: Registry, tmp_path: Path) -> None:
         release = publication(tmp_path, model=_unique(), seed="a", variants=("fp32", "int8-static"))
         versions = registry.publish(release)
         before = {v: registry.version(release.model, v) for v in versions.values()}
@@ -134,13 +134,13 @@ class RegistrySuite:
             assert registry.version(release.model, str(number)).model == release.model
         _assert_raises(NotFoundError, registry.version, release.model, str(len(versions) + 1))
 
-    def test_another_release_is_another_version(self, registry: Registry, tmp_path: Path) -> None:
+    def test_publish_of_other_release_registers_other_version(self, registry: Registry, tmp_path: Path) -> None:
         model = _unique()
         first = registry.publish(publication(tmp_path, model=model, seed="a"))
         second = registry.publish(publication(tmp_path, model=model, seed="b"))
         assert first["fp32"] != second["fp32"]
 
-    def test_a_release_that_was_judged_again_keeps_its_version(self, registry: Registry, tmp_path: Path) -> None:
+    def test_publish_of_release_judged_again_keeps_version(self, registry: Registry, tmp_path: Path) -> None:
         model = _unique()
         versions = registry.publish(publication(tmp_path, model=model, seed="a"))
         again = publication(tmp_path, model=model, seed="a", verdict=Verdict.FAIL)
@@ -149,14 +149,14 @@ class RegistrySuite:
         assert read.decisions == again.variants[0].signed
         assert read.decisions["cpu-1t"].record.verdict is Verdict.FAIL
 
-    def test_a_variant_that_came_later_joins_its_release(self, registry: Registry, tmp_path: Path) -> None:
+    def test_publish_of_later_variant_joins_its_release(self, registry: Registry, tmp_path: Path) -> None:
         model = _unique()
         first = registry.publish(publication(tmp_path, model=model, seed="a"))
         both = registry.publish(publication(tmp_path, model=model, seed="a", variants=("fp32", "int8-dynamic")))
         assert both["fp32"] == first["fp32"]
         assert set(both) == {"fp32", "int8-dynamic"}
 
-    def test_a_variant_made_anew_is_another_version(self, registry: Registry, tmp_path: Path) -> None:
+    def test_publish_of_rebuilt_variant_registers_other_version(self, registry: Registry, tmp_path: Path) -> None:
         model = _unique()
         first = registry.publish(publication(tmp_path, model=model, seed="a"))
         again = publication(tmp_path, model=model, seed="a")
@@ -167,7 +167,7 @@ class RegistrySuite:
         assert second["fp32"] != first["fp32"]
         assert registry.version(model, first["fp32"]).manifest != registry.version(model, second["fp32"]).manifest
 
-    def test_a_file_that_is_not_what_its_manifest_says_is_refused(self, registry: Registry, tmp_path: Path) -> None:
+    def test_publish_of_file_unlike_manifest_raises_digest_error(self, registry: Registry, tmp_path: Path) -> None:
         model = _unique()
         registry.publish(publication(tmp_path, model=model, seed="a"))
         changed = publication(tmp_path, model=model, seed="a")
@@ -175,7 +175,7 @@ class RegistrySuite:
         linear_model(path, slope=-1.0)
         _assert_raises(DigestMismatchError, registry.publish, changed)
 
-    def test_aliases_move_and_go(self, registry: Registry, tmp_path: Path) -> None:
+    def test_set_and_delete_alias_change_aliases(self, registry: Registry, tmp_path: Path) -> None:
         model = _unique()
         first = registry.publish(publication(tmp_path, model=model, seed="a"))["fp32"]
         second = registry.publish(publication(tmp_path, model=model, seed="b"))["fp32"]
@@ -188,14 +188,14 @@ class RegistrySuite:
         registry.delete_alias(model, "challenger-cpu-1t")
         assert registry.aliases(model) == {"champion-cpu-1t": second}
 
-    def test_tags_are_kept(self, registry: Registry, tmp_path: Path) -> None:
+    def test_set_tag_is_returned_with_version(self, registry: Registry, tmp_path: Path) -> None:
         model = _unique()
         version = registry.publish(publication(tmp_path, model=model, seed="a"))["fp32"]
         tags = {"onnxops.rejected": "slower than the champion: 7.5 % > 5 %, «now»"}
         registry.annotate(model, version, tags)
         assert registry.version(model, version).tags.items() >= tags.items()
 
-    def test_fetch_returns_what_was_published(self, registry: Registry, tmp_path: Path) -> None:
+    def test_fetch_returns_published_files(self, registry: Registry, tmp_path: Path) -> None:
         release = publication(tmp_path, model=_unique(), seed="a")
         record = registry.version(release.model, registry.publish(release)["fp32"])
         manifest = registry.fetch(record, _empty(tmp_path))
@@ -204,13 +204,13 @@ class RegistrySuite:
         content = {str(p.relative_to(fetched)): p.read_bytes() for p in fetched.rglob("*") if p.is_file()}
         assert content == {"model.onnx": release.variants[0].files["model.onnx"].read_bytes()}
 
-    def test_a_tampered_file_is_detected(self, registry: Registry, tmp_path: Path) -> None:
+    def test_fetch_of_tampered_file_raises_digest_mismatch_error(self, registry: Registry, tmp_path: Path) -> None:
         release = publication(tmp_path, model=_unique(), seed="a")
         record = registry.version(release.model, registry.publish(release)["fp32"])
         self.tamper(registry, record, "model.onnx")
         assert registry.fetch(record, _empty(tmp_path)).digest() != record.manifest
 
-    def test_documents_are_those_of_the_last_judgement(self, registry: Registry, tmp_path: Path) -> None:
+    def test_documents_are_those_of_last_judgement(self, registry: Registry, tmp_path: Path) -> None:
         model, name = _unique(), "evidence/cpu-1t.json"
         for verdict in (Verdict.PASS, Verdict.FAIL):
             release = publication(tmp_path, model=model, seed="a", verdict=verdict)
@@ -220,7 +220,7 @@ class RegistrySuite:
             for unknown in ("evidence/cuda.json", "nowhere/cpu-1t.json", "evidence", "../evidence/cpu-1t.json", ""):
                 _assert_raises(NotFoundError, registry.document, record, unknown)
 
-    def test_versions_are_listed_oldest_first_and_can_be_deleted(self, registry: Registry, tmp_path: Path) -> None:
+    def test_versions_are_listed_oldest_first_until_deleted(self, registry: Registry, tmp_path: Path) -> None:
         model = _unique()
         assert registry.versions(model) == ()
         releases = [publication(tmp_path, model=model, seed=seed, variants=("fp32", "int8-static")) for seed in "ab"]
@@ -245,14 +245,14 @@ class RegistrySuite:
         ]
         assert registry.version(model, versions[0].version).manifest == versions[0].manifest
 
-    def test_a_deleted_version_can_be_published_again(self, registry: Registry, tmp_path: Path) -> None:
+    def test_publish_of_deleted_version_registers_it_again(self, registry: Registry, tmp_path: Path) -> None:
         model = _unique()
         release = publication(tmp_path, model=model, seed="a")
         registry.delete_version(model, registry.publish(release)["fp32"])
         record = registry.version(model, registry.publish(release)["fp32"])
         assert registry.fetch(record, _empty(tmp_path)).digest() == record.manifest
 
-    def test_all_aliases_are_those_of_each_model(self, registry: Registry, tmp_path: Path) -> None:
+    def test_all_aliases_equal_aliases_of_each_model(self, registry: Registry, tmp_path: Path) -> None:
         one, two = _unique(), _unique()
         for model in (one, two):
             registry.publish(publication(tmp_path, model=model, seed="a", variants=("fp32", "int8")))
@@ -265,7 +265,7 @@ class RegistrySuite:
         assert aliases[one] == {"champion-cpu-1t": "1", "challenger-cpu-1t": "2"} == registry.aliases(one)
         assert not aliases[two]
 
-    def test_unknown_names(self, registry: Registry, tmp_path: Path) -> None:
+    def test_registry_with_unknown_names_raises_not_found_error(self, registry: Registry, tmp_path: Path) -> None:
         model = _unique()
         assert registry.aliases(model) == {}
         registry.delete_alias(model, "champion-cpu-1t")
@@ -276,10 +276,10 @@ class RegistrySuite:
         _assert_raises(NotFoundError, registry.set_alias, model, "champion-cpu-1t", "2")
         _assert_raises(NotFoundError, registry.annotate, model, "2", {"a": "b"})
 
-    def test_where_names_the_place_of_the_registry(self, registry: Registry) -> None:
+    def test_where_returns_place_of_registry(self, registry: Registry) -> None:
         assert registry.where(_unique())
 
-    def test_a_page_is_an_address_or_nothing(self, registry: Registry, tmp_path: Path) -> None:
+    def test_page_is_url_or_empty(self, registry: Registry, tmp_path: Path) -> None:
         model = _unique()
         registry.publish(publication(tmp_path, model=model, seed="a"))
         page = registry.page(model, "1", "report.html")

@@ -29,7 +29,7 @@ class RuntimeSuite:
         write_perceptron(path)
         return path
 
-    def test_a_machine_has_one_fingerprint(self, runtime: Runtime, target: Target) -> None:
+    def test_fingerprint_of_machine_is_stable(self, runtime: Runtime, target: Target) -> None:
         fingerprint = runtime.fingerprint(target)
         assert fingerprint == runtime.fingerprint(target)
         assert fingerprint.runtime == target.runtime
@@ -37,7 +37,7 @@ class RuntimeSuite:
         assert fingerprint.memory_bytes > 0
         assert any(map(str.isdecimal, fingerprint.runtime_version))
 
-    def test_facts_say_which_providers_took_the_nodes(self, runtime: Runtime, target: Target, file: Path) -> None:
+    def test_facts_name_providers_that_ran_nodes(self, runtime: Runtime, target: Target, file: Path) -> None:
         facts = runtime.facts(file, target)
         assert facts.asked == tuple(provider.name for provider in target.providers)
         assert set(facts.asked) <= set(facts.used)
@@ -47,7 +47,7 @@ class RuntimeSuite:
         assert facts.clock_resolution_ns is not None
         assert 0 < facts.clock_resolution_ns < 1e6
 
-    def test_batches_are_answered_in_order_by_output_name(self, runtime: Runtime, target: Target, file: Path) -> None:
+    def test_run_of_batches_returns_ordered_outputs_by_name(self, runtime: Runtime, target: Target, file: Path) -> None:
         feeds = (rows(1), rows(5), rows(0), rows(17))
         answers = runtime.run(file, target, feeds)
         assert [answer["scores"].shape for answer in answers] == [(len(feed["x"]), CLASSES) for feed in feeds]
@@ -55,14 +55,14 @@ class RuntimeSuite:
         alone = runtime.run(file, target, (feeds[1],))[0]["scores"]
         np.testing.assert_array_equal(answers[1]["scores"], alone)
 
-    def test_single_runs_are_timed(self, runtime: Runtime, target: Target, file: Path) -> None:
+    def test_sample_returns_positive_duration_of_each_run(self, runtime: Runtime, target: Target, file: Path) -> None:
         samples = runtime.sample(file, target, rows(1), runs=7, warmup=2)
         assert samples.nanoseconds.shape == samples.preempted.shape == (7,)
         assert samples.nanoseconds.dtype == np.int64
         assert samples.preempted.dtype == np.bool_
         assert int(samples.nanoseconds.astype(np.int64).min()) > 0
 
-    def test_races_are_timed_on_every_axis_of_the_schedule(self, runtime: Runtime, target: Target, file: Path) -> None:
+    def test_benchmark_times_each_axis_of_schedule(self, runtime: Runtime, target: Target, file: Path) -> None:
         schedule = PairedBenchmarkSchedule(rounds=2, blocks=3, runs=4, warmup=1, seed=5)
         samples = runtime.benchmark((file, file, file), target, rows(1), schedule)
         assert samples.nanoseconds.shape == samples.preempted.shape == (2, 3, 3, 4)
@@ -70,14 +70,16 @@ class RuntimeSuite:
         assert samples.calls >= 1
         assert int(samples.nanoseconds.astype(np.int64).min()) > 0
 
-    def test_windows_of_requests_are_timed_for_all_models(self, runtime: Runtime, target: Target, file: Path) -> None:
+    def test_under_load_times_windows_of_each_model(self, runtime: Runtime, target: Target, file: Path) -> None:
         schedule = LoadSchedule(concurrency=3, requests=20, rounds=2, windows=3, seed=5)
         samples = runtime.under_load((file, file, file), target, rows(1), schedule)
         assert samples.nanoseconds.shape == (2, 3, 3)
         assert samples.requests == 20
         assert int(samples.nanoseconds.astype(np.int64).min()) > 0
 
-    def test_fresh_processes_return_durations_and_memory(self, runtime: Runtime, target: Target, file: Path) -> None:
+    def test_starts_return_durations_and_memory_of_fresh_processes(
+        self, runtime: Runtime, target: Target, file: Path
+    ) -> None:
         samples = runtime.starts((file, file), target, rows(1), StartSchedule(rounds=2, requests=3, seed=5))
         for figure in (samples.load_ns, samples.first_ns, samples.peak_bytes):
             assert figure.shape == (2, 2)
@@ -86,7 +88,9 @@ class RuntimeSuite:
         peak = samples.peak_bytes.astype(np.int64)
         assert ((peak > 0) | (peak == -1)).all()
 
-    def test_a_missing_provider_blames_the_machine(self, runtime: Runtime, target: Target, file: Path) -> None:
+    def test_target_with_missing_provider_raises_measurement_error(
+        self, runtime: Runtime, target: Target, file: Path
+    ) -> None:
         elsewhere = replace(target, providers=(Provider(name="NoSuchExecutionProvider"),))
         for measure in (
             lambda: runtime.facts(file, elsewhere),

@@ -44,7 +44,7 @@ class StoreSuite:
     def store(self, reopen: Callable[[], Store]) -> Store:
         return reopen()
 
-    def test_content_is_found_by_its_digest(self, store: Store, reopen: Callable[[], Store], tmp_path: Path) -> None:
+    def test_put_content_is_read_by_digest(self, store: Store, reopen: Callable[[], Store], tmp_path: Path) -> None:
         source = tmp_path / "source"
         source.write_bytes(CONTENT)
         assert store.put_file(source) == store.put_bytes(CONTENT) == digest_bytes(CONTENT)
@@ -52,19 +52,19 @@ class StoreSuite:
             assert reader.read(digest_bytes(CONTENT)) == CONTENT
             assert reader.path(digest_bytes(CONTENT)).read_bytes() == CONTENT
 
-    def test_empty_content(self, store: Store) -> None:
+    def test_put_of_empty_content_is_read_back(self, store: Store) -> None:
         assert store.read(store.put_bytes(b"")) == b""
 
-    def test_what_is_stored_is_read_only(self, store: Store) -> None:
+    def test_stored_file_is_read_only(self, store: Store) -> None:
         assert store.path(store.put_bytes(CONTENT)).stat().st_mode & 0o222 == 0
 
-    def test_unknown_content(self, store: Store) -> None:
+    def test_read_of_unknown_content_raises_error(self, store: Store) -> None:
         for unknown in (digest_bytes(b"unknown"), Digest("sha256:../../etc/passwd"), Digest("")):
             with pytest.raises(CorruptStateError):
                 store.path(unknown)
         assert store.lookup(KEY) is None
 
-    def test_results_are_found_by_key(self, store: Store, reopen: Callable[[], Store]) -> None:
+    def test_lookup_returns_recorded_result_by_key(self, store: Store, reopen: Callable[[], Store]) -> None:
         manifest = Manifest(files={"a": store.put_bytes(b"a"), "dir/b": store.put_bytes(b"b")})
         store.record(KEY, manifest)
         assert store.lookup(KEY) == reopen().lookup(KEY) == manifest
@@ -73,13 +73,11 @@ class StoreSuite:
         assert reopen().lookup(KEY) == other
         assert store.lookup(digest_bytes(b"another key")) is None
 
-    def test_an_empty_result_is_a_result(self, store: Store) -> None:
+    def test_lookup_of_empty_result_returns_it(self, store: Store) -> None:
         store.record(KEY, Manifest(files={}))
         assert store.lookup(KEY) == Manifest(files={})
 
-    def test_spoilt_content_is_never_handed_out_and_can_be_put_again(
-        self, store: Store, reopen: Callable[[], Store]
-    ) -> None:
+    def test_read_of_damaged_content_raises_until_put_again(self, store: Store, reopen: Callable[[], Store]) -> None:
         digest = store.put_bytes(CONTENT)
         manifest = Manifest(files={"file": digest})
         store.record(KEY, manifest)
@@ -96,14 +94,14 @@ class StoreSuite:
             assert reader.put_bytes(CONTENT) == digest
             assert reader.lookup(KEY) == manifest
 
-    def test_a_process_that_has_read_content_notices_that_it_changed(self, store: Store) -> None:
+    def test_read_after_change_of_read_content_raises_error(self, store: Store) -> None:
         digest = store.put_bytes(CONTENT)
         assert store.read(digest) == CONTENT
         self.spoil(digest, CONTENT + b"x")
         with pytest.raises(CorruptStateError):
             store.read(digest)
 
-    def test_a_spoilt_record_counts_as_none(self, store: Store, reopen: Callable[[], Store]) -> None:
+    def test_lookup_of_damaged_record_returns_none(self, store: Store, reopen: Callable[[], Store]) -> None:
         manifest = Manifest(files={"file": store.put_bytes(CONTENT)})
         store.record(KEY, manifest)
         whole = self.record_of(KEY)
@@ -115,7 +113,7 @@ class StoreSuite:
         store.record(KEY, manifest)
         assert reopen().lookup(KEY) == manifest
 
-    def test_a_record_counts_only_under_its_own_key(self, store: Store, reopen: Callable[[], Store]) -> None:
+    def test_lookup_of_record_under_other_key_returns_none(self, store: Store, reopen: Callable[[], Store]) -> None:
         other = digest_bytes(b"another key")
         for key, content in ((KEY, b"a"), (other, b"b")):
             store.record(key, Manifest(files={"file": store.put_bytes(content)}))
@@ -123,7 +121,7 @@ class StoreSuite:
         assert reopen().lookup(KEY) is None
         assert reopen().lookup(other) is not None
 
-    def test_contents_and_results_are_listed(self, store: Store, reopen: Callable[[], Store]) -> None:
+    def test_contents_and_results_list_what_is_stored(self, store: Store, reopen: Callable[[], Store]) -> None:
         assert (store.contents(), list(store.results())) == ((), [])
         manifest = Manifest(files={"file": store.put_bytes(CONTENT)})
         store.record(KEY, manifest)
@@ -132,14 +130,12 @@ class StoreSuite:
             assert {one.digest: one.size_bytes for one in reader.contents()} == {manifest["file"]: 20, other: 5}
             assert list(reader.results()) == [manifest]
 
-    def test_a_spoilt_record_is_no_result(self, store: Store) -> None:
+    def test_results_skip_damaged_record(self, store: Store) -> None:
         store.record(KEY, Manifest(files={"file": store.put_bytes(CONTENT)}))
         self.spoil_record(KEY, self.record_of(KEY)[:-3])
         assert list(store.results()) == []
 
-    def test_what_is_forgotten_is_missing_until_it_is_put_again(
-        self, store: Store, reopen: Callable[[], Store]
-    ) -> None:
+    def test_forget_removes_content_until_put_again(self, store: Store, reopen: Callable[[], Store]) -> None:
         digest = store.put_bytes(CONTENT)
         store.record(KEY, Manifest(files={"file": digest}))
         (stored,) = store.contents()
@@ -153,9 +149,7 @@ class StoreSuite:
         assert store.put_bytes(CONTENT) == digest
         assert store.lookup(KEY) is not None
 
-    def test_what_was_put_again_since_it_was_listed_is_not_forgotten(
-        self, store: Store, reopen: Callable[[], Store]
-    ) -> None:
+    def test_forget_keeps_content_put_again_since_listing(self, store: Store, reopen: Callable[[], Store]) -> None:
         digest = store.put_bytes(CONTENT)
         (stored,) = store.contents()
         assert not reopen().forget(replace(stored, at=stored.at - 5))

@@ -94,9 +94,11 @@ class TestNodeWasm(RuntimeSuite):
     target = fixed(NODE_WASM)
 
     @pytest.mark.nightly
-    def test_fresh_processes_return_durations_and_memory(self, runtime: Runtime, target: Target, file: Path) -> None:
+    def test_starts_return_durations_and_memory_of_fresh_processes(
+        self, runtime: Runtime, target: Target, file: Path
+    ) -> None:
         """Each start takes seconds; Node shows it for each commit."""
-        super().test_fresh_processes_return_durations_and_memory(runtime, target, file)
+        super().test_starts_return_durations_and_memory_of_fresh_processes(runtime, target, file)
 
     @pytest.mark.nightly
     def test_runtime_with_invalid_file_or_feed_raises_measurement_error(
@@ -115,9 +117,11 @@ class TestBrowser(RuntimeSuite):
     target = fixed(WASM)
 
     @pytest.mark.nightly
-    def test_fresh_processes_return_durations_and_memory(self, runtime: Runtime, target: Target, file: Path) -> None:
+    def test_starts_return_durations_and_memory_of_fresh_processes(
+        self, runtime: Runtime, target: Target, file: Path
+    ) -> None:
         """Each start takes seconds; Node shows it for each commit."""
-        super().test_fresh_processes_return_durations_and_memory(runtime, target, file)
+        super().test_starts_return_durations_and_memory_of_fresh_processes(runtime, target, file)
 
 
 VALUES = {

@@ -62,7 +62,9 @@ class TestOliveStatic(TestOliveDynamic):
         "quant_preprocess": False,
     }
 
-    def test_calibration_that_is_needed_is_asked_for(self, optimizer: Optimizer, request_: OptimizeRequest) -> None:
+    def test_optimize_without_needed_calibration_raises_user_error(
+        self, optimizer: Optimizer, request_: OptimizeRequest
+    ) -> None:
         with pytest.raises(UserError, match="calibration rows"):
             optimizer.optimize(replace(request_, calibration=None))
 
