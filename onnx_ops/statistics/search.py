@@ -74,8 +74,7 @@ def choose_next_step(state: SearchState) -> BuildTrial | ProbeNode | StopSearch:
     skipped: list[tuple[BuildTrial | ProbeNode, float]] = []
     left = 60 * state.budget.max_minutes - state.seconds
     for action in _list_steps(state):
-        past: Sequence[Trial | Sensitivity] = state.trials if isinstance(action, BuildTrial) else state.sensitivities
-        cost = next((one.seconds for one in reversed(past) if one.recipe == action.recipe), 0.0)
+        cost = _estimate_cost(state, action)
         if left <= 0 or cost > left:
             skipped.append((action, cost))
         elif isinstance(action, BuildTrial) and len(state.trials) >= state.budget.max_builds:
@@ -90,21 +89,31 @@ def choose_next_step(state: SearchState) -> BuildTrial | ProbeNode | StopSearch:
     return StopSearch(reason="every recipe was tried, and repaired where possible")
 
 
+def _estimate_cost(state: SearchState, action: BuildTrial | ProbeNode) -> float:
+    """Return the seconds of the last such step of the recipe; 0 without one."""
+    past: Sequence[Trial | Sensitivity] = state.trials if isinstance(action, BuildTrial) else state.sensitivities
+    return next((step.seconds for step in reversed(past) if step.recipe == action.recipe), 0.0)
+
+
 def _list_steps(state: SearchState) -> Iterator[BuildTrial | ProbeNode]:
     """Yield the next step of every unfinished recipe, the most promising first."""
     new = [recipe for recipe in state.recipes if state.find(recipe.name, ()) is None]
-    for deferred in (False, True):
-        for recipe in new:
-            if recipe.deferred == deferred:
-                yield BuildTrial(recipe=recipe.name, excluded=(), why="the unmodified recipe")
-        if deferred:
-            return
-        # Recipes that lose too much accuracy and could still win, the fastest first.
-        wholes = [(recipe, state.find(recipe.name, ())) for recipe in state.recipes if recipe.nodes]
-        failing = [(r, t) for r, t in wholes if t and not t.failure and t.ratios and not keeps_metric(t, state.budget)]
-        for recipe, trial in sorted(failing, key=lambda pair: (compute_time_ratio(pair[1]), pair[0].name)):
-            if not _is_surely_slower(trial, _find_time_to_beat(state, recipe)):
-                yield from itertools.islice(_list_repairs(state, recipe), 1)
+    yield from (_build_whole(recipe) for recipe in new if not recipe.deferred)
+    for recipe, trial in _rank_failing_recipes(state):
+        if not _is_surely_slower(trial, _find_time_to_beat(state, recipe)):
+            yield from itertools.islice(_list_repairs(state, recipe), 1)
+    yield from (_build_whole(recipe) for recipe in new if recipe.deferred)
+
+
+def _build_whole(recipe: Recipe) -> BuildTrial:
+    return BuildTrial(recipe=recipe.name, excluded=(), why="the unmodified recipe")
+
+
+def _rank_failing_recipes(state: SearchState) -> list[tuple[Recipe, Trial]]:
+    """Return recipes that lose too much accuracy and have nodes to keep in float, the fastest first."""
+    wholes = [(recipe, state.find(recipe.name, ())) for recipe in state.recipes if recipe.nodes]
+    failing = [(r, t) for r, t in wholes if t and not t.failure and t.ratios and not keeps_metric(t, state.budget)]
+    return sorted(failing, key=lambda pair: (compute_time_ratio(pair[1]), pair[0].name))
 
 
 def keeps_metric(trial: Trial, budget: Budget) -> bool:
@@ -174,20 +183,9 @@ def _find_fewest(state: SearchState, recipe: Recipe, ranked: Sequence[str]) -> t
     The number is doubled, then bisected. Nothing is tried beyond a trial that is slower than the best so far with
     confidence, since more nodes in float cost more time.
     """
-    low, high = 0, len(ranked)
-    count, passing = 1, None
-    while passing is None and count < high:
-        trial = state.find(recipe.name, ranked[:count])
-        if trial is None:
-            return None, count
-        if keeps_metric(trial, state.budget):
-            passing = count
-        elif trial.failure or _is_surely_slower(trial, _find_time_to_beat(state, recipe)):
-            return None, None
-        else:
-            low, count = count, high if count == high - 1 else min(2 * count, high - 1)
+    low, passing, untried = _double_nodes_in_float(state, recipe, ranked)
     if passing is None:
-        return None, None
+        return None, untried
     while passing - low > 1:
         middle = (low + passing) // 2
         trial = state.find(recipe.name, ranked[:middle])
@@ -195,6 +193,26 @@ def _find_fewest(state: SearchState, recipe: Recipe, ranked: Sequence[str]) -> t
             return None, middle
         low, passing = (low, middle) if keeps_metric(trial, state.budget) else (middle, passing)
     return passing, None
+
+
+def _double_nodes_in_float(
+    state: SearchState, recipe: Recipe, ranked: Sequence[str]
+) -> tuple[int, int | None, int | None]:
+    """Return a number of nodes that fails, a larger one that keeps the metric, and the one to try where none does.
+
+    All nodes in float are not tried: that would be fp32.
+    """
+    low, count, high = 0, 1, len(ranked)
+    while count < high:
+        trial = state.find(recipe.name, ranked[:count])
+        if trial is None:
+            return low, None, count
+        if keeps_metric(trial, state.budget):
+            return low, count, None
+        if trial.failure or _is_surely_slower(trial, _find_time_to_beat(state, recipe)):
+            break
+        low, count = count, high if count == high - 1 else min(2 * count, high - 1)
+    return low, None, None
 
 
 def _try_back_in_int8(
@@ -247,7 +265,7 @@ def _make_contribution(current: Trial, without: Trial, node: str, *, kept: bool)
     return NodeContribution(
         recipe=current.recipe,
         node=node,
-        metric=(without.drop or 0.0) - (current.drop or 0.0),
+        metric=_get_drop(without) - _get_drop(current),
         time={
             name: current.ratios[name].estimate / one.estimate
             for name, one in without.ratios.items()
@@ -260,23 +278,37 @@ def _make_contribution(current: Trial, without: Trial, node: str, *, kept: bool)
 def compute_pareto_front(state: SearchState) -> tuple[int, ...]:
     """Return the eligible trials that no other trial dominates.
 
-    fp32 is one of the others. A gain of the metric counts as no loss, since it is chance.
+    fp32 is one of the others.
     """
-    names = sorted({name for t in state.trials for name in t.ratios})
-    points: list[tuple[int, tuple[float, ...]]] = []
-    for n, trial in enumerate(state.trials):
-        if is_eligible(trial, state.budget) and trial.ratios:
-            times = (trial.ratios[name].estimate if name in trial.ratios else math.inf for name in names)
-            points.append((n, (max(0.0, trial.drop or 0.0), float(trial.size_bytes), *times)))
-    others = [(-1, (0.0, float(state.export_bytes), *(1.0 for _ in names))), *points]
-    # One beats another if it is at least as good in everything and better in something; of equals the first wins.
-    return tuple(
-        n
-        for n, point in points
-        if not any(
-            all(a <= b for a, b in zip(other, point, strict=True)) and (other != point or m < n) for m, other in others
-        )
-    )
+    targets = sorted({name for trial in state.trials for name in trial.ratios})
+    points = [
+        (n, _get_costs(trial, targets))
+        for n, trial in enumerate(state.trials)
+        if is_eligible(trial, state.budget) and trial.ratios
+    ]
+    # Of equals the first wins, and fp32 before all of them.
+    others = [(-1, (0.0, float(state.export_bytes), *(1.0 for _ in targets))), *points]
+    return tuple(n for n, costs in points if not any(_dominates(other, costs, is_earlier=m < n) for m, other in others))
+
+
+def _get_drop(trial: Trial) -> float:
+    return trial.drop or 0.0
+
+
+def _compute_loss(trial: Trial) -> float:
+    """Return the loss of the metric; a gain counts as none, since it is chance."""
+    return max(0.0, _get_drop(trial))
+
+
+def _get_costs(trial: Trial, targets: Sequence[str]) -> tuple[float, ...]:
+    """Return what a trial should have little of: loss, bytes and the time on each target."""
+    times = (trial.ratios[name].estimate if name in trial.ratios else math.inf for name in targets)
+    return (_compute_loss(trial), float(trial.size_bytes), *times)
+
+
+def _dominates(costs: tuple[float, ...], than: tuple[float, ...], *, is_earlier: bool) -> bool:
+    """Return whether costs are at most as high in everything, and lower in something or earlier."""
+    return all(a <= b for a, b in zip(costs, than, strict=True)) and (costs != than or is_earlier)
 
 
 def assign_roles(
@@ -304,13 +336,17 @@ def assign_roles(
     return tuple(slots)
 
 
+def _was_measured(trial: Trial) -> bool:
+    return not trial.failure and trial.drop is not None
+
+
 def find_closest_trial(state: SearchState) -> int | None:
     """Return the trial that loses the least of the metric, the faster of equal ones; None if none was measured."""
-    measured = [n for n, trial in enumerate(state.trials) if not trial.failure and trial.drop is not None]
+    measured = [n for n, trial in enumerate(state.trials) if _was_measured(trial)]
 
     def rank(place: int) -> tuple[float, float]:
         trial = state.trials[place]
-        return max(0.0, trial.drop or 0.0), compute_time_ratio(trial)
+        return _compute_loss(trial), compute_time_ratio(trial)
 
     return min(measured, key=rank, default=None)
 
@@ -319,39 +355,55 @@ def _find_trial(
     state: SearchState, role: Role, places: Sequence[int], fast: int, *, rival: bool
 ) -> tuple[int | None, str]:
     """Return the trial for a role, or why there is none. `rival`: the fastest trial has its own role."""
-    trials = state.trials
-    fastest = trials[fast]
-    quick = any(one.high < 1 for one in fastest.ratios.values())
+    fastest = state.trials[fast]
+    is_faster = any(ratio.high < 1 for ratio in fastest.ratios.values())
+    beside = fast if is_faster and rival else None
     match role:
         case "fast":
             best_ratio = f"{compute_time_ratio(fastest):.3g}x"
             why = f"no variant within the budget is shown to be faster than fp32 (best: {best_ratio})"
-            return (fast, "") if quick else (None, why)
+            return (fast, "") if is_faster else (None, why)
         case "small":
-            least = min(places, key=lambda n: (trials[n].size_bytes, compute_time_ratio(trials[n]), n))
-            beside = min(fastest.size_bytes, state.export_bytes) if quick and rival else state.export_bytes
-            if trials[least].size_bytes <= SMALLER * beside or (quick and rival and least == fast):
-                return least, ""
-            return None, f"no model within the budget is notably smaller ({trials[least].size_bytes} bytes at best)"
+            return _find_smallest(state, places, beside)
         case "exact":
-            best = min(places, key=lambda n: (max(0.0, trials[n].drop or 0.0), compute_time_ratio(trials[n]), n))
-            lost, least_lost = (max(0.0, trials[n].drop or 0.0) for n in (fast, best))
-            if not (quick and rival) or best == fast or lost - least_lost > state.budget.metric_drop / 4:
-                return best, ""
-            why = f"no model on the front is notably more exact than the fastest (it loses {100 * lost:.2g} points)"
-            return None, why
+            return _find_most_exact(state, places, beside)
+
+
+def _find_smallest(state: SearchState, places: Sequence[int], beside: int | None) -> tuple[int | None, str]:
+    """Return the smallest trial, if it is notably smaller than fp32 and the trial that has the role of speed."""
+    trials = state.trials
+    least = min(places, key=lambda n: (trials[n].size_bytes, compute_time_ratio(trials[n]), n))
+    rival_bytes = state.export_bytes if beside is None else min(trials[beside].size_bytes, state.export_bytes)
+    if least == beside or trials[least].size_bytes <= SMALLER * rival_bytes:
+        return least, ""
+    return None, f"no model within the budget is notably smaller ({trials[least].size_bytes} bytes at best)"
+
+
+def _find_most_exact(state: SearchState, places: Sequence[int], beside: int | None) -> tuple[int | None, str]:
+    """Return the most exact trial, if it loses notably less than the trial that has the role of speed.
+
+    Notable is a quarter of the drop that the budget allows.
+    """
+    trials = state.trials
+    best = min(places, key=lambda n: (_compute_loss(trials[n]), compute_time_ratio(trials[n]), n))
+    if beside is None or best == beside:
+        return best, ""
+    lost = _compute_loss(trials[beside])
+    if lost - _compute_loss(trials[best]) > state.budget.metric_drop / 4:
+        return best, ""
+    return None, f"no model on the front is notably more exact than the fastest (it loses {100 * lost:.2g} points)"
 
 
 def _explain_empty_front(state: SearchState) -> str:
     """Return why the front is empty, by the trial that came closest."""
-    measured = [t for t in state.trials if not t.failure and t.drop is not None]
+    measured = [trial for trial in state.trials if _was_measured(trial)]
     if not measured:
-        why = next((t.failure for t in state.trials), "no recipe fits the model and its targets")
+        why = next((trial.failure for trial in state.trials), "no recipe fits the model and its targets")
         return f"nothing could be built: {why}"
-    keeping = [t for t in measured if keeps_metric(t, state.budget)]
+    keeping = [trial for trial in measured if keeps_metric(trial, state.budget)]
     if not keeping:
-        least = min(measured, key=lambda t: t.drop or 0.0)
-        return f"no model keeps the task metric: {least.label} loses the least, {100 * (least.drop or 0.0):.2g} points"
+        least = min(measured, key=_get_drop)
+        return f"no model keeps the task metric: {least.label} loses the least, {100 * _get_drop(least):.2g} points"
     if not any(is_eligible(t, state.budget) for t in keeping):
         return (
             "every model that keeps the task metric is larger, or slower at its 99th percentile, than the budget allows"

@@ -119,8 +119,7 @@ def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:
     Where models are compared without labels, a first release has no comparison and yields nothing.
     """
     name = gate.definition().label
-    counts = [c for c in evidence.metrics if c.metric == name and c.n]
-    entries: list[_Entry] = [*counts, *(s for s in evidence.scores if s.metric == name)]
+    entries = _list_entries(name, evidence)
     limits = tuple(list_limits(gate))
     if not limits:
         yield make_unlimited("metric", name)
@@ -132,6 +131,12 @@ def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:
         else:
             results = [_judge_value(name, limit, entries)]
         yield from (r if evidence.schema >= _P_VALUES else replace(r, p_value=None) for r in results)
+
+
+def _list_entries(name: str, evidence: Evidence) -> list[_Entry]:
+    """Return the measurements of a metric, those of counted rows first."""
+    counts = [c for c in evidence.metrics if c.metric == name and c.n]
+    return [*counts, *(s for s in evidence.scores if s.metric == name)]
 
 
 def explain_unscored(metrics: Collection[str], scores: Sequence[ScoreComparison]) -> Mapping[str, str]:
@@ -173,10 +178,14 @@ def _judge_changes(
         yield replace(_judge(name, limit, entry), metric=f"{name} vs {entry.against}")
     baseline = get_baseline(evidence)
     if baseline and not any(e.against == baseline for e in compared):
-        metric = f"{name} vs {baseline}"
-        unscored = next((e for e in entries if isinstance(e, ScoreComparison) and e.candidate is None), None)
-        result = _judge(name, limit, unscored) if unscored else make_unmeasured("metric", metric, limit.text)
-        yield replace(result, metric=metric)
+        yield _judge_missing_change(f"{name} vs {baseline}", name, limit, entries)
+
+
+def _judge_missing_change(metric: str, name: str, limit: MetricLimit, entries: Sequence[_Entry]) -> GateResult:
+    """Return why the candidate has no value that could be compared with the baseline's, if that is known."""
+    unscored = next((e for e in entries if isinstance(e, ScoreComparison) and e.candidate is None), None)
+    result = _judge(name, limit, unscored) if unscored else make_unmeasured("metric", metric, limit.text)
+    return replace(result, metric=metric)
 
 
 def _judge(name: str, limit: MetricLimit, entry: _Entry) -> GateResult:
@@ -265,37 +274,52 @@ def _find_interval(limit: MetricLimit, entry: _Entry) -> Interval | None:
 
 
 def _find_problem(entry: _Entry) -> str:
-    if isinstance(entry, PairedCounts):
-        parts = (entry.both, entry.only_baseline, entry.only_candidate)
-        if entry.equal and any(parts[1:]):
-            return "it calls two models equal that are right on different rows"
-        if not (1 <= entry.change_effect < math.inf and 1 <= entry.value_effect < math.inf):
-            return "its design effect is below 1 or not finite"
-        return "its counts do not add up" if min(parts) < 0 or sum(parts) > entry.n else ""
-    intervals = [i for i in (entry.candidate, entry.difference, entry.ratio) if i is not None]
+    """Return why a measurement cannot be true, or an empty text."""
+    return _find_count_problem(entry) if isinstance(entry, PairedCounts) else _find_score_problem(entry)
+
+
+def _find_count_problem(counts: PairedCounts) -> str:
+    parts = (counts.both, counts.only_baseline, counts.only_candidate)
+    if counts.equal and any(parts[1:]):
+        return "it calls two models equal that are right on different rows"
+    if not (1 <= counts.change_effect < math.inf and 1 <= counts.value_effect < math.inf):
+        return "its design effect is below 1 or not finite"
+    return "its counts do not add up" if min(parts) < 0 or sum(parts) > counts.n else ""
+
+
+def _find_score_problem(score: ScoreComparison) -> str:
+    intervals = [i for i in (score.candidate, score.difference, score.ratio) if i is not None]
     if not all(i.is_finite for i in intervals):
         return "a value is not a number"
-    if entry.n < 1 or not all(i.low <= i.estimate <= i.high for i in intervals):
+    if score.n < 1 or not all(i.low <= i.estimate <= i.high for i in intervals):
         return "it has no rows, or its interval does not contain its estimate"
     return ""
 
 
 def _explain(name: str, limit: MetricLimit, entry: _Entry, interval: Interval, verdict: Verdict) -> str:
-    verb = f"{name} changes by" if limit.of_change else f"{name} is"
-    against = f" against {name_baseline(entry.against)}" if limit.of_change else ""
-    ends = f"[{limit.format(interval.low)}, {limit.format(interval.high)}]"
-    change = f"{limit.format(interval.estimate)} {ends}"
-    if limit.of_change and interval.is_point:
-        change = "exactly 0"
-    reason = f"{verb} {change}{against}, limit {limit.format(limit.bound)}, n = {entry.n}"
+    reason = f"{_describe_interval(name, limit, entry, interval)}, limit {limit.format(limit.bound)}, n = {entry.n}"
     if entry.groups:
         reason += f" in {entry.groups} groups"
     if limit.of_change and interval.is_point:
         return f"{reason}: both models answer every row alike"
-    if isinstance(entry, PairedCounts) and limit.of_change:
+    if limit.of_change and isinstance(entry, PairedCounts):
         reason += f" ({entry.only_baseline} lost, {entry.only_candidate} won)"
-    if verdict is not Verdict.INCONCLUSIVE:
-        return reason
+    return reason + _explain_indecision(limit, entry, interval) if verdict is Verdict.INCONCLUSIVE else reason
+
+
+def _describe_interval(name: str, limit: MetricLimit, entry: _Entry, interval: Interval) -> str:
+    """Return the value with its interval, or the change with its interval and the model that it is against."""
+    ends = f"[{limit.format(interval.low)}, {limit.format(interval.high)}]"
+    value = f"{limit.format(interval.estimate)} {ends}"
+    if not limit.of_change:
+        return f"{name} is {value}"
+    change = "exactly 0" if interval.is_point else value
+    return f"{name} changes by {change} against {name_baseline(entry.against)}"
+
+
+def _explain_indecision(limit: MetricLimit, entry: _Entry, interval: Interval) -> str:
+    """Return why a limit is not decided, and how many rows would decide it."""
+    reason = ""
     if isinstance(entry, ScoreComparison):
         reason += _explain_few_rows(limit, entry)
         if limit.of_change and interval.estimate == 0:
@@ -307,15 +331,20 @@ def _explain(name: str, limit: MetricLimit, entry: _Entry, interval: Interval, v
 def _explain_few_rows(limit: MetricLimit, entry: ScoreComparison) -> str:
     """Return how many rows carry the error, and which, where they are few; else an empty text."""
     units, kind = entry.groups or entry.n, "groups" if entry.groups else "rows"
-    noun = "row" if len(entry.heavy) == 1 else "rows"
-    rows = f": look at {noun} {', '.join(str(row) for row in sorted(entry.heavy))}" if entry.heavy else ""
     if limit.of_change and _rests_on_few(limit, entry):
         rest = _get_rest(limit, entry)
         others = "the others have no error" if rest is None else f"in the others it changes by {limit.format(rest)}"
         verb = "carries" if entry.carrying == 1 else "carry"
-        return f"; {entry.carrying} of {units} {kind} {verb} it, and {others}{rows}"
+        return f"; {entry.carrying} of {units} {kind} {verb} it, and {others}{_name_heavy_rows(entry)}"
     if entry.effective is None or not entry.heavy:
         return ""
     if entry.effective < _CONCENTRATED * units or (not limit.of_change and _is_uneven(entry)):
-        return f"; few rows carry the error ({entry.effective:.0f} of {units} count){rows}"
+        return f"; few rows carry the error ({entry.effective:.0f} of {units} count){_name_heavy_rows(entry)}"
     return ""
+
+
+def _name_heavy_rows(entry: ScoreComparison) -> str:
+    if not entry.heavy:
+        return ""
+    noun = "row" if len(entry.heavy) == 1 else "rows"
+    return f": look at {noun} {', '.join(str(row) for row in sorted(entry.heavy))}"

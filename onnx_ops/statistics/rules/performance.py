@@ -7,9 +7,17 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
+from typing import TypeVar
 
 from onnx_ops.domain.decision import GateResult, Verdict
-from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios, throughput_metric_name
+from onnx_ops.domain.evidence import (
+    Evidence,
+    LatencyComparison,
+    PairedRatios,
+    RuntimeFacts,
+    ThroughputMeasurement,
+    throughput_metric_name,
+)
 from onnx_ops.domain.gate import ColdStartGate, LatencyGate, MemoryGate, SizeGate, ThroughputGate
 from onnx_ops.statistics.latency import (
     LOOKS,
@@ -32,6 +40,8 @@ from onnx_ops.statistics.rules.common import (
     make_unmeasured,
     name_baseline,
 )
+
+T = TypeVar("T", bound=LatencyComparison | PairedRatios)
 
 _SPEEDUP_TEXTS = {
     Verdict.PASS: "surely faster",
@@ -127,14 +137,20 @@ def _judge_regression(gate: str, figure: str, max_regression: float | None, evid
     baseline = get_baseline(evidence)
     if max_regression is None or not baseline:
         return
-    ratios = [paired for paired in evidence.ratios if paired.figure == figure]
-    measured: Sequence[LatencyComparison | PairedRatios] = evidence.comparisons if gate == "latency" else ratios
-    against = [paired for paired in measured if paired.against == baseline and any(paired.log_ratios)]
+    measured: Sequence[LatencyComparison | PairedRatios] = evidence.comparisons
+    if gate != "latency":
+        measured = [paired for paired in evidence.ratios if paired.figure == figure]
     metric = f"{figure} vs {baseline}"
+    against = _select_measured(measured, baseline)
     for paired in against:
         yield _judge_ratio(gate, metric, paired, max_regression)
     if not against:
         yield make_unmeasured(gate, metric, f"≤ {1 + max_regression:.4g}x")
+
+
+def _select_measured(measured: Sequence[T], against: str) -> list[T]:
+    """Return the ratios to a model of which at least one pair was measured."""
+    return [paired for paired in measured if paired.against == against and any(paired.log_ratios)]
 
 
 @judge_gate.register
@@ -142,35 +158,45 @@ def judge_latency(gate: LatencyGate, evidence: Evidence) -> Iterator[GateResult]
     """Judge the ratio to the baseline, the speed-up, and absolute quantiles."""
     yield from _judge_regression("latency", "ratio", gate.max_regression, evidence)
     if gate.faster_than is not None and evidence.variant != gate.faster_than:
-        # The interval alone decides: on a noisy host it is wide, and shows nothing.
-        speedup = gate.min_speedup or 0.0
-        bound = 1 / (1 + speedup)
-        metric, limit = f"faster than {gate.faster_than}", f"< {bound:.4g}x"
-        enough = f" by {as_percent(speedup)}" if speedup else ""
-        against = [c for c in evidence.comparisons if c.against == gate.faster_than and any(c.log_ratios)]
-        for comparison in against:
-            compared = compare(comparison.log_ratios, tolerance=bound - 1)
-            ratio = _describe_ratio(comparison, compared, f"{bound:.4g}x")
-            reason = f"{_SPEEDUP_TEXTS[compared.verdict]}{enough}: {ratio}"
-            yield _make_result("latency", metric, limit, reason, compared, bound=bound, unit="x")
-        if not against:
-            yield make_unmeasured("latency", metric, limit)
+        yield from _judge_speedup(gate.faster_than, gate.min_speedup or 0.0, evidence)
     limits = {name: (share, limit) for name, (share, limit) in gate.quantiles().items() if limit is not None}
     for name, (share, limit_s) in limits.items():
-        samples, limit, advisory = evidence.latency, f"≤ {as_ms(limit_s)}", not evidence.dedicated
-        if samples is None or not samples.sorted_ns:
-            yield make_unmeasured("latency", name, limit, advisory=advisory)
-            continue
-        quantile = compare_latency_quantile(samples.sorted_ns, share, limit_s)
-        reason = (
-            f"{name} is {as_ms(quantile.estimate)} [{as_ms(quantile.low)}, {as_ms(quantile.high)}], "
-            f"limit {as_ms(limit_s)}, {quantile.exceeding} of {quantile.n} runs above it"
-        )
-        if quantile.verdict is Verdict.INCONCLUSIVE and quantile.n < quantile.needed:
-            reason += f"; to pass, {quantile.needed} runs are needed"
-        yield _make_result("latency", name, limit, reason, quantile, bound=limit_s, unit="s", advisory=advisory)
+        yield _judge_quantile(name, share, limit_s, evidence)
     if not limits and gate.max_regression is None and gate.faster_than is None:
         yield make_unlimited("latency", "")
+
+
+def _judge_speedup(faster_than: str, speedup: float, evidence: Evidence) -> Iterator[GateResult]:
+    """Judge whether a variant is faster than another one by a share.
+
+    The interval alone decides: on a noisy host it is wide, and shows nothing.
+    """
+    bound = 1 / (1 + speedup)
+    metric, limit = f"faster than {faster_than}", f"< {bound:.4g}x"
+    enough = f" by {as_percent(speedup)}" if speedup else ""
+    against = _select_measured(evidence.comparisons, faster_than)
+    for comparison in against:
+        compared = compare(comparison.log_ratios, tolerance=bound - 1)
+        ratio = _describe_ratio(comparison, compared, f"{bound:.4g}x")
+        reason = f"{_SPEEDUP_TEXTS[compared.verdict]}{enough}: {ratio}"
+        yield _make_result("latency", metric, limit, reason, compared, bound=bound, unit="x")
+    if not against:
+        yield make_unmeasured("latency", metric, limit)
+
+
+def _judge_quantile(name: str, share: float, limit_s: float, evidence: Evidence) -> GateResult:
+    """Judge a quantile of the run times; advisory where the machine is shared."""
+    samples, limit, advisory = evidence.latency, f"≤ {as_ms(limit_s)}", not evidence.dedicated
+    if samples is None or not samples.sorted_ns:
+        return make_unmeasured("latency", name, limit, advisory=advisory)
+    quantile = compare_latency_quantile(samples.sorted_ns, share, limit_s)
+    reason = (
+        f"{name} is {as_ms(quantile.estimate)} [{as_ms(quantile.low)}, {as_ms(quantile.high)}], "
+        f"limit {as_ms(limit_s)}, {quantile.exceeding} of {quantile.n} runs above it"
+    )
+    if quantile.verdict is Verdict.INCONCLUSIVE and quantile.n < quantile.needed:
+        reason += f"; to pass, {quantile.needed} runs are needed"
+    return _make_result("latency", name, limit, reason, quantile, bound=limit_s, unit="s", advisory=advisory)
 
 
 @judge_gate.register
@@ -180,24 +206,29 @@ def judge_throughput(gate: ThroughputGate, evidence: Evidence) -> Iterator[GateR
     yield from _judge_regression("throughput", figure, gate.max_regression, evidence)
     if gate.min is not None:
         measured = [t for t in evidence.throughput if t.concurrency == gate.concurrency and t.per_second]
-        limit, advisory = f"≥ {_rate(gate.min)}", not evidence.dedicated
+        advisory = not evidence.dedicated
         for session in measured:
-            per_request = compare_quantile([1 / rate for rate in session.per_second], 0.5, 1 / gate.min)
-            low = 1 / per_request.high if per_request.high > 0 else 0.0
-            high = 1 / per_request.low if per_request.low > 0 else math.inf
-            middle = median(session.per_second)
-            reason = (
-                f"median {_rate(middle)} [{_rate(low)}, {_rate(high)}] at {figure}, limit {_rate(gate.min)}, "
-                f"{per_request.n} sessions ({session.requests} requests)"
-            )
-            result = _make_result(
-                "throughput", figure, limit, reason, per_request, bound=gate.min, unit="req/s", advisory=advisory
-            )
-            yield replace(result, estimate=middle, low=low, high=_finite_or_none(high))
+            yield _judge_rate(figure, session, gate.min, advisory=advisory)
         if not measured:
-            yield make_unmeasured("throughput", figure, limit, advisory=advisory)
+            yield make_unmeasured("throughput", figure, f"≥ {_rate(gate.min)}", advisory=advisory)
     if gate.max_regression is None and gate.min is None:
         yield make_unlimited("throughput", figure)
+
+
+def _judge_rate(figure: str, session: ThroughputMeasurement, least: float, *, advisory: bool) -> GateResult:
+    """Judge the median rate of sessions by the time per request, and report rates."""
+    per_request = compare_quantile([1 / rate for rate in session.per_second], 0.5, 1 / least)
+    low = 1 / per_request.high if per_request.high > 0 else 0.0
+    high = 1 / per_request.low if per_request.low > 0 else math.inf
+    middle = median(session.per_second)
+    reason = (
+        f"median {_rate(middle)} [{_rate(low)}, {_rate(high)}] at {figure}, limit {_rate(least)}, "
+        f"{per_request.n} sessions ({session.requests} requests)"
+    )
+    result = _make_result(
+        "throughput", figure, f"≥ {_rate(least)}", reason, per_request, bound=least, unit="req/s", advisory=advisory
+    )
+    return replace(result, estimate=middle, low=low, high=_finite_or_none(high))
 
 
 def _rate(per_second: float) -> str:
@@ -279,12 +310,16 @@ def judge_provider(evidence: Evidence) -> Iterator[GateResult]:
     elif first not in facts.used:
         verdict, reason = Verdict.ERROR, f"{first} was requested, {', '.join(facts.used) or 'nothing'} ran instead"
     elif first != "CPUExecutionProvider":
-        moved = Counter(facts.nodes) - Counter(facts.shape_nodes)
-        others = {name: nodes for name, nodes in sorted(moved.items()) if name != first}
-        if others:
-            fallbacks = ", ".join(f"{nodes} nodes fell back on {name}" for name, nodes in others.items())
+        if fallbacks := _describe_fallbacks(facts, first):
             verdict, reason = Verdict.ERROR, f"{first} was requested, {fallbacks}"
         elif not facts.nodes.get(first):
             reason = f"which nodes {first} took was not recorded"
     if reason:
         yield GateResult(gate="provider", metric="", limit="", verdict=verdict, reason=reason)
+
+
+def _describe_fallbacks(facts: RuntimeFacts, requested: str) -> str:
+    """Return how many nodes other providers took, but for computations of shapes, which belong on the CPU."""
+    moved = Counter(facts.nodes) - Counter(facts.shape_nodes)
+    others = sorted(name for name in moved if name != requested)
+    return ", ".join(f"{moved[name]} nodes fell back on {name}" for name in others)
