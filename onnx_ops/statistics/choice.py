@@ -68,20 +68,20 @@ def choose(decisions: Sequence[Decision], policy: TargetObjective = LATENCY) -> 
     passing = [d for d in decided if d.verdict is Verdict.PASS]
     if not passing:
         return _refuse_all(target, decisions, undecided, policy)
-    loaded = policy.objective == "cost" and all(d.standing and d.standing.load for d in passing)
+    loaded = policy.objective == "cost" and _were_loads_measured(passing)
     candidates = [_Candidate(d, _compute_key(d, policy, loaded=loaded), place) for place, d in enumerate(passing)]
     export = next((c for c in candidates if c.decision.variant == EXPORT), None)
     tied = _find_tied(_drop_beaten(candidates, export, policy, loaded=loaded))
     chosen = min(tied, key=_Candidate.rank_by_size)
     others = [c for c in tied if c is not chosen]
-    reason = _describe_choice(chosen, export, policy, loaded=loaded)
-    reason += f"; {_describe_tie(chosen, others)}" if others else ""
-    reason += f"; {_describe_undecided(undecided)}" if undecided else ""
+    reasons = [_describe_choice(chosen, export, policy, loaded=loaded)]
+    reasons += [_describe_tie(chosen, others)] if others else []
+    reasons += [_describe_undecided(undecided)] if undecided else []
     return Choice(
         target=target,
         variant=chosen.decision.variant,
         verdict=Verdict.PASS,
-        reason=reason,
+        reason="; ".join(reasons),
         objective=policy.objective,
         tied=tuple(c.decision.variant for c in others),
     )
@@ -112,6 +112,11 @@ def _refuse_all(
         reason="; ".join(reasons),
         objective=policy.objective,
     )
+
+
+def _were_loads_measured(decisions: Sequence[Decision]) -> bool:
+    """Return whether seconds per request are known under load; otherwise a cost is that of the latency."""
+    return all(d.standing and d.standing.load for d in decisions)
 
 
 def _drop_beaten(

@@ -26,17 +26,6 @@ def judge_drift(gates: Sequence[Gate], then: Evidence, now: Evidence) -> tuple[G
     Measurements can move as far as the gates allow for a release: `max_regression` of latency, `max_drop` and
     `max_increase` of a metric.
     """
-    before = {
-        (result.gate, result.metric)
-        for result in judge(gates, replace(then, baseline=now.baseline)).results
-        if result.verdict is Verdict.FAIL
-    }
-    judged = (
-        replace(result, advisory=True, reason=f"{result.reason}; it was so when it was decided")
-        if result.verdict is Verdict.FAIL and (result.gate, result.metric) in before
-        else result
-        for result in judge(gates, now).results
-    )
     changes: list[GateResult] = []
     for gate in gates:
         if isinstance(gate, LatencyGate) and gate.max_regression is not None:
@@ -44,7 +33,18 @@ def judge_drift(gates: Sequence[Gate], then: Evidence, now: Evidence) -> tuple[G
         if isinstance(gate, MetricGate):
             for limit in (limit for limit in list_limits(gate) if limit.of_change):
                 changes += _judge_metric_change(gate.definition().label, limit, then, now)
-    return (*judged, *changes)
+    return (*_judge_again(gates, then, now), *changes)
+
+
+def _judge_again(gates: Sequence[Gate], then: Evidence, now: Evidence) -> Iterator[GateResult]:
+    """Yield the results of the present evidence; what the old evidence also fails is advisory."""
+    old_results = judge(gates, replace(then, baseline=now.baseline)).results
+    failed_before = {(result.gate, result.metric) for result in old_results if result.verdict is Verdict.FAIL}
+    for result in judge(gates, now).results:
+        if result.verdict is Verdict.FAIL and (result.gate, result.metric) in failed_before:
+            yield replace(result, advisory=True, reason=f"{result.reason}; it was so when it was decided")
+        else:
+            yield result
 
 
 def list_environment_changes(then: Evidence, now: Evidence) -> tuple[str, ...]:
@@ -76,17 +76,22 @@ def _judge_latency(limit: float, gates: Sequence[Gate], then: Evidence, now: Evi
 
     The median alone depends on other load where the machine is shared, and is then advisory.
     """
-    if now.variant != EXPORT:
-        before, after = compute_ranking_metrics(gates, then).ratio, compute_ranking_metrics(gates, now).ratio
-        if before is not None and after is not None and min(before.low, before.estimate) > 0:
-            text = f"{before.estimate:.4g}x of {EXPORT} then, {after.estimate:.4g}x now"
-            yield _make_growth(f"ratio vs {EXPORT} since", limit, before, after, text, advisory=False)
+    yield from _judge_ratio_growth(limit, gates, then, now)
     if then.latency is None or now.latency is None:
         return
     old, new = (compare_latency_quantile(one.sorted_ns, 0.5, math.inf) for one in (then.latency, now.latency))
     if old.low > 0 and math.isfinite(old.high) and math.isfinite(new.high):
         text = f"{as_ms(old.estimate)} then, {as_ms(new.estimate)} now"
         yield _make_growth("p50 since", limit, old, new, text, advisory=not (then.dedicated and now.dedicated))
+
+
+def _judge_ratio_growth(limit: float, gates: Sequence[Gate], then: Evidence, now: Evidence) -> Iterator[GateResult]:
+    if now.variant == EXPORT:
+        return
+    before, after = compute_ranking_metrics(gates, then).ratio, compute_ranking_metrics(gates, now).ratio
+    if before is not None and after is not None and min(before.low, before.estimate) > 0:
+        text = f"{before.estimate:.4g}x of {EXPORT} then, {after.estimate:.4g}x now"
+        yield _make_growth(f"ratio vs {EXPORT} since", limit, before, after, text, advisory=False)
 
 
 def _make_growth(metric: str, limit: float, old: Interval, new: Interval, text: str, *, advisory: bool) -> GateResult:

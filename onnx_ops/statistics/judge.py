@@ -15,6 +15,7 @@ from onnx_ops.domain.evidence import (
     Evidence,
     Interval,
     LatencyComparison,
+    PairedCounts,
     PairedRatios,
     ParityMeasurement,
     ScoreComparison,
@@ -207,19 +208,26 @@ def _make_interval(compared: Comparison | QuantileComparison) -> Interval:
 
 def _find_change(evidence: Evidence, metric: str, *, lower: bool) -> Interval | None:
     """Return how much better than the export a variant is by the task metric, in rows or as a score."""
-    key, change = (metric, EXPORT), None
-    if counts := next((c for c in evidence.metrics if (c.metric, c.against) == key), None):
-        try:
-            change = change_interval(counts)
-        except ValueError:  # impossible counts, which the gate reports
-            return None
-    elif score := next((s for s in evidence.scores if (s.metric, s.against) == key and (not lower or s.ratio)), None):
-        change = _compute_gain(score, lower=lower)
-    return change if change and change.is_finite else None
+    for counts in evidence.metrics:
+        if (counts.metric, counts.against) == (metric, EXPORT):
+            return _compute_change(counts)
+    for score in evidence.scores:
+        if (score.metric, score.against) == (metric, EXPORT) and (not lower or score.ratio):
+            return _compute_gain(score, lower=lower)
+    return None
+
+
+def _compute_change(counts: PairedCounts) -> Interval | None:
+    try:
+        change = change_interval(counts)
+    except ValueError:  # impossible counts, which the gate reports
+        return None
+    return change if change.is_finite else None
 
 
 def _compute_gain(score: ScoreComparison, *, lower: bool) -> Interval | None:
     """Return the difference of a score, or where less is better the share by which it falls."""
-    if not lower or score.ratio is None:
-        return score.difference
-    return Interval(estimate=1 - score.ratio.estimate, low=1 - score.ratio.high, high=1 - score.ratio.low)
+    change = score.difference
+    if lower and score.ratio is not None:
+        change = Interval(estimate=1 - score.ratio.estimate, low=1 - score.ratio.high, high=1 - score.ratio.low)
+    return change if change and change.is_finite else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -279,15 +280,19 @@ def measure_batch_invariance(
     labels: list[BatchInvariance] = []
     for name, together in sorted(batched.items()):
         rows = [tensors[name] for tensors in alone if name in tensors]
-        if not rows or together.ndim == 0 or not len(together) == len(alone) == len(rows):
-            continue
-        if all(row.shape == (1, *together.shape[1:]) for row in rows):
+        if len(rows) == len(alone) and _are_rows_of(rows, together):
             kind = floats if together.dtype.kind == "f" else labels
             kind.append(_compare_batches(name, together, np.concatenate(rows), (noise or {}).get(name, 0.0)))
-    if floats:
-        worst = max(m.ratio for m in floats)
-        labels = [replace(label, ratio=min(label.ratio, worst)) for label in labels]
+    worst = max((m.ratio for m in floats), default=math.inf)
+    labels = [replace(label, ratio=min(label.ratio, worst)) for label in labels]
     return tuple(sorted((*floats, *labels), key=lambda m: m.output))
+
+
+def _are_rows_of(rows: Sequence[Array], together: Array) -> bool:
+    """Return whether a batch has as many rows, and each of them the same shape as the row that was run alone."""
+    if not rows or together.ndim == 0 or len(together) != len(rows):
+        return False
+    return all(row.shape == (1, *together.shape[1:]) for row in rows)
 
 
 def measure_noise(single: Tensors | None, double: Tensors | None) -> dict[str, float]:

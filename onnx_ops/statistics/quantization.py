@@ -52,9 +52,9 @@ class ActivationStatistics:
             meant: the same after a ReLU or Clip of the float export that the range replaces, or None.
         """
         before, after = written.astype(np.float64), read.astype(np.float64)
-        exact = original.astype(np.float64) if original is not None and original.shape == written.shape else None
-        cut = meant.astype(np.float64) if meant is not None and meant.shape == written.shape else exact
-        truth = before if cut is None else cut
+        exact = _read_comparable(original, written)
+        cut = _read_comparable(meant, written)
+        truth = next(values for values in (cut, exact, before) if values is not None)
         lowest, highest = self.low - self.step / 2, self.high + self.step / 2
         self.non_finite |= not (np.isfinite(before).all() and np.isfinite(after).all() and np.isfinite(truth).all())
         inside = (before >= lowest) & (before <= highest)
@@ -87,8 +87,6 @@ class ActivationStatistics:
         departure = math.sqrt(self.squares / self.compared) / unit if self.compared else None
         step = max(self.step, (self.high - self.low) / _LEVELS)
         clipping = self.clipped / self.values / (step**2 / 12) if self.values else 0.0
-        reached = ((self.low, self.least), (self.high, self.most))
-        stretches = [end / value for end, value in reached if abs(value) > TINY]
         return ActivationMeasurement(
             tensor=self.tensor,
             values=self.values,
@@ -96,8 +94,20 @@ class ActivationStatistics:
             saturated=self.outside / self.values if self.values else 0.0,
             departure=departure if departure is None or math.isfinite(departure) else LARGEST,
             clipping=min(clipping, LARGEST) if math.isfinite(clipping) else LARGEST,
-            stretch=None if self.bounded or not stretches or self.non_finite else min(*stretches, LARGEST),
+            stretch=self._measure_stretch(),
         )
+
+    def _measure_stretch(self) -> float | None:
+        if self.bounded or self.non_finite:
+            return None
+        reached = ((self.low, self.least), (self.high, self.most))
+        stretches = [end / value for end, value in reached if abs(value) > TINY]
+        return min(*stretches, LARGEST) if stretches else None
+
+
+def _read_comparable(values: Array | None, written: Array) -> npt.NDArray[np.float64] | None:
+    """Return values of the float export if they have the shape of those that were written."""
+    return values.astype(np.float64) if values is not None and values.shape == written.shape else None
 
 
 def compute_weight_error(original: npt.ArrayLike, dequantized: npt.ArrayLike, scale: npt.ArrayLike) -> float:

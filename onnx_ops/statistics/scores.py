@@ -92,23 +92,36 @@ def score(
         return _score_without_labels(definition, answers, seed=seed, resamples=resamples, group=group, alike=alike)
     order = _sort_rows(definition, label, answers)
     label, answers = label[order], {name: array[order] for name, array in answers.items()}
-    groups = None if group is None else np.unique(group[order], return_inverse=True)[1].astype(np.int64)
+    groups = _number_groups(group, order)
     if problem := _find_problem(definition, label, answers[CANDIDATE], function, groups):
         return (problem,)
-    sound = {name: array for name, array in answers.items() if _is_finite(array)}
+    sound = _select_finite(answers)
     units = np.arange(len(label)) if groups is None else groups
     equal = _find_equal(definition, sound, alike)
     if isinstance(definition.method, MeanLoss):
         entries = _compare_losses(definition, definition.method, label, sound, units, equal)
     else:
         entries = _compare_by_bootstrap(definition, label, sound, function, units, seed, resamples, equal)
-    count = 0 if groups is None else int(groups.max()) + 1
-    entries = {name: _restore_rows(entry, order, count) for name, entry in entries.items()}
+    entries = _restore_rows(entries, order, groups)
     mine = entries.pop(CANDIDATE)
     if mine.candidate is not None:
         unsound = answers.keys() - sound.keys()
         entries |= {name: _make_non_finite(definition, mine.n, name) for name in unsound}
     return (mine, *(entries[name] for name in answers if name in entries))
+
+
+def _number_groups(group: Array | None, order: Array) -> Array | None:
+    """Return the groups of the rows in that order, numbered from 0 without gaps."""
+    return None if group is None else np.unique(group[order], return_inverse=True)[1].astype(np.int64)
+
+
+def _list_others(answers: Mapping[str, Array]) -> list[str]:
+    """Return the models that the candidate is compared with."""
+    return [name for name in answers if name != CANDIDATE]
+
+
+def _select_finite(answers: Mapping[str, Array]) -> dict[str, Array]:
+    return {name: array for name, array in answers.items() if _is_finite(array)}
 
 
 def _score_without_labels(
@@ -151,9 +164,15 @@ def _sort_rows(definition: MetricDefinition, label: Array, answers: Mapping[str,
     return order
 
 
-def _restore_rows(entry: ScoreComparison, order: Array, groups: int) -> ScoreComparison:
-    """Return the entry with row numbers of the data, not of the sorted rows, and its number of groups."""
-    return replace(entry, heavy=tuple(int(order[row]) for row in entry.heavy), groups=groups)
+def _restore_rows(
+    entries: Mapping[str, ScoreComparison], order: Array, groups: Array | None
+) -> dict[str, ScoreComparison]:
+    """Return entries with row numbers of the data, not of the sorted rows, and with the number of groups."""
+    count = 0 if groups is None else int(groups.max()) + 1
+    return {
+        name: replace(entry, heavy=tuple(int(order[row]) for row in entry.heavy), groups=count)
+        for name, entry in entries.items()
+    }
 
 
 def _find_equal(definition: MetricDefinition, answers: Mapping[str, Array], alike: Collection[str]) -> frozenset[str]:
@@ -246,13 +265,16 @@ def _compare_by_bootstrap(
 ) -> dict[str, ScoreComparison]:
     """Compare by the paired bootstrap over units, which are rows or groups."""
     size = typical_size(units)
-    sides = {name: build_metric_statistic(definition, label, array, function) for name, array in answers.items()}
-    sides = {name: replace(side, step=side.step and size * side.step) for name, side in sides.items()}
+    sides = {}
+    for name, array in answers.items():
+        side = build_metric_statistic(definition, label, array, function)
+        # A unit can change the metric by as much as all its rows can.
+        sides[name] = replace(side, step=side.step and size * side.step)
     replicates = replicate({name: side.statistic for name, side in sides.items()}, units, seed, resamples)
     own = replicates[CANDIDATE]
     mine = _score_alone(definition, sides[CANDIDATE], own)
     entries = {CANDIDATE: mine}
-    for name in (name for name in answers if name != CANDIDATE):
+    for name in _list_others(answers):
         if name in equal and math.isfinite(own.observed):
             entries[name] = _make_equal(definition, mine, name, own.observed)
         elif mine.candidate is not None:
@@ -296,22 +318,17 @@ def _compare_losses(
 ) -> dict[str, ScoreComparison]:
     """Compare the means of a loss per row; an explained share divides it by the label's variance."""
     losses: dict[str, Array] = {name: method.loss(label, predictions) for name, predictions in answers.items()}
-    if infinite := int((~np.isfinite(losses[CANDIDATE])).sum()):
-        why = f"the loss of {definition.name} is not finite on {infinite} of {len(label)} rows"
-        return {CANDIDATE: make_unscored(definition, len(label), undefined=why)}
     sums: dict[str, Array] = {name: np.bincount(units, weights=loss) for name, loss in losses.items()}
     # By unit, what its loss is divided by: its rows, or for an explained share their share of the variance.
     weights = np.square(label - label.mean()) if method.explained else None
     share = np.bincount(units, weights=weights).astype(float)
-    mine = sums[CANDIDATE]
-    if method.explained and share.sum() <= 1e-12 * np.square(label).sum():
-        why = f"{definition.name} is not defined on these rows: the labels are constant"
+    if why := _explain_undefined_mean(definition, method, label, losses[CANDIDATE], share):
         return {CANDIDATE: make_unscored(definition, len(label), undefined=why)}
+    mine = sums[CANDIDATE]
     own = _convert_mean(method, float(mine.sum() / share.sum()))
     if not np.ptp(losses[CANDIDATE]) > 1e-12 * losses[CANDIDATE].max():
         entry = make_unscored(definition, len(label), undefined=_NO_SPREAD)
         return {CANDIDATE: entry} | {name: _make_equal(definition, entry, name, own) for name in equal}
-    loads = (mine, share) if method.explained else (mine,)
     entry = ScoreComparison(
         metric=definition.label,
         against=CANDIDATE,
@@ -319,11 +336,11 @@ def _compare_losses(
         candidate=_bound_value(method, mine, share),
         confidence=CONFIDENCE,
         method="Student's t of the losses, with allowance for missing rows of the worst observed kind",
-        effective=min(find_heavy_rows(load)[0] for load in loads),
+        effective=_count_effective_units(method, mine, share),
         heavy=find_heavy_rows(losses[CANDIDATE])[1][:_NAMED],
     )
     entries = {CANDIDATE: entry}
-    for name in (name for name in answers if name != CANDIDATE):
+    for name in _list_others(answers):
         if name in equal:
             entries[name] = _make_equal(definition, entry, name, own)
             continue
@@ -332,6 +349,23 @@ def _compare_losses(
         other = _compare_two_losses(definition, method, other, pair, share)
         entries[name] = _compare_rest(method, other, pair, label, units)
     return entries
+
+
+def _explain_undefined_mean(
+    definition: MetricDefinition, method: MeanLoss, label: Array, losses: Array, share: Array
+) -> str:
+    """Return why the metric of one model has no value; empty if it has one."""
+    if infinite := int((~np.isfinite(losses)).sum()):
+        return f"the loss of {definition.name} is not finite on {infinite} of {len(label)} rows"
+    if method.explained and share.sum() <= 1e-12 * np.square(label).sum():
+        return f"{definition.name} is not defined on these rows: the labels are constant"
+    return ""
+
+
+def _count_effective_units(method: MeanLoss, sums: Array, share: Array) -> float:
+    """Return how many equally bad units carry the losses, or the variance that an explained share divides them by."""
+    of_losses = find_heavy_rows(sums)[0]
+    return min(of_losses, find_heavy_rows(share)[0]) if method.explained else of_losses
 
 
 def _bound_value(method: MeanLoss, sums: Array, share: Array) -> Interval:

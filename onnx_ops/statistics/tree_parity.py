@@ -150,20 +150,26 @@ def measure_within_envelope(
     if plain.mismatch or exact is None or not onnx.size or bounds.shape[1:] != onnx.shape:
         return plain
     if not (is_float(onnx) or is_float(exact)):
-        if is_text(onnx):
-            onnx, exact, bounds = (array.astype(np.str_) for array in (onnx, exact, bounds))
-        unlike = (onnx != bounds).all(axis=0) & ~find_ties(onnx, exact, rounding)
-        outside = any_by_row(unlike & ~_find_exchanged(onnx, bounds, made_up=made_up))
-        error = float(outside.mean())
-        return replace(
-            plain,
-            error=error,
-            ratio=compute_ratio(error, 0.0),
-            explained=int((any_by_row(onnx != exact) & ~outside).sum()),
-            unexplained=int(outside.sum()),
-        )
+        return _measure_labels(plain, onnx, exact, bounds, rounding, made_up=made_up)
     answers = [answer.astype(np.float64) for answer in (double, single) if answer is not None]
     return _measure_floats(plain, onnx, answers, bounds.astype(np.float64), rounding)
+
+
+def _measure_labels(
+    plain: ParityMeasurement, onnx: Array, exact: Array, bounds: Array, rounding: Rounding, *, made_up: bool
+) -> ParityMeasurement:
+    if is_text(onnx):
+        onnx, exact, bounds = (array.astype(np.str_) for array in (onnx, exact, bounds))
+    unlike = (onnx != bounds).all(axis=0) & ~find_ties(onnx, exact, rounding)
+    outside = any_by_row(unlike & ~_find_exchanged(onnx, bounds, made_up=made_up))
+    error = float(outside.mean())
+    return replace(
+        plain,
+        error=error,
+        ratio=compute_ratio(error, 0.0),
+        explained=int((any_by_row(onnx != exact) & ~outside).sum()),
+        unexplained=int(outside.sum()),
+    )
 
 
 def _find_exchanged(onnx: Array, bounds: Array, *, made_up: bool) -> Bools:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -45,9 +45,8 @@ def judge(observations: Observations, policy: RolloutPolicy) -> AnalysisResult:
     planned = policy.planned()
     step = planned[min(observations.step, len(planned) - 1)]
     here = [each for each in observations.intervals if each.step == observations.step]
-    canary, stable = _sum_tallies([each.canary for each in here]), _sum_tallies([each.stable for each in here])
-    rails = [rail for rail in policy.guardrails if rail is not policy.cold]
-    guards = [evaluate_guardrail(rail, observations, here, step, policy) for rail in rails]
+    canary, stable = _sum_versions(here)
+    guards = [evaluate_guardrail(rail, observations, here, step, policy) for rail in _list_traffic_rails(policy)]
     requests, short, mismatch = canary.requests, "", ""
     if step.kind == "cold" and policy.cold is not None:
         guards.append(guardrails.evaluate_cold_start(policy.cold, *observations.cold_s, compute_firing_limit(policy)))
@@ -64,7 +63,7 @@ def judge(observations: Observations, policy: RolloutPolicy) -> AnalysisResult:
         guards.insert(0, ends)
     outcome: ev.SplitDecision = "undecided"
     line = ""
-    if step.kind == "ab_test" and policy.ab_test is not None:
+    if step.kind == "ab_test":
         outcome, line = judge_split_test(observations, here, policy)
     return AnalysisResult(
         started_at=observations.started_at,
@@ -77,6 +76,11 @@ def judge(observations: Observations, policy: RolloutPolicy) -> AnalysisResult:
         ab_summary=line,
         outliers=find_outliers(observations.counts),
     )
+
+
+def _list_traffic_rails(policy: RolloutPolicy) -> list[Guardrail]:
+    """Return the guardrails of the traffic; a cold start is measured before there is any."""
+    return [rail for rail in policy.guardrails if rail is not policy.cold]
 
 
 def compute_firing_limit(policy: RolloutPolicy) -> float:
@@ -102,8 +106,17 @@ def evaluate_guardrail(
         required=step.minimum if step.percent else 0,
         holds=rail.on_violation == "hold",
     )
-    if not all(counted.values()):
-        return result
+    return _add_evidence(result, rail, counted, observations, here) if all(counted.values()) else result
+
+
+def _add_evidence(
+    result: GuardrailResult,
+    rail: Guardrail,
+    counted: Mapping[str, Sequence[Row]],
+    observations: Observations,
+    here: Sequence[ObservationInterval],
+) -> GuardrailResult:
+    """Add the mean evidence of a guardrail's places, and the counts of the worst one."""
     measured = {place: _measure_place(place, rail.tolerated(place), observations) for place in rail.places}
     worst = max(measured, key=lambda place: measured[place][0])
     rows, effect = counted[worst], measured[worst][1]
@@ -141,20 +154,18 @@ def trace_guardrails(history: Sequence[Observations], policy: RolloutPolicy) -> 
     """Return the evidence after each of these observations, oldest first, for a plot of at most `MAX_POINTS` points."""
     step, last = max(1, math.ceil(len(history) / MAX_POINTS)), len(history) - 1
     points = [judge(each, policy) for index, each in enumerate(history) if index == last or index % step == 0]
-    paths = []
-    for rail in policy.guardrails:
-        found = [
-            guard for judged in points for guard in judged.guardrails if guard.name == rail.name and not guard.rule
-        ]
-        paths.append(
-            EvidencePath(
-                name=rail.name,
-                requests=tuple(guard.canary[1] for guard in found),
-                log10_evidence=tuple(guard.evidence for guard in found),
-                limit=compute_firing_limit(policy),
-            )
-        )
-    return tuple(paths)
+    limit = compute_firing_limit(policy)
+    return tuple(_trace_guardrail(rail.name, points, limit) for rail in policy.guardrails)
+
+
+def _trace_guardrail(name: str, points: Sequence[AnalysisResult], limit: float) -> EvidencePath:
+    guards = [guard for point in points for guard in point.guardrails if guard.name == name and not guard.rule]
+    return EvidencePath(
+        name=name,
+        requests=tuple(guard.canary[1] for guard in guards),
+        log10_evidence=tuple(guard.evidence for guard in guards),
+        limit=limit,
+    )
 
 
 def _measure_place(place: str, tolerated: float, observations: Observations) -> tuple[float, float]:
@@ -230,20 +241,26 @@ def _find_shortage(
     if policy.slo is not None and (short := _explain_service_level(here, policy.slo.error_rate)):
         return short
     if _is_drawn(observations):
-        places = ("errors", *(rail.places[0] for rail in policy.guardrails if rail is not policy.cold))
-        counted = {place: _count_units(observations, step, place)[0] for place in places}
-        place = min(counted, key=lambda place: counted[place])
-        if counted[place] < policy.min_units:
-            return (
-                f"{place} has {counted[place]} of {policy.min_units} independent units of the candidate "
-                "(a user in an epoch, or a request without a key)"
-            )
-    elif observations.counts:
+        return _find_few_units(observations, step, policy)
+    if observations.counts:
         users = _count_users(observations, "feedback" if step.kind == "ab_test" else "errors")
         return "" if users >= policy.min_units else _explain_few_users(users, policy)
-    elif policy.guardrails and len(here) < (fewest := design_effect.MIN_INTERVALS):
+    if policy.guardrails and len(here) < (fewest := design_effect.MIN_INTERVALS):
         # Without units, one interval's counts may be of one user.
         return f"{len(here)} of {fewest} intervals, which a source takes that does not count by user"
+    return ""
+
+
+def _find_few_units(observations: Observations, step: PlannedStep, policy: RolloutPolicy) -> str:
+    """Return the place with the fewest units, if those are too few; else an empty text."""
+    places = ("errors", *(rail.places[0] for rail in _list_traffic_rails(policy)))
+    counted = {place: _count_units(observations, step, place)[0] for place in places}
+    place = min(counted, key=lambda place: counted[place])
+    if counted[place] < policy.min_units:
+        return (
+            f"{place} has {counted[place]} of {policy.min_units} independent units of the candidate "
+            "(a user in an epoch, or a request without a key)"
+        )
     return ""
 
 
@@ -316,7 +333,7 @@ def judge_split_test(
 ) -> tuple[ev.SplitDecision, str]:
     """Return the decision of the A/B test, and its description in one line."""
     test = policy.ab_test
-    canary, stable = _sum_tallies([each.canary for each in here]), _sum_tallies([each.stable for each in here])
+    canary, stable = _sum_versions(here)
     if test is None or not canary.feedback or not stable.feedback:
         return "undecided", ""
     rows = [(o.canary.successes, o.canary.feedback, o.stable.successes, o.stable.feedback) for o in here]
@@ -357,7 +374,7 @@ def _describe_failure(observations: Observations, here: Sequence[ObservationInte
     """Describe a gross failure of the candidate; empty if there is none."""
     if _is_drawn(observations):
         return _describe_failing_units(observations)
-    canary, stable = _sum_tallies([each.canary for each in here]), _sum_tallies([each.stable for each in here])
+    canary, stable = _sum_versions(here)
     if guardrails.is_refusing((canary.refused, canary.requests), (stable.refused, stable.requests)):
         return (
             f"refusals: the candidate refused {canary.refused} of {canary.requests} requests, "
@@ -396,8 +413,11 @@ def _describe_failing_units(observations: Observations) -> str:
     return ""
 
 
-def _sum_tallies(tallies: Sequence[RequestCounts]) -> RequestCounts:
-    return functools.reduce(RequestCounts.plus, tallies, RequestCounts())
+def _sum_versions(intervals: Sequence[ObservationInterval]) -> tuple[RequestCounts, RequestCounts]:
+    """Return the counts of the candidate and of the stable version over the intervals."""
+    canary = functools.reduce(RequestCounts.plus, (each.canary for each in intervals), RequestCounts())
+    stable = functools.reduce(RequestCounts.plus, (each.stable for each in intervals), RequestCounts())
+    return canary, stable
 
 
 def _sum_copies(intervals: Sequence[ObservationInterval]) -> ShadowCounts:

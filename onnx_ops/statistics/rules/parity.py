@@ -9,6 +9,7 @@ from dataclasses import replace
 from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.evidence import (
     ActivationMeasurement,
+    BatchInvariance,
     Divergence,
     Evidence,
     ParityMeasurement,
@@ -83,16 +84,28 @@ def _judge_outputs(
     binding = [m for m in measurements if gate.rule(m.group, inside=m.inside) == "fail"]
     outside = [m for m in measurements if gate.rule(m.group, inside=m.inside) == "advise"]
     yield _verdict(rule, gate, binding, divergence)
-    if differing := [m for m in outside if m.mismatch or m.ratio > gate.noise_factor]:
-        worst = max(differing, key=_rank_badness)
-        groups = ", ".join(sorted({m.group for m in differing}))
-        yield rule_outside.make_result(
-            gate,
-            f"differs on inputs outside the domain: {groups}; {_describe(worst)}; "
-            f"`groups: {{{worst.group.partition(':')[0]}: fail}}` makes the gate refuse it",
-            estimate=None if worst.mismatch else worst.ratio,
-            n=sum(m.rows for m in outside if m.output == worst.output),
-        )
+    yield from _advise_outside(rule_outside, gate, outside)
+
+
+def _advise_outside(
+    rule: ParityRule, gate: ParityGate, measurements: Sequence[ParityMeasurement]
+) -> Iterator[GateResult]:
+    differing = [m for m in measurements if m.mismatch or m.ratio > gate.noise_factor]
+    if not differing:
+        return
+    worst = max(differing, key=_rank_badness)
+    groups = ", ".join(sorted({m.group for m in differing}))
+    yield rule.make_result(
+        gate,
+        f"differs on inputs outside the domain: {groups}; {_describe(worst)}; "
+        f"`groups: {{{worst.group.partition(':')[0]}: fail}}` makes the gate refuse it",
+        estimate=None if worst.mismatch else worst.ratio,
+        n=_count_rows(measurements, worst.output),
+    )
+
+
+def _count_rows(measurements: Sequence[ParityMeasurement], output: str) -> int:
+    return sum(m.rows for m in measurements if m.output == output)
 
 
 def _verdict(
@@ -101,7 +114,7 @@ def _verdict(
     if not any(m.rows > 0 or m.mismatch for m in measurements):
         return rule.make_unmeasured(gate)
     worst = max(measurements, key=_rank_badness)
-    rows = sum(m.rows for m in measurements if m.output == worst.output)
+    rows = _count_rows(measurements, worst.output)
     reason = _describe(worst) + _describe_limit(worst, gate) + f", {rows} rows" + _describe_explained(measurements)
     if is_divergent(worst, gate.noise_factor):
         reason += f"; for example {worst.example}" if worst.example else ""
@@ -337,19 +350,27 @@ def judge_invariance(gate: ParityGate, evidence: Evidence) -> Iterator[GateResul
     if not measured:
         return
     rows = max(m.rows for m in measured)
-    non_finite = [m.output for m in measured if not all(map(math.isfinite, (m.error, m.ratio, m.changed or 0.0)))]
+    non_finite = [m.output for m in measured if not _is_finite(m)]
     if non_finite:
         reason = f"output {min(non_finite)!r}: a value is not a number"
         result = BATCH_INVARIANCE.make_result(gate, reason, n=rows)
         yield replace(result, verdict=Verdict.ERROR, bound=None, unit="")
         return
     worst = max(measured, key=lambda m: (m.ratio, m.error, m.output))
-    changed = [m.changed for m in measured if m.changed is not None]
     figures = (
         f"max |Δ| {worst.error:.3g} in output {worst.output!r} is {worst.ratio:.3g}x the source's noise, "
-        f"{as_percent(max(changed)) + ' of classes change, ' if changed else ''}{rows} rows in one batch and one by one"
+        f"{_describe_changed_classes(measured)}{rows} rows in one batch and one by one"
     )
     reason = f"answers do not depend on the batch's composition: {figures}"
     if worst.ratio > gate.noise_factor:
         reason = f"answers depend on the batch's composition: {figures}; do not batch across requests"
     yield BATCH_INVARIANCE.make_result(gate, reason, estimate=worst.ratio, n=rows)
+
+
+def _is_finite(measured: BatchInvariance) -> bool:
+    return all(map(math.isfinite, (measured.error, measured.ratio, measured.changed or 0.0)))
+
+
+def _describe_changed_classes(measured: Sequence[BatchInvariance]) -> str:
+    changed = [m.changed for m in measured if m.changed is not None]
+    return f"{as_percent(max(changed))} of classes change, " if changed else ""
