@@ -75,7 +75,7 @@ def released(folder: Path) -> Deployment:
     return deployment
 
 
-def test_a_plain_model(container: Container, tmp_path: Path) -> None:
+def test_container_with_plain_model_serves_it(container: Container, tmp_path: Path) -> None:
     scaling_deployment(tmp_path / "plain", name="any", version="1", scale=3.0)
     container.start(ONNX_OPS_MODEL_DIR=str(tmp_path / "plain"), ONNX_OPS_MODEL="scale", ONNX_OPS_SERVE_WORKERS="2")
     assert container.ask("/v2/models/scale")[1]["name"] == "scale"
@@ -90,7 +90,7 @@ def test_a_plain_model(container: Container, tmp_path: Path) -> None:
         ([], {"ONNX_OPS_STATE_DIR": "/proc/state"}, 4, "the folder for the server's state cannot be created"),
     ],
 )
-def test_what_cannot_be_served_ends_with_one_line(
+def test_container_with_invalid_start_exits_with_one_line(
     container: Container, arguments: list[str], environment: Mapping[str, str], code: int, said: str
 ) -> None:
     process = container.start(*arguments, **environment)
@@ -98,7 +98,7 @@ def test_what_cannot_be_served_ends_with_one_line(
     assert (process.returncode, said in output, "Traceback" in output) == (code, True, False)
 
 
-def test_files_that_are_not_those_of_the_release_are_never_served(container: Container, tmp_path: Path) -> None:
+def test_container_with_changed_files_exits_with_digest_mismatch(container: Container, tmp_path: Path) -> None:
     released(tmp_path / "ml")
     record = tmp_path / "ml" / DEPLOYMENT_FILE
     other = json.loads(record.read_bytes()) | {"manifest": digest_bytes(b"another")}
@@ -107,7 +107,7 @@ def test_files_that_are_not_those_of_the_release_are_never_served(container: Con
     assert (process.returncode, "digest mismatch" in process.communicate()[1]) == (5, True)
 
 
-def test_a_model_that_the_runtime_cannot_load_ends_the_container(container: Container, tmp_path: Path) -> None:
+def test_container_with_unloadable_model_exits_4(container: Container, tmp_path: Path) -> None:
     (tmp_path / "ml").mkdir()
     (tmp_path / "ml" / "model.onnx").write_bytes(b"no model")
     process = container.start(ONNX_OPS_MODEL_DIR=str(tmp_path / "ml"))

@@ -72,9 +72,7 @@ def count_requests(counts: Counts) -> Counter[tuple[int, str, int]]:
     return requests
 
 
-def test_a_user_meets_one_version_in_an_epoch_and_all_are_drawn_anew_in_the_next(
-    server: ServerFamily, both: EndpointState
-) -> None:
+def test_user_keeps_version_within_epoch_and_is_redrawn_in_next(server: ServerFamily, both: EndpointState) -> None:
     router = TrafficRouter.from_table(build_next_table(None, both))
     met: dict[str, set[str]] = {f"user-{number}": set() for number in range(3)}
     asked = 0
@@ -94,7 +92,7 @@ def test_a_user_meets_one_version_in_an_epoch_and_all_are_drawn_anew_in_the_next
     assert all(len(names) == 1 for names in sides.values())
 
 
-def test_requests_that_no_split_has_assigned_are_no_evidence(server: ServerFamily) -> None:
+def test_requests_not_assigned_by_split_are_not_judged(server: ServerFamily) -> None:
     for _ in range(6):
         assert ask(server, **{PIN: "green"}) == "green"
         path = INFER.replace("/infer", "/versions/2/infer")
@@ -108,7 +106,7 @@ def test_requests_that_no_split_has_assigned_are_no_evidence(server: ServerFamil
     assert counts.tables[-1].deployments["green"].unjudged == {"200": 12}
 
 
-def test_feedback_is_about_the_version_that_answered(server: ServerFamily) -> None:
+def test_feedback_by_id_or_key_counts_for_version_that_answered(server: ServerFamily) -> None:
     """By request id, and by key about the user's last answer, though its version changes from epoch to epoch."""
     expected: Counter[str] = Counter()
     for number in range(6):
@@ -123,7 +121,7 @@ def test_feedback_is_about_the_version_that_answered(server: ServerFamily) -> No
     assert feedback == {name: expected[name] for name in ("blue", "green")}
 
 
-def test_a_restart_begins_other_counts_and_other_epochs(server: ServerFamily) -> None:
+def test_server_restart_begins_new_counts_and_epochs(server: ServerFamily) -> None:
     for _ in range(5):
         ask(server)
     before = read_closed(server)
@@ -142,7 +140,7 @@ def test_a_restart_begins_other_counts_and_other_epochs(server: ServerFamily) ->
     ]
 
 
-def test_an_epoch_in_which_the_weights_change_is_left_out(server: ServerFamily, both: EndpointState) -> None:
+def test_epoch_with_changed_weights_is_excluded(server: ServerFamily, both: EndpointState) -> None:
     asked = 0
     last = CLOCK.now() + 4 * EPOCH_S
     generation = 1

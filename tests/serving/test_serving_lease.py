@@ -47,7 +47,7 @@ def ask(server: ServerFamily, count: int, **headers: str) -> Counter[str]:
     return Counter(answer.headers[DEPLOYMENT_HEADER] for answer in answers)
 
 
-def test_table_without_a_lease_is_served_by_its_fallback(server: ServerFamily) -> None:
+def test_table_without_lease_is_served_by_fallback(server: ServerFamily) -> None:
     assert ask(server, 40) == {"blue": 40}
     assert set_lease(server, 60).lapsed == 40
     assert ask(server, 60).keys() == {"blue", "green"}
@@ -55,13 +55,13 @@ def test_table_without_a_lease_is_served_by_its_fallback(server: ServerFamily) -
     assert ask(server, 40) == {"blue": 40}
 
 
-def test_lease_that_ends_takes_the_candidate_its_traffic_without_a_call(server: ServerFamily) -> None:
+def test_lease_expiry_moves_candidate_traffic_to_fallback(server: ServerFamily) -> None:
     set_lease(server, 1.0)
     until(lambda: ask(server, 20) == {"blue": 20}, "the end of the lease", seconds=20)
     assert ask(server, 60) == {"blue": 60}
 
 
-def test_restart_has_no_lease(server: ServerFamily) -> None:
+def test_server_after_restart_has_no_lease(server: ServerFamily) -> None:
     set_lease(server, 60)
     assert ask(server, 60).keys() == {"blue", "green"}
     server.destroy()
@@ -69,7 +69,7 @@ def test_restart_has_no_lease(server: ServerFamily) -> None:
     assert ask(server, 60) == {"blue": 60}
 
 
-def test_requests_without_a_lease_are_no_evidence(server: ServerFamily) -> None:
+def test_requests_without_lease_are_not_judged(server: ServerFamily) -> None:
     ask(server, 30)
     set_lease(server, 60)
     answered = ask(server, 50)
@@ -78,11 +78,11 @@ def test_requests_without_a_lease_are_no_evidence(server: ServerFamily) -> None:
     assert sum(table.deployments["blue"].unjudged.values()) == 30
 
 
-def test_client_that_names_a_deployment_gets_it_without_a_lease(server: ServerFamily) -> None:
+def test_request_that_selects_deployment_without_lease_reaches_it(server: ServerFamily) -> None:
     assert ask(server, 5, **{"azureml-model-deployment": "green"}) == {"green": 5}
 
 
-def test_state_of_a_push_needs_no_lease(server: ServerFamily, tmp_path: Path) -> None:
+def test_pushed_state_without_lease_serves_candidate(server: ServerFamily, tmp_path: Path) -> None:
     blue = scaling_deployment(tmp_path / "again" / "blue", name="blue", version="1", scale=2.0)
     green = scaling_deployment(tmp_path / "again" / "green", name="green", version="2", scale=3.0)
     assert server.publish(state_of(blue, green, blue=50, green=50), 4).status == 200
@@ -100,7 +100,7 @@ class TestLeased:
         assert server.admin("PUT", codec.dumps(table), TABLE_PATH).status == 200
         return server
 
-    def test_server_without_a_lease_is_not_ready_and_refuses_all_requests(self, leased: ServerFamily) -> None:
+    def test_server_without_lease_is_unready_and_refuses_requests(self, leased: ServerFamily) -> None:
         assert leased.call("GET", "/v2/health/ready").status == 503
         assert leased.call("GET", "/v2/health/live").status == 200
         for headers in ({}, {"azureml-model-deployment": "blue"}):
@@ -110,12 +110,12 @@ class TestLeased:
         assert leased.call("GET", "/v2/health/ready").status == 200
         assert ask(leased, 20) == {"blue": 20}
 
-    def test_server_is_not_ready_before_it_refuses_requests(self, leased: ServerFamily) -> None:
+    def test_server_shortly_before_lease_expiry_is_unready_but_answers(self, leased: ServerFamily) -> None:
         set_serving_lease(leased, NOTICE_S - 1)
         assert leased.call("GET", "/v2/health/ready").status == 503
         assert ask(leased, 5) == {"blue": 5}
 
-    def test_lease_ends_and_a_restart_has_none(self, leased: ServerFamily) -> None:
+    def test_server_after_lease_expiry_or_restart_refuses_requests(self, leased: ServerFamily) -> None:
         set_serving_lease(leased, 1.0)
         body = {"inputs": {"x": [[1.0, 1.0]]}}
         until(lambda: leased.call("POST", "/invocations", body).status == 503, "the end of the lease", seconds=20)
@@ -125,7 +125,7 @@ class TestLeased:
         leased.start()
         assert leased.call("POST", "/invocations", body).status == 503
 
-    def test_refused_requests_are_no_evidence(self, leased: ServerFamily) -> None:
+    def test_requests_refused_without_lease_are_not_judged(self, leased: ServerFamily) -> None:
         leased.call("POST", "/invocations", {"inputs": {"x": [[1.0, 1.0]]}})
         table = leased.counts(UserCountsRequest(limits_s={"blue": ()})).tables[-1]
         assert not any(table.deployments["blue"].statuses.values())

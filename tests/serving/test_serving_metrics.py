@@ -39,7 +39,7 @@ def table(*names: str, previous: RoutingTable | None = None) -> RoutingTable:
         max_size=60,
     )
 )
-def test_totals_are_those_of_all_workers(events: list[tuple[int, int, int, float]]) -> None:
+def test_sum_slot_returns_totals_of_all_workers(events: list[tuple[int, int, int, float]]) -> None:
     shared = SharedMetrics(3)
     for worker, slot, status, seconds in events:
         count_request(shared.get_row(worker, slot), status, seconds)
@@ -55,7 +55,7 @@ def test_totals_are_those_of_all_workers(events: list[tuple[int, int, int, float
         assert totals[metrics.INLINE_NANOSECONDS] == sum(int(seconds * 1e9) for _, seconds in mine)
 
 
-def test_all_requests_have_a_time_and_some_may_be_compared() -> None:
+def test_service_latency_counts_only_comparable_requests() -> None:
     shared = SharedMetrics(2)
     count_request(shared.get_row(0, 1), 200, 1.0)
     count_queued_request(shared.get_row(0, 1), 200, 3.0, 2.0)
@@ -70,7 +70,7 @@ def test_all_requests_have_a_time_and_some_may_be_compared() -> None:
             assert sum(histogram.buckets[: number + 1]) == sum(time <= bound for time in times)
 
 
-def test_reset_gauges_after_a_restart_keeps_counters() -> None:
+def test_reset_gauges_after_restart_keeps_counters() -> None:
     shared = SharedMetrics(2)
     row = shared.get_row(1, 5)
     row[metrics.QUEUED], row[metrics.IN_PROGRESS], row[metrics.LOADS] = 7, 2, 3
@@ -80,7 +80,7 @@ def test_reset_gauges_after_a_restart_keeps_counters() -> None:
     assert (totals[metrics.QUEUED], totals[metrics.IN_PROGRESS], totals[metrics.LOADS]) == (4, 0, 3)
 
 
-def test_columns_do_not_overlap() -> None:
+def test_metric_columns_do_not_overlap() -> None:
     others = (
         *("SLOTS", "COLUMNS", "_LABEL_BYTES", "STEPS", "REQUEST_IDS", "TOKEN_BUCKETS", "USER_CELLS", "CELLS"),
         "BLOCK_CELLS",
@@ -94,7 +94,7 @@ def test_columns_do_not_overlap() -> None:
     assert [b - a for a, b in pairwise(ends)] == [len(BOUNDS_S) + 1] * 3
 
 
-def test_a_deployment_that_comes_back_keeps_its_counts() -> None:
+def test_slot_of_returning_deployment_keeps_its_counts() -> None:
     shared = SharedMetrics(1)
     slots = SlotAllocator(shared)
     first = table("a")
@@ -108,7 +108,7 @@ def test_a_deployment_that_comes_back_keeps_its_counts() -> None:
     assert shared.get_labels(slot + 10) is None
 
 
-def test_slots_of_deployments_that_are_long_gone_begin_anew() -> None:
+def test_slot_of_removed_deployment_is_reused_with_zero_counts() -> None:
     shared = SharedMetrics(1)
     slots = SlotAllocator(shared)
     previous: RoutingTable | None = None
@@ -124,7 +124,7 @@ def test_slots_of_deployments_that_are_long_gone_begin_anew() -> None:
         previous = current
 
 
-def test_what_cannot_be_counted_by_is_refused() -> None:
+def test_assign_of_too_many_or_too_long_names_raises_user_error() -> None:
     slots = SlotAllocator(SharedMetrics(1))
     with pytest.raises(UserError, match="at most 31"):
         slots.assign(table(*(f"d{number}" for number in range(SLOTS))), None)
@@ -132,7 +132,7 @@ def test_what_cannot_be_counted_by_is_refused() -> None:
         slots.assign(table("x" * 2000), None)
 
 
-def test_sums_of_histograms_are_in_seconds() -> None:
+def test_histogram_sums_are_rendered_in_seconds() -> None:
     shared = SharedMetrics(2)
     shared.set_labels(1, {"deployment": "v1", "version": "1", "variant": "fp32"})
     for worker, seconds in enumerate((0.25, 1.5)):

@@ -109,7 +109,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 pytestmark = pytest.mark.usefixtures("at_once")
 
 
-def test_a_request_counts_in_the_epoch_in_which_it_was_routed() -> None:
+def test_request_counts_in_epoch_in_which_it_was_routed() -> None:
     site = Site()
     site.watch()
     place = site.workers[0].begin(site.draw, 2, 5)
@@ -124,7 +124,7 @@ def test_a_request_counts_in_the_epoch_in_which_it_was_routed() -> None:
     assert site.closed() == {(1, 1): Counter(old=1, new=1), (1, 2): Counter(old=0, new=1)}
 
 
-def test_the_results_of_a_request_are_counted_by_field() -> None:
+def test_request_results_are_counted_by_field() -> None:
     site = Site()
     limits = {"new": tuple(BOUNDS_S[k] for k in (100, 200)), "old": (BOUNDS_S[100],)}
     site.counts.collect(UserCountsRequest(limits_s=limits))
@@ -147,7 +147,7 @@ def test_the_results_of_a_request_are_counted_by_field() -> None:
     assert counts[CELL_LATENCIES : CELL_LATENCIES + 4] == [1, 1, 1, 0]
 
 
-def test_a_request_that_outlives_the_memory_of_its_epoch_is_an_error_and_is_not_counted_again() -> None:
+def test_request_that_outlasts_its_epoch_memory_counts_once_as_error() -> None:
     site = Site()
     site.watch()
     place = site.workers[0].begin(site.draw, 2, 5)
@@ -165,7 +165,7 @@ def test_a_request_that_outlives_the_memory_of_its_epoch_is_an_error_and_is_not_
     assert [total(each, CELL_REQUESTS)["new"] for each in again] == [1, 0, 0, 1, 0, 0]
 
 
-def test_only_epochs_in_which_table_and_watch_held_are_reported() -> None:
+def test_collect_returns_only_epochs_with_unchanged_table_and_watch() -> None:
     site = Site()
     site.turn()  # without a watch
     site.watch()  # counts begin in this one
@@ -204,7 +204,7 @@ def test_collect_of_fresh_server_excludes_epoch_in_which_watch_changes() -> None
     assert site.counts.collect(other).epochs == ()
 
 
-def test_the_open_epoch_is_shown_while_it_is_whole() -> None:
+def test_collect_shows_open_epoch_until_table_changes() -> None:
     site = Site()
     assert site.counts.collect(WATCH).open_epoch is None
     site.turn()
@@ -218,7 +218,7 @@ def test_the_open_epoch_is_shown_while_it_is_whole() -> None:
     assert site.counts.collect().epochs == ()
 
 
-def test_an_epoch_is_closed_after_the_requests_that_run_on_event_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epoch_is_closed_after_inline_requests_settle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_counts, "_SETTLE_S", 1e9)
     site = Site()
     site.watch()
@@ -230,7 +230,7 @@ def test_an_epoch_is_closed_after_the_requests_that_run_on_event_loops(monkeypat
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_request_is_counted_once_whenever_it_is_answered(seed: int) -> None:
+def test_requests_in_random_event_order_are_counted_once(seed: int) -> None:
     """Requests, answers, epochs, readings and deaths of workers in any order."""
     draw, site = np.random.default_rng(seed), Site()
     steps, shares = ("inline", "queue", "answer", "turn", "read", "die"), (0.498, 0.2, 0.25, 0.01, 0.04, 0.002)
@@ -269,7 +269,7 @@ def test_every_request_is_counted_once_whenever_it_is_answered(seed: int) -> Non
     assert len({epoch for epoch, _ in counted}) > 10
 
 
-def test_a_new_worker_continues_and_counts_what_the_dead_one_has_not_answered_as_errors() -> None:
+def test_new_worker_counts_unanswered_requests_of_dead_worker_as_errors() -> None:
     site = Site()
     site.watch()
     for _ in range(2):
@@ -282,7 +282,7 @@ def test_a_new_worker_continues_and_counts_what_the_dead_one_has_not_answered_as
     assert (total(epoch, CELL_REQUESTS)["new"], total(epoch, CELL_ERRORS)["new"]) == (4, 1)
 
 
-def test_nobody_is_counted_by_user_once_a_rollout_is_over() -> None:
+def test_user_counts_after_rollout_end_are_stopped() -> None:
     site = Site()
     site.watch()
     site.workers[0].count(site.draw, 2, 5, 200, 0.0)
@@ -298,7 +298,7 @@ def test_nobody_is_counted_by_user_once_a_rollout_is_over() -> None:
     assert (epoch.generation, total(epoch, CELL_REQUESTS)["new"], total(epoch, CELL_ERRORS)["new"]) == (3, 1, 1)
 
 
-def test_another_watch_starts_at_zero() -> None:
+def test_collect_with_changed_watch_starts_at_zero() -> None:
     site = Site()
     site.watch()
     site.workers[0].count(site.draw, 2, 5, 200, 0.0)
@@ -313,7 +313,7 @@ def test_another_watch_starts_at_zero() -> None:
     assert [total(each, CELL_REQUESTS)["new"] for each in site.counts.collect(other).epochs] == [1]
 
 
-def test_closed_epochs_are_kept_for_an_hour_within_a_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_epochs_are_kept_within_time_and_memory_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site()
     site.watch()
     for _ in range(200):
@@ -326,7 +326,7 @@ def test_closed_epochs_are_kept_for_an_hour_within_a_limit_of_memory(monkeypatch
     assert [epoch for _, epoch in site.closed()] == [*range(192, 202)]
 
 
-def test_a_clock_that_jumps_never_gives_an_epoch_twice() -> None:
+def test_epoch_after_clock_jump_is_never_repeated() -> None:
     site = Site()
     site.watch()
     place = site.workers[0].begin(site.draw, 2, 5)
@@ -344,7 +344,7 @@ def test_a_clock_that_jumps_never_gives_an_epoch_twice() -> None:
     }
 
 
-def test_a_sticky_split_is_counted_by_generation() -> None:
+def test_split_without_epochs_is_counted_by_generation() -> None:
     site = Site(is_fresh=True)
     site.publish(2, candidate=50, epoch_s=0.0)
     assert site.counts.get_epoch_rest_s(0.0) is None
@@ -364,7 +364,7 @@ def test_a_sticky_split_is_counted_by_generation() -> None:
     assert len({second.split, third.split}) == 2
 
 
-def test_counts_by_generation_only_grow() -> None:
+def test_collect_keeps_counts_of_last_16_generations() -> None:
     site = Site()
     for generation in range(2, 40):
         count_request(site.shared.get_row(generation % 2, 1), 200, 0.001)
@@ -375,7 +375,7 @@ def test_counts_by_generation_only_grow() -> None:
     assert [table.deployments["old"].statuses for table in tables] == [{"200": 1}] * 15 + [{"500": 1}]
 
 
-def test_cells_are_read_as_they_were_written() -> None:
+def test_decode_cells_of_encoded_cells_returns_same_values() -> None:
     cells = np.array([0, 7, KEYLESS_CELL])
     counts = np.arange(3 * 30).reshape(3, 30)
     read = decode_cells(encode_cells(cells, counts))
@@ -401,7 +401,9 @@ def ask(server: ServerFamily, **headers: str) -> str:
     return answer.headers["x-onnx-ops-deployment"]
 
 
-def test_the_counts_are_those_of_all_workers(server: ServerFamily, blue: Deployment, green: Deployment) -> None:
+def test_server_counts_sum_all_workers_and_generations(
+    server: ServerFamily, blue: Deployment, green: Deployment
+) -> None:
     before = server.counts()
     answered = [ask(server) for _ in range(60)]
     assert server.call("POST", INFER, b"{", {"x-amzn-sagemaker-target-variant": "green"}).status == 400
@@ -429,18 +431,18 @@ def test_the_counts_are_those_of_all_workers(server: ServerFamily, blue: Deploym
     assert shadow.statuses == found.deployments["green"].statuses
 
 
-def test_the_counts_need_the_token(server: ServerFamily) -> None:
+def test_counts_without_token_return_401(server: ServerFamily) -> None:
     assert server.call("GET", COUNTS_PATH).status == 404
     assert server.call("GET", COUNTS_PATH, admin=True).status == 401
     assert server.call("POST", COUNTS_PATH, b'{"limits_s": {}}', admin=True).status == 401
 
 
-def test_a_watch_that_is_none_is_refused(server: ServerFamily) -> None:
+def test_counts_with_invalid_watch_return_400(server: ServerFamily) -> None:
     for body in (b"{}", b'{"limits_s": {"blue": [2, 1]}}', b'{"limits_s": {"blue": [%s 1]}}' % (b"1," * 24)):
         assert server.admin("POST", body, COUNTS_PATH).status == 400
 
 
-def test_a_watched_deployment_without_traffic_is_loaded_beside_the_other(
+def test_watched_deployment_without_traffic_gets_cold_start_samples(
     server: ServerFamily, blue: Deployment, green: Deployment
 ) -> None:
     asked = UserCountsRequest(limits_s={"blue": (), "green": ()})

@@ -44,7 +44,7 @@ def published(server: Server, blue: Deployment, green: Deployment) -> Server:
     return server
 
 
-def test_an_empty_server_lives_but_is_not_ready(server: Server) -> None:
+def test_server_before_first_publication_is_live_but_not_ready(server: Server) -> None:
     assert server.call("GET", "/v2/health/live").status == 200
     for path in ("/v2/health/ready", "/ping", "/v2/models/m", "/v2/models/m/ready"):
         assert server.call("GET", path).status == 503
@@ -54,7 +54,7 @@ def test_an_empty_server_lives_but_is_not_ready(server: Server) -> None:
     assert server.admin("GET").json() == {"state": None, "failed": {}, "out_of_service": {}, "counting_failure": ""}
 
 
-def test_metadata_and_readiness(steady: Server) -> None:
+def test_server_metadata_and_readiness_describe_published_model(steady: Server) -> None:
     for path in ("/v2/health/live", "/v2/health/ready", "/ping", "/v2/models/m/ready", "/v2/models/m/versions/2/ready"):
         assert steady.call("GET", path).status == 200
     assert steady.call("GET", "/v2").json()["name"] == "onnx-ops"
@@ -68,7 +68,7 @@ def test_metadata_and_readiness(steady: Server) -> None:
     }
 
 
-def test_an_inference_is_answered_with_its_deployment(steady: Server) -> None:
+def test_infer_returns_outputs_and_deployment_headers(steady: Server) -> None:
     pin = {"X-Amzn-SageMaker-Target-Variant": "green", "x-request-id": "r-1"}
     answer = steady.call("POST", INFER, {"id": "7", "inputs": [X], "outputs": [{"name": "y"}]}, pin)
     assert answer.status == 200
@@ -84,7 +84,7 @@ def test_an_inference_is_answered_with_its_deployment(steady: Server) -> None:
     assert answer.headers["content-type"] == "application/json"
 
 
-def test_the_document_describes_what_is_served(steady: Server, server: Server) -> None:
+def test_openapi_document_describes_served_model(steady: Server, server: Server) -> None:
     document = steady.call("GET", "/openapi.json").json()
     assert "/v2/models/m/infer" in document["paths"]
     assert steady.call("GET", "/version").body.decode() == document["info"]["version"]
@@ -108,7 +108,7 @@ def test_the_document_describes_what_is_served(steady: Server, server: Server) -
         ("GET", "/v2/models/z", None, {}, 404, "no model is named 'z'"),
     ],
 )
-def test_a_wrong_request_gets_the_right_status_and_says_why(
+def test_invalid_request_returns_matching_status_and_message(
     steady: Server, method: str, path: str, body: object, headers: dict[str, str], status: int, message: str
 ) -> None:
     answer = steady.call(method, path, body, headers)
@@ -117,7 +117,7 @@ def test_a_wrong_request_gets_the_right_status_and_says_why(
     assert steady.infer([1, 2]).status == 200
 
 
-def test_the_admin_listener_needs_its_token(published: Server, blue: Deployment) -> None:
+def test_admin_listener_without_token_returns_401(published: Server, blue: Deployment) -> None:
     body = codec.dumps(replace(state_of(blue, blue=100), generation=9))
     for token in ("", "wrong", "é"):
         assert published.admin("GET", token=token).status == 401
@@ -127,7 +127,7 @@ def test_the_admin_listener_needs_its_token(published: Server, blue: Deployment)
     assert published.admin("GET").json()["state"]["generation"] == 2
 
 
-def test_a_wrong_publication_changes_nothing(published: Server, blue: Deployment, green: Deployment) -> None:
+def test_invalid_publication_changes_nothing(published: Server, blue: Deployment, green: Deployment) -> None:
     forged = replace(green, name="grey", manifest=green.release)
     for body, status, message in (
         (b"{", 400, "not JSON"),
@@ -143,7 +143,7 @@ def test_a_wrong_publication_changes_nothing(published: Server, blue: Deployment
     assert published.state() == replace(state_of(blue, green, blue=70, green=30), generation=2)
 
 
-def test_killed_at_any_moment_it_comes_back_with_the_last_published_table(
+def test_server_after_kill_restores_last_published_table(
     published: Server, blue: Deployment, green: Deployment
 ) -> None:
     port, last = published.port, 2
@@ -169,7 +169,7 @@ def test_killed_at_any_moment_it_comes_back_with_the_last_published_table(
         assert published.infer([1, 2]).status == 200
 
 
-def test_a_torn_table_gives_way_to_the_previous_one(published: Server, blue: Deployment) -> None:
+def test_server_with_torn_table_restores_previous_table(published: Server, blue: Deployment) -> None:
     published.kill()
     (published.folder / CURRENT_FILE).write_bytes(b'{"checksum":')
     published.start()
@@ -185,7 +185,7 @@ def started(folder: Path, port: int = 0) -> tuple[int, str]:
     return found.returncode, found.stderr
 
 
-def test_a_folder_has_one_server(server: Server) -> None:
+def test_second_server_in_same_folder_is_refused(server: Server) -> None:
     code, error = started(server.folder)
     assert (code, "another server runs" in error) == (4, True)
     assert server.record().pid == server.supervisor
@@ -194,7 +194,7 @@ def test_a_folder_has_one_server(server: Server) -> None:
     assert not (server.folder / SERVER_FILE).exists()
 
 
-def test_start_with_problems_prints_one_line(tmp_path: Path, server: Server) -> None:
+def test_server_start_with_problem_prints_one_line(tmp_path: Path, server: Server) -> None:
     code, error = started(tmp_path / "other", server.port)
     assert (code, "port cannot be used" in error) == (4, True)
     open_token = tmp_path / "open"
@@ -207,7 +207,7 @@ def test_start_with_problems_prints_one_line(tmp_path: Path, server: Server) -> 
     assert started(tmp_path / "file")[0] == 4
 
 
-def test_the_process_never_loads_pydantic_mlflow_prefect_or_onnx(tmp_path: Path) -> None:
+def test_server_process_never_imports_pydantic_mlflow_prefect_or_onnx(tmp_path: Path) -> None:
     with serving(tmp_path, program=("-X", "importtime", *MAIN), blue=100) as server:
         assert server.infer([1, 2]).status == 200
         assert server.call("GET", "/metrics").status == 200
@@ -218,7 +218,7 @@ def test_the_process_never_loads_pydantic_mlflow_prefect_or_onnx(tmp_path: Path)
     assert not loaded & {"pydantic", "mlflow", "prefect", "onnx", "scipy", "fastapi", "httpx", "starlette", "uvicorn"}
 
 
-def test_only_loopback_reaches_the_admin_listener(server: Server) -> None:
+def test_admin_listener_is_bound_to_loopback_only(server: Server) -> None:
     text = Path(f"/proc/{server.record().pid}/net/tcp").read_text()
     port = f"{server.record().admin_port:04X}"
     listening = [line.split()[1] for line in text.splitlines()[1:] if line.split()[3] == "0A"]
@@ -226,14 +226,14 @@ def test_only_loopback_reaches_the_admin_listener(server: Server) -> None:
     assert os.stat(server.folder / TOKEN_FILE).st_mode & 0o777 == 0o600
 
 
-def test_the_admin_listener_reads_the_body_of_a_request_that_offers_another_protocol(server: Server) -> None:
+def test_admin_listener_with_upgrade_offer_reads_request_body(server: Server) -> None:
     offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAEAAEAAAAIAAAAB"}
     token = (server.folder / TOKEN_FILE).read_text()
     answer = server.call("PUT", STATE_PATH, b"[1]", {"authorization": f"Bearer {token}", **offer}, admin=True)
     assert (answer.status, b"not a JSON object" in answer.body) == (400, True)
 
 
-def test_a_publication_goes_on_when_its_client_has_gone(published: Server, blue: Deployment) -> None:
+def test_publication_after_client_disconnect_is_completed(published: Server, blue: Deployment) -> None:
     body = codec.dumps(replace(state_of(blue, blue=100), generation=9))
     token = (published.folder / TOKEN_FILE).read_text()
     port = published.record().admin_port

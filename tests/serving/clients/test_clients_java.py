@@ -27,7 +27,7 @@ def java() -> str:
 
 
 @pytest.mark.services
-def test_the_client_of_the_jdk_gets_the_answers_to_its_bodies(types: Server, java: str) -> None:
+def test_jdk_client_with_http2_upgrade_offer_receives_its_answers(types: Server, java: str) -> None:
     data = {"bool": [True, False], "text": ["a", "b"], "fp32": [1.5, 2]}
     tensors = [
         {

@@ -35,7 +35,7 @@ def interpreter(pytestconfig: pytest.Config) -> Path:
 
 @pytest.mark.services
 @pytest.mark.nightly  # a minute: KServe's packages conflict with ours and have an environment of their own
-def test_kserve_calls_the_server(types: Server, interpreter: Path) -> None:
+def test_kserve_client_against_server_succeeds(types: Server, interpreter: Path) -> None:
     command = [str(interpreter), str(HERE / "kserve_calls.py"), f"http://127.0.0.1:{types.port}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, "ok"), done.stderr[-4000:]

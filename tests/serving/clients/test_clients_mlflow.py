@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Fitted = tuple[LogisticRegression, np.ndarray]
 
 
-def test_mlflow_predicts_from_frames_and_arrays(iris: Server, classifier: Fitted) -> None:
+def test_mlflow_client_with_frames_and_arrays_returns_predictions(iris: Server, classifier: Fitted) -> None:
     import pandas as pd
 
     with warnings.catch_warnings(action="ignore"):  # mlflow.pyfunc warns of its own type hints when it is imported
@@ -37,7 +37,7 @@ def test_mlflow_predicts_from_frames_and_arrays(iris: Server, classifier: Fitted
         client.invoke(frame[["sl"]])
 
 
-def test_sagemaker_runtime_invokes_by_endpoint_name(iris: Server, classifier: Fitted) -> None:
+def test_sagemaker_runtime_client_with_endpoint_name_returns_predictions(iris: Server, classifier: Fitted) -> None:
     import boto3
     from botocore.exceptions import ClientError
 

@@ -22,7 +22,9 @@ CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,re
         pytest.param("types", "coverage,fuzzing,stateful", marks=pytest.mark.nightly),
     ],
 )
-def test_the_document_is_kept(name: str, phases: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_server_under_schemathesis_conforms_to_its_openapi_document(
+    name: str, phases: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     server: Server = request.getfixturevalue(name)
     command = [
         str(Path(sys.executable).with_name("schemathesis")),

@@ -33,7 +33,7 @@ def read_output(answer: triton.InferResult, name: str) -> np.ndarray:
     return np.array([[v.decode() if isinstance(v, bytes) else v for v in row] for row in array], object)
 
 
-def test_health_and_metadata(client: triton.InferenceServerClient) -> None:
+def test_triton_client_reads_health_and_metadata(client: triton.InferenceServerClient) -> None:
     assert client.is_server_live()
     assert client.is_server_ready()
     assert client.is_model_ready("m")
@@ -50,7 +50,7 @@ def test_health_and_metadata(client: triton.InferenceServerClient) -> None:
 
 @pytest.mark.parametrize("binary_input", [True, False])
 @pytest.mark.parametrize("binary_output", [True, False, None])
-def test_the_six_combinations_carry_every_type(
+def test_triton_client_with_json_or_binary_tensors_preserves_all_types(
     client: triton.InferenceServerClient, binary_input: bool, binary_output: bool | None
 ) -> None:
     import tritonclient.http as triton
@@ -71,7 +71,7 @@ def test_the_six_combinations_carry_every_type(
 
 @pytest.mark.parametrize("binary", [True, False])
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
-def test_infer_with_compression_returns_the_same_tensors(
+def test_triton_client_with_compression_returns_same_tensors(
     client: triton.InferenceServerClient, algorithm: str, binary: bool
 ) -> None:
     import tritonclient.http as triton

@@ -45,7 +45,7 @@ def list_messages(descriptors: Any) -> dict[str, Any]:
     return {d.full_name: d for top in descriptors for d in (top, *list_messages(top.nested_types).values())}
 
 
-def test_messages_are_those_of_triton() -> None:
+def test_grpc_messages_match_triton_definitions() -> None:
     from tritonclient.grpc import service_pb2
 
     file = POOL.FindFileByName("open_inference_grpc.proto")
@@ -79,7 +79,7 @@ def test_messages_are_those_of_triton() -> None:
         ("FP64", "fp64_contents", [0.1, float("inf")], "float64"),
     ],
 )
-def test_typed_contents_have_the_bytes_of_their_datatype(
+def test_encode_request_with_typed_contents_writes_bytes_of_datatype(
     datatype: str, field: str, values: list[Any], dtype: str
 ) -> None:
     body, length = encode_request(request(datatype, [2], **{field: values}))
@@ -87,12 +87,12 @@ def test_typed_contents_have_the_bytes_of_their_datatype(
     assert json.loads(body[:length])["inputs"][0]["parameters"] == {"binary_data_size": len(body) - length}
 
 
-def test_text_has_its_length_before_each_element() -> None:
+def test_encode_request_of_texts_writes_length_before_each_element() -> None:
     body, length = encode_request(request("BYTES", [2], bytes_contents=[b"ab", b""]))
     assert body[length:] == b"\x02\0\0\0ab\0\0\0\0"
 
 
-def test_no_contents_are_no_bytes() -> None:
+def test_encode_request_without_contents_writes_no_bytes() -> None:
     body, length = encode_request(request("INT8", [0]))
     assert body[length:] == b""
 
@@ -111,12 +111,12 @@ def test_no_contents_are_no_bytes() -> None:
         ),
     ],
 )
-def test_data_that_do_not_match_their_tensors_are_refused(message: Any, what: str) -> None:
+def test_encode_request_with_mismatched_contents_raises_user_error(message: Any, what: str) -> None:
     with pytest.raises(UserError, match=what):
         encode_request(message)
 
 
-def test_parameters_and_outputs_are_passed_on() -> None:
+def test_encode_request_with_parameters_and_outputs_preserves_them() -> None:
     tensor = {
         "name": "x",
         "datatype": "FP32",
@@ -133,7 +133,7 @@ def test_parameters_and_outputs_are_passed_on() -> None:
     }
 
 
-def test_decode_request_returns_the_message_that_was_sent() -> None:
+def test_decode_request_of_serialized_message_returns_equal_message() -> None:
     message = request("FP32", [2], fp32_contents=[1.5, 2])
     message.parameters["a"].int64_param = -1
     message.parameters["b"].double_param = 0.5

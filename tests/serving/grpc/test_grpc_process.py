@@ -73,7 +73,7 @@ def check_outputs(result: triton.InferResult) -> None:
         np.testing.assert_array_equal(output, array)
 
 
-def test_triton_sends_and_receives_every_type(client: triton.InferenceServerClient, types: Server) -> None:
+def test_triton_grpc_client_preserves_all_types(client: triton.InferenceServerClient, types: Server) -> None:
     import tritonclient.grpc as triton
 
     result = client.infer("m", build_inputs(), request_id="7", headers={"x-request-id": "r-7"}, client_timeout=30)
@@ -85,7 +85,7 @@ def test_triton_sends_and_receives_every_type(client: triton.InferenceServerClie
     wait_until(lambda: '"request_id":"r-7"' in log.read_text(encoding="utf-8"))
 
 
-def test_triton_streams(client: triton.InferenceServerClient) -> None:
+def test_triton_grpc_stream_returns_responses_in_order(client: triton.InferenceServerClient) -> None:
     responses: list[tuple[Any, Any]] = []
     client.start_stream(lambda result, error: responses.append((result, error)))
     for number in range(20):
@@ -99,7 +99,7 @@ def test_triton_streams(client: triton.InferenceServerClient) -> None:
         assert result.get_response().parameters["triton_final_response"].bool_param
 
 
-def test_health_and_reflection_are_the_standard_services(types: Server, connect: Connect, port: int) -> None:
+def test_grpc_health_and_reflection_implement_standard_services(types: Server, connect: Connect, port: int) -> None:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
     from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
@@ -118,7 +118,7 @@ def test_health_and_reflection_are_the_standard_services(types: Server, connect:
     assert database.FindFileContainingSymbol("grpc.health.v1.Health").package == "grpc.health.v1"
 
 
-def test_a_killed_worker_is_replaced_and_a_port_in_use_is_refused(
+def test_grpc_port_survives_worker_kill_and_refuses_second_server(
     tmp_path: Path, blue: Deployment, connect: Connect
 ) -> None:
     port = free_port()
@@ -147,7 +147,7 @@ def _infer(client: Any) -> Any:
         return None
 
 
-def test_without_the_extra_the_option_names_it(tmp_path: Path) -> None:
+def test_grpc_port_option_without_extra_names_missing_packages(tmp_path: Path) -> None:
     hidden = "from importlib import metadata\nfrom onnx_ops import plugins\nreal = plugins.version\n"
     hidden += "plugins.version = lambda name: plugins.MISSING if name.startswith('grpcio') else real(name)"
     command = [sys.executable, *after(hidden), "--state-dir", str(tmp_path / "state"), "--port=0", "--grpc-port=9"]

@@ -47,7 +47,7 @@ def count(worker: Worker, status: int) -> int:
     return sum(worker.shared.sum_slot(slot)[metrics.get_column(status)] for slot in range(3))
 
 
-def test_an_inference_names_its_deployment_and_echoes_ids(worker: Worker, connect: Connect) -> None:
+def test_grpc_infer_returns_deployment_and_request_ids(worker: Worker, connect: Connect) -> None:
     pin = (("x-amzn-sagemaker-target-variant", "green"), ("x-request-id", "r-1"), ("traceparent", "00-a-b-01"))
     client = connect(worker.grpc_port)
     response, call = client.method("ModelInfer").with_call(Message(id="7", **INPUT), metadata=pin)
@@ -63,13 +63,13 @@ def test_an_inference_names_its_deployment_and_echoes_ids(worker: Worker, connec
     }
 
 
-def test_typed_contents_are_the_same_request(worker: Worker, connect: Connect) -> None:
+def test_grpc_infer_with_typed_contents_returns_output(worker: Worker, connect: Connect) -> None:
     tensor = {**X, "contents": {"fp32_contents": [1, 2]}}
     response = connect(worker.grpc_port).call("ModelInfer", model_name="m", model_version="1", inputs=[tensor])
     assert np.frombuffer(response.raw_output_contents[0], np.float32).tolist() == [2, 4]
 
 
-def test_a_user_gets_the_same_deployment_as_over_http(worker: Worker, connect: Connect) -> None:
+def test_grpc_infer_with_user_key_selects_same_deployment_as_http(worker: Worker, connect: Connect) -> None:
     client = connect(worker.grpc_port)
     for user in map(str, range(40)):
         head = worker.send(post(INFER, infer_body([1, 2]), {"x-user-key": user, "connection": "close"}))
@@ -100,7 +100,7 @@ def test_a_user_gets_the_same_deployment_as_over_http(worker: Worker, connect: C
         ({"outputs": [{"name": "z"}]}, Code.INVALID_ARGUMENT, 400, "outputs must be some of y, each once"),
     ],
 )
-def test_an_error_has_the_code_and_the_message_of_http(
+def test_grpc_infer_error_has_matching_code_and_http_message(
     worker: Worker, connect: Connect, changes: dict[str, Any], code: Any, status: int, message: str
 ) -> None:
     client = connect(worker.grpc_port)
@@ -114,7 +114,7 @@ def test_an_error_has_the_code_and_the_message_of_http(
     ("data", "code", "status"),
     [(b"\x2a\x00" * 5000, Code.RESOURCE_EXHAUSTED, 413), (b"\x2a", Code.INVALID_ARGUMENT, 400)],
 )
-def test_a_message_that_is_not_parsed_has_a_code_in_calls_and_streams(
+def test_grpc_unparsable_message_returns_error_code_in_call_and_stream(
     worker: Worker, connect: Connect, data: bytes, code: Any, status: int
 ) -> None:
     channel = connect(worker.grpc_port).channel
@@ -126,13 +126,13 @@ def test_a_message_that_is_not_parsed_has_a_code_in_calls_and_streams(
     assert count(worker, status) == 2
 
 
-def test_a_pin_to_an_unknown_deployment_is_not_found(worker: Worker, connect: Connect) -> None:
+def test_grpc_infer_with_unknown_deployment_returns_not_found(worker: Worker, connect: Connect) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         connect(worker.grpc_port).call("ModelInfer", (("azureml-model-deployment", "red"),), **INPUT)
     assert caught.value.code() is Code.NOT_FOUND
 
 
-def test_metadata_and_readiness_are_those_of_http(worker: Worker, connect: Connect) -> None:
+def test_grpc_metadata_and_readiness_match_http(worker: Worker, connect: Connect) -> None:
     client = connect(worker.grpc_port)
     assert client.call("ServerLive").live
     assert client.call("ServerReady").ready
@@ -149,7 +149,7 @@ def test_metadata_and_readiness_are_those_of_http(worker: Worker, connect: Conne
         client.call("ModelMetadata", name="z")
 
 
-def test_repository_index_is_that_of_http(worker: Worker, connect: Connect) -> None:
+def test_grpc_repository_index_lists_ready_versions(worker: Worker, connect: Connect) -> None:
     index = connect(worker.grpc_port).call("RepositoryIndex", ready=True)
     assert [(m.name, m.version, m.state, m.reason) for m in index.models] == [
         ("m", "1", "READY", ""),
@@ -157,12 +157,12 @@ def test_repository_index_is_that_of_http(worker: Worker, connect: Connect) -> N
     ]
 
 
-def test_metadata_of_a_content_coding_changes_no_message(worker: Worker, connect: Connect) -> None:
+def test_grpc_infer_with_content_encoding_metadata_ignores_it(worker: Worker, connect: Connect) -> None:
     response = connect(worker.grpc_port).call("ModelInfer", (("content-encoding", "gzip"),), **INPUT)
     assert response.model_name == "m"
 
 
-def test_before_the_first_publication_nothing_is_ready(worker: Worker, connect: Connect) -> None:
+def test_grpc_server_before_first_publication_is_not_ready(worker: Worker, connect: Connect) -> None:
     worker.shared.header[REVISION] = 0
     client = connect(worker.grpc_port)
     assert client.call("ServerLive").live
@@ -173,7 +173,7 @@ def test_before_the_first_publication_nothing_is_ready(worker: Worker, connect: 
     assert caught.value.details() == "no deployment is published here yet"
 
 
-def test_requests_of_both_protocols_share_a_queue(gate: Gate, blue: Deployment, connect: Connect) -> None:
+def test_grpc_and_http_requests_share_one_queue(gate: Gate, blue: Deployment, connect: Connect) -> None:
     with behind(gate, replace(blue, batchable=True), queue=2) as worker:
         with worker.connect() as http:
             http.sendall(post(INFER, infer_body([1, 2])))
@@ -191,7 +191,7 @@ def test_requests_of_both_protocols_share_a_queue(gate: Gate, blue: Deployment, 
         assert gate.rows == [1, 2]
 
 
-def test_a_request_past_its_deadline_does_not_run(gate: Gate, blue: Deployment, connect: Connect) -> None:
+def test_grpc_request_past_deadline_is_not_run(gate: Gate, blue: Deployment, connect: Connect) -> None:
     with behind(gate, blue) as worker:
         client = connect(worker.grpc_port)
         infer = client.method("ModelInfer")
@@ -209,7 +209,7 @@ def test_a_request_past_its_deadline_does_not_run(gate: Gate, blue: Deployment, 
     assert gate.rows == [1]
 
 
-def test_a_cancelled_request_does_not_run(gate: Gate, blue: Deployment, connect: Connect) -> None:
+def test_grpc_request_after_cancellation_is_not_run(gate: Gate, blue: Deployment, connect: Connect) -> None:
     with behind(gate, blue) as worker:
         infer = connect(worker.grpc_port).method("ModelInfer")
         first = infer.future(Message(**INPUT))
@@ -225,7 +225,9 @@ def test_a_cancelled_request_does_not_run(gate: Gate, blue: Deployment, connect:
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
-def test_a_message_above_the_limit_is_refused(blue: Deployment, connect: Connect, compression: Any) -> None:
+def test_grpc_message_above_size_limit_returns_resource_exhausted(
+    blue: Deployment, connect: Connect, compression: Any
+) -> None:
     bounds = {"max_body": 1 << 16}
     with Worker(state_of(blue, blue=100), grpc_port=free_port(), bounds=bounds).running() as worker:
         infer = connect(worker.grpc_port).method("ModelInfer")
@@ -242,7 +244,7 @@ def test_a_message_above_the_limit_is_refused(blue: Deployment, connect: Connect
         assert worker.connections.body_bytes == 0
 
 
-def test_a_stream_is_answered_in_order_and_outlives_errors(worker: Worker, connect: Connect) -> None:
+def test_grpc_stream_with_failing_request_answers_rest_in_order(worker: Worker, connect: Connect) -> None:
     rows = [Message(**{**INPUT, "id": str(number), "model_version": "1"}) for number in range(200)]
     rows[3].model_name = "z"
     rows[5].parameters["triton_enable_empty_final_response"].bool_param = True
@@ -256,7 +258,7 @@ def test_a_stream_is_answered_in_order_and_outlives_errors(worker: Worker, conne
     assert responses[199].infer_response.raw_output_contents[0] == np.array([2, 4], np.float32).tobytes()
 
 
-def test_answers_of_calls_and_streams_have_a_token_if_the_table_has_a_key(blue: Deployment, connect: Connect) -> None:
+def test_grpc_answers_have_feedback_token_only_if_table_has_key(blue: Deployment, connect: Connect) -> None:
     for key in ("", "0f" * 16):
         with Worker(state_of(blue, blue=100), grpc_port=free_port(), feedback_key=key).running() as worker:
             client = connect(worker.grpc_port)
@@ -269,7 +271,7 @@ def test_answers_of_calls_and_streams_have_a_token_if_the_table_has_a_key(blue: 
             assert answer.endswith(b'{"counted":3,"unknown":0}' if key else b'{"counted":0,"unknown":3}')
 
 
-def test_requests_of_a_stream_run_as_one_batch(gate: Gate, blue: Deployment, connect: Connect) -> None:
+def test_grpc_stream_requests_run_as_one_batch(gate: Gate, blue: Deployment, connect: Connect) -> None:
     with behind(gate, replace(blue, batchable=True)) as worker:
         stream = connect(worker.grpc_port).method(STREAM)(iter([Message(**INPUT)] * 9), timeout=30)
         wait_until(lambda: worker.shared.sum_slot(1)[metrics.QUEUED] == 8)
@@ -278,14 +280,14 @@ def test_requests_of_a_stream_run_as_one_batch(gate: Gate, blue: Deployment, con
     assert gate.rows == [1, 8]
 
 
-def test_requests_are_mirrored(blue: Deployment, green: Deployment, connect: Connect) -> None:
+def test_grpc_request_with_shadow_is_mirrored(blue: Deployment, green: Deployment, connect: Connect) -> None:
     with Worker(mirrored(blue, green), grpc_port=free_port()).running() as worker:
         connect(worker.grpc_port).call("ModelInfer", **INPUT)
         wait_until(lambda: worker.shared.sum_slot(2)[metrics.SHADOW_DONE] == 1)
         assert worker.shared.sum_slot(2)[metrics.SHADOW_DIFFERING] == 1
 
 
-def test_on_stop_requests_in_progress_are_answered_and_idle_streams_end(
+def test_grpc_server_stop_answers_running_requests_and_ends_idle_streams(
     gate: Gate, blue: Deployment, connect: Connect
 ) -> None:
     idle = threading.Event()

@@ -70,7 +70,7 @@ def parse(answer: bytes) -> tuple[int, dict[str, str], bytes]:
 
 @pytest.mark.parametrize("coding", CODINGS)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_compressed_body_gets_the_answer_to_the_plain_one(worker: Worker, form: str, coding: str) -> None:
+def test_compressed_request_body_returns_same_answer_as_plain_body(worker: Worker, form: str, coding: str) -> None:
     path, body, headers = FORMS[form]
     encode, _ = CODINGS[coding]
     plain = parse(worker.send(post(path, body, headers)))
@@ -80,7 +80,7 @@ def test_a_compressed_body_gets_the_answer_to_the_plain_one(worker: Worker, form
 
 @pytest.mark.parametrize("coding", CODINGS)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_compressed_response_is_the_plain_one(worker: Worker, form: str, coding: str) -> None:
+def test_compressed_response_decodes_to_plain_response(worker: Worker, form: str, coding: str) -> None:
     path, body, headers = FORMS[form]
     _, decode = CODINGS[coding]
     plain_status, plain_headers, plain = parse(worker.send(post(path, body, headers)))
@@ -97,19 +97,19 @@ def test_a_compressed_response_is_the_plain_one(worker: Worker, form: str, codin
     assert status == plain_status
 
 
-def test_a_client_that_does_not_accept_a_coding_gets_none(worker: Worker) -> None:
+def test_response_without_acceptable_coding_is_not_compressed(worker: Worker) -> None:
     plain = parse(worker.send(post(INFER, SOME)))
     assert parse(worker.send(post(INFER, SOME, {"accept-encoding": "gzip;q=0, br"}))) == plain
 
 
-def test_a_header_in_several_lines_is_one_list(worker: Worker) -> None:
+def test_coding_header_in_several_lines_is_read_as_one_list(worker: Worker) -> None:
     twice = {"accept-encoding": "br\r\naccept-encoding: deflate"}
     assert parse(worker.send(post(INFER, SOME, twice)))[1]["content-encoding"] == "deflate"
     twice = {"content-encoding": "identity\r\ncontent-encoding: gzip"}
     assert parse(worker.send(post(INFER, gzip.compress(BODY), twice)))[0] == 415
 
 
-def test_a_response_that_would_grow_is_sent_plain(worker: Worker) -> None:
+def test_response_that_compression_would_enlarge_is_sent_plain(worker: Worker) -> None:
     noise = np.frombuffer(np.random.default_rng(7).bytes(32_000), np.uint32) & 0xBFFFFFFF  # no infinities, no NaN
     headers = {"inference-header-content-length": "0", "accept-encoding": "gzip"}
     status, answered, body = parse(worker.send(post(INFER, noise.tobytes(), headers)))
@@ -117,7 +117,7 @@ def test_a_response_that_would_grow_is_sent_plain(worker: Worker) -> None:
     assert body.endswith((noise.view(np.float32) * np.float32(2)).tobytes())
 
 
-def test_pages_are_compressed_and_a_head_request_gets_their_head(worker: Worker) -> None:
+def test_page_with_accept_encoding_is_compressed_for_get_and_head(worker: Worker) -> None:
     request = post("/openapi.json", b"", {"accept-encoding": "gzip"}, method="GET")
     status, headers, body = parse(worker.send(request))
     assert (status, headers["content-encoding"]) == (200, "gzip")
@@ -135,7 +135,7 @@ def test_pages_are_compressed_and_a_head_request_gets_their_head(worker: Worker)
 
 
 @pytest.mark.parametrize("coding", CODINGS)
-def test_the_limit_holds_for_the_inflated_body(worker: Worker, coding: str) -> None:
+def test_compressed_body_above_limit_when_inflated_returns_413(worker: Worker, coding: str) -> None:
     encode, _ = CODINGS[coding]
     before = worker.shared.sum_slot(1)[metrics.get_column(413)]
     bomb = encode(bytes(MAX_BODY + 1))
@@ -149,7 +149,7 @@ def test_the_limit_holds_for_the_inflated_body(worker: Worker, coding: str) -> N
     assert worker.shared.sum_slot(1)[metrics.get_column(413)] == before + 2
 
 
-def test_the_limit_of_received_bytes_holds_for_the_compressed_body(worker: Worker) -> None:
+def test_compressed_body_above_received_byte_limit_returns_413(worker: Worker) -> None:
     incompressible = np.random.default_rng(7).bytes(MAX_BODY + 1)
     answer = worker.send(post(INFER, gzip.compress(incompressible), {"content-encoding": "gzip"}))
     assert parse(answer)[0] == 413
@@ -169,7 +169,7 @@ def test_the_limit_of_received_bytes_holds_for_the_compressed_body(worker: Worke
         pytest.param(BODY, "Identity", 200, id="Identity"),
     ],
 )
-def test_a_wrong_body_gets_an_error_and_the_connection_stays(
+def test_invalid_compressed_body_returns_error_and_keeps_connection(
     worker: Worker, body: bytes, coding: str, status: int
 ) -> None:
     with worker.connect() as client:
@@ -181,14 +181,14 @@ def test_a_wrong_body_gets_an_error_and_the_connection_stays(
         assert b'"data":[2.0,4.0]' in received(client)
 
 
-def test_only_inference_requests_may_be_compressed(worker: Worker) -> None:
+def test_compressed_body_outside_inference_returns_415(worker: Worker) -> None:
     body = gzip.compress(b'{"feedback": []}')
     headers = {"content-encoding": "gzip", "content-type": "application/json"}
     assert parse(worker.send(post("/feedback", body, headers)))[0] == 415
     assert parse(worker.send(post("/unrouted", body, headers)))[0] == 404
 
 
-def test_responses_keep_their_order_whatever_their_way(worker: Worker) -> None:
+def test_pipelined_compressed_and_plain_requests_are_answered_in_order(worker: Worker) -> None:
     compressed = {"content-encoding": "gzip", "accept-encoding": "gzip"}
     bodies = [gzip.compress(MANY), SOME, gzip.compress(BODY), MANY, gzip.compress(BODY)]
     requests = [
@@ -204,7 +204,7 @@ def test_responses_keep_their_order_whatever_their_way(worker: Worker) -> None:
     assert sizes == [20_000, 3000, 1, 20_000, 1]
 
 
-def test_compressed_requests_that_wait_together_run_one_by_one(blue: Deployment, gate: Gate) -> None:
+def test_queued_compressed_requests_run_one_by_one(blue: Deployment, gate: Gate) -> None:
     """Their inflated bodies are never in memory at the same time."""
     state = state_of(replace(blue, batchable=True), blue=100)
     with Worker(state, wrap=gate.wrap, slow=True).running() as worker:
@@ -222,14 +222,14 @@ def test_compressed_requests_that_wait_together_run_one_by_one(blue: Deployment,
     assert gate.rows == [1, 1, 1, 1]
 
 
-def test_a_client_that_leaves_before_its_response_is_compressed_leaves_nothing_behind(worker: Worker) -> None:
+def test_disconnect_before_response_is_compressed_frees_connection(worker: Worker) -> None:
     for _ in range(5):
         with worker.connect() as client:
             client.sendall(post(INFER, MANY, {"accept-encoding": "gzip"}))
     wait_until(lambda: not worker.connections.open)
 
 
-def test_a_shadow_gets_the_inflated_body(blue: Deployment, green: Deployment) -> None:
+def test_shadow_of_compressed_request_receives_inflated_body(blue: Deployment, green: Deployment) -> None:
     with Worker(mirrored(blue, green)).running() as worker:
         answer = worker.send(post(INFER, gzip.compress(SOME), {"content-encoding": "gzip", "accept-encoding": "gzip"}))
         assert parse(answer)[1]["content-encoding"] == "gzip"

@@ -101,7 +101,7 @@ def product(answer: tuple[int, bytes]) -> float:
 @pytest.mark.parametrize("pipelined", [False, True], ids=["keep-alive", "pipelined"])
 @pytest.mark.parametrize("delivery", DELIVERIES)
 @pytest.mark.parametrize("offer", OFFERS.values(), ids=OFFERS)
-def test_a_body_is_read_as_the_body_of_its_request(
+def test_request_body_with_any_framing_and_delivery_is_read_whole(
     endpoint: Worker, offer: str, delivery: str, pipelined: bool
 ) -> None:
     requests = [
@@ -132,7 +132,7 @@ def test_a_body_is_read_as_the_body_of_its_request(
 @pytest.mark.parametrize("offer", OFFERS.values(), ids=OFFERS)
 @pytest.mark.parametrize("framing", ["content-length", "chunked"])
 @pytest.mark.parametrize("delivery", DELIVERIES)
-def test_a_request_within_a_body_is_not_answered(endpoint: Worker, offer: str, framing: str, delivery: str) -> None:
+def test_request_embedded_in_body_is_not_answered(endpoint: Worker, offer: str, framing: str, delivery: str) -> None:
     head, inner = b"".join(live(endpoint)), b"".join(infer(endpoint, 1))
     body = head + inner
     start = f"POST {INFER} HTTP/1.1\r\nhost: 127.0.0.1:{endpoint.port}\r\n{offer}".encode()
@@ -148,7 +148,7 @@ def test_a_request_within_a_body_is_not_answered(endpoint: Worker, offer: str, f
         assert client.rest() == b""
 
 
-def test_many_offers_in_one_packet_are_answered_once_each(endpoint: Worker) -> None:
+def test_pipelined_upgrade_offers_are_answered_once_each(endpoint: Worker) -> None:
     with Client(endpoint) as client:
         client.send("one packet", *[live(endpoint, OFFERS["h2c"])] * 1500)
         for _ in range(1500):
@@ -157,7 +157,7 @@ def test_many_offers_in_one_packet_are_answered_once_each(endpoint: Worker) -> N
 
 
 @pytest.mark.parametrize("offer", [OFFERS["no offer"], OFFERS["h2c"]], ids=["no offer", "h2c"])
-def test_a_client_that_waits_for_100_gets_it_and_then_one_answer(endpoint: Worker, offer: str) -> None:
+def test_expect_100_continue_returns_100_and_then_one_answer(endpoint: Worker, offer: str) -> None:
     head, body = infer(endpoint, 3, offer=f"{offer}expect: 100-Continue\r\n")
     with Client(endpoint) as client:
         for _ in range(2):
@@ -170,7 +170,7 @@ def test_a_client_that_waits_for_100_gets_it_and_then_one_answer(endpoint: Worke
         assert client.rest() == b""
 
 
-def test_an_expectation_in_http_1_0_is_ignored(endpoint: Worker) -> None:
+def test_expect_100_continue_in_http_1_0_is_ignored(endpoint: Worker) -> None:
     head, body = infer(endpoint, 3, offer="expect: 100-continue\r\n")
     with Client(endpoint) as client:
         client.send("one packet", (head.replace(b"HTTP/1.1", b"HTTP/1.0"), body))
@@ -179,7 +179,7 @@ def test_an_expectation_in_http_1_0_is_ignored(endpoint: Worker) -> None:
 
 
 @pytest.mark.parametrize("body", [b'{"inputs": []}', b"GET /v2/health/live HTTP/1.1\r\nhost: x\r\n\r\n"])
-def test_a_body_that_comes_after_its_answer_is_still_a_body(endpoint: Worker, body: bytes) -> None:
+def test_body_received_after_answer_is_not_read_as_request(endpoint: Worker, body: bytes) -> None:
     head = f"POST /unrouted HTTP/1.1\r\nhost: 127.0.0.1:{endpoint.port}\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     with Client(endpoint) as client:
         client.send("one packet", infer(endpoint, 1), (head, body[:5]))
@@ -195,9 +195,7 @@ def test_a_body_that_comes_after_its_answer_is_still_a_body(endpoint: Worker, bo
 @pytest.mark.parametrize(
     ("begin", "spaces"), [(b"zz\r\n", 0), (b"4000000\r\n", 33 << 20)], ids=["no chunk", "too much"]
 )
-def test_a_wrong_body_that_comes_after_its_answer_gets_no_second_one(
-    endpoint: Worker, begin: bytes, spaces: int
-) -> None:
+def test_invalid_body_received_after_answer_closes_connection(endpoint: Worker, begin: bytes, spaces: int) -> None:
     head = f"POST /unrouted HTTP/1.1\r\nhost: 127.0.0.1:{endpoint.port}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
     with Client(endpoint) as client:
         client.send("one packet", (head, b""))
@@ -223,7 +221,7 @@ WRONG = {
 
 @pytest.mark.parametrize("offer", [OFFERS["no offer"], OFFERS["h2c"]], ids=["no offer", "h2c"])
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_head_is_refused_once_and_ends_the_connection(endpoint: Worker, name: str, offer: str) -> None:
+def test_invalid_request_head_returns_one_error_and_closes_connection(endpoint: Worker, name: str, offer: str) -> None:
     lines, status = WRONG[name]
     lines = lines.replace(b"HOST", b"127.0.0.1:%d" % endpoint.port)
     head = b"POST %b HTTP/1.1\r\n%b%b\r\n\r\n" % (INFER.encode(), offer.encode(), lines)
@@ -235,7 +233,7 @@ def test_a_wrong_head_is_refused_once_and_ends_the_connection(endpoint: Worker, 
         assert client.is_closed_by_server()
 
 
-def test_a_head_that_becomes_too_large_with_its_last_packet_is_refused(endpoint: Worker) -> None:
+def test_request_head_too_large_with_last_packet_is_refused(endpoint: Worker) -> None:
     lines, status = WRONG["too large"]
     head = b"POST %b HTTP/1.1\r\n%b\r\n\r\n" % (INFER.encode(), lines.replace(b"HOST", b"127.0.0.1:%d" % endpoint.port))
     with Client(endpoint) as client:
@@ -245,7 +243,7 @@ def test_a_head_that_becomes_too_large_with_its_last_packet_is_refused(endpoint:
 
 @pytest.mark.parametrize("version", [b"2.0", b"0.9"])
 @pytest.mark.parametrize("offer", [OFFERS["no offer"], OFFERS["h2c"]], ids=["no offer", "h2c"])
-def test_another_version_of_http_is_refused(endpoint: Worker, version: bytes, offer: str) -> None:
+def test_unsupported_http_version_returns_505(endpoint: Worker, version: bytes, offer: str) -> None:
     head, _ = live(endpoint, offer)
     with Client(endpoint) as client:
         client.send("one packet", (head.replace(b"1.1", version), b""), live(endpoint))

@@ -12,7 +12,7 @@ from tests.serving.serving_worker import Worker
 from tests.support.server import scaled
 
 
-def test_damaged_streams_of_requests_get_at_most_one_answer_each(tmp_path: Path) -> None:
+def test_damaged_request_streams_get_at_most_one_answer_per_request(tmp_path: Path) -> None:
     counts: Counter[int] = Counter()
     with Worker(state_of(scaled(tmp_path, "blue"), blue=100)).running() as worker:
         for number in range(400):

@@ -35,7 +35,7 @@ def is_allowed(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:8080", "localhost:8080", "LocalHost:8080", "[::1]:8080"])
-def test_hosts_on_loopback_are_allowed(host: str) -> None:
+def test_is_allowed_with_loopback_host_returns_true(host: str) -> None:
     assert is_allowed(host)
 
 
@@ -46,17 +46,17 @@ def test_hosts_on_loopback_are_allowed(host: str) -> None:
         *("localhost:8080.evil.example", "127.0.0.1:8080@evil.example", "", None),
     ],
 )
-def test_other_hosts_on_loopback_are_refused(host: str | None) -> None:
+def test_is_allowed_with_foreign_host_on_loopback_returns_false(host: str | None) -> None:
     assert not is_allowed(host)
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]", "localhost:80"])
-def test_the_port_of_http_may_be_left_out(host: str) -> None:
+def test_is_allowed_with_omitted_port_80_returns_true(host: str) -> None:
     assert is_allowed(host, port=80)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.2", "::1"])
-def test_the_address_that_is_listened_on_is_a_host(address: str) -> None:
+def test_is_allowed_with_listening_address_returns_true(address: str) -> None:
     assert is_allowed(f"[{address}]:8080" if ":" in address else f"{address}:8080", address=address)
     assert not is_allowed("evil.example:8080", address=address)
 
@@ -73,17 +73,17 @@ def test_the_address_that_is_listened_on_is_a_host(address: str) -> None:
     ],
 )
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])  # noqa: S104 (what a container listens on)
-def test_hosts_that_the_settings_allow(host: str, allowed: bool, address: str) -> None:
+def test_is_allowed_with_host_list_accepts_listed_hosts(host: str, allowed: bool, address: str) -> None:
     assert is_allowed(host, address=address, hosts="Models.example, gpu-box:8080,") is allowed
 
 
-def test_everywhere_else_no_header_is_checked_without_a_list() -> None:
+def test_is_allowed_on_all_addresses_without_list_returns_true() -> None:
     assert is_allowed("evil.example", "https://evil.example", address="0.0.0.0")  # noqa: S104
     assert is_allowed(None, "https://evil.example", address="::")
     assert not is_allowed("any", "https://evil.example", address="::", origins="https://good.example")
 
 
-def test_origins() -> None:
+def test_is_allowed_with_origin_list_accepts_only_listed_origins() -> None:
     host = "localhost:8080"
     allowed = "https://good.example, http://localhost:3000"
     assert not is_allowed(host, "https://good.example")
@@ -95,7 +95,7 @@ def test_origins() -> None:
     assert not is_allowed(host, "http://good.example", origins=allowed)
 
 
-def test_a_star_allows_any() -> None:
+def test_is_allowed_with_star_accepts_any_host_and_origin() -> None:
     assert is_allowed("evil.example", "null", hosts="*", origins="*")
     assert not is_allowed("evil.example", "null", hosts="*")
     assert not is_allowed("evil.example", origins="*")
@@ -112,7 +112,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     ("method", "path", "body"),
     [("POST", INFER, infer_body([1, 2])), ("GET", "/metrics", None), ("POST", "/feedback", b'{"feedback": []}')],
 )
-def test_a_foreign_page_is_refused_wherever_it_asks(
+def test_request_with_foreign_host_or_origin_returns_403(
     endpoint: Server, method: str, path: str, body: bytes | None
 ) -> None:
     for headers, status in (
@@ -132,7 +132,7 @@ def test_a_foreign_page_is_refused_wherever_it_asks(
 
 
 @pytest.mark.parametrize("refused", [{"host": "evil.example"}, {"origin": "https://evil.example"}])
-def test_a_known_head_with_another_host_or_origin_is_refused(endpoint: Server, refused: dict[str, str]) -> None:
+def test_repeated_head_with_foreign_host_or_origin_returns_403(endpoint: Server, refused: dict[str, str]) -> None:
     usual = {"host": "models.example", "origin": "https://good.example", "x-user-key": "anna"}
     connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=30)
     for headers, status in (*[(usual, 200)] * 3, ({**usual, "x-user-key": "bert"}, 200), ({**usual, **refused}, 403)):
@@ -143,7 +143,7 @@ def test_a_known_head_with_another_host_or_origin_is_refused(endpoint: Server, r
     connection.close()
 
 
-def test_a_server_for_all_addresses_answers_any_host(tmp_path: Path) -> None:
+def test_server_on_all_addresses_answers_any_host(tmp_path: Path) -> None:
     with Server(folder=tmp_path / "state", options=["--host=0.0.0.0"]) as server:
         headers = {"host": "shop.example", "origin": "https://shop.example"}
         assert server.call("GET", "/v2/health/live", headers=headers).status == 200

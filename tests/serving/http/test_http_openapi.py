@@ -29,7 +29,7 @@ def validator(name: str) -> Draft202012Validator:
     return Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": document["components"]})
 
 
-def test_requests_and_answers_fit_the_document() -> None:
+def test_openapi_schemas_accept_valid_request_and_answer() -> None:
     request = {"id": "1", "inputs": [X, T]}
     validator("InferRequest").validate(request)
     call = read_infer(encode(request), None, MODEL)
@@ -48,14 +48,14 @@ def test_requests_and_answers_fit_the_document() -> None:
         [X, T, T],
     ],
 )
-def test_wrong_requests_do_not_fit_it(inputs: list[object]) -> None:
+def test_openapi_schema_with_invalid_request_raises_validation_error(inputs: list[object]) -> None:
     from jsonschema import ValidationError
 
     with pytest.raises(ValidationError):
         validator("InferRequest").validate({"inputs": inputs})
 
 
-def test_every_type_and_several_deployments_are_described() -> None:
+def test_build_openapi_with_all_types_and_versions_describes_them() -> None:
     from jsonschema import Draft202012Validator
 
     every = signature([spec(dtype, dtype, "n") for dtype in DATATYPE_OF], [spec("y", "bfloat16")])

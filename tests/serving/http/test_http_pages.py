@@ -112,7 +112,7 @@ def get(worker: Worker, path: str, headers: dict[str, str] | None = None) -> tup
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
-def test_pages_load_nothing_and_forbid_scripts(worker: Worker, path: str) -> None:
+def test_pages_load_no_resources_and_forbid_scripts(worker: Worker, path: str) -> None:
     head, body = get(worker, path)
     lines = head.decode().split("\r\n")
     assert lines[0] == "HTTP/1.1 200 OK"
@@ -128,7 +128,7 @@ def test_pages_load_nothing_and_forbid_scripts(worker: Worker, path: str) -> Non
     assert not any(urlsplit(link).netloc or urlsplit(link).scheme for link in page.links)
 
 
-def test_start_page_links_answer(worker: Worker) -> None:
+def test_start_page_links_return_200(worker: Worker) -> None:
     _, body = get(worker, "/")
     links = Page(body.decode()).links
     assert {"docs", "metrics", "openapi.json", "v2/health/ready", "v2/models/m"} <= set(links)
@@ -152,7 +152,7 @@ def test_docs_page_shows_every_operation_and_schema(worker: Worker) -> None:
     assert get(worker, "/docs", {"accept-encoding": "gzip"})[1][:2] == gzip.compress(b"")[:2]
 
 
-def test_docs_page_command_is_a_request_that_is_answered(worker: Worker) -> None:
+def test_docs_page_example_command_returns_200(worker: Worker) -> None:
     _, body = get(worker, "/docs")
     command = split_by_shell(Page(body.decode()).preformatted[0])
     assert command[:2] == ["curl", "http://x/v2/models/m/infer"]
@@ -161,7 +161,7 @@ def test_docs_page_command_is_a_request_that_is_answered(worker: Worker) -> None
     assert answer.startswith(b"HTTP/1.1 200 OK")
 
 
-def test_pages_before_the_first_publication(worker: Worker) -> None:
+def test_pages_before_first_publication_report_nothing_published(worker: Worker) -> None:
     worker.shared.header[REVISION] = 0
     head, body = get(worker, "/")
     assert head.startswith(b"HTTP/1.1 200 OK")
@@ -202,7 +202,7 @@ def test_start_page_shows_versions_with_shares_requests_and_errors() -> None:
     assert "Generation 7 of the routing table, served here since 1970-01-01 00:00:00 UTC" in words
 
 
-def test_start_page_counts_the_requests_of_the_worker(worker: Worker) -> None:
+def test_start_page_after_rejected_request_counts_it(worker: Worker) -> None:
     def count_rejected() -> int:
         _, body = get(worker, "/")
         rows = re.findall(r"<tr><td><code>.*?<td>ready", body.decode(), re.DOTALL)
@@ -215,7 +215,7 @@ def test_start_page_counts_the_requests_of_the_worker(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_pages_show_hostile_names_as_text(name: str) -> None:
+def test_pages_with_hostile_names_show_them_as_text(name: str) -> None:
     names = [spec(name, "float32", "batch", 2), spec(f"{name}2", "string", name)]
     model = signature(names, [spec(name, "float16", name)])
     model.model = name
@@ -237,7 +237,7 @@ def test_pages_show_hostile_names_as_text(name: str) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(st.text(), st.binary(max_size=40))
-def test_example_command_is_one_command_with_any_name_and_host(name: str, host: bytes) -> None:
+def test_build_example_with_any_name_and_host_returns_one_command(name: str, host: bytes) -> None:
     model = signature([spec(name, "float32", "batch", 2)])
     model.model = name
     command, request = build_example(model, host)
@@ -250,7 +250,7 @@ def test_example_command_is_one_command_with_any_name_and_host(name: str, host: 
     assert urlsplit(url).scheme == "http"
 
 
-def test_example_of_every_type_is_a_valid_request() -> None:
+def test_build_example_of_all_types_returns_valid_request() -> None:
     model = signature(
         [spec(dtype, dtype, "n", 2) for dtype in ("bool", "uint8", "int64", "float16", "float64", "string")]
         + [spec("scalar", "float32")]
@@ -261,7 +261,7 @@ def test_example_of_every_type_is_a_valid_request() -> None:
 
 
 @pytest.mark.parametrize("name", ["image", *HOSTILE])
-def test_example_of_a_large_input_sends_a_file_that_the_page_writes(tmp_path: Path, name: str) -> None:
+def test_build_example_of_large_input_sends_generated_file(tmp_path: Path, name: str) -> None:
     command, request = build_example(signature([spec(name, "float32", "batch", 3, 224, 224)]), b"x")
     assert split_by_shell(command)[-1] == "@request.json"
     assert len(request) < 1000
@@ -270,7 +270,7 @@ def test_example_of_a_large_input_sends_a_file_that_the_page_writes(tmp_path: Pa
     assert (tensor["name"], tensor["shape"], len(tensor["data"])) == (name, [1, 3, 224, 224], 3 * 224 * 224)
 
 
-def test_example_of_bfloat16_is_binary_or_none() -> None:
+def test_build_example_of_bfloat16_is_binary_or_empty() -> None:
     outputs = [spec("y", "bfloat16", "batch")]
     command, _ = build_example(signature([spec("x", "float32", "batch")], outputs), b"x")
     assert split_by_shell(command)[-2:] == ["--output", "response.bin"]
@@ -279,7 +279,7 @@ def test_example_of_bfloat16_is_binary_or_none() -> None:
     assert "binary form" in build_docs_page([model], {}).body.decode()
 
 
-def test_pages_of_a_model_with_hostile_names_are_served(build: Callable[..., Deployment]) -> None:
+def test_server_with_hostile_model_names_serves_pages(build: Callable[..., Deployment]) -> None:
     deployment = build(
         [helper.make_node("Identity", [HOSTILE[0]], [HOSTILE[1]])],
         [(HOSTILE[0], TensorProto.FLOAT, [HOSTILE[1], 2])],

@@ -101,7 +101,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
         yield worker
 
 
-def test_a_client_that_does_not_read_gets_its_responses_later_and_none_behind_the_last(worker: Worker) -> None:
+def test_connection_with_paused_writing_sends_responses_after_resume(worker: Worker) -> None:
     connection, transport = worker.build_connection(), Transport()
     connection.connection_made(transport)  # type: ignore[arg-type]
     connection.pause_writing()
@@ -118,7 +118,7 @@ def test_a_client_that_does_not_read_gets_its_responses_later_and_none_behind_th
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.sampled_from(MESSAGES), min_size=1, max_size=4), EDITS, st.lists(st.integers(0, 1500), max_size=4))
-def test_responses_do_not_depend_on_the_cuts(
+def test_responses_to_split_requests_match_unsplit_requests(
     worker: Worker, messages: list[bytes], edits: list[tuple[int, str, bytes]], cuts: list[int]
 ) -> None:
     data = b"".join(messages)

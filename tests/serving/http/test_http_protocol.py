@@ -100,7 +100,7 @@ FORMS: Mapping[str, Callable[[str, bytes, dict[str, str]], bytes]] = {
 
 
 @pytest.mark.parametrize("name", CORPUS)
-def test_an_unusual_form_of_a_request_gets_the_same_bytes(worker: Worker, name: str) -> None:
+def test_request_in_unusual_form_returns_same_bytes(worker: Worker, name: str) -> None:
     path, body, headers = CORPUS[name]
     if not any("variant" in h or "key" in h for h in headers):
         headers = {**headers, "azureml-model-deployment": "blue"}
@@ -113,7 +113,7 @@ def test_an_unusual_form_of_a_request_gets_the_same_bytes(worker: Worker, name: 
         assert without_date(answer.replace(b"connection: close\r\n", b"")) == without_date(usual), form
 
 
-def test_a_connection_whose_heads_differ_in_values_gets_the_answers_to_its_bodies(worker: Worker) -> None:
+def test_requests_with_different_header_values_receive_their_own_answers(worker: Worker) -> None:
     with worker.connect() as client:
         for number in range(12):
             pin = "blue" if number % 3 else "green"
@@ -138,7 +138,7 @@ def data_of(answers: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize("piece", [1, 1000, 65_537, 1 << 20])
-def test_large_bodies_come_in_pieces_and_small_requests_follow(worker: Worker, piece: int) -> None:
+def test_large_bodies_in_pieces_with_small_requests_between_are_answered(worker: Worker, piece: int) -> None:
     requests = (large(1, 2, room=300_000), large(3, 4, room=700_000), GOOD, large(5, 6, room=70_000), GOOD)
     sent = b"".join(requests)
     with worker.connect() as client:
@@ -154,7 +154,7 @@ def test_large_bodies_come_in_pieces_and_small_requests_follow(worker: Worker, p
 
 
 @pytest.mark.parametrize("first", [0, 10, -1])
-def test_large_bodies_behind_one_head(worker: Worker, first: int) -> None:
+def test_repeated_large_bodies_with_equal_head_are_answered(worker: Worker, first: int) -> None:
     """The first piece of a request is its head and so many bytes; -1: it ends within the head."""
     requests = [large(number, 7, room=400_000) for number in range(1, 6)]
     head = requests[0].index(b"\r\n\r\n") + 4
@@ -181,7 +181,7 @@ def test_large_bodies_behind_one_head(worker: Worker, first: int) -> None:
 
 
 @pytest.mark.parametrize("pad", range(8))
-def test_large_tensors_in_the_binary_form_are_aligned_where_they_were_read(worker: Worker, pad: int) -> None:
+def test_large_binary_tensor_with_unaligned_header_is_read_correctly(worker: Worker, pad: int) -> None:
     rows = np.arange(80_000, dtype=np.float32).reshape(-1, 2)
     tensor = {**X, "shape": rows.shape, "parameters": {"binary_data_size": rows.nbytes}}
     del tensor["data"]
@@ -197,7 +197,7 @@ def test_large_tensors_in_the_binary_form_are_aligned_where_they_were_read(worke
 
 @pytest.mark.parametrize("start", [b"", b"1234567"])
 @pytest.mark.parametrize("length", [b"", b"0", b"5", b"161", b"162", b"-1", b"x", b"9" * 5000])
-def test_a_large_body_reader_aligns_what_follows_the_header(start: bytes, length: bytes) -> None:
+def test_large_body_reader_aligns_data_after_json_header(start: bytes, length: bytes) -> None:
     content = bytes(range(256)) * 300
     collected: list[tuple[memoryview, int]] = []
     connection: Any = SimpleNamespace(body_received=lambda body, size: collected.append((body, size)))
@@ -215,7 +215,7 @@ def test_a_large_body_reader_aligns_what_follows_the_header(start: bytes, length
     assert (place + (int(length) if len(length) < 5 and length.isdigit() else 0)) % 8 == 0
 
 
-def test_a_large_body_that_never_ends_is_refused_and_forgotten(hasty: Worker) -> None:
+def test_incomplete_large_body_returns_408_and_frees_memory(hasty: Worker) -> None:
     request = large(1, 2, room=500_000)
     with hasty.connect() as client:
         client.sendall(request[:300_000])
@@ -265,7 +265,7 @@ def test_a_large_body_that_never_ends_is_refused_and_forgotten(hasty: Worker) ->
         (post(INFER, BODY, {"azureml-model-deployment": "grey"}), b"404"),
     ],
 )
-def test_what_is_wrong_is_refused_at_once(worker: Worker, request_bytes: bytes, status: bytes) -> None:
+def test_malformed_request_returns_error_status(worker: Worker, request_bytes: bytes, status: bytes) -> None:
     answer = worker.send(request_bytes)
     assert answer.startswith(b"HTTP/1.1 " + status)
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -274,7 +274,7 @@ def test_what_is_wrong_is_refused_at_once(worker: Worker, request_bytes: bytes, 
         assert b"connection: close" in head
 
 
-def test_a_chunked_body_that_is_too_large_ends_the_connection(worker: Worker) -> None:
+def test_chunked_body_above_limit_closes_connection(worker: Worker) -> None:
     """The refusal is the protocol's, which reads no more, and not that of the application behind it."""
     chunk = b"10000\r\n" + b" " * (1 << 16) + b"\r\n"
     chunks = worker.connections.max_body // (1 << 16) + 1
@@ -284,7 +284,7 @@ def test_a_chunked_body_that_is_too_large_ends_the_connection(worker: Worker) ->
     assert b"connection: close" in answer.split(b"\r\n")
 
 
-def test_all_bodies_together_are_bounded(hasty: Worker) -> None:
+def test_concurrent_bodies_above_total_limit_return_503(hasty: Worker) -> None:
     half = hasty.connections.max_body // 2
     head = post(INFER, b"").replace(b"length: 0", b"length: %d" % (half + 1))
     clients = [hasty.connect() for _ in range(18)]
@@ -299,12 +299,12 @@ def test_all_bodies_together_are_bounded(hasty: Worker) -> None:
     assert hasty.connections.body_bytes <= hasty.connections.max_body_bytes
 
 
-def test_a_request_that_comes_too_slowly_is_ended(hasty: Worker) -> None:
+def test_request_that_arrives_too_slowly_returns_408(hasty: Worker) -> None:
     for start in (b"POST ", post(INFER, BODY)[:-3], post(INFER, BODY, ODD)[:-3], b"GET /ping HTTP/1.1\r\nhost: x\r\n"):
         assert hasty.send(start).startswith(b"HTTP/1.1 408"), start
 
 
-def test_an_idle_connection_is_closed(hasty: Worker) -> None:
+def test_idle_connection_after_timeout_is_closed(hasty: Worker) -> None:
     with hasty.connect() as client:
         assert client.recv(1) == b""
     with hasty.connect() as client:
@@ -314,7 +314,7 @@ def test_an_idle_connection_is_closed(hasty: Worker) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"POST ", GOOD[:40], GOOD[:-1], GOOD, GOOD * 3])
-def test_a_half_closed_connection_gets_its_answers_and_ends(worker: Worker, data: bytes) -> None:
+def test_half_closed_connection_receives_answers_and_is_closed(worker: Worker, data: bytes) -> None:
     with worker.connect() as client:
         client.sendall(data)
         client.shutdown(socket.SHUT_WR)
@@ -323,7 +323,7 @@ def test_a_half_closed_connection_gets_its_answers_and_ends(worker: Worker, data
     assert statuses[:1] == [200] if len(data) >= len(GOOD) else 200 not in statuses
 
 
-def test_idle_connections_give_way_and_busy_ones_do_not(tmp_path: Path) -> None:
+def test_connection_limit_closes_idle_connections_and_keeps_busy_ones(tmp_path: Path) -> None:
     with Worker(state_of(scaled(tmp_path, "blue"), blue=100), bounds={"max_connections": 5}).running() as worker:
         idle = [worker.connect() for _ in range(20)]
         assert worker.send(GOOD).startswith(b"HTTP/1.1 200")
@@ -345,7 +345,7 @@ def test_idle_connections_give_way_and_busy_ones_do_not(tmp_path: Path) -> None:
             client.close()
 
 
-def test_a_client_that_goes_away_leaves_nothing_behind(worker: Worker) -> None:
+def test_client_disconnect_at_any_point_frees_body_memory(worker: Worker) -> None:
     for piece in (b"", b"POST", post(INFER, BODY)[:-1], post(INFER, BODY, ODD)[:-1], GOOD):
         client = worker.connect()
         client.sendall(piece)

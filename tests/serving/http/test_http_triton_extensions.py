@@ -31,7 +31,7 @@ def call(worker: Worker, path: str, body: bytes = b"", method: str = "GET") -> t
     return int(head.split(b" ")[1]), json.loads(content)
 
 
-def test_config_of_a_model_that_is_not_batched_has_whole_shapes(worker: Worker) -> None:
+def test_config_of_unbatched_model_has_full_shapes(worker: Worker) -> None:
     for path in ("/v2/models/m/config", "/v2/models/m/versions/2/config"):
         assert call(worker, path) == (
             200,
@@ -46,14 +46,14 @@ def test_config_of_a_model_that_is_not_batched_has_whole_shapes(worker: Worker) 
         )
 
 
-def test_config_of_a_batched_model_has_shapes_without_rows(blue: Deployment) -> None:
+def test_config_of_batched_model_omits_batch_dimension(blue: Deployment) -> None:
     with Worker(state_of(replace(blue, batchable=True), blue=100)).running() as worker:
         _, config = call(worker, "/v2/models/m/config")
     assert config["max_batch_size"] == 1024
     assert config["input"][0]["dims"] == config["output"][0]["dims"] == [2]
 
 
-def test_config_of_a_model_with_fixed_rows_has_no_batch_size(build: Callable[..., Deployment]) -> None:
+def test_config_of_model_with_scalar_input_has_no_batch_size(build: Callable[..., Deployment]) -> None:
     deployment = build(
         [helper.make_node("Identity", ["x"], ["y"]), helper.make_node("Identity", ["s"], ["t"])],
         [("x", TensorProto.FLOAT, ["n", 3]), ("s", TensorProto.STRING, [])],
@@ -79,12 +79,14 @@ def test_config_of_a_model_with_fixed_rows_has_no_batch_size(build: Callable[...
         ("/v2/models/%00%3Cb%3E", r"no model is named '\x00<b>'"),
     ],
 )
-def test_unknown_models_and_versions_are_not_found(worker: Worker, path: str, message: str, action: str) -> None:
+def test_config_and_stats_of_unknown_model_or_version_return_404(
+    worker: Worker, path: str, message: str, action: str
+) -> None:
     status, document = call(worker, f"{path}/{action}")
     assert (status, message in document["error"]) == (404, True), document
 
 
-def test_other_methods_and_paths_are_refused(worker: Worker) -> None:
+def test_triton_extensions_with_other_method_or_path_are_refused(worker: Worker) -> None:
     assert call(worker, "/v2/models/m/config", method="POST")[0] == 405
     assert call(worker, "/v2/models/m/stats", method="POST")[0] == 405
     assert call(worker, "/v2/repository/index")[0] == 405
@@ -114,7 +116,7 @@ def test_statistics_count_requests_and_runs_by_version(blue: Deployment, green: 
     assert second["inference_stats"]["fail"] == {"count": 0, "ns": 0}
 
 
-def test_statistics_of_variants_of_a_version_are_added() -> None:
+def test_build_statistics_of_several_variants_returns_sums() -> None:
     rows = [[0] * metrics.COLUMNS for _ in range(2)]
     for row in rows:
         metrics.count_request(row, 200, 1e-3)  # type: ignore[arg-type]
@@ -125,7 +127,7 @@ def test_statistics_of_variants_of_a_version_are_added() -> None:
     }
 
 
-def test_list_models_shows_why_a_version_is_not_loaded(worker: Worker) -> None:
+def test_list_models_with_failed_version_shows_reason(worker: Worker) -> None:
     snapshot = worker.deployments.get_current()
     loaded = {"blue": snapshot.deployments["blue"]}
     partial = replace(snapshot, deployments=loaded, failed={"green": "its digest differs"})
@@ -155,7 +157,7 @@ def test_repository_index_lists_ready_versions(worker: Worker, body: bytes) -> N
         (b"[" * 2000, 413),
     ],
 )
-def test_repository_index_of_a_wrong_body_is_an_error(worker: Worker, body: bytes, status: int) -> None:
+def test_repository_index_with_invalid_body_returns_error(worker: Worker, body: bytes, status: int) -> None:
     found, document = call(worker, "/v2/repository/index", body, "POST")
     assert (found, bool(document["error"])) == (status, True)
     assert worker.send(post(INFER, infer_body([1, 2]))).startswith(b"HTTP/1.1 200")

@@ -20,11 +20,11 @@ DICTIONARY = zlib.compressobj(zdict=b"inputs")
 
 
 @given(st.binary(max_size=4000), st.sampled_from(sorted(CODINGS)))
-def test_inflate_returns_what_was_compressed(body: bytes, coding: bytes) -> None:
+def test_inflate_of_compressed_body_returns_body(body: bytes, coding: bytes) -> None:
     assert inflate(compress(body, coding), coding, len(body)) == body
 
 
-def test_inflate_stream_of_other_programs_is_read() -> None:
+def test_inflate_of_standard_library_stream_returns_body() -> None:
     assert inflate(gzip.compress(BODY), b"gzip", 1000) == BODY
     assert inflate(zlib.compress(BODY, 9), b"deflate", 1000) == BODY
 
@@ -50,13 +50,13 @@ def test_inflate_stream_of_other_programs_is_read() -> None:
         pytest.param(DICTIONARY.compress(BODY) + DICTIONARY.flush(), b"deflate", id="preset dictionary"),
     ],
 )
-def test_inflate_broken_body_is_refused(body: bytes, coding: bytes) -> None:
+def test_inflate_of_broken_body_raises_user_error(body: bytes, coding: bytes) -> None:
     with pytest.raises(UserError) as caught:
         inflate(body, coding, 1000)
     assert not isinstance(caught.value, TooLargeError)
 
 
-def test_inflate_charges_what_it_inflates_until_the_budget_is_exhausted() -> None:
+def test_inflate_beyond_budget_raises_service_unavailable_error() -> None:
     budget = InflateBudget(3 << 20)
     large = compress(bytes(2 << 20), b"gzip")
     with budget.reserve() as charge:
@@ -67,7 +67,7 @@ def test_inflate_charges_what_it_inflates_until_the_budget_is_exhausted() -> Non
     assert budget.bytes == 0
 
 
-def test_inflate_error_keeps_no_inflated_bytes() -> None:
+def test_inflate_after_error_keeps_no_inflated_bytes() -> None:
     bomb = compress(bytes(1 << 24), b"gzip")
     for max_bytes, budget_bytes in ((1 << 22, 1 << 30), (1 << 30, 1 << 22)):
         with pytest.raises(OnnxOpsError) as caught, InflateBudget(budget_bytes).reserve() as charge:
@@ -77,7 +77,7 @@ def test_inflate_error_keeps_no_inflated_bytes() -> None:
 
 
 @pytest.mark.parametrize("coding", sorted(CODINGS))
-def test_inflate_bomb_is_cut_at_the_limit(coding: bytes) -> None:
+def test_inflate_of_bomb_above_limit_raises_too_large_error(coding: bytes) -> None:
     bomb = compress(bytes(1 << 24), coding)
     assert len(bomb) < 1 << 17
     for body in (bomb, bomb[: len(bomb) // 2], bomb + bomb):
@@ -87,9 +87,7 @@ def test_inflate_bomb_is_cut_at_the_limit(coding: bytes) -> None:
 
 
 @given(st.binary(max_size=300), st.sampled_from(sorted(CODINGS)), st.integers(0, 400), st.binary(max_size=3))
-def test_inflate_damaged_body_raises_only_errors_of_the_client(
-    body: bytes, coding: bytes, place: int, piece: bytes
-) -> None:
+def test_inflate_of_damaged_body_raises_only_user_error(body: bytes, coding: bytes, place: int, piece: bytes) -> None:
     compressed = compress(body, coding)
     with contextlib.suppress(UserError):
         assert len(inflate(compressed[:place] + piece + compressed[place:], coding, 100)) <= 100
@@ -124,10 +122,10 @@ def test_inflate_damaged_body_raises_only_errors_of_the_client(
         (b"gzip" + b"," * 300, b""),
     ],
 )
-def test_choose_coding_follows_the_weights(accept_encoding: bytes, coding: bytes) -> None:
+def test_choose_coding_with_weights_returns_preferred_coding(accept_encoding: bytes, coding: bytes) -> None:
     assert choose_coding(accept_encoding) == coding
 
 
 @given(st.binary(max_size=300))
-def test_choose_coding_accepts_any_bytes(accept_encoding: bytes) -> None:
+def test_choose_coding_of_any_bytes_returns_known_coding_or_empty(accept_encoding: bytes) -> None:
     assert choose_coding(accept_encoding) in (b"", b"gzip", b"deflate")

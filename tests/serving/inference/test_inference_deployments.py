@@ -94,7 +94,7 @@ def server(tmp_path: Path) -> Server:
     return Server(tmp_path)
 
 
-def test_prepare_loads_missing_deployments_and_keeps_the_previous_revision(
+def test_prepare_loads_missing_deployments_and_keeps_previous_revision(
     server: Server, blue: Deployment, green: Deployment
 ) -> None:
     server.publish(1, state_of(blue, blue=100))
@@ -112,7 +112,7 @@ def test_prepare_loads_missing_deployments_and_keeps_the_previous_revision(
     assert server.dismissed == []
 
 
-def test_prepare_with_unequal_traffic_builds_a_control_replica(
+def test_prepare_with_unequal_traffic_builds_control_replica(
     server: Server, blue: Deployment, green: Deployment
 ) -> None:
     server.publish(1, state_of(blue, blue=100))
@@ -143,7 +143,7 @@ def test_prepare_with_unequal_traffic_builds_a_control_replica(
     assert not {*gone} & {*server.deployments.get_current().deployments.values()}
 
 
-def test_prepare_without_memory_or_files_has_no_control_replica(
+def test_prepare_without_memory_or_files_builds_no_control_replica(
     server: Server, blue: Deployment, green: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deployments, "_MAX_REPLICA_BYTES", 10)
@@ -156,9 +156,7 @@ def test_prepare_without_memory_or_files_has_no_control_replica(
     assert set(server.deployments.get_current().deployments) == {"blue", "green"}
 
 
-def test_who_says_where_models_are_run_stays_the_same_until_a_rollout_ends(
-    server: Server, blue: Deployment, green: Deployment
-) -> None:
+def test_latency_leader_stays_same_until_rollout_ends(server: Server, blue: Deployment, green: Deployment) -> None:
     def leader(generation: int, **weights: int) -> str:
         server.publish(generation, state_of(blue, green, **weights))
         held = server.deployments.get_current().deployments
@@ -172,7 +170,7 @@ def test_who_says_where_models_are_run_stays_the_same_until_a_rollout_ends(
     assert leader(5, blue=100, green=0) == "blue"
 
 
-def test_get_current_returns_a_revision_once_its_number_is_set(
+def test_get_current_after_publication_returns_new_revision(
     server: Server, blue: Deployment, green: Deployment
 ) -> None:
     server.publish(1, state_of(blue, blue=100))
@@ -185,7 +183,9 @@ def test_get_current_returns_a_revision_once_its_number_is_set(
     assert values.tolist() == [[2.0, 2.0]]  # who began with the old one ends with it
 
 
-def test_generations_are_ordered(server: Server, tmp_path: Path, blue: Deployment, green: Deployment) -> None:
+def test_publish_of_older_or_changed_generation_raises_conflict_error(
+    server: Server, tmp_path: Path, blue: Deployment, green: Deployment
+) -> None:
     both = state_of(blue, green, blue=50, green=50)
     first = server.publish(5, both)
     assert server.publish(5, both) is first
@@ -200,7 +200,7 @@ def test_generations_are_ordered(server: Server, tmp_path: Path, blue: Deploymen
     assert server.table.state.generation == 6
 
 
-def test_a_failed_load_or_write_changes_nothing(
+def test_publish_with_failed_load_or_write_changes_nothing(
     server: Server, tmp_path: Path, blue: Deployment, green: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.publish(1, state_of(blue, blue=100))
@@ -219,7 +219,7 @@ def test_a_failed_load_or_write_changes_nothing(
     assert TableFile(tmp_path).read() == before.table
 
 
-def test_one_endpoint_serves_one_model(server: Server, blue: Deployment, green: Deployment) -> None:
+def test_publish_of_two_models_raises_user_error(server: Server, blue: Deployment, green: Deployment) -> None:
     with pytest.raises(UserError, match="exactly one model"):
         server.publish(0, state_of(blue, replace(green, model="other"), blue=50, green=50))
     with pytest.raises(ServiceUnavailableError, match="no deployment is published"):
@@ -227,7 +227,9 @@ def test_one_endpoint_serves_one_model(server: Server, blue: Deployment, green: 
     assert server.deployments.get_published() is None
 
 
-def test_a_restart_serves_what_it_can(server: Server, tmp_path: Path, blue: Deployment, green: Deployment) -> None:
+def test_restore_with_missing_model_serves_remaining_deployments(
+    server: Server, tmp_path: Path, blue: Deployment, green: Deployment
+) -> None:
     server.publish(3, state_of(blue, green, blue=50, green=50))
     published = server.deployments.get_current()
     Path(green.location).rename(tmp_path / "away")
@@ -250,7 +252,7 @@ def test_a_restart_serves_what_it_can(server: Server, tmp_path: Path, blue: Depl
     assert [(row[LOADS], row[LOAD_FAILURES]) for row in totals] == [(1, 0), (0, 1)]
 
 
-def test_nothing_to_restore(server: Server) -> None:
+def test_restore_of_empty_folder_has_no_state(server: Server) -> None:
     server.endpoint.restore()
     assert server.endpoint.state is None
     assert server.shared.header[REVISION] == 0

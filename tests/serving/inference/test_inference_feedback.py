@@ -47,7 +47,7 @@ def feedback_of(server: ServerFamily) -> dict[str, tuple[int, int]]:
     return {name: (found.feedback, found.successes) for name, found in server.counts().deployments.items()}
 
 
-def test_feedback_counts_for_the_deployment_that_answered(server: ServerFamily) -> None:
+def test_feedback_by_request_id_counts_for_deployment_that_answered(server: ServerFamily) -> None:
     answered = {f"r-{n}": ask(server, **{"x-request-id": f"r-{n}"}) for n in range(40)}
     assert set(answered.values()) == {"blue", "green"}
     good = {name: n % 3 > 0 for n, name in enumerate(answered)}
@@ -63,7 +63,7 @@ def test_feedback_counts_for_the_deployment_that_answered(server: ServerFamily) 
     assert feedback_of(server) == expected
 
 
-def test_by_user_key_and_by_name(server: ServerFamily) -> None:
+def test_feedback_by_user_key_or_deployment_name_counts(server: ServerFamily) -> None:
     users = {f"user-{n}": ask(server, **{"x-user-key": f"user-{n}"}) for n in range(20)}
     assert report(server, *({"key": user, "success": True} for user in users)).json()["counted"] == 20
     response = report(server, {"deployment": "green", "success": False}, {"deployment": "red", "success": False})
@@ -89,13 +89,13 @@ NO_REPORTS = (
 OTHER_KINDS = (None, "", "text/plain", "application/x-www-form-urlencoded", "text/plain;application/json", "json")
 
 
-def test_what_is_no_report_is_refused_whole(server: ServerFamily) -> None:
+def test_malformed_feedback_report_returns_400_and_counts_nothing(server: ServerFamily) -> None:
     for body in NO_REPORTS:
         assert server.call("POST", "/feedback", body, {"content-type": "application/json"}).status == 400, body
         assert feedback_of(server) == {"blue": (0, 0), "green": (0, 0)}, body
 
 
-def test_feedback_that_is_not_json_is_refused(server: ServerFamily) -> None:
+def test_feedback_with_other_content_type_returns_415(server: ServerFamily) -> None:
     body = json.dumps({"feedback": [{"deployment": "green", "success": True}]}).encode()
     for kind in OTHER_KINDS:
         answer = server.call("POST", "/feedback", body, {} if kind is None else {"content-type": kind})
@@ -107,7 +107,7 @@ def test_feedback_that_is_not_json_is_refused(server: ServerFamily) -> None:
     assert server.call("POST", "/feedback", body, usual).json() == {"counted": 1, "unknown": 0}
 
 
-def test_before_the_first_publication_nothing_is_known(tmp_path: Path) -> None:
+def test_feedback_before_first_publication_is_unknown(tmp_path: Path) -> None:
     with ServerFamily(folder=tmp_path / "state") as server:
         assert report(server, {"key": "a", "success": True}).json() == {"counted": 0, "unknown": 1}
         assert server.counts().deployments == {}

@@ -47,18 +47,18 @@ TOKENS = FeedbackTokens(make_table())
 
 
 @given(st.sampled_from(["old", "new"]), st.integers(0, KEYLESS_CELL))
-def test_token_says_what_was_sealed_at_any_server_of_the_table(deployment: str, cell: int) -> None:
+def test_open_of_sealed_token_returns_deployment_and_cell(deployment: str, cell: int) -> None:
     token = must(FeedbackTokens(make_table()).open(TOKENS.seal(deployment, cell).decode()))
     assert (token.deployment, token.cell, token.is_current) == (deployment, cell, True)
 
 
 @given(st.one_of(st.text(), st.text(st.characters(codec="ascii"), min_size=56, max_size=56), st.binary().map(repr)))
-def test_open_of_any_text_is_none(text: str) -> None:
+def test_open_of_arbitrary_text_returns_none(text: str) -> None:
     assert TOKENS.open(text) is None
 
 
 @given(st.data())
-def test_open_of_changed_token_is_none(data: st.DataObject) -> None:
+def test_open_of_changed_token_returns_none(data: st.DataObject) -> None:
     text = TOKENS.seal("new", 7).decode()
     place = data.draw(st.integers(0, len(text) - 1))
     other = data.draw(st.text(max_size=3).filter(lambda other: other.translate({43: "-", 47: "_"}) != text[place]))
@@ -67,14 +67,14 @@ def test_open_of_changed_token_is_none(data: st.DataObject) -> None:
     assert TOKENS.open(text + text[:place] + "A") is None
 
 
-def test_tokens_of_one_answer_differ_and_have_one_length() -> None:
+def test_seal_of_same_answer_returns_distinct_tokens_of_equal_length() -> None:
     tokens = {TOKENS.seal("new", 7) for _ in range(1000)}
     assert len(tokens) == 1000
     assert len({token[20:] for token in tokens}) == 1000, "the sealed part does not repeat either"
     assert {len(token) for token in (*tokens, TOKENS.seal("old", KEYLESS_CELL))} == {56}
 
 
-def test_stamps_grow_though_the_clock_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_stamps_with_stopped_clock_increase(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time_ns()
     monkeypatch.setattr(time, "time_ns", lambda: now)
     tokens = FeedbackTokens(make_table())
@@ -95,12 +95,12 @@ def test_stamps_grow_though_the_clock_does_not(monkeypatch: pytest.MonkeyPatch) 
         pytest.param(make_table(key=OTHER_KEY), None, id="another key"),
     ],
 )
-def test_open_under_another_table(table: RoutingTable, expected: bool | None) -> None:
+def test_open_under_changed_table_reports_whether_token_is_current(table: RoutingTable, expected: bool | None) -> None:
     token = FeedbackTokens(table).open(TOKENS.seal("new", 7).decode())
     assert (None if token is None else token.is_current) == expected
 
 
-def test_token_counts_at_another_server_for_deployment_and_cell() -> None:
+def test_token_reported_at_other_server_counts_for_deployment_and_cell() -> None:
     table = make_table()
     first, second = FeedbackServer(table), FeedbackServer(make_table(1, oldest=0, old=100), table)
     cells = {name: find_cell(table, name) for name in ("old", "new")}
@@ -112,7 +112,7 @@ def test_token_counts_at_another_server_for_deployment_and_cell() -> None:
     assert first.read_feedback() == {"old": (0, 0), "new": (0, 0)}
 
 
-def test_token_counts_once_at_each_server_whichever_worker_gets_it() -> None:
+def test_token_reported_to_several_workers_counts_once_per_server() -> None:
     servers = FeedbackServer(make_table()), FeedbackServer(make_table())
     token = servers[0].answer("new")
     for server in servers:
@@ -122,7 +122,7 @@ def test_token_counts_once_at_each_server_whichever_worker_gets_it() -> None:
         assert server.shared.sum_slot(0)[metrics.UNKNOWN_FEEDBACK] == 2
 
 
-def test_token_of_a_deployment_that_is_loaded_later_counts_then() -> None:
+def test_token_of_unloaded_deployment_counts_after_it_is_loaded() -> None:
     first, second = FeedbackServer(make_table()), FeedbackServer(make_table(1, old=100))
     token = first.answer("new")
     assert second.report([token]) == (0, 1)
@@ -130,7 +130,7 @@ def test_token_of_a_deployment_that_is_loaded_later_counts_then() -> None:
     assert second.report([token]) == (1, 0)
 
 
-def test_tokens_that_are_forgotten_count_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_token_after_memory_overflow_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client must not repeat tokens until the memory has forgotten them: in no order do they count twice."""
     monkeypatch.setattr(metrics, "TOKEN_BUCKETS", 1)
     server = FeedbackServer(make_table())
@@ -141,7 +141,7 @@ def test_tokens_that_are_forgotten_count_no_more(monkeypatch: pytest.MonkeyPatch
     assert server.report([server.answer("new")]) == (1, 0)
 
 
-def test_token_that_is_reported_late_counts_after_a_hundred_thousand_others() -> None:
+def test_tokens_reported_after_100_000_others_are_mostly_counted() -> None:
     server = FeedbackServer(make_table(), workers=1)
     tokens = [server.answer("new") for _ in range(100_000)]
     late, rest = tokens[:1000], tokens[1000:]
@@ -152,7 +152,7 @@ def test_token_that_is_reported_late_counts_after_a_hundred_thousand_others() ->
     assert unknown < 40  # a bucket of 8 has 3 on average: 1.2 % are full
 
 
-def test_token_of_another_split_counts_and_is_no_evidence() -> None:
+def test_token_of_earlier_split_is_counted_but_not_judged() -> None:
     earlier, table = make_table(1, old=90, new=10), make_table(5)
     server = FeedbackServer(earlier)
     cell = find_cell(earlier, "new")
@@ -169,7 +169,7 @@ def test_token_of_another_split_counts_and_is_no_evidence() -> None:
         assert f'onnx_ops_{name}{{{labels},judged="false"}} 1\n' in page
 
 
-def test_token_of_a_name_with_other_files_is_unknown() -> None:
+def test_token_of_deployment_with_replaced_files_is_unknown() -> None:
     server = FeedbackServer(make_table(1))
     token = server.answer("new")
     server.publish(change_files(make_table(5), "new"))
@@ -178,12 +178,12 @@ def test_token_of_a_name_with_other_files_is_unknown() -> None:
 
 
 @pytest.mark.parametrize("key", ["", OTHER_KEY])
-def test_token_at_a_table_without_the_key_is_unknown(key: str) -> None:
+def test_token_under_table_without_its_key_is_unknown(key: str) -> None:
     token = FeedbackServer(make_table()).answer("new")
     assert FeedbackServer(make_table(key=key)).report([token]) == (0, 1)
 
 
-def test_token_in_a_split_with_epochs_counts_for_no_cell() -> None:
+def test_token_in_split_with_epochs_counts_for_no_cell() -> None:
     server = FeedbackServer(make_table(epoch_s=60.0))
     assert server.report([server.answer("new", 7)]) == (1, 0)
     assert server.read_feedback()["new"] == (1, 1)
@@ -204,7 +204,7 @@ class TestProcess:
             publish(server, table)
             yield server
 
-    def test_each_routed_answer_has_its_token(self, server: ServerFamily) -> None:
+    def test_routed_answers_have_distinct_tokens(self, server: ServerFamily) -> None:
         """Those of memory that is bound to a text that came before, compressed ones and errors too."""
         answers = [ask(server) for _ in range(20)]
         answers.append(ask(server, body=b"{", status=400))
@@ -215,15 +215,15 @@ class TestProcess:
         assert {name: one.feedback for name, one in server.counts().deployments.items()} == dict(names)
         assert report(server, tokens) == {"counted": 0, "unknown": len(tokens)}
 
-    def test_answer_of_a_selected_deployment_has_no_token(self, server: ServerFamily) -> None:
+    def test_answer_of_selected_deployment_has_no_token(self, server: ServerFamily) -> None:
         assert FEEDBACK_HEADER not in ask(server, pin="green").headers
 
-    def test_answer_without_a_lease_has_no_token(self, server: ServerFamily, table: RoutingTable) -> None:
+    def test_answer_without_lease_has_no_token(self, server: ServerFamily, table: RoutingTable) -> None:
         state = replace(table.state, generation=5)
         publish(server, replace(table, state=state, fallback="blue"))
         assert FEEDBACK_HEADER not in ask(server).headers
 
-    def test_key_is_in_no_file_and_in_no_answer(self, server: ServerFamily, table: RoutingTable) -> None:
+    def test_feedback_key_appears_in_no_file_or_answer(self, server: ServerFamily, table: RoutingTable) -> None:
         ask(server)
         server.stop()
         server.start()
@@ -237,7 +237,7 @@ class TestProcess:
         assert not any(KEY.encode() in text for text in (*shown, server.log().encode(), repr(table).encode()))
 
     @pytest.mark.parametrize("key", ["0f0f", "secret" * 6, 16 * "0F"])
-    def test_table_with_another_key_is_refused_without_naming_it(self, server: ServerFamily, key: str) -> None:
+    def test_table_with_malformed_key_is_refused_without_showing_it(self, server: ServerFamily, key: str) -> None:
         table = json.loads(codec.dumps(make_table(9)))
         answer = server.admin("PUT", json.dumps({**table, "feedback_key": key}).encode(), TABLE_PATH)
         assert answer.status == 400

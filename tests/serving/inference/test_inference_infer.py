@@ -52,7 +52,7 @@ def echoed(call: InferenceRequest, model: ModelSignature) -> tuple[Any, bytes]:
 
 @settings(deadline=None)
 @given(typed_arrays(), st.booleans())
-def test_every_type_survives_json_flat_and_nested(case: tuple[str, np.ndarray[Any, Any]], nested: bool) -> None:
+def test_json_round_trip_of_any_type_preserves_values(case: tuple[str, np.ndarray[Any, Any]], nested: bool) -> None:
     dtype, array = case
     if array.dtype.kind == "f":
         array = np.nan_to_num(array, nan=0, posinf=1, neginf=-1)
@@ -70,7 +70,7 @@ def test_every_type_survives_json_flat_and_nested(case: tuple[str, np.ndarray[An
 
 @settings(deadline=None)
 @given(typed_arrays(list(DATATYPE_OF)), st.integers(0, 7), st.none() | st.integers(0, 7))
-def test_every_type_survives_the_binary_form_bit_by_bit(
+def test_binary_round_trip_of_any_type_preserves_bits(
     case: tuple[str, np.ndarray[Any, Any]], pad: int, place: int | None
 ) -> None:
     dtype, array = case
@@ -90,7 +90,7 @@ def test_every_type_survives_the_binary_form_bit_by_bit(
 
 @settings(deadline=None)
 @given(st.sampled_from(["float16", "float32", "float64", "int8", "uint8", "int64", "uint64"]), st.booleans(), st.data())
-def test_large_bodies_are_read_like_small_ones(dtype: str, nested: bool, data: st.DataObject) -> None:
+def test_read_infer_of_large_json_body_returns_same_values(dtype: str, nested: bool, data: st.DataObject) -> None:
     """They take another path: simdjson, without Python objects."""
     array = data.draw(hnp.arrays(dtype, (3, 10, 30), elements=hnp.from_dtype(np.dtype(dtype), allow_nan=False)))
     if array.dtype.kind == "f":
@@ -122,7 +122,7 @@ LONG = [1.5] * 1000
         ({"shape": [True, 1000]}, "integers"),
     ],
 )
-def test_wrong_large_bodies_are_refused_as_small_ones_are(changes: dict[str, object], message: str) -> None:
+def test_read_infer_of_invalid_large_body_raises_user_error(changes: dict[str, object], message: str) -> None:
     model = signature([spec("x", "float32", "b", 1000)])
     tensor = {"name": "x", "datatype": "FP32", "shape": [1, 1000], "data": LONG}
     read_infer(encode({"inputs": [tensor]}), None, model)
@@ -130,7 +130,7 @@ def test_wrong_large_bodies_are_refused_as_small_ones_are(changes: dict[str, obj
         read_infer(encode({"inputs": [{**tensor, **changes}]}), None, model)
 
 
-def test_a_request_is_read() -> None:
+def test_read_infer_of_valid_request_returns_its_fields() -> None:
     call = read_infer(encode({"id": "7", "inputs": [X], "outputs": [{"name": "p"}]}), None, PIXELS)
     assert (call.request_id, call.outputs, call.rows, call.binary) == ("7", ("p",), 2, ())
     np.testing.assert_array_equal(call.feed["x"], [[1, 2], [3, 4.5]])
@@ -162,7 +162,7 @@ def test_a_request_is_read() -> None:
         ({"inputs": [{k: v for k, v in X.items() if k != "data"}]}, "'x' has neither data nor"),
     ],
 )
-def test_a_wrong_request_says_what_is_wrong(document: object, message: str) -> None:
+def test_read_infer_of_invalid_request_names_problem(document: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
         read_infer(encode(document), None, PIXELS)
 
@@ -191,7 +191,7 @@ def test_a_wrong_request_says_what_is_wrong(document: object, message: str) -> N
         ({"data": [1, 2, 3, 1e300]}, "too large for FP32"),
     ],
 )
-def test_a_wrong_tensor_is_named(changes: dict[str, object], message: str) -> None:
+def test_read_infer_with_invalid_tensor_names_tensor(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         read_infer(x(**changes), None, PIXELS)
     assert "'x'" in str(caught.value)
@@ -211,19 +211,19 @@ def test_a_wrong_tensor_is_named(changes: dict[str, object], message: str) -> No
         ("bfloat16", 1.0, "of BF16 is not supported in JSON"),
     ],
 )
-def test_elements_are_not_bent(dtype: str, value: object, message: str) -> None:
+def test_read_infer_with_unrepresentable_element_raises_user_error(dtype: str, value: object, message: str) -> None:
     tensor = {"name": "x", "datatype": DATATYPE_OF[dtype], "shape": [1], "data": [value]}
     with pytest.raises(UserError, match=message):
         read_infer(encode({"inputs": [tensor]}), None, signature([spec("x", dtype, "b")]))
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b'{"inputs": NaN}', b"[" * 100_000, b"{}x", b'"x"'])
-def test_garbage_is_refused(body: bytes) -> None:
+def test_read_infer_of_malformed_json_raises_user_error(body: bytes) -> None:
     with pytest.raises(UserError, match=r"not JSON|list of inputs"):
         read_infer(body, None, PIXELS)
 
 
-def test_an_empty_tensor_cannot_ask_for_a_huge_answer() -> None:
+def test_read_infer_of_huge_shape_without_elements_raises_user_error() -> None:
     model = signature([spec("x", "float32", "a", "b")])
     assert read_infer(x(shape=[0, 2], data=[]), None, model).feed["x"].shape == (0, 2)
     with pytest.raises(UserError, match="too large for an empty tensor"):
@@ -245,7 +245,7 @@ def test_check_feed_returns_rows_and_rejects_unequal_symbols() -> None:
     assert read_infer(encode({"inputs": [tensor("a", 2, 3), tensor("b", 3, 3)]}), None, other).rows == 0
 
 
-def test_optional_inputs_may_be_left_out() -> None:
+def test_read_infer_without_optional_input_succeeds() -> None:
     model = signature([spec("x", "float32", "batch", 2), spec("t", "float32", 1)], optional=frozenset({"t"}))
     assert read_infer(x(), None, model).feed.keys() == {"x"}
     t = {"name": "t", "datatype": "FP32", "shape": [1], "data": [3]}
@@ -257,7 +257,7 @@ def test_optional_inputs_may_be_left_out() -> None:
 ONE = np.ones((1, 2), np.float32)
 
 
-def test_the_binary_form_with_several_inputs_and_mixed_outputs() -> None:
+def test_binary_request_with_several_inputs_returns_mixed_outputs() -> None:
     model = signature(
         [spec("a", "float32", "n", 2), spec("s", "string", "n")],
         [spec("y", "float32", "n", 2), spec("t", "string", "n")],
@@ -279,7 +279,7 @@ def test_the_binary_form_with_several_inputs_and_mixed_outputs() -> None:
     assert tail == text_bytes(["é\0"])
 
 
-def test_a_raw_body_is_the_only_input() -> None:
+def test_read_infer_of_raw_body_reads_only_input() -> None:
     call = read_infer(np.ones((3, 2), np.float32).tobytes(), 0, PIXELS)
     assert call.feed["x"].shape == (3, 2)
     assert call.binary == (True, True)
@@ -313,12 +313,12 @@ def header(parameters: object, shape: tuple[int, ...] = (1, 2), **more: object) 
         (header({}, data=[1, 2]), bytes(8), "8 bytes follow"),
     ],
 )
-def test_a_wrong_binary_body_says_what_is_wrong(json_part: bytes, tail: bytes, message: str) -> None:
+def test_read_infer_of_invalid_binary_body_names_problem(json_part: bytes, tail: bytes, message: str) -> None:
     with pytest.raises(UserError, match=message):
         read_infer(json_part + tail, len(json_part), PIXELS)
 
 
-def test_the_length_of_the_json_is_checked() -> None:
+def test_read_infer_with_wrong_header_length_raises_user_error() -> None:
     body, length = binary({"x": ("float32", ONE)})
     assert read_infer(body, length, PIXELS).rows == 1
     with pytest.raises(UserError, match=f"is {len(body) + 1}, but the body has {len(body)} bytes"):
@@ -345,7 +345,7 @@ def test_the_length_of_the_json_is_checked() -> None:
     ],
 )
 @pytest.mark.parametrize("count", [2, 10**12])
-def test_wrong_text_says_what_is_wrong(tail: bytes, message: str, count: int) -> None:
+def test_read_infer_of_invalid_binary_text_names_problem(tail: bytes, message: str, count: int) -> None:
     tensor = {"name": "s", "datatype": "BYTES", "shape": [count], "parameters": {"binary_data_size": len(tail)}}
     json_part = encode({"inputs": [tensor]})
     expected = message if count == 2 else "need more than"
@@ -361,7 +361,7 @@ def test_read_infer_with_too_many_texts_is_refused() -> None:
         read_infer(json_part + bytes(4 * count), len(json_part), signature([spec("s", "string", "n")]))
 
 
-def test_bool_bytes_are_0_or_1() -> None:
+def test_read_infer_of_bool_byte_other_than_0_or_1_raises_user_error() -> None:
     model = signature([spec("x", "bool", "n")])
     body, length = binary({"x": ("bool", np.array([True, False]))})
     assert read_infer(body, length, model).feed["x"].tolist() == [True, False]
@@ -369,7 +369,7 @@ def test_bool_bytes_are_0_or_1() -> None:
         read_infer(body[:-1] + b"\2", length, model)
 
 
-def test_bfloat16_goes_out_in_the_binary_form_only() -> None:
+def test_read_infer_with_bfloat16_output_requires_binary_form() -> None:
     model = signature([spec("x", "bfloat16", "n")], [spec("y", "bfloat16", "n")])
     bits = np.array([0x3F80], np.uint16)
     body, length = binary({"x": ("bfloat16", bits)})
@@ -380,14 +380,14 @@ def test_bfloat16_goes_out_in_the_binary_form_only() -> None:
     assert tail == b"\x80\x3f"
 
 
-def test_what_is_shown_of_a_request_is_short() -> None:
+def test_read_infer_error_with_long_values_is_short() -> None:
     for changes in ({"name": "z" * 10_000}, {"datatype": "z" * 10_000}, {"shape": [1] * 10_000}):
         with pytest.raises(UserError) as caught:
             read_infer(x(**changes), None, PIXELS)
         assert len(str(caught.value)) < 200
 
 
-def test_float32_is_written_as_the_shortest_text_that_reads_back() -> None:
+def test_encode_outputs_of_float32_writes_shortest_text() -> None:
     model = signature([spec("x", "float32", "n")], [spec("y", "float32", "n")])
     body, _ = encode_outputs(InferenceRequest({}, ("y",), 1), model, [np.array([0.1], np.float32)])
     assert b"[0.1]" in body
@@ -395,7 +395,7 @@ def test_float32_is_written_as_the_shortest_text_that_reads_back() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, 3])
-def test_nan_alone_is_refused_where_the_source_refuses_it(value: float) -> None:
+def test_read_infer_of_nan_is_refused_if_source_refuses_nan(value: float) -> None:
     body, length = binary({"x": ("float32", np.array([[1, value]], np.float32))})
     np.testing.assert_equal(read_infer(body, length, PIXELS).feed["x"][0, 1], np.float32(value))
     strict = signature(INPUTS, OUTPUTS, refuses_nan=True)

@@ -131,7 +131,7 @@ def test_load_while_files_are_replaced_never_loads_other_bytes(tmp_path: Path, c
 
 
 @pytest.mark.parametrize("has_library", [False, True], ids=["data", "library"])
-def test_load_after_replacement_between_check_and_session_loads_the_verified_files(
+def test_load_after_replacement_between_check_and_session_loads_verified_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_library: bool
 ) -> None:
     shared = ReplacedFolder(tmp_path, has_library=has_library)
@@ -159,7 +159,7 @@ def test_load_after_replacement_between_check_and_session_loads_the_verified_fil
     ],
     ids=["changed", "missing", "added"],
 )
-def test_fetch_of_a_damaged_copy_copies_the_files_again(
+def test_fetch_of_damaged_copy_copies_files_again(
     tmp_path: Path, damage: Callable[[Path], object], is_source_intact: bool
 ) -> None:
     shared = ReplacedFolder(tmp_path, has_library=False)
@@ -175,7 +175,9 @@ def test_fetch_of_a_damaged_copy_copies_the_files_again(
     assert digest_folder(copies.fetch(deployment)).digest() == deployment.manifest
 
 
-def test_fetch_of_a_pipe_that_no_process_writes_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetch_of_pipe_without_writer_raises_digest_mismatch_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shared = ReplacedFolder(tmp_path, has_library=False)
     deployment = shared.deploy()
     (shared.folder / "weights.bin").unlink()
@@ -186,7 +188,7 @@ def test_fetch_of_a_pipe_that_no_process_writes_to_is_refused(tmp_path: Path, mo
     assert [path.name for path in (tmp_path / "copies").iterdir() if path.is_dir()] == []
 
 
-def test_retain_keeps_needed_copies_and_the_two_that_were_used_last(tmp_path: Path) -> None:
+def test_retain_keeps_needed_copies_and_two_most_recently_used(tmp_path: Path) -> None:
     copies, deployments = ModelCopies(tmp_path / "copies"), []
     copies.retain([])  # before there is any
     for number in range(5):

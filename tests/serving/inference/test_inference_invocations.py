@@ -44,7 +44,7 @@ RECORDS = [{"a": 1, "b": 2, "c": 3}, {"c": 6, "b": 5, "a": 4}]
         ({"dataframe_records": RECORDS}, True),
     ],
 )
-def test_every_form_of_mlflow_feeds_the_same_tensor(document: object, table: bool) -> None:
+def test_read_invocation_of_any_mlflow_form_feeds_same_tensor(document: object, table: bool) -> None:
     call = read(document)
     assert call.response_format is (ResponseFormat.RECORDS if table else ResponseFormat.NAMED)
     assert call.rows == 2
@@ -53,7 +53,7 @@ def test_every_form_of_mlflow_feeds_the_same_tensor(document: object, table: boo
 
 
 @pytest.mark.parametrize("form", ["inputs", "instances", "named", "dataframe_split", "dataframe_records"])
-def test_large_bodies_of_every_form_feed_the_same_tensor(form: str) -> None:
+def test_read_invocation_of_large_body_in_any_form_feeds_same_tensor(form: str) -> None:
     rows = np.arange(3000, dtype=np.float32).reshape(1000, 3) / 7
     document: dict[str, object] = {form: rows.tolist()}
     if form == "named":
@@ -75,7 +75,7 @@ def test_large_bodies_of_every_form_feed_the_same_tensor(form: str) -> None:
         {"dataframe_records": [{"city": "Bern", "age": 30}, {"age": 40, "city": "Ulm"}]},
     ],
 )
-def test_columns_feed_several_inputs(document: object) -> None:
+def test_read_invocation_of_columns_feeds_several_inputs(document: object) -> None:
     feed = read(document, TABLE).feed
     assert feed["age"].tolist() == [[30], [40]]
     assert feed["city"].tolist() == ["Bern", "Ulm"]
@@ -105,12 +105,12 @@ def test_columns_feed_several_inputs(document: object) -> None:
         ({"dataframe_split": {"columns": ["a", "b", "c"], "data": []}}, "shape"),
     ],
 )
-def test_a_wrong_invocation_says_what_is_wrong(document: object, message: str) -> None:
+def test_read_invocation_of_invalid_body_names_problem(document: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
         read(document)
 
 
-def test_several_inputs_must_be_named() -> None:
+def test_read_invocation_with_missing_input_names_raises_user_error() -> None:
     with pytest.raises(UserError, match="must name them: age, city"):
         read({"inputs": [[1]]}, TABLE)
     with pytest.raises(UserError, match="no input 'size'"):
@@ -127,7 +127,7 @@ def predictions(call: InferenceRequest, arrays: list[np.ndarray[Any, Any]]) -> A
     return json.loads(body)["predictions"]
 
 
-def test_predictions_come_by_name_or_as_records() -> None:
+def test_predictions_are_returned_by_name_or_as_records() -> None:
     values: list[np.ndarray[Any, Any]] = [
         np.array([1, 0], np.longlong),  # the runtime's own int64
         np.array([[0.1, 0.75], [np.nan, 0.5]], np.float32),
@@ -153,7 +153,7 @@ def test_predictions_come_by_name_or_as_records() -> None:
         predictions(InferenceRequest({}, ("a", "b"), 0, ResponseFormat.RECORDS), [np.zeros(1), np.zeros(2)])
 
 
-def test_csv_is_a_table_with_names_in_its_first_line() -> None:
+def test_read_invocation_of_csv_reads_names_from_first_line() -> None:
     call = read_invocation(b"\xef\xbb\xbfa,b,c\r\n1,2,.5\n\n4,5,6e1\n", "text/csv; charset=utf-8", None, PIXELS)
     assert call.response_format is ResponseFormat.RECORDS
     np.testing.assert_array_equal(call.feed["x"], [[1, 2, 0.5], [4, 5, 60]])
@@ -180,18 +180,18 @@ def test_csv_is_a_table_with_names_in_its_first_line() -> None:
         (b"\xff,b,c\n1,2,3\n", "not CSV"),
     ],
 )
-def test_wrong_csv_says_what_is_wrong(body: bytes, message: str) -> None:
+def test_read_invocation_of_invalid_csv_names_problem(body: bytes, message: str) -> None:
     with pytest.raises(UserError, match=message):
         read(body)
 
 
-def test_whole_numbers_and_truth_values_in_csv_are_not_bent() -> None:
+def test_read_invocation_of_csv_cell_unfit_for_type_raises_user_error() -> None:
     for dtype, cell in (("int64", "1.0"), ("int64", "9" * 30), ("bool", "1"), ("uint8", "-1")):
         with pytest.raises(UserError, match=r"holds|too large"):
             read(f"a\n{cell}\n".encode(), signature([spec("a", dtype, "n")]))
 
 
-def test_open_inference_comes_here_too_in_every_form() -> None:
+def test_read_invocation_of_open_inference_body_reads_json_and_binary() -> None:
     x = np.ones((1, 3), np.float32)
     tensor = {"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 1, 1]}
     assert read({"inputs": [tensor]}).response_format is ResponseFormat.INFER
@@ -202,7 +202,7 @@ def test_open_inference_comes_here_too_in_every_form() -> None:
         read_invocation(body, "application/octet-stream", None, PIXELS)
 
 
-def test_sagemaker_passes_only_the_content_type() -> None:
+def test_read_invocation_of_sagemaker_binary_reads_json_header_size() -> None:
     x = np.ones((1, 3), np.float32)
     body, length = binary({"x": ("float32", x)}, parameters={"binary_data_output": True})
     kind = "application/vnd.sagemaker-triton.binary+json"
@@ -218,7 +218,7 @@ def test_sagemaker_passes_only_the_content_type() -> None:
             read_invocation(body, kind + options, None, PIXELS)
 
 
-def test_a_bfloat16_answer_is_refused_before_the_model_runs() -> None:
+def test_read_invocation_with_bfloat16_output_raises_user_error() -> None:
     model = signature([spec("x", "float32", "n")], [spec("y", "bfloat16", "n")])
     with pytest.raises(UserError, match="output 'y' is BF16"):
         read({"inputs": [1, 2]}, model)
@@ -238,7 +238,7 @@ COLUMNS = signature(
         b"age,visits,city\n,3,\n4.5,4,Oslo\n",
     ],
 )
-def test_missing_values_of_a_table_are_nan(body: object) -> None:
+def test_read_invocation_of_table_with_missing_values_reads_nan(body: object) -> None:
     feed = read(body, COLUMNS).feed
     np.testing.assert_array_equal(feed["age"], np.array([[np.nan], [4.5]], np.float32))
     assert feed["visits"].tolist() == [[3], [4]]
@@ -262,6 +262,6 @@ def test_read_invocation_with_deep_lists_beside_null_is_refused() -> None:
         (b"age,visits,city\nold,2,a\n", "'age' of FP32 holds 'old' in row 1"),
     ],
 )  # fmt: skip
-def test_a_cell_that_does_not_fit_is_named_by_column_and_row(body: object, words: str) -> None:
+def test_read_invocation_with_unfit_cell_names_column_and_row(body: object, words: str) -> None:
     with pytest.raises(UserError, match=words):
         read(body if isinstance(body, bytes) else {"dataframe_records": body}, COLUMNS)

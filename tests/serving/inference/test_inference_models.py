@@ -43,14 +43,14 @@ def rewrite(deployment: Deployment, change: Callable[[onnx.ModelProto], object])
     return deploy(path.parent)
 
 
-def test_a_loaded_model_knows_its_tensors_and_runs(blue: Deployment) -> None:
+def test_loaded_model_has_signature_and_runs(blue: Deployment) -> None:
     model = load_once(blue)
     assert model.signature.inputs == {"x": TensorSpec(name="x", dtype="float32", shape=("batch", 2))}
     (y,) = model.run(("y",), {"x": np.array([[1, 2]], np.float32)})
     np.testing.assert_array_equal(y, [[2, 4]])
 
 
-def test_external_data_in_the_folder_is_loaded_and_covered_by_the_manifest(tmp_path: Path) -> None:
+def test_load_with_changed_external_data_raises_digest_mismatch_error(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     external_model(folder, "weights.bin")
     (folder / "weights.bin").write_bytes(np.full(4, 7, np.float32).tobytes())
@@ -63,7 +63,7 @@ def test_external_data_in_the_folder_is_loaded_and_covered_by_the_manifest(tmp_p
 
 
 @pytest.mark.parametrize("kind", ["relative", "absolute"])
-def test_external_data_outside_the_folder_is_refused(tmp_path: Path, kind: str) -> None:
+def test_load_with_external_data_outside_folder_is_refused(tmp_path: Path, kind: str) -> None:
     (tmp_path / "secret.bin").write_bytes(bytes(16))
     folder = tmp_path / "m"
     place = {"relative": "../secret.bin", "absolute": str(tmp_path / "secret.bin")}[kind]
@@ -72,7 +72,7 @@ def test_external_data_outside_the_folder_is_refused(tmp_path: Path, kind: str) 
         load_once(deploy(folder))
 
 
-def test_load_of_linked_external_data_loads_only_the_bytes_of_the_manifest(tmp_path: Path) -> None:
+def test_load_of_linked_external_data_loads_only_bytes_of_manifest(tmp_path: Path) -> None:
     (tmp_path / "weights.bin").write_bytes(bytes(16))
     folder = tmp_path / "m"
     external_model(folder, "link.bin")
@@ -85,7 +85,7 @@ def test_load_of_linked_external_data_loads_only_the_bytes_of_the_manifest(tmp_p
         load_once(deployment)
 
 
-def test_files_that_are_missing_or_broken(tmp_path: Path, blue: Deployment) -> None:
+def test_load_of_missing_or_broken_files_raises_error(tmp_path: Path, blue: Deployment) -> None:
     with pytest.raises(NotFoundError, match="folder does not exist"):
         load_once(replace(blue, location=str(tmp_path / "unrouted")))
     empty = tmp_path / "empty"
@@ -97,7 +97,7 @@ def test_files_that_are_missing_or_broken(tmp_path: Path, blue: Deployment) -> N
         load_once(deploy(empty))
 
 
-def test_outputs_that_the_protocol_cannot_carry_are_refused_with_a_remedy(build: Callable[..., Deployment]) -> None:
+def test_load_of_model_with_sequence_output_raises_user_error_with_remedy(build: Callable[..., Deployment]) -> None:
     deployment = build([helper.make_node("SequenceConstruct", ["x"], ["s"])], [("x", FLOAT, ["b", 2])], [])
     output = helper.make_tensor_sequence_value_info("s", FLOAT, ["b", 2])
     with pytest.raises(UserError, match="has no datatype") as caught:
@@ -105,7 +105,7 @@ def test_outputs_that_the_protocol_cannot_carry_are_refused_with_a_remedy(build:
     assert "ZipMap" in caught.value.remedy
 
 
-def test_a_model_that_runs_on_other_sizes_only_is_loaded_without_warm_up(build: Callable[..., Deployment]) -> None:
+def test_load_of_model_that_fails_on_warm_up_size_skips_warm_up(build: Callable[..., Deployment]) -> None:
     index = helper.make_node("Constant", [], ["i"], value=helper.make_tensor("i", INT, [1], [2]))
     gather = helper.make_node("Gather", ["x", "i"], ["y"], axis=1)
     model = load_once(build([index, gather], [("x", FLOAT, ["b", "n"])], [("y", FLOAT, ["b", 1])]))
@@ -114,7 +114,7 @@ def test_a_model_that_runs_on_other_sizes_only_is_loaded_without_warm_up(build: 
     assert model.seconds == 0
 
 
-def test_a_model_of_categories_is_loaded_although_it_knows_no_empty_text(build: Callable[..., Deployment]) -> None:
+def test_load_of_model_that_rejects_empty_text_succeeds(build: Callable[..., Deployment]) -> None:
     encode = helper.make_node("OneHotEncoder", ["city"], ["y"], domain="ai.onnx.ml", cats_strings=["Oslo"], zeros=0)
     deployment = build([encode], [("city", TensorProto.STRING, ["b", 1])], [("y", FLOAT, ["b", 1, 1])])
     model = load_once(deployment)
@@ -124,7 +124,7 @@ def test_a_model_of_categories_is_loaded_although_it_knows_no_empty_text(build: 
         model.run(("y",), {"city": np.array([["Rome"]], object)})
 
 
-def test_a_model_that_fails_on_one_row_is_refused(build: Callable[..., Deployment]) -> None:
+def test_load_of_model_that_fails_on_zeros_is_refused(build: Callable[..., Deployment]) -> None:
     shape = helper.make_node("Constant", [], ["s"], value=helper.make_tensor("s", INT, [1], [3]))
     reshape = helper.make_node("Reshape", ["x", "s"], ["y"])
     deployment = build([shape, reshape], [("x", FLOAT, ["b", 2])], [("y", FLOAT, [3])])
@@ -132,12 +132,12 @@ def test_a_model_that_fails_on_one_row_is_refused(build: Callable[..., Deploymen
         load_once(deployment)
 
 
-def test_inputs_that_the_runtime_refuses_are_unfit(blue: Deployment) -> None:
+def test_run_with_inputs_that_runtime_rejects_raises_inputs_rejected_error(blue: Deployment) -> None:
     with pytest.raises(InputsRejectedError, match="rejects these inputs"):
         load_once(blue).run(("y",), {"x": np.zeros((1, 2), np.float64)})
 
 
-def test_optional_inputs_and_defaults_may_be_left_out(build: Callable[..., Deployment]) -> None:
+def test_run_without_optional_inputs_uses_defaults(build: Callable[..., Deployment]) -> None:
     maybe = helper.make_optional_type_proto(helper.make_tensor_type_proto(FLOAT, ["b"]))
     loaded = load_once(
         build(
@@ -166,7 +166,7 @@ def test_optional_inputs_and_defaults_may_be_left_out(build: Callable[..., Deplo
     assert (y.tolist(), bool(has)) == ([[5, 6]], True)
 
 
-def test_bfloat16_runs_by_its_bits(build: Callable[..., Deployment]) -> None:
+def test_run_of_bfloat16_model_takes_and_returns_bits(build: Callable[..., Deployment]) -> None:
     bf16 = TensorProto.BFLOAT16
     nodes = [helper.make_node("Cast", ["x"], ["y"], to=FLOAT), helper.make_node("Cast", ["y"], ["z"], to=bf16)]
     model = load_once(build(nodes, [("x", bf16, ["b"])], [("y", FLOAT, ["b"]), ("z", bf16, ["b"])]))
@@ -178,7 +178,7 @@ def test_bfloat16_runs_by_its_bits(build: Callable[..., Deployment]) -> None:
 
 
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT8E4M3FN, TensorProto.INT4])
-def test_types_without_a_name_in_the_protocol_are_refused(build: Callable[..., Deployment], kind: int) -> None:
+def test_load_of_model_with_unsupported_datatype_raises_user_error(build: Callable[..., Deployment], kind: int) -> None:
     deployment = build([helper.make_node("Cast", ["x"], ["y"], to=FLOAT)], [("x", kind, ["b"])], [("y", FLOAT, ["b"])])
     with pytest.raises(UserError, match="has no datatype"):
         load_once(rewrite(deployment, lambda model: setattr(model.opset_import[0], "version", 21)))
@@ -210,7 +210,7 @@ def cache(tmp_path: Path) -> PackedModelCache:
     return PackedModelCache(tmp_path / "prepacked", min_bytes=1)
 
 
-def test_a_session_runs_as_its_target_did(network: Deployment, cache: PackedModelCache) -> None:
+def test_session_of_deployment_uses_settings_of_its_target(network: Deployment, cache: PackedModelCache) -> None:
     config = {"session.disable_prepacking": "1"}
     measured = SessionSettings(
         intra_op_threads=3, inter_op_threads=2, spinning=True, graph_level="basic", config=config
@@ -230,7 +230,7 @@ def test_a_session_runs_as_its_target_did(network: Deployment, cache: PackedMode
             assert all(options.get_session_config_entry(name) == value for name, value in wanted.config.items())
 
 
-def test_what_was_measured_on_a_device_that_is_not_here_is_not_served_on_the_processor(
+def test_load_for_missing_execution_provider_raises_infrastructure_error(
     network: Deployment, cache: PackedModelCache
 ) -> None:
     elsewhere = replace(network, execution=Execution(providers=(Provider(name="CUDAExecutionProvider"),)))
@@ -260,7 +260,7 @@ SCAN = helper.make_graph(
     ],
     ids=lambda value: getattr(value, "op_type", ""),
 )
-def test_models_with_loops_take_their_memory_without_the_arenas_lock(
+def test_session_of_model_with_loop_disables_memory_arena(
     tmp_path: Path, node: onnx.NodeProto, shape: list[int | str], arena: bool
 ) -> None:
     times = [numpy_helper.from_array(np.array(3, np.int64), "n")] if node.op_type == "Loop" else []
@@ -270,7 +270,7 @@ def test_models_with_loops_take_their_memory_without_the_arenas_lock(
 
 @pytest.mark.parametrize("operator", ["Loop", "Scan", "SequenceMap", "BeamSearch", "GreedySearch", "Sampling"])
 @pytest.mark.parametrize("place", ["graph", "branch", "function"])
-def test_a_model_is_unbounded_wherever_its_loop_is(tmp_path: Path, operator: str, place: str) -> None:
+def test_has_operator_with_nested_loop_returns_true(tmp_path: Path, operator: str, place: str) -> None:
     node = helper.make_node(operator, ["x"], ["y"])
     branch = helper.make_graph([node], "branch", [], [])
     function = helper.make_function("local", "f", ["x"], ["y"], [node], [helper.make_opsetid("", 18)])
@@ -287,7 +287,7 @@ def test_a_model_is_unbounded_wherever_its_loop_is(tmp_path: Path, operator: str
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 2, 3, 7])
-def test_an_operator_across_the_pieces_of_a_file_is_found(
+def test_has_operator_across_read_chunks_returns_true(
     tmp_path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(models, "_SEARCHED_BYTES", piece_bytes)
@@ -299,7 +299,7 @@ def test_an_operator_across_the_pieces_of_a_file_is_found(
     assert not models._has_operator(path, models._LOOP_OPERATORS)
 
 
-def test_a_model_without_loops_is_bounded(blue: Deployment, tmp_path: Path) -> None:
+def test_loaded_model_is_unbounded_only_with_loop(blue: Deployment, tmp_path: Path) -> None:
     assert not load_once(blue).is_unbounded
     assert load_once(deploy_loop(tmp_path / "loop")).is_unbounded
 
@@ -314,7 +314,7 @@ def answer(deployment: Deployment, cache: PackedModelCache | None) -> bytes:
     return y.tobytes()
 
 
-def test_an_entry_is_made_once_and_answers_with_the_same_bits(
+def test_packed_cache_entry_is_built_once_and_returns_same_bits(
     network: Deployment, cache: PackedModelCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = answer(network, None)
@@ -337,7 +337,7 @@ def test_an_entry_is_made_once_and_answers_with_the_same_bits(
 
 @pytest.mark.parametrize("file", ["model.onnx", "weights.bin", "entry.json"])
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
-def test_a_broken_entry_is_made_again(
+def test_packed_cache_entry_after_damage_is_rebuilt(
     network: Deployment, cache: PackedModelCache, tmp_path: Path, file: str, damage: str
 ) -> None:
     plain = answer(network, cache)
@@ -357,7 +357,7 @@ def test_a_broken_entry_is_made_again(
     assert not list((tmp_path / "prepacked").glob(".tmp-*"))
 
 
-def test_an_entry_whose_answers_differ_is_not_used(
+def test_packed_cache_entry_with_different_answers_is_not_stored(
     network: Deployment, cache: PackedModelCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(models, "return_same_bits", lambda *_: False)
@@ -365,9 +365,7 @@ def test_an_entry_whose_answers_differ_is_not_used(
     assert entries(tmp_path) == []
 
 
-def test_small_models_have_no_entry_and_a_cache_that_cannot_be_written_is_done_without(
-    network: Deployment, tmp_path: Path
-) -> None:
+def test_packed_cache_for_small_model_or_unwritable_folder_is_skipped(network: Deployment, tmp_path: Path) -> None:
     plain = answer(network, None)
     assert answer(network, PackedModelCache(tmp_path / "prepacked", min_bytes=1 << 30)) == plain
     assert not (tmp_path / "prepacked").exists()
@@ -375,7 +373,7 @@ def test_small_models_have_no_entry_and_a_cache_that_cannot_be_written_is_done_w
     assert answer(network, PackedModelCache(tmp_path / "file" / "prepacked", min_bytes=1)) == plain
 
 
-def test_another_runtime_or_processor_has_an_entry_of_its_own(
+def test_packed_cache_on_other_processor_stores_second_entry(
     network: Deployment, cache: PackedModelCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer(network, cache)
@@ -388,7 +386,7 @@ def _load(deployment: Deployment, folder: Path, answers: Callable[[bytes], None]
     answers(answer(deployment, PackedModelCache(folder, min_bytes=1)))
 
 
-def test_workers_that_load_at_the_same_time_share_one_entry(network: Deployment, tmp_path: Path) -> None:
+def test_packed_cache_of_concurrent_workers_has_one_entry(network: Deployment, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     processes = [context.Process(target=_load, args=(network, tmp_path / "prepacked", queue.put)) for _ in range(2)]

@@ -66,7 +66,7 @@ def attributes(span: Span) -> dict[str, Any]:
     return {a.key: getattr(a.value, str(a.value.WhichOneof("value"))) for a in span.attributes}
 
 
-def test_a_request_is_a_child_of_its_callers_span(tmp_path: Path, collector: Collector) -> None:
+def test_request_with_traceparent_is_child_of_caller_span(tmp_path: Path, collector: Collector) -> None:
     with serving(tmp_path, "--endpoint=digits", blue=100) as server:
         begun = time.time()  # noqa: TID251 (compared with times of spans)
         assert server.infer([1, 2], {"traceparent": SAMPLED, "x-request-id": "r1"}).status == 200
@@ -111,7 +111,7 @@ def exemplars(page: str) -> set[str]:
     return traces
 
 
-def test_a_collector_that_does_not_answer_costs_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_span_collector_fails_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     log = tmp_path / "access.jsonl"
@@ -121,7 +121,7 @@ def test_a_collector_that_does_not_answer_costs_no_request(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("variable", [("OTEL_SDK_DISABLED", "true"), ("OTEL_TRACES_EXPORTER", "none")])
-def test_spans_may_be_switched_off(
+def test_spans_with_disabled_exporter_are_not_sent(
     tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch, variable: tuple[str, str]
 ) -> None:
     monkeypatch.setenv(*variable)
@@ -131,7 +131,7 @@ def test_spans_may_be_switched_off(
     assert collector.spans == []
 
 
-def test_a_missing_extra_is_named_before_the_server_starts(
+def test_server_start_without_otel_extra_names_missing_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
@@ -142,7 +142,7 @@ def test_a_missing_extra_is_named_before_the_server_starts(
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3), st.floats(0, 100), st.integers(1, 2**128 - 1))))
-def test_exemplars_are_the_last_of_their_buckets(requests: list[tuple[int, int, float, int]]) -> None:
+def test_exemplars_show_last_trace_of_each_bucket(requests: list[tuple[int, int, float, int]]) -> None:
     shared = SharedMetrics(2)
     shared.set_labels(1, {"deployment": "blue"})
     shared.set_labels(2, {"deployment": "green"})
@@ -172,14 +172,14 @@ def test_exemplars_are_the_last_of_their_buckets(requests: list[tuple[int, int, 
         "1" * 55,
     ],
 )
-def test_no_exemplar_of_what_is_not_traced(header: str) -> None:
+def test_exemplar_of_unsampled_or_invalid_traceparent_is_not_stored(header: str) -> None:
     shared = SharedMetrics(1)
     shared.set_labels(1, {"deployment": "blue"})
     shared.get_exemplars(0).put(1, header.encode("latin-1"), 0.001)
     assert exemplars(MetricsPage(shared, "e").render(None, open_metrics=True)) == set()
 
 
-def test_both_formats_hold_the_same_numbers() -> None:
+def test_openmetrics_page_has_same_numbers_as_plain_page() -> None:
     shared = SharedMetrics(1)
     shared.set_labels(1, {"deployment": "blue"})
     shared.get_exemplars(0).put(1, SAMPLED.encode(), 0.001)

@@ -72,7 +72,7 @@ def test_worker_threads_with_two_alternating_queues_use_one_thread(row: MetricsR
     assert len(work.threads) == 1
 
 
-def test_worker_threads_with_a_hanging_queue_run_the_other(row: MetricsRow) -> None:
+def test_worker_threads_with_hanging_queue_run_other_queue(row: MetricsRow) -> None:
     threads, stuck, free = WorkerThreads(), Work(), Work()
     free.gate.set()
     held, other = build_queue(threads, stuck, row), build_queue(threads, free, row)
@@ -89,7 +89,7 @@ def test_worker_threads_with_a_hanging_queue_run_the_other(row: MetricsRow) -> N
     assert free.threads.isdisjoint(stuck.threads)
 
 
-def test_request_queue_batches_what_arrives_in_one_turn_of_the_loop(row: MetricsRow) -> None:
+def test_request_queue_batches_requests_of_one_event_loop_turn(row: MetricsRow) -> None:
     deferred: list[Callable[[], None]] = []
     threads, work = WorkerThreads(defer=deferred.append), Work()
     work.gate.set()
@@ -205,7 +205,7 @@ def test_request_queue_under_load_runs_single_requests(row: MetricsRow) -> None:
     assert [item for items in work.items for item in items] == list(range(70))
 
 
-def test_fast_models_run_at_once_and_slow_ones_do_not() -> None:
+def test_latency_estimator_after_repeated_slow_runs_is_not_fast() -> None:
     latency = LatencyEstimator(20e-6)
     # At first, the system takes the processor away once.
     for seconds, runs, is_fast in ((5e-3, 1, True), (5e-3, 3, False), (20e-6, 30, True), (10.0, 1, False)):
@@ -215,7 +215,7 @@ def test_fast_models_run_at_once_and_slow_ones_do_not() -> None:
 
 
 @pytest.mark.parametrize("seconds", [INLINE_S * 1.02, INLINE_S * 1.2])
-def test_one_between_the_limits_stays_where_it_is(seconds: float) -> None:
+def test_latency_estimator_between_limits_keeps_its_state(seconds: float) -> None:
     came_from = {True: LatencyEstimator(INLINE_S / 2), False: LatencyEstimator(INLINE_S * 2)}
     for fast, latency in came_from.items():
         for _ in range(100):
@@ -223,7 +223,7 @@ def test_one_between_the_limits_stays_where_it_is(seconds: float) -> None:
             assert latency.is_fast is fast
 
 
-def test_one_slow_run_of_a_model_near_the_limit_moves_nothing() -> None:
+def test_latency_estimator_after_one_slow_run_stays_fast() -> None:
     latency = LatencyEstimator(0.8 * INLINE_S)
     latency.observe(50e-3)
     assert latency.is_fast
@@ -232,18 +232,18 @@ def test_one_slow_run_of_a_model_near_the_limit_moves_nothing() -> None:
 @pytest.mark.parametrize(
     ("leader", "own", "at_once"), [(0.9, 1.1, True), (0.9, 3.9, True), (0.9, 4.1, False), (1.1, 0.9, False)]
 )
-def test_all_follow_the_leader_but_those_that_are_far_slower(leader: float, own: float, at_once: bool) -> None:
+def test_should_run_inline_follows_leader_unless_far_slower(leader: float, own: float, at_once: bool) -> None:
     assert LatencyEstimator(own * INLINE_S).should_run_inline(LatencyEstimator(leader * INLINE_S)) is at_once
 
 
-def test_latency_estimator_with_slow_runs_leaves_inline() -> None:
+def test_should_run_inline_after_slow_runs_returns_false() -> None:
     leader, own = LatencyEstimator(0.9 * INLINE_S), LatencyEstimator(0.9 * INLINE_S)
     for _ in range(6):
         own.observe(90e-3)
     assert not own.should_run_inline(leader)
 
 
-def test_the_leader_itself_leaves_by_its_own_limits_only() -> None:
+def test_should_run_inline_of_leader_depends_only_on_its_own_latency() -> None:
     leader = LatencyEstimator(0.9 * INLINE_S)
     assert leader.should_run_inline(leader)
     leader.observe(1.0)
@@ -251,7 +251,7 @@ def test_the_leader_itself_leaves_by_its_own_limits_only() -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 4, 256])
-def test_worker_threads_while_isolating_run_batches_of_one_queue_at_a_time(row: MetricsRow, limit: int) -> None:
+def test_worker_threads_while_isolating_never_mix_batches_of_two_queues(row: MetricsRow, limit: int) -> None:
     threads = WorkerThreads(limit)
     threads.is_isolating = True
     running: set[str] = set()
@@ -283,7 +283,7 @@ def test_worker_threads_while_isolating_run_batches_of_one_queue_at_a_time(row: 
     assert len(together) == 400
 
 
-def test_worker_threads_while_isolating_start_all_waiting_batches_of_the_next_queue(row: MetricsRow) -> None:
+def test_worker_threads_while_isolating_start_all_waiting_batches_of_next_queue(row: MetricsRow) -> None:
     threads = WorkerThreads(4)
     threads.is_isolating = True
     first, second = Work(), Work()

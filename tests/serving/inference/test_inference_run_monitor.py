@@ -20,7 +20,7 @@ from tests.serving.serving_process import FOREVER, deploy_loop, load_once
 NEVER = float("inf")
 
 
-def test_limit_ends_only_the_run_that_is_past_its_deadline(tmp_path: Path) -> None:
+def test_limit_ends_only_run_past_its_deadline(tmp_path: Path) -> None:
     model = load_once(deploy_loop(tmp_path / "loop"))
     monitor = RunMonitor()
     x = np.ones((1, 2), np.float32)
@@ -40,7 +40,7 @@ def test_limit_ends_only_the_run_that_is_past_its_deadline(tmp_path: Path) -> No
     assert y.tolist() == [[3.0, 3.0]]
 
 
-def test_limit_of_a_run_that_does_not_end_gives_up_once_with_its_deployment() -> None:
+def test_limit_of_hanging_run_gives_up_once_with_its_deployment() -> None:
     given_up: list[tuple[int, int]] = []
     thread_runs = make_thread_runs()
     gave_up = threading.Event()
@@ -60,7 +60,7 @@ def test_limit_of_a_run_that_does_not_end_gives_up_once_with_its_deployment() ->
 
 
 @given(st.lists(st.tuples(st.integers(0, SLOTS - 1), st.integers(0, 9)), max_size=300))
-def test_limit_counts_the_runs_in_progress_by_deployment(runs: list[tuple[int, int]]) -> None:
+def test_limit_counts_runs_in_progress_by_deployment(runs: list[tuple[int, int]]) -> None:
     thread_runs = make_thread_runs()
     monitor = RunMonitor(thread_runs)
     with ExitStack() as stack:
@@ -73,7 +73,7 @@ def test_limit_counts_the_runs_in_progress_by_deployment(runs: list[tuple[int, i
     assert not any(thread_runs)
 
 
-def test_watch_inline_ends_the_run_on_the_event_loop_until_it_is_reset(tmp_path: Path) -> None:
+def test_watch_inline_of_long_run_ends_it_until_reset(tmp_path: Path) -> None:
     model = load_once(deploy_loop(tmp_path / "loop"))
     monitor = RunMonitor()
     monitor.watch_inline()

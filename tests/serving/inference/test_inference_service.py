@@ -94,7 +94,7 @@ def data_of(answer: bytes) -> list[float]:
     return list(json.loads(answer.partition(b"\r\n\r\n")[2])["outputs"][0]["data"])
 
 
-def test_what_queued_up_during_a_run_is_run_as_one_batch(gate: Gate, batchable: Deployment) -> None:
+def test_requests_queued_during_run_are_run_as_one_batch(gate: Gate, batchable: Deployment) -> None:
     rows: list[list[list[float]]] = [[[0, 0]], *([[number, number + 0.5]] * number for number in range(1, 5))]
     with behind(gate, batchable) as worker:
         clients = queue_up(worker, gate, *(post(INFER, infer_body(*each)) for each in rows))
@@ -107,14 +107,14 @@ def test_what_queued_up_during_a_run_is_run_as_one_batch(gate: Gate, batchable: 
     assert totals[metrics.QUEUED] == totals[metrics.IN_PROGRESS] == 0
 
 
-def test_without_evidence_nothing_is_run_together(gate: Gate, blue: Deployment) -> None:
+def test_queued_requests_of_unbatchable_deployment_run_separately(gate: Gate, blue: Deployment) -> None:
     with behind(gate, blue) as worker:
         clients = queue_up(worker, gate, *[post(INFER, infer_body([1, 1], [2, 2]))] * 4)
         assert [status(answer) for answer in answers_to(gate, clients)] == [200] * 4
     assert gate.rows == [2, 2, 2, 2]
 
 
-def test_one_bad_request_of_a_batch_fails_alone(gate: Gate, batchable: Deployment) -> None:
+def test_invalid_request_in_batch_fails_alone(gate: Gate, batchable: Deployment) -> None:
     with behind(gate, batchable) as worker:
         clients = queue_up(worker, gate, REQUEST, REQUEST, post(INFER, b'{"inputs": []}'), REQUEST)
         assert [status(answer) for answer in answers_to(gate, clients)] == [200, 200, 400, 200]
@@ -141,7 +141,7 @@ def test_full_queue_returns_retry_after(gate: Gate, blue: Deployment) -> None:
         assert worker.shared.sum_slot(1)[metrics.get_column(429)] == 1
 
 
-def test_who_waited_too_long_is_not_run(gate: Gate, blue: Deployment) -> None:
+def test_queued_request_past_timeout_returns_504_without_run(gate: Gate, blue: Deployment) -> None:
     late, patient, wrong = (post(INFER, BODY, {"x-request-timeout-ms": value}) for value in ("1", "10000", "soon"))
     with behind(gate, blue) as worker:
         clients = queue_up(worker, gate, REQUEST, late, patient)
@@ -151,7 +151,7 @@ def test_who_waited_too_long_is_not_run(gate: Gate, blue: Deployment) -> None:
     assert len(gate.rows) == 2
 
 
-def test_who_went_away_is_not_run(gate: Gate, blue: Deployment) -> None:
+def test_queued_request_of_disconnected_client_is_not_run(gate: Gate, blue: Deployment) -> None:
     with behind(gate, blue) as worker:
         first, gone = queue_up(worker, gate, REQUEST, REQUEST)
         gone.close()
@@ -161,7 +161,7 @@ def test_who_went_away_is_not_run(gate: Gate, blue: Deployment) -> None:
     assert len(gate.rows) == 1
 
 
-def test_request_behind_a_queued_one_waits(gate: Gate, blue: Deployment) -> None:
+def test_pipelined_request_behind_queued_request_waits(gate: Gate, blue: Deployment) -> None:
     ping = post("/ping", b"", method="GET")
     with behind(gate, blue) as worker, worker.connect() as client:
         client.sendall(REQUEST + ping + post(INFER, infer_body([3, 3])))
@@ -172,7 +172,9 @@ def test_request_behind_a_queued_one_waits(gate: Gate, blue: Deployment) -> None
     assert [b'"data":[2.0' in answers[0], b'"ready":true' in answers[1], b'"data":[6.0' in answers[2]] == [True] * 3
 
 
-def test_a_drain_finishes_what_runs_and_what_is_being_read(gate: Gate, blue: Deployment, green: Deployment) -> None:
+def test_drain_of_worker_answers_running_and_partly_read_requests(
+    gate: Gate, blue: Deployment, green: Deployment
+) -> None:
     with behind(gate, blue) as worker:
         (waits,) = queue_up(worker, gate, REQUEST)
         worker.publish(state_of(green, green=100))  # drops the deployment that runs
@@ -192,7 +194,7 @@ def test_a_drain_finishes_what_runs_and_what_is_being_read(gate: Gate, blue: Dep
             client.close()
 
 
-def test_a_known_request_whose_output_has_another_shape_is_answered(build: Callable[..., Deployment]) -> None:
+def test_repeated_request_with_other_output_shape_is_answered(build: Callable[..., Deployment]) -> None:
     """The model leaves out rows that occur twice, so the memory that is bound for its output does not always fit."""
     unique = helper.make_node("Unique", ["x"], ["y"], axis=0)
     model = build([unique], [("x", TensorProto.FLOAT, ["b", 2])], [("y", TensorProto.FLOAT, ["c", 2])])
@@ -205,7 +207,7 @@ def test_a_known_request_whose_output_has_another_shape_is_answered(build: Calla
             assert data_of(worker.send(post(INFER, infer_body(*rows)))) == data
 
 
-def test_a_known_request_that_the_model_refuses_is_refused(build: Callable[..., Deployment]) -> None:
+def test_repeated_request_that_model_rejects_returns_422(build: Callable[..., Deployment]) -> None:
     constant = helper.make_node("Constant", [], ["t"], value=helper.make_tensor("t", TensorProto.FLOAT, [2], [7, 8]))
     gather = helper.make_node("Gather", ["t", "x"], ["y"])
     model = build([constant, gather], [("x", TensorProto.INT64, ["b"])], [("y", TensorProto.FLOAT, ["b"])])
@@ -257,7 +259,7 @@ def find_user(worker: Worker, name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("body", [b"{", infer_body([1, 1]), infer_body([1, "a"])])
-def test_requests_that_select_a_version_are_no_evidence(judged: tuple[Worker, RolloutCounts], body: bytes) -> None:
+def test_requests_that_select_version_are_not_judged(judged: tuple[Worker, RolloutCounts], body: bytes) -> None:
     worker, counts = judged
     pins = {"azureml-model-deployment": "green", "x-request-id": "r-1"}
     for path, headers in ((INFER, pins), (INFER.replace("/infer", "/versions/2/infer"), {})):
@@ -270,7 +272,7 @@ def test_requests_that_select_a_version_are_no_evidence(judged: tuple[Worker, Ro
     assert feedback.endswith(b'{"counted":0,"unknown":1}')
 
 
-def test_a_request_that_every_version_refuses_is_no_evidence(judged: tuple[Worker, RolloutCounts]) -> None:
+def test_request_refused_by_all_versions_is_not_judged(judged: tuple[Worker, RolloutCounts]) -> None:
     worker, counts = judged
     for name in ("blue", "green"):
         for body in (b"{", infer_body([1, "a"])):
@@ -280,7 +282,7 @@ def test_a_request_that_every_version_refuses_is_no_evidence(judged: tuple[Worke
     assert count_cells(worker, counts) == {"blue": (0, 0, 0), "green": (0, 0, 0)}
 
 
-def test_a_request_that_the_other_version_accepts_counts_as_refused(judged: tuple[Worker, RolloutCounts]) -> None:
+def test_request_accepted_only_by_other_version_counts_as_refused(judged: tuple[Worker, RolloutCounts]) -> None:
     worker, counts = judged
     two_rows = post(INFER, infer_body([1, 1], [2, 2]), find_user(worker, "green"))
     assert status(worker.send(two_rows)) == 400
@@ -288,7 +290,7 @@ def test_a_request_that_the_other_version_accepts_counts_as_refused(judged: tupl
     assert count_cells(worker, counts) == {"blue": (0, 0, 0), "green": (1, 0, 1)}
 
 
-def test_a_request_that_selects_a_version_is_not_mirrored(blue: Deployment, green: Deployment) -> None:
+def test_request_that_selects_version_is_not_mirrored(blue: Deployment, green: Deployment) -> None:
     with Worker(mirrored(blue, green)).running() as worker:
         for headers in ({"azureml-model-deployment": "blue"}, {}):
             assert status(worker.send(post(INFER, BODY, headers))) == 200
@@ -296,7 +298,7 @@ def test_a_request_that_selects_a_version_is_not_mirrored(blue: Deployment, gree
         assert worker.shared.sum_slot(2)[metrics.SHADOW_SENT] == 1
 
 
-def test_a_run_past_its_time_is_ended_and_the_next_one_answers(tmp_path: Path) -> None:
+def test_run_past_time_limit_returns_504_and_next_run_succeeds(tmp_path: Path) -> None:
     with Worker(state_of(deploy_loop(tmp_path / "loop"), blue=100), run_timeout=0.2).running() as worker:
         answer = worker.send(post(INFER, loop_body(FOREVER)))
         assert status(answer) == 504
@@ -307,19 +309,19 @@ def test_a_run_past_its_time_is_ended_and_the_next_one_answers(tmp_path: Path) -
     assert (totals[metrics.get_column(504)], totals[metrics.get_column(200)]) == (1, 1)
 
 
-def test_a_run_is_ended_when_its_client_does_not_need_it_any_more(tmp_path: Path) -> None:
+def test_run_past_request_timeout_returns_504(tmp_path: Path) -> None:
     with Worker(state_of(deploy_loop(tmp_path / "loop"), blue=100)).running() as worker:
         assert status(worker.send(post(INFER, loop_body(FOREVER), {"x-request-timeout-ms": "100"}))) == 504
 
 
-def test_a_batch_past_its_time_is_ended(gate: Gate, tmp_path: Path) -> None:
+def test_batch_past_time_limit_returns_504(gate: Gate, tmp_path: Path) -> None:
     deployment = replace(deploy_loop(tmp_path / "loop"), batchable=True)
     with behind(gate, deployment, run_timeout=0.2) as worker:
         clients = queue_up(worker, gate, *[post(INFER, loop_body(FOREVER))] * 3)
         assert [status(answer) for answer in answers_to(gate, clients)] == [504] * 3
 
 
-def test_a_long_run_on_the_event_loop_moves_to_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_after_long_run_on_event_loop_moves_to_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "_UNBOUNDED_OPERATORS", (b"no operator",))
     with Worker(state_of(deploy_loop(tmp_path / "loop"), blue=100), run_timeout=0.2).running() as worker:
         for _ in range(3):  # the third one is bound to its memory
@@ -331,7 +333,7 @@ def test_a_long_run_on_the_event_loop_moves_to_a_thread(tmp_path: Path, monkeypa
         assert worker.shared.sum_slot(1)[metrics.RUN_NANOSECONDS] > 0
 
 
-def test_a_model_with_loops_and_the_versions_beside_it_are_queued(tmp_path: Path) -> None:
+def test_model_with_loop_and_versions_beside_it_must_queue(tmp_path: Path) -> None:
     loop, plain = (
         deploy_loop(tmp_path / "loop"),
         scaling_deployment(tmp_path / "plain", name="green", version="2", scale=2.0, model="m"),
@@ -359,7 +361,7 @@ def failing(error: Exception) -> Callable[..., Any]:
     return lambda _: fail
 
 
-def test_a_shadow_gets_copies_and_no_client_its_answers(blue: Deployment, green: Deployment) -> None:
+def test_shadow_receives_copies_and_its_answers_reach_no_client(blue: Deployment, green: Deployment) -> None:
     with Worker(mirrored(blue, green)).running() as worker:
         for number in range(20):
             answer = worker.send(post(INFER, infer_body([number, 1])))
@@ -374,7 +376,7 @@ def test_a_shadow_gets_copies_and_no_client_its_answers(blue: Deployment, green:
 
 
 @pytest.mark.parametrize(("tolerance", "differing"), [(1e-3, 0), (1e-4, 3)])
-def test_a_shadow_differs_beyond_its_tolerance(
+def test_shadow_answer_beyond_tolerance_counts_as_differing(
     blue: Deployment, tmp_path: Path, tolerance: float, differing: int
 ) -> None:
     replica = scaling_deployment(tmp_path / "replica", name="replica", version="3", scale=2.0005, model="m")
@@ -385,7 +387,7 @@ def test_a_shadow_differs_beyond_its_tolerance(
         assert worker.shared.sum_slot(2)[metrics.SHADOW_DIFFERING] == differing
 
 
-def test_what_the_shadows_queue_cannot_hold_is_dropped_and_counted(
+def test_mirrored_requests_beyond_shadow_queue_are_dropped_and_counted(
     gate: Gate, blue: Deployment, green: Deployment
 ) -> None:
     with Worker(mirrored(blue, green), wrap=only("green", gate.wrap), shadow_queue=8).running() as worker:
@@ -399,7 +401,7 @@ def test_what_the_shadows_queue_cannot_hold_is_dropped_and_counted(
         wait_until(lambda: worker.shared.sum_slot(2)[metrics.SHADOW_DONE] == totals[metrics.SHADOW_SENT])
 
 
-def test_queued_mirrored_requests_run_before_the_shadow_ends(gate: Gate, blue: Deployment, green: Deployment) -> None:
+def test_queued_mirrored_requests_run_before_shadow_ends(gate: Gate, blue: Deployment, green: Deployment) -> None:
     with Worker(mirrored(blue, green), wrap=only("green", gate.wrap)).running() as worker:
         for _ in range(5):
             assert status(worker.send(REQUEST)) == 200
@@ -417,7 +419,7 @@ def test_failing_shadow_does_not_affect_clients(blue: Deployment, green: Deploym
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_unexpected_error_is_a_500_without_details(blue: Deployment, slow: bool) -> None:
+def test_unexpected_error_in_model_returns_500_without_details(blue: Deployment, slow: bool) -> None:
     with Worker(state_of(blue, blue=100), wrap=failing(ZeroDivisionError("secret")), slow=slow).running() as worker:
         for headers in ({}, ODD):
             answer = worker.send(post(INFER, infer_body([1, 1]), headers))
@@ -426,7 +428,7 @@ def test_unexpected_error_is_a_500_without_details(blue: Deployment, slow: bool)
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_invocation_that_the_model_refuses_is_a_server_error(build: Callable[..., Deployment], slow: bool) -> None:
+def test_invocation_that_model_rejects_returns_500(build: Callable[..., Deployment], slow: bool) -> None:
     """SageMaker counts 4xx as the caller's errors, so that no rollout would see them."""
     table = helper.make_tensor("t", TensorProto.FLOAT, [4], [1.0, 2.0, 3.0, 4.0])
     constant = helper.make_node("Constant", [], ["t"], value=table)
@@ -440,7 +442,7 @@ def test_invocation_that_the_model_refuses_is_a_server_error(build: Callable[...
             assert status(answer) == expected
 
 
-def test_counts_are_right_whatever_the_way(blue: Deployment, green: Deployment) -> None:
+def test_metrics_after_mixed_requests_have_exact_counts(blue: Deployment, green: Deployment) -> None:
     with Worker(state_of(blue, green, blue=70, green=30)).running() as worker:
         for number in range(30):
             headers = {"azureml-model-deployment": "blue" if number % 3 else "green"}
@@ -465,7 +467,9 @@ def test_counts_are_right_whatever_the_way(blue: Deployment, green: Deployment) 
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_versions_are_compared_by_as_many_requests_of_either(blue: Deployment, green: Deployment, slow: bool) -> None:
+def test_service_latency_compares_equal_shares_of_both_versions(
+    blue: Deployment, green: Deployment, slow: bool
+) -> None:
     """The version with most of the traffic by those that its replica answers, which counts as the version does."""
     with Worker(state_of(blue, green, blue=80, green=20), slow=slow, queue=1000).running() as worker:
         for _ in range(800):
@@ -485,7 +489,7 @@ def test_versions_are_compared_by_as_many_requests_of_either(blue: Deployment, g
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_users_latencies_are_counted_in_comparable_slots_of_epochs_that_begin_warm(
+def test_user_latencies_are_counted_only_in_warm_comparable_slots(
     blue: Deployment, green: Deployment, slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rollout_counts, "_SETTLE_S", 0.0)
@@ -544,7 +548,7 @@ def in_binary(rows: int, *, json_bytes: int = 0) -> tuple[bytes, dict[str, str]]
         (in_binary(60_000)[0], {"inference-header-content-length": "x"}, False),
     ],
 )
-def test_long_body_is_decoded_on_a_thread(
+def test_long_json_body_is_decoded_on_thread(
     blue: Deployment, request_body: bytes, headers: dict[str, str], at_once: bool
 ) -> None:
     with Worker(state_of(blue, blue=100), bounds={"max_body": 4 << 20}).running() as worker:
@@ -555,7 +559,7 @@ def test_long_body_is_decoded_on_a_thread(
     assert status(answer) == (400 if "x" in headers.values() else 200)
 
 
-def test_long_text_is_decoded_on_a_thread_in_every_form(build: Callable[..., Deployment]) -> None:
+def test_long_binary_text_is_decoded_on_thread(build: Callable[..., Deployment]) -> None:
     """An element of text is an object of its own: a megabyte of them takes as long as a megabyte of JSON."""
     same = helper.make_node("Identity", ["x"], ["y"])
     model = build([same], [("x", TensorProto.STRING, ["b"])], [("y", TensorProto.STRING, ["b"])])
@@ -573,7 +577,9 @@ def call(rows: int, width: int, outputs: tuple[str, ...]) -> InferenceRequest:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 700), st.integers(1, 2), st.sampled_from([("y",), ("y", "z")])), max_size=20))
-def test_groups_hold_every_call_once_and_only_what_fits(drawn: list[tuple[int, int, tuple[str, ...]]]) -> None:
+def test_group_requests_puts_each_request_into_one_compatible_group(
+    drawn: list[tuple[int, int, tuple[str, ...]]],
+) -> None:
     calls = {number: call(*arguments) for number, arguments in enumerate(drawn)}
     found = group_requests(calls, batchable=True)
     assert sorted(n for group in found for n in group) == list(calls)

@@ -61,7 +61,7 @@ def predicted(predictions: Any) -> RawResponse:
         ([], [], False),
     ],
 )
-def test_values_of_one_output(before: list[Any], after: list[Any], differ: bool) -> None:
+def test_responses_differ_compares_values_within_tolerance(before: list[Any], after: list[Any], differ: bool) -> None:
     shape = [len(before)]
     assert responses_differ(in_json(("X", shape, before)), in_json(("X", shape, after), version="2"), 1e-3) is differ
     assert responses_differ(predicted({"y": before}), predicted({"y": after}), 1e-3) is differ
@@ -70,7 +70,7 @@ def test_values_of_one_output(before: list[Any], after: list[Any], differ: bool)
     assert responses_differ(predicted(rows_before), predicted(rows_after), 1e-3) is differ
 
 
-def test_shapes_and_names_count() -> None:
+def test_responses_differ_with_other_shapes_or_names_returns_true() -> None:
     flat, square = ("FP32", [4], [1.0] * 4), ("FP32", [2, 2], [1.0] * 4)
     assert responses_differ(in_json(flat), in_json(square), 1e-3)
     assert responses_differ(in_json(y=flat), in_json(z=flat), 1e-3)
@@ -78,14 +78,14 @@ def test_shapes_and_names_count() -> None:
     assert not responses_differ(in_json(y=flat, z=square), in_json(y=flat, z=square), 0.0)
 
 
-def test_one_outputs_scale_is_not_anothers() -> None:
+def test_responses_differ_scales_tolerance_for_each_output() -> None:
     before = in_json(large=("FP32", [1], [1e6]), small=("FP32", [1], [1.0]))
     after = in_json(large=("FP32", [1], [1e6]), small=("FP32", [1], [1.1]))
     assert responses_differ(before, after, 1e-3)
 
 
 @pytest.mark.parametrize(("datatype", "dtype"), [("FP32", np.float32), ("FP64", np.float64), ("FP16", np.float16)])
-def test_the_binary_form(datatype: str, dtype: type) -> None:
+def test_responses_differ_of_binary_floats_applies_tolerance(datatype: str, dtype: type) -> None:
     array: np.ndarray[Any, Any] = np.array([[1.0, np.nan], [np.inf, -4.0]], dtype)
     near, far = array.copy(), array.copy()
     near[1, 1], far[1, 1] = -4.002, -4.2
@@ -94,13 +94,13 @@ def test_the_binary_form(datatype: str, dtype: type) -> None:
     assert responses_differ(in_binary(array, datatype), in_binary(np.abs(array), datatype), 1e-3)
 
 
-def test_binary_integers_must_be_equal() -> None:
+def test_responses_differ_of_binary_integers_requires_equality() -> None:
     array = np.array([1, 2, 3], np.int64)
     assert not responses_differ(in_binary(array, "INT64"), in_binary(array, "INT64"), 0.5)
     assert responses_differ(in_binary(array, "INT64"), in_binary(array + 1, "INT64"), 0.5)
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), max_size=8), st.floats(0, 0.9))
-def test_an_answer_never_differs_from_itself(values: list[float], tolerance: float) -> None:
+def test_responses_differ_of_equal_answers_returns_false(values: list[float], tolerance: float) -> None:
     answer = in_json(("FP32", [len(values)], values))
     assert not responses_differ(answer, answer, tolerance)

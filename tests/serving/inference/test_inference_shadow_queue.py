@@ -90,7 +90,7 @@ def test_take_requests_from_pieces_returns_each_message_once(bodies: list[bytes]
 
 
 @in_event_loop
-async def test_messages_larger_than_the_socket_arrive_whole_and_in_order(
+async def test_shadow_queue_sends_messages_larger_than_socket_buffer_in_order(
     sockets: Sockets,
 ) -> None:
     ours, theirs = sockets()
@@ -103,7 +103,7 @@ async def test_messages_larger_than_the_socket_arrive_whole_and_in_order(
 
 
 @in_event_loop
-async def test_full_queue_drops_and_counts(sockets: Sockets) -> None:
+async def test_shadow_queue_beyond_request_limit_drops_and_counts_requests(sockets: Sockets) -> None:
     ours, theirs = sockets()
     queue, loaded = ShadowQueue(lambda _: ours, limit=3), build_shadow()
     for number in range(5):
@@ -113,7 +113,9 @@ async def test_full_queue_drops_and_counts(sockets: Sockets) -> None:
 
 
 @in_event_loop
-async def test_full_bytes_drop_and_count(sockets: Sockets, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_shadow_queue_beyond_byte_limit_drops_and_counts_requests(
+    sockets: Sockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shadow, "_MAX_QUEUED_BYTES", 2 * len(LARGE) + 1000)
     queue, loaded = ShadowQueue(lambda _: sockets()[0]), build_shadow()
     for _ in range(3):
@@ -124,7 +126,7 @@ async def test_full_bytes_drop_and_count(sockets: Sockets, monkeypatch: pytest.M
 
 
 @in_event_loop
-async def test_process_that_ends_in_a_message_loses_only_that(
+async def test_shadow_queue_after_process_end_loses_only_current_message(
     sockets: Sockets,
 ) -> None:
     first, second = sockets(), sockets()
@@ -139,7 +141,7 @@ async def test_process_that_ends_in_a_message_loses_only_that(
 
 
 @in_event_loop
-async def test_no_process_drops_all_and_the_next_one_gets_new_requests(
+async def test_shadow_queue_without_process_drops_requests_until_next_starts(
     sockets: Sockets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = sockets()

@@ -112,20 +112,20 @@ def after(*bodies: bytes) -> Served:
 
 @settings(deadline=None, max_examples=300)
 @given(sessions())
-def test_bodies_are_read_as_if_each_were_the_first(session: tuple[str, list[bytes]]) -> None:
+def test_bound_runs_read_repeated_bodies_like_first_bodies(session: tuple[str, list[bytes]]) -> None:
     datatype, bodies = session
     served = Served(datatype)
     for body in (*bodies, *bodies):
         assert served.read(body) == Served(datatype).read(body)
 
 
-def test_a_text_that_came_twice_is_known() -> None:
+def test_bound_runs_after_two_bodies_of_same_form_load_third() -> None:
     assert not after(body_of(1, 2)).knows(body_of(5, 6))
     assert after(body_of(1, 2), body_of(3, 4)).knows(body_of(5, 6))
     assert not after(body_of(1, 2), body_of(3, 4)).knows(body_of(5, 6, id="7"))
 
 
-def test_data_elsewhere_in_the_document_is_not_the_data() -> None:
+def test_bound_runs_with_data_key_elsewhere_bind_nothing() -> None:
     tensor = '"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]'
     body = f'{{"inputs": [{{"parameters": {{"data":[1, 2]}}, {tensor}}}]}}'.encode()
     served = after(body, body, body)
@@ -133,7 +133,7 @@ def test_data_elsewhere_in_the_document_is_not_the_data() -> None:
     assert not served.bound
 
 
-def test_clients_that_number_their_requests_displace_nobody() -> None:
+def test_bound_runs_with_numbered_requests_keep_known_form() -> None:
     served = after(body_of(1, 2), body_of(1, 2))
     for number in range(1000):
         served.read(body_of(1, 2, id=str(number)))
@@ -141,7 +141,7 @@ def test_clients_that_number_their_requests_displace_nobody() -> None:
     assert len(served.bound) == 1
 
 
-def test_a_known_text_takes_no_nesting_that_does_not_fit_its_shape() -> None:
+def test_bound_runs_of_known_form_with_wrong_nesting_are_refused() -> None:
     bodies = [body_of(*data).replace(b'[1, 2], "data', b'[2, 2], "data') for data in ((1, 2, 3, 4), ([1, 2, 3, 4],))]
     served = after(bodies[0], bodies[0])
     assert served.knows(bodies[0])
@@ -149,7 +149,7 @@ def test_a_known_text_takes_no_nesting_that_does_not_fit_its_shape() -> None:
     assert "nesting" in str(served.read(bodies[1]))
 
 
-def test_several_inputs_and_long_bodies_are_left_alone() -> None:
+def test_bound_runs_with_several_inputs_or_long_bodies_bind_nothing() -> None:
     two = Served(inputs=2)
     tensors = [{"name": name, "datatype": "FP32", "shape": [1, 2], "data": [1, 2]} for name in ("x", "z")]
     long = body_of(1, 2).replace(b"[1, 2]}", b"[1, 2]" + b" " * 9000 + b"}")
@@ -162,7 +162,7 @@ def test_several_inputs_and_long_bodies_are_left_alone() -> None:
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=4, max_size=4), st.integers(0, 3))
-def test_a_known_header_reads_the_bytes_behind_it(values: list[float], more: int) -> None:
+def test_bound_runs_of_known_binary_header_read_following_bytes(values: list[float], more: int) -> None:
     served = Served(inputs=2)
     for turn, numbers in enumerate(([1.0, 2.0, 3.0, 4.0], [4.0, 3.0, 2.0, 1.0], values)):
         arrays = np.array(numbers, np.float32).reshape(2, 1, 2)
@@ -172,7 +172,7 @@ def test_a_known_header_reads_the_bytes_behind_it(values: list[float], more: int
         assert served.read(body, length) == Served(inputs=2).read(body, length)
 
 
-def test_a_header_with_data_in_it_is_not_known() -> None:
+def test_bound_runs_with_inline_data_in_binary_header_bind_nothing() -> None:
     served = Served()
     body = body_of(1, 2)
     for _ in range(3):

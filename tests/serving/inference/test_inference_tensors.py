@@ -51,14 +51,14 @@ def materialised(value: object) -> object:
 
 @settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(["inputs", "data", "shape", "x"]), TREES))
-def test_a_large_document_is_the_same_as_a_small_one(tree: dict[str, object]) -> None:
+def test_parse_document_of_large_body_equals_small_body(tree: dict[str, object]) -> None:
     found, literals = parse_document(encode({**tree, **PAD}))
     expected, _ = parse_document(encode(tree))
     assert json.dumps(materialised(found)) == json.dumps({**expected, **PAD})
     assert literals or not any(word in json.dumps(tree) for word in ("true", "false"))
 
 
-def test_numbers_stay_a_block_only_if_they_are_rectangular(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parse_document_keeps_only_rectangular_numbers_as_lazy_array(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors, "_parsers", {})  # a parser refuses while one of its blocks lives
     found, _ = parse_document(encode({"data": [[1, 2], [3, 4]], **PAD}))
     assert isinstance(found["data"], LazyArray)
@@ -81,7 +81,7 @@ NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.intege
     ),
     st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", " : ")]),
 )
-def test_an_array_that_is_parsed_in_pieces_is_the_whole_one(values: list[Any], separators: tuple[str, str]) -> None:
+def test_large_array_parsed_in_pieces_equals_whole_array(values: list[Any], separators: tuple[str, str]) -> None:
     body = json.dumps({"data": values, **PAD}, separators=separators).encode()
     found = parse_document(body)[0]["data"]
     assert isinstance(found, LargeArray)
@@ -118,7 +118,7 @@ def test_an_array_that_is_parsed_in_pieces_is_the_whole_one(values: list[Any], s
         "[" + "[1,[2]]," * 50 + "[1,2]]",
     ],
 )
-def test_an_array_in_pieces_that_is_not_one_of_numbers_is_refused(text: str) -> None:
+def test_large_array_of_malformed_numbers_raises_user_error(text: str) -> None:
     reader = TensorReader(spec("x", "float32", "batch", 2))
     count = text.count(",") + 1 - text.count(",]")
     shape = (count // 2, 2)
@@ -131,41 +131,41 @@ def test_an_array_in_pieces_that_is_not_one_of_numbers_is_refused(text: str) -> 
         read()
 
 
-def test_an_array_that_is_deeper_than_any_tensor_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parse_document_of_too_deep_array_raises_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors, "_measure", None)
     with pytest.raises(UserError, match="not JSON"):
         parse_document(b'{"data":' + b"[" * 50_000 + b"1" + b"]" * 50_000 + b"}")
 
 
-def test_a_bracket_in_a_text_takes_nothing_from_it() -> None:
+def test_parse_document_with_bracket_in_text_preserves_text() -> None:
     for text in ("[" + "1," * 50 + "1]", '"[' + "1," * 50 + "1]", "\\[" + "1," * 50 + '1]:"'):
         found, _ = parse_document(encode({"id": text, "data": [[1]], **PAD}))
         assert materialised(found) == {"id": text, "data": [[1]], **PAD}
 
 
-def test_a_repeated_key_has_its_last_value_in_large_bodies_too() -> None:
+def test_parse_document_with_repeated_key_returns_last_value() -> None:
     found, _ = parse_document(b'{"data": [1], "data": [2], "pad": "' + b" " * 3000 + b'"}')
     assert materialised(found["data"]) == [2]
 
 
-def test_a_key_with_nul_is_no_trouble() -> None:
+def test_parse_document_with_nul_in_key_succeeds() -> None:
     found, _ = parse_document(encode({"a\0b": [1], "a": [2], **PAD}))
     assert materialised(found) == {"a\0b": [1], "a": [2], **PAD}
 
 
-def test_blocks_are_values_of_objects_only() -> None:
+def test_parse_document_of_mixed_list_returns_plain_list() -> None:
     found, _ = parse_document(encode({"data": [{}, [[1]], "["], **PAD}))
     assert found["data"] == [{}, [[1]], "["]
 
 
-def test_a_block_that_lives_does_not_change_with_the_next_body() -> None:
+def test_lazy_array_after_next_parse_is_unchanged() -> None:
     first, _ = parse_document(encode({"data": [1] * 2000}))
     second, _ = parse_document(encode({"data": [2] * 2000}))
     assert materialised(first["data"]) == [1] * 2000
     assert materialised(second["data"]) == [2] * 2000
 
 
-def test_threads_do_not_share_a_parser() -> None:
+def test_parse_document_in_concurrent_threads_returns_own_data() -> None:
     wrong: list[int] = []
 
     def work(number: int) -> None:
@@ -185,7 +185,7 @@ def test_threads_do_not_share_a_parser() -> None:
 
 
 @pytest.mark.parametrize("body", [b"[" + b"0," * (1 << 22) + b"0,0]", b"[[" + b"[]," * (1 << 20) + b"[]]]"])
-def test_bodies_of_too_many_values_are_refused_before_they_are_parsed(
+def test_parse_document_with_too_many_values_is_refused_before_parsing(
     body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensors, "simdjson", None)
@@ -204,7 +204,7 @@ def test_parse_document_with_too_many_keys_is_refused_on_both_paths(inner: str) 
     assert len(document["parameters"]) == tensors.MAX_KEYS
 
 
-def test_parse_document_with_a_wide_object_looks_up_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parse_document_with_wide_object_looks_up_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each lookup of simdjson passes all keys before it: quadratic work."""
     looked_up: list[str] = []
     convert = tensors._LazyWalk.convert
@@ -221,12 +221,12 @@ def test_parse_document_with_a_wide_object_looks_up_no_key(monkeypatch: pytest.M
     assert looked_up == ["", "inputs", "data"]
 
 
-def test_a_small_body_has_no_room_for_too_many_keys() -> None:
+def test_small_body_cannot_exceed_key_limit() -> None:
     assert len('"0":1,') * tensors.MAX_KEYS > 1 << 13
 
 
 @pytest.mark.parametrize("number", ["1" * 5000, "-" + "9" * 400, "1" + "0" * 400 + ".5", "1e999999999", "-1e400"])
-def test_a_number_out_of_range_is_refused_in_large_arrays(number: str) -> None:
+def test_large_array_with_number_out_of_range_raises_user_error(number: str) -> None:
     for dtype in ("float32", "int64"):
         with pytest.raises(UserError):
             TensorReader(spec("x", dtype, "n")).read_json(
@@ -234,13 +234,13 @@ def test_a_number_out_of_range_is_refused_in_large_arrays(number: str) -> None:
             )
 
 
-def test_metadata_shows_free_dimensions_and_optional_inputs() -> None:
+def test_describe_tensor_shows_free_dimensions_and_optional_inputs() -> None:
     spec = TensorSpec(name="x", dtype="float32", shape=("batch", 2))
     assert describe_tensor(spec) == {"name": "x", "datatype": "FP32", "shape": [-1, 2]}
     assert describe_tensor(spec, optional=True)["parameters"] == {"optional": True}
 
 
-def test_the_names_of_types_cover_each_other() -> None:
+def test_datatype_tables_of_onnx_and_numpy_agree() -> None:
     assert set(DTYPE_OF_ONNX.values()) == set(DATATYPE_OF)
     for dtype in DATATYPE_OF:
         assert np.dtype(get_numpy_dtype(dtype)).name == get_numpy_dtype(dtype)

@@ -49,7 +49,7 @@ def new_cells(router: TrafficRouter, epoch: int) -> np.ndarray[tuple[int], np.dt
 
 
 @given(st.binary(max_size=40), st.integers(0, 100), st.integers(0, 100))
-def test_raising_the_candidate_only_moves_users_into_it(key: bytes, one: int, other: int) -> None:
+def test_route_with_raised_candidate_weight_keeps_its_users(key: bytes, one: int, other: int) -> None:
     low, high = sorted((one, other))
     if low > 0 and route(split(low), key) == "new":
         assert route(split(high), key) == "new"
@@ -57,14 +57,14 @@ def test_raising_the_candidate_only_moves_users_into_it(key: bytes, one: int, ot
 
 @pytest.mark.parametrize("epoch_s", [0.0, 60.0])
 @pytest.mark.parametrize("weight", [1, 10, 50, 90])
-def test_shares_of_users_are_those_of_the_split(weight: int, epoch_s: float) -> None:
+def test_route_of_many_users_matches_split_weights(weight: int, epoch_s: float) -> None:
     router = split(weight, epoch_s=epoch_s)
     count = Counter(route(router, user, 7) for user in USERS)["new"]
     deviation = (len(USERS) * weight / 100 * (1 - weight / 100)) ** 0.5
     assert abs(count - len(USERS) * weight / 100) < 4 * deviation
 
 
-def test_the_next_experiment_draws_its_users_anew() -> None:
+def test_next_experiment_draws_users_independently() -> None:
     one, next_one = split(50, "release 1"), split(50, "release 2")
     first = {user for user in USERS if route(one, user) == "new"}
     second = {user for user in USERS if route(next_one, user) == "new"}
@@ -72,13 +72,13 @@ def test_the_next_experiment_draws_its_users_anew() -> None:
     assert abs(len(first & second) - len(USERS) / 4) < 4 * deviation
 
 
-def test_a_split_without_epochs_keeps_every_user() -> None:
+def test_get_draw_without_epochs_returns_same_draw() -> None:
     router = split(50)
     assert router.get_draw(1) is router.get_draw(2)
     assert router.get_draw(3).epoch == 0
 
 
-def test_a_user_stays_within_an_epoch_and_every_epoch_meets_the_weight_exactly() -> None:
+def test_get_draw_of_epoch_is_stable_and_meets_weight_exactly() -> None:
     router, again = split(10, epoch_s=60.0), split(10, epoch_s=60.0)
     for epoch in (29_000_000, 29_000_001, 5):
         draw = router.get_draw(epoch)
@@ -88,7 +88,7 @@ def test_a_user_stays_within_an_epoch_and_every_epoch_meets_the_weight_exactly()
         assert again.get_draw(epoch).slots == draw.slots, "every server draws the same"
 
 
-def test_epochs_generations_and_experiments_are_drawn_independently() -> None:
+def test_draws_of_epochs_generations_and_experiments_are_independent() -> None:
     """Of a tenth, a tenth is drawn again; and each cell is drawn as often as any other."""
     routers = {
         "epoch": (split(10, epoch_s=60.0), split(10, epoch_s=60.0), 1),
@@ -103,31 +103,31 @@ def test_epochs_generations_and_experiments_are_drawn_independently() -> None:
     assert (times.mean(), times.var()) == (pytest.approx(20), pytest.approx(200 * 0.1 * 0.9, rel=0.1))
 
 
-def test_a_draw_is_the_same_in_every_version_of_this_package_and_its_libraries() -> None:
+def test_draw_slots_of_fixed_seed_returns_fixed_bytes() -> None:
     assert draw_slots("seed")[:12].hex() == "0a3f54191028251f07341c1b"
 
 
-def test_chance_covers_the_split() -> None:
+def test_router_slots_match_split_weights() -> None:
     router = split(30)
     assert Counter(router.slots) == {"new": 30, "old": 70}
     assert len(router.slots) == 100
 
 
 @pytest.mark.parametrize(("weight", "comparable"), [(0, 100), (1, 1), (10, 10), (50, 50), (90, 10)])
-def test_both_versions_are_compared_in_as_many_slots(weight: int, comparable: int) -> None:
+def test_comparable_slots_of_both_versions_are_equal_in_number(weight: int, comparable: int) -> None:
     router = split(weight)
     slots = Counter(name for name, is_comparable in zip(router.slots, router.comparable, strict=True) if is_comparable)
     assert slots == ({"new": comparable, "old": comparable} if weight else {"old": 100})
 
 
 @given(st.sets(st.integers(0, 2**32 - 1), max_size=200))
-def test_mixing_keeps_numbers_apart_and_within_32_bits(values: set[int]) -> None:
+def test_mix_bits_is_injective_within_32_bits(values: set[int]) -> None:
     out = {mix_bits(value) for value in values}
     assert len(out) == len(values)
     assert all(0 <= value < 2**32 for value in out)
 
 
-def test_pins_name_a_deployment() -> None:
+def test_get_pinned_with_selection_header_returns_deployment() -> None:
     router = split(0)
     assert router.get_pinned({b"x-amzn-sagemaker-target-variant": b"new"}) == "new"
     assert router.get_pinned({b"azureml-model-deployment": b"old"}) == "old"

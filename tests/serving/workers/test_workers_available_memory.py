@@ -53,35 +53,33 @@ class Root:
         return read_available_bytes(self.folder)
 
 
-def test_read_available_bytes_of_this_machine_is_a_number() -> None:
+def test_read_available_bytes_of_current_machine_returns_number() -> None:
     assert (read_available_bytes() or 0) > MIB
 
 
-def test_read_available_bytes_without_files_is_unknown(tmp_path: Path) -> None:
+def test_read_available_bytes_without_files_returns_none(tmp_path: Path) -> None:
     assert read_available_bytes(tmp_path) is None
 
 
-def test_read_available_bytes_without_groups_is_that_of_the_machine(tmp_path: Path) -> None:
+def test_read_available_bytes_without_groups_returns_memory_of_machine(tmp_path: Path) -> None:
     assert Root(tmp_path, available=80 * MIB).read() == 80 * MIB
 
 
 @pytest.mark.parametrize("available", [None, 10_000 * MIB])
-def test_read_available_bytes_of_a_group_is_its_limit_less_what_it_cannot_give_up(
-    tmp_path: Path, available: int | None
-) -> None:
+def test_read_available_bytes_of_group_returns_limit_minus_unreclaimable(tmp_path: Path, available: int | None) -> None:
     root = Root(tmp_path, available=available, groups="0::/pod/box\n")
     root.add_group("/pod/box", 500 * MIB, 300 * MIB, cache=120 * MIB)
     assert root.read() == 320 * MIB
 
 
-def test_read_available_bytes_of_a_group_of_version_1_counts_its_children(tmp_path: Path) -> None:
+def test_read_available_bytes_of_version_1_group_counts_its_children(tmp_path: Path) -> None:
     root = Root(tmp_path, groups="9:name=systemd:/box\n4:cpu,memory:/box\n0::/\n")
     root.add_old_group("/box", 500 * MIB, 300 * MIB, cache=100 * MIB)
     root.add_old_group("", UNLIMITED, 900 * MIB)
     assert root.read() == 300 * MIB
 
 
-def test_read_available_bytes_is_the_least_of_a_group_and_those_above(tmp_path: Path) -> None:
+def test_read_available_bytes_of_nested_groups_returns_least(tmp_path: Path) -> None:
     root = Root(tmp_path, groups="0::/pod/box\n")
     root.add_group("/pod/box", "max", 300 * MIB)
     root.add_group("/pod", 700 * MIB, 600 * MIB)
@@ -89,14 +87,14 @@ def test_read_available_bytes_is_the_least_of_a_group_and_those_above(tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["/../..", "/docker/0123"])
-def test_read_available_bytes_in_a_container_that_hides_its_group_reads_the_mount(tmp_path: Path, name: str) -> None:
+def test_read_available_bytes_with_hidden_group_reads_mount(tmp_path: Path, name: str) -> None:
     root = Root(tmp_path, groups=f"4:memory:{name}\n0::{name}\n")
     root.add_old_group("", 500 * MIB, 100 * MIB)
     assert root.read() == 400 * MIB
 
 
 @pytest.mark.parametrize(("limit", "usage"), [(0, 0), (0, 50 * MIB), (10 * MIB, 20 * MIB)])
-def test_read_available_bytes_of_an_exhausted_group_is_zero(tmp_path: Path, limit: int, usage: int) -> None:
+def test_read_available_bytes_of_exhausted_group_is_zero(tmp_path: Path, limit: int, usage: int) -> None:
     root = Root(tmp_path, available=80 * MIB, groups="0::/box\n")
     root.add_group("/box", limit, usage)
     assert root.read() == 0
@@ -127,7 +125,7 @@ def test_list_gpus_names_devices_of_cuda_only() -> None:
     assert list_gpus(deployments) == {"0", "1"}
 
 
-def test_gpu_memory_of_a_gpu_that_cannot_be_read_has_no_number() -> None:
+def test_gpu_memory_of_unreadable_gpu_returns_no_bytes() -> None:
     memory = GpuMemory(["63", "none"])
     assert memory.read_free_bytes() == {}
     memory.close()
@@ -182,7 +180,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pytest.param(1, {"CUDA_VISIBLE_DEVICES": ""}, {}, id="none visible"),
     ],
 )
-def test_gpu_memory_is_that_of_the_devices_as_cuda_numbers_them(
+def test_gpu_memory_follows_cuda_device_numbering(
     library: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, environment: dict[str, str], free: dict[str, int]
 ) -> None:
     assert library.is_dir()
@@ -196,9 +194,7 @@ def test_gpu_memory_is_that_of_the_devices_as_cuda_numbers_them(
     assert memory.read_free_bytes() == {}
 
 
-def test_memory_meter_of_a_gpu_counts_what_became_less_than_before(
-    library: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_meter_of_gpu_counts_decrease_of_free_memory(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert library.is_dir()
     monkeypatch.setenv("GPUS", "1")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -98,7 +98,7 @@ class Site:
 
 
 @pytest.mark.parametrize("place", [INLINE_RUN, None, HUNG_RUN])
-def test_record_death_charges_the_deployment_that_ran(place: int | None) -> None:
+def test_record_death_during_run_charges_its_deployment(place: int | None) -> None:
     site = Site()
     if place == INLINE_RUN:
         site.die(NEW)
@@ -112,13 +112,13 @@ def test_record_death_charges_the_deployment_that_ran(place: int | None) -> None
     assert site.shared.sum_slot(OLD)[WORKER_DEATHS] == 0
 
 
-def test_record_death_without_a_run_charges_no_deployment() -> None:
+def test_record_death_without_run_charges_no_deployment() -> None:
     site = Site()
     assert site.health.record_death(0) == ""
     assert [site.shared.sum_slot(slot)[WORKER_DEATHS] for slot in (0, OLD, NEW)] == [0, 0, 0]
 
 
-def test_a_deployment_that_ends_workers_more_often_than_stable_goes_out_of_service() -> None:
+def test_deployment_that_ends_more_workers_than_stable_goes_out_of_service() -> None:
     site = Site()
     site.answer(OLD, 900)
     site.answer(NEW, 100)
@@ -139,7 +139,7 @@ def test_a_deployment_that_ends_workers_more_often_than_stable_goes_out_of_servi
         pytest.param(0, 30, 0, id="a client selects it"),
     ],
 )
-def test_deaths_that_say_nothing_about_the_version_take_nothing_out(
+def test_deaths_without_evidence_against_version_keep_it_in_service(
     old_deaths: int, new_deaths: int, cell: int
 ) -> None:
     site = Site()
@@ -151,14 +151,14 @@ def test_deaths_that_say_nothing_about_the_version_take_nothing_out(
     assert site.shared.sum_slot(NEW)[WORKER_DEATHS] == new_deaths
 
 
-def test_the_only_deployment_with_traffic_stays_in_service() -> None:
+def test_sole_deployment_with_traffic_stays_in_service() -> None:
     site = Site(old=0, new=100)
     site.die(NEW, times=20)
     assert site.health.get_out_of_service() == {}
 
 
 @pytest.mark.parametrize(("cell", "errors"), [(KEYLESS_CELL + 1, 1), (0, 0)])
-def test_the_request_that_a_dead_worker_ran_counts_as_an_error_unless_it_was_selected(cell: int, errors: int) -> None:
+def test_request_of_dead_worker_counts_as_error_unless_selected(cell: int, errors: int) -> None:
     site = Site()
     counts = RolloutCounts(site.shared)
     revision = build_revision({"old": 90, "new": 10})
@@ -174,7 +174,7 @@ def test_the_request_that_a_dead_worker_ran_counts_as_an_error_unless_it_was_sel
     assert found[0, [CELL_REQUESTS, CELL_ERRORS]].tolist() == [1 + errors, errors]
 
 
-def test_record_death_on_threads_charges_each_deployment_that_ran_with_its_share() -> None:
+def test_record_death_on_threads_charges_running_deployments_by_share() -> None:
     site = Site()
     assert site.die_on_threads((OLD, ROUTED), (NEW, ROUTED), (NEW, ROUTED)) == "old, new"
     assert site.health._deaths == {OLD: Fraction(1, 3), NEW: Fraction(2, 3)}
@@ -183,7 +183,7 @@ def test_record_death_on_threads_charges_each_deployment_that_ran_with_its_share
     assert lost == [1, 2]
 
 
-def test_record_death_beside_a_run_on_the_event_loop_charges_both() -> None:
+def test_record_death_with_runs_on_event_loop_and_thread_charges_both() -> None:
     site = Site()
     state = site.shared.get_process_state(1)
     state[INLINE_RUN + RUN_SLOT], state[INLINE_RUN + RUN_CELL] = OLD, CELL
@@ -191,7 +191,7 @@ def test_record_death_beside_a_run_on_the_event_loop_charges_both() -> None:
     assert site.health._deaths == {OLD: Fraction(1, 2), NEW: Fraction(1, 2)}
 
 
-def test_record_death_of_a_run_that_did_not_end_charges_it_alone_and_counts_all_lost_requests() -> None:
+def test_record_death_of_hung_run_charges_it_alone_and_counts_lost_requests() -> None:
     site = Site()
     state = site.shared.get_process_state(1)
     state[HUNG_RUN + RUN_SLOT], state[HUNG_RUN + RUN_CELL] = NEW, CELL
@@ -202,9 +202,7 @@ def test_record_death_of_a_run_that_did_not_end_charges_it_alone_and_counts_all_
 
 
 @pytest.mark.parametrize(("inline", "charged"), [(OLD, {OLD: 1}), (0, {NEW: 1})])
-def test_record_hang_charges_the_run_on_the_event_loop_before_those_on_threads(
-    inline: int, charged: dict[int, int]
-) -> None:
+def test_record_hang_charges_event_loop_run_before_thread_runs(inline: int, charged: dict[int, int]) -> None:
     site = Site()
     state = site.shared.get_process_state(1)
     state[INLINE_RUN + RUN_SLOT], state[INLINE_RUN + RUN_CELL] = inline, CELL
@@ -213,7 +211,7 @@ def test_record_hang_charges_the_run_on_the_event_loop_before_those_on_threads(
     assert site.health._deaths == charged
 
 
-def test_record_death_of_a_selected_run_is_charged_to_no_deployment() -> None:
+def test_record_death_of_selected_run_charges_no_deployment() -> None:
     site = Site()
     site.die_on_threads((NEW, SELECTED), (OLD, ROUTED))
     assert site.health._deaths == {OLD: Fraction(1, 2)}
@@ -221,13 +219,13 @@ def test_record_death_of_a_selected_run_is_charged_to_no_deployment() -> None:
     assert site.shared.sum_slot(NEW)[UNJUDGED + get_column(500)] == 1
 
 
-def test_record_death_of_a_deployment_that_is_not_published_any_more_decides_nothing() -> None:
+def test_record_death_ignores_share_of_unpublished_deployment() -> None:
     site = Site()
     assert site.die_on_threads((9, ROUTED), (NEW, ROUTED)) == "new"
     assert site.health._deaths == {NEW: Fraction(1, 2)}
 
 
-def test_record_death_of_several_deployments_twice_isolates_new_workers_until_one_is_out_of_service() -> None:
+def test_record_death_of_several_deployments_twice_isolates_new_workers() -> None:
     site = Site()
     site.answer(OLD, 900)
     site.answer(NEW, 100)
@@ -270,9 +268,7 @@ def count_deaths_until_out(site: Site, random: Random, threads: int, percent: in
 
 @pytest.mark.parametrize("threads", [1, 2, 8, 256])
 @pytest.mark.parametrize(("percent", "most"), [(1, 5), (10, 5), (50, 20)])
-def test_busy_threads_take_out_the_version_that_ends_workers_and_hardly_ever_another(
-    threads: int, percent: int, most: int
-) -> None:
+def test_record_death_on_busy_threads_removes_only_guilty_version(threads: int, percent: int, most: int) -> None:
     site, random = Site(), Random(1)  # noqa: S311 (a simulation)
     weights = {"old": 100 - percent, "new": percent}
     outcomes: dict[bool, list[int | None]] = {True: [], False: []}
@@ -291,7 +287,7 @@ runs_by_slot = st.dictionaries(
 
 
 @given(runs_by_slot)
-def test_share_death_sums_to_the_share_of_routed_runs(runs: dict[int, RunCounts]) -> None:
+def test_share_death_sums_to_share_of_routed_runs(runs: dict[int, RunCounts]) -> None:
     shares = share_death(runs)
     routed, total = sum(r.routed for r in runs.values()), sum(r.total for r in runs.values())
     assert sum(shares.values()) == (Fraction(routed, total) if total else 0)
@@ -303,7 +299,7 @@ def test_share_death_sums_to_the_share_of_routed_runs(runs: dict[int, RunCounts]
     percent=st.integers(1, 99),
     deaths=st.integers(1, 200),
 )
-def test_is_deadlier_of_requests_that_end_workers_whatever_the_version_is_false(
+def test_is_deadlier_with_deaths_in_proportion_to_traffic_returns_false(
     threads: int, percent: int, deaths: int
 ) -> None:
     """The expected shares: any run ends the worker, and the threads run as the traffic is split."""
@@ -314,13 +310,13 @@ def test_is_deadlier_of_requests_that_end_workers_whatever_the_version_is_false(
 
 
 @given(percent=st.integers(1, 50), requests=st.integers(1, 10**6))
-def test_is_deadlier_of_a_deployment_that_alone_ends_workers_is_true_in_the_end(percent: int, requests: int) -> None:
+def test_is_deadlier_of_deployment_that_alone_ends_workers_returns_true(percent: int, requests: int) -> None:
     new, old = requests * percent, requests * (100 - percent)
     assert is_deadlier(Fraction(10), new, Fraction(1, 2), old)
 
 
 @given(st.fractions(0, MIN_DEATHS).filter(lambda share: share < MIN_DEATHS))
-def test_is_deadlier_below_three_deaths_is_false(deaths: Fraction) -> None:
+def test_is_deadlier_below_three_deaths_returns_false(deaths: Fraction) -> None:
     assert not is_deadlier(deaths, 0, Fraction(), 10**9)
 
 
@@ -370,7 +366,7 @@ def list_out_of_service(server: Server) -> set[str]:
     return set(codec.loads(server.admin("GET").body, AdminState).out_of_service)
 
 
-def test_a_version_that_hangs_its_workers_goes_out_of_service_and_the_other_one_answers(hanging: Server) -> None:
+def test_version_that_hangs_workers_goes_out_of_service(hanging: Server) -> None:
     blue, green = ({"x-user-key": find_key(hanging, name)} for name in ("blue", "green"))
     for _ in range(20):
         assert hanging.infer([1, 2], blue).status == 200
@@ -402,7 +398,7 @@ def test_a_version_that_hangs_its_workers_goes_out_of_service_and_the_other_one_
     assert list_out_of_service(hanging) == set()
 
 
-def test_a_client_that_selects_a_version_takes_it_not_out_of_service(hanging: Server) -> None:
+def test_selected_version_that_hangs_workers_stays_in_service(hanging: Server) -> None:
     for _ in range(MIN_DEATHS):
         with pytest.raises((ConnectionError, http.client.HTTPException)):
             hanging.call("POST", INFER, infer_body([1, 2]), {"azureml-model-deployment": "green"})
@@ -425,7 +421,7 @@ deployments.LoadedDeployment.answer = die
 """
 
 
-def test_a_version_that_ends_workers_beside_another_one_is_charged_and_goes_out_of_service(tmp_path: Path) -> None:
+def test_version_that_ends_workers_beside_other_goes_out_of_service(tmp_path: Path) -> None:
     preamble = DIE_BESIDE.replace("MARK", str(tmp_path))
     with serving(tmp_path, "--workers=1", "--threads=2", program=after(preamble), blue=50, green=50) as server:
         blue, green = ({"x-user-key": find_key(server, name)} for name in ("blue", "green"))

@@ -38,7 +38,7 @@ def load_square(folder: Path) -> LoadedModel:
     return load_once(deploy(folder))
 
 
-def test_check_returns_what_a_large_run_has_needed(tmp_path: Path) -> None:
+def test_memory_trimmer_check_after_large_run_frees_memory(tmp_path: Path) -> None:
     model = load_square(tmp_path / "square")
     latency = LatencyEstimator()
     queue = RequestQueue[object](
@@ -66,7 +66,7 @@ def test_check_returns_what_a_large_run_has_needed(tmp_path: Path) -> None:
     assert not trimmer.check()
 
 
-def test_a_server_gives_memory_back_after_a_large_request(tmp_path: Path) -> None:
+def test_server_after_large_request_frees_memory(tmp_path: Path) -> None:
     with serving_model(tmp_path, build_square(), "--workers=1") as server:
         before = memory(server.workers()).rss
         for _ in range(2):

@@ -41,9 +41,7 @@ sizes = st.integers(0, 1 << 45)
 
 
 @given(workers=st.integers(1, 256), worker=sizes, shadow=sizes, restart=sizes)
-def test_memory_need_has_an_eighth_of_the_new_memory_in_reserve(
-    workers: int, worker: int, shadow: int, restart: int
-) -> None:
+def test_memory_need_includes_reserve_of_one_eighth(workers: int, worker: int, shadow: int, restart: int) -> None:
     need = MemoryNeed(workers=workers, worker_bytes=worker, shadow_bytes=shadow, restart_bytes=restart)
     new = workers * worker + shadow
     assert 8 * (need.total_bytes - restart) in range(9 * new, 9 * new + 8)
@@ -60,12 +58,12 @@ def test_memory_need_that_fits_also_fits_fewer_workers_and_more_memory(
     assert need.fits(available) or not more.fits(available)
 
 
-def test_memory_need_of_nothing_fits_into_nothing() -> None:
+def test_memory_need_of_zero_bytes_fits_into_zero_bytes() -> None:
     assert MemoryNeed(workers=256, worker_bytes=0).fits(0)
     assert not MemoryNeed(workers=1, worker_bytes=1).fits(0)
 
 
-def test_check_memory_refuses_with_deployment_need_available_and_workers() -> None:
+def test_check_memory_without_enough_memory_names_need_and_workers() -> None:
     need = MemoryNeed(workers=4, worker_bytes=600 * MIB, shadow_bytes=100 * MIB, restart_bytes=50 * MIB)
     needs = {HOST: need, "1": MemoryNeed(workers=4, worker_bytes=GIB)}
     deployments = [fileless_deployment("green"), fileless_deployment("red")]
@@ -96,7 +94,7 @@ def build_meter(available: int | None) -> MemoryMeter:
     )
 
 
-def test_watch_of_a_process_beyond_the_memory_kills_it(process: subprocess.Popen[str]) -> None:
+def test_memory_meter_watch_beyond_available_memory_kills_process(process: subprocess.Popen[str]) -> None:
     meter = build_meter(200 * MIB)
     asyncio.run(meter.watch(process.pid))
     assert meter.has_exceeded
@@ -105,7 +103,7 @@ def test_watch_of_a_process_beyond_the_memory_kills_it(process: subprocess.Popen
 
 
 @pytest.mark.parametrize("available", [GIB, None])
-def test_sample_of_a_process_within_the_memory_or_without_a_limit_lets_it_run(
+def test_memory_meter_sample_within_memory_keeps_process_running(
     process: subprocess.Popen[str], available: int | None
 ) -> None:
     meter = build_meter(available)
@@ -120,9 +118,7 @@ def test_sample_of_a_process_within_the_memory_or_without_a_limit_lets_it_run(
     samples=st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(0, 1 << 40)), min_size=1, max_size=5),
     between=st.integers(0, 1 << 40),
 )
-def test_compute_peak_is_that_of_private_memory_even_between_samples(
-    samples: list[tuple[int, int]], between: int
-) -> None:
+def test_compute_peak_includes_private_memory_between_samples(samples: list[tuple[int, int]], between: int) -> None:
     """At the peak between samples, as many files are mapped as ever."""
     meter = build_meter(1 << 50)
     meter._private, meter._shared = (max(values) for values in zip(*samples, strict=True))
@@ -131,7 +127,7 @@ def test_compute_peak_is_that_of_private_memory_even_between_samples(
     assert peak == max(between, *(private for private, _ in samples))
 
 
-def test_estimate_restarts_counts_missing_workers_as_the_median_of_the_others(process: subprocess.Popen[str]) -> None:
+def test_estimate_restarts_counts_missing_workers_as_median_of_others(process: subprocess.Popen[str]) -> None:
     used = measure_memory(process.pid)[0] - MIB
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()

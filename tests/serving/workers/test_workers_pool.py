@@ -25,7 +25,7 @@ from tests.support.load import LoadPlan, Payload
 from tests.support.publish_stress import stress_publications
 
 
-def test_the_supervisor_has_no_thread_and_workers_share_its_memory(two_workers: Server) -> None:
+def test_supervisor_has_one_thread_and_shares_memory_with_workers(two_workers: Server) -> None:
     assert len(os.listdir(f"/proc/{two_workers.supervisor}/task")) == 1
     for pid in two_workers.workers():
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
@@ -34,7 +34,7 @@ def test_the_supervisor_has_no_thread_and_workers_share_its_memory(two_workers: 
         assert private < kib["Rss"] / 2
 
 
-def test_while_all_workers_are_dead_connections_wait_and_counts_survive(two_workers: Server) -> None:
+def test_connections_after_kill_of_all_workers_wait_and_counts_survive(two_workers: Server) -> None:
     for _ in range(30):
         two_workers.infer([1, 2])
     for pid in two_workers.workers():
@@ -49,7 +49,7 @@ def test_while_all_workers_are_dead_connections_wait_and_counts_survive(two_work
     assert 'onnx_ops_workers{endpoint="state"} 2\n' in text
 
 
-def test_publishing_to_several_workers_under_load_is_never_stale(two_workers: Server, blue: Deployment) -> None:
+def test_publication_to_several_workers_under_load_is_never_stale(two_workers: Server, blue: Deployment) -> None:
     payloads = [Payload(body=infer_body([1, 2]))]
     plan = LoadPlan(url=two_workers.url(INFER), payloads=payloads, connections=8, keys=50, seconds=300)
     seen = stress_publications(two_workers, blue, plan, publications=40)
@@ -73,7 +73,7 @@ worker.Worker._load = poisoned
 """
 
 
-def test_a_model_that_kills_its_workers_is_refused_and_nothing_changes(tmp_path: Path, green: Deployment) -> None:
+def test_publish_of_model_that_kills_workers_is_refused(tmp_path: Path, green: Deployment) -> None:
     with serving(tmp_path, "--workers=2", program=after(POISON), blue=100) as server:
         poison = replace(green, name="poison")
         answer = server.publish(state_of(poison, poison=100), 2)
@@ -89,7 +89,7 @@ def test_a_model_that_kills_its_workers_is_refused_and_nothing_changes(tmp_path:
 
 
 @pytest.mark.nightly
-def test_a_table_that_kills_workers_leaves_a_server_that_can_be_published_to(
+def test_server_with_table_that_kills_workers_accepts_next_publication(
     server: Server, blue: Deployment, green: Deployment
 ) -> None:
     poison = replace(green, name="poison")
@@ -106,7 +106,7 @@ def test_a_table_that_kills_workers_leaves_a_server_that_can_be_published_to(
     assert server.who_answers() == "blue"
 
 
-def test_the_admin_socket_needs_no_token_and_lets_only_its_owner_in(tmp_path: Path, blue: Deployment) -> None:
+def test_admin_socket_admits_owner_without_token_and_audits_changes(tmp_path: Path, blue: Deployment) -> None:
     folder = tmp_path / ("deep" * 30) / "state"  # longer than the address of a Unix socket may be
     folder.mkdir(parents=True)
     address = folder / "admin.sock"
@@ -139,7 +139,7 @@ def test_the_admin_socket_needs_no_token_and_lets_only_its_owner_in(tmp_path: Pa
         assert (folder / AUDIT_FILE).stat().st_mode & 0o777 == 0o600
 
 
-def test_the_access_log_of_several_workers_is_one_file_of_whole_lines(tmp_path: Path) -> None:
+def test_access_log_of_several_workers_has_whole_lines(tmp_path: Path) -> None:
     log = tmp_path / "access.jsonl"
     with serving(tmp_path, "--workers=2", f"--access-log={log}", "--endpoint=digits", blue=100) as server:
         trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -156,7 +156,7 @@ def test_the_access_log_of_several_workers_is_one_file_of_whole_lines(tmp_path: 
     assert all(line["duration_ms"] >= line["waited_ms"] >= 0 for line in lines)
 
 
-def test_a_thousand_connections_and_the_next_good_request_is_answered(two_workers: Server) -> None:
+def test_server_with_1000_open_connections_answers_next_request(two_workers: Server) -> None:
     clients = [socket.create_connection(("127.0.0.1", two_workers.port), timeout=30) for _ in range(1000)]
     try:
         for number, client in enumerate(clients):
@@ -169,7 +169,7 @@ def test_a_thousand_connections_and_the_next_good_request_is_answered(two_worker
 
 
 @pytest.mark.parametrize("flag", ["--workers=0", "--deadline=-1", "--max-body=0", "--keep-alive=nan"])
-def test_options_are_checked(tmp_path: Path, flag: str) -> None:
+def test_server_with_invalid_option_exits_2(tmp_path: Path, flag: str) -> None:
     found = subprocess.run(Server(folder=tmp_path).command(flag), capture_output=True, text=True, check=False)
     assert found.returncode == 2
     assert flag.partition("=")[0][2:].replace("-", "_") in found.stderr
@@ -180,7 +180,7 @@ def test_options_are_checked(tmp_path: Path, flag: str) -> None:
     ("allowed", "intra_op_threads", "workers", "runs"),
     [(0, 1, 1, 8), (0, 0, 1, 1), (0, 3, 1, 2), (2, 1, 1, 2), (16, 1, 1, 8), (3, 1, 2, 2), (1, 0, 4, 1), (0, 16, 1, 1)],
 )
-def test_a_worker_runs_as_many_requests_at_once_as_threads_and_evidence_allow(
+def test_count_parallel_runs_respects_threads_and_evidence(
     blue: Deployment, allowed: int, intra_op_threads: int, workers: int, runs: int
 ) -> None:
     execution = Execution(session=SessionSettings(intra_op_threads=intra_op_threads))

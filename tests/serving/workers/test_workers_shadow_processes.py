@@ -96,7 +96,7 @@ def shadowing(root: Path, blue: Deployment, green: Deployment, *options: str, pr
         yield server
 
 
-def test_one_process_of_lowest_priority_runs_what_all_workers_mirror(
+def test_shadow_process_with_lowest_priority_serves_all_workers(
     tmp_path: Path, blue: Deployment, green: Deployment
 ) -> None:
     with shadowing(tmp_path, blue, green, "--workers=2") as server:
@@ -116,7 +116,7 @@ def test_one_process_of_lowest_priority_runs_what_all_workers_mirror(
         assert list(server.folder.glob("shadow-*")) == []
 
 
-def test_large_body_is_mirrored(tmp_path: Path, blue: Deployment, green: Deployment) -> None:
+def test_large_body_is_mirrored_to_shadow_process(tmp_path: Path, blue: Deployment, green: Deployment) -> None:
     with shadowing(tmp_path, blue, green) as server:
         assert send_large(server) == 200
         wait_until(lambda: counts(server).shadow_answered == 1)
@@ -141,7 +141,7 @@ def test_shadow_process_that_hangs_delays_neither_clients_nor_publications(
         wait_until(lambda: not is_alive(pid))
 
 
-def test_killed_shadow_process_is_replaced_and_no_client_notices(
+def test_killed_shadow_process_is_replaced_without_failed_requests(
     tmp_path: Path, blue: Deployment, green: Deployment
 ) -> None:
     with shadowing(tmp_path, blue, green) as server:
@@ -174,7 +174,7 @@ def test_model_that_kills_its_shadow_process_is_counted_as_failing(
 @pytest.mark.parametrize(
     ("preamble", "why"), [(FAILING_LOAD, "cannot be loaded here"), (DYING_LOAD, "ended before they had loaded it")]
 )
-def test_shadow_that_its_process_cannot_load_is_failed_and_its_requests_are_dropped(
+def test_shadow_that_cannot_be_loaded_is_reported_as_failed(
     tmp_path: Path, blue: Deployment, green: Deployment, preamble: str, why: str
 ) -> None:
     with shadowing(tmp_path, blue, green, preamble=preamble) as server:
@@ -187,7 +187,7 @@ def test_shadow_that_its_process_cannot_load_is_failed_and_its_requests_are_drop
         assert server.admin("GET").json()["failed"] == {}
 
 
-def test_refused_publication_leaves_the_shadow_as_it_is(tmp_path: Path, blue: Deployment, green: Deployment) -> None:
+def test_refused_publication_keeps_shadow_process(tmp_path: Path, blue: Deployment, green: Deployment) -> None:
     with shadowing(tmp_path, blue, green) as server:
         send_until_answered(server)
         pids = shadow_processes(server)
@@ -197,7 +197,7 @@ def test_refused_publication_leaves_the_shadow_as_it_is(tmp_path: Path, blue: De
         send_until_answered(server)
 
 
-def test_shadow_ends_with_its_supervisor_and_starts_with_the_next(
+def test_shadow_process_ends_and_restarts_with_its_supervisor(
     tmp_path: Path, blue: Deployment, green: Deployment
 ) -> None:
     with shadowing(tmp_path, blue, green) as server:
@@ -213,7 +213,7 @@ def test_shadow_ends_with_its_supervisor_and_starts_with_the_next(
         assert len(list(server.folder.glob("shadow-*"))) == 1
 
 
-def test_publications_while_requests_are_mirrored_change_the_shadows_and_fail_no_request(
+def test_publications_during_mirroring_replace_shadows_and_fail_no_request(
     tmp_path: Path, blue: Deployment, green: Deployment
 ) -> None:
     with shadowing(tmp_path, blue, green, "--workers=2") as server:

@@ -104,7 +104,7 @@ CALLS: dict[str, Callable[[Site], Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_epochs_continue_after_one_error_and_its_epoch_is_no_evidence(
+def test_epochs_after_one_error_continue_without_its_epoch(
     site: Site, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     discarded: list[int] = []
@@ -132,7 +132,9 @@ def test_epochs_continue_after_one_error_and_its_epoch_is_no_evidence(
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_lasting_error_is_visible_and_closes_no_epoch(site: Site, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_lasting_epoch_error_is_visible_and_closes_no_epoch(
+    site: Site, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     with monkeypatch.context() as patch:
         fail(patch, CALLS[name](site), name, times=None)
         asyncio.run(run_until(site, lambda: site.failures >= 3))
@@ -143,7 +145,7 @@ def test_lasting_error_is_visible_and_closes_no_epoch(site: Site, monkeypatch: p
     assert site.read().failure == ""
 
 
-def test_error_of_a_cold_start_is_visible(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cold_start_error_is_visible_in_counts(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail_load(*_: object, **__: object) -> float:
         raise ZeroDivisionError("no time")
 
@@ -153,7 +155,7 @@ def test_error_of_a_cold_start_is_visible(site: Site, monkeypatch: pytest.Monkey
     assert site.read().failure == "a cold start could not be measured: ZeroDivisionError: no time"
 
 
-def test_publish_waits_for_the_end_of_a_cold_start_before_it_reads_the_memory(
+def test_publish_during_cold_start_waits_for_its_end_before_trial_load(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[str] = []

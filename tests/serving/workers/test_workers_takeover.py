@@ -13,7 +13,7 @@ from onnx_ops.testing.endpoints import state_of
 from tests.serving.serving_process import Server, wait_until
 
 
-def test_orphans_are_gone_before_anything_is_published(
+def test_publication_after_supervisor_kill_ends_orphaned_workers_first(
     two_workers: Server, blue: Deployment, green: Deployment
 ) -> None:
     """That clients notice nothing of it is seen in `tests/chaos/test_chaos_kills.py`."""
@@ -31,7 +31,7 @@ def test_orphans_are_gone_before_anything_is_published(
 
 
 @pytest.mark.nightly
-def test_orphans_and_a_supervisor_killed_while_it_takes_over(two_workers: Server, blue: Deployment) -> None:
+def test_server_after_repeated_supervisor_kills_during_takeover_answers(two_workers: Server, blue: Deployment) -> None:
     two_workers.kill()
     for _ in range(3):  # each dies while its workers start, or while the orphans drain
         before = two_workers.workers()
@@ -45,7 +45,7 @@ def test_orphans_and_a_supervisor_killed_while_it_takes_over(two_workers: Server
     assert two_workers.infer([1, 2]).status == 200
 
 
-def test_a_port_that_a_stranger_has_taken_is_refused_although_a_handover_file_is_left(two_workers: Server) -> None:
+def test_start_on_port_of_other_process_with_handover_file_is_refused(two_workers: Server) -> None:
     two_workers.destroy()
     wait_until(lambda: not two_workers.workers())  # they hold the port until their last thread ends
     assert (two_workers.folder / HANDOVER_SOCKET).exists()

@@ -116,7 +116,7 @@ def refused(server: Server, deployment: Deployment) -> dict[str, Any]:
         ("hang", ["longer than 2 s", "assertion failed: boom"]),
     ],
 )
-def test_a_model_that_ends_the_process_that_loads_it_is_refused(
+def test_publish_of_model_that_ends_its_trial_load_is_refused(
     start: Callable[..., Server], tmp_path: Path, fate: str, words: list[str]
 ) -> None:
     server = start(
@@ -128,7 +128,7 @@ def test_a_model_that_ends_the_process_that_loads_it_is_refused(
     assert server.log().count("assertion failed: boom") == 1
 
 
-def test_a_model_that_crashes_on_other_numbers_than_zeros_is_refused(
+def test_publish_of_model_that_crashes_on_nonzero_inputs_is_refused(
     start: Callable[..., Server], tmp_path: Path
 ) -> None:
     source = (ROOT / "examples/custom_ops/softsign.c").read_text()
@@ -144,7 +144,7 @@ def test_a_model_that_crashes_on_other_numbers_than_zeros_is_refused(
     assert "signal SIGABRT" in error["why"]
 
 
-def test_a_model_beyond_the_memory_limit_of_a_process_is_refused(start: Callable[..., Server], tmp_path: Path) -> None:
+def test_publish_of_model_beyond_process_memory_limit_is_refused(start: Callable[..., Server], tmp_path: Path) -> None:
     error = refused(start(LIMITED), large(tmp_path / "large", 2 * LIMIT))
     assert "memory limit" in error["why"]
     assert f"address space of a worker is limited to {LIMIT >> 20} MiB" in error["why"]
@@ -180,7 +180,7 @@ def memory_group() -> Iterator[tuple[Path, Path]]:
 
 @pytest.mark.parametrize("share", [0.6, 2.0])
 @pytest.mark.parametrize("can_read", [True, False])
-def test_a_model_beyond_the_memory_limit_of_all_workers_together_is_refused(
+def test_publish_of_model_beyond_memory_limit_of_all_workers_is_refused(
     memory_group: tuple[Path, Path], start: Callable[..., Server], tmp_path: Path, share: float, can_read: bool
 ) -> None:
     folder, limit = memory_group
@@ -225,7 +225,7 @@ def set_available(root: Path, size: int) -> None:
         pytest.param(0, ["more than", "3 workers", " 0 MiB are available"], id="none"),
     ],
 )
-def test_a_model_beyond_the_available_memory_is_refused_with_what_it_needs(
+def test_publish_of_model_beyond_available_memory_names_its_need(
     start: Callable[..., Server], tmp_path: Path, memory_root: Path, available: int, words: list[str]
 ) -> None:
     server = start(read_below(memory_root), "--workers=3")
@@ -240,9 +240,7 @@ def test_a_model_beyond_the_available_memory_is_refused_with_what_it_needs(
     assert server.publish(state_of(model, large=100), 2).status == 200
 
 
-def test_the_need_of_a_worker_is_what_each_of_them_uses_in_the_end(
-    start: Callable[..., Server], tmp_path: Path
-) -> None:
+def test_reported_memory_need_matches_memory_used_per_worker(start: Callable[..., Server], tmp_path: Path) -> None:
     server = start("", "--workers=2")
     before = {pid: measure_memory(pid)[0] for pid in server.workers()}
     assert server.publish(state_of(large(tmp_path / "large", 128 * MIB), large=100), 2).status == 200
@@ -252,7 +250,7 @@ def test_the_need_of_a_worker_is_what_each_of_them_uses_in_the_end(
     assert max(used) <= int(need) * MIB < min(used) + 16 * MIB
 
 
-def test_a_restart_and_a_return_to_the_previous_state_need_no_available_memory(
+def test_restart_and_return_to_previous_state_need_no_available_memory(
     start: Callable[..., Server], tmp_path: Path, memory_root: Path
 ) -> None:
     server = start(read_below(memory_root))
@@ -266,7 +264,7 @@ def test_a_restart_and_a_return_to_the_previous_state_need_no_available_memory(
     assert server.publish(state_of(blue, green, blue=90, green=10), 4).status == 422
 
 
-def test_two_new_deployments_and_a_shadow_are_refused_together(
+def test_publish_of_deployment_and_shadow_checks_their_total_memory(
     start: Callable[..., Server], tmp_path: Path, memory_root: Path
 ) -> None:
     server = start(read_below(memory_root), "--workers=1")
@@ -298,7 +296,7 @@ def perceptron(folder: Path, *widths: int) -> Deployment:
 
 
 @pytest.mark.parametrize("width", [509, 1001, 1024])
-def test_a_model_with_weights_of_any_size_is_served_packed(
+def test_packed_model_with_any_weight_size_returns_correct_outputs(
     start: Callable[..., Server], tmp_path: Path, width: int
 ) -> None:
     server = start("", "--prepack=1 KiB")
@@ -312,7 +310,7 @@ def test_a_model_with_weights_of_any_size_is_served_packed(
     assert entry.with_name("model.onnx").stat().st_size < 1 << 21
 
 
-def test_a_model_whose_packed_files_all_workers_share_needs_them_once(
+def test_memory_need_counts_shared_packed_files_once(
     start: Callable[..., Server], tmp_path: Path, memory_root: Path
 ) -> None:
     server = start(read_below(memory_root), "--workers=4", "--prepack=1 MiB")
@@ -337,7 +335,7 @@ supervisor.run_trial_load = recorded
 """
 
 
-def test_only_what_is_new_to_the_workers_is_tried(start: Callable[..., Server], tmp_path: Path) -> None:
+def test_publish_tries_only_deployments_new_to_workers(start: Callable[..., Server], tmp_path: Path) -> None:
     server = start(RECORDED, "--workers=2")
     blue = replace(scaled(tmp_path / "again", "blue"), location=str(tmp_path / "blue"))
     green, red = scaled(tmp_path, "green"), scaled(tmp_path, "red")
@@ -356,7 +354,7 @@ def test_only_what_is_new_to_the_workers_is_tried(start: Callable[..., Server], 
 
 
 @pytest.mark.parametrize(("rounds", "least"), [(3, 500), pytest.param(100, 30_000, marks=pytest.mark.nightly)])
-def test_publishing_bad_models_fails_no_live_request(
+def test_publication_of_bad_models_fails_no_live_request(
     start: Callable[..., Server], tmp_path: Path, rounds: int, least: int
 ) -> None:
     server = start(LIMITED, "--workers=2")
