@@ -25,7 +25,7 @@ def followed(*bodies: object) -> list[Notification]:
     return list(list_pending_notifications("digits", log(*bodies), progress=True))  # type: ignore[arg-type]
 
 
-def test_a_whole_rollout_is_followed_step_by_step() -> None:
+def test_events_of_rollout_include_each_step() -> None:
     step = replace(START, kind=ActionKind.ADVANCE, roles=replace(START.roles, step=1))
     bodies = (*ON_TRIAL, step, FINISH)
     found = [build_event(notice) for notice in followed(*bodies)]
@@ -48,7 +48,7 @@ def test_a_whole_rollout_is_followed_step_by_step() -> None:
     )
 
 
-def test_what_is_taken_back_says_which_version_and_why() -> None:
+def test_build_event_of_rollback_names_version_and_reason() -> None:
     *_, found = followed(*ON_TRIAL, ALARM)
     event = build_event(found)
     assert event.event == "onnx-ops.rollout.rolled-back"
@@ -62,7 +62,7 @@ def test_what_is_taken_back_says_which_version_and_why() -> None:
     assert (event.payload["version"], event.payload["serving"]) == ("2", "1")
 
 
-def test_a_version_that_finishes_twice_within_the_hour_is_told_twice() -> None:
+def test_events_of_repeated_abort_within_hour_have_distinct_keys() -> None:
     once = (ALARM, START)
     bodies = (*ON_TRIAL, *once, ALARM, START)
     found = [build_event(notice) for notice in followed(*bodies)]
@@ -86,7 +86,7 @@ notices = st.builds(
 
 
 @given(notices)
-def test_every_notification_is_an_event_that_json_can_hold(notice: Notification) -> None:
+def test_build_event_of_any_notification_is_json(notice: Notification) -> None:
     event = build_event(notice)
     assert event.event == EVENT_NAMES[notice.what]
     assert json.loads(json.dumps(event.payload)) == event.payload
@@ -94,6 +94,6 @@ def test_every_notification_is_an_event_that_json_can_hold(notice: Notification)
     assert (event.key is None) == (notice.sequence == 0)
 
 
-def test_every_kind_of_news_has_a_name_of_its_own() -> None:
+def test_event_names_cover_each_notification_kind_once() -> None:
     assert set(EVENT_NAMES) == set(NotificationKind)
     assert len(set(EVENT_NAMES.values())) == len(EVENT_NAMES)

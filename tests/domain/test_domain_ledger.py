@@ -102,12 +102,12 @@ CONFIGURED = EndpointBound(config=CONFIG, policy=POLICY)
 SERVING = (CONFIGURED, FIRST)
 
 
-def test_the_scenario_is_what_it_says() -> None:
+def test_scenario_actions_have_expected_kinds() -> None:
     kinds = [FIRST.kind, START.kind, ADVANCE.kind, FINISH.kind]
     assert kinds == [ActionKind.FIRST, ActionKind.START, ActionKind.ADVANCE, ActionKind.FINISH]
 
 
-def test_the_same_entries_give_the_same_state() -> None:
+def test_fold_of_same_entries_returns_same_state() -> None:
     entries = log(*SERVING, START, OperatorCommandSent(command=OperatorCommand.PAUSE))
     assert fold("digits", entries) == fold("digits", entries)
     step_by_step = ReleaseState(endpoint="digits")
@@ -116,7 +116,7 @@ def test_the_same_entries_give_the_same_state() -> None:
     assert step_by_step == fold("digits", entries)
 
 
-def test_gaps_repeats_and_foreign_entries_are_refused() -> None:
+def test_fold_with_gap_repeat_or_other_endpoint_raises_value_error() -> None:
     entries = log(*SERVING)
     for wrong in (entries[1:], [entries[0], entries[2]], [*entries, entries[-1]]):
         with pytest.raises(ValueError, match="cannot follow"):
@@ -125,14 +125,14 @@ def test_gaps_repeats_and_foreign_entries_are_refused() -> None:
         fold("other", entries)
 
 
-def test_an_open_intent_is_a_lease_and_changes_no_role() -> None:
+def test_fold_with_open_intent_keeps_roles() -> None:
     state = folded(*SERVING, intent(START))
     assert state.open_intent == intent(START)
     assert state.generation == 4
     assert state.roles == FIRST.roles
 
 
-def test_an_outcome_closes_only_the_intent_it_names() -> None:
+def test_fold_with_outcome_closes_only_named_intent() -> None:
     overtaken = folded(*SERVING, intent(START), intent(FINISH), ActionOutcome(of=4, ok=True))
     assert overtaken.open_intent == intent(FINISH)
     assert overtaken.roles == FIRST.roles
@@ -141,21 +141,21 @@ def test_an_outcome_closes_only_the_intent_it_names() -> None:
     assert closed.roles == FINISH.roles
 
 
-def test_a_failed_effect_leaves_roles_aliases_and_rejections_alone() -> None:
+def test_fold_with_failed_outcome_keeps_roles_aliases_and_rejections() -> None:
     before = folded(*SERVING)
     after = folded(*SERVING, intent(START), ActionOutcome(of=4, ok=False, detail="no memory"))
     began = replace(before, latest_release=version(2).release, latest_release_at=4.0)
     assert after == replace(began, head=5, generation=4, decision_sequence=4)
 
 
-def test_what_an_overtaken_intent_may_have_started_is_known() -> None:
+def test_fold_with_superseded_intent_knows_and_rejects_its_version() -> None:
     back = plan_abort(START.roles, "cpu", why="bad", reject=True)
     state = folded(*SERVING, intent(START), back)
     assert set(state.known) == {"1", "2"}
     assert set(state.rejected) == {version(2).release}
 
 
-def test_aliases_stay_owed_until_they_were_mirrored() -> None:
+def test_fold_keeps_aliases_pending_until_written() -> None:
     state = folded(*SERVING)
     assert state.pending_aliases == {"champion-cpu": "1", "challenger-cpu": None}
     state = folded(*SERVING, AliasesWritten(aliases={"champion-cpu": "1"}))
@@ -163,7 +163,7 @@ def test_aliases_stay_owed_until_they_were_mirrored() -> None:
     assert state.aliases == {"champion-cpu": "1"}
 
 
-def test_a_word_is_spent_by_the_effect_that_obeys_it() -> None:
+def test_operator_command_is_cleared_by_successful_action() -> None:
     said = (*SERVING, START, OperatorCommandSent(command=OperatorCommand.ADVANCE))
     assert folded(*said).command is OperatorCommand.ADVANCE
     assert folded(*said, intent(ADVANCE)).command is OperatorCommand.ADVANCE
@@ -171,13 +171,13 @@ def test_a_word_is_spent_by_the_effect_that_obeys_it() -> None:
     assert folded(*said, ADVANCE).command is None
 
 
-def test_a_repair_does_not_spend_a_word() -> None:
+def test_operator_command_survives_restore() -> None:
     repair = Action(kind=ActionKind.RESTORE, state=START.state, roles=START.roles, why="lost")
     said = (*SERVING, START, OperatorCommandSent(command=OperatorCommand.ADVANCE))
     assert folded(*said, repair).command is OperatorCommand.ADVANCE
 
 
-def test_a_word_said_while_an_effect_is_under_way_is_not_lost() -> None:
+def test_operator_command_sent_during_open_intent_is_kept() -> None:
     state = folded(
         *SERVING,
         START,
@@ -189,7 +189,7 @@ def test_a_word_said_while_an_effect_is_under_way_is_not_lost() -> None:
     assert state.command is OperatorCommand.PAUSE
 
 
-def test_no_word_outlives_the_rollout_it_was_about() -> None:
+def test_operator_command_is_cleared_when_rollout_finishes() -> None:
     state = folded(
         *SERVING,
         START,
@@ -208,7 +208,7 @@ def given(what: Deployment, reason: str) -> OverrideRecorded:
     )
 
 
-def test_an_override_stands_beside_what_is_rejected_until_the_next_rollback_and_counts_once() -> None:
+def test_override_of_rejected_version_lasts_until_next_rollback() -> None:
     back = plan_rollback(FINISH.roles, version(1), "cpu", why="slow")
     rolled = (*SERVING, FINISH, back)
     assert folded(*rolled).rejected == {version(2).release: "slow"}
@@ -222,7 +222,7 @@ def test_an_override_stands_beside_what_is_rejected_until_the_next_rollback_and_
     assert replayed.overrides == {}
 
 
-def test_of_two_versions_of_one_release_only_the_bad_one_is_rejected() -> None:
+def test_rollback_of_version_rejects_no_other_version_of_its_release() -> None:
     good, bad = version(1, release="same"), version(2, release="same")
     started = planned(bad, Roles(stable=good))
     for back in (
@@ -234,7 +234,7 @@ def test_of_two_versions_of_one_release_only_the_bad_one_is_rejected() -> None:
         assert state.find_rejection(bad) == "bad"
 
 
-def test_a_version_that_serves_again_is_no_longer_rejected() -> None:
+def test_rollback_to_rejected_version_clears_its_rejection() -> None:
     back = plan_rollback(FINISH.roles, version(1), "cpu", why="slow")
     forth = plan_rollback(back.roles, version(2), "cpu", why="it was the network")
     state = folded(*SERVING, FINISH, back, forth)
@@ -242,18 +242,18 @@ def test_a_version_that_serves_again_is_no_longer_rejected() -> None:
     assert state.rejected == {version(1).release: "it was the network"}
 
 
-def test_what_is_bound_again_after_a_deletion_counts_its_generations_on() -> None:
+def test_deleted_endpoint_keeps_generation_without_roles() -> None:
     gone = folded(*SERVING, START, EndpointDeleted(done=False), EndpointDeleted(done=True))
     assert (gone.generation, gone.config, gone.roles) == (4, None, Roles())
 
 
-def test_nothing_is_wanted_of_an_endpoint_without_versions() -> None:
+def test_choose_next_action_without_versions_waits() -> None:
     asked = at_rest(Roles(), POLICY, None)
     assert isinstance(asked, Wait)
     assert "challenger-cpu" in asked.why
 
 
-def test_fold_of_known_entries_is_that_of_its_version() -> None:
+def test_fold_of_known_entries_matches_digest_of_fold_version() -> None:
     """Snapshots of another fold must not be used: a change of this digest needs another FOLD_VERSION."""
     entries = [build_entry(sequence, body) for sequence, body in enumerate([*one_of_each(), *one_of_each()], start=1)]
     states = [fold("digits", entries[:length]) for length in range(len(entries) + 1)]

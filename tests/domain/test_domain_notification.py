@@ -35,7 +35,7 @@ def only(*bodies: EntryBody | Action) -> Notification:
     return found
 
 
-def test_an_automatic_rollback_says_all_that_is_needed_at_night(golden: Golden) -> None:
+def test_notification_of_automatic_rollback_is_critical_with_reason_and_undo(golden: Golden) -> None:
     found = only(ALARM)
     assert (found.what, found.severity, found.sequence) == (NotificationKind.ROLLED_BACK, Severity.CRITICAL, 7)
     assert found.why == LINE
@@ -51,25 +51,25 @@ def test_an_automatic_rollback_says_all_that_is_needed_at_night(golden: Golden) 
     ],
     ids=["at once", "finished by a driver"],
 )
-def test_what_an_operator_took_back_wakes_nobody(bodies: tuple[EntryBody | Action, ...]) -> None:
+def test_notification_of_abort_by_operator_is_warning(bodies: tuple[EntryBody | Action, ...]) -> None:
     found = only(*bodies)
     assert (found.what, found.severity) == (NotificationKind.OPERATOR, Severity.WARNING)
     assert "by an operator" in found.headline
 
 
-def test_an_operators_rollback_says_how_to_undo_it() -> None:
+def test_notification_of_rollback_by_operator_includes_undo_command() -> None:
     back = plan_rollback(FINISH.roles, version(1), "cpu", why="wrong on sevens")
     *_, found = derive(CONFIGURED, FINISH, RollbackRequested(action=back, by_operator=True), back)
     assert found.what is NotificationKind.OPERATOR
     assert found.commands == {"Undo": "onnx-ops rollback digits --to 2 --force"}
 
 
-def test_a_candidate_that_nobody_wants_any_more() -> None:
+def test_notification_of_withdrawn_candidate_is_info() -> None:
     found = only(plan_abort(START.roles, "cpu", why="no longer requested", reject=False))
     assert (found.what, found.severity) == (NotificationKind.WITHDRAWN, Severity.INFO)
 
 
-def test_a_rollout_that_ends_well() -> None:
+def test_notification_of_finished_rollout_includes_undo_command() -> None:
     found = only(FINISH)
     assert (found.what, found.commands) == (NotificationKind.FINISHED, {"Undo": "onnx-ops rollback digits"})
     assert derive(*ON_TRIAL)[0].headline == "first deployment: v1"
@@ -84,21 +84,23 @@ def test_a_rollout_that_ends_well() -> None:
         (WaitKind.APPROVAL, NotificationKind.WAITING, "v2 waits for approval at step 1"),
     ],
 )
-def test_a_rollout_that_waits_for_a_person(wait: WaitKind, what: NotificationKind, text: str) -> None:
+def test_notification_of_paused_rollout_includes_advance_and_abort_commands(
+    wait: WaitKind, what: NotificationKind, text: str
+) -> None:
     found = only(RolloutPaused(wait=wait, step=0, why="no traffic"))
     assert (found.what, found.headline, found.why) == (what, text, "no traffic")
     assert found.commands["Advance"] == "onnx-ops rollout advance digits"
     assert found.commands["Abort"] == "onnx-ops rollout abort digits"
 
 
-def test_a_refused_alias(golden: Golden) -> None:
+def test_notification_of_refused_alias_gives_reason_and_command(golden: Golden) -> None:
     found = only(VersionRefused(alias="champion-cpu", version="9", reason="gate size failed", restored_to="1"))
     assert (found.what, found.why) == (NotificationKind.REFUSED, "gate size failed")
     golden("tables", found.headline)
     assert found.commands["See"] == "onnx-ops explain digits/9 --target cpu"
 
 
-def test_a_rollback_that_fails_is_the_worst() -> None:
+def test_notification_of_failed_rollback_is_critical() -> None:
     found = only(intent(ALARM), ActionOutcome(of=6, ok=False, detail="cannot be reached"))
     assert (found.what, found.severity) == (NotificationKind.TROUBLE, Severity.CRITICAL)
     assert found.headline == "abort failed and is still pending"
@@ -106,16 +108,16 @@ def test_a_rollback_that_fails_is_the_worst() -> None:
     assert (found.severity, found.why) == (Severity.WARNING, "cannot be reached")
 
 
-def test_an_endpoint_that_was_not_what_it_should_be() -> None:
+def test_notification_of_restored_endpoint_is_trouble() -> None:
     repair = replace(START, kind=ActionKind.RESTORE, why="the endpoint differs from its expected state")
     assert only(repair).what is NotificationKind.TROUBLE
 
 
-def test_an_outcome_of_what_was_overtaken_is_no_news() -> None:
+def test_outcome_of_superseded_intent_causes_no_notification() -> None:
     assert derive(*ON_TRIAL, intent(FINISH), intent(ALARM), ActionOutcome(of=6, ok=True), after=5) == []
 
 
-def test_the_same_trouble_is_told_once_an_hour_and_a_rollback_every_time() -> None:
+def test_repeated_failures_notify_once_per_hour_and_rollbacks_each_time() -> None:
     failing: list[EntryBody] = []
     for _ in range(4):
         failing += [intent(ALARM), ActionOutcome(of=6 + len(failing), ok=False, detail="down")]
@@ -127,25 +129,25 @@ def test_the_same_trouble_is_told_once_an_hour_and_a_rollback_every_time() -> No
     assert len(derive(*ON_TRIAL, *again, ALARM, after=5)) == 2
 
 
-def test_what_was_told_before_counts_too() -> None:
+def test_repeated_pause_after_earlier_notification_causes_none() -> None:
     body = RolloutPaused(wait=WaitKind.INCONCLUSIVE, step=0, why="no traffic")
     assert derive(*ON_TRIAL, body, body, after=6) == []
 
 
-def test_reasons_are_one_line_and_not_endless() -> None:
+def test_notification_reason_is_one_line_of_limited_length() -> None:
     found = only(RolloutPaused(wait=WaitKind.INCONCLUSIVE, step=0, why="a\n\nb  c " + "word " * 500))
     assert "\n" not in found.why
     assert found.why.startswith("a b c word")
     assert len(found.why) <= 400
 
 
-def test_before_any_configuration_commands_say_what_is_missing() -> None:
+def test_notification_before_configuration_has_no_commands() -> None:
     (found,) = derive(VersionRefused(alias="champion-cpu", version="9", reason="no", restored_to=None))
     assert found.commands == {}
     assert found.headline.endswith("the alias was removed")
 
 
-def test_a_test_says_that_it_is_one() -> None:
+def test_build_test_notification_states_that_it_is_test() -> None:
     found = build_test_notification("onnx-ops", at=1.0, actor="me")
     assert found.what is NotificationKind.TEST
     assert "test" in found.title

@@ -65,14 +65,14 @@ def machine(name: str, *flags: str) -> HardwareFingerprint:
         (machine("x86_64", "avx2"), GPU, Arithmetic(family="accelerator", fp16=True)),
     ],
 )
-def test_arithmetic_is_read_off_flags_and_provider(
+def test_detect_arithmetic_uses_cpu_flags_and_provider(
     hardware: HardwareFingerprint, target: Target, expected: Arithmetic
 ) -> None:
     assert detect_arithmetic(hardware, target) == expected
 
 
 @given(options=OPTIONS, machines=MACHINES)
-def test_what_is_asked_for_is_done(options: dict[str, object], machines: list[Arithmetic]) -> None:
+def test_choose_static_recipe_keeps_given_options(options: dict[str, object], machines: list[Arithmetic]) -> None:
     recipe = choose_static_recipe(options, machines)
     chosen = {name: getattr(recipe, name) for name in ("activations", "weights", "reduce_range", "symmetric")}
     assert chosen | options == chosen
@@ -80,7 +80,7 @@ def test_what_is_asked_for_is_done(options: dict[str, object], machines: list[Ar
 
 
 @given(options=OPTIONS, machines=MACHINES)
-def test_products_that_saturate_somewhere_get_seven_bits_or_a_warning(
+def test_choose_static_recipe_for_saturating_machine_reduces_range_or_warns(
     options: dict[str, object], machines: list[Arithmetic]
 ) -> None:
     recipe = choose_static_recipe(options, machines)
@@ -93,20 +93,20 @@ def test_products_that_saturate_somewhere_get_seven_bits_or_a_warning(
 
 
 @given(machines=MACHINES)
-def test_the_order_of_targets_does_not_matter(machines: list[Arithmetic]) -> None:
+def test_quantization_recipes_ignore_order_of_machines(machines: list[Arithmetic]) -> None:
     assert choose_static_recipe({}, machines) == choose_static_recipe({}, machines[::-1])
     assert choose_reduce_range({}, machines) == choose_reduce_range({}, machines[::-1])
 
 
 @given(machines=MACHINES)
-def test_activations_are_signed_only_where_every_target_takes_them_so(machines: list[Arithmetic]) -> None:
+def test_choose_static_recipe_uses_int8_activations_only_if_all_machines_accept_it(machines: list[Arithmetic]) -> None:
     families = {one.family for one in machines}
     signed = bool(machines) and not families & {"x86", "other"}
     assert (choose_static_recipe({}, machines).activations == "int8") is signed
 
 
 @given(options=OPTIONS)
-def test_combinations_without_a_kernel_are_refused(options: dict[str, object]) -> None:
+def test_find_type_conflict_rejects_types_without_kernel(options: dict[str, object]) -> None:
     no_kernel = options.get("activations") == "int8" and options.get("weights") == "uint8"
     nonsense = options.get("activations") == "uint16" and options.get("reduce_range") is True
     assert bool(find_type_conflict(options)) is (no_kernel or nonsense)

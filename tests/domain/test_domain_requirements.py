@@ -38,7 +38,7 @@ WANTED = (
 )
 
 
-def test_what_a_machine_lacks(golden: Golden) -> None:
+def test_find_missing_lists_unmet_requirements(golden: Golden) -> None:
     lines = []
     for wanted in WANTED:
         asked = ", ".join(f"{name} {value}" for name, value in asdict(wanted).items() if value)
@@ -46,7 +46,7 @@ def test_what_a_machine_lacks(golden: Golden) -> None:
     golden("reasons", "\n".join(lines))
 
 
-def test_a_machine_without_an_accelerator_has_no_driver(golden: Golden) -> None:
+def test_find_missing_without_accelerator_omits_driver(golden: Golden) -> None:
     bare = replace(BOX, accelerators=(), driver="")
     wanted = Requirements(accelerator="H100", driver="550")
     golden("reasons", "\n".join(wanted.find_missing(bare)))
@@ -64,5 +64,5 @@ def test_a_machine_without_an_accelerator_has_no_driver(golden: Golden) -> None:
         driver=st.sampled_from(["", "550.1"]),
     )
 )
-def test_the_least_machine_that_fits_fits(wanted: Requirements) -> None:
+def test_least_machine_meets_requirements(wanted: Requirements) -> None:
     assert wanted.find_missing(wanted.least(BOX)) == ()

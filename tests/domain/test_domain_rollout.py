@@ -230,13 +230,13 @@ TestRollouts.settings = settings(
 )
 
 
-def test_a_first_deployment_goes_straight_to_100() -> None:
+def test_first_deployment_gets_all_traffic() -> None:
     action = at_rest(Roles(), POLICIES[2], VERSIONS[0], now=1.0)
     assert action.kind is ActionKind.FIRST
     assert action.state.split.weights == {"v0": 100}
 
 
-def test_steps_wait_for_words_and_end_at_100() -> None:
+def test_rollout_steps_wait_for_operator_and_end_at_all_traffic() -> None:
     roles, seen = Roles(stable=VERSIONS[0]), []
     while roles.stable != VERSIONS[2]:
         action = at_rest(roles, POLICIES[2], VERSIONS[2], now=1.0, command=OperatorCommand.ADVANCE)
@@ -248,7 +248,7 @@ def test_steps_wait_for_words_and_end_at_100() -> None:
     assert seen == [(ActionKind.START, 5), (ActionKind.ADVANCE, 50), (ActionKind.FINISH, 100)]
 
 
-def test_the_previous_version_stays_loaded_for_as_long_as_the_policy_says() -> None:
+def test_previous_version_retires_after_scale_down_delay() -> None:
     action = at_rest(Roles(stable=VERSIONS[0]), POLICIES[0], VERSIONS[2], now=10.0)
     assert action.kind is ActionKind.FINISH
     assert action.state.split.weights == {"v2": 100, "v0": 0}
@@ -259,7 +259,7 @@ def test_the_previous_version_stays_loaded_for_as_long_as_the_policy_says() -> N
     assert retired.roles.previous == VERSIONS[0]
 
 
-def test_a_trial_that_was_aborted_does_not_lose_the_way_back() -> None:
+def test_aborted_rollout_keeps_previous_version() -> None:
     finished = at_rest(Roles(stable=VERSIONS[0]), POLICIES[0], VERSIONS[2], now=10.0)
     started = at_rest(finished.roles, POLICIES[1], VERSIONS[4], now=20.0)
     assert started.kind is ActionKind.START
@@ -269,7 +269,7 @@ def test_a_trial_that_was_aborted_does_not_lose_the_way_back() -> None:
     assert aborted.roles.previous == VERSIONS[0]
 
 
-def test_there_is_nothing_to_abort_without_a_rollout() -> None:
+def test_plan_abort_without_rollout_raises_value_error() -> None:
     with pytest.raises(ValueError, match="no rollout"):
         plan_abort(Roles(stable=VERSIONS[0]), "cpu", why="", reject=True)
 
@@ -304,14 +304,14 @@ def epochs_of(policy: RolloutPolicy, *, draws_epochs: bool) -> list[tuple[int, f
     return states
 
 
-def test_only_judged_canary_steps_have_epochs_where_the_provider_draws_them() -> None:
+def test_split_epochs_apply_to_judged_canary_steps_only() -> None:
     """An A/B test is sticky, and so is a step that an operator ends."""
     assert epochs_of(MIXED, draws_epochs=True) == [(0, 0.0), (10, 30.0), (50, 0.0), (100, 0.0)]
     assert epochs_of(MIXED, draws_epochs=False) == [(0, 0.0), (10, 0.0), (50, 0.0), (100, 0.0)]
     assert epochs_of(POLICIES[2], draws_epochs=True) == [(5, 0.0), (50, 0.0), (100, 0.0)]
 
 
-def test_an_endpoint_with_other_epochs_is_restored() -> None:
+def test_choose_next_action_with_different_epoch_restores_endpoint() -> None:
     roles = Roles(stable=VERSIONS[0], candidate=VERSIONS[2], step=1)
     for epoch_s, kind in ((30.0, None), (60.0, ActionKind.RESTORE), (0.0, ActionKind.RESTORE)):
         action = choose_next_action(
@@ -328,6 +328,6 @@ def test_an_endpoint_with_other_epochs_is_restored() -> None:
 
 
 @pytest.mark.parametrize("epoch_s", [-1.0, 0.05, 1e6])
-def test_an_epoch_that_no_server_can_keep_is_refused(epoch_s: float) -> None:
+def test_build_split_state_with_invalid_epoch_raises_value_error(epoch_s: float) -> None:
     with pytest.raises(ValueError, match="an epoch must last"):
         build_split_state(VERSIONS[0], VERSIONS[2], 10, epoch_s=epoch_s)

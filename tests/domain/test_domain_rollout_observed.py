@@ -43,7 +43,7 @@ def between(before: MetricsReading | None, now: MetricsReading) -> ObservationIn
     return diff_readings(before, now, step=0, stable="v1", candidate="v2")
 
 
-def test_an_interval_is_the_difference_of_two_readings() -> None:
+def test_diff_readings_returns_difference_of_counts() -> None:
     found = between(reading(10, 90), reading(30, 270, errors=2))
     assert found == ObservationInterval(
         step=0, canary=RequestCounts(requests=20, errors=2), stable=RequestCounts(requests=180)
@@ -62,20 +62,20 @@ def test_an_interval_is_the_difference_of_two_readings() -> None:
     ],
     ids=["first", "restarted", "back in time", "fewer", "more errors than requests", "fewer errors"],
 )
-def test_readings_that_do_not_follow_each_other_make_no_interval(
+def test_diff_readings_of_inconsistent_readings_returns_none(
     before: MetricsReading | None, now: MetricsReading
 ) -> None:
     assert between(before, now) is None
 
 
-def test_shadow_counts_must_grow_too() -> None:
+def test_diff_readings_with_fewer_shadow_counts_returns_none() -> None:
     more, fewer = (replace(reading(0, 10), shadow=ShadowCounts(compared=n)) for n in (20, 10))
     assert between(more, fewer) is None
     found = must(between(fewer, more))
     assert found.shadow == ShadowCounts(compared=10)
 
 
-def test_requests_that_were_timed_are_counted_apart() -> None:
+def test_request_counts_minus_subtracts_timed_requests_separately() -> None:
     before = RequestCounts(requests=100, over_p50=20, over_p99=1, timed=40)
     now = RequestCounts(requests=150, over_p50=30, over_p99=1, timed=50)
     assert now.minus(before) == RequestCounts(requests=50, over_p50=10, over_p99=0, timed=10)
@@ -85,7 +85,7 @@ def test_requests_that_were_timed_are_counted_apart() -> None:
     assert now.minus(replace(before, timed=None)) is None
 
 
-def test_a_deployment_that_appears_began_at_nothing() -> None:
+def test_diff_readings_with_new_deployment_counts_from_zero() -> None:
     later = MetricsReading(
         origin="a", at=1.0, tallies={"v2": RequestCounts(requests=5, over_p50=2), "v1": RequestCounts(requests=9)}
     )
@@ -98,7 +98,7 @@ def test_a_deployment_that_appears_began_at_nothing() -> None:
 
 
 @given(steps=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=8))
-def test_intervals_add_up_to_what_was_counted(steps: list[tuple[int, int]]) -> None:
+def test_observations_intervals_sum_to_total_counts(steps: list[tuple[int, int]]) -> None:
     seen = Observations(candidate=V2.manifest).with_reading(reading(7, 8), stable="v1", candidate="v2")
     mine, theirs = 7, 8
     for more, others in steps:
@@ -121,7 +121,7 @@ ABORT, NEXT = action(ActionKind.ABORT, None, 0), action(ActionKind.START, V3, 10
 FROZEN = ThresholdsFixed(candidate=V2.manifest, thresholds=LIMITS)
 
 
-def test_a_rollout_begins_with_the_thresholds_that_were_frozen_for_it() -> None:
+def test_observations_of_new_rollout_use_thresholds_of_candidate() -> None:
     raised = replace(LIMITS, p50_s=0.0011)
     split = GenerationUnits(generation=2, step=0, percent=10, is_drawn=False)
     begun = Observations(candidate=V2.manifest, started_at=3.0, split_at=3.0, thresholds=LIMITS, generations=(split,))
@@ -134,13 +134,13 @@ def test_a_rollout_begins_with_the_thresholds_that_were_frozen_for_it() -> None:
     assert other.thresholds is None
 
 
-def test_thresholds_do_not_change_under_a_rollout() -> None:
+def test_observations_keep_thresholds_during_rollout() -> None:
     later = ThresholdsFixed(candidate=V2.manifest, thresholds=replace(LIMITS, p50_s=9.0))
     trial = must(folded(FROZEN, START, later, MetricsRecorded(reading=reading(1, 9)), ADVANCE).observations)
     assert trial.thresholds == LIMITS
 
 
-def test_counts_of_earlier_steps_are_kept_and_a_new_step_begins_a_new_interval() -> None:
+def test_observations_keep_earlier_intervals_and_start_anew_at_each_step() -> None:
     first, second = MetricsRecorded(reading=reading(0, 0)), MetricsRecorded(reading=reading(20, 180))
     state = folded(START, first, second, ADVANCE)
     assert state.observations is not None
@@ -158,7 +158,7 @@ def test_counts_of_earlier_steps_are_kept_and_a_new_step_begins_a_new_interval()
     assert [(one.step, one.canary.requests) for one in on.observations.intervals] == [(0, 20), (1, 50)]
 
 
-def test_no_interval_spans_an_effect() -> None:
+def test_observations_with_intent_between_readings_make_no_interval() -> None:
     first, late = MetricsRecorded(reading=reading(0, 0)), MetricsRecorded(reading=reading(20, 180))
     intent = Intent(action=ADVANCE, holder="h", expires_at=1e9)
     during = must(folded(START, first, intent, late).observations)
@@ -169,7 +169,7 @@ def test_no_interval_spans_an_effect() -> None:
     assert (failed.step, failed.started_at) == (0, 2.0)
 
 
-def test_a_reading_from_before_the_split_was_changed_counts_for_nothing() -> None:
+def test_observations_ignore_reading_from_before_split_change() -> None:
     """A monitor reports late: entry 2 is the outcome that changed the split."""
     early, first, later = (reading(n, 9 * n, at=at) for n, at in ((10, 1.0), (20, 3.0), (30, 4.0)))
     trial = must(folded(START, *(MetricsRecorded(reading=one) for one in (early, first, later))).observations)
@@ -177,7 +177,7 @@ def test_a_reading_from_before_the_split_was_changed_counts_for_nothing() -> Non
     assert folded(START, MetricsRecorded(reading=early)).observations == folded(START).observations
 
 
-def test_counts_end_with_the_rollout() -> None:
+def test_observations_end_with_rollout() -> None:
     first = MetricsRecorded(reading=reading(0, 0))
     assert folded(START, first, ABORT).observations is None
     assert folded(START, first, ABORT, first).observations is None
@@ -186,7 +186,7 @@ def test_counts_end_with_the_rollout() -> None:
     assert (new.candidate, new.intervals) == (V3.manifest, ())
 
 
-def test_the_line_for_a_person(golden: Golden) -> None:
+def test_guardrail_result_summary_shows_rates_and_evidence(golden: Golden) -> None:
     guard = GuardrailResult(
         name="errors",
         canary=(28, 800),

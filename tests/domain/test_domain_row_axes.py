@@ -43,11 +43,11 @@ from onnx_ops.domain.row_axes import (
         ({"step": ()}, {}),
     ],
 )
-def test_rows_are_on_the_axis_that_inputs_share(shapes: Mapping[str, Shape], expected: Mapping[str, int]) -> None:
+def test_find_row_axes_returns_axis_shared_by_inputs(shapes: Mapping[str, Shape], expected: Mapping[str, int]) -> None:
     assert find_row_axes(shapes) == expected
 
 
-def test_first_axes_of_different_names_are_pooled_only_if_that_is_wanted() -> None:
+def test_find_row_axes_pools_first_axes_of_different_names_only_if_allowed() -> None:
     shapes = {"queries": ("num_queries", 4), "documents": ("num_documents", 4)}
     assert find_row_axes(shapes) == {"queries": 0, "documents": 0}
     assert find_row_axes(shapes, pooled=False) == {}
@@ -63,7 +63,7 @@ def test_first_axes_of_different_names_are_pooled_only_if_that_is_wanted() -> No
         ({"x": ("batch", 4), "table": (7, 4)}, 0),
     ],
 )
-def test_the_fixed_batch_is_that_of_the_shared_axis(shapes: Mapping[str, Shape], expected: int) -> None:
+def test_find_fixed_batch_returns_size_of_shared_axis(shapes: Mapping[str, Shape], expected: int) -> None:
     assert find_fixed_batch(shapes) == expected
 
 
@@ -76,13 +76,13 @@ def test_the_fixed_batch_is_that_of_the_shared_axis(shapes: Mapping[str, Shape],
         ({"x": (4, 3)}, {"x": (4, 3)}, {}),
     ],
 )
-def test_arrays_show_the_rows_of_dimensions_without_names(
+def test_guess_row_axes_uses_array_sizes_for_unnamed_dimensions(
     shapes: Mapping[str, Shape], sizes: Mapping[str, tuple[int, ...]], expected: Mapping[str, int]
 ) -> None:
     assert guess_row_axes(shapes, sizes) == expected
 
 
-def test_outputs_hold_rows_where_they_name_them() -> None:
+def test_find_output_axes_returns_axes_named_like_input_rows() -> None:
     inputs: dict[str, Shape] = {"x": ("batch", "seq", 4), "h": (1, "batch", 8)}
     outputs: dict[str, Shape] = {"y": ("batch", 2), "hn": (1, "batch", 8), "pool": ("?", 8)}
     assert find_output_axes(inputs, outputs) == {"y": 0, "hn": 1}
@@ -100,13 +100,13 @@ def test_outputs_hold_rows_where_they_name_them() -> None:
         ({"x": (60, 7), "sr": ()}, 0, 0),
     ],
 )
-def test_arrays_have_as_many_rows_as_all_of_them_hold(
+def test_count_common_rows_returns_rows_shared_by_all_arrays(
     shapes: Mapping[str, tuple[int, ...]], known: int, expected: int
 ) -> None:
     assert count_common_rows(shapes, known) == expected
 
 
-def test_free_dimensions_are_found_beside_the_rows() -> None:
+def test_find_sized_axes_returns_free_dimensions_besides_rows() -> None:
     shapes: dict[str, Shape] = {
         "x": ("batch", "seq", 4),
         "h": ("batch", 1, 8),

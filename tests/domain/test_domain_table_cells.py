@@ -28,7 +28,9 @@ from onnx_ops.domain.table_cells import find_text_among_numbers, find_values_in_
         (["1st", "2nd", "3rd"], None),
     ],
 )
-def test_find_text_among_numbers(cells: list[str], cell: tuple[int, str] | None) -> None:
+def test_find_text_among_numbers_returns_first_text_cell_of_numeric_column(
+    cells: list[str], cell: tuple[int, str] | None
+) -> None:
     assert find_text_among_numbers(cells) == cell
 
 
@@ -44,5 +46,7 @@ def test_find_text_among_numbers(cells: list[str], cell: tuple[int, str] | None)
         ([], []),
     ],
 )
-def test_find_values_in_header(names: list[str], values: list[str]) -> None:
+def test_find_values_in_header_returns_numeric_names_unless_they_are_labels(
+    names: list[str], values: list[str]
+) -> None:
     assert find_values_in_header(names) == values
