@@ -24,7 +24,7 @@ def constants(path: Path) -> dict[str, np.ndarray[Any, Any]]:
 
 
 @pytest.mark.parametrize("form", ["norm", "steps", "no shift"])
-def test_the_function_stays_the_same_to_the_last_bit(tmp_path: Path, form: str) -> None:
+def test_write_balanced_keeps_outputs_bit_identical(tmp_path: Path, form: str) -> None:
     source, balanced = write_norm(tmp_path / "model.onnx", form), tmp_path / "balanced.onnx"
     assert write_balanced(source, balanced)
     for before, after in zip(answers(source), answers(balanced), strict=True):
@@ -35,13 +35,13 @@ def test_the_function_stays_the_same_to_the_last_bit(tmp_path: Path, form: str) 
     assert np.abs(weights["second"]).max(axis=0).min() > 0.1
 
 
-def test_channels_that_are_no_outliers_stay(tmp_path: Path) -> None:
+def test_write_balanced_without_outlier_channels_writes_nothing(tmp_path: Path) -> None:
     source = write_norm(tmp_path / "model.onnx", loud=2.0)
     assert not write_balanced(source, tmp_path / "balanced.onnx")
     assert not (tmp_path / "balanced.onnx").exists()
 
 
-def test_a_loud_channel_with_large_weights_keeps_its_size(tmp_path: Path) -> None:
+def test_balance_channels_with_large_weights_skips_channel(tmp_path: Path) -> None:
     """Its weights would get larger than all others, and their own steps too coarse."""
     source = write_norm(tmp_path / "model.onnx")
     model = read_model(source)
@@ -76,7 +76,9 @@ def transposes_rows(model: onnx.ModelProto) -> None:
 @pytest.mark.parametrize(
     "change", [read_by_another, returned, shares_a_weight, takes_a_weight_as_input, transposes_rows]
 )
-def test_what_others_read_is_not_balanced(tmp_path: Path, change: Callable[[onnx.ModelProto], None]) -> None:
+def test_balance_channels_of_shared_values_changes_nothing(
+    tmp_path: Path, change: Callable[[onnx.ModelProto], None]
+) -> None:
     model = read_model(write_norm(tmp_path / "model.onnx"))
     change(model)
     before = model.SerializeToString()
@@ -84,7 +86,7 @@ def test_what_others_read_is_not_balanced(tmp_path: Path, change: Callable[[onnx
     assert model.SerializeToString() == before
 
 
-def test_constants_that_normalizations_share_are_copied(tmp_path: Path) -> None:
+def test_write_balanced_with_shared_constants_copies_them(tmp_path: Path) -> None:
     """An exporter stores equal constants once."""
     source, balanced = write_norm(tmp_path / "model.onnx"), tmp_path / "balanced.onnx"
     model = read_model(source)
@@ -117,7 +119,7 @@ def read_through_identities(source: Path, *, chained: bool) -> None:
 
 @pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("form", ["norm", "steps", "no shift"])
-def test_balance_constants_behind_identities(tmp_path: Path, form: str, chained: bool) -> None:
+def test_write_balanced_of_constants_behind_identities_keeps_outputs(tmp_path: Path, form: str, chained: bool) -> None:
     source, balanced, again = write_norm(tmp_path / "model.onnx", form), tmp_path / "balanced.onnx", tmp_path / "2.onnx"
     expected = answers(source)
     read_through_identities(source, chained=chained)
@@ -130,7 +132,7 @@ def test_balance_constants_behind_identities(tmp_path: Path, form: str, chained:
     assert np.abs(constants(balanced)["n_balanced_scale"]).max() < 2
 
 
-def test_a_source_is_balanced_like_what_was_made_of_it(tmp_path: Path) -> None:
+def test_write_balanced_like_derived_model_writes_same_constants(tmp_path: Path) -> None:
     source, balanced, again = write_norm(tmp_path / "model.onnx"), tmp_path / "balanced.onnx", tmp_path / "again.onnx"
     write_balanced(source, balanced)
     assert write_balanced_like(source, balanced, again)
@@ -147,7 +149,7 @@ def test_a_source_is_balanced_like_what_was_made_of_it(tmp_path: Path) -> None:
         json.dumps({"n": {"0": None}}), "[" * 10_000,
     ],
 )  # fmt: skip
-def test_a_record_that_does_not_fit_is_refused(tmp_path: Path, recorded: str) -> None:
+def test_write_balanced_like_with_invalid_record_raises_measurement_error(tmp_path: Path, recorded: str) -> None:
     source, derived = write_norm(tmp_path / "model.onnx"), tmp_path / "derived.onnx"
     model = read_model(source)
     model.metadata_props.add(key=PROPERTY, value=recorded)

@@ -35,7 +35,7 @@ def distance(source: Path, derived: Path) -> float:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_unrounded_variant_computes_what_the_source_does(perceptron: Path, method: str) -> None:
+def test_write_dequantized_of_variant_matches_source_with_its_weights(perceptron: Path, method: str) -> None:
     assert distance(perceptron, derive(perceptron, method, METHODS[method])) < 1e-5
 
 
@@ -56,7 +56,7 @@ def _negate(model: onnx.ModelProto) -> None:
 
 @pytest.mark.parametrize("fault", [_transpose_once, _negate])
 @pytest.mark.parametrize("method", METHODS)
-def test_fault_in_the_graph_of_a_variant_shows_itself(
+def test_write_dequantized_of_faulty_graph_differs_from_source(
     perceptron: Path, method: str, fault: Callable[[onnx.ModelProto], None]
 ) -> None:
     derived = derive(perceptron, method, METHODS[method])
@@ -66,7 +66,7 @@ def test_fault_in_the_graph_of_a_variant_shows_itself(
     assert distance(perceptron, derived) > 0.1
 
 
-def test_relu_that_a_range_does_not_stand_for_is_missed(perceptron: Path) -> None:
+def test_write_dequantized_with_relu_missing_from_range_differs_from_source(perceptron: Path) -> None:
     """The range of a variant without that ReLU reaches below 0."""
     derived = derive(perceptron, "static")
     nodes = onnx.load(derived).graph.node
@@ -75,7 +75,7 @@ def test_relu_that_a_range_does_not_stand_for_is_missed(perceptron: Path) -> Non
     assert distance(perceptron, changed) > 0.1
 
 
-def test_operator_that_hides_its_rounding_is_refused(perceptron: Path) -> None:
+def test_write_dequantized_of_unknown_operator_raises_measurement_error(perceptron: Path) -> None:
     derived = derive(perceptron, "dynamic")
     model = onnx.load(derived)
     model.graph.node[0].op_type = "QAttention"
@@ -85,7 +85,7 @@ def test_operator_that_hides_its_rounding_is_refused(perceptron: Path) -> None:
 
 
 @pytest.mark.parametrize("format_", ["QDQ", "QOperator"])
-def test_clip_that_became_a_range_is_put_back(tmp_path: Path, format_: str) -> None:
+def test_write_dequantized_of_clip_folded_into_range_restores_it(tmp_path: Path, format_: str) -> None:
     """A bound of the Clip is a constant that the variant no longer has; a residual sum is cut off too."""
     from onnxruntime.quantization import QuantFormat, quantize_static
 

@@ -53,7 +53,7 @@ from tests.support.external import write_external
 from tests.support.graphs import parse_graph, write_graph
 
 
-def test_a_file_says_what_it_is(perceptron: Path) -> None:
+def test_read_model_info_returns_versions_inputs_outputs_and_size(perceptron: Path) -> None:
     found = read_model_info(perceptron)
     assert found.ir_version == 10
     assert found.opsets == {"": 18}
@@ -63,7 +63,7 @@ def test_a_file_says_what_it_is(perceptron: Path) -> None:
     assert found.size_bytes == perceptron.stat().st_size
 
 
-def test_external_weights_are_counted(tmp_path: Path) -> None:
+def test_read_model_info_of_external_weights_counts_their_bytes(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     write_external(path, "weights.bin")
     assert read_model_info(path).size_bytes == path.stat().st_size + 8
@@ -75,7 +75,7 @@ def test_external_weights_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "location", ["/etc/passwd", "../secret", "a/../../secret", "..", "", "..\\secret", "C:\\secret", "link"]
 )
-def test_weights_outside_the_folder_are_refused(tmp_path: Path, location: str) -> None:
+def test_read_of_external_weights_outside_folder_raises_refused_error(tmp_path: Path, location: str) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (tmp_path / "secret").write_bytes(b"\0" * 8)
@@ -93,7 +93,7 @@ def test_weights_outside_the_folder_are_refused(tmp_path: Path, location: str) -
         write_with_outputs(path, ["y"], path.with_name("copy.onnx"))
 
 
-def test_share_structure_after_a_change_parses_the_file_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_share_structure_after_change_parses_file_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_SETTLED_NS", 0)
     path = tmp_path / "model.onnx"
     write_external(path, "weights.bin")
@@ -106,7 +106,7 @@ def test_share_structure_after_a_change_parses_the_file_again(tmp_path: Path, mo
         share_structure(path)
 
 
-def test_share_structure_of_a_file_just_written_parses_it_each_time(perceptron: Path) -> None:
+def test_share_structure_of_recently_written_file_parses_it_each_time(perceptron: Path) -> None:
     write_lineage(perceptron, {"seed": "7"})  # a second change might have the same time
     assert share_structure(perceptron) is not share_structure(perceptron)
 
@@ -132,7 +132,7 @@ SHARING: tuple[Callable[[Path], object], ...] = (
 
 
 @pytest.mark.parametrize("read", SHARING)
-def test_a_shared_structure_stays_as_it_was_parsed(
+def test_shared_structure_after_any_read_is_unchanged(
     read: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "_SETTLED_NS", 0)
@@ -149,7 +149,7 @@ def test_a_shared_structure_stays_as_it_was_parsed(
     assert shared.SerializeToString(deterministic=True) == before
 
 
-def test_missing_files_are_told_apart_from_wrong_ones(tmp_path: Path) -> None:
+def test_read_model_info_of_missing_file_or_weights_raises_not_found_error(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         read_model_info(tmp_path / "none.onnx")
     path = tmp_path / "model.onnx"
@@ -161,7 +161,7 @@ def test_missing_files_are_told_apart_from_wrong_ones(tmp_path: Path) -> None:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_damaged_file_never_gives_a_traceback(perceptron: Path, data: st.DataObject) -> None:
+def test_read_of_damaged_file_raises_only_project_errors(perceptron: Path, data: st.DataObject) -> None:
     good = perceptron.parent / "good.onnx"
     if not good.exists():
         good.write_bytes(perceptron.read_bytes())
@@ -189,7 +189,7 @@ def unfit_shape(model: onnx.ModelProto) -> None:
 @pytest.mark.parametrize(
     ("change", "why"), [(no_outputs, "no outputs"), (unknown_input, "nobody"), (unfit_shape, "ShapeInferenceError")]
 )
-def test_an_invalid_graph_is_refused_with_its_reason(
+def test_check_model_of_invalid_graph_raises_user_error_with_reason(
     perceptron: Path, change: Callable[[onnx.ModelProto], None], why: str
 ) -> None:
     model = onnx.load(perceptron)
@@ -204,14 +204,16 @@ def test_an_invalid_graph_is_refused_with_its_reason(
     ("opset", "ir_version", "word"),
     [(18, 10, ""), (21, 10, "set export.opset: 18"), (18, 11, "set export.ir_version: 10")],
 )
-def test_a_target_has_a_ceiling(tmp_path: Path, opset: int, ir_version: int, word: str) -> None:
+def test_explain_version_limits_beyond_target_limit_names_remedy(
+    tmp_path: Path, opset: int, ir_version: int, word: str
+) -> None:
     path = write_perceptron(tmp_path / "model.onnx", opset=opset, ir_version=ir_version)
     reason = explain_version_limits(read_model_info(path), Target(name="old", max_opset=18, max_ir_version=10))
     assert word in reason
     assert bool(reason) is bool(word)
 
 
-def test_lineage_is_written_in_place_in_one_order(perceptron: Path, tmp_path: Path) -> None:
+def test_write_lineage_writes_same_bytes_in_any_order(perceptron: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.onnx"
     other.write_bytes(perceptron.read_bytes())
     write_lineage(perceptron, {"b": "2", "a": "1"})
@@ -221,7 +223,7 @@ def test_lineage_is_written_in_place_in_one_order(perceptron: Path, tmp_path: Pa
     assert digest_file(perceptron) == digest_file(other)
 
 
-def test_lineage_leaves_external_weights_alone(tmp_path: Path) -> None:
+def test_write_lineage_leaves_external_weights_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     write_external(path, "weights.bin")
     before = digest_file(tmp_path / "weights.bin")
@@ -231,7 +233,9 @@ def test_lineage_leaves_external_weights_alone(tmp_path: Path) -> None:
     assert read_lineage(path) == {"release": "r"}
 
 
-def test_large_weights_go_beside_the_model(perceptron: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_model_with_large_weights_stores_them_externally(
+    perceptron: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "EXTERNAL_LIMIT", 500)
     model = read_model(perceptron)
     weights = [numpy_helper.to_array(tensor).copy() for tensor in model.graph.initializer]
@@ -243,7 +247,7 @@ def test_large_weights_go_beside_the_model(perceptron: Path, tmp_path: Path, mon
         np.testing.assert_array_equal(numpy_helper.to_array(tensor), expected)
 
 
-def test_a_derived_model_is_brought_in_line_with_its_source(perceptron: Path) -> None:
+def test_restore_metadata_of_derived_model_matches_source(perceptron: Path) -> None:
     source, derived = read_model(perceptron), read_model(perceptron)
     derived.ir_version = 13
     derived.metadata_props.add(key="tool", value="was here")
@@ -253,7 +257,7 @@ def test_a_derived_model_is_brought_in_line_with_its_source(perceptron: Path) ->
     assert derived.SerializeToString(deterministic=True) == source.SerializeToString(deterministic=True)
 
 
-def test_biases_that_are_rows_become_vectors_unless_others_use_them() -> None:
+def test_flatten_biases_makes_unshared_row_biases_vectors() -> None:
     rows: dict[str, Any] = {name: np.ones((1, 4), np.float32) for name in ("own", "shared")}
     nodes = "a = Gemm(x, w, own) b = Gemm(a, w, shared) y = Add(b, shared)"
     model = parse_graph(f"(float x) => (float y) {{ {nodes} }}", **rows)
@@ -261,7 +265,7 @@ def test_biases_that_are_rows_become_vectors_unless_others_use_them() -> None:
     assert [list(tensor.dims) for tensor in model.graph.initializer] == [[4], [1, 4]]
 
 
-def test_weights_that_come_in_any_order_are_numbered_and_kept_as_they_are_used() -> None:
+def test_renumber_names_numbers_and_orders_weights_by_first_use() -> None:
     made = []
     for first, second in (("w__7", "w__3"), ("w__3", "w__7")):
         weights: dict[str, Any] = dict(sorted({first: np.float32(1), second: np.float32(2)}.items()))
@@ -273,7 +277,7 @@ def test_weights_that_come_in_any_order_are_numbered_and_kept_as_they_are_used()
     assert [float(numpy_helper.to_array(weight)) for weight in made[0].graph.initializer] == [1.0, 2.0]
 
 
-def test_generated_numbers_are_counted_anew_and_stay_distinct() -> None:
+def test_renumber_names_in_branches_keeps_names_distinct() -> None:
     made = []
     for first in (3, 40):
         one, other, last = f"t_{first}", f"t_{first + 5}", f"t_{first + 9}"
@@ -288,7 +292,7 @@ def test_generated_numbers_are_counted_anew_and_stay_distinct() -> None:
     assert nodes[2].attribute[0].g.node[0].input[0] == nodes[1].output[0]
 
 
-def test_count_operators_names_the_version_that_a_definition_is_of() -> None:
+def test_count_operators_names_version_of_operator_definition() -> None:
     domains = {"com.microsoft": 1, "ai.onnx.ml": 3, "acme": 1}
     nodes = "a = Relu(x) b = Relu(a) c = com.microsoft.Gelu(b) d = ai.onnx.ml.Scaler(c) y = acme.Own(d)"
     function = '<domain: "acme", opset_import: ["" : 18]> Own (x) => (y) { y = Relu(x) }'
@@ -309,14 +313,16 @@ def test_count_operators_names_the_version_that_a_definition_is_of() -> None:
         (b"\x08\x00 text", "copied completely"),
     ],
 )
-def test_a_file_that_is_no_onnx_is_refused_by_what_it_is(tmp_path: Path, head: bytes, remedy: str) -> None:
+def test_read_structure_of_other_file_type_raises_user_error_with_remedy(
+    tmp_path: Path, head: bytes, remedy: str
+) -> None:
     (tmp_path / "model.onnx").write_bytes(head + bytes(40) * bool(head))
     with pytest.raises(UserError) as caught:
         read_structure(tmp_path / "model.onnx")
     assert remedy in caught.value.remedy
 
 
-def test_operator_sets_are_written_in_order_and_once(perceptron: Path) -> None:
+def test_write_model_writes_operator_sets_once_and_sorted(perceptron: Path) -> None:
     model = read_model(perceptron)
     model.opset_import.insert(0, helper.make_opsetid("own", 1))
     model.opset_import.add(domain="", version=18)
@@ -324,7 +330,7 @@ def test_operator_sets_are_written_in_order_and_once(perceptron: Path) -> None:
     assert [(entry.domain, entry.version) for entry in read_model(perceptron).opset_import] == [("", 18), ("own", 1)]
 
 
-def test_nodes_that_compute_from_shapes_alone_are_told_from_those_of_data() -> None:
+def test_list_shape_nodes_returns_nodes_computed_from_shapes_only() -> None:
     model = parse_graph(
         """(float[batch, 4] x, int64[1] more) => (float[n, m] y, float[batch, 4] z) {
         shape = Shape(x) one = Constant<value_ints = [1]>() first = Slice(shape, zero, one)
@@ -338,7 +344,7 @@ def test_nodes_that_compute_from_shapes_alone_are_told_from_those_of_data() -> N
     assert list_shape_nodes(model) == {"shape", "first", "sizes"}
 
 
-def test_read_model_whose_weights_are_a_pointer_of_git_lfs_is_refused(tmp_path: Path) -> None:
+def test_read_model_with_git_lfs_pointer_as_weights_raises_refused_error(tmp_path: Path) -> None:
     write_external(tmp_path / "m.onnx", "weights.bin")
     (tmp_path / "weights.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 9\n" * 99)
     with pytest.raises(RefusedError, match=r"'weights\.bin' is a pointer of Git LFS") as caught:

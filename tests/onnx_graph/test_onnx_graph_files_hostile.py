@@ -50,7 +50,7 @@ PLACES: dict[str, Callable[[onnx.ModelProto], TensorProto]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_external_data_is_found_wherever_it_hides(place: str, perceptron: Path) -> None:
+def test_read_model_info_with_hidden_external_data_raises_refused_error(place: str, perceptron: Path) -> None:
     model = read_structure(perceptron)
     PLACES[place](model).CopyFrom(external(("location", "../secret"), size=1))
     perceptron.write_bytes(model.SerializeToString())
@@ -59,20 +59,20 @@ def test_external_data_is_found_wherever_it_hides(place: str, perceptron: Path) 
 
 
 @pytest.mark.parametrize("location", ["zero\0byte", "long" * 2000, "circle"])
-def test_names_that_are_no_names_and_a_circle_of_links_are_refused(location: str, tmp_path: Path) -> None:
+def test_read_structure_with_invalid_location_or_link_loop_raises_error(location: str, tmp_path: Path) -> None:
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
     with pytest.raises((RefusedError, NotFoundError)):
         read_structure(write_with(tmp_path, external(("location", location))))
 
 
-def test_a_type_that_does_not_exist_is_undefined(perceptron: Path) -> None:
+def test_read_model_info_of_unknown_element_type_returns_undefined(perceptron: Path) -> None:
     model = read_structure(perceptron)
     model.graph.output[0].type.tensor_type.elem_type = 99
     perceptron.write_bytes(model.SerializeToString())
     assert read_model_info(perceptron).outputs[0].dtype == "undefined"
 
 
-def test_the_other_name_of_the_default_domain_hides_no_opset(tmp_path: Path) -> None:
+def test_read_model_info_with_ai_onnx_domain_returns_default_opset(tmp_path: Path) -> None:
     path = write_perceptron(tmp_path / "model.onnx", opset=22)
     model = read_structure(path)
     model.opset_import[0].domain = "ai.onnx"
@@ -81,7 +81,7 @@ def test_the_other_name_of_the_default_domain_hides_no_opset(tmp_path: Path) -> 
     assert "opset <= 21" in explain_version_limits(read_model_info(path), Target(name="old", max_opset=21))
 
 
-def test_nodes_and_graphs_of_branches_are_walked_once() -> None:
+def test_iterate_nodes_and_graphs_visit_branches_once() -> None:
     branches = "then_branch = then () => (a) { a = Relu(x) }, else_branch = else () => (b) { b = Neg(x) }"
     model = parse_graph(f"(bool c, float x) => (float y) {{ y = If<{branches}>(c) }}")
     assert sorted(node.op_type for node in iterate_nodes(model)) == ["If", "Neg", "Relu"]
@@ -134,20 +134,20 @@ WRONG_PLACES = {
 
 
 @pytest.mark.parametrize("case", WRONG_PLACES)
-def test_weights_are_read_from_their_own_place_only(case: str, tmp_path: Path) -> None:
+def test_read_structure_with_invalid_weight_range_raises_refused_error(case: str, tmp_path: Path) -> None:
     weights, said = WRONG_PLACES[case]
     with pytest.raises(RefusedError, match=said):
         read_structure(write_with(tmp_path, *weights))
 
 
-def test_weights_that_are_tied_or_stand_side_by_side_are_read(tmp_path: Path) -> None:
+def test_read_model_with_tied_or_adjacent_weights_reads_them(tmp_path: Path) -> None:
     weights = [external(W, size=2), external(W, name="tied"), external(W, ("offset", "8"), name="next")]
     empty = external(W, ("offset", "4"), name="empty", size=0)
     model = read_model(write_with(tmp_path, *weights, empty))
     assert [len(tensor.raw_data) for tensor in model.graph.initializer] == [8, 8, 8, 0]
 
 
-def test_every_link_is_refused_with_its_reason_when_weights_are_read(tmp_path: Path) -> None:
+def test_read_model_with_linked_weights_raises_refused_error(tmp_path: Path) -> None:
     """The onnx package follows none, not even one that stays in the folder, or a hard one."""
     path = write_with(tmp_path / "model", external(("location", "w2")))
     (path.parent / "w2").symlink_to(path.parent / "w")
@@ -160,7 +160,7 @@ def test_every_link_is_refused_with_its_reason_when_weights_are_read(tmp_path: P
         read_model(path)
 
 
-def test_a_file_that_no_protobuf_can_be_is_not_read(tmp_path: Path) -> None:
+def test_read_structure_of_file_of_2_gib_raises_too_large_error(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     with path.open("wb") as stream:
         stream.truncate(1 << 31)
@@ -172,7 +172,9 @@ def test_a_file_that_no_protobuf_can_be_is_not_read(tmp_path: Path) -> None:
 @given(
     spans=st.lists(st.tuples(st.integers(-4, 80), st.one_of(st.none(), st.integers(-4, 80))), min_size=1, max_size=4)
 )
-def test_what_is_accepted_lies_in_the_file_and_apart(tmp_path: Path, spans: list[tuple[int, int | None]]) -> None:
+def test_read_structure_accepts_only_disjoint_ranges_within_file(
+    tmp_path: Path, spans: list[tuple[int, int | None]]
+) -> None:
     weights = [
         external(W, ("offset", str(start)), *([("length", str(size))] if size is not None else []), name=f"t{i}")
         for i, (start, size) in enumerate(spans)
@@ -188,7 +190,7 @@ def test_what_is_accepted_lies_in_the_file_and_apart(tmp_path: Path, spans: list
     assert all(after == before or after >= before + 8 for before, after in itertools.pairwise(starts))
 
 
-def test_a_survey_reads_no_weights(tmp_path: Path) -> None:
+def test_summarize_model_of_large_external_weights_uses_little_memory(tmp_path: Path) -> None:
     """Three gigabytes of weights, of which the disk holds nothing; what Python takes for it stays below 32 MB."""
     weights = external(W, ("length", str(3 << 30)), size=3 << 28)
     path = write_with(tmp_path, weights)

@@ -32,7 +32,7 @@ def write(folder: Path, nodes: str, kind: str = "int64") -> Path:
         ("y = Gather(x, depth)", None),
     ],
 )
-def test_an_index_has_the_bounds_of_what_it_chooses_from(
+def test_read_input_bounds_of_index_returns_range_of_indexed_table(
     nodes: str, expected: tuple[int, int] | None, tmp_path: Path
 ) -> None:
     path = write(tmp_path, nodes)
@@ -55,12 +55,16 @@ COLOURS = 'y = ai.onnx.ml.LabelEncoder<keys_strings = ["red", "blue"], values_fl
     ],
     ids=["size through a computation", "no size", "texts", "missing values", "no missing values"],
 )
-def test_sizes_texts_and_missing_values_are_told(nodes: str, kind: str, expected: InputBounds, tmp_path: Path) -> None:
+def test_read_input_bounds_reports_sizes_texts_and_missing_values(
+    nodes: str, kind: str, expected: InputBounds, tmp_path: Path
+) -> None:
     assert read_input_bounds(write(tmp_path, nodes, kind))["x"] == expected
 
 
 @pytest.mark.parametrize(("shape", "expected"), [("n,seq,3", "seq"), ("n,,3", "values[1]"), ("n,5,3", 5)])
-def test_read_input_bounds_index_into_each_row_has_its_length(shape: str, expected: int | str, tmp_path: Path) -> None:
+def test_read_input_bounds_of_index_into_each_row_returns_row_length(
+    shape: str, expected: int | str, tmp_path: Path
+) -> None:
     nodes = "i = Unsqueeze(x, one) y = GatherND<batch_dims = 1>(values, i)"
     text = f"(int64[n] x, float[{shape}] values) => (float y) {{ {nodes} }}"
     path = write_graph(tmp_path / "m.onnx", text.replace("n,,3", "n,unnamed,3"), one=np.array([1]))
@@ -83,7 +87,9 @@ def test_read_input_bounds_index_into_each_row_has_its_length(shape: str, expect
         ("a = Add(x, depth) y = Gather(nodes, a)", ()),
     ],
 )
-def test_an_index_into_another_input_has_its_size(nodes: str, expected: tuple[int | str, ...], tmp_path: Path) -> None:
+def test_read_input_bounds_of_index_into_input_returns_its_size(
+    nodes: str, expected: tuple[int | str, ...], tmp_path: Path
+) -> None:
     text = f"(int64[n,4] x, float[num_nodes,3] nodes, bool[n,4] mask) => (float y) {{ {nodes} }}"
     path = write_graph(tmp_path / "m.onnx", text, **STORED, zero=np.int64(0))
     assert read_input_bounds(path)["x"].tables == expected
@@ -99,11 +105,13 @@ def test_an_index_into_another_input_has_its_size(nodes: str, expected: tuple[in
         ("y = Equal(x, flat_table)", ()),
     ],
 )
-def test_a_number_is_compared_with_constants(nodes: str, expected: tuple[int, ...], tmp_path: Path) -> None:
+def test_read_input_bounds_of_compared_number_returns_constants(
+    nodes: str, expected: tuple[int, ...], tmp_path: Path
+) -> None:
     text = f"(int64[n,4] x) => (bool y) {{ {nodes} }}"
     path = write_graph(tmp_path / "m.onnx", text, **STORED, flat_table=[1, 2, 3, 4])
     assert read_input_bounds(path)["x"].compared == expected
 
 
-def test_constants_of_a_branch_count_too(tmp_path: Path) -> None:
+def test_read_input_bounds_includes_constants_of_branches(tmp_path: Path) -> None:
     assert read_input_bounds(write_voice_detector(tmp_path / "m.onnx"))["sr"].compared == (16000, 16001, 8000, 8001)

@@ -28,7 +28,7 @@ from tests.measure.search_parts import write_words
 TARGET = Target(name="cpu")
 
 
-def test_values_come_in_the_order_of_the_graph_with_the_node_that_computes_them(perceptron: Path) -> None:
+def test_list_computed_values_returns_values_in_graph_order_with_nodes(perceptron: Path) -> None:
     values = list_computed_values(perceptron)
     assert [(v.name, v.node, v.op_type) for v in values[:2]] == [
         ("first.product", "first", "MatMul"),
@@ -48,7 +48,7 @@ def test_values_come_in_the_order_of_the_graph_with_the_node_that_computes_them(
         ("[" * 100_000, ""),
     ],
 )
-def test_the_module_is_the_last_one_around_the_node(perceptron: Path, scopes: str, expected: str) -> None:
+def test_list_computed_values_returns_innermost_module_as_scope(perceptron: Path, scopes: str, expected: str) -> None:
     model = onnx.load(perceptron)
     model.graph.node[0].metadata_props.add(key=NAME_SCOPES, value=scopes)
     model.graph.node[0].name = ""
@@ -57,7 +57,7 @@ def test_the_module_is_the_last_one_around_the_node(perceptron: Path, scopes: st
     assert (first.scope, first.node) == (expected, "first.product")
 
 
-def test_the_copy_gives_the_values_after_the_same_outputs(perceptron: Path) -> None:
+def test_write_with_outputs_adds_values_after_same_outputs(perceptron: Path) -> None:
     copy = perceptron.with_name("copy.onnx")
     write_with_outputs(perceptron, ["first.product", "second.out", "scores", "first.product"], copy)
     (before,), (after,) = (OnnxRuntime().run(p, TARGET, (rows(5),)) for p in (perceptron, copy))
@@ -68,7 +68,7 @@ def test_the_copy_gives_the_values_after_the_same_outputs(perceptron: Path) -> N
     np.testing.assert_allclose(product, rows(5)["x"] @ weights["first.weight"], rtol=1e-5, atol=1e-6)
 
 
-def test_weights_beside_the_file_are_shared_and_not_copied(perceptron: Path) -> None:
+def test_write_with_outputs_shares_external_weights(perceptron: Path) -> None:
     model = onnx.load(perceptron)
     onnx.save_model(model, perceptron, save_as_external_data=True, location="weights.bin", size_threshold=0)
     copy = perceptron.with_name("copy.onnx")
@@ -85,7 +85,7 @@ def answers(path: Path, feed: dict[str, Any]) -> list[Any]:
     return list(found.values())
 
 
-def test_the_products_of_each_method(perceptron: Path, tmp_path: Path) -> None:
+def test_list_quantizable_nodes_returns_products_by_method(perceptron: Path, tmp_path: Path) -> None:
     cnn = write_convolution(tmp_path / "cnn.onnx")
     expected = {"static": ("first", "second", "third"), "dynamic": ("first", "second", "third"), "weight-only": ()}
     assert {method: list_quantizable_nodes(perceptron, method) for method in expected} == expected
@@ -93,7 +93,7 @@ def test_the_products_of_each_method(perceptron: Path, tmp_path: Path) -> None:
     assert list_quantizable_nodes(cnn, "dynamic") == ()
 
 
-def test_a_table_is_rounded_with_one_scale_and_its_indices_are_not(tmp_path: Path) -> None:
+def test_write_with_quantized_node_of_table_uses_one_scale(tmp_path: Path) -> None:
     write_words(tmp_path / "words.onnx")
     assert list_quantizable_nodes(tmp_path / "words.onnx", "dynamic") == ("table", "head")
     copy = tmp_path / "alone.onnx"
@@ -107,7 +107,7 @@ def test_a_table_is_rounded_with_one_scale_and_its_indices_are_not(tmp_path: Pat
 
 @pytest.mark.parametrize("node", ["first", "second", "third"])
 @pytest.mark.parametrize("static", [True, False])
-def test_only_one_node_is_rounded_and_a_little(perceptron: Path, node: str, static: bool) -> None:
+def test_write_with_quantized_node_rounds_only_one_node(perceptron: Path, node: str, static: bool) -> None:
     copy = perceptron.with_name("alone.onnx")
     ranges = {name: (-16.0, 16.0) for names in list_activations(perceptron).values() for name in names}
     write_with_quantized_node(perceptron, node, copy, ranges=ranges if static else None, weight_levels=127)
@@ -119,7 +119,7 @@ def test_only_one_node_is_rounded_and_a_little(perceptron: Path, node: str, stat
     assert sum(not name.endswith(("scale_0_alone", "zero_0_alone")) for name in after - before) == 1
 
 
-def test_a_weight_has_as_many_levels_as_asked_for_in_each_channel(tmp_path: Path) -> None:
+def test_write_with_quantized_node_uses_requested_levels_in_each_channel(tmp_path: Path) -> None:
     path = write_convolution(tmp_path / "cnn.onnx")
     node = next(n for n in onnx.load(path).graph.node if n.op_type == "Conv")
     write_with_quantized_node(path, node.name, tmp_path / "alone.onnx", ranges=None, weight_levels=7)
@@ -131,7 +131,9 @@ def test_a_weight_has_as_many_levels_as_asked_for_in_each_channel(tmp_path: Path
 
 
 @pytest.mark.parametrize(("node", "why"), [("tenth", "no node is called"), ("first", "opset 11")])
-def test_an_unknown_node_and_an_old_opset_are_told(tmp_path: Path, node: str, why: str) -> None:
+def test_write_with_quantized_node_of_unknown_node_or_old_opset_raises_value_error(
+    tmp_path: Path, node: str, why: str
+) -> None:
     path = write_perceptron(tmp_path / "model.onnx", opset=10, ir_version=5)
     with pytest.raises(ValueError, match=why):
         write_with_quantized_node(path, node, tmp_path / "a.onnx", ranges=None, weight_levels=127)

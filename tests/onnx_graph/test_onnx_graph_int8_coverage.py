@@ -41,23 +41,23 @@ def covered(
 
 
 @pytest.mark.parametrize("method", ["static", "dynamic"])
-def test_a_perceptron_is_covered_but_for_what_is_excluded(method: str, perceptron: Path) -> None:
+def test_int8_coverage_of_perceptron_lists_excluded_node_in_float(method: str, perceptron: Path) -> None:
     found = covered(perceptron, method, rows(64), ("third",))
     assert found.int8 == ("first", "second")
     assert [(one.name, one.op_type, one.reason) for one in found.floats] == [("third", "Gemm", "excluded")]
     assert found.unheeded == ()
 
 
-def test_convolutions_are_covered(tmp_path: Path) -> None:
+def test_int8_coverage_of_convolutions_is_complete(tmp_path: Path) -> None:
     assert covered(write_convolution(tmp_path / "model.onnx"), "static", images(32)).int8 == ("first", "second")
 
 
-def test_an_excluded_node_that_the_runtime_quantizes_itself_is_told(perceptron: Path) -> None:
+def test_int8_coverage_of_excluded_node_quantized_by_runtime_reports_it(perceptron: Path) -> None:
     """ONNX Runtime quantizes the weights of a Gemm between two QuantizeLinear pairs on its own."""
     assert covered(perceptron, "static", rows(64), ("second",)).unheeded == ("second",)
 
 
-def test_without_optimization_no_pair_is_fused(perceptron: Path) -> None:
+def test_int8_coverage_without_graph_optimization_is_empty(perceptron: Path) -> None:
     plain = Target(name="plain", session=SessionSettings(graph_level="disabled"))
     found = covered(perceptron, "static", rows(64), target=plain)
     assert found.int8 == ()
@@ -82,7 +82,7 @@ BACK = "p = QuantizeLinear(o, s, z) y = DequantizeLinear(p, s, z)"
         ("y = ConvTranspose(x, k)", np.uint8(0), "no int8 kernel"),
     ],
 )
-def test_each_reason_is_told(nodes: str, zero: Any, reason: str, tmp_path: Path) -> None:
+def test_measure_int8_coverage_of_float_node_gives_reason(nodes: str, zero: Any, reason: str, tmp_path: Path) -> None:
     stored = {"w": np.ones((4, 4), "f4"), "k": np.ones((4, 4, 1, 1), "f4"), "s": np.float32(0.1), "z": zero}
     path = write_graph(tmp_path / "rewritten.onnx", f"(float[batch,4] x) => (float y) {{ {nodes} }}", **stored)
     (found,) = measure_int8_coverage(path, path).floats
@@ -135,7 +135,7 @@ def about(found: tuple[Advice, ...], word: str) -> Advice:
     return one
 
 
-def test_the_recipe_of_the_target_needs_no_advice(maker: Maker) -> None:
+def test_advise_on_recipe_for_target_returns_nothing(maker: Maker) -> None:
     maker.make(StaticQuantizer())
     assert maker.advice() == ()
     maker.make(DynamicQuantizer())
@@ -147,7 +147,7 @@ def test_the_recipe_of_the_target_needs_no_advice(maker: Maker) -> None:
 @pytest.mark.parametrize(
     ("part", "written", "advised"), [("activations", "int8", "uint8"), ("weights", "uint8", "int8")]
 )
-def test_some_types_are_for_others_than_x86(maker: Maker, part: str, written: str, advised: str) -> None:
+def test_advise_on_types_slow_on_x86_suggests_others(maker: Maker, part: str, written: str, advised: str) -> None:
     types: dict[str, Any] = {part: written}
     maker.make(StaticQuantizer(), **types)
     found = about(maker.advice(VNNI), f"{part} are {written}")
@@ -156,21 +156,21 @@ def test_some_types_are_for_others_than_x86(maker: Maker, part: str, written: st
     assert part == "weights" or maker.advice(ARM) == ()
 
 
-def test_wide_activations_are_slow_everywhere(maker: Maker) -> None:
+def test_advise_on_uint16_activations_suggests_uint8_on_any_machine(maker: Maker) -> None:
     maker.make(StaticQuantizer(), activations="uint16")
     for machine in (VNNI, ARM):
         assert "uint8" in about(maker.advice(machine), "16 bits").setting
 
 
 @pytest.mark.parametrize("optimizer", [StaticQuantizer(), DynamicQuantizer()])
-def test_weights_of_eight_bits_saturate_without_vnni(maker: Maker, optimizer: Optimizer) -> None:
+def test_advise_on_8_bit_weights_without_vnni_suggests_reduce_range(maker: Maker, optimizer: Optimizer) -> None:
     maker.make(optimizer, reduce_range=False)
     assert "reduce_range: true" in about(maker.advice(OLD), "saturate").setting
     assert maker.advice(VNNI) == ()
 
 
 @pytest.mark.processor
-def test_the_recipe_keeps_sums_right_on_this_machine(tmp_path: Path) -> None:
+def test_quantizers_with_extreme_values_keep_sums_right_on_this_machine(tmp_path: Path) -> None:
     """Products at the ends of their ranges, where a CPU without VNNI cuts sums of two of them to 16 bits."""
     text = "(float[batch,64] x) => (float[batch,8] y) { [product] y = MatMul(x, w) }"
     source, path = write_graph(tmp_path / "ends.onnx", text, w=np.ones((64, 8), np.float32)), tmp_path / "int8.onnx"
@@ -184,7 +184,7 @@ def test_the_recipe_keeps_sums_right_on_this_machine(tmp_path: Path) -> None:
         np.testing.assert_allclose(answer, 64.0, rtol=0.02)
 
 
-def test_what_floats_between_integers_is_named_with_its_kind(maker: Maker) -> None:
+def test_advise_on_float_operator_between_int8_operators_names_it(maker: Maker) -> None:
     maker.convolution()
     model = read_model(maker.source)
     model.graph.node[1].op_type = "Erf"
@@ -195,7 +195,7 @@ def test_what_floats_between_integers_is_named_with_its_kind(maker: Maker) -> No
     assert "name Erf in `options.op_types`" in one.setting
 
 
-def test_what_is_left_in_float_is_told_by_reason_with_the_setting(maker: Maker) -> None:
+def test_advise_on_float_operators_groups_them_by_reason(maker: Maker) -> None:
     maker.make(StaticQuantizer())
     left = FloatOperator(name="a", op_type="Gemm", reason="no pair", setting="name Gemm")
     kept = replace(left, name="c", reason="excluded", setting="")
@@ -206,7 +206,7 @@ def test_what_is_left_in_float_is_told_by_reason_with_the_setting(maker: Maker) 
     assert found == (Advice(finding="2 left in float: no pair", setting="name Gemm", nodes=("a", "b")),)
 
 
-def test_product_whose_pairs_are_not_fused_gets_no_advice_that_is_followed_already(tmp_path: Path) -> None:
+def test_advise_on_unfused_pairs_omits_setting_already_in_use(tmp_path: Path) -> None:
     """A branch reads the product, so the runtime keeps it in float at any graph level."""
     text = f"""(float[batch,4] x, bool c) => (float[batch,4] y) {{
         {PAIR} o = MatMul(d, w) p = QuantizeLinear(o, s, z) e = DequantizeLinear(p, s, z)
@@ -221,14 +221,14 @@ def test_product_whose_pairs_are_not_fused_gets_no_advice_that_is_followed_alrea
     assert {one.setting for one in advise(path, path, plain, VNNI, coverage)} == {FUSE}
 
 
-def test_what_was_excluded_on_purpose_is_no_finding_but_what_is_not_heeded_is(maker: Maker) -> None:
+def test_advise_on_excluded_node_reports_it_only_if_it_runs_in_int8(maker: Maker) -> None:
     maker.make(StaticQuantizer(), exclude=("third",))
     assert maker.advice(exclude=("third",)) == ()
     maker.make(StaticQuantizer(), exclude=("second",))
     assert about(maker.advice(exclude=("second",)), "excluded, but in int8").nodes == ("second",)
 
 
-def test_a_method_that_saves_no_time_is_told(maker: Maker) -> None:
+def test_advise_on_method_that_saves_no_time_reports_it(maker: Maker) -> None:
     maker.make(WeightOnlyQuantizer())
     assert "saves memory" in about(maker.advice(), "blocks").finding
     assert not [one for one in maker.advice(Arithmetic(family="accelerator")) if "blocks" in one.finding]
@@ -243,9 +243,7 @@ def test_a_method_that_saves_no_time_is_told(maker: Maker) -> None:
         ("e = Identity(b)", ()),
     ],
 )
-def test_casts_within_a_graph_are_told_and_those_at_its_ends_are_not(
-    nodes: str, told: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_advise_on_float16_reports_casts_only_inside_graph(nodes: str, told: tuple[str, ...], tmp_path: Path) -> None:
     text = f"[enters] a = Cast<to = 10>(x) b = Add(a, half) {nodes} f = Add(e, half) [leaves] y = Cast<to = 1>(f)"
     path = tmp_path / "half.onnx"
     write_graph(path, f"(float[batch,4] x) => (float[batch,4] y) {{ {text} }}", half=np.float16(1))
@@ -255,20 +253,20 @@ def test_casts_within_a_graph_are_told_and_those_at_its_ends_are_not(
 
 
 @pytest.mark.parametrize("name", ["session.x64quantprecision", "session.qdqisint8allowed"])
-def test_settings_that_cost_a_multiple_are_told_on_x86(maker: Maker, name: str) -> None:
+def test_advise_on_slow_session_setting_reports_it_on_x86_only(maker: Maker, name: str) -> None:
     maker.make(StaticQuantizer())
     slow = replace(TARGET, session=SessionSettings(config={name: "1"}))
     assert name in about(maker.advice(target=slow), name).setting
     assert not [one for one in maker.advice(ARM, slow) if name in one.finding]
 
 
-def test_a_graph_level_that_fuses_nothing_is_told(maker: Maker) -> None:
+def test_advise_on_basic_graph_level_suggests_all(maker: Maker) -> None:
     maker.make(StaticQuantizer())
     basic = Target(name="basic", session=SessionSettings(graph_level="basic"))
     assert "graph_level: all" in about(maker.advice(target=basic), "at graph level basic").setting
 
 
-def test_products_in_branches_are_counted(tmp_path: Path) -> None:
+def test_int8_coverage_counts_products_in_branches(tmp_path: Path) -> None:
     text = (
         "(float[N,8] x, bool c) => (float[N,8] y) { h = MatMul(x, w) "
         "y = If(c) <then_branch = t () => (float[N,8] a) { a = MatMul(h, v) }, "
@@ -280,7 +278,7 @@ def test_products_in_branches_are_counted(tmp_path: Path) -> None:
     assert {one.setting for one in found.floats} == {""}
 
 
-def test_measure_int8_coverage_counts_a_recurrent_layer_in_float(tmp_path: Path) -> None:
+def test_measure_int8_coverage_counts_recurrent_layer_in_float(tmp_path: Path) -> None:
     text = """(float[2,1,4] x) => (float[2,1,1,3] y, float[1,3] z) {
         [rnn] y, h = LSTM<hidden_size = 3>(x, w, r)
         s = Squeeze(h)

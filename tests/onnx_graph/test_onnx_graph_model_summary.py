@@ -24,7 +24,7 @@ def cost_of(folder: Path, nodes: str, shape: str = "batch,4,6", batch: int = 1, 
 
 
 @pytest.mark.parametrize("batch", [1, 5])
-def test_a_perceptron(perceptron: Path, batch: int) -> None:
+def test_estimate_cost_of_perceptron_counts_macs_flops_and_bytes(perceptron: Path, batch: int) -> None:
     found = estimate_cost(perceptron, batch=batch)
     assert found.macs == {"MatMul": batch * FEATURES * HIDDEN, "Gemm": batch * (HIDDEN * HIDDEN + HIDDEN * CLASSES)}
     assert found.flops == 2 * batch * (FEATURES * HIDDEN + HIDDEN * HIDDEN + HIDDEN * CLASSES)
@@ -33,13 +33,13 @@ def test_a_perceptron(perceptron: Path, batch: int) -> None:
     assert (found.uncounted, found.unknown_values, found.problem, found.dims) == ({}, 0, "", {"batch": batch})
 
 
-def test_a_convolution(tmp_path: Path) -> None:
+def test_estimate_cost_of_convolution_counts_macs(tmp_path: Path) -> None:
     inner = SIDE - 2
     found = estimate_cost(write_convolution(tmp_path / "m.onnx"))
     assert found.macs == {"Conv": SIDE * SIDE * 4 * 9 + inner * inner * CLASSES * 4 * 9}
 
 
-def test_other_operators_that_multiply(tmp_path: Path) -> None:
+def test_estimate_cost_of_lstm_transposed_product_and_function_counts_macs(tmp_path: Path) -> None:
     lstm = cost_of(tmp_path, "y = LSTM<hidden_size = 3>(x, w, r)", batch=2, w=(1, 12, 6), r=(1, 12, 3))
     assert lstm.macs == {"LSTM": 2 * 4 * (12 * 6 + 12 * 3)}
     assert cost_of(tmp_path, "y = ConvTranspose(x, w)", w=(4, 2, 3)).macs == {"ConvTranspose": 4 * 6 * 2 * 3}
@@ -48,14 +48,14 @@ def test_other_operators_that_multiply(tmp_path: Path) -> None:
     assert in_a_function.macs == {"MatMul": 4 * 6 * 2}
 
 
-def test_what_is_not_counted_is_told(tmp_path: Path) -> None:
+def test_estimate_cost_of_unsupported_operators_lists_them(tmp_path: Path) -> None:
     found = cost_of(tmp_path, 'z = Einsum<equation = "bij,bij->b">(x, x) y = own.Secret(z)')
     assert (found.macs, found.uncounted, found.unknown_values) == ({}, {"Einsum": 1, "Secret": 1}, 1)
     unfit = cost_of(tmp_path, "y = Gemm(x, w)", w=(9, 2))
     assert (unfit.macs, unfit.uncounted) == ({}, {"Gemm": 1})
 
 
-def test_named_dimensions_have_the_size_that_is_asked_for(tmp_path: Path) -> None:
+def test_estimate_cost_with_given_dimension_uses_its_size(tmp_path: Path) -> None:
     text = "(float[batch,length,6] x) => (float y) { y = MatMul(x, w) }"
     path = write_graph(tmp_path / "m.onnx", text, w=np.zeros((6, 2), np.float32))
     assert estimate_cost(path).macs == {"MatMul": 8 * 6 * 2}
@@ -63,12 +63,12 @@ def test_named_dimensions_have_the_size_that_is_asked_for(tmp_path: Path) -> Non
     assert (found.macs, found.dims) == ({"MatMul": 100 * 6 * 2}, {"batch": 1, "length": 100})
 
 
-def test_external_weights_are_counted_and_not_read(tmp_path: Path) -> None:
+def test_estimate_cost_of_external_weights_counts_their_bytes(tmp_path: Path) -> None:
     write_external(tmp_path / "m.onnx", "weights.bin")
     assert estimate_cost(tmp_path / "m.onnx").weight_bytes == 8
 
 
-def test_constants_of_nodes_and_subgraphs_are_counted(tmp_path: Path) -> None:
+def test_summarize_model_counts_constants_of_nodes_and_subgraphs(tmp_path: Path) -> None:
     text = (
         "(float[4] x, bool c) => (float[4] y) { w = Constant<value = float[4] {1.0, 2.0, 3.0, 4.0}>() "
         "y = If(c) <then_branch = t () => (float[4] a) { v = Constant<value = float[1] {2.0}>() a = Mul(x, v) }, "
@@ -77,7 +77,7 @@ def test_constants_of_nodes_and_subgraphs_are_counted(tmp_path: Path) -> None:
     assert summarize_model(write_graph(tmp_path / "m.onnx", text)).parameters == {"float": 5}
 
 
-def test_inputs_and_outputs_without_a_declared_shape_are_named(tmp_path: Path) -> None:
+def test_summarize_model_lists_inputs_and_outputs_without_declared_shape(tmp_path: Path) -> None:
     found = summarize_model(
         write_graph(tmp_path / "m.onnx", "(float[N,4] x, float[] s) => (float y) { y = Mul(x, s) }")
     )
@@ -85,7 +85,7 @@ def test_inputs_and_outputs_without_a_declared_shape_are_named(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("block", "runs"), [(32, True), (48, False), (8, False)])
-def test_block_size_that_no_kernel_takes_is_named(tmp_path: Path, block: int, runs: bool) -> None:
+def test_summarize_model_lists_block_sizes_without_kernel(tmp_path: Path, block: int, runs: bool) -> None:
     node = f"y = com.microsoft.MatMulNBits<K = 96, N = 2, bits = 4, block_size = {block}>(x, w, s)"
     stored = {"w": np.zeros((2, 96 // block, block // 2), np.uint8), "s": np.ones(2 * 96 // block, np.float32)}
     found = summarize_model(

@@ -32,7 +32,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model.ort"
 
 
-def test_versions_inputs_outputs_and_operators_are_read(stored: Path) -> None:
+def test_read_model_info_of_ort_file_matches_source(stored: Path) -> None:
     assert is_ort_format(stored)
     assert not is_ort_format(stored.with_name("model.onnx"))
     found, source = read_model_info(stored), read_model_info(stored.with_name("model.onnx"))
@@ -44,13 +44,13 @@ def test_versions_inputs_outputs_and_operators_are_read(stored: Path) -> None:
     check_model(stored)
 
 
-def test_it_is_not_rewritten(stored: Path) -> None:
+def test_read_model_of_ort_file_raises_user_error(stored: Path) -> None:
     with pytest.raises(UserError, match="cannot be rewritten") as caught:
         read_model(stored)
     assert caught.value.remedy.startswith("Give the .onnx file")
 
 
-def test_it_runs_under_any_name_and_no_variant_is_made_of_it(stored: Path, tmp_path: Path) -> None:
+def test_ort_file_named_onnx_runs_but_cannot_be_quantized(stored: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(stored.read_bytes())
     runtime, target = OnnxRuntime(), TargetFiles(PROFILES).load("cpu-1t")
@@ -60,7 +60,7 @@ def test_it_runs_under_any_name_and_no_variant_is_made_of_it(stored: Path, tmp_p
         check_paths(path, tmp_path / "variant.onnx")
 
 
-def test_a_damaged_file_is_refused_or_read_and_never_a_crash(stored: Path, tmp_path: Path) -> None:
+def test_read_structure_of_damaged_ort_file_never_crashes(stored: Path, tmp_path: Path) -> None:
     data, path = stored.read_bytes(), tmp_path / "damaged.ort"
     draw = np.random.default_rng(0)
     remedies: set[str] = set()

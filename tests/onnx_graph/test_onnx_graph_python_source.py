@@ -26,18 +26,18 @@ def rebuilt(path: Path) -> tuple[list[str], onnx.ModelProto]:
 
 
 @pytest.mark.parametrize("write", [write_perceptron, write_convolution])
-def test_it_builds_the_same_model(write: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_write_python_source_rebuilds_same_model(write: Callable[[Path], Path], tmp_path: Path) -> None:
     path = write(tmp_path / "m.onnx")
     assert rebuilt(path) == (["source.py", "source.py.weights"], onnx.load(path))
     assert "op_type='Relu'" in (tmp_path / "source.py").read_text()
 
 
-def test_external_weights_stay_where_they_are(tmp_path: Path) -> None:
+def test_write_python_source_of_external_weights_keeps_their_file(tmp_path: Path) -> None:
     write_external(tmp_path / "m.onnx", "weights.bin")
     assert rebuilt(tmp_path / "m.onnx") == (["source.py"], onnx.load(tmp_path / "m.onnx", load_external_data=False))
 
 
-def test_branches_functions_and_odd_numbers_survive(tmp_path: Path) -> None:
+def test_write_python_source_keeps_branches_functions_and_special_numbers(tmp_path: Path) -> None:
     branches = "then_branch = a () => (a) { a = Relu(x) }, else_branch = b () => (b) { b = Neg(x) }"
     text = f'(bool c, float x) => (float y) {{ y = If<{branches}>(c) }} <domain: "own"> F (a) => (b) {{ b = Neg(a) }}'
     odd = helper.make_tensor("odd", TensorProto.FLOAT, [4], [float("nan"), float("inf"), -float("inf"), 1e-45])
@@ -45,7 +45,7 @@ def test_branches_functions_and_odd_numbers_survive(tmp_path: Path) -> None:
     assert rebuilt(path)[1].SerializeToString() == onnx.load(path).SerializeToString()
 
 
-def test_names_are_data_and_never_code(tmp_path: Path) -> None:
+def test_write_python_source_escapes_names_that_contain_code(tmp_path: Path) -> None:
     """Names of the file, of nodes and of the domain that would end a literal, were they not escaped."""
     evil = '"""\nopen("owned", "w")\n\'\'\'{0}'
     model = parse_graph("(float x) => (float y) { y = Relu(x) }")
@@ -58,7 +58,7 @@ def test_names_are_data_and_never_code(tmp_path: Path) -> None:
     assert not Path("owned").exists()
 
 
-def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_write_python_source_of_invalid_file_raises_user_error(tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_bytes(b"no")
     with pytest.raises(UserError):
         write_python_source(tmp_path / "m.onnx", tmp_path / "s.py")

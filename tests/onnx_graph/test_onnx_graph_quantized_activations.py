@@ -48,7 +48,7 @@ def quantized(folder: Path, write: Callable[[Path], Any], feed: Any, *, per_chan
 
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize(("write", "feed"), [(write_perceptron, rows), (write_convolution, images)])
-def test_pairs_answer_as_the_integer_operators_do(tmp_path: Path, write: Any, feed: Any, per_channel: bool) -> None:
+def test_expand_integer_operators_keeps_outputs(tmp_path: Path, write: Any, feed: Any, per_channel: bool) -> None:
     source, derived = quantized(tmp_path, write, feed, per_channel=per_channel)
     assert any(node.op_type.startswith("QLinear") for node in read_model(derived).graph.node)
     write_model(expand_integer_operators(read_model(derived), ""), tmp_path / "pairs.onnx")
@@ -63,7 +63,7 @@ def test_pairs_answer_as_the_integer_operators_do(tmp_path: Path, write: Any, fe
         assert weight.stretch is None or weight.stretch < 1.1 * (2 if detect_here().saturates else 1)
 
 
-def test_a_consumer_that_reads_otherwise_than_was_written_is_another_reader(tmp_path: Path) -> None:
+def test_expand_integer_operators_with_other_scale_keeps_it_for_consumer(tmp_path: Path) -> None:
     _, derived = quantized(tmp_path, write_perceptron, rows)
     model = read_model(derived)
     node = next(n for n in model.graph.node if n.op_type == "QGemm")
@@ -75,13 +75,13 @@ def test_a_consumer_that_reads_otherwise_than_was_written_is_another_reader(tmp_
     assert [n.input[1] for n in readers] == ["other"]
 
 
-def test_an_unknown_integer_operator_and_an_old_opset_are_not_passed_over() -> None:
+def test_expand_integer_operators_of_unknown_operator_raises_measurement_error() -> None:
     text = "(uint8[1] x) => (uint8[1] y) { y = com.microsoft.QLinearReduceMean(x, s, z, s, z) }"
     for opset, message in ((18, "QLinearReduceMean"), (12, "opset 12")):
         with pytest.raises(MeasurementError, match=message):
             expand_integer_operators(parse_graph(text, opset=opset, domains={"com.microsoft": 1}), "model.onnx")
 
 
-def test_a_graph_without_integer_operators_is_itself(perceptron: Path) -> None:
+def test_expand_integer_operators_without_any_returns_same_model(perceptron: Path) -> None:
     model = read_model(perceptron)
     assert expand_integer_operators(model, "") is model

@@ -67,19 +67,21 @@ def steps(source: Path, derived: Path) -> float:
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8])
-def test_a_correct_weight_is_within_half_a_step(
+def test_read_quantized_weights_of_correct_weight_is_within_half_step(
     perceptron: Path, transposed: bool, dtype: type[np.integer[Any]]
 ) -> None:
     assert 0.3 < steps(perceptron, derive(perceptron, transposed=transposed, dtype=dtype)) <= 0.501
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_faults_that_no_accuracy_shows_are_seen(perceptron: Path, transposed: bool) -> None:
+def test_read_quantized_weights_of_wrong_zero_point_or_scale_exceeds_half_step(
+    perceptron: Path, transposed: bool
+) -> None:
     assert steps(perceptron, derive(perceptron, transposed=transposed, shift=1)) > 0.9
     assert steps(perceptron, derive(perceptron, transposed=transposed, factor=1.02)) > 1.5
 
 
-def test_a_copy_of_a_shared_weight_is_held_against_the_one_original(perceptron: Path) -> None:
+def test_read_quantized_weights_pairs_numbered_copy_with_original(perceptron: Path) -> None:
     """A quantizer copies a bias that several nodes share, and numbers the copies."""
     derived = derive(perceptron, transposed=False)
     model = read_model(derived)
@@ -103,14 +105,14 @@ def rename(derived: Path, before: str, after: str) -> None:
     write_model(model, derived)
 
 
-def test_a_weight_of_another_name_is_found_by_its_place_though_it_is_wrong(perceptron: Path) -> None:
+def test_read_quantized_weights_pairs_renamed_weight_by_its_place(perceptron: Path) -> None:
     derived = derive(perceptron, transposed=False, factor=40.0)
     rename(derived, "second.weight_quantized", "folded_quantized")
     (pair,) = read_quantized_weights(perceptron, derived)
     assert (pair.name, pair.origin, pair.transposed) == ("folded", "second.weight", False)
 
 
-def test_a_weight_without_an_original_is_not_passed_over(perceptron: Path) -> None:
+def test_read_quantized_weights_without_original_raises_measurement_error(perceptron: Path) -> None:
     derived = derive(perceptron, transposed=False)
     model = read_model(derived)
     model.graph.initializer.append(numpy_helper.from_array(np.ones((5, 7), np.int8), "other_quantized"))
@@ -123,7 +125,7 @@ def test_a_weight_without_an_original_is_not_passed_over(perceptron: Path) -> No
         read_quantized_weights(perceptron, derived)
 
 
-def test_a_weight_stored_in_an_unknown_way_is_not_passed_over(perceptron: Path) -> None:
+def test_read_quantized_weights_in_unknown_layout_raises_measurement_error(perceptron: Path) -> None:
     model = read_model(perceptron)
     model.graph.initializer.append(helper.make_tensor("strange_quantized", TensorProto.INT8, [2], [1, 2]))
     derived = perceptron.parent / "derived.onnx"
@@ -132,11 +134,11 @@ def test_a_weight_stored_in_an_unknown_way_is_not_passed_over(perceptron: Path) 
         read_quantized_weights(perceptron, derived)
 
 
-def test_a_float_model_has_none(perceptron: Path) -> None:
+def test_read_quantized_weights_of_float_model_returns_nothing(perceptron: Path) -> None:
     assert read_quantized_weights(perceptron, perceptron) == ()
 
 
-def test_a_step_is_never_finer_than_float32_itself(perceptron: Path) -> None:
+def test_read_quantized_weights_scale_is_at_least_float32_resolution(perceptron: Path) -> None:
     model = read_model(perceptron)
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     bias = numpy_helper.to_array(stored["second.bias"])
@@ -163,7 +165,7 @@ def other_steps(source: Path, derived: Path) -> dict[str, float]:
     }
 
 
-def test_constants_left_in_float_are_held_against_their_originals(perceptron: Path) -> None:
+def test_read_float_weights_pairs_constants_with_originals(perceptron: Path) -> None:
     derived = derive(perceptron, transposed=True)
     assert other_steps(perceptron, derived) == dict.fromkeys(
         ["first.bias", "first.weight", "second.bias", "third.bias", "third.weight"], 0.0
@@ -173,7 +175,7 @@ def test_constants_left_in_float_are_held_against_their_originals(perceptron: Pa
     assert set(found.values()) == {0.0}
 
 
-def test_a_table_of_embeddings_is_read_behind_the_choice_of_its_rows(tmp_path: Path) -> None:
+def test_read_quantized_weights_of_embedding_table_behind_gather_returns_it(tmp_path: Path) -> None:
     source, derived = tmp_path / "words.onnx", tmp_path / "int8.onnx"
     write_words(source)
     model = read_model(source)

@@ -52,13 +52,13 @@ def error_of(path: Path, x: Array = X) -> Array:
 PRODUCT = "y = MatMul(x, w)"
 
 
-def test_a_product_errs_by_one_roundoff_of_the_sum_of_its_terms(tmp_path: Path) -> None:
+def test_rounding_error_of_product_is_one_roundoff_of_absolute_sum(tmp_path: Path) -> None:
     error = error_of(write(tmp_path / "m.onnx", PRODUCT, w=WEIGHT))
     np.testing.assert_allclose(error, ROUNDOFF * (np.abs(X) @ np.abs(WEIGHT)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_gemm_adds_its_bias_and_its_factors(tmp_path: Path, turned: bool) -> None:
+def test_rounding_error_of_gemm_includes_bias_and_factors(tmp_path: Path, turned: bool) -> None:
     bias = np.array([0.0, -5.0, 1e4], dtype=np.float32)
     body = f"y = Gemm<alpha=-2.0, beta=0.5, transB={int(turned)}>(x, w, b)"
     path = write(tmp_path / "m.onnx", body, w=WEIGHT.T.copy() if turned else WEIGHT, b=bias)
@@ -66,7 +66,7 @@ def test_gemm_adds_its_bias_and_its_factors(tmp_path: Path, turned: bool) -> Non
     np.testing.assert_allclose(error_of(path), expected, rtol=1e-5)
 
 
-def test_heads_of_different_size_have_errors_of_their_size(tmp_path: Path) -> None:
+def test_rounding_error_of_heads_scales_with_each_head(tmp_path: Path) -> None:
     scales = np.array([2e4, 15.0, 0.3], dtype=np.float32)
     error = error_of(write(tmp_path / "m.onnx", PRODUCT, w=WEIGHT * scales)).max(axis=0)
     assert np.all(error < 1e-5 * scales)
@@ -74,7 +74,7 @@ def test_heads_of_different_size_have_errors_of_their_size(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("shift", [0.0, -5.0, -14.0])
-def test_a_sigmoid_errs_by_its_kernel_where_its_answers_are_rare(tmp_path: Path, shift: float) -> None:
+def test_rounding_error_of_sigmoid_includes_kernel_error(tmp_path: Path, shift: float) -> None:
     path = write(
         tmp_path / "m.onnx",
         "z = MatMul(x, w) s = Add(z, b) y = Sigmoid(s)",
@@ -115,7 +115,7 @@ def normalize(z: Array) -> Array:
     ],
     ids=lambda value: value.rpartition("= ")[2].partition("(")[0] if isinstance(value, str) else "",
 )  # fmt: skip
-def test_errors_bound_what_float32_loses(tmp_path: Path, body: str, exact: Any) -> None:
+def test_rounding_error_bounds_float32_loss(tmp_path: Path, body: str, exact: Any) -> None:
     """They are neither much too small, which would refuse correct exports, nor many times too large."""
     tensors: dict[str, Any] = {
         "w": WEIGHT,
@@ -136,18 +136,18 @@ def test_errors_bound_what_float32_loses(tmp_path: Path, body: str, exact: Any) 
 
 
 @pytest.mark.parametrize("opset", [9, 13, 18, 20])
-def test_every_opset_has_its_form_of_reductions(tmp_path: Path, opset: int) -> None:
+def test_write_with_rounding_errors_supports_reductions_of_each_opset(tmp_path: Path, opset: int) -> None:
     path = write(tmp_path / "m.onnx", "z = MatMul(x, w) y = Softmax<axis=1>(z)", opset=opset, w=WEIGHT)
     assert error_of(path).max() < 1e-5
 
 
-def test_models_before_opset_9_are_not_described(tmp_path: Path) -> None:
+def test_write_with_rounding_errors_before_opset_9_returns_nothing(tmp_path: Path) -> None:
     path = write(tmp_path / "m.onnx", PRODUCT, opset=8, w=WEIGHT)
     assert write_with_rounding_errors(path, tmp_path / "copy.onnx") == {}
     assert not (tmp_path / "copy.onnx").exists()
 
 
-def test_a_convolution_has_channels_and_errs_by_its_kernels(tmp_path: Path) -> None:
+def test_rounding_error_of_convolution_has_channel_axis_and_kernel_bound(tmp_path: Path) -> None:
     kernels = np.random.default_rng(2).normal(size=(5, 1, 3)).astype(np.float32)
     path = write(
         tmp_path / "m.onnx",
@@ -161,7 +161,7 @@ def test_a_convolution_has_channels_and_errs_by_its_kernels(tmp_path: Path) -> N
     assert answers[described["y"].error].max() <= 1.01 * ROUNDOFF * np.abs(X).max() * np.abs(kernels).sum(axis=2).max()
 
 
-def test_transposed_channels_are_where_they_went(tmp_path: Path) -> None:
+def test_rounding_outputs_of_transposed_channels_return_moved_axis(tmp_path: Path) -> None:
     path = write(
         tmp_path / "m.onnx",
         "i = Unsqueeze(x, one) c = Conv(i, k) y = Transpose<perm=[0, 2, 1]>(c)",
@@ -172,13 +172,13 @@ def test_transposed_channels_are_where_they_went(tmp_path: Path) -> None:
     assert run(path)[0]["y"].axis == 2
 
 
-def test_parts_of_a_joined_output_are_numbered(tmp_path: Path) -> None:
+def test_rounding_outputs_of_concatenation_number_its_parts(tmp_path: Path) -> None:
     body = "a = MatMul(x, w) b = MatMul(x, v) j = Concat<axis=1>(a, b) y = Sigmoid(j)"
     described, answers = run(write(tmp_path / "m.onnx", body, w=WEIGHT, v=1e3 * WEIGHT[:, :2]))
     assert answers[described["y"].segments].tolist() == [[0, 0, 0, 1, 1]] * ROWS
 
 
-def test_an_instance_norm_passes_on_what_it_enlarges(tmp_path: Path) -> None:
+def test_rounding_error_of_instance_norm_grows_for_constant_row(tmp_path: Path) -> None:
     """The channels of a constant row have no variance: rounding of their mean is divided by sqrt(epsilon)."""
     body = "i = Unsqueeze(x, one) n = InstanceNormalization(i, s, b) m = Squeeze(n, one) y = MatMul(m, w)"
     path = write(
@@ -193,12 +193,12 @@ def test_an_instance_norm_passes_on_what_it_enlarges(tmp_path: Path) -> None:
     assert error_of(path, constant).max() > 20 * error_of(path).max()
 
 
-def test_an_operator_without_a_rule_errs_by_its_own_largest_answer(tmp_path: Path) -> None:
+def test_rounding_error_of_operator_without_rule_is_two_epsilon_of_largest_answer(tmp_path: Path) -> None:
     path = write(tmp_path / "m.onnx", "z = MatMul(x, w) y = Hardmax(z)", w=WEIGHT)
     np.testing.assert_allclose(error_of(path), np.full((ROWS, 3), 2 * EPSILON), rtol=1e-5)
 
 
-def test_an_output_that_only_copies_has_no_error(tmp_path: Path) -> None:
+def test_rounding_outputs_of_copied_values_have_no_error(tmp_path: Path) -> None:
     path = write(tmp_path / "m.onnx", "y = Gather<axis=1>(x, i)", i=np.array([3, 1]))
     assert run(path)[0]["y"].error == ""
 
@@ -212,7 +212,7 @@ def test_an_output_that_only_copies_has_no_error(tmp_path: Path) -> None:
     ],
     ids=["argmax", "cast argmin", "topk"],
 )
-def test_indices_come_with_the_scores_that_they_rank(tmp_path: Path, body: str, outputs: str, axis: int) -> None:
+def test_rounding_outputs_of_indices_include_ranked_scores(tmp_path: Path, body: str, outputs: str, axis: int) -> None:
     count: dict[str, Any] = {"k": np.array([2])} if "TopK" in body else {}
     path = write(tmp_path / "m.onnx", body, outputs=outputs, w=WEIGHT, **count)
     described, answers = run(path)
@@ -223,7 +223,7 @@ def test_indices_come_with_the_scores_that_they_rank(tmp_path: Path, body: str, 
     assert list_ranked_outputs(path) == frozenset()
 
 
-def test_classes_come_with_their_indices(tmp_path: Path) -> None:
+def test_rounding_outputs_of_classes_include_labels(tmp_path: Path) -> None:
     body = "z = MatMul(x, w) a = ArgMax<axis=1>(z) i = ai.onnx.ml.ArrayFeatureExtractor(c, a)"
     path = write(tmp_path / "m.onnx", body, outputs="int64[A, B] i", ml=True, w=WEIGHT, c=np.array([7, 8, 9]))
     labels = run(path)[0]["i"].labels
@@ -231,7 +231,7 @@ def test_classes_come_with_their_indices(tmp_path: Path) -> None:
     assert labels.tolist() == [7, 8, 9]
 
 
-def test_outputs_in_the_order_of_a_ranking_are_listed(tmp_path: Path) -> None:
+def test_list_ranked_outputs_returns_outputs_in_ranked_order(tmp_path: Path) -> None:
     body = "z = MatMul(x, w) v, i = TopK(z, k) y = GatherElements<axis=1>(x, i)"
     path = write(
         tmp_path / "m.onnx", body, outputs="float[N, K] v, int64[N, K] i, float[N, K] y", w=WEIGHT, k=np.array([2])
@@ -240,7 +240,7 @@ def test_outputs_in_the_order_of_a_ranking_are_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transform", ["NONE", "SOFTMAX"])
-def test_linear_models_err_by_their_coefficients(tmp_path: Path, transform: str) -> None:
+def test_rounding_error_of_linear_classifier_is_bounded_by_coefficients(tmp_path: Path, transform: str) -> None:
     node = helper.make_node(
         "LinearClassifier",
         ["x"],
@@ -266,7 +266,7 @@ def test_linear_models_err_by_their_coefficients(tmp_path: Path, transform: str)
     assert described["label"].scores
 
 
-def test_a_long_chain_ends_by_the_rounding_of_one_operator(tmp_path: Path) -> None:
+def test_rounding_error_of_long_chain_is_finite(tmp_path: Path) -> None:
     steps = " ".join(f"a{i + 1} = Add(a{i}, x)" for i in range(400))
     path = write(tmp_path / "m.onnx", f"a0 = Neg(x) {steps} y = Neg(a400)")
     assert np.isfinite(error_of(path)).all()

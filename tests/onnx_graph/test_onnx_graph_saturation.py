@@ -38,7 +38,7 @@ PRODUCT = "(uint8[N,K] x) => (int32[N,M] y) { y = MatMulInteger(x, w) }"
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("inner", [1, 2, 3, 64])
 @pytest.mark.parametrize("weight", [64, 65, 127, -64, -65, -128])
-def test_processor_multiplies_as_it_is_detected(tmp_path: Path, weight: int, inner: int, rows: int) -> None:
+def test_processor_product_matches_detected_saturation(tmp_path: Path, weight: int, inner: int, rows: int) -> None:
     weights = np.full((inner, 16), weight, np.int8)
     write_model(build(PRODUCT, weights), tmp_path / "product.onnx")
     x = np.full((rows, inner), 255, np.uint8)
@@ -48,7 +48,7 @@ def test_processor_multiplies_as_it_is_detected(tmp_path: Path, weight: int, inn
 
 @settings(max_examples=300)
 @given(weights=levels, seed=st.integers(0, 99))
-def test_weights_that_are_not_found_give_exact_sums(weights: Array, seed: int) -> None:
+def test_find_saturating_weights_returns_every_weight_with_inexact_sums(weights: Array, seed: int) -> None:
     x = np.random.default_rng(seed).choice([0, 1, 254, 255], (4, len(weights))).astype(np.uint8)
     exact, computed = (multiply(x, weights, saturates=saturates) for saturates in (False, True))
     if not np.array_equal(exact, computed):
@@ -74,12 +74,14 @@ FLAT, IMAGE = "(uint8[2,2] x) => (float[2,2] y)", "(uint8[1,2,1,1] x) => (float 
         ("(float[2,2] x, float[2,2] w) => (float y) { y = MatMul(x, w) }", (2, 2), False),
     ],
 )
-def test_weight_is_found_in_every_form_of_a_product(text: str, shape: tuple[int, ...], saturates: bool) -> None:
+def test_find_saturating_weights_detects_each_form_of_product(
+    text: str, shape: tuple[int, ...], saturates: bool
+) -> None:
     model = build(text, np.full(shape, 127, np.int8), s=np.float32(1), z=np.uint8(0), t=np.int8(0))
     assert find_saturating_weights(model) == (("w",) if saturates else ())
 
 
-def test_int8_activations_and_uint8_weights_do_not_saturate() -> None:
+def test_find_saturating_weights_of_int8_activations_or_uint8_weights_is_empty() -> None:
     text = "(int8[2,2] x) => (float[2,2] y) { a = DequantizeLinear(x, s, z)\n b = DequantizeLinear(w, s)\n"
     for zero, weight in ((np.int8(0), np.int8(127)), (np.uint8(0), np.uint8(255))):
         model = build(f"{text} y = MatMul(a, b) }}", np.full((2, 2), weight), s=np.float32(1), z=zero)
@@ -94,7 +96,7 @@ def test_int8_activations_and_uint8_weights_do_not_saturate() -> None:
         (write_convolution, "static", images(64)),
     ],
 )
-def test_weights_of_seven_bits_are_safe_and_of_eight_are_not(
+def test_find_saturating_weights_returns_8_bit_but_no_7_bit_weights(
     tmp_path: Path, write: Any, method: str, calibration: Any
 ) -> None:
     source = write(tmp_path / "source.onnx")

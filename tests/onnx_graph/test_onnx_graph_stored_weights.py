@@ -87,7 +87,7 @@ def steps(paired: PairedWeights) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_blocked_four_bit_weights_without_names_are_paired_by_value(tmp_path: Path, signed: bool) -> None:
+def test_pair_quantized_weights_of_unnamed_4_bit_blocks_pairs_by_value(tmp_path: Path, signed: bool) -> None:
     source = write_source(tmp_path)
     derived = write_pairs(tmp_path / "b.onnx", lambda w, n: blocked(w, n, signed=signed))
     paired = pair_quantized_weights(source, derived)
@@ -96,13 +96,13 @@ def test_blocked_four_bit_weights_without_names_are_paired_by_value(tmp_path: Pa
     assert max(steps(paired).values()) <= 0.51
 
 
-def test_wrong_zero_point_of_blocks_is_more_than_rounding(tmp_path: Path) -> None:
+def test_pair_quantized_weights_with_wrong_zero_point_exceeds_one_step(tmp_path: Path) -> None:
     source = write_source(tmp_path)
     derived = write_pairs(tmp_path / "b.onnx", lambda w, n: blocked(w, n, signed=False, zeros=1))
     assert min(steps(pair_quantized_weights(source, derived)).values()) > 1
 
 
-def test_transposed_weight_is_found_in_its_orientation(tmp_path: Path) -> None:
+def test_pair_quantized_weights_of_transposed_weight_records_orientation(tmp_path: Path) -> None:
     source = write_source(tmp_path)
 
     def parts(weight: np.ndarray, name: str) -> tuple[list[Any], list[Any]]:
@@ -119,7 +119,7 @@ def test_transposed_weight_is_found_in_its_orientation(tmp_path: Path) -> None:
     assert max(steps(paired).values()) <= 0.51
 
 
-def test_float_constant_that_is_rounded_in_each_run_is_read(tmp_path: Path) -> None:
+def test_pair_quantized_weights_of_constant_quantized_at_run_time_reads_it(tmp_path: Path) -> None:
     source = write_source(tmp_path)
 
     def parts(weight: np.ndarray, name: str, most: float = 127) -> tuple[list[Any], list[Any]]:
@@ -158,7 +158,7 @@ def write_fused(path: Path, operator: str) -> Path:
 
 
 @pytest.mark.parametrize("operator", ["MatMulIntegerToFloat", "DynamicQuantizeMatMul", "blocks", "int4 blocks"])
-def test_function_without_rounding_is_that_of_the_source_with_its_weights(tmp_path: Path, operator: str) -> None:
+def test_write_dequantized_of_fused_or_blocked_products_matches_source(tmp_path: Path, operator: str) -> None:
     ort = pytest.importorskip("onnxruntime")
     source, plain, exact = write_source(tmp_path), tmp_path / "plain.onnx", tmp_path / "exact.onnx"
     if "blocks" in operator:
@@ -177,7 +177,7 @@ def test_function_without_rounding_is_that_of_the_source_with_its_weights(tmp_pa
     assert np.abs(one - other).max() < 1e-4
 
 
-def test_scale_that_does_not_fit_is_named_and_no_crash(tmp_path: Path) -> None:
+def test_pair_quantized_weights_with_wrong_scale_shape_lists_them_as_unpaired(tmp_path: Path) -> None:
     source = write_source(tmp_path)
 
     def parts(weight: np.ndarray, name: str) -> tuple[list[Any], list[Any]]:
@@ -191,7 +191,7 @@ def test_scale_that_does_not_fit_is_named_and_no_crash(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("directions", [1, 2])
 @pytest.mark.parametrize("per_channel", [False, True])
-def test_weights_of_a_dynamically_quantized_lstm_have_their_originals(
+def test_pair_quantized_weights_of_dynamic_lstm_finds_originals(
     directions: int, per_channel: bool, tmp_path: Path
 ) -> None:
     rng = np.random.default_rng(3)
@@ -227,7 +227,7 @@ def test_weights_of_a_dynamically_quantized_lstm_have_their_originals(
 
 
 @pytest.mark.parametrize("damage", ["few inputs", "flat weights", "odd scales"])
-def test_weights_of_a_malformed_lstm_are_unpaired(damage: str, tmp_path: Path) -> None:
+def test_pair_quantized_weights_of_malformed_lstm_lists_them_as_unpaired(damage: str, tmp_path: Path) -> None:
     stored = {"w": np.ones((1, 12, 3), np.float32), "r": np.ones((1, 12, 3), np.float32)}
     text = "(float[T,N,3] x) => (float[T,1,N,3] y) { y = LSTM<hidden_size = 3>(x, w, r) }"
     path = write_graph(tmp_path / "m.onnx", text, **stored)

@@ -62,7 +62,7 @@ def exported(make: Callable[[Any], Any], data: str, path: Path) -> tuple[Any, An
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_an_export_holds_the_trees_of_its_source(name: str, tmp_path: Path) -> None:
+def test_read_trees_of_export_matches_source(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     model, _ = exported(*ESTIMATORS[name], path)
     trees = SklearnExporter().trees(model)
@@ -80,7 +80,7 @@ def splits_of(model: onnx.ModelProto) -> list[int]:
     return [place for place, mode in enumerate(attribute(model, "nodes_modes").strings) if mode != b"LEAF"]
 
 
-def test_every_changed_threshold_and_leaf_is_told(tmp_path: Path) -> None:
+def test_read_trees_with_changed_threshold_or_leaf_differs_from_source(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     model, _ = exported(*ESTIMATORS["forest, 3 classes"], path)
     trees = SklearnExporter().trees(model)
@@ -98,7 +98,7 @@ def test_every_changed_threshold_and_leaf_is_told(tmp_path: Path) -> None:
             assert ("threshold" if name == "nodes_values" else "leaf weight") in found.differences[0]
 
 
-def test_a_strict_split_is_another_threshold(tmp_path: Path) -> None:
+def test_read_trees_with_strict_split_differs_in_threshold(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     model, _ = exported(*ESTIMATORS["tree, 3 classes"], path)
     strict = onnx.load(path)
@@ -107,7 +107,7 @@ def test_a_strict_split_is_another_threshold(tmp_path: Path) -> None:
     assert compare_trees(read_trees(path), SklearnExporter().trees(model) or ()).changed == 1
 
 
-def test_what_the_exporter_cannot_tell_is_not_told(tmp_path: Path) -> None:
+def test_trees_of_unsupported_estimator_or_model_are_absent(tmp_path: Path) -> None:
     model, _ = exported(lambda sk: sk.ensemble.AdaBoostClassifier(n_estimators=2), "iris", tmp_path / "model.onnx")
     assert SklearnExporter().trees(model) is None
     write_perceptron(tmp_path / "other.onnx")
@@ -124,7 +124,7 @@ def test_what_the_exporter_cannot_tell_is_not_told(tmp_path: Path) -> None:
         ("nodes_modes", b"BRANCH_EQ", "asks BRANCH_EQ"),
     ],
 )
-def test_a_file_that_holds_no_trees_is_told(name: str, value: Any, message: str, tmp_path: Path) -> None:
+def test_read_trees_of_inconsistent_file_raises_user_error(name: str, value: Any, message: str, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     exported(*ESTIMATORS["tree, 3 classes"], path)
     model = onnx.load(path)
@@ -136,7 +136,7 @@ def test_a_file_that_holds_no_trees_is_told(name: str, value: Any, message: str,
 
 
 @pytest.mark.parametrize("name", ["forest, 3 classes", "forest, 2 classes", "forest, numbers", "tree, 2 classes"])
-def test_nan_takes_the_way_that_it_takes_in_the_source(name: str, tmp_path: Path) -> None:
+def test_tree_export_with_nan_answers_like_source(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     model, x = exported(*ESTIMATORS[name], path)
     rows = x[::3].copy()
@@ -181,7 +181,9 @@ def differing(model: Any, probes: Any, path: Path) -> int:
     return int((np.abs(found - expected["probabilities"]).max(axis=1) > 1e-5).sum())
 
 
-def test_a_good_export_answers_every_probe_like_its_source(forest: tuple[Any, dict[str, Any], Path]) -> None:
+def test_build_split_probes_of_correct_export_get_same_answers_as_source(
+    forest: tuple[Any, dict[str, Any], Path],
+) -> None:
     model, samples, path = forest
     probes = build_split_probes(path, samples)
     assert probes is not None
@@ -194,7 +196,9 @@ def test_a_good_export_answers_every_probe_like_its_source(forest: tuple[Any, di
     assert differing(model, probes, path) == 0
 
 
-def test_nearly_every_moved_threshold_is_seen(forest: tuple[Any, dict[str, Any], Path], tmp_path: Path) -> None:
+def test_build_split_probes_detect_ninety_percent_of_moved_thresholds(
+    forest: tuple[Any, dict[str, Any], Path], tmp_path: Path
+) -> None:
     model, samples, path = forest
     probes = build_split_probes(path, samples)
     places = splits_of(onnx.load(path))
@@ -208,11 +212,13 @@ def test_nearly_every_moved_threshold_is_seen(forest: tuple[Any, dict[str, Any],
     assert seen >= 0.9 * len(places[::4])
 
 
-def test_other_models_have_no_splits(perceptron: Path) -> None:
+def test_build_split_probes_of_model_without_trees_returns_none(perceptron: Path) -> None:
     assert build_split_probes(perceptron, rows(4)) is None
 
 
-def test_an_ensemble_behind_something_else_is_left_alone(forest: tuple[Any, dict[str, Any], Path]) -> None:
+def test_build_split_probes_of_trees_behind_other_operator_returns_none(
+    forest: tuple[Any, dict[str, Any], Path],
+) -> None:
     _, samples, path = forest
     model = onnx.load(path)
     place, first = next((i, n) for i, n in enumerate(model.graph.node) if n.op_type not in ("Cast", "Concat"))
@@ -222,7 +228,9 @@ def test_an_ensemble_behind_something_else_is_left_alone(forest: tuple[Any, dict
     assert build_split_probes(path, samples) is None
 
 
-def test_a_circle_and_a_feature_out_of_range_are_borne(forest: tuple[Any, dict[str, Any], Path]) -> None:
+def test_build_split_probes_with_cycle_or_unknown_feature_does_not_fail(
+    forest: tuple[Any, dict[str, Any], Path],
+) -> None:
     _, samples, path = forest
     for name, value in (("nodes_truenodeids", 0), ("nodes_featureids", 99)):
         model = onnx.load(path)

@@ -37,14 +37,14 @@ def write_rounded(source: Path, path: Path, names: dict[str, str]) -> Path:
     return write_graph(path, text, **levels, scale=SCALE, zero=np.int8(0))
 
 
-def test_measure_weights_names_that_were_given_anew_do_not_outweigh_values(tmp_path: Path) -> None:
+def test_measure_weights_with_swapped_names_pairs_by_values(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source.onnx")
     names = {"v1": "v2", "v2": "v1", "h1": "h2", "h2": "h1"}
     derived = write_rounded(source, tmp_path / "derived.onnx", names)
     assert max(one.steps for one in measure_weights(source, derived)) <= 0.51
 
 
-def test_measure_weights_wrong_weight_of_the_right_name_is_held_against_it(tmp_path: Path) -> None:
+def test_measure_weights_with_wrong_values_of_same_name_exceeds_limit(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source.onnx")
     derived = write_rounded(source, tmp_path / "derived.onnx", {name: name for name in ("v1", "v2", "h1", "h2")})
     model = onnx.load(derived)
@@ -55,7 +55,7 @@ def test_measure_weights_wrong_weight_of_the_right_name_is_held_against_it(tmp_p
     assert max(found.values()) > 10
 
 
-def test_measure_weights_number_is_no_weight_of_another_one(tmp_path: Path) -> None:
+def test_measure_weights_of_other_single_number_pairs_nothing(tmp_path: Path) -> None:
     """A factor of .5, rounded, beside one of 3 in the source: single numbers are found by their values."""
     source = write_graph(
         tmp_path / "source.onnx", "(float[n,8] x) => (float[n,8] y) { y = Mul(x, factor) }", factor=np.float32(3)
