@@ -61,7 +61,7 @@ def changed(**changes: Any) -> Evidence:
     return evidence_of(manifest=digest_bytes(b"new"), **changes)
 
 
-def test_the_champion_is_compared_by_the_pairs_that_the_evidence_holds() -> None:
+def test_champion_comparisons_use_paired_evidence() -> None:
     found = rows_of(champion_comparisons([CHOICE], [MINE]))
     assert found["accuracy"].theirs == "97.5% [96.8, 98]%"
     assert found["accuracy"].change == "+0.5 [+0.0519, +0.988] points"
@@ -80,13 +80,13 @@ def test_the_champion_is_compared_by_the_pairs_that_the_evidence_holds() -> None
         ),
     ],
 )
-def test_where_there_is_nothing_to_compare_one_line_says_why(mine: Evidence, part: str) -> None:
+def test_champion_comparisons_without_other_champion_give_reason(mine: Evidence, part: str) -> None:
     (found,) = champion_comparisons([CHOICE], [mine])
     assert found.rows == ()
     assert part in found.note
 
 
-def test_the_base_is_compared_side_by_side() -> None:
+def test_base_comparisons_without_pairs_compare_values_side_by_side() -> None:
     mine = changed(size_bytes=30_000, scores=MINE.scores[:1])
     found = rows_of(base_comparisons([CHOICE], [mine], BASE))
     assert found["accuracy"].change == "0 points"
@@ -94,7 +94,7 @@ def test_the_base_is_compared_side_by_side() -> None:
     assert (found["median latency"].change, found["size"].change) == ("1×", "0.75×")
 
 
-def test_the_base_is_compared_in_pairs_where_both_answered_the_same_rows() -> None:
+def test_base_comparisons_of_same_rows_are_paired() -> None:
     counts = PairedCounts(metric="accuracy", against="base", n=2000, both=1940, only_baseline=10, only_candidate=20)
     found = rows_of(base_comparisons([CHOICE], [changed()], BASE, lambda mine, theirs: (counts,)))
     assert found["accuracy"].change == "+0.5 [+0.0519, +0.988] points"
@@ -113,19 +113,19 @@ def test_the_base_is_compared_in_pairs_where_both_answered_the_same_rows() -> No
         ),
     ],
 )
-def test_a_base_without_figures_of_its_own_takes_one_line(mine: Evidence, base: BaseRelease, part: str) -> None:
+def test_base_comparisons_without_other_base_evidence_give_reason(mine: Evidence, base: BaseRelease, part: str) -> None:
     (found,) = base_comparisons([CHOICE], [mine], base)
     assert found.rows == ()
     assert part in found.note
 
 
-def test_a_base_of_another_machine_is_named() -> None:
+def test_base_comparisons_from_another_machine_name_it() -> None:
     other = replace(evidence_of(), hardware=replace(evidence_of().hardware, cpu_model="Other CPU"))
     (found,) = base_comparisons([CHOICE], [changed()], replace(BASE, evidence=(other,)))
     assert "another machine: Other CPU" in found.note
 
 
-def test_every_variant_and_the_champion_tell_their_own_metrics() -> None:
+def test_variant_rows_show_metrics_of_each_variant_and_champion() -> None:
     quantized = evidence_of("int8-static")
     rows = variant_rows([judge(GATES, one) for one in (MINE, quantized)], [MINE, quantized])
     figures = {(row.variant, row.version): {name: one.figure for name, one in row.metrics.items()} for row in rows}
@@ -134,7 +134,7 @@ def test_every_variant_and_the_champion_tell_their_own_metrics() -> None:
     assert figures["champion", "3"] == {"accuracy": "97.5% [96.8, 98]%", "rmse": "60.1"}
 
 
-def test_variant_rows_beside_another_variant_have_its_median_times_their_ratio() -> None:
+def test_variant_rows_of_compared_variant_scale_median_of_baseline_by_ratio() -> None:
     """The machine was twice as slow while the variant's own runs were timed."""
     source, quantized = evidence_of(), evidence_of("int8-static")
     assert quantized.latency is not None
@@ -150,7 +150,7 @@ def test_variant_rows_beside_another_variant_have_its_median_times_their_ratio()
     assert beside.estimate < own.estimate
 
 
-def test_the_figures_of_a_version_are_one_sentence(golden: Golden) -> None:
+def test_figures_of_version_fit_one_sentence_of_description(golden: Golden) -> None:
     golden("tables", figures_of(MINE))
     text = version_description(
         "fp32", {"cpu-1t": judge(GATES, MINE)}, LINEAGE, figures=[figures_of(MINE)], provenance=MADE
@@ -158,12 +158,12 @@ def test_the_figures_of_a_version_are_one_sentence(golden: Golden) -> None:
     assert text.index("PASS on cpu-1t") < text.index("- cpu-1t: accuracy") < text.index("| gate |") < text.index("Ada")
 
 
-def test_what_is_not_known_of_a_report_is_said() -> None:
+def test_made_by_without_provenance_shows_unknown_fields() -> None:
     assert made_by(Provenance()) == "date unknown · author unknown · commit unknown"
     assert made_by(replace(MADE, changed=True)).endswith("commit 0123456789ab (main), with uncommitted changes")
 
 
-def test_the_report_and_the_comment_hold_the_comparisons(golden: Golden) -> None:
+def test_report_and_pull_request_comment_include_comparisons(golden: Golden) -> None:
     decision = judge(GATES, MINE)
     mine = replace(MINE, manifest=digest_bytes(b"new"))
     html = release_report([decision], [mine], [CHOICE], LINEAGE, {}, provenance=MADE, base=BASE)

@@ -38,25 +38,25 @@ def _decision(target: str, *results: GateResult) -> Decision:
     return Decision(variant="int8-static", target=target, results=results)
 
 
-def test_rows_carry_units_interval_and_n() -> None:
+def test_result_table_rows_include_unit_interval_and_count() -> None:
     rows = result_table([_decision("cpu-1t", SIZE, LATENCY), _decision("cuda", SIZE)])
     assert [(row.target, row.result) for row in rows] == [("cpu-1t", SIZE), ("cpu-1t", LATENCY), ("cuda", SIZE)]
     assert [(row.measured, row.counted) for row in rows[:2]] == [("1.5 MB", "1"), ("1.12× [1.09, 1.15]×", "40")]
 
 
-def test_the_verdict_comes_first_and_the_worst_result_with_it(golden: Golden) -> None:
+def test_version_description_begins_with_verdict_and_worst_result(golden: Golden) -> None:
     decisions = {"cuda": _decision("cuda", SIZE), "cpu-1t": _decision("cpu-1t", SIZE, LATENCY)}
     text = version_description("int8-static", decisions, LINEAGE)
     golden("tables", text)
 
 
-def test_silence_is_not_success() -> None:
+def test_version_description_without_results_is_inconclusive() -> None:
     assert version_description("fp32", {}, LINEAGE).startswith("INCONCLUSIVE: nothing was judged")
     empty = version_description("fp32", {"cpu-1t": _decision("cpu-1t")}, LINEAGE)
     assert empty.startswith("INCONCLUSIVE on cpu-1t: no gate applied")
 
 
-def test_advisory_results_are_named_so() -> None:
+def test_version_description_marks_advisory_results() -> None:
     advisory = GateResult(
         gate="latency", metric="p99", limit="5 ms", verdict=Verdict.FAIL, reason="slow", unit="s", advisory=True
     )
@@ -65,7 +65,7 @@ def test_advisory_results_are_named_so() -> None:
     assert "| fail (advisory) |" in text
 
 
-def test_text_from_outside_stays_text() -> None:
+def test_version_description_escapes_external_text() -> None:
     hostile = GateResult(
         gate="size", metric="", limit="<b>", verdict=Verdict.ERROR, reason="a|b\n[x](javascript:alert(1)) `c`"
     )
@@ -76,7 +76,7 @@ def test_text_from_outside_stays_text() -> None:
     assert r"\[x\](javascript" in row
 
 
-def test_what_does_not_fit_is_counted() -> None:
+def test_version_description_beyond_limit_counts_omitted_results() -> None:
     many = {f"t{n:03}": _decision(f"t{n:03}", SIZE, LATENCY) for n in range(12)}
     text = version_description("fp32", many, LINEAGE)
     assert len(text) <= DESCRIPTION_LIMIT
@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_counted() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 120), st.integers(0, 8), st.text(max_size=600))
-def test_never_too_long_and_always_the_same(targets: int, gates: int, reason: str) -> None:
+def test_version_description_stays_within_limit_and_ignores_order(targets: int, gates: int, reason: str) -> None:
     results = [GateResult(gate="g", metric="m", limit="l", verdict=Verdict.FAIL, reason=reason) for _ in range(gates)]
     decisions = {f"target-{n}": _decision(f"target-{n}", *results) for n in range(targets)}
     text = version_description("fp32", decisions, LINEAGE)
@@ -100,7 +100,7 @@ def test_never_too_long_and_always_the_same(targets: int, gates: int, reason: st
 
 
 @given(st.text(min_size=1, max_size=200).filter(lambda text: text.strip() == text and text.isprintable()))
-def test_the_reason_of_a_verdict_is_read_back_as_it_was_told(reason: str) -> None:
+def test_parse_reason_of_description_returns_written_reason(reason: str) -> None:
     result = GateResult(gate="latency", metric="p50", limit="", verdict=Verdict.FAIL, reason=reason)
     decision = Decision(variant="fp32", target="cpu-1t", results=(result,))
     written = version_description("fp32", {"cpu-1t": decision}, LINEAGE)

@@ -33,7 +33,7 @@ from onnx_ops.reporting.formatting import format_figure, format_interval, number
         (math.inf, "1", "inf%"),
     ],
 )
-def test_figures(value: float | None, unit: str, shown: str) -> None:
+def test_format_figure_returns_value_with_scaled_unit(value: float | None, unit: str, shown: str) -> None:
     assert format_figure(value, unit) == shown
 
 
@@ -49,17 +49,19 @@ def test_figures(value: float | None, unit: str, shown: str) -> None:
         (-math.inf, math.inf, 0.1, ""),
     ],
 )
-def test_intervals(low: float | None, high: float | None, near: float | None, shown: str) -> None:
+def test_format_interval_returns_bounds_with_scaled_unit(
+    low: float | None, high: float | None, near: float | None, shown: str
+) -> None:
     assert format_interval(low, high, "s", near=near) == shown
 
 
 @given(st.floats(min_value=-1e300, max_value=1e300))
-def test_a_number_is_right_to_three_digits(value: float) -> None:
+def test_number_is_accurate_to_three_digits(value: float) -> None:
     assert float(number(value)) == pytest.approx(value, rel=5e-3)
 
 
 @pytest.mark.parametrize(
     ("value", "shown"), [(99_960, "99960"), (123_456, "1.23e+05"), (0.0009996, "0.001"), (12345, "12345")]
 )
-def test_numbers(value: float, shown: str) -> None:
+def test_number_of_large_or_rounded_value_returns_short_text(value: float, shown: str) -> None:
     assert number(value) == shown

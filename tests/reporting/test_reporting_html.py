@@ -165,7 +165,7 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
-def test_the_verdict_of_each_target_comes_first_in_one_sentence() -> None:
+def test_release_report_begins_with_verdict_of_each_target() -> None:
     text = Page(page_of(release(), versions={"fp32": "1", "int8-static": "2"})).text
     for target in TARGETS:
         assert f"PASS {target} : int8-static (version 2) is chosen, because int8-static passes, 0.74" in text
@@ -173,7 +173,7 @@ def test_the_verdict_of_each_target_comes_first_in_one_sentence() -> None:
     assert f"A variant is chosen for {', '.join(TARGETS)}." in text
 
 
-def test_every_figure_has_unit_interval_and_n() -> None:
+def test_release_report_shows_unit_interval_and_count_of_each_value() -> None:
     text = Page(page_of(release())).text
     assert "0.741× [0.734, 0.748]× 5 session pairs 400 runs A/A ±0." in text
     assert "2% preempted" in text
@@ -185,7 +185,7 @@ def test_every_figure_has_unit_interval_and_n() -> None:
     assert "Example CPU, 4 cores · CPUExecutionProvider (12 nodes)" in text
 
 
-def test_every_verdict_and_reason_is_shown() -> None:
+def test_release_report_shows_each_verdict_and_reason() -> None:
     evidence = [
         evidence_of(
             parity=parity(300.0), divergence=Divergence(node="conv1", op_type="Conv", scope="body.0", ratio=77.0)
@@ -207,7 +207,7 @@ def test_every_verdict_and_reason_is_shown() -> None:
     assert "int8-good is chosen" in text
 
 
-def test_without_a_choice_the_page_says_why() -> None:
+def test_release_report_without_choice_gives_reason() -> None:
     page = release_report(
         [], [], [Choice(target="gpu", variant=None, verdict=Verdict.ERROR, reason="no GPU")], None, {}
     )
@@ -219,7 +219,7 @@ def test_without_a_choice_the_page_says_why() -> None:
     assert "INCONCLUSIVE" in nothing
 
 
-def test_the_page_needs_no_network_and_runs_no_script() -> None:
+def test_release_report_uses_no_network_and_no_script() -> None:
     page = page_of(release())
     assert "//" not in page.partition("<body>")[0].replace("<!doctype html>", "")
     for word in ("http:", "https:", "url(", "@import", "<script", "<link", "<img", "<iframe", "javascript:"):
@@ -229,7 +229,7 @@ def test_the_page_needs_no_network_and_runs_no_script() -> None:
     assert "default-src 'none'" in unescape(page)
 
 
-def test_text_from_data_is_escaped() -> None:
+def test_release_report_escapes_text_from_data() -> None:
     evil = "</svg><script>alert('x')</script>\"&\x1b[2J\u202e"
     one = evidence_of(
         evil,
@@ -255,14 +255,14 @@ def test_text_from_data_is_escaped() -> None:
     assert show(evil) in parsed.text
 
 
-def test_one_release_gives_the_same_bytes_and_well_formed_markup() -> None:
+def test_release_report_of_same_release_returns_same_well_formed_markup() -> None:
     page = page_of(release())
     again = [codec.loads(codec.dumps(e), Evidence) for e in release()]
     assert page_of(again) == page
     assert Page(page).open == []
 
 
-def test_the_digest_is_that_of_the_stored_evidence() -> None:
+def test_release_report_shows_digest_of_stored_evidence() -> None:
     one = evidence_of()
     page = page_of([one])
     assert short_digest(digest_bytes(codec.dumps(one))) in page
@@ -293,7 +293,7 @@ def test_the_digest_is_that_of_the_stored_evidence() -> None:
         {"runtime": None, "size_bytes": 0},
     ],
 )
-def test_odd_evidence_still_gives_a_page(changes: dict[str, Any]) -> None:
+def test_release_report_of_incomplete_or_extreme_evidence_is_well_formed(changes: dict[str, Any]) -> None:
     one = evidence_of("int8-static", **changes) if "parity" not in changes else evidence_of(**changes)
     decision = judge(GATES, one)
     digests = {(one.variant, one.target): digest_bytes(b"evidence")}
@@ -302,7 +302,7 @@ def test_odd_evidence_still_gives_a_page(changes: dict[str, Any]) -> None:
     assert "nan" not in "".join(str(a) for tag, a in Page(page).tags if tag in ("polyline", "circle"))
 
 
-def test_plots_show_what_was_measured(golden: Golden) -> None:
+def test_release_report_plots_show_measurements_and_limits(golden: Golden) -> None:
     page = Page(page_of(release()))
     golden("tables", "\n".join(str(attributes["aria-label"]) for tag, attributes in page.tags if tag == "svg"))
     for target in TARGETS:
@@ -312,7 +312,7 @@ def test_plots_show_what_was_measured(golden: Golden) -> None:
     assert "limit 0.51 steps" in page.text
 
 
-def test_load_starts_and_memory_have_rows_and_plots() -> None:
+def test_release_report_has_rows_and_plots_of_throughput_cold_start_and_memory() -> None:
     figures = tuple(ratios(name, 0.1) for name in ("concurrency 4", "load", "first", "peak"))
     evidence = evidence_of(
         "int8-static",

@@ -17,7 +17,7 @@ ERROR = Interval(estimate=2.5, low=2.25, high=2.75)
 CLOSE = Interval(estimate=0.9, low=0.8, high=1.0)
 
 
-def test_the_metric_that_is_gated_stands_for_the_release() -> None:
+def test_headline_returns_metric_of_metric_gate() -> None:
     scored = replace(evidence_of(), scores=(ScoreComparison(metric="mae", against="", n=900, candidate=ERROR),))
     gates: tuple[Gate, ...] = (SizeGate(max=10**9), MetricGate(name="mae", max=3.0))
     assert headline([judge(gates, scored)], [scored]) == "mae"
@@ -29,7 +29,7 @@ def test_the_metric_that_is_gated_stands_for_the_release() -> None:
     assert "900 rows" in page
 
 
-def test_fewer_rows_than_the_data_set_has_are_reported_once() -> None:
+def test_sampled_rows_of_several_variants_are_reported_once() -> None:
     sampled = SampledRows(data="test", used=512, total=1000)
     two = [replace(evidence_of(name), sampled=sampled) for name in ("fp32", "int8-static")]
     assert sampled_rows(two) == "metrics of 512 of 1,000 rows of test"
@@ -39,7 +39,7 @@ def test_fewer_rows_than_the_data_set_has_are_reported_once() -> None:
     assert b"sampled" not in codec.dumps(evidence_of())
 
 
-def test_a_metric_against_the_baseline_is_its_value() -> None:
+def test_task_metric_of_baseline_comparison_returns_its_value() -> None:
     entry = ScoreComparison(metric="cosine", against="champion", n=50, candidate=CLOSE)
     found = task_metric(replace(evidence_of(), baseline="champion", scores=(entry,)), "cosine")
     assert found is not None
@@ -51,5 +51,5 @@ def test_a_metric_against_the_baseline_is_its_value() -> None:
 @pytest.mark.parametrize(
     ("name", "unit"), [("accuracy", "1"), ("f1 macro", "1"), ("r2", "1"), ("mae", ""), ("rmse", ""), ("own:score", "")]
 )
-def test_units(name: str, unit: str) -> None:
+def test_unit_of_metric_returns_ratio_unit_or_none(name: str, unit: str) -> None:
     assert unit_of(name) == unit

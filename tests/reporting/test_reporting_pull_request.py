@@ -21,7 +21,7 @@ def checked(verdict: Verdict, reason: str = "because", results: int = 1, file: s
     return Checked(file=file, because=("x.py",), verdict=verdict, choices=(choice,), decisions=(decision,))
 
 
-def test_the_worst_comes_first_and_is_the_verdict_of_all(golden: Golden) -> None:
+def test_pull_request_page_lists_worst_first_and_overall_returns_it(golden: Golden) -> None:
     several = [checked(verdict, file=f"{verdict.value}.yaml") for verdict in Verdict]
     rendered = page(several, commit="abc1234")
     places = [rendered.index(f"{verdict.value}.yaml") for verdict in sorted(Verdict, key=lambda v: -v.rank)]
@@ -30,13 +30,13 @@ def test_the_worst_comes_first_and_is_the_verdict_of_all(golden: Golden) -> None
     golden("tables", title(several))
 
 
-def test_nothing_touched_is_no_verdict(golden: Golden) -> None:
+def test_overall_without_pipelines_returns_none(golden: Golden) -> None:
     assert overall([]) is None
     golden("tables", title([]))
 
 
 @given(st.text(max_size=300))
-def test_what_others_wrote_mentions_nobody_and_breaks_no_table(text: str) -> None:
+def test_pull_request_page_escapes_mentions_and_markup(text: str) -> None:
     plain = page([checked(Verdict.PASS)], commit="abc1234")
     rendered = page([checked(Verdict.PASS, f"@team | <b>{text}")], commit="abc1234")
     assert "@" not in rendered
@@ -44,5 +44,5 @@ def test_what_others_wrote_mentions_nobody_and_breaks_no_table(text: str) -> Non
 
 
 @given(st.integers(1, 40), st.integers(1, 300))
-def test_it_always_fits(pipelines: int, results: int) -> None:
+def test_pull_request_page_stays_within_limit(pipelines: int, results: int) -> None:
     assert len(page([checked(Verdict.FAIL, "long " * 40, results)] * pipelines, commit="abc1234")) <= LIMIT

@@ -47,7 +47,7 @@ RECORD = SearchRecord(
 )
 
 
-def test_the_plot_names_the_front_the_budget_and_the_variants(golden: Golden) -> None:
+def test_search_figure_shows_pareto_front_budget_and_variants(golden: Golden) -> None:
     figure = search_figure(RECORD, "cpu")
     assert figure is not None
     drawn(figure.svg)
@@ -56,7 +56,7 @@ def test_the_plot_names_the_front_the_budget_and_the_variants(golden: Golden) ->
     assert search_figure(replace(RECORD, trials=()), "cpu") is None
 
 
-def test_every_loss_alike_still_makes_a_plot() -> None:
+def test_search_figure_of_equal_losses_is_drawn() -> None:
     alike = replace(
         RECORD, trials=(trial("static", 0.0, 1.0, 1000),), budget=Budget(metric_drop=0.0), slots=(), pareto_front=()
     )
@@ -65,7 +65,7 @@ def test_every_loss_alike_still_makes_a_plot() -> None:
     drawn(figure.svg)
 
 
-def test_the_report_shows_what_each_node_bought_and_escapes_names() -> None:
+def test_release_report_of_search_shows_node_contributions_and_escapes_names() -> None:
     page = release_report([], [], [], None, {}, searches=(RECORD,))
     assert "<h2>Search best</h2>" in page
     assert "11 points" in page

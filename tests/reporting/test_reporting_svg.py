@@ -22,7 +22,7 @@ def told_apart(low: float, high: float) -> bool:
 
 
 @given(values, values)
-def test_linear_ticks_are_few_rising_and_inside(one: float, other: float) -> None:
+def test_linear_ticks_are_few_increasing_and_within_range(one: float, other: float) -> None:
     low, high = min(one, other), max(one, other)
     assume(told_apart(low, high))
     ticks = linear_ticks(low, high)
@@ -34,7 +34,7 @@ def test_linear_ticks_are_few_rising_and_inside(one: float, other: float) -> Non
 
 
 @given(positive, positive)
-def test_log_ticks_are_few_rising_and_inside(one: float, other: float) -> None:
+def test_log_ticks_are_few_increasing_and_within_range(one: float, other: float) -> None:
     low, high = min(one, other), max(one, other)
     assume(told_apart(low, high))
     ticks = log_ticks(low, high)
@@ -44,7 +44,7 @@ def test_log_ticks_are_few_rising_and_inside(one: float, other: float) -> None:
 
 
 @given(values, values)
-def test_the_texts_of_ticks_differ_and_say_their_values(one: float, other: float) -> None:
+def test_tick_texts_are_distinct_and_show_their_values(one: float, other: float) -> None:
     low, high = min(one, other), max(one, other)
     assume(told_apart(low, high))
     ticks = linear_ticks(low, high)
@@ -53,7 +53,7 @@ def test_the_texts_of_ticks_differ_and_say_their_values(one: float, other: float
     assert all(abs(float(text) - tick) <= 1e-4 * (high - low) for text, tick in zip(texts, ticks, strict=True))
 
 
-def test_ticks_that_people_expect() -> None:
+def test_tick_texts_of_common_ranges_match_expected_labels() -> None:
     assert tick_texts(linear_ticks(0, 100)) == ("0", "20", "40", "60", "80", "100")
     assert tick_texts(linear_ticks(0.98, 1.26)) == ("1.0", "1.1", "1.2")
     assert tick_texts(linear_ticks(0.94, 1.06)) == ("0.950", "0.975", "1.000", "1.025", "1.050")
@@ -62,20 +62,20 @@ def test_ticks_that_people_expect() -> None:
 
 
 @pytest.mark.parametrize(("low", "high"), [(1.0, 1.0), (2.0, 1.0), (math.nan, 1.0), (0.0, math.inf)])
-def test_an_axis_without_extent_is_refused(low: float, high: float) -> None:
+def test_axis_without_extent_raises_value_error(low: float, high: float) -> None:
     with pytest.raises(ValueError, match="axis"):
         linear_ticks(low, high)
     with pytest.raises(ValueError, match="axis"):
         Axis(low=low, high=high, label="x")
 
 
-def test_a_logarithmic_axis_starts_above_zero() -> None:
+def test_log_ticks_from_zero_raise_value_error() -> None:
     with pytest.raises(ValueError, match="logarithmic"):
         log_ticks(0, 1)
 
 
 @given(st.lists(positive, min_size=1, max_size=20), st.booleans())
-def test_every_value_has_a_place_on_the_axis_around_it(data: list[float], log: bool) -> None:
+def test_axis_around_values_places_them_in_order_within_range(data: list[float], log: bool) -> None:
     axis = axis_around(data, "x", log=log)
     assert all(axis.low <= value <= axis.high for value in data)
     places = [axis.place(value) for value in sorted(data)]
@@ -83,13 +83,13 @@ def test_every_value_has_a_place_on_the_axis_around_it(data: list[float], log: b
     assert places == sorted(places)
 
 
-def test_what_lies_outside_is_drawn_at_the_edge() -> None:
+def test_axis_place_of_value_outside_range_returns_edge() -> None:
     axis = Axis(low=1, high=100, label="x", log=True)
     assert (axis.place(0), axis.place(1e30)) == (0.0, 1.0)
     assert axis.place(10) == pytest.approx(0.5)
 
 
-def test_a_chart_is_well_formed_escaped_and_inside_its_box() -> None:
+def test_chart_render_is_well_formed_escaped_and_within_view_box() -> None:
     chart = Chart(x=Axis(low=0, high=1, label="a < b"), y=Axis(low=0, high=10, label='"&"'))
     chart.path([(0, 0), (0.5, 5), (2, 20)], "line")
     chart.dot(0.5, 5, "solid", "<script>alert(1)</script>")
@@ -112,7 +112,7 @@ def test_a_chart_is_well_formed_escaped_and_inside_its_box() -> None:
     assert "a name that is much too long to fit" in [e.text for e in root.iter("text")]
 
 
-def test_every_name_of_a_row_is_whole_and_inside_the_plot() -> None:
+def test_chart_row_shows_whole_name_within_plot() -> None:
     for name in ("short", "batches:257 · probabilities", "model.layers.11.self_attention.projection.weight" * 3):
         left, height = room_for([name])
         chart = Chart(
