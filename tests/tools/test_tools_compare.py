@@ -50,7 +50,7 @@ def forest(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_forest_is_itself(forest: Path) -> None:
+def test_compare_of_forest_with_itself_passes(forest: Path) -> None:
     found = compared(forest, forest)
     assert found.verdict is Verdict.PASS
     assert found.trees is not None
@@ -65,7 +65,7 @@ def with_thresholds(forest: Path, change: Callable[[list[float]], Sequence[float
     return forest.with_name("moved.onnx")
 
 
-def test_a_threshold_that_moved_by_one_float_is_told(forest: Path) -> None:
+def test_compare_of_forest_with_threshold_moved_by_one_float_fails(forest: Path) -> None:
     inf = np.float32(np.inf)
     found = compared(forest, with_thresholds(forest, lambda v: [float(np.nextafter(np.float32(v[0]), inf)), *v[1:]]))
     assert found.verdict is Verdict.FAIL
@@ -73,12 +73,12 @@ def test_a_threshold_that_moved_by_one_float_is_told(forest: Path) -> None:
     assert "A has" in found.reason
 
 
-def test_rows_beside_splits_show_a_forest_whose_splits_are_far_from_the_rows(forest: Path) -> None:
+def test_compare_of_forest_with_distant_splits_with_itself_passes(forest: Path) -> None:
     far = with_thresholds(forest, lambda values: [value + 100 for value in values])
     assert compared(far, far).verdict is Verdict.PASS
 
 
-def test_forest_beside_itself_in_ort_format_is_itself(forest: Path) -> None:
+def test_compare_of_forest_with_its_ort_format_passes(forest: Path) -> None:
     stored = forest.with_name("forest.ort")
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(stored)
@@ -89,7 +89,7 @@ def test_forest_beside_itself_in_ort_format_is_itself(forest: Path) -> None:
         assert "splits" in {one.group for one in found.differences}
 
 
-def test_a_quantized_file_tells_its_coverage(tmp_path: Path) -> None:
+def test_compare_of_quantized_file_reports_int8_coverage(tmp_path: Path) -> None:
     source, derived = write_perceptron(tmp_path / "source.onnx"), tmp_path / "derived.onnx"
     section = Quantize(name="int8", method="static", calibrate=Calibrate(), exclude=("third",))
     StaticQuantizer().optimize(OptimizeRequest(section=section, source=source, path=derived, calibration=rows(64)))
@@ -122,7 +122,7 @@ _NEGATED = "(float[N,4] x) => (optional(float[N,4]) y) { z = Neg(x)\n y = Option
     ],
     ids=["sequence", "longer", "shorter", "as-long-as-the-batch", "optional", "other-optional"],
 )
-def test_sequences_are_compared_by_elements_and_length(tmp_path: Path, a: str, b: str, verdict: Verdict) -> None:
+def test_compare_of_sequences_uses_elements_and_length(tmp_path: Path, a: str, b: str, verdict: Verdict) -> None:
     constants = {"two": 2, "begin": [0], "end": [2], "axis": [1]}
     paths = [
         write_graph(tmp_path / name, text, **{k: v for k, v in constants.items() if k in text})
@@ -134,14 +134,14 @@ def test_sequences_are_compared_by_elements_and_length(tmp_path: Path, a: str, b
 @pytest.mark.parametrize(
     ("keys", "verdict"), [([0, 1, 2], Verdict.PASS), ([1, 2, 3], Verdict.FAIL), ([2, 0, 1], Verdict.FAIL)]
 )
-def test_maps_are_compared_by_keys_and_values(tmp_path: Path, keys: list[int], verdict: Verdict) -> None:
+def test_compare_of_maps_uses_keys_and_values(tmp_path: Path, keys: list[int], verdict: Verdict) -> None:
     onnx.save(zipped([0, 1, 2]), tmp_path / "a.onnx")
     onnx.save(zipped(keys), tmp_path / "b.onnx")
     assert compared(tmp_path / "a.onnx", tmp_path / "b.onnx").verdict is verdict
 
 
 @pytest.mark.parametrize("dropped", ["a.onnx", "b.onnx"])
-def test_maps_and_the_matrix_that_they_are_made_of_are_the_same(tmp_path: Path, dropped: str) -> None:
+def test_compare_of_maps_with_their_matrix_passes(tmp_path: Path, dropped: str) -> None:
     plain = zipped([0, 1, 2])
     assert drop_zipmaps(plain) == ("probabilities",)
     for name in ("a.onnx", "b.onnx"):
@@ -149,7 +149,7 @@ def test_maps_and_the_matrix_that_they_are_made_of_are_the_same(tmp_path: Path, 
     assert compared(tmp_path / "a.onnx", tmp_path / "b.onnx").verdict is Verdict.PASS
 
 
-def test_a_file_that_imports_trees_only_imports_the_default_operators_for_its_matrix() -> None:
+def test_drop_zipmaps_adds_missing_default_domain() -> None:
     model = zipped([0, 1, 2])
     del model.opset_import[0]
     model.graph.node[0].CopyFrom(helper.make_node("Normalizer", ["x"], ["p"], domain="ai.onnx.ml"))
@@ -158,14 +158,14 @@ def test_a_file_that_imports_trees_only_imports_the_default_operators_for_its_ma
     onnx.checker.check_model(model, full_check=True)
 
 
-def test_a_file_without_maps_is_left_as_it_is(tmp_path: Path) -> None:
+def test_drop_zipmaps_without_maps_changes_nothing(tmp_path: Path) -> None:
     model = onnx.load(write_graph(tmp_path / "plain.onnx", _SAME))
     before = model.SerializeToString(deterministic=True)
     assert drop_zipmaps(model) == ()
     assert model.SerializeToString(deterministic=True) == before
 
 
-def test_a_file_too_new_for_the_target_is_refused_before_it_runs(tmp_path: Path) -> None:
+def test_compare_of_too_new_opset_raises_user_error(tmp_path: Path) -> None:
     new = write_perceptron(tmp_path / "new.onnx", opset=99)
     with pytest.raises(UserError, match="accepts opset") as caught:
         compared(new, new)
@@ -176,7 +176,7 @@ _KIND = "other domains"
 """An operator that no target has, and one of ONNX Runtime's own."""
 
 
-def test_files_of_other_domains_end_in_verdicts_and_refusals_with_a_remedy(tmp_path: Path) -> None:
+def test_tools_on_files_of_other_domains_end_in_known_exit_codes(tmp_path: Path) -> None:
     found = list(foreign_outcomes(tmp_path, only=_KIND))
     assert [one for one in found if one.fault] == []
     assert {one.command for one in found} == {"inspect", "judge", "quantize", "bench"}
@@ -203,7 +203,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"/".join(path.parts[-3:-1]): path for path in found}
 
 
-def test_a_sample_ends_in_verdicts_and_typed_errors(models: dict[str, Path], sweep: Sweep) -> None:
+def test_tools_on_backend_models_end_in_verdicts_or_typed_errors(models: dict[str, Path], sweep: Sweep) -> None:
     found = tuple(outcomes([models[name] for name in sweep(name for name in SAMPLE if name not in TROUBLE)]))
     assert [one for one in found if one.fault] == []
     assert {one.tool for one in found} == {"inspect", "judge"}
@@ -211,7 +211,7 @@ def test_a_sample_ends_in_verdicts_and_typed_errors(models: dict[str, Path], swe
 
 
 @pytest.mark.parametrize("name", TROUBLE)
-def test_what_once_was_trouble_is_told(name: str, models: dict[str, Path]) -> None:
+def test_compare_of_data_dependent_shapes_with_itself_raises_user_error(name: str, models: dict[str, Path]) -> None:
     kind, said = TROUBLE[name]
     assert look(models[name]).kind == "valid"
     found = hold_against_itself(models[name])
@@ -219,7 +219,7 @@ def test_what_once_was_trouble_is_told(name: str, models: dict[str, Path]) -> No
     assert said in found.text
 
 
-def test_a_process_that_dies_is_told_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outcomes_with_dying_process_report_crash_and_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here every process dies at once, since its interpreter ends with 3."""
     dying = tmp_path / "python"
     dying.write_text("#!/bin/sh\nread line\nexit 3\n")

@@ -98,7 +98,7 @@ def without_relu(path: Path) -> Path:
         ("weight-only", {"bits": 8, "block": 16}, {"weights", "function", "accuracy"}),
     ],
 )
-def test_sound_variant_passes_by_the_rules_of_its_kind(
+def test_judge_of_sound_variant_passes_by_rules_of_its_kind(
     source: Path, method: str, options: dict[str, int], metrics: set[str]
 ) -> None:
     lenient = build_metric_gate(None, 0.05, lower_is_better=False)  # its scores are near to one another
@@ -108,7 +108,7 @@ def test_sound_variant_passes_by_the_rules_of_its_kind(
 
 
 @pytest.mark.parametrize("method", ["dynamic", "fp16", "weight-only"])
-def test_variant_without_a_layer_fails_by_its_function(source: Path, method: str) -> None:
+def test_judge_of_variant_without_layer_fails_by_function(source: Path, method: str) -> None:
     derived = derive(source, method, FOUR_BITS if method == "weight-only" else {})
     found = judged(source, without_relu(derived), dataset_of(source))
     assert found.verdict is Verdict.FAIL
@@ -122,7 +122,7 @@ def test_variant_without_a_layer_fails_by_its_function(source: Path, method: str
         ("fp16", "second.weight", lambda a: a * 1.02),
     ],
 )
-def test_variant_with_a_wrong_weight_fails_by_its_weights(
+def test_judge_of_variant_with_wrong_weight_fails_by_weights(
     source: Path, method: str, tensor: str, change: Callable[[Any], Any]
 ) -> None:
     found = judged(source, write_changed(derive(source, method), tensor, change), dataset_of(source))
@@ -130,7 +130,7 @@ def test_variant_with_a_wrong_weight_fails_by_its_weights(
     assert found.verdict is Verdict.FAIL
 
 
-def test_quantized_variant_on_made_up_rows_is_inconclusive_and_says_why(source: Path) -> None:
+def test_judge_of_quantized_variant_on_generated_rows_is_inconclusive(source: Path) -> None:
     found = judged(source, derive(source, "static"))
     assert found.verdict is Verdict.INCONCLUSIVE
     results = results_of(found)
@@ -139,7 +139,7 @@ def test_quantized_variant_on_made_up_rows_is_inconclusive_and_says_why(source: 
     assert "saturation" not in results
 
 
-def test_accuracy_is_bounded_by_answers_that_change_where_there_are_no_labels(source: Path) -> None:
+def test_judge_without_labels_bounds_accuracy_by_changed_answers(source: Path) -> None:
     dataset = dataset_of(source, labels=False)
     few = judged(source, derive(source, "fp16"), dataset)
     assert few.verdict is Verdict.PASS
@@ -149,13 +149,13 @@ def test_accuracy_is_bounded_by_answers_that_change_where_there_are_no_labels(so
     assert "only labels can show" in results_of(many)["agreement"].reason
 
 
-def test_float_candidate_is_judged_by_its_outputs_alone(source: Path) -> None:
+def test_judge_of_float_candidate_uses_outputs_only(source: Path) -> None:
     assert judged(source, source).verdict is Verdict.PASS
     found = judged(source, write_changed(source, "third.bias", lambda a: a + 0.01))
     assert (found.verdict, set(results_of(found))) == (Verdict.FAIL, {"outputs"})
 
 
-def test_quantized_baseline_is_measured_in_its_own_noise(source: Path) -> None:
+def test_judge_with_quantized_baseline_uses_its_noise(source: Path) -> None:
     baseline = derive(source, "static")
     assert judged(baseline, baseline).verdict is Verdict.PASS
     wrong = write_changed(baseline, "third.weight_quantized", lambda a: np.roll(a, 1, axis=0))
@@ -172,7 +172,7 @@ class WithoutVnni(OnnxRuntime):
         return replace(super().fingerprint(target), machine="x86_64", cpu_flags=("avx2",))
 
 
-def test_saturation_is_named_where_a_quantized_variant_does_not_pass(source: Path) -> None:
+def test_judge_of_failing_quantized_variant_names_saturation(source: Path) -> None:
     dataset, strict = dataset_of(source), build_metric_gate(None, 1e-9, lower_is_better=False)
     for options, is_named in ((EIGHT_BITS, True), ({"reduce_range": True}, False)):
         derived = derive(source, "dynamic", options)
@@ -187,7 +187,7 @@ def test_saturation_is_named_where_a_quantized_variant_does_not_pass(source: Pat
 
 
 @pytest.mark.parametrize("method", ["dynamic", "static"])
-def test_eight_bits_pass_by_the_processor_at_hand(tmp_path: Path, method: str) -> None:
+def test_judge_of_8_bit_weights_passes_unless_processor_saturates(tmp_path: Path, method: str) -> None:
     """Each class adds 64 inputs; those of the first are neighbours, and the sums of their products saturate."""
     weight = np.zeros((128, 2), np.float32)
     weight[:64, 0] = weight[::2, 1] = 1
@@ -202,7 +202,7 @@ def test_eight_bits_pass_by_the_processor_at_hand(tmp_path: Path, method: str) -
     assert ("saturates" in result.reason) is saturates_here()
 
 
-def test_quantized_baseline_of_eight_bits_is_no_measure_of_noise_where_its_sums_saturate(source: Path) -> None:
+def test_judge_with_saturating_baseline_reports_saturation(source: Path) -> None:
     baseline = derive(source, "static", EIGHT_BITS)
     assert judged(baseline, baseline).verdict is Verdict.PASS
     wrong = write_changed(baseline, "third.weight_quantized", lambda a: np.roll(a, 1, axis=0))
@@ -211,7 +211,7 @@ def test_quantized_baseline_of_eight_bits_is_no_measure_of_noise_where_its_sums_
     assert ("saturates sums of A's" in results_of(found)["outputs"].reason) is detect_here().saturates
 
 
-def test_target_that_cannot_be_measured_is_an_error_and_the_others_are_judged(source: Path) -> None:
+def test_judge_with_unavailable_target_is_error_and_judges_others(source: Path) -> None:
     absent = replace(CPU, name="absent", providers=(Provider(name="CUDAExecutionProvider"),))
     found = judged(source, source, targets=(absent, CPU))
     assert [one.decision.verdict for one in found.targets] == [Verdict.ERROR, Verdict.PASS]
@@ -219,7 +219,7 @@ def test_target_that_cannot_be_measured_is_an_error_and_the_others_are_judged(so
     assert "CUDAExecutionProvider" in found.targets[0].decision.reason
 
 
-def test_latency_is_judged_for_every_setting_of_the_sweep(source: Path) -> None:
+def test_judge_of_latency_covers_each_batch_size_of_sweep(source: Path) -> None:
     slow = write_perceptron(source.with_name("slow.onnx"))
     samples = generate_samples(shared_inputs(source), count=64, dims={})
     found = judged(
@@ -249,7 +249,7 @@ def halve(source: Path, name: str, factor: float = 1.0) -> Path:
 
 
 @pytest.mark.parametrize(("factor", "verdict"), [(1.0, Verdict.PASS), (1.02, Verdict.FAIL)])
-def test_partly_float16_file_is_judged_in_its_own_noise(source: Path, factor: float, verdict: Verdict) -> None:
+def test_judge_of_partly_float16_file_uses_noise_of_float16(source: Path, factor: float, verdict: Verdict) -> None:
     found = judged(source, halve(source, "second.weight", factor), dataset_of(source))
     assert found.kind.candidate.precision == "float16"
     assert results_of(found)["outputs"].verdict is verdict
@@ -296,7 +296,7 @@ def rename_all(candidate: Path) -> Path:
 
 
 @pytest.mark.parametrize("method", ["static", "dynamic", "weight-only"])
-def test_names_that_say_nothing_do_not_change_the_verdict(source: Path, method: str) -> None:
+def test_judge_of_variant_with_meaningless_names_keeps_verdict(source: Path, method: str) -> None:
     lenient = build_metric_gate(None, 0.05, lower_is_better=False)
     renamed = rename_all(derive(source, method, {"bits": 8, "block": 16} if method == "weight-only" else {}))
     found = judged(source, renamed, dataset_of(source), metric=lenient)
@@ -307,7 +307,7 @@ def test_names_that_say_nothing_do_not_change_the_verdict(source: Path, method: 
     assert found.verdict is Verdict.FAIL
 
 
-def test_weight_without_an_original_is_a_note_and_the_task_metric_decides(source: Path) -> None:
+def test_judge_of_unpaired_weight_adds_note_and_decides_by_task_metric(source: Path) -> None:
     lenient = build_metric_gate(None, 0.05, lower_is_better=False)
     extended = add_table(derive(source, "weight-only", {"bits": 8, "block": 16}))
     found = judged(source, extended, dataset_of(source), metric=lenient)
@@ -333,7 +333,7 @@ class WrongOptimizer(OnnxRuntime):
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_fault_of_graph_optimization_is_told_apart_from_one_of_the_model(source: Path, raises: bool) -> None:
+def test_judge_with_graph_optimization_fault_suggests_lower_graph_level(source: Path, raises: bool) -> None:
     copy = write_changed(source, "third.bias", lambda a: a, "copy.onnx")
     found = judged(source, copy, runtime=lambda _: WrongOptimizer(raises=raises)).targets[0]
     assert found.decision.verdict is (Verdict.ERROR if raises else Verdict.FAIL)
@@ -345,7 +345,7 @@ def test_fault_of_graph_optimization_is_told_apart_from_one_of_the_model(source:
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "f1", "auc"])
-def test_copy_passes_with_a_change_of_zero_however_few_rows_are_labelled(source: Path, metric: str) -> None:
+def test_judge_of_copied_model_passes_with_zero_change_on_few_labels(source: Path, metric: str) -> None:
     dataset = dataset_of(source, 40)
     assert dataset.label is not None
     dataset = replace(dataset, label=(np.arange(40) < 2).astype(np.int64))
@@ -357,7 +357,7 @@ def test_copy_passes_with_a_change_of_zero_however_few_rows_are_labelled(source:
     assert "exactly 0" in result.reason
 
 
-def test_metric_gate_takes_the_limit_that_fits_the_metric() -> None:
+def test_build_metric_gate_sets_limit_by_direction_of_metric() -> None:
     assert build_metric_gate("f1", 0.01, lower_is_better=False).max_drop == 0.01
     assert build_metric_gate("rmse", 0.01, lower_is_better=False).max_increase == 0.01
     assert build_metric_gate("m:f", 0.01, lower_is_better=True).max_increase == 0.01

@@ -52,7 +52,7 @@ def voice(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("names", [("N", "N"), ("unk__1", "unk__2")], ids=["one name", "generated names"])
 @pytest.mark.parametrize("fault", ["", *FAULTS, "other branch"])
-def test_each_fault_of_a_voice_detector_fails_and_its_copy_passes(
+def test_compare_of_voice_detector_fails_for_each_fault_and_passes_for_copy(
     fault: str, names: tuple[str, str], tmp_path: Path
 ) -> None:
     rows, state_rows = names
@@ -61,7 +61,7 @@ def test_each_fault_of_a_voice_detector_fails_and_its_copy_passes(
     assert compared(a, b).verdict is (Verdict.FAIL if fault else Verdict.PASS)
 
 
-def test_generated_rows_of_a_state_differ_and_a_scalar_is_what_the_graph_compares_it_with(voice: Path) -> None:
+def test_generate_samples_varies_state_and_sets_scalar_to_compared_constants(voice: Path) -> None:
     samples = samples_of(voice)
     assert samples.axes == {"input": 0, "state": 1}
     assert samples.rows["state"].shape == (40, 2, HIDDEN)
@@ -71,7 +71,7 @@ def test_generated_rows_of_a_state_differ_and_a_scalar_is_what_the_graph_compare
     assert runs["values:sr=8000"]["sr"] == RATES[1]
 
 
-def test_rows_of_a_file_are_read_from_the_axis_that_the_model_names(voice: Path) -> None:
+def test_check_samples_reads_rows_from_axis_named_by_model(voice: Path) -> None:
     rows = make_voice_rows(60)
     samples = check_samples(shared_inputs(voice), rows, where="rows.npz", limit=50, fix={"sr": 8000})
     np.testing.assert_array_equal(samples.rows["state"], np.moveaxis(rows["state"], 1, 0)[:50])
@@ -82,7 +82,7 @@ def test_rows_of_a_file_are_read_from_the_axis_that_the_model_names(voice: Path)
     assert with_scalar.fixed == samples.fixed
 
 
-def test_rows_of_a_file_show_their_axis_where_dimensions_have_no_names(tmp_path: Path) -> None:
+def test_check_samples_without_dimension_names_infers_row_axis(tmp_path: Path) -> None:
     path = write_voice_detector(tmp_path / "m.onnx", rows="unk__1", state_rows="unk__2")
     samples = check_samples(shared_inputs(path), make_voice_rows(40), where="rows.npz", limit=30, fix={"sr": 8000})
     assert (samples.axes, len(samples)) == ({"input": 0, "state": 1}, 30)
@@ -98,20 +98,22 @@ def test_rows_of_a_file_show_their_axis_where_dimensions_have_no_names(tmp_path:
     ],
     ids=["fewer rows", "rows first", "no rate"],
 )
-def test_rows_that_do_not_fit_are_refused_by_name(voice: Path, change: dict[str, Any], expected: str) -> None:
+def test_check_samples_with_wrong_rows_raises_user_error_naming_input(
+    voice: Path, change: dict[str, Any], expected: str
+) -> None:
     with pytest.raises(UserError, match=expected) as caught:
         check_samples(shared_inputs(voice), {**make_voice_rows(60), **change}, where="rows.npz", limit=50)
     if not change:
         assert "--fix sr=VALUE" in caught.value.remedy
 
 
-def test_a_value_for_an_input_that_does_not_exist_is_refused(voice: Path) -> None:
+def test_generate_samples_with_value_for_unknown_input_raises_user_error(voice: Path) -> None:
     with pytest.raises(UserError, match="no input is called 'rate'") as caught:
         samples_of(voice, fix={"rate": 8000})
     assert caught.value.where == "--fix"
 
 
-def test_a_model_that_refuses_all_generated_values_is_not_measured(tmp_path: Path) -> None:
+def test_settle_samples_without_accepted_values_raises_measurement_error(tmp_path: Path) -> None:
     text = "(float[n,4] x, int64 parts) => (float[n,m] y) {{ shape = Mul(parts, five) y = Reshape(x, shape) }}"
     path = write_graph(tmp_path / "m.onnx", text.replace("{{", "{").replace("}}", "}"), five=[0, 7])
     with pytest.raises(MeasurementError, match="refuses all generated inputs") as caught:
@@ -120,7 +122,7 @@ def test_a_model_that_refuses_all_generated_values_is_not_measured(tmp_path: Pat
 
 
 @pytest.mark.parametrize("chosen", ["Min(source, one)", "Min(source, six)", "Identity(source)"])
-def test_indices_reach_every_node_of_a_graph(chosen: str, tmp_path: Path) -> None:
+def test_generated_indices_reach_each_node_of_graph(chosen: str, tmp_path: Path) -> None:
     constants = {"zero": np.int64(0), "one": np.int64(1), "six": np.int64(6)}
     a = write_graph(tmp_path / "a.onnx", GRAPH.format(chosen="Identity(source)"), **constants)
     b = write_graph(tmp_path / "b.onnx", GRAPH.format(chosen=chosen), **constants)
@@ -128,7 +130,7 @@ def test_indices_reach_every_node_of_a_graph(chosen: str, tmp_path: Path) -> Non
     assert compared(a, b).verdict is (Verdict.PASS if "Identity" in chosen else Verdict.FAIL)
 
 
-def test_each_free_dimension_has_several_sizes(tmp_path: Path) -> None:
+def test_generate_samples_varies_size_of_each_free_dimension(tmp_path: Path) -> None:
     path = write_graph(tmp_path / "m.onnx", "(float[batch,seq,4] x) => (float[batch,seq,4] y) { y = Relu(x) }")
     runs = {group.name: group.runs[0] for group in build_groups(samples_of(path))}
     sizes = {name: run["x"].shape[1] for name, run in runs.items() if name.startswith("lengths:")}
@@ -137,7 +139,7 @@ def test_each_free_dimension_has_several_sizes(tmp_path: Path) -> None:
     assert (asked.further, asked.rows["x"].shape) == ({}, (4, 5, 4))
 
 
-def test_the_size_of_the_batch_is_a_dimension_that_can_be_given(tmp_path: Path) -> None:
+def test_generate_samples_with_batch_dimension_uses_given_size(tmp_path: Path) -> None:
     text = "(float[batch,seq,4] x, float[1,batch,8] h) => (float[batch,seq,4] y) { y = Relu(x) }"
     samples = generate_samples(
         shared_inputs(write_graph(tmp_path / "m.onnx", text)), count=10, dims={"batch": 3, "seq": 2}
@@ -145,7 +147,7 @@ def test_the_size_of_the_batch_is_a_dimension_that_can_be_given(tmp_path: Path) 
     assert (samples.batch, samples.rows["h"].shape) == (3, (10, 1, 8))
 
 
-def test_first_dimensions_without_a_shared_name_are_tried_alike_and_apart() -> None:
+def test_generate_samples_with_unnamed_rows_uses_equal_and_different_sizes() -> None:
     specs = [TensorSpec(name=name, dtype="float32", shape=("?", 2)) for name in ("a", "b")]
     samples = generate_samples(specs, count=8, dims={})
     apart = samples.further["lengths:a[0]=3,b[0]=17"]
@@ -153,20 +155,20 @@ def test_first_dimensions_without_a_shared_name_are_tried_alike_and_apart() -> N
     assert {name: len(array) for name, array in apart.items()} == {"a": 3, "b": 17}
 
 
-def test_arrays_of_independent_sizes_are_one_request() -> None:
+def test_check_samples_of_independent_sizes_returns_single_request() -> None:
     specs = [TensorSpec(name=name, dtype="float32", shape=(f"num_{name}", 2)) for name in ("a", "b")]
     arrays = {"a": np.zeros((5, 2)), "b": np.zeros((9, 2))}
     samples = check_samples(specs, arrays, where="rows.npz", limit=100)
     assert (samples.rows, {name: len(array) for name, array in samples.fixed.items()}) == ({}, {"a": 5, "b": 9})
 
 
-def test_planted_faults_of_generated_models_fail(tmp_path: Path) -> None:
+def test_compare_of_generated_models_detects_planted_faults(tmp_path: Path) -> None:
     outcomes = list(measure(10, 3, tmp_path, only="graph"))
     assert [one for one in outcomes if one.is_fault] == []
     assert {one.wrong for one in outcomes} == {True, False}
 
 
-def test_a_dimension_that_is_the_sum_of_others_is_found_by_trial(tmp_path: Path) -> None:
+def test_settle_samples_finds_dimension_that_is_sum_of_others(tmp_path: Path) -> None:
     text = """
         (float[batch,seq,4] x, float[batch,past,4] cache, float[batch,total] mask) => (float[a,b,4] y)
         { keys = Concat<axis = 1>(cache, x) weights = Unsqueeze(mask, last) y = Mul(keys, weights) }
@@ -181,7 +183,7 @@ def test_a_dimension_that_is_the_sum_of_others_is_found_by_trial(tmp_path: Path)
 
 
 @pytest.mark.parametrize("table", ["x[1]", "?"])
-def test_generate_samples_indices_into_rows_without_names_reach_every_entry(table: str) -> None:
+def test_generate_samples_with_indices_into_unnamed_rows_reaches_each_entry(table: str) -> None:
     inputs = (
         TensorSpec(name="x", dtype="float32", shape=("?", "?", 4)),
         TensorSpec(name="place", dtype="int64", shape=("?",)),
@@ -193,7 +195,7 @@ def test_generate_samples_indices_into_rows_without_names_reach_every_entry(tabl
 
 
 @pytest.mark.parametrize(("dims", "fewest"), [({"E": 17}, 1), ({"E": 17, "N": 9}, 9), ({"N": 3, "E": 1}, 3)])
-def test_indices_of_rows_are_valid_in_every_run(dims: dict[str, int], fewest: int) -> None:
+def test_generate_samples_keeps_indices_of_rows_valid_in_each_run(dims: dict[str, int], fewest: int) -> None:
     inputs = (
         TensorSpec(name="x", dtype="float32", shape=("N", 4)),
         TensorSpec(name="edges", dtype="int64", shape=(2, "E")),

@@ -62,12 +62,12 @@ def load(context: Context, text: str, *, later: str | None = None, **section: An
     return data.execute(Stage(id="data/train", kind=StageKind.DATA, settings=settings), KEY, {}, context)
 
 
-def test_load_table_that_changed_after_the_plan_is_refused(context: Context) -> None:
+def test_load_table_that_changed_after_plan_raises_conflict_error(context: Context) -> None:
     with pytest.raises(ConflictError, match="changed after the run was planned"):
         load(context, TABLE, later=TABLE + "\n")
 
 
-def test_load_table_makes_one_input_of_each_column(context: Context) -> None:
+def test_load_table_makes_one_input_per_column(context: Context) -> None:
     rows = get_dataset(context.store, load(context, TABLE, group="customer"))
 
     assert list(rows.frame().columns) == ["age", "visits", "city"]
@@ -78,13 +78,13 @@ def test_load_table_makes_one_input_of_each_column(context: Context) -> None:
     assert rows.group[0] == rows.group[2] != rows.group[1]
 
 
-def test_load_table_with_columns_takes_no_other(context: Context) -> None:
+def test_load_table_with_columns_takes_only_these(context: Context) -> None:
     rows = get_dataset(context.store, load(context, TABLE, columns=("visits",)))
 
     assert set(rows.inputs) == {"visits"}
 
 
-def test_load_table_with_star_joins_the_columns(context: Context) -> None:
+def test_load_table_with_star_joins_columns(context: Context) -> None:
     rows = get_dataset(context.store, load(context, TABLE, columns=("age", "visits"), inputs={"x": "*"}))
 
     np.testing.assert_array_equal(rows.inputs["x"], np.array([[40.5, 3], [np.nan, 4], [20, 5]], np.float32))
@@ -98,7 +98,7 @@ def test_load_table_with_star_joins_the_columns(context: Context) -> None:
         ({"group": "age"}, "none of them missing"),
     ],
 )
-def test_load_table_that_does_not_fit_names_the_column(
+def test_load_table_with_unfit_column_raises_user_error_naming_it(
     context: Context, section: Mapping[str, Any], words: str
 ) -> None:
     with pytest.raises(UserError) as caught:
@@ -107,7 +107,7 @@ def test_load_table_that_does_not_fit_names_the_column(
     assert words in str(caught.value)
 
 
-def test_frame_of_a_matrix_is_refused() -> None:
+def test_dataset_frame_of_matrix_raises_user_error() -> None:
     with pytest.raises(UserError, match=r"input 'x' is not a column: it is of shape \(2, 3\)"):
         Dataset(inputs={"x": np.zeros((2, 3), np.float32)}).frame()
 
@@ -143,7 +143,7 @@ WHOLE, HOLED = "visits,y\n3,1\n4,0\n5,1\n", "visits,y\n3,1\n,0\n5,1\n"
     ("trained", "tested", "dtype"),
     [(WHOLE, WHOLE, "int64"), (HOLED, WHOLE, "float32"), (WHOLE, HOLED, "float32")],
 )
-def test_export_takes_fractions_where_any_data_set_has_missing_cells(
+def test_export_of_table_with_missing_cells_expects_float32(
     context: Context, exported: Callable[[str, str], Manifest], trained: str, tested: str, dtype: str
 ) -> None:
     manifest = exported(trained, tested)
@@ -154,7 +154,7 @@ def test_export_takes_fractions_where_any_data_set_has_missing_cells(
     assert rows.inputs["visits"].dtype == dtype
 
 
-def test_missing_cells_for_a_model_of_whole_numbers_are_refused(
+def test_get_dataset_with_missing_cells_for_int64_model_raises_user_error(
     context: Context, exported: Callable[[str, str], Manifest]
 ) -> None:
     manifest = exported(WHOLE, WHOLE)

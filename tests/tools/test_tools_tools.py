@@ -59,13 +59,13 @@ def compared(a: Path, b: Path, *, count: int = 64, sizes: Sequence[str] = ()) ->
 
 
 class TestProbing:
-    def test_random_rows_are_the_same_every_time_and_fit_the_model(self, model: Path) -> None:
+    def test_generate_samples_with_same_seed_returns_same_rows(self, model: Path) -> None:
         first, second = (generate_samples(shared_inputs(model), count=10, dims={}, seed=3) for _ in range(2))
         np.testing.assert_array_equal(first.rows["x"], second.rows["x"])
         assert first.rows["x"].shape == (10, FEATURES)
         assert first.rows["x"].dtype == np.float32
 
-    def test_a_fixed_batch_is_kept_in_every_run(self, tmp_path: Path) -> None:
+    def test_build_groups_of_fixed_batch_keeps_it_in_each_run(self, tmp_path: Path) -> None:
         path = write_perceptron(tmp_path / "fixed.onnx", batch=5)
         samples = generate_samples(shared_inputs(path), count=32, dims={})
         found = build_groups(samples)
@@ -73,7 +73,7 @@ class TestProbing:
         assert {group.name for group in found} >= {"real", "range", "beyond_range:x1e5", "missing", "infinite"}
         assert len(samples.feed(1)["x"]) == 5
 
-    def test_what_one_model_fixes_is_fixed_for_both(self, model: Path, tmp_path: Path) -> None:
+    def test_shared_inputs_of_fixed_and_free_batch_are_fixed(self, model: Path, tmp_path: Path) -> None:
         fixed = write_perceptron(tmp_path / "fixed.onnx", batch=4)
         assert shared_inputs(model, fixed)[0].shape == shared_inputs(fixed, model)[0].shape == (4, FEATURES)
         assert compared(fixed, model).verdict is Verdict.PASS
@@ -84,14 +84,14 @@ class TestProbing:
         assert refused.verdict is Verdict.FAIL
         assert "A takes any" in refused.reason
 
-    def test_other_symbolic_dimensions_have_the_size_asked_for(self) -> None:
+    def test_generate_samples_with_named_dimension_uses_its_size(self) -> None:
         spec = TensorSpec(name="x", dtype="float32", shape=("batch", 3, "height", "?"))
         assert generate_samples([spec], count=2, dims={"height": 20}).rows["x"].shape == (2, 3, 20, 8)
         with pytest.raises(UserError, match="Named ones: batch, height"):
             generate_samples([spec], count=2, dims={"hieght": 20})
 
     @pytest.mark.parametrize("dtype", ["float16", "float64", "int64", "int8", "uint8", "bool", "string"])
-    def test_every_type_of_tensor_can_be_made_up_and_probed(self, dtype: str) -> None:
+    def test_generate_samples_supports_each_tensor_type(self, dtype: str) -> None:
         samples = generate_samples([TensorSpec(name="x", dtype=dtype, shape=("n", 2))], count=40, dims={})
         arrays = [feed["x"] for group in build_groups(samples) for feed in group.runs]
         assert {"string" if array.dtype.kind == "U" else array.dtype.name for array in arrays} == {dtype}
@@ -105,23 +105,23 @@ class TestProbing:
             ("bfloat16", "NumPy"),
         ],
     )
-    def test_another_type_is_refused_with_a_remedy(self, dtype: str, remedy: str) -> None:
+    def test_generate_samples_of_unsupported_type_raises_user_error_with_remedy(self, dtype: str, remedy: str) -> None:
         with pytest.raises(UserError, match=f"is of type {dtype}") as caught:
             generate_samples([TensorSpec(name="x", dtype=dtype, shape=("n",))], count=4, dims={})
         assert caught.value.remedy.partition(" ")[0] == remedy
 
-    def test_sizes_that_no_machine_holds_are_refused(self) -> None:
+    def test_generate_samples_of_huge_shape_raises_user_error(self) -> None:
         with pytest.raises(UserError, match="one row of the model's inputs takes"):
             generate_samples([TensorSpec(name="x", dtype="float32", shape=("n", 1 << 40, 1 << 40))], count=4, dims={})
 
-    def test_large_rows_are_fewer_in_small_runs_and_without_edges(self) -> None:
+    def test_generate_samples_of_large_rows_reduces_rows_and_groups(self) -> None:
         samples = generate_samples([TensorSpec(name="x", dtype="uint8", shape=("n", 1 << 22))], count=500, dims={})
         found = build_groups(samples)
         assert (len(samples), samples.large) == (16, True)
         assert [group.name for group in found] == ["real", "batches:1", "batches:2", "batches:3"]
         assert max(len(feed["x"]) for group in found for feed in group.runs) == 4
 
-    def test_inputs_that_begin_with_different_fixed_dimensions_are_drawn_whole(self) -> None:
+    def test_generate_samples_of_different_fixed_sizes_draws_whole_inputs(self) -> None:
         specs = [TensorSpec(name=name, dtype="float32", shape=(size, 2)) for name, size in (("x", 1), ("h", 4))]
         samples = generate_samples(specs, count=3, dims={})
         shapes = {"x": (1, 2), "h": (4, 2)}
@@ -132,18 +132,18 @@ class TestProbing:
         supplied = check_samples(specs, samples.fixed, where="rows.npz", limit=3)
         assert (supplied.rows, set(supplied.fixed)) == ({}, {"x", "h"})
 
-    def test_check_samples_column_of_a_scalar_gives_its_one_value(self) -> None:
+    def test_check_samples_with_constant_column_for_scalar_returns_its_value(self) -> None:
         for column in (np.full(5, 16000), np.full((5, 1), 16000)):
             samples = check_samples(VOICE, {"x": np.zeros((5, 4)), "rate": column}, where="rows.npz", limit=5)
             assert (samples.fixed["rate"].shape, samples.fixed["rate"].item()) == ((), 16000)
 
-    def test_check_samples_different_values_of_a_scalar_are_refused(self) -> None:
+    def test_check_samples_with_different_values_for_scalar_raises_user_error(self) -> None:
         arrays = {"x": np.zeros((5, 4)), "rate": np.array([8000, 16000, 8000, 8000, 8000])}
         with pytest.raises(UserError, match="array 'rate' has 2 different values, the model takes a scalar") as caught:
             check_samples(VOICE, arrays, where="rows.npz", limit=5)
         assert "--fix rate=VALUE" in caught.value.remedy
 
-    def test_find_input_problems_column_of_a_scalar_names_values(self) -> None:
+    def test_find_input_problems_with_column_for_scalar_suggests_values(self) -> None:
         arrays = {"x": np.zeros((5, 4), np.float32), "rate": np.full(5, 16000)}
         ((name, problem),) = find_input_problems(VOICE, arrays, {})
         assert (name, problem.endswith("the model takes a scalar. Give its one value under `values:`")) == (
@@ -162,11 +162,13 @@ class TestProbing:
             ({"x": np.full((4, FEATURES), "text")}, "is of type <U4"),
         ],
     )
-    def test_rows_that_do_not_fit_are_refused(self, model: Path, arrays: dict[str, Any], expected: str) -> None:
+    def test_check_samples_with_wrong_arrays_raises_user_error(
+        self, model: Path, arrays: dict[str, Any], expected: str
+    ) -> None:
         with pytest.raises(UserError, match=expected):
             check_samples(shared_inputs(model), arrays, where="rows.npz", limit=10)
 
-    def test_rows_of_another_precision_are_cast_and_what_else_is_there_is_left_alone(self, model: Path) -> None:
+    def test_check_samples_casts_precision_and_ignores_other_arrays(self, model: Path) -> None:
         arrays = {"x": np.zeros((40, FEATURES)), "y": np.zeros(40)}
         found = check_samples(shared_inputs(model), arrays, where="rows.npz", limit=10)
         assert found.rows["x"].dtype == np.float32
@@ -174,7 +176,7 @@ class TestProbing:
 
 
 class TestCompare:
-    def test_a_model_is_itself_whatever_the_optimizations(self, model: Path) -> None:
+    def test_compare_of_model_with_itself_passes_on_all_groups(self, model: Path) -> None:
         found = compared(model, model)
         assert found.verdict is Verdict.PASS
         assert {d.group for d in found.differences} == {"real", "range", *(f"batches:{n}" for n in BATCH_SIZES)}
@@ -190,13 +192,13 @@ class TestCompare:
             ("third.bias", np.zeros_like),
         ],
     )
-    def test_a_changed_weight_is_told(self, model: Path, tensor: str, change: Any) -> None:
+    def test_compare_of_changed_weight_fails_and_names_output(self, model: Path, tensor: str, change: Any) -> None:
         found = compared(model, write_changed(model, tensor, change))
         assert found.verdict is Verdict.FAIL
         assert "output 'scores'" in found.reason
         assert found.worst.error > found.worst.limit
 
-    def test_the_verdict_is_that_of_the_pipelines_judge(self, model: Path) -> None:
+    def test_compare_verdict_matches_parity_gate_of_pipeline(self, model: Path) -> None:
         for other in (model, write_changed(model, "third.bias", np.zeros_like)):
             found = compared(model, other)
             factor = ParityGate().noise_factor
@@ -209,7 +211,7 @@ class TestCompare:
             )  # fmt: skip
             assert [r.verdict for r in judge_parity(ParityGate(), evidence(parity=measured))] == [found.verdict]
 
-    def test_labels_are_counted_by_rows(self, tmp_path: Path) -> None:
+    def test_compare_of_labels_counts_different_rows(self, tmp_path: Path) -> None:
         best = "(float[n,3] x) => (int64[n] label) { label = ArgMax<axis: int = 1, keepdims: int = 0>(x) }"
         coarse = best.replace("{", "{ q = QuantizeLinear(x, step, zero)\n r = DequantizeLinear(q, step, zero)\n ")
         rounding = {"step": np.float32(2), "zero": np.int8(0)}
@@ -219,7 +221,7 @@ class TestCompare:
         assert found.worst.labels
         assert "answers differ in" in found.reason
 
-    def test_a_missing_output_and_inputs_that_only_b_refuses_fail(self, tmp_path: Path, golden: Golden) -> None:
+    def test_compare_with_missing_output_or_rejected_inputs_fails(self, tmp_path: Path, golden: Golden) -> None:
         two = "(float[n,2] x) => (float[n,2] y, float[n,2] z) { y = Relu(x)\n z = Neg(x) }"
         pairs = "p = Reshape(x, shape)\n old = Shape(x)\n same = Reshape(p, old)\n y = Relu(same)"
         a, b = write_graph(tmp_path / "a.onnx", two), write_graph(tmp_path / "b.onnx", RELU)
@@ -235,7 +237,7 @@ class TestCompare:
         assert {d.group for d in found.differences if d.verdict is Verdict.FAIL} >= {"batches:1", "batches:3"}
         assert any("A rejects them" in note for note in compared(picky, b).notes)
 
-    def test_every_row_of_a_table_is_asked_for_and_numbers_of_every_size(self, tmp_path: Path) -> None:
+    def test_compare_of_lookup_and_clock_models_detects_rare_differences(self, tmp_path: Path) -> None:
         table = np.random.default_rng(0).standard_normal((400, 3)).astype(np.float32)
         lookup = "(int64[n,4] tokens) => (float[n,4,3] y) { y = Gather(table, tokens) }"
         right = write_graph(tmp_path / "right.onnx", lookup, table=table)
@@ -252,23 +254,23 @@ class TestCompare:
         ]
         assert compared(*clocks).verdict is Verdict.FAIL
 
-    def test_what_differs_only_where_no_row_is_like_that_is_a_note(self, tmp_path: Path) -> None:
+    def test_compare_of_difference_beyond_range_passes_with_note(self, tmp_path: Path) -> None:
         a = write_graph(tmp_path / "a.onnx", RELU.replace("Relu(x)", "Identity(x)"))
         clip = RELU.replace("Relu(x)", "Clip(x, low, high)")
         found = compared(a, write_graph(tmp_path / "b.onnx", clip, low=np.float32(-100), high=np.float32(100)))
         assert found.verdict is Verdict.PASS
         assert "beyond_range:x1e3" in found.notes[0]
 
-    def test_a_model_that_draws_random_numbers_cannot_be_compared(self, tmp_path: Path) -> None:
+    def test_compare_of_random_model_raises_measurement_error(self, tmp_path: Path) -> None:
         path = write_graph(tmp_path / "r.onnx", RELU.replace("Relu", "RandomNormalLike"))
         with pytest.raises(MeasurementError, match="differs each time"):
             compared(path, path)
 
-    def test_models_of_other_inputs_are_refused(self, model: Path, tmp_path: Path) -> None:
+    def test_compare_of_models_with_different_inputs_raises_user_error(self, model: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="do not take the same inputs"):
             compared(model, write_convolution(tmp_path / "other.onnx"))
 
-    def test_a_file_that_breaks_the_rules_is_the_users_and_an_unknown_operator_is_named(self, tmp_path: Path) -> None:
+    def test_compare_of_invalid_file_or_unknown_operator_raises_user_error(self, tmp_path: Path) -> None:
         broken = write_graph(tmp_path / "b.onnx", RELU.replace("Relu(x)", "Relu(nowhere)"))
         with pytest.raises(UserError, match="not valid ONNX"):
             compared(broken, broken)
@@ -285,7 +287,7 @@ def raced(runtime: Scripted, a: Path, b: Path, gates: Sequence[Gate] = FIVE, **m
 
 
 class TestBench:
-    def test_alone_every_figure_has_its_n(self, model: Path) -> None:
+    def test_benchmark_of_one_model_returns_quantiles_with_count(self, model: Path) -> None:
         found = benchmark(RUNTIME, CPU, model, rows(4), runs=40, conditions=lambda: {"load": "0"})
         assert (found.batch, found.runs, found.facts.used) == (4, 40, ("CPUExecutionProvider",))
         assert list(found.figures) == ["p50", "p90", "p99"]
@@ -293,7 +295,7 @@ class TestBench:
         assert found.figures["p99"].high is None, "40 runs bound no 99th percentile"
         assert found.figures["p50"].n == 40 - found.preempted or found.preempted == 40
 
-    def test_load_and_fresh_processes_are_measured_where_asked(
+    def test_benchmark_with_throughput_and_starts_measures_them(
         self, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(speed, "ROUNDS_ALONE", 1)
@@ -301,7 +303,7 @@ class TestBench:
         for name in ("concurrency 2", "load", "first", "peak"):
             assert found.figures[name].value > 0
 
-    def test_each_figure_has_its_unit_its_number_and_an_interval(self, model: Path) -> None:
+    def test_benchmark_returns_unit_count_and_interval_of_each_value(self, model: Path) -> None:
         runtime = Scripted({model: 1.0})
         found = benchmark(runtime, CPU, model, rows(1), runs=20, conditions=dict, request=EVERYTHING)
         assert list(found.figures) == ["p50", "p90", "p99", "concurrency 2", "load", "first", "peak"]
@@ -313,7 +315,7 @@ class TestBench:
             assert 0 < figure.low <= figure.value <= figure.high
 
     @pytest.mark.parametrize(("slower", "verdict"), [(1.0, Verdict.PASS), (0.5, Verdict.PASS), (1.2, Verdict.FAIL)])
-    def test_the_verdict_follows_the_times(self, model: Path, slower: float, verdict: Verdict) -> None:
+    def test_benchmark_pair_verdict_follows_latency_ratio(self, model: Path, slower: float, verdict: Verdict) -> None:
         other = write_changed(model, "third.bias", np.zeros_like)
         found = raced(Scripted({model: 1.0, other: slower}), model, other)
         assert found.verdict is verdict
@@ -327,7 +329,7 @@ class TestBench:
         assert b / a == pytest.approx(slower, rel=0.02)
         assert one.n == 5
 
-    def test_every_figure_has_its_own_limit_and_the_worst_verdict_counts(self, model: Path) -> None:
+    def test_benchmark_pair_applies_limit_per_value_and_returns_worst_verdict(self, model: Path) -> None:
         other = write_changed(model, "third.bias", np.zeros_like)
         runtime = Scripted({model: 1.0, other: 1.15})
         gates = build_pair_gates(None, concurrency=4, cold=True)
@@ -353,7 +355,7 @@ class TestBench:
             ("cold_start", "latency", "memory", "throughput"), (0.3,)
         )
 
-    def test_a_noisy_machine_is_inconclusive_after_all_looks(self, model: Path) -> None:
+    def test_benchmark_pair_on_noisy_machine_is_inconclusive_after_all_looks(self, model: Path) -> None:
         lines: list[str] = []
         found = raced(Scripted({model: 1.0}, noise=0.4), model, model, report=lines.append)
         assert found.verdict is Verdict.INCONCLUSIVE
@@ -363,11 +365,11 @@ class TestBench:
         assert pairs >= FULL_RUN
         assert len(lines) == LOOKS.index(pairs) + 1
 
-    def test_a_silent_fallback_is_an_error(self, model: Path) -> None:
+    def test_benchmark_pair_with_provider_fallback_raises_measurement_error(self, model: Path) -> None:
         runtime = Scripted({model: 1.0}, used=("OtherProvider",))
         with pytest.raises(MeasurementError, match="CPUExecutionProvider was requested, OtherProvider ran"):
             raced(runtime, model, model)
 
-    def test_a_model_too_new_for_the_target_is_refused(self, model: Path) -> None:
+    def test_benchmark_of_too_new_opset_raises_user_error(self, model: Path) -> None:
         with pytest.raises(UserError, match="accepts opset <= 9, IR version <= 13; this model has opset 18"):
             benchmark(RUNTIME, replace(CPU, max_opset=9), model, rows(1), runs=20, conditions=dict)
