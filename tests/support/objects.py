@@ -63,7 +63,7 @@ class RemoteStoreSuite(StoreSuite):
     def record_of(self, key: Digest) -> bytes:
         return self.remote.read(record_name(key)) or b""
 
-    def test_files_go_there_and_come_back(self, place: str, tmp_path: Path) -> None:
+    def test_content_store_file_written_is_read_back_by_other_store(self, place: str, tmp_path: Path) -> None:
         source = tmp_path / "source"
         source.write_bytes(bytes(range(256)) * 40_000)
         digest = ContentStore(open_objects(place), tmp_path / "writer").put_file(source)
@@ -78,7 +78,7 @@ class ObjectLedgerSuite(LedgerSuite):
         environ = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "AZURE_"))}
         return functools.partial(open_ledger, place, environ)
 
-    def test_a_name_that_is_taken_is_not_created_again(self, place: str) -> None:
+    def test_objects_create_of_existing_name_returns_false(self, place: str) -> None:
         one, other = open_objects(place), open_objects(place)
         assert one.create("lease", b"mine")
         assert not other.create("lease", b"yours")

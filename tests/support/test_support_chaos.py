@@ -44,11 +44,11 @@ WELL = Outcome(
         (replace(WELL, records=records()), "worker", ["nothing was asked meanwhile"]),
     ],
 )
-def test_broken_promises_are_told(outcome: Outcome, victim: Victim, broken: list[str]) -> None:
+def test_outcome_broken_lists_violations_for_victim(outcome: Outcome, victim: Victim, broken: list[str]) -> None:
     assert outcome.broken(victim) == broken
 
 
-def test_states_go_to_a_newcomer_and_back() -> None:
+def test_states_alternate_between_new_and_first_deployment() -> None:
     digest = digest_bytes(b"")
     first = Deployment(name="a", model="m", version="0", variant="fp32", release=digest, manifest=digest, location="/a")
     seen = list(islice(states(first), 5))

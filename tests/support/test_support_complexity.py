@@ -19,7 +19,7 @@ class Reader:
 """
 
 
-def test_measure_text_expressions_count() -> None:
+def test_measure_text_counts_branching_expressions() -> None:
     # pick: 1 + comprehension + its `if` + `and` + `or` + ternary; a closure has a value itself.
     assert measure_text(SOURCE) == {"pick": 6, "Reader.read": 2, "Reader.read.parse": 2}
 
@@ -37,18 +37,18 @@ def test_measure_text_expressions_count() -> None:
         (dict.fromkeys("abcdefghijklmnop", 20), {}, dict.fromkeys("abcdefghijklmnop", 20), f"at most {MAX_EXEMPTIONS}"),
     ],
 )
-def test_find_problems_entry_and_value_differ_one_problem(
+def test_find_problems_with_entry_that_differs_returns_one_problem(
     measured: dict[str, int], to_split: dict[str, int], exempt: dict[str, int], problem: str
 ) -> None:
     (only,) = find_problems(measured, to_split, exempt)
     assert problem in only
 
 
-def test_find_problems_entries_equal_measurement_none() -> None:
+def test_find_problems_with_entries_equal_to_measurement_returns_none() -> None:
     assert find_problems({"f": 20, "g": 30, "h": LIMIT}, {"f": 20}, {"g": 30}) == []
 
 
-def test_lower_entries_some_paid_back_rest_stays() -> None:
+def test_lower_entries_lowers_or_removes_reduced_entries_only() -> None:
     table = (
         '# why\n[to_split]\n"a.py: gone" = 20\n"a.py: same" = 20\n"a.py: rose" = 20\n"a.py: fell" = 20\n'
         '[exempt]\n"b.py: fell" = {complexity = 20, reason = "a match over 16 kinds"}\n'

@@ -73,7 +73,7 @@ class TestFakeProvider(EndpointProviderSuite):
         return SCALES[max(weights, key=lambda name: weights[name])]
 
 
-def test_a_registry_that_is_down_answers_nothing(tmp_path: Path) -> None:
+def test_fake_registry_that_is_down_raises_service_unavailable_error(tmp_path: Path) -> None:
     world = FakeWorld()
     world.registry.publish(publication(tmp_path, model="m", seed="a"))
     world.registry.down = True
@@ -84,7 +84,7 @@ def test_a_registry_that_is_down_answers_nothing(tmp_path: Path) -> None:
     assert world.context().registry().version("m", "1").variant == "fp32"
 
 
-def test_signers_trust_only_themselves() -> None:
+def test_fake_signer_verify_of_other_data_or_key_raises_invalid_signature_error() -> None:
     mine, other = FakeSigner(b"a"), FakeSigner(b"b")
     mine.verify(b"data", mine.sign(b"data"), mine.key)
     for data, signature, key in (
@@ -97,7 +97,7 @@ def test_signers_trust_only_themselves() -> None:
             mine.verify(data, signature, key)
 
 
-def test_model_files_are_verified(tmp_path: Path) -> None:
+def test_fake_model_files_admit_without_matching_files_raises_digest_mismatch_error(tmp_path: Path) -> None:
     release = publication(tmp_path, model="m", seed="a")
     files = FakeModelFiles()
     manifest = release.variants[0].manifest
@@ -110,7 +110,7 @@ def test_model_files_are_verified(tmp_path: Path) -> None:
     assert files.admit(folder, manifest) == files.location(manifest.digest())
 
 
-def test_processes_of_a_world_share_it_and_see_who_died() -> None:
+def test_fake_world_contexts_share_ledger_and_detect_dead_holder() -> None:
     world = FakeWorld()
     one, two = world.context("one"), world.context("two")
     assert one.ledger is two.ledger

@@ -51,7 +51,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
     ("at", "exists"),
     [(0, set()), (1, {"new"}), (5, {"new"}), (6, {"new"}), (7, {"old"}), (2 * CALLS - 1, {"old"})],
 )
-def test_it_dies_at_its_moment_and_not_before(tmp_path: Path, at: int, exists: set[str]) -> None:
+def test_fault_point_kills_process_exactly_at_its_call(tmp_path: Path, at: int, exists: set[str]) -> None:
     arm(tmp_path / "point.json", FaultPoint(at=at))
     process = run(tmp_path)
     assert process.wait(timeout=60) == -signal.SIGKILL
@@ -60,7 +60,7 @@ def test_it_dies_at_its_moment_and_not_before(tmp_path: Path, at: int, exists: s
     end(process)
 
 
-def test_moments_are_counted_only_on_order_and_only_in_the_process_itself(tmp_path: Path) -> None:
+def test_count_points_counts_calls_of_armed_process_only(tmp_path: Path) -> None:
     point = tmp_path / "point.json"
     process = run(tmp_path)
     assert process.wait(timeout=60) == 0
@@ -75,7 +75,7 @@ def test_moments_are_counted_only_on_order_and_only_in_the_process_itself(tmp_pa
     assert count_points(point) == 0
 
 
-def test_a_worker_can_be_the_victim(tmp_path: Path) -> None:
+def test_fault_point_of_worker_kills_child_only(tmp_path: Path) -> None:
     arm(tmp_path / "point.json", FaultPoint(at=3, victim="worker"))
     process = run(tmp_path, "stay")
     while not (tmp_path / "old").exists():
@@ -87,7 +87,7 @@ def test_a_worker_can_be_the_victim(tmp_path: Path) -> None:
     end(process)
 
 
-def test_what_processes_use_is_read() -> None:
+def test_process_measurements_return_cpu_time_and_memory() -> None:
     me = [os.getpid()]
     before = cpu_seconds(me)
     sum(range(3_000_000))

@@ -15,7 +15,7 @@ SURFACES = sorted(path.stem for path in FOLDER.glob("*.txt"))
 
 
 @pytest.mark.parametrize("surface", SURFACES)
-def test_every_text_is_of_a_test_that_exists(surface: str) -> None:
+def test_golden_texts_belong_to_existing_tests(surface: str) -> None:
     known: dict[str, set[str]] = {}
     for name in read(surface):
         file, *words = name.split("[")[0].split(" ")[0].split("::")
@@ -25,7 +25,7 @@ def test_every_text_is_of_a_test_that_exists(surface: str) -> None:
         assert known[file].issuperset(words), f"{name}: no such test; pytest {file} --regenerate removes its text"
 
 
-def test_texts_come_back_as_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_golden_read_returns_written_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(golden, "FOLDER", tmp_path)
     texts = {"tests/a.py::test_a[x y]": "one\n\n    two\n# three", "tests/a.py::test_b": ""}
     write("some", texts)
@@ -33,7 +33,7 @@ def test_texts_come_back_as_they_were_written(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("text", ["new", ""])
-def test_another_text_fails_with_the_difference_and_the_command(
+def test_golden_with_other_text_fails_with_diff_and_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setattr(golden, "FOLDER", tmp_path)
@@ -45,6 +45,6 @@ def test_another_text_fails_with_the_difference_and_the_command(
     }
 
 
-def test_what_differs_from_run_to_run_is_left_out() -> None:
+def test_plain_and_without_figures_remove_varying_parts() -> None:
     assert plain("\x1b[1ma\x1b[0m  \n/tmp/x/b", {"/tmp/x": "FOLDER"}) == "a\nFOLDER/b"  # noqa: S108 (a text)
     assert without_figures("p50   1.5e-3 ms ┏━━━━┓ cpu-1t [0.1, 12]") == "p50 # ms ┏━┓ cpu-#t [#, #]"

@@ -87,7 +87,7 @@ def played(plan: LoadPlan) -> Records:
         return load.wait()
 
 
-def test_every_request_is_sent_once_and_recorded(peer: Peer) -> None:
+def test_load_process_sends_and_records_each_request_once(peer: Peer) -> None:
     payloads = [Payload(body=b"[1]"), Payload(body=b"[22]")]
     records = played(plan(peer, requests=120, connections=4, keys=3, payloads=payloads, headers={"X-Trace": "t"}))
     assert len(records) == len(peer.requests) == 120
@@ -117,14 +117,14 @@ def test_every_request_is_sent_once_and_recorded(peer: Peer) -> None:
     ],
     indirect=["peer"],
 )
-def test_failures_are_counted_exactly(peer: Peer, failures: dict[str, int]) -> None:
+def test_load_process_counts_failures_by_kind(peer: Peer, failures: dict[str, int]) -> None:
     records = played(plan(peer, requests=30, timeout_s=0.5))
     assert len(records) == 30
     assert records.failures() == failures
     assert records.failed == sum(failures.values())
 
 
-def test_a_reset_and_a_refusal_are_told_apart() -> None:
+def test_load_process_distinguishes_reset_from_refused_connection() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     load = LoadProcess(
@@ -141,7 +141,7 @@ def test_a_reset_and_a_refusal_are_told_apart() -> None:
     assert load.wait().failures() == {"reset": 1, "refused": 2}
 
 
-def test_an_open_loop_keeps_its_rate_and_counts_waiting_as_latency() -> None:
+def test_load_process_at_fixed_rate_includes_waiting_in_latency() -> None:
     gate = threading.Event()
 
     def behave(number: int) -> bytes:
@@ -163,7 +163,7 @@ def test_an_open_loop_keeps_its_rate_and_counts_waiting_as_latency() -> None:
     assert records.latencies_ms().max() >= waited.max() / 1e6
 
 
-def test_stopping_early_waits_for_what_is_under_way(peer: Peer) -> None:
+def test_load_process_stop_waits_for_open_requests(peer: Peer) -> None:
     with LoadProcess(plan(peer, connections=3)) as load:
         while len(peer.requests) < 50:
             time.sleep(0.001)
@@ -172,7 +172,7 @@ def test_stopping_early_waits_for_what_is_under_way(peer: Peer) -> None:
     assert len(records) == len(peer.requests)
 
 
-def test_a_load_that_cannot_begin_says_why(tmp_path: Path) -> None:
+def test_load_process_without_server_raises_measurement_error(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     nobody = LoadPlan(url=f"http://127.0.0.1:{port}/", payloads=[Payload(body=b"")])
@@ -183,18 +183,18 @@ def test_a_load_that_cannot_begin_says_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes", [{"url": "https://x/"}, {"url": "x"}, {"payloads": []}, {"connections": 0}, {"seconds": 0}, {"rate": -1}]
 )
-def test_a_plan_that_makes_no_sense_is_refused(changes: dict[str, object]) -> None:
+def test_load_plan_with_invalid_option_raises_user_error(changes: dict[str, object]) -> None:
     options: dict[str, object] = {"url": "http://x/", "payloads": [Payload(body=b"")], **changes}
     with pytest.raises(UserError):
         LoadPlan(**options)  # type: ignore[arg-type]
 
 
-def test_a_header_cannot_smuggle_a_line() -> None:
+def test_requests_with_line_break_in_header_raises_user_error() -> None:
     with pytest.raises(UserError, match="line break"):
         Requests(LoadPlan(url="http://x/", payloads=[Payload(body=b"", headers={"a": "b\r\nc: d"})]))
 
 
-def test_the_command_prints_one_document_and_tells_failures_by_its_exit_code(peer: Peer, tmp_path: Path) -> None:
+def test_load_command_prints_json_and_exits_by_failures(peer: Peer, tmp_path: Path) -> None:
     (tmp_path / "body").write_bytes(b"{}")
     command = [sys.executable, "-m", "tests.support.load", f"http://127.0.0.1:{peer.port}/", "--json"]
     command += ["--body", str(tmp_path / "body"), "--requests", "10", "--records", str(tmp_path / "records.npz")]
@@ -226,7 +226,7 @@ def published(*rows: tuple[int, int, str]) -> list[Publication]:
     ]
 
 
-def test_an_answer_is_stale_if_no_moment_of_its_request_allows_it() -> None:
+def test_stale_returns_answers_of_deployments_not_published_during_request() -> None:
     publications = published((0, 10, "a"), (100, 110, "b"), (200, 210, "a"))
     records = answered(
         (20, 30, "a"),
@@ -242,14 +242,14 @@ def test_an_answer_is_stale_if_no_moment_of_its_request_allows_it() -> None:
     assert stale(records, publications).tolist() == [1, 4, 7, 8]
 
 
-def test_a_publish_that_never_returned_may_or_may_not_hold() -> None:
+def test_stale_with_unfinished_publication_accepts_both_deployments() -> None:
     publications = published((0, 10, "a"), (100, FOREVER_NS, "b"), (200, 210, "c"))
     records = answered((150, 160, "a"), (150, 160, "b"), (250, 260, "a"), (250, 260, "b"), (250, 260, "c"))
     assert stale(records, publications).tolist() == [2, 3]
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=6), st.data())
-def test_a_register_that_flips_within_each_publish_is_never_stale_and_a_late_one_always(
+def test_stale_of_switch_within_publication_is_empty_and_of_late_answer_is_full(
     states: list[str], data: st.DataObject
 ) -> None:
     publications = published(*((100 * k, 100 * k + 50, name) for k, name in enumerate(states)))
@@ -266,7 +266,7 @@ def test_a_register_that_flips_within_each_publish_is_never_stale_and_a_late_one
     assert len(stale(late, publications)) == len(late)
 
 
-def test_failed_requests_are_not_stale() -> None:
+def test_stale_ignores_failed_requests() -> None:
     records = answered((300, 301, "b"))
     records.status[:] = Failure.RESET
     assert not len(stale(records, published((0, 10, "a"))))

@@ -11,7 +11,7 @@ from tests.support import ports
 from tests.support.ports import free_port
 
 
-def test_each_is_free_and_no_connection_is_given_it() -> None:
+def test_free_port_returns_distinct_ports_below_ephemeral_range() -> None:
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     found = {free_port() for _ in range(50)}
     assert all(1024 < port < lowest for port in found)
@@ -21,7 +21,7 @@ def test_each_is_free_and_no_connection_is_given_it() -> None:
             pass
 
 
-def test_where_connections_may_have_every_port_the_kernel_chooses(
+def test_free_port_without_port_below_ephemeral_range_uses_kernel_choice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "range").write_text("1024\t60999\n")
@@ -30,7 +30,7 @@ def test_where_connections_may_have_every_port_the_kernel_chooses(
         pass
 
 
-def test_one_that_is_taken_is_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_port_skips_port_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", free_port())) as server:
         taken = server.getsockname()[1]
         monkeypatch.setattr(ports, "_LOWEST", taken)

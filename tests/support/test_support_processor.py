@@ -11,7 +11,7 @@ from tests.support import processor
 @pytest.mark.parametrize(
     ("machine", "program", "reason"), [("aarch64", "/bin/qemu", "aarch64"), ("x86_64", None, "apt-get")]
 )
-def test_missing_emulator_is_reported_and_fails_where_services_are_required(
+def test_processor_main_without_emulator_fails_only_if_services_are_required(
     machine: str,
     program: str | None,
     reason: str,
