@@ -33,20 +33,20 @@ def shaped(language: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("block", [pytest.param(block, id=block.place) for block in BLOCKS])
-def test_a_block_names_its_language_and_a_reason_if_it_is_not_run(block: Block) -> None:
+def test_block_names_language_and_reason_if_not_run(block: Block) -> None:
     assert block.language in LANGUAGES
     reason = block.note("not run")
     assert reason is None or (len(reason.split()) > 1 and block.language in (*SHELL, "python"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_no_command_hides_in_an_indented_block(page: Path) -> None:
+def test_page_has_no_commands_in_indented_blocks(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert not re.findall(r"\n\n    (?:\$ )?(?:onnx-ops|python|pip|mlflow|prefect) .*", text)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_and_their_options_exist(page: Path) -> None:
+def test_page_uses_existing_commands_and_options(page: Path) -> None:
     blocks = blocks_of(page)
     texts = [block.text for block in blocks if block.language == "bash"]
     texts += [one.text for block in blocks if block.language == "console" for one in commands_of(block)]
@@ -57,7 +57,7 @@ def test_commands_and_their_options_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in IN_A_CHECKOUT], ids=lambda page: page.name)
-def test_no_page_takes_a_module_of_the_tests(page: Path) -> None:
+def test_page_imports_no_test_module(page: Path) -> None:
     texts = [block.text for block in blocks_of(page) if block.language in (*SHELL, "python")]
     assert not [text for text in texts if re.search(r"(-m |import |from )tests\b", text)]
 
@@ -76,7 +76,7 @@ def unknown(words: list[str]) -> str:
     return f"{name}: {', '.join(strange)}" if strange else ""
 
 
-def test_a_wrong_command_would_be_found() -> None:
+def test_unknown_command_or_option_is_detected() -> None:
     assert unknown(shlex.split("onnx-ops rolback digits"))
     assert unknown(shlex.split("onnx-ops rollback digits --becuase x"))
     assert list(calls("cd a && onnx-ops check b | head # why\nonnx-ops plan c")) == [
@@ -101,7 +101,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("block", shaped("yaml"))
-def test_yaml_is_what_its_reader_takes(block: Block, project: Path, tmp_path: Path) -> None:
+def test_yaml_block_is_valid_for_its_reader(block: Block, project: Path, tmp_path: Path) -> None:
     document = read_text(block.text, source=block.place)
     assert not document.issues
     value = document.value
@@ -138,16 +138,16 @@ def check_pipeline_part(block: Block, value: dict[str, Any], project: Path, fold
 
 
 @pytest.mark.parametrize("block", shaped("json"))
-def test_json_is_json(block: Block) -> None:
+def test_json_block_is_valid_json(block: Block) -> None:
     for line in block.text.splitlines():
         json.loads(line)
 
 
 @pytest.mark.parametrize("block", shaped("toml"))
-def test_toml_is_toml(block: Block) -> None:
+def test_toml_block_is_valid_toml(block: Block) -> None:
     assert tomllib.loads(block.text)
 
 
 @pytest.mark.parametrize("block", shaped("python"))
-def test_python_is_python(block: Block) -> None:
+def test_python_block_compiles(block: Block) -> None:
     compile(block.text, block.place, "exec")

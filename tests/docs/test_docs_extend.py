@@ -114,7 +114,7 @@ def load(folder: Path, text: str = PIPELINE) -> Pipeline:
     return load_pipeline(folder / "prices.yaml", root=folder, plugins=installed)
 
 
-def test_extensions_of_the_page_are_judged_and_reported(folder: Path, source: Path, dataset: Dataset) -> None:
+def test_extensions_of_page_are_measured_judged_and_reported(folder: Path, source: Path, dataset: Dataset) -> None:
     (block,) = (block for block in BLOCKS if block.language == "yaml")
     pipeline = load(folder, PIPELINE + block.text)
     entry = pipeline.quantize[0]
@@ -156,7 +156,7 @@ def test_extensions_of_the_page_are_judged_and_reported(folder: Path, source: Pa
 
 
 @pytest.mark.usefixtures("folder")
-def test_pipeline_schema_has_extensions_of_the_page() -> None:
+def test_pipeline_schema_includes_extensions_of_page() -> None:
     definitions = pipeline_schema()["$defs"]
     assert _find_enum(definitions["MetricGate"]["properties"]["name"])[-1] == "mape"
     assert definitions["NodeCountGate"]["properties"]["max"]["description"] == "Largest tolerated number."
@@ -175,26 +175,28 @@ def _find_enum(schema: dict[str, Any]) -> list[str]:
         ("node_count, max: 3", "node_counts, max: 3", "did you mean 'node_count'"),
     ],
 )
-def test_load_pipeline_with_a_wrong_extension_reports_it(folder: Path, old: str, new: str, problem: str) -> None:
+def test_load_pipeline_with_invalid_extension_raises_config_error(
+    folder: Path, old: str, new: str, problem: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)):
         load(folder, PIPELINE.replace(old, new))
 
 
 @pytest.mark.usefixtures("folder")
-def test_optimizer_of_the_page_refuses_unknown_options() -> None:
+def test_optimizer_of_page_with_unknown_option_raises_user_error() -> None:
     optimizer: Optimizer = plugins.load("optimizers", "shared-weights")
     assert optimizer.options is not None
     with pytest.raises(UserError, match="did you mean 'min_bytes'"):
         read_options(Quantize(name="shared", method="shared-weights", options={"min_byte": 1}), optimizer.options)
 
 
-def test_optimizer_of_the_page_passes_its_conformance_suite(folder: Path) -> None:
+def test_optimizer_of_page_passes_conformance_suite(folder: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_extra_optimizer.py"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_functions_of_onnx_ops_in_the_optimizer_are_on_the_page_of_ports() -> None:
+def test_optimizer_of_page_imports_only_functions_documented_on_ports_page() -> None:
     ports = (ROOT / "docs" / "ports.md").read_text(encoding="utf-8")
     used = {
         f"{node.module}.{alias.name}"
@@ -211,12 +213,12 @@ def _list_members(page: str) -> set[str]:
     return {f"{module}.{name}" for module, values in options.items() for name in values.get("members", ())}
 
 
-def test_every_metric_has_a_row_on_the_page_of_metrics() -> None:
+def test_metrics_page_has_row_for_each_metric() -> None:
     rows = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert METRICS.keys() <= {name for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 
-def test_page_has_one_file_for_each_extension() -> None:
+def test_extend_page_has_one_file_per_extension() -> None:
     assert [block.note("file") for block in BLOCKS if block.language == "python"] == [
         "extra_metric.py", "extra_gate.py", "extra_optimizer.py", "test_extra_optimizer.py",
     ]  # fmt: skip

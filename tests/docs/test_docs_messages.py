@@ -35,22 +35,22 @@ def _tells(text: str) -> bool:
 
 
 @pytest.mark.parametrize("page", RUNBOOKS, ids=lambda page: page.stem)
-def test_a_message_on_a_page_is_one_of_the_program(page: Path, messages: list[re.Pattern[str]]) -> None:
+def test_runbook_message_exists_in_source(page: Path, messages: list[re.Pattern[str]]) -> None:
     for block in blocks_of(page):
         for line in block.text.splitlines() if block.language == "text" else ():
             assert any(message.search(line) for message in messages), f"{block.place}: {line}"
 
 
 @pytest.mark.parametrize("page", [page for page in RUNBOOKS if page.stem != "index"], ids=lambda page: page.stem)
-def test_a_runbook_has_its_four_sections(page: Path) -> None:
+def test_runbook_has_four_required_sections(page: Path) -> None:
     headings = re.findall(r"^## (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert headings == SECTIONS
 
 
-def test_the_index_names_every_page() -> None:
+def test_runbook_index_links_each_page() -> None:
     linked = re.findall(r"\]\(([a-z-]+\.md)\)", (ROOT / "docs" / "runbooks" / "index.md").read_text(encoding="utf-8"))
     assert sorted(linked) == sorted(page.name for page in RUNBOOKS if page.stem != "index")
 
 
-def test_an_invented_message_would_be_found(messages: list[re.Pattern[str]]) -> None:
+def test_invented_message_matches_no_source_text(messages: list[re.Pattern[str]]) -> None:
     assert not any(message.search("  v4 rests upon 20 %: come back tomorrow") for message in messages)

@@ -62,7 +62,7 @@ def path_without_this_installation() -> str:
 
 @pytest.mark.nightly  # five minutes: it builds a wheel and installs it into an environment
 @pytest.mark.services
-def test_the_four_ways_in_work_word_by_word(machine: Shell, tmp_path: Path) -> None:
+def test_four_ways_page_followed_literally_succeeds(machine: Shell, tmp_path: Path) -> None:
     for block in blocks_of(PAGE):
         if block.note("after") is not None:
             add_alias("http://127.0.0.1:5000/#/models/shop/versions/1")

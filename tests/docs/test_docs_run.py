@@ -83,7 +83,7 @@ def bring_files(project: Path) -> None:
 @pytest.mark.nightly  # eight minutes
 @pytest.mark.services
 @pytest.mark.parametrize("page", [page for page in RUNNING if page not in FRESH], ids=name)
-def test_the_blocks_of_a_page_run(page: Path, released: tuple[Path, Path]) -> None:
+def test_page_blocks_run_in_released_project(page: Path, released: tuple[Path, Path]) -> None:
     project, at_rest = released
     stop(project)
     shutil.rmtree(project)
@@ -95,7 +95,7 @@ def test_the_blocks_of_a_page_run(page: Path, released: tuple[Path, Path]) -> No
 @pytest.mark.nightly  # two minutes; `test_docs_blocks` looks at its commands every time
 @pytest.mark.services
 @pytest.mark.parametrize("page", FRESH, ids=name)
-def test_a_page_that_begins_with_nothing_runs(page: Path, tmp_path: Path) -> None:
+def test_page_blocks_run_in_empty_folder(page: Path, tmp_path: Path) -> None:
     project = tmp_path / "fraud"
     try:
         follow(page, tmp_path, project)

@@ -39,7 +39,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_reader_finds_every_option_of_every_command(site: Path) -> None:
+def test_cli_reference_documents_each_option_of_each_command(site: Path) -> None:
     text = (site / "reference" / "cli.html").read_text(encoding="utf-8")
     sections = dict(re.findall(r'<h2 id="onnx-ops-([a-z-]+)">(.*?)(?=<h2 |</article>)', text, re.DOTALL))
     for name, command in commands():
@@ -50,7 +50,7 @@ def test_a_reader_finds_every_option_of_every_command(site: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pipeline", "target"])
-def test_a_reader_finds_every_key_with_its_meaning_and_an_example(name: str, site: Path) -> None:
+def test_file_reference_documents_each_key_with_meaning_and_example(name: str, site: Path) -> None:
     from jsonschema import Draft202012Validator
 
     schema = {"pipeline": pipeline_schema, "target": target_schema}[name]()
@@ -67,14 +67,14 @@ def test_a_reader_finds_every_key_with_its_meaning_and_an_example(name: str, sit
         Draft202012Validator({"$defs": schema["$defs"], **described[section]["properties"][key]}).validate(value)
 
 
-def test_every_page_has_its_place() -> None:
+def test_site_navigation_includes_each_page() -> None:
     navigation = yaml.safe_load(CONFIGURATION)["nav"]
     placed = set(re.findall(r"'([^']+\.md)'", str(navigation)))
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
     assert placed == pages | BY_GENERATORS
 
 
-def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+def test_site_loads_nothing_from_other_hosts(site: Path) -> None:
     sources, sheets = r"<(?:script|img|iframe)[^>]+src", r'<link[^>]+rel="?(?:stylesheet|preconnect)"?[^>]+href'
     loads = re.compile(rf'(?:{sources}|{sheets})="?(http[^" >]+)')
     for page in site.rglob("*.html"):
@@ -83,7 +83,7 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
         assert "url(http" not in sheet.read_text(encoding="utf-8"), sheet
 
 
-def test_every_variable_is_on_the_page_of_settings() -> None:
+def test_settings_page_lists_each_environment_variable() -> None:
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(ONNX_OPS_[A-Z_]+)`", page))
     read: set[str] = set()
