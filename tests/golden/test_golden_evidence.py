@@ -26,12 +26,12 @@ def decided(case: Path) -> Decision:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.parent.name}/{case.name}")
-def test_stored_evidence_is_judged_again_to_the_byte(case: Path) -> None:
+def test_judge_of_stored_evidence_returns_identical_decision(case: Path) -> None:
     assert codec.dumps(decided(case)) == (case / "decision.json").read_bytes()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.parent.name}/{case.name}")
-def test_nothing_of_stored_evidence_is_lost_by_reading_it(case: Path) -> None:
+def test_codec_of_stored_evidence_keeps_all_fields(case: Path) -> None:
     data = (case / "evidence.json").read_bytes()
     evidence = codec.loads(data, Evidence)
     assert f"schema-{evidence.schema}" == case.parent.name
@@ -40,7 +40,7 @@ def test_nothing_of_stored_evidence_is_lost_by_reading_it(case: Path) -> None:
 
 
 @pytest.mark.parametrize("schema", range(1, EVIDENCE_SCHEMA + 1))
-def test_every_schema_has_cases_that_pass_and_that_fail(schema: int) -> None:
+def test_evidence_schema_has_passing_inconclusive_and_failing_cases(schema: int) -> None:
     here = (case for case in CASES if case.parent.name == f"schema-{schema}")
     verdicts = {result.verdict for case in here for result in decided(case).results}
     assert {Verdict.PASS, Verdict.FAIL, Verdict.INCONCLUSIVE} <= verdicts
