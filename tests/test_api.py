@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_functions_are_found_in_the_package_and_load_nothing_before() -> None:
+def test_package_exports_api_functions_lazily() -> None:
     assert all(getattr(onnx_ops, name) is getattr(api, name) for name in api.__all__)
     assert set(api.__all__) <= set(dir(onnx_ops))
     with pytest.raises(AttributeError, match="no attribute 'juge'"):
@@ -35,7 +35,7 @@ def test_the_functions_are_found_in_the_package_and_load_nothing_before() -> Non
     assert done.stdout == "False\n"
 
 
-def test_judge_gives_the_document_of_the_command_and_its_screen(folder: Path) -> None:
+def test_api_judge_returns_same_document_and_screen_as_command(folder: Path) -> None:
     found = onnx_ops.judge("good.onnx", "wrong.onnx", only="parity", quiet=True)
     command = run_command("judge", "good.onnx", "wrong.onnx", "--only", "parity", "--json", cwd=folder)
     assert (found.exit_code, found.document) == (command.code, json.loads(command.stdout))
@@ -47,7 +47,7 @@ def test_judge_gives_the_document_of_the_command_and_its_screen(folder: Path) ->
     assert ">FAIL</span>" in page
 
 
-def test_judge_takes_arrays(folder: Path) -> None:
+def test_api_judge_accepts_arrays(folder: Path) -> None:
     x, y = rows(900)["x"], np.arange(900) % 3
     found = onnx_ops.judge("good.onnx", "good.onnx", data={"x": x}, labels=y, metric="accuracy", only="parity")
     assert found.exit_code == 0
@@ -56,7 +56,7 @@ def test_judge_takes_arrays(folder: Path) -> None:
         onnx_ops.judge("good.onnx", "good.onnx", data={"wrong": x})
 
 
-def test_problems_of_a_file_are_a_result(folder: Path) -> None:
+def test_api_check_of_invalid_file_returns_problems(folder: Path) -> None:
     (folder / "p.yaml").write_text("pipeline: p\nbenchmrk: {}\n")
     found = onnx_ops.check("p.yaml")
     command = run_command("check", "p.yaml", "--json", cwd=folder)
@@ -64,7 +64,7 @@ def test_problems_of_a_file_are_a_result(folder: Path) -> None:
     assert "benchmrk" in repr(found)
 
 
-def test_status_of_nothing_and_of_a_stranger(folder: Path) -> None:
+def test_api_status_without_endpoints_is_empty_and_of_unknown_one_raises_error(folder: Path) -> None:
     assert (onnx_ops.status().document, onnx_ops.status().exit_code) == ([], 0)
     assert "No endpoints yet" in repr(onnx_ops.status())
     with pytest.raises(NotFoundError):

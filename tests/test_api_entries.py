@@ -99,7 +99,7 @@ def run_in_a_thread(folder: Path) -> list[str]:
         pytest.param(run_in_a_thread, marks=pytest.mark.nightly),
     ],
 )
-def test_judge_called_in_any_style_runs_the_caller_once(tmp_path: Path, style: Callable[[Path], list[str]]) -> None:
+def test_api_judge_from_any_entry_point_runs_caller_once(tmp_path: Path, style: Callable[[Path], list[str]]) -> None:
     write_perceptron(tmp_path / "model.onnx")
     arguments = style(tmp_path)
     done = subprocess.run(
@@ -116,7 +116,7 @@ def test_judge_called_in_any_style_runs_the_caller_once(tmp_path: Path, style: C
     assert (tmp_path / "times.txt").read_text() == "x"
 
 
-def test_judge_leaves_the_callers_own_processes_alone(tmp_path: Path) -> None:
+def test_api_judge_leaves_process_pools_of_caller_working(tmp_path: Path) -> None:
     """A pool of the caller's still finds the functions of the script, with each start method."""
     write_perceptron(tmp_path / "model.onnx")
     (tmp_path / "script.py").write_text(

@@ -81,7 +81,7 @@ def deployment(**changes: Any) -> Deployment:
     return replace(approved, **changes)
 
 
-def test_an_envelope_is_that_of_the_standards() -> None:
+def test_sign_record_writes_dsse_envelope_with_in_toto_statement() -> None:
     """Its signature is verified here with nothing but the standard's own words."""
     from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, EllipticCurvePublicKey
     from cryptography.hazmat.primitives.hashes import SHA256
@@ -102,7 +102,7 @@ def test_an_envelope_is_that_of_the_standards() -> None:
 
 
 @pytest.mark.parametrize("record", [decision(), override()], ids=["decision", "override"])
-def test_what_was_signed_is_read_back_and_verified(record: DecisionRecord | OverrideRecord) -> None:
+def test_verify_envelope_of_signed_record_returns_it(record: DecisionRecord | OverrideRecord) -> None:
     attested = sign_record(record, SIGNER)
     text = codec.dumps(attested.envelope)
     assert read_envelope(text, type(record)) == attested
@@ -113,7 +113,7 @@ def test_what_was_signed_is_read_back_and_verified(record: DecisionRecord | Over
 
 
 @given(position=st.integers(0, 10_000), bit=st.integers(0, 7))
-def test_no_changed_byte_is_verified(position: int, bit: int) -> None:
+def test_verify_envelope_with_changed_byte_raises_invalid_signature_error(position: int, bit: int) -> None:
     envelope = sign_record(decision(), SIGNER).envelope
     payload = bytearray(base64.b64decode(envelope.payload))
     payload[position % len(payload)] ^= 1 << bit
@@ -122,7 +122,7 @@ def test_no_changed_byte_is_verified(position: int, bit: int) -> None:
         verify_envelope(changed, DecisionRecord, SIGNER)
 
 
-def test_one_kind_does_not_pass_for_the_other() -> None:
+def test_verify_envelope_of_other_record_kind_raises_invalid_signature_error() -> None:
     with pytest.raises(InvalidSignatureError, match="it has no valid signature"):
         verify_envelope(sign_record(override(), SIGNER).envelope, DecisionRecord, SIGNER)
     with pytest.raises(InvalidSignatureError):
@@ -131,7 +131,7 @@ def test_one_kind_does_not_pass_for_the_other() -> None:
         )
 
 
-def test_one_trusted_signature_of_several_is_enough_and_none_is_not() -> None:
+def test_verify_envelope_requires_one_trusted_signature() -> None:
     mine, theirs = sign_record(decision(), SIGNER).envelope, sign_record(decision(), STRANGER).envelope
     both = replace(mine, signatures=(*theirs.signatures, *mine.signatures))
     assert verify_envelope(both, DecisionRecord, SIGNER) == decision()
@@ -161,12 +161,12 @@ def statement_of(**changes: Any) -> Envelope:
         (Envelope(payload="é", payloadType=PAYLOAD_TYPE, signatures=()), "not base64"),
     ],
 )
-def test_what_is_no_decision_is_told_from_one(envelope: Envelope, why: str) -> None:
+def test_read_envelope_of_other_statement_raises_corrupt_state_error(envelope: Envelope, why: str) -> None:
     with pytest.raises(CorruptStateError, match=why):
         read_envelope(envelope, DecisionRecord)
 
 
-def test_a_decision_or_an_override_about_exactly_these_files_lets_them_be_loaded() -> None:
+def test_verify_authority_of_matching_decision_or_override_returns_it() -> None:
     assert verify_authority(deployment(), SIGNER) == decision()
     assert read_authority_target(deployment()) == "cpu"
     overridden = deployment(evidence=None, authority=sign_record(override(), SIGNER).envelope)
@@ -197,12 +197,12 @@ def test_a_decision_or_an_override_about_exactly_these_files_lets_them_be_loaded
         (deployment(threads=1), "is based on other evidence"),
     ],
 )
-def test_anything_else_is_refused(other: Deployment, why: str) -> None:
+def test_verify_authority_of_other_deployment_raises_refused_error(other: Deployment, why: str) -> None:
     with pytest.raises(RefusedError, match=why):
         verify_authority(other, SIGNER)
 
 
-def test_keys_are_named_by_a_folder_or_themselves(tmp_path: Any) -> None:
+def test_trusted_keys_accept_folder_or_encoded_keys(tmp_path: Any) -> None:
     from onnx_ops.adapters.signers.ecdsa import create_key
 
     signer = create_key(tmp_path / "keys" / "signing.pem")

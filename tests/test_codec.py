@@ -103,7 +103,7 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.__name__)
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_round_trip(kind: type[Any], data: st.DataObject) -> None:
+def test_codec_round_trip_returns_equal_value(kind: type[Any], data: st.DataObject) -> None:
     value = data.draw(values_of(kind))
     written = codec.dumps(value)
     read = codec.loads(written, kind)
@@ -115,7 +115,7 @@ def test_round_trip(kind: type[Any], data: st.DataObject) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(settings_=st.dictionaries(text, json_values, max_size=3))
-def test_a_stage_keeps_settings_of_any_json(settings_: dict[str, Any]) -> None:
+def test_codec_of_stage_keeps_settings_of_any_json(settings_: dict[str, Any]) -> None:
     stage = Stage(id="train", kind=StageKind.TRAIN, settings=settings_)
     read = codec.loads(codec.dumps(stage), Stage)
     assert read.settings == settings_
@@ -130,13 +130,13 @@ GATES = (
 )
 
 
-def test_gates_are_told_apart_by_kind() -> None:
+def test_codec_of_gates_distinguishes_them_by_kind() -> None:
     written = codec.dumps(GATES)
     assert codec.loads(written, tuple[Gate, ...]) == GATES
     assert [document["kind"] for document in json.loads(written)] == ["parity", "metric", "latency", "size"]
 
 
-def test_canonical_bytes() -> None:
+def test_codec_dumps_returns_canonical_bytes() -> None:
     manifest = Manifest(files={"b": Digest("sha256:2"), "a": Digest("sha256:1")})
     assert codec.dumps(manifest) == b'{"files":{"a":"sha256:1","b":"sha256:2"}}'
     assert codec.dumps(frozenset({"b", "a"})) == b'["a","b"]'
@@ -146,7 +146,7 @@ def test_canonical_bytes() -> None:
 RESULT = {"gate": "size", "metric": "m", "limit": "l", "verdict": "pass", "reason": "r"}
 
 
-def test_the_document_that_the_strict_tests_spoil_is_right() -> None:
+def test_codec_from_json_of_unchanged_result_document_succeeds() -> None:
     assert codec.from_json(RESULT, GateResult).verdict is Verdict.PASS
 
 
@@ -166,7 +166,7 @@ def test_the_document_that_the_strict_tests_spoil_is_right() -> None:
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused_with_its_path(change: dict[str, Any], path: str) -> None:
+def test_codec_from_json_of_wrong_type_raises_corrupt_state_error_with_path(change: dict[str, Any], path: str) -> None:
     with pytest.raises(CorruptStateError) as caught:
         codec.from_json({**RESULT, **change}, GateResult, where="the file")
     assert path in caught.value.why
@@ -174,13 +174,13 @@ def test_what_does_not_fit_is_refused_with_its_path(change: dict[str, Any], path
 
 
 @pytest.mark.parametrize("missing", RESULT)
-def test_a_missing_key_is_named(missing: str) -> None:
+def test_codec_from_json_without_key_raises_corrupt_state_error_naming_it(missing: str) -> None:
     with pytest.raises(CorruptStateError) as caught:
         codec.from_json({key: value for key, value in RESULT.items() if key != missing}, GateResult)
     assert missing in caught.value.why
 
 
-def test_the_path_leads_into_depth() -> None:
+def test_codec_from_json_of_nested_error_gives_full_path() -> None:
     document = {"variant": "v", "target": "t", "results": [RESULT, {**RESULT, "reason": []}]}
     with pytest.raises(CorruptStateError) as caught:
         codec.from_json(document, Decision)
@@ -188,25 +188,25 @@ def test_the_path_leads_into_depth() -> None:
 
 
 @pytest.mark.parametrize("document", [None, [], "size", 3, {"kind": "speed"}, {"max": 3}, {"kind": ["size"], "max": 3}])
-def test_what_is_no_gate(document: Any) -> None:
+def test_codec_from_json_of_invalid_gate_raises_corrupt_state_error(document: Any) -> None:
     with pytest.raises(CorruptStateError):
         codec.from_json([document], tuple[Gate, ...])
 
 
-def test_domain_rules_hold_for_what_is_read() -> None:
+def test_codec_loads_of_invalid_traffic_split_raises_corrupt_state_error() -> None:
     with pytest.raises(CorruptStateError) as caught:
         codec.loads(b'{"weights":{"a":99}}', TrafficSplit)
     assert "sum to 100" in caught.value.why
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_not_a_number_is_not_written(value: float) -> None:
+def test_codec_dumps_of_nonfinite_number_raises_value_error(value: float) -> None:
     with pytest.raises(ValueError, match="JSON"):
         codec.dumps(GateResult(gate="g", metric="m", limit="l", verdict=Verdict.PASS, reason="r", estimate=value))
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_not_a_number_is_not_read(number: str) -> None:
+def test_codec_loads_of_nonfinite_number_raises_corrupt_state_error(number: str) -> None:
     document = json.dumps(RESULT)[:-1] + f', "estimate": {number}}}'
     with pytest.raises(CorruptStateError):
         codec.loads(document.encode(), GateResult)
@@ -215,12 +215,12 @@ def test_not_a_number_is_not_read(number: str) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"a":1}x', b"9" * 10_000])
-def test_what_is_no_json_is_corrupt_state(data: bytes) -> None:
+def test_codec_loads_of_invalid_json_raises_corrupt_state_error(data: bytes) -> None:
     with pytest.raises(CorruptStateError):
         codec.loads(data, Manifest, where="somewhere")
 
 
 @pytest.mark.parametrize("data", [b"[]", b'"stable"', b"1", b"null", b'{"stable": 5}', b'{"stable": null, "extra": 1}'])
-def test_what_is_no_object_of_the_dataclass_is_corrupt_state(data: bytes) -> None:
+def test_codec_loads_of_other_document_raises_corrupt_state_error(data: bytes) -> None:
     with pytest.raises(CorruptStateError):
         codec.loads(data, Roles)

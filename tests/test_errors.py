@@ -17,7 +17,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_an_error_survives_as_a_document(kind: type[OnnxOpsError]) -> None:
+def test_error_document_round_trip_keeps_kind_and_text(kind: type[OnnxOpsError]) -> None:
     error = kind("it broke", where="here", why="age", remedy="Mend it.")
     again = from_document(error.as_document())
     assert type(again) is kind
@@ -25,7 +25,7 @@ def test_an_error_survives_as_a_document(kind: type[OnnxOpsError]) -> None:
     assert str(error) == str(again) == "here: it broke (age). Mend it."
 
 
-def test_exit_codes_tell_whose_turn_it_is() -> None:
+def test_error_exit_codes_separate_user_environment_and_refusal() -> None:
     by_code: dict[int, set[str]] = {}
     for kind in KINDS:
         by_code.setdefault(kind.exit_code, set()).add(kind.__name__)
@@ -34,7 +34,7 @@ def test_exit_codes_tell_whose_turn_it_is() -> None:
     assert by_code[5] == {"RefusedError", "InvalidSignatureError", "DigestMismatchError"}
 
 
-def test_the_tree_is_drawn_in_the_docstring() -> None:
+def test_errors_docstring_names_each_error() -> None:
     assert errors.__doc__ is not None
     assert all(kind.__name__ in errors.__doc__ for kind in KINDS)
 
@@ -45,7 +45,7 @@ PROBLEMS = (
 )
 
 
-def test_problems_of_a_file_are_told_in_order_and_survive() -> None:
+def test_config_error_lists_problems_in_order_and_survives_round_trip() -> None:
     error = ConfigError(PROBLEMS)
     assert str(error) == "p.yaml: empty\np.yaml:3:1: gates[0]: unknown"
     again = from_document(error.as_document())
@@ -54,7 +54,7 @@ def test_problems_of_a_file_are_told_in_order_and_survive() -> None:
     assert again.exit_code == 2
 
 
-def test_problems_of_the_machine_alone_are_no_mistake_in_the_file() -> None:
+def test_config_error_of_environment_problems_only_has_exit_code_4() -> None:
     missing = replace(PROBLEMS[0], environment=True)
     for problems, code in (((missing,), 4), ((missing, PROBLEMS[1]), 2)):
         error = config_error(problems)
@@ -65,11 +65,11 @@ def test_problems_of_the_machine_alone_are_no_mistake_in_the_file() -> None:
     "document",
     [{}, {"error": "Problem"}, {"error": "dataclass", "what": 3}, {"error": "ConfigError", "problems": [{"file": 1}]}],
 )
-def test_a_strange_document_is_still_an_error(document: dict[str, object]) -> None:
+def test_from_document_of_unknown_document_returns_error(document: dict[str, object]) -> None:
     assert isinstance(from_document(document), OnnxOpsError)
 
 
-def test_quoted_keeps_a_text_whole_or_cuts_it_between_words() -> None:
+def test_quoted_of_long_text_cuts_between_words() -> None:
     assert quoted(ValueError("  two\n  lines ")) == "two lines"
     assert quoted(ValueError()) == "ValueError"
     cut = quoted(" ".join(f"word{n}" for n in range(900)))

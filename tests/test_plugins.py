@@ -42,7 +42,7 @@ def versions_unread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("versions_unread")
-def test_version_is_that_of_the_distribution_that_brings_the_package_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_version_of_package_without_distribution_names_its_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "_packages", lambda: {"acme_runtime": ["numpy"]})
     assert plugins.version("acme-runtime") == f"numpy {plugins.version('numpy')}"
     assert plugins.version("acme-runtime-of-nobody") == plugins.MISSING
@@ -66,7 +66,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_plugin_of_another_distribution_is_found_and_made() -> None:
+def test_load_plugin_of_other_distribution_creates_it() -> None:
     names = plugins.names("exporters")
     assert {"good", "needy", "sklearn", "torch"} <= set(names)
     assert list(names) == sorted(names)
@@ -74,21 +74,21 @@ def test_a_plugin_of_another_distribution_is_found_and_made() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_plugin_that_does_not_derive_from_its_base_class_is_refused() -> None:
+def test_load_plugin_without_base_class_raises_user_error() -> None:
     with pytest.raises(UserError, match="acme_underived:Plugin is not an instance of Exporter") as caught:
         plugins.load("exporters", "underived")
     assert caught.value.remedy == "Derive its class from onnx_ops.ports.Exporter."
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_plugin_whose_package_is_missing_says_what_to_install() -> None:
+def test_load_plugin_with_missing_package_raises_error_with_install_command() -> None:
     with pytest.raises(MissingPackageError, match="a_package_that_nobody_has is not installed") as caught:
         plugins.load("exporters", "needy")
     assert caught.value.where == "exporters plugin needy"
     assert caught.value.remedy == "Install it with: pip install a_package_that_nobody_has"
 
 
-def test_a_missing_extra_of_our_own_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_hint_of_package_in_extra_names_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     point = plugins.find("exporters", "sklearn")
     monkeypatch.setitem(sys.modules, point.module, None)
     with pytest.raises(MissingPackageError):
@@ -105,11 +105,11 @@ def test_a_missing_extra_of_our_own_is_named(monkeypatch: pytest.MonkeyPatch) ->
         (("sklearn", "uvloop", "mlflow", "acme"), "them with: pip install 'onnx-ops[mlflow,serve,sklearn]' acme"),
     ],
 )
-def test_the_hint_names_each_extra_once_and_no_more_than_are_needed(packages: tuple[str, ...], words: str) -> None:
+def test_install_hint_of_several_packages_names_each_extra_once(packages: tuple[str, ...], words: str) -> None:
     assert plugins.install_hint(*packages) == f"Install {words}"
 
 
-def test_all_that_is_missing_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_require_with_several_missing_packages_lists_all(monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch, "mlflow", "boto3")
     with pytest.raises(MissingPackageError) as caught:
         plugins.require("numpy", "mlflow", "boto3", "mlflow", where="pipeline p")
@@ -126,14 +126,14 @@ def test_all_that_is_missing_is_told_at_once(monkeypatch: pytest.MonkeyPatch) ->
         (ImportError("Install s3fs to access S3"), ModuleNotFoundError(name="s3fs"), "s3fs"),
     ],
 )
-def test_the_package_of_a_failed_import_is_its_first_part_or_that_of_the_cause(
+def test_imported_of_import_error_returns_top_level_package(
     error: ImportError, cause: Exception | None, package: str
 ) -> None:
     error.__cause__ = cause
     assert plugins.imported(error) == package
 
 
-def test_plugins_are_made_without_what_they_do_their_work_with() -> None:
+def test_plugin_modules_import_no_heavy_packages() -> None:
     """A run in which nothing changed asks plugins for the versions of their tools, and must not wait for those."""
     program = (
         "import importlib, sys\n"
@@ -148,20 +148,20 @@ def test_plugins_are_made_without_what_they_do_their_work_with() -> None:
 
 
 @pytest.mark.parametrize("kind", plugins.KINDS)
-def test_every_kind_has_plugins(kind: str) -> None:
+def test_plugin_kind_has_plugins(kind: str) -> None:
     assert plugins.names(kind)
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "remedy"), [("exporters", "sklaern", "Did you mean 'sklearn'?"), ("endpoints", "qqqqq", "local")]
 )
-def test_an_unknown_name_asks_what_was_meant_or_lists_what_is_there(kind: str, name: str, remedy: str) -> None:
+def test_load_plugin_of_unknown_name_raises_not_found_error_with_suggestion(kind: str, name: str, remedy: str) -> None:
     with pytest.raises(NotFoundError, match=f"no {kind} plugin is called '{name}'") as caught:
         plugins.load(kind, name)
     assert remedy in caught.value.remedy
 
 
-def test_libraries_of_cuda_are_loaded_for_providers_of_nvidia_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_load_cuda_preloads_libraries_for_nvidia_providers_only(capsys: pytest.CaptureFixture[str]) -> None:
     calls: list[str] = []
 
     def preload() -> None:
@@ -183,17 +183,17 @@ class SilentPlugin(ports.Plugin):
     """A plug-in that overrides no attribute."""
 
 
-def test_attributes_of_a_plugin_have_defaults() -> None:
+def test_plugin_without_attributes_has_defaults() -> None:
     assert plugins.tools(SilentPlugin()) == ()
     assert plugins.select_environment(SilentPlugin(), None) is None
 
 
 @pytest.mark.parametrize("kind", plugins.KINDS)
-def test_base_class_of_each_kind_has_the_attributes_of_plugins(kind: str) -> None:
+def test_plugin_base_class_of_each_kind_derives_from_plugin(kind: str) -> None:
     assert issubclass(getattr(ports, plugins.KINDS[kind]), ports.Plugin)
 
 
-def test_no_module_asks_whether_a_plugin_has_an_attribute() -> None:
+def test_package_reads_no_plugin_attributes_by_getattr_or_hasattr() -> None:
     names = {name for base in (ports.Plugin, ports.Exporter, ports.Optimizer) for name in base.__annotations__}
     pattern = re.compile(rf"\b(?:getattr|hasattr)\([^()]*\"(?:{'|'.join(sorted(names))})\"")
     folder = Path(plugins.__file__).parent

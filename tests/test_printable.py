@@ -14,14 +14,14 @@ from onnx_ops.printable import disarm, hide_secrets_of, show, show_controls
 
 
 @given(st.text())
-def test_show_controls_leaves_no_control_character(text: str) -> None:
+def test_show_controls_of_any_text_leaves_no_control_character(text: str) -> None:
     shown = show_controls(text)
     assert not [c for c in shown if unicodedata.category(c) == "Cc" and c not in "\t\n"]
     assert not re.search("[\u2028-\u202e\u2066-\u2069]", shown)
 
 
 @given(st.text(st.sampled_from("::#[vso \n\r\tax\x1b\u2028")))
-def test_disarm_leaves_no_command(text: str) -> None:
+def test_disarm_of_any_text_leaves_no_workflow_command(text: str) -> None:
     shown = disarm(text)
     assert "##[" not in shown
     assert "##vso" not in shown
@@ -37,7 +37,7 @@ def test_disarm_leaves_no_command(text: str) -> None:
         ("s3://key:very-secret@bucket/prefix", ("very-secret",)),
     ],
 )
-def test_show_after_hide_secrets_of_a_url_keeps_its_place_only(url: str, secrets: tuple[str, ...]) -> None:
+def test_show_after_hide_secrets_of_url_keeps_host_only(url: str, secrets: tuple[str, ...]) -> None:
     hide_secrets_of(url)
     shown = show(f"{url} does not answer: {unquote(url)}")
     assert not [secret for secret in secrets if secret in shown]
@@ -45,5 +45,5 @@ def test_show_after_hide_secrets_of_a_url_keeps_its_place_only(url: str, secrets
 
 
 @pytest.mark.parametrize("text", ["plain", "Zürich ≤ 5 % 模型", "a::b", "## title", "tab\tline\nnext", "👩‍🔬"])
-def test_disarm_of_plain_text_is_the_text(text: str) -> None:
+def test_disarm_of_plain_text_returns_it_unchanged(text: str) -> None:
     assert disarm(text) == text

@@ -10,7 +10,7 @@ import pytest
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "1"), ("0", "0")])
-def test_the_runtime_is_told_not_to_report_unless_somebody_wants_it(given: str | None, expected: str) -> None:
+def test_onnxruntime_telemetry_is_disabled_unless_enabled_by_environment(given: str | None, expected: str) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
     if given is not None:
         environ["ORT_DISABLE_TELEMETRY"] = given

@@ -60,7 +60,7 @@ def sweep() -> None:
     subprocess.run([sys.executable, "-c", SWEEPS], check=True)
 
 
-def test_a_folder_is_private_and_goes_at_the_end(temporary: Path) -> None:
+def test_scratch_folder_is_private_and_removed_on_exit(temporary: Path) -> None:
     with Scratch() as folder:
         assert folder.is_dir()
         assert folder.stat().st_mode & 0o777 == 0o700
@@ -68,7 +68,7 @@ def test_a_folder_is_private_and_goes_at_the_end(temporary: Path) -> None:
     assert not folder.exists()
 
 
-def test_a_folder_goes_with_its_object() -> None:
+def test_scratch_remove_deletes_folder_and_can_be_repeated() -> None:
     scratch = Scratch()
     path = scratch.path
     scratch.remove()
@@ -76,7 +76,7 @@ def test_a_folder_goes_with_its_object() -> None:
     assert not path.exists()
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next(temporary: Path) -> None:
+def test_scratch_folder_of_killed_process_is_removed_by_next_sweep(temporary: Path) -> None:
     with held(HOLDS) as (process, folder):
         process.kill()
         process.wait()
@@ -85,14 +85,14 @@ def test_what_a_killed_process_left_is_removed_by_the_next(temporary: Path) -> N
     assert list(temporary.iterdir()) == []
 
 
-def test_what_a_living_process_needs_stays(temporary: Path) -> None:
+def test_scratch_folder_of_living_process_survives_sweep(temporary: Path) -> None:
     with held(HOLDS) as (_, folder):
         os.utime(folder, (0, 0))
         sweep()
         assert (folder / "deep" / "er" / "model.onnx").exists()
 
 
-def test_what_a_forked_process_still_needs_stays(temporary: Path) -> None:
+def test_scratch_folder_of_forked_process_survives_until_it_ends(temporary: Path) -> None:
     with held(FORKS) as (process, folder):
         process.wait()
         sweep()
@@ -105,7 +105,7 @@ def test_what_a_forked_process_still_needs_stays(temporary: Path) -> None:
         assert not folder.exists()
 
 
-def test_nothing_but_folders_of_that_name_is_touched(temporary: Path, tmp_path: Path) -> None:
+def test_scratch_sweep_leaves_links_files_and_other_folders(temporary: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "file").write_bytes(b"")
@@ -118,7 +118,7 @@ def test_nothing_but_folders_of_that_name_is_touched(temporary: Path, tmp_path: 
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make what belongs to somebody else")
-def test_what_belongs_to_somebody_else_stays(temporary: Path) -> None:
+def test_scratch_sweep_leaves_folders_of_other_users(temporary: Path) -> None:
     folder = temporary / f"{PREFIX}theirs"
     folder.mkdir()
     os.chown(folder, 4711, 4711)
@@ -126,7 +126,7 @@ def test_what_belongs_to_somebody_else_stays(temporary: Path) -> None:
     assert folder.exists()
 
 
-def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scratch_folder_removed_before_lock_is_created_again(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = os.open
     taken: list[str] = []
 
@@ -142,7 +142,7 @@ def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(monkeypatch:
         assert str(folder) != taken[0]
 
 
-def test_processes_that_come_and_go_side_by_side_never_take_each_others(temporary: Path) -> None:
+def test_scratch_folders_of_concurrent_processes_stay_separate(temporary: Path) -> None:
     code = """
 from pathlib import Path
 from onnx_ops import scratch
@@ -158,7 +158,9 @@ for number in range(300):
     assert list(temporary.iterdir()) == []
 
 
-def test_write_durably_flushes_a_file_before_it_takes_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_durably_flushes_file_before_rename_and_folder_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[tuple[str, int]] = []
     fsync, rename = os.fsync, Path.replace
 

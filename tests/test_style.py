@@ -25,7 +25,7 @@ def parse_modules() -> dict[Path, ast.Module]:
     }
 
 
-def test_a_class_name_exists_once() -> None:
+def test_class_names_are_unique_in_package() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path, tree in parse_modules().items():
         for node in ast.walk(tree):
@@ -34,7 +34,7 @@ def test_a_class_name_exists_once() -> None:
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
-def test_identifiers_name_mechanisms() -> None:
+def test_identifiers_contain_no_metaphors_or_vague_words() -> None:
     found = []
     for path, tree in parse_modules().items():
         names = {path.stem}
@@ -50,7 +50,7 @@ def test_identifiers_name_mechanisms() -> None:
     assert sorted(found) == []
 
 
-def test_prose_names_who_does_what() -> None:
+def test_docs_and_docstrings_contain_no_ruled_out_words() -> None:
     texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")}
     for path, tree in parse_modules().items():
         for node in ast.walk(tree):
@@ -60,13 +60,13 @@ def test_prose_names_who_does_what() -> None:
     assert sorted(f"{place}: {m[0]}" for place, text in texts.items() if (m := _RIDDLES.search(text))) == []
 
 
-def test_an_exception_ends_in_error() -> None:
+def test_exception_names_end_in_error() -> None:
     tree = parse_modules()[ROOT / "onnx_ops" / "errors.py"]
     names = [node.name for node in tree.body if isinstance(node, ast.ClassDef) and node.name != "Problem"]
     assert [name for name in names if not name.endswith("Error")] == []
 
 
-def test_no_docstring_is_a_placeholder() -> None:
+def test_docstrings_contain_no_placeholders() -> None:
     nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     found = [
         f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}"

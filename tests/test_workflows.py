@@ -75,12 +75,12 @@ def run(file: Path, folder: Path, **given: str) -> tuple[list[str], int]:
     return json.loads((folder / "called").read_text()), done.returncode
 
 
-def test_there_is_one_for_each_direction() -> None:
+def test_dispatch_workflows_are_promote_and_rollback() -> None:
     assert [file.stem for file in FILES] == ["promote", "rollback"]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_nothing_that_people_type_becomes_part_of_a_script(file: Path) -> None:
+def test_workflow_scripts_contain_no_expressions(file: Path) -> None:
     workflow = load(file)
     assert list(workflow["on"]) == ["workflow_dispatch"]
     assert workflow["permissions"] == {"contents": "read"}
@@ -94,13 +94,13 @@ def test_nothing_that_people_type_becomes_part_of_a_script(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_secrets_are_only_in_the_step_that_needs_them(file: Path) -> None:
+def test_workflow_secrets_are_in_step_environments_only(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     of_steps = json.dumps([step.get("env", {}) for step in steps_of(load(file))])
     assert text.count("secrets.") == of_steps.count("secrets.")
 
 
-def test_a_rollback_is_what_the_command_takes(tmp_path: Path) -> None:
+def test_rollback_workflow_calls_command_with_inputs(tmp_path: Path) -> None:
     called, code = run(FOLDER / "rollback.yml", tmp_path, endpoint="digits", reason="wrong on sevens", force="false")
     assert code == 0
     found = parsed(called)
@@ -110,7 +110,7 @@ def test_a_rollback_is_what_the_command_takes(tmp_path: Path) -> None:
     assert (parsed(called)["to"], parsed(called)["force"]) == ("3", True)
 
 
-def test_a_promotion_is_what_the_command_takes(tmp_path: Path) -> None:
+def test_promote_workflow_calls_command_with_inputs(tmp_path: Path) -> None:
     called, code = run(FOLDER / "promote.yml", tmp_path, model="digits-mlp", version="3", target="cpu-1t")
     assert code == 0
     found = parsed(called)
@@ -119,7 +119,7 @@ def test_a_promotion_is_what_the_command_takes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_what_is_typed_stays_data(file: Path, tmp_path: Path) -> None:
+def test_workflow_inputs_with_shell_syntax_stay_data(file: Path, tmp_path: Path) -> None:
     called, _ = run(file, tmp_path, **dict.fromkeys(inputs_of(load(file)), HOSTILE))
     found = parsed(called)
     assert found["reason"] == HOSTILE
@@ -128,5 +128,5 @@ def test_what_is_typed_stays_data(file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_command_that_fails_fails_the_step(file: Path, tmp_path: Path) -> None:
+def test_workflow_step_fails_with_exit_code_of_command(file: Path, tmp_path: Path) -> None:
     assert run(file, tmp_path, ends="5", **dict.fromkeys(inputs_of(load(file)), "x"))[1] == 5
