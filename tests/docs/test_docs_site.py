@@ -39,6 +39,19 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_decision_pages_have_status_and_date_and_are_listed() -> None:
+    folder = ROOT / "docs" / "adr"
+    listed = dict(
+        re.findall(r"^- \[\d{4}\]\((\S+)\) .*: (.+)$", (folder / "README.md").read_text("utf-8"), re.MULTILINE)
+    )
+    statuses = {}
+    for page in folder.glob("[0-9]*.md"):
+        head = re.match(r"# .+\n\n- Status: (.+)\n- Date: \d{4}-\d\d-\d\d\n\n", page.read_text("utf-8"))
+        assert head, page.name
+        statuses[page.name] = re.sub(r"\[(\d{4})\]\(\S+\)", r"\1", head[1])
+    assert listed == statuses
+
+
 def test_cli_reference_documents_each_option_of_each_command(site: Path) -> None:
     text = (site / "reference" / "cli.html").read_text(encoding="utf-8")
     sections = dict(re.findall(r'<h2 id="onnx-ops-([a-z-]+)">(.*?)(?=<h2 |</article>)', text, re.DOTALL))
