@@ -16,6 +16,7 @@ from tests.cli.tool_files import write_hostile, write_models
 from tests.support.command import Result, run_command
 from tests.support.external import write_external
 from tests.support.golden import Golden
+from tests.support.graphs import write_graph
 
 
 @pytest.fixture
@@ -124,6 +125,34 @@ class TestInspect:
             "accepts": False,
             "reason": "target cpu-1t lacks operators: acme.ops::Foo at first_bias",
         }
+
+
+class TestOperatorsOfOtherDomains:
+    """An operator that no target has, and one of ONNX Runtime's own."""
+
+    COMMANDS = (
+        ("inspect", "model.onnx"),
+        ("judge", "model.onnx", "model.onnx", "--only", "parity", "--rows", "16"),
+        ("quantize", "model.onnx", "dynamic.onnx", "--method", "dynamic"),
+        ("quantize", "model.onnx", "graph.onnx", "--method", "graph"),
+        ("bench", "model.onnx", "--runs", "20"),
+    )
+
+    @pytest.mark.parametrize(
+        ("domain", "operator", "codes"),
+        [("acme", "Magic", (0, 2, 2, 4, 2)), ("com.microsoft", "Gelu", (0, 0, 2, 0, 0))],
+    )
+    def test_commands_end_in_results_or_refusals_with_a_remedy(
+        self, domain: str, operator: str, codes: tuple[int, ...], tmp_path: Path
+    ) -> None:
+        text = f"(float[N,4] x) => (float[N,4] y) {{ y = {domain}.{operator}(x) }}"
+        write_graph(tmp_path / "model.onnx", text, domains={domain: 1}, ir_version=9)
+        results = [run_command(*arguments, "--json", cwd=tmp_path) for arguments in self.COMMANDS]
+        assert tuple(result.code for result in results) == codes
+        for result in results:
+            document = result.document()
+            of_targets = [target["remedy"] for target in document.get("targets", ())] if result.code == 4 else []
+            assert result.code == 0 or document.get("remedy") or (of_targets and all(of_targets)), document
 
 
 class TestBench:

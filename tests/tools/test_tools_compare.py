@@ -12,7 +12,6 @@ import onnxruntime as ort
 import pytest
 from onnx import helper
 
-from benchmarks.foreign_files import outcomes as foreign_outcomes
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.optimizers.onnxruntime import StaticQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
@@ -170,17 +169,6 @@ def test_compare_of_too_new_opset_raises_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="accepts opset") as caught:
         compared(new, new)
     assert caught.value.remedy
-
-
-_KIND = "other domains"
-"""An operator that no target has, and one of ONNX Runtime's own."""
-
-
-def test_tools_on_files_of_other_domains_end_in_known_exit_codes(tmp_path: Path) -> None:
-    found = list(foreign_outcomes(tmp_path, only=_KIND))
-    assert [one for one in found if one.fault] == []
-    assert {one.command for one in found} == {"inspect", "judge", "quantize", "bench"}
-    assert {one.code for one in found} <= {0, 2, 4}
 
 
 TROUBLE = {
