@@ -86,7 +86,7 @@ notices = st.builds(
 
 
 @given(notices)
-def test_build_event_of_any_notification_is_json(notice: Notification) -> None:
+def test_build_event_of_any_notification_is_json_serializable(notice: Notification) -> None:
     event = build_event(notice)
     assert event.event == EVENT_NAMES[notice.what]
     assert json.loads(json.dumps(event.payload)) == event.payload

@@ -148,7 +148,7 @@ def test_fold_with_failed_outcome_keeps_roles_aliases_and_rejections() -> None:
     assert after == replace(began, head=5, generation=4, decision_sequence=4)
 
 
-def test_fold_with_superseded_intent_knows_and_rejects_its_version() -> None:
+def test_fold_with_superseded_intent_records_and_rejects_its_version() -> None:
     back = plan_abort(START.roles, "cpu", why="bad", reject=True)
     state = folded(*SERVING, intent(START), back)
     assert set(state.known) == {"1", "2"}

@@ -129,7 +129,7 @@ def test_repeated_failures_notify_once_per_hour_and_rollbacks_each_time() -> Non
     assert len(derive(*ON_TRIAL, *again, ALARM, after=5)) == 2
 
 
-def test_repeated_pause_after_earlier_notification_causes_none() -> None:
+def test_repeated_pause_causes_no_second_notification() -> None:
     body = RolloutPaused(wait=WaitKind.INCONCLUSIVE, step=0, why="no traffic")
     assert derive(*ON_TRIAL, body, body, after=6) == []
 

@@ -55,7 +55,7 @@ def test_verdict_exit_codes_are_0_3_4_and_1() -> None:
     assert [v.exit_code for v in ORDER] == [0, 3, 4, 1]
 
 
-def test_combine_verdicts_of_no_verdicts_is_inconclusive() -> None:
+def test_combine_verdicts_of_empty_list_is_inconclusive() -> None:
     assert combine_verdicts([]) is Verdict.INCONCLUSIVE
 
 

@@ -32,7 +32,7 @@ def write(path: Path, text: str, weights: Any) -> Path:
         (_SOFTMAX, 10.0, "of the classes agree"),
     ],
 )
-def test_describe_far_answers_of_changed_variant_returns_distance(
+def test_describe_far_answers_returns_distance_only_if_answers_are_far(
     tmp_path: Path, text: str, noise: float, distance: str
 ) -> None:
     weights = _DRAW.normal(size=(8, 4)).astype(np.float32) * (0.02 if "Softmax" in text else 1)

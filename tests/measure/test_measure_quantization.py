@@ -154,7 +154,7 @@ class TestBalancedChannels:
         for exact, found in zip(*map(answers, variant), strict=True):
             assert float(np.sqrt(np.mean((found - exact) ** 2)) / exact.std()) < 0.05, "without: a quarter to a third"
 
-    def test_measurements_of_balanced_variant_keep_limits(self, variant: tuple[Path, Path]) -> None:
+    def test_measure_weights_and_activations_of_balanced_variant_keep_limits(self, variant: tuple[Path, Path]) -> None:
         assert max(one.steps for one in measure_weights(*variant)) <= 0.51
         for one in measure_activations(OnnxRuntime(), *variant, self.rows(1)):
             assert one.noise <= 1.74

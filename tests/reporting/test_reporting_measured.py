@@ -51,5 +51,5 @@ def test_task_metric_of_baseline_comparison_returns_its_value() -> None:
 @pytest.mark.parametrize(
     ("name", "unit"), [("accuracy", "1"), ("f1 macro", "1"), ("r2", "1"), ("mae", ""), ("rmse", ""), ("own:score", "")]
 )
-def test_unit_of_metric_returns_ratio_unit_or_none(name: str, unit: str) -> None:
+def test_unit_of_metric_is_one_for_shares_and_empty_for_errors(name: str, unit: str) -> None:
     assert unit_of(name) == unit

@@ -307,7 +307,7 @@ class TestRun:
 
 
 class TestPairsNeeded:
-    def test_estimate_pairs_needed_at_quarter_of_distance_returns_sixteenfold(self) -> None:
+    def test_estimate_pairs_needed_at_quarter_of_distance_returns_sixteen_times_as_many(self) -> None:
         noise = np.random.default_rng(4).normal(0, 0.03, 40)
         noise -= np.median((noise[:, None] + noise) / 2)
         far, near = (estimate_pairs_needed([[float(x + shift)] for x in noise], 0.0) for shift in (0.008, 0.002))
@@ -342,7 +342,7 @@ class TestWithheld:
 
 
 class TestLooks:
-    def test_get_next_look_returns_following_look(self) -> None:
+    def test_get_next_look_returns_next_planned_number_of_pairs(self) -> None:
         assert [get_next_look(n) for n in (0, 4, 5, 10, 20, 40, 45)] == [5, 5, 6, 11, 28, 56, 56]
 
     QUIET = ([0.001], [-0.001], [0.0], [0.002], [-0.002])
@@ -502,7 +502,7 @@ class TestProbe:
         assert after - before == pytest.approx(math.log(ratio), abs=1e-9)
 
     @given(seeds, st.floats(0.2, 5))
-    def test_compute_block_logs_with_probe_slowed_by_model_is_unchanged(self, seed: int, factor: float) -> None:
+    def test_compute_block_logs_with_probe_slowed_by_model_returns_same_logs(self, seed: int, factor: float) -> None:
         """Cold caches or a lower clock that a model leaves behind are its own doing."""
         times, probe = race(seed)
         disturbed = probe.copy()

@@ -424,7 +424,7 @@ class TestTies:
             pytest.param(np.arange(64.0)[:, None].repeat(20, 1), np.arange(64) % 2, False, id="a lost class"),
         ],
     )
-    def test_is_ranked_by_scores_with_equal_scores_for_classes_checks_answers(
+    def test_is_ranked_by_scores_returns_whether_scores_explain_answers(
         self, scores: Array, double: Array, ranks: bool
     ) -> None:
         rounding = Rounding(scores=scores, scores_error=self.ERRORS)

@@ -69,7 +69,7 @@ def test_find_outliers_with_several_broken_servers_names_only_them() -> None:
     assert len(list_found(count_each([*[(20_000, 20)] * 30, *bad * 10]))) == MAX_OUTLIERS
 
 
-def test_find_outliers_adds_starts_and_counts_start_of_two_followers_once() -> None:
+def test_find_outliers_adds_starts_of_server_and_counts_repeated_start_once() -> None:
     parts = [count("r4", 100, 5, origin=f"start{number}") for number in range(6)]
     honest = count_each(HONEST)
     assert not find_outliers([*honest, parts[0]])
@@ -117,7 +117,7 @@ def test_find_outliers_of_servers_with_many_requests_scales_them() -> None:
     assert not find_outliers(count_each(rows[:2]))
 
 
-def test_find_outliers_compares_deployments_apart() -> None:
+def test_find_outliers_compares_deployments_separately() -> None:
     counts = count_each(HONEST)
     candidates = [replace(each, tallies={**each.tallies, "v2": RequestCounts(requests=1000)}) for each in counts]
     assert not find_outliers(candidates)
@@ -146,7 +146,7 @@ def test_find_outliers_without_names_of_servers_finds_none() -> None:
         (RequestCounts(requests=float("nan"), errors=float("nan")), []),  # type: ignore[arg-type]
     ],
 )
-def test_find_outliers_with_invented_counts_names_them_or_ignores_them(
+def test_find_outliers_with_invented_counts_names_server_or_ignores_them(
     tally: RequestCounts, expected: list[str]
 ) -> None:
     invented = GenerationCounts(origin="x", generation=1, tallies={"v1": tally}, server="r9")
@@ -181,7 +181,7 @@ class Fleet:
 
 
 @pytest.mark.parametrize("endpoints", [100, pytest.param(2000, marks=pytest.mark.nightly)])
-def test_find_outliers_of_servers_that_are_alike_finds_none_in_twenty_looks(endpoints: int) -> None:
+def test_find_outliers_of_similar_servers_finds_none_in_twenty_looks(endpoints: int) -> None:
     random = np.random.default_rng(endpoints)
     found = 0
     for _ in range(endpoints):

@@ -193,7 +193,7 @@ class TestEqualAnswers:
     @settings(max_examples=25)
     @given(seed=st.integers(0, 1000), rows=st.integers(FEW_ROWS, 400), positives=st.integers(1, 10))
     @pytest.mark.parametrize(("definition", "draw"), WORLDS, ids=ids)
-    def test_score_of_equal_outputs_returns_exactly_no_change(
+    def test_score_of_equal_outputs_returns_point_interval_without_change(
         self, definition: MetricDefinition, draw: World, seed: int, rows: int, positives: int
     ) -> None:
         label, base, _ = draw(rows, np.random.default_rng(seed))
@@ -254,7 +254,7 @@ class TestWithoutLabels:
         assert close.difference.high <= 0
         assert far.candidate.estimate < -0.99
 
-    def test_score_without_labels_or_finite_answers_returns_no_value(self) -> None:
+    def test_score_without_labels_with_nan_or_single_model_returns_no_interval(self) -> None:
         good, bad = np.ones((50, 3)), np.full((50, 3), np.nan)
         assert score(COSINE, None, {CANDIDATE: good}, seed=0) == ()
         (entry,) = score(COSINE, None, {CANDIDATE: bad, "fp32": good}, seed=0)

@@ -102,7 +102,7 @@ def test_measure_unit_evidence_of_clients_failing_in_both_versions_is_negative()
     assert unit_evidence.measure_unit_evidence([one], "errors", 1.0) < 0
 
 
-def test_measure_unit_evidence_with_one_failing_unit_more_still_rises() -> None:
+def test_measure_unit_evidence_with_one_more_failing_unit_rises() -> None:
     """Three errors in each of 10 users' 100 requests, and one user who fails altogether."""
     candidate, stable = (
         units_at(find_badness_bin(3, 100), 100),

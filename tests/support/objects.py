@@ -63,7 +63,7 @@ class RemoteStoreSuite(StoreSuite):
     def record_of(self, key: Digest) -> bytes:
         return self.remote.read(record_name(key)) or b""
 
-    def test_content_store_file_written_is_read_back_by_other_store(self, place: str, tmp_path: Path) -> None:
+    def test_content_store_put_file_is_read_by_other_store(self, place: str, tmp_path: Path) -> None:
         source = tmp_path / "source"
         source.write_bytes(bytes(range(256)) * 40_000)
         digest = ContentStore(open_objects(place), tmp_path / "writer").put_file(source)
