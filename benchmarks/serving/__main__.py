@@ -17,7 +17,6 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -65,7 +64,6 @@ from benchmarks.serving.rounds import Match, Score, bare_run_us, choose_threads,
 from benchmarks.truth.claims import Claim
 from benchmarks.truth.page import fill, markdown, promises
 
-Play = Callable[[list[Match]], list[Score]]
 Caller = tuple[str, Contestant, Call]
 
 

@@ -23,7 +23,6 @@ from onnx_ops.statistics.rules.metric import judge_metric
 from onnx_ops.statistics.scores import CANDIDATE, score
 
 GROWTH = 1.05
-DROP = 0.02
 BOUND = 0.06
 ROWS = (50, 100, 200, 500, 2000)
 RIVAL = 400

@@ -59,7 +59,6 @@ from tests.support.endpoints import endpoint_config, fileless_deployment
 
 EPOCH_S = 60.0
 ENDPOINT, STABLE, CANDIDATE = "digits", "v1", "v2"
-PERCENT = 10
 _SECONDS = 0.001
 """Latency of all requests: none is judged."""
 _SLOW_SHARE, _SLOW_S = 0.02, 15.0

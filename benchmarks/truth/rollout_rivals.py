@@ -7,7 +7,6 @@ import numpy.typing as npt
 
 Bools = npt.NDArray[np.bool_]
 
-P_VALUE = 0.05
 LEAST_SUCCESS = 0.99
 CHECKS = 10
 FAILED_CHECKS = 5

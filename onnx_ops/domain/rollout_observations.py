@@ -5,7 +5,6 @@ Every count is a whole number of requests or of units, so that any process can c
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -172,17 +171,13 @@ class LatencyQuantiles:
 
 
 BADNESS_EDGES = (0.0, *(2.0**-k for k in range(10, 5, -1)), *(k / 32 for k in range(1, 33)))
-"""Upper edges of the bins of badness: no event, halves of 1/32 for rare events of busy users, then steps of 1/32."""
+"""Upper edges of the bins of badness: no event, halves of 1/32 for rare events of busy users, then steps of 1/32.
+
+A unit is in the first bin whose edge is not below events / requests. Rounding up needs no correction, since it does not
+depend on the assignment.
+"""
 USER_BLOCKS = 64
 """Blocks of users, which the cell of a user's key modulo this number belongs to."""
-
-
-def find_badness_bin(events: int, requests: int) -> int:
-    """Return the bin of a unit: the first whose edge is not below events / requests.
-
-    Rounding up needs no correction, since it does not depend on the assignment.
-    """
-    return bisect.bisect_left(BADNESS_EDGES, events / requests)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,6 @@ EPSILON = 2.0**-23
 EPSILON_DOUBLE = 2.0**-52
 """Spacing of float64 relative to its values."""
 
-ROUNDOFF = EPSILON / 2
-"""Largest relative error of one rounding to float32."""
-
 ML_DOMAIN = "ai.onnx.ml"
 """Domain of the operators of classical machine learning."""
 

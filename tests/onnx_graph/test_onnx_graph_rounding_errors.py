@@ -14,9 +14,11 @@ from onnx import helper, numpy_helper, parser
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.target import Target
 from onnx_ops.onnx_graph.rounding_errors import RoundingOutputs, list_ranked_outputs, write_with_rounding_errors
-from onnx_ops.onnx_graph.rounding_operators import EPSILON, KERNEL_ERRORS, ROUNDOFF
+from onnx_ops.onnx_graph.rounding_operators import EPSILON, KERNEL_ERRORS
 
 Array = npt.NDArray[Any]
+ROUNDOFF = EPSILON / 2
+"""Largest relative error of one rounding to float32."""
 ROWS, FEATURES = 64, 12
 WEIGHT = np.random.default_rng(1).normal(size=(FEATURES, 3)).astype(np.float32)
 X = np.random.default_rng(0).normal(size=(ROWS, FEATURES)).astype(np.float32)

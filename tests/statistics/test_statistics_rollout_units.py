@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -20,7 +21,6 @@ from onnx_ops.domain.rollout_observations import (
     RequestCounts,
     UnitCounts,
     UserBlocks,
-    find_badness_bin,
 )
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, SplitTest
 from onnx_ops.statistics.rollout.judge import judge
@@ -35,7 +35,7 @@ Clients = Sequence[tuple[int, int, bool]]
 def count_units(clients: Clients) -> UnitCounts:
     bins = np.zeros((2, len(BADNESS_EDGES)), dtype=int)
     for requests, errors, mine in clients:
-        bins[0 if mine else 1, find_badness_bin(errors, requests)] += 1
+        bins[0 if mine else 1, bisect_left(BADNESS_EDGES, errors / requests)] += 1
     return UnitCounts(candidate=tuple(bins[0].tolist()), stable=tuple(bins[1].tolist()))
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnx_ops.domain.rollout_observations import BADNESS_EDGES, GenerationUnits, UnitCounts, find_badness_bin
+from onnx_ops.domain.rollout_observations import BADNESS_EDGES, GenerationUnits, UnitCounts
 from onnx_ops.statistics.rollout import unit_evidence
 from onnx_ops.statistics.rollout.evidence import Array
 
 BINS = len(BADNESS_EDGES)
 PLACES = ("errors", "latency_p50", "latency_p99", "latency@p80")
 percents = st.sampled_from([1, 5, 10, 50, 90, 99])
+
+
+def find_badness_bin(events: int, requests: int) -> int:
+    return bisect_left(BADNESS_EDGES, events / requests)
 
 
 def split(candidate: Array, stable: Array, percent: int = 10, place: str = "errors") -> GenerationUnits:

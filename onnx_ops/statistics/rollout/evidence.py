@@ -162,13 +162,6 @@ def measure_evidence(table: npt.ArrayLike, tolerated: float, effect: float = 1.0
     return float(compute_log10_evidence(_summed(table, make_alternatives(tolerated)) / effect))
 
 
-def trace_evidence(table: npt.ArrayLike, tolerated: float, effect: float = 1.0) -> Array:
-    """Return log10 of the evidence after each interval; (intervals,)."""
-    rows = np.asarray(table, dtype=np.int64).reshape(-1, 4)
-    summed = np.cumsum(compute_log_likelihood(rows, make_alternatives(tolerated)), axis=0)
-    return compute_log10_evidence(summed / effect)
-
-
 def bound_odds_ratio(table: npt.ArrayLike, effect: float = 1.0) -> tuple[float, float]:
     """Return 95 % bounds of the odds ratio that hold at all times together.
 
