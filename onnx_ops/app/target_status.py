@@ -25,11 +25,13 @@ _CPU = "CPUExecutionProvider"
 class TargetStatus:
     """The status of one target. `why` and `remedy` explain it.
 
-    `here` is None if its file is wrong, another machine measures it, or its build is not checked.
+    `here` is None if its file is wrong, another machine measures it, or its build is not checked. `measured` is whether
+    this project timed models with a shipped profile, None for other targets.
     """
 
     name: str
     source: str
+    measured: bool | None = None
     provider: str = ""
     here: bool | None = None
     why: str = ""
@@ -82,9 +84,10 @@ def _write_probe() -> Iterator[Path]:
 
 
 def _read_status(project: Project, name: str, probe: Path) -> TargetStatus:
-    status = TargetStatus(name=name, source=project.targets.source(name))
+    targets = project.targets
+    status = TargetStatus(name=name, source=targets.source(name), measured=targets.is_measured(name))
     try:
-        target = project.targets.load(name)
+        target = targets.load(name)
         status = replace(status, provider=target.providers[0].name)
         if target.pool:
             return replace(status, why=f"workers of pool {target.pool} measure it")

@@ -62,7 +62,8 @@ def targets(as_json: AsJson = False) -> None:
     """List the project's targets and the shipped profiles, and which this machine can measure.
 
     A session of a tiny model is built for each; nothing is measured. A profile is used by its name. A file
-    configs/targets/NAME.yaml overrides the profile of that name.
+    configs/targets/NAME.yaml overrides the profile of that name. "never measured" marks the shipped profiles on
+    whose hardware no model was timed; their settings follow documentation.
 
     Example: onnx-ops targets --json
     """
@@ -78,7 +79,8 @@ def targets(as_json: AsJson = False) -> None:
         able = "can measure it" if status.here else "cannot measure it" if status.here is False else "not checked"
         text = ". ".join(part for part in (f"{able}: {status.why}" if status.why else able, status.remedy) if part)
         template = "[green]{}[/green]" if status.here else "[yellow]{}[/yellow]"
-        rows.append((status.name, status.source, status.provider, markup(template, text)))
+        source = f"{status.source}, never measured" if status.measured is False else status.source
+        rows.append((status.name, source, status.provider, markup(template, text)))
     print_table(("target", "from", "provider", "this machine"), rows)
 
 

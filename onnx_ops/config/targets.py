@@ -23,6 +23,22 @@ from onnx_ops.errors import ConfigError, NotFoundError, UserError
 PROFILES = Path(__file__).parent / "profiles"
 BUILTIN = ("cpu-1t", "cpu-all")
 """Profiles that every machine can run."""
+UNMEASURED = frozenset(
+    {
+        "coreml",
+        "directml",
+        "migraphx",
+        "mobile-ort",
+        "nnapi",
+        "openvino-gpu",
+        "openvino-npu",
+        "qnn",
+        "tensorrt",
+        "webgpu",
+        "xnnpack",
+    }
+)
+"""Profiles on whose hardware this project timed no model. A comment in each of their files states it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +71,11 @@ class TargetFiles:
         if path is None or path.parent == PROFILES:
             return "shipped"
         return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else str(path)
+
+    def is_measured(self, name: str) -> bool | None:
+        """Return whether this project timed models with the profile; None if the target is not a shipped profile."""
+        path = self.path(name)
+        return None if path is None or path.parent != PROFILES else name not in UNMEASURED
 
     def load(self, name: str, *, where: str = "configs/targets") -> Target:
         """Return a target, or the profile of that name, with absolute paths of its libraries.

@@ -11,7 +11,7 @@ import pytest
 from onnx_ops.adapters.runtimes.onnxruntime_session import list_providers
 from onnx_ops.app.context import open_project
 from onnx_ops.cli.diagnosis import diagnose
-from onnx_ops.config.targets import profile_names
+from onnx_ops.config.targets import UNMEASURED, profile_names
 from tests.support.command import run_command
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +38,7 @@ def test_targets_lists_each_target_and_profile_once(project: Path) -> None:
     assert found["cpu-1t"] == {
         "name": "cpu-1t",
         "source": "configs/targets/cpu-1t.yaml",
+        "measured": None,
         "provider": "CPUExecutionProvider",
         "here": True,
         "why": "",
@@ -49,6 +50,17 @@ def test_targets_lists_each_target_and_profile_once(project: Path) -> None:
     assert "unknown key 'provider'" in str(found["wrong"]["why"])
     assert found["node"]["here"] is False
     assert "'no-such-runtime'" in str(found["node"]["why"])
+
+
+def test_targets_marks_profiles_that_were_never_measured(project: Path) -> None:
+    statuses = listed(project)
+    measured = {name: statuses[name]["measured"] for name in profile_names()}
+    assert measured == {
+        name: None if name in ("cpu-1t", "node") else name not in UNMEASURED for name in profile_names()
+    }
+    lines = run_command("targets", cwd=project, environ={"COLUMNS": "200"}).stdout.splitlines()
+    marked = {line.split()[0] for line in lines if "shipped, never measured" in line}
+    assert marked == UNMEASURED
 
 
 def test_targets_with_missing_provider_reports_why_not_measurable(project: Path) -> None:

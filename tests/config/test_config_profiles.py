@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.config.schema import target_schema
-from onnx_ops.config.targets import PROFILES, TargetFiles, load_provider_options, profile_names
+from onnx_ops.config.targets import PROFILES, UNMEASURED, TargetFiles, load_provider_options, profile_names
 from onnx_ops.config.yaml_reader import read_text
 from onnx_ops.domain.execution import PROVIDER_PACKAGES
 from onnx_ops.errors import ConfigError, NotFoundError
@@ -118,3 +118,19 @@ def test_target_profiles_page_lists_each_profile() -> None:
     assert set(rows) == {f"`{name}`" for name in profile_names()}
     for name, _, option in SET:
         assert f"`{option}`" in rows[f"`{name}`"], f"{name} sets {option}, and its row does not say why"
+    assert {name for name in profile_names() if rows[f"`{name}`"].split("|")[-2].strip().startswith("no")} == UNMEASURED
+
+
+def test_unmeasured_profiles_state_it_in_one_comment_of_their_file() -> None:
+    comments = {
+        name: (PROFILES / f"{name}.yaml").read_text(encoding="utf-8").count("# Not measured: ")
+        for name in profile_names()
+    }
+    assert comments == {name: int(name in UNMEASURED) for name in profile_names()}
+
+
+def test_is_measured_target_file_of_a_project_returns_none(project: Path) -> None:
+    files = TargetFiles(project)
+    assert [files.is_measured(name) for name in ("cuda", "tensorrt", "nowhere")] == [True, False, None]
+    (project / "configs/targets/tensorrt.yaml").write_text("name: tensorrt\n")
+    assert files.is_measured("tensorrt") is None
