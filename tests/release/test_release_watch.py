@@ -269,7 +269,7 @@ def test_reconcile_queue_keeps_at_most_1000_names() -> None:
     assert queue.wait(0.0) == frozenset()
 
 
-def test_a_pass_without_a_due_change_changes_nothing() -> None:
+def test_reconcile_pass_without_due_change_writes_nothing() -> None:
     scene = with_candidate(serving("a"))
     scene.bind("digits", policy=CANARY)
     before = len(scene.world.ledger.read("digits"))
@@ -286,7 +286,7 @@ def test_a_pass_without_a_due_change_changes_nothing() -> None:
     )
 
 
-def test_a_pass_with_a_state_older_than_the_endpoint_reads_the_ledger_again() -> None:
+def test_reconcile_pass_with_outdated_state_reads_ledger_again() -> None:
     scene = with_candidate(serving("a"))
     reconcile_pass = ReconcilePass(scene.context, lambda: read_registry(scene.context))
     reconcile_pass.state("digits")
@@ -295,7 +295,7 @@ def test_a_pass_with_a_state_older_than_the_endpoint_reads_the_ledger_again() ->
     assert [(report.did, report.stable) for report in reconcile_pass.reconcile("digits")] == [("", True)]
 
 
-def test_a_pass_with_aliases_that_wait_for_another_endpoint_asks_once() -> None:
+def test_reconcile_pass_with_waiting_aliases_sends_one_registry_request() -> None:
     watch = Watch(pair())
     reports = ReconcilePass(watch.context, lambda: read_registry(watch.context)).reconcile("digits-a")
     assert [(report.did, report.stable) for report in reports] == [("", True)]
@@ -317,7 +317,7 @@ def test_a_pass_with_aliases_that_wait_for_another_endpoint_asks_once() -> None:
         withdrawn,
     ],
 )
-def test_find_step_with_a_due_change_writes_nothing(setup: Callable[[], Scene]) -> None:
+def test_find_step_with_due_change_writes_nothing(setup: Callable[[], Scene]) -> None:
     scene = setup()
     ledger, files = Counting(scene.world.ledger), Counting(scene.context.files)
     registry, provider = Counting(scene.world.registry), Counting(scene.world.provider)

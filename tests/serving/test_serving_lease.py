@@ -89,7 +89,7 @@ def test_pushed_state_without_lease_serves_candidate(server: ServerFamily, tmp_p
     assert ask(server, 60).keys() == {"blue", "green"}
 
 
-class TestLeased:
+class TestServingLease:
     """A table that needs a lease for any request."""
 
     @pytest.fixture

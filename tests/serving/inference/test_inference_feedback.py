@@ -113,7 +113,7 @@ def test_feedback_before_first_publication_is_unknown(tmp_path: Path) -> None:
         assert server.counts().deployments == {}
 
 
-def test_request_id_in_the_place_of_another_is_not_mistaken_for_it() -> None:
+def test_feedback_for_overwritten_request_id_is_unknown() -> None:
     server = FeedbackServer(make_table(), workers=1)
     names = ("old", "new")
     for number in range(3 * metrics.REQUEST_IDS):
@@ -132,7 +132,7 @@ def test_request_id_in_the_place_of_another_is_not_mistaken_for_it() -> None:
 
 
 @pytest.mark.parametrize("kind", ["request_id", "key"])
-def test_feedback_on_an_answer_under_another_split_counts_and_is_no_evidence(kind: str) -> None:
+def test_feedback_on_answer_of_earlier_split_is_counted_but_not_judged(kind: str) -> None:
     """A new candidate has early feedback only, which differs from late feedback."""
     earlier, table = make_table(1, old=90, new=10), make_table(5)
     server = FeedbackServer(earlier)
@@ -149,7 +149,7 @@ def test_feedback_on_an_answer_under_another_split_counts_and_is_no_evidence(kin
     assert server.read_cells("old") == {cell: (1, 1)}
 
 
-def test_feedback_after_a_publication_of_the_same_split_is_evidence() -> None:
+def test_feedback_after_publication_of_same_split_is_judged() -> None:
     server = FeedbackServer(make_table(1))
     server.remember("new", "r-1", KEYLESS_CELL)
     server.publish(make_table(2))
@@ -157,7 +157,7 @@ def test_feedback_after_a_publication_of_the_same_split_is_evidence() -> None:
     assert server.read_feedback()["new"] == (1, 1)
 
 
-def test_feedback_by_key_without_an_answer_counts_for_the_assigned_deployment_and_is_no_evidence() -> None:
+def test_feedback_by_key_without_answer_is_counted_but_not_judged() -> None:
     table = make_table()
     server = FeedbackServer(table)
     key, _ = find_user(table, "new")
@@ -167,7 +167,7 @@ def test_feedback_by_key_without_an_answer_counts_for_the_assigned_deployment_an
     assert (row[metrics.UNJUDGED_FEEDBACK], row[metrics.UNJUDGED_SUCCESSES]) == (1, 1)
 
 
-def test_feedback_by_key_is_about_the_last_epoch_of_the_present_split() -> None:
+def test_feedback_by_key_counts_for_last_epoch_of_current_split() -> None:
     server = FeedbackServer(make_table(1, epoch_s=60.0, old=90, new=10))
     key, cell = find_user(make_table(), "old")
     server.remember("new", "r-1", cell, epoch=30_000_000)

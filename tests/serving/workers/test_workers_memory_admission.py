@@ -139,7 +139,7 @@ def test_estimate_restarts_without_workers_is_zero() -> None:
     assert estimate_restarts([], 256, 0) == 0
 
 
-def test_measure_server_memory_is_the_median_of_running_workers(
+def test_measure_server_memory_returns_median_of_running_workers(
     process: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_admission, "read_available_bytes", lambda: GIB)
@@ -149,7 +149,7 @@ def test_measure_server_memory_is_the_median_of_running_workers(
     assert measured.worker_bytes == max(0, measure_memory(process.pid)[0] - measure_memory(os.getpid())[0])
 
 
-def test_measure_server_memory_without_workers_or_limit_is_none(
+def test_measure_server_memory_without_workers_or_limit_returns_none(
     process: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert measure_server_memory([]) is None
@@ -158,6 +158,6 @@ def test_measure_server_memory_without_workers_or_limit_is_none(
 
 
 @given(workers=st.integers(1, 256), peak=sizes, available=sizes)
-def test_find_shortage_agrees_with_the_admission_of_a_trial_load(workers: int, peak: int, available: int) -> None:
+def test_find_shortage_agrees_with_trial_load_admission(workers: int, peak: int, available: int) -> None:
     memory = ServerMemory(workers=workers, worker_bytes=0, available_bytes=available)
     assert bool(find_shortage(memory, peak)) != MemoryNeed(workers=workers, worker_bytes=peak).fits(available)
