@@ -47,14 +47,14 @@ class TestConformance:
 
     @pytest.mark.parametrize("name", ["ModelRegistry", "EndpointAccess", "NotificationTarget", "TargetDefinitions"])
     @pytest.mark.parametrize("check", CHECKS)
-    def test_a_block_is_as_prefect_wants_it(self, name: str, check: str) -> None:
+    def test_block_passes_prefect_conformance_check(self, name: str, check: str) -> None:
         from prefect.testing.standard_test_suites import blocks as suites
 
         from onnx_ops.orchestration import blocks
 
         getattr(suites.BlockStandardTestSuite, check)(self, getattr(blocks, name))
 
-    def test_these_are_all_checks_of_the_suite(self) -> None:
+    def test_checks_cover_whole_prefect_block_suite(self) -> None:
         from prefect.testing.standard_test_suites import blocks as suites
 
         assert {name for name in dir(suites.BlockStandardTestSuite) if name.startswith("test_")} == set(CHECKS)
@@ -84,7 +84,7 @@ def people() -> NotificationTarget:
     return NotificationTarget(notify="webhook", webhook=SecretStr("https://chat.example/hush"))
 
 
-def test_a_block_gives_the_variables_that_settings_read(tmp_path: Path) -> None:
+def test_block_environ_returns_variables_of_settings(tmp_path: Path) -> None:
     assert registry().environ(tmp_path) == {
         "ONNX_OPS_TRACKING_URI": "https://mlflow.example",
         "MLFLOW_TRACKING_USERNAME": "me",
@@ -96,14 +96,14 @@ def test_a_block_gives_the_variables_that_settings_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["PATH", "PYTHONPATH", "LD_PRELOAD", "AWS_X=1", "AWS_\nA", "ONNX_OPS_SIGNING_KEY"])
-def test_a_block_cannot_set_what_is_no_credential(name: str) -> None:
+def test_endpoint_access_block_with_other_variable_raises_validation_error(name: str) -> None:
     from onnx_ops.orchestration.blocks import EndpointAccess
 
     with pytest.raises(ValidationError, match="not a variable of AWS or Azure"):
         EndpointAccess(credentials={name: "x"})  # type: ignore[arg-type]
 
 
-def test_secrets_are_not_shown() -> None:
+def test_block_repr_with_secret_hides_it() -> None:
     assert "hush" not in "".join(map(repr, (registry(), access(), people())))
 
 
@@ -125,7 +125,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 PROD = ("onnx-ops-registry/prod", "onnx-ops-endpoints/prod", "onnx-ops-notifications/prod", "onnx-ops-targets/prod")
 
 
-def test_a_flow_has_what_its_blocks_say_and_leaves_nothing_behind(saved: None, here: Path) -> None:
+def test_project_of_blocks_applies_settings_and_restores_environment(saved: None, here: Path) -> None:
     from onnx_ops.orchestration.environment import project_of
 
     before = dict(os.environ)
@@ -143,7 +143,7 @@ def test_a_flow_has_what_its_blocks_say_and_leaves_nothing_behind(saved: None, h
     assert dict(os.environ) == before
 
 
-def test_a_pipeline_may_name_the_targets_of_a_block(saved: None, here: Path) -> None:
+def test_check_of_pipeline_with_target_block_accepts_only_its_targets(saved: None, here: Path) -> None:
     from onnx_ops.orchestration.environment import project_of
 
     (here / "data.npz").touch()
@@ -176,7 +176,9 @@ def test_a_pipeline_may_name_the_targets_of_a_block(saved: None, here: Path) -> 
         ({"name": "other"}, "is not the name"),
     ],
 )
-def test_a_target_in_a_block_is_right_and_brings_no_code(target: dict[str, Any], expected: str) -> None:
+def test_target_block_with_code_or_invalid_target_raises_validation_error(
+    target: dict[str, Any], expected: str
+) -> None:
     from onnx_ops.orchestration.blocks import TargetDefinitions
 
     with pytest.raises(ValidationError, match=expected):
@@ -185,7 +187,7 @@ def test_a_target_in_a_block_is_right_and_brings_no_code(target: dict[str, Any],
         TargetDefinitions(targets={"../t": {}})
 
 
-def test_settings_of_the_collection_are_defaults(saved: None, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collection_settings_are_used_as_defaults(saved: None, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from onnx_ops.orchestration.environment import project_of
 
     elsewhere = here / "elsewhere"
@@ -201,7 +203,7 @@ def test_settings_of_the_collection_are_defaults(saved: None, here: Path, monkey
         assert project.settings.root == here
 
 
-def test_blocks_that_contradict_each_other_are_refused(saved: None, tmp_path: Path) -> None:
+def test_environment_of_contradicting_blocks_raises_user_error(saved: None, tmp_path: Path) -> None:
     from onnx_ops.orchestration.blocks import ModelRegistry
     from onnx_ops.orchestration.environment import environment
 
@@ -211,7 +213,7 @@ def test_blocks_that_contradict_each_other_are_refused(saved: None, tmp_path: Pa
     assert environment(("onnx-ops-registry/prod",) * 2, tmp_path / "two") == dict(registry().environ(tmp_path))
 
 
-def test_blocks_that_are_none(saved: None, tmp_path: Path) -> None:
+def test_environment_of_unknown_block_raises_user_error(saved: None, tmp_path: Path) -> None:
     from prefect.blocks.system import Secret
 
     from onnx_ops.orchestration.environment import environment
@@ -225,7 +227,7 @@ def test_blocks_that_are_none(saved: None, tmp_path: Path) -> None:
         environment(("secret/some",), tmp_path)
 
 
-def test_a_server_that_is_down_is_told(saved: None, tmp_path: Path) -> None:
+def test_environment_without_prefect_server_raises_service_unavailable(saved: None, tmp_path: Path) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     from onnx_ops.orchestration.environment import environment
@@ -235,7 +237,7 @@ def test_a_server_that_is_down_is_told(saved: None, tmp_path: Path) -> None:
         environment(("onnx-ops-registry/prod",), tmp_path)
 
 
-def test_the_server_keeps_secrets_sealed_unless_asked(saved: None) -> None:
+def test_block_document_read_without_secrets_is_masked(saved: None) -> None:
     from prefect.client.orchestration import get_client
 
     wanted = {"block_types": {"slug": {"any_": ["onnx-ops-registry"]}}}
@@ -246,7 +248,7 @@ def test_the_server_keeps_secrets_sealed_unless_asked(saved: None) -> None:
 
 
 @pytest.mark.nightly
-def test_a_server_and_a_worker_that_load_the_collection_load_nothing_heavy() -> None:
+def test_collection_module_imports_no_heavy_package() -> None:
     from onnx_ops.orchestration.blocks import ModelRegistry
 
     pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))

@@ -28,7 +28,7 @@ def table(state: State[Any]) -> list[dict[str, str]]:
     return [row for artifact in artifacts_of(run_of(state)).values() for row in yaml.safe_load(str(artifact.data))]
 
 
-def test_one_that_has_drifted_fails_the_run_and_is_told(prefect_server: None, tmp_path: Path) -> None:
+def test_champions_flow_with_drift_fails_and_notifies(prefect_server: None, tmp_path: Path) -> None:
     scene = ChampionScene(tmp_path, now=(SLOWER,)).remembered()
     scene.world.notifiers["chat"] = chat = FakeNotifier()
     state = watched(scene)
@@ -45,7 +45,7 @@ def test_one_that_has_drifted_fails_the_run_and_is_told(prefect_server: None, tm
     ("remembered", "kind", "name", "word"),
     [(True, "COMPLETED", "Completed", "as it was"), (False, "FAILED", "EnvironmentFailed", "not measured")],
 )
-def test_others_wake_nobody(
+def test_champions_flow_without_drift_sends_no_notification(
     prefect_server: None, remembered: bool, kind: str, name: str, word: str, tmp_path: Path
 ) -> None:
     scene = ChampionScene(tmp_path).remembered() if remembered else ChampionScene(tmp_path)
@@ -56,7 +56,7 @@ def test_others_wake_nobody(
     assert [row["verdict"] for row in table(state)] == [word]
 
 
-def test_no_champions_are_no_failure(prefect_server: None, tmp_path: Path) -> None:
+def test_champions_flow_without_champions_completes(prefect_server: None, tmp_path: Path) -> None:
     scene = ChampionScene(tmp_path)
     scene.context = FakeWorld().context()
     state = watched(scene)

@@ -63,7 +63,7 @@ def rolled_out(endpoint: str) -> Scene:
     return scene
 
 
-def test_a_rollout_is_told_in_order_and_once(prefect_server: None) -> None:
+def test_rollout_events_are_sent_in_order_and_once(prefect_server: None) -> None:
     scene = rolled_out("told")
     context = with_events(scene.context)
     for _ in range(3):
@@ -85,7 +85,7 @@ def test_a_rollout_is_told_in_order_and_once(prefect_server: None) -> None:
     assert {"prefect.resource.id": "onnx-ops.model.digits", "prefect.resource.role": "model"} in found[0]["related"]
 
 
-def test_what_is_sent_twice_is_stored_once(prefect_server: None) -> None:
+def test_event_sent_twice_is_stored_once(prefect_server: None) -> None:
     scene = rolled_out("twice")
     kept: list[Any] = []
 
@@ -101,7 +101,7 @@ def test_what_is_sent_twice_is_stored_once(prefect_server: None) -> None:
     assert len(found) == len(kept) > 3
 
 
-def test_events_of_a_flow_run_lead_to_it(prefect_server: None) -> None:
+def test_event_in_flow_run_is_related_to_it(prefect_server: None) -> None:
     context = replace(Scene().context, notifiers=lambda: {NAME: PrefectEvents()})
     run = run_of(in_flow(lambda: bool(send_test_message(context))))
     (found,) = events("onnx-ops.endpoint.onnx-ops")
@@ -109,7 +109,7 @@ def test_events_of_a_flow_run_lead_to_it(prefect_server: None) -> None:
     assert found["related"] == [{"prefect.resource.id": f"prefect.flow-run.{run}", "prefect.resource.role": "flow-run"}]
 
 
-def test_gates_that_failed_now_and_the_new_release() -> None:
+def test_run_events_report_failed_gate_and_new_release() -> None:
     found = {event.event: event for event in run_events(PIPE, summary(UNSERVED, 1, outcomes=DONE), 5.0)}
     gate = found["onnx-ops.gate.failed"]
     assert gate.resource == "onnx-ops.model.digits-mlp"
@@ -120,18 +120,18 @@ def test_gates_that_failed_now_and_the_new_release() -> None:
     assert release.payload["versions"] == {"fp32": "4", "int8": "5"}
 
 
-def test_a_gate_that_failed_where_another_variant_serves_is_told_apart() -> None:
+def test_run_events_of_failed_gate_with_other_choice_are_labelled_served() -> None:
     gate, _ = run_events(PIPE, summary(SERVED, 0, outcomes=DONE), 5.0)
     assert gate.labels["onnx-ops.served"] == "yes"
     assert gate.payload["chosen"] == "int8"
 
 
-def test_what_was_known_already_is_told_no_more() -> None:
+def test_run_events_of_cached_stages_are_empty() -> None:
     known = tuple(replace(outcome, status=StageStatus.CACHED) for outcome in DONE)
     assert list(run_events(PIPE, summary(UNSERVED, 1, outcomes=known), 5.0)) == []
 
 
-def test_a_run_tells_the_server(prefect_server: None) -> None:
+def test_emit_run_events_sends_gate_and_release_events(prefect_server: None) -> None:
     emit_run_events(Scene().context, PIPE, summary(UNSERVED, 1, outcomes=DONE))
     kinds = frozenset({"onnx-ops.gate.failed", "onnx-ops.release.registered"})
     assert {event["event"] for event in events("onnx-ops.model.digits-mlp", kinds=kinds)} == kinds
@@ -146,7 +146,7 @@ def unset() -> Any:
 
 
 @pytest.mark.nightly
-def test_a_server_that_is_down_fails_nothing_and_gets_it_later(prefect_server: None) -> None:
+def test_events_during_server_outage_are_sent_later(prefect_server: None) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     scene, chat = rolled_out("late"), FakeNotifier()
@@ -165,7 +165,7 @@ def test_a_server_that_is_down_fails_nothing_and_gets_it_later(prefect_server: N
     assert len(later[NAME].sent) == len(chat.received) + 2, "a start and an advance beside"
 
 
-def test_without_a_server_there_is_nothing_to_tell(unset: None) -> None:
+def test_events_without_configured_server_are_skipped(unset: None) -> None:
     context = Scene().context
     assert with_events(context) is context
     emit_run_events(context, PIPE, summary(UNSERVED, 1, outcomes=DONE))
@@ -173,7 +173,7 @@ def test_without_a_server_there_is_nothing_to_tell(unset: None) -> None:
         PrefectEvents().check()
 
 
-def test_it_is_a_notifier_without_a_place(prefect_server: None) -> None:
+def test_prefect_events_notifier_with_argument_raises_user_error(prefect_server: None) -> None:
     notifier: Notifier = PrefectEvents()
     assert notifier.wants_steps
     assert not FakeNotifier().wants_steps

@@ -122,7 +122,7 @@ def seen(prefect_server: None) -> FlowRunRecord:
     return performed(FakeHandler(), PrefectExecutor())
 
 
-def test_task_runs_say_kind_variant_and_target(seen: FlowRunRecord) -> None:
+def test_task_run_names_contain_kind_variant_and_target(seen: FlowRunRecord) -> None:
     assert set(seen.runs) == {
         "data train",
         "train",
@@ -156,20 +156,22 @@ def test_task_runs_say_kind_variant_and_target(seen: FlowRunRecord) -> None:
         ("promote @ cpu-1t", "COMPLETED", "Skipped", "no variant passed"),
     ],
 )
-def test_state_of_each_stage(seen: FlowRunRecord, name: str, kind: str, state: str, message: str) -> None:
+def test_task_run_state_matches_stage_outcome(
+    seen: FlowRunRecord, name: str, kind: str, state: str, message: str
+) -> None:
     found = seen.runs[name].state
     assert found is not None
     assert (found.type.value, found.name) == (kind, state)
     assert message in (found.message or "")
 
 
-def test_a_failed_gate_still_has_a_result(seen: FlowRunRecord) -> None:
+def test_run_with_failed_gate_keeps_its_result(seen: FlowRunRecord) -> None:
     assert seen.result.outcomes[f"gate/fp32@{TARGET}"].status is StageStatus.DONE
     assert seen.result.outcomes["register"].status is StageStatus.DONE
     assert set(seen.result.errors) == {"quantize/int8"}
 
 
-def test_edges_follow_the_plan_whatever_became_of_the_stages(seen: FlowRunRecord) -> None:
+def test_task_run_edges_after_failures_match_plan(seen: FlowRunRecord) -> None:
     from onnx_ops.orchestration.tasks import task_run_name
 
     names = {s.id: task_run_name(s) for s in PLAN.stages}
@@ -178,14 +180,14 @@ def test_edges_follow_the_plan_whatever_became_of_the_stages(seen: FlowRunRecord
         assert seen.upstream(names[planned.id]) == expected
 
 
-def test_only_failures_of_the_environment_are_tried_again(seen: FlowRunRecord) -> None:
+def test_prefect_executor_retries_only_environment_failures(seen: FlowRunRecord) -> None:
     assert seen.handler.attempts["train"] == 2
     assert seen.runs["train"].run_count == 2
     assert seen.handler.attempts["quantize/int8"] == 1
     assert seen.runs["quantize int8"].run_count == 1
 
 
-def test_retries_are_visible_in_the_history_of_states(seen: FlowRunRecord) -> None:
+def test_task_run_after_retry_shows_retrying_state(seen: FlowRunRecord) -> None:
     from prefect.client.orchestration import get_client
 
     with get_client(sync_client=True) as client:
@@ -194,7 +196,7 @@ def test_retries_are_visible_in_the_history_of_states(seen: FlowRunRecord) -> No
     assert names == ["Pending", "Running", "Retrying", "Completed"]
 
 
-def test_each_line_of_the_log_names_its_stage_and_stands_there_once(seen: FlowRunRecord) -> None:
+def test_task_run_log_lines_name_stage_and_appear_once(seen: FlowRunRecord) -> None:
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import LogFilter, LogFilterTaskRunId
     from prefect.client.schemas.sorting import LogSort
@@ -215,7 +217,7 @@ def test_each_line_of_the_log_names_its_stage_and_stands_there_once(seen: FlowRu
     assert "fp32 @ cpu-1t: latency:" in lines("gate fp32 @ cpu-1t")[0]
 
 
-def test_a_gate_that_failed_in_an_earlier_run_is_shown_as_failed(prefect_server: None) -> None:
+def test_cached_failed_gate_is_shown_as_failed(prefect_server: None) -> None:
     from onnx_ops.orchestration.tasks import PrefectExecutor
 
     handler = FakeHandler(known=frozenset(s.id for s in PLAN.stages))
@@ -226,7 +228,7 @@ def test_a_gate_that_failed_in_an_earlier_run_is_shown_as_failed(prefect_server:
     assert states["benchmark fp32 @ cpu-1t"] == "Cached"
 
 
-def test_a_defect_ends_the_run_and_is_not_retried(prefect_server: None) -> None:
+def test_stage_with_unexpected_error_ends_run_without_retry(prefect_server: None) -> None:
     from onnx_ops.orchestration.tasks import PrefectExecutor
 
     class Broken(FakeHandler):
@@ -243,7 +245,7 @@ def test_a_defect_ends_the_run_and_is_not_retried(prefect_server: None) -> None:
 
 
 @pytest.mark.parametrize("verdict", Verdict)
-def test_a_gate_completes_only_if_it_passed(verdict: Verdict) -> None:
+def test_judged_state_is_completed_only_for_pass(verdict: Verdict) -> None:
     from onnx_ops.orchestration.tasks import judged
 
     result = GateResult(gate="latency", metric="", limit="", verdict=verdict, reason=REASON)
@@ -251,7 +253,7 @@ def test_a_gate_completes_only_if_it_passed(verdict: Verdict) -> None:
     assert (state.is_completed(), state.is_failed()) == (verdict is Verdict.PASS, verdict is not Verdict.PASS)
 
 
-def test_independent_stages_run_side_by_side_as_task_runs_of_their_flow_run(prefect_server: None) -> None:
+def test_independent_stages_run_in_parallel_as_task_runs_of_flow_run(prefect_server: None) -> None:
     from onnx_ops.orchestration.tasks import PrefectExecutor
 
     stages = tuple(stage(StageKind.QUANTIZE, f"quantize/{name}", variant=name) for name in "abcd")

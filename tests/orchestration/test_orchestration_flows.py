@@ -122,21 +122,19 @@ def empty_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("champions", {"pipelines", "blocks"}, []),
     ],
 )
-def test_flows_have_the_names_and_parameters_that_deployments_use(
-    name: str, parameters: set[str], required: list[str]
-) -> None:
+def test_flow_has_name_and_parameters_of_deployments(name: str, parameters: set[str], required: list[str]) -> None:
     found = load(name)
     assert found.name == name
     assert set(found.parameters.properties) == parameters
     assert found.parameters.required == required
 
 
-def test_stages_are_offered_by_name() -> None:
+def test_pipeline_flow_parameters_list_stage_kinds_by_name() -> None:
     definitions = load("pipeline").parameters.definitions
     assert "benchmark" in definitions["StageKind"]["enum"]
 
 
-def test_every_problem_of_a_wrong_file_ends_the_run(prefect_server: None, empty_project: Path) -> None:
+def test_pipeline_flow_with_invalid_file_fails_with_all_problems(prefect_server: None, empty_project: Path) -> None:
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.objects import StateType
 
@@ -168,7 +166,7 @@ def repository(empty_project: Path) -> Path:
     return empty_project
 
 
-def test_a_commit_runs_the_pipelines_that_it_touches(prefect_server: None, repository: Path) -> None:
+def test_model_commit_flow_runs_only_affected_pipelines(prefect_server: None, repository: Path) -> None:
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
@@ -190,7 +188,7 @@ def test_a_commit_runs_the_pipelines_that_it_touches(prefect_server: None, repos
     assert b"fp32" in picture
 
 
-def test_an_endpoint_stays_behind_only_with_a_reason(prefect_server: None, repository: Path) -> None:
+def test_pipeline_flow_with_dropped_endpoint_requires_abandon_reason(prefect_server: None, repository: Path) -> None:
     context = open_project(repository).context
     bind_endpoint(context, endpoint_config("old", target="cpu-1t", pipeline="brought"), RolloutPolicy())
     served = fileless_deployment("v1", location=str(repository))
@@ -211,7 +209,7 @@ def test_an_endpoint_stays_behind_only_with_a_reason(prefect_server: None, repos
 
 
 @pytest.mark.filterwarnings("ignore:Artifact creation outside:FutureWarning")
-def test_progress_that_no_server_takes_fails_no_run() -> None:
+def test_publish_progress_without_server_fails_no_run() -> None:
     from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
     from onnx_ops.orchestration.artifacts import publish_progress
@@ -227,13 +225,13 @@ def test_progress_that_no_server_takes_fails_no_run() -> None:
         )
 
 
-def test_a_commit_that_git_does_not_know_is_told(prefect_server: None, repository: Path) -> None:
+def test_model_commit_flow_with_unknown_commit_fails_as_wrong_input(prefect_server: None, repository: Path) -> None:
     unknown = end("model_commit", since="no-such-branch")
     assert unknown.name == "WrongInput"
     assert "git knows no commit 'no-such-branch'" in str(unknown.message)
 
 
-def test_a_rollback_of_nothing_says_what_there_is(prefect_server: None, empty_project: Path) -> None:
+def test_rollback_flow_of_unknown_endpoint_lists_known_endpoints(prefect_server: None, empty_project: Path) -> None:
     from prefect.client.schemas.objects import StateType
 
     state = end("rollback", endpoints=["nowhere"])
@@ -241,13 +239,13 @@ def test_a_rollback_of_nothing_says_what_there_is(prefect_server: None, empty_pr
     assert "Known endpoints: none" in (state.message or "")
 
 
-def test_reconciling_no_endpoints_is_done(prefect_server: None, empty_project: Path) -> None:
+def test_reconcile_flow_without_endpoints_completes(prefect_server: None, empty_project: Path) -> None:
     state = end("reconcile")
     assert state.is_completed()
     assert "no endpoints yet" in (state.message or "")
 
 
-def test_one_endpoint_that_cannot_be_settled_fails_the_run(prefect_server: None, empty_project: Path) -> None:
+def test_reconcile_flow_of_unknown_endpoint_fails(prefect_server: None, empty_project: Path) -> None:
     from prefect.client.schemas.objects import StateType
 
     state = end("reconcile", endpoints=["nowhere"])
@@ -255,7 +253,7 @@ def test_one_endpoint_that_cannot_be_settled_fails_the_run(prefect_server: None,
 
 
 @pytest.mark.parametrize("down", [False, True])
-def test_a_registry_that_does_not_answer_fails_the_reconciliation(down: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reconcile_as_task_fails_only_without_registry(down: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from onnx_ops.orchestration import flows
 
     scene = serving("a")
@@ -266,7 +264,7 @@ def test_a_registry_that_does_not_answer_fails_the_reconciliation(down: bool, mo
     assert (state.is_completed(), state.name) == (not down, "RegistryDown" if down else "Completed")
 
 
-def test_all_endpoints_are_told_of() -> None:
+def test_aggregate_state_of_several_endpoints_contains_all_messages() -> None:
     from prefect.client.schemas.objects import StateType
     from prefect.states import Completed, Failed
 
@@ -280,7 +278,7 @@ def test_all_endpoints_are_told_of() -> None:
 @pytest.mark.parametrize(
     ("code", "name"), [(1, "GateFailed"), (2, "WrongInput"), (3, "Inconclusive"), (4, "EnvironmentFailed")]
 )
-def test_a_run_without_a_release_ends_as_failed(code: int, name: str) -> None:
+def test_final_state_without_release_is_failed(code: int, name: str) -> None:
     from prefect.client.schemas.objects import StateType
 
     from onnx_ops.orchestration.flows import final_state
@@ -293,7 +291,7 @@ def test_a_run_without_a_release_ends_as_failed(code: int, name: str) -> None:
     assert "the provider is missing" in state.message
 
 
-def test_a_run_with_a_release_says_what_serves() -> None:
+def test_final_state_with_release_names_serving_variant() -> None:
     from onnx_ops.orchestration.flows import final_state
 
     state = final_state(summary(SERVED, 0, awaiting=("cpu-1t",)), {})
@@ -304,13 +302,13 @@ def test_a_run_with_a_release_says_what_serves() -> None:
     assert "1 of 1 stages executed" in state.message
 
 
-def test_a_run_with_nothing_changed_says_so() -> None:
+def test_final_state_without_executed_stage_reports_nothing_changed() -> None:
     from onnx_ops.orchestration.flows import final_state
 
     assert "nothing changed" in (final_state(summary(SERVED, 0, executed=()), {}).message or "")
 
 
-def test_tables_hold_every_gate_and_choice(prefect_server: None) -> None:
+def test_publish_tables_contain_all_gates_and_choices(prefect_server: None) -> None:
     from onnx_ops.orchestration.artifacts import publish_tables
 
     found = artifacts_of(run_of(in_flow(lambda: publish_tables(summary(SERVED, 0)))))
@@ -327,13 +325,13 @@ def test_tables_hold_every_gate_and_choice(prefect_server: None) -> None:
     assert "`onnx-ops report digits-mlp/4`" in str(found["digits-mlp-report"].data)
 
 
-def test_a_run_that_judged_nothing_leaves_no_tables(prefect_server: None) -> None:
+def test_publish_tables_without_decisions_creates_no_artifact(prefect_server: None) -> None:
     from onnx_ops.orchestration.artifacts import publish_tables
 
     assert artifacts_of(run_of(in_flow(lambda: publish_tables(summary(SERVED, 0, decisions=(), choices=()))))) == {}
 
 
-def test_deployments_lead_to_flows_and_pipelines_of_this_project() -> None:
+def test_prefect_yaml_deployments_match_existing_flows_and_pipelines() -> None:
     document = yaml.safe_load((PROJECT / "prefect.yaml").read_text(encoding="utf-8"))
     names = []
     for deployment in document["deployments"]:

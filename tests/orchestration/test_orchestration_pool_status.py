@@ -66,7 +66,7 @@ def start_worker(client: SyncPrefectClient, pool: str, name: str, *kinds: StageK
 
 
 @pytest.mark.parametrize("call", ["create_work_pool", "create_deployment", "send_worker_heartbeat", "create_variable"])
-def test_a_worker_that_starts_while_the_server_restarts_enters_its_pool(
+def test_worker_started_during_server_restart_enters_its_pool(
     client: SyncPrefectClient, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import httpx
@@ -87,7 +87,7 @@ def test_a_worker_that_starts_while_the_server_restarts_enters_its_pool(
     assert not failures
 
 
-def test_a_worker_without_a_server_gives_up(client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_without_server_raises_connect_error(client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> None:
     import httpx
 
     from onnx_ops.orchestration import pool_worker
@@ -98,7 +98,7 @@ def test_a_worker_without_a_server_gives_up(client: SyncPrefectClient, monkeypat
         pool_worker.PoolWorker(pool="none", name="alone")._enter_pool(client)
 
 
-def test_a_worker_without_a_free_file_polls_for_the_end_of_its_stages(
+def test_worker_without_free_file_descriptor_polls_for_stage_end(
     client: SyncPrefectClient, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import resource
@@ -128,7 +128,7 @@ def take(client: SyncPrefectClient, run: FlowRun, worker: str) -> None:
     client.set_flow_run_state(run.id, Running())
 
 
-def test_a_worker_describes_its_machine_without_loading_the_runtime(pool: str, client: SyncPrefectClient) -> None:
+def test_worker_announcement_describes_its_machine(pool: str, client: SyncPrefectClient) -> None:
     start_worker(client, pool, "gpu-1-77", StageKind.TRAIN)
     (worker,) = status_of(pool).workers
     assert (worker.name, worker.kinds, worker.limit) == ("gpu-1-77", (StageKind.TRAIN,), 1)
@@ -139,7 +139,7 @@ def test_a_worker_describes_its_machine_without_loading_the_runtime(pool: str, c
     assert worker.machine.cores == len(os.sched_getaffinity(0))
 
 
-def test_a_description_counts_while_its_worker_lives(pool: str, client: SyncPrefectClient) -> None:
+def test_announcement_of_removed_worker_is_deleted_by_next_worker(pool: str, client: SyncPrefectClient) -> None:
     from onnx_ops.orchestration.pool_records import read_announcements
 
     def announced() -> set[str]:
@@ -155,9 +155,7 @@ def test_a_description_counts_while_its_worker_lives(pool: str, client: SyncPref
     assert announced() == {"second"}
 
 
-def test_a_worker_that_is_late_is_waited_for_and_one_that_is_long_dead_is_not(
-    pool: str, client: SyncPrefectClient
-) -> None:
+def test_require_workers_waits_for_late_worker_but_not_for_dead_one(pool: str, client: SyncPrefectClient) -> None:
     from onnx_ops.orchestration import pools
     from onnx_ops.orchestration.prefect_client import server_time
 
@@ -177,7 +175,7 @@ def test_a_worker_that_is_late_is_waited_for_and_one_that_is_long_dead_is_not(
         assert slept.call_count == sleeps
 
 
-def test_another_release_describes_itself_in_vain(pool: str, client: SyncPrefectClient) -> None:
+def test_announcement_of_other_release_is_ignored(pool: str, client: SyncPrefectClient) -> None:
     from prefect.client.schemas.actions import VariableCreate
 
     from onnx_ops.orchestration.pool_records import ANNOUNCEMENT
@@ -189,7 +187,7 @@ def test_another_release_describes_itself_in_vain(pool: str, client: SyncPrefect
     assert status_of(pool).list_takers("train") == status_of(pool).workers
 
 
-def test_each_run_has_its_worker_and_each_wait_its_reason(pool: str, client: SyncPrefectClient) -> None:
+def test_pool_status_shows_worker_or_wait_reason_of_each_run(pool: str, client: SyncPrefectClient) -> None:
     from prefect.client.schemas.actions import WorkPoolUpdate
 
     def seen() -> dict[str, tuple[str, str, str]]:
@@ -217,7 +215,7 @@ def test_each_run_has_its_worker_and_each_wait_its_reason(pool: str, client: Syn
     assert seen()["train"] == ("running", "trainer", "its worker sends no heartbeat")
 
 
-def test_ended_runs_are_not_listed_and_a_deleted_pool_has_no_worker(pool: str, client: SyncPrefectClient) -> None:
+def test_pool_status_omits_ended_runs_and_workers_of_deleted_pool(pool: str, client: SyncPrefectClient) -> None:
     from prefect.states import Completed
 
     ended = ask_for(client, pool, "train")
@@ -227,7 +225,7 @@ def test_ended_runs_are_not_listed_and_a_deleted_pool_has_no_worker(pool: str, c
     assert status_of(pool) == PoolStatus(pool=pool)
 
 
-def test_who_was_cancelled_asks_for_no_further_run(pool: str, client: SyncPrefectClient) -> None:
+def test_pool_run_after_cancellation_requests_no_further_flow_run(pool: str, client: SyncPrefectClient) -> None:
     from onnx_ops.orchestration.pools import PrefectPools
 
     start_worker(client, pool, "trainer")._waiting(client)
@@ -245,7 +243,7 @@ def test_who_was_cancelled_asks_for_no_further_run(pool: str, client: SyncPrefec
     assert status_of(pool).runs == ()
 
 
-def test_one_request_reads_all_flow_runs_that_are_waited_for(pool: str, client: SyncPrefectClient) -> None:
+def test_read_of_awaited_flow_runs_sends_one_request(pool: str, client: SyncPrefectClient) -> None:
     from prefect.exceptions import ObjectNotFound
 
     from onnx_ops.orchestration.pools import PrefectPools

@@ -49,7 +49,7 @@ def page_of(state: State[Any]) -> str:
     return str(artifacts_of(run_of(state))["digits-rollout"].data)
 
 
-def test_a_rollout_that_goes_well(prefect_server: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollout_flow_of_healthy_candidate_completes(prefect_server: None, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = promoted()
     scene.world.notifiers["chat"] = chat = FakeNotifier()
     meanwhile(monkeypatch, *[lambda: scene.say(OperatorCommand.ADVANCE)] * 2)
@@ -69,7 +69,7 @@ def test_a_rollout_that_goes_well(prefect_server: None, monkeypatch: pytest.Monk
     assert chat.received[-1].headline == "v2 has all traffic"
 
 
-def test_one_that_is_rolled_back_fails_and_shows_the_evidence(
+def test_rollout_flow_after_abort_fails_and_shows_evidence(
     prefect_server: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = promoted(RolloutPolicy(steps=(0.1, 1.0), guardrails=(Guardrail(name="errors"),)))
@@ -88,7 +88,9 @@ def test_one_that_is_rolled_back_fails_and_shows_the_evidence(
     assert "![Evidence against v2](data:image/svg+xml;base64," in page
 
 
-def test_time_ends_a_run_and_not_the_rollout(prefect_server: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollout_flow_past_time_limit_ends_without_aborting_rollout(
+    prefect_server: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scene = promoted()
     meanwhile(monkeypatch, *[lambda: scene.world.clock.advance(10.0)] * 6)
     state = driven(scene, limit="1 min")
@@ -96,7 +98,9 @@ def test_time_ends_a_run_and_not_the_rollout(prefect_server: None, monkeypatch: 
     assert scene.traffic() == {"v1": 90, "v2": 10}
 
 
-def test_trouble_is_shown_once_and_tried_again(prefect_server: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollout_flow_with_provider_outage_shows_it_once_and_retries(
+    prefect_server: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scene = promoted()
     provider = scene.world.provider
     provider.down = True
@@ -111,7 +115,7 @@ def test_trouble_is_shown_once_and_tried_again(prefect_server: None, monkeypatch
 
 
 @pytest.mark.parametrize(("limit", "error"), [("soon", UserError), ("1 d", NotFoundError)])
-def test_what_cannot_be_driven(limit: str, error: type[Exception]) -> None:
+def test_run_rollout_with_invalid_limit_or_endpoint_raises_error(limit: str, error: type[Exception]) -> None:
     from onnx_ops.orchestration import rollouts
 
     scene = promoted() if error is UserError else Scene()
@@ -119,7 +123,7 @@ def test_what_cannot_be_driven(limit: str, error: type[Exception]) -> None:
         rollouts.run_rollout(scene.context, "digits", by="flow", limit=limit, interval="10 s")
 
 
-def test_several_are_rolled_back_each_in_a_task_run(prefect_server: None) -> None:
+def test_roll_back_endpoints_runs_one_task_run_per_endpoint(prefect_server: None) -> None:
     from onnx_ops.orchestration.flows import aggregate_state, roll_back_endpoints
 
     scene = promoted()
@@ -153,7 +157,7 @@ def block(prefect_server: None) -> Any:
         yield inbox
 
 
-def test_a_block_of_prefects_carries_a_message(block: WebhookSink, tmp_path: Any) -> None:
+def test_prefect_notifier_sends_message_through_block(block: WebhookSink, tmp_path: Any) -> None:
     notifier = PrefectNotifier("custom-webhook/ops", tmp_path)
     assert notifier.check() == "through Prefect's block custom-webhook/ops"
     notifier.send(ROLLED_BACK)
@@ -163,14 +167,14 @@ def test_a_block_of_prefects_carries_a_message(block: WebhookSink, tmp_path: Any
     assert "Undo: onnx-ops promote digits-mlp/3" in letter.document["body"]
 
 
-def test_a_block_that_is_not_there(prefect_server: None, tmp_path: Any) -> None:
+def test_prefect_notifier_with_unknown_block_raises_user_error(prefect_server: None, tmp_path: Any) -> None:
     with pytest.raises(UserError, match="no such block"):
         PrefectNotifier("custom-webhook/nobody", tmp_path).check()
     with pytest.raises(UserError, match="names no block"):
         PrefectNotifier("slack", tmp_path)
 
 
-def test_a_block_that_fails_is_tried_again(prefect_server: None, tmp_path: Any) -> None:
+def test_prefect_notifier_with_failing_block_raises_service_unavailable(prefect_server: None, tmp_path: Any) -> None:
     from prefect.blocks.notifications import CustomWebhookNotificationBlock
 
     made = CustomWebhookNotificationBlock(
