@@ -37,7 +37,7 @@ RMSE = MetricDefinition(name="rmse")
         (None, (ACCURACY,), None),
     ],
 )
-def test_labels_that_are_numbers_have_an_error_measured(
+def test_add_default_metric_for_numeric_labels_adds_rmse(
     label: Any, asked: tuple[MetricDefinition, ...], default: MetricDefinition | None
 ) -> None:
     found, added = add_default_metric(asked, Dataset(inputs={"x": np.zeros((2, 1))}, label=label))
@@ -46,9 +46,7 @@ def test_labels_that_are_numbers_have_an_error_measured(
 
 
 @pytest.mark.parametrize("is_judged", [True, False])
-def test_a_metric_of_another_kind_than_the_labels_is_refused_where_a_gate_judges_it(
-    tmp_path: Path, is_judged: bool
-) -> None:
+def test_gated_metric_unfit_for_labels_raises_user_error(tmp_path: Path, is_judged: bool) -> None:
     write_perceptron(tmp_path / "model.onnx")
     label = np.linspace(0, 1, 9)
     if is_judged:
@@ -58,7 +56,7 @@ def test_a_metric_of_another_kind_than_the_labels_is_refused_where_a_gate_judges
         assert measured(tmp_path, "model.onnx", label) == [("accuracy", True), ("rmse", True)]
 
 
-def test_a_variant_that_alone_answers_in_another_way_is_not_refused(tmp_path: Path) -> None:
+def test_gated_metric_with_different_variant_output_is_measured(tmp_path: Path) -> None:
     write_perceptron(tmp_path / "export.onnx")
     write_perceptron(tmp_path / "model.onnx")
     write_regressor(tmp_path)

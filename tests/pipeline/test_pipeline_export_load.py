@@ -36,13 +36,13 @@ def stage() -> Stage:
     return next(stage for stage in plan(PIPELINE, TARGETS, TableProbe()).stages if stage.id == "export")
 
 
-def test_require_loadable_file_that_loads_passes(tmp_path: Path, stage: Stage) -> None:
+def test_require_loadable_with_valid_file_passes(tmp_path: Path, stage: Stage) -> None:
     write_perceptron(tmp_path / "model.onnx")
     require_loadable(tmp_path / "model.onnx", stage, open_context(tmp_path))
 
 
 @pytest.mark.parametrize("fault", ["unknown input", "types", "no kernel"])
-def test_require_loadable_file_that_does_not_load_names_the_node(tmp_path: Path, stage: Stage, fault: str) -> None:
+def test_require_loadable_with_invalid_file_names_node(tmp_path: Path, stage: Stage, fault: str) -> None:
     kind = TensorProto.BFLOAT16 if fault == "no kernel" else TensorProto.FLOAT
     operator = "Det" if fault == "no kernel" else "Sub"
     given = {"unknown input": ["x", "Tenure__months_"], "types": ["x", "whole"], "no kernel": ["x"]}[fault]
@@ -90,12 +90,12 @@ def quantize_with_a_lost_input(tmp_path: Path, family: str) -> Manifest:
     return quantize.execute(replace(stage, settings=settings), digest_bytes(b"key"), {"export": export}, context)
 
 
-def test_quantize_variant_that_does_not_load_names_the_node(tmp_path: Path) -> None:
+def test_quantize_with_unloadable_variant_names_node(tmp_path: Path) -> None:
     with pytest.raises(MeasurementError, match="cannot load the quantized file") as caught:
         quantize_with_a_lost_input(tmp_path, "x86")
     assert "lost" in caught.value.why
     assert "exclude: [NAME]" in caught.value.remedy
 
 
-def test_quantize_variant_for_an_accelerator_is_loaded_where_it_is_measured(tmp_path: Path) -> None:
+def test_quantize_for_accelerator_does_not_load_variant(tmp_path: Path) -> None:
     assert f"{MODEL}model.onnx" in quantize_with_a_lost_input(tmp_path, "accelerator").files

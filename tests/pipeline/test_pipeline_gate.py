@@ -49,7 +49,7 @@ def record_of(world: FakeWorld, root: Path, *invariance: BatchInvariance, **meas
     [([], False), ([1.0], True), ([1.0, 1e6], False)],
     ids=["not measured", "independent", "dependent"],
 )
-def test_requests_are_batched_only_if_invariance_was_measured_and_passed(
+def test_gate_record_is_batchable_only_with_passed_batch_invariance(
     tmp_path: Path, ratios: list[float], batchable: bool
 ) -> None:
     invariance = (
@@ -59,7 +59,7 @@ def test_requests_are_batched_only_if_invariance_was_measured_and_passed(
     assert record_of(FakeWorld(), tmp_path, *invariance).batchable is batchable
 
 
-def test_how_many_requests_run_at_once_is_signed_as_it_was_measured(tmp_path: Path) -> None:
+def test_gate_record_contains_measured_number_of_threads(tmp_path: Path) -> None:
     independent = BatchInvariance(output="y", rows=32, error=1e-7, ratio=1.0, changed=0.0)
     rates = {(1, 1): 50.0, (1, 16): 100.0, (2, 1): 60.0, (2, 10): 85.0}
     ways = tuple(SchedulingMeasurement(threads=t, rows=rows, rows_per_s=rate) for (t, rows), rate in rates.items())
@@ -67,7 +67,7 @@ def test_how_many_requests_run_at_once_is_signed_as_it_was_measured(tmp_path: Pa
     assert (record.batchable, record.threads) == (True, 1)
 
 
-def test_a_metric_that_cannot_be_read_of_stored_evidence_is_a_mistake_of_the_file(tmp_path: Path) -> None:
+def test_gate_with_metric_that_failed_in_evidence_raises_user_error(tmp_path: Path) -> None:
     context = FakeWorld().context(root=tmp_path)
     unread = ScoreComparison(metric="accuracy", against="", n=0, failed="accuracy is of classes")
     evidence = put_document(context.store, make_evidence("fp32", scores=(unread,)))
@@ -78,13 +78,13 @@ def test_a_metric_that_cannot_be_read_of_stored_evidence_is_a_mistake_of_the_fil
     execute(STAGE, digest_bytes(b"key"), inputs, context)
 
 
-def test_what_the_target_declares_is_signed_with_the_decision(tmp_path: Path) -> None:
+def test_gate_record_contains_custom_ops_and_session_of_target(tmp_path: Path) -> None:
     record = record_of(FakeWorld(), tmp_path)
     assert record.custom_ops == (digest_bytes(b"library"),)
     assert record.execution.session.intra_op_threads == 4
 
 
-def test_a_decision_made_a_millisecond_later_has_the_higher_sequence(tmp_path: Path) -> None:
+def test_gate_record_one_millisecond_later_has_higher_sequence(tmp_path: Path) -> None:
     world = FakeWorld()
     earlier = record_of(world, tmp_path)
     world.clock.advance(0.001)

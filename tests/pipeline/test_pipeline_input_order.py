@@ -44,7 +44,7 @@ def load(root: Path, section: FileData) -> tuple[Manifest, Dataset]:
     return manifest, get_dataset(world.store, manifest)
 
 
-def test_written_order_of_inputs_is_kept_and_part_of_key_and_content(tmp_path: Path) -> None:
+def test_data_inputs_in_other_order_change_key_and_content(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", a=INCOME, z=AGE)
     user_first = FileData(file="a.npz", inputs={"user": "a", "item": "z"})
     item_first = FileData(file="a.npz", inputs={"item": "z", "user": "a"})
@@ -59,7 +59,7 @@ def test_written_order_of_inputs_is_kept_and_part_of_key_and_content(tmp_path: P
     assert (len(keys), len(contents)) == (2, 2)
 
 
-def test_columns_of_a_table_keep_their_order(tmp_path: Path) -> None:
+def test_load_of_table_keeps_column_order(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("income,age,label\n1.5,2.5,0\n3.5,4.5,1\n")
     for columns, expected in ((None, ["income", "age"]), (("age", "income"), ["age", "income"])):
         _, dataset = load(tmp_path, FileData(file="t.csv", label="label", columns=columns))
@@ -80,11 +80,11 @@ def test_columns_of_a_table_keep_their_order(tmp_path: Path) -> None:
         ([FileData(file="t.csv", columns=("b", "a")), FileData(file="u.csv")], False),
     ],
 )
-def test_order_is_declared_if_every_data_set_lists_the_same(sections: list[DataSection], declared: bool) -> None:
+def test_export_is_ordered_only_if_all_data_sets_list_same_order(sections: list[DataSection], declared: bool) -> None:
     assert planned(*sections)["export"].settings["ordered"] is declared
 
 
-def test_a_matrix_of_a_table_has_the_columns_of_training_in_their_order(tmp_path: Path) -> None:
+def test_arrange_features_restores_column_order_of_training(tmp_path: Path) -> None:
     """Two tables whose columns stand in other orders give the same matrix."""
     (tmp_path / "train.csv").write_text("income,age,label\n1.5,2.5,0\n")
     (tmp_path / "test.csv").write_text("label,age,income\n0,2.5,1.5\n")
@@ -100,7 +100,7 @@ def test_a_matrix_of_a_table_has_the_columns_of_training_in_their_order(tmp_path
         arrange_features(matrices["test"], {"x": ("city", "income")})
 
 
-def test_a_stored_matrix_is_read_for_an_export_in_the_order_of_its_columns(tmp_path: Path) -> None:
+def test_get_dataset_for_export_returns_columns_in_its_order(tmp_path: Path) -> None:
     store = context(tmp_path).store
     rows: dict[str, Any] = {"x": np.array([[1, 2]], np.float32)}
     manifest = put_dataset(store, Dataset(inputs=rows, features={"x": ("age", "income")}))
@@ -115,7 +115,7 @@ def test_a_stored_matrix_is_read_for_an_export_in_the_order_of_its_columns(tmp_p
     np.testing.assert_array_equal(get_dataset(store, manifest).inputs["x"], [[1, 2]])
 
 
-def test_training_gets_matrices_of_one_order(tmp_path: Path) -> None:
+def test_train_with_differently_ordered_tables_receives_one_order(tmp_path: Path) -> None:
     from onnx_ops.adapters.exporters.sklearn import SklearnExporter
     from onnx_ops.pipeline.stages.train import execute as train
 

@@ -50,11 +50,11 @@ def changed(before: Plan, after: Plan) -> set[str]:
     return {name for name, key in new.items() if old[name] != key}
 
 
-def test_the_document_of_a_pipeline_is_read_back() -> None:
+def test_codec_of_pipeline_restores_equal_pipeline() -> None:
     assert codec.loads(codec.dumps(PIPELINE), Pipeline) == PIPELINE
 
 
-def test_the_stages_of_a_pipeline() -> None:
+def test_plan_of_full_pipeline_contains_all_stages() -> None:
     stages = planned().stages
     assert ids(stages, StageKind.DATA) == ["data/train", "data/test", "data/extra"]
     assert ids(stages, StageKind.QUANTIZE) == ["quantize/int8-dynamic", "quantize/int8-static"]
@@ -66,7 +66,7 @@ def test_the_stages_of_a_pipeline() -> None:
     assert len(stages) == 3 + 1 + 1 + 1 + 2 + 6 + 6 + 1 + 2 + 2
 
 
-def test_every_stage_comes_after_those_it_waits_for() -> None:
+def test_plan_lists_stages_after_their_dependencies() -> None:
     seen: set[str] = set()
     for stage in planned().stages:
         assert seen >= {*stage.needs, *stage.tolerates}
@@ -74,7 +74,7 @@ def test_every_stage_comes_after_those_it_waits_for() -> None:
         seen.add(stage.id)
 
 
-def test_needs_and_tolerances() -> None:
+def test_plan_of_full_pipeline_sets_needs_and_tolerates() -> None:
     stages = planned()
     assert stages["train"].needs == ("data/train", "data/extra"), "what is scored is not trained on"
     assert stages["quantize/int8-static"].needs == ("export", "data/train")
@@ -89,26 +89,26 @@ def test_needs_and_tolerances() -> None:
     assert stages["deploy/digits"].tolerates == ("promote@cpu",)
 
 
-def test_a_model_that_is_brought_needs_no_data_to_train() -> None:
+def test_plan_with_user_model_needs_no_training_data() -> None:
     brought = planned(replace(PIPELINE, train=None, model="models/m.onnx"))["train"]
     assert brought.needs == ()
     assert brought.settings["model"] == "models/m.onnx"
 
 
-def test_nothing_is_released_without_a_key_or_a_registry() -> None:
+def test_plan_without_key_or_registry_has_no_release_stages() -> None:
     last = (StageKind.REGISTER, StageKind.PROMOTE, StageKind.DEPLOY)
     for some in (planned(probe=TableProbe(key=None)), planned(replace(PIPELINE, register=None, deploy=()))):
         assert not [stage for stage in some.stages if stage.kind in last]
 
 
-def test_a_person_promotes_where_the_pipeline_says_manual() -> None:
+def test_plan_with_manual_promotion_has_no_promote_stage() -> None:
     some = planned(replace(PIPELINE, register=Register(model="digits")))
     assert not ids(some.stages, StageKind.PROMOTE)
     assert some["deploy/digits"].needs == ("register",)
 
 
 @pytest.mark.parametrize("until", StageKind)
-def test_until_leaves_out_what_comes_later(until: StageKind) -> None:
+def test_plan_until_stage_omits_later_stages(until: StageKind) -> None:
     order = list(StageKind)
     kinds = {stage.kind for stage in planned(until=until).stages}
     assert kinds == set(order[: order.index(until) + 1]) & {stage.kind for stage in planned().stages}
@@ -119,7 +119,7 @@ def with_section(name: str, **values: object) -> Pipeline:
 
 
 @pytest.mark.parametrize("section", ["train", "export", "validate", "benchmark", "register", "quantize", "deploy"])
-def test_attempts_are_no_part_of_a_key(section: str) -> None:
+def test_stage_key_ignores_retries_and_timeout(section: str) -> None:
     attempts: dict[str, Any] = {"retries": 3, "timeout": 60.0}
     entries: Any = getattr(PIPELINE, section)
     if isinstance(entries, tuple):
@@ -162,30 +162,28 @@ def own(**limits: Any) -> MetricGate:
         (MetricGate(name="auc", min=0.5), MetricGate(name="auc", output="scores", min=0.5), True),
     ],
 )
-def test_another_metric_is_measured_and_its_limits_measure_nothing_again(
-    before: Gate, after: Gate, again: bool
-) -> None:
+def test_benchmark_key_changes_with_metric_but_not_with_limits(before: Gate, after: Gate, again: bool) -> None:
     assert changed(plan_with(before), plan_with(after)) & BENCHMARKS == (BENCHMARKS if again else set())
 
 
-def test_the_code_of_an_own_metric_is_part_of_its_measurement() -> None:
+def test_benchmark_settings_depend_on_code_of_custom_metric() -> None:
     gate = own(higher_is_better=True, min=0.5)
     edited = TableProbe(world={"code": "edited"})
     before, after = (plan_with(gate, probe=probe)["benchmark/fp32@cpu"] for probe in (TableProbe(), edited))
     assert before.settings["metrics"] != after.settings["metrics"]
 
 
-def test_the_order_of_metric_gates_does_not_matter_to_a_measurement() -> None:
+def test_benchmark_key_ignores_order_of_metric_gates() -> None:
     gates = (MetricGate(name="f1", min=0.5), MetricGate(name="auc", min=0.5))
     assert not changed(plan_with(*gates), plan_with(*reversed(gates))) & BENCHMARKS
 
 
-def test_other_gates_judge_again_and_measure_nothing_again() -> None:
+def test_changed_gates_change_gate_keys_but_no_benchmark_keys() -> None:
     other = planned(replace(PIPELINE, gates=(SizeGate(max=999),)))
     assert changed(planned(), other) == pairs_of("gate") | RELEASE
 
 
-def test_measurements_follow_from_the_gates_and_limits_do_not_enter_their_keys() -> None:
+def test_benchmark_settings_follow_kinds_of_gates_but_not_limits() -> None:
     without = plan_with(SizeGate(max=9))
     assert not {"throughput", "starts"} & set(without["benchmark/fp32@cpu"].settings)
     loaded = plan_with(SizeGate(max=9), ThroughputGate(concurrency=8, min=5.0), ThroughputGate(min=1.0))
@@ -198,7 +196,7 @@ def test_measurements_follow_from_the_gates_and_limits_do_not_enter_their_keys()
     assert not changed(started, both) & pairs_of("benchmark"), "the same processes serve both"
 
 
-def test_limits_of_a_target_judge_there_only() -> None:
+def test_gates_of_target_apply_only_to_that_target() -> None:
     limited = TARGETS | {"edge": replace(TARGETS["edge"], gates=(SizeGate(max=5), MemoryGate(max=7)))}
     plain, found = planned(), plan(PIPELINE, limited, TableProbe())
     there: Any = found["gate/fp32@edge"].settings["gates"]
@@ -211,16 +209,16 @@ def test_limits_of_a_target_judge_there_only() -> None:
     assert not again & pairs_of("benchmark"), "a limit measures nothing again"
 
 
-def test_limits_tell_the_measurement_how_long_to_go_on() -> None:
+def test_benchmark_hints_contain_tolerances_of_gates() -> None:
     stage = plan_with(LatencyGate(max_regression=0.05), ThroughputGate(max_regression=0.1))["benchmark/fp32@cpu"]
     assert stage.hints["tolerances"] == {"latency": [0.05], "throughput": [0.1]}
 
 
-def test_another_signer_judges_again() -> None:
+def test_gate_keys_change_with_signer() -> None:
     assert changed(planned(), planned(probe=TableProbe(key=Digest("sha256:other")))) == pairs_of("gate") | RELEASE
 
 
-def test_the_code_of_a_table_of_translations_is_part_of_the_export() -> None:
+def test_export_key_depends_on_code_of_translation_table() -> None:
     export = Export(framework="torch", options={"translations": "operators:TABLE"})
     pipeline = replace(PIPELINE, export=export, train=None, model="model.pt")
     again = changed(planned(pipeline), planned(pipeline, TableProbe(world={"code": "new"})))
@@ -230,7 +228,7 @@ def test_the_code_of_a_table_of_translations_is_part_of_the_export() -> None:
     assert not changed(planned(plain), planned(plain, TableProbe(world={"code": "new"})))
 
 
-def test_other_code_trains_again_and_all_that_follows() -> None:
+def test_changed_training_code_changes_all_later_keys() -> None:
     again = changed(planned(), planned(probe=TableProbe(world={"code": "new"})))
     assert again == {stage.id for stage in planned().stages if stage.kind is not StageKind.DATA}
 
@@ -242,7 +240,7 @@ def test_other_code_trains_again_and_all_that_follows() -> None:
         ({"hardware": "another machine"}, pairs_of("benchmark", "gate")),
     ],
 )
-def test_other_tools_and_machines(world: dict[str, str], again: set[str]) -> None:
+def test_changed_tool_or_hardware_changes_only_dependent_keys(world: dict[str, str], again: set[str]) -> None:
     found = changed(planned(), planned(probe=TableProbe(world=world)))
     assert found >= again | RELEASE
     assert not found & {"train", "export", "quantize/int8-dynamic"}
@@ -258,17 +256,17 @@ def test_other_tools_and_machines(world: dict[str, str], again: set[str]) -> Non
         lambda: replace(PIPELINE, data={**PIPELINE.data, "train": FileData(file="t.npz", inputs={"x": "x"})}),
     ],
 )
-def test_settings_shape_keys(change: Callable[[], Pipeline]) -> None:
+def test_plan_keys_change_with_settings(change: Callable[[], Pipeline]) -> None:
     assert changed(planned(), planned(change()))
 
 
-def test_another_definition_of_a_target_measures_on_it_again() -> None:
+def test_changed_target_changes_only_its_benchmark_keys() -> None:
     targets = {**TARGETS, "edge": replace(TARGETS["edge"], session=SessionSettings(intra_op_threads=4))}
     found = changed(planned(), plan(PIPELINE, targets, TableProbe()))
     assert found & BENCHMARKS == {f"benchmark/{v}@edge" for v in VARIANTS}
 
 
-def test_one_input_more_is_another_key() -> None:
+def test_stage_key_depends_on_its_inputs() -> None:
     stage = planned()["register"]
     handler = CountingHandler()
     one = handler.execute(stage, Digest("a"), {})
@@ -276,7 +274,7 @@ def test_one_input_more_is_another_key() -> None:
     assert len({stage.key({}), stage.key({"x": one}), stage.key({"x": two}), stage.key({"y": one})}) == 4
 
 
-def test_a_variant_is_made_for_each_kind_of_machine_among_its_targets() -> None:
+def test_quantize_settings_list_machine_kinds_of_targets() -> None:
     def settings(**world: str) -> Any:
         return planned(probe=TableProbe(world=world))["quantize/int8-static"].settings["machines"]
 
@@ -290,7 +288,7 @@ ENTRY = Quantize(name="best", method="auto", tuning_data=TuningData(data="extra"
 SEARCHED = replace(PIPELINE, quantize=(ENTRY,), gates=(*PIPELINE.gates, MetricGate(name="rmse", max_increase=0.1)))
 
 
-def test_a_search_is_one_stage_and_each_role_a_variant() -> None:
+def test_plan_with_search_has_one_search_stage_and_variant_per_role() -> None:
     stages = planned(SEARCHED)
     assert ids(stages.stages, StageKind.SEARCH) == ["search/best"]
     assert ids(stages.stages, StageKind.QUANTIZE) == [f"quantize/best-{role}" for role in ("fast", "small", "exact")]
@@ -301,19 +299,19 @@ def test_a_search_is_one_stage_and_each_role_a_variant() -> None:
     assert "quantize/best-small" in stages["register"].tolerates
 
 
-def test_only_the_roles_that_are_kept_become_variants() -> None:
+def test_plan_with_selected_search_roles_has_only_their_variants() -> None:
     pipeline = replace(SEARCHED, quantize=(replace(ENTRY, variants=("small",)),))
     assert pipeline.variants() == ("fp32", "best-small")
     assert ids(planned(pipeline).stages, StageKind.QUANTIZE) == ["quantize/best-small"]
 
 
-def test_it_decides_by_the_metric_that_is_gated() -> None:
+def test_search_settings_contain_gated_metric() -> None:
     for gates, expected in ((SEARCHED.gates, ("rmse", True)), (PIPELINE.gates, ("accuracy", False))):
         metric: Any = planned(replace(SEARCHED, gates=gates))["search/best"].settings["metric"]
         assert (metric["definition"]["name"], metric["lower"]) == expected
 
 
-def test_what_changes_the_search() -> None:
+def test_search_key_changes_with_budget_metric_data_and_machine() -> None:
     before = planned(SEARCHED)
     again = replace(SEARCHED, quantize=(replace(ENTRY, budget=Budget(metric_drop=0.02)),))
     assert {"search/best", "quantize/best-fast"} <= changed(before, planned(again))
@@ -323,7 +321,7 @@ def test_what_changes_the_search() -> None:
         assert "search/best" in changed(before, planned(SEARCHED, TableProbe(world=world))), world
 
 
-def test_what_is_preferred_changes_only_the_release() -> None:
+def test_changed_objective_changes_only_release_keys() -> None:
     preferring = planned(replace(PIPELINE, objective=Objective(default="size", targets={"edge": "accuracy"})))
     assert changed(planned(), preferring) == RELEASE
     policies: Any = preferring["register"].settings["policies"]
@@ -331,7 +329,7 @@ def test_what_is_preferred_changes_only_the_release() -> None:
     assert preferring["gate/fp32@edge"].hints["policy"] == policies["edge"]
 
 
-def test_the_price_of_a_target_is_measured_by_nothing() -> None:
+def test_changed_price_of_target_changes_no_key() -> None:
     dearer = {name: replace(target, price_per_hour=0.5) for name, target in TARGETS.items()}
     assert changed(planned(), plan(PIPELINE, dearer, TableProbe())) == set()
     assert all(target.digest() == TARGETS[name].digest() for name, target in dearer.items())

@@ -55,7 +55,7 @@ def evidence_of(variant: str) -> Evidence:
     return make_evidence(variant, target="cpu-1t", quantized=False, release=RELEASE, manifest=manifest, size_bytes=1000)
 
 
-def test_each_version_holds_the_report_of_the_whole_release(tmp_path: Path) -> None:
+def test_register_stores_release_report_with_each_version(tmp_path: Path) -> None:
     world = FakeWorld()
     context = world.context(root=tmp_path)
     store = context.store
@@ -111,7 +111,7 @@ def test_each_version_holds_the_report_of_the_whole_release(tmp_path: Path) -> N
         assert inputs[f"benchmark/{variant}@cpu-1t"]["evidence.json"] in pages[0]
 
 
-def test_a_target_without_measurements_is_an_error_and_no_failed_model() -> None:
+def test_choose_variants_for_unmeasured_target_returns_error_verdict() -> None:
     found = choose_variants({"cpu-1t": TargetObjective(), "gpu": TargetObjective()}, (decision_of("fp32"),))
     assert [(c.target, c.variant, c.verdict) for c in found] == [
         ("cpu-1t", "fp32", Verdict.PASS),
@@ -119,7 +119,7 @@ def test_a_target_without_measurements_is_an_error_and_no_failed_model() -> None
     ]
 
 
-def test_quantiles_and_medians_become_metrics_of_the_version() -> None:
+def test_plain_figures_of_evidence_contain_quantiles_and_medians() -> None:
     evidence = replace(
         evidence_of("fp32"),
         throughput=(ThroughputMeasurement(concurrency=4, batch=1, requests=9, per_second=(210.0, 190.0, 205.0)),),
@@ -136,7 +136,7 @@ def test_quantiles_and_medians_become_metrics_of_the_version() -> None:
     }
 
 
-def test_each_metric_is_a_figure_of_its_name() -> None:
+def test_plain_figures_of_scores_are_named_after_metrics() -> None:
     value = Interval(estimate=0.8, low=0.7, high=0.9)
     scores = (
         ScoreComparison(metric="f1 binary positive:a=b", against="", n=9, candidate=value),
@@ -175,11 +175,11 @@ ROWS = np.array([[1.5, 2], [3, 4], [5, 6]], np.float32)
 
 
 @pytest.mark.parametrize(("batch", "rows"), [("batch", [[1.5, 2]]), (2, [[1.5, 2], [3, 4]])])
-def test_an_example_has_one_row_or_those_of_a_fixed_batch(store: Store, batch: Any, rows: list[list[float]]) -> None:
+def test_build_request_example_has_one_row_or_fixed_batch(store: Store, batch: Any, rows: list[list[float]]) -> None:
     assert json.loads(build_request_example(exported(store, ROWS, batch=batch), store)) == {"inputs": {"x": rows}}
 
 
-def test_an_example_is_written_as_the_model_takes_it(store: Store, tmp_path: Path) -> None:
+def test_build_request_example_has_axes_and_values_of_model(store: Store, tmp_path: Path) -> None:
     model = read_model_info(write_voice_detector(tmp_path / "voice.onnx"))
     rows = make_voice_rows(3)
     real = {**rows, "state": np.moveaxis(rows["state"], 1, 0)}
@@ -203,5 +203,7 @@ def test_an_example_is_written_as_the_model_takes_it(store: Store, tmp_path: Pat
     ],
     ids=["no JSON", "too large", "no real rows"],
 )
-def test_what_json_cannot_say_or_nobody_would_read_is_left_out(store: Store, array: np.ndarray, group: str) -> None:
+def test_build_request_example_with_nan_or_large_rows_returns_empty(
+    store: Store, array: np.ndarray, group: str
+) -> None:
     assert build_request_example(exported(store, array, group=group), store) == b""

@@ -48,7 +48,7 @@ def statuses(result: RunResult) -> set[StageStatus]:
     return {outcome.status for outcome in result.outcomes.values()}
 
 
-def test_a_second_run_executes_nothing() -> None:
+def test_second_run_without_changes_executes_nothing() -> None:
     handler = CountingHandler()
     assert go(handler).executed() == tuple(stage.id for stage in PLAN.stages)
     handler.calls.clear()
@@ -66,7 +66,7 @@ def test_a_second_run_executes_nothing() -> None:
     ],
     ids=["other gates", "fresh kinds"],
 )
-def test_only_what_changed_or_is_asked_for_runs_again(
+def test_run_after_change_executes_only_changed_or_uncached_stages(
     some: Plan, no_cache: tuple[StageKind, ...], kinds: set[StageKind]
 ) -> None:
     handler = CountingHandler()
@@ -76,7 +76,7 @@ def test_only_what_changed_or_is_asked_for_runs_again(
     assert sorted(handler.calls) == sorted(stage.id for stage in some.stages if stage.kind in kinds)
 
 
-def test_a_failure_stops_what_needs_it_and_nothing_else() -> None:
+def test_failed_stage_skips_only_dependent_stages() -> None:
     handler = CountingHandler(errors={"quantize/int8-static": [StageError("crashed", where="here")]})
     result = go(handler)
     by_status = {
@@ -94,7 +94,7 @@ def test_a_failure_stops_what_needs_it_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
-def test_disk_that_cannot_be_used_stops_the_run(number: int) -> None:
+def test_run_with_unusable_disk_raises_storage_error(number: int) -> None:
     """The release would leave out a variant that is not to blame."""
     handler = CountingHandler(errors={"quantize/int8-static": [OSError(number, os.strerror(number))]})
     with pytest.raises(StorageError) as stopped:
@@ -104,12 +104,12 @@ def test_disk_that_cannot_be_used_stops_the_run(number: int) -> None:
     assert "register" in go(handler).executed()
 
 
-def test_result_that_may_not_be_read_stops_the_run() -> None:
+def test_run_with_unreadable_result_raises_storage_error() -> None:
     with pytest.raises(StorageError):
         go(CountingHandler(unreadable={"quantize/int8-static": StorageError("closed")}))
 
 
-def test_what_was_tolerated_is_an_input_once_it_succeeds() -> None:
+def test_tolerated_stage_after_success_changes_dependent_key() -> None:
     handler = CountingHandler(errors={"quantize/int8-static": [StageError("crashed")]})
     before = go(handler).outcomes["register"].key
     after = go(handler)
@@ -118,7 +118,7 @@ def test_what_was_tolerated_is_an_input_once_it_succeeds() -> None:
     assert "train" not in after.executed()
 
 
-def test_a_failed_source_skips_everything_behind_it() -> None:
+def test_failed_train_stage_skips_all_later_stages() -> None:
     result = go(CountingHandler(errors={"train": [UserError("wrong")]}))
     assert set(result.executed()) == {"data/train", "data/test", "data/extra", "train"}
     assert result.outcomes["export"].reason == "needs train, which failed"
@@ -126,18 +126,18 @@ def test_a_failed_source_skips_everything_behind_it() -> None:
     assert result.outcomes["deploy/digits"].reason == "needs register, which was skipped"
 
 
-def test_a_stage_with_nothing_to_do_is_skipped_with_its_reason() -> None:
+def test_stage_without_work_is_skipped_with_reason() -> None:
     result = go(CountingHandler(refusals={"gate/fp32@cpu": "no variant passed"}))
     assert result.outcomes["gate/fp32@cpu"].reason == "no variant passed"
 
 
-def test_an_endpoint_is_bound_whatever_becomes_of_a_promotion() -> None:
+def test_deploy_after_refused_promotion_binds_endpoint() -> None:
     result = go(CountingHandler(errors={"promote@cpu": [RefusedError("was rolled back")]}))
     assert result.outcomes["promote@cpu"].status is StageStatus.FAILED
     assert result.outcomes["deploy/digits"].status is StageStatus.DONE
 
 
-def test_a_known_result_that_cannot_be_read_fails_its_stage_only() -> None:
+def test_corrupt_cached_result_fails_only_its_stage() -> None:
     result = go(CountingHandler(unreadable={"deploy/digits": CorruptStateError("torn", where="ledger")}))
     assert result.outcomes["deploy/digits"].status is StageStatus.FAILED
     assert isinstance(result.errors["deploy/digits"], CorruptStateError)
@@ -145,7 +145,7 @@ def test_a_known_result_that_cannot_be_read_fails_its_stage_only() -> None:
 
 
 @pytest.mark.parametrize("spoilt", [None, "train", "quantize/int8-dynamic", "gate/fp32@cpu", "register"])
-def test_a_preview_says_what_a_run_does(spoilt: str | None) -> None:
+def test_preview_predicts_stages_that_run_executes(spoilt: str | None) -> None:
     handler = CountingHandler()
     assert set(preview(PLAN, handler=handler).values()) == {None}
     first = go(handler)
@@ -162,7 +162,7 @@ def test_a_preview_says_what_a_run_does(spoilt: str | None) -> None:
     assert spoilt in would_run if spoilt else not would_run
 
 
-def test_observers_and_executors_are_told_everything() -> None:
+def test_run_notifies_observer_and_executor_of_all_stages() -> None:
     handler, watching = CountingHandler(), Watching()
     clock = FakeClock()
     run(PLAN, handler=handler, executor=watching, observer=watching, clock=clock)
@@ -186,7 +186,7 @@ def test_observers_and_executors_are_told_everything() -> None:
         (0, [StageError("a")], 1, StageError),
     ],
 )
-def test_only_failures_of_the_environment_are_tried_again(
+def test_inline_executor_retries_only_environment_failures(
     retries: int, errors: list[OnnxOpsError | OSError], calls: int, raised: type[OnnxOpsError] | None
 ) -> None:
     stage, handler = replace(PLAN["train"], retries=retries), CountingHandler(errors={"train": list(errors)})
@@ -195,7 +195,7 @@ def test_only_failures_of_the_environment_are_tried_again(
     assert len(handler.calls) == calls
 
 
-def test_what_another_run_does_meanwhile_is_taken_and_not_done_again() -> None:
+def test_stage_result_of_concurrent_run_is_reused() -> None:
     made = Manifest(files={"result": digest_bytes(b"made by another run")})
     handler = CountingHandler(elsewhere={"train": made})
     watching = Watching()
@@ -240,7 +240,7 @@ def ends(outcomes: Mapping[str, StageOutcome]) -> dict[str, tuple[StageStatus, s
 
 
 @pytest.mark.parametrize("failing", [(), ("export",), ("quantize/int8-static", "benchmark/fp32@cpu")])
-def test_side_by_side_the_outcomes_are_those_of_one_by_one(failing: tuple[str, ...]) -> None:
+def test_parallel_run_has_same_outcomes_as_sequential_run(failing: tuple[str, ...]) -> None:
     alone, together = Busy(failing=frozenset(failing)), Busy(failing=frozenset(failing))
     one, many = go(alone), go(together, jobs=4)
     assert ends(many.outcomes) == ends(one.outcomes)
@@ -266,13 +266,15 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @given(some=plans(), jobs=st.integers(2, 5), failing=st.frozensets(st.integers(0, 11).map("s{}".format)))
-def test_any_plan_ends_as_it_would_one_by_one(some: Plan, jobs: int, failing: frozenset[str]) -> None:
+def test_parallel_run_of_random_plan_has_same_outcomes_as_sequential_run(
+    some: Plan, jobs: int, failing: frozenset[str]
+) -> None:
     together = Busy(failing=failing)
     assert ends(go(together, some, jobs=jobs).outcomes) == ends(go(Busy(failing=failing), some).outcomes)
     assert together.most <= jobs
 
 
-def test_what_does_not_wait_for_each_other_is_at_work_at_once() -> None:
+def test_parallel_run_executes_independent_stages_concurrently() -> None:
     both = threading.Barrier(2)
 
     class Meeting(Busy):
@@ -284,7 +286,7 @@ def test_what_does_not_wait_for_each_other_is_at_work_at_once() -> None:
     assert not go(Meeting(), jobs=2).errors
 
 
-def test_results_come_in_the_order_of_the_items_whatever_ends_first() -> None:
+def test_ordered_map_returns_results_in_order_of_items() -> None:
     last = threading.Event()
 
     def work(number: int) -> int:
@@ -297,7 +299,7 @@ def test_results_come_in_the_order_of_the_items_whatever_ends_first() -> None:
     assert list(ordered_map(2, work, range(10))) == list(range(10))
 
 
-def test_a_piece_of_work_that_raises_stops_no_other() -> None:
+def test_daemon_thread_pool_after_failed_task_runs_others() -> None:
     done: list[int] = []
 
     def work(number: int) -> None:
@@ -316,7 +318,7 @@ def test_a_piece_of_work_that_raises_stops_no_other() -> None:
         DaemonThreadPool[None](0)
 
 
-def test_what_an_interrupted_run_has_queued_never_starts() -> None:
+def test_daemon_thread_pool_after_interrupt_starts_no_queued_task() -> None:
     free, begun = threading.Event(), list[str]()
 
     def hold() -> None:

@@ -44,7 +44,7 @@ def train(root: Path, body: str, function: str = "train") -> None:
         ("def train(data, seed):\n    return lambda x: x\n", UserError, "train.run: the returned function cannot"),
     ],
 )
-def test_a_fault_in_user_code_is_told_in_its_own_words(
+def test_train_with_fault_in_user_code_raises_matching_error(
     tmp_path: Path, body: str, kind: type[OnnxOpsError], expected: str
 ) -> None:
     with pytest.raises(kind, match=expected):

@@ -62,24 +62,24 @@ def edited(project: Path, name: str, reference: str = "model:train", depends: tu
         ("space.code", {"space/code", "helper"}),  # in a folder without __init__, within a function
     ],
 )
-def test_what_is_imported_counts(project: Path, reference: str, imported: set[str]) -> None:
+def test_collect_user_code_includes_imported_modules(project: Path, reference: str, imported: set[str]) -> None:
     for name in imported:
         assert edited(project, f"{name}.py", f"{reference}:train"), name
 
 
 @pytest.mark.parametrize("name", ["unrelated.py", "tools/unused.py", "data.txt", "space/code.py"])
-def test_what_is_not_imported_does_not_count(project: Path, name: str) -> None:
+def test_collect_user_code_ignores_unimported_files(project: Path, name: str) -> None:
     assert not edited(project, name)
 
 
-def test_declared_files_count(project: Path) -> None:
+def test_collect_user_code_with_depends_includes_declared_files(project: Path) -> None:
     assert edited(project, "data.txt", depends=("data.txt",))
     with pytest.raises(NotFoundError, match=r"missing\.txt"):
         collect_user_code(("model:train",), project, ("missing.txt",))
 
 
 @pytest.mark.parametrize("file", ["onnx_ops/__init__.py", "tools.py"], ids=["of this product", "beside a package"])
-def test_a_module_that_another_one_hides_does_not_count(project: Path, file: str) -> None:
+def test_collect_user_code_ignores_shadowed_module(project: Path, file: str) -> None:
     (project / "onnx_ops").mkdir()
     (project / "model.py").write_text("import onnx_ops, tools\n\ndef train(): ...\n")
     before = collect_user_code(("model:train",), project)
@@ -87,7 +87,7 @@ def test_a_module_that_another_one_hides_does_not_count(project: Path, file: str
     assert collect_user_code(("model:train",), project) == before
 
 
-def test_the_function_is_no_part_of_it_and_neither_is_the_place(
+def test_collect_user_code_ignores_function_name_and_folder(
     project: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     other = write_sources(tmp_path_factory.mktemp("other"))
@@ -95,20 +95,20 @@ def test_the_function_is_no_part_of_it_and_neither_is_the_place(
 
 
 @pytest.mark.parametrize("reference", ["nowhere:train", "tools.nowhere:train", ":train", "", "../model:train", "a b:c"])
-def test_a_module_that_is_not_there(project: Path, reference: str) -> None:
+def test_collect_user_code_of_missing_module_raises_not_found_error(project: Path, reference: str) -> None:
     with pytest.raises(NotFoundError):
         collect_user_code((reference,), project)
 
 
 @pytest.mark.parametrize("source", [b"def (:\n", b"x = '\x00'\n", b"\xff\xfe\n", b"# coding: nonsense\n"])
-def test_what_is_not_python_is_the_users_error(project: Path, source: bytes) -> None:
+def test_collect_user_code_with_invalid_source_raises_user_error(project: Path, source: bytes) -> None:
     (project / "helper.py").write_bytes(source)
     with pytest.raises(UserError, match="not Python") as caught:
         collect_user_code(("model:train",), project)
     assert "helper.py" in caught.value.where
 
 
-def test_imports_may_go_in_circles(project: Path) -> None:
+def test_collect_user_code_with_circular_import_succeeds(project: Path) -> None:
     (project / "helper.py").write_text("import model\n")
     assert set(collect_user_code(("model:train",), project).files) >= {"model.py", "helper.py"}
 
@@ -130,18 +130,20 @@ def instance() -> object:
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_pickle_names_its_classes(shop: Path, protocol: int) -> None:
+def test_find_referenced_modules_of_pickle_returns_class_modules(shop: Path, protocol: int) -> None:
     (shop / "model.pkl").write_bytes(pickle.dumps(instance(), protocol))
     assert find_referenced_modules(shop / "model.pkl", shop) == {"shop_nets.scaled", "numpy"}
 
 
 @pytest.mark.parametrize("compress", [0, 3, ("gzip", 3), ("bz2", 3), ("lzma", 3), ("xz", 3)], ids=str)
-def test_a_compressed_pickle_names_its_classes(shop: Path, compress: int | tuple[str, int]) -> None:
+def test_find_referenced_modules_of_compressed_pickle_returns_class_modules(
+    shop: Path, compress: int | tuple[str, int]
+) -> None:
     joblib.dump(instance(), shop / "model.joblib", compress=compress)
     assert find_referenced_modules(shop / "model.joblib", shop) == {"shop_nets.scaled", "numpy"}
 
 
-def test_an_archive_and_a_document_name_their_classes(shop: Path) -> None:
+def test_find_referenced_modules_of_archive_and_json_returns_class_modules(shop: Path) -> None:
     document = json.dumps({"module": "shop_nets.scaled", "class_name": "Scaled", "other": "numpy.linalg"})
     (shop / "config.json").write_text(document)
     with zipfile.ZipFile(shop / "model.pt", "w") as archive:
@@ -153,7 +155,7 @@ def test_an_archive_and_a_document_name_their_classes(shop: Path) -> None:
 
 
 @given(before=st.binary(max_size=40), after=st.binary(max_size=40))
-def test_a_name_is_found_whatever_stands_around_it(
+def test_find_referenced_modules_with_name_in_any_bytes_returns_it(
     before: bytes, after: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     root = tmp_path_factory.mktemp("project")
@@ -180,14 +182,14 @@ def library(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     _find_development_folder.cache_clear()
 
 
-def test_package_under_development_is_followed_wherever_it_lies(project: Path, library: Path) -> None:
+def test_collect_user_code_follows_package_under_development(project: Path, library: Path) -> None:
     (project / "helper.py").write_text("from shop_library import Layer\n")
     files = set(collect_user_code(("model:train",), project).files)
     assert {"shop_library/__init__.py", "shop_library/layers.py"} <= files
     assert set(collect_user_code(("shop_alone:train",), project).files) == {"shop_alone.py"}
 
 
-def test_pickle_names_classes_of_a_package_under_development(project: Path, library: Path) -> None:
+def test_find_referenced_modules_includes_package_under_development(project: Path, library: Path) -> None:
     objects = [importlib.import_module("shop_library.layers").Layer(), importlib.import_module("shop_alone").Alone()]
     (project / "model.pkl").write_bytes(pickle.dumps(objects))
     assert find_referenced_modules(project / "model.pkl", project) == {"shop_library.layers", "shop_alone"}
@@ -202,12 +204,12 @@ def test_pickle_names_classes_of_a_package_under_development(project: Path, libr
         ("tools/shapes.py", "import importlib\nimportlib.import_module('.unused', __package__)\n", "tools/unused.py"),
     ],
 )
-def test_import_by_a_name_that_stands_there_counts(project: Path, file: str, source: str, imported: str) -> None:
+def test_collect_user_code_follows_import_by_literal_name(project: Path, file: str, source: str, imported: str) -> None:
     (project / file).write_text(source)
     assert edited(project, imported)
 
 
-def test_installed_package_counts_with_its_version(project: Path) -> None:
+def test_collect_user_code_records_version_of_installed_package(project: Path) -> None:
     (project / "helper.py").write_text("import json, yaml, sklearn.linear_model, onnx_ops\n")
     packages = collect_user_code(("model:train",), project).packages
     assert set(packages) == {"numpy", "PyYAML", "scikit-learn"}
@@ -215,7 +217,7 @@ def test_installed_package_counts_with_its_version(project: Path) -> None:
     assert collect_user_code(("numpy.linalg:norm",), project).packages == {"numpy": np.__version__}
 
 
-def test_name_in_a_module_of_the_project_is_no_installed_package(project: Path) -> None:
+def test_collect_user_code_of_project_module_records_no_package(project: Path) -> None:
     (project / "yaml").mkdir()
     (project / "yaml" / "reader.py").write_text("def read(): ...\n")
     (project / "helper.py").write_text("from yaml.reader import read\n")

@@ -20,7 +20,7 @@ from onnx_ops.testing.fakes import FakeWorld
 from tests.support.graphs import write_graph
 
 
-def test_an_export_that_does_not_run_has_a_mismatch(tmp_path: Path) -> None:
+def test_validate_of_unloadable_export_records_mismatch(tmp_path: Path) -> None:
     context = replace(FakeWorld().context(root=tmp_path), runtime=lambda *_: OnnxRuntime())
     export = Manifest(
         files={
@@ -34,7 +34,7 @@ def test_an_export_that_does_not_run_has_a_mismatch(tmp_path: Path) -> None:
     assert measured.mismatch
 
 
-def test_a_model_that_answers_nothing_but_nan_is_a_mismatch_although_its_source_does_too(tmp_path: Path) -> None:
+def test_measure_parity_with_only_nan_outputs_records_mismatch(tmp_path: Path) -> None:
     path = write_graph(tmp_path / "m.onnx", "(float[batch,2] x) => (float[batch,2] y) { y = Log(x) }")
     for value, mismatches in ((-1, 1), (1, 0)):
         rows = np.full((3, 2), value, np.float32)

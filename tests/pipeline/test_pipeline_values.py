@@ -42,7 +42,7 @@ def write_project(folder: Path, pipeline: str = PIPELINE, **arrays: Any) -> None
     (folder / "configs" / "pipelines" / "voice.yaml").write_text(pipeline, encoding="utf-8")
 
 
-def test_a_model_with_state_and_a_scalar_runs_from_data_to_gates(tmp_path: Path) -> None:
+def test_run_of_model_with_state_and_scalar_input_succeeds(tmp_path: Path) -> None:
     write_project(tmp_path)
     done = run_command("run", "configs/pipelines/voice.yaml", "--json", "--quiet", cwd=tmp_path)
     assert done.code == 0, done.stdout + done.stderr
@@ -59,13 +59,13 @@ def test_a_model_with_state_and_a_scalar_runs_from_data_to_gates(tmp_path: Path)
         ("values: {sr: 16000}, ", "", "data.test.inputs"),
     ],
 )
-def test_check_finds_values_that_the_model_cannot_take(old: str, new: str, path: str, tmp_path: Path) -> None:
+def test_check_with_unfit_input_value_reports_its_path(old: str, new: str, path: str, tmp_path: Path) -> None:
     write_project(tmp_path, PIPELINE.replace(old, new))
     done = run_command("check", "configs/pipelines/voice.yaml", "--json", cwd=tmp_path)
     assert [problem["path"] for problem in done.document()["problems"]] == [path]
 
 
-def test_check_finds_rows_that_are_not_on_the_declared_axis(tmp_path: Path) -> None:
+def test_check_with_undeclared_row_axis_reports_export_dynamic(tmp_path: Path) -> None:
     declared = "export: {framework: torch, opset: 18, dynamic: {state: {1: batch}}}"
     for export, paths in ((declared, []), ("export: {framework: torch, opset: 18}", ["export.dynamic"])):
         text = PIPELINE.replace("model: voice.onnx", 'train: {run: "net:train"}')
@@ -77,7 +77,7 @@ def test_check_finds_rows_that_are_not_on_the_declared_axis(tmp_path: Path) -> N
         assert [problem["path"] for problem in json.loads(done.stdout)["problems"]] == paths
 
 
-def test_values_and_rows_of_other_axes_come_back_from_the_store(tmp_path: Path) -> None:
+def test_stored_dataset_with_values_and_other_row_axis_is_restored(tmp_path: Path) -> None:
     rows = {**make_voice_rows(9), "y": np.arange(9), "rate": np.array(8000)}
     inputs = {"input": "input", "state": "state"}
     section = FileData(file="rows.npz", inputs=inputs, label="y", values={"sr": "rate", "gain": 0.5})
@@ -93,7 +93,7 @@ def test_values_and_rows_of_other_axes_come_back_from_the_store(tmp_path: Path) 
         dataset.put_rows_first({"state": 2})
 
 
-def test_an_array_without_rows_is_suggested_as_a_value() -> None:
+def test_find_data_problems_with_scalar_array_suggests_values() -> None:
     rows = {**make_voice_rows(9), "rate": np.array(8000)}
     ((_, problem),) = find_data_problems(rows, FileData(file="rows.npz"), "data/test")
     assert "values: {rate: rate}" in problem.remedy
