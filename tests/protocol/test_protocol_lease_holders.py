@@ -15,13 +15,13 @@ from onnx_ops.protocol.server_process import LocalHost
 HOLDER = "from onnx_ops.protocol.server_process import LocalHost; print(LocalHost().holder(), flush=True); input()"
 
 
-def test_this_process_is_alive() -> None:
+def test_alive_of_own_holder_returns_true() -> None:
     host = LocalHost()
     assert host.alive(host.holder())
     assert host.holder().startswith(f"{socket.gethostname()}:{os.getpid()}:")
 
 
-def test_a_holder_is_alive_until_it_was_killed() -> None:
+def test_alive_of_killed_holder_returns_false() -> None:
     command = [sys.executable, "-c", HOLDER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -34,24 +34,24 @@ def test_a_holder_is_alive_until_it_was_killed() -> None:
         assert not LocalHost().alive(holder)
 
 
-def test_a_reused_process_id_is_not_its_holder() -> None:
+def test_alive_of_reused_process_id_returns_false() -> None:
     host, process, started = LocalHost().holder().split(":")
     assert not LocalHost().alive(f"{host}:{process}:{int(started) - 1}")
 
 
 @pytest.mark.parametrize("holder", ["another-machine:1:1", f"{socket.gethostname()}:me:1", "", "nonsense"])
-def test_who_cannot_be_known_counts_as_alive(holder: str) -> None:
+def test_alive_of_unknown_holder_returns_true(holder: str) -> None:
     assert LocalHost().alive(holder)
 
 
-def test_the_actor_of_a_container_can_have_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actor_without_user_name_is_user_id(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ONNX_OPS_ACTOR", "LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
     assert LocalHost().actor() == f"uid-4000000000@{socket.gethostname()}"
 
 
-def test_the_actor_is_the_user_unless_the_environment_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actor_from_environment_overrides_user_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ONNX_OPS_ACTOR", raising=False)
     assert LocalHost().actor().endswith(f"@{socket.gethostname()}")
     monkeypatch.setenv("ONNX_OPS_ACTOR", "release-bot")

@@ -15,11 +15,11 @@ def test_error_bytes_keep_type_and_texts(kind: type[OnnxOpsError]) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"<html>", b"[]", b'{"error":"internal error"}', b"\xff\xfe"])
-def test_error_from_bytes_of_others_is_service_unavailable(data: bytes) -> None:
+def test_error_from_bytes_of_foreign_data_returns_service_unavailable(data: bytes) -> None:
     assert type(error_from_bytes(data)) is ServiceUnavailableError
 
 
-def test_error_from_bytes_with_an_unknown_type_is_a_base_error() -> None:
+def test_error_from_bytes_with_unknown_type_returns_base_error() -> None:
     error = error_from_bytes(b'{"error": "SystemExit", "what": "x"}')
     assert type(error) is OnnxOpsError
     assert error.what == "x"

@@ -20,12 +20,12 @@ def make_counts(deployment: DeploymentCounts = HONEST, uptime: ServerUptime | No
     return Counts(origin="o", at=0.0, bounds_s=(1.0,), deployments={"v1": HONEST}, tables=(table,), uptimes=uptimes)
 
 
-def test_has_possible_counts_of_a_busy_server_is_true() -> None:
+def test_has_possible_counts_of_busy_server_returns_true() -> None:
     assert has_possible_counts(make_counts(uptime=ServerUptime(server="", generation=3, seconds=1e8, ends=3)))
 
 
 @pytest.mark.parametrize("number", IMPOSSIBLE)
-def test_has_possible_counts_of_an_impossible_number_is_false(number: int) -> None:
+def test_has_possible_counts_with_impossible_number_returns_false(number: int) -> None:
     for wrong in (
         replace(HONEST, statuses={"200": number}),
         replace(HONEST, unjudged={"200": number}),
@@ -40,5 +40,5 @@ def test_has_possible_counts_of_an_impossible_number_is_false(number: int) -> No
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
-def test_has_possible_counts_of_an_impossible_uptime_is_false(seconds: float) -> None:
+def test_has_possible_counts_with_impossible_uptime_returns_false(seconds: float) -> None:
     assert not has_possible_counts(make_counts(uptime=ServerUptime(server="", generation=3, seconds=seconds)))

@@ -62,7 +62,7 @@ def splits(draw: st.DrawFn) -> dict[str, int]:
 
 
 @given(st.lists(splits(), min_size=1, max_size=5))
-def test_plan_tables_gives_traffic_only_to_what_the_table_before_had_loaded(history: list[dict[str, int]]) -> None:
+def test_plan_tables_gives_traffic_only_to_already_loaded_deployments(history: list[dict[str, int]]) -> None:
     before: ReplicaTable | None = None
     for sequence, weights in enumerate(history, 1):
         prepared, table = plan(sequence, weights, before)
@@ -79,7 +79,7 @@ def test_plan_tables_gives_traffic_only_to_what_the_table_before_had_loaded(hist
 
 
 @given(st.lists(splits(), min_size=1, max_size=5))
-def test_plan_tables_names_a_fallback_where_two_get_traffic(history: list[dict[str, int]]) -> None:
+def test_plan_tables_with_two_serving_deployments_names_fallback(history: list[dict[str, int]]) -> None:
     before: ReplicaTable | None = None
     for sequence, weights in enumerate(history, 1):
         stable = None if before is None else give_way(before.table).leader().name
@@ -92,7 +92,7 @@ def test_plan_tables_names_a_fallback_where_two_get_traffic(history: list[dict[s
             assert give_way(before.table).split.weights[before.table.fallback] == 100
 
 
-def test_plan_tables_with_copies_only_needs_a_lease() -> None:
+def test_plan_tables_with_shadow_only_requires_lease() -> None:
     _, first = plan(1, {"a": 100})
     prepared, table = plan(2, {"b": 0, "a": 100}, first, shadow={"b": 20})
     assert prepared is not None
@@ -101,7 +101,7 @@ def test_plan_tables_with_copies_only_needs_a_lease() -> None:
     assert gives_candidate_traffic(table.table)
 
 
-def test_plan_tables_of_a_name_that_gets_other_files_has_nothing_to_keep() -> None:
+def test_plan_tables_with_replaced_files_has_no_prepared_table() -> None:
     _, first = plan(1, {"a": 100})
     changed = replace(make_state({"a": 100}), deployments=(fileless_deployment("a", "other"),))
     prepared, table = plan_tables(ENDPOINT, changed, 2, first, digest=None, limits_s={})
@@ -109,7 +109,7 @@ def test_plan_tables_of_a_name_that_gets_other_files_has_nothing_to_keep() -> No
     assert table.table.state.leader().manifest == digest_bytes(b"other")
 
 
-def test_plan_tables_that_are_leased_stay_so_while_models_load_and_on_the_way_back() -> None:
+def test_plan_tables_with_lease_keeps_it_in_prepared_and_rollback_tables() -> None:
     _, stable = plan_tables("digits", make_state({"a": 100}), 1, None, digest=None, limits_s={}, is_leased=True)
     prepared, canary = plan_tables(
         "digits", make_state({"b": 10, "a": 90}), 2, stable, digest=None, limits_s={}, is_leased=True
@@ -119,7 +119,7 @@ def test_plan_tables_that_are_leased_stay_so_while_models_load_and_on_the_way_ba
     assert [each.table.is_leased for each in (stable, prepared, canary, back)] == [True] * 4
 
 
-def test_has_same_traffic_sees_weights_copies_and_files() -> None:
+def test_has_same_traffic_with_other_weights_or_files_returns_false() -> None:
     _, first = plan(1, {"a": 100})
     prepared, canary = plan(2, {"b": 10, "a": 90}, first)
     assert prepared is not None
@@ -130,7 +130,7 @@ def test_has_same_traffic_sees_weights_copies_and_files() -> None:
 
 
 @given(splits(), st.integers(1, 10**6))
-def test_decode_table_restores_what_was_signed(weights: dict[str, int], sequence: int) -> None:
+def test_decode_table_of_signed_table_returns_equal_table(weights: dict[str, int], sequence: int) -> None:
     _, table = plan(sequence, weights)
     assert decode_table(encode_table(table, SIGNER), table.number, ENDPOINT, SIGNER) == table
 
@@ -139,13 +139,15 @@ def test_decode_table_restores_what_was_signed(weights: dict[str, int], sequence
     ("number", "endpoint", "what"),
     [(TableNumber(6), ENDPOINT, "it is table"), (TableNumber(5), "letters", "it is a table of endpoint")],
 )
-def test_decode_table_of_another_place_is_refused(number: TableNumber, endpoint: str, what: str) -> None:
+def test_decode_table_of_other_number_or_endpoint_raises_corrupt_state_error(
+    number: TableNumber, endpoint: str, what: str
+) -> None:
     data = encode_table(plan(5, {"a": 100})[1], SIGNER)
     with pytest.raises(CorruptStateError, match=what):
         decode_table(data, number, endpoint, SIGNER)
 
 
-def test_decode_table_needs_a_trusted_signature_over_these_bytes() -> None:
+def test_decode_table_without_trusted_signature_raises_invalid_signature() -> None:
     table = plan(5, {"a": 100})[1]
     signed = encode_table(table, SIGNER)
     line, _, signatures = signed.partition(b"\n")
@@ -158,7 +160,7 @@ def test_decode_table_needs_a_trusted_signature_over_these_bytes() -> None:
 
 
 @given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
-def test_decode_table_of_any_bytes_is_an_error_with_a_name(data: bytes) -> None:
+def test_decode_table_of_arbitrary_bytes_raises_typed_error(data: bytes) -> None:
     with pytest.raises((CorruptStateError, InvalidSignatureError)):
         decode_table(data, TableNumber(1), ENDPOINT, SIGNER)
 
@@ -183,14 +185,14 @@ class TestFindNewest:
 
         return find_newest([f"{number}.json" for number in stored], read, above)[0]
 
-    def test_highest_counts(self, stored: dict[TableNumber, StoredTable]) -> None:
+    def test_find_newest_returns_table_with_highest_number(self, stored: dict[TableNumber, StoredTable]) -> None:
         found = self.find(stored)
         assert found is not None
         assert found.number == TableNumber(4, 1)
         assert self.find(stored, TableNumber(4, 1)) is None
 
     @pytest.mark.parametrize(("to", "leader"), [(2, "a"), (3, "b"), (4, "b"), (1, "a")])
-    def test_way_back_gives_all_traffic_to_who_answers_there_without_a_lease(
+    def test_find_newest_with_rollback_entry_gives_all_traffic_to_one_deployment(
         self, stored: dict[TableNumber, StoredTable], to: int, leader: str
     ) -> None:
         number = TableNumber(9)
@@ -201,7 +203,9 @@ class TestFindNewest:
         assert {n: w for n, w in found.table.state.split.weights.items() if w} == {leader: 100}
         assert not gives_candidate_traffic(found.table)
 
-    def test_way_back_to_a_way_back_or_to_nothing_does_not_count(self, stored: dict[TableNumber, StoredTable]) -> None:
+    def test_find_newest_ignores_rollback_entry_with_invalid_target(
+        self, stored: dict[TableNumber, StoredTable]
+    ) -> None:
         ways = {
             number: WayBack(endpoint=ENDPOINT, number=number, to=to)
             for number, to in ((TableNumber(7), TableNumber(2)), (TableNumber(8), TableNumber(7)))
@@ -214,14 +218,14 @@ class TestFindNewest:
 
 
 @given(st.integers(0, 10**8 - 1), st.integers(0, 1))
-def test_table_number_is_in_name_and_generation(sequence: int, phase: int) -> None:
+def test_table_number_round_trips_through_name_and_generation(sequence: int, phase: int) -> None:
     number = TableNumber(sequence, phase)
     assert TableNumber.parse(number.name.rpartition("/")[2]) == number
     assert TableNumber.from_generation(number.generation) == number
 
 
 @given(st.text(max_size=20))
-def test_table_number_of_another_name_is_none(name: str) -> None:
+def test_table_number_parse_of_other_name_returns_none(name: str) -> None:
     parsed = TableNumber.parse(name)
     assert parsed is None or parsed.name == f"table/{name}"
 
@@ -229,7 +233,7 @@ def test_table_number_of_another_name_is_none(name: str) -> None:
 KEY = "0f" * 16
 
 
-def test_plan_tables_keeps_the_feedback_key_of_the_first_table() -> None:
+def test_plan_tables_keeps_feedback_key_of_first_table() -> None:
     table: ReplicaTable | None = None
     for sequence, weights in enumerate(({"a": 100}, {"a": 90, "b": 10}, {"c": 50, "a": 50}), 1):
         state, key = make_state(weights), f"{sequence:032x}"
@@ -237,13 +241,13 @@ def test_plan_tables_keeps_the_feedback_key_of_the_first_table() -> None:
         assert {one.table.feedback_key for one in (prepared, table) if one is not None} == {f"{1:032x}"}
 
 
-def test_plan_tables_after_a_table_without_a_feedback_key_has_a_new_one() -> None:
+def test_plan_tables_after_table_without_feedback_key_sets_new_key() -> None:
     _, first = plan(1, {"a": 100})
     _, second = plan_tables(ENDPOINT, make_state({"a": 100}), 2, first, digest=None, limits_s={}, new_key=KEY)
     assert (first.table.feedback_key, second.table.feedback_key) == ("", KEY)
 
 
-def test_way_back_keeps_the_feedback_key() -> None:
+def test_find_newest_with_rollback_entry_keeps_feedback_key() -> None:
     _, first = plan_tables(ENDPOINT, make_state({"a": 100}), 1, None, digest=None, limits_s={}, new_key=KEY)
     back = WayBack(endpoint=ENDPOINT, number=TableNumber(5), to=first.number)
     tables: dict[TableNumber, StoredTable] = {one.number: one for one in (first, back)}
@@ -251,7 +255,7 @@ def test_way_back_keeps_the_feedback_key() -> None:
     assert must(newest).table.feedback_key == KEY
 
 
-def test_feedback_key_is_in_no_text_about_a_table() -> None:
+def test_feedback_key_does_not_appear_in_text_of_table() -> None:
     _, table = plan_tables(ENDPOINT, make_state({"a": 100}), 1, None, digest=None, limits_s={}, new_key=KEY)
     assert table.table.feedback_key == KEY
     assert KEY not in f"{table} {table!r} {table.table}"

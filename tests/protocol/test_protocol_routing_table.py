@@ -41,7 +41,7 @@ def states(draw: st.DrawFn) -> EndpointState:
 
 
 @given(st.lists(states(), min_size=1, max_size=4))
-def test_decode_table_restores_it_and_slots_match_the_split(history: list[EndpointState]) -> None:
+def test_decode_table_restores_table_and_slots_match_split(history: list[EndpointState]) -> None:
     table: RoutingTable | None = None
     for published in history:
         table = build_next_table(table, published)
@@ -61,13 +61,13 @@ def test_build_next_table_puts_new_deployments_first() -> None:
     assert build_next_table(second, state({"a": 100})).layout == ("a",)
 
 
-def test_build_next_table_with_two_new_puts_the_smaller_first() -> None:
+def test_build_next_table_with_two_new_deployments_puts_smaller_first() -> None:
     assert build_next_table(None, state({"a": 10, "b": 90})).layout == ("a", "b")
     assert build_next_table(None, state({"a": 90, "b": 10})).layout == ("b", "a")
     assert build_next_table(None, state({"a": 50, "b": 50})).layout == ("b", "a")
 
 
-def test_build_next_table_with_another_manifest_is_new() -> None:
+def test_build_next_table_with_changed_manifest_treats_deployment_as_new() -> None:
     first = build_next_table(None, state({"a": 90, "b": 10}))
     changed = replace(
         state({"a": 10, "b": 90}), deployments=(fileless_deployment("a", "other"), fileless_deployment("b"))
@@ -75,7 +75,7 @@ def test_build_next_table_with_another_manifest_is_new() -> None:
     assert build_next_table(first, changed).layout == ("a", "b")
 
 
-def test_get_experiment_is_constant_while_the_candidate_has_traffic() -> None:
+def test_get_experiment_is_constant_while_candidate_has_traffic() -> None:
     table = build_next_table(build_next_table(None, state({"a": 100})), state({"a": 90, "b": 10}))
     begun = table.get_experiment()
     assert build_next_table(table, state({"a": 50, "b": 50})).get_experiment() == begun
@@ -83,7 +83,7 @@ def test_get_experiment_is_constant_while_the_candidate_has_traffic() -> None:
     assert build_next_table(table, state({"a": 50, "b": 40, "c": 10})).get_experiment() != begun
 
 
-def test_decode_table_with_damage_raises() -> None:
+def test_decode_table_of_damaged_bytes_raises_corrupt_state_error() -> None:
     data = encode_table(build_next_table(None, state({"a": 60, "b": 40}, generation=17)))
     for end in range(len(data)):
         with pytest.raises(CorruptStateError):
@@ -96,7 +96,7 @@ def test_decode_table_with_damage_raises() -> None:
         decode_table(data + b"\0" * 512)
 
 
-def test_decode_table_of_other_documents_raises() -> None:
+def test_decode_table_of_other_documents_raises_corrupt_state_error() -> None:
     good = json.loads(encode_table(build_next_table(None, state({"a": 100}))))
     content = {**good["table"], "layout": ["z"]}
     document: Any
@@ -121,7 +121,7 @@ def history() -> list[RoutingTable]:
     return [first, second, build_next_table(second, state({"a": 0, "b": 100}, 3))]
 
 
-def test_table_file_reads_what_was_written_last(tmp_path: Path, history: list[RoutingTable]) -> None:
+def test_table_file_read_returns_last_written_table(tmp_path: Path, history: list[RoutingTable]) -> None:
     tables = TableFile(tmp_path)
     assert tables.read() is None
     for number, table in enumerate(history):
@@ -133,7 +133,9 @@ def test_table_file_reads_what_was_written_last(tmp_path: Path, history: list[Ro
     assert tables.read() == history[1]
 
 
-def test_table_file_write_keeps_the_good_previous_table(tmp_path: Path, history: list[RoutingTable]) -> None:
+def test_table_file_write_over_damaged_table_keeps_valid_previous_table(
+    tmp_path: Path, history: list[RoutingTable]
+) -> None:
     tables = TableFile(tmp_path)
     tables.write(history[0])
     tables.write(history[1])
@@ -146,7 +148,7 @@ def test_table_file_write_keeps_the_good_previous_table(tmp_path: Path, history:
     assert tables.read() is None
 
 
-def test_table_file_write_that_fails_leaves_the_table_of_before(
+def test_table_file_write_that_fails_keeps_previous_table(
     tmp_path: Path, history: list[RoutingTable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = TableFile(tmp_path)

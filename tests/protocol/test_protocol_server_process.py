@@ -40,7 +40,7 @@ PROVIDERS = (LocalEndpoints, SageMakerEndpoints, AzureEndpoints)
     ],
     ids=lambda value: value.name if isinstance(value, Target) else "",
 )
-def test_explain_unservable_names_the_reason(target: Target, why: str) -> None:
+def test_explain_unservable_of_unsupported_target_names_reason(target: Target, why: str) -> None:
     assert why in explain_unservable(target, [CPU])
 
 
@@ -51,7 +51,7 @@ def test_explain_unservable_accepts_threads_and_available_providers() -> None:
 
 
 @pytest.mark.parametrize("kind", PROVIDERS)
-def test_unservable_of_every_provider_rejects_missing_execution_providers(kind: type, tmp_path: object) -> None:
+def test_explain_unservable_of_endpoint_provider_names_missing_execution_provider(kind: type, tmp_path: object) -> None:
     provider = kind(tmp_path)
     assert provider.explain_unservable(Target(name="cpu-1t")) == ""
     assert CUDA.name in provider.explain_unservable(ON_CUDA)
@@ -61,7 +61,7 @@ def sleeper() -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
 
 
-def test_read_start_time_identifies_a_process() -> None:
+def test_read_start_time_of_live_process_identifies_it() -> None:
     assert read_start_time(os.getpid()) == read_start_time(os.getpid())
     with sleeper() as other:
         assert read_start_time(other.pid) not in (None, read_start_time(os.getpid()))
@@ -78,7 +78,7 @@ ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0) 
 """
 
 
-def test_read_start_time_without_first_thread_lives_until_the_last() -> None:
+def test_read_start_time_without_first_thread_is_unchanged_until_last_ends() -> None:
     """As for a moment after a SIGKILL, when its threads end one by one; its port is taken until then."""
     with subprocess.Popen([sys.executable, "-c", FIRST_THREAD_ENDS], stdin=subprocess.PIPE) as process:
         started = read_start_time(process.pid)
@@ -89,7 +89,7 @@ def test_read_start_time_without_first_thread_lives_until_the_last() -> None:
     assert read_start_time(process.pid) is None
 
 
-def test_list_workers_removes_files_of_ended_ones(tmp_path: Path) -> None:
+def test_list_workers_removes_files_of_ended_workers(tmp_path: Path) -> None:
     assert list_workers(tmp_path) == ()
     mine = register_worker(tmp_path)
     reused = tmp_path / WORKERS_FOLDER / str(os.getppid())
@@ -99,7 +99,7 @@ def test_list_workers_removes_files_of_ended_ones(tmp_path: Path) -> None:
     assert not reused.exists()
 
 
-def test_signal_worker_with_a_reused_pid_sends_nothing(tmp_path: Path) -> None:
+def test_signal_worker_with_reused_pid_sends_nothing(tmp_path: Path) -> None:
     with sleeper() as worker, sleeper() as stranger:
         (tmp_path / WORKERS_FOLDER).mkdir()
         (tmp_path / WORKERS_FOLDER / str(worker.pid)).write_text(read_start_time(worker.pid) or "")

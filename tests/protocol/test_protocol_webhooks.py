@@ -33,12 +33,12 @@ def headers(body: bytes = BODY, *, delivery: str = "d-1", at: float = NOW, secre
     }
 
 
-def test_verify_delivery_returns_the_model() -> None:
+def test_verify_delivery_with_valid_signature_returns_model() -> None:
     delivery = verify_delivery(headers(), BODY, secret=SECRET, now=NOW)
     assert (delivery.id, delivery.model) == ("d-1", "digits")
 
 
-def test_sign_delivery_equals_mlflow() -> None:
+def test_sign_delivery_equals_mlflow_signature() -> None:
     from mlflow.webhooks.delivery import _generate_hmac_signature
 
     theirs = _generate_hmac_signature(SECRET, "d-1", "1700000000", BODY.decode())
@@ -58,7 +58,7 @@ def test_verify_delivery_outside_tolerance_is_refused(age: float) -> None:
 
 @pytest.mark.parametrize("name", [ID_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER])
 @pytest.mark.parametrize("value", [None, "", "x", "v1,", "v1,AAAA", "ÿ", "9" * 5000])
-def test_verify_delivery_with_a_changed_header_is_invalid(name: str, value: str | None) -> None:
+def test_verify_delivery_with_changed_header_raises_invalid_signature(name: str, value: str | None) -> None:
     given_headers = {key: text for key, text in headers().items() if key != name or value is not None}
     if value is not None:
         given_headers[name] = value
@@ -67,7 +67,7 @@ def test_verify_delivery_with_a_changed_header_is_invalid(name: str, value: str 
 
 
 @pytest.mark.parametrize("timestamp", ["", "soon", "-1", "1e9", "9" * 5000, "١٢٣"])
-def test_verify_delivery_with_an_invalid_timestamp_is_refused(timestamp: str) -> None:
+def test_verify_delivery_with_invalid_timestamp_is_refused(timestamp: str) -> None:
     signed = {
         ID_HEADER: "d-1",
         TIMESTAMP_HEADER: timestamp,
@@ -77,13 +77,13 @@ def test_verify_delivery_with_an_invalid_timestamp_is_refused(timestamp: str) ->
         verify_delivery(signed, BODY, secret=SECRET, now=NOW)
 
 
-def test_verify_delivery_with_another_secret_is_invalid() -> None:
+def test_verify_delivery_with_other_secret_raises_invalid_signature() -> None:
     with pytest.raises(InvalidSignatureError):
         verify_delivery(headers(secret=SECRET.upper()), BODY, secret=SECRET, now=NOW)
 
 
 @given(st.binary(max_size=200), st.integers(0, 199), st.integers(1, 255))
-def test_verify_delivery_with_a_changed_body_is_invalid(body: bytes, place: int, change: int) -> None:
+def test_verify_delivery_with_changed_body_raises_invalid_signature(body: bytes, place: int, change: int) -> None:
     if place >= len(body):
         return
     changed = body[:place] + bytes([body[place] ^ change]) + body[place + 1 :]
@@ -95,7 +95,7 @@ def test_verify_delivery_with_a_changed_body_is_invalid(body: bytes, place: int,
     st.dictionaries(st.sampled_from([ID_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER]), st.text(max_size=40)),
     st.binary(max_size=80),
 )
-def test_verify_delivery_without_signature_raises(given_headers: dict[str, str], body: bytes) -> None:
+def test_verify_delivery_without_valid_signature_raises_error(given_headers: dict[str, str], body: bytes) -> None:
     with pytest.raises(OnnxOpsError):
         verify_delivery(given_headers, body, secret=SECRET, now=NOW)
 
@@ -104,13 +104,13 @@ NAMELESS = [b"", b"[]", b"{}", b"null", b'{"data":{}}', b'{"data":{"name":3}}', 
 
 
 @pytest.mark.parametrize("body", [*NAMELESS, b"[" * 100_000], ids=[*map(repr, NAMELESS), "deep"])
-def test_verify_delivery_without_a_model_raises_user_error(body: bytes) -> None:
+def test_verify_delivery_without_model_raises_user_error(body: bytes) -> None:
     with pytest.raises(UserError, match="names no model"):
         verify_delivery(headers(body), body, secret=SECRET, now=NOW)
 
 
 @given(st.lists(st.text(max_size=3), max_size=60), st.integers(1, 8))
-def test_recent_delivery_ids_remember_the_last_ones(ids: list[str], limit: int) -> None:
+def test_recent_delivery_ids_remember_last_ids_up_to_limit(ids: list[str], limit: int) -> None:
     recent, kept = RecentDeliveryIds(limit), list[str]()
     for delivery in ids:
         assert recent.add(delivery) == (delivery not in kept)
