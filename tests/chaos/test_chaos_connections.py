@@ -19,7 +19,7 @@ TOGETHER = 100
 """Requests at the same time: fewer than a queue holds."""
 
 
-def test_slow_senders_keep_nobody_waiting_and_are_sent_away(patient: Patient) -> None:
+def test_slow_senders_delay_no_other_client_and_are_disconnected(patient: Patient) -> None:
     """Fifty clients that add a byte to a header now and then: others pass them, and the time limit ends them."""
     with ExitStack() as stack:
         clients = {stack.enter_context(patient.connect()) for _ in range(50)}
@@ -39,7 +39,7 @@ def test_slow_senders_keep_nobody_waiting_and_are_sent_away(patient: Patient) ->
 
 
 @pytest.mark.nightly
-def test_a_slow_reader_costs_bounded_memory(patient: Patient) -> None:
+def test_slow_reader_of_responses_uses_bounded_memory(patient: Patient) -> None:
     """Clients that ask, pipelined, and never read: the answers must not pile up."""
     with patient.bounded(64 * MB), ExitStack() as stack:
         for _ in range(4):
@@ -53,7 +53,7 @@ def test_a_slow_reader_costs_bounded_memory(patient: Patient) -> None:
 
 
 @pytest.mark.nightly
-def test_ten_thousand_connections_are_served(many_files: int, family: Make, blue: Deployment) -> None:
+def test_server_with_10_000_connections_answers_all_requests(many_files: int, family: Make, blue: Deployment) -> None:
     if many_files < CONNECTIONS + SPARE_FILES:
         pytest.skip(f"this system allows {many_files} open files: {CONNECTIONS} connections were NOT tried")
     patient = Patient(family("--allowed-hosts", "x"))

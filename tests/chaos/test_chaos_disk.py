@@ -39,7 +39,7 @@ def is_healed(server: ServerFamily, blue: Deployment, green: Deployment) -> None
 
 
 @pytest.mark.parametrize(("limit", "after_audit"), [(0, False), (1, False), (100, False), (500, False), (400, True)])
-def test_files_that_may_not_grow(
+def test_publish_with_file_size_limit_is_refused_until_limit_is_raised(
     family: Make, blue: Deployment, green: Deployment, limit: int, after_audit: bool
 ) -> None:
     """A limit on the size of files (RLIMIT_FSIZE) needs no privilege, and cuts a write off in its middle.
@@ -77,7 +77,9 @@ def fill(place: Path) -> Path:
     return filler
 
 
-def test_a_full_disk(family: Make, small_disk: Path, blue: Deployment, green: Deployment) -> None:
+def test_publish_on_full_disk_is_refused_until_space_is_freed(
+    family: Make, small_disk: Path, blue: Deployment, green: Deployment
+) -> None:
     server = family(folder=small_disk / "state")
     assert server.publish(state_of(blue, blue=100), 1).status == 200
     filler = fill(small_disk)
@@ -87,7 +89,7 @@ def test_a_full_disk(family: Make, small_disk: Path, blue: Deployment, green: De
     server.stop()
 
 
-def test_a_start_on_a_full_disk_serves_or_says_why(family: Make, small_disk: Path, blue: Deployment) -> None:
+def test_server_start_on_full_disk_serves_or_reports_error(family: Make, small_disk: Path, blue: Deployment) -> None:
     server = family(folder=small_disk / "state")
     assert server.publish(state_of(blue, blue=100), 1).status == 200
     server.kill()

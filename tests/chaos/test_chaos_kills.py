@@ -29,7 +29,7 @@ def server(family: Make, blue: Deployment) -> ServerFamily:
     return server
 
 
-def test_a_killed_worker_costs_only_what_it_was_at_and_is_replaced(server: ServerFamily, plan: Plan) -> None:
+def test_worker_killed_under_load_fails_only_its_requests_and_is_replaced(server: ServerFamily, plan: Plan) -> None:
     connections = 8
     with LoadProcess(plan(server, connections=connections)) as load:
         for turn in range(1, 4):
@@ -48,7 +48,7 @@ def test_a_killed_worker_costs_only_what_it_was_at_and_is_replaced(server: Serve
     Patient(server).is_well()
 
 
-def test_workers_outlive_their_supervisor_and_give_way_to_the_next(
+def test_workers_after_supervisor_kill_serve_until_next_supervisor_starts(
     server: ServerFamily, plan: Plan, blue: Deployment, green: Deployment
 ) -> None:
     orphans = server.workers()
@@ -72,7 +72,7 @@ def test_workers_outlive_their_supervisor_and_give_way_to_the_next(
     assert server.stop() == 0
 
 
-def test_a_supervisor_killed_twice_leaves_no_process_behind(server: ServerFamily) -> None:
+def test_supervisor_killed_twice_leaves_no_orphaned_process(server: ServerFamily) -> None:
     for _ in range(2):
         server.kill()
         server.start()
@@ -82,7 +82,7 @@ def test_a_supervisor_killed_twice_leaves_no_process_behind(server: ServerFamily
     assert server.processes() == []
 
 
-def test_sigterm_under_load_ends_everything_and_fails_nothing_that_was_begun(server: ServerFamily, plan: Plan) -> None:
+def test_sigterm_under_load_completes_requests_in_progress(server: ServerFamily, plan: Plan) -> None:
     with LoadProcess(plan(server)) as load:
         until(lambda: _answered(server) > 50, "load")
         reported_at = time.monotonic_ns()
@@ -103,7 +103,7 @@ def _answered(server: ServerFamily) -> int:
 @pytest.mark.sweep
 @pytest.mark.parametrize("victim", ["supervisor", "worker"])
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_killed_within_a_publication(
+def test_kill_during_publication_violates_no_invariant(
     tmp_path: Path, blue: Deployment, victim: Victim, share: float, moments_of_a_publication: int
 ) -> None:
     """Three moments of each; `benchmarks/chaos.py` takes all."""

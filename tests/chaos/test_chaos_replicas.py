@@ -110,21 +110,21 @@ def roll_out(site: ReplicatedSite, policy: RolloutPolicy, **other: float) -> tup
     return why, records
 
 
-def test_rollout_of_a_healthy_candidate_finishes_on_all_replicas(site: ReplicatedSite) -> None:
+def test_rollout_of_healthy_candidate_finishes_on_all_replicas(site: ReplicatedSite) -> None:
     why, records = roll_out(site, SHADOW)
     assert site.traffic() == {"v2": 100}, why
     assert [each.failed for each in records] == [0, 0]
     assert all(set(each.by_deployment()) == {"v1", "v2"} for each in records)
 
 
-def test_rollout_of_a_candidate_that_fails_on_three_percent_is_rolled_back(site: ReplicatedSite) -> None:
+def test_rollout_of_candidate_with_three_percent_errors_is_rolled_back(site: ReplicatedSite) -> None:
     why, records = roll_out(site, CANARY, table=4)
     assert site.traffic() == {"v1": 100}
     assert why.startswith("errors: canary")
     assert 0 < sum(each.failed for each in records) <= 0.1 * sum(each.by_deployment()["v2"] for each in records) + 10
 
 
-def test_rollout_of_a_slower_candidate_is_rolled_back(site: ReplicatedSite) -> None:
+def test_rollout_of_slower_candidate_is_rolled_back(site: ReplicatedSite) -> None:
     why, records = roll_out(site, CANARY, layers=300)
     assert site.traffic() == {"v1": 100}
     assert why.startswith("latency_p")
@@ -161,7 +161,7 @@ def clients_that_report(site: ReplicatedSite, shares: Mapping[str, float]) -> It
 
 
 @pytest.mark.parametrize(("candidate", "expected"), [(0.8, "v2"), (0.2, "v1")])
-def test_split_test_is_judged_by_feedback_that_other_replicas_get(
+def test_split_test_with_feedback_at_other_replicas_chooses_better_version(
     site: ReplicatedSite, candidate: float, expected: str
 ) -> None:
     bind_endpoint(site.context, site.config, RolloutPolicy(steps=(1.0,), ab_test=SplitTest(duration=TIMEOUT_S)))
@@ -174,7 +174,7 @@ def test_split_test_is_judged_by_feedback_that_other_replicas_get(
     assert "feedback: canary" in why
 
 
-class TestCutOff:
+class TestUnreachableReplica:
     """One of two replicas cannot reach the store: its follower is stopped."""
 
     @pytest.fixture
@@ -188,7 +188,7 @@ class TestCutOff:
         yield site
         site.replicas.processes["r2"].send_signal(signal.SIGCONT)
 
-    def test_candidate_loses_its_traffic_within_the_lease(self, cut: ReplicatedSite) -> None:
+    def test_candidate_on_unreachable_replica_loses_traffic_within_lease(self, cut: ReplicatedSite) -> None:
         began = time.monotonic()
         with pytest.raises(StillPendingError, match="replica r2 serves table"):
             roll_back(cut.context, ENDPOINT, reason="it is bad", candidate_only=True)
@@ -201,7 +201,7 @@ class TestCutOff:
         assert ask(cut, "r2") == {"v1"}
 
 
-class TestKilled:
+class TestKilledReplicas:
     """Replicas that are killed with their servers, and started again as a platform does."""
 
     POLICY = replace(CANARY, steps=(0.1, 1.0), min_requests=(300,))
@@ -247,9 +247,7 @@ class TestKilled:
         assert why.startswith("ends: ")
         assert why.endswith("-> ROLL BACK")
 
-    def test_replica_that_is_restarted_all_the_time_ends_no_rollout_of_a_healthy_candidate(
-        self, site: ReplicatedSite
-    ) -> None:
+    def test_frequently_restarted_replica_ends_no_rollout_of_healthy_candidate(self, site: ReplicatedSite) -> None:
         bind_endpoint(site.context, site.config, self.POLICY)
         site.release("first")
         site.start()
@@ -271,7 +269,7 @@ def kill(site: ReplicatedSite, name: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_replica_that_leaves_refuses_requests_and_a_finished_release_is_rolled_back_without_it(
+def test_replica_past_lease_refuses_requests_and_rollback_completes_without_it(
     site: ReplicatedSite,
 ) -> None:
     site.config = replace(site.config, settings={**site.config.settings, "lease": "leave"})

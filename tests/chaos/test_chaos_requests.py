@@ -37,12 +37,12 @@ BAD_BODIES = {
 
 @pytest.mark.parametrize("path", [INFER, "/invocations"])
 @pytest.mark.parametrize("body", BAD_BODIES.values(), ids=BAD_BODIES)
-def test_a_bad_body_is_refused(patient: Patient, body: bytes, path: str) -> None:
+def test_malformed_body_returns_400_with_bounded_memory(patient: Patient, body: bytes, path: str) -> None:
     with patient.bounded(64 * MB):
         assert patient.sent(post(body, path=path)) == 400
 
 
-def test_a_bomb_is_opened_up_to_the_limit_of_bodies_at_most(patient: Patient) -> None:
+def test_gzip_bomb_above_body_limit_returns_413_with_bounded_memory(patient: Patient) -> None:
     bomb = gzip.compress(b"\0" * (640 * MB))
     with patient.bounded(96 * MB):
         assert patient.sent(post(bomb, content_encoding="gzip")) == 413

@@ -195,7 +195,7 @@ def rolled_out(
 
 
 @pytest.mark.nightly
-def test_a_healthy_candidate_reaches_all_traffic(site: Site) -> None:
+def test_rollout_of_healthy_candidate_reaches_full_traffic(site: Site) -> None:
     why, records = rolled_out(site, SHADOW)
     assert site.traffic() == {"v2": 100}, why
     assert records.failed == 0
@@ -203,7 +203,7 @@ def test_a_healthy_candidate_reaches_all_traffic(site: Site) -> None:
 
 
 @pytest.mark.nightly
-def test_a_model_that_runs_as_long_as_the_event_loops_limit_is_not_held_against_itself(site: Site) -> None:
+def test_rollout_of_equal_model_near_event_loop_limit_finishes(site: Site) -> None:
     """Two versions that are the same were run in two places, and one was rolled back for that."""
     import onnxruntime as ort
 
@@ -222,7 +222,7 @@ def test_a_model_that_runs_as_long_as_the_event_loops_limit_is_not_held_against_
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("share", [0.1, 0.75])
-def test_waiting_is_held_against_no_version(site: Site, share: float) -> None:
+def test_rollout_of_equal_model_with_queued_requests_finishes(site: Site, share: float) -> None:
     """With several clients most of a request's time is waiting, and more so for the version with more of them."""
     why, records = rolled_out(site, replace(CANARY, steps=(share, 1.0)), connections=4)
     assert site.traffic() == {"v2": 100}, why
@@ -230,14 +230,14 @@ def test_waiting_is_held_against_no_version(site: Site, share: float) -> None:
 
 
 @pytest.mark.nightly
-def test_cold_caches_are_held_against_no_version(site: Site) -> None:
+def test_rollout_of_equal_model_with_cold_caches_finishes(site: Site) -> None:
     """12 MB of weights are gone from the processor's caches when their version gets a tenth of the traffic."""
     why, records = rolled_out(site, replace(CANARY, steps=(0.1, 1.0)), stable={"layers": 1, "weights_mb": 12})
     assert site.traffic() == {"v2": 100}, why
     assert records.failed == 0
 
 
-def test_a_candidate_that_fails_on_three_percent_is_rolled_back(site: Site) -> None:
+def test_rollout_of_candidate_with_three_percent_errors_is_rolled_back(site: Site) -> None:
     why, records = rolled_out(site, CANARY, table=4)
     assert site.traffic() == {"v1": 100}
     assert why.startswith("errors: canary")
@@ -247,7 +247,7 @@ def test_a_candidate_that_fails_on_three_percent_is_rolled_back(site: Site) -> N
 
 
 @pytest.mark.nightly
-def test_a_candidate_that_is_thirty_percent_slower_is_rolled_back(site: Site) -> None:
+def test_rollout_of_candidate_thirty_percent_slower_is_rolled_back(site: Site) -> None:
     why, records = rolled_out(site, CANARY, layers=270)
     assert site.traffic() == {"v1": 100}
     assert why.startswith("latency_p")
@@ -255,7 +255,7 @@ def test_a_candidate_that_is_thirty_percent_slower_is_rolled_back(site: Site) ->
 
 
 @pytest.mark.nightly
-def test_a_candidate_that_answers_wrongly_is_found_before_any_user_sees_it(site: Site) -> None:
+def test_shadow_candidate_with_wrong_answers_is_rejected_before_traffic(site: Site) -> None:
     why, records = rolled_out(site, SHADOW, scale=1.1)
     assert site.traffic() == {"v1": 100}
     assert why.startswith("shadow answers")
@@ -264,7 +264,7 @@ def test_a_candidate_that_answers_wrongly_is_found_before_any_user_sees_it(site:
 
 
 @pytest.mark.nightly
-def test_a_candidate_that_starts_slowly_never_gets_traffic(site: Site) -> None:
+def test_candidate_with_slow_cold_start_gets_no_traffic(site: Site) -> None:
     bind_endpoint(site.context, site.config, RolloutPolicy(guardrails=(Guardrail(name="cold_start", max=1e-4),)))
     site.release("first", layers=5)
     site.release("second", layers=5)
@@ -275,7 +275,7 @@ def test_a_candidate_that_starts_slowly_never_gets_traffic(site: Site) -> None:
     assert all(0 < seconds < TIMEOUT_S for loads in readings[-1].cold_s.values() for seconds in loads)
 
 
-def test_a_rollback_under_load_fails_nothing(site: Site) -> None:
+def test_roll_back_under_load_fails_no_request(site: Site) -> None:
     bind_endpoint(site.context, site.config, RolloutPolicy())
     site.release("first")
     site.release("second")
@@ -290,7 +290,7 @@ def test_a_rollback_under_load_fails_nothing(site: Site) -> None:
 
 
 @pytest.mark.nightly
-def test_an_endpoint_that_lost_its_supervisor_is_shown_as_what_it_is_and_gets_another(site: Site) -> None:
+def test_reconcile_of_endpoint_without_supervisor_under_load_restores_it(site: Site) -> None:
     """The workers answer all the time; the reconciler restarts the supervisor under load, and no request is dropped."""
     bind_endpoint(site.context, site.config, RolloutPolicy())
     site.release("first", layers=5)
