@@ -23,7 +23,7 @@ def traffic(project: Project) -> dict[str, int]:
     return {name: share for name, share in weights.items() if share}
 
 
-def test_project_moved_and_renamed_serves_and_releases(twice: Project, tmp_path: Path) -> None:
+def test_moved_project_after_reconcile_serves_and_rolls_back(twice: Project, tmp_path: Path) -> None:
     twice.stop_endpoints()
     moved = Project(twice.root.rename(tmp_path / "another name"), twice.environ)
     try:
@@ -39,7 +39,7 @@ def test_project_moved_and_renamed_serves_and_releases(twice: Project, tmp_path:
 
 
 @pytest.mark.parametrize("forgets", [False, True])
-def test_ledger_of_an_hour_ago_is_one_message_until_it_is_accepted(twice: Project, forgets: bool) -> None:
+def test_commands_with_older_ledger_backup_exit_4_until_adoption(twice: Project, forgets: bool) -> None:
     ledger, backup = twice.root / ".onnx-ops" / "ledger", twice.root / "backup"
     shutil.copytree(ledger, backup)
     assert twice.command("rollback", ENDPOINT, "--reason", "wrong on sevens").code == 0
@@ -64,7 +64,7 @@ def test_ledger_of_an_hour_ago_is_one_message_until_it_is_accepted(twice: Projec
     assert [twice.command(name, ENDPOINT).code for name in ("status", "history", "reconcile")] == [0, 0, 0]
 
 
-def test_other_machine_rolls_back_without_a_key_and_grants_once_admitted(
+def test_second_machine_can_delete_endpoint_only_after_admission_of_its_key(
     releases: Releases, twice: Project, tmp_path: Path
 ) -> None:
     other = releases.twice(tmp_path / "other machine")
@@ -94,7 +94,7 @@ def test_other_machine_rolls_back_without_a_key_and_grants_once_admitted(
     assert [line["kind"] for line in history[-2:]] == ["endpoint-deleted", "endpoint-deleted"]
 
 
-def test_other_user_who_may_not_read_gets_one_message(twice: Project) -> None:
+def test_status_without_read_permission_exits_4_without_traceback(twice: Project) -> None:
     folder = twice.root / ".onnx-ops" / "ledger" / ENDPOINT
     folder.chmod(0)
     if os.geteuid() == 0:
@@ -121,7 +121,7 @@ def drop_rights() -> None:
         ctypes.CDLL(None).prctl(24, right, 0, 0, 0)  # PR_CAPBSET_DROP
 
 
-def test_ledger_newer_than_the_program_is_one_message(twice: Project) -> None:
+def test_status_of_ledger_with_newer_schema_exits_4(twice: Project) -> None:
     entries = sorted((twice.root / ".onnx-ops" / "ledger" / ENDPOINT).glob("0*.jsonl"))
     signed, _, rest = entries[-1].read_bytes().partition(b"\n")
     document = json.loads(signed)
@@ -132,7 +132,7 @@ def test_ledger_newer_than_the_program_is_one_message(twice: Project) -> None:
 
 
 @pytest.mark.parametrize("has_key", [True, False])
-def test_damaged_ledger_is_adopted_or_moved_away_and_rolls_back(twice: Project, has_key: bool) -> None:
+def test_rollback_after_repair_of_damaged_ledger_moves_traffic(twice: Project, has_key: bool) -> None:
     folder = twice.root / ".onnx-ops" / "ledger" / ENDPOINT
     last = sorted(folder.glob("0*.jsonl"))[-1]
     last.write_bytes(last.read_bytes()[:40])

@@ -31,7 +31,7 @@ def failing(document: Any, variant: str) -> list[Any]:
     return [r for r in decision["results"] if r["verdict"] == "fail" and not r["advisory"]]
 
 
-def test_an_export_with_a_swapped_row_fails_parity_and_moves_nothing(released: Project) -> None:
+def test_run_with_wrong_export_fails_parity_and_moves_no_traffic(released: Project) -> None:
     before = state_of(released)
     document = released.run(ONLY_FP32, "export.framework=sklearn-swapped", code=1)
     reasons = [r for r in failing(document, "fp32") if r["gate"] == "parity"]
@@ -44,7 +44,7 @@ def test_an_export_with_a_swapped_row_fails_parity_and_moves_nothing(released: P
 
 
 @pytest.mark.nightly
-def test_a_release_slower_than_the_champion_fails_and_moves_nothing(released: Project) -> None:
+def test_run_of_release_slower_than_champion_fails_and_moves_no_traffic(released: Project) -> None:
     before = state_of(released)
     document = released.run(ONLY_FP32, *SLOW, code=1)
     (result,) = [r for r in failing(document, "fp32") if r["gate"] == "latency"]
@@ -55,7 +55,7 @@ def test_a_release_slower_than_the_champion_fails_and_moves_nothing(released: Pr
     assert state_of(released) == before
 
 
-def test_the_reason_on_the_terminal_names_gate_figure_and_limit(released: Project) -> None:
+def test_run_output_of_failed_release_names_gate_and_target(released: Project) -> None:
     sets = [part for override in (ONLY_FP32, *SLOW) for part in ("--set", override)]
     done = released.command("run", MLP, *sets)
     assert done.code == 1
@@ -64,14 +64,14 @@ def test_the_reason_on_the_terminal_names_gate_figure_and_limit(released: Projec
     assert "no release" in line
 
 
-def test_a_variant_that_lost_accuracy_is_shown_and_not_chosen(released: Project) -> None:
+def test_run_with_lossy_variant_registers_but_does_not_choose_it(released: Project) -> None:
     document = released.run("quantize=[{name: lossy, method: lossy}]")
     assert any(r["gate"] == "metric" and "accuracy" in r["metric"] for r in failing(document, "lossy"))
     assert document["choices"][0]["variant"] == "fp32"
     assert "lossy" in document["registration"]["versions"], "failed variants are registered with their evidence"
 
 
-def test_without_a_passing_variant_the_exit_code_is_1(released: Project) -> None:
+def test_run_without_passing_variant_exits_1(released: Project) -> None:
     before = state_of(released)
     document = released.run(ONLY_FP32, "gates[2].min=99.9%", code=1)
     assert document["choices"][0]["variant"] is None
@@ -79,7 +79,7 @@ def test_without_a_passing_variant_the_exit_code_is_1(released: Project) -> None
     assert state_of(released) == before
 
 
-def test_a_variant_that_cannot_be_made_is_an_error_and_costs_no_other_its_release(released: Project) -> None:
+def test_run_with_crashing_optimizer_releases_other_variant(released: Project) -> None:
     document = released.run("quantize=[{name: broken, method: crashing}]")
     decision = next(d for d in document["decisions"] if d["variant"] == "broken")
     assert [r["verdict"] for r in decision["results"]] == ["error"]
@@ -87,7 +87,7 @@ def test_a_variant_that_cannot_be_made_is_an_error_and_costs_no_other_its_releas
     assert document["choices"][0]["variant"] == "fp32"
 
 
-def test_a_tampered_artifact_in_the_registry_is_refused(released: Project) -> None:
+def test_promote_of_tampered_registry_artifact_is_refused(released: Project) -> None:
     """Found before anything is deployed from it: nothing has made a local copy of the model yet."""
     artifacts = released.root / ".onnx-ops" / "mlartifacts"
     registered = set(artifacts.rglob("model.onnx"))
@@ -109,7 +109,7 @@ def test_a_tampered_artifact_in_the_registry_is_refused(released: Project) -> No
     assert any("refused" in line["what"] for line in released.document("history", "digits", "--since", "1d"))
 
 
-def test_pull_requests_stop_at_the_gates(released: Project) -> None:
+def test_run_without_signing_stops_at_gates(released: Project) -> None:
     document = released.document("run", MLP, "--set", ONLY_FP32, "--set", SECOND, environ={"ONNX_OPS_SIGNING": "off"})
     assert document["registration"] is None
     assert {stage.partition("/")[0] for stage in document["executed"]}.isdisjoint({"register", "promote", "deploy"})

@@ -32,20 +32,20 @@ def champion(done: Result, code: int) -> dict[str, Any]:
     return drift
 
 
-def test_one_that_is_as_it_was(released: Project) -> None:
+def test_drift_check_of_unchanged_champion_reports_no_drift(released: Project) -> None:
     found = champion(released.command("drift", "check", "digits-mlp", "--json"), 0)
     assert found["verdict"] in ("pass", "inconclusive"), found
     assert found["changed"] == []
     assert any(result["metric"] == "accuracy since" and result["estimate"] == 0 for result in found["results"])
 
 
-def test_nothing_is_changed_by_a_look(released: Project) -> None:
+def test_run_after_drift_check_executes_nothing(released: Project) -> None:
     again = released.run(ONLY_FP32)
     assert again["executed"] == []
 
 
 @pytest.mark.nightly
-def test_a_runtime_that_computes_otherwise_is_found(released: Project, tmp_path: Path) -> None:
+def test_drift_check_with_wrong_runtime_results_reports_failure(released: Project, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(OTHERWISE, encoding="utf-8")
     metadata = tmp_path / "onnxruntime-99.0.dist-info" / "METADATA"
     metadata.parent.mkdir()

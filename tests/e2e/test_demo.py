@@ -14,7 +14,7 @@ from tests.support.processes import ROOT
 
 
 @pytest.mark.nightly
-def test_a_canary_an_automatic_rollback_and_one_by_hand(tmp_path: Path) -> None:
+def test_demo_script_runs_canary_and_both_rollbacks(tmp_path: Path) -> None:
     project = make_project(tmp_path)
     (tmp_path / "configs/pipelines/digits-mlp.yaml").write_bytes(
         (ROOT / "configs/pipelines/digits-mlp.yaml").read_bytes()

@@ -49,7 +49,7 @@ def check_ledger(root: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_run_killed_in_every_stage_in_turn_ends_as_one_that_was_not(fresh_project: Project, sweep: Sweep) -> None:
+def test_run_killed_in_each_stage_continues_from_finished_stages(fresh_project: Project, sweep: Sweep) -> None:
     names = stages(fresh_project)
     assert names[-1] == "deploy/digits"
     for stage in sweep(names):
@@ -69,7 +69,7 @@ def test_a_run_killed_in_every_stage_in_turn_ends_as_one_that_was_not(fresh_proj
 
 
 @pytest.mark.nightly
-def test_a_second_release_killed_at_its_deploy_is_deployed_by_the_next_run(once: Project) -> None:
+def test_run_killed_during_deploy_is_completed_by_next_run(once: Project) -> None:
     assert killed_run(once, "deploy/digits", "--set", SECOND)
     ended = once.run(ONLY_FP32, SECOND)
     version = ended["registration"]["versions"]["fp32"]

@@ -20,7 +20,7 @@ def first(project: Project) -> Any:
     return project.run()
 
 
-def test_every_variant_is_judged_and_the_target_has_a_release(first: Any) -> None:
+def test_first_run_judges_all_variants_and_chooses_release(first: Any) -> None:
     assert {d["variant"] for d in first["decisions"]} == set(VARIANTS)
     (choice,) = first["choices"]
     assert (choice["target"], choice["verdict"]) == ("cpu-1t", "pass")
@@ -30,7 +30,7 @@ def test_every_variant_is_judged_and_the_target_has_a_release(first: Any) -> Non
     assert all(r["verdict"] == "pass" for r in fp32["results"] if not r["advisory"])
 
 
-def test_the_endpoint_answers_both_protocols(project: Project) -> None:
+def test_endpoint_answers_open_inference_and_invocations(project: Project) -> None:
     from sklearn.datasets import load_digits
 
     status = project.status()
@@ -45,7 +45,7 @@ def test_the_endpoint_answers_both_protocols(project: Project) -> None:
     assert scored["predictions"]["label"] == labels
 
 
-def test_the_registry_holds_a_version_per_variant_and_the_champion(first: Any, project: Project) -> None:
+def test_registry_after_run_contains_variant_versions_and_champion(first: Any, project: Project) -> None:
     from onnx_ops.attestation import TrustedKeys, verify_envelope
     from onnx_ops.domain.decision import DecisionRecord
 
@@ -64,7 +64,7 @@ def test_the_registry_holds_a_version_per_variant_and_the_champion(first: Any, p
     assert evidence["runtime"]["used"] == ["CPUExecutionProvider"]
 
 
-def test_a_second_run_executes_no_stage(project: Project) -> None:
+def test_second_run_without_changes_executes_no_stage(project: Project) -> None:
     """It asks the registry whether its versions are still there, and loads nothing else that takes long."""
     done = project.process("run", MLP, environ={"PYTHONPROFILEIMPORTTIME": "1"})
     assert done.code == 0
@@ -74,7 +74,7 @@ def test_a_second_run_executes_no_stage(project: Project) -> None:
     assert not heavy & {name.partition(".")[0] for name in imported}
 
 
-def test_a_changed_gate_is_judged_again_without_measuring(first: Any, project: Project) -> None:
+def test_run_with_changed_gate_judges_again_without_measuring(first: Any, project: Project) -> None:
     """The versions stay what they are; only what was decided about them changes."""
     changed = project.run("gates[1].max_drop=3%")
     kinds = {stage.partition("/")[0] for stage in changed["executed"]}
@@ -84,7 +84,7 @@ def test_a_changed_gate_is_judged_again_without_measuring(first: Any, project: P
     assert back["executed"] == ["register"], "the registry is told the earlier decisions again"
 
 
-def test_explain_judges_again_from_what_is_stored(first: Any, project: Project) -> None:
+def test_explain_of_registered_version_reproduces_decision(first: Any, project: Project) -> None:
     version = first["registration"]["versions"]["fp32"]
     (explained,) = project.document("explain", f"digits-mlp/{version}")
     assert explained["reproduced"] is True
@@ -92,14 +92,14 @@ def test_explain_judges_again_from_what_is_stored(first: Any, project: Project) 
     assert explained["decision"]["results"] == next(d["results"] for d in first["decisions"] if d["variant"] == "fp32")
 
 
-def test_plan_shows_what_would_run(project: Project) -> None:
+def test_plan_with_changed_setting_shows_stages_to_run(project: Project) -> None:
     planned = project.document("plan", MLP, "--set", SECOND)
     would = {stage["stage"]: stage["would"] for stage in planned["stages"]}
     assert would["data/train"] == "unchanged"
     assert would["train"] == would["register"] == "run"
 
 
-def test_a_tampered_file_in_the_store_is_made_again(project: Project) -> None:
+def test_run_with_tampered_store_file_executes_its_stage_again(project: Project) -> None:
     blobs = [p for p in (project.root / ".onnx-ops" / "store" / "blobs").rglob("*") if p.is_file()]
     model = max(blobs, key=lambda p: p.stat().st_size if p.read_bytes()[:4] == b"\x08\x0a\x12\x08" else 0)
     victim = model if model.read_bytes()[:2] == b"\x08\x0a" else blobs[0]
@@ -112,7 +112,7 @@ def test_a_tampered_file_in_the_store_is_made_again(project: Project) -> None:
     assert project.run()["executed"] == []
 
 
-def test_doctor_finds_everything_in_order(project: Project) -> None:
+def test_doctor_of_healthy_project_reports_all_checks_ok(project: Project) -> None:
     findings = project.document("doctor")
     assert all(finding["ok"] for finding in findings)
     assert any(f["check"] == "endpoint digits" and "answers at" in f["found"] for f in findings)

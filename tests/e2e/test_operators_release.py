@@ -73,7 +73,7 @@ def tamper(path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_the_operators_come_with_the_release(project: Project) -> None:
+def test_custom_operators_are_released_and_restored_with_model(project: Project) -> None:
     first = project.run(pipeline=PIPELINE)
     assert first["choices"][0]["verdict"] == "pass"
     assert answer(project) == [-1.0, 0.0, 1.5]
@@ -103,7 +103,7 @@ def test_the_operators_come_with_the_release(project: Project) -> None:
     assert "the registry holds" in refused["what"]
 
 
-def test_a_tampered_library_stops_the_run_and_a_target_without_it_is_told_the_nodes(project: Project) -> None:
+def test_run_with_missing_or_tampered_operator_library_is_refused(project: Project) -> None:
     (project.root / PIPELINE).write_text(TEXT.replace("TARGET", "cpu-1t"))
     failed = project.command("run", PIPELINE)
     assert failed.code == 2, failed.stdout + failed.stderr

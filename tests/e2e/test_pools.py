@@ -67,7 +67,7 @@ def command(*overrides: str) -> list[str]:
     return ["run", "configs/pipelines/digits-mlp.yaml", "--until", "gate", *sets]
 
 
-def test_each_target_is_measured_on_its_machine_and_judged_by_what_was_found_there(site: PrefectSite) -> None:
+def test_run_with_pool_target_measures_it_on_pool_worker(site: PrefectSite) -> None:
     found = run(site, 'benchmark.targets=["cpu-1t", "board-a"]')
     assert {choice["target"]: choice["verdict"] for choice in found["choices"]} == dict.fromkeys(
         ("cpu-1t", POOL), "pass"
@@ -76,7 +76,7 @@ def test_each_target_is_measured_on_its_machine_and_judged_by_what_was_found_the
     assert {outcome["status"] for outcome in again["outcomes"]} == {"cached"}
 
 
-def test_one_run_measures_and_chooses_for_every_kind_of_target(site: PrefectSite) -> None:
+def test_run_with_all_kinds_of_targets_chooses_variant_for_each(site: PrefectSite) -> None:
     targets = ("cpu-1t", "cpu-all", "openvino-cpu", "node", "browser-wasm", "mobile-ort", "board-a")
     overrides = (f"benchmark.targets=[{', '.join(targets)}]", "deploy=[]", LIMITS)
     sets = [part for override in overrides for part in ("--set", override)]
@@ -92,7 +92,7 @@ def test_one_run_measures_and_chooses_for_every_kind_of_target(site: PrefectSite
     assert registry.document(version, "packages/mobile-ort/model.ort")[4:8] == b"ORTM"
 
 
-def test_a_worker_killed_at_work_is_replaced_by_the_next(site: PrefectSite) -> None:
+def test_stage_killed_on_pool_worker_is_run_again(site: PrefectSite) -> None:
     arguments = [*command('benchmark.targets=["board-a"]'), "--no-cache", "benchmark"]
     begun = site.project.start(*arguments, environ=site.client)
     (worker,) = site.started
@@ -105,7 +105,7 @@ def test_a_worker_killed_at_work_is_replaced_by_the_next(site: PrefectSite) -> N
     assert states.count("CRASHED") == 1
 
 
-def test_a_machine_that_does_not_fit_is_no_failed_model(site: PrefectSite) -> None:
+def test_run_with_unfit_pool_machine_reports_error_verdict(site: PrefectSite) -> None:
     path = site.project.root / "configs" / "targets" / "board-a.yaml"
     path.write_text(path.read_text().replace("cores: 1", "cores: 1000"), encoding="utf-8")
     found = run(site, 'benchmark.targets=["cpu-1t", "board-a"]', code=4)
@@ -116,7 +116,7 @@ def test_a_machine_that_does_not_fit_is_no_failed_model(site: PrefectSite) -> No
     assert "of 1000 cores" in error["what"]
 
 
-def test_a_pool_that_is_not_there_says_how_to_make_it(site: PrefectSite) -> None:
+def test_run_with_missing_pool_names_command_to_create_it(site: PrefectSite) -> None:
     done = site.project.process(*command('benchmark.targets=["board-b"]'), environ=site.client)
     assert "no deployment is called work/nobody" in done.stdout + done.stderr
     assert "onnx-ops work --pool nobody" in done.stdout + done.stderr
@@ -134,7 +134,7 @@ def lab(site: PrefectSite) -> Iterator[PoolSite]:
         yield made
 
 
-def test_every_stage_runs_on_the_worker_with_the_results_of_a_run_here(lab: PoolSite) -> None:
+def test_stages_on_pool_worker_have_same_results_as_local_run(lab: PoolSite) -> None:
     placed = lab.manifests(lab.result(lab.ask("train.with.mark=one", until="validate", environ=PLACED)))
     here = {"ONNX_OPS_STORE": str(lab.folder / "other-store")}
     assert lab.manifests(lab.result(lab.ask("train.with.mark=one", until="validate", environ=here))) == placed
@@ -144,7 +144,7 @@ def test_every_stage_runs_on_the_worker_with_the_results_of_a_run_here(lab: Pool
     assert {outcome["status"] for outcome in outcomes} <= {"cached", "done"}, outcomes
 
 
-def test_two_who_ask_share_a_run_and_one_who_is_killed_leaves_its_result(lab: PoolSite) -> None:
+def test_concurrent_runs_share_placed_stage_after_kill_of_first_run(lab: PoolSite) -> None:
     values = ("train.with.mark=shared", "train.with.seconds=4")
     other = {**PLACED, "ONNX_OPS_STATE": str(lab.folder / "other-state")}
     first = lab.ask(*values, until="train", environ=PLACED)
@@ -160,7 +160,7 @@ def test_two_who_ask_share_a_run_and_one_who_is_killed_leaves_its_result(lab: Po
 
 
 @pytest.mark.parametrize("victim", ["worker", "stage", "worker and stage"])
-def test_a_death_is_seen_and_the_work_is_done_once(lab: PoolSite, victim: str) -> None:
+def test_placed_stage_after_kill_of_worker_or_stage_finishes_once(lab: PoolSite, victim: str) -> None:
     (worker,) = lab.workers
     mark = victim.replace(" ", "-")
     asked = lab.ask(f"train.with.mark={mark}", "train.with.seconds=4", until="export", environ=PLACED)
@@ -179,7 +179,7 @@ def test_a_death_is_seen_and_the_work_is_done_once(lab: PoolSite, victim: str) -
 
 
 @pytest.mark.parametrize("asker", ["command", "flow"])
-def test_an_interrupted_run_leaves_no_process_on_any_machine(lab: PoolSite, asker: str) -> None:
+def test_interrupted_run_ends_its_processes_on_pool_worker(lab: PoolSite, asker: str) -> None:
     """Prefect's runner ends a cancelled flow run by SIGTERM."""
     (worker,) = lab.workers
     values = (f"train.with.mark=stopped-{asker}", "train.with.seconds=1000")
@@ -196,7 +196,7 @@ def test_an_interrupted_run_leaves_no_process_on_any_machine(lab: PoolSite, aske
     until(lambda: lab.runs("train")[-1]["state_type"] == "CANCELLED", what="a cancelled flow run")
 
 
-def test_a_pool_whose_workers_take_other_kinds_or_have_gone_is_an_error_at_once(lab: PoolSite) -> None:
+def test_run_with_pool_without_suitable_worker_fails_at_once(lab: PoolSite) -> None:
     worker = lab.work("rest", "--kinds", "benchmark")
     placed = {"ONNX_OPS_POOLS": "train=rest"}
     found = lab.result(lab.ask("train.with.mark=none", until="train", environ=placed), code=4)
@@ -209,7 +209,7 @@ def test_a_pool_whose_workers_take_other_kinds_or_have_gone_is_an_error_at_once(
     assert lab.marked("none") == {"begins": [], "ends": []}
 
 
-def test_a_worker_with_another_store_is_an_error_that_names_both(lab: PoolSite) -> None:
+def test_run_with_pool_worker_of_other_store_names_both_stores(lab: PoolSite) -> None:
     lab.work("far", settings=f'store = "{lab.folder / "far-store"}"\n')
     found = lab.result(lab.ask("train.with.mark=far", until="train", environ={"ONNX_OPS_POOLS": "train=far"}), code=4)
     why = found["errors"]["train"]["why"]
@@ -217,7 +217,7 @@ def test_a_worker_with_another_store_is_an_error_that_names_both(lab: PoolSite) 
     assert str(lab.folder / "far-store") in why
 
 
-def test_prefects_own_worker_executes_the_same_deployment(lab: PoolSite) -> None:
+def test_prefect_worker_executes_pool_deployment(lab: PoolSite) -> None:
     def polled() -> str:
         return str(lab.prefect.call("GET", "/work_pools/plain/queues/train")["last_polled"])
 
@@ -239,7 +239,7 @@ def test_prefects_own_worker_executes_the_same_deployment(lab: PoolSite) -> None
     assert len(lab.marked("plain")["ends"]) == 1
 
 
-def test_a_search_and_custom_operators_run_on_a_pool(lab: PoolSite) -> None:
+def test_search_and_custom_operators_run_on_pool_worker(lab: PoolSite) -> None:
     root = lab.asker
     (root / "lib").mkdir()
     library = build_library(ROOT / "examples/custom_ops/softsign.c", root / "lib/libsoftsign.so")

@@ -43,7 +43,7 @@ def promote_by_workflow(project: Project) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("by_hand", [promote_by_command, promote_by_alias, promote_by_workflow])
-def test_night_of_fifty_unchanged_runs_after_a_promotion_by_hand_moves_no_traffic(
+def test_fifty_unchanged_runs_after_manual_promotion_move_no_traffic(
     twice: Project, by_hand: Callable[[Project], None]
 ) -> None:
     by_hand(twice)
@@ -58,7 +58,7 @@ def test_night_of_fifty_unchanged_runs_after_a_promotion_by_hand_moves_no_traffi
 
 
 @pytest.mark.parametrize("by_hand", [promote_by_command, promote_by_alias])
-def test_unchanged_run_after_a_promotion_by_hand_moves_no_traffic(twice: Project, by_hand: object) -> None:
+def test_unchanged_run_after_manual_promotion_moves_no_traffic(twice: Project, by_hand: object) -> None:
     assert callable(by_hand)
     by_hand(twice)
     assert twice.command("reconcile", "digits").code == 0
@@ -76,7 +76,7 @@ def test_unchanged_run_after_a_promotion_by_hand_moves_no_traffic(twice: Project
     assert traffic(twice) == {"v2": 100}
 
 
-def test_release_from_the_cache_is_compared_with_the_champion_of_now(once: Project) -> None:
+def test_cached_release_is_measured_against_current_champion(once: Project) -> None:
     """The release of seed 8 was measured against version 1; seed 9 serves meanwhile."""
     cached = once.run(ONLY_FP32, SECOND, options=("--until", "gate"))
     assert cached["executed"] == []

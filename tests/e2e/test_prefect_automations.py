@@ -84,14 +84,14 @@ def automations(site: PrefectSite, inbox: WebhookSink) -> Iterator[dict[str, dic
 
 
 @pytest.mark.nightly
-def test_they_are_listed_and_enabled(automations: dict[str, dict[str, Any]], site: PrefectSite) -> None:
+def test_automations_are_listed_and_enabled(automations: dict[str, dict[str, Any]], site: PrefectSite) -> None:
     assert set(automations) == {GATE, DEAD} == {one["name"] for one in yaml.safe_load(FILE.read_text())["automations"]}
     assert all(automation["enabled"] for automation in automations.values())
     assert GATE in site.done("automation", "ls")
 
 
 @pytest.mark.nightly
-def test_the_password_counts_for_events_too(site: PrefectSite) -> None:
+def test_post_of_events_with_wrong_password_raises_service_unavailable(site: PrefectSite) -> None:
     from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
 
     with temporary_settings({PREFECT_API_AUTH_STRING: "admin:wrong"}), pytest.raises(ServiceUnavailableError) as caught:
@@ -100,7 +100,7 @@ def test_the_password_counts_for_events_too(site: PrefectSite) -> None:
 
 
 @pytest.mark.nightly
-def test_a_failed_gate_without_another_variant_is_told(
+def test_gate_automation_for_unserved_target_sends_message(
     automations: dict[str, dict[str, Any]], inbox: WebhookSink
 ) -> None:
     for served_by, variant in (("yes", "int8"), ("no", "fp32")):
@@ -120,7 +120,7 @@ def test_a_failed_gate_without_another_variant_is_told(
 
 
 @pytest.mark.nightly
-def test_a_run_that_falls_silent_is_crashed_and_one_that_ended_is_not(
+def test_dead_run_automation_marks_only_silent_run_as_crashed(
     automations: dict[str, dict[str, Any]], site: PrefectSite
 ) -> None:
     from prefect import flow

@@ -53,7 +53,7 @@ def rows(database: str, query: str) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("kind", ["process", "docker", "kubernetes"])
-def test_prefect_takes_the_template_of_each_pool(site: PrefectSite, kind: str) -> None:
+def test_work_pool_template_is_accepted_by_prefect(site: PrefectSite, kind: str) -> None:
     template = json.loads((POOLS / f"{kind}.json").read_text())
     pool = {"name": f"of-{kind}", "type": kind, "base_job_template": template, "concurrency_limit": 2}
     site.call("POST", "/work_pools/", pool)
@@ -62,14 +62,14 @@ def test_prefect_takes_the_template_of_each_pool(site: PrefectSite, kind: str) -
     assert created["base_job_template"]["job_configuration"] == template["job_configuration"]
 
 
-def test_prefect_refuses_a_template_that_names_what_it_has_not(site: PrefectSite) -> None:
+def test_work_pool_template_with_unknown_variable_returns_422(site: PrefectSite) -> None:
     with site.http() as client:
         answer = client.post("/work_pools/", json={"name": "wrong", "type": "process", "base_job_template": WRONG})
     assert answer.status_code == 422
 
 
 @pytest.mark.nightly
-def test_a_pipeline_runs_on_a_worker_of_such_a_pool(production: PrefectSite, database: str) -> None:
+def test_pipeline_on_process_pool_with_postgres_completes(production: PrefectSite, database: str) -> None:
     site = production
     site.done("work-pool", "create", "here", "--type", "process", "--base-job-template", str(POOLS / "process.json"))
     site.done("deploy", "flows/pipeline.py:pipeline", "--name", "on-postgres", "--pool", "here")

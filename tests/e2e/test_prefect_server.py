@@ -37,12 +37,12 @@ def first(site: PrefectSite) -> dict[str, Any]:
     return site.flow_run("pipeline/digits-mlp", no_cache=["train"])
 
 
-def test_the_run_completes_and_says_what_serves(first: dict[str, Any]) -> None:
+def test_pipeline_flow_run_completes_and_names_serving_variant(first: dict[str, Any]) -> None:
     assert (first["name"], first["state_type"]) == ("digits-mlp", "COMPLETED")
     assert "cpu-1t: serves " in first["state"]["message"]
 
 
-def test_every_stage_is_a_task_run(first: dict[str, Any], site: PrefectSite) -> None:
+def test_pipeline_flow_run_has_task_run_for_each_stage(first: dict[str, Any], site: PrefectSite) -> None:
     judged = {f"{stage} {variant} @ cpu-1t" for stage in ("benchmark", "gate") for variant in VARIANTS}
     others = {"data train", "data test", "train", "export fp32", "register", "deploy digits @ cpu-1t"}
     runs = site.task_runs(first, judged | others)
@@ -50,7 +50,7 @@ def test_every_stage_is_a_task_run(first: dict[str, Any], site: PrefectSite) -> 
     assert upstream == {runs["benchmark fp32 @ cpu-1t"]["id"]}
 
 
-def test_tables_are_found_through_the_api(first: dict[str, Any], site: PrefectSite) -> None:
+def test_pipeline_flow_run_publishes_gate_and_choice_tables(first: dict[str, Any], site: PrefectSite) -> None:
     gates = site.table("digits-mlp-gates", first)
     assert {row["variant"] for row in gates} == set(VARIANTS)
     assert all(row["verdict"] for row in gates)
@@ -58,7 +58,7 @@ def test_tables_are_found_through_the_api(first: dict[str, Any], site: PrefectSi
     assert (choice["target"], choice["verdict"]) == ("cpu-1t", "PASS")
 
 
-def test_a_scheduled_run_fires_by_itself(first: dict[str, Any], site: PrefectSite) -> None:
+def test_scheduled_flow_run_starts_and_completes(first: dict[str, Any], site: PrefectSite) -> None:
     site.done("deployment", "schedule", "create", "pipeline/digits-mlp", "--interval", "30", "--replace", "-y")
 
     def fired() -> dict[str, Any] | None:
@@ -72,7 +72,7 @@ def test_a_scheduled_run_fires_by_itself(first: dict[str, Any], site: PrefectSit
     assert "nothing changed" in run["state"]["message"]
 
 
-def test_a_failed_gate_fails_its_task_run_and_the_run(first: dict[str, Any], site: PrefectSite) -> None:
+def test_flow_run_with_failed_gate_fails_with_its_task_run(first: dict[str, Any], site: PrefectSite) -> None:
     run = site.flow_run("pipeline/digits-mlp", ends="FAILED", overrides=["gates[5].max=1 kB"])
     assert run["state_name"] == "GateFailed"
     assert "size" in run["state"]["message"]
@@ -83,7 +83,7 @@ def test_a_failed_gate_fails_its_task_run_and_the_run(first: dict[str, Any], sit
     assert runs["deploy digits @ cpu-1t"]["state_name"] == "Skipped"
 
 
-def test_a_rollback_by_deployment_is_in_the_ledger(first: dict[str, Any], site: PrefectSite) -> None:
+def test_rollback_deployment_is_recorded_in_ledger(first: dict[str, Any], site: PrefectSite) -> None:
     before = site.project.status()
     site.project.run(ONLY_FP32, SECOND)
     between = site.project.status()
@@ -97,7 +97,7 @@ def test_a_rollback_by_deployment_is_in_the_ledger(first: dict[str, Any], site: 
     assert f"tester via prefect flow run {run['id']}" in actors
 
 
-def test_reconcile_by_deployment_tells_each_endpoint(first: dict[str, Any], site: PrefectSite) -> None:
+def test_reconcile_deployment_reports_each_endpoint(first: dict[str, Any], site: PrefectSite) -> None:
     run = site.flow_run("reconcile/reconcile")
     assert run["state"]["message"].startswith("digits: ")
     assert site.task_runs(run, {"reconcile digits"}).keys() == {"reconcile digits"}

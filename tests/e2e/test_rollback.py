@@ -50,7 +50,7 @@ def names(project: Project) -> tuple[str, str]:
     return roles["previous"]["name"], roles["stable"]["name"]
 
 
-def test_rollback_under_load_fails_no_request_and_the_old_version_answers(twice: Project) -> None:
+def test_rollback_under_load_fails_no_request_and_serves_old_version(twice: Project) -> None:
     old, new = names(twice)
     with load(twice) as clients:
         wait_for_answers(twice, new)
@@ -69,7 +69,7 @@ def test_rollback_under_load_fails_no_request_and_the_old_version_answers(twice:
     assert line["at"].startswith("20")
 
 
-def test_rollback_from_another_state_folder_is_left_to_the_user_of_the_server(twice: Project) -> None:
+def test_rollback_from_other_state_folder_stays_pending_until_reconciled(twice: Project) -> None:
     old, new = names(twice)
     state, other = twice.root / ".onnx-ops", twice.root / "other"
     shared = {
@@ -89,7 +89,7 @@ def test_rollback_from_another_state_folder_is_left_to_the_user_of_the_server(tw
 
 
 @pytest.mark.nightly
-def test_rollback_with_the_registry_stopped_and_the_aliases_follow(twice: Project) -> None:
+def test_rollback_with_stopped_registry_writes_aliases_later(twice: Project) -> None:
     port = free_port()
     twice.environ["ONNX_OPS_TRACKING_URI"] = f"http://127.0.0.1:{port}"
     old, new = names(twice)

@@ -26,7 +26,7 @@ def candidate(once: Project) -> Project:
 
 
 @pytest.mark.nightly
-def test_the_release_of_a_torch_model_is_right_and_takes_all_traffic(fresh_project: Project) -> None:
+def test_run_of_torch_pipeline_serves_accurate_model(fresh_project: Project) -> None:
     from sklearn.datasets import load_digits
 
     first = fresh_project.run(ONLY_FP32, "train.with.epochs=6", pipeline=CNN)
@@ -40,7 +40,7 @@ def test_the_release_of_a_torch_model_is_right_and_takes_all_traffic(fresh_proje
     assert np.mean(scores.argmax(axis=1) == digits.target[:40]) >= 0.85
 
 
-def test_a_rollout_goes_on_by_word_and_once_aborted_gives_all_traffic_back_for_good(candidate: Project) -> None:
+def test_rollout_advanced_and_aborted_by_command_returns_all_traffic(candidate: Project) -> None:
     candidate.document("rollout", "advance", "digits", "--reason", "looks good")
     assert candidate.status()["traffic"] == {"v2": 50, "v1": 50}
     candidate.document("rollout", "abort", "digits", "--reason", "worse on eights")

@@ -26,7 +26,7 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def test_endpoint_of_a_table_answers_like_its_source(fresh_project: Project) -> None:
+def test_endpoint_of_table_model_answers_like_source(fresh_project: Project) -> None:
     import pandas as pd
 
     fresh_project.run(pipeline=PIPELINE)
@@ -47,7 +47,7 @@ def test_endpoint_of_a_table_answers_like_its_source(fresh_project: Project) -> 
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_raw_table_runs_as_it_comes_and_its_endpoint_answers_like_the_source(fresh_project: Project, name: str) -> None:
+def test_endpoint_of_raw_table_answers_like_source(fresh_project: Project, name: str) -> None:
     table, draw = TABLES[name], np.random.default_rng()
     root = fresh_project.root
     (root / "raw").mkdir()

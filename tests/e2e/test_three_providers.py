@@ -172,7 +172,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_deploy_canary_automatic_rollback_and_an_operators_one(world: World, provider: str) -> None:
+def test_release_on_each_provider_deploys_rolls_out_and_rolls_back(world: World, provider: str) -> None:
     model = f"alone-{provider}"
     config = world.config(provider, model=model)
     bind_endpoint(world.context, config, JUDGED)
@@ -206,7 +206,7 @@ def test_deploy_canary_automatic_rollback_and_an_operators_one(world: World, pro
 
 
 @pytest.mark.nightly
-def test_one_release_over_all_providers_in_order_and_back_with_one_command(world: World) -> None:
+def test_staged_release_over_all_providers_is_rolled_back_by_one_command(world: World) -> None:
     model = "everywhere"
     near, region, far = (world.config(provider, model=model) for provider in PROVIDERS)
     bind_endpoint(world.context, near, RolloutPolicy())
