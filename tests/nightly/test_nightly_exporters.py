@@ -49,13 +49,13 @@ class TestTensorflow(ExporterSuite):
     def samples(self, digits: Dataset) -> Tensors:
         return digits.head(32).inputs
 
-    def test_the_export_is_fit_for_its_task(self, exported: tuple[object, Path], digits: Dataset) -> None:
+    def test_export_of_trained_model_is_accurate(self, exported: tuple[object, Path], digits: Dataset) -> None:
         (answers,) = OnnxRuntime().run(exported[1], Target(name="cpu"), (digits.inputs,))
         assert list(answers) == ["output"]
         assert np.mean(answers["output"].argmax(axis=1) == digits.label) > 0.9
         assert read_model_info(exported[1]).inputs[0].shape == ("batch", 64)
 
-    def test_an_opset_that_the_converter_does_not_write_is_refused(
+    def test_export_with_unsupported_opset_raises_user_error(
         self, exporter: IsolatedExporter, model: object, samples: Tensors, tmp_path: Path
     ) -> None:
         section = Export(framework=self.framework, opset=23)
@@ -72,13 +72,13 @@ class TestPaddle(TestTensorflow):
     framework, run, settings = "paddle", "examples.digits_paddle:train", {"epochs": 40}
 
 
-def test_what_is_no_model_of_the_framework_is_told(isolated: Isolated, tmp_path: Path) -> None:
+def test_train_that_returns_foreign_model_raises_error(isolated: Isolated, tmp_path: Path) -> None:
     for framework, expected in (("tensorflow", "Keras model"), ("paddle", "not a static layer")):
         with pytest.raises((UserError, StageError), match=expected):
             isolated(framework).train("tests.nightly.strange:train", {}, {}, tmp_path)
 
 
-def test_a_converter_that_aborts_is_told_with_its_last_words(isolated: Isolated, tmp_path: Path) -> None:
+def test_train_with_aborting_converter_raises_stage_error(isolated: Isolated, tmp_path: Path) -> None:
     """Paddle2ONNX at an opset that it does not know ends its process."""
     with pytest.raises(StageError, match=r"signal SIGABRT|exit code") as failure:
         isolated("paddle").train("tests.nightly.strange:abort_at_opset_23", {}, {}, tmp_path)

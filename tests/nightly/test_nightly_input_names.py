@@ -31,7 +31,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_two_inputs_are_bound_by_name_in_any_order(
+def test_export_of_two_inputs_binds_them_by_name_in_any_order(
     isolated: Callable[[str], IsolatedExporter], name: str, tmp_path: Path
 ) -> None:
     exporter = isolated(MODELS[name])
@@ -51,7 +51,7 @@ def test_two_inputs_are_bound_by_name_in_any_order(
             exporter.export(model, request)
 
 
-def test_a_subclassed_keras_model_gets_a_dictionary_and_keeps_its_weights(
+def test_export_of_subclassed_keras_model_with_dictionary_input_keeps_weights(
     isolated: Callable[[str], IsolatedExporter], tmp_path: Path
 ) -> None:
     exporter = isolated("tensorflow")

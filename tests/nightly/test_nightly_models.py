@@ -10,7 +10,7 @@ from tests.support.backend_models import outcomes, write_models
 
 
 @pytest.mark.nightly
-def test_no_model_ends_in_a_traceback_or_a_crash(tmp_path: Path) -> None:
+def test_onnx_test_models_end_in_verdict_or_typed_error(tmp_path: Path) -> None:
     models = write_models(tmp_path)
     assert len(models) > 2000
     found = tuple(outcomes(models))

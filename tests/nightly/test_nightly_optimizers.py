@@ -76,7 +76,7 @@ def request_for(folder: Path, one: dict[str, Any]) -> OptimizeRequest:
     )
 
 
-def test_a_float_pass_changes_no_weight(olive: IsolatedOptimizer, tmp_path: Path) -> None:
+def test_olive_float_pass_changes_no_weight(olive: IsolatedOptimizer, tmp_path: Path) -> None:
     request = request_for(tmp_path, {"type": "OnnxPeepholeOptimizer"})
     olive.optimize(request)
     assert read_quantized_weights(request.source, request.path) == ()
@@ -92,14 +92,14 @@ def test_a_float_pass_changes_no_weight(olive: IsolatedOptimizer, tmp_path: Path
         ({"type": "DynamicToFixedShape", "dim_param": ["batch"], "dim_value": [5]}, "changed the model's inputs"),
     ],
 )
-def test_a_pass_that_fails_or_changes_the_interface_fails_the_variant(
+def test_olive_pass_that_fails_or_changes_interface_raises_stage_error(
     olive: IsolatedOptimizer, tmp_path: Path, one: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(StageError, match=expected):
         olive.optimize(request_for(tmp_path, one))
 
 
-def test_an_exclusion_that_olive_loses_on_the_way_is_told(olive: IsolatedOptimizer, tmp_path: Path) -> None:
+def test_olive_with_lost_exclusion_raises_user_error(olive: IsolatedOptimizer, tmp_path: Path) -> None:
     request = request_for(tmp_path, {"type": "OnnxDynamicQuantization"})  # prepares, which joins product and sum
     with pytest.raises(UserError, match="Olive quantized first, which `exclude` names"):
         olive.optimize(replace(request, section=replace(request.section, exclude=("first",))))

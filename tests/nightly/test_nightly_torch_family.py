@@ -98,7 +98,7 @@ class TestText(TestVision):
         rows = words()[:32]
         return {"input_ids": rows, "attention_mask": np.ones_like(rows)}
 
-    def test_the_length_of_the_text_is_free(self, exported: tuple[object, Path]) -> None:
+    def test_export_of_text_model_has_free_length(self, exported: tuple[object, Path]) -> None:
         assert [spec.shape for spec in read_model_info(exported[1]).inputs] == [("batch", "length")] * 2
 
 
@@ -149,7 +149,7 @@ def t5() -> Any:
     return transformers.T5ForConditionalGeneration(config)
 
 
-def test_what_is_no_model_of_the_framework_is_told(tmp_path: Path) -> None:
+def test_save_of_foreign_model_raises_user_error(tmp_path: Path) -> None:
     import torch
 
     for exporter in (KerasExporter(), HuggingfaceExporter()):
@@ -159,7 +159,7 @@ def test_what_is_no_model_of_the_framework_is_told(tmp_path: Path) -> None:
             exporter.load(tmp_path)
 
 
-def test_class_of_the_project_that_is_called_like_one_of_transformers_is_refused(tmp_path: Path) -> None:
+def test_save_of_project_class_named_like_transformers_class_is_refused(tmp_path: Path) -> None:
     transformers = importlib.import_module("transformers")
     own = type("BertModel", (transformers.BertModel,), {})
     config = transformers.BertConfig(
@@ -170,7 +170,7 @@ def test_class_of_the_project_that_is_called_like_one_of_transformers_is_refused
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_keras_layer_that_fixes_the_length_is_named(tmp_path: Path) -> None:
+def test_export_of_keras_model_with_fixed_length_names_layer(tmp_path: Path) -> None:
     os.environ.setdefault("KERAS_BACKEND", "torch")
     keras = importlib.import_module("keras")
     x = keras.Input((None, 3), name="x")
@@ -181,6 +181,6 @@ def test_a_keras_layer_that_fixes_the_length_is_named(tmp_path: Path) -> None:
         KerasExporter().export(model, request)
 
 
-def test_both_are_plugins() -> None:
+def test_plugins_load_keras_and_huggingface_exporters() -> None:
     assert isinstance(plugins.load("exporters", "keras"), KerasExporter)
     assert isinstance(plugins.load("exporters", "huggingface"), HuggingfaceExporter)
