@@ -59,7 +59,7 @@ def _read_only(folder: Path) -> Checked:
 @pytest.mark.parametrize(
     "error", [ServiceUnavailableError("no answer"), RefusedError("not ours"), UserError("no such model")]
 )
-def test_release_change_that_fails_is_an_error(
+def test_release_change_with_registry_failure_records_error(
     error: OnnxOpsError, evaluated: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def registry() -> NoReturn:
@@ -74,7 +74,7 @@ def test_release_change_that_fails_is_an_error(
     assert error.what in checked.error
 
 
-def test_release_change_whose_figures_cannot_be_shared_writes_its_results(evaluated: Project, tmp_path: Path) -> None:
+def test_release_change_with_unwritable_measurements_folder_writes_results(evaluated: Project, tmp_path: Path) -> None:
     not_a_folder = tmp_path / "figures"
     not_a_folder.write_text("")
     lines = list(release_change(tmp_path / "results", "", tmp_path / "evaluated", figures=not_a_folder))
@@ -83,7 +83,7 @@ def test_release_change_whose_figures_cannot_be_shared_writes_its_results(evalua
     assert any(line.startswith("PASS ") for line in lines)
 
 
-def test_release_change_of_a_pipeline_that_was_not_evaluated_is_an_error(evaluated: Project, tmp_path: Path) -> None:
+def test_release_change_of_unevaluated_pipeline_records_error(evaluated: Project, tmp_path: Path) -> None:
     shutil.rmtree(next(path for path in (tmp_path / "evaluated").iterdir() if path.is_dir()))
     list(release_change(tmp_path / "results", "", tmp_path / "evaluated"))
     checked = _read_only(tmp_path / "results")
@@ -107,7 +107,7 @@ def test_release_change_of_a_pipeline_that_was_not_evaluated_is_an_error(evaluat
         ("local", {"state": "/srv/onnx-ops"}, True, ("registry", "ledger", "server of endpoint iris")),
     ],
 )
-def test_lost_with_job_names_places_on_the_disk_of_the_job(
+def test_lost_with_job_names_places_on_disk_of_job(
     tmp_path: Path, section: str, places: dict[str, str], hosted: bool, lost: tuple[str, ...]
 ) -> None:
     settings = load_settings(tmp_path, {f"ONNX_OPS_{key.upper()}": text for key, text in places.items()})

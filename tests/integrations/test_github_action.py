@@ -150,7 +150,7 @@ def runner(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         yield made
 
 
-def test_code_that_a_pipeline_reaches_is_judged_and_told_once(runner: Runner) -> None:
+def test_action_for_changed_pipeline_code_judges_it_and_keeps_one_comment(runner: Runner) -> None:
     runner.propose({"code/rounds.py": "ROUNDS = 300\n"})
     assert runner.judge() == (0, 0)
     (check,) = runner.github.checks
@@ -166,14 +166,14 @@ def test_code_that_a_pipeline_reaches_is_judged_and_told_once(runner: Runner) ->
     assert Path(os.environ["GITHUB_OUTPUT"]).read_text().splitlines() == ["verdict=pass", "verdict=fail"]
 
 
-def test_what_no_pipeline_rests_on_is_no_news(runner: Runner) -> None:
+def test_action_for_unrelated_change_skips_check_and_comment(runner: Runner) -> None:
     runner.propose({"README.md": "words"})
     assert runner.judge() == (0, 0)
     assert [check["conclusion"] for check in runner.github.checks] == ["skipped"]
     assert runner.github.comments == []
 
 
-def test_what_cannot_be_measured_has_not_failed(runner: Runner) -> None:
+def test_action_with_missing_provider_reports_action_required(runner: Runner) -> None:
     target = (runner.root / "configs/targets/cpu-1t.yaml").read_text(encoding="utf-8")
     runner.propose(
         {
@@ -187,14 +187,14 @@ def test_what_cannot_be_measured_has_not_failed(runner: Runner) -> None:
     assert "CUDAExecutionProvider" in check["output"]["summary"]
 
 
-def test_a_file_that_is_wrong_is_told_with_its_place(runner: Runner) -> None:
+def test_evaluate_with_invalid_pipeline_file_reports_its_location(runner: Runner) -> None:
     runner.propose({"configs/pipelines/iris.yaml": "pipelin: iris\n"})
     assert runner.step("evaluate") == 0
     (one,) = runner.results()
     assert (one.verdict, "iris.yaml:1:1" in one.error) == (Verdict.ERROR, True)
 
 
-def test_an_inconclusive_commit_is_no_success_and_comments_of_people_stay(runner: Runner) -> None:
+def test_publish_of_inconclusive_result_is_neutral_and_keeps_user_comments(runner: Runner) -> None:
     runner.propose({})
     unsure = Checked(file="configs/pipelines/iris.yaml", because=(), verdict=Verdict.INCONCLUSIVE)
     (runner.root.parent / "out").mkdir()
@@ -208,9 +208,7 @@ def test_an_inconclusive_commit_is_no_success_and_comments_of_people_stay(runner
     assert runner.github.comments[0] == quoted
 
 
-def test_a_token_that_may_only_read_costs_the_comment_and_nothing_else(
-    runner: Runner, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_action_with_read_only_token_writes_only_summary(runner: Runner, capsys: pytest.CaptureFixture[str]) -> None:
     runner.github.read_only = True
     runner.propose({"code/rounds.py": "ROUNDS = 300\n"})
     assert runner.judge() == (0, 0)
@@ -219,7 +217,7 @@ def test_a_token_that_may_only_read_costs_the_comment_and_nothing_else(
     assert TOKEN not in runner.summary()
 
 
-def test_a_push_is_compared_with_the_commit_before(runner: Runner) -> None:
+def test_action_for_push_compares_with_previous_commit(runner: Runner) -> None:
     before = os.environ["GITHUB_SHA"]
     runner.write("README.md", "words")
     os.environ["GITHUB_SHA"] = runner.commit()
@@ -229,14 +227,14 @@ def test_a_push_is_compared_with_the_commit_before(runner: Runner) -> None:
 
 
 @pytest.mark.parametrize("before", ["0" * 40, "f" * 40], ids=["first push", "force push"])
-def test_a_push_without_a_known_commit_before_touches_every_pipeline(runner: Runner, before: str) -> None:
+def test_action_for_push_without_known_previous_commit_evaluates_all_pipelines(runner: Runner, before: str) -> None:
     runner.event({"before": before})
     assert runner.step("evaluate") == 0
     assert [one.file for one in runner.results()] == ["configs/pipelines/iris.yaml"]
 
 
 @pytest.mark.parametrize("environment", ["github-hosted", "self-hosted"])
-def test_a_push_that_would_release_onto_the_job_s_disk_stops_at_the_gates(
+def test_action_for_release_onto_disk_of_job_stops_at_gates(
     runner: Runner, environment: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
@@ -257,7 +255,7 @@ def test_a_push_that_would_release_onto_the_job_s_disk_stops_at_the_gates(
             assert database.execute("SELECT count(*) FROM model_versions").fetchone() == (0,)
 
 
-def test_without_a_token_the_summary_is_written_and_the_log_says_so(
+def test_action_without_token_writes_summary_and_warnings(
     runner: Runner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runner.propose({})
@@ -270,22 +268,20 @@ def test_without_a_token_the_summary_is_written_and_the_log_says_so(
 
 
 @pytest.mark.parametrize("document", [{"before": "--output=/etc/passwd"}, {"before": "main; rm -rf /"}])
-def test_what_is_no_commit_goes_nowhere_near_git(runner: Runner, document: dict[str, Any]) -> None:
+def test_read_event_with_invalid_commit_raises_user_error(runner: Runner, document: dict[str, Any]) -> None:
     runner.event(document)
     with pytest.raises(UserError, match="is not a commit"):
         read_event(os.environ)
 
 
-def test_a_folder_without_history_is_told_as_that(tmp_path: Path, runner: Runner) -> None:
+def test_changed_since_without_repository_or_commit_raises_user_error(tmp_path: Path, runner: Runner) -> None:
     with pytest.raises(UserError, match="is not a git repository"):
         changed_since(tmp_path, "main")
     with pytest.raises(UserError, match="knows no commit 'nope'"):
         changed_since(runner.root, "nope")
 
 
-def test_run_prints_what_code_prints_where_the_runner_takes_no_commands(
-    runner: Runner, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluate_prints_user_output_between_stop_commands(runner: Runner, capfd: pytest.CaptureFixture[str]) -> None:
     runner.propose({"code/rounds.py": "ROUNDS = 300\nprint('::add-path::/tmp/evil')\n"})
     assert runner.step("evaluate") == 0
     first, *lines, last = capfd.readouterr().out.splitlines()
@@ -296,7 +292,7 @@ def test_run_prints_what_code_prints_where_the_runner_takes_no_commands(
     assert word not in "".join(lines)
 
 
-def test_results_that_are_missing_are_said(runner: Runner, capsys: pytest.CaptureFixture[str]) -> None:
+def test_publish_without_results_reports_error(runner: Runner, capsys: pytest.CaptureFixture[str]) -> None:
     runner.event({"before": "0" * 40})
     assert runner.step("publish") == 1
     assert "::error title=onnx-ops::" in capsys.readouterr().out
@@ -336,9 +332,7 @@ FORGED: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("forged", FORGED)
-def test_publish_of_results_that_are_not_ours_says_that_the_commit_could_not_be_judged(
-    runner: Runner, forged: str
-) -> None:
+def test_publish_of_forged_results_reports_action_required(runner: Runner, forged: str) -> None:
     runner.propose({})
     (runner.root.parent / "out").mkdir()
     (runner.root.parent / "out" / RESULTS).write_bytes(FORGED[forged])
@@ -348,7 +342,7 @@ def test_publish_of_results_that_are_not_ours_says_that_the_commit_could_not_be_
 
 
 @pytest.mark.parametrize("kind", ["link", "folder", "pipe", "link in a loop"])
-def test_publish_of_a_result_that_is_no_plain_file_opens_nothing_else(runner: Runner, kind: str) -> None:
+def test_publish_of_results_other_than_plain_file_reports_action_required(runner: Runner, kind: str) -> None:
     runner.propose({})
     place, secret = runner.root.parent / "out" / RESULTS, runner.root.parent / "secret"
     place.parent.mkdir()
@@ -366,7 +360,7 @@ def test_publish_of_a_result_that_is_no_plain_file_opens_nothing_else(runner: Ru
     assert [check["conclusion"] for check in runner.github.checks] == ["action_required"]
 
 
-def test_publish_takes_commit_and_pull_request_from_its_own_event(runner: Runner) -> None:
+def test_publish_of_hostile_results_uses_own_event_and_escapes_text(runner: Runner) -> None:
     runner.propose({})
     head = json.loads(Path(os.environ["GITHUB_EVENT_PATH"]).read_text())["pull_request"]["head"]["sha"]
     (runner.root.parent / "out").mkdir()
@@ -381,7 +375,7 @@ def test_publish_takes_commit_and_pull_request_from_its_own_event(runner: Runner
     assert not re.search(r"(?<!\\)\]\(https://evil|<img|@admin|(?<!\\)`|[\x1b\r]", comment["body"])
 
 
-def test_the_action_calls_this_script(runner: Runner, tmp_path: Path) -> None:
+def test_action_steps_run_script_and_write_results(runner: Runner, tmp_path: Path) -> None:
     """The composite action's own lines, run by the shell that it names."""
     action = yaml.safe_load((ROOT / ".github/actions/onnx-ops/action.yml").read_text(encoding="utf-8"))
     steps = [step["run"] for step in action["runs"]["steps"] if "run" in step]

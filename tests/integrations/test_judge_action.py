@@ -56,19 +56,19 @@ def ran(folder: Path, code: int, **inputs: str) -> tuple[int, list[str], str, st
 @pytest.mark.parametrize(
     ("code", "verdict"), [(0, "pass"), (1, "fail"), (2, "error"), (3, "inconclusive"), (4, "error")]
 )
-def test_verdict_is_the_output_and_the_table_the_summary(tmp_path: Path, code: int, verdict: str) -> None:
+def test_judge_action_writes_verdict_as_output_and_table_as_summary(tmp_path: Path, code: int, verdict: str) -> None:
     done, arguments, output, summary = ran(tmp_path, code, baseline="a.onnx", candidate="b.onnx")
     assert (done, output, summary) == (code, f"verdict={verdict}\n", "### table\n")
     assert arguments[-3:] == ["--", "a.onnx", "b.onnx"]
     assert not any(one.startswith(("--data", "--labels", "--target")) for one in arguments)
 
 
-def test_inconclusive_may_succeed(tmp_path: Path) -> None:
+def test_judge_action_with_allow_inconclusive_succeeds(tmp_path: Path) -> None:
     given = {"baseline": "a.onnx", "candidate": "b.onnx", "allow-inconclusive": "true"}
     assert ran(tmp_path, 3, **given)[0] == 0
 
 
-def test_inputs_are_arguments_whatever_they_hold(tmp_path: Path) -> None:
+def test_judge_action_with_hostile_inputs_passes_them_as_arguments(tmp_path: Path) -> None:
     hostile = {
         "baseline": "--help",
         "candidate": "$(touch broken); b.onnx",
@@ -85,11 +85,11 @@ def test_inputs_are_arguments_whatever_they_hold(tmp_path: Path) -> None:
     assert not (tmp_path / "broken").exists()
 
 
-def test_no_expression_stands_in_the_script() -> None:
+def test_judge_action_script_contains_no_expression() -> None:
     assert "${{" not in step()["run"]
 
 
-def test_hook_runs_check_on_pipeline_files() -> None:
+def test_pre_commit_hook_runs_check_on_pipeline_files() -> None:
     (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
     assert hook["entry"] == "onnx-ops check --static"
     assert set(hook) <= {"id", "name", "description", "entry", "language", "files"}

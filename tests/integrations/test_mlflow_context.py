@@ -11,18 +11,20 @@ from onnx_ops.integrations.mlflow_context import RunContext
 from tests.support.git import commit_all
 
 
-def test_outside_a_flow_nothing_is_stamped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_context_outside_flow_is_inactive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PREFECT__FLOW_RUN_ID", raising=False)
     assert not RunContext().in_context()
 
 
-def test_a_workers_process_knows_its_flow_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_context_in_worker_process_tags_flow_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "0f3a")
     monkeypatch.delitem(sys.modules, "prefect", raising=False)
     assert RunContext().tags()["prefect.flow_run"] == "0f3a"
 
 
-def test_mlflow_asks_for_the_tags_of_a_flow_and_its_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_mlflow_resolve_tags_in_flow_include_flow_run_and_commit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     import prefect.runtime
     from mlflow.tracking.context.registry import resolve_tags
 

@@ -81,7 +81,7 @@ def slope(version: str, project: Project) -> float:
     return 1.0 + int(digest_bytes(seed.encode())[-4:], 16) + len("fp32")
 
 
-def test_the_plugin_is_found_under_every_form_of_its_uri(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_get_deploy_client_with_any_uri_form_returns_plugin(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow.deployments import get_deploy_client
 
     from onnx_ops.integrations import mlflow_deployments
@@ -94,7 +94,9 @@ def test_the_plugin_is_found_under_every_form_of_its_uri(project: Project, monke
     assert "target" in mlflow_deployments.target_help()
 
 
-def test_a_round_trip(client: mlflow_deployments.OnnxOpsDeployments, project: Project) -> None:
+def test_deployment_client_creates_updates_and_deletes_endpoint(
+    client: mlflow_deployments.OnnxOpsDeployments, project: Project
+) -> None:
     made = client.create_deployment("first", f"models:/{MODEL}/1", config={"target": TARGET, "reason": "new"})
     assert made == {"name": "first", "flavor": "onnx"}
     described = client.get_deployment("first")
@@ -125,7 +127,7 @@ def test_a_round_trip(client: mlflow_deployments.OnnxOpsDeployments, project: Pr
         (f"models:/{MODEL}/1", {"target": TARGET, "prot": "1"}, "INVALID_PARAMETER_VALUE", "prot"),
     ],
 )
-def test_what_cannot_be_deployed_binds_nothing(
+def test_create_deployment_with_invalid_request_binds_nothing(
     client: mlflow_deployments.OnnxOpsDeployments, uri: str, config: dict[str, str], code: str, expected: str
 ) -> None:
     from mlflow.exceptions import MlflowException
@@ -136,7 +138,9 @@ def test_what_cannot_be_deployed_binds_nothing(
     assert client.list_deployments() == []
 
 
-def test_an_update_cannot_change_what_an_endpoint_is(client: mlflow_deployments.OnnxOpsDeployments) -> None:
+def test_update_deployment_with_other_model_or_target_raises_mlflow_exception(
+    client: mlflow_deployments.OnnxOpsDeployments,
+) -> None:
     from mlflow.exceptions import MlflowException
 
     client.create_deployment("fixed", f"models:/{MODEL}/1", config={"target": TARGET})
@@ -152,7 +156,9 @@ def test_an_update_cannot_change_what_an_endpoint_is(client: mlflow_deployments.
         client.create_deployment("fixed", f"models:/{MODEL}/1", config={"target": TARGET})
 
 
-def test_an_endpoint_that_is_not_there(client: mlflow_deployments.OnnxOpsDeployments) -> None:
+def test_deployment_client_with_unknown_endpoint_raises_resource_does_not_exist(
+    client: mlflow_deployments.OnnxOpsDeployments,
+) -> None:
     from mlflow.exceptions import MlflowException
 
     for call in (lambda: client.get_deployment("nothing"), lambda: client.predict("nothing", {"x": [[1.0, 2.0]]})):
@@ -161,7 +167,7 @@ def test_an_endpoint_that_is_not_there(client: mlflow_deployments.OnnxOpsDeploym
         assert caught.value.error_code == "RESOURCE_DOES_NOT_EXIST"
 
 
-def test_a_bad_request_is_told(client: mlflow_deployments.OnnxOpsDeployments) -> None:
+def test_predict_with_unknown_input_raises_mlflow_exception(client: mlflow_deployments.OnnxOpsDeployments) -> None:
     import pandas as pd
     from mlflow.exceptions import MlflowException
 
@@ -170,7 +176,9 @@ def test_a_bad_request_is_told(client: mlflow_deployments.OnnxOpsDeployments) ->
         client.predict("asked", pd.DataFrame({"z": [1.0]}))
 
 
-def test_the_command_line(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_deployments_command_line_manages_endpoint(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from click.testing import CliRunner
     from mlflow.deployments.cli import commands
 

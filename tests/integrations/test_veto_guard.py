@@ -45,7 +45,7 @@ def ruled(tmp_path: Path) -> Guarded:
 
 
 @pytest.mark.parametrize("alias", [CHAMPION, CHALLENGER, PREVIOUS])
-def test_a_version_needs_a_passing_decision(plain: Guarded, alias: str) -> None:
+def test_set_alias_on_version_without_passing_decision_is_refused(plain: Guarded, alias: str) -> None:
     plain.set_alias(alias, "1")
     with pytest.raises(
         RefusedError, match=rf"{alias} was not set on version 2 of {MODEL}: its verdict on cpu-1t is FAIL"
@@ -98,25 +98,25 @@ RULED_OUT: list[tuple[Attempt, str]] = [
 
 
 @pytest.mark.parametrize(("attempt", "reason"), REFUSED)
-def test_a_change_without_a_decision_for_it_is_refused(plain: Guarded, attempt: Attempt, reason: str) -> None:
+def test_change_without_matching_decision_is_refused(plain: Guarded, attempt: Attempt, reason: str) -> None:
     with pytest.raises(RefusedError, match=reason):
         attempt(plain)
 
 
 @pytest.mark.parametrize(("attempt", "reason"), RULED_OUT)
-def test_a_change_that_the_policy_leaves_to_others_is_refused(ruled: Guarded, attempt: Attempt, reason: str) -> None:
+def test_change_reserved_by_policy_for_other_users_is_refused(ruled: Guarded, attempt: Attempt, reason: str) -> None:
     with pytest.raises(RefusedError, match=reason):
         attempt(ruled)
 
 
 @pytest.mark.parametrize("alias", ["prod", "champion", "champion_cpu", "my-champion-cpu-1t", "latest-good"])
-def test_other_aliases_are_left_alone(plain: Guarded, alias: str) -> None:
+def test_set_alias_with_unguarded_name_is_allowed(plain: Guarded, alias: str) -> None:
     for version in "123":
         plain.set_alias(alias, version)
     plain.guard.delete_alias("", MODEL, alias)
 
 
-def test_other_models_are_left_alone(plain: Guarded) -> None:
+def test_changes_of_foreign_model_are_allowed(plain: Guarded) -> None:
     plain.versions.put("1", {"stage": "x"}, model="faces", aliases=(CHAMPION,))
     plain.set_alias(CHAMPION, "1", model="faces")
     plain.guard.set_tag("", "faces", "1", "override.cpu-1t", "sure")
@@ -129,7 +129,7 @@ def test_other_models_are_left_alone(plain: Guarded) -> None:
 
 
 @given(st.text(max_size=40))
-def test_folding_is_stable_and_finds_every_guarded_name(text: str) -> None:
+def test_folded_alias_is_stable_and_guarded_aliases_are_recognized(text: str) -> None:
     assert folded(folded(text)) == folded(text)
     found = guarded(text)
     if re.fullmatch(r"(champion|challenger|previous)-[a-z0-9][a-z0-9-]*", text):
@@ -137,7 +137,7 @@ def test_folding_is_stable_and_finds_every_guarded_name(text: str) -> None:
         assert found.name == text
 
 
-def test_without_trusted_keys_nothing_passes(tmp_path: Path) -> None:
+def test_set_alias_without_trusted_keys_is_refused(tmp_path: Path) -> None:
     for scene in (Guarded(tmp_path, trusts=False), Guarded(tmp_path)):
         for public in (tmp_path / "keys").glob("*.pub.pem"):
             public.unlink()
@@ -145,20 +145,20 @@ def test_without_trusted_keys_nothing_passes(tmp_path: Path) -> None:
             scene.set_alias(CHAMPION, "1")
 
 
-def test_a_key_file_that_cannot_be_read_closes_the_door(plain: Guarded) -> None:
+def test_set_alias_with_unreadable_key_file_is_refused(plain: Guarded) -> None:
     (plain.folder / "keys" / "broken.pub.pem").write_text("no key")
     with pytest.raises(RefusedError, match="champion-cpu-1t was not set"):
         plain.set_alias(CHAMPION, "1")
 
 
-def test_a_key_that_was_taken_away_counts_no_more(plain: Guarded) -> None:
+def test_set_alias_after_replacement_of_trusted_key_is_refused(plain: Guarded) -> None:
     create_key(plain.folder / "other" / "new.pem")
     (plain.folder / "keys" / "signing.pub.pem").write_bytes((plain.folder / "other" / "new.pub.pem").read_bytes())
     with pytest.raises(RefusedError, match="is not trusted"):
         plain.set_alias(CHAMPION, "1")
 
 
-def test_a_copy_of_a_version_does_not_escape_its_later_decision(plain: Guarded) -> None:
+def test_set_alias_on_copy_of_version_with_later_failure_is_refused(plain: Guarded) -> None:
     early, late = decision_record("c"), decision_record("c", Verdict.FAIL, sequence=11)
     plain.versions.put("4", tags_of(sign_record(late, plain.signer)))
     plain.versions.put("5", tags_of(sign_record(early, plain.signer)))
@@ -166,7 +166,7 @@ def test_a_copy_of_a_version_does_not_escape_its_later_decision(plain: Guarded) 
         plain.set_alias(CHAMPION, "5")
 
 
-def test_what_serves_may_become_previous_whatever_became_of_its_decision(plain: Guarded) -> None:
+def test_set_previous_alias_on_failed_champion_is_allowed(plain: Guarded) -> None:
     found = plain.versions.kept[MODEL, "2"]
     plain.versions.kept[MODEL, "2"] = replace(found, aliases=(CHAMPION,))
     plain.set_alias(PREVIOUS, "2")
@@ -175,26 +175,26 @@ def test_what_serves_may_become_previous_whatever_became_of_its_decision(plain: 
 
 
 class TestDecisionTags:
-    def test_a_later_decision_replaces_an_earlier_one(self, plain: Guarded) -> None:
+    def test_set_tag_with_later_decision_replaces_earlier_one(self, plain: Guarded) -> None:
         later = sign_record(decision_record("b", sequence=11), plain.signer)
         plain.set_tag("2", DECISION_TAG, codec.dumps(later.envelope).decode())
         plain.set_alias(CHAMPION, "2")
 
     @pytest.mark.parametrize("verdict", [verdict for verdict in Verdict if verdict is not Verdict.PASS])
-    def test_only_a_pass_may_be_deleted(self, plain: Guarded, verdict: Verdict) -> None:
+    def test_delete_tag_of_decision_other_than_pass_is_refused(self, plain: Guarded, verdict: Verdict) -> None:
         plain.versions.put("2", tags_of(sign_record(decision_record("b", verdict), plain.signer)))
         with pytest.raises(RefusedError):
             plain.guard.delete_tag("", MODEL, "2", DECISION_TAG)
 
-    def test_a_pass_may_be_deleted(self, plain: Guarded) -> None:
+    def test_delete_tag_of_passing_decision_is_allowed(self, plain: Guarded) -> None:
         plain.guard.delete_tag("", MODEL, "1", DECISION_TAG)
 
-    def test_a_forged_one_may_be_replaced(self, plain: Guarded) -> None:
+    def test_set_tag_over_forged_decision_is_allowed(self, plain: Guarded) -> None:
         plain.versions.change("2", **{DECISION_TAG: "{}"})
         plain.set_tag("2", DECISION_TAG, codec.dumps(sign_record(decision_record("b"), plain.signer).envelope).decode())
 
     @pytest.mark.parametrize("key", [DIGEST, RELEASE, VARIANT])
-    def test_a_version_stays_what_it_is(self, plain: Guarded, key: str) -> None:
+    def test_change_of_registration_tag_is_refused(self, plain: Guarded, key: str) -> None:
         plain.set_tag("1", key, plain.versions.kept[MODEL, "1"].tags[key])
         with pytest.raises(RefusedError, match="keeps what it was registered as"):
             plain.set_tag("2", key, plain.versions.kept[MODEL, "1"].tags[key] + "x")
@@ -202,8 +202,8 @@ class TestDecisionTags:
             plain.guard.delete_tag("", MODEL, "2", key)
 
 
-class TestWaysRound:
-    def test_a_version_under_a_guarded_alias_is_not_deleted(self, plain: Guarded) -> None:
+class TestDeletion:
+    def test_delete_of_version_under_guarded_alias_is_refused(self, plain: Guarded) -> None:
         found = plain.versions.kept[MODEL, "1"]
         plain.guard.delete_version(MODEL, "1")
         plain.versions.kept[MODEL, "1"] = replace(found, aliases=(CHAMPION, "prod"))
@@ -214,7 +214,7 @@ class TestWaysRound:
 
 
 class TestPolicy:
-    def test_the_first_rule_decides_and_is_named(self, ruled: Guarded) -> None:
+    def test_set_alias_against_first_matching_rule_names_rule(self, ruled: Guarded) -> None:
         ruled.set_alias(CHAMPION, "1", user="alice")
         ruled.set_alias(CHALLENGER, "1", user="bob")
         with pytest.raises(
@@ -226,7 +226,7 @@ class TestPolicy:
         with pytest.raises(RefusedError, match=r"policy\.yaml:5"):
             ruled.guard.delete_alias("bob", MODEL, PREVIOUS)
 
-    def test_a_guarded_alias_without_a_rule_is_nobodys(self, tmp_path: Path) -> None:
+    def test_set_guarded_alias_without_matching_rule_is_refused(self, tmp_path: Path) -> None:
         scene = Guarded(
             tmp_path, policy='rules: [{aliases: "prod", users: [alice]}, {aliases: "champion-*", users: ["*"]}]'
         )
@@ -239,7 +239,7 @@ class TestPolicy:
 
 
 class TestOverride:
-    def test_a_reason_by_who_may_lets_the_alias_pass_and_is_recorded(self, ruled: Guarded) -> None:
+    def test_override_by_permitted_user_allows_alias_and_is_signed(self, ruled: Guarded) -> None:
         ruled.set_tag("2", REASON_TAG, "the old one is worse", user="alice")
         ruled.set_alias(CHAMPION, "2", user="alice")
         ruled.set_alias(CHAMPION, "2", user="release-bot")
@@ -247,7 +247,7 @@ class TestOverride:
         assert (signed.record.by, signed.record.reason) == ("alice", "the old one is worse")
         assert signed.record.at == "2023-11-14T22:13:20.000+00:00"
 
-    def test_taking_the_reason_away_ends_it(self, ruled: Guarded) -> None:
+    def test_override_after_removal_of_reason_is_not_applied(self, ruled: Guarded) -> None:
         ruled.set_tag("2", REASON_TAG, "sure", user="alice")
         ruled.guard.delete_tag("alice", MODEL, "2", REASON_TAG)
         found = ruled.versions.kept[MODEL, "2"]
@@ -256,19 +256,19 @@ class TestOverride:
         with pytest.raises(RefusedError, match="is FAIL"):
             ruled.set_alias(CHAMPION, "2", user="alice")
 
-    def test_it_is_for_one_version_only(self, ruled: Guarded) -> None:
+    def test_override_copied_to_other_version_is_not_applied(self, ruled: Guarded) -> None:
         ruled.set_tag("2", REASON_TAG, "sure", user="alice")
         ruled.versions.put("4", ruled.versions.kept[MODEL, "2"].tags)
         with pytest.raises(RefusedError, match="is FAIL"):
             ruled.set_alias(CHAMPION, "4", user="alice")
 
-    def test_without_a_policy_or_a_key_there_is_none(self, tmp_path: Path) -> None:
+    def test_override_without_policy_or_key_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(RefusedError, match="ONNX_OPS_PROMOTION_POLICY"):
             Guarded(tmp_path, signs_overrides=True).set_tag("2", REASON_TAG, "sure")
         with pytest.raises(RefusedError, match="ONNX_OPS_OVERRIDE_KEY"):
             Guarded(tmp_path, policy=POLICY).set_tag("2", REASON_TAG, "sure", user="alice")
 
-    def test_a_forged_record_counts_for_nothing(self, ruled: Guarded) -> None:
+    def test_override_with_forged_record_is_not_applied(self, ruled: Guarded) -> None:
         ruled.set_tag("2", REASON_TAG, "sure", user="alice")
         tags = ruled.versions.kept[MODEL, "2"].tags
         envelope = codec.loads(tags[f"{REASON_TAG}.by"].encode(), Envelope)
@@ -294,7 +294,7 @@ class TestOverride:
         ({"ONNX_OPS_OVERRIDE_KEY": "missing.pem"}, "the signing key cannot be read"),
     ],
 )
-def test_a_wrong_configuration_is_refused(
+def test_read_configuration_with_invalid_setting_raises_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], reason: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -312,11 +312,11 @@ def test_a_wrong_configuration_is_refused(
         read_configuration(right | changes)
 
 
-def test_nothing_set_is_a_configuration() -> None:
+def test_read_configuration_without_settings_returns_defaults() -> None:
     assert read_configuration({}) == Configuration()
 
 
-def test_the_rule_for_overrides_is_the_reconcilers_too(ruled: Guarded) -> None:
+def test_read_override_of_reconciler_accepts_override_of_server(ruled: Guarded) -> None:
     from onnx_ops.adapters.registries.mlflow_tags import read_record
 
     ruled.set_tag("2", "override.cpu-1t", "sure", user="alice")

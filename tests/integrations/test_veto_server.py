@@ -73,7 +73,7 @@ def tag(record: VersionRecord, key: str, value: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("path", [ALIAS, ALIAS.replace("/api", UI)])
-def test_ui_and_api_are_refused_alike(
+def test_set_alias_through_ui_and_api_returns_same_refusal(
     veto_server: GuardedServer, versions: tuple[VersionRecord, VersionRecord], path: str
 ) -> None:
     passed, failed = versions
@@ -93,7 +93,7 @@ def test_ui_and_api_are_refused_alike(
     assert veto_server.call("bob", "POST", path, alias(failed, "mine")) == (200, {})
 
 
-def test_other_spellings_of_the_request_are_the_same_request(
+def test_set_alias_with_other_request_spelling_is_refused(
     veto_server: GuardedServer, versions: tuple[VersionRecord, VersionRecord]
 ) -> None:
     """What MLflow's handler would understand, the guard understands too."""
@@ -108,13 +108,13 @@ def test_other_spellings_of_the_request_are_the_same_request(
     assert "aliases" not in found["registered_model"]
 
 
-def test_a_nobody_is_asked_who_he_is(veto_server: GuardedServer) -> None:
+def test_request_without_credentials_returns_401(veto_server: GuardedServer) -> None:
     with pytest.raises(urllib.error.HTTPError, match="401") as refusal:
         urllib.request.urlopen(f"{veto_server.url}{ALIAS}?name=x&alias=y", timeout=60)
     refusal.value.close()
 
 
-def test_the_client_hears_the_same_reason(
+def test_registry_client_set_alias_raises_refusal_of_server(
     registry: Callable[[str], MlflowRegistry], versions: tuple[VersionRecord, VersionRecord]
 ) -> None:
     _, failed = versions
@@ -122,7 +122,7 @@ def test_the_client_hears_the_same_reason(
         registry("alice").set_alias(failed.model, CHALLENGER, failed.version)
 
 
-def test_a_forged_decision_does_not_pass(
+def test_set_tag_with_forged_decision_returns_403(
     veto_server: GuardedServer, versions: tuple[VersionRecord, VersionRecord]
 ) -> None:
     passed, failed = versions
@@ -136,7 +136,7 @@ def test_a_forged_decision_does_not_pass(
     assert status == 403, answer
 
 
-def test_a_copy_registered_by_hand_keeps_its_later_decision(
+def test_set_alias_on_copied_version_with_earlier_pass_returns_403(
     veto_server: GuardedServer, versions: tuple[VersionRecord, VersionRecord], registry: Callable[[str], MlflowRegistry]
 ) -> None:
     _, failed = versions
@@ -160,7 +160,9 @@ def test_a_copy_registered_by_hand_keeps_its_later_decision(
     assert "is FAIL" in answer["message"]
 
 
-def test_the_ways_round_are_closed(veto_server: GuardedServer, versions: tuple[VersionRecord, VersionRecord]) -> None:
+def test_delete_rename_and_retag_of_guarded_version_return_403(
+    veto_server: GuardedServer, versions: tuple[VersionRecord, VersionRecord]
+) -> None:
     passed, _ = versions
     assert veto_server.call("alice", "POST", ALIAS, alias(passed))[0] == 200
     models, number = "/api/2.0/mlflow/registered-models", "/api/2.0/mlflow/model-versions"
@@ -180,7 +182,7 @@ def test_the_ways_round_are_closed(veto_server: GuardedServer, versions: tuple[V
     assert veto_server.call("alice", "DELETE", ALIAS, {"name": passed.model, "alias": CHAMPION})[0] == 200
 
 
-def test_a_model_of_others_is_untouched(veto_server: GuardedServer) -> None:
+def test_changes_of_foreign_model_return_200(veto_server: GuardedServer) -> None:
     models, number = "/api/2.0/mlflow/registered-models", "/api/2.0/mlflow/model-versions"
     assert veto_server.call("bob", "POST", f"{models}/create", {"name": "it's theirs"})[0] == 200
     asked = {"name": "it's theirs", "source": "s3://theirs/x"}
@@ -193,7 +195,7 @@ def test_a_model_of_others_is_untouched(veto_server: GuardedServer) -> None:
     assert veto_server.call("bob", "DELETE", f"{models}/delete", {"name": "theirs still"})[0] == 200
 
 
-def test_an_override_is_given_by_who_may_and_signed_by_the_server(
+def test_override_by_permitted_user_is_signed_by_server(
     veto_server: GuardedServer, registry: Callable[[str], MlflowRegistry], versions: tuple[VersionRecord, VersionRecord]
 ) -> None:
     _, failed = versions
@@ -219,7 +221,7 @@ def test_an_override_is_given_by_who_may_and_signed_by_the_server(
         ({"MLFLOW_FLASK_SERVER_SECRET_KEY": ""}, "secret key"),
     ],
 )
-def test_a_wrong_configuration_starts_no_server(veto_home: Path, changes: dict[str, str], reason: str) -> None:
+def test_server_start_with_invalid_configuration_exits_1(veto_home: Path, changes: dict[str, str], reason: str) -> None:
     done = subprocess.run(
         server_command(veto_home, 1),
         cwd=veto_home,
@@ -236,7 +238,7 @@ def test_a_wrong_configuration_starts_no_server(veto_home: Path, changes: dict[s
 
 
 @pytest.mark.nightly
-def test_graphql_can_change_nothing_in_the_registry() -> None:
+def test_graphql_schema_has_no_registry_mutation() -> None:
     """If a later MLflow adds such mutations, the guard must look at them too."""
     program = (
         "from mlflow.server.graphql.graphql_schema_extensions import schema\n"
