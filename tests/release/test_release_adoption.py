@@ -102,7 +102,7 @@ def site() -> Site:
     return Site()
 
 
-def test_bind_first_entry_names_project_place_and_keys(site: Site) -> None:
+def test_bind_endpoint_first_entry_names_project_place_and_keys(site: Site) -> None:
     first = site.scene.world.ledger.read(ENDPOINT)[0].body
     assert isinstance(first, EndpointBound)
     assert first.origin is not None

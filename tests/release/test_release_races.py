@@ -70,7 +70,7 @@ def writing(body: EntryBody, stream: str = "digits") -> Callable[[Context], obje
 SPEAK = writing(OperatorCommandSent(command=OperatorCommand.PAUSE, reason="let me look"))
 
 
-def test_reconcile_beside_second_reconciler_ends_as_alone() -> None:
+def test_reconcile_beside_second_reconciler_ends_in_same_state() -> None:
     alone = rolled_back_alone()
     alone.reconcile()
     scenes = beside(rolled_back_alone, drive, Scene.reconcile)

@@ -427,7 +427,7 @@ def test_status_and_history_follow_loss_and_restore_of_endpoint(trial: Scene, go
     assert any(line.what.startswith("start:") for line in lines)
 
 
-def test_reconcile_of_foreign_state_with_same_generation_restores_own(trial: Scene) -> None:
+def test_reconcile_of_foreign_state_with_same_generation_replaces_it(trial: Scene) -> None:
     stable = must(trial.state().roles.stable)
     foreign = EndpointState(
         deployments=(stable,), split=TrafficSplit(weights={"v1": 100}), generation=trial.state().generation

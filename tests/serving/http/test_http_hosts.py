@@ -132,7 +132,9 @@ def test_request_with_foreign_host_or_origin_returns_403(
 
 
 @pytest.mark.parametrize("refused", [{"host": "evil.example"}, {"origin": "https://evil.example"}])
-def test_repeated_head_with_foreign_host_or_origin_returns_403(endpoint: Server, refused: dict[str, str]) -> None:
+def test_repeated_request_head_with_foreign_host_or_origin_returns_403(
+    endpoint: Server, refused: dict[str, str]
+) -> None:
     usual = {"host": "models.example", "origin": "https://good.example", "x-user-key": "anna"}
     connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=30)
     for headers, status in (*[(usual, 200)] * 3, ({**usual, "x-user-key": "bert"}, 200), ({**usual, **refused}, 403)):

@@ -193,7 +193,7 @@ def test_request_queue_limit_is_shared_by_waiting_queues(row: MetricsRow) -> Non
     work.wait(work.ended, 4)
 
 
-def test_request_queue_under_load_runs_single_requests(row: MetricsRow) -> None:
+def test_request_queue_under_load_runs_single_request_after_15_full_batches(row: MetricsRow) -> None:
     threads, work = WorkerThreads(), Work()
     batches = build_queue(threads, work, row, limit=100, max_batch=4)
     for item in range(70):

@@ -333,7 +333,7 @@ def test_model_after_long_run_on_event_loop_moves_to_thread(tmp_path: Path, monk
         assert worker.shared.sum_slot(1)[metrics.RUN_NANOSECONDS] > 0
 
 
-def test_model_with_loop_and_versions_beside_it_must_queue(tmp_path: Path) -> None:
+def test_requests_of_model_with_loop_and_versions_beside_it_are_queued(tmp_path: Path) -> None:
     loop, plain = (
         deploy_loop(tmp_path / "loop"),
         scaling_deployment(tmp_path / "plain", name="green", version="2", scale=2.0, model="m"),
