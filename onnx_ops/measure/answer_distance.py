@@ -30,9 +30,10 @@ def describe_far_answers(runtime: Runtime, source: Path, variant: Path, rows: Te
     first = {name: array[:_ROWS] for name, array in rows.items()}
     feeds = tuple(feed for feed, _ in split_batches(source, first, ROWS_AT_ONCE))
     expected, given = (runtime.run(path, SIMPLIFIED, feeds) for path in (source, variant))
-    for name, array in expected[0].items():
+    scores = [name for name, array in expected[0].items() if array.dtype.kind == "f" and array.ndim > 1]
+    for name in scores:
         pairs = [(one[name], other[name]) for one, other in zip(expected, given, strict=True) if name in other]
-        if array.dtype.kind == "f" and array.ndim > 1 and (distance := _describe_distance(pairs)):
+        if distance := _describe_distance(pairs):
             count = sum(len(one) for one, _ in pairs)
             return f"output {name} is far from the source's: {distance} on {count} rows; it can hardly pass a metric"
     return ""

@@ -56,15 +56,19 @@ def read_answers(
         current, batches = batches[:at_once], batches[at_once:]
         answers = runtime.run(model, target, tuple(feed for feed, _ in current))
         for outputs, (feed, count) in zip(answers, current, strict=True):
-            fed = len(next(iter(feed.values())))
-            by_row = {name: array[:count] for name, array in outputs.items() if array.ndim and len(array) == fed}
-            if not by_row:
-                shapes = {name: tuple(array.shape) for name, array in outputs.items()}
-                raise UserError(f"no output has one entry for each of {fed} rows: {shapes}")
-            results.append(read(by_row))
+            results.append(read(_cut_rows(outputs, len(next(iter(feed.values()))), count)))
         largest = max(sum(array.nbytes for array in outputs.values()) for outputs in answers)
         at_once = max(1, _OUTPUT_BYTES // max(1, largest))
     return results
+
+
+def _cut_rows(outputs: Tensors, fed: int, count: int) -> Tensors:
+    """Return the first `count` rows of the outputs that have one entry for each row that was fed."""
+    by_row = {name: array[:count] for name, array in outputs.items() if array.ndim and len(array) == fed}
+    if not by_row:
+        shapes = {name: tuple(array.shape) for name, array in outputs.items()}
+        raise UserError(f"no output has one entry for each of {fed} rows: {shapes}")
+    return by_row
 
 
 def split_batches(model: Path, inputs: Tensors, at_once: int | None = None) -> Iterator[tuple[Tensors, int]]:
@@ -127,18 +131,21 @@ def run_groups(
         answers = iter(runtime.run(model, target, tuple(feed for runs in groups.values() for feed in runs)))
         return {name: tuple(next(answers) for _ in runs) for name, runs in groups.items()}
     except MeasurementError as error:
-        if REAL in groups and len(groups) > 1:  # a model that does not run at all fails at once
+        if len(groups) < 2:
+            if REAL in groups:
+                raise
+            return dict.fromkeys(groups, error)
+        if REAL in groups:  # alone first: a model that does not run at all fails at once
             plain: GroupAnswers = {REAL: runtime.run(model, target, groups[REAL])}
             others = {name: runs for name, runs in groups.items() if name != REAL}
             return {**plain, **run_groups(runtime, target, model, others)}
-        if REAL in groups:
-            raise
-        if len(groups) < 2:
-            return dict.fromkeys(groups, error)
-    names = list(groups)
-    halves = (names[: len(names) // 2], names[len(names) // 2 :])
-    first, second = ({name: groups[name] for name in half} for half in halves)
+    first, second = _halve(groups)
     return {**run_groups(runtime, target, model, first), **run_groups(runtime, target, model, second)}
+
+
+def _halve(groups: Mapping[str, tuple[Tensors, ...]]) -> tuple[dict[str, tuple[Tensors, ...]], ...]:
+    entries = list(groups.items())
+    return dict(entries[: len(entries) // 2]), dict(entries[len(entries) // 2 :])
 
 
 def explain_rejection(error: MeasurementError) -> str:

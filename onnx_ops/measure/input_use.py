@@ -10,7 +10,7 @@ import numpy as np
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.files import slice_rows
-from onnx_ops.measure.reference_outputs import ReferenceGroup
+from onnx_ops.measure.reference_outputs import ReferenceGroup, find_real_group
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.ports.data import Array
@@ -29,38 +29,34 @@ def find_unused_inputs(
     Each input in turn gets the values of other rows, and those of every other group. Empty where the model refuses
     such rows.
     """
-    real = next((group for group in groups if group.name == REAL), None)
+    real = find_real_group(groups)
     if real is None:
         return ()
-    inputs = real.inputs
-    count = len(next(iter(inputs.values())))
-    if not read_model_info(model).fixed_batch:
-        count = min(count, _count_rows(real))
-    rows = slice_rows(inputs, 0, count)
-    replaced = [
-        (name, array) for name in inputs for array in _list_replacements(name, rows, [g for g in groups if g.inside])
-    ]
+    rows = real.inputs if read_model_info(model).fixed_batch else _select_rows(real)
+    replaced = [(name, array) for name in rows for array in _list_replacements(name, rows, groups)]
     try:
         plain, *others = runtime.run(model, target, (rows, *({**rows, name: array} for name, array in replaced)))
     except MeasurementError:
         return ()
-    changing = {name for (name, _), answers in zip(replaced, others, strict=True) if not _are_equal(plain, answers)}
-    return tuple(dict.fromkeys(name for name, _ in replaced if name not in changing))
+    names = [name for name, _ in replaced]
+    changing = {name for name, answers in zip(names, others, strict=True) if not _are_equal(plain, answers)}
+    return tuple(name for name in dict.fromkeys(names) if name not in changing)
 
 
-def _count_rows(real: ReferenceGroup) -> int:
-    """Return how many rows of each input can be replaced within `_BYTES`, at least 2."""
+def _select_rows(real: ReferenceGroup) -> Tensors:
+    """Return as many rows as can be replaced in each input within `_BYTES`, at least 2 if there are as many."""
     total = len(next(iter(real.inputs.values())))
     tensors = [*real.inputs.values(), *(real.single or real.double or {}).values()]
     row_bytes = sum(array.nbytes for array in tensors) // max(1, total)
-    return max(2, min(_ROWS, _BYTES // max(1, row_bytes * (1 + 2 * len(real.inputs)))))
+    affordable = max(2, min(_ROWS, _BYTES // max(1, row_bytes * (1 + 2 * len(real.inputs)))))
+    return slice_rows(real.inputs, 0, min(total, affordable))
 
 
 def _list_replacements(name: str, rows: Tensors, groups: Sequence[ReferenceGroup]) -> Iterator[Array]:
     """Yield other values of an input that the model takes: those of the next row, and of one other group."""
     array = rows[name]
     others = [np.roll(array, 1, axis=0)]
-    for group in groups:
+    for group in (group for group in groups if group.inside):
         if group.name != REAL and group.inputs[name].shape[1:] == array.shape[1:] and len(group.inputs[name]):
             others.append(np.resize(group.inputs[name], array.shape))
             break

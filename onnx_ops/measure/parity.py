@@ -15,9 +15,9 @@ from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, OnnxOpsError
 from onnx_ops.measure.answers import explain_rejection, read_values, run_groups
 from onnx_ops.measure.files import slice_rows
-from onnx_ops.measure.reference_outputs import ReferenceGroup
+from onnx_ops.measure.reference_outputs import ReferenceGroup, find_real_group
 from onnx_ops.measure.rounding import measure_roundings
-from onnx_ops.onnx_graph.instrumentation import list_computed_values
+from onnx_ops.onnx_graph.instrumentation import ComputedValue, list_computed_values
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Context, Runtime, Tensors, Tracer
 from onnx_ops.ports.data import Array
@@ -99,34 +99,33 @@ def _is_all_nan(array: Array) -> bool:
     return array.dtype.kind == "f" and array.size > 0 and bool(np.isnan(array).all())
 
 
-def _find_real_group(groups: Sequence[ReferenceGroup]) -> ReferenceGroup | None:
-    return next((group for group in groups if group.name == REAL), None)
-
-
 def _drop_useless_scores(
     groups: Sequence[ReferenceGroup], roundings: Mapping[str, Mapping[str, Rounding]]
 ) -> dict[str, dict[str, Rounding]]:
     """Return the roundings without scores that rank nothing on real rows."""
-    real = _find_real_group(groups)
+    real = find_real_group(groups)
     tensors = [answers for answers in (real.single, real.double) if answers] if real else []
-    useless = set()
-    for name, rounding in roundings.get(REAL, {}).items():
-        if rounding.scores is None:
-            continue
-        answers = [by_name[name] for by_name in tensors if name in by_name]
-        if not answers or not is_ranked_by_scores(answers[0], answers[-1], rounding):
-            useless.add(name)
+    on_real_rows = roundings.get(REAL, {})
+    useless = {name for name, rounding in on_real_rows.items() if _are_scores_useless(name, rounding, tensors)}
     return {
         group: {name: WHOLE if name in useless else rounding for name, rounding in by_output.items()}
         for group, by_output in roundings.items()
     }
 
 
+def _are_scores_useless(name: str, rounding: Rounding, tensors: Sequence[Tensors]) -> bool:
+    """Return whether an output has scores that do not rank the source's answers, in float32 and in float64."""
+    if rounding.scores is None:
+        return False
+    answers = [by_name[name] for by_name in tensors if name in by_name]
+    return not answers or not is_ranked_by_scores(answers[0], answers[-1], rounding)
+
+
 def _measure_known_columns(
     groups: Sequence[ReferenceGroup], roundings: Mapping[str, Mapping[str, Rounding]]
 ) -> dict[str, ColumnNoise]:
     """Return the columns of each output on real rows."""
-    real = _find_real_group(groups)
+    real = find_real_group(groups)
     if real is None or real.single is None or real.double is None:
         return {}
     by_output = roundings.get(REAL, {})
@@ -159,12 +158,17 @@ def measure_group(
         onnx = outputs[name]
         column_noise = (known or {}).get(name) if is_small else None
         measurement = _measure_against_source(group, name, onnx, (roundings or {}).get(name, WHOLE), column_noise)
-        reference = (group.double or group.single or {})[name]
-        is_by_row = onnx.shape == reference.shape and onnx.ndim > 0 and len(onnx) == rows > 0
-        if is_by_row and is_divergent(measurement, LIMIT):
-            measurement = replace(measurement, example=_describe_row(group, find_worst_row(onnx, reference)))
-        measurements.append(measurement)
+        measurements.append(_add_example(measurement, group, onnx, rows))
     return measurements
+
+
+def _add_example(measurement: ParityMeasurement, group: ReferenceGroup, onnx: Array, rows: int) -> ParityMeasurement:
+    """Add the worst row of an output that differs, if it has one entry per row."""
+    reference = (group.double or group.single or {})[measurement.output]
+    is_by_row = onnx.shape == reference.shape and onnx.ndim > 0 and len(onnx) == rows > 0
+    if not is_by_row or not is_divergent(measurement, LIMIT):
+        return measurement
+    return replace(measurement, example=_describe_row(group, find_worst_row(onnx, reference)))
 
 
 def _measure_against_source(
@@ -229,7 +233,7 @@ def measure_invariance(
         together, *alone = runtime.run(model, target, (slice_rows(samples, 0, count), *single_rows))
     except MeasurementError:
         return ()
-    real = _find_real_group(reference)
+    real = find_real_group(reference)
     noise = measure_noise(real.single, real.double) if real else {}
     return measure_batch_invariance(together, alone, noise)
 
@@ -288,15 +292,19 @@ def _search_graph(failed: FailedExport, plain: Target, tracer: Tracer, inputs: T
         if divergence is None:
             return Divergence(note="no value that source and export share diverges")
         divergent, ratio = divergence
-        # Go on with the values after the last exposed one that agrees, up to the divergent one.
-        names = [value.name for value in values]
-        position, end = exposed.index(divergent), names.index(divergent)
-        start = names.index(exposed[position - 1]) + 1 if position else 0
-        between = values[start : end + 1]
+        between = _narrow_values(values, exposed, divergent)
         if len(chosen) == len(values) or len(between) == len(values):
-            node = values[end]
+            node = between[-1]
             return Divergence(node=node.node, op_type=node.op_type, scope=node.scope, ratio=ratio)
         values = between
+
+
+def _narrow_values(values: Sequence[ComputedValue], exposed: Sequence[str], divergent: str) -> list[ComputedValue]:
+    """Return the values after the last exposed one that agrees, up to the divergent one."""
+    names = [value.name for value in values]
+    position, end = exposed.index(divergent), names.index(divergent)
+    start = names.index(exposed[position - 1]) + 1 if position else 0
+    return list(values[start : end + 1])
 
 
 def _select_inputs(failed: FailedExport, group: ReferenceGroup, outputs: Any) -> Tensors:

@@ -178,21 +178,33 @@ _FORMS: Mapping[AnswerKind | None, Sequence[_Form]] = {
 def prepare_label(definition: MetricDefinition, label: Array | None) -> Array | None:
     """Return the label as the metric needs it; None if it needs none."""
     match definition.reads:
-        case "embeddings" | "tokens":
-            kinds = "f" if definition.reads == "embeddings" else "iu"
-            return label if label is not None and label.ndim == 2 and label.dtype.kind in kinds else None
+        case "embeddings":
+            return _select_matrix(label, "f")
+        case "tokens":
+            return _select_matrix(label, "iu")
         case "numbers":
-            if label is None or flatten_column(label).ndim != 1 or label.dtype.kind not in "fiub":
-                is_number = label is None or label.dtype.kind in "fiub"
-                remedy = "" if is_number else definition.other_kind
-                raise _make_label_error(definition, label, "one number per row", remedy)
-            return flatten_column(label).astype(np.float64)
+            return _prepare_numbers(definition, label)
         case None:
             if label is None:
                 raise _make_label_error(definition, label, "an array")
             return as_text(label)
         case _:
             return _prepare_classes(definition, label)
+
+
+def _select_matrix(label: Array | None, kinds: str) -> Array | None:
+    """Return a label of these types with one row of values per row; None if it is another one."""
+    return label if label is not None and label.ndim == 2 and label.dtype.kind in kinds else None
+
+
+def _prepare_numbers(definition: MetricDefinition, label: Array | None) -> Array:
+    if label is None:
+        raise _make_label_error(definition, label, "one number per row")
+    is_number = label.dtype.kind in "fiub"
+    if not is_number or flatten_column(label).ndim != 1:
+        remedy = "" if is_number else definition.other_kind
+        raise _make_label_error(definition, label, "one number per row", remedy)
+    return flatten_column(label).astype(np.float64)
 
 
 def _prepare_classes(definition: MetricDefinition, label: Array | None) -> Array:

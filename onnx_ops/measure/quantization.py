@@ -185,15 +185,14 @@ def measure_paired_weights(
     with _balanced_like(derived, source) as exact:
         pairs, unpaired = _list_pairs(exact, derived)
         steps = [compute_weight_error(pair.original, pair.dequantized, pair.scale) for pair in pairs]
-        moved = [
-            pair for pair, distance in zip(pairs, steps, strict=True) if ROUNDING < distance < LARGEST and pair.origin
-        ]
+        moved = _list_moved(pairs, steps)
         errors, biases = dict[str, float](), dict[str, float]()
         if runtime and samples and moved:
             feeds = tuple(split_feeds(derived, samples))
+            rounded = [pair for pair in pairs if pair.rounded]
             weights = [pair for pair in moved if pair.rounded]
             errors = _measure_layer_errors(runtime, exact, feeds, weights, write_with_layer_errors)
-            rounded = [pair for pair in pairs if pair.rounded]
+            # What is no weight of a layer can be a bias, which may correct the errors of weights.
             others = [pair for pair in moved if pair.name not in errors]
             biases = _measure_layer_errors(runtime, exact, feeds, others, partial(_write_bias_errors, derived, rounded))
     measurements = tuple(
@@ -208,6 +207,11 @@ def measure_paired_weights(
         for pair, distance in zip(pairs, steps, strict=True)
     )
     return measurements, unpaired
+
+
+def _list_moved(pairs: Sequence[QuantizedWeight], steps: Sequence[float]) -> list[QuantizedWeight]:
+    """Return the weights of known origin that moved by more than rounding does."""
+    return [pair for pair, distance in zip(pairs, steps, strict=True) if ROUNDING < distance < LARGEST and pair.origin]
 
 
 def _list_pairs(source: Path, derived: Path) -> tuple[tuple[QuantizedWeight, ...], tuple[str, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +28,7 @@ from onnx_ops.ports.data import Array
 from onnx_ops.statistics.probes import (
     RANGE,
     REAL,
+    Axes,
     ProbeGroup,
     learn_domains,
     make_batch_inputs,
@@ -79,6 +80,11 @@ class ReferenceGroup:
     def outputs(self) -> tuple[str, ...]:
         """Return the names of the source's outputs."""
         return tuple(self.double or self.single or {})
+
+
+def find_real_group(groups: Sequence[ReferenceGroup]) -> ReferenceGroup | None:
+    """Return the group of real rows, if the source answers it."""
+    return next((group for group in groups if group.name == REAL), None)
 
 
 _PARTS = ("input", "float32", "float64", "bounds")
@@ -177,20 +183,28 @@ class _Source:
         parts = []
         for start in range(0, count, step):
             chosen = slice_rows(tensors, start, start + step)
-            jittered = jitter_rows(chosen, seed=start, ranks=not self.trees, parts_ties=made_up and not self.trees)
-            many = self.answer(jittered, "float64")
+            many = self._answer_jittered(chosen, seed=start, made_up=made_up)
             if many is None:
                 return None
             size = _count_rows(chosen)
-            if not self.trees:
-                many = {name: array for name, array in many.items() if name in self.ranked}
-                if any(not array.ndim or len(array) != COPIES * size for array in many.values()):
-                    return None
             answers = [slice_rows(many, copy * size, (copy + 1) * size) for copy in range(COPIES)]
             own = [{name: answer[name][start : start + step] for name in many} for answer in known]
             narrow = COPIES if self.trees else COPIES // 2
             parts.append(compute_envelope([*own, *answers[:narrow]], answers[narrow:]))
         return join_envelopes(parts)
+
+    def _answer_jittered(self, rows: Tensors, *, seed: int, made_up: bool) -> Tensors | None:
+        """Return the answers to jittered copies of the rows, of ranked outputs only where there are no trees.
+
+        None if the number of answers depends on the rows.
+        """
+        jittered = jitter_rows(rows, seed=seed, ranks=not self.trees, parts_ties=made_up and not self.trees)
+        many = self.answer(jittered, "float64")
+        if many is None or self.trees:
+            return many
+        many = {name: array for name, array in many.items() if name in self.ranked}
+        count = COPIES * _count_rows(rows)
+        return many if all(array.ndim and len(array) == count for array in many.values()) else None
 
 
 def collect_reference_outputs(
@@ -217,7 +231,7 @@ def collect_reference_outputs(
     groups: list[ReferenceGroup] = []
     refused: dict[str, str] = {}
     for name, probe in probes.items():
-        tensors = probe.inputs if max_rows is None else _take_evenly(probe.inputs, max_rows)
+        tensors = _take_evenly(probe.inputs, max_rows)
         try:
             group = replace(source.group(name, tensors), inside=probe.inside)
         except ValueError as error:
@@ -229,14 +243,9 @@ def collect_reference_outputs(
             _check_repeatable(source, group)
         if group.single is not None or group.double is not None:
             groups.append(group)
-    total = _count_rows(samples)
-    is_reduced = max_rows is not None and max_rows < total
-    limits = SourceLimits(
-        nan=_find_nan_policy(groups, refused),
-        refused=refused,
-        rows=max_rows if is_reduced and max_rows else 0,
-        samples=total if is_reduced else 0,
-    )
+    limits = SourceLimits(nan=_find_nan_policy(groups, refused), refused=refused)
+    if max_rows is not None and max_rows < _count_rows(samples):
+        limits = replace(limits, rows=max_rows, samples=_count_rows(samples))
     return ReferenceOutputs(groups=groups, limits=limits)
 
 
@@ -258,8 +267,10 @@ def _count_rows(tensors: Tensors) -> int:
     return len(next(iter(tensors.values())))
 
 
-def _take_evenly(tensors: Tensors, max_rows: int) -> Tensors:
-    """Return at most so many rows, evenly spaced."""
+def _take_evenly(tensors: Tensors, max_rows: int | None) -> Tensors:
+    """Return at most so many rows, evenly spaced; None: all."""
+    if max_rows is None:
+        return tensors
     count = _count_rows(tensors)
     chosen = np.unique(np.linspace(0, count - 1, min(max_rows, count)).astype(np.intp))
     return {name: array[chosen] for name, array in tensors.items()}
@@ -294,9 +305,9 @@ def _count_affordable_rows(source: _Source, probes: Mapping[str, ProbeGroup], se
             per_call = min(per_call, _time_answers(source, few))
             longer = min(longer, _time_answers(source, some))
             per_row = max(0.0, longer - per_call) / max(1, _SOME - _FEW)
+            calls_s = len(sizes) * per_call * (2 if copies else 1)
             affordable = []
             for max_rows in (*_ROWS_OF_SLOW, max(sizes)):
-                calls_s = len(sizes) * per_call * (2 if copies else 1)
                 rows_s = per_row * sum(min(size, max_rows) for size in sizes) * (1 + copies)
                 if calls_s + rows_s <= seconds:
                     affordable.append(max_rows)
@@ -334,14 +345,19 @@ def build_probes(
     groups = make_probe_groups(samples, domains, empty=not fixed and not is_unsafe_without_rows(path))
     if (splits := build_split_probes(path, samples)) is not None:
         groups[SPLITS] = ProbeGroup(inputs=splits)
-    shapes = {spec.name: spec.shape for spec in read_model_info(path).inputs if spec.shape}
-    axes = find_row_axes(shapes)
-    shapes = {n: move_axis_first(shape, axes.get(n, 0)) for n, shape in shapes.items() if n in samples}
-    named = find_sized_axes(shapes, unnamed=False)
-    groups |= {name: ProbeGroup(inputs=inputs) for name, inputs in make_sized_inputs(samples, named).items()}
+    sized = make_sized_inputs(samples, _find_free_axes(path, samples))
+    groups |= {name: ProbeGroup(inputs=inputs) for name, inputs in sized.items()}
     if fixed:
         return {name: replace(probe, inputs=take_rows(probe.inputs, fixed)) for name, probe in groups.items()}
     return groups | {name: ProbeGroup(inputs=inputs) for name, inputs in make_batch_inputs(samples).items()}
+
+
+def _find_free_axes(path: Path, samples: Tensors) -> Axes:
+    """Return the named free axes of the inputs, with rows on axis 0 as in the samples."""
+    shapes = {spec.name: spec.shape for spec in read_model_info(path).inputs if spec.shape}
+    axes = find_row_axes(shapes)
+    shapes = {n: move_axis_first(shape, axes.get(n, 0)) for n, shape in shapes.items() if n in samples}
+    return find_sized_axes(shapes, unnamed=False)
 
 
 def _find_nan_policy(groups: list[ReferenceGroup], refused: Mapping[str, str]) -> NanPolicy:

@@ -98,13 +98,17 @@ def read_layout(model: ModelInfo, values: Tensors | None = None) -> RowLayout:
     """
     shapes = {spec.name: spec.shape for spec in model.inputs}
     axes = find_row_axes(shapes)
-    given = [(spec, (values or {})[spec.name]) for spec in model.inputs if spec.name in (values or {})]
-    same = [(remove_axis(spec, axes[spec.name]), value) for spec, value in given if spec.name in axes]
+    given = values or {}
+    specs = [spec for spec in model.inputs if spec.name in given]
     return RowLayout(
         inputs=axes,
         outputs=find_output_axes(shapes, {spec.name: spec.shape for spec in model.outputs}),
-        values={spec.name: fit_value(value, spec) for spec, value in given if spec.name not in axes},
-        row_values={spec.name: fit_value(value, spec) for spec, value in same},
+        values={spec.name: fit_value(given[spec.name], spec) for spec in specs if spec.name not in axes},
+        row_values={
+            spec.name: fit_value(given[spec.name], remove_axis(spec, axes[spec.name]))
+            for spec in specs
+            if spec.name in axes
+        },
     )
 
 
@@ -130,21 +134,33 @@ def fit_value(value: Any, spec: TensorSpec, sizes: Mapping[str, int] | None = No
         UserError: it has another kind of type or another shape.
     """
     array, kind = np.asarray(value), read_dtype(spec)
-    if array.dtype.kind not in _CONVERTIBLE[kind.kind] or (kind.kind in "iu" and (array.astype(kind) != array).any()):
+    if not _is_convertible(array, kind):
         given = str(value) if array.ndim == 0 else f"values of {array.dtype}"
         raise UserError(f"{spec.name!r} takes {spec.dtype}, not {given}", where=f"value of {spec.name}")
-    known = sizes or {}
-    shape = [known.get(str(size), -1) if is_free(size) else int(size) for size in spec.shape]
-    start = len(shape) - array.ndim
-    for axis, size in enumerate(shape):
-        if size < 0:  # as the value has it
-            shape[axis] = array.shape[axis - start] if axis >= start else 1
+    shape = _find_sizes(array, spec, sizes or {})
     try:
         return np.array(np.broadcast_to(array.astype(kind), shape))
     except ValueError as error:
         takes = f"shape {' × '.join(map(str, spec.shape))}" if spec.shape else "a scalar"
         what = f"{spec.name!r} takes {takes}, not shape {array.shape}"
         raise UserError(what, where=f"value of {spec.name}") from error
+
+
+def _is_convertible(array: np.ndarray[Any, np.dtype[Any]], kind: np.dtype[Any]) -> bool:
+    """Return whether a type takes an array's kind of values, and whole numbers without loss."""
+    if array.dtype.kind not in _CONVERTIBLE[kind.kind]:
+        return False
+    return kind.kind not in "iu" or bool((array.astype(kind) == array).all())
+
+
+def _find_sizes(array: np.ndarray[Any, np.dtype[Any]], spec: TensorSpec, sizes: Mapping[str, int]) -> list[int]:
+    """Return the size of each axis: fixed, or that of its symbol, or as the value has it."""
+    shape = [sizes.get(str(size), -1) if is_free(size) else int(size) for size in spec.shape]
+    start = len(shape) - array.ndim
+    for axis, size in enumerate(shape):
+        if size < 0:
+            shape[axis] = array.shape[axis - start] if axis >= start else 1
+    return shape
 
 
 _REMEDIES = {

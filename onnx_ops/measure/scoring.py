@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -89,11 +89,7 @@ def measure_metrics(request: ScoringRequest, definitions: Sequence[MetricDefinit
             continue
         alike = _find_alike(predictions)
         if _is_counted(definition):
-            mine = answers[CANDIDATE]
-            counts += [
-                count_pairs(definition.label, name, right, mine, group, equal=name in alike)
-                for name, right in answers.items()
-            ]
+            counts += _count_all_pairs(definition, answers, group, alike)
         else:
             function = request.functions.get(definition.use)
             scores += score(definition, label, answers, seed=request.seed, function=function, group=group, alike=alike)
@@ -104,6 +100,14 @@ def measure_metrics(request: ScoringRequest, definitions: Sequence[MetricDefinit
         data = request.dataset
         grouped = detect_grouping(data.inputs, data.columns, signals, data.label, request.seed)
     return TaskMetrics(counts=tuple(counts), scores=tuple(scores), grouped=grouped, rows=rows)
+
+
+def _count_all_pairs(
+    definition: MetricDefinition, answers: Mapping[str, Array], group: Array | None, alike: Collection[str]
+) -> Iterator[PairedCounts]:
+    """Yield the counts of right rows of the candidate beside each model, itself included."""
+    for name, right in answers.items():
+        yield count_pairs(definition.label, name, right, answers[CANDIDATE], group, equal=name in alike)
 
 
 def _find_alike(predictions: Mapping[str, Prediction | OnnxOpsError]) -> frozenset[str]:
@@ -227,26 +231,32 @@ def _make_comparable(
     answers: dict[str, Array] = {}
     problems: list[ScoreComparison] = []
     for name, prediction in predictions.items():
-        why = str(prediction)
-        if isinstance(prediction, Prediction) and prediction.broken:
-            count = len(prediction.values)
-            why = f"the model answers with NaN on {prediction.broken} of {count} rows"
-            if name == CANDIDATE:
-                problems.append(make_unscored(definition, count, broken=why))
-                continue
-        elif isinstance(prediction, Prediction):
+        if isinstance(prediction, Prediction) and not prediction.broken:
             try:
                 answers[name] = _in_terms(definition, label, positive, prediction, answers.get(CANDIDATE))
-                continue
             except UserError as error:
-                why = str(error)
-        if name == CANDIDATE:
-            problems.append(make_unscored(definition, failed=why))
+                problems.append(_make_unreadable(definition, name, error))
         else:
-            problems.append(make_unscored(definition, against=name, undefined=f"{name} cannot be scored: {why}"))
+            problems.append(_make_unreadable(definition, name, prediction))
     if label is not None and not _is_counted(definition):
         return *_number_classes(definition, label, positive, answers), problems
     return label, answers, problems
+
+
+def _make_unreadable(definition: MetricDefinition, name: str, problem: Prediction | OnnxOpsError) -> ScoreComparison:
+    """Return the entry of a model whose answers hold NaN or cannot be read.
+
+    Only the candidate fails by NaN: another model that answers with it is not compared.
+    """
+    why, count = str(problem), 0
+    if isinstance(problem, Prediction):
+        count = len(problem.values)
+        why = f"the model answers with NaN on {problem.broken} of {count} rows"
+    if name != CANDIDATE:
+        return make_unscored(definition, against=name, undefined=f"{name} cannot be scored: {why}")
+    if isinstance(problem, Prediction):
+        return make_unscored(definition, count, broken=why)
+    return make_unscored(definition, failed=why)
 
 
 def _number_classes(

@@ -31,7 +31,13 @@ from onnx_ops.errors import OnnxOpsError, StageError, UserError
 from onnx_ops.measure.answers import read_answers, read_values, split_batches, temporary_copy
 from onnx_ops.measure.files import slice_rows
 from onnx_ops.measure.quantization import PAIRS_AT_ONCE
-from onnx_ops.measure.scoring import ModelPredictions, ScoringRequest, measure_metrics, read_predictions
+from onnx_ops.measure.scoring import (
+    ModelPredictions,
+    ScoringRequest,
+    TaskMetrics,
+    measure_metrics,
+    read_predictions,
+)
 from onnx_ops.measure.timing import build_feed, compute_log_ratios
 from onnx_ops.onnx_graph.channel_balance import write_balanced
 from onnx_ops.onnx_graph.files import list_external_names
@@ -97,31 +103,60 @@ def search(context: SearchContext, journal: StageJournal, report: Reporter) -> S
         StageError: a library wrote a different file for the same recipe.
     """
     context.folder.mkdir()
-    small = context.budget.size is not None or "small" in context.section.variants
-    candidates = list_search_recipes(context.machines, calibrated=context.calibration is not None, small=small)
-    candidates = tuple(replace(one, nodes=list_quantizable_nodes(context.source, one.method)) for one in candidates)
-    recipes = tuple(recipe for recipe in candidates if recipe.nodes or recipe.method not in OPERATORS)
-    runner, name = TrialRunner(context, {recipe.name: recipe for recipe in recipes}), context.section.name
+    recipes = _list_recipes(context)
+    runner = TrialRunner(context, {recipe.name: recipe for recipe in recipes})
     state = SearchState(recipes=recipes, budget=context.budget, export_bytes=read_model_info(context.source).size_bytes)
-    lines = journal.read()
-    if _END in lines:
-        journal.clear()
-        lines = ()
-    for line in lines:
-        state = _add_entry(state, codec.from_json(line, SearchLogEntry))
-    if lines:
-        report(f"resuming after {len(lines)} steps of an interrupted search")
+    state = _resume(state, journal, report)
     while not isinstance(step := choose_next_step(state), StopSearch):
-        if isinstance(step, BuildTrial):
-            entry = SearchLogEntry(trial=(trial := runner.build(step)))
-            text = describe_trial(trial, "metric")
-        else:
-            entry = SearchLogEntry(sensitivity=(probed := runner.probe(step)))
-            text = f"{step.recipe}, only {step.node}: " + (probed.failure or f"error {probed.error or 0.0:.3g}")
+        entry, text = _run_step(runner, step)
+        # The journal comes first: a step that is not in it is repeated by the next search.
         journal.append(codec.to_json(entry))
         state = _add_entry(state, entry)
         report(f"{text}; {state.seconds:.0f} s of {60 * context.budget.max_minutes:.0f} s")
     record = _make_record(context, state, step)
+    models = _make_models(context, runner, record, report)
+    place = None if models else find_closest_trial(state)
+    closest = None if place is None else (runner.make(state.trials[place])[0], state.trials[place])
+    journal.append(_END)
+    return SearchResult(record=record, models=models, closest=closest)
+
+
+def _list_recipes(context: SearchContext) -> tuple[Recipe, ...]:
+    """Return the recipes that fit the machines and the model, each with the nodes that it can quantize."""
+    small = context.budget.size is not None or "small" in context.section.variants
+    candidates = list_search_recipes(context.machines, calibrated=context.calibration is not None, small=small)
+    candidates = tuple(replace(one, nodes=list_quantizable_nodes(context.source, one.method)) for one in candidates)
+    return tuple(recipe for recipe in candidates if recipe.nodes or recipe.method not in OPERATORS)
+
+
+def _resume(state: SearchState, journal: StageJournal, report: Reporter) -> SearchState:
+    """Return the state after the steps of an interrupted search, and clear a complete journal."""
+    lines = journal.read()
+    if _END in lines:
+        journal.clear()
+        return state
+    for line in lines:
+        state = _add_entry(state, codec.from_json(line, SearchLogEntry))
+    if lines:
+        report(f"resuming after {len(lines)} steps of an interrupted search")
+    return state
+
+
+def _run_step(runner: TrialRunner, step: BuildTrial | ProbeNode) -> tuple[SearchLogEntry, str]:
+    """Run a step, and return its entry in the journal and its description."""
+    if isinstance(step, BuildTrial):
+        trial = runner.build(step)
+        return SearchLogEntry(trial=trial), describe_trial(trial, "metric")
+    probed = runner.probe(step)
+    text = f"{step.recipe}, only {step.node}: " + (probed.failure or f"error {probed.error or 0.0:.3g}")
+    return SearchLogEntry(sensitivity=probed), text
+
+
+def _make_models(
+    context: SearchContext, runner: TrialRunner, record: SearchRecord, report: Reporter
+) -> dict[Role, tuple[Path, Trial]]:
+    """Build the model of each role once more: a resumed search has none of the earlier trials."""
+    name = context.section.name
     models: dict[Role, tuple[Path, Trial]] = {}
     for slot in record.slots:
         if slot.trial is None:
@@ -137,10 +172,7 @@ def search(context: SearchContext, journal: StageJournal, report: Reporter) -> S
             )
         models[slot.role] = (path, trial)
         report(f"{name}-{slot.role}: {describe_trial(trial, context.metric.label)}")
-    place = None if models else find_closest_trial(state)
-    closest = None if place is None else (runner.make(state.trials[place])[0], state.trials[place])
-    journal.append(_END)
-    return SearchResult(record=record, models=models, closest=closest)
+    return models
 
 
 def _add_entry(state: SearchState, entry: SearchLogEntry) -> SearchState:
@@ -281,20 +313,27 @@ class TrialRunner:
         drop = max(self._measure_drop(path, target) for target in kinds.values())
         trial = replace(trial, drop=drop, error=self._measure_error(path))
         feed = build_feed(context.source, context.tuning_data.inputs, context.batch)
-        ratios, p99 = {}, {}
-        for target in context.targets:
-            runtime, name = context.project.runtime(target.runtime), target.name
-            if name not in self._schedules:
-                self._schedules[name] = _plan_rounds(runtime, context.source, target, feed, context.seed)
-            pairs = runtime.benchmark((context.source, path), target, feed, self._schedules[name])
-            estimate, low, high = session_interval(compute_log_ratios(pairs), _ALPHA)
-            ratios[name] = Interval(estimate=math.exp(estimate), low=math.exp(low), high=math.exp(high))
+        ratios = {target.name: self._measure_ratio(path, target, feed) for target in context.targets}
+        p99: dict[str, float] = {}
         if context.budget.p99 is not None and drop <= context.budget.metric_drop:
-            for target in context.targets:
-                runtime = context.project.runtime(target.runtime)
-                samples = runtime.sample(path, target, feed, runs=_RUNS_P99, warmup=_RUNS[1])
-                p99[target.name] = float(np.quantile(samples.nanoseconds.astype(np.float64), 0.99)) / 1e9
+            p99 = {target.name: self._measure_p99(path, target, feed) for target in context.targets}
         return replace(trial, ratios=ratios, p99=p99)
+
+    def _measure_ratio(self, path: Path, target: Target, feed: Tensors) -> Interval:
+        """Return a model's time over that of fp32."""
+        context = self._context
+        runtime, name = context.project.runtime(target.runtime), target.name
+        if name not in self._schedules:
+            self._schedules[name] = _plan_rounds(runtime, context.source, target, feed, context.seed)
+        pairs = runtime.benchmark((context.source, path), target, feed, self._schedules[name])
+        estimate, low, high = session_interval(compute_log_ratios(pairs), _ALPHA)
+        return Interval(estimate=math.exp(estimate), low=math.exp(low), high=math.exp(high))
+
+    def _measure_p99(self, path: Path, target: Target, feed: Tensors) -> float:
+        """Return the 99th percentile of a model's run times in seconds."""
+        runtime = self._context.project.runtime(target.runtime)
+        samples = runtime.sample(path, target, feed, runs=_RUNS_P99, warmup=_RUNS[1])
+        return float(np.quantile(samples.nanoseconds.astype(np.float64), 0.99)) / 1e9
 
     def _measure_drop(self, path: Path, target: Target) -> float:
         """Return a model's loss of the metric against fp32 on the same rows."""
@@ -310,17 +349,12 @@ class TrialRunner:
         if target.name not in self._predictions:
             self._predictions[target.name] = read_predictions(request, EXPORT, [context.metric])
         metrics = measure_metrics(replace(request, known={EXPORT: self._predictions[target.name]}), [context.metric])
-        for counts in metrics.counts:
-            if counts.against == EXPORT:
-                return (counts.only_baseline - counts.only_candidate) / counts.n
-        for score in metrics.scores:
-            if score.against == EXPORT and context.lower and score.ratio is not None:
-                return score.ratio.estimate - 1
-            if score.against == EXPORT and not context.lower and score.difference is not None:
-                return -score.difference.estimate
-        why = next((why for s in metrics.scores if (why := s.broken or s.failed or s.undefined)), "it needs labels")
-        what = f"{context.metric.label} cannot be measured on the tuning rows"
-        raise UserError(what, where=context.section.name, why=why)
+        drop = _read_drop(metrics, lower=context.lower)
+        if drop is None:
+            why = next((why for s in metrics.scores if (why := s.broken or s.failed or s.undefined)), "it needs labels")
+            what = f"{context.metric.label} cannot be measured on the tuning rows"
+            raise UserError(what, where=context.section.name, why=why)
+        return drop
 
     def _measure_error(self, path: Path) -> float:
         """Return the root mean square error of the float outputs on a few rows, in standard deviations."""
@@ -367,10 +401,21 @@ class TrialRunner:
             names = inner[start : start + PAIRS_AT_ONCE]
             for values in read_values(runtime, source, target, names, feeds):
                 for name in set(names) & set(values):
-                    low, high = _find_range(values[name])
-                    previous = ranges.get(name, (low, high))
-                    ranges[name] = min(low, previous[0]), max(high, previous[1])
+                    ranges[name] = _join_ranges(ranges.get(name), _find_range(values[name]))
         return ranges
+
+
+def _read_drop(metrics: TaskMetrics, *, lower: bool) -> float | None:
+    """Return the loss against fp32: a share of rows, or by the score; None if neither was measured."""
+    for counts in metrics.counts:
+        if counts.against == EXPORT:
+            return (counts.only_baseline - counts.only_candidate) / counts.n
+    for score in (score for score in metrics.scores if score.against == EXPORT):
+        if lower and score.ratio is not None:
+            return score.ratio.estimate - 1
+        if not lower and score.difference is not None:
+            return -score.difference.estimate
+    return None
 
 
 def _use_all_cores(target: Target) -> Target:
@@ -390,3 +435,7 @@ def _plan_rounds(runtime: Runtime, source: Path, target: Target, feed: Tensors, 
 def _find_range(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> ValueRange:
     values = array[np.isfinite(array.astype(np.float64))] if array.dtype.kind == "f" else array
     return (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
+
+
+def _join_ranges(one: ValueRange | None, other: ValueRange) -> ValueRange:
+    return other if one is None else (min(one[0], other[0]), max(one[1], other[1]))

@@ -108,9 +108,7 @@ def measure_scheduling(
     if target.runtime != _SERVED_RUNTIME or not INLINE_S <= run_s <= _MOST_RUN_S:
         return ()
     most = max(1, cores // (target.session.intra_op_threads or cores))
-    threads = sorted({most, *(2**n for n in range(most.bit_length()))})
-    fixed = read_model_info(model).fixed_batch
-    ways = [(count, rows) for count in threads for rows in ({fixed} if fixed else {1, max(1, CLIENTS // (count + 1))})]
+    ways = _list_ways(most, read_model_info(model).fixed_batch)
     rates: dict[tuple[int, int], list[float]] = {way: [] for way in sorted(ways)}
     with contextlib.suppress(MeasurementError):
         for turn in range(_TURNS):
@@ -124,6 +122,12 @@ def measure_scheduling(
             for (count, rows), measured in rates.items()
         )
     return ()
+
+
+def _list_ways(most: int, fixed: int) -> list[tuple[int, int]]:
+    """Return the numbers of threads, powers of 2 up to `most`, each with the rows of a single run and of a batch."""
+    threads = sorted({most, *(2**n for n in range(most.bit_length()))})
+    return [(count, rows) for count in threads for rows in ({fixed} if fixed else {1, max(1, CLIENTS // (count + 1))})]
 
 
 def compare_throughput(pair: PairedBenchmark, concurrency: int) -> tuple[PairedRatios, RawSamples]:
