@@ -186,19 +186,23 @@ def _compare_with_champion(mine: Evidence) -> list[ComparedMetric]:
         if entry.against == CHAMPION and (change := _change(entry))
     ]
     comparisons: list[LatencyComparison | PairedRatios] = [*mine.comparisons, *mine.ratios]
-    for comparison in comparisons:
-        if comparison.against == CHAMPION and (ratio := measured_ratio(comparison)) is not None:
-            is_latency = isinstance(comparison, LatencyComparison)
-            middle = median_latency(mine.latency) if is_latency else None
-            rows.append(
-                ComparedMetric(
-                    metric="median latency" if is_latency else name_of(comparison),
-                    ours=middle.figure if middle else NOTHING,
-                    theirs=NOTHING,
-                    change=ratio.figure,
-                )
-            )
+    rows += [
+        _make_ratio_row(comparison, ratio, mine)
+        for comparison in comparisons
+        if comparison.against == CHAMPION and (ratio := measured_ratio(comparison)) is not None
+    ]
     return rows + (_sizes(mine.size_bytes, mine.champion.size_bytes) if mine.champion is not None else [])
+
+
+def _make_ratio_row(comparison: LatencyComparison | PairedRatios, ratio: Measured, mine: Evidence) -> ComparedMetric:
+    is_latency = isinstance(comparison, LatencyComparison)
+    middle = median_latency(mine.latency) if is_latency else None
+    return ComparedMetric(
+        metric="median latency" if is_latency else name_of(comparison),
+        ours=middle.figure if middle else NOTHING,
+        theirs=NOTHING,
+        change=ratio.figure,
+    )
 
 
 def _beside_base(blank: ModelComparison, mine: Evidence, theirs: Evidence, pairs: Pairs) -> ModelComparison:
@@ -207,6 +211,17 @@ def _beside_base(blank: ModelComparison, mine: Evidence, theirs: Evidence, pairs
     if mine.champion is not None and mine.champion.manifest == theirs.manifest:
         champion = f"the champion (version {mine.champion.version})"
         return replace(blank, note=f"{mine.target}: {blank.theirs} is {champion}, which is compared above.")
+    rows = _compare_task_metrics(mine, theirs, pairs)
+    fast, slow = median_latency(mine.latency), median_latency(theirs.latency)
+    if fast is not None and slow is not None and slow.estimate > 0:
+        rows.append(_make_row("median latency", fast, slow, format_figure(fast.estimate / slow.estimate, "x")))
+    rows += _sizes(mine.size_bytes, theirs.size_bytes)
+    other = theirs.hardware.cpu_model
+    note = APART if other == mine.hardware.cpu_model else f"{APART} The base was measured on another machine: {other}."
+    return replace(blank, rows=tuple(rows), note=note)
+
+
+def _compare_task_metrics(mine: Evidence, theirs: Evidence, pairs: Pairs) -> list[ComparedMetric]:
     ours, before = task_values(mine), task_values(theirs)
     changes = {entry.metric: _change(entry) for entry in pairs(mine, theirs)}
     rows = []
@@ -215,13 +230,7 @@ def _beside_base(blank: ModelComparison, mine: Evidence, theirs: Evidence, pairs
         if not change and label in ours and label in before:  # they share no rows: a change without an interval
             change = _describe_difference(ours[label], before[label])
         rows.append(_make_row(label, ours.get(label), before.get(label), change or NOTHING))
-    fast, slow = median_latency(mine.latency), median_latency(theirs.latency)
-    if fast is not None and slow is not None and slow.estimate > 0:
-        rows.append(_make_row("median latency", fast, slow, format_figure(fast.estimate / slow.estimate, "x")))
-    rows += _sizes(mine.size_bytes, theirs.size_bytes)
-    other = theirs.hardware.cpu_model
-    note = APART if other == mine.hardware.cpu_model else f"{APART} The base was measured on another machine: {other}."
-    return replace(blank, rows=tuple(rows), note=note)
+    return rows
 
 
 def _describe_difference(after: Measured, before: Measured) -> str:

@@ -102,13 +102,7 @@ def version_description(
     `decisions` are by target; `figures` summarize the measurements in one sentence per target.
     """
     ordered = [decisions[target] for target in sorted(decisions)]
-    parts = [f"variant {variant}", f"pipeline {lineage.pipeline}", f"release {short_digest(lineage.release)}"]
-    if provenance is not None:
-        parts.append(made_by(provenance))
-    elif lineage.git_sha:
-        parts.append(f"commit {lineage.git_sha[:12]}")
-    parts += [f"{name} data {short_digest(digest)}" for name, digest in sorted(lineage.data.items())]
-    tail = markdown(_cut(" · ".join(parts), 4 * _REASON_LIMIT))
+    tail = markdown(_cut(_describe_origin(variant, lineage, provenance), 4 * _REASON_LIMIT))
     verdicts = [
         f"{decision.verdict.value.upper()} on {markdown(decision.target)}: {markdown(_cut(decision.reason))}  "
         for decision in sorted(ordered, key=lambda decision: -decision.verdict.rank)
@@ -128,6 +122,16 @@ def version_description(
         sections.append(_fitted(lines, room, what, prefix=prefix) if lines else "")
         room -= len(sections[-1]) + 2
     return "\n\n".join(section for section in (*sections, tail) if section)
+
+
+def _describe_origin(variant: str, lineage: Lineage, provenance: Provenance | None) -> str:
+    parts = [f"variant {variant}", f"pipeline {lineage.pipeline}", f"release {short_digest(lineage.release)}"]
+    if provenance is not None:
+        parts.append(made_by(provenance))
+    elif lineage.git_sha:
+        parts.append(f"commit {lineage.git_sha[:12]}")
+    parts += [f"{name} data {short_digest(digest)}" for name, digest in sorted(lineage.data.items())]
+    return " · ".join(parts)
 
 
 def model_description(about: str, pipeline: str, variants: Iterable[str], targets: Iterable[str]) -> str:

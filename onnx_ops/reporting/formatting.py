@@ -57,8 +57,7 @@ def format_interval(low: float | None, high: float | None, unit: str, *, near: f
 
     There is no bound where it is None or infinite. The scale is that of the estimate, `near`.
     """
-    low = None if low is not None and math.isinf(low) else low
-    high = None if high is not None and math.isinf(high) else high
+    low, high = _drop_infinite(low), _drop_infinite(high)
     anchor = next((v for v in (near, high, low) if v is not None), None)
     if anchor is None or (low is None and high is None):
         return ""
@@ -67,6 +66,10 @@ def format_interval(low: float | None, high: float | None, unit: str, *, near: f
     if len(shown) == 2:
         return f"[{shown[0]}, {shown[1]}]{scale.suffix}"
     return f"{'≥' if high is None else '≤'} {shown[0]}{scale.suffix}"
+
+
+def _drop_infinite(bound: float | None) -> float | None:
+    return None if bound is not None and math.isinf(bound) else bound
 
 
 def result_figure(result: GateResult) -> str:

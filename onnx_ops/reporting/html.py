@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, digest_bytes, short_digest
 from onnx_ops.domain.decision import Decision, GateResult, Verdict, combine_verdicts
-from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios
+from onnx_ops.domain.evidence import Evidence, LatencyComparison, LatencySamples, PairedRatios, RuntimeFacts
 from onnx_ops.domain.gate import GATES
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.quantization import SearchRecord
@@ -87,8 +87,7 @@ def release_report(
         digests: of the stored evidence by variant and target; by default of its canonical text.
     """
     known = {(e.variant, e.target): e for e in evidence}
-    stored = dict(digests or {})
-    stored |= {place: digest_bytes(codec.dumps(e)) for place, e in known.items() if place not in stored}
+    stored = _complete_digests(digests or {}, known)
     name, release = _name_release(lineage, evidence)
     chosen = {choice.target: choice.variant for choice in choices}
     return render(
@@ -108,14 +107,18 @@ def release_report(
         ),
         gates=list_gates(decisions, known, stored),
         prospects=list(_list_prospects(decisions)),
-        plots_by_target={
-            target: _plot_target(target, decisions, evidence, chosen.get(target))
-            for target in dict.fromkeys(e.target for e in evidence)
-        },
+        plots_by_target=_plot_targets(decisions, evidence, chosen),
         searches=[_describe_search(record) for record in searches],
         measured=[(e.variant, e.target, _describe_conditions(e, stored[e.variant, e.target])) for e in evidence],
         origin={} if lineage is None else _describe_origin(lineage),
     )
+
+
+def _complete_digests(
+    digests: Mapping[tuple[str, str], Digest], evidence: Mapping[tuple[str, str], Evidence]
+) -> dict[tuple[str, str], Digest]:
+    computed = {place: digest_bytes(codec.dumps(e)) for place, e in evidence.items() if place not in digests}
+    return {**digests, **computed}
 
 
 def _name_release(lineage: Lineage | None, evidence: Sequence[Evidence]) -> tuple[str, Digest | None]:
@@ -164,8 +167,7 @@ def list_gates(
         if e is not None:
             used = "provider not recorded"
             if e.runtime is not None:
-                counted = (f"{name} ({nodes} nodes)" for name, nodes in sorted(e.runtime.nodes.items()))
-                used = ", ".join(counted) or ", ".join(e.runtime.used) or "no provider"
+                used = _list_nodes(e.runtime) or ", ".join(e.runtime.used) or "no provider"
             place = f"{e.hardware.cpu_model}, {e.hardware.cores} cores · {used}"
         results = [(result, *_describe_samples(result, e)) for result in decision.results]
         groups.append((decision, place, digests.get((decision.variant, decision.target)), results))
@@ -180,14 +182,17 @@ def _describe_samples(result: GateResult, evidence: Evidence | None) -> tuple[li
     if not result.n:
         return [NOTHING], [NOTHING]
     if result.gate == "latency":
-        latency = None if evidence is None else evidence.latency
-        noise = [NOTHING if latency is None else f"{share(latency.preempted, latency.runs)} preempted"]
-        return [f"{result.n} session pairs"] if result.unit == "x" else [f"{result.n} runs", "1 session"], noise
+        return _describe_runs(result, None if evidence is None else evidence.latency)
     if result.gate == "parity" and result.metric == WEIGHTS.metric:
         return [f"{result.n} elements"], [NOTHING]
     if result.groups:
         return [f"{result.n} rows", f"{result.groups} groups"], [NOTHING]
     return [f"{result.n} {_name_counted(result)}".strip()], [NOTHING]
+
+
+def _describe_runs(result: GateResult, latency: LatencySamples | None) -> tuple[list[str], list[str]]:
+    noise = [NOTHING if latency is None else f"{share(latency.preempted, latency.runs)} preempted"]
+    return [f"{result.n} session pairs"] if result.unit == "x" else [f"{result.n} runs", "1 session"], noise
 
 
 def _name_counted(result: GateResult) -> str:
@@ -232,6 +237,13 @@ def _list_prospects(decisions: Sequence[Decision]) -> Iterator[tuple[str | float
                 yield decision.variant, decision.target, result.metric, result.limit, count, *shares
 
 
+def _plot_targets(
+    decisions: Sequence[Decision], evidence: Sequence[Evidence], chosen: Mapping[str, str | None]
+) -> dict[str, list[Figure]]:
+    targets = dict.fromkeys(e.target for e in evidence)
+    return {target: _plot_target(target, decisions, evidence, chosen.get(target)) for target in targets}
+
+
 def _plot_target(
     target: str, decisions: Sequence[Decision], evidence: Sequence[Evidence], chosen: str | None
 ) -> list[Figure]:
@@ -241,17 +253,26 @@ def _plot_target(
     figures = [
         pareto_figure(target, evidence, decisions, chosen),
         latency_figure(target, [e for e, _ in here]),
-        *(ratio_figure(e, comparison, decision) for e, decision in here for comparison in e.comparisons),
-        *(ratio_figure(e, ratio, decision) for e, decision in here for ratio in e.ratios),
-        *(
-            parity_figure(f"{e.variant} on {target}", e.parity, decision, OUTPUTS.metric)
-            for e, decision in here
-            if e.parity
-        ),
+        *plot_ratios(here),
+        *_plot_outputs(here),
         *_plot_exports(here),
         *(weights_figure(e.variant, e, decision) for e, decision in here),
     ]
     return [figure for figure in figures if figure is not None]
+
+
+def plot_ratios(entries: Sequence[tuple[Evidence, Decision | None]]) -> Iterator[Figure | None]:
+    """Yield the ratios of latency of all variants, then those of throughput and starts."""
+    for e, decision in entries:
+        yield from (ratio_figure(e, comparison, decision) for comparison in e.comparisons)
+    for e, decision in entries:
+        yield from (ratio_figure(e, ratio, decision) for ratio in e.ratios)
+
+
+def _plot_outputs(entries: Sequence[tuple[Evidence, Decision | None]]) -> Iterator[Figure | None]:
+    for e, decision in entries:
+        if e.parity:
+            yield parity_figure(f"{e.variant} on {e.target}", e.parity, decision, OUTPUTS.metric)
 
 
 def _plot_exports(entries: Sequence[tuple[Evidence, Decision | None]]) -> Iterator[Figure | None]:
@@ -266,24 +287,41 @@ def _plot_exports(entries: Sequence[tuple[Evidence, Decision | None]]) -> Iterat
 
 
 def _describe_conditions(e: Evidence, digest: Digest) -> dict[str, str]:
-    hardware, facts = e.hardware, e.runtime
-    cpu = f"{hardware.cpu_model}, {hardware.machine}, {hardware.cores} cores"
     scored = ", ".join(f"{one.cpu_model}, {one.cores} cores" for one in e.scored_on)
-    return {
-        **({"rows scored on": scored} if scored else {}),
-        "machine": f"{cpu}, {format_figure(hardware.memory_bytes, 'B')} memory"
-        + (", dedicated" if e.dedicated else ", shared: absolute latency limits are advisory"),
-        "CPU features": ", ".join(hardware.cpu_flags) or "none recorded",
-        "runtime": f"{hardware.runtime} {hardware.runtime_version}" + (f"; {facts.build}" if facts else ""),
-        "providers asked for": ", ".join(facts.asked) if facts else "not recorded",
-        "providers used": ", ".join(f"{name} ({n} nodes)" for name, n in sorted(facts.nodes.items()))
-        or ", ".join(facts.used)
-        if facts
-        else "not recorded",
+    conditions = {
+        "rows scored on": scored,
+        "machine": _describe_machine(e),
+        "CPU features": ", ".join(e.hardware.cpu_flags) or "none recorded",
+        **_describe_runtime(e),
         "conditions": ", ".join(f"{name} {value}" for name, value in sorted(e.conditions.items())) or "not recorded",
         **structure_entries(e),
         "compared with": e.baseline or "nothing: the first export is its own baseline",
         "model manifest": e.manifest,
         "evidence": f"{digest} (schema {e.schema})",
         "raw samples": e.raw or "none",
-    } | ({"failure": e.failure} if e.failure else {})
+        "failure": e.failure,
+    }
+    optional = ("rows scored on", "failure")
+    return {name: text for name, text in conditions.items() if text or name not in optional}
+
+
+def _describe_machine(e: Evidence) -> str:
+    hardware = e.hardware
+    cpu = f"{hardware.cpu_model}, {hardware.machine}, {hardware.cores} cores"
+    use = "dedicated" if e.dedicated else "shared: absolute latency limits are advisory"
+    return f"{cpu}, {format_figure(hardware.memory_bytes, 'B')} memory, {use}"
+
+
+def _describe_runtime(e: Evidence) -> dict[str, str]:
+    runtime, facts = f"{e.hardware.runtime} {e.hardware.runtime_version}", e.runtime
+    if facts is None:
+        return {"runtime": runtime, "providers asked for": "not recorded", "providers used": "not recorded"}
+    return {
+        "runtime": f"{runtime}; {facts.build}",
+        "providers asked for": ", ".join(facts.asked),
+        "providers used": _list_nodes(facts) or ", ".join(facts.used),
+    }
+
+
+def _list_nodes(facts: RuntimeFacts) -> str:
+    return ", ".join(f"{name} ({nodes} nodes)" for name, nodes in sorted(facts.nodes.items()))

@@ -18,8 +18,7 @@ from onnx_ops.reporting.formatting import (
     result_figure,
     result_interval,
 )
-from onnx_ops.reporting.html import list_gates, render
-from onnx_ops.reporting.plots import ratio_figure
+from onnx_ops.reporting.html import list_gates, plot_ratios, render
 from onnx_ops.reporting.pull_request import SIGNS
 from onnx_ops.reporting.structure import advice_lines
 
@@ -127,10 +126,6 @@ def markdown_page(heading: Heading, decisions: Sequence[Decision]) -> str:
     """Return Markdown for a pull request or a job summary."""
     several = len(decisions) > 1
     rows = table_rows(decisions, heading.sizes)
-    cells = []
-    for row in rows:
-        verdict = NOTHING if row.verdict is None else f"{SIGNS[row.verdict]} {row.verdict.value}"
-        cells.append((row.target, row.what, row.measured, row.limit, "note" if row.advisory else verdict))
     heads, first = ("target", "what", "measured", "limit", "verdict"), 0 if several else 1
     names = f"{markdown(heading.candidate)} against {markdown(heading.baseline)}"
     times = f" Median time of a request: {markdown(heading.times)}." if heading.times else ""
@@ -139,18 +134,27 @@ def markdown_page(heading: Heading, decisions: Sequence[Decision]) -> str:
         "",
         markdown(reason_of(decisions, heading.sizes)),
         "",
-        *markdown_table(heads[first:], [texts[first:] for texts in cells]),
+        *markdown_table(heads[first:], [_list_cells(row)[first:] for row in rows]),
         "",
         f"Candidate: {markdown(heading.kind)}. Rows: {markdown(heading.rows)}.{times}",
         "",
     ]
     failed = [row for row in rows if row.verdict not in (None, Verdict.PASS)]
     parts = [f"{row.what}{f' on {row.target}' if several else ''}: {row.reason}" for row in failed]
-    lines += [f"- {markdown(text)}" for text in (*parts, *heading.notes)]
+    lines += _list_items((*parts, *heading.notes))
     if heading.advice:
-        listed = "\n".join(f"- {markdown(text)}" for text in advice_lines(heading.advice))
+        listed = "\n".join(_list_items(advice_lines(heading.advice)))
         lines += ["", f"<details><summary>What slows it down</summary>\n\n{listed}\n\n</details>"]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _list_cells(row: Row) -> tuple[str, ...]:
+    verdict = NOTHING if row.verdict is None else f"{SIGNS[row.verdict]} {row.verdict.value}"
+    return row.target, row.what, row.measured, row.limit, "note" if row.advisory else verdict
+
+
+def _list_items(texts: Sequence[str]) -> list[str]:
+    return [f"- {markdown(text)}" for text in texts]
 
 
 def html_report(heading: Heading, decisions: Sequence[Decision], timings: Sequence[tuple[Decision, Evidence]]) -> str:
@@ -158,19 +162,20 @@ def html_report(heading: Heading, decisions: Sequence[Decision], timings: Sequen
     # The first timing of each target names its machine.
     machines = {timing.target: timing for _, timing in reversed(timings)}
     evidence = {(d.variant, d.target): machines[d.target] for d in decisions if d.target in machines}
-    figures = [
-        *(ratio_figure(timing, one, decision) for decision, timing in timings for one in timing.comparisons),
-        *(ratio_figure(timing, one, decision) for decision, timing in timings for one in timing.ratios),
-    ]
-    before, after = (format_figure(size, "B") for size in heading.sizes)
-    facts = {"candidate": heading.kind, "size": f"{after}, was {before}", "rows": heading.rows, "time": heading.times}
+    figures = plot_ratios([(timing, decision) for decision, timing in timings])
     return render(
         "judgement.html",
         title=f"{heading.candidate} against {heading.baseline}",
         verdict=heading.verdict,
         reason=reason_of(decisions, heading.sizes),
-        facts={name: text for name, text in facts.items() if text},
+        facts=_list_facts(heading),
         notes=[*heading.notes, *advice_lines(heading.advice)],
         gates=list_gates(decisions, evidence, {at: digest_bytes(codec.dumps(one)) for at, one in evidence.items()}),
         figures=[figure for figure in figures if figure is not None],
     )
+
+
+def _list_facts(heading: Heading) -> dict[str, str]:
+    before, after = (format_figure(size, "B") for size in heading.sizes)
+    facts = {"candidate": heading.kind, "size": f"{after}, was {before}", "rows": heading.rows, "time": heading.times}
+    return {name: text for name, text in facts.items() if text}

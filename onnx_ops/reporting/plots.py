@@ -14,8 +14,10 @@ from onnx_ops.domain.evidence import (
     Evidence,
     Interval,
     LatencyComparison,
+    LatencySamples,
     PairedRatios,
     ParityMeasurement,
+    WeightMeasurement,
 )
 from onnx_ops.domain.gate import find_gate_kind
 from onnx_ops.domain.quantization import SearchRecord, Trial
@@ -66,11 +68,7 @@ def limit_of(decision: Decision | None, gate: str, metric: str) -> float | None:
 
 def latency_figure(target: str, evidence: Sequence[Evidence]) -> Figure | None:
     """Plot the share of runs that took no longer than a given time, one curve per variant."""
-    curves = [
-        (series, e, e.latency, [ns / 1e9 for ns in e.latency.sorted_ns if ns > 0])
-        for series, e in enumerate(evidence)
-        if e.latency is not None and any(ns > 0 for ns in e.latency.sorted_ns)
-    ]
+    curves = _list_curves(evidence)
     if not curves:
         return None
     scale = scale_for(max(seconds[len(seconds) // 2] for *_, seconds in curves), "s")
@@ -93,6 +91,15 @@ def latency_figure(target: str, evidence: Sequence[Evidence]) -> Figure | None:
     )
 
 
+def _list_curves(evidence: Sequence[Evidence]) -> list[tuple[int, Evidence, LatencySamples, list[float]]]:
+    """Return the number, the latency and the positive run times in seconds of the variants that have any."""
+    curves = []
+    for series, e in enumerate(evidence):
+        if e.latency is not None and (seconds := [ns / 1e9 for ns in e.latency.sorted_ns if ns > 0]):
+            curves.append((series, e, e.latency, seconds))
+    return curves
+
+
 def _step_curve(values: Sequence[float]) -> list[tuple[float, float]]:
     """Return the corners of the distribution of sorted values, in percent; at most `_POINTS` steps, evenly spread."""
     n = len(values)
@@ -112,11 +119,8 @@ def parity_figure(
         return None
     ranked = sorted(known, key=lambda m: (not m.mismatch, -m.ratio, m.output, m.group))
     limit = limit_of(decision, "parity", metric)
-    positive = [m.ratio for m in ranked[:_ROWS] if 0 < m.ratio < _CLIPPED]
-    low = max(1e-3, min([0.1, *positive]) / 1.5)
-    high = 2 * max([1.0, limit or 0.0, *positive])
-    rows = [_describe_error(m, limit, high) for m in ranked[:_ROWS]]
-    axis = Axis(low=low, high=high, label="error / noise of the source (×, log scale)", log=True)
+    axis = _make_error_axis(ranked[:_ROWS], limit)
+    rows = [_describe_error(m, limit, axis.high) for m in ranked[:_ROWS]]
     n = sum(m.rows for m in known if m.output == ranked[0].output)
     return Figure(
         title=f"Same function? {what}",
@@ -125,6 +129,13 @@ def parity_figure(
         f"Dashed: limit {'none' if limit is None else number(limit) + '×'}. A maximum over the rows, so without "
         "interval. At the left edge: no difference." + _describe_columns(known, limit),
     )
+
+
+def _make_error_axis(measurements: Sequence[ParityMeasurement], limit: float | None) -> Axis:
+    positive = [m.ratio for m in measurements if 0 < m.ratio < _CLIPPED]
+    low = max(1e-3, min([0.1, *positive]) / 1.5)
+    high = 2 * max([1.0, limit or 0.0, *positive])
+    return Axis(low=low, high=high, label="error / noise of the source (×, log scale)", log=True)
 
 
 def _describe_error(
@@ -159,11 +170,7 @@ def weights_figure(what: str, evidence: Evidence, decision: Decision | None) -> 
     if not known:
         return None
     limit = limit_of(decision, "parity", WEIGHTS.metric)
-    rows = []
-    for w in known[:_ROWS]:
-        steps = number(w.steps) if w.steps < _CLIPPED else ">1e6"
-        bad = limit is not None and w.steps > limit
-        rows.append((w.tensor, w.steps, steps, bad, f"{w.tensor}: {steps} steps, {w.elements} elements"))
+    rows = [_describe_rounding(w, limit) for w in known[:_ROWS]]
     largest = max([limit or 0.0, 0.1, *(min(w.steps, _CLIPPED) for w in known[:_ROWS])])
     axis = Axis(low=0, high=1.15 * largest, label="largest error (quantization steps)")
     return Figure(
@@ -173,6 +180,13 @@ def weights_figure(what: str, evidence: Evidence, decision: Decision | None) -> 
         f"{'none' if limit is None else number(limit) + ' steps'}. Rounding alone makes up to 0.5. "
         "A maximum over all elements, so without interval.",
     )
+
+
+def _describe_rounding(weight: WeightMeasurement, limit: float | None) -> tuple[str, float, str, bool, str]:
+    """Return the row of a weight for `_draw_rows`."""
+    steps = number(weight.steps) if weight.steps < _CLIPPED else ">1e6"
+    is_bad = limit is not None and weight.steps > limit
+    return weight.tensor, weight.steps, steps, is_bad, f"{weight.tensor}: {steps} steps, {weight.elements} elements"
 
 
 def _draw_rows(
@@ -209,15 +223,11 @@ def pareto_figure(
     passed = _list_passed(decisions, target)
     time, size = _choose_scales(points)
     chart = _make_size_chart(points, time, size)
-    # Neighbours write their names on opposite sides.
-    by_size = sorted(points, key=lambda point: point[1].size_bytes)
-    above = {e.variant: place % 2 == 0 for place, (_, e, _) in enumerate(by_size)}
+    above = _choose_sides(points)
     keys = []
     for series, e, middle in points:
         left, top = e.size_bytes / size.divisor, middle.estimate / time.divisor
-        if _is_bounded(middle):
-            ends = [(left, middle.low / time.divisor), (left, middle.high / time.divisor)]
-            chart.path(ends, f"line {_style(series)}")
+        _draw_interval(chart, left, middle, time, series)
         value = task_metric(e, metric)
         label = f"{e.variant}: {format_figure(e.size_bytes, 'B')}, median {middle.text()}"
         label += f", {metric} {value.text() if value else 'not measured'}"
@@ -238,6 +248,18 @@ def pareto_figure(
         f"the ring marks the chosen variant. Beside each variant: its {metric}.",
         keys=tuple(keys),
     )
+
+
+def _choose_sides(points: Sequence[tuple[int, Evidence, Measured]]) -> dict[str, bool]:
+    """Return whether each variant has its name above its dot: neighbours write them on opposite sides."""
+    by_size = sorted((e for _, e, _ in points), key=lambda e: e.size_bytes)
+    return {e.variant: place % 2 == 0 for place, e in enumerate(by_size)}
+
+
+def _draw_interval(chart: Chart, left: float, middle: Measured, time: Scale, series: int) -> None:
+    if _is_bounded(middle):
+        ends = [(left, middle.low / time.divisor), (left, middle.high / time.divisor)]
+        chart.path(ends, f"line {_style(series)}")
 
 
 def _list_passed(decisions: Sequence[Decision], target: str) -> set[str]:
@@ -285,16 +307,8 @@ def search_figure(record: SearchRecord, target: str) -> Figure | None:
     keys = [(1, export)]
     named = {slot.trial: f"{record.name}-{slot.role}" for slot in record.slots if slot.trial is not None}
     for n, trial in points:
-        ratio, loss = trial.ratios[target], 100 * (trial.drop or 0.0)
-        size = format_figure(trial.size_bytes, "B")
-        label = f"{n}: {trial.label}, {number(ratio.estimate)}×, {number(loss)} points, {size}"
-        chart.path([(max(ratio.low, chart.x.low), loss), (min(ratio.high, chart.x.high), loss)], "line s0")
-        chart.dot(ratio.estimate, loss, f"s0 {'full' if n in record.pareto_front else 'open'}", label)
-        if n in named:
-            chart.dot(ratio.estimate, loss, "ring", f"{named[n]} is this one", radius=8)
-        if n in record.pareto_front or n in named:
-            chart.note(ratio.estimate, loss, str(n))
-            keys.append((0, f"{named[n]} = {label}" if n in named else label))
+        label = _draw_trial(chart, n, trial, target, name=named.get(n, ""), on_front=n in record.pareto_front)
+        keys += [(0, label)] if label else []
     return Figure(
         title=f"What the search {record.name} saw on {target}",
         svg=chart.render(f"Loss of {record.metric} against time on {target}"),
@@ -305,6 +319,24 @@ def search_figure(record: SearchRecord, target: str) -> Figure | None:
         "The gates measure the variants afresh, on other rows.",
         keys=tuple(keys),
     )
+
+
+def _draw_trial(chart: Chart, n: int, trial: Trial, target: str, *, name: str, on_front: bool) -> str:
+    """Draw the dot of a trial; return its entry in the legend, empty for one that has no number in the plot.
+
+    `name` is that of the variant that the trial became, if any.
+    """
+    ratio, loss = trial.ratios[target], 100 * (trial.drop or 0.0)
+    size = format_figure(trial.size_bytes, "B")
+    label = f"{n}: {trial.label}, {number(ratio.estimate)}×, {number(loss)} points, {size}"
+    chart.path([(max(ratio.low, chart.x.low), loss), (min(ratio.high, chart.x.high), loss)], "line s0")
+    chart.dot(ratio.estimate, loss, f"s0 {'full' if on_front else 'open'}", label)
+    if name:
+        chart.dot(ratio.estimate, loss, "ring", f"{name} is this one", radius=8)
+    if not on_front and not name:
+        return ""
+    chart.note(ratio.estimate, loss, str(n))
+    return f"{name} = {label}" if name else label
 
 
 def _make_loss_chart(record: SearchRecord, trials: Sequence[Trial], target: str) -> Chart:
@@ -356,8 +388,8 @@ def ratio_figure(
     if ratio is None:
         return None
     limit, of, noun = _find_ratio_limit(comparison, decision), name_of(comparison), _pair(comparison)
-    pairs = [[_exp(x) for x in pair] for pair in comparison.log_ratios if pair]
-    selves = [[_exp(x) for x in pair if math.isfinite(x)] for pair in comparison.self_log_ratios]
+    pairs = list(filter(None, _list_ratios(comparison.log_ratios)))
+    selves = _list_ratios(comparison.self_log_ratios)
     centres = [median(pair) for pair in (*pairs, *filter(None, selves))]
     bounds = [v for v in (ratio.low, ratio.high, limit) if v is not None and 0 < v < math.inf]
     values = [1.0, *centres, *bounds, *chain.from_iterable(pairs)]
@@ -383,6 +415,11 @@ def ratio_figure(
         caption=f"{ratio.text()}{_describe_runs(comparison)}. {_BAND} Full dots: {noun}s; {_name_blocks(pairs)}"
         f"rings: {comparison.against} against itself, the noise of the host.",
     )
+
+
+def _list_ratios(log_ratios: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return the finite ratios of each pair."""
+    return [[_exp(x) for x in pair if math.isfinite(x)] for pair in log_ratios]
 
 
 def _find_ratio_limit(comparison: LatencyComparison | PairedRatios, decision: Decision | None) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from onnx_ops.domain.decision import Decision, Verdict, combine_verdicts
@@ -58,6 +58,10 @@ def find_contradiction(one: Checked) -> str:
     worst = combine_verdicts(choice.verdict for choice in one.choices) if one.choices else one.verdict
     if one.verdict.rank < worst.rank or (one.verdict is Verdict.PASS and not one.choices):
         return f"{one.file} is called {one.verdict.value}, and its choices are not"
+    return _find_unfounded_choice(one)
+
+
+def _find_unfounded_choice(one: Checked) -> str:
     decided = {(decision.variant, decision.target): decision.verdict for decision in one.decisions}
     for choice in one.choices:
         verdict = decided.get((choice.variant or "", choice.target), Verdict.INCONCLUSIVE)
@@ -132,15 +136,18 @@ def _describe_comparisons(comparisons: Sequence[ModelComparison]) -> list[str]:
     """Return a heading, a table and a note for each model that was compared with."""
     parts = []
     for against in dict.fromkeys(c.against for c in comparisons):
-        here = [c for c in comparisons if c.against == against]
         parts.append(f"**Against {markdown(against)}**")
-        if rows := [(c.target, r.metric, r.ours, r.theirs, r.change) for c in here for r in c.rows]:
-            heads = ("target", "metric", "this change", "compared with", "change")
-            parts.append("\n".join(markdown_table(heads, rows)))
-        notes = [f"{c.target}: {c.ours} against {c.theirs}." for c in here if c.rows]
-        notes += dict.fromkeys(c.note for c in here if c.note)
-        parts.append(f"<sub>{markdown(' '.join(notes))}</sub>")
+        parts += _describe_comparison([c for c in comparisons if c.against == against])
     return parts
+
+
+def _describe_comparison(comparisons: Sequence[ModelComparison]) -> Iterator[str]:
+    if rows := [(c.target, r.metric, r.ours, r.theirs, r.change) for c in comparisons for r in c.rows]:
+        heads = ("target", "metric", "this change", "compared with", "change")
+        yield "\n".join(markdown_table(heads, rows))
+    notes = [f"{c.target}: {c.ours} against {c.theirs}." for c in comparisons if c.rows]
+    notes += dict.fromkeys(c.note for c in comparisons if c.note)
+    yield f"<sub>{markdown(' '.join(notes))}</sub>"
 
 
 def _describe_variants(variants: Sequence[VariantRow]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnx_ops.domain.evidence import Advice, Evidence, Int8Coverage
+from onnx_ops.domain.evidence import ActivationMeasurement, Advice, Evidence, Int8Coverage
 from onnx_ops.reporting.formatting import format_figure, number
 
 _NAN = {
@@ -23,24 +23,25 @@ def structure_entries(evidence: Evidence) -> dict[str, str]:
         changed = f"{trees.changed} differ" if trees.changed else "all the same"
         counted = f"{trees.trees} trees, {trees.splits} splits, {trees.leaves} leaves: {changed}"
         entries["trees"] = "; ".join([counted, *trees.differences])
-    activations = []
-    for one in evidence.activations:
-        away = "" if one.departure is None else f", {_times(one.departure)} from the float export"
-        saturated = format_figure(one.saturated, "1")
-        activations.append(f"{one.tensor}: noise {_times(one.noise)}{away}, {saturated} saturated")
     entries |= {
         "recipe": "; ".join(evidence.recipe),
         "opsets": ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in evidence.opsets.items()),
         "operators": ", ".join(f"{name} {count}" for name, count in evidence.operators.items()),
         "int8": "; ".join(coverage_lines(evidence.coverage)),
         "advice": "; ".join(advice_lines(evidence.advice)),
-        "activations": "; ".join(activations),
+        "activations": "; ".join(map(_describe_activation, evidence.activations)),
     }
     if (source := evidence.source) is not None:
         entries["NaN inputs"] = _NAN.get(source.nan, "")
         refused = (f"{name} ({why})" for name, why in sorted(source.refused.items()))
         entries["inputs that the source refuses"] = ", ".join(refused)
     return {name: text for name, text in entries.items() if text}
+
+
+def _describe_activation(measured: ActivationMeasurement) -> str:
+    away = "" if measured.departure is None else f", {_times(measured.departure)} from the float export"
+    saturated = format_figure(measured.saturated, "1")
+    return f"{measured.tensor}: noise {_times(measured.noise)}{away}, {saturated} saturated"
 
 
 def coverage_lines(coverage: Int8Coverage | None) -> list[str]:
