@@ -6,7 +6,7 @@ reference, and fixed tolerances replace the noise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -162,20 +162,19 @@ def compare(
         expected = _run_reference(exact, reference, a, groups)
         roundings = measure_roundings(exact, a, inputs, custom_ops=target.custom_ops)
         answers, examined = candidate.result()
-    rejected = [g.name for g in groups if g.assumed and isinstance(expected[g.name], MeasurementError)]
-    groups = tuple(group for group in groups if group.name not in rejected)
+    groups, rejected = _drop_rejected(groups, expected)
     measured, refused = _measure_groups(groups, expected, answers, roundings)
     fixed, trees, real = find_fixed_sizes(a, b), _compare_trees(a, b), _tensors(expected[REAL])
     measured += _find_structural_mismatches(fixed, sizes, trees)
     measured += _find_halved(real, _tensors(answers[REAL]))
-    measured = _pool_assumed_noise(measured, [group.name for group in groups if group.assumed])
+    measured = _pool_assumed_noise(measured, groups)
 
     inside, outside = _judge_measurements(measured, expected)
     inside += _judge_distinction(samples, real, [_tensors(expected[g.name]) for g in groups if g.inside])
     notes = (
         *_note_omissions(samples, refused, rejected, fixed),
         *_note_outputs(real, answers),
-        *_note_outside([difference for difference in outside if difference.verdict is not Verdict.PASS]),
+        *_note_outside(outside),
     )
     return ParityResult(
         a=digest_file(a),
@@ -230,6 +229,12 @@ def _find_structural_mismatches(
     return mismatches
 
 
+def _drop_rejected(groups: Sequence[InputGroup], expected: JoinedAnswers) -> tuple[tuple[InputGroup, ...], list[str]]:
+    """Return the groups without assumed inputs that A rejects, and the names of those."""
+    rejected = [g.name for g in groups if g.assumed and isinstance(expected[g.name], MeasurementError)]
+    return tuple(group for group in groups if group.name not in rejected), rejected
+
+
 def _note_omissions(
     samples: SampleRows, refused: Sequence[str], rejected: Sequence[str], fixed: Mapping[str, int]
 ) -> list[str]:
@@ -256,10 +261,11 @@ def _note_outputs(real: Tensors, answers: JoinedAnswers) -> list[str]:
 
 def _note_outside(differences: Sequence[OutputDifference]) -> list[str]:
     """Return a note on differences at inputs that are unlike every row that was supplied."""
-    if not differences:
+    differing = [difference for difference in differences if difference.verdict is not Verdict.PASS]
+    if not differing:
         return []
-    names = ", ".join(sorted({d.group for d in differences}))
-    reason = differences[0].reason
+    names = ", ".join(sorted({d.group for d in differing}))
+    reason = differing[0].reason
     return [f"not judged, because no supplied row is like that: B differs on {names} ({reason})"]
 
 
@@ -308,14 +314,18 @@ def _as_tensors(answer: Mapping[str, Any]) -> Tensors:
         if not isinstance(maps, list):
             tensors[name] = np.asarray(value)
         elif maps and all(isinstance(entry, dict) for entry in maps):
-            keys = sorted({key for entry in maps for key in entry})
-            table = np.array([[entry.get(key, np.nan) for key in keys] for entry in maps])
-            tensors[name] = table.astype(np.float32) if table.dtype.kind == "f" else table
-            tensors[f"{name}{KEYS}"] = np.array([keys])
+            tensors[name], tensors[f"{name}{KEYS}"] = _join_maps(maps)
         else:
             tensors[f"{name}{LENGTH}"] = np.array([len(maps)])
             tensors |= {f"{name}[{index}]": np.asarray(element) for index, element in enumerate(maps)}
     return tensors
+
+
+def _join_maps(maps: Sequence[Mapping[Any, Any]]) -> tuple[Any, Any]:
+    """Return a matrix with a row for each map and a column for each key, and the keys."""
+    keys = sorted({key for entry in maps for key in entry})
+    table = np.array([[entry.get(key, np.nan) for key in keys] for entry in maps])
+    return table.astype(np.float32) if table.dtype.kind == "f" else table, np.array([keys])
 
 
 def _join_runs(raw: Sequence[Mapping[str, Any]]) -> Tensors:
@@ -377,32 +387,51 @@ def _measure_groups(
             text = f"B rejects these inputs, A does not: {explain_rejection(answer)}"
             measured.append(replace(make_mismatch("*", group.name, text), inside=group.inside))
             continue
-        for name, array in reference.items():
-            base = name.removesuffix(KEYS).removesuffix(LENGTH)
-            if name in answer:
-                one = measure_output(
-                    group=group.name,
-                    output=name,
-                    onnx=answer[name],
-                    single=array,
-                    double=None,
-                    rounding=roundings.get(group.name, {}).get(name, WHOLE),
-                    known=known.get(name) if array.ndim and len(array) < MIN_NOISE_ROWS else None,
-                )
-            # Where one model returns a matrix and the other maps, keys and lengths have no counterpart.
-            elif base in answer if base != name else not array.size and f"{name}{LENGTH}" in answer:
-                continue
-            else:
-                one = make_mismatch(name, group.name, "B lacks this output")
-            measured.append(replace(one, inside=group.inside))
+        entries = _measure_outputs(group.name, reference, answer, roundings.get(group.name, {}), known)
+        measured += (replace(entry, inside=group.inside) for entry in entries)
     return measured, notes
 
 
-def _pool_assumed_noise(measured: Sequence[ParityMeasurement], assumed: Collection[str]) -> list[ParityMeasurement]:
+def _measure_outputs(
+    group: str,
+    reference: Tensors,
+    answer: Tensors,
+    roundings: Mapping[str, Rounding],
+    known: Mapping[str, ColumnNoise | None],
+) -> Iterator[ParityMeasurement]:
+    """Yield how far B's outputs are from A's, and those that B lacks."""
+    for name, array in reference.items():
+        if name in answer:
+            yield measure_output(
+                group=group,
+                output=name,
+                onnx=answer[name],
+                single=array,
+                double=None,
+                rounding=roundings.get(name, WHOLE),
+                known=known.get(name) if array.ndim and len(array) < MIN_NOISE_ROWS else None,
+            )
+        elif not _has_counterpart(name, array, answer):
+            yield make_mismatch(name, group, "B lacks this output")
+
+
+def _has_counterpart(name: str, array: Any, answer: Tensors) -> bool:
+    """Return whether an output is one of another form in B.
+
+    Where one model returns a matrix and the other maps, keys and lengths have no counterpart of their name.
+    """
+    base = name.removesuffix(KEYS).removesuffix(LENGTH)
+    if base != name:
+        return base in answer
+    return not array.size and f"{name}{LENGTH}" in answer
+
+
+def _pool_assumed_noise(measured: Sequence[ParityMeasurement], groups: Sequence[InputGroup]) -> list[ParityMeasurement]:
     """Judge few answers at other sizes by the tolerance of the plain rows, if that is larger.
 
     All of them may be tiny by cancellation.
     """
+    assumed = [group.name for group in groups if group.assumed]
     plain = {m.output: m.noise for m in measured if m.group == REAL}
     return [
         replace(m, noise=noise, ratio=compute_ratio(m.error, noise))
@@ -431,8 +460,7 @@ def _judge_measurements(
     measured: Sequence[ParityMeasurement], expected: JoinedAnswers
 ) -> tuple[tuple[OutputDifference, ...], tuple[OutputDifference, ...]]:
     """Judge each output, in A's order; return those of inputs that callers can send, and the others."""
-    tensors = [(name, array) for answer in expected.values() for name, array in _tensors(answer).items()]
-    labels = {name for name, array in tensors if array.dtype.kind != "f"}
+    labels = _find_labels(expected)
     places = {name: place for place, name in enumerate(("*", *_tensors(expected[REAL])))}
     ordered = sorted(measured, key=lambda m: places.get(m.output, len(places)))
     judged = [(m.inside, _judge_measurement(m, labels=m.output in labels)) for m in ordered]
@@ -440,23 +468,29 @@ def _judge_measurements(
     return inside, tuple(difference for is_inside, difference in judged if not is_inside)
 
 
+def _find_labels(expected: JoinedAnswers) -> set[str]:
+    """Return the outputs that hold other values than floats, in any group."""
+    tensors = [(name, array) for answer in expected.values() for name, array in _tensors(answer).items()]
+    return {name for name, array in tensors if array.dtype.kind != "f"}
+
+
 def _judge_distinction(samples: SampleRows, real: Tensors, groups: Sequence[Tensors]) -> tuple[OutputDifference, ...]:
     """Return an INCONCLUSIVE difference where A gives the same answer to all rows of each group."""
     count = len(samples)
-    outputs = [array for name, array in real.items() if not name.endswith((KEYS, LENGTH))]
+    outputs = _list_model_outputs(real)
     if count < _ENOUGH or not all(array.ndim and len(array) == count for array in outputs):
         return ()
-    by_row = [
-        array
-        for answers in groups
-        for name, array in answers.items()
-        if array.ndim and not name.endswith((KEYS, LENGTH))
-    ]
+    by_row = [array for answers in groups for array in _list_model_outputs(answers) if array.ndim]
     if not all(_same(array, array[:1].repeat(len(array), 0)) for array in by_row):
         return ()
     reason = f"A gives the same answer to all {count} rows, so they are not conclusive; use rows with different answers"
     blank = _judge_measurement(replace(make_mismatch("*", REAL, reason), rows=count), labels=False)
     return (replace(blank, mismatch="", verdict=Verdict.INCONCLUSIVE),)
+
+
+def _list_model_outputs(answers: Tensors) -> list[Any]:
+    """Return the outputs without keys and lengths."""
+    return [array for name, array in answers.items() if not name.endswith((KEYS, LENGTH))]
 
 
 def _judge_measurement(m: ParityMeasurement, *, labels: bool) -> OutputDifference:

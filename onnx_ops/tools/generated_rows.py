@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,10 +75,7 @@ class _Recipe:
         single = spec.name not in self.axes and all(size == 1 for size in spec.shape)
         if spec.name in self.fix or not single or known.index or known.tables or kind.kind not in "biu":
             return ()
-        if kind.kind == "b":
-            return (True, False)
-        limits = np.iinfo(kind.name)
-        return tuple(value for value in known.compared or (1,) if limits.min <= value <= limits.max)
+        return (True, False) if kind.kind == "b" else _select_possible(kind, known.compared or (1,))
 
     def draw(
         self, draw: np.random.Generator, count: int, wanted: Mapping[str, int], *, fewest: int | None = None
@@ -93,18 +90,35 @@ class _Recipe:
         entries = {**sizes, **dict.fromkeys(row_symbols, fewest or self.batch or 1)}
         rows: dict[str, Any] = {}
         fixed: dict[str, Any] = {}
+        # Rows are drawn first, so that they do not depend on the other inputs.
         for spec in sorted(self.inputs, key=lambda spec: spec.name not in self.axes):
-            shape, rowed = self.shape(spec, sizes), spec.name in self.axes
-            if spec.name in self.fix:
-                value = fit_value(self.fix[spec.name], replace(spec, shape=shape))
-                values = np.repeat(value[None], count, axis=0) if rowed else value
-            elif choices := self.choices(spec):
-                values = np.full(shape, choices[0], read_dtype(spec))
-            else:
-                known = self.bounds.get(spec.name, InputBounds())
-                values = _draw_values(draw, spec, (count, *shape) if rowed else shape, known, entries)
-            (rows if rowed else fixed)[spec.name] = values
+            part = rows if spec.name in self.axes else fixed
+            part[spec.name] = self._draw_input(draw, spec, count, sizes, entries)
         return rows, fixed
+
+    def _draw_input(
+        self,
+        draw: np.random.Generator,
+        spec: TensorSpec,
+        count: int,
+        sizes: Mapping[str, int],
+        entries: Mapping[str, int],
+    ) -> Any:
+        """Return the values of an input: the requested one, the first of a few to try, or random ones."""
+        shape, rowed = self.shape(spec, sizes), spec.name in self.axes
+        if spec.name in self.fix:
+            value = fit_value(self.fix[spec.name], replace(spec, shape=shape))
+            return np.repeat(value[None], count, axis=0) if rowed else value
+        if choices := self.choices(spec):
+            return np.full(shape, choices[0], read_dtype(spec))
+        known = self.bounds.get(spec.name, InputBounds())
+        return _draw_values(draw, spec, (count, *shape) if rowed else shape, known, entries)
+
+
+def _select_possible(kind: np.dtype[Any], values: Iterable[int]) -> tuple[int, ...]:
+    """Return the values that a type of whole numbers can hold."""
+    limits = np.iinfo(kind.name)
+    return tuple(value for value in values if limits.min <= value <= limits.max)
 
 
 def generate_samples(
@@ -132,21 +146,12 @@ def generate_samples(
         UserError: an input is not a tensor, or its type or size cannot be generated, or `dims` or `fix` name what does
             not exist.
     """
-    named = sorted({symbol for symbol, _, _ in list_named_axes({spec.name: spec.shape for spec in inputs})})
-    if unknown := sorted(set(dims) - set(named)):
-        remedy = f"Named ones: {', '.join(named) or 'none'}."
-        raise UserError(f"no dimension is called {unknown[0]!r}", where="--dim", remedy=remedy)
-    check_fixed_names(inputs, fix or {})
-    known_bounds = bounds or {}
-    axes = _find_axes(inputs, known_bounds)
-    recipe = _Recipe(
-        inputs=inputs,
-        axes=axes,
-        dims=dims,
-        fix=fix or {},
-        bounds=known_bounds,
-        batch=find_batch(inputs, axes, dims),
-    )
+    fix, bounds = fix or {}, bounds or {}
+    _check_dimension_names(inputs, dims)
+    check_fixed_names(inputs, fix)
+    axes = _find_axes(inputs, bounds)
+    batch = find_batch(inputs, axes, dims)
+    recipe = _Recipe(inputs=inputs, axes=axes, dims=dims, fix=fix, bounds=bounds, batch=batch)
     sizes = recipe.read_sizes({})
     row_bytes = sum(math.prod(recipe.shape(spec, sizes)) * max(1, read_dtype(spec).itemsize) for spec in inputs)
     if row_bytes > _ROW_BYTES:
@@ -156,6 +161,14 @@ def generate_samples(
     choices = {spec.name: values for spec in inputs if (values := recipe.choices(spec))}
     further = {} if row_bytes * MIN_NOISE_ROWS > SET_BYTES else dict(_draw_further(recipe, seed))
     return SampleRows(rows=rows, fixed=fixed, batch=recipe.batch, axes=axes, further=further, choices=choices)
+
+
+def _check_dimension_names(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> None:
+    """Raise UserError if a size is given for a dimension that does not exist."""
+    named = sorted({symbol for symbol, _, _ in list_named_axes({spec.name: spec.shape for spec in inputs})})
+    if unknown := sorted(set(dims) - set(named)):
+        remedy = f"Named ones: {', '.join(named) or 'none'}."
+        raise UserError(f"no dimension is called {unknown[0]!r}", where="--dim", remedy=remedy)
 
 
 def _find_axes(inputs: Sequence[TensorSpec], bounds: Mapping[str, InputBounds]) -> dict[str, int]:
@@ -244,15 +257,19 @@ def _draw_values(
     if kind.kind == "U":
         return draw.choice([*bounds.texts, "a", "b"], shape)
     if bounds.compared and not (bounds.index or bounds.tables):
-        limits = np.iinfo(kind.name)
-        known = [value for value in {*bounds.compared, 0, 1} if limits.min <= value <= limits.max]
-        return draw.choice(sorted(known), shape).astype(kind)
+        return draw.choice(sorted(_select_possible(kind, {*bounds.compared, 0, 1})), shape).astype(kind)
+    low, high = _find_index_range(bounds, sizes)
+    return draw.integers(low, high, shape, endpoint=True).astype(kind)
+
+
+def _find_index_range(bounds: InputBounds, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Return the smallest and the largest index that is valid in all tables that it is used in; else 0 and 1."""
     low, high = bounds.index or (0, 1)
     if bounds.tables:
         smallest = min(sizes.values(), default=1)
         entries = [sizes.get(str(table), smallest) if is_free(table) else int(table) for table in bounds.tables]
         high = max(0, min([*entries, *([high + 1] if bounds.index else [])]) - 1)
-    return draw.integers(low, high, shape, endpoint=True).astype(kind)
+    return low, high
 
 
 def settle_samples(runtime: Runtime, target: Target, model: Path, samples: SampleRows) -> SampleRows:
@@ -302,15 +319,16 @@ def _make_refusal(model: Path, samples: SampleRows, error: MeasurementError) -> 
 def _list_trials(samples: SampleRows) -> Iterator[SampleRows]:
     """Yield the samples with every combination of generated values, then at other sizes."""
     for values in itertools.product(*samples.choices.values()):
-        chosen = {
-            name: np.full_like(samples.fixed[name], value) for name, value in zip(samples.choices, values, strict=True)
-        }
-        others = {  # its own values are those of the samples now
-            name: run if name.startswith("values:") else {**run, **chosen} for name, run in samples.further.items()
-        }
-        yield replace(samples, fixed={**samples.fixed, **chosen}, further=others)
+        yield _replace_choices(samples, dict(zip(samples.choices, values, strict=True)))
     for run in samples.further.values():
         rows, fixed = ({name: run[name] for name in part if name in run} for part in (samples.rows, samples.fixed))
         if len({len(array) for array in rows.values()}) > 1:  # independent first dimensions: one request
             rows, fixed = {}, dict(run)
         yield replace(samples, rows=rows, fixed={**samples.fixed, **fixed})
+
+
+def _replace_choices(samples: SampleRows, values: Mapping[str, Any]) -> SampleRows:
+    """Return the samples with other generated values, except in the runs that try one value."""
+    chosen = {name: np.full_like(samples.fixed[name], value) for name, value in values.items()}
+    others = {name: run if name.startswith("values:") else {**run, **chosen} for name, run in samples.further.items()}
+    return replace(samples, fixed={**samples.fixed, **chosen}, further=others)

@@ -6,7 +6,7 @@ weight and activation, the function without rounding, and the effect of rounding
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from onnx_ops.domain.artifact import digest_file
@@ -30,7 +30,7 @@ from onnx_ops.tools.bench import (
     make_evidence,
     read_runtime_facts,
 )
-from onnx_ops.tools.compare import REFERENCE, compare
+from onnx_ops.tools.compare import REFERENCE, ParityResult, compare
 from onnx_ops.tools.generated_rows import settle_samples
 from onnx_ops.tools.judgement import Judgement, JudgeRequest, TargetJudgement, add_cause, make_parity_result
 from onnx_ops.tools.rounding_judgement import judge_rounding, judge_within_noise
@@ -124,16 +124,21 @@ def _judge_target(
                     report=request.report,
                 )
                 paired.append(comparison)
-                for result in comparison.decision.results:
-                    metric = result.metric.removesuffix(f" vs {A}")
-                    parts = (_METRIC_NAMES.get(metric, metric), setting.name)
-                    results.append(replace(result, metric=", ".join(part for part in parts if part)))
+                results += _name_timings(comparison.decision, setting.name)
         if advice is None:
             advice = inspect_execution(runtime, request.baseline, request.candidate, target).advice
     except MeasurementError as error:
         return replace(_make_unmeasured(request, target, results, error), paired=tuple(paired), advice=advice or ())
     decision = Decision(variant=request.candidate.name, target=target.name, results=tuple(results))
     return TargetJudgement(target=target.name, decision=decision, paired=tuple(paired), advice=advice)
+
+
+def _name_timings(decision: Decision, setting: str) -> Iterator[GateResult]:
+    """Yield the results under the names of their quantities, with that of the setting."""
+    for result in decision.results:
+        metric = result.metric.removesuffix(f" vs {A}")
+        parts = (_METRIC_NAMES.get(metric, metric), setting)
+        yield replace(result, metric=", ".join(part for part in parts if part))
 
 
 def _name_optimization_faults(
@@ -196,13 +201,26 @@ def _judge_answers(
     elif request.kind.baseline.precision != "float32":
         results.append(judge_within_noise(request, runtime, target, "baseline"))
     else:
-        seen = set()
-        for setting in request.settings:
-            name = ", ".join(part for part in setting.name.split(", ") if not part.startswith("batch "))
-            if name in seen:  # it differs from another one in the batch only
-                continue
-            seen.add(name)
-            parity = compare(
+        for name, parity in _compare_settings(request, runtime, target):
+            notes |= dict.fromkeys(parity.notes)
+            results.append(make_parity_result(parity, f"outputs, {name}" if name else "outputs"))
+            advice = advice or parity.advice
+    saturation = explain_saturation(runtime, request.candidate, target, "B")
+    results += [add_cause(result, saturation) for result in judge_task(request, runtime, target)]
+    return results, advice
+
+
+def _compare_settings(request: JudgeRequest, runtime: Runtime, target: Target) -> Iterator[tuple[str, ParityResult]]:
+    """Yield the comparison at each setting of the sweep, once for those that differ in the batch only."""
+    compared = set()
+    for setting in request.settings:
+        name = ", ".join(part for part in setting.name.split(", ") if not part.startswith("batch "))
+        if name in compared:
+            continue
+        compared.add(name)
+        yield (
+            name,
+            compare(
                 runtime,
                 target,
                 request.baseline,
@@ -211,10 +229,5 @@ def _judge_answers(
                 request.report,
                 sizes=request.sizes,
                 exact=request.exact,
-            )
-            notes |= dict.fromkeys(parity.notes)
-            results.append(make_parity_result(parity, f"outputs, {name}" if name else "outputs"))
-            advice = advice or parity.advice
-    saturation = explain_saturation(runtime, request.candidate, target, "B")
-    results += [add_cause(result, saturation) for result in judge_task(request, runtime, target)]
-    return results, advice
+            ),
+        )

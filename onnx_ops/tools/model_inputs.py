@@ -76,9 +76,14 @@ def _merge_specs(a: TensorSpec, b: TensorSpec) -> TensorSpec | None:
     if len(a.shape) != len(b.shape):
         return None
     pairs = list(zip(a.shape, b.shape, strict=True))
-    if any(x != y and not is_free(x) and not is_free(y) for x, y in pairs):
+    if any(_are_unlike(x, y) for x, y in pairs):
         return None
     return replace(a, shape=tuple(y if is_free(x) and not is_free(y) else x for x, y in pairs))
+
+
+def _are_unlike(x: int | str, y: int | str) -> bool:
+    """Return whether two sizes are fixed and not the same."""
+    return x != y and not is_free(x) and not is_free(y)
 
 
 def _list_specs(specs: Sequence[TensorSpec]) -> str:

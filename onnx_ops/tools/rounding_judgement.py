@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from onnx_ops.domain.decision import GateResult, Verdict
-from onnx_ops.domain.evidence import ActivationMeasurement, ParityMeasurement, WeightMeasurement
+from onnx_ops.domain.evidence import ActivationMeasurement, Evidence, ParityMeasurement, WeightMeasurement
 from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
@@ -82,14 +82,18 @@ def judge_within_noise(
         measured += _measure_group(name, expected[name], noisy[name], answers[name], roundings.get(name, {}), spacing)
 
     evidence = replace(make_evidence(runtime, target, request.candidate), parity=tuple(measured))
-    result = next(r for r in judge((ParityGate(),), evidence).results if r.gate == "parity")
-    noise = "the noise of float16" if of == "float16" else "A's own noise"
-    reason = result.reason.replace("the source's noise", noise).replace("the source gives", "A gives")
-    result = replace(result, limit=f"≤ {ParityGate().noise_factor:g}x noise", reason=reason)
+    result = _judge_parity(evidence, "the noise of float16" if of == "float16" else "A's own noise")
     saturation = explain_saturation(runtime, request.baseline, target, "A") if of == "baseline" else ""
     if saturation and result.verdict is Verdict.PASS and not _are_equal(noisy, answers):
         result = replace(result, verdict=Verdict.INCONCLUSIVE)
     return add_cause(result, saturation)
+
+
+def _judge_parity(evidence: Evidence, noise: str) -> GateResult:
+    """Return the result of the parity gate in the terms of two files; `noise` is what errors are compared with."""
+    result = next(r for r in judge((ParityGate(),), evidence).results if r.gate == "parity")
+    reason = result.reason.replace("the source's noise", noise).replace("the source gives", "A gives")
+    return replace(result, limit=f"≤ {ParityGate().noise_factor:g}x noise", reason=reason)
 
 
 def _run_with_fp16_weights(
@@ -184,15 +188,24 @@ def judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[Ga
         weights=weights,
         activations=activations,
     )
+    excluded = _list_excluded(request, weights)
+    for result in judge((ParityGate(),), evidence).results:
+        if result.gate == "parity" and result.metric not in excluded:
+            yield result
+    yield from function
+
+
+def _list_excluded(request: JudgeRequest, weights: Sequence[WeightMeasurement]) -> set[str]:
+    """Return the metrics that were not measured, or not on rows like those of use.
+
+    The function without rounding takes the place of the export's outputs.
+    """
     excluded = {EXPORT_OUTPUTS.metric}
     if request.dataset is None:
         excluded |= _NEEDS_REAL_ROWS
     if not weights:
         excluded.add(WEIGHTS.metric)
-    for result in judge((ParityGate(),), evidence).results:
-        if result.gate == "parity" and result.metric not in excluded:
-            yield result
-    yield from function
+    return excluded
 
 
 def _measure_int8_activations(

@@ -140,10 +140,14 @@ def _make_probes(
     probes = make_probe_groups(samples.rows, domains, empty=empty and not samples.batch)
     if splits is not None:
         probes["splits"] = ProbeGroup(inputs=splits)
-    whole = [name for name, array in samples.rows.items() if array.dtype.kind in "iu" and name not in indices]
-    if plain := [name for name in whole if name in bounds and not bounds[name].size]:
+    if plain := [name for name, array in samples.rows.items() if _holds_plain_numbers(array, bounds.get(name))]:
         probes["range:whole_numbers"] = ProbeGroup(inputs=_draw_whole_numbers(samples.rows, plain))
     return probes
+
+
+def _holds_plain_numbers(array: Any, known: InputBounds | None) -> bool:
+    """Return whether an input holds whole numbers that are neither indices nor sizes, as the graph shows."""
+    return array.dtype.kind in "iu" and known is not None and known.index is None and not known.size
 
 
 def _make_batches(samples: SampleRows) -> Iterator[InputGroup]:

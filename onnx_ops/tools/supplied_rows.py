@@ -44,9 +44,7 @@ def check_samples(
     values = fix or {}
     check_fixed_names(inputs, values)
     axes = _find_supplied_axes(inputs, arrays)
-    arranged = {spec.name: _read_array(spec, arrays, axes, inputs, where) for spec in inputs if spec.name not in values}
-    count = max((len(arranged[name]) for name in axes if name in arranged), default=1)
-    arranged |= _fit_values(inputs, values, axes, count)
+    arranged = _arrange_arrays(inputs, arrays, values, axes, where)
     counts = {name: len(arranged[name]) for name in axes}
     if len(set(counts.values())) > 1 and _are_independent(inputs, axes):
         axes = {}  # the arrays are one request
@@ -59,6 +57,19 @@ def check_samples(
         axes=axes,
     )
     return samples if samples.large or not axes else replace(samples, further=_resize(samples, inputs))
+
+
+def _arrange_arrays(
+    inputs: Sequence[TensorSpec],
+    arrays: Mapping[str, Any],
+    values: Mapping[str, Any],
+    axes: Mapping[str, int],
+    where: str,
+) -> dict[str, Any]:
+    """Return the arrays with rows on axis 0, and the values, repeated to as many rows where the input has rows."""
+    arranged = {spec.name: _read_array(spec, arrays, axes, inputs, where) for spec in inputs if spec.name not in values}
+    count = max((len(arranged[name]) for name in axes if name in arranged), default=1)
+    return arranged | _fit_values(inputs, values, axes, count)
 
 
 def _find_supplied_axes(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any]) -> dict[str, int]:
@@ -104,13 +115,7 @@ def _read_array(
 ) -> Any:
     """Return one array in the input's type, with rows on axis 0."""
     if spec.name not in arrays:
-        remedy = "Save the arrays under the names of the model's inputs: numpy.savez(FILE, NAME=array)."
-        raise UserError(
-            f"it has no array {spec.name!r}",
-            where=where,
-            why=f"the model takes {', '.join(s.name for s in inputs)}; the file has {', '.join(arrays) or 'none'}",
-            remedy=remedy if spec.name in axes else f"It is the same for all rows: --fix {spec.name}=VALUE.",
-        )
+        raise _make_missing_error(spec, arrays, axes, inputs, where)
     kind, axis = read_dtype(spec), axes.get(spec.name)
     array = arrays[spec.name] if spec.shape else _read_scalar(spec, arrays[spec.name], where)
     if not _has_shape(spec, array, axis):
@@ -123,6 +128,18 @@ def _read_array(
         raise UserError(what, where=where)
     rows = np.moveaxis(array, axis, 0) if axis else array
     return np.asarray(rows, dtype=kind, order="C")  # `ascontiguousarray` makes a scalar an array of one element
+
+
+def _make_missing_error(
+    spec: TensorSpec, arrays: Mapping[str, Any], axes: Mapping[str, int], inputs: Sequence[TensorSpec], where: str
+) -> UserError:
+    remedy = "Save the arrays under the names of the model's inputs: numpy.savez(FILE, NAME=array)."
+    return UserError(
+        f"it has no array {spec.name!r}",
+        where=where,
+        why=f"the model takes {', '.join(s.name for s in inputs)}; the file has {', '.join(arrays) or 'none'}",
+        remedy=remedy if spec.name in axes else f"It is the same for all rows: --fix {spec.name}=VALUE.",
+    )
 
 
 def _read_scalar(spec: TensorSpec, array: Any, where: str) -> Any:

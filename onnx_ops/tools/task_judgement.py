@@ -33,20 +33,23 @@ def judge_task(request: JudgeRequest, runtime: Runtime, target: Target) -> list[
         return []
     rows = dataset.inputs if dataset is not None else request.settings[0].samples.rows
     agreement = _judge_agreement(request, runtime, target, rows) if rows else None
+    if agreement is not None and dataset is not None and agreement.verdict is Verdict.PASS:
+        return [replace(agreement, reason=f"{agreement.reason}; accuracy cannot drop by more")]
+    blank = agreement or GateResult(gate="task", metric="agreement", limit="", verdict=Verdict.INCONCLUSIVE, reason="")
+    return [replace(blank, verdict=Verdict.INCONCLUSIVE, reason=_explain_unknown_cost(agreement, dataset))]
+
+
+def _explain_unknown_cost(agreement: GateResult | None, dataset: Dataset | None) -> str:
+    """Return why the share of changed answers does not show what the change costs, and what would."""
     if agreement is None:
         remedy = "give --labels and --metric, or --metric cosine for embeddings"
-        reason = f"the cost of rounding for the task is unknown: no output can be read as classes; {remedy}"
-    elif dataset is None:
-        reason = (
+        return f"the cost of rounding for the task is unknown: no output can be read as classes; {remedy}"
+    if dataset is None:
+        return (
             f"the cost of rounding for the task is unknown: {agreement.reason}, but generated rows "
             "are not representative of yours: supply --data and --labels"
         )
-    elif agreement.verdict is Verdict.PASS:
-        return [replace(agreement, reason=f"{agreement.reason}; accuracy cannot drop by more")]
-    else:
-        reason = f"{agreement.reason}: whether it is worse, only labels can show; add --labels"
-    blank = agreement or GateResult(gate="task", metric="agreement", limit="", verdict=Verdict.INCONCLUSIVE, reason="")
-    return [replace(blank, verdict=Verdict.INCONCLUSIVE, reason=reason)]
+    return f"{agreement.reason}: whether it is worse, only labels can show; add --labels"
 
 
 def _judge_metric(
