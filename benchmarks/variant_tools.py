@@ -24,7 +24,8 @@ from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.quantization import Budget
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import OnnxOpsError
-from onnx_ops.measure.search import SearchContext, search
+from onnx_ops.measure.variants.search import search
+from onnx_ops.measure.variants.trials import SearchContext
 from onnx_ops.ports import Dataset
 from onnx_ops.tools.quantize import list_machines
 

@@ -20,7 +20,7 @@ from onnx_ops import plugins
 from onnx_ops.domain.evidence import LatencySamples
 from onnx_ops.domain.target import Target
 from onnx_ops.measure.speed import measure_scheduling
-from onnx_ops.statistics.choice import choose_scheduling
+from onnx_ops.statistics.variants.choice import choose_scheduling
 from tests.support.processes import cpu_seconds, memory
 
 _BARE = Path(__file__).with_name("peers") / "bare_run.py"

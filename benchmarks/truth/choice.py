@@ -10,8 +10,8 @@ from benchmarks.truth.evidence import evidence
 from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.evidence import PairedCounts
 from onnx_ops.domain.gate import MetricGate
-from onnx_ops.statistics.choice import choose
 from onnx_ops.statistics.rules.metric import judge_metric
+from onnx_ops.statistics.variants.choice import choose
 
 LIMIT = 0.01
 BOUND = 0.06

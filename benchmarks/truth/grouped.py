@@ -10,9 +10,9 @@ import numpy as np
 from benchmarks.truth.claims import Claim, at_least, at_most, table
 from benchmarks.truth.draws import make_generator
 from onnx_ops.domain.evidence import PairedCounts
-from onnx_ops.statistics.choice import ERROR_LEVEL
 from onnx_ops.statistics.grouping import compute_effect_of_sums, detect_grouping
 from onnx_ops.statistics.intervals import change_p_value
+from onnx_ops.statistics.variants.choice import ERROR_LEVEL
 
 LIMIT = 0.01
 BOUND = 0.055

@@ -19,7 +19,7 @@ from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.pipeline import RunResult
 from onnx_ops.ports import Context, Store
 from onnx_ops.release.promote import PromotionResult
-from onnx_ops.statistics.choice import choose
+from onnx_ops.statistics.variants.choice import choose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,9 +33,9 @@ from onnx_ops.reporting.plots import (
 )
 from onnx_ops.reporting.structure import structure_entries
 from onnx_ops.reporting.svg import STYLE
-from onnx_ops.statistics.choice import estimate_prospects
 from onnx_ops.statistics.latency import compare
 from onnx_ops.statistics.rules.parity_rules import EXPORT_OUTPUTS, OUTPUTS, WEIGHTS
+from onnx_ops.statistics.variants.choice import estimate_prospects
 
 if TYPE_CHECKING:
     from jinja2 import Environment

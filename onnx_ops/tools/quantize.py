@@ -20,19 +20,13 @@ from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.quantization import SEARCH_FILE, Arithmetic, Budget, detect_arithmetic
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
-from onnx_ops.measure.answer_distance import describe_far_answers
 from onnx_ops.measure.execution import ExecutionReport, inspect_execution, require_versions
 from onnx_ops.measure.quantization import ROWS_AT_ONCE, SIMPLIFIED
 from onnx_ops.measure.row_layout import arrange_context, arrange_runtime, read_layout
-from onnx_ops.measure.search import (
-    Reporter,
-    SearchContext,
-    SearchResult,
-    describe_recipe,
-    describe_trial,
-    search,
-)
 from onnx_ops.measure.timing import compute_log_ratios
+from onnx_ops.measure.variants.answer_distance import describe_far_answers
+from onnx_ops.measure.variants.search import Reporter, SearchResult, describe_recipe, describe_trial, search
+from onnx_ops.measure.variants.trials import SearchContext
 from onnx_ops.onnx_graph.compatibility import check_model
 from onnx_ops.onnx_graph.files import copy_model, iterate_tensors, parse_model, refuse_ort
 from onnx_ops.onnx_graph.input_bounds import read_input_bounds

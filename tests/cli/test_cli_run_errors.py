@@ -15,8 +15,8 @@ from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.evidence import SampledRows
 from onnx_ops.domain.gate import SizeGate
 from onnx_ops.errors import MeasurementError, UserError
-from onnx_ops.statistics.choice import choose
 from onnx_ops.statistics.judge import judge
+from onnx_ops.statistics.variants.choice import choose
 from tests.reporting.test_reporting_html import evidence_of
 from tests.support.golden import Golden
 

@@ -32,10 +32,10 @@ from onnx_ops.measure.reference_outputs import ReferenceGroup
 from onnx_ops.measure.scoring import ScoringRequest, measure_metrics
 from onnx_ops.ports import Dataset, Optimizer, OptimizeRequest
 from onnx_ops.reporting.html import release_report
-from onnx_ops.statistics.choice import choose
 from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.probes import REAL
 from onnx_ops.statistics.scores import CANDIDATE
+from onnx_ops.statistics.variants.choice import choose
 from tests.docs.docs_blocks import ROOT, blocks_of
 from tests.support.evidence import make_evidence
 from tests.support.graphs import write_graph

@@ -15,7 +15,7 @@ from onnx_ops.domain.gate import ACCURACY
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.quantization import Arithmetic, Budget
 from onnx_ops.domain.target import Target
-from onnx_ops.measure.search import SearchContext
+from onnx_ops.measure.variants.trials import SearchContext
 from onnx_ops.ports import Context, Dataset, PairedBenchmarkSamples, PairedBenchmarkSchedule, RunSamples, Tensors
 from tests.support.graphs import write_graph
 

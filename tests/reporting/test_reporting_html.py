@@ -38,9 +38,9 @@ from onnx_ops.domain.gate import (
 from onnx_ops.domain.release import Choice, Lineage
 from onnx_ops.printable import show
 from onnx_ops.reporting.html import release_report
-from onnx_ops.statistics.choice import choose
 from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.output_columns import LARGEST
+from onnx_ops.statistics.variants.choice import choose
 from tests.support.evidence import CPU, CPU_FACTS, HARDWARE, make_evidence
 from tests.support.golden import Golden
 

@@ -17,10 +17,10 @@ from onnx_ops.domain.pipeline import EXPORT, Stage
 from onnx_ops.errors import UserError
 from onnx_ops.measure.files import put_document
 from onnx_ops.ports import Context
-from onnx_ops.statistics.choice import choose_scheduling
 from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.rules.metric import explain_unscored
 from onnx_ops.statistics.rules.parity_rules import BATCH_INVARIANCE
+from onnx_ops.statistics.variants.choice import choose_scheduling
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:

@@ -10,11 +10,11 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.pipeline import Quantize, Stage
 from onnx_ops.domain.quantization import SEARCH_FILE, Arithmetic, SearchRecord, Trial
-from onnx_ops.measure.answer_distance import describe_far_answers
 from onnx_ops.measure.files import MODEL, RANGES, checkout_files, get_dataset, put_document, put_folder
 from onnx_ops.measure.quantization import ACTIVATION_ROWS, AS_WRITTEN, measure_activations, measure_weights
 from onnx_ops.measure.row_layout import arrange_runtime, get_layout
-from onnx_ops.measure.search import describe_recipe
+from onnx_ops.measure.variants.answer_distance import describe_far_answers
+from onnx_ops.measure.variants.search import describe_recipe
 from onnx_ops.onnx_graph.compatibility import copy_libraries
 from onnx_ops.onnx_graph.model_info import read_model_info, write_lineage
 from onnx_ops.pipeline.stage_settings import read_environment, read_operators

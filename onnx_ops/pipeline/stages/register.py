@@ -25,8 +25,8 @@ from onnx_ops.reporting.comparison import figures_of
 from onnx_ops.reporting.description import model_description, version_description
 from onnx_ops.reporting.html import release_report
 from onnx_ops.reporting.metrics import plain_figures
-from onnx_ops.statistics.choice import choose
 from onnx_ops.statistics.probes import REAL
+from onnx_ops.statistics.variants.choice import choose
 
 REPORT = "report.html"
 """Path of the release report among the evidence of each version."""

@@ -13,8 +13,9 @@ from onnx_ops.domain.quantization import SEARCH_FILE, Arithmetic, Budget
 from onnx_ops.domain.target import Target
 from onnx_ops.measure.files import MODEL, checkout_files, get_dataset, put_document, put_folder
 from onnx_ops.measure.row_layout import arrange_context, get_layout
-from onnx_ops.measure.search import SearchContext, search
 from onnx_ops.measure.user_functions import importable, load_function
+from onnx_ops.measure.variants.search import search
+from onnx_ops.measure.variants.trials import SearchContext
 from onnx_ops.ports import Context
 from onnx_ops.scratch import Scratch
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from onnx_ops.domain.evidence import Interval
 from onnx_ops.domain.quantization import ROLES, Budget, Recipe, Sensitivity, Trial
-from onnx_ops.statistics.search import (
+from onnx_ops.statistics.variants.search import (
     BuildTrial,
     ProbeNode,
     SearchState,

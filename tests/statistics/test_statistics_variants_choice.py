@@ -21,8 +21,8 @@ from onnx_ops.domain.evidence import (
     ThroughputMeasurement,
 )
 from onnx_ops.domain.gate import MetricGate
-from onnx_ops.statistics.choice import choose, choose_scheduling, estimate_prospects
 from onnx_ops.statistics.judge import compute_ranking_metrics
+from onnx_ops.statistics.variants.choice import choose, choose_scheduling, estimate_prospects
 from tests.support.evidence import DIGEST, make_evidence
 from tests.support.golden import Golden
 

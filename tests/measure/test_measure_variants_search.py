@@ -19,7 +19,8 @@ from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.quantization import Arithmetic, Budget, SearchRecord
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import StageError
-from onnx_ops.measure.search import Reporter, SearchContext, SearchResult, search
+from onnx_ops.measure.variants.search import Reporter, SearchResult, search
+from onnx_ops.measure.variants.trials import SearchContext
 from tests.measure.search_parts import LAYERS, SLOW, fragile_ground, write_fragile, write_words
 
 TIMEOUT_S = 60.0
@@ -143,7 +144,7 @@ sys.path.insert(0, sys.argv[2])
 from tests.measure.search_parts import fragile_ground
 from onnx_ops import codec
 from onnx_ops.adapters.files import FileJournal
-from onnx_ops.measure.search import search
+from onnx_ops.measure.variants.search import search
 root = pathlib.Path(sys.argv[1])
 found = search(fragile_ground(root), FileJournal(root / "journal"), lambda line: print(line, flush=True))
 (root / "record.json").write_bytes(codec.dumps(found.record))

@@ -10,7 +10,7 @@ import onnx
 import pytest
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.measure.answer_distance import describe_far_answers
+from onnx_ops.measure.variants.answer_distance import describe_far_answers
 from tests.support.graphs import parse_graph
 
 _DRAW = np.random.default_rng(5)
