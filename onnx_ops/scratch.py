@@ -1,10 +1,9 @@
-"""Files of this machine: temporary folders, durable and locked files, errors of a full disk, durations of steps."""
+"""Files of this machine: temporary folders, durable files, errors of a full disk, durations of steps."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import functools
 import json
 import os
@@ -14,11 +13,12 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
 from onnx_ops.errors import CorruptStateError, StorageError
+from onnx_ops.file_locks import acquire_lock, try_lock
 
 PREFIX = "onnx-ops-scratch-"
 TEMPORARY = ".tmp-"
@@ -49,7 +49,7 @@ class Scratch:
             with contextlib.suppress(FileNotFoundError):  # another process found it before it was locked
                 handle = os.open(folder.name, _FLAGS)
                 with contextlib.suppress(OSError):  # without locks in the file system, no process removes it either
-                    fcntl.flock(handle, fcntl.LOCK_SH)
+                    acquire_lock(handle, shared=True)
                 if Path(folder.name).exists():
                     break
                 os.close(handle)
@@ -75,32 +75,13 @@ class Scratch:
 def _sweep(place: Path) -> None:
     """Remove the folders of this user's killed processes; once per process, as listing a folder takes time."""
     for path in place.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # also of a lock that another process holds
+        with contextlib.suppress(OSError):
             handle = os.open(path, _FLAGS)
             try:
-                if os.fstat(handle).st_uid == os.getuid():
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(handle).st_uid == os.getuid() and try_lock(handle):
                     shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(handle)
-
-
-@contextlib.contextmanager
-def hold_lock(path: Path, kind: int = fcntl.LOCK_EX, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold a lock (flock) on a file, which is created if missing. The system releases it when the process ends.
-
-    Args:
-        on_wait: is called if another process holds the lock.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as stream:
-        try:
-            fcntl.flock(stream, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if on_wait is not None:
-                on_wait()
-            fcntl.flock(stream, kind)
-        yield
 
 
 def sync_path(path: Path) -> None:

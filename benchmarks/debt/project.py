@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pickle
 import socket
@@ -28,6 +27,7 @@ from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.release import Publication
 from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
 from onnx_ops.errors import ServiceUnavailableError, StillPendingError
+from onnx_ops.file_locks import hold_lock
 from onnx_ops.ports import Context, Registry, Signer
 from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import reconcile_each, reconcile_until_stable
@@ -82,8 +82,7 @@ class FileRegistry:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        with self._file.with_suffix(".lock").open("a") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)
+        with hold_lock(self._file.with_suffix(".lock")):
             yield
 
 

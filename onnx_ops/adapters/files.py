@@ -8,7 +8,6 @@ that fsspec supports.
 from __future__ import annotations
 
 import datetime
-import fcntl
 import hashlib
 import json
 import os
@@ -28,6 +27,7 @@ from typing_extensions import override
 
 from onnx_ops.adapters.retry import wait_until
 from onnx_ops.errors import ConflictError, RefusedError, ServiceUnavailableError
+from onnx_ops.file_locks import try_lock
 from onnx_ops.plugins import imported, missing_package
 from onnx_ops.scratch import PRIVATE, TEMPORARY, create_file, durable_file, storage_errors, sync_path, write_durably
 
@@ -83,25 +83,16 @@ def read_private(path: Path, what: str, *, remedy: str = "") -> str:
 
 @contextmanager
 def exclusive_lock(path: Path, timeout_s: float, *, where: str) -> Iterator[None]:
-    """Hold a lock (flock) on a file. The system releases it when the process ends.
+    """Hold a lock on a file, which is created if missing; wait for a limited time.
 
     Raises:
         ConflictError: another process holds it for longer than `timeout_s`.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with path.open("a") as stream:
-        if not wait_until(lambda: try_lock(stream.fileno(), fcntl.LOCK_EX), timeout_s):
+        if not wait_until(lambda: try_lock(stream.fileno()), timeout_s):
             raise ConflictError("another process is changing this endpoint", where=where)
         yield
-
-
-def try_lock(descriptor: int, kind: int) -> bool:
-    """Lock a file (LOCK_SH or LOCK_EX) without waiting; return whether that worked."""
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 class FileJournal:

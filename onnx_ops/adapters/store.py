@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -30,8 +29,9 @@ from onnx_ops.domain.artifact import (
     short_digest,
 )
 from onnx_ops.errors import CorruptStateError, DigestMismatchError, UserError
+from onnx_ops.file_locks import hold_lock
 from onnx_ops.onnx_graph.files import read_structure
-from onnx_ops.scratch import TEMPORARY, hold_lock, storage_errors, sync_path
+from onnx_ops.scratch import TEMPORARY, storage_errors, sync_path
 
 _BLOBS, _RECORDS, _LOCK = "blobs", "records", "collect.lock"
 READ_ONLY = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
@@ -58,7 +58,7 @@ class ContentStore:
         """Store content; return its digest."""
         digest = digest_bytes(data)
         if not self._has_local(digest):
-            with self._collecting(fcntl.LOCK_SH):
+            with self._collecting(shared=True):
                 self._objects.write(_blob(digest), data)
             self._protect(digest)
         return digest
@@ -67,7 +67,7 @@ class ContentStore:
         """Store a file's content; return its digest."""
         digest = digest_file(path)
         if not self._has_local(digest):
-            with self._collecting(fcntl.LOCK_SH):
+            with self._collecting(shared=True):
                 self._objects.upload(_blob(digest), path)
             self._protect(digest)
             self.path(digest)  # refuses a file that changed while it was copied
@@ -145,7 +145,7 @@ class ContentStore:
             self._objects.delete(stored.name)
             (self._cache / stored.name).unlink(missing_ok=True)
             return True
-        with self._collecting(fcntl.LOCK_EX):
+        with self._collecting(shared=False):
             try:
                 again = (self._objects.root / stored.name).stat().st_mtime > stored.at
             except FileNotFoundError:
@@ -163,7 +163,7 @@ class ContentStore:
         path = self._cache / _blob(digest)
         if not isinstance(self._objects, LocalObjects) or not self._intact(path, digest):
             return False
-        with self._collecting(fcntl.LOCK_SH):
+        with self._collecting(shared=True):
             try:
                 os.utime(path)
             except OSError:  # it was collected just now, or has another owner: it is written again
@@ -171,7 +171,7 @@ class ContentStore:
         return True
 
     @contextmanager
-    def _collecting(self, kind: int) -> Iterator[None]:
+    def _collecting(self, *, shared: bool) -> Iterator[None]:
         """Keep content from being stored between the check of its age and its deletion (flock, local stores only)."""
         if not isinstance(self._objects, LocalObjects):
             yield
@@ -179,7 +179,7 @@ class ContentStore:
         with storage_errors():
             if not (self._cache / _LOCK).exists():
                 self._objects.create(_LOCK, b"")
-            with hold_lock(self._cache / _LOCK, kind):
+            with hold_lock(self._cache / _LOCK, shared=shared):
                 yield
 
     def _intact(self, path: Path, digest: Digest) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib
 import os
 import tempfile
@@ -14,12 +13,12 @@ from pathlib import Path
 from onnx_ops import plugins
 from onnx_ops.app.fork_server import ForkedProcess
 from onnx_ops.domain.artifact import Digest, hex_digits
+from onnx_ops.file_locks import hold_lock, hold_temporary_lock
 from onnx_ops.ports import Pools
-from onnx_ops.scratch import hold_lock
 
 
 def machine_lock(on_wait: Callable[[], None] | None = None) -> contextlib.AbstractContextManager[None]:
-    """Hold the lock under which one process of this machine measures times. It is released with its holder."""
+    """Hold the lock under which one process of this machine measures times."""
     return hold_lock(Path(tempfile.gettempdir()) / f"onnx-ops-benchmark-{os.getuid()}.lock", on_wait=on_wait)
 
 
@@ -122,25 +121,6 @@ def _import_registry() -> None:
         importlib.import_module("onnx_ops.adapters.registries.mlflow_connection").import_mlflow()
 
 
-@contextlib.contextmanager
-def hold_key_lock(folder: Path, key: Digest) -> Iterator[None]:
-    """Hold the lock of a key among the threads and processes on this machine that name this folder.
-
-    It is released with its holder.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{hex_digits(key)}.lock"
-    while True:
-        with path.open("w") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)
-            try:
-                is_there = path.stat().st_ino == os.fstat(stream.fileno()).st_ino
-            except FileNotFoundError:
-                is_there = False
-            if not is_there:  # its last holder has removed the file
-                continue
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
-            return
+def hold_key_lock(folder: Path, key: Digest) -> contextlib.AbstractContextManager[None]:
+    """Hold the lock of a key among the threads and processes on this machine that name this folder."""
+    return hold_temporary_lock(folder / f"{hex_digits(key)}.lock")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import http.server
 import json
 import os
@@ -32,6 +31,7 @@ from onnx_ops.errors import (
     ServiceUnavailableError,
     UserError,
 )
+from onnx_ops.file_locks import acquire_lock
 from onnx_ops.protocol import server_process
 from onnx_ops.protocol.server_process import LOCK_FILE, SERVER_FILE, TOKEN_FILE, ServerRecord
 from onnx_ops.serving.inference.integrity import COPIES_FOLDER
@@ -185,7 +185,7 @@ def test_local_server_record_of_dead_process_is_ignored(site: Site) -> None:
     server = LocalServer(site.folder, sys.executable)
     site.folder.mkdir(parents=True)
     with (site.folder / LOCK_FILE).open("w", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        acquire_lock(lock.fileno())
         lock.write(str(os.getpid()))
         lock.flush()
         dead, living = (ServerRecord(pid=pid, port=1, admin_port=2, started=0.0) for pid in (1, os.getpid()))

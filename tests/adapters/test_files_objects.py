@@ -13,9 +13,10 @@ from typing import NoReturn
 import fsspec
 import pytest
 
-from onnx_ops.adapters.files import FsspecObjects, LocalObjects, ObjectStore, open_objects
-from onnx_ops.errors import MissingPackageError, ServiceUnavailableError
+from onnx_ops.adapters.files import FsspecObjects, LocalObjects, ObjectStore, exclusive_lock, open_objects
+from onnx_ops.errors import ConflictError, MissingPackageError, ServiceUnavailableError
 from onnx_ops.scratch import TEMPORARY, durable_file
+from tests.support.lock_holder import run_lock_holder
 
 
 @pytest.fixture(params=["local", "remote"])
@@ -197,3 +198,13 @@ class TestStoreThatFails:
             open_objects(store, deadline_s=0.5).read("hung")
         assert len(requests) == 1
         assert not end.is_set()
+
+
+def test_exclusive_lock_waits_for_a_limited_time(tmp_path: Path) -> None:
+    lock = tmp_path / "folder" / "apply.lock"
+    with run_lock_holder(lock), pytest.raises(ConflictError), exclusive_lock(lock, 0.05, where="here"):
+        pass
+    with run_lock_holder(lock) as process:
+        process.kill()
+        with exclusive_lock(lock, 60, where="here"):
+            pass

@@ -27,6 +27,7 @@ from onnx_ops.ports import Store
 from onnx_ops.testing.stores import CONTENT, StoreSuite
 from tests.support.external import write_external
 from tests.support.faults import Faults
+from tests.support.lock_holder import assert_waits_for_lock, run_lock_holder
 from tests.support.objects import RemoteStoreSuite, blob_name, record_name
 
 
@@ -173,6 +174,18 @@ def test_store_with_two_concurrent_writers_has_complete_results_only(tmp_path: P
             assert_every_result_is_whole_or_none(tmp_path)
     assert (one.returncode, two.returncode) == (0, 0)
     assert_every_result_is_whole_or_none(tmp_path, all_there=True)
+
+
+def test_writers_share_the_lock_that_a_collector_holds_alone(tmp_path: Path) -> None:
+    store, lock = ContentStore(LocalObjects(tmp_path), tmp_path), tmp_path / "collect.lock"
+    digest = store.put_bytes(CONTENT)
+    (stored,) = store.contents()
+    with run_lock_holder(lock, shared=True):
+        assert store.put_bytes(CONTENT) == digest
+        assert store.put_bytes(b"other") == digest_bytes(b"other")
+    assert_waits_for_lock(lock, lambda: store.put_bytes(CONTENT))
+    assert_waits_for_lock(lock, lambda: store.put_bytes(b"third"))
+    assert_waits_for_lock(lock, lambda: store.forget(stored), shared=True)
 
 
 LONG_AGO = 1_000_000.0

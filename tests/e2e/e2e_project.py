@@ -6,7 +6,6 @@ there.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onnx_ops.file_locks import hold_lock
 from tests.support.checkout import copy_parts
 from tests.support.command import PROGRAM, Result, clean, run_command
 from tests.support.server import stop_endpoints
@@ -151,8 +151,7 @@ class Releases:
 
     def _make(self) -> None:
         self._folder.mkdir(exist_ok=True)
-        with (self._folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with hold_lock(self._folder / "lock"):
             if (self._folder / "twice").is_dir():
                 return
             shutil.rmtree(self._origin, ignore_errors=True)

@@ -38,9 +38,10 @@ from onnx_ops.errors import (
     ServiceUnavailableError,
     UserError,
 )
+from onnx_ops.file_locks import hold_lock
 from onnx_ops.ports import DataSource
 from onnx_ops.ports.data import Array, Sample
-from onnx_ops.scratch import Scratch, hold_lock, write_durably
+from onnx_ops.scratch import Scratch, write_durably
 
 _WORKER = "onnx_ops.adapters.data.dvc_worker:run_dvc"
 _TIMEOUT_S = 3600.0

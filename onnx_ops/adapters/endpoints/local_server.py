@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import http.client
 import os
 import secrets
@@ -13,10 +12,11 @@ from contextlib import AbstractContextManager, closing, suppress
 from pathlib import Path
 
 from onnx_ops import codec
-from onnx_ops.adapters.files import exclusive_lock, try_lock
+from onnx_ops.adapters.files import exclusive_lock
 from onnx_ops.adapters.retry import attempts, wait_until
 from onnx_ops.config.server_options import format_flags
 from onnx_ops.errors import CorruptStateError, RefusedError, ServiceUnavailableError
+from onnx_ops.file_locks import try_lock
 from onnx_ops.protocol.messages import STATE_PATH
 from onnx_ops.protocol.server_process import (
     LOCK_FILE,
@@ -162,7 +162,7 @@ class LocalServer:
         """Return the process that holds the server's lock."""
         try:
             with (self.folder / LOCK_FILE).open(encoding="utf-8") as stream:
-                if try_lock(stream.fileno(), fcntl.LOCK_SH):
+                if try_lock(stream.fileno(), shared=True):
                     return None
                 text = stream.read()
         except FileNotFoundError:

@@ -18,7 +18,8 @@ from onnx_ops.domain.artifact import digest_json, hex_digits
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import MeasurementError, NotFoundError, StageError, UserError
-from onnx_ops.scratch import hold_lock, write_durably
+from onnx_ops.file_locks import hold_lock
+from onnx_ops.scratch import write_durably
 
 BASE = (*(f"{name}=={version(name)}" for name in ("annotated-types", "cattrs")), "numpy>=2", "onnx>=1.16")
 """Requirements of the inner side of the protocol, besides this package; the framework decides on the loose ones."""

@@ -23,8 +23,9 @@ from onnx_ops.errors import (
     RefusedError,
     ServiceUnavailableError,
 )
+from onnx_ops.file_locks import hold_lock
 from onnx_ops.protocol.server_process import ServerOptions
-from onnx_ops.scratch import TEMPORARY, hold_lock, write_durably
+from onnx_ops.scratch import TEMPORARY, write_durably
 
 _log = logging.getLogger(__name__)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import json
 import logging
 import os
@@ -27,6 +26,7 @@ from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.evidence import NAN_PROPERTY
 from onnx_ops.domain.execution import CPU, Execution, Provider, SessionSettings
 from onnx_ops.errors import InfrastructureError, NotFoundError, UserError, quoted
+from onnx_ops.file_locks import hold_lock
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.scratch import sync_path
 from onnx_ops.serving.inference.bound_runs import BoundRun
@@ -213,8 +213,7 @@ class PackedModelCache:
             return open_model(path)
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with (self._folder / f"{entry.name}.lock").open("a") as stream:
-                fcntl.flock(stream, fcntl.LOCK_EX)  # one worker makes an entry, and the others wait for it
+            with hold_lock(self._folder / f"{entry.name}.lock"):  # one worker makes it, and the others wait
                 return self._open_entry(entry, open_model) or self._make_entry(path, entry, open_model)
         except OSError as error:
             _log.warning("%s is loaded without the cache of packed models: %s", path, error)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import gc
 import importlib
 import logging
@@ -25,6 +24,7 @@ from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.domain.rollout_policy import COLD_START_SAMPLES
 from onnx_ops.errors import ConflictError, InfrastructureError, OnnxOpsError, ServiceUnavailableError, UserError
+from onnx_ops.file_locks import try_lock
 from onnx_ops.protocol.messages import AdminState, Counts, Lease, UserCountsRequest
 from onnx_ops.protocol.routing_table import RoutingTable, TableFile, build_next_table
 from onnx_ops.protocol.server_process import (
@@ -479,14 +479,12 @@ def serve(folder: Path, host: str, port: int, admin_port: int, options: ServerOp
 def _lock_folder(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, which the system releases when the process ends."""
     with (folder / LOCK_FILE).open("a+", encoding="utf-8") as stream:
-        for attempt in range(_LOCK_ATTEMPTS):
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for _ in range(_LOCK_ATTEMPTS):  # a client that checks whether the server runs holds it for a moment
+            if try_lock(stream.fileno()):
                 break
-            except BlockingIOError as error:  # a client that checks whether the server runs holds it for a moment
-                if attempt == _LOCK_ATTEMPTS - 1:
-                    raise ConflictError("another server runs on this folder", where=str(folder)) from error
-                time.sleep(_LOCK_PAUSE_S)
+            time.sleep(_LOCK_PAUSE_S)
+        else:
+            raise ConflictError("another server runs on this folder", where=str(folder))
         stream.truncate(0)
         (folder / SERVER_FILE).unlink(missing_ok=True)
         (folder / FINAL_COUNTS_FILE).unlink(missing_ok=True)

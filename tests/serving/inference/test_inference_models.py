@@ -22,6 +22,7 @@ from onnx_ops.serving.inference import models
 from onnx_ops.serving.inference.models import PackedModelCache
 from onnx_ops.serving.inference.responses import InputsRejectedError
 from tests.serving.serving_process import deploy, deploy_loop, load_once, save_graph
+from tests.support.lock_holder import assert_waits_for_lock
 
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
 
@@ -333,6 +334,14 @@ def test_packed_cache_entry_is_built_once_and_returns_same_bits(
     assert answer(network, cache) == plain
     assert opened == [entry / "model.onnx"]
     assert {path.name: path.stat().st_mtime_ns for path in entry.iterdir()} == made
+
+
+def test_workers_wait_for_the_one_that_makes_an_entry(
+    network: Deployment, cache: PackedModelCache, tmp_path: Path
+) -> None:
+    answer(network, cache)
+    (lock,) = (tmp_path / "prepacked").glob("*.lock")
+    assert_waits_for_lock(lock, lambda: answer(network, cache))
 
 
 @pytest.mark.parametrize("file", ["model.onnx", "weights.bin", "entry.json"])
