@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,18 @@ def by_column(*columns: tuple[str, str]) -> Any:
     return piped(sk("compose.ColumnTransformer", steps), sk("linear_model.LogisticRegression"))
 
 
+def build_xgboost() -> Any:
+    import xgboost
+
+    return xgboost.XGBClassifier(n_estimators=3, n_jobs=1)
+
+
+def build_lightgbm() -> Any:
+    import lightgbm
+
+    return lightgbm.LGBMClassifier(n_estimators=3, n_jobs=1, min_child_samples=2, verbose=-1)
+
+
 def fit_and_check(exporter: SklearnExporter, model: Any, columns: Tensors, folder: Path) -> None:
     model.fit(Dataset(inputs=columns).frame(), LABEL)
     check_same(exporter, model, columns, folder)
@@ -57,12 +70,8 @@ def test_export_column_with_any_name_keeps_it_as_input_name(tmp_path: Path, name
     mixed = {"other": SECOND, name: TEXTS}
     fit_and_check(SklearnExporter(), by_column(("other", "number"), (name, "text")), mixed, tmp_path)
     if not set(name) & set(FORBIDDEN):
-        import lightgbm
-        import xgboost
-
-        fit_and_check(XgboostExporter(), xgboost.XGBClassifier(n_estimators=3, n_jobs=1), numbers, tmp_path)
-        few = lightgbm.LGBMClassifier(n_estimators=3, n_jobs=1, min_child_samples=2, verbose=-1)
-        fit_and_check(LightgbmExporter(), few, numbers, tmp_path)
+        fit_and_check(XgboostExporter(), build_xgboost(), numbers, tmp_path)
+        fit_and_check(LightgbmExporter(), build_lightgbm(), numbers, tmp_path)
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
@@ -82,43 +91,38 @@ def test_export_column_named_like_output_raises_user_error(tmp_path: Path, name:
     assert "another name" in caught.value.remedy
 
 
-def build_models() -> dict[str, tuple[SklearnExporter, Any]]:
-    import lightgbm
-    import xgboost
-
-    few = {"n_estimators": 3, "random_state": 0}
-    made = {
-        "linear": sk("linear_model.LogisticRegression"),
-        "ridge": sk("linear_model.Ridge"),
-        "tree": sk("tree.DecisionTreeClassifier", random_state=0),
-        "forest": sk("ensemble.RandomForestClassifier", **few),
-        "extra trees": sk("ensemble.ExtraTreesRegressor", **few),
-        "gradient boosting": sk("ensemble.GradientBoostingClassifier", **few),
-        "hist gradient boosting": sk("ensemble.HistGradientBoostingClassifier", max_iter=3),
-        "ada boost": sk("ensemble.AdaBoostClassifier", **few),
-        "bagging": sk("ensemble.BaggingClassifier", **few),
-        "svc": sk("svm.SVC"),
-        "svr": sk("svm.SVR"),
-        "neighbours": sk("neighbors.KNeighborsClassifier"),
-        "bayes": sk("naive_bayes.GaussianNB"),
-        "mlp": sk("neural_network.MLPClassifier", max_iter=5, random_state=0),
-        "scaled forest": piped(sk("preprocessing.StandardScaler"), sk("ensemble.RandomForestClassifier", **few)),
-        "by column": None,
-    }
-    models: dict[str, tuple[SklearnExporter, Any]] = {name: (SklearnExporter(), model) for name, model in made.items()}
-    models["xgboost"] = XgboostExporter(), xgboost.XGBClassifier(n_estimators=3, n_jobs=1)
-    small = lightgbm.LGBMClassifier(n_estimators=3, min_child_samples=2, verbose=-1, n_jobs=1)
-    models["lightgbm"] = LightgbmExporter(), small
-    return models
+FEW = {"n_estimators": 3, "random_state": 0}
+MODELS: Mapping[str, Callable[[], Any]] = {
+    "linear": lambda: sk("linear_model.LogisticRegression"),
+    "ridge": lambda: sk("linear_model.Ridge"),
+    "tree": lambda: sk("tree.DecisionTreeClassifier", random_state=0),
+    "forest": lambda: sk("ensemble.RandomForestClassifier", **FEW),
+    "extra trees": lambda: sk("ensemble.ExtraTreesRegressor", **FEW),
+    "gradient boosting": lambda: sk("ensemble.GradientBoostingClassifier", **FEW),
+    "hist gradient boosting": lambda: sk("ensemble.HistGradientBoostingClassifier", max_iter=3),
+    "ada boost": lambda: sk("ensemble.AdaBoostClassifier", **FEW),
+    "bagging": lambda: sk("ensemble.BaggingClassifier", **FEW),
+    "svc": lambda: sk("svm.SVC"),
+    "svr": lambda: sk("svm.SVR"),
+    "neighbours": lambda: sk("neighbors.KNeighborsClassifier"),
+    "bayes": lambda: sk("naive_bayes.GaussianNB"),
+    "mlp": lambda: sk("neural_network.MLPClassifier", max_iter=5, random_state=0),
+    "scaled forest": lambda: piped(sk("preprocessing.StandardScaler"), sk("ensemble.RandomForestClassifier", **FEW)),
+    "by column": lambda: None,
+    "xgboost": build_xgboost,
+    "lightgbm": build_lightgbm,
+}
+"""Functions that make models, since their packages are slow to import."""
+EXPORTERS: Mapping[str, SklearnExporter] = {"xgboost": XgboostExporter(), "lightgbm": LightgbmExporter()}
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "dtype", ["float64", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("float32", "int64"))]
 )
-@pytest.mark.parametrize("name", list(build_models()))
+@pytest.mark.parametrize("name", MODELS)
 def test_export_with_any_number_type_keeps_dtype_and_predictions(tmp_path: Path, name: str, dtype: str) -> None:
-    exporter, model = build_models()[name]
+    exporter, model = EXPORTERS.get(name, SklearnExporter()), MODELS[name]()
     rows: Any = np.round(np.hstack([FIRST, SECOND]) * 100).astype(dtype)
     if name == "by column":
         columns = {"Monthly Charges": rows[:, :1], "a/b": rows[:, 1:]}

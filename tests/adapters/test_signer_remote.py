@@ -10,13 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
-import boto3
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, SECP256R1, SECP384R1, generate_private_key
 from cryptography.hazmat.primitives.asymmetric.utils import Prehashed, decode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA256
-from moto.kms.utils import ECDSAPrivateKey
-from moto.server import ThreadedMotoServer
 
 from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.adapters.signers.remote import KeyVaultSigner, KmsSigner, open_signer
@@ -70,12 +67,17 @@ def sign_digest(key: Any, message: bytes, algorithm: str) -> bytes:
 
 @pytest.fixture(scope="module")
 def kms() -> Iterator[Any]:
+    from moto.kms.utils import ECDSAPrivateKey
+
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ECDSAPrivateKey, "sign", sign_digest)
         yield from serve_kms()
 
 
 def serve_kms() -> Iterator[Any]:
+    import boto3
+    from moto.server import ThreadedMotoServer
+
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from examples.churn_table import train as train_churn
 from onnx_ops.adapters.data.file import FileSource
 from onnx_ops.domain.pipeline import FileData
 from onnx_ops.ports import Dataset
@@ -28,6 +27,8 @@ ROWS: list[dict[str, Any]] = [
 
 def test_endpoint_of_table_model_answers_like_source(fresh_project: Project) -> None:
     import pandas as pd
+
+    from examples.churn_table import train as train_churn  # it imports scikit-learn
 
     fresh_project.run(pipeline=PIPELINE)
     arrays = FileSource().load(FileData(file="examples/data/churn-train.csv"), fresh_project.root)

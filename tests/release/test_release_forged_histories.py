@@ -13,6 +13,7 @@ import secrets
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -148,7 +149,7 @@ class Attack:
 
     def deployment(self, version: str) -> Deployment:
         """A version as the ledger would have it, with its own decision."""
-        known = ObjectLedger(MemoryObjects(dict(BASE[1].data)), KEYS).state(ENDPOINT).known
+        known = ObjectLedger(MemoryObjects(dict(make_base()[1].data)), KEYS).state(ENDPOINT).known
         if version in known:
             return known[version]
         record = self.scene.record(version)
@@ -157,7 +158,7 @@ class Attack:
 
     def lifted_state(self) -> ReleaseState:
         """The state before the attack, without its rejections."""
-        return replace(ObjectLedger(MemoryObjects(dict(BASE[1].data)), KEYS).state(ENDPOINT), rejected={})
+        return replace(ObjectLedger(MemoryObjects(dict(make_base()[1].data)), KEYS).state(ENDPOINT), rejected={})
 
     def override(self, version: Deployment) -> OverrideRecorded:
         assert version.authority is not None
@@ -170,6 +171,7 @@ class Attack:
         )
 
 
+@cache
 def make_base() -> tuple[Scene, MemoryObjects]:
     """Return the scene before the attack, and the storage of its ledger."""
     objects = MemoryObjects()
@@ -187,9 +189,6 @@ def make_base() -> tuple[Scene, MemoryObjects]:
     scene.publish("d", verdict=Verdict.FAIL)
     scene.publish("e")
     return scene, objects
-
-
-BASE = make_base()
 
 
 def drive(attack: Attack, seen: Path | None) -> None:
@@ -237,7 +236,7 @@ def try_histories(count: int, *, registry: bool, ledger: bool, folder: Path) -> 
     first = secrets.randbelow(1 << 32)
     sys.stdout.write(f"seeds {first} to {first + count - 1}\n")
     for seed in range(first, first + count):
-        scene, objects = copy.deepcopy(BASE)
+        scene, objects = copy.deepcopy(make_base())
         attack = Attack(scene, objects, random.Random(seed))  # noqa: S311 (it draws tests)
         seen = folder / str(seed)
         ObjectLedger(objects, KEYS, seen).state(ENDPOINT)

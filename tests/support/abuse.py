@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import onnx
@@ -108,10 +109,20 @@ def _binary(size: object, length: object, tail: bytes = b"") -> bytes:
     return post(header + tail, inference_header_content_length=length or len(header))
 
 
+@cache
+def _bomb() -> bytes:
+    """Return the compressed start of a request, which takes a second to make."""
+    return gzip.compress(b'{"inputs": [' + b" " * (256 << 20))
+
+
+def _in_chunks() -> bytes:
+    """Return a request whose body is in chunks of one byte."""
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in encode() * 2000) + b"0\r\n\r\n"
+    return post(chunks).replace(b"content-length: %d" % len(chunks), b"transfer-encoding: chunked", 1)
+
+
 _MANY = range(40_000)
 _DIGITS = b"1" * 5_000_000
-_BOMB = gzip.compress(b'{"inputs": [' + b" " * (256 << 20))
-_CHUNKS = b"".join(b"1\r\n%c\r\n" % byte for byte in encode() * 2000)
 
 _CLOSE = b"connection: close\r\n"
 
@@ -147,13 +158,11 @@ REQUESTS: Mapping[str, Callable[[], bytes]] = {
     "a header of many digits": lambda: _binary(4, "9" * 5000),
     "a tensor beyond the body": lambda: _binary(1 << 62, 0, bytes(4)),
     "a negative size": lambda: _binary(-4, 0, bytes(4)),
-    "gzip that inflates": lambda: post(_BOMB, content_encoding="gzip"),
-    "gzip that ends early": lambda: post(_BOMB[:-9], content_encoding="gzip"),
+    "gzip that inflates": lambda: post(_bomb(), content_encoding="gzip"),
+    "gzip that ends early": lambda: post(_bomb()[:-9], content_encoding="gzip"),
     "gzip of many members": lambda: post(gzip.compress(b"") * 100_000, content_encoding="gzip"),
     "deflate that inflates": lambda: post(zlib.compress(bytes(128 << 20)), content_encoding="deflate"),
-    "chunks of a byte": lambda: post(_CHUNKS + b"0\r\n\r\n").replace(
-        b"content-length: %d" % (len(_CHUNKS) + 5), b"transfer-encoding: chunked", 1
-    ),
+    "chunks of a byte": _in_chunks,
     "a large head": lambda: b"GET / HTTP/1.1\r\nhost: x\r\nx-long: " + b"y" * (8 * _LARGE),
     "cells of a table": lambda: post(b"a,b\n" + b"1,2\n" * 2_200_000, "/invocations", content_type="text/csv"),
     "pins to nothing": lambda: (
