@@ -87,7 +87,7 @@ def require_current(name: str, stored: object, generated: object) -> None:
         pytest.fail(f"{text}; write it with: {COMMAND}", pytrace=False)
 
 
-def test_a_schema_that_is_not_current_names_the_command_and_the_first_path() -> None:
+def test_require_current_with_changed_schema_names_command_and_first_path() -> None:
     changed = copy.deepcopy(schema_of("pipeline"))
     changed["$defs"]["MetricGate"]["properties"]["name"]["description"] = "another"
     with pytest.raises(pytest.fail.Exception) as caught:
