@@ -11,13 +11,18 @@ COMPILE_OWN := $(BIN)/python -m compileall -qq onnx_ops
 # Processes that run tests side by side.
 WORKERS ?= 2
 
-.PHONY: demo demo-stop test test-all test-processor lint truth truth-all docs clean
+.PHONY: check demo demo-stop test test-all test-processor lint truth truth-all docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
 
 demo-stop: $(VENV)/.demo
 	$(BIN)/python examples/demo.py --stop
+
+# What has changed since the last commit, or since BASE: lint, types and the nearest tests, in at most 20 s of CPU.
+BASE ?= HEAD
+check: $(VENV)/.dev
+	@$(BIN)/python -m tests.support.check --base $(BASE)
 
 # What a change is likely to break: minutes. A third of each sweep over kill points and faults, by the commit's digest.
 test: $(VENV)/.dev
