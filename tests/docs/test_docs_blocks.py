@@ -24,8 +24,8 @@ COMMANDS = dict(commands())
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 LANGUAGES = {"bash", "console", "python", "yaml", "json", "toml", "ini", "text"}
 
-IN_A_CHECKOUT = (ROOT / "docs" / "endpoint-proof.md",)
-"""Pages that say how to repeat what this repository measured."""
+IN_A_CHECKOUT = (ROOT / "docs" / "endpoint-proof.md", ROOT / "docs" / "extend-command.md")
+"""Pages on how to repeat what this repository measured, and how to change its commands."""
 
 
 def shaped(language: str) -> list[Any]:

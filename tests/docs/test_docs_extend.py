@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import re
-import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 from onnx_ops import codec, plugins
 from onnx_ops.adapters.optimizers.library import read_options
@@ -37,11 +33,13 @@ from onnx_ops.statistics.probes import REAL
 from onnx_ops.statistics.scores import CANDIDATE
 from onnx_ops.statistics.variants.choice import choose
 from tests.docs.docs_blocks import ROOT, blocks_of
+from tests.docs.docs_extensions import find_undocumented, install_extension, read_files, run_suite
 from tests.support.evidence import make_evidence
 from tests.support.graphs import write_graph
 
-BLOCKS = blocks_of(ROOT / "docs" / "extend.md")
-FILES = {name: block for block in BLOCKS if (name := block.note("file"))}
+PAGE = ROOT / "docs" / "extend.md"
+BLOCKS = blocks_of(PAGE)
+FILES = read_files(PAGE)
 TARGET = Target(name="cpu-1t")
 RUNTIME = OnnxRuntime()
 ROWS = 200
@@ -62,15 +60,7 @@ gates:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Write and import the modules of the page, and install its optimizer as `pip install .` does."""
-    for name, block in FILES.items():
-        (tmp_path / name).write_text(block.text, encoding="utf-8")
-    project = tomllib.loads(FILES["pyproject.toml"].text)["project"]
-    metadata = tmp_path / f"extra_optimizer-{project['version']}.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 1.0\n")
-    points = [f"[{group}]\n{name} = {value}\n" for group, entries in project["entry-points"].items()
-              for name, value in entries.items()]  # fmt: skip
-    (metadata / "entry_points.txt").write_text("".join(points))
+    install_extension(PAGE, tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     metrics, gates = dict(METRICS), dict(GATES)
     for name in ("extra_metric", "extra_gate"):
@@ -191,26 +181,11 @@ def test_optimizer_of_page_with_unknown_option_raises_user_error() -> None:
 
 
 def test_optimizer_of_page_passes_conformance_suite(folder: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_extra_optimizer.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_suite(folder, "test_extra_optimizer.py")
 
 
 def test_optimizer_of_page_imports_only_functions_documented_on_ports_page() -> None:
-    ports = (ROOT / "docs" / "ports.md").read_text(encoding="utf-8")
-    used = {
-        f"{node.module}.{alias.name}"
-        for node in ast.walk(ast.parse(FILES["extra_optimizer.py"].text))
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("onnx_ops.")
-        for alias in node.names
-    }
-    assert used - _list_members(ports) == {"onnx_ops.ports.Optimizer", "onnx_ops.ports.OptimizeRequest"}
-
-
-def _list_members(page: str) -> set[str]:
-    blocks = re.findall(r"^::: (\S+)\n    options:\n((?:      .*\n)+)", page, re.MULTILINE)
-    options = {module: yaml.safe_load(text) for module, text in blocks}
-    return {f"{module}.{name}" for module, values in options.items() for name in values.get("members", ())}
+    assert find_undocumented(FILES["extra_optimizer.py"]) == set()
 
 
 def test_metrics_page_has_row_for_each_metric() -> None:

@@ -118,7 +118,9 @@ def follow(page: Path, folder: Path, project: Path) -> None:
 
 def follow_block(block: Block, shell: Shell, project: Path) -> None:
     if (file := block.note("file")) is not None:
-        (project / file).write_text(block.text, encoding="utf-8")
+        path = project / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(block.text, encoding="utf-8")
         return
     if (sign := block.note("runs on")) is not None:
         commands = [re.sub(r"\s+#\s.*$", "", command.text) for command in commands_of(block)]

@@ -1,0 +1,52 @@
+"""The page on runtimes, followed literally: its runtime is installed, tested by its suite, and used by a command."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from onnx_ops import plugins
+from onnx_ops.config.targets import TargetFiles
+from onnx_ops.ports import Runtime
+from onnx_ops.testing.models import write_perceptron
+from tests.docs.docs_blocks import ROOT
+from tests.docs.docs_extensions import find_undocumented, install_extension, read_files, run_suite
+from tests.support.command import run_command
+
+PAGE = ROOT / "docs" / "extend-runtime.md"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return a project in whose environment the runtime of the page is installed."""
+    install_extension(PAGE, tmp_path)
+    (tmp_path / "onnx-ops.toml").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    sys.modules.pop("extra_runtime", None)
+
+
+def test_runtime_of_page_passes_conformance_suite(folder: Path) -> None:
+    assert " passed" in run_suite(folder, "test_extra_runtime.py")
+
+
+def test_runtime_of_page_is_plugin_that_target_names(folder: Path) -> None:
+    target = TargetFiles(folder).load("reference")
+    runtime = plugins.load("runtimes", target.runtime)
+    assert isinstance(runtime, Runtime)
+    write_perceptron(folder / "model.onnx")
+    facts = runtime.facts(folder / "model.onnx", target)
+    assert (facts.runtime, facts.nodes) == ("reference", {"CPUExecutionProvider": 6})
+
+
+def test_bench_on_target_of_page_times_model(folder: Path) -> None:
+    write_perceptron(folder / "model.onnx")
+    arguments = ("model.onnx", "--target", "reference", "--runs", "20", "--json")
+    assert run_command("bench", *arguments, cwd=folder).parsed()["target"] == "reference"
+
+
+def test_runtime_of_page_imports_only_functions_documented_on_ports_page() -> None:
+    assert find_undocumented(read_files(PAGE)["extra_runtime.py"]) == set()
