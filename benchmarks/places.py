@@ -191,7 +191,13 @@ def _measure_cut(place: Place) -> float:
     """Cut one replica off in a canary, roll back, and return the seconds until its last answer of the candidate."""
     suite, site = EndpointProviderSuite(), place.site
     place.apply(green=50, blue=50)
-    until(lambda: {suite.scale(site.address("r4")) for _ in range(20)} == {2.0, 3.0})
+
+    def has_both() -> bool:
+        # A replica that was killed just before gives the candidate traffic once a reconciliation has looked.
+        site.provider.confirm_rollout(site.config)
+        return {suite.scale(site.address("r4")) for _ in range(20)} == {2.0, 3.0}
+
+    until(has_both)
     place.cut("r4")
     place.sequence += 1
     began = last = time.monotonic()
