@@ -200,7 +200,7 @@ def find_step(journal: Journal, read_aliases: ReadAliases) -> StepReport | Chang
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StepBasis:
-    """What a step is decided on. The failures are of its own attempts before.
+    """What a step is decided on. The failures are those of its earlier attempts.
 
     An endpoint that died is restored in spite of `unwritten`, a failure to write the registry. The registry may request
     something that can be served in spite of `unrestored`, a failure to restore the endpoint.

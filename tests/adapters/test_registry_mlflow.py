@@ -98,7 +98,7 @@ class TestOnADatabase(RegistrySuite):
         _overwrite(self.files, registry, record, name)
 
 
-def test_all_aliases_over_several_pages_returns_each_alias(
+def test_list_of_aliases_over_several_pages_is_complete(
     registry: MlflowRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(3):

@@ -76,7 +76,7 @@ def test_choose_for_several_changes_takes_the_nearest_place_of_each_test(near: N
     assert (names[0], names.count("release_other")) == ("release_other", 1)
 
 
-def test_every_module_of_a_room_has_near_tests() -> None:
+def test_choose_for_each_module_of_room_finds_near_tests() -> None:
     near = NearTests(ROOT, read_importers())
     for module in ("release/rollback", "statistics/rules/common", "adapters/endpoints/replicas", "cli/inspect"):
         tests = near.choose([f"onnx_ops/{module}.py"])
