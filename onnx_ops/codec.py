@@ -1,6 +1,7 @@
 """Domain values to JSON and back, by cattrs.
 
-Unknown keys are refused, unions are distinguished by `kind`, and equal values have equal bytes.
+Unknown keys are refused, unions are distinguished by `kind`, and equal values have equal bytes. cattrs is imported
+with the first value: commands that only show text start sooner without it.
 """
 
 from __future__ import annotations
@@ -12,18 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum, StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from cattrs import transform_error
-from cattrs.errors import BaseValidationError
-from cattrs.gen import make_dict_unstructure_fn, override
-from cattrs.preconf.json import JsonConverter, make_converter
-from cattrs.v import format_exception
 from typing_extensions import TypeForm
 
 from onnx_ops.domain.artifact import canonical_json
 from onnx_ops.domain.quantities import OneOf, TaggedFamily
 from onnx_ops.errors import CorruptStateError
+
+if TYPE_CHECKING:
+    from cattrs.preconf.json import JsonConverter
 
 T = TypeVar("T")
 
@@ -80,9 +79,9 @@ def from_json(value: object, kind: TypeForm[T], *, where: str = "") -> T:
         raise CorruptStateError(f"not a {kind}", where=where, why="it is not a JSON array")
     try:
         return _converter().structure(value, cast("type[T]", kind))
-    except (BaseValidationError, ValueError, TypeError, KeyError, AttributeError) as error:
-        why = "; ".join(transform_error(error, format_exception=_say))
-        raise CorruptStateError(f"not a {getattr(kind, '__name__', kind)}", where=where, why=why) from error
+    except (ExceptionGroup, ValueError, TypeError, KeyError, AttributeError) as error:  # groups are those of cattrs
+        what, why = f"not a {getattr(kind, '__name__', kind)}", _explain(error)
+        raise CorruptStateError(what, where=where, why=why) from error
 
 
 def loads(data: bytes, kind: TypeForm[T], *, where: str = "") -> T:
@@ -98,13 +97,27 @@ def loads(data: bytes, kind: TypeForm[T], *, where: str = "") -> T:
     return from_json(value, kind, where=where)
 
 
-def _say(error: BaseException, kind: type | None) -> str:
-    text = format_exception(error, kind)
-    return f"{text} ({error})"[:_LONGEST] if isinstance(error, ValueError | TypeError) else text
+def _explain(error: Exception) -> str:
+    """Return what is wrong with each value, as one line."""
+    from cattrs import transform_error
+    from cattrs.v import format_exception
+
+    def describe(cause: BaseException, kind: type | None) -> str:
+        text = format_exception(cause, kind)
+        return f"{text} ({cause})"[:_LONGEST] if isinstance(cause, ValueError | TypeError) else text
+
+    return "; ".join(transform_error(error, format_exception=describe))
 
 
 @functools.cache
 def _converter() -> JsonConverter:
+    from cattrs.gen import make_dict_unstructure_fn, override
+    from cattrs.preconf.json import make_converter
+
+    def unstructure_grown(kind: Any) -> Callable[[Any], Any]:
+        overrides: Any = {name: override(omit_if_default=True) for name in _later_fields(kind)}
+        return make_dict_unstructure_fn(kind, converter, **overrides)
+
     converter = make_converter(forbid_extra_keys=True, unstruct_collection_overrides={frozenset: sorted})
     converter.register_structure_hook_func(is_json, lambda value, _: value)
     converter.register_unstructure_hook_func(is_json, lambda value: value)
@@ -118,10 +131,7 @@ def _converter() -> JsonConverter:
     converter.register_structure_hook(int, _int)
     converter.register_structure_hook(str, _exactly(str))
     converter.register_structure_hook(bool, _exactly(bool))
-    converter.register_unstructure_hook_factory(
-        lambda kind: bool(_later_fields(kind)),
-        lambda kind: make_dict_unstructure_fn(kind, converter, **_later_fields(kind)),
-    )
+    converter.register_unstructure_hook_factory(lambda kind: bool(_later_fields(kind)), unstructure_grown)
     converter.register_unstructure_hook(Enum, lambda value: value.value)
     converter.register_unstructure_hook(StrEnum, lambda value: value.value)
     converter.register_structure_hook(StrEnum, lambda value, kind: kind(value))  # else the hook of str would take it
@@ -130,10 +140,9 @@ def _converter() -> JsonConverter:
     return converter
 
 
-def _later_fields(kind: Any) -> dict[str, Any]:
-    """Return overrides that omit the defaults of fields that were added later, see `domain.quantities.OMIT_DEFAULT`."""
-    grown = (f.name for f in fields(kind) if f.metadata.get("later")) if is_dataclass(kind) else ()
-    return dict.fromkeys(grown, override(omit_if_default=True))
+def _later_fields(kind: Any) -> tuple[str, ...]:
+    """Return the fields that were added later, whose defaults are omitted: see `domain.quantities.OMIT_DEFAULT`."""
+    return tuple(f.name for f in fields(kind) if f.metadata.get("later")) if is_dataclass(kind) else ()
 
 
 def _tags(kind: Any) -> dict[str, Any]:

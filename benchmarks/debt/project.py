@@ -124,7 +124,8 @@ class Place:
         os.environ.update(self.environment)
         project = open_project(self.root)
         clock = WrongClock(self.ahead_s, self.time_file)
-        context = replace(project.context, registry=self.registry.opened, ledger=self.ledger(), clock=clock)
+        ledger = self.ledger()
+        context = replace(project.context, registry=self.registry.opened, open_ledger=lambda: ledger, clock=clock)
         if self.config.provider == "azureml":
             azure = AzureEndpoints(project.settings.endpoints, project.settings.trusted_keys, policy=POLICY)
             context = replace(context, provider=lambda _: azure)

@@ -20,17 +20,24 @@ from onnx_ops import plugins
 from onnx_ops.adapters.external_model import UserSuppliedModels
 from onnx_ops.adapters.files import FileJournal, open_objects
 from onnx_ops.adapters.host import SystemClock
-from onnx_ops.adapters.ledgers.chain import LedgerKeys
-from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.runtimes.hardware import read_conditions
 from onnx_ops.adapters.store import ContentStore, ModelFolders
-from onnx_ops.attestation import TrustedKeys
 from onnx_ops.config.folders import list_source_folders
 from onnx_ops.config.settings import Settings, load_settings
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.execution import Environment
 from onnx_ops.errors import InfrastructureError, UserError
-from onnx_ops.ports import Context, EndpointProvider, MetricsSource, Notifier, Observer, Registry, Signer
+from onnx_ops.ports import (
+    Context,
+    EndpointProvider,
+    Ledger,
+    MetricsSource,
+    Notifier,
+    Observer,
+    Registry,
+    Signer,
+    Verifier,
+)
 from onnx_ops.protocol.server_process import LocalHost
 from onnx_ops.scratch import Durations
 
@@ -137,13 +144,13 @@ def build_context(settings: Settings) -> Context:
         open_store=_once(
             lambda: ContentStore(open_objects(settings.store), settings.state / "cache", settings.cache_size)
         ),
-        ledger=ObjectLedger(open_objects(settings.ledger), _ledger_keys(settings, signer), settings.seen),
+        open_ledger=_once(lambda: _ledger(settings, signer)),
         files=ModelFolders(settings.models),
         models=UserSuppliedModels(root=settings.root, registered=_once(lambda: _registered(settings))),
         clock=SystemClock(),
         host=LocalHost(),
         registry=_once(lambda: _registry(settings)),
-        verifier=_once(lambda: TrustedKeys(settings.trusted_keys)),
+        verifier=_once(lambda: _verifier(settings)),
         signer=signer,
         provider=provider,
         metrics=lambda config: _metrics(config, provider),
@@ -237,9 +244,20 @@ def _signer(settings: Settings) -> Signer | None:
     return read_key(settings.signing_key)
 
 
-def _ledger_keys(settings: Settings, signer: Callable[[], Signer | None]) -> LedgerKeys:
+def _ledger(settings: Settings, signer: Callable[[], Signer | None]) -> Ledger:
+    from onnx_ops.adapters.ledgers.chain import LedgerKeys
+    from onnx_ops.adapters.ledgers.log import ObjectLedger
+    from onnx_ops.attestation import TrustedKeys
+
     trusted = TrustedKeys(settings.trusted_keys, role="release")
-    return LedgerKeys(lambda: trusted, signer, trusted.public)
+    keys = LedgerKeys(lambda: trusted, signer, trusted.public)
+    return ObjectLedger(open_objects(settings.ledger), keys, settings.seen)
+
+
+def _verifier(settings: Settings) -> Verifier:
+    from onnx_ops.attestation import TrustedKeys
+
+    return TrustedKeys(settings.trusted_keys)
 
 
 def _notifiers(settings: Settings) -> Mapping[str, Notifier]:

@@ -242,7 +242,7 @@ class Context:
 
     root: Path
     open_store: Callable[[], Store]
-    ledger: Ledger
+    open_ledger: Callable[[], Ledger]
     files: ModelFiles
     models: ModelSource
     clock: Clock
@@ -266,3 +266,8 @@ class Context:
     def store(self) -> Store:
         """Content and results of stages."""
         return self.open_store()
+
+    @property
+    def ledger(self) -> Ledger:
+        """Histories of the endpoints."""
+        return self.open_ledger()

@@ -43,7 +43,8 @@ class ReconcilePass:
     def __init__(self, context: Context, read_snapshot: Callable[[], RegistrySnapshot]) -> None:
         self._read_snapshot = functools.cache(read_snapshot)
         self._context = replace(context, registry=lambda: self._open_registry(context))
-        self._cached = replace(self._context, ledger=_CachedLedger(context.ledger))
+        ledger = _CachedLedger(context.ledger)
+        self._cached = replace(self._context, open_ledger=lambda: ledger)
 
     def state(self, endpoint: str) -> ReleaseState:
         """Return the state of an endpoint in this pass. Raises CorruptStateError if its ledger is damaged."""

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from onnx_ops.domain.decision import GateResult
+from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.printable import show
 
 NOTHING = "–"
+SIGNS = {Verdict.PASS: "✅", Verdict.INCONCLUSIVE: "⚪", Verdict.ERROR: "⚠️", Verdict.FAIL: "❌"}
 
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _ESCAPES = str.maketrans(

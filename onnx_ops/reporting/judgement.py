@@ -12,14 +12,13 @@ from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.evidence import Advice, Evidence
 from onnx_ops.reporting.formatting import (
     NOTHING,
+    SIGNS,
     format_figure,
     markdown,
     markdown_table,
     result_figure,
     result_interval,
 )
-from onnx_ops.reporting.html import list_gates, plot_ratios, render
-from onnx_ops.reporting.pull_request import SIGNS
 from onnx_ops.reporting.structure import advice_lines
 
 
@@ -159,6 +158,9 @@ def _list_items(texts: Sequence[str]) -> list[str]:
 
 def html_report(heading: Heading, decisions: Sequence[Decision], timings: Sequence[tuple[Decision, Evidence]]) -> str:
     """Return one self-contained page; `timings` are the latency comparisons, each with its decision."""
+    # The text in a terminal, which most verdicts are, appears sooner without charts and templates.
+    from onnx_ops.reporting.html import list_gates, plot_ratios, render
+
     # The first timing of each target names its machine.
     machines = {timing.target: timing for _, timing in reversed(timings)}
     evidence = {(d.variant, d.target): machines[d.target] for d in decisions if d.target in machines}

@@ -9,7 +9,7 @@ from onnx_ops.domain.decision import Decision, Verdict, combine_verdicts
 from onnx_ops.domain.release import Choice
 from onnx_ops.reporting.comparison import ModelComparison, VariantRow
 from onnx_ops.reporting.description import result_table, worst_first
-from onnx_ops.reporting.formatting import NOTHING, format_figure, markdown, markdown_table
+from onnx_ops.reporting.formatting import NOTHING, SIGNS, format_figure, markdown, markdown_table
 
 LIMIT = 60_000
 """Characters; GitHub accepts 65,536 in a comment, and as many in a check."""
@@ -21,7 +21,6 @@ _UNREVIEWED = (
     "Reported by this pull request's own code, in a job without credentials. It is judged again when it is merged."
 )
 
-SIGNS = {Verdict.PASS: "✅", Verdict.INCONCLUSIVE: "⚪", Verdict.ERROR: "⚠️", Verdict.FAIL: "❌"}
 _VARIANT_HEADS = ("variant", "target", "verdict", "task metrics", "median latency", "size")
 _RESULT_HEADS = ("variant", "target", "gate", "limit", "figure", "verdict", "reason")
 

@@ -508,7 +508,7 @@ class FakeWorld:
         return Context(
             root=root,
             open_store=lambda: store,
-            ledger=self.ledger,
+            open_ledger=lambda: self.ledger,
             files=self.files,
             models=UserSuppliedModels(root=root, registered=lambda: _missing("models")),
             clock=self.clock,

@@ -30,10 +30,10 @@ class DiskWorld(FakeWorld):
 
     def context(self, process: str = "process-1", root: Path | None = None) -> Context:
         if process not in self.alive:
-            store = store_of(self.root)
+            store, ledger = store_of(self.root), ledger_of(self.root)
             self.alive[process] = replace(
                 FakeWorld.context(self, process, root or self.root),
-                ledger=ledger_of(self.root),
+                open_ledger=lambda: ledger,
                 files=models_of(self.root),
                 open_store=lambda: store,
             )

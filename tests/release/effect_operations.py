@@ -50,7 +50,7 @@ def project_of(scene: Scene) -> Project:
         project,
         context=replace(
             project.context,
-            ledger=context.ledger,
+            open_ledger=context.open_ledger,
             files=context.files,
             registry=context.registry,
             provider=context.provider,

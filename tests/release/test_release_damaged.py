@@ -56,7 +56,8 @@ class Site:
     @property
     def context(self) -> Context:
         """As another process reads it, which has no entry in mind."""
-        return replace(self.scene.context, ledger=ObjectLedger(LocalObjects(self.folder), make_ledger_keys()))
+        ledger = ObjectLedger(LocalObjects(self.folder), make_ledger_keys())
+        return replace(self.scene.context, open_ledger=lambda: ledger)
 
 
 @pytest.fixture

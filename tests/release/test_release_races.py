@@ -88,7 +88,7 @@ def test_concurrent_reconcilers_on_one_ledger_folder_write_aliases(tmp_path: Pat
         scene.roll_back(force=turn > 0, to="1" if turn % 2 == 0 else "2")
         scene.world.registry.down = False
         context = [
-            replace(scene.world.context(f"driver {n}"), ledger=ObjectLedger(LocalObjects(tmp_path), make_ledger_keys()))
+            replace(scene.world, ledger=ObjectLedger(LocalObjects(tmp_path), make_ledger_keys())).context(f"driver {n}")
             for n in range(DRIVERS)
         ]
         with ThreadPoolExecutor(DRIVERS) as pool:

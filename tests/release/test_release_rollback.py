@@ -575,7 +575,7 @@ def test_roll_back_after_10_000_entries_reads_at_most_ten_objects() -> None:
         Journal.open(scene.context, "digits").append(OperatorCommandSent(command=OperatorCommand.PAUSE))
         if sequence >= 10_000:
             counted = CountedObjects(dict(objects.data))
-            roll_back(replace(scene.context, ledger=ObjectLedger(counted, make_ledger_keys())), "digits")
+            roll_back(replace(scene.world, ledger=ObjectLedger(counted, make_ledger_keys())).context(), "digits")
             assert counted.reads <= 10, sequence
             assert ObjectLedger(counted, make_ledger_keys()).state("digits").head == sequence + 3
 

@@ -323,7 +323,7 @@ def test_find_step_with_due_change_writes_nothing(setup: Callable[[], Scene]) ->
     registry, provider = Counting(scene.world.registry), Counting(scene.world.provider)
     context = replace(
         scene.context,
-        ledger=cast("Ledger", ledger),
+        open_ledger=lambda: cast("Ledger", ledger),
         files=cast("ModelFiles", files),
         registry=lambda: cast("Registry", registry),
         provider=lambda name: cast("EndpointProvider", provider),

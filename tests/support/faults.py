@@ -46,7 +46,7 @@ class Faults:
         """The same context, whose ledger, registry, endpoints, files and notifiers the process may not live to use."""
         return replace(
             context,
-            ledger=cast("Ledger", _Watched(context.ledger, self)),
+            open_ledger=lambda: cast("Ledger", _Watched(context.ledger, self)),
             files=cast("ModelFiles", _Watched(context.files, self)),
             registry=lambda: cast("Registry", _Watched(context.registry(), self)),
             provider=lambda name: cast("EndpointProvider", _Watched(context.provider(name), self)),
