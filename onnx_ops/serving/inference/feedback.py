@@ -56,15 +56,17 @@ class FeedbackCounter:
         self._answers = self._shared.get_answers(self._worker)
         self._cells = cells
 
-    def remember(self, request_id: bytes, slot: int, split: int, cell: int) -> None:
-        """Remember which deployment answered a request, under the split of this number."""
-        key = _hash_id(request_id)
-        value = (split % (1 << _SPLIT_BITS) << _CELL_BITS | cell) << _SLOT_BITS | slot
-        self._request_ids[key % REQUEST_IDS] = key << _VALUE_BITS | value
+    def remember(self, request_id: bytes | None, slot: int, split: int, epoch: int, cell: int) -> None:
+        """Remember which deployment answered a request with this id, and the user's cell last.
 
-    def remember_answer(self, slot: int, split: int, epoch: int, cell: int) -> None:
-        """Remember which deployment answered a user's cell last; later splits and epochs have higher numbers."""
-        self._answers[cell] = (split << _EPOCH_BITS | epoch) << _SLOT_BITS | slot
+        Later splits and epochs have higher numbers. One call does both, since every request makes it.
+        """
+        if cell != KEYLESS_CELL:
+            self._answers[cell] = (split << _EPOCH_BITS | epoch) << _SLOT_BITS | slot
+        if request_id is not None:
+            key = _hash_id(request_id)
+            value = (split % (1 << _SPLIT_BITS) << _CELL_BITS | cell) << _SLOT_BITS | slot
+            self._request_ids[key % REQUEST_IDS] = key << _VALUE_BITS | value
 
     def count(self, body: bytes) -> tuple[int, int]:
         """Count the feedback in a body; return the number of counted and of unknown entries.

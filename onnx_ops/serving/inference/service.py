@@ -417,10 +417,8 @@ class InferenceService:
         if loaded is not None and snapshot is not None:
             # Requests for which a client has selected the deployment decide neither an A/B test nor about a shadow.
             if draw is not None:
-                if cell != messages.KEYLESS_CELL:
-                    self.feedback.remember_answer(loaded.slot, snapshot.split_number, draw.epoch, cell)
-                if (request_id := head.get(_REQUEST_ID)) is not None:
-                    self.feedback.remember(request_id, loaded.slot, snapshot.split_number, cell)
+                request_id = head.get(_REQUEST_ID)
+                self.feedback.remember(request_id, loaded.slot, snapshot.split_number, draw.epoch, cell)
                 for shadow, percent in snapshot.shadow if status == 200 else ():
                     if shadow is not loaded and self._draw() * 100 < percent:
                         tolerance = snapshot.table.state.split.shadow_tolerance

@@ -77,9 +77,7 @@ class FeedbackServer:
         """Answer a request of a user by a deployment, as the service records it."""
         snapshot = self._workers[worker].get_current()
         slot = snapshot.get_deployment(deployment).slot
-        self._feedback[worker].remember(request_id.encode(), slot, snapshot.split_number, cell)
-        if cell != KEYLESS_CELL:
-            self._feedback[worker].remember_answer(slot, snapshot.split_number, epoch, cell)
+        self._feedback[worker].remember(request_id.encode(), slot, snapshot.split_number, epoch, cell)
 
     def report(
         self, subjects: Sequence[str], *, success: bool = True, worker: int = 0, kind: str = "token"
