@@ -41,9 +41,15 @@ def main(folder: Path) -> None:
     samples = sets["test"].inputs
     export = folder / "fp32" / "model.onnx"
     export.parent.mkdir()
-    exporter.export(model, ExportRequest(section=Export(framework="sklearn"), samples=samples, path=export))
+    exporter.export(
+        model, ExportRequest(section=Export(framework="sklearn"), samples=samples, path=export)
+    )
     check_model(export)
-    groups = [samples, make_range_inputs(samples, learn_domains(samples)), *make_batch_inputs(samples).values()]
+    groups = [
+        samples,
+        make_range_inputs(samples, learn_domains(samples)),
+        *make_batch_inputs(samples).values(),
+    ]
     for answer, group in zip(runtime.run(export, TARGET, tuple(groups)), groups, strict=True):
         wanted = exporter.reference(model, group, "float64") or {}
         exporter.reference(model, group, "float32")
@@ -57,15 +63,23 @@ def main(folder: Path) -> None:
     ):
         variants[name] = folder / name / "model.onnx"
         variants[name].parent.mkdir()
-        quantize = Quantize(name=name, method=name.removeprefix("int8-"), calibrate=Calibrate() if rows else None)
-        optimizer.optimize(OptimizeRequest(section=quantize, source=export, path=variants[name], calibration=rows))
+        quantize = Quantize(
+            name=name, method=name.removeprefix("int8-"), calibrate=Calibrate() if rows else None
+        )
+        optimizer.optimize(
+            OptimizeRequest(section=quantize, source=export, path=variants[name], calibration=rows)
+        )
     for name, path in variants.items():
         runtime.facts(path, TARGET)
         runtime.run(path, TARGET, (samples,))
         runtime.sample(path, TARGET, feed(samples), runs=800, warmup=50)
         if name != "fp32":
-            runtime.benchmark((export, export, path), TARGET, feed(samples), PairedBenchmarkSchedule(rounds=5))
-    registry = MlflowRegistry(f"sqlite:///{folder / 'mlflow.db'}", artifact_root=str(folder / "mlartifacts"))
+            runtime.benchmark(
+                (export, export, path), TARGET, feed(samples), PairedBenchmarkSchedule(rounds=5)
+            )
+    registry = MlflowRegistry(
+        f"sqlite:///{folder / 'mlflow.db'}", artifact_root=str(folder / "mlartifacts")
+    )
     versions = registry.publish(publication(variants))
     registry.set_alias("digits-mlp", "champion-cpu-1t", versions["fp32"])
     deploy(folder, export, versions["fp32"])

@@ -30,9 +30,13 @@ RANDOM_BLOWS = 40
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help=f"every {STEP}th moment")
-    parser.add_argument("--only", choices=("supervisor", "worker", "random"), help="one kind of blow")
+    parser.add_argument(
+        "--only", choices=("supervisor", "worker", "random"), help="one kind of blow"
+    )
     parser.add_argument("--page", type=Path, help="page to write the figures into")
     parser.add_argument("--json", action="store_true", help="one JSON document")
     options = parser.parse_args()
@@ -44,15 +48,25 @@ def main() -> int:
         kinds = [options.only] if options.only else ["supervisor", "worker", "random"]
         claims = [sweep(folder, first, kind, last, step, quiet=options.json) for kind in kinds]
     if options.page:
-        fill(options.page, "chaos", f"A publication can be interrupted at {last} points.\n\n{promises(claims)}")
+        fill(
+            options.page,
+            "chaos",
+            f"A publication can be interrupted at {last} points.\n\n{promises(claims)}",
+        )
     if options.json:
         print(json.dumps({"moments": last, "claims": [asdict(claim) for claim in claims]}))
     else:
-        table("promises", ("", "what", "bound", "figure"), [(c.outcome, c.what, c.bound, c.figure) for c in claims])
+        table(
+            "promises",
+            ("", "what", "bound", "figure"),
+            [(c.outcome, c.what, c.bound, c.figure) for c in claims],
+        )
     return 0 if all(claim.is_met for claim in claims) else 1
 
 
-def sweep(folder: Path, first: Deployment, kind: str, last: int, step: int, *, quiet: bool) -> Claim:
+def sweep(
+    folder: Path, first: Deployment, kind: str, last: int, step: int, *, quiet: bool
+) -> Claim:
     """One blow at each moment; `random` draws moments, victims and numbers of workers."""
     draw = random.Random(3)  # noqa: S311 (the same blows at every run)
     blows: list[tuple[int, Victim, int]] = []
@@ -61,10 +75,15 @@ def sweep(folder: Path, first: Deployment, kind: str, last: int, step: int, *, q
             victim: Victim = "supervisor" if draw.random() < 0.5 else "worker"
             blows.append((draw.randrange(last), victim, draw.choice((1, 2, 3))))
     else:
-        blows = [(moment, "supervisor" if kind == "supervisor" else "worker", 2) for moment in range(0, last, step)]
+        blows = [
+            (moment, "supervisor" if kind == "supervisor" else "worker", 2)
+            for moment in range(0, last, step)
+        ]
     broken, requests, reached = 0, 0, 0
     for number, (moment, who, workers) in enumerate(blows):
-        outcome = publish_and_kill(folder / f"{kind}-{number}", first, moment=moment, victim=who, workers=workers)
+        outcome = publish_and_kill(
+            folder / f"{kind}-{number}", first, moment=moment, victim=who, workers=workers
+        )
         problems = outcome.broken(who)
         requests += len(outcome.records)
         reached += outcome.reached
@@ -74,7 +93,13 @@ def sweep(folder: Path, first: Deployment, kind: str, last: int, step: int, *, q
             print(f"  {who} of {workers} at moment {moment} of {last}: {text}", flush=True)
     figure = f"{broken} of {len(blows)} blows ({reached} fell), {requests:,} requests"
     what = f"killed at {'random moments' if kind == 'random' else f'a moment of a publication: {kind}'}"
-    return Claim(gate="chaos", what=what, bound="0 promises broken", figure=figure, is_met=broken == 0 and reached > 0)
+    return Claim(
+        gate="chaos",
+        what=what,
+        bound="0 promises broken",
+        figure=figure,
+        is_met=broken == 0 and reached > 0,
+    )
 
 
 if __name__ == "__main__":

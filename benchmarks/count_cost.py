@@ -32,7 +32,9 @@ def main() -> int:
     row, cells, header = shared.get_row(2, 1), CellCounter(shared, 2), shared.header
     split = TrafficSplit(weights={"v1": 90, "v2": 10}, epoch_s=60.0)
     deployments = tuple(map(fileless_deployment, split.weights))
-    table = build_next_table(None, EndpointState(deployments=deployments, split=split, generation=1))
+    table = build_next_table(
+        None, EndpointState(deployments=deployments, split=split, generation=1)
+    )
     sticky = replace(table, state=replace(table.state, split=replace(split, epoch_s=0.0)))
     counts = RolloutCounts(shared)
     counts.start_table(TableRevision(number=1, table=table, slots={"v1": 1, "v2": 2}), now=0.0)
@@ -61,7 +63,11 @@ def main() -> int:
     sealed = _least(lambda _: tokens.seal_line("v2", 7), keys)
     print(f"counting a request: {count - nothing:.0f} ns (limit {LIMIT_NS} ns)")
     print(f"by user: {watched - nothing:.0f} ns during a rollout, else {idle - nothing:.0f} ns")
-    print("choosing a user's deployment:", *(f"{each - nothing:.0f} ns" for each in chosen), "(with epochs, without)")
+    print(
+        "choosing a user's deployment:",
+        *(f"{each - nothing:.0f} ns" for each in chosen),
+        "(with epochs, without)",
+    )
     print(f"sealing the token of an answer: {sealed - nothing:.0f} ns, for replicas only")
     return 0 if count < LIMIT_NS else 1
 

@@ -29,8 +29,15 @@ INPUTS = {"resnet50": (3, 224, 224), "encoder": (128, 384), "mlp": (64,)}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="of models, which are made where missing")
-    parser.add_argument("--pairs", type=int, default=4, help="judgements of a model against its copy, for each model")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="of models, which are made where missing"
+    )
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        default=4,
+        help="judgements of a model against its copy, for each model",
+    )
     parser.add_argument("--only-models", action="store_true", help="make them and end")
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
@@ -39,7 +46,12 @@ def main() -> int:
             _write(name, path)
     if asked.only_models:
         return 0
-    parts = _variants(asked.folder), _times(asked.folder), _answers(asked.folder), _verdicts(asked.folder, asked.pairs)
+    parts = (
+        _variants(asked.folder),
+        _times(asked.folder),
+        _answers(asked.folder),
+        _verdicts(asked.folder, asked.pairs),
+    )
     for line in chain.from_iterable(parts):
         print(line, flush=True)
     return 0
@@ -56,8 +68,21 @@ def _variants(folder: Path) -> Iterator[str]:
             if method == "static":
                 np.savez(rows := folder / f"{name}.npz", x=_rows(name, 32))
                 data = ["--data", str(rows)]
-            done = _call("quantize", folder / f"{name}.onnx", out, "--method", method, "--target", "cuda", *data)
-            size = f"{out.stat().st_size / (folder / f'{name}.onnx').stat().st_size:.2f} times" if out.exists() else ""
+            done = _call(
+                "quantize",
+                folder / f"{name}.onnx",
+                out,
+                "--method",
+                method,
+                "--target",
+                "cuda",
+                *data,
+            )
+            size = (
+                f"{out.stat().st_size / (folder / f'{name}.onnx').stat().st_size:.2f} times"
+                if out.exists()
+                else ""
+            )
             yield f"| {out.stem} | {time.perf_counter() - begun:.0f} s | {size} | {_error(done)} |"
 
 
@@ -69,14 +94,26 @@ def _times(folder: Path) -> Iterator[str]:
                 if target != "cuda" and "-" in path.stem:
                     continue
                 begun = time.perf_counter()
-                done = _call("bench", path, "--target", target, "--batch", str(batch), "--runs", str(runs), "--json")
+                done = _call(
+                    "bench",
+                    path,
+                    "--target",
+                    target,
+                    "--batch",
+                    str(batch),
+                    "--runs",
+                    str(runs),
+                    "--json",
+                )
                 took = time.perf_counter() - begun
                 if done.returncode:
                     yield f"| {path.stem} | {batch} | {target} | {_error(done)} |"
                     continue
                 found = json.loads(done.stdout)
                 p50, p99 = (1e3 * found["figures"][name]["value"] for name in ("p50", "p99"))
-                nodes = ", ".join(f"{count} {name}" for name, count in found["facts"]["nodes"].items())
+                nodes = ", ".join(
+                    f"{count} {name}" for name, count in found["facts"]["nodes"].items()
+                )
                 yield f"| {path.stem} | {batch} | {target} | {p50:.3f} ms | {p99:.3f} ms | {nodes} | {took:.0f} |"
 
 
@@ -88,7 +125,9 @@ def _answers(folder: Path) -> Iterator[str]:
     for path in sorted(folder.glob("*.onnx")):
         base = path.stem.split("-")[0]
         feed = {"x": _rows(base, 8)}
-        session = ort.InferenceSession(str(folder / f"{base}.onnx"), providers=["CPUExecutionProvider"])
+        session = ort.InferenceSession(
+            str(folder / f"{base}.onnx"), providers=["CPUExecutionProvider"]
+        )
         (reference,) = session.run(None, feed)
         shares = []
         for value in ("0", "1"):
@@ -109,7 +148,14 @@ def _verdicts(folder: Path, pairs: int) -> Iterator[str]:
         for method in ("fp16", "static"):
             if (variant := folder / f"{name}-{method}.onnx").exists():
                 yield _judged(f"{name} and {method}", folder / f"{name}.onnx", variant, 1)
-                yield _judged(f"{name} and {method}, batch 32", folder / f"{name}.onnx", variant, 1, "--batch", "32")
+                yield _judged(
+                    f"{name} and {method}, batch 32",
+                    folder / f"{name}.onnx",
+                    variant,
+                    1,
+                    "--batch",
+                    "32",
+                )
 
 
 def _judged(what: str, baseline: Path, candidate: Path, times: int, *options: str) -> str:
@@ -117,14 +163,28 @@ def _judged(what: str, baseline: Path, candidate: Path, times: int, *options: st
     latencies: list[str] = []
     begun = time.perf_counter()
     for seed in range(times):
-        done = _call("judge", baseline, candidate, "--target", "cuda", "--seed", str(seed), "--json", *options)
+        done = _call(
+            "judge",
+            baseline,
+            candidate,
+            "--target",
+            "cuda",
+            "--seed",
+            str(seed),
+            "--json",
+            *options,
+        )
         try:
             document = json.loads(done.stdout)
         except json.JSONDecodeError:
             return f"| {what} | not measured | {_error(done)} |"
         verdicts.append(document["verdict"])
         results = [one for target in document["targets"] for one in target["results"]]
-        latencies += [one["reason"].partition(" the latency")[0] for one in results if one["gate"] == "latency"]
+        latencies += [
+            one["reason"].partition(" the latency")[0]
+            for one in results
+            if one["gate"] == "latency"
+        ]
         if times == 1:
             verdicts += [f"{one['gate']} {one['metric']}: {one['verdict']}" for one in results]
     seconds = (time.perf_counter() - begun) / times
@@ -194,7 +254,9 @@ def _resnet50() -> Any:
                 *convolution(width, 4 * width, 1),
             )
             same = taken == 4 * width and stride == 1
-            self.short = nn.Identity() if same else nn.Sequential(*convolution(taken, 4 * width, 1, stride))
+            self.short = (
+                nn.Identity() if same else nn.Sequential(*convolution(taken, 4 * width, 1, stride))
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.relu(self.path(x) + self.short(x))

@@ -34,5 +34,7 @@ def publication(variants: Mapping[str, Path]) -> Publication:
         for name, path in variants.items()
     )
     return Publication(
-        model="digits-mlp", lineage=Lineage(pipeline="bare", release=digest_bytes(b"bare")), variants=records
+        model="digits-mlp",
+        lineage=Lineage(pipeline="bare", release=digest_bytes(b"bare")),
+        variants=records,
     )

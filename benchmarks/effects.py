@@ -26,7 +26,9 @@ QUICK = 29
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help=f"one of {QUICK} effects")
     parser.add_argument("--only", choices=OPERATIONS, action="append", help="an operation (all)")
     options = parser.parse_args()
@@ -36,7 +38,9 @@ def main() -> int:
     stride = QUICK if options.quick else 1
     for name in options.only or OPERATIONS:
         with tempfile.TemporaryDirectory(prefix="onnx-ops-effects-") as folder, synthetic():
-            tally = sweep_effects(OPERATIONS[name], Path(folder) / "project", lambda points: list(points)[::stride])
+            tally = sweep_effects(
+                OPERATIONS[name], Path(folder) / "project", lambda points: list(points)[::stride]
+            )
         trials.update(kind for kind, _ in tally.tried)
         inconsistent.update(kind for kind, _ in tally.inconsistent)
         rows.append([name, str(len(tally.tried)), str(len(tally.inconsistent))])

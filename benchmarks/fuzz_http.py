@@ -24,14 +24,19 @@ from tests.support.processes import memory
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     counts: Counter[int] = Counter()
     start, number, first = time.monotonic(), 0, 0
     options = "--max-body=1 MB", "--allowed-hosts=x"
-    with tempfile.TemporaryDirectory() as folder, serving(Path(folder), *options, blue=100) as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving(Path(folder), *options, blue=100) as server,
+    ):
         processes = server.processes()
         while (passed := time.monotonic() - start) < given.minutes * 60:
             if not first and passed > given.minutes * 6:
@@ -47,7 +52,9 @@ def main() -> int:
         growth = (memory(processes).pss - first) / 1e6
         assert server.infer([1, 2]).status == 200
     assert counts[200], "no request was well-formed"
-    print(f"{number} streams, {counts.total()} answers: {dict(sorted(counts.items()))}; {growth:.0f} MB after a tenth")
+    print(
+        f"{number} streams, {counts.total()} answers: {dict(sorted(counts.items()))}; {growth:.0f} MB after a tenth"
+    )
     return 0 if growth < ALLOWED_MB else 1
 
 

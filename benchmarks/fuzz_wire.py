@@ -21,7 +21,9 @@ ALLOWED_MB = 64
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
@@ -40,7 +42,9 @@ def main() -> int:
             print(f"seed {given.seed}, request {number}")
             raise
     growth = memory() - first
-    print(f"{number} requests: {dict(counts)}; memory at most {memory():.0f} MB, {growth:.0f} MB of it after a tenth")
+    print(
+        f"{number} requests: {dict(counts)}; memory at most {memory():.0f} MB, {growth:.0f} MB of it after a tenth"
+    )
     return 0 if growth < ALLOWED_MB else 1
 
 

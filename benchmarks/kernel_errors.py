@@ -43,7 +43,11 @@ EXACT: Mapping[str, Callable[[Any], Any]] = {
 
 def main() -> int:
     draw = np.random.default_rng(0)
-    parts = [np.linspace(-30, 30, 1_000_003), draw.normal(size=1_000_000), 1e-3 * draw.normal(size=300_000)]
+    parts = [
+        np.linspace(-30, 30, 1_000_003),
+        draw.normal(size=1_000_000),
+        1e-3 * draw.normal(size=300_000),
+    ]
     arguments = np.concatenate([*parts, -np.logspace(-8, 1.9, 300_000)]).astype(np.float32)
     is_met = True
     for op_type, allowed in KERNEL_ERRORS.items():
@@ -60,7 +64,9 @@ def main() -> int:
 
 def _run(op_type: str, x: Any) -> Any:
     ends = [helper.make_tensor_value_info(name, 1, [None]) for name in ("x", "y")]
-    graph = helper.make_graph([helper.make_node(op_type, ["x"], ["y"])], "kernel", ends[:1], ends[1:])
+    graph = helper.make_graph(
+        [helper.make_node(op_type, ["x"], ["y"])], "kernel", ends[:1], ends[1:]
+    )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     return session.run(None, {"x": x})[0].astype(np.float64)

@@ -28,7 +28,13 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.measure.timing import split_log_ratios
 from onnx_ops.ports import PairedBenchmarkSamples, PairedBenchmarkSchedule
-from onnx_ops.statistics.latency import LOOKS, compare, compute_block_logs, explain_withheld_verdict, should_continue
+from onnx_ops.statistics.latency import (
+    LOOKS,
+    compare,
+    compute_block_logs,
+    explain_withheld_verdict,
+    should_continue,
+)
 
 RATIOS = (1.0, 1.02, 1.0 + LIMIT, 1.10)
 COPIES = 3
@@ -49,7 +55,9 @@ class Decided:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=240, help="rounds to record")
     parser.add_argument("--decisions", type=int, default=2000, help="of each ratio")
     parser.add_argument("--load", choices=LOADS, default=QUIET)
@@ -77,7 +85,9 @@ def record(rounds: int) -> Recording:
     with tempfile.TemporaryDirectory(prefix="onnx-ops-replay-") as folder:
         model = write_layers(Path(folder) / "model.onnx", 0)
         begun = time.perf_counter()
-        samples = OnnxRuntime().benchmark((model,) * COPIES, TARGET, feed, PairedBenchmarkSchedule(rounds=rounds))
+        samples = OnnxRuntime().benchmark(
+            (model,) * COPIES, TARGET, feed, PairedBenchmarkSchedule(rounds=rounds)
+        )
         return Recording(samples=samples, round_s=(time.perf_counter() - begun) / rounds)
 
 
@@ -92,7 +102,9 @@ def _decide(samples: PairedBenchmarkSamples, ratio: float, draw: np.random.Gener
     recorded = len(samples.nanoseconds)
     rounds = (int(draw.integers(recorded)) + np.arange(LOOKS[-1])) % recorded
     deal = np.argsort(draw.random((LOOKS[-1], COPIES)), axis=1)
-    figures = (split_log_ratios(_look(samples, rounds[:goal], deal[:goal], ratio)) for goal in LOOKS)
+    figures = (
+        split_log_ratios(_look(samples, rounds[:goal], deal[:goal], ratio)) for goal in LOOKS
+    )
     own, itself = next(figure for figure in figures if not should_continue(*figure, (LIMIT,)))
     noisy = explain_withheld_verdict(own, itself, LIMIT) is not None
     verdict = Verdict.INCONCLUSIVE if noisy else compare(own, tolerance=LIMIT).verdict
@@ -100,21 +112,30 @@ def _decide(samples: PairedBenchmarkSamples, ratio: float, draw: np.random.Gener
 
 
 def _look(
-    samples: PairedBenchmarkSamples, rounds: npt.NDArray[np.int64], deal: npt.NDArray[np.int64], ratio: float
+    samples: PairedBenchmarkSamples,
+    rounds: npt.NDArray[np.int64],
+    deal: npt.NDArray[np.int64],
+    ratio: float,
 ) -> npt.NDArray[np.float64]:
     def dealt(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return np.take_along_axis(array[rounds], deal[:, np.newaxis, :, np.newaxis], axis=2)
 
     times = dealt(samples.nanoseconds.astype(np.float64))
     times[:, :, -1] *= ratio
-    return compute_block_logs(times, dealt(samples.preempted), None if samples.probe is None else dealt(samples.probe))
+    return compute_block_logs(
+        times, dealt(samples.preempted), None if samples.probe is None else dealt(samples.probe)
+    )
 
 
-def _row(found: list[Decided], recording: Recording, ratio: float, *, probed: bool) -> tuple[str, ...]:
+def _row(
+    found: list[Decided], recording: Recording, ratio: float, *, probed: bool
+) -> tuple[str, ...]:
     verdicts = Counter(decided.verdict for decided in found)
     rounds = Counter(decided.rounds for decided in found)
     seconds = recording.round_s * np.array([decided.rounds for decided in found])
-    shares = (100 * verdicts[v] / len(found) for v in (Verdict.FAIL, Verdict.PASS, Verdict.INCONCLUSIVE))
+    shares = (
+        100 * verdicts[v] / len(found) for v in (Verdict.FAIL, Verdict.PASS, Verdict.INCONCLUSIVE)
+    )
     return (
         f"{ratio:g}",
         "yes" if probed else "no",
@@ -126,7 +147,9 @@ def _row(found: list[Decided], recording: Recording, ratio: float, *, probed: bo
 
 
 def _claims(found: list[Decided], ratio: float) -> list[Claim]:
-    failed, passed = (sum(decided.verdict is v for decided in found) for v in (Verdict.FAIL, Verdict.PASS))
+    failed, passed = (
+        sum(decided.verdict is v for decided in found) for v in (Verdict.FAIL, Verdict.PASS)
+    )
     trials, what = len(found), f"true ratio {ratio:g}"
     if ratio < 1 + LIMIT:
         return [at_most("latency", f"{what}: false FAIL", failed, trials, 0.01)]

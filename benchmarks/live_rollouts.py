@@ -77,7 +77,10 @@ def payloads(crowd: Crowd, seed: int) -> Iterator[Payload]:
             {"name": "x", "datatype": "FP32", "shape": [n, WIDTH], "data": x},
             {"name": "pick", "datatype": "INT64", "shape": [n], "data": [pick] * n},
         ]
-        one = Payload(body=json.dumps({"inputs": inputs}).encode(), headers={"x-user-key": f"user-{user}-{seed}"})
+        one = Payload(
+            body=json.dumps({"inputs": inputs}).encode(),
+            headers={"x-user-key": f"user-{user}-{seed}"},
+        )
         for _ in range(draw.geometric(1 - crowd.retried) if fails and crowd.retried else 1):
             yield one
 
@@ -94,7 +97,10 @@ def send(plan: LoadPlan) -> None:
 def wait_for_requests(site: Site) -> None:
     """Until the first version has answered as many as thresholds of latency are read off."""
     deadline = time.monotonic() + 120
-    while sum(sum(one.service) for one in site.local.counts(site.config).deployments.values()) < 10 * FEWEST_REQUESTS:
+    while (
+        sum(sum(one.service) for one in site.local.counts(site.config).deployments.values())
+        < 10 * FEWEST_REQUESTS
+    ):
         if time.monotonic() > deadline:
             raise SystemExit("the load did not reach the server")
         time.sleep(0.1)
@@ -114,7 +120,9 @@ def rolled_out(crowd: Crowd, seed: int, *, bad: bool) -> tuple[bool, str]:
                 headers={"content-type": "application/json"},
                 seconds=2 * crowd.patience_s,
             )
-            load = multiprocessing.get_context("spawn").Process(target=send, args=(plan,), daemon=True)
+            load = multiprocessing.get_context("spawn").Process(
+                target=send, args=(plan,), daemon=True
+            )
             load.start()
             try:
                 wait_for_requests(site)
@@ -129,8 +137,12 @@ def rolled_out(crowd: Crowd, seed: int, *, bad: bool) -> tuple[bool, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rollouts", type=int, default=20, help="of a good and of a bad candidate, in each world")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rollouts", type=int, default=20, help="of a good and of a bad candidate, in each world"
+    )
     parser.add_argument("--world", choices=WORLDS, help="only this one")
     options = parser.parse_args()
     rows, false, missed = [], 0, 0
@@ -142,7 +154,9 @@ def main() -> int:
             began = time.perf_counter()
             ends = [rolled_out(crowd, seed, bad=bad) for seed in range(options.rollouts)]
             back = sum(end for end, _ in ends)
-            found.append(f"{back} of {len(ends)} ({(time.perf_counter() - began) / len(ends):.0f} s each)")
+            found.append(
+                f"{back} of {len(ends)} ({(time.perf_counter() - began) / len(ends):.0f} s each)"
+            )
             for end, why in ends:
                 if end is not bad:
                     print(f"{name}, {'bad' if bad else 'good'}: {why}", flush=True)

@@ -31,9 +31,15 @@ FLOW = f"from flows.pipeline import pipeline; pipeline('{PIPELINE}')"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="turns of every contestant (default 3)")
-    parser.add_argument("--prefect", action="store_true", help="also as a flow on a real Prefect server")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="turns of every contestant (default 3)"
+    )
+    parser.add_argument(
+        "--prefect", action="store_true", help="also as a flow on a real Prefect server"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="onnx-ops-bench-") as name:
         folder = Path(name)
@@ -81,7 +87,9 @@ def report(title: str, times: dict[str, list[float]], unit: str) -> None:
     print(f"\n{title} ({len(times[unit])} rounds, median; 1.00 is {unit})")
     for name, seconds in times.items():
         median = statistics.median(seconds)
-        print(f"  {name:<32} {median / base:7.2f}x  {median:7.2f} s  [{min(seconds):.2f}, {max(seconds):.2f}]")
+        print(
+            f"  {name:<32} {median / base:7.2f}x  {median:7.2f} s  [{min(seconds):.2f}, {max(seconds):.2f}]"
+        )
 
 
 def timed(command: list[str | Path], place: Path, environ: dict[str, str]) -> float:
@@ -125,7 +133,13 @@ def prefect_server(folder: Path) -> Iterator[dict[str, str]]:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "1",
     }
-    command: list[str | Path] = [Path(sys.executable).with_name("prefect"), "server", "start", "--port", str(port)]
+    command: list[str | Path] = [
+        Path(sys.executable).with_name("prefect"),
+        "server",
+        "start",
+        "--port",
+        str(port),
+    ]
     process = subprocess.Popen(
         command,
         env={**os.environ, **environ},

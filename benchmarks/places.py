@@ -60,7 +60,9 @@ class Figures:
 class Place:
     """A site of four replicas under load, with a proxy before each where the store has a port."""
 
-    def __init__(self, folder: Path, kind: str, root: str, port: int, route: Callable[[int], dict[str, str]]) -> None:
+    def __init__(
+        self, folder: Path, kind: str, root: str, port: int, route: Callable[[int], dict[str, str]]
+    ) -> None:
         url = f"{root}/{random.randrange(10**9)}"  # noqa: S311 (a name)
         urls = {"control": f"{url}/control", "reports": f"{url}/reports"} if root else {}
         self.site: ReplicaSite = open_site(folder, replicas=len(NAMES), **urls)
@@ -104,7 +106,10 @@ class Place:
     def _wait(self, began: float) -> float:
         number = TableNumber(self.sequence)
         running = list(self.site.processes)
-        until(lambda: all((self.site.adopted(name) or TableNumber(0)) >= number for name in running), pause_s=0.1)
+        until(
+            lambda: all((self.site.adopted(name) or TableNumber(0)) >= number for name in running),
+            pause_s=0.1,
+        )
         return time.monotonic() - began
 
     def cut(self, name: str) -> None:
@@ -163,7 +168,10 @@ def run_place(place: Place, options: argparse.Namespace) -> Figures:
         place.start(name)
     until(lambda: all(site.adopted(name) for name in NAMES))
     with ExitStack() as stack:
-        loads = {name: stack.enter_context(LoadProcess(_plan(site.address(name), options.rate))) for name in NAMES}
+        loads = {
+            name: stack.enter_context(LoadProcess(_plan(site.address(name), options.rate)))
+            for name in NAMES
+        }
         for turn in range(options.rollouts):
             figures.steps.append(place.apply(green=10, blue=90))
             figures.steps.append(place.apply(green=50, blue=50))
@@ -260,17 +268,30 @@ def list_claims(kind: str, figures: Figures) -> list[Claim]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--store", action="append", choices=STORES, help="kind of store; repeat for several (all)")
-    parser.add_argument("--rollouts", type=int, default=6, help="rollouts, each of which is rolled back (6)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--store", action="append", choices=STORES, help="kind of store; repeat for several (all)"
+    )
+    parser.add_argument(
+        "--rollouts", type=int, default=6, help="rollouts, each of which is rolled back (6)"
+    )
     parser.add_argument("--kills", type=int, default=2, help="replicas that are killed (2)")
-    parser.add_argument("--outages", type=int, default=1, help="outages of the store, of 3 s each (1)")
-    parser.add_argument("--rate", type=float, default=200.0, help="requests a second for each replica (200)")
+    parser.add_argument(
+        "--outages", type=int, default=1, help="outages of the store, of 3 s each (1)"
+    )
+    parser.add_argument(
+        "--rate", type=float, default=200.0, help="requests a second for each replica (200)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     claims: list[Claim] = []
     for kind in options.store or STORES:
-        with tempfile.TemporaryDirectory(prefix="onnx-ops-places-") as folder, open_store(kind) as (root, port, route):
+        with (
+            tempfile.TemporaryDirectory(prefix="onnx-ops-places-") as folder,
+            open_store(kind) as (root, port, route),
+        ):
             place = Place(Path(folder), kind, root, port, route)
             try:
                 figures = run_place(place, options)

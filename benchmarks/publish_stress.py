@@ -34,7 +34,9 @@ def main() -> int:
     publications = 50 if options.quick else options.publications
     with tempfile.TemporaryDirectory(prefix="onnx-ops-stress-") as name:
         folder = Path(name)
-        deployment = scaling_deployment(folder / "blue", name="blue", version="0", scale=2.0, model="m")
+        deployment = scaling_deployment(
+            folder / "blue", name="blue", version="0", scale=2.0, model="m"
+        )
         server = ServerFamily(folder=folder / "state", options=("--workers", str(options.workers)))
         server.start()
         try:
@@ -58,13 +60,24 @@ def main() -> int:
     }
     if options.page:
         text = f"{options.workers} workers, {options.connections} connections."
-        rows = [(name.replace("_", " "), f"{v:.1f}" if isinstance(v, float) else str(v)) for name, v in figures.items()]
-        fill(options.page, "publish-stress", f"{text}\n\n{markdown(('', ''), rows)}\n\n{promises(claims)}")
+        rows = [
+            (name.replace("_", " "), f"{v:.1f}" if isinstance(v, float) else str(v))
+            for name, v in figures.items()
+        ]
+        fill(
+            options.page,
+            "publish-stress",
+            f"{text}\n\n{markdown(('', ''), rows)}\n\n{promises(claims)}",
+        )
     if options.json:
         print(json.dumps({"figures": figures, "claims": [asdict(claim) for claim in claims]}))
     else:
         table("publish stress", ("", ""), [(name, str(value)) for name, value in figures.items()])
-        table("promises", ("", "what", "bound", "figure"), [(c.outcome, c.what, c.bound, c.figure) for c in claims])
+        table(
+            "promises",
+            ("", "what", "bound", "figure"),
+            [(c.outcome, c.what, c.bound, c.figure) for c in claims],
+        )
     return 0 if all(claim.is_met for claim in claims) else 1
 
 
@@ -72,7 +85,9 @@ def claims_of(seen: StressResult, publications: int) -> list[Claim]:
     records, sent = seen.records, len(seen.records)
     failed = f"{records.failed} of {sent:,} {records.failures() or ''}"
     return [
-        Claim(gate=GATE, what="failed requests", bound="0", figure=failed, is_met=records.failed == 0),
+        Claim(
+            gate=GATE, what="failed requests", bound="0", figure=failed, is_met=records.failed == 0
+        ),
         Claim(
             gate=GATE,
             what="stale answers",
@@ -91,8 +106,12 @@ def claims_of(seen: StressResult, publications: int) -> list[Claim]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--publications", type=int, default=1000, help="publications and roll-backs together (1000)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--publications", type=int, default=1000, help="publications and roll-backs together (1000)"
+    )
     parser.add_argument("--workers", type=int, default=2, help="worker processes (2)")
     parser.add_argument("--connections", type=int, default=16, help="clients (16)")
     parser.add_argument("--quick", action="store_true", help="50 publications")

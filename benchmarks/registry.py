@@ -48,7 +48,8 @@ CALLS: Mapping[str, Callable[[Context, WatchLoop], object]] = {
     "idle pass over all endpoints": lambda context, watcher: watcher.reconcile_all(),
     "of it, the question to the registry": lambda context, watcher: read_registry(context),
     PER_MODEL: lambda context, watcher: [
-        context.registry().aliases(name.removeprefix("endpoint-")) for name in context.ledger.endpoints()
+        context.registry().aliases(name.removeprefix("endpoint-"))
+        for name in context.ledger.endpoints()
     ],
 }
 
@@ -62,7 +63,9 @@ class Counter:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--versions", type=int, default=10_000)
     parser.add_argument("--models", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=40)
@@ -79,7 +82,13 @@ def main() -> int:
             few, many = measure(kind, Path(name) / kind, options)
             rows += [[kind, call, *compare_counts(few, many, call)] for call in CALLS]
             is_met &= all(few.requests[call] == many.requests[call] for call in CALLS)
-    head = ("database", "what", f"requests, {FEW} versions", f"requests, {options.versions:,} versions", "time ratio")
+    head = (
+        "database",
+        "what",
+        f"requests, {FEW} versions",
+        f"requests, {options.versions:,} versions",
+        "time ratio",
+    )
     table = markdown(head, rows)
     print(table)
     if options.page:
@@ -91,7 +100,9 @@ def compare_counts(few: Counter, many: Counter, call: str) -> list[str]:
     low, high = (statistics.median(counter.seconds[call]) for counter in (few, many))
     ratios = sorted(b / a for a, b in zip(few.seconds[call], many.seconds[call], strict=True))
     spread = f"{ratios[len(ratios) // 10]:.2f} to {ratios[-1 - len(ratios) // 10]:.2f}"
-    time_told = f"{statistics.median(ratios):.2f} ({spread}; {1000 * low:.0f} ms, {1000 * high:.0f} ms)"
+    time_told = (
+        f"{statistics.median(ratios):.2f} ({spread}; {1000 * low:.0f} ms, {1000 * high:.0f} ms)"
+    )
     return [str(few.requests[call]), str(many.requests[call]), time_told]
 
 
@@ -102,7 +113,11 @@ def measure(kind: str, folder: Path, options: argparse.Namespace) -> tuple[Count
         for versions in (FEW, options.versions):
             place = folder / str(versions)
             place.mkdir(parents=True)
-            database = create_database(server, f"mlflow_{versions}") if server else f"sqlite:///{place}/mlflow.db"
+            database = (
+                create_database(server, f"mlflow_{versions}")
+                if server
+                else f"sqlite:///{place}/mlflow.db"
+            )
             populate(database, place, models=options.models, versions=versions, alias=ALIAS)
             url = stack.enter_context(mlflow_server(place, database=database))
             context = connected(url, place)
@@ -128,7 +143,9 @@ def counted(sides: list[tuple[Context, WatchLoop, Counter]]) -> None:
     send = requests.Session.send
     sent: list[str] = []
 
-    def counting(self: requests.Session, request: requests.PreparedRequest, **kwargs: Any) -> requests.Response:
+    def counting(
+        self: requests.Session, request: requests.PreparedRequest, **kwargs: Any
+    ) -> requests.Response:
         sent.append(str(request.url))
         return send(self, request, **kwargs)
 
@@ -147,7 +164,9 @@ def connected(url: str, folder: Path) -> Context:
     """A real registry and a real ledger; endpoints and model files in memory, as they are not what is measured."""
     registry = MlflowRegistry(url)
     ledger = ObjectLedger(open_objects(str(folder / "ledger")), make_ledger_keys())
-    return replace(FakeWorld(ledger=ledger).context(), registry=lambda: registry, clock=SystemClock())
+    return replace(
+        FakeWorld(ledger=ledger).context(), registry=lambda: registry, clock=SystemClock()
+    )
 
 
 def serve(context: Context, model: str, version: str) -> None:
@@ -163,11 +182,20 @@ def serve(context: Context, model: str, version: str) -> None:
     bind_endpoint(context, config, RolloutPolicy())
     digest = digest_bytes(f"{model} {version}".encode())
     deployment = Deployment(
-        name=f"v{version}", model=model, version=version, variant="fp32", release=digest, manifest=digest, location=""
+        name=f"v{version}",
+        model=model,
+        version=version,
+        variant="fp32",
+        release=digest,
+        manifest=digest,
+        location="",
     )
     journal = Journal.open(context, config.endpoint)
     state, roles = build_split_state(None, deployment, 100), Roles(stable=deployment)
-    perform_action(journal, Action(kind=ActionKind.FIRST, state=state, roles=roles, why="", aliases={ALIAS: version}))
+    perform_action(
+        journal,
+        Action(kind=ActionKind.FIRST, state=state, roles=roles, why="", aliases={ALIAS: version}),
+    )
     journal.append(AliasesWritten(aliases={ALIAS: version}))
 
 

@@ -24,7 +24,13 @@ import numpy as np
 
 from benchmarks.truth.claims import Claim, at_least, at_most, summary, table
 from benchmarks.truth.draws import begin_run, derive_seed
-from benchmarks.truth.replica_world import CANDIDATE, EPOCH_S, SimulatedReplica, SimulatedSite, Traffic
+from benchmarks.truth.replica_world import (
+    CANDIDATE,
+    EPOCH_S,
+    SimulatedReplica,
+    SimulatedSite,
+    Traffic,
+)
 from onnx_ops.errors import ServiceUnavailableError
 
 BEFORE_S = 600.0
@@ -42,7 +48,10 @@ Disturb = Callable[[SimulatedSite], None]
 
 
 def _repeat(
-    site: SimulatedSite, every_s: float, call: Callable[[], None], victim: SimulatedReplica | None = None
+    site: SimulatedSite,
+    every_s: float,
+    call: Callable[[], None],
+    victim: SimulatedReplica | None = None,
 ) -> None:
     """Repeat what happens to a replica, or to the site."""
 
@@ -67,7 +76,12 @@ def kill_one(site: SimulatedSite) -> None:
 def kill_follower(site: SimulatedSite) -> None:
     """Kill the follower of one of two replicas every 100 s; its server keeps running."""
     _, victim = site.add(), site.add()
-    _repeat(site, KILL_FOLLOWER_S, lambda: victim.restart(site.choose_down_s(), with_server=False), victim)
+    _repeat(
+        site,
+        KILL_FOLLOWER_S,
+        lambda: victim.restart(site.choose_down_s(), with_server=False),
+        victim,
+    )
 
 
 def scale(site: SimulatedSite) -> None:
@@ -151,16 +165,27 @@ WORLDS: Mapping[str, World] = {
     "follower of one of 2 killed every 100 s": World(disturb=kill_follower),
     "2 to 6 to 2 replicas": World(disturb=scale),
     "clocks 1 s apart, reports 20 s late, one cut off": World(disturb=lag),
-    "ten times the errors, one of 2 killed every 30 s": World(disturb=kill_one, traffic=(WORSE,), least=0.95),
-    "ten times the errors, 2 to 6 to 2 replicas": World(disturb=scale, traffic=(WORSE,), least=0.95),
+    "ten times the errors, one of 2 killed every 30 s": World(
+        disturb=kill_one, traffic=(WORSE,), least=0.95
+    ),
+    "ten times the errors, 2 to 6 to 2 replicas": World(
+        disturb=scale, traffic=(WORSE,), least=0.95
+    ),
 }
 
 
-def prove_world(number: int, name: str, world: World, rollouts: int, epochs: int) -> tuple[Claim, Sequence[str]]:
+def prove_world(
+    number: int, name: str, world: World, rollouts: int, epochs: int
+) -> tuple[Claim, Sequence[str]]:
     """Return the claim of a world, and its row of figures."""
     begun = time.perf_counter()
     outcomes = [
-        run_rollout(world.disturb, world.traffic[turn % len(world.traffic)], epochs, derive_seed(number, turn))
+        run_rollout(
+            world.disturb,
+            world.traffic[turn % len(world.traffic)],
+            epochs,
+            derive_seed(number, turn),
+        )
         for turn in range(rollouts)
     ]
     ended = [each.epoch for each in outcomes if each.epoch is not None]
@@ -171,9 +196,14 @@ def prove_world(number: int, name: str, world: World, rollouts: int, epochs: int
         if world.is_worse
         else at_most("alike", f"{name}: rolled back", len(ended), rollouts, 0.02)
     )
-    counted, candidate, stable = (median(column) for column in zip(*(each.counted for each in outcomes), strict=True))
+    counted, candidate, stable = (
+        median(column) for column in zip(*(each.counted for each in outcomes), strict=True)
+    )
     when = f"{median(ended):g}" if ended else "-"
-    print(f"  {name}: {len(ended)} of {rollouts} rolled back ({time.perf_counter() - begun:.0f} s)", flush=True)
+    print(
+        f"  {name}: {len(ended)} of {rollouts} rolled back ({time.perf_counter() - begun:.0f} s)",
+        flush=True,
+    )
     return claim, (
         *(name, f"{rollouts} x {epochs}", f"{len(ended)}", when),
         *(f"{counted:g}", f"{candidate:g}", f"{stable:g}"),
@@ -196,7 +226,9 @@ def prove_users(seed: int, percent: int, *, users: int = 10_000, requests: int =
                 site.clock.run(12.0)
                 met = [
                     {
-                        site.random.choice(replicas).server.answer(b"user-%d" % user, lambda _: False, 0.0)
+                        site.random.choice(replicas).server.answer(
+                            b"user-%d" % user, lambda _: False, 0.0
+                        )
                         for _ in range(requests)
                     }
                     for user in range(users)
@@ -234,11 +266,17 @@ def prove_users(seed: int, percent: int, *, users: int = 10_000, requests: int =
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rollouts", type=int, default=100, help="rollouts of each kind (100)")
-    parser.add_argument("--epochs", type=int, default=0, help="epochs of each (60, of worse candidates 100)")
+    parser.add_argument(
+        "--epochs", type=int, default=0, help="epochs of each (60, of worse candidates 100)"
+    )
     parser.add_argument("--seed", type=int, help="repeat the worlds of an earlier run")
-    parser.add_argument("--world", action="append", default=[], help="part of the names of the worlds to run (all)")
+    parser.add_argument(
+        "--world", action="append", default=[], help="part of the names of the worlds to run (all)"
+    )
     options = parser.parse_args()
     begin_run(options.seed)
     claims, rows = [], []
@@ -249,8 +287,18 @@ def main() -> int:
             claims.append(claim)
             rows.append(row)
     if not options.world or "users" in options.world:
-        claims += [claim for percent in (10, 50) for claim in prove_users(derive_seed(percent), percent)]
-    head = ("", "rollouts x epochs", "rolled back", "median epoch", "epochs counted", "units, candidate", "stable")
+        claims += [
+            claim for percent in (10, 50) for claim in prove_users(derive_seed(percent), percent)
+        ]
+    head = (
+        "",
+        "rollouts x epochs",
+        "rolled back",
+        "median epoch",
+        "epochs counted",
+        "units, candidate",
+        "stable",
+    )
     table("10 % canary over replicas, a look every 200 requests", head, rows)
     summary(claims)
     return 0 if all(claim.is_met for claim in claims) else 1

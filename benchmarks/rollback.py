@@ -44,11 +44,15 @@ NOBODY = "http://127.0.0.1:9"
 """Nothing listens there: MLflow is down."""
 BOOKKEEPING_S = 8.0
 """The command leaves a process behind that writes to MLflow; it must not disturb the next one."""
-BODY = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}).encode()
+BODY = json.dumps(
+    {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}
+).encode()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--turns", type=int, default=9, help="whole commands (9)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="onnx-ops-rollback-") as folder:
@@ -60,7 +64,8 @@ def main() -> int:
         try:
             with load(local, config, options.turns * (BOOKKEEPING_S + 4) + 30) as running:
                 inside = [
-                    timed(partial(roll_back, context, ENDPOINT, to=to, reason="timed", force=True)) for to in turns(21)
+                    timed(partial(roll_back, context, ENDPOINT, to=to, reason="timed", force=True))
+                    for to in turns(21)
                 ]
                 started, whole = [], []
                 for to in itertools.islice(turns(options.turns + 1), 1, None):
@@ -69,12 +74,20 @@ def main() -> int:
                 failed = running.stop().failed
         finally:
             local.stop(config)
-    print(f"inside a process: {shown(inside)}\nwhole command:    {shown(whole)}\nbare start:       {shown(started)}")
+    print(
+        f"inside a process: {shown(inside)}\nwhole command:    {shown(whole)}\nbare start:       {shown(started)}"
+    )
     start = statistics.median(started)
     claims = [
         bound("median inside a process, in bare starts", statistics.median(inside) / start, 0.5),
         bound("median of the whole command, in bare starts", statistics.median(whole) / start, 3.0),
-        Claim(gate="rollback", what="failed requests", bound="0", figure=str(failed), is_met=failed == 0),
+        Claim(
+            gate="rollback",
+            what="failed requests",
+            bound="0",
+            figure=str(failed),
+            is_met=failed == 0,
+        ),
     ]
     summary(claims)
     return 0 if all(claim.is_met for claim in claims) else 1
@@ -95,8 +108,12 @@ def two_versions(root: Path, registry: FakeRegistry | None = None) -> Context:
     context = setting_up(root, registry)
     bind_endpoint(context, config, RolloutPolicy())
     for seed in ("a", "b"):
-        version = registry.publish(publication(root / "files", model=MODEL, seed=seed, target=TARGET))["fp32"]
-        promote(context, MODEL, version, TARGET, override=True, reason="only the rollback is looked at")
+        version = registry.publish(
+            publication(root / "files", model=MODEL, seed=seed, target=TARGET)
+        )["fp32"]
+        promote(
+            context, MODEL, version, TARGET, override=True, reason="only the rollback is looked at"
+        )
         reconcile_until_stable(context, ENDPOINT)
     return open_project(root).context
 
@@ -132,13 +149,20 @@ def turns(number: int) -> Iterator[str]:
 
 def command(root: Path, to: str) -> float:
     """Seconds of `onnx-ops rollback`."""
-    seconds = timed(partial(program, root, "rollback", ENDPOINT, "--to", to, "--force", "--reason", "timed"))
+    seconds = timed(
+        partial(program, root, "rollback", ENDPOINT, "--to", to, "--force", "--reason", "timed")
+    )
     time.sleep(BOOKKEEPING_S)
     return seconds
 
 
 def program(root: Path, *arguments: str) -> None:
-    subprocess.run([sys.executable, "-P", "-m", "onnx_ops", *arguments], cwd=root, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-P", "-m", "onnx_ops", *arguments],
+        cwd=root,
+        check=True,
+        capture_output=True,
+    )
 
 
 def shown(seconds: list[float]) -> str:
@@ -146,7 +170,13 @@ def shown(seconds: list[float]) -> str:
 
 
 def bound(what: str, ratio: float, limit: float) -> Claim:
-    return Claim(gate="rollback", what=what, bound=f"<= {limit}", figure=f"{ratio:.2f}", is_met=ratio <= limit)
+    return Claim(
+        gate="rollback",
+        what=what,
+        bound=f"<= {limit}",
+        figure=f"{ratio:.2f}",
+        is_met=ratio <= limit,
+    )
 
 
 if __name__ == "__main__":

@@ -31,8 +31,23 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.debt.clients import Client
-from benchmarks.debt.processes import comes_true, context_of, end_process, given_up_after, run_bounded, start_process
-from benchmarks.debt.project import FOLLOWERS, Place, confirm, create_project, request, serve_both, serve_canary
+from benchmarks.debt.processes import (
+    comes_true,
+    context_of,
+    end_process,
+    given_up_after,
+    run_bounded,
+    start_process,
+)
+from benchmarks.debt.project import (
+    FOLLOWERS,
+    Place,
+    confirm,
+    create_project,
+    request,
+    serve_both,
+    serve_canary,
+)
 from benchmarks.debt.providers import PROVIDERS, opened
 from benchmarks.debt.sites import Fault, Repair, Site
 from benchmarks.truth.claims import Claim, at_most, summary, table
@@ -74,7 +89,9 @@ class Trial:
     forgotten: bool
 
 
-def try_fault(site: Site, fault_name: str, ending: str, follower: str, *, number: int, draw: random.Random) -> Trial:
+def try_fault(
+    site: Site, fault_name: str, ending: str, follower: str, *, number: int, draw: random.Random
+) -> Trial:
     """Make one trial. `number` decides which of two ways of a fault is tried."""
     fault, variant, clock = site.faults[fault_name], bool(number % 2), SystemClock()
     place = site.place(f"debt-{number}-{draw.randrange(1 << 24):06x}", fault_name)
@@ -118,7 +135,9 @@ def send_until_recorded(place: Place, ending: str, draw: random.Random) -> Itera
         raise MeasurementError("the rollback was not recorded", where=place.config.endpoint)
 
 
-def follow_until_paid(place: Place, fault: Fault, follower: str, repair: Repair, seconds: list[float]) -> float | None:
+def follow_until_paid(
+    place: Place, fault: Fault, follower: str, repair: Repair, seconds: list[float]
+) -> float | None:
     """Let processes try again, while it is broken and after the repair.
 
     Return when the debt was closed, in seconds since the epoch; None if it stays open. The seconds of the slowest
@@ -129,7 +148,9 @@ def follow_until_paid(place: Place, fault: Fault, follower: str, repair: Repair,
         slowest = [stack.enter_context(following(place, follower)) for _ in range(fault.followers)]
 
         def is_paid() -> bool:
-            seconds.extend(seconds_of_one() for seconds_of_one in slowest)  # what is not read blocks them
+            seconds.extend(
+                seconds_of_one() for seconds_of_one in slowest
+            )  # what is not read blocks them
             return place.is_paid()
 
         paid_at, repaired_at = 0.0, clock.now() + fault.broken_s
@@ -148,17 +169,26 @@ def count_again(client: Client, fault: Fault, requested_at: float, paid_at: floa
     candidate may, until the debt is closed, or its lease would be over.
     """
     limit = min(paid_at, requested_at + LEASE_S + DEADLINE_S) if fault.candidate else paid_at
-    late = [name == "v2" and began_at > limit for name, began_at in zip(client.answers, client.began_at, strict=True)]
+    late = [
+        name == "v2" and began_at > limit
+        for name, began_at in zip(client.answers, client.began_at, strict=True)
+    ]
     if fault.candidate:
         return sum(late)
-    first = 0 if fault.down else next((at for at, name in enumerate(client.answers) if name == "v1"), len(late))
+    first = (
+        0
+        if fault.down
+        else next((at for at, name in enumerate(client.answers) if name == "v1"), len(late))
+    )
     return sum(name == "v2" for name in client.answers[first:]) + sum(late[:first])
 
 
 def send_request(place: Place, ending: str, draw: random.Random) -> float:
     """Request a rollback in a process of its own. Return the seconds until it answered, 0 if it was killed."""
     killed_s = draw.uniform(0.0, 0.6) if ending == "kill -9" else None
-    return run_bounded(request, place, 0.05 if ending == "time-out" else COMMAND_TIMEOUT_S, killed_s=killed_s)
+    return run_bounded(
+        request, place, 0.05 if ending == "time-out" else COMMAND_TIMEOUT_S, killed_s=killed_s
+    )
 
 
 @contextmanager
@@ -181,17 +211,24 @@ def following(place: Place, follower: str) -> Iterator[Callable[[], float]]:
     try:
         yield slowest
         if end_process(process):
-            raise MeasurementError(f"{follower} ended with {process.exitcode}", where=place.config.endpoint)
+            raise MeasurementError(
+                f"{follower} ended with {process.exitcode}", where=place.config.endpoint
+            )
     finally:
         end_process(process)
 
 
-def try_provider(name: str, *, only: Sequence[str] | None, quick: bool, seed: int) -> list[Trial | None]:
+def try_provider(
+    name: str, *, only: Sequence[str] | None, quick: bool, seed: int
+) -> list[Trial | None]:
     """Make all trials of a provider and print them; None stands for one that showed nothing."""
     draw = random.Random(seed)  # noqa: S311 (moments, no secrets)
     trials: list[Trial | None] = []
     rows: list[tuple[str, ...]] = []
-    with tempfile.TemporaryDirectory(prefix="onnx-ops-debt-") as folder, opened(name, Path(folder)) as site:
+    with (
+        tempfile.TemporaryDirectory(prefix="onnx-ops-debt-") as folder,
+        opened(name, Path(folder)) as site,
+    ):
         registry = create_project(Path(folder))
         few = QUICK.get(name) if quick else None
         faults = [fault for fault in site.faults if fault in (only or few or site.faults)]
@@ -202,17 +239,36 @@ def try_provider(name: str, *, only: Sequence[str] | None, quick: bool, seed: in
                 for index, way in enumerate(chosen)
             ]
             seen = [trial for trial in of_fault if trial is not None]
-            counts = [sum(bool(getattr(trial, what)) for trial in seen) for what in ("pending", "again", "forgotten")]
+            counts = [
+                sum(bool(getattr(trial, what)) for trial in seen)
+                for what in ("pending", "again", "forgotten")
+            ]
             slowest = f"{max((trial.seconds for trial in seen), default=0.0):.1f} s"
-            rows.append((fault, str(len(of_fault)), *map(str, counts), slowest, str(of_fault.count(None))))
+            rows.append(
+                (fault, str(len(of_fault)), *map(str, counts), slowest, str(of_fault.count(None)))
+            )
             trials += of_fault
-    head = ("fault", "trials", "pending at first", "served again", "forgotten", "slowest command", "showed nothing")
+    head = (
+        "fault",
+        "trials",
+        "pending at first",
+        "served again",
+        "forgotten",
+        "slowest command",
+        "showed nothing",
+    )
     table(name, head, rows)
     return trials
 
 
 def run_trial(
-    site: Site, registry: FakeRegistry, fault: str, way: tuple[str, str], *, number: int, draw: random.Random
+    site: Site,
+    registry: FakeRegistry,
+    fault: str,
+    way: tuple[str, str],
+    *,
+    number: int,
+    draw: random.Random,
 ) -> Trial | None:
     """Make one trial within bounds; None if it showed nothing."""
     site.place("").registry.create(registry)
@@ -227,21 +283,31 @@ def run_trial(
         bad = f"{trial.again} times again, {'forgotten' if trial.forgotten else 'not forgotten'}"
         what = f"{bad}, slowest command {trial.seconds:.1f} s"
     took = time.monotonic() - began
-    print(f"{site.name}, {fault}, {', '.join(way)}: {took:.1f} s, {what}", file=sys.stderr, flush=True)
+    print(
+        f"{site.name}, {fault}, {', '.join(way)}: {took:.1f} s, {what}", file=sys.stderr, flush=True
+    )
     return trial
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one ending and one follower a fault, some faults")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one ending and one follower a fault, some faults"
+    )
     parser.add_argument("--provider", choices=PROVIDERS, action="append", help="only this one")
     parser.add_argument("--only", action="append", help="only this fault")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of kills (0)")
     options = parser.parse_args()
     os.environ["PYTHONWARNINGS"] = "ignore"  # marshmallow, about the schemas of Azure's SDK
-    names = options.provider or [name for name in PROVIDERS if not (options.quick and name in NOT_QUICK)]
+    names = options.provider or [
+        name for name in PROVIDERS if not (options.quick and name in NOT_QUICK)
+    ]
     # A quick run has few trials, which mostly wait: the providers are tried side by side.
-    with ProcessPoolExecutor(len(names) if options.quick else 1, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(
+        len(names) if options.quick else 1, mp_context=get_context("spawn")
+    ) as pool:
         asked = partial(try_provider, only=options.only, quick=options.quick, seed=options.seed)
         trials = [trial for of_one in pool.map(asked, names) for trial in of_one]
     claims = claims_of(trials)
@@ -253,7 +319,10 @@ def claims_of(trials: Sequence[Trial | None]) -> list[Claim]:
     seen = [trial for trial in trials if trial is not None]
     slowest = max((trial.seconds for trial in seen), default=0.0)
     nothing = len(trials) - len(seen)
-    again, forgotten = sum(trial.again > 0 for trial in seen), sum(trial.forgotten for trial in seen)
+    again, forgotten = (
+        sum(trial.again > 0 for trial in seen),
+        sum(trial.forgotten for trial in seen),
+    )
     return [
         at_most("rollback", "served again", again, len(seen), 0.0),
         at_most("rollback", "forgotten", forgotten, len(seen), 0.0),

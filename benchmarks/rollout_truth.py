@@ -18,8 +18,12 @@ from benchmarks.truth.rollouts import prove
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few trials: shows gross breaks, not rates")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="few trials: shows gross breaks, not rates"
+    )
     parser.add_argument("--trials", type=int, help="rollouts of each kind (1,000, quick 100)")
     parser.add_argument("--seed", type=int, help="repeat the worlds of an earlier run")
     options = parser.parse_args()

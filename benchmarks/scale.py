@@ -46,23 +46,40 @@ class Led:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pipelines", type=int, default=200)
     parser.add_argument("--variants", type=int, default=4, help="with the export itself")
     parser.add_argument("--targets", type=int, default=4)
-    parser.add_argument("--processes", type=int, default=2, help="pipelines whose stages run in processes of their own")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=2,
+        help="pipelines whose stages run in processes of their own",
+    )
     options = parser.parse_args()
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGINS), os.environ.get("PYTHONPATH", "")]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(PLUGINS), os.environ.get("PYTHONPATH", "")])
+    )
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores before")
     with tempfile.TemporaryDirectory(prefix="onnx-ops-scale-") as name:
         root = Path(name) / "many"
-        files = write_project(root, pipelines=options.pipelines, variants=options.variants, targets=options.targets)
+        files = write_project(
+            root, pipelines=options.pipelines, variants=options.variants, targets=options.targets
+        )
         project = open_project(root)
         print_times("first run, all new", [led(project, file) for file in files])
-        print_times("second run, nothing changed", [led(open_project(root), file) for file in files])
+        print_times(
+            "second run, nothing changed", [led(open_project(root), file) for file in files]
+        )
         few = Path(name) / "few"
-        some = write_project(few, pipelines=options.processes, variants=options.variants, targets=options.targets)
-        print_times("a process for each stage", [led(open_project(few), file, here=False) for file in some])
+        some = write_project(
+            few, pipelines=options.processes, variants=options.variants, targets=options.targets
+        )
+        print_times(
+            "a process for each stage", [led(open_project(few), file, here=False) for file in some]
+        )
     print(f"load {os.getloadavg()[0]:.1f} after")
 
 
@@ -101,7 +118,9 @@ def print_times(title: str, all_led: list[Led]) -> None:
         return
     stages, executed = sum(one.stages for one in all_led), sum(one.executed for one in all_led)
     wall, busy = sum(one.run for one in all_led), sum(one.cpu for one in all_led)
-    print(f"\n{title}: {len(all_led)} pipelines, {stages} stages, {executed} executed, {wall:.1f} s")
+    print(
+        f"\n{title}: {len(all_led)} pipelines, {stages} stages, {executed} executed, {wall:.1f} s"
+    )
     print(f"  exit codes               {sorted({one.exit_code for one in all_led})}")
     print(f"  plan, a pipeline         {median([one.plan for one in all_led])}")
     if len(all_led) >= 20:
@@ -109,11 +128,16 @@ def print_times(title: str, all_led: list[Led]) -> None:
         print(f"    pipelines 2-11         {median([one.plan for one in all_led[1:11]])}")
         print(f"    the last 10            {median([one.plan for one in all_led[-10:]])}")
     count = executed or stages
-    print(f"  run, a stage             {1e3 * wall / count:.1f} ms, CPU {1e3 * busy / count:.1f} ms")
+    print(
+        f"  run, a stage             {1e3 * wall / count:.1f} ms, CPU {1e3 * busy / count:.1f} ms"
+    )
     if executed:
         print_kinds(all_led, wall, count)
     marks = sorted({0, len(all_led) // 4, len(all_led) // 2, len(all_led) - 1})
-    print("  memory at its highest    " + ", ".join(f"{all_led[at].memory:.0f} MB after {at + 1}" for at in marks))
+    print(
+        "  memory at its highest    "
+        + ", ".join(f"{all_led[at].memory:.0f} MB after {at + 1}" for at in marks)
+    )
 
 
 def print_kinds(all_led: list[Led], wall: float, count: int) -> None:

@@ -42,7 +42,11 @@ diabetes (two classes or targets if it accepts no others). `benchmarks/sklearn_e
 
 
 def main() -> None:
-    rows = [outcome(name, kind, make) for kind in ("classifier", "regressor") for name, make in estimators(kind)]
+    rows = [
+        outcome(name, kind, make)
+        for kind in ("classifier", "regressor")
+        for name, make in estimators(kind)
+    ]
     counts = Counter(what.split(":")[0] for _, _, what in rows)
     print(HEAD)
     print(", ".join(f"{count} {what}" for what, count in counts.most_common()) + ".\n")
@@ -101,7 +105,10 @@ def compare(model: Any, rows: Any) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         exporter = SklearnExporter()
-        exporter.export(model, ExportRequest(section=Export(framework="sklearn"), samples={"x": rows[:20]}, path=path))
+        exporter.export(
+            model,
+            ExportRequest(section=Export(framework="sklearn"), samples={"x": rows[:20]}, path=path),
+        )
         try:
             expected = exporter.reference(model, {"x": rows}, "float64") or {}
         except ValueError as error:

@@ -126,7 +126,20 @@ def write_csv(path: Path, *, missing: bool) -> None:
     """A table of 300 people; `missing` leaves some ages and scores empty."""
     draw = np.random.default_rng(0)
     words = np.array(
-        ["good", "bad", "film", "food", "slow", "fast", "staff", "room", "price", "again", "never", "great"]
+        [
+            "good",
+            "bad",
+            "film",
+            "food",
+            "slow",
+            "fast",
+            "staff",
+            "room",
+            "price",
+            "again",
+            "never",
+            "great",
+        ]
     )
     lines = [",".join([*EVERYTHING, "target"])]
     for row in range(ROWS):
@@ -146,7 +159,9 @@ def write_csv(path: Path, *, missing: bool) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def mixed(last: Any, *, numbers: Any = None, encoder: Any = None, text: Any = None, more: Any = ()) -> Any:
+def mixed(
+    last: Any, *, numbers: Any = None, encoder: Any = None, text: Any = None, more: Any = ()
+) -> Any:
     """A pipeline of which each kind of column has its own step."""
     plain = numbers or make_pipeline(SimpleImputer(), StandardScaler())
     steps = [
@@ -192,7 +207,9 @@ def cases() -> list[Case]:
         VarianceThreshold(),
     ):  # fmt: skip
         numbers = make_pipeline(SimpleImputer(), scaler)
-        found.append((f"mixed, {type(scaler).__name__}", mixed(logistic, numbers=numbers), MIXED, "class"))
+        found.append(
+            (f"mixed, {type(scaler).__name__}", mixed(logistic, numbers=numbers), MIXED, "class")
+        )
     found += [
         ("mixed, missing marked", mixed(logistic, numbers=make_pipeline(SimpleImputer(add_indicator=True), StandardScaler())), MIXED, "class"),
         ("mixed, FeatureUnion", mixed(logistic, numbers=make_pipeline(SimpleImputer(), FeatureUnion([("s", StandardScaler()), ("p", PCA(2))]))), MIXED, "class"),
@@ -206,14 +223,18 @@ def cases() -> list[Case]:
         LinearDiscriminantAnalysis(), ensemble.StackingClassifier([("l", logistic), ("t", tree.DecisionTreeClassifier(max_depth=3))]),
     ):  # fmt: skip
         dense = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
-        found.append((f"mixed, {type(model).__name__}", mixed(model, encoder=dense), MIXED, "three"))
+        found.append(
+            (f"mixed, {type(model).__name__}", mixed(model, encoder=dense), MIXED, "three")
+        )
     dense = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
     for model in (
         linear_model.LinearRegression(), linear_model.Ridge(), linear_model.Lasso(0.01), linear_model.ElasticNet(0.01), linear_model.HuberRegressor(max_iter=500),
         svm.SVR(), neighbors.KNeighborsRegressor(), ensemble.RandomForestRegressor(20, random_state=0), ensemble.HistGradientBoostingRegressor(max_iter=20),
         neural_network.MLPRegressor(hidden_layer_sizes=(8,), max_iter=300, random_state=0),
     ):  # fmt: skip
-        found.append((f"mixed, {type(model).__name__}", mixed(model, encoder=dense), MIXED, "amount"))
+        found.append(
+            (f"mixed, {type(model).__name__}", mixed(model, encoder=dense), MIXED, "amount")
+        )
     found += [
         ("mixed, two targets, Ridge", mixed(linear_model.Ridge()), MIXED, "amounts"),
         ("mixed, two targets, MultiOutputRegressor", mixed(MultiOutputRegressor(tree.DecisionTreeRegressor(max_depth=4))), MIXED, "amounts"),
@@ -258,14 +279,31 @@ def wrappers() -> Iterator[Case]:
         ("several targets", MultiOutputRegressor(mixed(ridge)), "amounts"),
         ("threshold", model_selection.FixedThresholdClassifier(mixed(logistic), threshold=0.3), "class"),
     ]  # fmt: skip
-    yield from ((f"around a mixed pipeline, {name}", model, MIXED, kind) for name, model, kind in around)
+    yield from (
+        (f"around a mixed pipeline, {name}", model, MIXED, kind) for name, model, kind in around
+    )
 
     def numbers(*steps: Any) -> Any:
         return make_pipeline(SimpleImputer(), StandardScaler(), *steps)
 
-    yield "around numbers with missing ones, calibration", calibrated(numbers(logistic), cv=3), NUMBERS, "class"
-    yield "around numbers with missing ones, self-training", SelfTrainingClassifier(numbers(logistic)), NUMBERS, "class"
-    yield "around numbers, elimination of features", RFE(ridge, n_features_to_select=2), NUMBERS, "amount"
+    yield (
+        "around numbers with missing ones, calibration",
+        calibrated(numbers(logistic), cv=3),
+        NUMBERS,
+        "class",
+    )
+    yield (
+        "around numbers with missing ones, self-training",
+        SelfTrainingClassifier(numbers(logistic)),
+        NUMBERS,
+        "class",
+    )
+    yield (
+        "around numbers, elimination of features",
+        RFE(ridge, n_features_to_select=2),
+        NUMBERS,
+        "amount",
+    )
     yield "around numbers with missing ones, bagging", ensemble.BaggingClassifier(numbers(logistic), random_state=0), NUMBERS, "class"  # fmt: skip
     last = (
         cluster.KMeans(3, random_state=0, n_init=1), cluster.MiniBatchKMeans(3, random_state=0, n_init=1), cluster.MeanShift(),
@@ -281,7 +319,9 @@ def wrappers() -> Iterator[Case]:
     )  # fmt: skip
     for step in last:
         yield f"numbers with missing ones, {step} as the last step", numbers(step), NUMBERS, "class"
-    columns = mixed(cluster.KMeans(3, random_state=0, n_init=1), encoder=OneHotEncoder(sparse_output=False))
+    columns = mixed(
+        cluster.KMeans(3, random_state=0, n_init=1), encoder=OneHotEncoder(sparse_output=False)
+    )
     yield "mixed, KMeans as the last step", columns, MIXED, "class"
     yield (
         "mixed, IsolationForest as the last step",
@@ -290,7 +330,12 @@ def wrappers() -> Iterator[Case]:
         "class",
     )
     yield "mixed, the columns alone", Pipeline(columns.steps[:1]), MIXED, "class"
-    yield "numbers with missing ones, GaussianProcessClassifier", numbers(GaussianProcessClassifier()), NUMBERS, "class"
+    yield (
+        "numbers with missing ones, GaussianProcessClassifier",
+        numbers(GaussianProcessClassifier()),
+        NUMBERS,
+        "class",
+    )
 
 
 def others(named: set[str]) -> Iterator[Case]:
@@ -300,7 +345,11 @@ def others(named: set[str]) -> Iterator[Case]:
     # One category is left out: columns that depend on each other let some estimators answer from rounding noise.
     dense = OneHotEncoder(handle_unknown="ignore", drop="first", sparse_output=False)
     # What takes no negative numbers gets numbers from 0 to 1; what takes whole numbers only gets those of a bin.
-    scalers = (StandardScaler(), MinMaxScaler(), KBinsDiscretizer(4, encode="ordinal", strategy="uniform"))
+    scalers = (
+        StandardScaler(),
+        MinMaxScaler(),
+        KBinsDiscretizer(4, encode="ordinal", strategy="uniform"),
+    )
     known = set(sklearn_operator_name_map)
     predictors = (
         ("classifier", linear_model.LogisticRegression(), ("three", "class", "labels")),
@@ -317,15 +366,36 @@ def others(named: set[str]) -> Iterator[Case]:
                 yield f"mixed, {name}", [(model, y) for y in labels for model in models], MIXED, ""
     for name, make in estimators("transformer"):
         if make in known and name not in _NO_NUMBERS and f"mixed, {name}" not in named:
-            steps = [make_pipeline(SimpleImputer(), step) for step in attempts(make, linear_model.LogisticRegression())]
+            steps = [
+                make_pipeline(SimpleImputer(), step)
+                for step in attempts(make, linear_model.LogisticRegression())
+            ]
             logistic = linear_model.LogisticRegression(max_iter=500)
-            yield f"mixed, {name}", [(mixed(logistic, numbers=step), "class") for step in steps], MIXED, ""
+            yield (
+                f"mixed, {name}",
+                [(mixed(logistic, numbers=step), "class") for step in steps],
+                MIXED,
+                "",
+            )
 
 
 _NO_NUMBERS = frozenset(
     {
-        *("ColumnTransformer", "DictVectorizer", "FeatureHasher", "FeatureUnion", "FunctionTransformer"),
-        *("LabelBinarizer", "LabelEncoder", "OneHotEncoder", "OrdinalEncoder", "SimpleImputer", "TargetEncoder"),
+        *(
+            "ColumnTransformer",
+            "DictVectorizer",
+            "FeatureHasher",
+            "FeatureUnion",
+            "FunctionTransformer",
+        ),
+        *(
+            "LabelBinarizer",
+            "LabelEncoder",
+            "OneHotEncoder",
+            "OrdinalEncoder",
+            "SimpleImputer",
+            "TargetEncoder",
+        ),
         *("TfidfTransformer", "KernelCenterer", "StackingClassifier", "StackingRegressor"),
         *("VotingClassifier", "VotingRegressor", "KNeighborsTransformer", "PLSRegression"),
     }
@@ -353,10 +423,14 @@ def boosted() -> list[Case]:
     import xgboost as xgb
 
     def x(kind: str, **settings: Any) -> Any:
-        return getattr(xgb, f"XGB{kind}")(n_estimators=12, max_depth=4, random_state=0, n_jobs=1, **settings)
+        return getattr(xgb, f"XGB{kind}")(
+            n_estimators=12, max_depth=4, random_state=0, n_jobs=1, **settings
+        )
 
     def light(kind: str, **settings: Any) -> Any:
-        return getattr(lgb, f"LGBM{kind}")(n_estimators=12, random_state=0, verbose=-1, n_jobs=1, **settings)
+        return getattr(lgb, f"LGBM{kind}")(
+            n_estimators=12, random_state=0, verbose=-1, n_jobs=1, **settings
+        )
 
     found: list[Case] = []
     for name, make in (("XGBoost", x), ("LightGBM", light)):
@@ -402,7 +476,14 @@ def boosted() -> list[Case]:
         found.append((f"LightGBM, {settings}", light("Regressor", **settings), NUMBERS, "share"))
     found.append(("LightGBM, categories by number", light("Regressor"), NUMBERS, "amount"))
     found.append(("LightGBM, a data frame's categories", light("Regressor"), NUMBERS, "amount"))
-    found.append(("LightGBM, multiclassova", light("Classifier", objective="multiclassova"), NUMBERS, "three"))
+    found.append(
+        (
+            "LightGBM, multiclassova",
+            light("Classifier", objective="multiclassova"),
+            NUMBERS,
+            "three",
+        )
+    )
     return found
 
 
@@ -437,7 +518,9 @@ def outcome(case: Case, folder: Path, endpoint: Endpoint) -> str:
     rows: Any = samples["note"][:, 0] if wanted == ("note",) else frame_of(samples)
     if "a data frame's categories" in name:
         rows["visits"] = rows["visits"].astype("category")
-    more = {"categorical_feature": [NUMBERS.index("visits")]} if "categories by number" in name else {}
+    more = (
+        {"categorical_feature": [NUMBERS.index("visits")]} if "categories by number" in name else {}
+    )
     if isinstance(model, list):
         try:
             model = first_fitted(model, rows, arrays)
@@ -470,16 +553,17 @@ def choose_exporter(name: str) -> XgboostExporter | LightgbmExporter | SklearnEx
 
 
 def find_difference(
-    exporter: XgboostExporter | LightgbmExporter | SklearnExporter, model: Any, path: Path, samples: dict[str, Any]
+    exporter: XgboostExporter | LightgbmExporter | SklearnExporter,
+    model: Any,
+    path: Path,
+    samples: dict[str, Any],
 ) -> str:
     """Return where an export differs from its model by more than the gate allows; empty if nowhere."""
     reference = collect_reference_outputs(exporter, model, path, samples)
     factor = ParityGate().noise_factor
     for measured in measure_parity(OnnxRuntime(), path, Target(name="cpu"), reference.groups):
         if measured.inside and (measured.mismatch or not measured.ratio <= factor):  # NaN differs
-            return (
-                f"{measured.output} in {measured.group}, {short(measured.mismatch or f'{measured.ratio:.3g} x noise')}"
-            )
+            return f"{measured.output} in {measured.group}, {short(measured.mismatch or f'{measured.ratio:.3g} x noise')}"
     return ""
 
 
@@ -522,7 +606,9 @@ class Endpoint:
             manifest=Manifest(files={MODEL_FILE: digest_file(place / MODEL_FILE)}).digest(),
             location=str(place),
         )
-        published = self.server.publish(state_of(deployment, **{f"v{version}": 100}), self.generation)
+        published = self.server.publish(
+            state_of(deployment, **{f"v{version}": 100}), self.generation
+        )
         if published.status != 200:
             return f"not served: {short(published.body.decode())}"
         for form, (body, content_type) in bodies(head).items():
@@ -531,7 +617,11 @@ class Endpoint:
                 return f"not answered: {form}, {short(answer.body.decode())}"
             predictions = answer.json()["predictions"]
             for name, expected in exact.items():
-                given = predictions[name] if isinstance(predictions, dict) else [row[name] for row in predictions]
+                given = (
+                    predictions[name]
+                    if isinstance(predictions, dict)
+                    else [row[name] for row in predictions]
+                )
                 own, near = (is_close(given, one) for one in (expected, rounded[name]))
                 self.answers += len(own)
                 self.rounded[case] += int((near & ~own).sum())
@@ -607,18 +697,30 @@ def report(folder: Path, endpoint: Endpoint) -> None:
     print(HEAD)
     print("## Cases that converters should manage\n\n| case | outcome |\n|---|---|")
     known = [case for case in cases() if case[0] in KNOWN_WRONG]
-    ordinary = Counter(run(case, folder, endpoint) for case in cases() if case[0] not in KNOWN_WRONG)
-    print("\n## Conversions known to be wrong\n\nEach must be refused.\n\n| case | outcome |\n|---|---|")
+    ordinary = Counter(
+        run(case, folder, endpoint) for case in cases() if case[0] not in KNOWN_WRONG
+    )
+    print(
+        "\n## Conversions known to be wrong\n\nEach must be refused.\n\n| case | outcome |\n|---|---|"
+    )
     wrong = Counter(run(case, folder, endpoint) for case in known)
     print("\n## Counts\n")
     total = ordinary.total() - ordinary["not fitted"]
-    print(f"Of {total} cases that converters should manage, {100 * ordinary['works'] / total:.1f} % work:")
+    print(
+        f"Of {total} cases that converters should manage, {100 * ordinary['works'] / total:.1f} % work:"
+    )
     print(", ".join(f"{count} {what}" for what, count in ordinary.most_common()) + ".")
-    print(f"Of {wrong.total()} known to be wrong: " + ", ".join(f"{n} {what}" for what, n in wrong.most_common()) + ".")
+    print(
+        f"Of {wrong.total()} known to be wrong: "
+        + ", ".join(f"{n} {what}" for what, n in wrong.most_common())
+        + "."
+    )
     print(
         f"The endpoint gave {endpoint.answers} answers, {endpoint.rounded.total()} of which are the source's in float32"
     )
-    print("and not in float64, because a number is so near a split of a tree that rounding decides the branch:")
+    print(
+        "and not in float64, because a number is so near a split of a tree that rounding decides the branch:"
+    )
     print("; ".join(f"{case} ({count})" for case, count in endpoint.rounded.items() if count) + ".")
 
 

@@ -25,7 +25,9 @@ def main() -> None:
 
     def record(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        is_function = bool(code.co_flags & inspect.CO_NEWLOCALS) and not code.co_name.startswith("<")
+        is_function = bool(code.co_flags & inspect.CO_NEWLOCALS) and not code.co_name.startswith(
+            "<"
+        )
         if event == "call" and is_function and code.co_filename.startswith(str(ROOT)):
             entered.add((code.co_filename, code.co_qualname))
 
@@ -39,7 +41,12 @@ def main() -> None:
         sys.setprofile(None)
     files = {Path(name).relative_to(ROOT) for name, _ in entered if name.endswith(".py")}
     print(f"{len(files)} files, {len(entered)} functions")
-    print(", ".join(f"{room} {count}" for room, count in Counter(file.parts[0] for file in files).most_common()))
+    print(
+        ", ".join(
+            f"{room} {count}"
+            for room, count in Counter(file.parts[0] for file in files).most_common()
+        )
+    )
 
 
 if __name__ == "__main__":

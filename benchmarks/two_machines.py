@@ -29,7 +29,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from benchmarks.debt.clients import Client
-from benchmarks.debt.processes import comes_true, end_process, given_up_after, run_bounded, start_process
+from benchmarks.debt.processes import (
+    comes_true,
+    end_process,
+    given_up_after,
+    run_bounded,
+    start_process,
+)
 from benchmarks.debt.project import MODEL, TARGET, Place, create_project, serve_first, watch
 from benchmarks.debt.providers import opened
 from benchmarks.debt.sites import Site
@@ -88,7 +94,9 @@ class Machines:
 
     def kill(self, name: str) -> None:
         if end_process(self._watches[name]):
-            raise MeasurementError(f"the watch ended with {self._watches[name].exitcode}", where=name)
+            raise MeasurementError(
+                f"the watch ended with {self._watches[name].exitcode}", where=name
+            )
         self.kills += 1
 
     def end(self) -> None:
@@ -137,7 +145,10 @@ def make_trial(site: Site, number: int, draw: random.Random) -> Trial:
         bodies = [entry.body for entry in place.ledger().read(place.config.endpoint)]
         intents = [body.action.state for body in bodies if isinstance(body, Intent)]
         bad = [
-            name for state in intents for name, weight in state.split.weights.items() if weight and name[1:] in REFUSED
+            name
+            for state in intents
+            for name, weight in state.split.weights.items()
+            if weight and name[1:] in REFUSED
         ]
         answered = [name for name in client.answers if name[1:] not in APPROVED]
         return Trial(
@@ -152,11 +163,17 @@ def make_trial(site: Site, number: int, draw: random.Random) -> Trial:
 def happen(machines: Machines, place: Place, draw: random.Random) -> None:
     """Let one thing happen."""
     one = draw.choice(list(machines.places))
-    match draw.choice(["alias", "alias", "champion", "override", "rollback", "kill", "kill", "time"]):
+    match draw.choice(
+        ["alias", "alias", "champion", "override", "rollback", "kill", "kill", "time"]
+    ):
         case "alias":
-            place.registry.set_alias(MODEL, format_alias("challenger", TARGET), draw.choice(APPROVED + REFUSED))
+            place.registry.set_alias(
+                MODEL, format_alias("challenger", TARGET), draw.choice(APPROVED + REFUSED)
+            )
         case "champion":
-            place.registry.set_alias(MODEL, format_alias("champion", TARGET), draw.choice(APPROVED + REFUSED))
+            place.registry.set_alias(
+                MODEL, format_alias("champion", TARGET), draw.choice(APPROVED + REFUSED)
+            )
         case "override":
             run_bounded(promote_by_force, machines.places[one], draw.choice(APPROVED))
         case "rollback":
@@ -190,13 +207,21 @@ def disagreement(place: Place) -> str:
     except OnnxOpsError as error:
         return str(error)
     stable = state.roles.stable
-    if stable is None or state.open_intent is not None or state.pending_rollback is not None or state.pending_aliases:
+    if (
+        stable is None
+        or state.open_intent is not None
+        or state.pending_rollback is not None
+        or state.pending_aliases
+    ):
         return "something is left to do"
     if actual is None or not serves_only(actual, stable):
         return f"{stable.name} should serve: {actual}"
     if aliases.get(format_alias("champion", TARGET)) != stable.version:
         return f"{stable.name} serves, and the registry says {aliases}"
-    if format_alias("challenger", TARGET) in aliases and aliases[format_alias("challenger", TARGET)] != stable.version:
+    if (
+        format_alias("challenger", TARGET) in aliases
+        and aliases[format_alias("challenger", TARGET)] != stable.version
+    ):
         return f"a challenger waits: {aliases}"
     return ""
 
@@ -205,14 +230,20 @@ def registry_of(root: Path) -> FakeRegistry:
     """Two versions that may serve, and two that may not."""
     registry = create_project(root)
     for seed, verdict in (("failed", Verdict.FAIL), ("forged", Verdict.PASS)):
-        registry.publish(publication(root / "files", model=MODEL, seed=seed, target=TARGET, verdict=verdict))
+        registry.publish(
+            publication(root / "files", model=MODEL, seed=seed, target=TARGET, verdict=verdict)
+        )
     return registry
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trials", type=int, default=20, help="of each provider (20)")
-    parser.add_argument("--provider", choices=("sagemaker", "azureml"), action="append", help="only this one")
+    parser.add_argument(
+        "--provider", choices=("sagemaker", "azureml"), action="append", help="only this one"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of what happens when (0)")
     options = parser.parse_args()
     draw = random.Random(options.seed)  # noqa: S311 (events, no secrets)
@@ -221,7 +252,10 @@ def main() -> int:
     importlib.import_module("azure.ai.ml")  # takes longer than a trial where much else is going on
     trials: list[Trial | None] = []
     for name in options.provider or ("sagemaker", "azureml"):
-        with tempfile.TemporaryDirectory(prefix="onnx-ops-two-") as folder, opened(name, Path(folder)) as site:
+        with (
+            tempfile.TemporaryDirectory(prefix="onnx-ops-two-") as folder,
+            opened(name, Path(folder)) as site,
+        ):
             registry = registry_of(Path(folder))
             for number in range(options.trials):
                 site.place("").registry.create(registry)
@@ -230,7 +264,11 @@ def main() -> int:
                         trials.append(make_trial(site, number, draw))
                 except Exception:
                     trials.append(None)
-                    print(f"{name}, trial {number}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+                    print(
+                        f"{name}, trial {number}:\n{traceback.format_exc()}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 print(f"{name}, trial {number}: {trials[-1]}", file=sys.stderr, flush=True)
     claims = claims_of(trials)
     summary(claims)
@@ -243,7 +281,11 @@ def claims_of(trials: list[Trial | None]) -> list[Claim]:
     apart = sum(bool(t.disagreement) for t in seen)
     unapproved = sum(t.unapproved > 0 for t in seen)
     kills, nothing = sum(t.kills for t in seen), len(trials) - len(seen)
-    table("two machines", ("trials", "kills", "requests"), [(str(len(trials)), str(kills), str(requests))])
+    table(
+        "two machines",
+        ("trials", "kills", "requests"),
+        [(str(len(trials)), str(kills), str(requests))],
+    )
     return [
         at_most("two machines", "inconsistent states", apart, len(seen), 0.0),
         at_most("two machines", "failed requests", failed, requests, 0.0),

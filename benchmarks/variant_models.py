@@ -58,7 +58,9 @@ def embedder(folder: Path) -> Model:
     body.forward = body.features
     tokens = np.random.default_rng(0).integers(0, 30522, (64 + 64 + 128, 128))
     with torch.no_grad():
-        states = torch.cat([body.features(torch.from_numpy(part)) for part in np.array_split(tokens, 8)]).numpy()
+        states = torch.cat(
+            [body.features(torch.from_numpy(part)) for part in np.array_split(tokens, 8)]
+        ).numpy()
     path = exported(body.eval(), torch.from_numpy(tokens[:2]), folder / "model.onnx")
     return Model(
         name="minilm",
@@ -149,9 +151,13 @@ def fitted(width: int) -> tuple[Any, np.ndarray[Any, Any], np.ndarray[Any, Any]]
     tokens = rng.integers(0, 64, (len(favoured), 128))
     hinted = rng.random(tokens.shape) < HINT
     tokens = np.where(hinted, tokens // 8 * 8 + favoured[:, None], tokens)
-    labels = np.stack([(tokens % 8 == kind).sum(axis=1) for kind in range(8)], axis=1).argmax(axis=1)
+    labels = np.stack([(tokens % 8 == kind).sum(axis=1) for kind in range(8)], axis=1).argmax(
+        axis=1
+    )
     with torch.no_grad():
-        parts = [body.features(torch.from_numpy(tokens[at : at + 64])) for at in range(0, FITTED, 64)]
+        parts = [
+            body.features(torch.from_numpy(tokens[at : at + 64])) for at in range(0, FITTED, 64)
+        ]
         found = torch.cat(parts).double().numpy()
         middle, targets = found.mean(axis=0), np.eye(8)[labels[:FITTED]] - 0.125
         spread = (found - middle).T @ (found - middle)

@@ -82,7 +82,16 @@ def _optimize_with_rows(work: Work) -> None:
 
 
 def _asked(work: Work) -> Sequence[str]:
-    return ("-m", str(work.source), "--precision", "int8", "--device", "cpu", "--provider", "CPUExecutionProvider")
+    return (
+        "-m",
+        str(work.source),
+        "--precision",
+        "int8",
+        "--device",
+        "cpu",
+        "--provider",
+        "CPUExecutionProvider",
+    )
 
 
 def _raw(work: Work) -> dict[str, Any]:
@@ -109,7 +118,17 @@ def _optimum(preset: str, kind: str) -> Callable[[Work], None]:
     def make(work: Work) -> None:
         rows = work.folder / "rows.npy"
         np.save(rows, work.rows)
-        _call(work, "-c", _QUANTIZE, str(work.source), str(work.folder), str(rows), work.feed, preset, kind)
+        _call(
+            work,
+            "-c",
+            _QUANTIZE,
+            str(work.source),
+            str(work.folder),
+            str(rows),
+            work.feed,
+            preset,
+            kind,
+        )
         (work.folder / f"{work.source.stem}_quantized.onnx").replace(work.out)
 
     return make
@@ -139,15 +158,25 @@ def _call(work: Work, *words: str) -> None:
         timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
     if done.returncode != 0:
-        raise RuntimeError(next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message"))
+        raise RuntimeError(
+            next(
+                (line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message"
+            )
+        )
 
 
 PRESETS = (
     Preset(tool=OLIVE, name="`auto-opt --precision int8`", make=_auto_opt),
     Preset(tool=OLIVE, name="`optimize --precision int8`", make=_optimize),
-    Preset(tool=OLIVE, name="passes of `optimize --precision int8`, our rows", make=_optimize_with_rows),
+    Preset(
+        tool=OLIVE, name="passes of `optimize --precision int8`, our rows", make=_optimize_with_rows
+    ),
     *(
-        Preset(tool=OPTIMUM, name=f"`{preset}` {kind}{', our rows' * (kind == 'static')}", make=_optimum(preset, kind))
+        Preset(
+            tool=OPTIMUM,
+            name=f"`{preset}` {kind}{', our rows' * (kind == 'static')}",
+            make=_optimum(preset, kind),
+        )
         for preset in ("avx2", "avx512_vnni")
         for kind in ("dynamic", "static")
     ),

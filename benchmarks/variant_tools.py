@@ -44,7 +44,9 @@ def ours(model: Model, scratch: Path) -> None:
     (folder / "source").mkdir(parents=True)
     source = folder / "source" / "model.onnx"
     source.write_bytes(model.path.read_bytes())
-    section = Quantize(name="auto", method="auto", calibrate=Calibrate(samples=len(model.calibration)))
+    section = Quantize(
+        name="auto", method="auto", calibrate=Calibrate(samples=len(model.calibration))
+    )
     ground = SearchContext(
         project=context,
         section=section,
@@ -57,12 +59,17 @@ def ours(model: Model, scratch: Path) -> None:
         metric=model.metric,
         lower=False,
         batch=1,
-        budget=Budget(metric_drop=DROP if model.metric is ACCURACY else 1 - COSINE, max_minutes=MINUTES[model.name]),
+        budget=Budget(
+            metric_drop=DROP if model.metric is ACCURACY else 1 - COSINE,
+            max_minutes=MINUTES[model.name],
+        ),
         seed=0,
     )
     begun, busy = time.perf_counter(), time.process_time()
     found = search(
-        ground, FileJournal(folder / "journal"), lambda line: print(f"  {model.name}: {line}", file=sys.stderr)
+        ground,
+        FileJournal(folder / "journal"),
+        lambda line: print(f"  {model.name}: {line}", file=sys.stderr),
     )
     model.search = (
         f"{len(found.record.trials)} models, {len(found.record.sensitivities)} nodes probed, "
@@ -72,7 +79,9 @@ def ours(model: Model, scratch: Path) -> None:
         kept = f", {len(trial.excluded)} in float" if trial.excluded else ""
         model.variants[f"ours: auto-{role} ({trial.recipe}{kept})"] = path
     if "fast" not in found.models:
-        model.failures["ours: auto-fast"] = next(s.reason for s in found.record.slots if s.role == "fast")
+        model.failures["ours: auto-fast"] = next(
+            s.reason for s in found.record.slots if s.role == "fast"
+        )
 
 
 def ort_defaults(model: Model, scratch: Path) -> None:
@@ -106,7 +115,12 @@ def ort_defaults(model: Model, scratch: Path) -> None:
                 activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
             )  # fmt: skip
 
-        attempt(model, f"ORT quantize_static, U8S8 per channel, {form.name}", folder / f"{form.name}.onnx", channels)
+        attempt(
+            model,
+            f"ORT quantize_static, U8S8 per channel, {form.name}",
+            folder / f"{form.name}.onnx",
+            channels,
+        )
 
 
 def prepared(model: Model, scratch: Path) -> Path:
@@ -133,13 +147,17 @@ def others(model: Model, scratch: Path, folder: Path | None) -> None:
         try:
             python = interpreter(tool, folder)
         except OnnxOpsError as error:
-            model.failures[f"{tool}, {len(presets)} presets"] = f"cannot be installed: {describe(error)}"
+            model.failures[f"{tool}, {len(presets)} presets"] = (
+                f"cannot be installed: {describe(error)}"
+            )
             continue
         again = tried(model, scratch, python, presets, "")
         tried(model, scratch, python, again, ", after quant_pre_process")
 
 
-def tried(model: Model, scratch: Path, python: Path, presets: Sequence[Preset], suffix: str) -> list[Preset]:
+def tried(
+    model: Model, scratch: Path, python: Path, presets: Sequence[Preset], suffix: str
+) -> list[Preset]:
     """Run presets, four at a time; returns those that stumble over the shapes that torch wrote."""
     source = prepared(model, scratch) if suffix else model.path
     with ThreadPoolExecutor(4) as pool:
@@ -158,7 +176,11 @@ def tried(model: Model, scratch: Path, python: Path, presets: Sequence[Preset], 
             future.result()
 
         attempt(model, name, out, finish)
-    return [preset for name, (preset, *_) in running.items() if "ShapeInference" in model.failures.get(name, "")]
+    return [
+        preset
+        for name, (preset, *_) in running.items()
+        if "ShapeInference" in model.failures.get(name, "")
+    ]
 
 
 def attempt(model: Model, name: str, path: Path, make_it: Callable[[Path], object]) -> None:

@@ -43,11 +43,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=list(LIMITS), choices=list(LIMITS))
     parser.add_argument("--width", type=int, default=256, help="of the encoders")
-    parser.add_argument("--peers", type=Path, help="folder for environments of Olive and Optimum; else not run")
+    parser.add_argument(
+        "--peers", type=Path, help="folder for environments of Olive and Optimum; else not run"
+    )
     asked = parser.parse_args()
     vnni = abilities()
     with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings(action="ignore"):
-        missed = [one for name in asked.models for one in measured(name, Path(scratch), asked.width, asked.peers)]
+        missed = [
+            one
+            for name in asked.models
+            for one in measured(name, Path(scratch), asked.width, asked.peers)
+        ]
     if not vnni:
         print("\nNot judged: this CPU has no AVX512-VNNI.")
         return 0
@@ -68,9 +74,15 @@ def abilities() -> bool:
     """Print what this CPU can do; return whether it has AVX512-VNNI."""
     runtime = build_context(load_settings()).runtime(TARGET.runtime)
     hardware = runtime.fingerprint(TARGET)
-    flags = [name for name in ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8") if name in hardware.cpu_flags]
+    flags = [
+        name
+        for name in ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8")
+        if name in hardware.cpu_flags
+    ]
     tools = ", ".join(f"{name} {version(name)}" for name in ("onnxruntime", "onnx", "torch"))
-    print(f"CPU: {hardware.cpu_model}, {hardware.cores} cores, {' '.join(flags)}; {tools}; {platform.python_version()}")
+    print(
+        f"CPU: {hardware.cpu_model}, {hardware.cores} cores, {' '.join(flags)}; {tools}; {platform.python_version()}"
+    )
     return "avx512_vnni" in flags
 
 
@@ -91,12 +103,18 @@ def table(model: Model) -> Iterator[str]:
     found = {name: answers(one, model) for name, one in sessions.items()}
     right = {name: rows for name, (rows, _) in found.items()}
     print(f"\n### {model.name}\n\n{model.search}\n")
-    print(f"| variant | CPU time / fp32 | size / fp32 | {model.metric.name} | against fp32 (90 %) |")
+    print(
+        f"| variant | CPU time / fp32 | size / fp32 | {model.metric.name} | against fp32 (90 %) |"
+    )
     print("|---|---|---|---|---|")
-    sizes = {"fp32": model.path.stat().st_size} | {name: p.stat().st_size for name, p in model.variants.items()}
+    sizes = {"fp32": model.path.stat().st_size} | {
+        name: p.stat().st_size for name, p in model.variants.items()
+    }
     for name in sessions:
         lost, gained = (right["fp32"] & ~right[name]).sum(), (~right["fp32"] & right[name]).sum()
-        change, low, high = (100 * v for v in tango_interval(len(right[name]), int(lost), int(gained)))
+        change, low, high = (
+            100 * v for v in tango_interval(len(right[name]), int(lost), int(gained))
+        )
         against = "" if name == "fp32" else f"{change:+.1f} [{low:+.1f}, {high:+.1f}]"
         size = sizes[name] / sizes["fp32"]
         print(f"| {name} | {ratios[name]:.2f} | {size:.2f} | {found[name][1]} | {against} |")
@@ -111,7 +129,9 @@ def table(model: Model) -> Iterator[str]:
     yield from compared(model, times, right)
 
 
-def compared(model: Model, times: Mapping[str, np.ndarray[Any, Any]], right: Mapping[str, Any]) -> Iterator[str]:
+def compared(
+    model: Model, times: Mapping[str, np.ndarray[Any, Any]], right: Mapping[str, Any]
+) -> Iterator[str]:
     """Print which are faster than ours and as accurate; yield those where this is certain."""
     own = next((name for name in times if name.startswith("ours: auto-fast")), "fp32")
     found = list(faster(times, right, own))
@@ -142,7 +162,9 @@ def timed(paths: Mapping[str, Path], model: Model) -> dict[str, np.ndarray[Any, 
     return {name: np.asarray(found) for name, found in rounds.items()}
 
 
-def faster(times: Mapping[str, np.ndarray[Any, Any]], right: Mapping[str, Any], own: str) -> Iterator[tuple[str, int]]:
+def faster(
+    times: Mapping[str, np.ndarray[Any, Any]], right: Mapping[str, Any], own: str
+) -> Iterator[tuple[str, int]]:
     """Variants of others that were faster than `own` in most rounds, and in how many, unless proven less accurate."""
     for name in times:
         lost, gained = (right[own] & ~right[name]).sum(), (~right[own] & right[name]).sum()
@@ -158,7 +180,9 @@ def answers(one: Any, model: Model) -> tuple[Any, str]:
     A row of the embedder is right where its cosine is what was asked for.
     """
     rows, wanted = model.test
-    outputs = np.concatenate([one.run(None, {model.feed: rows[at : at + 1]})[0] for at in range(len(rows))])
+    outputs = np.concatenate(
+        [one.run(None, {model.feed: rows[at : at + 1]})[0] for at in range(len(rows))]
+    )
     if model.metric.name == "cosine":
         cosines = cosine_rows(outputs, wanted)
         return cosines >= COSINE, f"{cosines.mean():.4f}"

@@ -36,7 +36,9 @@ def snippet(body: bytes, shape: tuple[int, ...], answer: np.ndarray[Any, Any]) -
     return json.dumps({"prediction": answer.tolist()}).encode()
 
 
-def wire(body: bytes, length: int | None, model: ModelSignature, answer: np.ndarray[Any, Any]) -> bytes:
+def wire(
+    body: bytes, length: int | None, model: ModelSignature, answer: np.ndarray[Any, Any]
+) -> bytes:
     call = read_infer(body, length, model)
     return encode_outputs(call, model, [answer])[0]
 
@@ -69,7 +71,12 @@ def compare(shape: tuple[int, ...], answers: int, rounds: int, repeats: int) -> 
     flat = orjson.dumps({"inputs": [{**tensor, "data": x.reshape(-1)}]}, option=option)
     nested = orjson.dumps({"inputs": [{**tensor, "data": x}]}, option=option)
     parameters = {"binary_data_size": x.nbytes}
-    head = orjson.dumps({"inputs": [{**tensor, "parameters": parameters}], "parameters": {"binary_data_output": True}})
+    head = orjson.dumps(
+        {
+            "inputs": [{**tensor, "parameters": parameters}],
+            "parameters": {"binary_data_output": True},
+        }
+    )
     body = orjson.dumps({"data": x.reshape(-1)}, option=option)
     found = least(
         {
@@ -83,7 +90,9 @@ def compare(shape: tuple[int, ...], answers: int, rounds: int, repeats: int) -> 
         repeats,
     )
     for name, cost in found.items():
-        print(f"{shape!s:20} {name:20} {cost:10.1f} us   snippet / this = {found['snippet'] / cost:7.1f}")
+        print(
+            f"{shape!s:20} {name:20} {cost:10.1f} us   snippet / this = {found['snippet'] / cost:7.1f}"
+        )
 
 
 def threshold() -> None:
@@ -95,7 +104,12 @@ def threshold() -> None:
             inputs={"x": TensorSpec(name="x", dtype="float32", shape=("n",))},
             outputs={"y": TensorSpec(name="y", dtype="float32", shape=("n",))},
         )
-        tensor = {"name": "x", "datatype": "FP32", "shape": [count], "data": draw.normal(size=count).astype(np.float32)}
+        tensor = {
+            "name": "x",
+            "datatype": "FP32",
+            "shape": [count],
+            "data": draw.normal(size=count).astype(np.float32),
+        }
         body = orjson.dumps({"inputs": [tensor]}, option=orjson.OPT_SERIALIZE_NUMPY)
         found: dict[str, float] = {}
         for _ in range(20):
@@ -103,7 +117,9 @@ def threshold() -> None:
                 tensors.LARGE_BODY_BYTES = large
                 cost = least({name: lambda b=body, m=model: read_infer(b, None, m)}, 5, 100)[name]  # type: ignore[misc]
                 found[name] = min(found.get(name, math.inf), cost)
-        print(f"{len(body):8} bytes  orjson {found['orjson']:8.1f} us  simdjson {found['simdjson']:8.1f} us")
+        print(
+            f"{len(body):8} bytes  orjson {found['orjson']:8.1f} us  simdjson {found['simdjson']:8.1f} us"
+        )
 
 
 if __name__ == "__main__":

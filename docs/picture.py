@@ -24,12 +24,19 @@ def main() -> None:
     """Run the demo and draw its output."""
     command = [sys.executable, ROOT / "examples" / "demo.py"]
     environ = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(WIDTH), "TERM": "xterm-256color"}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True
+    )
     lines = done.stdout.splitlines()
-    begin, end = (next(i for i, line in enumerate(lines) if part in line) for part in ("── 2.", "requests were sent"))
+    begin, end = (
+        next(i for i, line in enumerate(lines) if part in line)
+        for part in ("── 2.", "requests were sent")
+    )
     console = Console(record=True, width=WIDTH, file=io.StringIO())
     console.print("[bold]$ make demo[/bold]\n[dim]…[/dim]")
-    console.print(Text.from_ansi("\n".join(lines[begin : end + 1]).replace(str(ROOT), "~/onnx-ops")))
+    console.print(
+        Text.from_ansi("\n".join(lines[begin : end + 1]).replace(str(ROOT), "~/onnx-ops"))
+    )
     PICTURE.write_text(console.export_svg(title="onnx-ops", unique_id="demo"), encoding="utf-8")
 
 

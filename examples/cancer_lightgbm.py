@@ -11,10 +11,17 @@ from sklearn.preprocessing import StandardScaler
 from onnx_ops.ports import Dataset
 
 
-def train(data: Mapping[str, Dataset], *, rounds: int = 40, leaves: int = 15, seed: int = 7) -> Pipeline:
+def train(
+    data: Mapping[str, Dataset], *, rounds: int = 40, leaves: int = 15, seed: int = 7
+) -> Pipeline:
     """A scaler and boosted trees, fitted on the set `train`."""
     rows = data["train"]
     trees = LGBMClassifier(
-        n_estimators=rounds, num_leaves=leaves, random_state=seed, n_jobs=1, deterministic=True, verbose=-1
+        n_estimators=rounds,
+        num_leaves=leaves,
+        random_state=seed,
+        n_jobs=1,
+        deterministic=True,
+        verbose=-1,
     )
     return make_pipeline(StandardScaler(), trees).fit(rows.inputs["x"], rows.label)

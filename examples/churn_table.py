@@ -18,8 +18,14 @@ def train(data: Mapping[str, Dataset], *, strength: float = 1.0) -> Pipeline:
     rows = data["train"]
     columns = ColumnTransformer(
         [
-            ("numbers", make_pipeline(SimpleImputer(), StandardScaler()), ["age", "income", "visits"]),
+            (
+                "numbers",
+                make_pipeline(SimpleImputer(), StandardScaler()),
+                ["age", "income", "visits"],
+            ),
             ("texts", OneHotEncoder(handle_unknown="ignore"), ["city", "plan", "member"]),
         ]
     )
-    return make_pipeline(columns, LogisticRegression(C=strength, max_iter=500)).fit(rows.frame(), rows.label)
+    return make_pipeline(columns, LogisticRegression(C=strength, max_iter=500)).fit(
+        rows.frame(), rows.label
+    )

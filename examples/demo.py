@@ -37,12 +37,16 @@ RED = 1
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--stop", action="store_true", help="stop the endpoint's server")
     if parser.parse_args().stop:
         return stop()
     if BEGUN.exists():
-        print("The demo has run here already. To run it again: make demo-stop && rm -r .onnx-ops && make demo")
+        print(
+            "The demo has run here already. To run it again: make demo-stop && rm -r .onnx-ops && make demo"
+        )
         return 2
     heading("1. A first release: from training to an answering endpoint")
     if code := onnx_ops("run", PIPELINE):
@@ -72,7 +76,16 @@ def releases(load: Load) -> None:
     load.run_for(CALM_S)
     heading("3. A third, 50 times the size: its gate fails, an operator overrides it")
     version = release("train.with.hidden=[512, 512]", passes=False)
-    expect(0, "promote", f"{MODEL}/{version}", "--target", "cpu-1t", "--override", "--reason", "bigger is better")
+    expect(
+        0,
+        "promote",
+        f"{MODEL}/{version}",
+        "--target",
+        "cpu-1t",
+        "--override",
+        "--reason",
+        "bigger is better",
+    )
     roll_out(load, ends=RED)
     heading("4. An operator goes back to the first release")
     expect(0, "rollback", ENDPOINT, "--to", "1", "--reason", "wrong on sevens")
@@ -86,7 +99,9 @@ class Load:
         self._address = urlsplit(url)
         self._on, self._lock, self._ended = threading.Event(), threading.Lock(), False
         self._bodies = [json.dumps(question(row)).encode() for row in load_digits().data]
-        self._threads = [threading.Thread(target=self._send, args=(seed,)) for seed in range(CONNECTIONS)]
+        self._threads = [
+            threading.Thread(target=self._send, args=(seed,)) for seed in range(CONNECTIONS)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -112,7 +127,10 @@ class Load:
         draw = np.random.default_rng(seed)
         connection = http.client.HTTPConnection(self._address.netloc, timeout=30)
         while self._on.wait() and not self._ended:
-            headers = {"content-type": "application/json", "x-user-key": f"user-{draw.integers(USERS)}"}
+            headers = {
+                "content-type": "application/json",
+                "x-user-key": f"user-{draw.integers(USERS)}",
+            }
             body = self._bodies[draw.integers(len(self._bodies))]
             try:
                 connection.request("POST", self._address.path, body, headers)
@@ -147,7 +165,9 @@ def stop() -> int:
 
     project = open_project(ROOT)
     LocalEndpoints(project.settings.endpoints).stop(Journal.open(project.context, ENDPOINT).config)
-    print(f"The server of endpoint {ENDPOINT} is stopped; `onnx-ops reconcile {ENDPOINT}` starts it again.")
+    print(
+        f"The server of endpoint {ENDPOINT} is stopped; `onnx-ops reconcile {ENDPOINT}` starts it again."
+    )
     return 0
 
 
@@ -180,7 +200,11 @@ def release(change: str, *, passes: bool) -> str:
     document = json.loads(done.stdout)
     for decision in document["decisions"]:
         for result in decision["results"]:
-            if decision["variant"] == "fp32" and result["verdict"] == "fail" and not result["advisory"]:
+            if (
+                decision["variant"] == "fp32"
+                and result["verdict"] == "fail"
+                and not result["advisory"]
+            ):
                 print(f"FAIL {result['gate']}: {result['reason']}")
     for choice in document["choices"] if passes else ():
         print(f"{choice['verdict'].upper()} {choice['target']}: {choice['reason']}")
@@ -188,7 +212,9 @@ def release(change: str, *, passes: bool) -> str:
 
 
 def output(*arguments: str) -> str:
-    return subprocess.run([ONNX_OPS, *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [ONNX_OPS, *arguments], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
 
 
 def question(image: np.ndarray) -> dict[str, object]:

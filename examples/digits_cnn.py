@@ -34,7 +34,9 @@ class DigitsCnn(nn.Module):
         return scores
 
 
-def train(data: Mapping[str, Dataset], *, epochs: int = 12, lr: float = 0.002, seed: int = 7) -> nn.Module:
+def train(
+    data: Mapping[str, Dataset], *, epochs: int = 12, lr: float = 0.002, seed: int = 7
+) -> nn.Module:
     """Fit on the set `train`; the same seed gives the same weights on the same machine."""
     torch.manual_seed(seed)
     order = np.random.default_rng(seed)

@@ -8,7 +8,9 @@ from typing import Any
 
 from onnx_ops.ports import Dataset
 
-os.environ.setdefault("KERAS_BACKEND", "torch")  # Keras chooses its backend when it is first imported
+os.environ.setdefault(
+    "KERAS_BACKEND", "torch"
+)  # Keras chooses its backend when it is first imported
 
 import keras
 

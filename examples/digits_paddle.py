@@ -20,14 +20,18 @@ def train(data: Mapping[str, Dataset], *, width: int = 64, epochs: int = 60, see
     rows = data["train"]
     x = paddle.to_tensor(rows.inputs["x"] / 16)
     y = paddle.to_tensor(rows.label)
-    inner = paddle.nn.Sequential(paddle.nn.Linear(64, width), paddle.nn.Tanh(), paddle.nn.Linear(width, 10))
+    inner = paddle.nn.Sequential(
+        paddle.nn.Linear(64, width), paddle.nn.Tanh(), paddle.nn.Linear(width, 10)
+    )
     optimizer = paddle.optimizer.Adam(0.02, parameters=inner.parameters())
     for _ in range(epochs):
         loss = paddle.nn.functional.cross_entropy(inner(x), y)
         loss.backward()
         optimizer.step()
         optimizer.clear_grad()
-    return paddle.jit.to_static(Scaled(inner), input_spec=[InputSpec([None, 64], "float32", "x")], full_graph=True)
+    return paddle.jit.to_static(
+        Scaled(inner), input_spec=[InputSpec([None, 64], "float32", "x")], full_graph=True
+    )
 
 
 class Scaled(paddle.nn.Layer):

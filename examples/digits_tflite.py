@@ -13,4 +13,8 @@ from onnx_ops.ports import Dataset
 
 def train(data: Mapping[str, Dataset], **settings: Any) -> bytes:
     """The file's bytes, its weights in float32."""
-    return bytes(tf.lite.TFLiteConverter.from_keras_model(digits_tensorflow.train(data, **settings)).convert())
+    return bytes(
+        tf.lite.TFLiteConverter.from_keras_model(
+            digits_tensorflow.train(data, **settings)
+        ).convert()
+    )

@@ -54,7 +54,9 @@ def train(
     labels = torch.from_numpy(rows.label.astype(np.int64))
     steps = epochs * -(-len(images) // BATCH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=rate, total_steps=steps, pct_start=WARM_UP)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=rate, total_steps=steps, pct_start=WARM_UP
+    )
     order = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
         for batch in torch.randperm(len(images), generator=order).split(BATCH):

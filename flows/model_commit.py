@@ -12,7 +12,10 @@ from onnx_ops.orchestration.flows import ends_as_failed, run_affected
 @flow(name="model_commit", persist_result=False)
 @ends_as_failed
 def model_commit(
-    since: str = "HEAD~1", until: StageKind | None = None, jobs: int | None = None, blocks: tuple[str, ...] = ()
+    since: str = "HEAD~1",
+    until: StageKind | None = None,
+    jobs: int | None = None,
+    blocks: tuple[str, ...] = (),
 ) -> State[Any]:
     """Run every pipeline that a change affects: by its files, data, targets, or the code that it imports.
 

@@ -33,5 +33,11 @@ def pipeline(
     """
     with project_of(blocks) as project:
         return run_pipeline(
-            project, file, overrides=overrides, until=until, no_cache=no_cache, abandon=abandon, jobs=jobs
+            project,
+            file,
+            overrides=overrides,
+            until=until,
+            no_cache=no_cache,
+            abandon=abandon,
+            jobs=jobs,
         )

@@ -37,5 +37,7 @@ def rollback(
         context = project.context
         names = select_endpoints(context, endpoints, every=all, model=model, target=target)
         return aggregate_state(
-            roll_back_endpoints(context, names, to=to, reason=reason, by=actor(context), force=force, pin=not all)
+            roll_back_endpoints(
+                context, names, to=to, reason=reason, by=actor(context), force=force, pin=not all
+            )
         )

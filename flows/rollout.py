@@ -11,7 +11,9 @@ from onnx_ops.orchestration.rollouts import run_rollout
 
 @flow(name="rollout", flow_run_name="{endpoint}", persist_result=False)
 @ends_as_failed
-def rollout(endpoint: str, limit: str = "1 d", interval: str = "10 s", blocks: tuple[str, ...] = ()) -> State[Any]:
+def rollout(
+    endpoint: str, limit: str = "1 d", interval: str = "10 s", blocks: tuple[str, ...] = ()
+) -> State[Any]:
     """Move traffic step by step as the metrics allow; the run fails if the candidate is rolled back.
 
     Args:
@@ -21,4 +23,6 @@ def rollout(endpoint: str, limit: str = "1 d", interval: str = "10 s", blocks: t
         blocks: Prefect blocks with the addresses of services, such as onnx-ops-registry/prod.
     """
     with project_of(blocks) as project:
-        return run_rollout(project.context, endpoint, by=actor(project.context), limit=limit, interval=interval)
+        return run_rollout(
+            project.context, endpoint, by=actor(project.context), limit=limit, interval=interval
+        )

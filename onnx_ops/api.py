@@ -136,7 +136,9 @@ def check(*files: str | Path, overrides: Sequence[str] = ()) -> Result:
         return Result(error.as_document(), error.exit_code, f"{error}\n")
 
 
-def run(*files: str | Path, overrides: Sequence[str] = (), quiet: bool = False, **options: Any) -> Result:
+def run(
+    *files: str | Path, overrides: Sequence[str] = (), quiet: bool = False, **options: Any
+) -> Result:
     """Run pipelines from training to deployment; `onnx-ops run`. Unchanged stages are skipped (cached).
 
     Args:
@@ -155,7 +157,9 @@ def run(*files: str | Path, overrides: Sequence[str] = (), quiet: bool = False, 
         options["until"] = StageKind(options["until"])
     if "no_cache" in options:
         options["no_cache"] = [StageKind(kind) for kind in options["no_cache"]]
-    return _call(command, [Path(file) for file in files], overrides=list(overrides), quiet=quiet, **options)
+    return _call(
+        command, [Path(file) for file in files], overrides=list(overrides), quiet=quiet, **options
+    )
 
 
 def status(*endpoints: str, model: str = "", target: str = "") -> Result:
@@ -170,7 +174,13 @@ def status(*endpoints: str, model: str = "", target: str = "") -> Result:
 
 
 def promote(
-    model: str, version: str | int, *, target: str, reason: str = "", actor: str = "", override: bool = False
+    model: str,
+    version: str | int,
+    *,
+    target: str,
+    reason: str = "",
+    actor: str = "",
+    override: bool = False,
 ) -> Result:
     """Make a version the challenger of a target and start its rollouts; `onnx-ops promote`.
 
@@ -187,7 +197,15 @@ def promote(
     """
     from onnx_ops.cli.releases import promote as command
 
-    return _call(command, f"{model}/{version}", target, reason=reason, actor=actor, override=override, changes=True)
+    return _call(
+        command,
+        f"{model}/{version}",
+        target,
+        reason=reason,
+        actor=actor,
+        override=override,
+        changes=True,
+    )
 
 
 def rollback(
@@ -231,7 +249,9 @@ def rollback(
     )
 
 
-def _call(command: Callable[..., None], *arguments: Any, changes: bool = False, **options: Any) -> Result:
+def _call(
+    command: Callable[..., None], *arguments: Any, changes: bool = False, **options: Any
+) -> Result:
     """Call a command as its line would, and collect its output.
 
     One that changes something raises the worst error that it met, with its screen as a note.

@@ -43,7 +43,9 @@ _PREDICATES: dict[type, str] = {
     DecisionRecord: "urn:onnx-ops:decision:v1",
     OverrideRecord: "urn:onnx-ops:override:v1",
 }
-_UNSIGNED = "Promote a version whose gates passed, or override them with a reason: `onnx-ops promote`."
+_UNSIGNED = (
+    "Promote a version whose gates passed, or override them with a reason: `onnx-ops promote`."
+)
 _ENCODED = "MFkwEwYHKoZIzj0CAQYIKoZIzj0DAQcDQgAE"
 """Base64 prefix of every ECDSA P-256 public key in DER."""
 _SUBJECT = "manifest.json"
@@ -64,13 +66,19 @@ def sign_record(record: _R, signer: Signer) -> Attested[_R]:
     }
     payload = canonical_json(statement)
     signatures = sign_bytes(PAYLOAD_TYPE, payload, signer)
-    envelope = Envelope(payload=base64.b64encode(payload).decode(), payloadType=PAYLOAD_TYPE, signatures=signatures)
+    envelope = Envelope(
+        payload=base64.b64encode(payload).decode(), payloadType=PAYLOAD_TYPE, signatures=signatures
+    )
     return Attested(record=record, envelope=envelope)
 
 
 def sign_bytes(payload_type: str, payload: bytes, signer: Signer) -> tuple[EnvelopeSignature, ...]:
     """Return the signature of a DSSE envelope over a payload."""
-    return (EnvelopeSignature(keyid=signer.key, sig=signer.sign(_pre_authentication(payload_type, payload))),)
+    return (
+        EnvelopeSignature(
+            keyid=signer.key, sig=signer.sign(_pre_authentication(payload_type, payload))
+        ),
+    )
 
 
 def verify_bytes(
@@ -109,16 +117,22 @@ def read_envelope(data: bytes | Envelope, kind: type[_R], *, where: str = "") ->
     if (envelope.payloadType, statement.get("_type")) != (PAYLOAD_TYPE, STATEMENT_TYPE):
         raise CorruptStateError("not an in-toto statement", where=where)
     if (predicate := statement.get("predicateType")) != _PREDICATES[kind]:
-        raise CorruptStateError(f"not a {_PREDICATES[kind]}", where=where, why=f"it is a {predicate}"[:200])
+        raise CorruptStateError(
+            f"not a {_PREDICATES[kind]}", where=where, why=f"it is a {predicate}"[:200]
+        )
     if not envelope.signatures:
         raise CorruptStateError("it has no signature", where=where)
     record = codec.from_json(statement.get("predicate"), kind, where=where)
-    if statement.get("subject") != [{"name": _SUBJECT, "digest": {"sha256": hex_digits(record.manifest)}}]:
+    if statement.get("subject") != [
+        {"name": _SUBJECT, "digest": {"sha256": hex_digits(record.manifest)}}
+    ]:
         raise CorruptStateError("its subject does not match its predicate", where=where)
     return Attested(record=record, envelope=envelope)
 
 
-def verify_envelope(envelope: Envelope, kind: type[_R], verifier: Verifier, *, where: str = "") -> _R:
+def verify_envelope(
+    envelope: Envelope, kind: type[_R], verifier: Verifier, *, where: str = ""
+) -> _R:
     """Return the record from the bytes that a trusted key has signed.
 
     Raises:
@@ -128,7 +142,9 @@ def verify_envelope(envelope: Envelope, kind: type[_R], verifier: Verifier, *, w
         record = read_envelope(envelope, kind, where=where).record
         payload = _decoded(envelope.payload, where)
     except (CorruptStateError, UnicodeEncodeError, RecursionError) as error:
-        raise InvalidSignatureError("it has no valid signature", where=where, why=str(error)) from error
+        raise InvalidSignatureError(
+            "it has no valid signature", where=where, why=str(error)
+        ) from error
     try:
         verify_bytes(envelope.payloadType, payload, envelope.signatures, verifier)
     except InvalidSignatureError as error:
@@ -153,7 +169,9 @@ def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
     where = f"{deployment.model}/{deployment.version}"
     if deployment.authority is None:
         raise RefusedError("no signed decision names its files", where=where, remedy=_UNSIGNED)
-    about = verify_envelope(deployment.authority, _get_record_type(deployment), verifier, where=where)
+    about = verify_envelope(
+        deployment.authority, _get_record_type(deployment), verifier, where=where
+    )
     if not is_about(about, deployment, about.target):
         raise RefusedError(
             "the signed decision names other files",
@@ -164,13 +182,23 @@ def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
     decision = about if isinstance(about, DecisionRecord) else None
     if decision is not None and decision.verdict is not Verdict.PASS:
         raise RefusedError(
-            f"its verdict on {decision.target} is {decision.verdict.name}", where=where, remedy=_UNSIGNED
+            f"its verdict on {decision.target} is {decision.verdict.name}",
+            where=where,
+            remedy=_UNSIGNED,
         )
-    rests_on = (None, False, 0) if decision is None else (decision.evidence, decision.batchable, decision.threads)
+    rests_on = (
+        (None, False, 0)
+        if decision is None
+        else (decision.evidence, decision.batchable, decision.threads)
+    )
     if (deployment.evidence, deployment.batchable, deployment.threads) != rests_on:
-        raise RefusedError("the signed decision is based on other evidence", where=where, remedy=_UNSIGNED)
+        raise RefusedError(
+            "the signed decision is based on other evidence", where=where, remedy=_UNSIGNED
+        )
     if deployment.execution != about.execution:
-        raise RefusedError(f"it was not to run as target {about.target} runs it", where=where, remedy=_UNSIGNED)
+        raise RefusedError(
+            f"it was not to run as target {about.target} runs it", where=where, remedy=_UNSIGNED
+        )
     return about
 
 
@@ -210,7 +238,9 @@ class TrustedKeys:
         encoded: further keys, see `encoded`.
     """
 
-    def __init__(self, paths: Path | Iterable[Path], *, encoded: str = "", role: KeyRole = "gate") -> None:
+    def __init__(
+        self, paths: Path | Iterable[Path], *, encoded: str = "", role: KeyRole = "gate"
+    ) -> None:
         given = (paths,) if isinstance(paths, Path) else tuple(paths)
         self._paths = tuple(place for path in given for place in (path, path / role))
         self._encoded = encoded
@@ -231,7 +261,10 @@ class TrustedKeys:
         Raises:
             UserError: a file does not hold a public key of ECDSA P-256.
         """
-        return {digest: base64.b64encode(_der(key)).decode() for digest, key in sorted(self._load().items())}
+        return {
+            digest: base64.b64encode(_der(key)).decode()
+            for digest, key in sorted(self._load().items())
+        }
 
     def keys(self) -> tuple[Digest, ...]:
         """Return the digests of the trusted keys.
@@ -266,13 +299,18 @@ class TrustedKeys:
 
     def _load(self) -> dict[Digest, EllipticCurvePublicKey]:
         files = [file for path in self._paths for file in _list_files(path)]
-        state = [(file, (stat := file.stat()).st_mtime_ns, stat.st_size, stat.st_ino) for file in files]
+        state = [
+            (file, (stat := file.stat()).st_mtime_ns, stat.st_size, stat.st_ino) for file in files
+        ]
         if self._parsed is None or self._parsed[0] != state:
             self._parsed = state, self._parse(files)
         return self._parsed[1]
 
     def _parse(self, files: Iterable[Path]) -> dict[Digest, EllipticCurvePublicKey]:
-        from cryptography.hazmat.primitives.serialization import load_der_public_key, load_pem_public_key
+        from cryptography.hazmat.primitives.serialization import (
+            load_der_public_key,
+            load_pem_public_key,
+        )
 
         keys = [_parse_key(load_pem_public_key, file.read_bytes, str(file)) for file in files]
         for text in filter(None, self._encoded.split(",")):
@@ -302,7 +340,9 @@ def build_key_error(kind: str, where: str) -> UserError:
     )
 
 
-def _parse_key(load: Callable[[bytes], object], read: Callable[[], bytes], where: str) -> EllipticCurvePublicKey:
+def _parse_key(
+    load: Callable[[bytes], object], read: Callable[[], bytes], where: str
+) -> EllipticCurvePublicKey:
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, EllipticCurvePublicKey
 

@@ -13,7 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum, StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from typing_extensions import TypeForm
 
@@ -73,13 +84,25 @@ def from_json(value: object, kind: TypeForm[T], *, where: str = "") -> T:
     Raises:
         CorruptStateError: it does not describe one.
     """
-    if is_dataclass(kind) and not isinstance(value, dict):  # cattrs takes [] for an object without keys
-        raise CorruptStateError(f"not a {getattr(kind, '__name__', kind)}", where=where, why="it is not a JSON object")
-    if get_origin(kind) is tuple and not isinstance(value, list | tuple):  # cattrs takes the keys of an object
+    if is_dataclass(kind) and not isinstance(
+        value, dict
+    ):  # cattrs takes [] for an object without keys
+        raise CorruptStateError(
+            f"not a {getattr(kind, '__name__', kind)}", where=where, why="it is not a JSON object"
+        )
+    if get_origin(kind) is tuple and not isinstance(
+        value, list | tuple
+    ):  # cattrs takes the keys of an object
         raise CorruptStateError(f"not a {kind}", where=where, why="it is not a JSON array")
     try:
         return _converter().structure(value, cast("type[T]", kind))
-    except (ExceptionGroup, ValueError, TypeError, KeyError, AttributeError) as error:  # groups are those of cattrs
+    except (
+        ExceptionGroup,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+    ) as error:  # groups are those of cattrs
         what, why = f"not a {getattr(kind, '__name__', kind)}", _explain(error)
         raise CorruptStateError(what, where=where, why=why) from error
 
@@ -118,7 +141,9 @@ def _converter() -> JsonConverter:
         overrides: Any = {name: override(omit_if_default=True) for name in _later_fields(kind)}
         return make_dict_unstructure_fn(kind, converter, **overrides)
 
-    converter = make_converter(forbid_extra_keys=True, unstruct_collection_overrides={frozenset: sorted})
+    converter = make_converter(
+        forbid_extra_keys=True, unstruct_collection_overrides={frozenset: sorted}
+    )
     converter.register_structure_hook_func(is_json, lambda value, _: value)
     converter.register_unstructure_hook_func(is_json, lambda value: value)
     converter.register_structure_hook_factory(
@@ -131,10 +156,14 @@ def _converter() -> JsonConverter:
     converter.register_structure_hook(int, _int)
     converter.register_structure_hook(str, _exactly(str))
     converter.register_structure_hook(bool, _exactly(bool))
-    converter.register_unstructure_hook_factory(lambda kind: bool(_later_fields(kind)), unstructure_grown)
+    converter.register_unstructure_hook_factory(
+        lambda kind: bool(_later_fields(kind)), unstructure_grown
+    )
     converter.register_unstructure_hook(Enum, lambda value: value.value)
     converter.register_unstructure_hook(StrEnum, lambda value: value.value)
-    converter.register_structure_hook(StrEnum, lambda value, kind: kind(value))  # else the hook of str would take it
+    converter.register_structure_hook(
+        StrEnum, lambda value, kind: kind(value)
+    )  # else the hook of str would take it
     converter.register_structure_hook(Path, lambda value, _: Path(value))
     converter.register_unstructure_hook(Path, str)
     return converter
@@ -142,7 +171,9 @@ def _converter() -> JsonConverter:
 
 def _later_fields(kind: Any) -> tuple[str, ...]:
     """Return the fields that were added later, whose defaults are omitted: see `domain.quantities.OMIT_DEFAULT`."""
-    return tuple(f.name for f in fields(kind) if f.metadata.get("later")) if is_dataclass(kind) else ()
+    return (
+        tuple(f.name for f in fields(kind) if f.metadata.get("later")) if is_dataclass(kind) else ()
+    )
 
 
 def _tags(kind: Any) -> dict[str, Any]:

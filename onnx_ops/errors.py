@@ -100,7 +100,9 @@ class Problem:
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}:{self.column}: " if self.line else f"{self.file}: "
-        return show(f"{place}{self.path}: {self.message}" if self.path else f"{place}{self.message}")
+        return show(
+            f"{place}{self.path}: {self.message}" if self.path else f"{place}{self.message}"
+        )
 
 
 class ConfigError(UserError):
@@ -109,7 +111,10 @@ class ConfigError(UserError):
     def __init__(self, problems: tuple[Problem, ...]) -> None:
         self.problems = tuple(sorted(problems))
         count = len(self.problems)
-        super().__init__(f"{count} problem{'s' if count != 1 else ''}", where=self.problems[0].file if count else "")
+        super().__init__(
+            f"{count} problem{'s' if count != 1 else ''}",
+            where=self.problems[0].file if count else "",
+        )
 
     def __str__(self) -> str:
         return "\n".join(str(problem) for problem in self.problems)
@@ -129,7 +134,9 @@ class NotReadyError(ConfigError):
 
 def config_error(problems: tuple[Problem, ...]) -> ConfigError:
     """Return a `NotReadyError` if all problems are problems of this machine, else a `ConfigError`."""
-    return (NotReadyError if all(problem.environment for problem in problems) else ConfigError)(problems)
+    return (NotReadyError if all(problem.environment for problem in problems) else ConfigError)(
+        problems
+    )
 
 
 class NotFoundError(UserError):

@@ -30,7 +30,9 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
 
 @contextlib.contextmanager
-def hold_lock(path: Path, *, shared: bool = False, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
+def hold_lock(
+    path: Path, *, shared: bool = False, on_wait: Callable[[], None] | None = None
+) -> Iterator[None]:
     """Hold a lock on a file, which is created if missing and stays.
 
     Args:

@@ -33,12 +33,16 @@ def r2(labels: Array, predictions: Array) -> Statistic:
     def statistic(weights: Weights) -> npt.NDArray[np.float64]:
         total = weights @ np.square(centred) - np.square(weights @ centred) / weights.sum(axis=1)
         with np.errstate(all="ignore"):
-            return np.where(total > 1e-12 * np.square(centred).sum(), 1 - weights @ residuals / total, np.nan)
+            return np.where(
+                total > 1e-12 * np.square(centred).sum(), 1 - weights @ residuals / total, np.nan
+            )
 
     return statistic
 
 
-def f1(labels: Array, predictions: Array, classes: int, average: str, positive: int = 0) -> Statistic:
+def f1(
+    labels: Array, predictions: Array, classes: int, average: str, positive: int = 0
+) -> Statistic:
     """Return the harmonic mean of precision and recall.
 
     Args:
@@ -68,7 +72,9 @@ def f1(labels: Array, predictions: Array, classes: int, average: str, positive: 
     return statistic
 
 
-def f1_step(labels: Array, predictions: Array, classes: int, average: str, positive: int = 0) -> float:
+def f1_step(
+    labels: Array, predictions: Array, classes: int, average: str, positive: int = 0
+) -> float:
     """Return an upper bound of the F1 that one more wrong row costs."""
     hits = np.bincount(labels[labels == predictions], minlength=classes)
     support = np.bincount(labels, minlength=classes)
@@ -172,7 +178,9 @@ def make_auc_statistic(label: Array, answers: Array) -> MetricStatistic:
     """Return the area under the curve of scores; `label` is whether each row is positive."""
     # A wrong row scores at random: it loses to half of the rows of the other class.
     fewer = min(int(label.sum()), int((~label).sum()))
-    return MetricStatistic(statistic=auc(label, answers), reads=answers, step=1 / (2 * max(1, fewer)))
+    return MetricStatistic(
+        statistic=auc(label, answers), reads=answers, step=1 / (2 * max(1, fewer))
+    )
 
 
 def make_mean_statistic(values: Array) -> MetricStatistic:

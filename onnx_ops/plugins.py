@@ -70,7 +70,9 @@ _BROUGHT_BY = {
 """Distributions by packages that have another name, or that come with them."""
 
 
-_CUDA = frozenset({"CUDAExecutionProvider", "NvTensorRTRTXExecutionProvider", "TensorrtExecutionProvider"})
+_CUDA = frozenset(
+    {"CUDAExecutionProvider", "NvTensorRTRTXExecutionProvider", "TensorrtExecutionProvider"}
+)
 """Providers that need CUDA's libraries."""
 
 MISSING = "not installed"
@@ -157,7 +159,10 @@ def version(name: str) -> str:
 def find_distributions(package: str) -> Mapping[str, str]:
     """Return the distributions that provide an importable package, with their versions."""
     named = _find_namesake(package)
-    return {name: version(name) for name in ([named] if named else sorted(set(_packages().get(package, ()))))}
+    return {
+        name: version(name)
+        for name in ([named] if named else sorted(set(_packages().get(package, ()))))
+    }
 
 
 _NAMESAKES = {"sklearn": "scikit-learn", "yaml": "PyYAML"}
@@ -217,8 +222,12 @@ def tools(plugin: Plugin) -> tuple[str, ...]:
 
 def missing_package(*packages: str, where: str, why: str = "") -> MissingPackageError:
     """Return the error of packages that are not installed."""
-    what = f"package {packages[0]} is" if len(packages) == 1 else f"packages {', '.join(packages)} are"
-    return MissingPackageError(f"{what} not installed", where=where, why=why, remedy=install_hint(*packages))
+    what = (
+        f"package {packages[0]} is" if len(packages) == 1 else f"packages {', '.join(packages)} are"
+    )
+    return MissingPackageError(
+        f"{what} not installed", where=where, why=why, remedy=install_hint(*packages)
+    )
 
 
 def imported(error: ImportError) -> str:
@@ -247,7 +256,9 @@ def install_hint(*packages: str) -> str:
     """Return the command that installs missing packages, by extras of onnx-ops where possible."""
     offers = sorted(map(_extras_of, packages), key=len)
     extras: set[str] = set()
-    for offer in offers:  # packages of a single extra come first, as that one may provide others too
+    for (
+        offer
+    ) in offers:  # packages of a single extra come first, as that one may provide others too
         if offer and extras.isdisjoint(offer):
             extras.add(min(offer))
     words = [f"'onnx-ops[{','.join(sorted(extras))}]'"] if extras else []
@@ -275,5 +286,11 @@ def select_environment(plugin: Plugin, env: Environment | None) -> Environment |
         return Environment(requirements=own) if own else None
     requirements = env.requirements or own
     if not requirements:
-        raise UserError("the environment has no requirements", where="env", remedy="List the packages that it needs.")
-    return Environment(requirements=requirements, python=env.python, memory=env.memory, timeout=env.timeout)
+        raise UserError(
+            "the environment has no requirements",
+            where="env",
+            remedy="List the packages that it needs.",
+        )
+    return Environment(
+        requirements=requirements, python=env.python, memory=env.memory, timeout=env.timeout
+    )

@@ -46,9 +46,13 @@ class Scratch:
         _sweep(Path(tempfile.gettempdir()))
         while True:
             folder = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
-            with contextlib.suppress(FileNotFoundError):  # another process found it before it was locked
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # another process found it before it was locked
                 handle = os.open(folder.name, _FLAGS)
-                with contextlib.suppress(OSError):  # without locks in the file system, no process removes it either
+                with contextlib.suppress(
+                    OSError
+                ):  # without locks in the file system, no process removes it either
                     acquire_lock(handle, shared=True)
                 if Path(folder.name).exists():
                     break
@@ -61,7 +65,10 @@ class Scratch:
         return self.path
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.remove()
 
@@ -133,7 +140,9 @@ def read_plain_file(path: Path, *, most: int) -> bytes:
     except FileNotFoundError:
         raise
     except OSError as error:  # of a symbolic link
-        raise CorruptStateError("not a plain file", where=str(path), why=error.strerror or str(error)) from error
+        raise CorruptStateError(
+            "not a plain file", where=str(path), why=error.strerror or str(error)
+        ) from error
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, handle)
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -172,7 +181,9 @@ def storage_errors(where: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            raise StorageError("the disk is full", where=where, why=str(error), remedy=_FREE) from error
+            raise StorageError(
+                "the disk is full", where=where, why=str(error), remedy=_FREE
+            ) from error
         if error.errno in _CLOSED:
             what = "a file or folder is not accessible"
             raise StorageError(what, where=where, why=str(error), remedy=_OPEN) from error
@@ -191,7 +202,10 @@ class Durations:
     def _read(self) -> dict[str, float]:
         with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
             if self._path is not None:
-                return {step: float(s) for step, s in json.loads(self._path.read_text(encoding="utf-8")).items()}
+                return {
+                    step: float(s)
+                    for step, s in json.loads(self._path.read_text(encoding="utf-8")).items()
+                }
         return {}
 
     def add(self, step: str, seconds: float) -> None:
@@ -205,7 +219,9 @@ class Durations:
             if self._path is not None:
                 new = {**self._new}
                 known = {**{step: s for step, s in self._read().items() if step not in new}, **new}
-                write_durably(self._path, json.dumps(dict([*known.items()][-_REMEMBERED:])).encode())
+                write_durably(
+                    self._path, json.dumps(dict([*known.items()][-_REMEMBERED:])).encode()
+                )
 
     def record(self, step: str, seconds: float) -> None:
         """Record the duration of a step in the file; 0 is an unknown one."""

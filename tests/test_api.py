@@ -31,13 +31,17 @@ def test_package_exports_api_functions_lazily() -> None:
     with pytest.raises(AttributeError, match="no attribute 'juge'"):
         onnx_ops.juge  # noqa: B018
     loaded = "import sys, onnx_ops; print('onnx_ops.api' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", loaded], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "False\n"
 
 
 def test_api_judge_returns_same_document_and_screen_as_command(folder: Path) -> None:
     found = onnx_ops.judge("good.onnx", "wrong.onnx", only="parity", quiet=True)
-    command = run_command("judge", "good.onnx", "wrong.onnx", "--only", "parity", "--json", cwd=folder)
+    command = run_command(
+        "judge", "good.onnx", "wrong.onnx", "--only", "parity", "--json", cwd=folder
+    )
     assert (found.exit_code, found.document) == (command.code, json.loads(command.stdout))
     assert found["verdict"] == "fail"
     assert repr(found).startswith("FAIL wrong.onnx against good.onnx")
@@ -49,7 +53,9 @@ def test_api_judge_returns_same_document_and_screen_as_command(folder: Path) -> 
 
 def test_api_judge_accepts_arrays(folder: Path) -> None:
     x, y = rows(900)["x"], np.arange(900) % 3
-    found = onnx_ops.judge("good.onnx", "good.onnx", data={"x": x}, labels=y, metric="accuracy", only="parity")
+    found = onnx_ops.judge(
+        "good.onnx", "good.onnx", data={"x": x}, labels=y, metric="accuracy", only="parity"
+    )
     assert found.exit_code == 0
     assert found["rows"].startswith("900 of ")
     with pytest.raises(UserError, match="wrong"):
@@ -60,11 +66,17 @@ def test_api_check_of_invalid_file_returns_problems(folder: Path) -> None:
     (folder / "p.yaml").write_text("pipeline: p\nbenchmrk: {}\n")
     found = onnx_ops.check("p.yaml")
     command = run_command("check", "p.yaml", "--json", cwd=folder)
-    assert (found.exit_code, found.document) == (command.code, json.loads(command.stdout)) == (2, found.document)
+    assert (
+        (found.exit_code, found.document)
+        == (command.code, json.loads(command.stdout))
+        == (2, found.document)
+    )
     assert "benchmrk" in repr(found)
 
 
-def test_api_status_without_endpoints_is_empty_and_of_unknown_one_raises_error(folder: Path) -> None:
+def test_api_status_without_endpoints_is_empty_and_of_unknown_one_raises_error(
+    folder: Path,
+) -> None:
     assert (onnx_ops.status().document, onnx_ops.status().exit_code) == ([], 0)
     assert "No endpoints yet" in repr(onnx_ops.status())
     with pytest.raises(NotFoundError):

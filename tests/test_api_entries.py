@@ -28,12 +28,17 @@ def run_script_elsewhere(folder: Path) -> list[str]:
     """A script that is named by a relative path and changes the folder before it calls."""
     (folder / "scripts").mkdir()
     (folder / "scripts" / "script.py").write_text("import os\nos.chdir('..')\n" + CALL)
-    return ["-c", "import os, runpy\nos.chdir('scripts')\nrunpy.run_path('script.py', run_name='__main__')"]
+    return [
+        "-c",
+        "import os, runpy\nos.chdir('scripts')\nrunpy.run_path('script.py', run_name='__main__')",
+    ]
 
 
 def run_script_in_a_function(folder: Path) -> list[str]:
     indented = CALL.replace("\n", "\n    ")
-    (folder / "script.py").write_text(f"def main():{indented}\nif __name__ == '__main__':\n    main()\n")
+    (folder / "script.py").write_text(
+        f"def main():{indented}\nif __name__ == '__main__':\n    main()\n"
+    )
     return ["script.py"]
 
 
@@ -66,13 +71,17 @@ def run_interactive(folder: Path) -> list[str]:
 
 
 def run_spawning(folder: Path) -> list[str]:
-    (folder / "script.py").write_text("import multiprocessing\nmultiprocessing.set_start_method('spawn')\n" + CALL)
+    (folder / "script.py").write_text(
+        "import multiprocessing\nmultiprocessing.set_start_method('spawn')\n" + CALL
+    )
     return ["script.py"]
 
 
 def run_frozen(folder: Path) -> list[str]:
     """As the program of a bundler: `__main__` is frozen, and its file does not exist."""
-    (folder / "script.py").write_text("import sys\nsys.frozen = True\n__file__ = '/nowhere/program.py'\n" + CALL)
+    (folder / "script.py").write_text(
+        "import sys\nsys.frozen = True\n__file__ = '/nowhere/program.py'\n" + CALL
+    )
     return ["script.py"]
 
 
@@ -99,7 +108,9 @@ def run_in_a_thread(folder: Path) -> list[str]:
         pytest.param(run_in_a_thread, marks=pytest.mark.nightly),
     ],
 )
-def test_api_judge_from_any_entry_point_runs_caller_once(tmp_path: Path, style: Callable[[Path], list[str]]) -> None:
+def test_api_judge_from_any_entry_point_runs_caller_once(
+    tmp_path: Path, style: Callable[[Path], list[str]]
+) -> None:
     write_perceptron(tmp_path / "model.onnx")
     arguments = style(tmp_path)
     done = subprocess.run(
@@ -129,6 +140,11 @@ def test_api_judge_leaves_process_pools_of_caller_working(tmp_path: Path) -> Non
         "            assert pool.map(double, [1, 2]) == [2, 4]\n"
     )
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -30,7 +30,11 @@ from onnx_ops.errors import CorruptStateError, InvalidSignatureError, RefusedErr
 from onnx_ops.testing.fakes import FakeSigner
 
 SIGNER, STRANGER = FakeSigner(), FakeSigner(b"a stranger")
-RELEASE, MANIFEST, EVIDENCE = digest_bytes(b"release"), digest_bytes(b"manifest"), digest_bytes(b"evidence")
+RELEASE, MANIFEST, EVIDENCE = (
+    digest_bytes(b"release"),
+    digest_bytes(b"manifest"),
+    digest_bytes(b"evidence"),
+)
 
 
 def decision(**changes: Any) -> DecisionRecord:
@@ -90,19 +94,25 @@ def test_sign_record_writes_dsse_envelope_with_in_toto_statement() -> None:
     document = json.loads(codec.dumps(sign_record(decision(), SIGNER).envelope))
     assert set(document) == {"payload", "payloadType", "signatures"}
     kind, payload = document["payloadType"].encode(), base64.b64decode(document["payload"])
-    encoded = b" ".join([b"DSSEv1", str(len(kind)).encode(), kind, str(len(payload)).encode(), payload])
+    encoded = b" ".join(
+        [b"DSSEv1", str(len(kind)).encode(), kind, str(len(payload)).encode(), payload]
+    )
     key = load_der_public_key(base64.b64decode(SIGNER.trusted_keys))
     assert isinstance(key, EllipticCurvePublicKey)
     (signature,) = document["signatures"]
     key.verify(base64.b64decode(signature["sig"]), encoded, ECDSA(SHA256()))
     statement = json.loads(payload)
     assert statement["_type"] == "https://in-toto.io/Statement/v1"
-    assert statement["subject"] == [{"name": "manifest.json", "digest": {"sha256": hex_digits(MANIFEST)}}]
+    assert statement["subject"] == [
+        {"name": "manifest.json", "digest": {"sha256": hex_digits(MANIFEST)}}
+    ]
     assert statement["predicateType"] == "urn:onnx-ops:decision:v1"
 
 
 @pytest.mark.parametrize("record", [decision(), override()], ids=["decision", "override"])
-def test_verify_envelope_of_signed_record_returns_it(record: DecisionRecord | OverrideRecord) -> None:
+def test_verify_envelope_of_signed_record_returns_it(
+    record: DecisionRecord | OverrideRecord,
+) -> None:
     attested = sign_record(record, SIGNER)
     text = codec.dumps(attested.envelope)
     assert read_envelope(text, type(record)) == attested
@@ -113,7 +123,9 @@ def test_verify_envelope_of_signed_record_returns_it(record: DecisionRecord | Ov
 
 
 @given(position=st.integers(0, 10_000), bit=st.integers(0, 7))
-def test_verify_envelope_with_changed_byte_raises_invalid_signature_error(position: int, bit: int) -> None:
+def test_verify_envelope_with_changed_byte_raises_invalid_signature_error(
+    position: int, bit: int
+) -> None:
     envelope = sign_record(decision(), SIGNER).envelope
     payload = bytearray(base64.b64decode(envelope.payload))
     payload[position % len(payload)] ^= 1 << bit
@@ -127,12 +139,17 @@ def test_verify_envelope_of_other_record_kind_raises_invalid_signature_error() -
         verify_envelope(sign_record(override(), SIGNER).envelope, DecisionRecord, SIGNER)
     with pytest.raises(InvalidSignatureError):
         verify_envelope(
-            replace(sign_record(decision(), SIGNER).envelope, payloadType="text/plain"), DecisionRecord, SIGNER
+            replace(sign_record(decision(), SIGNER).envelope, payloadType="text/plain"),
+            DecisionRecord,
+            SIGNER,
         )
 
 
 def test_verify_envelope_requires_one_trusted_signature() -> None:
-    mine, theirs = sign_record(decision(), SIGNER).envelope, sign_record(decision(), STRANGER).envelope
+    mine, theirs = (
+        sign_record(decision(), SIGNER).envelope,
+        sign_record(decision(), STRANGER).envelope,
+    )
     both = replace(mine, signatures=(*theirs.signatures, *mine.signatures))
     assert verify_envelope(both, DecisionRecord, SIGNER) == decision()
     with pytest.raises(InvalidSignatureError):
@@ -161,7 +178,9 @@ def statement_of(**changes: Any) -> Envelope:
         (Envelope(payload="é", payloadType=PAYLOAD_TYPE, signatures=()), "not base64"),
     ],
 )
-def test_read_envelope_of_other_statement_raises_corrupt_state_error(envelope: Envelope, why: str) -> None:
+def test_read_envelope_of_other_statement_raises_corrupt_state_error(
+    envelope: Envelope, why: str
+) -> None:
     with pytest.raises(CorruptStateError, match=why):
         read_envelope(envelope, DecisionRecord)
 
@@ -181,15 +200,23 @@ def test_verify_authority_of_matching_decision_or_override_returns_it() -> None:
         (deployment(authority=None), "no signed decision names its files"),
         (deployment(manifest=digest_bytes(b"other")), "names other files"),
         (deployment(release=digest_bytes(b"other")), "names other files"),
-        (deployment(execution=Execution(session=SessionSettings(intra_op_threads=2))), "was not to run as target cpu"),
+        (
+            deployment(execution=Execution(session=SessionSettings(intra_op_threads=2))),
+            "was not to run as target cpu",
+        ),
         (deployment(variant="int8"), "names other files"),
         (deployment(model="faces"), "names other files"),
-        (deployment(authority=sign_record(decision(verdict=Verdict.FAIL), SIGNER).envelope), "is FAIL"),
+        (
+            deployment(authority=sign_record(decision(verdict=Verdict.FAIL), SIGNER).envelope),
+            "is FAIL",
+        ),
         (deployment(authority=sign_record(decision(), STRANGER).envelope), "is not trusted"),
         (deployment(authority=sign_record(override(), SIGNER).envelope), "no valid signature"),
         (deployment(evidence=None), "no valid signature"),
         (
-            deployment(evidence=None, version="3", authority=sign_record(override(), SIGNER).envelope),
+            deployment(
+                evidence=None, version="3", authority=sign_record(override(), SIGNER).envelope
+            ),
             "names other files",
         ),
         (deployment(evidence=digest_bytes(b"other")), "is based on other evidence"),
@@ -197,7 +224,9 @@ def test_verify_authority_of_matching_decision_or_override_returns_it() -> None:
         (deployment(threads=1), "is based on other evidence"),
     ],
 )
-def test_verify_authority_of_other_deployment_raises_refused_error(other: Deployment, why: str) -> None:
+def test_verify_authority_of_other_deployment_raises_refused_error(
+    other: Deployment, why: str
+) -> None:
     with pytest.raises(RefusedError, match=why):
         verify_authority(other, SIGNER)
 

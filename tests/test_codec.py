@@ -34,7 +34,14 @@ json_values = st.recursive(
 )
 splits = st.integers(0, 100).map(lambda n: TrafficSplit(weights={"a": n, "b": 100 - n}))
 deployments = st.builds(
-    Deployment, name=text, model=text, version=text, variant=text, release=digests, manifest=digests, location=text
+    Deployment,
+    name=text,
+    model=text,
+    version=text,
+    variant=text,
+    release=digests,
+    manifest=digests,
+    location=text,
 )
 
 
@@ -43,7 +50,9 @@ def states(draw: st.DrawFn) -> EndpointState:
     pair = [draw(deployments) for _ in "ab"]
     return EndpointState(
         deployments=tuple(
-            Deployment(**{f: getattr(d, f) for f in Deployment.__dataclass_fields__} | {"name": name})
+            Deployment(
+                **{f: getattr(d, f) for f in Deployment.__dataclass_fields__} | {"name": name}
+            )
             for d, name in zip(pair, "ab", strict=True)
         ),
         split=draw(splits),
@@ -61,7 +70,10 @@ for kind, strategy in (
     (Deployment, deployments),
     (TrafficSplit, splits),
     (EndpointState, states()),
-    (EndpointConfig, st.builds(EndpointConfig, settings=st.dictionaries(text, json_values, max_size=2))),
+    (
+        EndpointConfig,
+        st.builds(EndpointConfig, settings=st.dictionaries(text, json_values, max_size=2)),
+    ),
     (TargetGate, st.sampled_from(list(TargetGate.members().values())).flatmap(st.from_type)),
     (float, numbers),
     (str, text),
@@ -133,7 +145,12 @@ GATES = (
 def test_codec_of_gates_distinguishes_them_by_kind() -> None:
     written = codec.dumps(GATES)
     assert codec.loads(written, tuple[Gate, ...]) == GATES
-    assert [document["kind"] for document in json.loads(written)] == ["parity", "metric", "latency", "size"]
+    assert [document["kind"] for document in json.loads(written)] == [
+        "parity",
+        "metric",
+        "latency",
+        "size",
+    ]
 
 
 def test_codec_dumps_returns_canonical_bytes() -> None:
@@ -166,7 +183,9 @@ def test_codec_from_json_of_unchanged_result_document_succeeds() -> None:
     ],
     ids=str,
 )
-def test_codec_from_json_of_wrong_type_raises_corrupt_state_error_with_path(change: dict[str, Any], path: str) -> None:
+def test_codec_from_json_of_wrong_type_raises_corrupt_state_error_with_path(
+    change: dict[str, Any], path: str
+) -> None:
     with pytest.raises(CorruptStateError) as caught:
         codec.from_json({**RESULT, **change}, GateResult, where="the file")
     assert path in caught.value.why
@@ -187,7 +206,9 @@ def test_codec_from_json_of_nested_error_gives_full_path() -> None:
     assert "$.results[1].reason" in caught.value.why
 
 
-@pytest.mark.parametrize("document", [None, [], "size", 3, {"kind": "speed"}, {"max": 3}, {"kind": ["size"], "max": 3}])
+@pytest.mark.parametrize(
+    "document", [None, [], "size", 3, {"kind": "speed"}, {"max": 3}, {"kind": ["size"], "max": 3}]
+)
 def test_codec_from_json_of_invalid_gate_raises_corrupt_state_error(document: Any) -> None:
     with pytest.raises(CorruptStateError):
         codec.from_json([document], tuple[Gate, ...])
@@ -202,7 +223,11 @@ def test_codec_loads_of_invalid_traffic_split_raises_corrupt_state_error() -> No
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_codec_dumps_of_nonfinite_number_raises_value_error(value: float) -> None:
     with pytest.raises(ValueError, match="JSON"):
-        codec.dumps(GateResult(gate="g", metric="m", limit="l", verdict=Verdict.PASS, reason="r", estimate=value))
+        codec.dumps(
+            GateResult(
+                gate="g", metric="m", limit="l", verdict=Verdict.PASS, reason="r", estimate=value
+            )
+        )
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
@@ -214,13 +239,17 @@ def test_codec_loads_of_nonfinite_number_raises_corrupt_state_error(number: str)
         codec.loads(f'{{"kind":"parity","noise_factor":{number}}}'.encode(), ParityGate)
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"a":1}x', b"9" * 10_000])
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"a":1}x', b"9" * 10_000]
+)
 def test_codec_loads_of_invalid_json_raises_corrupt_state_error(data: bytes) -> None:
     with pytest.raises(CorruptStateError):
         codec.loads(data, Manifest, where="somewhere")
 
 
-@pytest.mark.parametrize("data", [b"[]", b'"stable"', b"1", b"null", b'{"stable": 5}', b'{"stable": null, "extra": 1}'])
+@pytest.mark.parametrize(
+    "data", [b"[]", b'"stable"', b"1", b"null", b'{"stable": 5}', b'{"stable": null, "extra": 1}']
+)
 def test_codec_loads_of_other_document_raises_corrupt_state_error(data: bytes) -> None:
     with pytest.raises(CorruptStateError):
         codec.loads(data, Roles)

@@ -12,7 +12,9 @@ from onnx_ops.errors import ConfigError, OnnxOpsError, Problem, config_error, fr
 KINDS = [
     kind
     for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, OnnxOpsError) and not issubclass(kind, ConfigError)
+    if isinstance(kind, type)
+    and issubclass(kind, OnnxOpsError)
+    and not issubclass(kind, ConfigError)
 ]
 
 
@@ -63,7 +65,12 @@ def test_config_error_of_environment_problems_only_has_exit_code_4() -> None:
 
 @pytest.mark.parametrize(
     "document",
-    [{}, {"error": "Problem"}, {"error": "dataclass", "what": 3}, {"error": "ConfigError", "problems": [{"file": 1}]}],
+    [
+        {},
+        {"error": "Problem"},
+        {"error": "dataclass", "what": 3},
+        {"error": "ConfigError", "problems": [{"file": 1}]},
+    ],
 )
 def test_from_document_of_unknown_document_returns_error(document: dict[str, object]) -> None:
     assert isinstance(from_document(document), OnnxOpsError)

@@ -131,8 +131,12 @@ def test_processes_that_count_under_a_lock_lose_no_number(path: Path, function: 
     assert (counter.read_text(), path.exists()) == ("300", function == "hold_lock")
 
 
-def test_lock_of_a_killed_process_is_held_by_its_fork_until_that_ends(path: Path, descriptor: int) -> None:
-    with subprocess.Popen([sys.executable, "-c", FORK, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+def test_lock_of_a_killed_process_is_held_by_its_fork_until_that_ends(
+    path: Path, descriptor: int
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", FORK, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == b"forked\n"
@@ -143,7 +147,9 @@ def test_lock_of_a_killed_process_is_held_by_its_fork_until_that_ends(path: Path
         acquire_lock(descriptor)
 
 
-def test_lock_is_not_inherited_by_a_program_that_its_holder_starts(path: Path, descriptor: int) -> None:
+def test_lock_is_not_inherited_by_a_program_that_its_holder_starts(
+    path: Path, descriptor: int
+) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", START, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:

@@ -31,7 +31,18 @@ class Plugin(Exporter):
 }
 
 
-HEAVY = ("numpy", "onnx", "onnxruntime", "sklearn", "torch", "boto3", "azure", "mlflow", "prefect", "httpx")
+HEAVY = (
+    "numpy",
+    "onnx",
+    "onnxruntime",
+    "sklearn",
+    "torch",
+    "boto3",
+    "azure",
+    "mlflow",
+    "prefect",
+    "httpx",
+)
 
 
 @pytest.fixture
@@ -42,7 +53,9 @@ def versions_unread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("versions_unread")
-def test_plugin_version_of_package_without_distribution_names_its_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_version_of_package_without_distribution_names_its_provider(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(plugins, "_packages", lambda: {"acme_runtime": ["numpy"]})
     assert plugins.version("acme-runtime") == f"numpy {plugins.version('numpy')}"
     assert plugins.version("acme-runtime-of-nobody") == plugins.MISSING
@@ -75,14 +88,18 @@ def test_load_plugin_of_other_distribution_creates_it() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_load_plugin_without_base_class_raises_user_error() -> None:
-    with pytest.raises(UserError, match="acme_underived:Plugin is not an instance of Exporter") as caught:
+    with pytest.raises(
+        UserError, match="acme_underived:Plugin is not an instance of Exporter"
+    ) as caught:
         plugins.load("exporters", "underived")
     assert caught.value.remedy == "Derive its class from onnx_ops.ports.Exporter."
 
 
 @pytest.mark.usefixtures("installed")
 def test_load_plugin_with_missing_package_raises_error_with_install_command() -> None:
-    with pytest.raises(MissingPackageError, match="a_package_that_nobody_has is not installed") as caught:
+    with pytest.raises(
+        MissingPackageError, match="a_package_that_nobody_has is not installed"
+    ) as caught:
         plugins.load("exporters", "needy")
     assert caught.value.where == "exporters plugin needy"
     assert caught.value.remedy == "Install it with: pip install a_package_that_nobody_has"
@@ -102,10 +119,15 @@ def test_install_hint_of_package_in_extra_names_extra(monkeypatch: pytest.Monkey
         (("mlflow",), "it with: pip install 'onnx-ops[mlflow]'"),
         (("onnxmltools", "lightgbm"), "them with: pip install 'onnx-ops[lightgbm]'"),
         (("onnxmltools",), "it with: pip install 'onnx-ops[lightgbm]'"),
-        (("sklearn", "uvloop", "mlflow", "acme"), "them with: pip install 'onnx-ops[mlflow,serve,sklearn]' acme"),
+        (
+            ("sklearn", "uvloop", "mlflow", "acme"),
+            "them with: pip install 'onnx-ops[mlflow,serve,sklearn]' acme",
+        ),
     ],
 )
-def test_install_hint_of_several_packages_names_each_extra_once(packages: tuple[str, ...], words: str) -> None:
+def test_install_hint_of_several_packages_names_each_extra_once(
+    packages: tuple[str, ...], words: str
+) -> None:
     assert plugins.install_hint(*packages) == f"Install {words}"
 
 
@@ -113,7 +135,10 @@ def test_require_with_several_missing_packages_lists_all(monkeypatch: pytest.Mon
     hide(monkeypatch, "mlflow", "boto3")
     with pytest.raises(MissingPackageError) as caught:
         plugins.require("numpy", "mlflow", "boto3", "mlflow", where="pipeline p")
-    assert (caught.value.what, caught.value.where) == ("packages mlflow, boto3 are not installed", "pipeline p")
+    assert (caught.value.what, caught.value.where) == (
+        "packages mlflow, boto3 are not installed",
+        "pipeline p",
+    )
     assert caught.value.remedy == "Install them with: pip install 'onnx-ops[aws,mlflow]'"
 
 
@@ -143,7 +168,9 @@ def test_plugin_modules_import_no_heavy_packages() -> None:
         "        importlib.import_module(point.module)\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stdout == "[]\n"
 
 
@@ -153,15 +180,20 @@ def test_plugin_kind_has_plugins(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "remedy"), [("exporters", "sklaern", "Did you mean 'sklearn'?"), ("endpoints", "qqqqq", "local")]
+    ("kind", "name", "remedy"),
+    [("exporters", "sklaern", "Did you mean 'sklearn'?"), ("endpoints", "qqqqq", "local")],
 )
-def test_load_plugin_of_unknown_name_raises_not_found_error_with_suggestion(kind: str, name: str, remedy: str) -> None:
+def test_load_plugin_of_unknown_name_raises_not_found_error_with_suggestion(
+    kind: str, name: str, remedy: str
+) -> None:
     with pytest.raises(NotFoundError, match=f"no {kind} plugin is called '{name}'") as caught:
         plugins.load(kind, name)
     assert remedy in caught.value.remedy
 
 
-def test_load_cuda_preloads_libraries_for_nvidia_providers_only(capsys: pytest.CaptureFixture[str]) -> None:
+def test_load_cuda_preloads_libraries_for_nvidia_providers_only(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     calls: list[str] = []
 
     def preload() -> None:
@@ -174,7 +206,9 @@ def test_load_cuda_preloads_libraries_for_nvidia_providers_only(capsys: pytest.C
     ort = SimpleNamespace(preload_dlls=preload, set_default_logger_severity=set_severity)
     plugins.load_cuda(ort, ["CPUExecutionProvider"])
     assert calls == []
-    plugins.load_cuda(ort, ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"])
+    plugins.load_cuda(
+        ort, ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
+    )
     assert calls == ["quiet 4", "preload"]
     assert capsys.readouterr().out == ""
 
@@ -194,7 +228,15 @@ def test_plugin_base_class_of_each_kind_derives_from_plugin(kind: str) -> None:
 
 
 def test_package_reads_no_plugin_attributes_by_getattr_or_hasattr() -> None:
-    names = {name for base in (ports.Plugin, ports.Exporter, ports.Optimizer) for name in base.__annotations__}
+    names = {
+        name
+        for base in (ports.Plugin, ports.Exporter, ports.Optimizer)
+        for name in base.__annotations__
+    }
     pattern = re.compile(rf"\b(?:getattr|hasattr)\([^()]*\"(?:{'|'.join(sorted(names))})\"")
     folder = Path(plugins.__file__).parent
-    assert [str(path) for path in folder.rglob("*.py") if pattern.search(path.read_text(encoding="utf-8"))] == []
+    assert [
+        str(path)
+        for path in folder.rglob("*.py")
+        if pattern.search(path.read_text(encoding="utf-8"))
+    ] == []

@@ -33,7 +33,10 @@ def test_disarm_of_any_text_leaves_no_workflow_command(text: str) -> None:
     ("url", "secrets"),
     [
         ("postgresql+psycopg2://user:pw@host/db", (":pw@",)),
-        ("https://user:p%40ssw0rd-1@host/x.onnx?sig=abcdefgh%2F&v=2", ("p%40ssw0rd-1", "p@ssw0rd-1", "abcdefgh")),
+        (
+            "https://user:p%40ssw0rd-1@host/x.onnx?sig=abcdefgh%2F&v=2",
+            ("p%40ssw0rd-1", "p@ssw0rd-1", "abcdefgh"),
+        ),
         ("s3://key:very-secret@bucket/prefix", ("very-secret",)),
     ],
 )
@@ -44,6 +47,8 @@ def test_show_after_hide_secrets_of_url_keeps_host_only(url: str, secrets: tuple
     assert str(urlsplit(url).hostname) in shown
 
 
-@pytest.mark.parametrize("text", ["plain", "Zürich ≤ 5 % 模型", "a::b", "## title", "tab\tline\nnext", "👩‍🔬"])
+@pytest.mark.parametrize(
+    "text", ["plain", "Zürich ≤ 5 % 模型", "a::b", "## title", "tab\tline\nnext", "👩‍🔬"]
+)
 def test_disarm_of_plain_text_returns_it_unchanged(text: str) -> None:
     assert disarm(text) == text

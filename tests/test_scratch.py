@@ -105,7 +105,9 @@ def test_scratch_folder_of_forked_process_survives_until_it_ends(temporary: Path
         assert not folder.exists()
 
 
-def test_scratch_sweep_leaves_links_files_and_other_folders(temporary: Path, tmp_path: Path) -> None:
+def test_scratch_sweep_leaves_links_files_and_other_folders(
+    temporary: Path, tmp_path: Path
+) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "file").write_bytes(b"")
@@ -114,7 +116,11 @@ def test_scratch_sweep_leaves_links_files_and_other_folders(temporary: Path, tmp
     (temporary / "other").mkdir()
     sweep()
     assert (mine / "file").exists()
-    assert {path.name for path in temporary.iterdir()} == {f"{PREFIX}link", f"{PREFIX}file", "other"}
+    assert {path.name for path in temporary.iterdir()} == {
+        f"{PREFIX}link",
+        f"{PREFIX}file",
+        "other",
+    }
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make what belongs to somebody else")
@@ -126,7 +132,9 @@ def test_scratch_sweep_leaves_folders_of_other_users(temporary: Path) -> None:
     assert folder.exists()
 
 
-def test_scratch_folder_removed_before_lock_is_created_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scratch_folder_removed_before_lock_is_created_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     opened = os.open
     taken: list[str] = []
 

@@ -9,7 +9,18 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-METAPHORS = {"bell", "crew", "crown", "glance", "hands", "heats", "herald", "reign", "twin", "workshop"}
+METAPHORS = {
+    "bell",
+    "crew",
+    "crown",
+    "glance",
+    "hands",
+    "heats",
+    "herald",
+    "reign",
+    "twin",
+    "workshop",
+}
 """Words that stood for mechanisms: name the mechanism."""
 VAGUE = {"owed", "owing", "patience", "said", "spoken", "tell", "telling", "tells", "told", "wish"}
 """Words that hide what a name holds: name the value."""
@@ -40,7 +51,12 @@ def test_identifiers_contain_no_metaphors_or_vague_words() -> None:
         names = {path.stem}
         for node in ast.walk(tree):
             match node:
-                case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.arg(arg=name) | ast.Name(id=name):
+                case (
+                    ast.ClassDef(name=name)
+                    | ast.FunctionDef(name=name)
+                    | ast.arg(arg=name)
+                    | ast.Name(id=name)
+                ):
                     names.add(name)
                 case _:
                     pass
@@ -51,18 +67,26 @@ def test_identifiers_contain_no_metaphors_or_vague_words() -> None:
 
 
 def test_docs_and_docstrings_contain_no_ruled_out_words() -> None:
-    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")}
+    texts = {
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+        for path in (ROOT / "docs").rglob("*.md")
+    }
     for path, tree in parse_modules().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 place = f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}"
                 texts[place] = ast.get_docstring(node) or ""
-    assert sorted(f"{place}: {m[0]}" for place, text in texts.items() if (m := _RIDDLES.search(text))) == []
+    assert (
+        sorted(f"{place}: {m[0]}" for place, text in texts.items() if (m := _RIDDLES.search(text)))
+        == []
+    )
 
 
 def test_exception_names_end_in_error() -> None:
     tree = parse_modules()[ROOT / "onnx_ops" / "errors.py"]
-    names = [node.name for node in tree.body if isinstance(node, ast.ClassDef) and node.name != "Problem"]
+    names = [
+        node.name for node in tree.body if isinstance(node, ast.ClassDef) and node.name != "Problem"
+    ]
     assert [name for name in names if not name.endswith("Error")] == []
 
 
@@ -72,6 +96,7 @@ def test_docstrings_contain_no_placeholders() -> None:
         f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}"
         for path, tree in parse_modules().items()
         for node in ast.walk(tree)
-        if isinstance(node, nodes) and re.search(r"\b(TODO|FIXME|XXX)\b", ast.get_docstring(node) or "")
+        if isinstance(node, nodes)
+        and re.search(r"\b(TODO|FIXME|XXX)\b", ast.get_docstring(node) or "")
     ]
     assert found == []

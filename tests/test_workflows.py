@@ -19,7 +19,9 @@ from onnx_ops.cli.main import app
 
 FOLDER = Path(__file__).parents[1] / ".github" / "workflows"
 FILES = sorted(
-    file for file in FOLDER.glob("*.yml") if "workflow_dispatch:\n    inputs:" in file.read_text(encoding="utf-8")
+    file
+    for file in FOLDER.glob("*.yml")
+    if "workflow_dispatch:\n    inputs:" in file.read_text(encoding="utf-8")
 )
 """Those into which people type."""
 HOSTILE = "--help'; $(touch hacked) `touch hacked` \"\n-x"
@@ -70,8 +72,18 @@ def run(file: Path, folder: Path, **given: str) -> tuple[list[str], int]:
         "GITHUB_STEP_SUMMARY": str(folder / "summary"),
     }
     # As GitHub runs `shell: bash`.
-    bash = [shutil.which("bash") or "bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
-    done = subprocess.run(bash, cwd=folder, env=environ, capture_output=True, check=False, timeout=60)
+    bash = [
+        shutil.which("bash") or "bash",
+        "--noprofile",
+        "--norc",
+        "-eo",
+        "pipefail",
+        "-c",
+        step["run"],
+    ]
+    done = subprocess.run(
+        bash, cwd=folder, env=environ, capture_output=True, check=False, timeout=60
+    )
     return json.loads((folder / "called").read_text()), done.returncode
 
 
@@ -88,7 +100,9 @@ def test_workflow_scripts_contain_no_expressions(file: Path) -> None:
     for step in steps_of(workflow):
         assert "${{" not in step.get("run", "")
         for value in map(str, step.get("with", {}).values()):
-            assert "${{" not in value or re.fullmatch(r"\$\{\{ vars\.ONNX_OPS_\w+ \}\}", value), value
+            assert "${{" not in value or re.fullmatch(r"\$\{\{ vars\.ONNX_OPS_\w+ \}\}", value), (
+                value
+            )
         used |= set(re.findall(r"inputs\.(\w+)", json.dumps(step.get("env", {}))))
     assert used == set(inputs_of(workflow))
 
@@ -101,17 +115,35 @@ def test_workflow_secrets_are_in_step_environments_only(file: Path) -> None:
 
 
 def test_rollback_workflow_calls_command_with_inputs(tmp_path: Path) -> None:
-    called, code = run(FOLDER / "rollback.yml", tmp_path, endpoint="digits", reason="wrong on sevens", force="false")
+    called, code = run(
+        FOLDER / "rollback.yml",
+        tmp_path,
+        endpoint="digits",
+        reason="wrong on sevens",
+        force="false",
+    )
     assert code == 0
     found = parsed(called)
-    assert (found["endpoints"], found["reason"], found["wait"]) == (["digits"], "wrong on sevens", True)
-    assert (found["to"], found["force"], found["actor"]) == (None, False, "octocat via github run 42")
-    called, _ = run(FOLDER / "rollback.yml", tmp_path, endpoint="digits", to="3", reason="slow", force="true")
+    assert (found["endpoints"], found["reason"], found["wait"]) == (
+        ["digits"],
+        "wrong on sevens",
+        True,
+    )
+    assert (found["to"], found["force"], found["actor"]) == (
+        None,
+        False,
+        "octocat via github run 42",
+    )
+    called, _ = run(
+        FOLDER / "rollback.yml", tmp_path, endpoint="digits", to="3", reason="slow", force="true"
+    )
     assert (parsed(called)["to"], parsed(called)["force"]) == ("3", True)
 
 
 def test_promote_workflow_calls_command_with_inputs(tmp_path: Path) -> None:
-    called, code = run(FOLDER / "promote.yml", tmp_path, model="digits-mlp", version="3", target="cpu-1t")
+    called, code = run(
+        FOLDER / "promote.yml", tmp_path, model="digits-mlp", version="3", target="cpu-1t"
+    )
     assert code == 0
     found = parsed(called)
     assert (found["version"], found["target"]) == ("digits-mlp/3", "cpu-1t")

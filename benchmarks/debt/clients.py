@@ -41,7 +41,9 @@ class Client:
         goal, deadline = self.answers.count(deployment) + count, time.monotonic() + TIMEOUT_S
         while self.answers.count(deployment) < goal:
             if time.monotonic() > deadline:
-                raise MeasurementError(f"the client gets no answer of {deployment}", why=str(self.answers[-3:]))
+                raise MeasurementError(
+                    f"the client gets no answer of {deployment}", why=str(self.answers[-3:])
+                )
             time.sleep(0.01)
 
     def stop(self) -> None:
@@ -71,7 +73,11 @@ class Client:
             headers = {"content-type": "application/json", **self._route.headers}
             connection.request("POST", place.path, BODY, headers)
             answer = connection.getresponse()
-            return self._route.deployment(answer.headers[self._route.named_by]) if answer.status == 200 else None
+            return (
+                self._route.deployment(answer.headers[self._route.named_by])
+                if answer.status == 200
+                else None
+            )
         except (OSError, http.client.HTTPException):
             return None
         finally:

@@ -94,7 +94,11 @@ class WrongClock(SystemClock):
         self._file = file
 
     def now(self) -> float:
-        return super().now() + self._ahead_s + float(self._file.read_text() if self._file.exists() else 0)
+        return (
+            super().now()
+            + self._ahead_s
+            + float(self._file.read_text() if self._file.exists() else 0)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,25 +129,36 @@ class Place:
         project = open_project(self.root)
         clock = WrongClock(self.ahead_s, self.time_file)
         ledger = self.ledger()
-        context = replace(project.context, registry=self.registry.opened, open_ledger=lambda: ledger, clock=clock)
+        context = replace(
+            project.context, registry=self.registry.opened, open_ledger=lambda: ledger, clock=clock
+        )
         if self.config.provider == "azureml":
-            azure = AzureEndpoints(project.settings.endpoints, project.settings.trusted_keys, policy=POLICY)
+            azure = AzureEndpoints(
+                project.settings.endpoints, project.settings.trusted_keys, policy=POLICY
+            )
             context = replace(context, provider=lambda _: azure)
         return context
 
     def ledger(self) -> ObjectLedger:
         """A ledger of its own for each endpoint, so that no two have anything to do with each other."""
-        return ObjectLedger(LocalObjects(self.shared / "ledgers" / self.config.endpoint), make_ledger_keys())
+        return ObjectLedger(
+            LocalObjects(self.shared / "ledgers" / self.config.endpoint), make_ledger_keys()
+        )
 
     def state(self) -> ReleaseState:
         return self.ledger().state(self.config.endpoint)
 
     def version(self, number: str) -> Deployment:
         deployment = self.state().known[number]
-        return replace(deployment, location=open_project(self.root).context.files.place(deployment.manifest))
+        return replace(
+            deployment, location=open_project(self.root).context.files.place(deployment.manifest)
+        )
 
     def is_requested(self) -> bool:
-        return any(isinstance(entry.body, RollbackRequested) for entry in self.ledger().read(self.config.endpoint))
+        return any(
+            isinstance(entry.body, RollbackRequested)
+            for entry in self.ledger().read(self.config.endpoint)
+        )
 
     def requested_at(self) -> float:
         """When the rollback was requested first, in seconds since the epoch."""
@@ -158,9 +173,14 @@ class Place:
     def intents_for_the_rolled_back(self) -> int:
         """How many effects after the request, as the ledger shows them, were to give traffic to version 2."""
         bodies = [entry.body for entry in self.ledger().read(self.config.endpoint)]
-        requests = [number for number, body in enumerate(bodies) if isinstance(body, RollbackRequested)]
+        requests = [
+            number for number, body in enumerate(bodies) if isinstance(body, RollbackRequested)
+        ]
         after = bodies[requests[0] :] if requests else []
-        return sum(isinstance(body, Intent) and bool(body.action.state.split.weights.get("v2")) for body in after)
+        return sum(
+            isinstance(body, Intent) and bool(body.action.state.split.weights.get("v2"))
+            for body in after
+        )
 
 
 def create_project(root: Path) -> FakeRegistry:
@@ -170,14 +190,22 @@ def create_project(root: Path) -> FakeRegistry:
     assert signer is not None
     registry = FakeRegistry()
     for seed in ("a", "b"):
-        registry.publish(_signed(publication(root / "files", model=MODEL, seed=seed, target=TARGET), signer))
+        registry.publish(
+            _signed(publication(root / "files", model=MODEL, seed=seed, target=TARGET), signer)
+        )
     return registry
 
 
 def _signed(made: Publication, signer: Signer) -> Publication:
     """The publication with decisions that the project's own key has signed."""
     variants = (
-        replace(v, signed={target: sign_record(decision.record, signer) for target, decision in v.signed.items()})
+        replace(
+            v,
+            signed={
+                target: sign_record(decision.record, signer)
+                for target, decision in v.signed.items()
+            },
+        )
         for v in made.variants
     )
     return replace(made, variants=tuple(variants))
@@ -209,7 +237,11 @@ def serve_both(place: Place, keep_first: bool) -> None:
     promote(context, MODEL, "2", TARGET)
     reconcile_until_stable(context, place.config.endpoint)
     actual = context.provider(place.config.provider).observe(place.config)
-    if actual is None or not serves_only(actual, place.version("2")) or len(actual.deployments) != 1 + keep_first:
+    if (
+        actual is None
+        or not serves_only(actual, place.version("2"))
+        or len(actual.deployments) != 1 + keep_first
+    ):
         raise SystemExit(f"version 2 does not serve: {actual}")
 
 
@@ -230,7 +262,9 @@ def serve_canary(place: Place) -> None:
 
 def request(place: Place, timeout_s: float) -> None:
     """Ask once for a rollback, as the command does. Ends 0 if it was carried out or is pending."""
-    _, errors = roll_back_each(place.context(), (place.config.endpoint,), reason="a trial", timeout_s=timeout_s)
+    _, errors = roll_back_each(
+        place.context(), (place.config.endpoint,), reason="a trial", timeout_s=timeout_s
+    )
     if not all(isinstance(error, StillPendingError) for error in errors.values()):
         raise SystemExit(f"{errors}")
 
@@ -256,7 +290,11 @@ def watch(place: Place, connection: Connection | None = None) -> None:
     if place.machine:
         socket.gethostname = lambda: place.machine  # by which leases name their holder
     WatchLoop(
-        place.context(), ReconcileQueue(), interval_s=0.5, endpoints=(place.config.endpoint,), on_event=lambda _: None
+        place.context(),
+        ReconcileQueue(),
+        interval_s=0.5,
+        endpoints=(place.config.endpoint,),
+        on_event=lambda _: None,
     ).run()
 
 

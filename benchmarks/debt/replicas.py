@@ -46,7 +46,9 @@ class Replicas(Site):
     The faults concern a finished release, and, with `, canary` in their names, a candidate with half of the traffic.
     """
 
-    def __init__(self, root: Path, kind: str, url: str, port: int, route: Callable[[int], dict[str, str]]) -> None:
+    def __init__(
+        self, root: Path, kind: str, url: str, port: int, route: Callable[[int], dict[str, str]]
+    ) -> None:
         super().__init__(root)
         self.name = f"replicas-{kind}"
         self._url = url or str(root / "place")
@@ -65,23 +67,39 @@ class Replicas(Site):
             "newcomer": Fault(apply=self._newcomer, newcomers=1),
             "two reconcilers": Fault(apply=self._store_down, followers=2),
             **({"read-only": Fault(apply=self._read_only)} if port or mount else {}),
-            **({"slow": Fault(apply=self._slow), "response lost": Fault(apply=self._response_lost)} if port else {}),
-            **({} if port else {"operator's share not mounted": Fault(apply=self._unmount_operator)}),
+            **(
+                {"slow": Fault(apply=self._slow), "response lost": Fault(apply=self._response_lost)}
+                if port
+                else {}
+            ),
+            **(
+                {}
+                if port
+                else {"operator's share not mounted": Fault(apply=self._unmount_operator)}
+            ),
         }
         lapsing = {
-            "store down past the lease, canary": replace(faults["store down"], candidate=True, broken_s=LAPSED_S),
+            "store down past the lease, canary": replace(
+                faults["store down"], candidate=True, broken_s=LAPSED_S
+            ),
             "replica cut off past the lease, canary": replace(
                 faults["replica cut off"], replicas=2, candidate=True, broken_s=LAPSED_S
             ),
         }
         self.faults = (
-            faults | {f"{name}, canary": replace(fault, candidate=True) for name, fault in faults.items()} | lapsing
+            faults
+            | {f"{name}, canary": replace(fault, candidate=True) for name, fault in faults.items()}
+            | lapsing
         )
 
     def place(self, endpoint: str, fault: str = "") -> Place:
         count = self.faults[fault].replicas if fault else 1
         url = f"{self._url}/{endpoint}" if self._port else str(self._mounts / endpoint / OPERATOR)
-        settings: dict[str, Json] = {"control": f"{url}/control", "reports": f"{url}/reports", "replicas": count}
+        settings: dict[str, Json] = {
+            "control": f"{url}/control",
+            "reports": f"{url}/reports",
+            "replicas": count,
+        }
         config = config_of(endpoint, "replicas", settings)
         return Place(root=self.root, shared=self.root, config=config, environment=self.environment)
 
@@ -118,11 +136,18 @@ class Replicas(Site):
     def routes(self, place: Place) -> list[Route]:
         """Return where the replicas answer, newcomers included, once those that run serve the newest table."""
         replicas = self._replicas
-        numbers = filter(None, map(TableNumber.parse, open_objects(replicas.control_url).list_names(FOLDER)))
+        numbers = filter(
+            None, map(TableNumber.parse, open_objects(replicas.control_url).list_names(FOLDER))
+        )
         newest = max(numbers)
-        until(lambda: all(replicas.adopted(name) == newest for name in replicas.processes), pause_s=0.1)
+        until(
+            lambda: all(replicas.adopted(name) == newest for name in replicas.processes),
+            pause_s=0.1,
+        )
         return [
-            Route(url=f"{replicas.address(name)}/invocations", headers={}, named_by=DEPLOYMENT_HEADER)
+            Route(
+                url=f"{replicas.address(name)}/invocations", headers={}, named_by=DEPLOYMENT_HEADER
+            )
             for name in replicas.ports
         ]
 
@@ -134,7 +159,10 @@ class Replicas(Site):
             replicas.environ = self._route(self._proxies[name].port)
         else:
             share = self._mount_share(name)
-            replicas.control_url, replicas.reports_url = str(share / "control"), str(share / "reports")
+            replicas.control_url, replicas.reports_url = (
+                str(share / "control"),
+                str(share / "reports"),
+            )
         replicas.start(name)
         replicas.control_url, replicas.reports_url = urls
 
@@ -212,11 +240,20 @@ class Replicas(Site):
         where = "/control/" if variant else "/"
         if self._port:
             refused = Treatment(refusal=self._refusal)
-            return self._treat(lambda method, target: refused if method in _WRITES and where in target else Treatment())
+            return self._treat(
+                lambda method, target: (
+                    refused if method in _WRITES and where in target else Treatment()
+                )
+            )
         folder = self._folder(place) / where.strip("/")
-        for options in (["--bind", str(folder), str(folder)], ["-o", "remount,ro,bind", str(folder)]):
+        for options in (
+            ["--bind", str(folder), str(folder)],
+            ["-o", "remount,ro,bind", str(folder)],
+        ):
             subprocess.run([*self._mount, *options], check=True, capture_output=True)
-        self._broken.callback(subprocess.run, [*self._mount[:-1], "umount", "--lazy", str(folder)], check=True)
+        self._broken.callback(
+            subprocess.run, [*self._mount[:-1], "umount", "--lazy", str(folder)], check=True
+        )
         return self._broken.close
 
     def _slow(self, place: Place, variant: bool) -> Repair:
@@ -229,7 +266,9 @@ class Replicas(Site):
         del place
         where = "/" if variant else f"/{FOLDER}/"
         lost = Treatment(loses_answer=True)
-        return self._treat(lambda method, target: lost if method in _WRITES and where in target else Treatment())
+        return self._treat(
+            lambda method, target: lost if method in _WRITES and where in target else Treatment()
+        )
 
     def _folder(self, place: Place) -> Path:
         return Path(self._url) / place.config.endpoint

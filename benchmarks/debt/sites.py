@@ -151,7 +151,9 @@ def mount_command(probe: Path) -> tuple[str, ...]:
                 return command
         except (OSError, subprocess.CalledProcessError) as error:
             why = str(getattr(error, "stderr", "") or error).strip()
-    print(f"NOT TRIED: a full disk, as none can be mounted here: {why}", file=sys.stderr, flush=True)
+    print(
+        f"NOT TRIED: a full disk, as none can be mounted here: {why}", file=sys.stderr, flush=True
+    )
     return ()
 
 
@@ -184,11 +186,15 @@ class Local(Site):
             "token unreadable": Fault(apply=self._token_unreadable, down=True),
             **({"disk full": Fault(apply=self._disk_full)} if self._mount else {}),
             "previous files gone": Fault(apply=without_files(files_gone, self._kill), down=True),
-            "previous files damaged": Fault(apply=without_files(files_damaged, self._kill), down=True),
+            "previous files damaged": Fault(
+                apply=without_files(files_damaged, self._kill), down=True
+            ),
         }
 
     def route(self, place: Place) -> Route:
-        return Route(url=f"{self._address(place)}/invocations", headers={}, named_by=DEPLOYMENT_HEADER)
+        return Route(
+            url=f"{self._address(place)}/invocations", headers={}, named_by=DEPLOYMENT_HEADER
+        )
 
     @contextmanager
     def endpoint(self, place: Place, fault: str) -> Iterator[None]:
@@ -287,11 +293,19 @@ class SageMaker(Site):
             "429": Fault(apply=self._answers("throttle")),
             "500": Fault(apply=self._answers("error")),
             "connection reset": Fault(apply=self._answers("drop")),
-            "response lost": Fault(apply=self._answers("drop", only="SageMaker.Update", after=True)),
-            "capacity missing": Fault(apply=self._behaves({"quota": quota}, {"taken_back": capacity}), unloaded=True),
+            "response lost": Fault(
+                apply=self._answers("drop", only="SageMaker.Update", after=True)
+            ),
+            "capacity missing": Fault(
+                apply=self._behaves({"quota": quota}, {"taken_back": capacity}), unloaded=True
+            ),
             "image cannot start": Fault(apply=self._behaves({"taken_back": ping}), unloaded=True),
-            "previous files gone": Fault(apply=without_files(files_gone, self._drop_archive), unloaded=True),
-            "previous files damaged": Fault(apply=without_files(files_damaged, self._drop_archive), unloaded=True),
+            "previous files gone": Fault(
+                apply=without_files(files_gone, self._drop_archive), unloaded=True
+            ),
+            "previous files damaged": Fault(
+                apply=without_files(files_damaged, self._drop_archive), unloaded=True
+            ),
         }
 
     def route(self, place: Place) -> Route:
@@ -346,8 +360,12 @@ class AzureMl(Site):
             "response lost": Fault(apply=self._answers("drop", writes=True, after=True)),
             "capacity missing": Fault(apply=self._no_quota, unloaded=True),
             "image cannot start": Fault(apply=self._no_start, unloaded=True),
-            "previous files gone": Fault(apply=without_files(files_gone, self._drop_blobs), unloaded=True),
-            "previous files damaged": Fault(apply=without_files(files_damaged, self._drop_blobs), unloaded=True),
+            "previous files gone": Fault(
+                apply=without_files(files_gone, self._drop_blobs), unloaded=True
+            ),
+            "previous files damaged": Fault(
+                apply=without_files(files_damaged, self._drop_blobs), unloaded=True
+            ),
         }
 
     def route(self, place: Place) -> Route:
@@ -365,7 +383,11 @@ class AzureMl(Site):
     def _answers(self, fault: AzureFault, *, writes: bool = False, after: bool = False) -> Break:
         def decide(number: int, call: Call) -> FaultRule | None:
             del number
-            return FaultRule(fault=fault, after=after) if not writes or call.method in ("PUT", "DELETE") else None
+            return (
+                FaultRule(fault=fault, after=after)
+                if not writes or call.method in ("PUT", "DELETE")
+                else None
+            )
 
         def apply(place: Place, variant: bool) -> Repair:
             del place, variant

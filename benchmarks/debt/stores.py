@@ -23,7 +23,11 @@ def open_store(kind: str) -> Iterator[tuple[str, int, Callable[[int], dict[str, 
         with s3() as endpoint:
             os.environ["AWS_ENDPOINT_URL"] = endpoint
             port = int(endpoint.rpartition(":")[2])
-            yield f"s3://{BUCKET}", port, lambda proxy: _list_aws({"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy}"})
+            yield (
+                f"s3://{BUCKET}",
+                port,
+                lambda proxy: _list_aws({"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy}"}),
+            )
     else:
         with tempfile.TemporaryDirectory() as packages, azurite(Path(packages), "places") as opened:
             os.environ["AZURE_STORAGE_CONNECTION_STRING"] = opened
@@ -31,10 +35,14 @@ def open_store(kind: str) -> Iterator[tuple[str, int, Callable[[int], dict[str, 
             yield (
                 "abfs://places",
                 port,
-                lambda proxy: {"AZURE_STORAGE_CONNECTION_STRING": opened.replace(f":{port}/", f":{proxy}/")},
+                lambda proxy: {
+                    "AZURE_STORAGE_CONNECTION_STRING": opened.replace(f":{port}/", f":{proxy}/")
+                },
             )
 
 
 def _list_aws(changed: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of AWS: a process of a fork server that is older than the store lacks them."""
-    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")} | dict(changed)
+    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")} | dict(
+        changed
+    )

@@ -23,7 +23,10 @@ TAG_BYTES = 900
 
 def program(name: str) -> str | None:
     """One of PostgreSQL's programs; Debian keeps them off the path."""
-    found = [shutil.which(name), *map(str, sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"), reverse=True))]
+    found = [
+        shutil.which(name),
+        *map(str, sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"), reverse=True)),
+    ]
     return next((path for path in found if path), None)
 
 
@@ -49,12 +52,26 @@ def postgresql(folder: Path) -> Iterator[str]:
         for parent in [folder, *folder.parents]:
             if parent.owner() == "root" and parent.stat().st_mode & 0o777 == 0o700:
                 parent.chmod(0o711)
-    made = [str(program("initdb")), "-D", str(data), "-U", "onnxops", "--auth=trust", "-E", "UTF8", "--no-locale"]
+    made = [
+        str(program("initdb")),
+        "-D",
+        str(data),
+        "-U",
+        "onnxops",
+        "--auth=trust",
+        "-E",
+        "UTF8",
+        "--no-locale",
+    ]
     subprocess.run(made, check=True, user=user, stdout=subprocess.DEVNULL, cwd="/")
     options = ["-p", str(port), "-c", "listen_addresses=127.0.0.1", "-k", str(data)]
     with (folder / "postgresql.log").open("wb") as log:
         server = subprocess.Popen(
-            [str(program("postgres")), "-D", str(data), *options], user=user, stdout=log, stderr=log, cwd="/"
+            [str(program("postgres")), "-D", str(data), *options],
+            user=user,
+            stdout=log,
+            stderr=log,
+            cwd="/",
         )
     try:
         _until_it_listens(port, server)
@@ -93,7 +110,13 @@ def populate(uri: str, folder: Path, *, models: int, versions: int, alias: str) 
     engine = sqlalchemy.create_engine(uri)
     tables = sqlalchemy.MetaData()
     tables.reflect(
-        engine, only=["registered_models", "model_versions", "model_version_tags", "registered_model_aliases"]
+        engine,
+        only=[
+            "registered_models",
+            "model_versions",
+            "model_version_tags",
+            "registered_model_aliases",
+        ],
     )
     each, now = versions // models, 1_700_000_000_000
     names = [f"model-{number:03d}" for number in range(models)]
@@ -107,7 +130,9 @@ def populate(uri: str, folder: Path, *, models: int, versions: int, alias: str) 
     said["mlflow.onnx_ops.decision.cpu-1t"] = "x" * TAG_BYTES
     stamp = {"creation_time": now, "last_updated_time": now}
     with engine.begin() as connection:
-        connection.execute(tables.tables["registered_models"].insert(), [{"name": name, **stamp} for name in names])
+        connection.execute(
+            tables.tables["registered_models"].insert(), [{"name": name, **stamp} for name in names]
+        )
         rows = [
             {
                 "name": name,

@@ -71,7 +71,10 @@ def main() -> int:
     options = arguments()
     triton = (options.triton or options.cache / "triton").resolve()
     if not Triton.is_in(triton):
-        print(f"Triton takes no part: {triton} has no bin/tritonserver with backends/onnxruntime.", file=sys.stderr)
+        print(
+            f"Triton takes no part: {triton} has no bin/tritonserver with backends/onnxruntime.",
+            file=sys.stderr,
+        )
         triton = None
     rounds, seconds, starts = (3, 1.0, 1) if options.quick else (options.rounds, 3.0, 3)
     scores: list[Score] = []
@@ -81,7 +84,9 @@ def main() -> int:
         write_all(folder)
 
         def play(matches: list[Match]) -> list[Score]:
-            played = run_matches(matches, rounds=rounds, seconds=seconds, starts=starts, folder=folder)
+            played = run_matches(
+                matches, rounds=rounds, seconds=seconds, starts=starts, folder=folder
+            )
             scores.extend(played)
             return played
 
@@ -99,10 +104,22 @@ def main() -> int:
     claims += [*claims_of_triton(board), claim_of_failures(board)]
     if options.page:
         text = f"Load by {generator()}, {rounds} rounds of {seconds:g} s, {os.cpu_count()} cores."
-        fill(options.page, "serving", f"{text}\n\n{markdown(HEAD, rows_of(board))}\n\n{promises(claims)}")
+        fill(
+            options.page,
+            "serving",
+            f"{text}\n\n{markdown(HEAD, rows_of(board))}\n\n{promises(claims)}",
+        )
     if options.json:
         matches = [score.document() for score in scores]
-        print(json.dumps({"load": generator(), "matches": matches, "claims": [asdict(claim) for claim in claims]}))
+        print(
+            json.dumps(
+                {
+                    "load": generator(),
+                    "matches": matches,
+                    "claims": [asdict(claim) for claim in claims],
+                }
+            )
+        )
     else:
         print(f"load by {generator()}, {rounds} rounds of {seconds:g} s")
         show(board, claims)
@@ -110,15 +127,23 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three rounds of a second: shows gross breaks")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="three rounds of a second: shows gross breaks"
+    )
     parser.add_argument("--only", choices=("mlp", "cnn", "image", "dense"), help="one model")
     parser.add_argument("--rounds", type=int, default=7, help="turns of every contestant (7)")
     parser.add_argument("--json", action="store_true", help="one JSON document")
     parser.add_argument("--page", type=Path, help="page to write the figures into")
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "onnx-ops-benchmarks"
-    parser.add_argument("--cache", type=Path, default=cache, help=f"environments of the others ({cache})")
-    parser.add_argument("--triton", type=Path, help="folder of an installed Triton (triton below --cache)")
+    parser.add_argument(
+        "--cache", type=Path, default=cache, help=f"environments of the others ({cache})"
+    )
+    parser.add_argument(
+        "--triton", type=Path, help="folder of an installed Triton (triton below --cache)"
+    )
     return parser.parse_args()
 
 
@@ -134,14 +159,23 @@ def list_mlp_matches(folder: Path, cache: Path, triton: Path | None) -> list[Mat
         TunedUvicorn("raw ASGI, no model", "hello", "/", MLP, folder),
         *floor(MLP, folder, ours.call()),
     ]
-    everyone = [*callers, (KEYED, ours, ours.keyed()), *((other.name, other, other.call()) for other in others)]
+    everyone = [
+        *callers,
+        (KEYED, ours, ours.keyed()),
+        *((other.name, other, other.call()) for other in others),
+    ]
     alone = [*list_matches(everyone, (1,)), *list_matches(everyone, (1,), together=True)]
     return [*alone, *list_matches(everyone, (16,)), *list_matches(callers, (64,))]
 
 
 def list_cnn_matches(folder: Path, triton: Path | None) -> list[Match]:
-    callers, tuned = list_callers(Ours(OURS, CNN, folder), folder, triton), tuned_snippet(CNN, folder)
-    return list_matches([*callers, (TUNED, tuned, tuned.call())], (8,)) + list_matches(callers, (16, 64))
+    callers, tuned = (
+        list_callers(Ours(OURS, CNN, folder), folder, triton),
+        tuned_snippet(CNN, folder),
+    )
+    return list_matches([*callers, (TUNED, tuned, tuned.call())], (8,)) + list_matches(
+        callers, (16, 64)
+    )
 
 
 def list_image_matches(folder: Path, triton: Path | None) -> list[Match]:
@@ -175,7 +209,9 @@ def list_callers(ours: Ours, folder: Path, triton: Path | None) -> list[Caller]:
     return callers
 
 
-def list_matches(callers: list[Caller], connections: tuple[int, ...], *, together: bool = False) -> list[Match]:
+def list_matches(
+    callers: list[Caller], connections: tuple[int, ...], *, together: bool = False
+) -> list[Match]:
     return [
         Match(name=name, contestant=contestant, call=call, connections=count, together=together)
         for count in connections

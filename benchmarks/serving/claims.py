@@ -48,11 +48,15 @@ def claims_of_mlp(board: Board, bare_us: float) -> list[Claim]:
     cpu, snippet = min(ours.cpu_us), min(board.find(SNIPPET, "mlp", "16").cpu_us)
     alone = board.faster(OURS, SNIPPET, "mlp", "1, one CPU")
     return [
-        _at_most("server CPU a request against the snippet's, 16 connections", cpu / snippet, 0.085, "× "),
+        _at_most(
+            "server CPU a request against the snippet's, 16 connections", cpu / snippet, 0.085, "× "
+        ),
         _at_most(f"the same against session.run alone ({bare_us:.1f} µs)", cpu / bare_us, 4, "× "),
         _about("requests/s against the snippet, 1 connection, one processor", alone, 10),
         _about("the same, 16 connections", board.faster(OURS, SNIPPET, "mlp", "16"), 13),
-        _at_least("requests/s against mlflow, 16 connections", board.faster(OURS, MLFLOW, "mlp", "16"), 25),
+        _at_least(
+            "requests/s against mlflow, 16 connections", board.faster(OURS, MLFLOW, "mlp", "16"), 25
+        ),
         _at_most("seconds from start to the first answer", ours.ready_s, 1, ""),
         _at_most("memory (PSS of all processes), MB", ours.pss / 1e6, 70, ""),
     ]
@@ -107,10 +111,28 @@ def claim_of_failures(board: Board) -> Claim:
     ours = [s for s in board.scores if s.match.name.startswith(OURS)]
     failed, requests = sum(s.failed for s in ours), sum(s.requests for s in ours)
     is_met = failed == 0 and requests > 0
-    return Claim(gate=OURS, what="failed requests", bound="0", figure=f"{failed} of {requests:,}", is_met=is_met)
+    return Claim(
+        gate=OURS,
+        what="failed requests",
+        bound="0",
+        figure=f"{failed} of {requests:,}",
+        is_met=is_met,
+    )
 
 
-HEAD = ("server", "model", "conn.", "req/s", "× snippet", "CPU µs", "p50 µs", "p99 µs", "ready s", "PSS MB", "failed")
+HEAD = (
+    "server",
+    "model",
+    "conn.",
+    "req/s",
+    "× snippet",
+    "CPU µs",
+    "p50 µs",
+    "p99 µs",
+    "ready s",
+    "PSS MB",
+    "failed",
+)
 
 
 def rows_of(board: Board) -> list[tuple[str, ...]]:
@@ -137,17 +159,29 @@ def rows_of(board: Board) -> list[tuple[str, ...]]:
 
 
 def show(board: Board, claims: Sequence[Claim]) -> None:
-    table("rounds in turn; CPU of all the server's processes, the least round; else medians", HEAD, rows_of(board))
+    table(
+        "rounds in turn; CPU of all the server's processes, the least round; else medians",
+        HEAD,
+        rows_of(board),
+    )
     head = ("", "server", "what", "bound", "figure")
     table("promises", head, [(c.outcome, c.gate, c.what, c.bound, c.figure) for c in claims])
 
 
 def _at_most(what: str, figure: float, bound: float, unit: str) -> Claim:
-    return Claim(gate=OURS, what=what, bound=f"≤ {unit}{bound:g}", figure=f"{figure:.3g}", is_met=figure <= bound)
+    return Claim(
+        gate=OURS,
+        what=what,
+        bound=f"≤ {unit}{bound:g}",
+        figure=f"{figure:.3g}",
+        is_met=figure <= bound,
+    )
 
 
 def _at_least(what: str, figure: float, bound: float) -> Claim:
-    return Claim(gate=OURS, what=what, bound=f"≥ × {bound:g}", figure=f"{figure:.3g}", is_met=figure >= bound)
+    return Claim(
+        gate=OURS, what=what, bound=f"≥ × {bound:g}", figure=f"{figure:.3g}", is_met=figure >= bound
+    )
 
 
 def _about(what: str, figure: float, bound: float) -> Claim:

@@ -81,14 +81,18 @@ class Contestant(ABC):
         while not self.answers(call):
             if self._process.poll() is not None or time.perf_counter() - begun > _READY_S:
                 self.stop()
-                raise SystemExit(f"{self.name} did not start:\n{(self.folder / 'log').read_text()[-3000:]}")
+                raise SystemExit(
+                    f"{self.name} did not start:\n{(self.folder / 'log').read_text()[-3000:]}"
+                )
             time.sleep(0.005)
         return time.perf_counter() - begun
 
     def answers(self, call: Call) -> bool:
         """Whether the request is answered 200."""
         headers = {"content-type": "application/json", **call.headers}
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{call.path}", call.bodies[0], headers)
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{call.path}", call.bodies[0], headers
+        )
         try:
             with urllib.request.urlopen(request, timeout=10) as answer:
                 return bool(answer.status == 200)
@@ -120,7 +124,10 @@ class OpenInference(Contestant):
         shape = json.dumps([1, *self.model.shape])
         head = f'{{"inputs": [{{"name": "x", "datatype": "FP32", "shape": {shape}, "data": '
         texts = [f"{head}{row}}}]}}" for row in self.model.flat()]
-        bodies = [(text.replace(" ", "") if place % 2 else text).encode() for place, text in enumerate(texts)]
+        bodies = [
+            (text.replace(" ", "") if place % 2 else text).encode()
+            for place, text in enumerate(texts)
+        ]
         return Call(path=f"/v2/models/{self.model.name}/infer", bodies=bodies)
 
     def binary(self) -> Call:
@@ -132,9 +139,16 @@ class OpenInference(Contestant):
             "shape": list(rows[0].shape),
             "parameters": {"binary_data_size": rows[0].nbytes},
         }
-        header = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
-        headers = {"content-type": "application/octet-stream", "inference-header-content-length": str(len(header))}
-        return replace(self.call(), bodies=[header + row.tobytes() for row in rows], headers=headers)
+        header = json.dumps(
+            {"inputs": [tensor], "parameters": {"binary_data_output": True}}
+        ).encode()
+        headers = {
+            "content-type": "application/octet-stream",
+            "inference-header-content-length": str(len(header)),
+        }
+        return replace(
+            self.call(), bodies=[header + row.tobytes() for row in rows], headers=headers
+        )
 
 
 class Ours(OpenInference):
@@ -231,7 +245,10 @@ class Triton(OpenInference):
             "allow-grpc": "false",
             "allow-metrics": "false",
         }
-        return [self._home / "bin" / "tritonserver", *(f"--{name}={value}" for name, value in options.items())]
+        return [
+            self._home / "bin" / "tritonserver",
+            *(f"--{name}={value}" for name, value in options.items()),
+        ]
 
 
 class Uvicorn(Contestant):
@@ -248,20 +265,37 @@ class Uvicorn(Contestant):
         self._path = path
 
     def command(self) -> list[str | Path]:
-        app: list[str | Path] = [sys.executable, "-m", "uvicorn", "--app-dir", _PEERS, f"{self._module}:app"]
+        app: list[str | Path] = [
+            sys.executable,
+            "-m",
+            "uvicorn",
+            "--app-dir",
+            _PEERS,
+            f"{self._module}:app",
+        ]
         return [*app, "--port", str(self.port), *self.options]
 
     def environ(self) -> Mapping[str, str]:
         return {"MODEL": str(self.file)}
 
     def call(self) -> Call:
-        return Call(path=self._path, bodies=[f'{{"x": {row}}}'.encode() for row in self.model.nested()])
+        return Call(
+            path=self._path, bodies=[f'{{"x": {row}}}'.encode() for row in self.model.nested()]
+        )
 
 
 class TunedUvicorn(Uvicorn):
     """Without a line in a log for each request."""
 
-    options = ("--loop", "uvloop", "--http", "httptools", "--no-access-log", "--log-level", "warning")
+    options = (
+        "--loop",
+        "uvloop",
+        "--http",
+        "httptools",
+        "--no-access-log",
+        "--log-level",
+        "warning",
+    )
 
 
 class MlflowServe(Contestant):
@@ -346,6 +380,13 @@ def make_environment(place: Path, requirements: Path) -> None:
         return
     print(f"installing {requirements.name} into {place} ...", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
-    pip: list[str | Path] = [place / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    pip: list[str | Path] = [
+        place / "bin" / "python",
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "--quiet",
+    ]
     subprocess.run([*pip, "-r", requirements], check=True)
     done.write_bytes(requirements.read_bytes())

@@ -43,12 +43,24 @@ def burst(call: Call, port: int, *, connections: int, seconds: float, folder: Pa
     settings = {
         "BODY": str(folder / "body-"),
         "BODIES": str(len(call.bodies)),
-        "REQUESTS": str(max(len(call.bodies), call.keys, min(_REQUESTS, _REQUESTS_BYTES // len(call.bodies[0])))),
+        "REQUESTS": str(
+            max(len(call.bodies), call.keys, min(_REQUESTS, _REQUESTS_BYTES // len(call.bodies[0])))
+        ),
         "KEYS": str(call.keys),
         "HEADERS": headers,
     }
     done = subprocess.run(
-        ["wrk", "-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "--timeout", "30s", "-s", _SCRIPT, url],
+        [
+            "wrk",
+            "-t1",
+            f"-c{connections}",
+            f"-d{max(1, round(seconds))}s",
+            "--timeout",
+            "30s",
+            "-s",
+            _SCRIPT,
+            url,
+        ],
         env={**os.environ, **settings},
         capture_output=True,
         text=True,

@@ -58,7 +58,9 @@ DENSE = Model(name="dense", shape=(2048,), outputs=2048, batchable=True)
 
 def write_all(folder: Path) -> None:
     """Write the models below `folder`."""
-    _write(folder, MLP, _mlp(), {"w1": (16, 32), "b1": (32,), "w2": (32, CLASSES), "b2": (CLASSES,)})
+    _write(
+        folder, MLP, _mlp(), {"w1": (16, 32), "b1": (32,), "w2": (32, CLASSES), "b2": (CLASSES,)}
+    )
     shapes = {
         "w1": (32, 1, 3, 3),
         "b1": (32,),
@@ -69,7 +71,12 @@ def write_all(folder: Path) -> None:
     }
     _write(folder, CNN, _cnn(), shapes)
     _write(folder, DENSE, _dense(), {"w1": (2048, 2048), "w2": (2048, 2048), "w3": (2048, 2048)})
-    _write(folder, IMAGE, _patches(), {"w1": (8, 3, 16, 16), "b1": (8,), "w2": (8, CLASSES), "b2": (CLASSES,)})
+    _write(
+        folder,
+        IMAGE,
+        _patches(),
+        {"w1": (8, 3, 16, 16), "b1": (8,), "w2": (8, CLASSES), "b2": (CLASSES,)},
+    )
 
 
 def _mlp() -> list[onnx.NodeProto]:
@@ -120,7 +127,9 @@ def _dense() -> list[onnx.NodeProto]:
     ]
 
 
-def _write(folder: Path, model: Model, nodes: Sequence[onnx.NodeProto], shapes: dict[str, tuple[int, ...]]) -> None:
+def _write(
+    folder: Path, model: Model, nodes: Sequence[onnx.NodeProto], shapes: dict[str, tuple[int, ...]]
+) -> None:
     draw = np.random.default_rng(1)
     weights = [
         numpy_helper.from_array((0.1 * draw.standard_normal(shape)).astype(np.float32), name)

@@ -59,7 +59,12 @@ def json_bodies() -> list[bytes]:
 def binary_bodies() -> list[tuple[bytes, int]]:
     """Bodies, each with the length of its JSON header."""
     draw = np.random.default_rng(1).random((REQUESTS, *MLP.shape)).astype(np.float32)
-    tensor = {"name": "x", "datatype": "FP32", "shape": [1, *MLP.shape], "parameters": {"binary_data_size": 64}}
+    tensor = {
+        "name": "x",
+        "datatype": "FP32",
+        "shape": [1, *MLP.shape],
+        "parameters": {"binary_data_size": 64},
+    }
     header = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
     return [(header + row.tobytes(), len(header)) for row in draw]
 
@@ -106,7 +111,12 @@ def behind_gateway(number: int) -> dict[str, str]:
     }
     if number % 2:
         return {**traced(number), **common, "user-agent": "python-httpx/0.28.1", "accept": "*/*"}
-    return {**traced(number), **common, "User-Agent": "Go-http-client/1.1", "Accept-Encoding": "gzip"}
+    return {
+        **traced(number),
+        **common,
+        "User-Agent": "Go-http-client/1.1",
+        "Accept-Encoding": "gzip",
+    }
 
 
 CALLERS: Mapping[str, Callable[[int], dict[str, str]]] = {
@@ -145,15 +155,23 @@ def connections(folder: Path) -> Iterator[Mapping[str, Callable[[], Any]]]:
     write_all(folder)
     request_queue._LEAVE_INLINE_S = math.inf  # noqa: SLF001 (a busy machine must not move the model to a thread)
     location = MLP.path(folder).parent
-    blue, green = (deploy(location, name=name, version=name, model=MLP.name) for name in ("blue", "green"))
+    blue, green = (
+        deploy(location, name=name, version=name, model=MLP.name) for name in ("blue", "green")
+    )
     worker = Worker(state_of(blue, green, blue=80, green=20))
     worker.assemble()
     worker.deployments.get_current()
-    yield {"ours": worker.build_connection, "plain": lambda: PlainProtocol(open_session(MLP.path(folder)))}
+    yield {
+        "ours": worker.build_connection,
+        "plain": lambda: PlainProtocol(open_session(MLP.path(folder))),
+    }
 
 
 async def measure(rounds: int) -> tuple[float, dict[tuple[str, str, str], float]]:
-    with tempfile.TemporaryDirectory(prefix="onnx-ops-path-") as name, connections(Path(name)) as made:
+    with (
+        tempfile.TemporaryDirectory(prefix="onnx-ops-path-") as name,
+        connections(Path(name)) as made,
+    ):
         plain = made["plain"]()
         cases: dict[tuple[str, str, str], Callable[[], None]] = {}
         for form in BOUND_US:
@@ -198,7 +216,9 @@ def cost(play: Callable[[], object]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=60)
     run, least = asyncio.run(measure(parser.parse_args().rounds))
     print(f"session.run: {run:.1f} µs")

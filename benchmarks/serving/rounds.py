@@ -90,7 +90,9 @@ class Score:
         }
 
 
-def run_matches(matches: Sequence[Match], *, rounds: int, seconds: float, starts: int, folder: Path) -> list[Score]:
+def run_matches(
+    matches: Sequence[Match], *, rounds: int, seconds: float, starts: int, folder: Path
+) -> list[Score]:
     """Start every contestant, let all matches run in turn in every round, and stop them.
 
     A contestant is started `starts` times; the shortest start counts.
@@ -108,8 +110,16 @@ def run_matches(matches: Sequence[Match], *, rounds: int, seconds: float, starts
                 ready.setdefault(contestant, []).append(contestant.start())
         for score in scores:  # once for warmth, not counted
             if not score.match.contestant.answers(score.match.call):
-                raise SystemExit(f"{score.match.name} does not answer 200 to its request: nothing can be compared")
-            burst(score.match.call, score.match.contestant.port, connections=1, seconds=1, folder=folder)
+                raise SystemExit(
+                    f"{score.match.name} does not answer 200 to its request: nothing can be compared"
+                )
+            burst(
+                score.match.call,
+                score.match.contestant.port,
+                connections=1,
+                seconds=1,
+                folder=folder,
+            )
         for _ in range(rounds):
             for score in scores:
                 play(score, seconds, folder)
@@ -126,7 +136,11 @@ def play(score: Score, seconds: float, folder: Path) -> None:
     before = cpu_seconds(processes)
     with _one_processor(processes) if match.together else nullcontext():
         figures = burst(
-            match.call, match.contestant.port, connections=match.connections, seconds=seconds, folder=folder
+            match.call,
+            match.contestant.port,
+            connections=match.connections,
+            seconds=seconds,
+            folder=folder,
         )
     score.add(figures, cpu_seconds(processes) - before)
 
@@ -165,5 +179,8 @@ def bare_run_us(model: Model, folder: Path, rounds: int) -> float:
     """CPU of `session.run` alone in microseconds, the least of the rounds."""
     shape = ",".join(str(size) for size in (1, *model.shape))
     command: list[str | Path] = [sys.executable, _BARE, model.path(folder), shape, str(_BARE_RUNS)]
-    outputs = [subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(rounds)]
+    outputs = [
+        subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        for _ in range(rounds)
+    ]
     return min(float(output) for output in outputs)

@@ -51,12 +51,16 @@ async def measure(folder: Path, rounds: int) -> dict[str, float]:
     write_all(folder)
     request_queue._LEAVE_INLINE_S = math.inf  # noqa: SLF001 (a busy machine must not move the model to a thread)
     location = MLP.path(folder).parent
-    blue, green = (deploy(location, name=name, version=name, model=MLP.name) for name in ("blue", "green"))
+    blue, green = (
+        deploy(location, name=name, version=name, model=MLP.name) for name in ("blue", "green")
+    )
     plain = EndpointState(deployments=(blue, green), split=TrafficSplit(weights={"blue": 100}))
     mirrored = replace(plain, split=replace(plain.split, shadow={"green": 100}))
     requests = requests_of("JSON", new_ids)
     received, full = socket.socketpair(), socket.socketpair()
-    process = multiprocessing.get_context("fork").Process(target=discard, args=(received[1],), daemon=True)
+    process = multiprocessing.get_context("fork").Process(
+        target=discard, args=(received[1],), daemon=True
+    )
     process.start()
     plays = {}
     for name, state, end in (
@@ -83,7 +87,9 @@ async def measure(folder: Path, rounds: int) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=40)
     with tempfile.TemporaryDirectory(prefix="onnx-ops-shadow-") as name:
         least = asyncio.run(measure(Path(name), parser.parse_args().rounds))

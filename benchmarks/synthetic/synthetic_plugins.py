@@ -104,7 +104,9 @@ class SyntheticRuntime(Runtime):
             clock_resolution_ns=50.0,
         )
 
-    def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
+    def run(
+        self, model: Path, target: Target, batches: tuple[Tensors, ...]
+    ) -> tuple[Mapping[str, Array], ...]:
         del target
         try:
             weight = numpy_helper.to_array(onnx.load(model).graph.initializer[0])
@@ -112,12 +114,18 @@ class SyntheticRuntime(Runtime):
         except (KeyError, IndexError, ValueError) as error:
             raise MeasurementError("it does not run", where=str(model), why=str(error)) from error
 
-    def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
+    def sample(
+        self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int
+    ) -> RunSamples:
         del model, target, feed, warmup
         return RunSamples(nanoseconds=_times((runs,), 0), preempted=np.zeros(runs, dtype=bool))
 
     def benchmark(
-        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
+        self,
+        models: Sequence[Path],
+        target: Target,
+        feed: Tensors,
+        schedule: PairedBenchmarkSchedule,
     ) -> PairedBenchmarkSamples:
         del target, feed
         shape = (schedule.rounds, schedule.blocks, len(models), schedule.runs)
@@ -126,14 +134,20 @@ class SyntheticRuntime(Runtime):
         times = (_times(shape, schedule.seed) * cost).astype(np.int64)
         return PairedBenchmarkSamples(nanoseconds=times, preempted=np.zeros(shape, dtype=bool))
 
-    def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
+    def under_load(
+        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule
+    ) -> LoadSamples:
         del target, feed
         shape = (schedule.rounds, schedule.windows, len(models))
         return LoadSamples(nanoseconds=_times(shape, schedule.seed), requests=schedule.requests)
 
-    def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
+    def starts(
+        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule
+    ) -> StartSamples:
         del target, feed
-        load, first, peak = (_times((schedule.rounds, len(models)), schedule.seed + part) for part in range(3))
+        load, first, peak = (
+            _times((schedule.rounds, len(models)), schedule.seed + part) for part in range(3)
+        )
         return StartSamples(load_ns=load, first_ns=first, peak_bytes=peak)
 
 

@@ -34,7 +34,9 @@ def write_project(root: Path, *, pipelines: int, variants: int, targets: int) ->
     for folder in ("configs/targets", "configs/pipelines", "data"):
         (root / folder).mkdir(parents=True)
     (root / "onnx-ops.toml").write_text('signing = "off"\n', encoding="utf-8")
-    (root / "synthetic_job.py").write_text("from synthetic_plugins import train\n", encoding="utf-8")
+    (root / "synthetic_job.py").write_text(
+        "from synthetic_plugins import train\n", encoding="utf-8"
+    )
     draw = np.random.default_rng(0)
     for name in ("train", "test"):
         rows = draw.standard_normal((ROWS, FEATURES)).astype(np.float32)
@@ -43,13 +45,18 @@ def write_project(root: Path, *, pipelines: int, variants: int, targets: int) ->
     for number, name in enumerate(names, start=1):
         text = f"name: {name}\nruntime: synthetic\nsession: {{intra_op_threads: {number}}}\n"
         (root / "configs" / "targets" / f"{name}.yaml").write_text(text, encoding="utf-8")
-    copies = ", ".join(f"{{name: copy-{number}, method: synthetic}}" for number in range(1, variants))
+    copies = ", ".join(
+        f"{{name: copy-{number}, method: synthetic}}" for number in range(1, variants)
+    )
     return [_write(root, number, copies, ", ".join(names)) for number in range(pipelines)]
 
 
 def _write(root: Path, number: int, quantize: str, targets: str) -> Path:
     file = root / "configs" / "pipelines" / f"p{number:04}.yaml"
-    file.write_text(_PIPELINE.format(name=file.stem, seed=number, quantize=quantize, targets=targets), encoding="utf-8")
+    file.write_text(
+        _PIPELINE.format(name=file.stem, seed=number, quantize=quantize, targets=targets),
+        encoding="utf-8",
+    )
     return file
 
 

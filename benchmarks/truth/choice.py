@@ -30,20 +30,44 @@ def prove(*, quick: bool, trials: int | None = None) -> list[Claim]:
             for differing in (0.0, 0.0001):
                 shares = [(lost, won)] * VARIANTS
                 name = f"{n} rows, {100 * lost:g} % lost, {100 * won:g} % won, {100 * differing:g} % other by target"
-                found = np.array([_release(n, shares, differing, trial) for trial in range(many)]).sum(axis=0)
+                found = np.array(
+                    [_release(n, shares, differing, trial) for trial in range(many)]
+                ).sum(axis=0)
                 rows.append((name, *(f"{100 * count / many:.1f} %" for count in found[:2])))
-                claims.append(at_most("choice", f"a bad one chosen, {name}", int(found[0]), many, BOUND))
-    table(f"six variants, all at the limit, {many} releases each", ("", "a bad one chosen", "each judged alone"), rows)
+                claims.append(
+                    at_most("choice", f"a bad one chosen, {name}", int(found[0]), many, BOUND)
+                )
+    table(
+        f"six variants, all at the limit, {many} releases each",
+        ("", "a bad one chosen", "each judged alone"),
+        rows,
+    )
     rows = []
     for n in ROWS:
-        found = np.array([_release(n, [(0.01, 0.01)] * VARIANTS, 0.0001, trial) for trial in range(many)]).sum(axis=0)
+        found = np.array(
+            [_release(n, [(0.01, 0.01)] * VARIANTS, 0.0001, trial) for trial in range(many)]
+        ).sum(axis=0)
         good = many - found[3]
-        rows.append((f"{n} rows", *(f"{100 * count / many:.1f} %" for count in (good, many - found[4], found[2]))))
+        rows.append(
+            (
+                f"{n} rows",
+                *(f"{100 * count / many:.1f} %" for count in (good, many - found[4], found[2])),
+            )
+        )
         if n >= 1000:
-            claims.append(at_most("choice", f"a good release refused, {n} rows", int(found[2]), many, 0.01))
+            claims.append(
+                at_most("choice", f"a good release refused, {n} rows", int(found[2]), many, 0.01)
+            )
         if n >= 3000:
-            claims.append(at_least("choice", f"a good release chosen, {n} rows", int(good), many, 0.95))
-    head = ("six variants that lose nothing", "a variant chosen on all targets", "each judged alone", "any FAIL")
+            claims.append(
+                at_least("choice", f"a good release chosen, {n} rows", int(good), many, 0.95)
+            )
+    head = (
+        "six variants that lose nothing",
+        "a variant chosen on all targets",
+        "each judged alone",
+        "any FAIL",
+    )
     table(f"good releases, {many} each", head, rows)
     return claims
 
@@ -57,7 +81,9 @@ def _release(n: int, shares: list[tuple[float, float]], differing: float, trial:
         decisions = [_export(target)]
         for number, counts in enumerate(common):
             lost, won = (_other(random, int(count), n, differing) for count in counts)
-            decisions.append(_decision(f"v{number}", target, n, lost, won, ratio=float(random.uniform(0.4, 0.9))))
+            decisions.append(
+                _decision(f"v{number}", target, n, lost, won, ratio=float(random.uniform(0.4, 0.9)))
+            )
         chosen.append(choose(decisions).variant != "fp32")
         alone.append(any(d.verdict is Verdict.PASS for d in decisions[1:]))
         failed = failed or any(d.verdict is Verdict.FAIL for d in decisions)
@@ -77,7 +103,18 @@ def _export(target: int) -> Decision:
 
 def _decision(name: str, target: int, n: int, lost: int, won: int, ratio: float) -> Decision:
     counts = PairedCounts(
-        metric="accuracy", against="fp32", n=n, both=n - lost - won, only_baseline=lost, only_candidate=won
+        metric="accuracy",
+        against="fp32",
+        n=n,
+        both=n - lost - won,
+        only_baseline=lost,
+        only_candidate=won,
     )
     results = tuple(judge_metric(GATE, evidence(variant=name, metrics=(counts,))))
-    return Decision(variant=name, target=str(target), results=results, faster_than_export=True, latency_ratio=ratio)
+    return Decision(
+        variant=name,
+        target=str(target),
+        results=results,
+        faster_than_export=True,
+        latency_ratio=ratio,
+    )

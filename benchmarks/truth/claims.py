@@ -26,7 +26,9 @@ class Claim:
         return "held" if self.is_met else "MISSED"
 
 
-def at_most(gate: str, what: str, events: int, trials: int, bound: float, *, worst_of: int = 1) -> Claim:
+def at_most(
+    gate: str, what: str, events: int, trials: int, bound: float, *, worst_of: int = 1
+) -> Claim:
     """A rate that may not exceed `bound`.
 
     Worlds are drawn anew in each run, and a rate at its bound is above it in half of them. The promise is missed where
@@ -35,7 +37,14 @@ def at_most(gate: str, what: str, events: int, trials: int, bound: float, *, wor
     Args:
         worst_of: settings that this one is the worst of; the interval allows for the choice (Bonferroni).
     """
-    return _rate(gate, what, events, trials, f"≤ {100 * bound:g} %", _exceeds(events, trials, bound, worst_of))
+    return _rate(
+        gate,
+        what,
+        events,
+        trials,
+        f"≤ {100 * bound:g} %",
+        _exceeds(events, trials, bound, worst_of),
+    )
 
 
 def at_least(gate: str, what: str, events: int, trials: int, bound: float) -> Claim:
@@ -64,7 +73,13 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Non
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     print(f"\n{title}")
     for row in (head, *rows):
-        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), flush=True)
+        print(
+            "  "
+            + "  ".join(
+                cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+            ).rstrip(),
+            flush=True,
+        )
 
 
 def summary(claims: Sequence[Claim]) -> None:

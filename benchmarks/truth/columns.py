@@ -100,11 +100,22 @@ def prove(*, quick: bool) -> list[Claim]:
             refused_of_family = _list_refused(makers, folder, seeds)
             trials = len(makers) * len(seeds)
             promise = _GAUSSIAN_REFUSED if family == "Gaussian processes" else 0
-            claims.append(at_most("columns", f"correct {family} refused", len(refused_of_family), trials, promise))
+            claims.append(
+                at_most(
+                    "columns", f"correct {family} refused", len(refused_of_family), trials, promise
+                )
+            )
             refused += refused_of_family
-        claims += [_find_faults(fault, list(trials)) for fault, trials in _list_faults(folder, seeds).items()]
+        claims += [
+            _find_faults(fault, list(trials))
+            for fault, trials in _list_faults(folder, seeds).items()
+        ]
     if refused:
-        table("correct exports that are refused", ("world", "why"), [(world, why[:200]) for world, why in refused])
+        table(
+            "correct exports that are refused",
+            ("world", "why"),
+            [(world, why[:200]) for world, why in refused],
+        )
     return claims
 
 
@@ -182,7 +193,9 @@ def _exchange_indices(folder: Path, seeds: range) -> Iterator[bool]:
             row = int(np.argmax(np.abs(gaps) > 1e-2))
             indices[row, :2] = indices[row, 1::-1]
             wrong = dict(zip(answers, (values, indices), strict=True))
-            yield any(m.ratio > ParityGate().noise_factor for m in measure_group(group, wrong, roundings))
+            yield any(
+                m.ratio > ParityGate().noise_factor for m in measure_group(group, wrong, roundings)
+            )
 
 
 def _print_visible(world: World) -> None:
@@ -192,22 +205,30 @@ def _print_visible(world: World) -> None:
     for column in columns[:4]:
         smallest = column.noise * ParityGate().noise_factor
         share = f"{100 * smallest / column.scale:.2g} %" if column.scale else ""
-        rows.append((column.column or "the only one", f"{column.scale:.3g}", f"{smallest:.2g}", share))
+        rows.append(
+            (column.column or "the only one", f"{column.scale:.3g}", f"{smallest:.2g}", share)
+        )
     title = f"{world.name}: smallest visible error by column"
     table(title, ("column", "largest answer", "visible from", "share of the largest answer"), rows)
 
 
 def _judge(world: World, path: Path) -> GateResult:
     """Return the verdict of a pipeline's parity gate."""
-    results = judge_parity(ParityGate(), evidence(parity=measure_parity(OnnxRuntime(), path, TARGET, world.groups)))
+    results = judge_parity(
+        ParityGate(), evidence(parity=measure_parity(OnnxRuntime(), path, TARGET, world.groups))
+    )
     return max((r for r in results if not r.advisory), key=lambda r: r.verdict.rank)
 
 
 def _judge_files(world: World, path: Path) -> GateResult:
     """Return the verdict of two files on supplied rows."""
-    samples = check_samples(shared_inputs(world.path, path), {"x": world.rows}, where="rows", limit=ROWS)
+    samples = check_samples(
+        shared_inputs(world.path, path), {"x": world.rows}, where="rows", limit=ROWS
+    )
     result = compare(OnnxRuntime(), TARGET, world.path, path, samples)
-    return GateResult(gate="parity", metric="outputs", limit="", verdict=result.verdict, reason=result.reason)
+    return GateResult(
+        gate="parity", metric="outputs", limit="", verdict=result.verdict, reason=result.reason
+    )
 
 
 def _write_behind(path: Path, op_type: str, values: Array) -> Path:
@@ -230,7 +251,9 @@ def make(name: str, folder: Path, number: int) -> World:
     if name == "gaussian process":
         draw = np.random.default_rng(seed)
         rows = draw.normal(size=(ROWS, 4)).astype(np.float32)
-        model = GaussianProcessRegressor(random_state=seed).fit(rows[:80], np.sin(rows[:80]).sum(axis=1))
+        model = GaussianProcessRegressor(random_state=seed).fit(
+            rows[:80], np.sin(rows[:80]).sum(axis=1)
+        )
         request = ExportRequest(section=Export(framework="sklearn"), samples={"x": rows}, path=path)
         SklearnExporter().export(model, request)
         groups = collect_reference_outputs(SklearnExporter(), model, path, {"x": rows}).groups
@@ -259,12 +282,18 @@ def _export(net: nn.Module, rows: Array, path: Path) -> None:
 
 
 def _draw(seed: int, *shape: int) -> Array:
-    return np.random.default_rng(seed).normal(size=(ROWS, *(shape or (FEATURES,)))).astype(np.float32)
+    return (
+        np.random.default_rng(seed).normal(size=(ROWS, *(shape or (FEATURES,)))).astype(np.float32)
+    )
 
 
 def _perceptron(outputs: int) -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(FEATURES, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, outputs)
+        nn.Linear(FEATURES, HIDDEN),
+        nn.ReLU(),
+        nn.Linear(HIDDEN, HIDDEN),
+        nn.ReLU(),
+        nn.Linear(HIDDEN, outputs),
     )
 
 
@@ -306,7 +335,11 @@ def _make_rate(rate: float) -> Callable[[int], tuple[Array, nn.Module]]:
             low, high = -40.0, 10.0
             for _ in range(60):
                 middle = (low + high) / 2
-                low, high = (low, middle) if torch.sigmoid(logits + middle).mean() > rate else (middle, high)
+                low, high = (
+                    (low, middle)
+                    if torch.sigmoid(logits + middle).mean() > rate
+                    else (middle, high)
+                )
         shift = low
         return rows, Net(lambda parts, x: torch.sigmoid(parts["net"](x) + shift), net=part)
 
@@ -375,7 +408,9 @@ WORLDS: Mapping[str, Callable[[int], tuple[Array, nn.Module]]] = {
     **{f"rate {rate:g}": _make_rate(rate) for rate in RATES},
     "sort": _make_ranking(lambda parts, x: tuple(torch.sort(parts["net"](x), -1)), 500),
     "topk": _make_ranking(lambda parts, x: tuple(torch.topk(parts["net"](x), 10, -1)), 200),
-    "topk of zeros": _make_ranking(lambda parts, x: tuple(torch.topk(torch.relu(5 * parts["net"](x)), 20, -1)), 30),
+    "topk of zeros": _make_ranking(
+        lambda parts, x: tuple(torch.topk(torch.relu(5 * parts["net"](x)), 20, -1)), 30
+    ),
     "argmax": _make_ranking(lambda parts, x: parts["net"](x).argmax(-1), 10),
     "argmax of near ties": _make_near_ties,
     "boxes by score": _make_ranking(_select_boxes, 600),
@@ -388,7 +423,14 @@ WORLDS: Mapping[str, Callable[[int], tuple[Array, nn.Module]]] = {
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "heads of different size": ("heads", "boxes and scores"),
     "rare events": tuple(f"rate {rate:g}" for rate in RATES),
-    "rankings": ("sort", "topk", "topk of zeros", "argmax", "argmax of near ties", "boxes by score"),
+    "rankings": (
+        "sort",
+        "topk",
+        "topk of zeros",
+        "argmax",
+        "argmax of near ties",
+        "boxes by score",
+    ),
     "hard sums": ("instance norm", "clamp and log", "running sum", "wide sum"),
     "Gaussian processes": ("gaussian process",),
 }

@@ -78,19 +78,35 @@ def prove(*, quick: bool) -> list[Claim]:
     outcomes, unable = _judge_sources(QUICK_STEP if quick else 1)
     right = [outcome for outcome in outcomes if outcome.right]
     refused = [outcome for outcome in right if outcome.verdict is not Verdict.PASS]
-    passed = [outcome for outcome in outcomes if not outcome.right and outcome.verdict is Verdict.PASS]
+    passed = [
+        outcome for outcome in outcomes if not outcome.right and outcome.verdict is Verdict.PASS
+    ]
     slow = [outcome for outcome in outcomes if outcome.seconds > SOURCE_TIME_S]
     title = f"correct exports ({len(right)}; {len(outcomes) - len(right)} wrong ones, {unable} could not be converted)"
     table(title, ("refused", "why"), [(outcome.name, outcome.reason[:150]) for outcome in refused])
     table("wrong exports that pass", ("export",), [(outcome.name,) for outcome in passed])
     _print_times(outcomes)
-    print(f"  differences that only advise: {sum(outcome.advised for outcome in right)}", flush=True)
+    print(
+        f"  differences that only advise: {sum(outcome.advised for outcome in right)}", flush=True
+    )
     enough = quick or len(right) >= EXPORTS
     return [
-        Claim(gate="parity", what="correct exports", bound=f"≥ {EXPORTS}", figure=str(len(right)), is_met=enough),
+        Claim(
+            gate="parity",
+            what="correct exports",
+            bound=f"≥ {EXPORTS}",
+            figure=str(len(right)),
+            is_met=enough,
+        ),
         at_most("parity", "correct exports refused", len(refused), len(right), 0.01),
         at_most("parity", "wrong exports that pass", len(passed), len(outcomes), 0),
-        at_most("parity", f"sources asked for more than {SOURCE_TIME_S:g} s", len(slow), len(outcomes), 0),
+        at_most(
+            "parity",
+            f"sources asked for more than {SOURCE_TIME_S:g} s",
+            len(slow),
+            len(outcomes),
+            0,
+        ),
     ]
 
 
@@ -106,14 +122,19 @@ def _judge_sources(step: int) -> tuple[list[Outcome], int]:
                 with contextlib.redirect_stdout(io.StringIO()):  # the older exporter prints graphs
                     source.write(path)
                 outcomes.append(judge_export(source, path))
-            except Exception:  # converters raise anything; what they cannot convert is not asked here
+            except (
+                Exception
+            ):  # converters raise anything; what they cannot convert is not asked here
                 unable += 1
     return outcomes, unable
 
 
 def _print_times(outcomes: list[Outcome]) -> None:
     seconds = sorted(outcome.seconds for outcome in outcomes)
-    print(f"  source asked for: median {np.median(seconds):.2f} s, longest {seconds[-1]:.1f} s", flush=True)
+    print(
+        f"  source asked for: median {np.median(seconds):.2f} s, longest {seconds[-1]:.1f} s",
+        flush=True,
+    )
 
 
 def list_sources(step: int) -> Iterator[Source]:
@@ -124,7 +145,10 @@ def list_sources(step: int) -> Iterator[Source]:
 def _list_torch_sources(step: int) -> Iterator[Source]:
     for case in cases(step):
         exporter = TorchExporter()
-        writers = {"dynamo": _make_dynamo_writer(exporter, case), "legacy": _make_legacy_writer(case)}
+        writers = {
+            "dynamo": _make_dynamo_writer(exporter, case),
+            "legacy": _make_legacy_writer(case),
+        }
         for name, write in writers.items():
             yield Source(
                 name=f"{name} {case.name}",
@@ -153,14 +177,20 @@ def _list_fitted_sources(step: int) -> Iterator[Source]:
         )
 
 
-def _make_writer(exporter: Exporter, model: object, section: Export, samples: Tensors) -> Callable[[Path], None]:
-    return lambda path: exporter.export(model, ExportRequest(section=section, samples=samples, path=path))
+def _make_writer(
+    exporter: Exporter, model: object, section: Export, samples: Tensors
+) -> Callable[[Path], None]:
+    return lambda path: exporter.export(
+        model, ExportRequest(section=section, samples=samples, path=path)
+    )
 
 
 def _make_dynamo_writer(exporter: Exporter, case: Any) -> Callable[[Path], None]:
     """Return an export with a free length where the net does not fix it."""
     sections = Export(framework="torch", dynamic=case.dynamic), Export(framework="torch")
-    free, batch_only = (_make_writer(exporter, case.module, section, case.samples) for section in sections)
+    free, batch_only = (
+        _make_writer(exporter, case.module, section, case.samples) for section in sections
+    )
 
     def write(path: Path) -> None:
         try:
@@ -207,12 +237,21 @@ def judge_export(source: Source, path: Path) -> Outcome:
     except MeasurementError as error:
         verdict, reason, advised = Verdict.FAIL, str(error), False
     right = _is_right(source, path)
-    return Outcome(name=source.name, right=right, verdict=verdict, reason=reason, advised=advised, seconds=seconds)
+    return Outcome(
+        name=source.name,
+        right=right,
+        verdict=verdict,
+        reason=reason,
+        advised=advised,
+        seconds=seconds,
+    )
 
 
 def _is_right(source: Source, path: Path) -> bool:
     """Return whether all but one in twenty real rows have the source's answer, in either precision."""
-    references = [source.exporter.reference(source.model, source.samples, p) for p in ("float64", "float32")]
+    references = [
+        source.exporter.reference(source.model, source.samples, p) for p in ("float64", "float32")
+    ]
     try:
         (answers,) = OnnxRuntime().run(path, TARGET, (source.samples,))
     except OnnxOpsError:
@@ -220,7 +259,10 @@ def _is_right(source: Source, path: Path) -> bool:
     names = {name for reference in references for name in reference or {}}
     if not names:
         return False
-    shares = [_measure_wrong_share(answers.get(name), [r[name] for r in references if r]) for name in names]
+    shares = [
+        _measure_wrong_share(answers.get(name), [r[name] for r in references if r])
+        for name in names
+    ]
     return max(shares) <= _OFF_ROWS
 
 
@@ -237,5 +279,7 @@ def _find_wrong_rows(answer: Any, expected: Any) -> Any:
     if expected.dtype.kind != "f":
         wrong = answer.astype(np.str_) != expected.astype(np.str_)
     else:
-        wrong = ~np.isclose(answer, expected, rtol=0, atol=_OFF * float(np.nanmax(np.abs(expected))), equal_nan=True)
+        wrong = ~np.isclose(
+            answer, expected, rtol=0, atol=_OFF * float(np.nanmax(np.abs(expected))), equal_nan=True
+        )
     return wrong.reshape(len(wrong), -1).any(axis=1)

@@ -50,7 +50,11 @@ class Exported:
 class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.last = nn.Linear(64, 32), nn.Linear(32, 32), nn.Linear(32, CLASSES)
+        self.first, self.second, self.last = (
+            nn.Linear(64, 32),
+            nn.Linear(32, 32),
+            nn.Linear(32, CLASSES),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores: torch.Tensor = self.last(torch.tanh(self.second(torch.relu(self.first(x)))))
@@ -78,7 +82,11 @@ class Transformer(nn.Module):
         self.enter, self.place = nn.Linear(8, WIDTH), nn.Parameter(torch.randn(TOKENS, WIDTH))
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.up, self.down, self.last = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.up, self.down, self.last = (
+            nn.Linear(WIDTH, 64),
+            nn.Linear(64, WIDTH),
+            nn.Linear(WIDTH, CLASSES),
+        )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.enter(tokens) + self.place
@@ -109,7 +117,11 @@ class Words(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.norm, self.last = nn.Embedding(VOCABULARY, 16), nn.LayerNorm(16), nn.Linear(16, CLASSES)
+        self.table, self.norm, self.last = (
+            nn.Embedding(VOCABULARY, 16),
+            nn.LayerNorm(16),
+            nn.Linear(16, CLASSES),
+        )
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         x = self.table(words)
@@ -128,7 +140,9 @@ class Clock(nn.Module):
     def forward(self, times: torch.Tensor) -> torch.Tensor:
         day = 86_400_000
         parts = torch.cat([times.remainder(day) * 7, times.remainder(7 * day)], 1)
-        scores: torch.Tensor = self.last(torch.relu(self.first(parts.to(self.first.weight.dtype) / day)))
+        scores: torch.Tensor = self.last(
+            torch.relu(self.first(parts.to(self.first.weight.dtype) / day))
+        )
         return scores
 
 
@@ -151,7 +165,10 @@ def trained(module: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, steps
 
 
 def _torch(
-    kind: Callable[[], nn.Module], name: str, shape: tuple[int, ...], whole: tuple[int, int] | None = None
+    kind: Callable[[], nn.Module],
+    name: str,
+    shape: tuple[int, ...],
+    whole: tuple[int, int] | None = None,
 ) -> Callable[[str, Path, int], Exported]:
     """On standard normal rows, or on whole numbers between two bounds."""
 
@@ -168,7 +185,9 @@ def _torch(
     return make
 
 
-def _sklearn(estimator: Callable[[int], Any], *, holes: float = 0) -> Callable[[str, Path, int], Exported]:
+def _sklearn(
+    estimator: Callable[[int], Any], *, holes: float = 0
+) -> Callable[[str, Path, int], Exported]:
     def make(family: str, path: Path, seed: int) -> Exported:
         features, labels = load_digits(return_X_y=True)
         order = np.random.default_rng(seed).permutation(len(features))
@@ -181,7 +200,9 @@ def _sklearn(estimator: Callable[[int], Any], *, holes: float = 0) -> Callable[[
     return make
 
 
-def _exported(family: str, path: Path, seed: int, exporter: Exporter, model: object, name: str, rows: Any) -> Exported:
+def _exported(
+    family: str, path: Path, seed: int, exporter: Exporter, model: object, name: str, rows: Any
+) -> Exported:
     samples, unseen = {name: rows[:ROWS]}, {name: rows[ROWS:]}
     framework = "torch" if isinstance(model, nn.Module) else "sklearn"
     section = Export(framework=framework, dynamic={name: {0: "batch"}})
@@ -207,12 +228,19 @@ FAMILIES: dict[str, Callable[[str, Path, int], Exported]] = {
     "gru": _torch(lambda: Recurrent(nn.GRU), "series", (TOKENS, 8)),
     "words": _torch(Words, "words", (TOKENS,), (0, VOCABULARY)),
     "clock": _torch(Clock, "times", (2,), (-(10**11), 2 * 10**12)),
-    "trees": _sklearn(lambda seed: RandomForestClassifier(n_estimators=12, max_depth=7, random_state=seed)),
-    "boosted+holes": _sklearn(lambda seed: HistGradientBoostingClassifier(max_iter=8, random_state=seed), holes=0.1),
-    "scaler+linear": _sklearn(lambda seed: make_pipeline(StandardScaler(), LogisticRegression(max_iter=300))),
+    "trees": _sklearn(
+        lambda seed: RandomForestClassifier(n_estimators=12, max_depth=7, random_state=seed)
+    ),
+    "boosted+holes": _sklearn(
+        lambda seed: HistGradientBoostingClassifier(max_iter=8, random_state=seed), holes=0.1
+    ),
+    "scaler+linear": _sklearn(
+        lambda seed: make_pipeline(StandardScaler(), LogisticRegression(max_iter=300))
+    ),
     "scaler+trees": _sklearn(
         lambda seed: make_pipeline(
-            StandardScaler(), RandomForestClassifier(n_estimators=12, max_depth=7, random_state=seed)
+            StandardScaler(),
+            RandomForestClassifier(n_estimators=12, max_depth=7, random_state=seed),
         )
     ),
 }

@@ -26,7 +26,9 @@ def fault(name: str) -> Callable[[Fault], Fault]:
     return register
 
 
-def tensors_of(model: onnx.ModelProto, operators: Sequence[str], dimensions: Sequence[int]) -> list[onnx.TensorProto]:
+def tensors_of(
+    model: onnx.ModelProto, operators: Sequence[str], dimensions: Sequence[int]
+) -> list[onnx.TensorProto]:
     """Float initializers with more than one value that such an operator reads."""
     read = {name for node in model.graph.node if node.op_type in operators for name in node.input}
     return [
@@ -61,7 +63,9 @@ def set_attribute(node: onnx.NodeProto, name: str, value: Any) -> None:
     node.attribute.extend([*kept, helper.make_attribute(name, value)])
 
 
-def rewire(model: onnx.ModelProto, old: str, new: str, *, spare: Sequence[onnx.NodeProto] = ()) -> None:
+def rewire(
+    model: onnx.ModelProto, old: str, new: str, *, spare: Sequence[onnx.NodeProto] = ()
+) -> None:
     """Let every reader of `old` read `new`."""
     for node in model.graph.node:
         if not any(node is other for other in spare):
@@ -78,7 +82,9 @@ def after_input(model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], result:
     model.graph.node.extend([*nodes, *rest])
 
 
-def _tensor_fault(name: str, operators: Sequence[str], dimensions: Sequence[int], change: Change) -> None:
+def _tensor_fault(
+    name: str, operators: Sequence[str], dimensions: Sequence[int], change: Change
+) -> None:
     def inject(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
         found = tensors_of(model, operators, dimensions)
         if not found:
@@ -88,7 +94,9 @@ def _tensor_fault(name: str, operators: Sequence[str], dimensions: Sequence[int]
         after = change(before.copy(), draw)
         if after is None:
             return False
-        tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(after, dtype=np.float32), tensor.name))
+        tensor.CopyFrom(
+            numpy_helper.from_array(np.ascontiguousarray(after, dtype=np.float32), tensor.name)
+        )
         return True
 
     FAULTS[name] = inject
@@ -219,7 +227,9 @@ def _residual(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
     found = [node for node in nodes_of(model, "Add") if not constants & set(node.input)]
     if found:
         node = pick(draw, found)
-        node.CopyFrom(helper.make_node("Identity", [pick(draw, list(node.input))], list(node.output)))
+        node.CopyFrom(
+            helper.make_node("Identity", [pick(draw, list(node.input))], list(node.output))
+        )
     return bool(found)
 
 
@@ -228,16 +238,23 @@ def _clip(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
     found = nodes_of(model, "Relu")
     if found:
         node = pick(draw, found)
-        limits = [numpy_helper.from_array(np.asarray(limit, dtype=np.float32), f"limit{limit}") for limit in (0, 6)]
+        limits = [
+            numpy_helper.from_array(np.asarray(limit, dtype=np.float32), f"limit{limit}")
+            for limit in (0, 6)
+        ]
         model.graph.initializer.extend(limits)
-        node.CopyFrom(helper.make_node("Clip", [node.input[0], *(t.name for t in limits)], list(node.output)))
+        node.CopyFrom(
+            helper.make_node("Clip", [node.input[0], *(t.name for t in limits)], list(node.output))
+        )
     return bool(found)
 
 
 @fault("wrong axis")
 def _axis(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
     del draw
-    found = nodes_of(model, "Softmax")  # the first is that of the attention, over the last of four axes
+    found = nodes_of(
+        model, "Softmax"
+    )  # the first is that of the attention, over the last of four axes
     if found:
         set_attribute(found[0], "axis", 1)
     return bool(found)
@@ -270,7 +287,11 @@ def _padding(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
         node = pick(draw, found)
         pads = _integers(node, "pads")
         half = len(pads) // 2
-        set_attribute(node, "pads", [0] * half + [a + b for a, b in zip(pads[:half], pads[half:], strict=True)])
+        set_attribute(
+            node,
+            "pads",
+            [0] * half + [a + b for a, b in zip(pads[:half], pads[half:], strict=True)],
+        )
     return bool(found)
 
 
@@ -292,10 +313,16 @@ def _pool(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
 
 @fault("wrong constant")
 def _constant(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
-    found = [t for t in model.graph.initializer if t.data_type == TensorProto.FLOAT and np.prod(t.dims, dtype=int) == 1]
+    found = [
+        t
+        for t in model.graph.initializer
+        if t.data_type == TensorProto.FLOAT and np.prod(t.dims, dtype=int) == 1
+    ]
     if found:
         tensor = pick(draw, found)
-        tensor.CopyFrom(numpy_helper.from_array(np.asarray(numpy_helper.to_array(tensor) * 1.01), tensor.name))
+        tensor.CopyFrom(
+            numpy_helper.from_array(np.asarray(numpy_helper.to_array(tensor) * 1.01), tensor.name)
+        )
     return bool(found)
 
 

@@ -9,7 +9,15 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks.truth.faults import after_input as put_after_input
-from benchmarks.truth.faults import attribute, fault, nodes_of, pick, rewire, set_attribute, takes_floats
+from benchmarks.truth.faults import (
+    attribute,
+    fault,
+    nodes_of,
+    pick,
+    rewire,
+    set_attribute,
+    takes_floats,
+)
 
 _FLOAT16 = TensorProto.FLOAT16
 _LINEAR, _TREES = "LinearClassifier", "TreeEnsembleClassifier"
@@ -34,9 +42,13 @@ def _input_scaled(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
     del draw
     if not takes_floats(model):
         return False
-    model.graph.initializer.append(numpy_helper.from_array(np.asarray(1 / 255, dtype=np.float32), "input.scale"))
+    model.graph.initializer.append(
+        numpy_helper.from_array(np.asarray(1 / 255, dtype=np.float32), "input.scale")
+    )
     name = model.graph.input[0].name
-    put_after_input(model, [helper.make_node("Mul", [name, "input.scale"], ["input.scaled"])], "input.scaled")
+    put_after_input(
+        model, [helper.make_node("Mul", [name, "input.scale"], ["input.scaled"])], "input.scaled"
+    )
     return True
 
 
@@ -59,7 +71,9 @@ def _nan(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
     del draw
     if not takes_floats(model):
         return False
-    model.graph.initializer.append(numpy_helper.from_array(np.asarray(0, dtype=np.float32), "input.zero"))
+    model.graph.initializer.append(
+        numpy_helper.from_array(np.asarray(0, dtype=np.float32), "input.zero")
+    )
     name = model.graph.input[0].name
     nodes = [
         helper.make_node("IsNaN", [name], ["input.strange"]),
@@ -74,7 +88,10 @@ def _input_clipped(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
     del draw
     if not takes_floats(model):
         return False
-    limits = [numpy_helper.from_array(np.asarray(limit, dtype=np.float32), f"input.limit{limit}") for limit in (-3, 3)]
+    limits = [
+        numpy_helper.from_array(np.asarray(limit, dtype=np.float32), f"input.limit{limit}")
+        for limit in (-3, 3)
+    ]
     model.graph.initializer.extend(limits)
     name = model.graph.input[0].name
     node = helper.make_node("Clip", [name, *(tensor.name for tensor in limits)], ["input.clipped"])
@@ -106,7 +123,9 @@ def _leak(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
     if not takes_floats(model):
         return False
     name = model.graph.input[0].name
-    model.graph.initializer.append(numpy_helper.from_array(np.array([0], dtype=np.int64), "batch.axes"))
+    model.graph.initializer.append(
+        numpy_helper.from_array(np.array([0], dtype=np.int64), "batch.axes")
+    )
     nodes = [
         helper.make_node("ReduceMean", [name, "batch.axes"], ["batch.mean"], keepdims=1),
         helper.make_node("Sub", [name, "batch.mean"], ["batch.centred"]),
@@ -122,8 +141,12 @@ def _output_half(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
     for node in model.graph.node:
         node.output[:] = [f"{n}.whole" if n == name else n for n in node.output]
     rewire(model, name, f"{name}.whole")
-    model.graph.node.append(helper.make_node("Cast", [f"{name}.whole"], [f"{name}.half"], to=_FLOAT16))
-    model.graph.node.append(helper.make_node("Cast", [f"{name}.half"], [name], to=TensorProto.FLOAT))
+    model.graph.node.append(
+        helper.make_node("Cast", [f"{name}.whole"], [f"{name}.half"], to=_FLOAT16)
+    )
+    model.graph.node.append(
+        helper.make_node("Cast", [f"{name}.half"], [name], to=TensorProto.FLOAT)
+    )
     return True
 
 
@@ -134,20 +157,31 @@ def _classes(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
     for node in model.graph.node:
         node.output[:] = [f"{n}.ordered" if n == name else n for n in node.output]
     rewire(model, name, f"{name}.ordered")
-    model.graph.initializer.append(numpy_helper.from_array(np.array([1, 0, *range(2, 10)]), "output.order"))
-    model.graph.node.append(helper.make_node("Gather", [f"{name}.ordered", "output.order"], [name], axis=-1))
+    model.graph.initializer.append(
+        numpy_helper.from_array(np.array([1, 0, *range(2, 10)]), "output.order")
+    )
+    model.graph.node.append(
+        helper.make_node("Gather", [f"{name}.ordered", "output.order"], [name], axis=-1)
+    )
     return True
 
 
 @fault("labels permuted")
 def _labels(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
     del draw
-    return _change(model, (_LINEAR, _TREES), ("classlabels_ints", "classlabels_int64s"), lambda a: np.roll(a, 1))
+    return _change(
+        model,
+        (_LINEAR, _TREES),
+        ("classlabels_ints", "classlabels_int64s"),
+        lambda a: np.roll(a, 1),
+    )
 
 
 @fault("coefficient dropped")
 def _coefficient(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
-    return _change(model, (_LINEAR,), ("coefficients",), lambda a: _at_largest(a, draw, lambda _: 0.0))
+    return _change(
+        model, (_LINEAR,), ("coefficients",), lambda a: _at_largest(a, draw, lambda _: 0.0)
+    )
 
 
 @fault("intercepts dropped")
@@ -169,17 +203,23 @@ def _tree(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
 
 @fault("leaf changed")
 def _leaf(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
-    return _change(model, (_TREES,), ("class_weights",), lambda a: _at_largest(a, draw, lambda v: v / 2))
+    return _change(
+        model, (_TREES,), ("class_weights",), lambda a: _at_largest(a, draw, lambda v: v / 2)
+    )
 
 
 @fault("threshold moved")
 def _threshold(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
-    return _change(model, (_TREES,), ("nodes_values",), lambda a: _at_largest(a, draw, lambda v: v * 0.9))
+    return _change(
+        model, (_TREES,), ("nodes_values",), lambda a: _at_largest(a, draw, lambda v: v * 0.9)
+    )
 
 
 @fault("leaf +0.01 %")
 def _leaf_slightly(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
-    return _change(model, (_TREES,), ("class_weights",), lambda a: _at_largest(a, draw, lambda v: v * 1.0001))
+    return _change(
+        model, (_TREES,), ("class_weights",), lambda a: _at_largest(a, draw, lambda v: v * 1.0001)
+    )
 
 
 @fault("threshold one float32 up")
@@ -193,14 +233,18 @@ def _threshold_slightly(model: onnx.ModelProto, draw: np.random.Generator) -> bo
 @fault("thresholds cut to float16")
 def _thresholds_half(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
     del draw
-    return _change(model, (_TREES,), ("nodes_values",), lambda a: a.astype(np.float16).astype(np.float32))
+    return _change(
+        model, (_TREES,), ("nodes_values",), lambda a: a.astype(np.float16).astype(np.float32)
+    )
 
 
 @fault("branches swapped")
 def _branches(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
     for node in nodes_of(model, _TREES):
         yes, no = _values(node, "nodes_truenodeids"), _values(node, "nodes_falsenodeids")
-        inner = [place for place, mode in enumerate(_values(node, "nodes_modes")) if mode != b"LEAF"]
+        inner = [
+            place for place, mode in enumerate(_values(node, "nodes_modes")) if mode != b"LEAF"
+        ]
         place = pick(draw, inner)
         yes[place], no[place] = no[place], yes[place]
         set_attribute(node, "nodes_truenodeids", yes)
@@ -213,7 +257,9 @@ def _branches(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
 def _strict(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
     del draw
     for node in nodes_of(model, _TREES):
-        modes = [b"BRANCH_LT" if mode == b"BRANCH_LEQ" else mode for mode in _values(node, "nodes_modes")]
+        modes = [
+            b"BRANCH_LT" if mode == b"BRANCH_LEQ" else mode for mode in _values(node, "nodes_modes")
+        ]
         set_attribute(node, "nodes_modes", modes)
         return True
     return False
@@ -230,7 +276,11 @@ def _softmax(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
 
 def _score(model: onnx.ModelProto) -> str:
     """The output of floats."""
-    return str(next(v.name for v in model.graph.output if v.type.tensor_type.elem_type == TensorProto.FLOAT))
+    return str(
+        next(
+            v.name for v in model.graph.output if v.type.tensor_type.elem_type == TensorProto.FLOAT
+        )
+    )
 
 
 def _values(node: onnx.NodeProto, name: str) -> list[Any]:
@@ -238,7 +288,9 @@ def _values(node: onnx.NodeProto, name: str) -> list[Any]:
     return list(helper.get_attribute_value(found)) if found is not None else []
 
 
-def _change(model: onnx.ModelProto, operators: tuple[str, ...], names: tuple[str, ...], change: Any) -> bool:
+def _change(
+    model: onnx.ModelProto, operators: tuple[str, ...], names: tuple[str, ...], change: Any
+) -> bool:
     for node in nodes_of(model, *operators):
         for name in names:
             if values := _values(node, name):

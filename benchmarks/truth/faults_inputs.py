@@ -8,7 +8,15 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from benchmarks.truth.faults import Change, after_input, attribute, fault, nodes_of, pick, set_attribute
+from benchmarks.truth.faults import (
+    Change,
+    after_input,
+    attribute,
+    fault,
+    nodes_of,
+    pick,
+    set_attribute,
+)
 
 _RECURRENT = ("LSTM", "GRU", "RNN")
 
@@ -17,7 +25,11 @@ def _table_fault(name: str, change: Change) -> None:
     @fault(name)
     def inject(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
         tables = {node.input[0] for node in nodes_of(model, "Gather")}
-        found = [t for t in model.graph.initializer if t.name in tables and len(t.dims) == 2 and t.data_type == 1]
+        found = [
+            t
+            for t in model.graph.initializer
+            if t.name in tables and len(t.dims) == 2 and t.data_type == 1
+        ]
         return bool(found) and _changed(found[0], change, draw)
 
 
@@ -71,7 +83,9 @@ def _clipped(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
     if value.type.tensor_type.elem_type != TensorProto.INT64:
         return False
     model.graph.initializer.append(numpy_helper.from_array(np.array(0, dtype=np.int64), "zero.low"))
-    after_input(model, [helper.make_node("Max", [value.name, "zero.low"], ["clipped.out"])], "clipped.out")
+    after_input(
+        model, [helper.make_node("Max", [value.name, "zero.low"], ["clipped.out"])], "clipped.out"
+    )
     return True
 
 
@@ -86,7 +100,9 @@ def _remainder(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
 
 @fault("recurrent gates rolled")
 def _gates(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
-    return _recurrent(model, draw, 1, lambda a, _: np.roll(a, a.shape[1] // (3 if a.shape[1] % 4 else 4), axis=1))
+    return _recurrent(
+        model, draw, 1, lambda a, _: np.roll(a, a.shape[1] // (3 if a.shape[1] % 4 else 4), axis=1)
+    )
 
 
 @fault("recurrent weight rows swapped")
@@ -99,9 +115,15 @@ def _bias(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
     return _recurrent(model, draw, 3, lambda a, _: np.zeros_like(a))
 
 
-def _recurrent(model: onnx.ModelProto, draw: np.random.Generator, place: int, change: Change) -> bool:
+def _recurrent(
+    model: onnx.ModelProto, draw: np.random.Generator, place: int, change: Change
+) -> bool:
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
-    found = [node for node in nodes_of(model, *_RECURRENT) if len(node.input) > place and node.input[place] in stored]
+    found = [
+        node
+        for node in nodes_of(model, *_RECURRENT)
+        if len(node.input) > place and node.input[place] in stored
+    ]
     return bool(found) and _changed(stored[pick(draw, found).input[place]], change, draw)
 
 

@@ -54,7 +54,9 @@ def prove(*, quick: bool, trials: int | None = None) -> list[Claim]:
     worst = dict.fromkeys(("PASS", "FAIL"), (0.0, 0, 1, ""))
     for groups, size, rho in WORLDS:
         rates = np.zeros((2, 2))
-        for number, (won, equal) in enumerate((won, equal) for won in WON for equal in (True, False)):
+        for number, (won, equal) in enumerate(
+            (won, equal) for won in WON for equal in (True, False)
+        ):
             random = make_generator(groups, size, round(100 * rho), number)
             tried, found = many, _verdicts(random, groups, size, rho, won, equal, many)
             if found[1].max() > AGAIN * many and not quick:
@@ -63,7 +65,9 @@ def prove(*, quick: bool, trials: int | None = None) -> list[Claim]:
             rates = np.maximum(rates, found / tried)
             name = f"{groups} x {size}, rho {rho:g}, won {won:g}, {'equal' if equal else 'mixed'} sizes"
             for side, verdict in enumerate(worst):
-                worst[verdict] = max(worst[verdict], (found[1, side] / tried, int(found[1, side]), tried, name))
+                worst[verdict] = max(
+                    worst[verdict], (found[1, side] / tried, int(found[1, side]), tried, name)
+                )
         alarms, warned = (0, 0), 0
         if rates[0].max() > WARNED:
             warned = 15 if quick else int(np.clip(_WARNED_ROWS // (groups * size), 20, 300))
@@ -107,7 +111,13 @@ def _claim_warnings(hidden: Any, null: int) -> Iterator[Claim]:
 
 
 def _verdicts(
-    random: np.random.Generator, groups: int, size: int, rho: float, won: float, equal: bool, trials: int
+    random: np.random.Generator,
+    groups: int,
+    size: int,
+    rho: float,
+    won: float,
+    equal: bool,
+    trials: int,
 ) -> Any:
     """How often it passes and fails, without the key and with it."""
     found = np.zeros((2, 2), int)
@@ -120,14 +130,21 @@ def _verdicts(
         group = np.repeat(np.arange(sizes.size), sizes.ravel())
         change = shared(random, group, rho, [won + LIMIT, 1 - 2 * won - LIMIT, won]) - 1
         begins = np.cumsum(sizes.ravel()) - sizes.ravel()
-        sums, changed = (np.add.reduceat(values, begins).reshape(sets, groups) for values in (change, np.abs(change)))
+        sums, changed = (
+            np.add.reduceat(values, begins).reshape(sets, groups)
+            for values in (change, np.abs(change))
+        )
         effects = compute_effect_of_sums(sums, sizes, changed.sum(axis=1))
         for n, sum_, changes, effect in zip(
             sizes.sum(axis=1), sums.sum(axis=1), changed.sum(axis=1), effects, strict=True
         ):
             for key, divisor in enumerate((1.0, float(effect))):
-                counts = _counts(int(n), int(changes - sum_) // 2, int(changes + sum_) // 2, divisor)
-                chance = change_p_value(counts, -LIMIT)  # it agrees with the interval, and is quicker
+                counts = _counts(
+                    int(n), int(changes - sum_) // 2, int(changes + sum_) // 2, divisor
+                )
+                chance = change_p_value(
+                    counts, -LIMIT
+                )  # it agrees with the interval, and is quicker
                 found[key] += [chance < ERROR_LEVEL, chance > 1 - ERROR_LEVEL]
     return found
 

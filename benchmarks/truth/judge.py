@@ -46,7 +46,10 @@ SLOWER = {"the same": 0, "+2 %": 2, "+10 %": 10, "+20 %": 20}
 """Layers more than the baseline's `LAYERS`, which are what its time is made of."""
 
 REPEATS, QUICK_REPEATS = 5, 1
-FAMILY_FAULTS, QUICK_FAMILIES = ("mlp", "cnn", "transformer", "words", "trees", "scaler+linear"), ("mlp", "trees")
+FAMILY_FAULTS, QUICK_FAMILIES = (
+    ("mlp", "cnn", "transformer", "words", "trees", "scaler+linear"),
+    ("mlp", "trees"),
+)
 ROUNDED, QUICK_ROUNDED = ("mlp", "cnn", "attention", "residual", "depthwise", "gru"), ("cnn",)
 GOOD_RECIPES = ("per channel", "per tensor", "dynamic", "QOperator")
 FAULTY_RECIPES = ("per channel", "dynamic")
@@ -79,10 +82,20 @@ def prove(*, quick: bool) -> list[Claim]:
     open_ones = [pair for pair in pairs if pair.verdict not in (Verdict.PASS, Verdict.FAIL)]
     for title, listed in (("wrong", wrong), ("undecided", open_ones)):
         rows = [
-            (pair.kind, pair.name, "good" if pair.good else "bad", pair.verdict.value, pair.reason[:140])
+            (
+                pair.kind,
+                pair.name,
+                "good" if pair.good else "bad",
+                pair.verdict.value,
+                pair.reason[:140],
+            )
             for pair in listed
         ]
-        table(f"judge: {len(listed)} {title} of {len(pairs)}", ("kind", "pair", "truth", "verdict", "reason"), rows)
+        table(
+            f"judge: {len(listed)} {title} of {len(pairs)}",
+            ("kind", "pair", "truth", "verdict", "reason"),
+            rows,
+        )
     return list(_claims(pairs, quick))
 
 
@@ -98,13 +111,21 @@ def _claims(pairs: list[Pair], quick: bool) -> Iterator[Claim]:
 
 
 def _judged(
-    kind: Kind, name: str, good: bool, baseline: Path, candidate: Path, dataset: Dataset | None = None, **changes: Any
+    kind: Kind,
+    name: str,
+    good: bool,
+    baseline: Path,
+    candidate: Path,
+    dataset: Dataset | None = None,
+    **changes: Any,
 ) -> Pair:
     begun = time.perf_counter()
     try:
         inputs = shared_inputs(baseline, candidate)
         if dataset is None:
-            samples = generate_samples(inputs, count=128, dims={}, bounds=read_input_bounds(baseline))
+            samples = generate_samples(
+                inputs, count=128, dims={}, bounds=read_input_bounds(baseline)
+            )
         else:
             samples = check_samples(inputs, dataset.inputs, where="rows", limit=128)
         found = judge_candidate(
@@ -136,7 +157,12 @@ def _speed(folder: Path, quick: bool) -> Iterator[Pair]:
         candidate = baseline if not extra else write_slower(folder / f"layers-{extra}.onnx", extra)
         for trial in range(QUICK_REPEATS if quick else REPEATS):
             yield _judged(
-                "speed", f"{slowdown}, trial {trial}", extra < 5, baseline, candidate, seed=derive_seed(trial)
+                "speed",
+                f"{slowdown}, trial {trial}",
+                extra < 5,
+                baseline,
+                candidate,
+                seed=derive_seed(trial),
             )
 
 
@@ -150,17 +176,29 @@ def write_slower(path: Path, extra: int) -> Path:
         for layer in range(count):
             matrix = (draw.standard_normal((WIDTH, WIDTH)) / np.sqrt(WIDTH)).astype(np.float32)
             weights.append(numpy_helper.from_array(matrix, f"{name}.w{layer}"))
-            nodes.append(helper.make_node("MatMul", [value, f"{name}.w{layer}"], [f"{name}.product{layer}"]))
-            nodes.append(helper.make_node("Tanh", [f"{name}.product{layer}"], [f"{name}.layer{layer}"]))
+            nodes.append(
+                helper.make_node("MatMul", [value, f"{name}.w{layer}"], [f"{name}.product{layer}"])
+            )
+            nodes.append(
+                helper.make_node("Tanh", [f"{name}.product{layer}"], [f"{name}.layer{layer}"])
+            )
             value = f"{name}.layer{layer}"
         return value
 
     last = chain("x", "main", LAYERS)
     spare = chain("main.layer0", "spare", extra) if extra else "x"
-    nodes += [helper.make_node("Mul", [spare, "nothing"], ["none"]), helper.make_node("Add", [last, "none"], ["y"])]
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", WIDTH]) for name in ("x", "y")]
+    nodes += [
+        helper.make_node("Mul", [spare, "nothing"], ["none"]),
+        helper.make_node("Add", [last, "none"], ["y"]),
+    ]
+    ends = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", WIDTH])
+        for name in ("x", "y")
+    ]
     graph = helper.make_graph(nodes, "layers", ends[:1], ends[1:], weights)
-    onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), path)
+    onnx.save(
+        helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), path
+    )
     return path
 
 
@@ -170,13 +208,25 @@ def _floats(folder: Path, quick: bool) -> Iterator[Pair]:
         export = FAMILIES[family](family, folder / f"float-{family}.onnx", derive_seed(0))
         dataset, candidate = Dataset(inputs=export.samples), folder / "candidate.onnx"
         optimize(export.path, candidate, "extended")
-        yield _judged("float", f"{family}, optimized", True, export.path, candidate, dataset, only="parity")
+        yield _judged(
+            "float", f"{family}, optimized", True, export.path, candidate, dataset, only="parity"
+        )
         if _other_opset(export.path, candidate):
-            yield _judged("float", f"{family}, other opset", True, export.path, candidate, dataset, only="parity")
+            yield _judged(
+                "float",
+                f"{family}, other opset",
+                True,
+                export.path,
+                candidate,
+                dataset,
+                only="parity",
+            )
         stored = folder / "candidate.ort"
         optimize(export.path, stored, "basic")
         yield _judged("float", f"{family}, .ort", True, export.path, stored, dataset, only="parity")
-        yield _judged("float", f"{family}, beside .ort", True, stored, export.path, dataset, only="parity")
+        yield _judged(
+            "float", f"{family}, beside .ort", True, stored, export.path, dataset, only="parity"
+        )
         for number, (fault, inject) in enumerate(FAULTS.items()):
             model = onnx.load(export.path)
             del model.graph.value_info[:]
@@ -185,7 +235,9 @@ def _floats(folder: Path, quick: bool) -> Iterator[Pair]:
             if not changed or model.SerializeToString(deterministic=True) == before:
                 continue
             onnx.save(model, candidate)
-            found = _judged("float", f"{family}, {fault}", False, export.path, candidate, dataset, only="parity")
+            found = _judged(
+                "float", f"{family}, {fault}", False, export.path, candidate, dataset, only="parity"
+            )
             if found.verdict is Verdict.PASS and equivalence(export, candidate)[0]:
                 continue
             yield found
@@ -209,7 +261,9 @@ def _rounded(folder: Path, quick: bool) -> Iterator[Pair]:
         made = {name: path for name, path in variants(model, folder) if name in GOOD_RECIPES}
         made |= _narrow(model.path, folder)
         for recipe, path in made.items():
-            yield _judged("rounded", f"{kind}, {recipe}", True, model.path, path, dataset, only="parity")
+            yield _judged(
+                "rounded", f"{kind}, {recipe}", True, model.path, path, dataset, only="parity"
+            )
             faults: dict[str, Callable[[onnx.ModelProto], bool]] = dict(GRAPH_FAULTS)
             if recipe in FAULTY_RECIPES:
                 faults |= {name: places[0] for name, places in ROUNDED_FAULTS.items()}
@@ -219,7 +273,13 @@ def _rounded(folder: Path, quick: bool) -> Iterator[Pair]:
                     candidate = folder / "candidate.onnx"
                     onnx.save(wrong, candidate)
                     yield _judged(
-                        "rounded", f"{kind}, {recipe}, {fault}", False, model.path, candidate, dataset, only="parity"
+                        "rounded",
+                        f"{kind}, {recipe}, {fault}",
+                        False,
+                        model.path,
+                        candidate,
+                        dataset,
+                        only="parity",
                     )
 
 
@@ -233,7 +293,9 @@ def _narrow(source: Path, folder: Path) -> dict[str, Path]:
         path = folder / f"{source.stem}.{method}.onnx"
         section = Quantize(name="variant", method=method, options=options)
         try:
-            optimizer.optimize(OptimizeRequest(section=section, source=source, path=path, calibration=None))
+            optimizer.optimize(
+                OptimizeRequest(section=section, source=source, path=path, calibration=None)
+            )
         except UserError:  # nothing to store in blocks
             continue
         made[name] = path
@@ -241,7 +303,9 @@ def _narrow(source: Path, folder: Path) -> dict[str, Path]:
 
 
 def _relu_lost(model: onnx.ModelProto) -> bool:
-    found = [node for node in model.graph.node if node.op_type in ("Relu", "Tanh", "Gelu", "Softmax")]
+    found = [
+        node for node in model.graph.node if node.op_type in ("Relu", "Tanh", "Gelu", "Softmax")
+    ]
     for node in found[:1]:
         node.op_type, node.domain = "Identity", ""
         del node.attribute[:]

@@ -31,7 +31,13 @@ from onnx_ops.domain.gate import LatencyGate
 from onnx_ops.domain.target import Target
 from onnx_ops.measure.timing import PairedBenchmark, compare_latency
 from onnx_ops.ports import Tensors
-from onnx_ops.statistics.latency import FULL_RUN, LOOKS, compare, explain_withheld_verdict, should_continue
+from onnx_ops.statistics.latency import (
+    FULL_RUN,
+    LOOKS,
+    compare,
+    explain_withheld_verdict,
+    should_continue,
+)
 from onnx_ops.statistics.rules.performance import judge_latency
 
 LIMIT = 0.05
@@ -74,7 +80,10 @@ def prove(*, quick: bool, trials: int | None = None, load: str | None = None) ->
     count = trials or (QUICK_TRIALS if quick else TRIALS)
     cells: list[Cell] = []
     with tempfile.TemporaryDirectory(prefix="onnx-ops-truth-") as folder:
-        models = {slowdown: write_layers(Path(folder) / f"{extra}.onnx", extra) for slowdown, extra in EXTRA.items()}
+        models = {
+            slowdown: write_layers(Path(folder) / f"{extra}.onnx", extra)
+            for slowdown, extra in EXTRA.items()
+        }
         for name, loaded in LOADS.items():
             if load not in (None, name):
                 continue
@@ -109,9 +118,14 @@ def write_layers(path: Path, extra: int) -> Path:
         nodes.append(helper.make_node("Tanh", [f"product{layer}"], [f"layer{layer}"]))
         value = f"layer{layer}"
     nodes[-1].output[0] = "y"
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", WIDTH]) for name in ("x", "y")]
+    ends = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", WIDTH])
+        for name in ("x", "y")
+    ]
     graph = helper.make_graph(nodes, "layers", ends[:1], ends[1:], weights)
-    onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), path)
+    onnx.save(
+        helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), path
+    )
     return path
 
 
@@ -125,13 +139,21 @@ def _simulated(quick: bool) -> list[Claim]:
     for number, (world, (make, make_self)) in enumerate(WORLDS.items()):
         for slowdown in (LIMIT, 0.0, 0.1):
             draw = make_generator(number, round(100 * slowdown))
-            found = [_rule(math.log1p(slowdown) + make(draw), make_self(draw)) for _ in range(trials)]
-            verdicts, pairs = Counter(verdict for verdict, _ in found), [count for _, count in found]
+            found = [
+                _rule(math.log1p(slowdown) + make(draw), make_self(draw)) for _ in range(trials)
+            ]
+            verdicts, pairs = (
+                Counter(verdict for verdict, _ in found),
+                [count for _, count in found],
+            )
             shares = "/".join(
-                f"{100 * verdicts[v] / trials:.1f}" for v in (Verdict.FAIL, Verdict.PASS, Verdict.INCONCLUSIVE)
+                f"{100 * verdicts[v] / trials:.1f}"
+                for v in (Verdict.FAIL, Verdict.PASS, Verdict.INCONCLUSIVE)
             )
             rows.append((world, f"+{100 * slowdown:g} %", shares, f"{statistics.median(pairs):g}"))
-            wrong = {LIMIT: (Verdict.PASS, Verdict.FAIL), 0.0: (Verdict.FAIL,)}.get(slowdown, (Verdict.PASS,))
+            wrong = {LIMIT: (Verdict.PASS, Verdict.FAIL), 0.0: (Verdict.FAIL,)}.get(
+                slowdown, (Verdict.PASS,)
+            )
             worst = max(verdicts[verdict] for verdict in wrong)
             what = f"{world}, +{100 * slowdown:g} %: wrong, worse side"
             bound = 0.05 if slowdown == LIMIT else 0.01
@@ -165,7 +187,9 @@ def _drifting(sd: float, noise: float) -> Draw:
     line *= sd / line.std()
 
     def make(draw: np.random.Generator) -> Pairs:
-        return np.asarray(_there_and_back(line) * draw.choice([-1, 1]) + noise * draw.standard_normal(LOOKS[-1]))
+        return np.asarray(
+            _there_and_back(line) * draw.choice([-1, 1]) + noise * draw.standard_normal(LOOKS[-1])
+        )
 
     return make
 
@@ -185,14 +209,27 @@ def _there_and_back(run: Pairs) -> Pairs:
 
 _LIKE: dict[str, Draw] = {
     **{f"independent, sd {100 * sd:g} %": _correlated(0.0, sd) for sd in (0.01, 0.02, 0.03)},
-    **{f"correlated .7, sd {100 * sd:g} %": _correlated(0.7, sd) for sd in (0.01, 0.02, 0.03, 0.05)},
-    **{f"drift, sd 2 %, noise {100 * noise:g} %": _drifting(0.02, noise) for noise in (0.003, 0.01, 0.02)},
-    **{f"random walk, sd 2 %, noise {100 * noise:g} %": _wandering(0.02, noise) for noise in (0.003, 0.01)},
+    **{
+        f"correlated .7, sd {100 * sd:g} %": _correlated(0.7, sd) for sd in (0.01, 0.02, 0.03, 0.05)
+    },
+    **{
+        f"drift, sd 2 %, noise {100 * noise:g} %": _drifting(0.02, noise)
+        for noise in (0.003, 0.01, 0.02)
+    },
+    **{
+        f"random walk, sd 2 %, noise {100 * noise:g} %": _wandering(0.02, noise)
+        for noise in (0.003, 0.01)
+    },
 }
-_ALONE: dict[str, Draw] = {name: _LIKE[name] for name in _LIKE if not name.startswith("independent")}
+_ALONE: dict[str, Draw] = {
+    name: _LIKE[name] for name in _LIKE if not name.startswith("independent")
+}
 WORLDS: dict[str, tuple[Draw, Draw]] = {
     **{name: (make, make) for name, make in _LIKE.items()},
-    **{f"{name}, of the candidate alone": (make, _correlated(0.0, 0.003)) for name, make in _ALONE.items()},
+    **{
+        f"{name}, of the candidate alone": (make, _correlated(0.0, 0.003))
+        for name, make in _ALONE.items()
+    },
 }
 """Pairs of the candidate, and of the baseline with itself."""
 
@@ -272,10 +309,17 @@ def _print(cells: list[Cell]) -> None:
         )
         for cell in cells
     ]
-    head = ("load", "slow-down", "ratio", "trials", "FAIL/PASS/INCONCLUSIVE %", "self-test", "median", "95 %")
-    title = (
-        f"latency, limit {100 * LIMIT:g} %, load average {os.getloadavg()[0]:.1f}: median estimate; time to decision"
+    head = (
+        "load",
+        "slow-down",
+        "ratio",
+        "trials",
+        "FAIL/PASS/INCONCLUSIVE %",
+        "self-test",
+        "median",
+        "95 %",
     )
+    title = f"latency, limit {100 * LIMIT:g} %, load average {os.getloadavg()[0]:.1f}: median estimate; time to decision"
     table(title, head, rows)
 
 

@@ -56,7 +56,9 @@ POPULATIONS = (
     Population(name="normal", draw=lambda random, rows: random.standard_normal(rows)),
     Population(
         name="log-normal",
-        draw=lambda random, rows: random.choice([-1, 1], rows) * np.exp(random.standard_normal(rows)),
+        draw=lambda random, rows: (
+            random.choice([-1, 1], rows) * np.exp(random.standard_normal(rows))
+        ),
     ),
     Population(name="2 % of rows x 12", draw=_heavy),
     Population(name="skewed", draw=lambda random, rows: random.exponential(1, rows) - 1),
@@ -77,14 +79,22 @@ def _errors(trials: int, quick: bool) -> Iterator[Claim]:
             share = _noise(population, power)
             for n in ROWS:
                 random = make_generator(power, n)
-                found = np.array([_wrong(random, population, n, power, share) for _ in range(trials)]).sum(axis=0)
+                found = np.array(
+                    [_wrong(random, population, n, power, share) for _ in range(trials)]
+                ).sum(axis=0)
                 shown = (f"{100 * count / trials:.1f} %" for count in found)
                 rows.append((name, population.name, str(n), *shown))
                 worst = max(worst, (int(max(found[0], found[1])), f"{population.name}, {n} rows"))
-        what = f"{name} wrong on one side at a true growth equal to the limit, worst of 40: {worst[1]}"
+        what = (
+            f"{name} wrong on one side at a true growth equal to the limit, worst of 40: {worst[1]}"
+        )
         yield at_most("losses", what, worst[0], trials, BOUND, worst_of=40)
     head = ("", "errors", "rows", "wrong PASS", "wrong FAIL", "BCa: PASS", "FAIL")
-    table(f"metric, true growth equal to the limit of {100 * (GROWTH - 1):.0f} %, {trials} trials each", head, rows)
+    table(
+        f"metric, true growth equal to the limit of {100 * (GROWTH - 1):.0f} %, {trials} trials each",
+        head,
+        rows,
+    )
 
 
 def _noise(population: Population, power: int) -> float:
@@ -94,7 +104,9 @@ def _noise(population: Population, power: int) -> float:
     random = make_generator(power)
     errors, noise = population.draw(random, 2_000_000), _symmetric(random, population, 2_000_000)
     grown = GROWTH * np.abs(errors).mean()
-    return float(brentq(lambda share: np.abs(errors + share * noise).mean() - grown, 0, 5, xtol=1e-4))
+    return float(
+        brentq(lambda share: np.abs(errors + share * noise).mean() - grown, 0, 5, xtol=1e-4)
+    )
 
 
 def _symmetric(random: Random, population: Population, rows: int) -> Any:
@@ -126,7 +138,9 @@ def _giants(trials: int, quick: bool) -> Iterator[Claim]:
         for giants in (1, 2, 5):
             for n in ROWS:
                 random = make_generator(n, giants)
-                found = sum(_passes_with_giants(gate, random, n, giants) for _ in range(trials // 8))
+                found = sum(
+                    _passes_with_giants(gate, random, n, giants) for _ in range(trials // 8)
+                )
                 passed, tried = passed + found, tried + trials // 8
                 rows.append((name, str(giants), str(n), f"{100 * found / (trials // 8):.1f} %"))
         what = f"{name}: PASS of a candidate whose other errors are 20 % larger than the baseline's"
@@ -154,7 +168,10 @@ def _maxima(trials: int, quick: bool) -> Iterator[Claim]:
         worst = (0.0, 0, 1, "")
         for population in POPULATIONS:
             random = make_generator(power)
-            draws = [(np.abs(population.draw(random, 1_000_000)) ** power).mean() for _ in range(1 if quick else 30)]
+            draws = [
+                (np.abs(population.draw(random, 1_000_000)) ** power).mean()
+                for _ in range(1 if quick else 30)
+            ]
             gate = MetricGate(name=name, max=float(np.mean(draws) ** (1 / power)))
             for n in ROWS:
                 few = trials
@@ -164,18 +181,32 @@ def _maxima(trials: int, quick: bool) -> Iterator[Claim]:
                     found = _judge_maximum(gate, population, make_generator(power, n, 2), n, few)
                 wrong = found[Verdict.PASS], found[Verdict.FAIL]
                 rows.append(
-                    (name, population.name, str(n), *(f"{100 * count / few:.1f} %" for count in wrong), str(few))
+                    (
+                        name,
+                        population.name,
+                        str(n),
+                        *(f"{100 * count / few:.1f} %" for count in wrong),
+                        str(few),
+                    )
                 )
-                worst = max(worst, (max(wrong) / few, max(wrong), few, f"{population.name}, {n} rows"))
+                worst = max(
+                    worst, (max(wrong) / few, max(wrong), few, f"{population.name}, {n} rows")
+                )
         what = f"{name} wrong on one side at a true value equal to `max`, worst of 40: {worst[3]}"
         yield at_most("losses", what, worst[1], worst[2], BOUND, worst_of=40)
-    table("metric, absolute max", ("", "errors", "rows", "wrong PASS", "wrong FAIL", "trials"), rows)
+    table(
+        "metric, absolute max", ("", "errors", "rows", "wrong PASS", "wrong FAIL", "trials"), rows
+    )
 
 
-def _judge_maximum(gate: MetricGate, population: Population, random: Random, n: int, trials: int) -> Counter[Verdict]:
+def _judge_maximum(
+    gate: MetricGate, population: Population, random: Random, n: int, trials: int
+) -> Counter[Verdict]:
     verdicts: Counter[Verdict] = Counter()
     for _ in range(trials):
-        scores = score(gate.definition(), np.zeros(n), {CANDIDATE: population.draw(random, n)}, seed=0)
+        scores = score(
+            gate.definition(), np.zeros(n), {CANDIDATE: population.draw(random, n)}, seed=0
+        )
         (result,) = judge_metric(gate, evidence(scores=scores))
         verdicts[result.verdict] += 1
     return verdicts
@@ -206,7 +237,9 @@ def _classes(trials: int, quick: bool) -> Iterator[Claim]:
                 worst = max(worst, (found.max() / few, int(found.max()), few, f"{name}, {n} rows"))
         what = f"{definition.label} wrong on one side at a true drop equal to the limit, worst of 48: {worst[3]}"
         yield at_most("losses", what, worst[1], worst[2], BOUND, worst_of=48)
-    table("metric, f1 and auc", ("", "population", "rows", "wrong PASS", "wrong FAIL", "trials"), rows)
+    table(
+        "metric, f1 and auc", ("", "population", "rows", "wrong PASS", "wrong FAIL", "trials"), rows
+    )
 
 
 def _wrong_drops(
@@ -216,9 +249,9 @@ def _wrong_drops(
     found = np.zeros(2, np.int64)
     for trial in range(trials):
         label, base, candidate = draw(random, n)
-        change = score(definition, label, {CANDIDATE: candidate, "fp32": base}, seed=trial, resamples=500)[
-            -1
-        ].difference
+        change = score(
+            definition, label, {CANDIDATE: candidate, "fp32": base}, seed=trial, resamples=500
+        )[-1].difference
         if change is not None:
             found += np.array([change.low > -drop, change.high < -drop])
     return found
@@ -269,7 +302,11 @@ def _true_drop(definition: MetricDefinition, draw: Models, draws: int) -> float:
     for number in range(1, draws + 1):
         label, *models = draw(make_generator(number), 400_000)
         base, candidate = (
-            float(build_metric_statistic(definition, label, said).statistic(np.ones((1, len(label))))[0])
+            float(
+                build_metric_statistic(definition, label, said).statistic(np.ones((1, len(label))))[
+                    0
+                ]
+            )
             for said in models
         )
         drops.append(base - candidate)

@@ -25,10 +25,21 @@ def prove(*, quick: bool) -> list[Claim]:
     for n in ROWS:
         for won in WON:
             passed, failed = _rates(n, won, draws)
-            rows.append((str(n), f"{100 * won:.1f} %", f"{100 * (won + LIMIT):.1f} %", *_percents(passed, failed)))
+            rows.append(
+                (
+                    str(n),
+                    f"{100 * won:.1f} %",
+                    f"{100 * (won + LIMIT):.1f} %",
+                    *_percents(passed, failed),
+                )
+            )
             rates.append(passed)
     head = ("rows", "only candidate right", "only baseline right", "PASS", "FAIL")
-    table(f"metric, true drop equal to the limit of {100 * LIMIT:g} pp, {draws} draws each", head, rows)
+    table(
+        f"metric, true drop equal to the limit of {100 * LIMIT:g} pp, {draws} draws each",
+        head,
+        rows,
+    )
     error = 3 * (BOUND * (1 - BOUND) / draws) ** 0.5  # of the draws
     return [
         Claim(

@@ -41,7 +41,12 @@ for _module in ("faults_ends", "faults_inputs"):
     importlib.import_module(f"benchmarks.truth.{_module}")  # registers its faults
 
 TARGET = Target(name="truth")
-LEVELS: tuple[Literal["disabled", "basic", "extended", "all"], ...] = ("disabled", "basic", "extended", "all")
+LEVELS: tuple[Literal["disabled", "basic", "extended", "all"], ...] = (
+    "disabled",
+    "basic",
+    "extended",
+    "all",
+)
 THREADS = (1, 2)
 SEEDS, QUICK_SEEDS = 3, 1
 KINDS, GOOD = 60, 36
@@ -87,8 +92,16 @@ def prove(*, quick: bool) -> list[Claim]:
     kinds = len({trial.kind for trial in trials})
     faults = len(trials) - equivalent
     return [
-        Claim(gate="parity", what="kinds of fault", bound=f"≥ {KINDS}", figure=str(kinds), is_met=kinds >= KINDS),
-        at_least("parity", f"faults caught, {equivalent} proven equivalent apart", caught, faults, 0.99),
+        Claim(
+            gate="parity",
+            what="kinds of fault",
+            bound=f"≥ {KINDS}",
+            figure=str(kinds),
+            is_met=kinds >= KINDS,
+        ),
+        at_least(
+            "parity", f"faults caught, {equivalent} proven equivalent apart", caught, faults, 0.99
+        ),
         at_least(
             "parity",
             "the same, by comparing two files without data",
@@ -96,7 +109,13 @@ def prove(*, quick: bool) -> list[Claim]:
             faults,
             0.97,
         ),
-        Claim(gate="parity", what="good variants", bound=f"≥ {GOOD}", figure=str(good), is_met=good >= GOOD),
+        Claim(
+            gate="parity",
+            what="good variants",
+            bound=f"≥ {GOOD}",
+            figure=str(good),
+            is_met=good >= GOOD,
+        ),
         at_most("parity", "false alarms", len(alarms), good, 0.0),
     ]
 
@@ -109,7 +128,11 @@ def judged(path: Path, target: Target, export: Exported) -> GateResult:
         trees = compare_trees(read_trees(path), export.trees) if export.trees is not None else None
     except (MeasurementError, UserError) as error:
         return GateResult(
-            gate="parity", metric="outputs", limit="", verdict=Verdict.FAIL, reason=f"it does not run: {error}"
+            gate="parity",
+            metric="outputs",
+            limit="",
+            verdict=Verdict.FAIL,
+            reason=f"it does not run: {error}",
         )
     results = judge_parity(ParityGate(), evidence(parity=measured, trees=trees))
     return max((r for r in results if not r.advisory), key=lambda r: r.verdict.rank)
@@ -132,7 +155,9 @@ def _multiplied(source: Path, path: Path) -> bool:
     """A scaler that multiplies by 1 / deviation, which rounds otherwise and is as right."""
     model = onnx.load(source)
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
-    found = [node for node in model.graph.node if node.op_type == "Div" and node.input[1] in tensors]
+    found = [
+        node for node in model.graph.node if node.op_type == "Div" and node.input[1] in tensors
+    ]
     for node in found:
         node.op_type = "Mul"
         tensor = tensors[node.input[1]]
@@ -145,7 +170,9 @@ def optimize(source: Path, path: Path, level: str) -> None:
     ort = importlib.import_module("onnxruntime")
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, f"ORT_ENABLE_{level.upper()}")
+    options.graph_optimization_level = getattr(
+        ort.GraphOptimizationLevel, f"ORT_ENABLE_{level.upper()}"
+    )
     options.optimized_model_filepath = str(path)
     ort.InferenceSession(str(source), options, providers=["CPUExecutionProvider"])
 
@@ -178,7 +205,10 @@ def _told_apart(right: Path, wrong: Path) -> bool:
     """Whether `judge` refuses the faulty file beside the right one, on rows that it makes up."""
     try:
         samples = generate_samples(
-            shared_inputs(right, wrong), count=_MADE_UP_ROWS, dims={}, bounds=read_input_bounds(right)
+            shared_inputs(right, wrong),
+            count=_MADE_UP_ROWS,
+            dims={},
+            bounds=read_input_bounds(right),
         )
         return compare(OnnxRuntime(), TARGET, right, wrong, samples).verdict is Verdict.FAIL
     except (MeasurementError, UserError):
@@ -191,8 +221,15 @@ def equivalence(export: Exported, faulty: Path) -> tuple[bool, str]:
     largest = _largest(export.path, faulty, inputs)
     rows = sum(len(next(iter(feed.values()))) for feed in inputs)
     if largest > _CLOSE:
-        return False, f"gate passes; it differs by {largest:.2g} of the largest output on {rows} further rows"
-    same = "identical answers" if largest == 0 else f"within rounding ({largest:.1g} of the largest answer)"
+        return (
+            False,
+            f"gate passes; it differs by {largest:.2g} of the largest output on {rows} further rows",
+        )
+    same = (
+        "identical answers"
+        if largest == 0
+        else f"within rounding ({largest:.1g} of the largest answer)"
+    )
     return True, f"{same} on {rows} further rows (real, random, ends of the range, next to splits)"
 
 
@@ -200,7 +237,9 @@ def _largest(right: Path, wrong: Path, inputs: tuple[Tensors, ...]) -> float:
     """Largest distance of two files' answers, in units of the largest answer."""
     answers = OnnxRuntime().run(right, TARGET, inputs)
     others = OnnxRuntime().run(wrong, TARGET, inputs)
-    return max(_distance(a[name], b[name]) for a, b in zip(answers, others, strict=True) for name in a)
+    return max(
+        _distance(a[name], b[name]) for a, b in zip(answers, others, strict=True) for name in a
+    )
 
 
 def _distance(right: Any, wrong: Any) -> float:
@@ -223,7 +262,12 @@ def _many(export: Exported) -> tuple[Tensors, ...]:
     random = np.where(domains[name].whole, np.round(random), random)
     splits = build_split_probes(export.path, export.unseen)
     near = () if splits is None else (splits,)
-    return export.unseen, {name: random.astype(rows.dtype)}, *near, make_range_inputs(export.unseen, domains)
+    return (
+        export.unseen,
+        {name: random.astype(rows.dtype)},
+        *near,
+        make_range_inputs(export.unseen, domains),
+    )
 
 
 def _print_kinds(trials: list[Trial]) -> None:
@@ -231,7 +275,9 @@ def _print_kinds(trials: list[Trial]) -> None:
     outcomes: dict[str, Counter[str]] = defaultdict(Counter)
     families: dict[str, set[str]] = defaultdict(set)
     for trial in trials:
-        outcomes[trial.kind]["caught" if trial.caught else "equivalent" if trial.equivalent else "missed"] += 1
+        outcomes[trial.kind][
+            "caught" if trial.caught else "equivalent" if trial.equivalent else "missed"
+        ] += 1
         families[trial.kind].add(trial.family)
     names = ("caught", "equivalent", "missed")
     rows = [

@@ -34,7 +34,9 @@ QUICK_MODELS = ("mlp", "cnn", "depthwise")
 FAULTY = ("per channel", "per tensor", "dynamic")
 """Recipes that faults are put into."""
 
-_GOOD_EXPORT = ParityMeasurement(output="output", group="real", rows=1, error=0.0, noise=1.0, ratio=0.0)
+_GOOD_EXPORT = ParityMeasurement(
+    output="output", group="real", rows=1, error=0.0, noise=1.0, ratio=0.0
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,14 @@ def prove(*, quick: bool) -> list[Claim]:
                         trials += _faulty(model, recipe, variant, right)
     wrong = [t for t in trials if (t.invariants.verdict is Verdict.PASS) == bool(t.fault)]
     rows = [
-        (t.fault or "none", t.model, t.recipe, t.metric.value, t.invariants.verdict.value, t.invariants.reason)
+        (
+            t.fault or "none",
+            t.model,
+            t.recipe,
+            t.metric.value,
+            t.invariants.verdict.value,
+            t.invariants.reason,
+        )
         for t in wrong
     ]
     head = ("fault", "model", "recipe", "metric gate", "invariants", "reason")
@@ -84,12 +93,20 @@ def _claims(trials: list[Trial], quick: bool) -> Iterator[Claim]:
     for fault in FAULTS:
         tried = [trial for trial in faulty if trial.fault == fault]
         found = sum(trial.invariants.verdict is Verdict.FAIL for trial in tried)
-        rows.append((fault, f"{found} of {len(tried)}", str(sum(trial.metric is Verdict.FAIL for trial in tried))))
+        rows.append(
+            (
+                fault,
+                f"{found} of {len(tried)}",
+                str(sum(trial.metric is Verdict.FAIL for trial in tried)),
+            )
+        )
     table("quantization, by kind", ("fault", "caught", "by the metric gate"), rows)
 
 
 def _right(model: Trained, path: Path) -> Any:
-    answers = read_prediction(ACCURACY, OnnxRuntime().run(path, TARGET, ({model.feed: model.scored},))[0])
+    answers = read_prediction(
+        ACCURACY, OnnxRuntime().run(path, TARGET, ({model.feed: model.scored},))[0]
+    )
     return read_classes(model.labels, answers, ACCURACY) == model.labels
 
 
@@ -114,7 +131,9 @@ def _trial(fault: str, model: Trained, recipe: str, path: Path, right: Any) -> T
     )
     (metric,) = judge_metric(MetricGate(max_drop=0.01), found)
     invariants = max(judge_parity(ParityGate(), found), key=lambda result: result.verdict.rank)
-    return Trial(fault=fault, model=model.name, recipe=recipe, metric=metric.verdict, invariants=invariants)
+    return Trial(
+        fault=fault, model=model.name, recipe=recipe, metric=metric.verdict, invariants=invariants
+    )
 
 
 def _weights(model: Trained, path: Path) -> tuple[WeightMeasurement, ...]:
@@ -157,7 +176,11 @@ def _first_up(array: Any) -> Any:
 
 
 def _channel(model: onnx.ModelProto) -> bool:
-    scales = [t for t in model.graph.initializer if t.name.endswith("_scale") and np.prod(t.dims, dtype=int) > 1]
+    scales = [
+        t
+        for t in model.graph.initializer
+        if t.name.endswith("_scale") and np.prod(t.dims, dtype=int) > 1
+    ]
     return _weight("scale" if scales else "levels", _first_up)(model)
 
 
@@ -212,7 +235,9 @@ def _wide(model: onnx.ModelProto) -> bool:
     """Every weight in a third of its levels."""
     names = {tensor.name for tensor in model.graph.initializer}
     found = False
-    for stem in [name.removesuffix("_quantized") for name in sorted(names) if name.endswith("_quantized")]:
+    for stem in [
+        name.removesuffix("_quantized") for name in sorted(names) if name.endswith("_quantized")
+    ]:
         tensor = next(t for t in model.graph.initializer if t.name == f"{stem}_quantized")
         if tensor.data_type in (onnx.TensorProto.INT8, onnx.TensorProto.UINT8):
             found |= _change(model, tensor.name, lambda a: np.rint(a / 3.0))
@@ -225,7 +250,9 @@ FAULTS: dict[str, tuple[Callable[[onnx.ModelProto], bool], ...]] = {
     "weight scale +2 %": (_weight("scale", lambda a: a * 1.02),),
     "one channel +10 %": (_channel,),
     "channels rolled": (_weight("levels", lambda a: np.roll(a, 1, axis=0)),),
-    "levels one lower": (_weight("levels", lambda a: np.maximum(a.astype(int) - 1, np.iinfo(a.dtype).min)),),
+    "levels one lower": (
+        _weight("levels", lambda a: np.maximum(a.astype(int) - 1, np.iinfo(a.dtype).min)),
+    ),
     "weights in a third of their levels": (_wide,),
     "bias dropped": (_bias,),
     "activation zero point off by one": (_activation(2, lambda a: (a + 1).astype(a.dtype)),),

@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from onnx import numpy_helper
-from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_dynamic, quantize_static
+from onnxruntime.quantization import (
+    CalibrationMethod,
+    QuantFormat,
+    QuantType,
+    quantize_dynamic,
+    quantize_static,
+)
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from sklearn.datasets import load_digits
 from torch import nn
@@ -90,7 +96,11 @@ class Depthwise(nn.Module):
 class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.GRU] | type[nn.LSTM]) -> None:
         super().__init__()
-        self.enter, self.cell, self.last = nn.Linear(8, 24), kind(24, 32, batch_first=True), nn.Linear(32, CLASSES)
+        self.enter, self.cell, self.last = (
+            nn.Linear(8, 24),
+            kind(24, 32, batch_first=True),
+            nn.Linear(32, CLASSES),
+        )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         states, _ = self.cell(torch.relu(self.enter(tokens)))
@@ -223,10 +233,16 @@ def _gptq(model: Trained, prepared: Path, path: Path) -> None:
         stored = tensors.get(f"{node.input[1]}_quantized") if len(node.input) > 1 else None
         if stored is None or node.op_type not in ("Gemm", "MatMul") or len(stored.dims) != 2:
             continue
-        turned = node.op_type == "MatMul" or not any(a.name == "transB" and a.i for a in node.attribute)
+        turned = node.op_type == "MatMul" or not any(
+            a.name == "transB" and a.i for a in node.attribute
+        )
         weight = floats[node.input[1]].astype(np.float64)
         weight = weight.T if turned else weight
-        scale = numpy_helper.to_array(tensors[f"{node.input[1]}_scale"]).astype(np.float64).reshape(-1, 1)
+        scale = (
+            numpy_helper.to_array(tensors[f"{node.input[1]}_scale"])
+            .astype(np.float64)
+            .reshape(-1, 1)
+        )
         rounded = gptq(weight / scale, _inputs(model, node.input[0]).reshape(-1, weight.shape[1]))
         levels = (rounded.T if turned else rounded).astype(np.int8)
         stored.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(levels), stored.name))
@@ -260,8 +276,12 @@ RECIPES: dict[str, Recipe] = {
     "per tensor": _static(per_channel=False),
     "entropy": _static(calibrate_method=CalibrationMethod.Entropy),
     "percentile 99.999": _static(calibrate_method=CalibrationMethod.Percentile),
-    "percentile 99.99": _static(calibrate_method=CalibrationMethod.Percentile, extra={"CalibPercentile": 99.99}),
-    "percentile 99.9": _static(calibrate_method=CalibrationMethod.Percentile, extra={"CalibPercentile": 99.9}),
+    "percentile 99.99": _static(
+        calibrate_method=CalibrationMethod.Percentile, extra={"CalibPercentile": 99.99}
+    ),
+    "percentile 99.9": _static(
+        calibrate_method=CalibrationMethod.Percentile, extra={"CalibPercentile": 99.9}
+    ),
     "symmetric": _static(extra={"ActivationSymmetric": True}),
     "S8S8": _static(activation_type=QuantType.QInt8),
     "reduced range": _static(reduce_range=True),

@@ -45,7 +45,13 @@ from onnx_ops.protocol.messages import (
     UserCountsRequest,
 )
 from onnx_ops.protocol.replica_reports import REPORT_S
-from onnx_ops.protocol.replica_tables import HEAD, ReplicaTable, TableHead, encode_table, plan_tables
+from onnx_ops.protocol.replica_tables import (
+    HEAD,
+    ReplicaTable,
+    TableHead,
+    encode_table,
+    plan_tables,
+)
 from onnx_ops.protocol.routing_table import RoutingTable
 from onnx_ops.protocol.server_process import FINAL_COUNTS_FILE, ServerOptions, ServerRecord
 from onnx_ops.serving import rollout_counts
@@ -170,9 +176,16 @@ class SimulatedServer(LocalServer):
         self.shared = SharedMetrics(1)
         self.counts = RolloutCounts(self.shared)
         self._cells, self._allocator = CellCounter(self.shared, 0), SlotAllocator(self.shared)
-        self.table, self._watched, self._lease_ns, self.lapsed = None, UserCountsRequest(limits_s={}), 0, 0
+        self.table, self._watched, self._lease_ns, self.lapsed = (
+            None,
+            UserCountsRequest(limits_s={}),
+            0,
+            0,
+        )
         self._running: list[Callable[[], None]] = []
-        self._record = ServerRecord(pid=1, port=port, admin_port=port, started=self._clock.now, options=options)
+        self._record = ServerRecord(
+            pid=1, port=port, admin_port=port, started=self._clock.now, options=options
+        )
         return self._record
 
     def kill(self, port: int | None = None) -> None:
@@ -186,12 +199,20 @@ class SimulatedServer(LocalServer):
             return
         for finish in list(self._running):
             finish()
-        (self.folder / FINAL_COUNTS_FILE).write_bytes(codec.dumps(self.counts.collect(self._watched)))
+        (self.folder / FINAL_COUNTS_FILE).write_bytes(
+            codec.dumps(self.counts.collect(self._watched))
+        )
         self.kill()
 
     @override
     def request(
-        self, record: ServerRecord, method: str, body: bytes | None = None, *, path: str = "", timeout_s: float
+        self,
+        record: ServerRecord,
+        method: str,
+        body: bytes | None = None,
+        *,
+        path: str = "",
+        timeout_s: float,
     ) -> tuple[int, bytes]:
         answer: object
         if path == TABLE_PATH:
@@ -269,7 +290,12 @@ class SimulatedFollower(Follower):
     """A follower of a simulated server, which downloads nothing."""
 
     def __init__(
-        self, name: str, server: SimulatedServer, verifier: Verifier, control: TimedObjects, reports: TimedObjects
+        self,
+        name: str,
+        server: SimulatedServer,
+        verifier: Verifier,
+        control: TimedObjects,
+        reports: TimedObjects,
     ) -> None:
         options = ReplicaOptions(
             control=str(control.root),
@@ -292,7 +318,9 @@ class SimulatedFollower(Follower):
 class SimulatedReplica:
     """A replica: its server, and the followers that follow each other."""
 
-    def __init__(self, site: SimulatedSite, name: str, *, ahead_s: float = 0.0, late_s: float = 0.0) -> None:
+    def __init__(
+        self, site: SimulatedSite, name: str, *, ahead_s: float = 0.0, late_s: float = 0.0
+    ) -> None:
         self._clock, self._verifier = site.clock, site.verifier
         self.name = name
         self.server = SimulatedServer(site.folder / name, site.clock, ahead_s)
@@ -328,7 +356,9 @@ class SimulatedReplica:
         """Report, unless the next report replaces this one before it is read, or before this replica ends."""
         now = self._clock.now
         is_last = any(now <= at <= now + REPORT_S for at in (self._clock.end, self.ends_at))
-        if self._follower is not None and (is_last or self._late_s or now - self._reported_at >= _RENEW_S):
+        if self._follower is not None and (
+            is_last or self._late_s or now - self._reported_at >= _RENEW_S
+        ):
             self._follower.report()
             self._reported_at = now
 
@@ -386,7 +416,11 @@ class SimulatedSite:
         self._numbers = itertools.count(1)
         self._signer = create_key(folder / "keys" / "signing.pem")
         self.verifier = TrustedKeys(folder / "keys", role="release")
-        settings = {"control": str(self.control.root), "reports": str(self.reports.root), "replicas": 2}
+        settings = {
+            "control": str(self.control.root),
+            "reports": str(self.reports.root),
+            "replicas": 2,
+        }
         self._config = endpoint_config(ENDPOINT, provider="replicas", settings=settings)
         self._provider = ReplicaEndpoints(trusted=folder / "keys")
         self._table: ReplicaTable | None = None
@@ -399,7 +433,9 @@ class SimulatedSite:
         with ExitStack() as stack:
             for module in (replicas, follower, rollout_counts):
                 stack.enter_context(mock.patch.object(module, "time", self.clock))
-            stack.enter_context(mock.patch.object(replicas, "open_objects", lambda url, **_: stores[url]))
+            stack.enter_context(
+                mock.patch.object(replicas, "open_objects", lambda url, **_: stores[url])
+            )
             yield
 
     def add(self, *, ahead_s: float = 0.0, late_s: float = 0.0) -> SimulatedReplica:
@@ -415,7 +451,9 @@ class SimulatedSite:
         split = TrafficSplit(weights=weights, epoch_s=EPOCH_S if percent else 0.0)
         state = EndpointState(deployments=tuple(map(fileless_deployment, weights)), split=split)
         limits_s: dict[str, tuple[float, ...]] = dict.fromkeys(weights, ()) if percent else {}
-        planned = plan_tables(ENDPOINT, state, sequence, self._table, digest=None, limits_s=limits_s)
+        planned = plan_tables(
+            ENDPOINT, state, sequence, self._table, digest=None, limits_s=limits_s
+        )
         for table in planned:
             if table is not None:
                 self.control.create(table.number.name, encode_table(table, self._signer))
@@ -435,10 +473,13 @@ class SimulatedSite:
 
     def send(self, traffic: Traffic) -> None:
         """Let users send requests from now on."""
-        shares = list(itertools.accumulate((k + 1) ** -traffic.skew for k in range(max(1, traffic.users))))
+        shares = list(
+            itertools.accumulate((k + 1) ** -traffic.skew for k in range(max(1, traffic.users)))
+        )
         salt, draw = self.random.getrandbits(64), self.random
         chances = [
-            traffic.errors * (draw.expovariate(1.0) if traffic.uneven and traffic.users else 1.0) for _ in shares
+            traffic.errors * (draw.expovariate(1.0) if traffic.uneven and traffic.users else 1.0)
+            for _ in shares
         ]
         times = {STABLE: 1.0, CANDIDATE: traffic.worse}
 
@@ -448,7 +489,9 @@ class SimulatedSite:
                 lasts_s = draw.uniform(0.0, _SLOW_S) if draw.random() < _SLOW_SHARE else 0.0
                 chance = chances[user]
                 key = b"%d-%d" % (salt, user) if traffic.users else draw.randrange(100)
-                draw.choice(ready).answer(key, lambda name: draw.random() < chance * times[name], lasts_s)
+                draw.choice(ready).answer(
+                    key, lambda name: draw.random() < chance * times[name], lasts_s
+                )
             self.clock.call_later(draw.expovariate(traffic.requests / EPOCH_S), send)
 
         send()
@@ -462,7 +505,9 @@ class SimulatedSite:
         assert self._observations is not None
         reading = self._provider.metrics().read(self._config, {CANDIDATE: None, STABLE: None})
         reading = self._observations.select_new(reading)
-        self._observations = self._observations.with_reading(reading, stable=STABLE, candidate=CANDIDATE)
+        self._observations = self._observations.with_reading(
+            reading, stable=STABLE, candidate=CANDIDATE
+        )
         self.confirm()
         return judge(self._observations, CANARY).abort_reason
 
@@ -471,4 +516,8 @@ class SimulatedSite:
         assert self._observations is not None
         (split,) = self._observations.drawn
         errors = split.units.get("errors")
-        return (split.epochs, 0, 0) if errors is None else (split.epochs, sum(errors.candidate), sum(errors.stable))
+        return (
+            (split.epochs, 0, 0)
+            if errors is None
+            else (split.epochs, sum(errors.candidate), sum(errors.stable))
+        )

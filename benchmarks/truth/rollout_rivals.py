@@ -30,7 +30,12 @@ def draw(
     shape = (trials, len(chance))
     canary = random.binomial(requests, np.broadcast_to(np.asarray(percents) / 100, shape))
     stable = requests - canary
-    return random.binomial(canary, chance[:, 0]), canary, random.binomial(stable, chance[:, 1]), stable
+    return (
+        random.binomial(canary, chance[:, 0]),
+        canary,
+        random.binomial(stable, chance[:, 1]),
+        stable,
+    )
 
 
 def peeked_z(drawn: tuple[npt.NDArray[np.int64], ...]) -> Bools:

@@ -50,7 +50,9 @@ class Trials:
             looks=[n for part in parts for n in part.looks],
         )
 
-    def at_most(self, gate: str, what: str, result: Result, end: str | tuple[str, ...], bound: float) -> Claim:
+    def at_most(
+        self, gate: str, what: str, result: Result, end: str | tuple[str, ...], bound: float
+    ) -> Claim:
         """Promise that at most this share of rollouts ends so; missed where the interval lies above."""
         return claims.at_most(gate, what, result.count(end), len(result.ends), bound)
 

@@ -132,7 +132,11 @@ class UserTraffic:
         user = np.searchsorted(self._shares, random.random(shape))
         if not self._sticky:
             self._places[active] = random.random((len(active), len(self._shares)))
-        place = np.take_along_axis(self._places[active], user, 1) if users.count else random.random(shape)
+        place = (
+            np.take_along_axis(self._places[active], user, 1)
+            if users.count
+            else random.random(shape)
+        )
         share = shares[:, None]
         mine = place < share
         # The first users of the version with more traffic are served by its control replica.
@@ -148,15 +152,21 @@ class UserTraffic:
         log += np.where(mine & (number <= users.cold), np.log(_COLD), 0.0)
         warm = number > WARM_UP_REQUESTS
         # In an epoch with warm-up requests, the server compares no latency by unit: the other version has none.
-        timed = compared & ((warm | ~mine) if self._sticky else (warm | ~mine).all(axis=1, keepdims=True))
+        timed = compared & (
+            (warm | ~mine) if self._sticky else (warm | ~mine).all(axis=1, keepdims=True)
+        )
         slow = [log > limit[active][:, None] for limit in self._limits]
-        rate = np.take_along_axis(self._success[active], user, 1) * np.where(mine, users.success, 1.0)
+        rate = np.take_along_axis(self._success[active], user, 1) * np.where(
+            mine, users.success, 1.0
+        )
         flags = [bad, random.random(shape) < rate, *(one & timed for one in slow)]
         requests = [many, many, *[many * timed] * len(slow)]
         if users.count:
             self._add(active, user, mine, requests, [many * flag for flag in flags])
         # Each request without a key is assigned on its own, retries too.
-        part = many * mine if users.count else random.binomial(many, np.where(many > 1, share, mine))
+        part = (
+            many * mine if users.count else random.binomial(many, np.where(many > 1, share, mine))
+        )
         found = []
         for flag, n in zip(flags, requests, strict=True):
             ours, theirs = np.minimum(part, n), np.minimum(many - part, n)
@@ -174,7 +184,9 @@ class UserTraffic:
         together = users.bunch / (1 - users.retried)
         chance = np.where(mine, users.errors * users.worse, users.errors) * busy / together
         if users.failing:
-            chance = np.where(np.take_along_axis(self._fails[active], user, 1), chance / users.failing, 0.0)
+            chance = np.where(
+                np.take_along_axis(self._fails[active], user, 1), chance / users.failing, 0.0
+            )
         if users.outages:
             chance = np.where(random.random((len(active), 1)) < users.outages, users.outage, chance)
         if users.faulty and look >= _FAULT_AT:
@@ -185,10 +197,16 @@ class UserTraffic:
 
     def _latency(self, active: Ints, user: Ints) -> Floats:
         users, random = self._users, self._random
-        noise = random.standard_t(users.tails, user.shape) if users.tails else random.standard_normal(user.shape)
+        noise = (
+            random.standard_t(users.tails, user.shape)
+            if users.tails
+            else random.standard_normal(user.shape)
+        )
         if users.correlated:
             rho = users.correlated
-            noise, _ = lfilter([np.sqrt(1 - rho**2)], [1, -rho], noise, axis=1, zi=rho * self._state[active])
+            noise, _ = lfilter(
+                [np.sqrt(1 - rho**2)], [1, -rho], noise, axis=1, zi=rho * self._state[active]
+            )
             self._state[active] = noise[:, -1:]
         return np.asarray(SPREAD * noise + np.take_along_axis(self._shift[active], user, 1))
 
@@ -218,7 +236,9 @@ class UserTraffic:
                 block = np.take_along_axis(self._block[active], user, 1)
                 place = ((row * 2 + side) * (USER_BLOCKS + 1) + block).ravel()
                 for field, x in enumerate((n, e)):
-                    added = np.bincount(place, weights=x.ravel(), minlength=len(active) * 2 * (USER_BLOCKS + 1))
+                    added = np.bincount(
+                        place, weights=x.ravel(), minlength=len(active) * 2 * (USER_BLOCKS + 1)
+                    )
                     self.blocks[kind, field, active] += added.reshape(len(active), 2, -1)
 
     def _add_requests(self, active: Ints, counts: Ints) -> None:

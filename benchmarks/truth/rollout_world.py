@@ -75,7 +75,8 @@ class Result:
     def quantile(self, share: float) -> str:
         """Number of looks after which this share of all rollouts had ended, however they did."""
         found = sorted(
-            n if how in ("rolled back", "finished") else 10**9 for n, how in zip(self.looks, self.ends, strict=True)
+            n if how in ("rolled back", "finished") else 10**9
+            for n, how in zip(self.looks, self.ends, strict=True)
         )
         at = found[min(len(found) - 1, int(share * len(found)))]
         return f"{at}" if at < 10**9 else "-"
@@ -132,20 +133,26 @@ class Rollouts:
         if world.users is not None:
             quantiles = [{**LATENCY_QUANTILES, **LATENCY_PLACES}[place] for place in timed]
             is_sticky = not self._is_drawn
-            self._users = UserTraffic(world.users, world.requests, trials, self._random, quantiles, sticky=is_sticky)
+            self._users = UserTraffic(
+                world.users, world.requests, trials, self._random, quantiles, sticky=is_sticky
+            )
         self.exposed = np.zeros(trials, dtype=np.int64)
         self.looks = np.zeros(trials, dtype=np.int64)
         self.ends = ["open"] * trials
 
     def run(self) -> Result:
         for look in range(self._world.looks):
-            active = np.array([index for index, end in enumerate(self.ends) if end in ("open", "paused")])
+            active = np.array(
+                [index for index, end in enumerate(self.ends) if end in ("open", "paused")]
+            )
             if not len(active):
                 break
             self._look(look, active)
         return Result(ends=self.ends, exposed=self.exposed.tolist(), looks=self.looks.tolist())
 
-    def _ask(self, actual: EndpointState, roles: Roles, judged: AnalysisResult | None, now: float) -> Action | Wait:
+    def _ask(
+        self, actual: EndpointState, roles: Roles, judged: AnalysisResult | None, now: float
+    ) -> Action | Wait:
         return choose_next_action(
             desired=CANDIDATE,
             observed=actual,
@@ -182,7 +189,9 @@ class Rollouts:
         """Add the units of this epoch to those of the present step."""
         self._units[active, 0] += self._find_units(0, active, errors)
         for column, (_, place) in enumerate(self._places):
-            self._units[active, 1 + column] += self._find_units(self._event[place], active, rows[:, column])
+            self._units[active, 1 + column] += self._find_units(
+                self._event[place], active, rows[:, column]
+            )
 
     def _sum_wealth(self, active: Ints, column: int) -> npt.NDArray[np.float64]:
         """Return the log wealth of a place's gamblers, (active, gamblers). Column 0 is the breaker's."""
@@ -228,7 +237,12 @@ class Rollouts:
         return rows[:, 0] if len(rails) else outcomes * (0, 1, 0, 1), rows, outcomes
 
     def _events(self, canary: Ints, stable: Ints, mine: float, theirs: float) -> Ints:
-        counts = [self._random.binomial(canary, mine), canary, self._random.binomial(stable, theirs), stable]
+        counts = [
+            self._random.binomial(canary, mine),
+            canary,
+            self._random.binomial(stable, theirs),
+            stable,
+        ]
         return np.stack(counts, axis=-1)
 
     def _effect(self, event: int, active: Ints) -> npt.NDArray[np.float64]:
@@ -236,8 +250,12 @@ class Rollouts:
         if self._is_drawn:
             return np.ones(len(active))
         if self._world.blind:
-            return design_effect.estimate_dispersion(np.stack([rows[active, event] for rows in self._rows], axis=1))
-        return np.array([design_effect.compute_block_effect(self._blocks(event, index)) for index in active])
+            return design_effect.estimate_dispersion(
+                np.stack([rows[active, event] for rows in self._rows], axis=1)
+            )
+        return np.array(
+            [design_effect.compute_block_effect(self._blocks(event, index)) for index in active]
+        )
 
     def _blocks(self, event: int, index: int) -> list[UserBlocks]:
         """Return the counts by block of users of both versions. Without users, all are in the last one."""
@@ -261,8 +279,13 @@ class Rollouts:
         self._above[active] += compute_log_likelihood(rows, ev.make_alternatives(1.0, FINE_GRID))
         self._below[active] += compute_log_likelihood(rows, 1 / FINE_GRID)
         effect = self._effect(_SUCCESSES, active)[:, None]
-        higher, lower = ev.compute_split_evidence(self._above[active] / effect, self._below[active] / effect)
-        found = [ev.decide_split(float(h), float(w), higher_is_better=True) for h, w in zip(higher, lower, strict=True)]
+        higher, lower = ev.compute_split_evidence(
+            self._above[active] / effect, self._below[active] / effect
+        )
+        found = [
+            ev.decide_split(float(h), float(w), higher_is_better=True)
+            for h, w in zip(higher, lower, strict=True)
+        ]
         return [
             decision if decision == "undecided" or self._has_users(index) else "undecided"
             for index, decision in zip(active, found, strict=True)
@@ -272,7 +295,9 @@ class Rollouts:
         users = min(map(design_effect.count_effective_users, self._blocks(_SUCCESSES, index)))
         return users >= self._world.policy.min_units
 
-    def _decide(self, active: Ints, last: Ints, percent: Ints, decisions: list[ev.SplitDecision], now: float) -> None:
+    def _decide(
+        self, active: Ints, last: Ints, percent: Ints, decisions: list[ev.SplitDecision], now: float
+    ) -> None:
         policy, step = self._world.policy, self._step[active]
         found = self._measure(active)
         shown = np.ones(len(active), dtype=bool)
@@ -313,12 +338,19 @@ class Rollouts:
             return []
         if self._is_drawn:
             columns = range(1, 1 + len(self._places))
-            logs = np.stack([ev.log_mean_exp(self._sum_wealth(active, at)) for at in columns], axis=-1) / np.log(10)
+            logs = np.stack(
+                [ev.log_mean_exp(self._sum_wealth(active, at)) for at in columns], axis=-1
+            ) / np.log(10)
         else:
-            effects = np.stack([self._effect(self._event[place], active) for _, place in self._places], axis=-1)
+            effects = np.stack(
+                [self._effect(self._event[place], active) for _, place in self._places], axis=-1
+            )
             logs = ev.compute_log10_evidence(self._sums[active] / effects[..., None])
         owners = [rail for rail, _ in self._places]
-        return [ev.average_evidence(logs[:, [one is rail for one in owners]]) for rail in self._world.policy.guardrails]
+        return [
+            ev.average_evidence(logs[:, [one is rail for one in owners]])
+            for rail in self._world.policy.guardrails
+        ]
 
     def _has_units(self, index: int) -> bool:
         return not self._is_drawn or self._units[index, 0, 0].sum() >= self._world.policy.min_units
@@ -329,19 +361,32 @@ class Rollouts:
             return guardrails.compute_mismatch_evidence(seen[:, 0], seen.sum(axis=-1), percent)
         effect = np.ones(len(active))
         if self._users is not None and not self._world.blind:
-            effect = np.array([design_effect.compute_split_effect(self._blocks(0, index)) for index in active])
-        return guardrails.compute_mismatch_evidence(step[:, 1], step[:, 1] + step[:, 3], percent, effect)
+            effect = np.array(
+                [design_effect.compute_split_effect(self._blocks(0, index)) for index in active]
+            )
+        return guardrails.compute_mismatch_evidence(
+            step[:, 1], step[:, 1] + step[:, 3], percent, effect
+        )
 
     def _find_gross(self, active: Ints, last: Ints, step: Ints) -> npt.NDArray[np.bool_]:
         if self._is_drawn:
             counts = self._units[active, 0]
             mine, theirs = (counts @ BADNESS_EDGES / np.maximum(1, counts.sum(axis=-1))).T
-            is_gross = mine >= np.maximum(guardrails.BREAKER_SHARE, guardrails.BREAKER_TIMES * theirs)
+            is_gross = mine >= np.maximum(
+                guardrails.BREAKER_SHARE, guardrails.BREAKER_TIMES * theirs
+            )
             evidence = ev.log_mean_exp(self._sum_wealth(active, 0)) / np.log(10)
             return np.asarray(is_gross & (evidence >= guardrails.BREAKER_LIMIT))
-        effects = self._effect(0, active) if self._users is not None and not self._world.blind else np.ones(len(active))
+        effects = (
+            self._effect(0, active)
+            if self._users is not None and not self._world.blind
+            else np.ones(len(active))
+        )
         return np.array(
-            [any(_is_gross(rows[row], float(effect)) for rows in (last, step)) for row, effect in enumerate(effects)]
+            [
+                any(_is_gross(rows[row], float(effect)) for rows in (last, step))
+                for row, effect in enumerate(effects)
+            ]
         )
 
     def _follow(self, index: int, judged: AnalysisResult, now: float) -> None:
@@ -355,8 +400,12 @@ class Rollouts:
         self._roles[index], self._states[index] = action.roles, action.state
         self._began[index], self._step[index] = now, 0
         self._step_from[index] = len(self._rows)
-        self.ends[index] = {ActionKind.ABORT: "rolled back", ActionKind.FINISH: "finished"}.get(action.kind, "open")
+        self.ends[index] = {ActionKind.ABORT: "rolled back", ActionKind.FINISH: "finished"}.get(
+            action.kind, "open"
+        )
 
 
 def _is_gross(row: Ints, effect: float) -> bool:
-    return guardrails.is_grossly_failing((int(row[0]), int(row[1])), (int(row[2]), int(row[3])), effect)
+    return guardrails.is_grossly_failing(
+        (int(row[0]), int(row[1])), (int(row[2]), int(row[3])), effect
+    )

@@ -26,7 +26,9 @@ FULL = RolloutPolicy(
     slo=ServiceLevel(error_rate=0.05),
     step_timeout=1e9,
 )
-TWO_STEPS = RolloutPolicy(steps=(0.1, 0.5, 1.0), guardrails=RAILS, min_requests=(1000, 3000), step_timeout=1e9)
+TWO_STEPS = RolloutPolicy(
+    steps=(0.1, 0.5, 1.0), guardrails=RAILS, min_requests=(1000, 3000), step_timeout=1e9
+)
 
 
 def slow(times: float) -> tuple[float, float]:
@@ -76,7 +78,14 @@ def _nothing_changed(trials: Trials) -> list[Claim]:
     claims, rows = [], []
     looks = trials.looks
     percents = np.full(looks, 10)
-    for mine, theirs in ((0.001, 0.001), (0.005, 0.005), (0.01, 0.01), (0.02, 0.01), (0.03, 0.01), (0.01, 0.001)):
+    for mine, theirs in (
+        (0.001, 0.001),
+        (0.005, 0.005),
+        (0.01, 0.01),
+        (0.02, 0.01),
+        (0.03, 0.01),
+        (0.01, 0.001),
+    ):
         name = f"errors {100 * theirs:g} -> {100 * mine:g} %"
         result = trials.run(World(policy=FIXED, rates=steady(mine, theirs), looks=looks))
         drawn = draw([(mine, theirs)] * looks, percents, 200, trials.count, next(trials.seeds))
@@ -84,21 +93,40 @@ def _nothing_changed(trials: Trials) -> list[Claim]:
         if mine == theirs:
             what = f"rolled back, {name}, looked at {looks} times"
             claims.append(trials.at_most("no change", what, result, "rolled back", 0.05))
-    head = ("10 % canary, a look every 200 requests", "rolled back", "finished", "canary requests", *HEAD)
+    head = (
+        "10 % canary, a look every 200 requests",
+        "rolled back",
+        "finished",
+        "canary requests",
+        *HEAD,
+    )
     table("continuous looking", head, rows)
     return claims
 
 
 def _drift(trials: Trials) -> list[Claim]:
     policy = RolloutPolicy(
-        steps=(0.01, 0.1, 0.5, 1.0), guardrails=RAILS, min_requests=(300, 1000, 10_000), step_timeout=1e9
+        steps=(0.01, 0.1, 0.5, 1.0),
+        guardrails=RAILS,
+        min_requests=(300, 1000, 10_000),
+        step_timeout=1e9,
     )
     looks = 60
-    result = trials.run(World(policy=policy, rates=drifting(0.003, 0.02, looks), requests=1000, looks=looks))
+    result = trials.run(
+        World(policy=policy, rates=drifting(0.003, 0.02, looks), requests=1000, looks=looks)
+    )
     shared = [drifting(0.003, 0.02, looks)(look)[0][0] for look in range(looks)]
     percents = np.repeat([1, 10, 50], (30, 10, 20))
-    drawn = draw([(rate, rate) for rate in shared], percents, 1000, trials.count, next(trials.seeds))
-    head = ("1/10/50 % ramp, errors of both .3 -> 2 %", "rolled back", "finished", "canary requests", *HEAD)
+    drawn = draw(
+        [(rate, rate) for rate in shared], percents, 1000, trials.count, next(trials.seeds)
+    )
+    head = (
+        "1/10/50 % ramp, errors of both .3 -> 2 %",
+        "rolled back",
+        "finished",
+        "canary requests",
+        *HEAD,
+    )
     table("shared drift", head, [_row("both versions alike", result, *shown(drawn))])
     what = "rolled back while both versions get worse alike"
     return [trials.at_most("drift", what, result, "rolled back", 0.05)]
@@ -129,17 +157,27 @@ def _whole_policy(trials: Trials) -> list[Claim]:
                 claims.append(trials.at_most("policy", what, result, "rolled back", 0.05))
                 what = f"{shape}: {name}: reaches 100 %"
                 claims.append(trials.at_least("policy", what, result, "finished", 0.95))
-    table("whole policies", ("a look every 1,000 and 200 requests", "rolled back", "finished", "canary requests"), rows)
+    table(
+        "whole policies",
+        ("a look every 1,000 and 200 requests", "rolled back", "finished", "canary requests"),
+        rows,
+    )
     return claims
 
 
 def _routing(trials: Trials) -> list[Claim]:
     claims, rows = [], []
-    policy = RolloutPolicy(steps=(0.1, 1.0), guardrails=RAILS[:1], min_requests=(NEVER,), step_timeout=1e9)
+    policy = RolloutPolicy(
+        steps=(0.1, 1.0), guardrails=RAILS[:1], min_requests=(NEVER,), step_timeout=1e9
+    )
     for routed, name in ((1.0, "10 %"), (1.05, "10.5 %"), (2.0, "20 %"), (0.5, "5 %")):
-        world = World(policy=policy, rates=lambda _: ((0.0,), (0.0,)), requests=400, looks=25, routed=routed)
+        world = World(
+            policy=policy, rates=lambda _: ((0.0,), (0.0,)), requests=400, looks=25, routed=routed
+        )
         result = trials.run(world)
-        rows.append((f"10 % asked, {name} sent", f"{100 * result.count('paused') / trials.count:.1f} %"))
+        rows.append(
+            (f"10 % asked, {name} sent", f"{100 * result.count('paused') / trials.count:.1f} %")
+        )
         what = f"10 % asked, {name} sent: paused"
         if routed <= 1.05 and routed >= 1:
             # 0.1 % promised: fewer than a thousand trials cannot show it.
@@ -156,7 +194,13 @@ def _split_tests(trials: Trials) -> list[Claim]:
     test = SplitTest(duration=1e9)
     policy = RolloutPolicy(ab_test=test, min_requests=(1,), step_timeout=1e9)
     for mine, theirs in ((0.1, 0.1), (0.5, 0.5), (0.12, 0.10), (0.10, 0.12)):
-        world = World(policy=policy, rates=lambda _: ((), ()), requests=400, looks=looks, successes=(mine, theirs))
+        world = World(
+            policy=policy,
+            rates=lambda _: ((), ()),
+            requests=400,
+            looks=looks,
+            successes=(mine, theirs),
+        )
         result = trials.run(world)
         name = f"{100 * theirs:g} -> {100 * mine:g} %"
         rows.append((*_row(name, result), result.median("finished")))
@@ -165,7 +209,13 @@ def _split_tests(trials: Trials) -> list[Claim]:
         if mine != theirs and not trials.quick:
             right = "finished" if mine > theirs else "rolled back"
             claims.append(trials.at_least("A/B", f"{name}: decided rightly", result, right, 0.95))
-    head = (f"success, {400 * looks:,} outcomes", "worse", "better", "outcomes to worse", "outcomes to better")
+    head = (
+        f"success, {400 * looks:,} outcomes",
+        "worse",
+        "better",
+        "outcomes to worse",
+        "outcomes to better",
+    )
     table("A/B at 50 %", head, rows)
     return claims
 
@@ -180,7 +230,10 @@ def _percentiles(trials: Trials) -> list[Claim]:
         theirs = np.median(np.exp(SPREAD * random.standard_normal((few, 40, 900))), axis=2)
         signs = (mine > guardrails.SLOWER_MARGIN * theirs).cumsum(axis=1)
         evidence = np.array(
-            [[guardrails.compute_sign_evidence(int(s), look + 1) for look, s in enumerate(row)] for row in signs]
+            [
+                [guardrails.compute_sign_evidence(int(s), look + 1) for look, s in enumerate(row)]
+                for row in signs
+            ]
         )
         fired = evidence >= np.log10(60)
         first = np.where(fired.any(axis=1), fired.argmax(axis=1) + 1, 0)
@@ -202,10 +255,20 @@ def _levels(trials: Trials) -> list[Claim]:
     many = trials.count if trials.quick else 4 * trials.count
     for rate in (0.005, 0.02, 0.05):
         wrong = sum(_wrongly_certified(random, rate, count) for count in _parts(many, 250))
-        rows.append((f"below {100 * rate:g} %", f"{ev.compute_clean_requests(rate):,}", f"{100 * wrong / many:.1f} %"))
+        rows.append(
+            (
+                f"below {100 * rate:g} %",
+                f"{ev.compute_clean_requests(rate):,}",
+                f"{100 * wrong / many:.1f} %",
+            )
+        )
         what = f"{100 * rate:g} % errors certified as below {100 * rate:g} %"
         claims.append(at_most("service level", what, wrong, many, 0.05))
-    table("service level", ("error rate", "clean requests to show it", "shown though it is at the limit"), rows)
+    table(
+        "service level",
+        ("error rate", "clean requests to show it", "shown though it is at the limit"),
+        rows,
+    )
     return claims
 
 

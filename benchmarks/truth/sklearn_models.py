@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from lightgbm import LGBMClassifier, LGBMRegressor
-from sklearn import datasets, ensemble, feature_selection, linear_model, naive_bayes, neighbors, svm, tree
+from sklearn import (
+    datasets,
+    ensemble,
+    feature_selection,
+    linear_model,
+    naive_bayes,
+    neighbors,
+    svm,
+    tree,
+)
 from sklearn import preprocessing as prepare
 from sklearn.cluster import KMeans
 from sklearn.decomposition import PCA, TruncatedSVD
@@ -46,7 +55,9 @@ def fitted_models(step: int = 1) -> Iterator[Fitted]:
     categories."""
     makers: list[Callable[[], Fitted | None]] = []
     for kind, load in (("classifier", datasets.load_iris), ("regressor", datasets.load_diabetes)):
-        makers += [functools.partial(_estimator, kind, name, make, load) for name, make in estimators(kind)]
+        makers += [
+            functools.partial(_estimator, kind, name, make, load) for name, make in estimators(kind)
+        ]
     for name, make_pipe, load_set in PIPELINES:
         makers.append(functools.partial(_fit, name, "sklearn", make_pipe, load_set))
     for name, make_model, load_set, framework in BOOSTED:
@@ -67,9 +78,13 @@ def _estimator(kind: str, name: str, make: Any, load: Callable[[], Any]) -> Fitt
     return None
 
 
-def _fit(name: str, framework: str, make: Callable[[], Any], load: Callable[[], tuple[Rows, Rows]]) -> Fitted:
+def _fit(
+    name: str, framework: str, make: Callable[[], Any], load: Callable[[], tuple[Rows, Rows]]
+) -> Fitted:
     rows, labels = load()
-    return Fitted(name=name, framework=framework, model=make().fit(rows, labels), rows=_shuffled(rows))
+    return Fitted(
+        name=name, framework=framework, model=make().fit(rows, labels), rows=_shuffled(rows)
+    )
 
 
 def _shuffled(rows: Rows) -> Rows:
@@ -85,7 +100,11 @@ def _set(load: Callable[[], Any]) -> Callable[[], tuple[Rows, Rows]]:
 
 
 IRIS, WINE = _set(datasets.load_iris), _set(datasets.load_wine)
-CANCER, DIGITS, DIABETES = _set(datasets.load_breast_cancer), _set(datasets.load_digits), _set(datasets.load_diabetes)
+CANCER, DIGITS, DIABETES = (
+    _set(datasets.load_breast_cancer),
+    _set(datasets.load_digits),
+    _set(datasets.load_diabetes),
+)
 
 
 def _holed(load: Callable[[], tuple[Rows, Rows]]) -> Callable[[], tuple[Rows, Rows]]:
@@ -131,7 +150,11 @@ PIPELINES: tuple[tuple[str, Callable[[], Any], Callable[[], tuple[Rows, Rows]]],
     ("minmax-logistic-digits", _pipe(P.MinMaxScaler, _LOGISTIC), DIGITS),
     ("robust-svc-cancer", _pipe(P.RobustScaler, svm.SVC), CANCER),
     ("scaler-linear-svc-wine", _pipe(P.StandardScaler, svm.LinearSVC), WINE),
-    ("scaler-svc-probability-iris", _pipe(P.StandardScaler, lambda: svm.SVC(probability=True)), IRIS),
+    (
+        "scaler-svc-probability-iris",
+        _pipe(P.StandardScaler, lambda: svm.SVC(probability=True)),
+        IRIS,
+    ),
     ("scaler-forest-cancer", _pipe(P.StandardScaler, _FOREST), CANCER),
     ("forest-digits", _pipe(_FOREST), DIGITS),
     ("pca-logistic-digits", _pipe(P.StandardScaler, lambda: PCA(20), _LOGISTIC), DIGITS),
@@ -143,16 +166,27 @@ PIPELINES: tuple[tuple[str, Callable[[], Any], Callable[[], tuple[Rows, Rows]]],
     ("power-logistic-wine", _pipe(P.PowerTransformer, _LOGISTIC), WINE),
     ("quantile-logistic-cancer", _pipe(_QUANTILES, _LOGISTIC), CANCER),
     ("bins-logistic-iris", _pipe(_BINS, _LOGISTIC), IRIS),
-    ("binarizer-bayes-digits", _pipe(lambda: P.Binarizer(threshold=8), naive_bayes.BernoulliNB), DIGITS),
+    (
+        "binarizer-bayes-digits",
+        _pipe(lambda: P.Binarizer(threshold=8), naive_bayes.BernoulliNB),
+        DIGITS,
+    ),
     ("bayes-wine", _pipe(naive_bayes.GaussianNB), WINE),
     ("multinomial-digits", _pipe(naive_bayes.MultinomialNB), DIGITS),
     ("normalizer-knn-digits", _pipe(P.Normalizer, neighbors.KNeighborsClassifier), DIGITS),
     ("scaler-knn-wine", _pipe(P.StandardScaler, neighbors.KNeighborsClassifier), WINE),
     ("scaler-knn-diabetes", _pipe(P.StandardScaler, neighbors.KNeighborsRegressor), DIABETES),
-    ("scaler-mlp-cancer", _pipe(P.StandardScaler, lambda: MLPClassifier((16,), max_iter=300, random_state=0)), CANCER),
+    (
+        "scaler-mlp-cancer",
+        _pipe(P.StandardScaler, lambda: MLPClassifier((16,), max_iter=300, random_state=0)),
+        CANCER,
+    ),
     (
         "scaler-mlp-diabetes",
-        _pipe(P.StandardScaler, lambda: MLPRegressor(hidden_layer_sizes=(16,), max_iter=300, random_state=0)),
+        _pipe(
+            P.StandardScaler,
+            lambda: MLPRegressor(hidden_layer_sizes=(16,), max_iter=300, random_state=0),
+        ),
         DIABETES,
     ),
     ("lda-wine", _pipe(P.StandardScaler, LinearDiscriminantAnalysis), WINE),
@@ -163,23 +197,36 @@ PIPELINES: tuple[tuple[str, Callable[[], Any], Callable[[], tuple[Rows, Rows]]],
     ("boosting-diabetes", _pipe(P.StandardScaler, E.GradientBoostingRegressor), DIABETES),
     ("hist-boosting-cancer", _pipe(E.HistGradientBoostingClassifier), CANCER),
     ("hist-boosting-diabetes", _pipe(E.HistGradientBoostingRegressor), DIABETES),
-    ("forest-diabetes", _pipe(P.StandardScaler, lambda: E.RandomForestRegressor(100, random_state=0)), DIABETES),
+    (
+        "forest-diabetes",
+        _pipe(P.StandardScaler, lambda: E.RandomForestRegressor(100, random_state=0)),
+        DIABETES,
+    ),
     ("ada-cancer", _pipe(E.AdaBoostClassifier), CANCER),
     ("bagging-wine", _pipe(P.StandardScaler, E.BaggingClassifier), WINE),
     (
         "voting-cancer",
-        _pipe(P.StandardScaler, lambda: E.VotingClassifier([("a", _LOGISTIC()), ("b", _FOREST())], voting="soft")),
+        _pipe(
+            P.StandardScaler,
+            lambda: E.VotingClassifier([("a", _LOGISTIC()), ("b", _FOREST())], voting="soft"),
+        ),
         CANCER,
     ),
     (
         "stacking-cancer",
-        _pipe(P.StandardScaler, lambda: E.StackingClassifier([("a", _LOGISTIC()), ("b", _FOREST())])),
+        _pipe(
+            P.StandardScaler, lambda: E.StackingClassifier([("a", _LOGISTIC()), ("b", _FOREST())])
+        ),
         CANCER,
     ),
     ("svr-diabetes", _pipe(P.StandardScaler, svm.SVR), DIABETES),
     ("lasso-diabetes", _pipe(P.StandardScaler, L.Lasso), DIABETES),
     ("huber-diabetes", _pipe(P.RobustScaler, L.HuberRegressor), DIABETES),
-    ("gaussian-process-diabetes", _pipe(P.StandardScaler, lambda: GaussianProcessRegressor(alpha=1.0)), DIABETES),
+    (
+        "gaussian-process-diabetes",
+        _pipe(P.StandardScaler, lambda: GaussianProcessRegressor(alpha=1.0)),
+        DIABETES,
+    ),
     ("imputer-logistic-cancer", _pipe(SimpleImputer, P.StandardScaler, _LOGISTIC), _holed(CANCER)),
     (
         "imputer-forest-diabetes",
@@ -199,7 +246,12 @@ BOOSTED: tuple[tuple[str, Callable[[], Any], Callable[[], tuple[Rows, Rows]], st
     ("lightgbm-iris", lambda: LGBMClassifier(n_estimators=20, verbose=-1), IRIS, "lightgbm"),
     ("lightgbm-cancer", lambda: LGBMClassifier(n_estimators=30, verbose=-1), CANCER, "lightgbm"),
     ("lightgbm-diabetes", lambda: LGBMRegressor(n_estimators=30, verbose=-1), DIABETES, "lightgbm"),
-    ("lightgbm-holes", lambda: LGBMClassifier(n_estimators=30, verbose=-1), _holed(CANCER), "lightgbm"),
+    (
+        "lightgbm-holes",
+        lambda: LGBMClassifier(n_estimators=30, verbose=-1),
+        _holed(CANCER),
+        "lightgbm",
+    ),
     (
         "lightgbm-categories",
         lambda: LGBMClassifier(n_estimators=30, verbose=-1, categorical_feature=[0, 1]),

@@ -70,9 +70,9 @@ _INPUTS: dict[str, Callable[[np.random.Generator], AnyArray]] = {
     "x": lambda d: d.standard_normal((ROWS, 12)).astype(np.float32),
     "y": lambda d: d.standard_normal((ROWS, 12)).astype(np.float32),
     "positive": lambda d: d.lognormal(0, 1, (ROWS, 12)).astype(np.float32),
-    "table": lambda d: (d.standard_normal((ROWS, 6)) * [1, 10, 1e3, 0.1, 5, 1] + [0, 50, 1e4, 0, 0, 3]).astype(
-        np.float32
-    ),
+    "table": lambda d: (
+        d.standard_normal((ROWS, 6)) * [1, 10, 1e3, 0.1, 5, 1] + [0, 50, 1e4, 0, 0, 3]
+    ).astype(np.float32),
     "image": lambda d: d.random((ROWS, 3, 16, 16)).astype(np.float32),
     "digit": lambda d: d.random((ROWS, 1, 8, 8)).astype(np.float32),
     "wave": lambda d: np.cumsum(d.standard_normal((ROWS, 2, 24)), axis=2).astype(np.float32) / 4,
@@ -100,7 +100,9 @@ def stack(name: str, kind: str, *layers: Callable[[], nn.Module]) -> None:
     _CASES[name] = (lambda: nn.Sequential(*(layer() for layer in layers)), (kind,))
 
 
-def function(name: str, run: Callable[..., Any], *kinds: str, **parts: Callable[[], nn.Module]) -> None:
+def function(
+    name: str, run: Callable[..., Any], *kinds: str, **parts: Callable[[], nn.Module]
+) -> None:
     _CASES[name] = (lambda: Net({key: make() for key, make in parts.items()}, run), kinds)
 
 
@@ -141,13 +143,32 @@ for _kind in (
     nn.Tanhshrink,
 ):
     stack(f"mlp-{_kind.__name__.lower()}", "x", linear(12, 24), act(_kind), linear(24, 3))
-stack("mlp-batchnorm", "x", linear(12, 24), act(nn.BatchNorm1d, 24), act(nn.ReLU), act(nn.Dropout), linear(24, 3))
 stack(
-    "mlp-layernorm", "table", act(nn.BatchNorm1d, 6), linear(6, 24), act(nn.LayerNorm, 24), act(nn.GELU), linear(24, 2)
+    "mlp-batchnorm",
+    "x",
+    linear(12, 24),
+    act(nn.BatchNorm1d, 24),
+    act(nn.ReLU),
+    act(nn.Dropout),
+    linear(24, 3),
+)
+stack(
+    "mlp-layernorm",
+    "table",
+    act(nn.BatchNorm1d, 6),
+    linear(6, 24),
+    act(nn.LayerNorm, 24),
+    act(nn.GELU),
+    linear(24, 2),
 )
 stack("mlp-softmax", "x", linear(12, 24), act(nn.ReLU), linear(24, 5), act(nn.Softmax, 1))
 stack("mlp-logsoftmax", "x", linear(12, 24), act(nn.ReLU), linear(24, 5), act(nn.LogSoftmax, 1))
-function("rmsnorm", lambda p, x: p["a"](x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)), "x", a=linear(12, 3))
+function(
+    "rmsnorm",
+    lambda p, x: p["a"](x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)),
+    "x",
+    a=linear(12, 3),
+)
 function("normalize", lambda p, x: functional.normalize(p["a"](x), dim=1), "x", a=linear(12, 8))
 function("log1p", lambda p, x: p["a"](torch.log1p(x)), "positive", a=linear(12, 3))
 function("exp", lambda p, x: torch.exp(p["a"](x)), "x", a=linear(12, 3))
@@ -160,7 +181,11 @@ function(
     b=linear(12, 12),
 )
 function(
-    "siamese", lambda p, x, y: functional.cosine_similarity(p["a"](x), p["a"](y), dim=1), "x", "y", a=linear(12, 8)
+    "siamese",
+    lambda p, x, y: functional.cosine_similarity(p["a"](x), p["a"](y), dim=1),
+    "x",
+    "y",
+    a=linear(12, 8),
 )
 function(
     "cdist",
@@ -170,10 +195,18 @@ function(
     b=linear(8, 5),
 )
 function("bilinear", lambda p, x, y: p["a"](x, y), "x", "y", a=lambda: nn.Bilinear(12, 12, 4))
-function("einsum", lambda p, x: torch.einsum("bi,bj->bij", p["a"](x), p["b"](x)), "x", a=linear(12, 4), b=linear(12, 4))
+function(
+    "einsum",
+    lambda p, x: torch.einsum("bi,bj->bij", p["a"](x), p["b"](x)),
+    "x",
+    a=linear(12, 4),
+    b=linear(12, 4),
+)
 function(
     "experts",
-    lambda p, x: (torch.softmax(p["g"](x), 1)[:, :, None] * torch.stack([p["a"](x), p["b"](x)], 1)).sum(1),
+    lambda p, x: (
+        torch.softmax(p["g"](x), 1)[:, :, None] * torch.stack([p["a"](x), p["b"](x)], 1)
+    ).sum(1),
     "x",
     g=linear(12, 2),
     a=linear(12, 6),
@@ -191,7 +224,12 @@ function(
 )
 function("whole-numbers", lambda p, n: p["a"](torch.log1p(n.float())), "count", a=linear(4, 3))
 function("remainder", lambda p, n: torch.stack([n.remainder(7), n // 10, n % 60], -1), "count")
-function("one-hot", lambda p, c: p["a"](functional.one_hot(c, 8).float().flatten(1)), "category", a=linear(24, 3))
+function(
+    "one-hot",
+    lambda p, c: p["a"](functional.one_hot(c, 8).float().flatten(1)),
+    "category",
+    a=linear(24, 3),
+)
 
 # Convolutions
 
@@ -212,8 +250,24 @@ def _detect(p: Any, x: T) -> Any:
     return corners.gather(1, where[..., None].expand(-1, -1, 4)), best
 
 
-stack("cnn-maxpool", "digit", conv(1, 8), act(nn.ReLU), act(nn.MaxPool2d, 2), act(nn.Flatten), linear(128, 5))
-stack("cnn-avgpool", "digit", conv(1, 8), act(nn.ReLU), act(nn.AvgPool2d, 2), act(nn.Flatten), linear(128, 5))
+stack(
+    "cnn-maxpool",
+    "digit",
+    conv(1, 8),
+    act(nn.ReLU),
+    act(nn.MaxPool2d, 2),
+    act(nn.Flatten),
+    linear(128, 5),
+)
+stack(
+    "cnn-avgpool",
+    "digit",
+    conv(1, 8),
+    act(nn.ReLU),
+    act(nn.AvgPool2d, 2),
+    act(nn.Flatten),
+    linear(128, 5),
+)
 stack(
     "cnn-global",
     "image",
@@ -224,7 +278,15 @@ stack(
     act(nn.Flatten),
     linear(8, 5),
 )
-stack("cnn-global-max", "image", conv(3, 8), act(nn.ReLU), act(nn.AdaptiveMaxPool2d, 1), act(nn.Flatten), linear(8, 5))
+stack(
+    "cnn-global-max",
+    "image",
+    conv(3, 8),
+    act(nn.ReLU),
+    act(nn.AdaptiveMaxPool2d, 1),
+    act(nn.Flatten),
+    linear(8, 5),
+)
 stack(
     "cnn-groupnorm",
     "image",
@@ -264,7 +326,13 @@ stack(
     linear(96, 3),
 )
 stack(
-    "cnn-3d", "volume", lambda: nn.Conv3d(1, 4, 3), act(nn.ReLU), act(nn.MaxPool3d, 2), act(nn.Flatten), linear(32, 3)
+    "cnn-3d",
+    "volume",
+    lambda: nn.Conv3d(1, 4, 3),
+    act(nn.ReLU),
+    act(nn.MaxPool3d, 2),
+    act(nn.Flatten),
+    linear(32, 3),
 )
 stack(
     "cnn-transposed",
@@ -275,8 +343,20 @@ stack(
     act(nn.Sigmoid),
 )
 stack("cnn-pixelshuffle", "digit", conv(1, 4), act(nn.PixelShuffle, 2))
-stack("cnn-upsample", "digit", conv(1, 4), lambda: nn.Upsample(scale_factor=2, mode="nearest"), conv(4, 1))
-stack("cnn-bilinear", "digit", conv(1, 4), lambda: nn.Upsample(scale_factor=2, mode="bilinear"), conv(4, 1))
+stack(
+    "cnn-upsample",
+    "digit",
+    conv(1, 4),
+    lambda: nn.Upsample(scale_factor=2, mode="nearest"),
+    conv(4, 1),
+)
+stack(
+    "cnn-bilinear",
+    "digit",
+    conv(1, 4),
+    lambda: nn.Upsample(scale_factor=2, mode="bilinear"),
+    conv(4, 1),
+)
 stack(
     "cnn-reflect",
     "digit",
@@ -298,10 +378,14 @@ stack(
 function(
     "resnet",
     lambda p, x: p["last"](
-        p["pool"](functional.relu(p["b"](functional.relu(p["a"](p["stem"](x)))) + p["stem"](x))).mean((2, 3))
+        p["pool"](
+            functional.relu(p["b"](functional.relu(p["a"](p["stem"](x)))) + p["stem"](x))
+        ).mean((2, 3))
     ),
     "image",
-    stem=lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 2, 1)),
+    stem=lambda: nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+    ),
     a=conv(8, 8),
     b=conv(8, 8),
     pool=act(nn.MaxPool2d, 2),
@@ -313,7 +397,10 @@ function(
         torch.cat(
             [
                 functional.interpolate(
-                    functional.relu(p["mid"](functional.max_pool2d(functional.relu(p["down"](x)), 2))), scale_factor=2
+                    functional.relu(
+                        p["mid"](functional.max_pool2d(functional.relu(p["down"](x)), 2))
+                    ),
+                    scale_factor=2,
                 ),
                 p["down"](x),
             ],
@@ -327,7 +414,10 @@ function(
 )
 function(
     "squeeze-excite",
-    lambda p, x: p["a"](x) * torch.sigmoid(p["c"](functional.relu(p["b"](p["a"](x).mean((2, 3), keepdim=True))))),
+    lambda p, x: (
+        p["a"](x)
+        * torch.sigmoid(p["c"](functional.relu(p["b"](p["a"](x).mean((2, 3), keepdim=True)))))
+    ),
     "image",
     a=conv(3, 8),
     b=conv(8, 2, 1),
@@ -357,16 +447,18 @@ function(
 )
 function(
     "autoencoder",
-    lambda p, x: torch.sigmoid(p["d"](functional.relu(p["c"](p["b"](functional.relu(p["a"](x.flatten(1)))))))).view(
-        -1, 1, 8, 8
-    ),
+    lambda p, x: torch.sigmoid(
+        p["d"](functional.relu(p["c"](p["b"](functional.relu(p["a"](x.flatten(1)))))))
+    ).view(-1, 1, 8, 8),
     "digit",
     a=linear(64, 16),
     b=linear(16, 4),
     c=linear(4, 16),
     d=linear(16, 64),
 )
-function("detection", _detect, "image", a=conv(3, 8, stride=2), box=conv(8, 8, 1), score=conv(8, 6, 1))
+function(
+    "detection", _detect, "image", a=conv(3, 8, stride=2), box=conv(8, 8, 1), score=conv(8, 6, 1)
+)
 function(
     "segmentation",
     lambda p, x: (p["b"](functional.relu(p["a"](x))), p["b"](functional.relu(p["a"](x))).argmax(1)),
@@ -392,7 +484,12 @@ function(
     b=linear(24, 3),
     a=lambda: nn.LSTM(6, 12, batch_first=True, bidirectional=True),
 )
-function("lstm-stacked", lambda p, s: p["a"](s)[1][0][-1], "series*", a=lambda: nn.LSTM(6, 12, 2, batch_first=True))
+function(
+    "lstm-stacked",
+    lambda p, s: p["a"](s)[1][0][-1],
+    "series*",
+    a=lambda: nn.LSTM(6, 12, 2, batch_first=True),
+)
 function(
     "lstm-words",
     lambda p, t: p["b"](p["a"](p["e"](t))[0].mean(1)),
@@ -409,7 +506,10 @@ function(
     b=linear(12, 3),
 )
 function(
-    "gru-two-ways", lambda p, s: p["a"](s)[0], "series*", a=lambda: nn.GRU(6, 8, batch_first=True, bidirectional=True)
+    "gru-two-ways",
+    lambda p, s: p["a"](s)[0],
+    "series*",
+    a=lambda: nn.GRU(6, 8, batch_first=True, bidirectional=True),
 )
 function(
     "gru-words",
@@ -550,7 +650,11 @@ function(
 
 def _attend(p: Any, x: T, hidden: T) -> T:
     q, k, v = p["qkv"](x).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4).unbind(0)
-    weights = (q @ k.transpose(-1, -2) / (WIDTH // 2) ** 0.5).masked_fill(hidden, float("-inf")).softmax(-1)
+    weights = (
+        (q @ k.transpose(-1, -2) / (WIDTH // 2) ** 0.5)
+        .masked_fill(hidden, float("-inf"))
+        .softmax(-1)
+    )
     answer: T = (weights @ v).transpose(1, 2).flatten(2)
     return answer
 
@@ -558,7 +662,9 @@ def _attend(p: Any, x: T, hidden: T) -> T:
 def _rotate(x: T) -> T:
     angle = torch.arange(LENGTH, dtype=x.dtype)[:, None] / 10 ** torch.arange(4, dtype=x.dtype)
     one, two = x[..., :4], x[..., 4:]
-    return torch.cat([one * angle.cos() - two * angle.sin(), one * angle.sin() + two * angle.cos()], -1)
+    return torch.cat(
+        [one * angle.cos() - two * angle.sin(), one * angle.sin() + two * angle.cos()], -1
+    )
 
 
 # Words, categories and tables
@@ -581,7 +687,9 @@ function(
 )
 function(
     "factorization-machine",
-    lambda p, c: p["w"](c).sum((1, 2)) + (p["e"](c).sum(1).pow(2) - p["e"](c).pow(2).sum(1)).sum(1) / 2,
+    lambda p, c: (
+        p["w"](c).sum((1, 2)) + (p["e"](c).sum(1).pow(2) - p["e"](c).pow(2).sum(1)).sum(1) / 2
+    ),
     "category",
     w=lambda: nn.Embedding(8, 1),
     e=lambda: nn.Embedding(8, 4),

@@ -19,7 +19,13 @@ HEAD = """# Commands
 All commands and their options. This page is generated from the program. [Exit codes and errors](../exit-codes.md) lists
 the exit codes.
 """
-_WORDS: dict[type, str] = {bool: "", int: "whole number", float: "number", str: "text", Path: "path"}
+_WORDS: dict[type, str] = {
+    bool: "",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    Path: "path",
+}
 
 
 def commands() -> Iterator[tuple[str, Any]]:
@@ -51,11 +57,15 @@ def cli_page() -> str:
 
 def _command(name: str, command: Any) -> str:
     description, examples = _split(command.help or "")
-    arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
+    arguments = [
+        parameter for parameter in command.params if parameter.param_type_name == "argument"
+    ]
     options = [parameter for parameter in command.params if parameter.param_type_name == "option"]
     lines = [f"\n## onnx-ops {name}\n", f"{description}\n"]
     if arguments:
-        lines += _table("argument", [(f"`{_argument(parameter)}`", parameter) for parameter in arguments])
+        lines += _table(
+            "argument", [(f"`{_argument(parameter)}`", parameter) for parameter in arguments]
+        )
     lines += _table("option", [(_spelling(parameter), parameter) for parameter in options])
     lines.append("| `--help`, `-h` |  |  | Show this message and exit. |")
     if examples:
@@ -65,7 +75,10 @@ def _command(name: str, command: Any) -> str:
 
 def _split(text: str) -> tuple[str, list[str]]:
     """Split a command's help into description and examples. A wrapped example ends at an empty line."""
-    examples = [" ".join(example.split()) for example in re.findall(r"Examples?: (.+?)(?:\n\n|\Z)", text, re.S)]
+    examples = [
+        " ".join(example.split())
+        for example in re.findall(r"Examples?: (.+?)(?:\n\n|\Z)", text, re.S)
+    ]
     return re.sub(r"Examples?: .+?(?:\n\n|\Z)", "", text, flags=re.S).strip(), examples
 
 
@@ -87,7 +100,10 @@ def _spelling(parameter: Any) -> str:
 
 
 def _takes(parameter: Any) -> str:
-    kind, several = _plain(parameter.type_descriptor.annotation), parameter.multiple or parameter.nargs != 1
+    kind, several = (
+        _plain(parameter.type_descriptor.annotation),
+        parameter.multiple or parameter.nargs != 1,
+    )
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         words = ", ".join(f"`{member.value}`" for member in kind)
     else:
@@ -110,7 +126,13 @@ def _default(parameter: Any) -> str:
     value = parameter.default
     if parameter.required:
         return "required"
-    if value is None or value is False or value in ("", []) or not parameter.show_default or callable(value):
+    if (
+        value is None
+        or value is False
+        or value in ("", [])
+        or not parameter.show_default
+        or callable(value)
+    ):
         return ""
     return f"`{value.value if isinstance(value, enum.Enum) else value}`"
 

@@ -6,7 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 Json = dict[str, Any]
-_KINDS: dict[str, tuple[type, ...]] = {"object": (dict,), "array": (list,), "string": (str,), "null": (type(None),)}
+_KINDS: dict[str, tuple[type, ...]] = {
+    "object": (dict,),
+    "array": (list,),
+    "string": (str,),
+    "null": (type(None),),
+}
 
 
 def resolved(schema: Json, root: Json) -> Json:
@@ -36,7 +41,11 @@ def entries_of(schema: Json) -> Json:
 def sections(root: Json) -> Iterator[tuple[str, Json]]:
     """Yield the top level with the name "", then every section with keys."""
     yield "", root
-    yield from ((name, section) for name, section in root.get("$defs", {}).items() if section.get("properties"))
+    yield from (
+        (name, section)
+        for name, section in root.get("$defs", {}).items()
+        if section.get("properties")
+    )
 
 
 def keys(root: Json) -> Iterator[tuple[str, str]]:

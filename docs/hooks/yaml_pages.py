@@ -100,14 +100,23 @@ def target_page() -> str:
 
 
 def _files(folder: str) -> list[Any]:
-    return [yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted((ROOT / folder).glob("*.yaml"))]
+    return [
+        yaml.safe_load(path.read_text(encoding="utf-8"))
+        for path in sorted((ROOT / folder).glob("*.yaml"))
+    ]
 
 
 def _shown(schema: Json) -> list[Any]:
     """Return the YAML blocks of other pages that belong to such a file; tests load them with the program."""
     texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))]
-    parts = [yaml.safe_load(part) for text in texts for part in re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S)]
-    return [part for part in parts if isinstance(part, dict) and set(part) <= set(schema["properties"])]
+    parts = [
+        yaml.safe_load(part)
+        for text in texts
+        for part in re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S)
+    ]
+    return [
+        part for part in parts if isinstance(part, dict) and set(part) <= set(schema["properties"])
+    ]
 
 
 def _page(head: str, schema: Json, documents: list[Any]) -> str:
@@ -115,7 +124,9 @@ def _page(head: str, schema: Json, documents: list[Any]) -> str:
     for document in documents:
         for place, written in _written(document, schema, "", schema):
             seen[place] = min(written, seen.get(place, written), key=len)
-    return head + "\n".join(_section(name, section, schema, seen) for name, section in sections(schema))
+    return head + "\n".join(
+        _section(name, section, schema, seen) for name, section in sections(schema)
+    )
 
 
 def _section(name: str, section: Json, schema: Json, seen: Mapping[tuple[str, str], str]) -> str:
@@ -127,11 +138,15 @@ def _section(name: str, section: Json, schema: Json, seen: Mapping[tuple[str, st
         default = "required" if key in section.get("required", ()) else _default(value)
         example = seen.get((name, key)) or _example(key, value, schema)
         meaning = value.get("description") or SECTIONS.get(key, "")
-        lines.append(f"| `{key}` | {_takes(value, schema)} | {default} | `{_cell(example)}` | {_cell(meaning)} |")
+        lines.append(
+            f"| `{key}` | {_takes(value, schema)} | {default} | `{_cell(example)}` | {_cell(meaning)} |"
+        )
     return "\n".join(lines)
 
 
-def _written(value: Any, schema: Json, name: str, root: Json) -> Iterator[tuple[tuple[str, str], str]]:
+def _written(
+    value: Any, schema: Json, name: str, root: Json
+) -> Iterator[tuple[tuple[str, str], str]]:
     """Yield section, key and text of every key in a document."""
     section = section_of(schema, value, root)
     if isinstance(value, list):
@@ -152,11 +167,19 @@ def _text(key: str, value: Any) -> str:
 
 
 def _flow(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False).strip().removesuffix("\n...")
+    return (
+        yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False)
+        .strip()
+        .removesuffix("\n...")
+    )
 
 
 def _default(value: Json) -> str:
-    return "" if value.get("default") is None else f"`{json.dumps(value['default'], ensure_ascii=False)}`"
+    return (
+        ""
+        if value.get("default") is None
+        else f"`{json.dumps(value['default'], ensure_ascii=False)}`"
+    )
 
 
 def _example(key: str, value: Json, schema: Json) -> str:
@@ -166,7 +189,9 @@ def _example(key: str, value: Json, schema: Json) -> str:
     found += [example for one in choices for example in one.get("examples", ())]
     found += [value["default"]] if value.get("default") is not None else []
     found += [
-        choice for one in choices for choice in (*one.get("enum", ()), *([one["const"]] if "const" in one else ()))
+        choice
+        for one in choices
+        for choice in (*one.get("enum", ()), *([one["const"]] if "const" in one else ()))
     ]
     return _text(key, found[0])
 
@@ -194,7 +219,9 @@ def _takes(value: Json, schema: Json) -> str:
         elif entries := entries_of(one):
             words.append(f"mapping of names to {_takes(entries, schema)}")
         else:
-            words += [_WORDS.get(kind, kind) + _bounds(one) for kind in kinds_of(one) if kind != "null"]
+            words += [
+                _WORDS.get(kind, kind) + _bounds(one) for kind in kinds_of(one) if kind != "null"
+            ]
     return ", or ".join(dict.fromkeys(words)) or "anything"
 
 
@@ -207,7 +234,13 @@ def _bounds(one: Json) -> str:
     low, high = one.get("minimum", one.get("exclusiveMinimum")), one.get("maximum")
     if low is None and high is None:
         return ""
-    return f" {low} to {high}" if None not in (low, high) else f" from {low}" if high is None else f" up to {high}"
+    return (
+        f" {low} to {high}"
+        if None not in (low, high)
+        else f" from {low}"
+        if high is None
+        else f" up to {high}"
+    )
 
 
 def _cell(text: str) -> str:

@@ -27,14 +27,19 @@ def main(bill: str, status: str, base: str, *reports: str) -> None:
         digest = hashes[normalized(component["name"])]
         component["hashes"] = [{"alg": "SHA-256", "content": digest}]
     document["components"] += packages(Path(status))
-    document["metadata"].setdefault("properties", []).append({"name": "onnx-ops:base-image", "value": base})
+    document["metadata"].setdefault("properties", []).append(
+        {"name": "onnx-ops:base-image", "value": base}
+    )
     json.dump(document, sys.stdout, indent=2, sort_keys=True)
 
 
 def installed(report: Path) -> Iterator[tuple[str, str]]:
     """Name and SHA-256 of every archive that pip installed."""
     for one in json.loads(report.read_text(encoding="utf-8"))["install"]:
-        yield normalized(one["metadata"]["name"]), one["download_info"]["archive_info"]["hashes"]["sha256"]
+        yield (
+            normalized(one["metadata"]["name"]),
+            one["download_info"]["archive_info"]["hashes"]["sha256"],
+        )
 
 
 def normalized(name: str) -> str:
@@ -51,7 +56,9 @@ def packages(status: Path) -> list[dict[str, Any]]:
             continue
         name, version, architecture = about["Package"], about["Version"], about["Architecture"]
         purl = f"pkg:deb/debian/{name}@{quote(version, safe='')}?arch={architecture}"
-        found.append({"type": "library", "name": name, "version": version, "purl": purl, "bom-ref": purl})
+        found.append(
+            {"type": "library", "name": name, "version": version, "purl": purl, "bom-ref": purl}
+        )
     return found
 
 

@@ -17,7 +17,13 @@ from onnx_ops.adapters.retry import retry
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.artifact import digest_bytes, hex_digits
 from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import InfrastructureError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
+from onnx_ops.errors import (
+    InfrastructureError,
+    OnnxOpsError,
+    RefusedError,
+    ServiceUnavailableError,
+    UserError,
+)
 from onnx_ops.plugins import absent, require
 
 Clients = Callable[[str], Any]
@@ -136,7 +142,9 @@ def find_missing_credentials(access: AwsAccess, *, where: str = "") -> OnnxOpsEr
             known = core.full_config.get("profiles", {}).get(core.profile or "default", {})
     except OnnxOpsError as error:
         return error
-    if any(os.environ.get(name) for name in _IDENTITY_VARIABLES) or any(known.get(name) for name in _IDENTITY_SETTINGS):
+    if any(os.environ.get(name) for name in _IDENTITY_VARIABLES) or any(
+        known.get(name) for name in _IDENTITY_SETTINGS
+    ):
         return None
     return None if machine_vendor().startswith("Amazon") else _no_credentials(where)
 
@@ -177,10 +185,14 @@ def translate_errors(where: str) -> Iterator[None]:
     except NoRegionError as error:
         raise _no_region(where) from error
     except (ProfileNotFound, ParamValidationError, InvalidRegionError) as error:
-        raise UserError("AWS rejected the request as invalid", where=where, why=str(error)) from error
+        raise UserError(
+            "AWS rejected the request as invalid", where=where, why=str(error)
+        ) from error
     except BotoCoreError as error:
         what, why = "AWS does not answer", str(error)
-        raise ServiceUnavailableError(what, where=where, why=why, remedy="Try again later.") from error
+        raise ServiceUnavailableError(
+            what, where=where, why=why, remedy="Try again later."
+        ) from error
 
 
 def create_once(send: Callable[[], object]) -> None:
@@ -192,7 +204,11 @@ def create_once(send: Callable[[], object]) -> None:
 
     raced = ("ConditionalRequestConflict", "409")
     try:
-        retry(send, lambda error: isinstance(error, ClientError) and get_error_code(error) in raced, _ATTEMPTS)
+        retry(
+            send,
+            lambda error: isinstance(error, ClientError) and get_error_code(error) in raced,
+            _ATTEMPTS,
+        )
     except ClientError as error:
         if get_error_code(error) not in ("PreconditionFailed", "412"):
             raise
@@ -200,7 +216,9 @@ def create_once(send: Callable[[], object]) -> None:
 
 def describe_alarms(cloudwatch: Any, names: Sequence[str]) -> dict[str, Any]:
     """Return the alarms that exist in CloudWatch, by name."""
-    answer = cloudwatch.describe_alarms(AlarmNames=list(names), AlarmTypes=["MetricAlarm", "CompositeAlarm"])
+    answer = cloudwatch.describe_alarms(
+        AlarmNames=list(names), AlarmTypes=["MetricAlarm", "CompositeAlarm"]
+    )
     kinds = ("MetricAlarms", "CompositeAlarms")
     return {alarm["AlarmName"]: alarm for kind in kinds for alarm in answer.get(kind, ())}
 

@@ -19,7 +19,14 @@ from onnx_ops.adapters.host import machine_vendor
 from onnx_ops.adapters.http_json import request_json, require_https
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.quantities import Json, Pattern
-from onnx_ops.errors import InfrastructureError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError, quoted
+from onnx_ops.errors import (
+    InfrastructureError,
+    OnnxOpsError,
+    RefusedError,
+    ServiceUnavailableError,
+    UserError,
+    quoted,
+)
 from onnx_ops.plugins import EXTRAS, require
 
 if TYPE_CHECKING:
@@ -31,7 +38,8 @@ _MANAGEMENT = {
     "AzureUSGovernment": "https://management.usgovcloudapi.net",
 }
 _ENDPOINT = Pattern(
-    r"(?=.{3,32}\Z)[a-z]([-a-z0-9]*[a-z0-9])?", "3 to 32 lower-case letters, digits and hyphens, first a letter"
+    r"(?=.{3,32}\Z)[a-z]([-a-z0-9]*[a-z0-9])?",
+    "3 to 32 lower-case letters, digits and hyphens, first a letter",
 )
 PlaceName = Annotated[str, Pattern(r"(?a)[\w.()-]{1,90}", "a name in Azure")]
 EndpointName = Annotated[str, _ENDPOINT]
@@ -40,7 +48,12 @@ EndpointName = Annotated[str, _ENDPOINT]
 API_TIMEOUT_S = 60.0
 """Time that Azure may take to answer one request."""
 _IDENTITY_VARIABLES = ("AZURE_CLIENT_ID", "AZURE_USERNAME", "IDENTITY_ENDPOINT", "MSI_ENDPOINT")
-_IDENTITY_FILES = ("azureProfile.json", "msal_token_cache.json", "msal_token_cache.bin", "AzureRmContext.json")
+_IDENTITY_FILES = (
+    "azureProfile.json",
+    "msal_token_cache.json",
+    "msal_token_cache.bin",
+    "AzureRmContext.json",
+)
 LOGIN_REMEDY = (
     "Run `az login`, or set AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET (or a federated token), or give "
     "the machine a managed identity."
@@ -68,7 +81,12 @@ class Workspace:
 def read_workspace(settings: Mapping[str, Json], *, where: str = "") -> Workspace:
     """Return the workspace that an endpoint's settings name."""
     given = {f.name: settings[f.name] for f in fields(Workspace) if f.name in settings}
-    return bind_settings(given, Workspace, where=where, remedy="Add them to the endpoint's settings: workspace: NAME.")
+    return bind_settings(
+        given,
+        Workspace,
+        where=where,
+        remedy="Add them to the endpoint's settings: workspace: NAME.",
+    )
 
 
 def read_endpoint_name(endpoint: str, settings: Mapping[str, Json]) -> str:
@@ -103,7 +121,9 @@ def get_credential(api_timeout_s: float = API_TIMEOUT_S) -> TokenCredential:
     require(*EXTRAS["azure"], where="Azure")
     from azure.identity import DefaultAzureCredential
 
-    return DefaultAzureCredential(**build_timeouts(api_timeout_s), retry_total=2, retry_backoff_max=5.0)
+    return DefaultAzureCredential(
+        **build_timeouts(api_timeout_s), retry_total=2, retry_backoff_max=5.0
+    )
 
 
 def find_missing_credentials(*, where: str = "") -> OnnxOpsError | None:
@@ -112,9 +132,15 @@ def find_missing_credentials(*, where: str = "") -> OnnxOpsError | None:
     A machine in Azure may have a managed identity, which only a request would show.
     """
     home = Path.home()
-    folders = [Path(os.environ.get("AZURE_CONFIG_DIR", home / ".azure")), home / ".Azure", home / ".azd" / "auth"]
+    folders = [
+        Path(os.environ.get("AZURE_CONFIG_DIR", home / ".azure")),
+        home / ".Azure",
+        home / ".azd" / "auth",
+    ]
     files = [folder / name for folder in folders for name in _IDENTITY_FILES]
-    known = any(os.environ.get(name) for name in _IDENTITY_VARIABLES) or any(file.is_file() for file in files)
+    known = any(os.environ.get(name) for name in _IDENTITY_VARIABLES) or any(
+        file.is_file() for file in files
+    )
     if known or folders[-1].is_dir() or machine_vendor().startswith("Microsoft"):
         return None
     return RefusedError("there are no Azure credentials", where=where, remedy=LOGIN_REMEDY)
@@ -133,9 +159,13 @@ def fetch_token(service: str = "") -> str:
     try:
         return str(get_credential().get_token(f"{service or get_management_url()}/.default").token)
     except ClientAuthenticationError as error:
-        raise RefusedError("there are no Azure credentials", why=summarize_error(error), remedy=LOGIN_REMEDY) from error
+        raise RefusedError(
+            "there are no Azure credentials", why=summarize_error(error), remedy=LOGIN_REMEDY
+        ) from error
     except AzureError as error:
-        raise InfrastructureError("no token for Azure", why=summarize_error(error), remedy=LOGIN_REMEDY) from error
+        raise InfrastructureError(
+            "no token for Azure", why=summarize_error(error), remedy=LOGIN_REMEDY
+        ) from error
 
 
 def request_resource(path: str, *, document: object = None, method: str = "GET") -> Any:

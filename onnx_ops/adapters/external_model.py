@@ -17,7 +17,16 @@ if TYPE_CHECKING:
 
 REGISTERED = "models:/"
 
-_VERSION_OF_A_FILE = ("ETag", "etag", "size", "LastModified", "last_modified", "mtime", "checksum", "sha")
+_VERSION_OF_A_FILE = (
+    "ETag",
+    "etag",
+    "size",
+    "LastModified",
+    "last_modified",
+    "mtime",
+    "checksum",
+    "sha",
+)
 """Attributes of a file that change with its content, by file system."""
 
 
@@ -40,9 +49,15 @@ class UserSuppliedModels:
             return digest_json([place, self.registered().fingerprint(place)])
         if "://" in place:
             system, remote = _open(place)
-            infos = system.find(remote, detail=True) if system.isdir(remote) else {remote: system.info(remote)}
+            infos = (
+                system.find(remote, detail=True)
+                if system.isdir(remote)
+                else {remote: system.info(remote)}
+            )
             versions = {
-                name: {key: str(info[key]) for key in _VERSION_OF_A_FILE if info.get(key) is not None}
+                name: {
+                    key: str(info[key]) for key in _VERSION_OF_A_FILE if info.get(key) is not None
+                }
                 for name, info in sorted(infos.items())
             }
             return digest_json([place, versions])
@@ -75,7 +90,11 @@ class UserSuppliedModels:
     def _path(self, place: str) -> Path:
         path = self.root / place
         if not path.exists():
-            raise NotFoundError("no such model", where=str(path), remedy="`model:` is relative to the project's root.")
+            raise NotFoundError(
+                "no such model",
+                where=str(path),
+                remedy="`model:` is relative to the project's root.",
+            )
         return path
 
 
@@ -87,12 +106,16 @@ def _open(url: str) -> tuple[Any, str]:
         if system.exists(path):
             return system, path
     except ImportError as error:
-        raise missing_package(imported(error), where=f"model {_shown(url)}", why=str(error)) from error
+        raise missing_package(
+            imported(error), where=f"model {_shown(url)}", why=str(error)
+        ) from error
     except Exception as error:  # every file system raises its own
         what, why = "the location of the model does not answer", describe_error(error)
         raise ServiceUnavailableError(what, where=_shown(url), why=why) from error
     raise NotFoundError(
-        "no such model", where=_shown(url), remedy="Check `model:`, and the permissions on that location."
+        "no such model",
+        where=_shown(url),
+        remedy="Check `model:`, and the permissions on that location.",
     )
 
 

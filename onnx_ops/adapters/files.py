@@ -29,7 +29,15 @@ from onnx_ops.adapters.retry import wait_until
 from onnx_ops.errors import ConflictError, RefusedError, ServiceUnavailableError
 from onnx_ops.file_locks import try_lock
 from onnx_ops.plugins import imported, missing_package
-from onnx_ops.scratch import PRIVATE, TEMPORARY, create_file, durable_file, storage_errors, sync_path, write_durably
+from onnx_ops.scratch import (
+    PRIVATE,
+    TEMPORARY,
+    create_file,
+    durable_file,
+    storage_errors,
+    sync_path,
+    write_durably,
+)
 
 SHARED = 0o660
 """Mode of a file for its group."""
@@ -225,7 +233,9 @@ class LocalObjects(ObjectStore):
             return PRIVATE
         for folder in reversed(path.relative_to(self.root).parents[:-1]):
             place = self.root / folder
-            if not place.is_dir():  # appears with its mode: a killed writer leaves none that only its user can write
+            if (
+                not place.is_dir()
+            ):  # appears with its mode: a killed writer leaves none that only its user can write
                 made = Path(tempfile.mkdtemp(dir=place.parent, prefix=TEMPORARY))
                 made.chmod(stat.S_IMODE(self.root.stat().st_mode))
                 with suppress(OSError):
@@ -259,7 +269,9 @@ class LocalObjects(ObjectStore):
         folder = self.root / prefix
         if not folder.is_dir():
             return []
-        return sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(TEMPORARY))
+        return sorted(
+            entry.name for entry in folder.iterdir() if not entry.name.startswith(TEMPORARY)
+        )
 
     @override
     @storage_errors()
@@ -270,7 +282,9 @@ class LocalObjects(ObjectStore):
                 status = path.stat()
                 if path.is_file():
                     name = path.relative_to(self.root).as_posix()
-                    objects.append(ListedObject(name=name, size_bytes=status.st_size, at=status.st_mtime))
+                    objects.append(
+                        ListedObject(name=name, size_bytes=status.st_size, at=status.st_mtime)
+                    )
         return objects
 
     @override
@@ -289,7 +303,11 @@ class LocalObjects(ObjectStore):
     @storage_errors()
     def download(self, name: str, path: Path) -> bool:
         with suppress(FileNotFoundError):
-            with (self.root / name).open("rb") as source, durable_file(path) as temporary, temporary.open("wb") as sink:
+            with (
+                (self.root / name).open("rb") as source,
+                durable_file(path) as temporary,
+                temporary.open("wb") as sink,
+            ):
                 shutil.copyfileobj(source, sink)
             return True
         return False
@@ -351,13 +369,19 @@ class FsspecObjects(ObjectStore):
             with suppress(FileNotFoundError):
                 details = self._call("find", self._path(prefix), detail=True)
             for path, info in sorted(details.items()):
-                if info.get("type") == "directory":  # s3fs names an empty prefix, if another writer fills it just then
+                if (
+                    info.get("type") == "directory"
+                ):  # s3fs names an empty prefix, if another writer fills it just then
                     continue
                 at = next((info[key] for key in _TIME_KEYS if info.get(key) is not None), None)
                 at = self._fs.modified(path) if at is None else at
                 if isinstance(at, datetime.datetime):
-                    at = (at if at.tzinfo is not None else at.replace(tzinfo=datetime.UTC)).timestamp()
-                objects.append(ListedObject(name=path[below:], size_bytes=int(info["size"] or 0), at=float(at)))
+                    at = (
+                        at if at.tzinfo is not None else at.replace(tzinfo=datetime.UTC)
+                    ).timestamp()
+                objects.append(
+                    ListedObject(name=path[below:], size_bytes=int(info["size"] or 0), at=float(at))
+                )
         return objects
 
     @override
@@ -385,7 +409,13 @@ class FsspecObjects(ObjectStore):
             return getattr(self._fs, method)(*args, **options)
         from fsspec.asyn import sync
 
-        return sync(self._fs.loop, getattr(self._fs, f"_{method}"), *args, timeout=self._deadline_s, **options)
+        return sync(
+            self._fs.loop,
+            getattr(self._fs, f"_{method}"),
+            *args,
+            timeout=self._deadline_s,
+            **options,
+        )
 
     def _make_folder(self, name: str) -> None:
         """Make the folder of an object, where the store has folders; s3fs would create a bucket that is missing."""
@@ -410,4 +440,6 @@ class FsspecObjects(ObjectStore):
                 raise
             what = "the object store cannot be used"
             remedy = "Check the address, and the credentials of this process."
-            raise ServiceUnavailableError(what, where=self.place, why=str(error), remedy=remedy) from error
+            raise ServiceUnavailableError(
+                what, where=self.place, why=str(error), remedy=remedy
+            ) from error

@@ -54,7 +54,9 @@ def validate_token(token: str, where: str) -> str:
     if token.isascii() and token.isprintable() and " " not in token:
         return token
     raise UserError(
-        "the text is not a GitHub token", where=where, remedy="It has letters, digits and underscores only."
+        "the text is not a GitHub token",
+        where=where,
+        remedy="It has letters, digits and underscores only.",
     )
 
 

@@ -22,7 +22,9 @@ MAX_ANSWER_BYTES = 4 << 20
 _TRY_LATER = frozenset({408, 425, 429})
 
 _is_sending = ContextVar("_is_sending", default=False)
-logging.getLogger("httpx").addFilter(lambda _: not _is_sending.get())  # it logs addresses, which may be secrets
+logging.getLogger("httpx").addFilter(
+    lambda _: not _is_sending.get()
+)  # it logs addresses, which may be secrets
 
 
 def require_https(url: str, what: str) -> str:
@@ -87,7 +89,9 @@ def request_json(
             text = _read(response, deadline, max_bytes)
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
         # The messages of these may hold the address; their types do not.
-        raise ServiceUnavailableError("does not answer", where=host, why=type(error).__name__) from None
+        raise ServiceUnavailableError(
+            "does not answer", where=host, why=type(error).__name__
+        ) from None
     finally:
         _is_sending.reset(token)
     try:
@@ -113,4 +117,6 @@ def _explain(status: int, text: str, host: str) -> OnnxOpsError:
     if 300 <= status < 400:
         remedy = "Put the new address into the settings, if you trust it: what is sent there holds a secret."
         return RefusedError("answers with a redirect", where=host, why=why, remedy=remedy)
-    return RefusedError("does not take it", where=host, why=why, remedy="Check the address and the token.")
+    return RefusedError(
+        "does not take it", where=host, why=why, remedy="Check the address and the token."
+    )

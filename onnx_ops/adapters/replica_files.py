@@ -6,7 +6,14 @@ from pathlib import Path, PurePosixPath
 
 from onnx_ops import codec
 from onnx_ops.adapters.files import ObjectStore
-from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_bytes, digest_folder, hex_digits
+from onnx_ops.domain.artifact import (
+    Digest,
+    Manifest,
+    canonical_json,
+    digest_bytes,
+    digest_folder,
+    hex_digits,
+)
 from onnx_ops.errors import CorruptStateError, NotFoundError
 
 FOLDER = "models"
@@ -43,15 +50,21 @@ def download_model(objects: ObjectStore, digest: Digest, folder: Path) -> Manife
     where = f"{objects.place}/{place}"
     data = objects.read(f"{place}/{_MANIFEST}")
     if data is None:
-        raise NotFoundError("the store has no files of this version", where=where, remedy="Publish it again.")
+        raise NotFoundError(
+            "the store has no files of this version", where=where, remedy="Publish it again."
+        )
     if digest_bytes(data) != digest:
-        raise CorruptStateError("the manifest was changed", where=where, remedy="Delete it, and publish it again.")
+        raise CorruptStateError(
+            "the manifest was changed", where=where, remedy="Delete it, and publish it again."
+        )
     manifest = _parse_manifest(data, where)
     for name in manifest:
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if not objects.download(f"{place}/{_FILES}/{name}", target):
-            raise NotFoundError(f"file {name} is missing", where=where, remedy="Publish the version again.")
+            raise NotFoundError(
+                f"file {name} is missing", where=where, remedy="Publish the version again."
+            )
     return manifest
 
 
@@ -60,7 +73,9 @@ def _parse_manifest(data: bytes, where: str) -> Manifest:
     for name in files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.parts or "\\" in name:
-            raise CorruptStateError(f"the manifest names {name[:80]!r}, which is outside of its folder", where=where)
+            raise CorruptStateError(
+                f"the manifest names {name[:80]!r}, which is outside of its folder", where=where
+            )
     return Manifest(files=files)
 
 

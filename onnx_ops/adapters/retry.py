@@ -22,7 +22,9 @@ def retry(call: Callable[[], T], is_transient: Callable[[Exception], bool], atte
     return call()
 
 
-def attempts(timeout_s: float, pause_s: float, *, longest_s: float = 0.0, at_least: int = 1) -> Iterator[int]:
+def attempts(
+    timeout_s: float, pause_s: float, *, longest_s: float = 0.0, at_least: int = 1
+) -> Iterator[int]:
     """Count attempts, pausing between them, until the time is over.
 
     Each pause is 1.5 times the previous one, up to `longest_s` (0: all are `pause_s`). The first `at_least` attempts
@@ -38,7 +40,9 @@ def attempts(timeout_s: float, pause_s: float, *, longest_s: float = 0.0, at_lea
 
 def wait_until(is_done: Callable[[], bool], timeout_s: float, pause_s: float = 0.02) -> bool:
     """Return whether a condition becomes true within the time."""
-    return any(is_done() for _ in attempts(timeout_s, pause_s)) or is_done()  # during the last pause
+    return (
+        any(is_done() for _ in attempts(timeout_s, pause_s)) or is_done()
+    )  # during the last pause
 
 
 def converge(

@@ -49,23 +49,35 @@ _MAX_LAG = 4
 class ServerMetrics(MetricsSource):
     """Counts of all servers of an endpoint, which `counts` requests from them, by user if requested."""
 
-    def __init__(self, counts: Callable[[EndpointConfig, UserCountsRequest | None], Sequence[Counts]]) -> None:
+    def __init__(
+        self, counts: Callable[[EndpointConfig, UserCountsRequest | None], Sequence[Counts]]
+    ) -> None:
         self._counts = counts
 
     def capabilities(self) -> frozenset[str]:
         """Return what an onnx-ops server counts."""
         return frozenset({"exceedances", "shadow", "feedback", "cold_starts"})
 
-    def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
+    def latencies(
+        self, config: EndpointConfig, deployment: str
+    ) -> tuple[Sequence[float], Sequence[int]] | None:
         """Return the histogram of service times, without the time in the queue."""
         counts = self._counts(config, None)
-        histograms = [each.deployments[deployment].service for each in counts if deployment in each.deployments]
+        histograms = [
+            each.deployments[deployment].service
+            for each in counts
+            if deployment in each.deployments
+        ]
         return (counts[0].bounds_s, _add(histograms)) if histograms else None
 
-    def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
+    def read(
+        self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]
+    ) -> MetricsReading:
         """Return the counts of all servers by generation, and the epochs that all of them have closed."""
         watched = _Watch.from_thresholds(deployments)
-        limits_s = {name: () if each is None else each.list_limits() for name, each in deployments.items()}
+        limits_s = {
+            name: () if each is None else each.list_limits() for name, each in deployments.items()
+        }
         counts = self._counts(config, UserCountsRequest(limits_s=limits_s))
         names = set(deployments)
         try:
@@ -89,13 +101,18 @@ class ServerMetrics(MetricsSource):
             ) from error
 
 
-def count_by_server(counts: Sequence[Counts], deployments: Collection[str]) -> list[GenerationCounts]:
+def count_by_server(
+    counts: Sequence[Counts], deployments: Collection[str]
+) -> list[GenerationCounts]:
     """Return the counts of each server by generation. `over_p99` counts requests that take twice the usual latency.
 
     That is the median of the medians of the servers' last starts, which no single one of three can move at will.
     """
     slow_s = {name: _find_slow_limit(counts, name) for name in deployments}
-    limits_s = {name: {} if limit_s is None else {"latency_p99": limit_s} for name, limit_s in slow_s.items()}
+    limits_s = {
+        name: {} if limit_s is None else {"latency_p99": limit_s}
+        for name, limit_s in slow_s.items()
+    }
     return [
         GenerationCounts(
             origin=one.origin,
@@ -126,9 +143,13 @@ def _find_slow_limit(counts: Sequence[Counts], deployment: str) -> float | None:
     return next((bound_s for bound_s in bounds_s if bound_s >= 2 * median_s), None)
 
 
-def _collect_loads(counts: Sequence[Counts], deployments: Iterable[str]) -> dict[str, tuple[float, ...]]:
+def _collect_loads(
+    counts: Sequence[Counts], deployments: Iterable[str]
+) -> dict[str, tuple[float, ...]]:
     """Return the seconds of loads of each deployment on all servers; one without any is left out."""
-    loads = {name: tuple(s for one in counts for s in one.cold_s.get(name, ())) for name in deployments}
+    loads = {
+        name: tuple(s for one in counts for s in one.cold_s.get(name, ())) for name in deployments
+    }
     return {name: loads_s for name, loads_s in loads.items() if loads_s}
 
 
@@ -145,7 +166,9 @@ def _sum_uptimes(uptimes: Iterable[ServerUptime]) -> Iterable[ServerUptime]:
         if each.ends:
             ends[each.server, *place] = ends.get((each.server, *place), 0) + each.ends
     for (generation, is_alone), total in sorted(seconds.items()):
-        yield ServerUptime(server="", generation=generation, seconds=round(total, 1), is_alone=is_alone)
+        yield ServerUptime(
+            server="", generation=generation, seconds=round(total, 1), is_alone=is_alone
+        )
     for (server, generation, is_alone), count in sorted(ends.items()):
         yield ServerUptime(server=server, generation=generation, ends=count, is_alone=is_alone)
 
@@ -163,7 +186,12 @@ class _Watch:
     @classmethod
     def from_thresholds(cls, thresholds: Mapping[str, LatencyThresholds | None]) -> Self:
         """Build it from the argument of `MetricsSource.read`."""
-        return cls(limits_s={name: {} if each is None else each.by_guardrail() for name, each in thresholds.items()})
+        return cls(
+            limits_s={
+                name: {} if each is None else each.by_guardrail()
+                for name, each in thresholds.items()
+            }
+        )
 
     def count_table(self, counts: Counts, table: TableCounts) -> GenerationCounts:
         """Return the counts of one server under one generation."""
@@ -171,13 +199,20 @@ class _Watch:
         return GenerationCounts(
             origin=counts.origin,
             generation=table.generation,
-            tallies={name: _tally(one, counts.bounds_s, self.limits_s[name]) for name, one in named.items()},
+            tallies={
+                name: _tally(one, counts.bounds_s, self.limits_s[name])
+                for name, one in named.items()
+            },
             shadow=ShadowCounts(
                 compared=sum(one.shadow_answered for one in named.values()),
                 differing=sum(one.shadow_differing for one in named.values()),
                 failed=sum(one.shadow_failed for one in named.values()),
             ),
-            blocks={name: self._sum_blocks(name, table.cells[name]) for name in named if name in table.cells},
+            blocks={
+                name: self._sum_blocks(name, table.cells[name])
+                for name in named
+                if name in table.cells
+            },
             server=counts.server,
         )
 
@@ -187,7 +222,10 @@ class _Watch:
         return {
             "errors": cells.sum_blocks(*cells.get_errors()),
             "feedback": cells.sum_blocks(*cells.get_feedback()),
-            **{place: cells.sum_blocks(*cells.get_slow(grade)) for place, grade in self._list_grades(name).items()},
+            **{
+                place: cells.sum_blocks(*cells.get_slow(grade))
+                for place, grade in self._list_grades(name).items()
+            },
         }
 
     def add_epochs(self, counts: Sequence[Counts]) -> Iterable[EpochUnits]:
@@ -220,7 +258,9 @@ class _Watch:
         """Return the units of one epoch, from the counts of each server."""
         names = list(self.limits_s)
         units = _bin_epoch(
-            tuple(tuple(part.cells[name] for part in parts if name in part.cells) for name in names),
+            tuple(
+                tuple(part.cells[name] for part in parts if name in part.cells) for name in names
+            ),
             tuple(tuple(self._list_grades(name).items()) for name in names),
         )
         return EpochUnits(generation=parts[0].generation, epoch=parts[0].epoch, units=units)
@@ -228,7 +268,9 @@ class _Watch:
     def _list_grades(self, name: str) -> Mapping[str, int]:
         """Return for each place how many thresholds a request exceeds that is slow there."""
         ascending = sorted(set(self.limits_s[name].values()))
-        return {place: ascending.index(limit_s) + 1 for place, limit_s in self.limits_s[name].items()}
+        return {
+            place: ascending.index(limit_s) + 1 for place, limit_s in self.limits_s[name].items()
+        }
 
 
 @functools.lru_cache(maxsize=256)
@@ -244,7 +286,9 @@ def _bin_epoch(
     candidate, stable = (_Cells.decode(each) for each in texts)
     mine, theirs = map(dict, grades)
     slow = {
-        place: (candidate.get_slow(mine[place]), stable.get_slow(theirs[place])) for place in mine if place in theirs
+        place: (candidate.get_slow(mine[place]), stable.get_slow(theirs[place]))
+        for place in mine
+        if place in theirs
     }
     events = {
         "errors": (candidate.get_errors(), stable.get_errors()),
@@ -272,7 +316,9 @@ class _Cells:
         parts = [messages.decode_cells(text) for text in texts]
         if len(parts) == 1:
             return cls(*parts[0])
-        cells = np.unique(np.concatenate([np.zeros(0, np.int64), *(numbers for numbers, _ in parts)]))
+        cells = np.unique(
+            np.concatenate([np.zeros(0, np.int64), *(numbers for numbers, _ in parts)])
+        )
         total = np.zeros((len(cells), messages.CELL_FIELDS), np.int64)
         for numbers, counts in parts:
             total[np.searchsorted(cells, numbers)] += counts
@@ -290,7 +336,9 @@ class _Cells:
         """Return feedback and successes of each cell."""
         return self._get_part(messages.CELL_FEEDBACK, messages.CELL_SUCCESSES)
 
-    def _get_part(self, whole: int, part: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _get_part(
+        self, whole: int, part: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return two fields of each cell. A part that was written after its whole was read, or invented, is limited."""
         import numpy as np
 
@@ -302,7 +350,9 @@ class _Cells:
         timed = self.counts[:, messages.CELL_LATENCIES :]
         return timed.sum(1), timed[:, grade:].sum(1)
 
-    def bin_units(self, requests: npt.NDArray[np.int64], events: npt.NDArray[np.int64]) -> tuple[int, ...]:
+    def bin_units(
+        self, requests: npt.NDArray[np.int64], events: npt.NDArray[np.int64]
+    ) -> tuple[int, ...]:
         """Return the number of units by badness, without zeros at the end."""
         import numpy as np
 
@@ -315,16 +365,23 @@ class _Cells:
         numbers[-1] += bad
         return tuple(np.trim_zeros(numbers, "b").tolist())
 
-    def sum_blocks(self, requests: npt.NDArray[np.int64], events: npt.NDArray[np.int64]) -> UserBlocks:
+    def sum_blocks(
+        self, requests: npt.NDArray[np.int64], events: npt.NDArray[np.int64]
+    ) -> UserBlocks:
         """Return the sums by block of users."""
         import numpy as np
 
         blocks = np.where(self.cells == KEYLESS_CELL, USER_BLOCKS, self.cells % USER_BLOCKS)
-        sums = [np.bincount(blocks, values, USER_BLOCKS + 1).astype(int).tolist() for values in (requests, events)]
+        sums = [
+            np.bincount(blocks, values, USER_BLOCKS + 1).astype(int).tolist()
+            for values in (requests, events)
+        ]
         return UserBlocks(requests=tuple(sums[0]), events=tuple(sums[1]))
 
 
-def _tally(one: DeploymentCounts, bounds_s: Sequence[float], limits_s: Mapping[str, float]) -> RequestCounts:
+def _tally(
+    one: DeploymentCounts, bounds_s: Sequence[float], limits_s: Mapping[str, float]
+) -> RequestCounts:
     timed, below = sum(one.service), dict(zip(bounds_s, accumulate(one.service), strict=False))
     return RequestCounts(
         requests=sum(one.statuses.values()),
@@ -333,10 +390,16 @@ def _tally(one: DeploymentCounts, bounds_s: Sequence[float], limits_s: Mapping[s
         feedback=one.feedback,
         successes=one.successes,
         timed=timed,
-    ).with_over({name: count_slower(below, timed, limit_s, 1e-9) for name, limit_s in limits_s.items()})
+    ).with_over(
+        {name: count_slower(below, timed, limit_s, 1e-9) for name, limit_s in limits_s.items()}
+    )
 
 
-def count_slower(below: Mapping[float, int], timed: int, latency_s: float, tolerance: float) -> int | None:
+def count_slower(
+    below: Mapping[float, int], timed: int, latency_s: float, tolerance: float
+) -> int | None:
     """Return the requests slower than a bound of a cumulative histogram; None for any other latency."""
-    counts = (count for bound, count in below.items() if math.isclose(bound, latency_s, rel_tol=tolerance))
+    counts = (
+        count for bound, count in below.items() if math.isclose(bound, latency_s, rel_tol=tolerance)
+    )
     return next((timed - count for count in counts), None)

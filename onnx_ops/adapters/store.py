@@ -103,7 +103,9 @@ class ContentStore:
     def record(self, key: Digest, manifest: Manifest) -> None:
         """Record the files that a stage made, by its key."""
         content = {"key": key, "files": dict(manifest.files)}
-        self._objects.write(_record(key), canonical_json({**content, "digest": digest_json(content)}))
+        self._objects.write(
+            _record(key), canonical_json({**content, "digest": digest_json(content)})
+        )
 
     def lookup(self, key: Digest) -> Manifest | None:
         """Return the recorded files of a key, if all of them are intact."""
@@ -132,7 +134,11 @@ class ContentStore:
             name = entry.name.rpartition("/")[2]
             digest = None if name.startswith(TEMPORARY) else Digest(f"sha256:{name}")
             if digest is None or (is_digest(digest) and entry.name == _blob(digest)):
-                contents.append(StoredObject(name=entry.name, digest=digest, size_bytes=entry.size_bytes, at=entry.at))
+                contents.append(
+                    StoredObject(
+                        name=entry.name, digest=digest, size_bytes=entry.size_bytes, at=entry.at
+                    )
+                )
         return tuple(contents)
 
     def forget(self, stored: StoredObject) -> bool:
@@ -236,7 +242,9 @@ def _parse_record(data: bytes | None, key: Digest) -> Manifest | None:
         content = {"key": document["key"], "files": document["files"]}
         if document["digest"] != digest_json(content) or document["key"] != key:
             return None
-        return Manifest(files={str(name): Digest(str(digest)) for name, digest in document["files"].items()})
+        return Manifest(
+            files={str(name): Digest(str(digest)) for name, digest in document["files"].items()}
+        )
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -274,7 +282,9 @@ class ModelFolders:
                 f"files are not what the manifest {short_digest(manifest.digest())} says: {names}",
                 remedy="The artifact was changed after it was registered; run the pipeline again.",
             )
-        for path in sorted(folder.glob("*.onnx")):  # refuses a model that reads outside its folder or its weights
+        for path in sorted(
+            folder.glob("*.onnx")
+        ):  # refuses a model that reads outside its folder or its weights
             with suppress(UserError):  # other problems are reported when it is loaded
                 read_structure(path)
         place = self._folder(manifest.digest())
@@ -306,7 +316,11 @@ class ModelFolders:
         """Return every folder by its manifest's digest, with the time of its admission."""
         if not self.root.is_dir():
             return ()
-        folders = {Digest(f"sha256:{entry.name}"): entry for entry in sorted(self.root.iterdir()) if entry.is_dir()}
+        folders = {
+            Digest(f"sha256:{entry.name}"): entry
+            for entry in sorted(self.root.iterdir())
+            if entry.is_dir()
+        }
         return tuple(
             StoredObject(
                 name=folder.name,

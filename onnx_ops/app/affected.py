@@ -43,10 +43,16 @@ def affected(project: Project, changed: Collection[str]) -> tuple[Affected, ...]
     for path in find_pipelines(root):
         name, problem = path.relative_to(root).as_posix(), ""
         try:
-            rests_on = frozenset(_list_sources(project, name, check(project, path, static=True).pipeline))
+            rests_on = frozenset(
+                _list_sources(project, name, check(project, path, static=True).pipeline)
+            )
         except OnnxOpsError as error:
             rests_on, problem = frozenset((name, *changed)), str(error)
-        touched = (path for path in changed if not rests_on.isdisjoint([path, *map(str, PurePosixPath(path).parents)]))
+        touched = (
+            path
+            for path in changed
+            if not rests_on.isdisjoint([path, *map(str, PurePosixPath(path).parents)])
+        )
         if because := tuple(sorted(touched)):
             pipelines.append(Affected(file=name, because=because, problem=problem))
     return tuple(pipelines)
@@ -58,7 +64,11 @@ def changed_since(root: Path, base: str) -> frozenset[str]:
     Without a `base` all paths count.
     """
     if not ask_git(root, "rev-parse", "--git-dir", may_fail=True):
-        raise UserError("this is not a git repository", where=str(root), remedy="Call it in a checkout of the project.")
+        raise UserError(
+            "this is not a git repository",
+            where=str(root),
+            remedy="Call it in a checkout of the project.",
+        )
     if not base:
         listed = ask_git(root, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
         return frozenset(name for name in listed.split("\0") if name)
@@ -69,7 +79,9 @@ def changed_since(root: Path, base: str) -> frozenset[str]:
             remedy="Name a branch, tag or commit. A shallow clone has no history: fetch it, in GitHub's checkout with "
             "`fetch-depth: 0`.",
         )
-    fork = ask_git(root, "merge-base", "--end-of-options", base, "HEAD", may_fail=True).strip() or base
+    fork = (
+        ask_git(root, "merge-base", "--end-of-options", base, "HEAD", may_fail=True).strip() or base
+    )
     listed = ask_git(root, "diff", "--name-only", "--no-renames", "--relative", "-z", fork, "--")
     loose = ask_git(root, "ls-files", "--others", "--exclude-standard", "-z")
     return frozenset(name for name in (listed + loose).split("\0") if name)
@@ -105,7 +117,9 @@ def _list_target_files(project: Project, pipeline: Pipeline) -> Iterator[str]:
     for target in pipeline.benchmark.targets:
         if (file := project.targets.path(target)) is not None:
             yield _inside(str(file), root)
-        yield from (_inside(library.path, root) for library in project.targets.load(target).custom_ops)
+        yield from (
+            _inside(library.path, root) for library in project.targets.load(target).custom_ops
+        )
 
 
 def _list_data_files(project: Project, pipeline: Pipeline) -> Iterator[str]:
@@ -122,7 +136,9 @@ def _list_model_files(root: Path, pipeline: Pipeline) -> Iterator[str]:
     if pipeline.model:
         yield from (pipeline.model, f"{pipeline.model}.dvc")
         if pipeline.export.framework != "onnx":  # whose files hold all that they compute
-            yield from collect_user_code(find_referenced_modules(root / pipeline.model, root), root).files
+            yield from collect_user_code(
+                find_referenced_modules(root / pipeline.model, root), root
+            ).files
     if pipeline.train is not None:
         yield from collect_user_code((pipeline.train.run,), root, pipeline.train.depends).files
 

@@ -71,12 +71,19 @@ def list_champions(context: Context, names: Sequence[str] = ()) -> tuple[Champio
                 except OnnxOpsError as error:
                     basis = error
                 champions.append(ChampionRecord(record=record, target=target, basis=basis))
-    known = {name for champion in champions for name in (champion.pipeline, champion.record.model) if name}
+    known = {
+        name
+        for champion in champions
+        for name in (champion.pipeline, champion.record.model)
+        if name
+    }
     for name in names:
         if name not in known:
             names_known = ", ".join(sorted(known)) or "none"
             raise UserError(
-                "it has no champion", where=name, remedy=f"Pipelines and models that have one: {names_known}."
+                "it has no champion",
+                where=name,
+                remedy=f"Pipelines and models that have one: {names_known}.",
             )
     return tuple(r for r in champions if not names or {r.pipeline, r.record.model} & set(names))
 
@@ -91,13 +98,21 @@ def measure_again(context: Context, perform: ExecuteStage, champion: ChampionRec
         return champion.found(Verdict.ERROR, str(basis))
     try:
         first = _measured(context, perform, champion, *basis)
-        return replace(_measured(context, perform, champion, *basis), measured=2) if first.drifted else first
+        return (
+            replace(_measured(context, perform, champion, *basis), measured=2)
+            if first.drifted
+            else first
+        )
     except OnnxOpsError as error:
         return champion.found(Verdict.ERROR, str(error))
 
 
 def _measured(
-    context: Context, perform: ExecuteStage, champion: ChampionRecord, then: Evidence, gates: tuple[Gate, ...]
+    context: Context,
+    perform: ExecuteStage,
+    champion: ChampionRecord,
+    then: Evidence,
+    gates: tuple[Gate, ...],
 ) -> Drift:
     record = champion.record
     memory = load_benchmark(context.store, record.decisions[champion.target].record.evidence)
@@ -124,15 +139,27 @@ def _measured(
 REQUEST = "request.json"
 
 
-def save_benchmark(store: Store, stage: Stage, key: Digest, inputs: Mapping[str, Manifest], evidence: Digest) -> None:
+def save_benchmark(
+    store: Store, stage: Stage, key: Digest, inputs: Mapping[str, Manifest], evidence: Digest
+) -> None:
     """Store everything needed to repeat a benchmark, under the digest of its evidence.
 
     A repetition scores the rows itself, because results of score stages come from an earlier runtime or another
     machine.
     """
-    stage = replace(stage, settings={name: value for name, value in stage.settings.items() if name != "shards"})
-    inputs = {name: manifest for name, manifest in inputs.items() if not name.startswith(f"{StageKind.SCORE}/")}
-    files = {f"{name}/{file}": digest for name, manifest in inputs.items() for file, digest in manifest.files.items()}
+    stage = replace(
+        stage, settings={name: value for name, value in stage.settings.items() if name != "shards"}
+    )
+    inputs = {
+        name: manifest
+        for name, manifest in inputs.items()
+        if not name.startswith(f"{StageKind.SCORE}/")
+    }
+    files = {
+        f"{name}/{file}": digest
+        for name, manifest in inputs.items()
+        for file, digest in manifest.files.items()
+    }
     request = store.put_bytes(canonical_json(build_request(stage, key, inputs)))
     store.record(_memory(evidence), Manifest(files={**files, REQUEST: request}))
 

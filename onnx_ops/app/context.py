@@ -130,23 +130,33 @@ def build_context(settings: Settings) -> Context:
 
     The project's source folders become importable, as an editable installation would make them.
     """
-    sys.path += [str(folder) for folder in list_source_folders(settings.root)[1:] if str(folder) not in sys.path]
+    sys.path += [
+        str(folder)
+        for folder in list_source_folders(settings.root)[1:]
+        if str(folder) not in sys.path
+    ]
     signer = _once(lambda: _signer(settings))
 
     @functools.cache
     def provider(name: str) -> EndpointProvider:
-        opened: EndpointProvider = plugins.load("endpoints", name, settings.endpoints, settings.trusted_keys)
+        opened: EndpointProvider = plugins.load(
+            "endpoints", name, settings.endpoints, settings.trusted_keys
+        )
         opened.sign_with(signer)
         return opened
 
     return Context(
         root=settings.root,
         open_store=_once(
-            lambda: ContentStore(open_objects(settings.store), settings.state / "cache", settings.cache_size)
+            lambda: ContentStore(
+                open_objects(settings.store), settings.state / "cache", settings.cache_size
+            )
         ),
         open_ledger=_once(lambda: _ledger(settings, signer)),
         files=ModelFolders(settings.models),
-        models=UserSuppliedModels(root=settings.root, registered=_once(lambda: _registered(settings))),
+        models=UserSuppliedModels(
+            root=settings.root, registered=_once(lambda: _registered(settings))
+        ),
         clock=SystemClock(),
         host=LocalHost(),
         registry=_once(lambda: _registry(settings)),
@@ -156,14 +166,20 @@ def build_context(settings: Settings) -> Context:
         metrics=lambda config: _metrics(config, provider),
         exporter=functools.partial(load_tool, settings, "exporters"),
         optimizer=functools.partial(load_tool, settings, "optimizers"),
-        runtime=functools.cache(lambda name: plugins.load("runtimes", name).with_environments(settings.environments)),
+        runtime=functools.cache(
+            lambda name: plugins.load("runtimes", name).with_environments(settings.environments)
+        ),
         source=functools.cache(
-            lambda name: plugins.load("data", name).with_folders(settings.environments, settings.state)
+            lambda name: plugins.load("data", name).with_folders(
+                settings.environments, settings.state
+            )
         ),
         notifiers=_once(lambda: _notifiers(settings)),
         git_sha=_once(lambda: resolve_commit(settings.root, "HEAD")),
         conditions=read_conditions,
-        journal=lambda key: FileJournal(settings.state / "search" / f"{key.rpartition(':')[2]}.jsonl"),
+        journal=lambda key: FileJournal(
+            settings.state / "search" / f"{key.rpartition(':')[2]}.jsonl"
+        ),
     )
 
 
@@ -171,7 +187,12 @@ def ask_git(root: Path, *arguments: str, may_fail: bool = False) -> str:
     """Return git's output; with `may_fail`, empty where it fails or is not installed."""
     try:
         process = subprocess.run(
-            ["git", *arguments], cwd=root, capture_output=True, text=True, errors="surrogateescape", check=False
+            ["git", *arguments],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            errors="surrogateescape",
+            check=False,
         )
     except OSError as error:
         if may_fail:
@@ -179,14 +200,18 @@ def ask_git(root: Path, *arguments: str, may_fail: bool = False) -> str:
         raise InfrastructureError("git is not installed", where=str(root)) from error
     if process.returncode and not may_fail:
         lines = process.stderr.strip().splitlines()
-        raise UserError("git failed", where=str(root), why=lines[-1] if lines else "it printed nothing")
+        raise UserError(
+            "git failed", where=str(root), why=lines[-1] if lines else "it printed nothing"
+        )
     return process.stdout if process.returncode == 0 else ""
 
 
 def resolve_commit(root: Path, name: str) -> str:
     """Return the digest of a commit of the repository around a folder; empty if it has none."""
     revision = f"{name}^{{commit}}"
-    return ask_git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", revision, may_fail=True).strip()
+    return ask_git(
+        root, "rev-parse", "--verify", "--quiet", "--end-of-options", revision, may_fail=True
+    ).strip()
 
 
 def _once(make: Callable[[], T]) -> Callable[[], T]:
@@ -213,7 +238,9 @@ def _metrics(config: EndpointConfig, provider: Callable[[str], EndpointProvider]
 def _registry(settings: Settings) -> Registry:
     from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 
-    direct = "://" in settings.tracking_uri and not settings.tracking_uri.startswith(("http://", "https://"))
+    direct = "://" in settings.tracking_uri and not settings.tracking_uri.startswith(
+        ("http://", "https://")
+    )
     return MlflowRegistry(
         settings.tracking_uri,
         artifact_root=settings.artifacts if direct else None,
@@ -264,7 +291,8 @@ def _notifiers(settings: Settings) -> Mapping[str, Notifier]:
     """Return notifiers by their name in the settings: `github:owner/repository`."""
     named = {name: name.partition(":") for name in settings.notifiers}
     notifiers = {
-        name: plugins.load("notifiers", kind, place, settings.state) for name, (kind, _, place) in named.items()
+        name: plugins.load("notifiers", kind, place, settings.state)
+        for name, (kind, _, place) in named.items()
     }
     for name, notifier in notifiers.items():
         plugins.require(*plugins.tools(notifier), where=f"notifier {name}")
@@ -283,7 +311,10 @@ def load_tool(settings: Settings, group: str, name: str, env: Environment | None
     from onnx_ops.adapters.isolation.process import ProcessLimits
 
     environments = PythonEnvironments(folder=settings.environments, uv=find_uv())
-    place, limits = plugins.find(group, name).value, ProcessLimits(memory=wanted.memory, timeout=wanted.timeout)
+    place, limits = (
+        plugins.find(group, name).value,
+        ProcessLimits(memory=wanted.memory, timeout=wanted.timeout),
+    )
 
     def python() -> Path:
         return environments.python(wanted)

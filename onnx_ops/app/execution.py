@@ -57,7 +57,9 @@ class StageOutput:
 
     def write(self, output: bytes) -> None:
         """Append output, and show its last line."""
-        with contextlib.suppress(OSError):  # a full disk ends the stage itself, with its own message
+        with contextlib.suppress(
+            OSError
+        ):  # a full disk ends the stage itself, with its own message
             if not self._written:
                 self.file.parent.mkdir(parents=True, exist_ok=True)
             if self._written < _MOST_OUTPUT_BYTES:
@@ -104,24 +106,45 @@ class StageExecutor:
     def __call__(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         """Execute a stage, on a worker of its pool if it has one."""
         if self.running.ended:
-            raise StageError("its run was cancelled", where=stage.id, remedy="Run the pipeline again.")
+            raise StageError(
+                "its run was cancelled", where=stage.id, remedy="Run the pipeline again."
+            )
         self._prepare(stage)
         if get_pool(stage):
             renew, place = stage.kind in self.no_cache, self.settings.store
             self.observer.progressed(stage, f"waiting for a worker of pool {get_pool(stage)}")
             took = partial(self._record, stage)
-            return ask(self.running.pools, self.context, stage, key, inputs, place=place, renew=renew, took=took)
+            return ask(
+                self.running.pools,
+                self.context,
+                stage,
+                key,
+                inputs,
+                place=place,
+                renew=renew,
+                took=took,
+            )
         if not stage.own_process and stage.timeout is None:
             with self._measure(stage):
                 return execute(stage, key, inputs, self.context)
         wait = partial(self.observer.progressed, stage, _WAIT)
         if stage.kind not in _TIMED:
             with self.running.lock.hold(alone=False, on_wait=wait), self._measure(stage):
-                return run_in_subprocess(self.settings, stage, key, inputs, self.observer, self.running)
+                return run_in_subprocess(
+                    self.settings, stage, key, inputs, self.observer, self.running
+                )
         self.running.wait_until_prepared()
-        prepared = attach_champion(stage, self.context) if stage.kind is StageKind.BENCHMARK else stage
-        with self.running.lock.hold(alone=True, on_wait=wait), machine_lock(wait), self._measure(stage):
-            return run_in_subprocess(self.settings, prepared, key, inputs, self.observer, self.running)
+        prepared = (
+            attach_champion(stage, self.context) if stage.kind is StageKind.BENCHMARK else stage
+        )
+        with (
+            self.running.lock.hold(alone=True, on_wait=wait),
+            machine_lock(wait),
+            self._measure(stage),
+        ):
+            return run_in_subprocess(
+                self.settings, prepared, key, inputs, self.observer, self.running
+            )
 
     def _prepare(self, stage: Stage) -> None:
         """Begin the imports of the plan's later stages side by side with this one."""
@@ -171,14 +194,20 @@ def run_in_subprocess(
     with Scratch() as folder:
         result, scratch = folder / "result.json", folder / "tmp"
         scratch.mkdir()
-        request = {**build_request(stage, key, inputs), "result": str(result), "scratch": str(scratch)}
+        request = {
+            **build_request(stage, key, inputs),
+            "result": str(result),
+            "scratch": str(scratch),
+        }
         environ = {**os.environ, **to_environ(settings), "TMPDIR": str(scratch)}
         process = FORK_SERVER.fork(environ, settings.root)
         processes = set() if running is None else running.processes
         processes.add(process)
         observer = observer or Observer()
         output = StageOutput(_find_output_file(settings, stage, key), stage, observer)
-        tail = OutputTail(process.stdout, PROGRESS, partial(observer.progressed, stage), output.write)
+        tail = OutputTail(
+            process.stdout, PROGRESS, partial(observer.progressed, stage), output.write
+        )
         try:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(json.dumps(request).encode("utf-8") + b"\n")
@@ -202,10 +231,13 @@ def run_in_subprocess(
                 f"its process ended with {describe_exit(code)}",
                 where=stage.id,
                 why=tail.summary() or "it printed nothing",
-                remedy="Run the stage again; if it crashes again, the lines above are its last output." + output.place,
+                remedy="Run the stage again; if it crashes again, the lines above are its last output."
+                + output.place,
             )
         document = json.loads(result.read_text(encoding="utf-8"))
     if "error" in document:
         failed = document["error"]
-        raise from_document({**failed, "remedy": f"{failed.get('remedy') or ''}{output.place}".strip()})
+        raise from_document(
+            {**failed, "remedy": f"{failed.get('remedy') or ''}{output.place}".strip()}
+        )
     return Manifest(files=document["files"])

@@ -34,7 +34,13 @@ from onnx_ops.config.binding import bind_settings
 from onnx_ops.config.server_options import list_options
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.rollout_observations import ServerUptime
-from onnx_ops.errors import CorruptStateError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
+from onnx_ops.errors import (
+    CorruptStateError,
+    OnnxOpsError,
+    RefusedError,
+    ServiceUnavailableError,
+    UserError,
+)
 from onnx_ops.ports import Verifier
 from onnx_ops.protocol.messages import (
     COUNTS_PATH,
@@ -47,7 +53,13 @@ from onnx_ops.protocol.messages import (
     UserCountsRequest,
     error_from_bytes,
 )
-from onnx_ops.protocol.replica_reports import REPORT_S, SILENT_S, ReplicaStatus, ReportSource, check_replica_name
+from onnx_ops.protocol.replica_reports import (
+    REPORT_S,
+    SILENT_S,
+    ReplicaStatus,
+    ReportSource,
+    check_replica_name,
+)
 from onnx_ops.protocol.replica_tables import (
     FOLDER,
     HEAD,
@@ -143,7 +155,9 @@ class Following:
 
     def is_list_due(self, now: float) -> bool:
         """Return whether the tables must be listed."""
-        return now - self.listed_at >= (min(RENEW_S, self._list_s) if self.needs_lease else self._list_s)
+        return now - self.listed_at >= (
+            min(RENEW_S, self._list_s) if self.needs_lease else self._list_s
+        )
 
     def compute_lease_end(self, now: float) -> float:
         """Return until when the adopted table's candidate may get traffic; 0 if it may not.
@@ -182,7 +196,13 @@ class Follower:
     """One replica: see the module."""
 
     def __init__(
-        self, options: ReplicaOptions, folder: Path, server: LocalServer, verifier: Verifier, *, start: str = ""
+        self,
+        options: ReplicaOptions,
+        folder: Path,
+        server: LocalServer,
+        verifier: Verifier,
+        *,
+        start: str = "",
     ) -> None:
         self._options = options
         self._server = server
@@ -213,7 +233,8 @@ class Follower:
         """Follow until `stop` is called."""
         loops = (self.poll, self.publish, self.report)
         threads = [
-            threading.Thread(target=self._repeat, args=(work,), name=work.__name__, daemon=True) for work in loops
+            threading.Thread(target=self._repeat, args=(work,), name=work.__name__, daemon=True)
+            for work in loops
         ]
         self._attempt(self.keep_server)
         for thread in threads:
@@ -258,8 +279,12 @@ class Follower:
             return
         try:
             self._ask("PUT", TABLE_PATH, codec.dumps(self._locate(table)), timeout_s=_PUBLISH_S)
-            if table.limits_s:  # users are counted from the first request on that the candidate may get
-                self._ask("POST", COUNTS_PATH, codec.dumps(UserCountsRequest(limits_s=table.limits_s)))
+            if (
+                table.limits_s
+            ):  # users are counted from the first request on that the candidate may get
+                self._ask(
+                    "POST", COUNTS_PATH, codec.dumps(UserCountsRequest(limits_s=table.limits_s))
+                )
         except OnnxOpsError as error:
             self._refused = (table.number, read_boot_clock() + _RETRY_S, str(error))
             _log.error("table %s is not served: %s", table.number, error)
@@ -272,7 +297,10 @@ class Follower:
     def renew_lease(self) -> None:
         """Set the times until which the server gives a candidate traffic, and answers at all if its table is leased."""
         with self._lock:
-            end, serving_end = self._following.compute_lease_end(read_boot_clock()), self._following.renew_serving_end()
+            end, serving_end = (
+                self._following.compute_lease_end(read_boot_clock()),
+                self._following.renew_serving_end(),
+            )
             lease = Lease(until_ns=int(end * 1e9), serving_until_ns=int(serving_end * 1e9))
             answer = self._ask("PUT", LEASE_PATH, codec.dumps(lease))
             self._lease, self._lapsed = end, codec.loads(answer, Lease).lapsed
@@ -286,16 +314,23 @@ class Follower:
         adopted = self._following.adopted
         if adopted is None:
             if not self._uptimes:  # an end before the first table is one, too
-                self._write_counts(Counts(origin=self._source.start, at=began, bounds_s=(), deployments={}))
+                self._write_counts(
+                    Counts(origin=self._source.start, at=began, bounds_s=(), deployments={})
+                )
             return
         limits = adopted.limits_s
         body = codec.dumps(UserCountsRequest(limits_s=limits)) if limits else None
-        self._write_counts(codec.loads(self._ask("POST" if limits else "GET", COUNTS_PATH, body), Counts))
+        self._write_counts(
+            codec.loads(self._ask("POST" if limits else "GET", COUNTS_PATH, body), Counts)
+        )
 
     def keep_server(self) -> None:
         """Start the server, or start it again with other options, unless it runs with these."""
         record = self._server.record()
-        if record is not None and (record.port, record.options) == (self._options.port, self._options.server):
+        if record is not None and (record.port, record.options) == (
+            self._options.port,
+            self._options.server,
+        ):
             return
         if record is not None and record.port == self._options.port:
             self._server.kill_supervisor()
@@ -316,7 +351,9 @@ class Follower:
         """
         self._stop.set()
         self._report_due.set()
-        announcement = threading.Thread(target=self._attempt, args=(self.announce_end,), daemon=True)
+        announcement = threading.Thread(
+            target=self._attempt, args=(self.announce_end,), daemon=True
+        )
         announcement.start()
         self._server.stop()
         announcement.join()
@@ -351,10 +388,18 @@ class Follower:
         name = work.__name__
         try:
             work()
-        except Exception as error:  # a thread that ended would be a replica that is cut off for good
-            reason = str(error) if isinstance(error, OnnxOpsError) else f"{type(error).__name__}: {error}"
+        except (
+            Exception
+        ) as error:  # a thread that ended would be a replica that is cut off for good
+            reason = (
+                str(error)
+                if isinstance(error, OnnxOpsError)
+                else f"{type(error).__name__}: {error}"
+            )
             if self._failures.get(name) != reason:
-                _log.error("%s failed: %s", name, reason, exc_info=not isinstance(error, OnnxOpsError))
+                _log.error(
+                    "%s failed: %s", name, reason, exc_info=not isinstance(error, OnnxOpsError)
+                )
             self._failures[name] = reason
         else:
             if self._failures.pop(name, None):
@@ -390,7 +435,9 @@ class Follower:
             self._intact.add(digest)
             return self._models.place(digest)
         self._models.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=self._models.root.parent, prefix=".download-") as folder:
+        with tempfile.TemporaryDirectory(
+            dir=self._models.root.parent, prefix=".download-"
+        ) as folder:
             manifest = download_model(self._control, digest, Path(folder))
             place = self._models.admit(Path(folder), manifest)
         self._intact.add(digest)
@@ -401,7 +448,9 @@ class Follower:
         try:
             state = codec.loads(self._ask("GET", STATE_PATH), AdminState)
         except OnnxOpsError as error:
-            state = AdminState(state=None, failed={"server": str(error)} if not self._stop.is_set() else {})
+            state = AdminState(
+                state=None, failed={"server": str(error)} if not self._stop.is_set() else {}
+            )
         deployments = () if state.state is None else state.state.deployments
         self._beat += 1
         return ReplicaStatus(
@@ -421,7 +470,9 @@ class Follower:
             address=self._options.address,
             versions=_read_versions(),
             image=self._options.image,
-            memory=None if state.memory is None else replace(state.memory, server=self._source.replica),
+            memory=None
+            if state.memory is None
+            else replace(state.memory, server=self._source.replica),
         )
 
     def _write_status(self, status: ReplicaStatus) -> None:
@@ -431,9 +482,13 @@ class Follower:
         """Add the time since the last call, and ends of the server, to the table that is served or being adopted."""
         now, table = read_boot_clock(), self._following.adopted or self._following.newest
         generation = 0 if table is None else table.number.generation
-        known = self._uptimes.get(generation) or ServerUptime(server=self._source.replica, generation=generation)
+        known = self._uptimes.get(generation) or ServerUptime(
+            server=self._source.replica, generation=generation
+        )
         seconds = min(now - self._recorded_at, SILENT_S)  # a process that was frozen did not serve
-        self._uptimes[generation] = replace(known, seconds=known.seconds + seconds, ends=known.ends + ends)
+        self._uptimes[generation] = replace(
+            known, seconds=known.seconds + seconds, ends=known.ends + ends
+        )
         self._recorded_at = now
 
     def _write_counts(self, counts: Counts, *, is_final: bool = False) -> None:
@@ -447,7 +502,9 @@ class Follower:
         final = replace(counts, epochs=(), uptimes=uptimes, is_final=is_final)
         self._reports.write(self._source.counts_name, codec.dumps(final))
 
-    def _ask(self, method: str, path: str, body: bytes | None = None, *, timeout_s: float = _ADMIN_S) -> bytes:
+    def _ask(
+        self, method: str, path: str, body: bytes | None = None, *, timeout_s: float = _ADMIN_S
+    ) -> bytes:
         record = self._require_record()
         status, answer = self._server.request(record, method, body, path=path, timeout_s=timeout_s)
         if status != 200:
@@ -503,22 +560,37 @@ def name_replica(folder: Path, given: str) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Follow until SIGTERM or SIGINT; return the exit code."""
-    parser = argparse.ArgumentParser(prog="onnx_ops.app.follower", description="Serve as a replica of one endpoint.")
-    parser.add_argument("--state-dir", type=Path, required=True, help="folder of the server, its log and its models")
-    parser.add_argument("--follow", required=True, help="control location of the place: tables and models")
+    parser = argparse.ArgumentParser(
+        prog="onnx_ops.app.follower", description="Serve as a replica of one endpoint."
+    )
+    parser.add_argument(
+        "--state-dir", type=Path, required=True, help="folder of the server, its log and its models"
+    )
+    parser.add_argument(
+        "--follow", required=True, help="control location of the place: tables and models"
+    )
     parser.add_argument("--reports", required=True, help="location of the reports")
     parser.add_argument("--replica", default="", help="name of the replica")
     parser.add_argument("--address", default="", help="where clients reach it")
     parser.add_argument("--image", default="", help="image of its container")
     parser.add_argument("--host", default="127.0.0.1", help="address of the public listener")
     parser.add_argument("--port", type=int, required=True, help="port of the public listener")
-    parser.add_argument("--log", type=Path, default=None, help="file of the server's log; default: in its folder")
+    parser.add_argument(
+        "--log", type=Path, default=None, help="file of the server's log; default: in its folder"
+    )
     for name, kind, default, text in list_options():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=text.replace("%", "%%"))
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=kind, default=default, help=text.replace("%", "%%")
+        )
     values = vars(parser.parse_args(arguments))
-    own = {name: values.pop(name) for name in ("follow", "reports", "replica", "address", "image", "port")}
+    own = {
+        name: values.pop(name)
+        for name in ("follow", "reports", "replica", "address", "image", "port")
+    }
     folder, host, log = values.pop("state_dir"), values.pop("host"), values.pop("log")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
+    )
     try:
         options = bind_settings(values, ServerOptions)
         check_options(own, options)
@@ -537,7 +609,9 @@ def main(arguments: Sequence[str]) -> int:
             server=options,
         )
         server = LocalServer(folder, sys.executable, host=host, log=log)
-        follower = Follower(replica, folder, server, read_release_keys(folder, options.trusted_keys))
+        follower = Follower(
+            replica, folder, server, read_release_keys(folder, options.trusted_keys)
+        )
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: follower.stop())
         follower.run()
@@ -575,7 +649,11 @@ def read_release_keys(folder: Path, trusted: str) -> TrustedKeys:
         RefusedError: there is no key for releases.
     """
     path = folder / trusted
-    keys = TrustedKeys(path, role="release") if path.exists() else TrustedKeys((), encoded=trusted, role="release")
+    keys = (
+        TrustedKeys(path, role="release")
+        if path.exists()
+        else TrustedKeys((), encoded=trusted, role="release")
+    )
     if not keys.keys():
         raise RefusedError(
             "there is no public key that signs releases",

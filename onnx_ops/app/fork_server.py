@@ -132,7 +132,9 @@ class ForkServer:
                 remedy=f"`{sys.executable} -c 'import onnx_ops.app.worker'` may show the cause.",
             )
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps({"environ": dict(environ), "folder": str(folder)}).encode() + b"\n")
+            process.stdin.write(
+                json.dumps({"environ": dict(environ), "folder": str(folder)}).encode() + b"\n"
+            )
             process.stdin.flush()
         return process
 
@@ -154,7 +156,9 @@ class ForkServer:
                 if self._control is control:
                     self._control = None
             return None
-        return ForkedProcess(int.from_bytes(pid, "little"), os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb"), status)
+        return ForkedProcess(
+            int.from_bytes(pid, "little"), os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb"), status
+        )
 
     def _connect(self) -> socket.socket:
         if self._control is None:

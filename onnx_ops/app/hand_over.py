@@ -52,7 +52,11 @@ class Evaluation:
 def require_new_folder(folder: Path) -> None:
     """Raise UserError if a folder, to which an evaluation shall be written, has content."""
     if folder.is_file() or (folder.exists() and any(folder.iterdir())):
-        raise UserError("it is not a new folder", where=str(folder), remedy="Name a new folder for the evaluation.")
+        raise UserError(
+            "it is not a new folder",
+            where=str(folder),
+            remedy="Name a new folder for the evaluation.",
+        )
 
 
 def digest_file(pipeline: Pipeline) -> Digest:
@@ -71,7 +75,9 @@ def write_evaluation(
     require_new_folder(folder)
     stages = tuple(stage for stage in result.plan.stages if stage.kind in EVALUATION)
     outcomes = tuple(result.outcomes[stage.id] for stage in stages)
-    evaluation = Evaluation(file=digest_file(pipeline), commit=commit, stages=stages, outcomes=outcomes)
+    evaluation = Evaluation(
+        file=digest_file(pipeline), commit=commit, stages=stages, outcomes=outcomes
+    )
     (folder / _CONTENT).mkdir(parents=True)
     for digest in () if shared else _list_content(evaluation):
         shutil.copyfile(store.path(digest), folder / _CONTENT / hex_digits(digest))
@@ -80,9 +86,22 @@ def write_evaluation(
 
 def _list_content(evaluation: Evaluation) -> Iterator[Digest]:
     """Yield the content that a release reads: rows only where a benchmark is repeated on them."""
-    measured = {name for stage in evaluation.stages if stage.kind is StageKind.BENCHMARK for name in stage.needs}
-    kept = {stage.id for stage in evaluation.stages if stage.kind is not StageKind.DATA or stage.id in measured}
-    manifests = [one.manifest for one in evaluation.outcomes if one.stage in kept and one.manifest is not None]
+    measured = {
+        name
+        for stage in evaluation.stages
+        if stage.kind is StageKind.BENCHMARK
+        for name in stage.needs
+    }
+    kept = {
+        stage.id
+        for stage in evaluation.stages
+        if stage.kind is not StageKind.DATA or stage.id in measured
+    }
+    manifests = [
+        one.manifest
+        for one in evaluation.outcomes
+        if one.stage in kept and one.manifest is not None
+    ]
     yield from dict.fromkeys(digest for manifest in manifests for digest in manifest.files.values())
 
 
@@ -117,7 +136,9 @@ def _require_consistency(evaluation: Evaluation, where: str) -> None:
     names = [stage.id for stage in evaluation.stages]
     if names != [outcome.stage for outcome in evaluation.outcomes] or len(set(names)) < len(names):
         raise CorruptStateError("its stages and outcomes do not belong together", where=where)
-    manifests = [outcome.manifest for outcome in evaluation.outcomes if outcome.manifest is not None]
+    manifests = [
+        outcome.manifest for outcome in evaluation.outcomes if outcome.manifest is not None
+    ]
     if not all(is_digest(digest) for manifest in manifests for digest in manifest.files.values()):
         raise CorruptStateError("a result names something that is no digest", where=where)
 
@@ -126,7 +147,10 @@ def _store_content(folder: Path, store: Store) -> None:
     """Put the files of a folder, which a shared store needs none of, into the store; check them by their names."""
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
-            if entry.is_file(follow_symlinks=False) and hex_digits(store.put_file(Path(entry.path))) != entry.name:
+            if (
+                entry.is_file(follow_symlinks=False)
+                and hex_digits(store.put_file(Path(entry.path))) != entry.name
+            ):
                 raise CorruptStateError("not of its digest", where=entry.path)
 
 
@@ -154,26 +178,49 @@ def _require_same_file(evaluation: Evaluation, pipeline: Pipeline, planned: Plan
     given = {stage.id: stage for stage in evaluation.stages}
     changed = own.keys() ^ given.keys()
     if not changed:
-        changed = {name for name, stage in own.items() if _describe_place(stage) != _describe_place(given[name])}
+        changed = {
+            name
+            for name, stage in own.items()
+            if _describe_place(stage) != _describe_place(given[name])
+        }
     if not changed and evaluation.file == digest_file(pipeline):
         return
     why = f"They differ in {', '.join(sorted(changed)[:5])}." if changed else ""
     remedy = "Evaluate and release the same files, with the same --set."
-    raise RefusedError("the evaluation is of another pipeline file", where=planned.pipeline, why=why, remedy=remedy)
+    raise RefusedError(
+        "the evaluation is of another pipeline file", where=planned.pipeline, why=why, remedy=remedy
+    )
 
 
 def _describe_place(stage: Stage) -> tuple[object, ...]:
     """Return the properties of a stage that need no data: its place in the plan, and the target that it measures."""
-    return stage.kind, stage.variant, stage.target, stage.needs, stage.tolerates, stage.settings.get("target")
+    return (
+        stage.kind,
+        stage.variant,
+        stage.target,
+        stage.needs,
+        stage.tolerates,
+        stage.settings.get("target"),
+    )
 
 
-def _require_own_evidence(stage: Stage, pipeline: str, manifests: Mapping[str, Manifest], store: Store) -> None:
+def _require_own_evidence(
+    stage: Stage, pipeline: str, manifests: Mapping[str, Manifest], store: Store
+) -> None:
     """Require that a benchmark's evidence describes the variant, files and target of its stage."""
-    evidence = codec.loads(store.read(manifests[stage.id]["evidence.json"]), Evidence, where=stage.id)
+    evidence = codec.loads(
+        store.read(manifests[stage.id]["evidence.json"]), Evidence, where=stage.id
+    )
     variant = stage.variant or ""
     model = manifests.get(variant_id(variant), Manifest(files={})).subset(MODEL)
     wanted = (pipeline, variant, stage.target, stage.settings["target"], model.digest())
-    if (evidence.pipeline, evidence.variant, evidence.target, evidence.target_digest, evidence.manifest) != wanted:
+    if (
+        evidence.pipeline,
+        evidence.variant,
+        evidence.target,
+        evidence.target_digest,
+        evidence.manifest,
+    ) != wanted:
         raise RefusedError("its evidence is of something else", where=stage.id)
 
 
@@ -190,7 +237,9 @@ class ReleaseHandler:
             return self.handler.cached(stage, key, inputs)
         manifest = self._get_outcome(stage.id).manifest
         if manifest is not None and stage.kind is StageKind.BENCHMARK:
-            save_benchmark(self.handler.context.store, stage, key, inputs, manifest["evidence.json"])
+            save_benchmark(
+                self.handler.context.store, stage, key, inputs, manifest["evidence.json"]
+            )
         return manifest
 
     def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
@@ -209,7 +258,11 @@ class ReleaseHandler:
             RefusedError: it promotes what was not compared with what serves now.
         """
         if stage.kind in EVALUATION:
-            raise StageError("it failed in the evaluation", where=stage.id, why=self._get_outcome(stage.id).reason)
+            raise StageError(
+                "it failed in the evaluation",
+                where=stage.id,
+                why=self._get_outcome(stage.id).reason,
+            )
         if stage.kind is StageKind.PROMOTE:
             self._require_comparison(stage, inputs)
         return self.handler.execute(stage, key, inputs)
@@ -225,7 +278,15 @@ class ReleaseHandler:
         context = self.handler.context
         registration, choice, _ = read_choice(context, stage, inputs)
         manifest = self._get_outcome(f"benchmark/{choice.variant}@{choice.target}").manifest
-        evidence = None if manifest is None else codec.loads(context.store.read(manifest["evidence.json"]), Evidence)
+        evidence = (
+            None
+            if manifest is None
+            else codec.loads(context.store.read(manifest["evidence.json"]), Evidence)
+        )
         if evidence is None or not was_compared(context, registration.model, evidence):
             remedy = "Evaluate the commit again, with read access to the ledger and the registry."
-            raise RefusedError("it was not compared with the release that serves now", where=stage.id, remedy=remedy)
+            raise RefusedError(
+                "it was not compared with the release that serves now",
+                where=stage.id,
+                remedy=remedy,
+            )

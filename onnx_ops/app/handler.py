@@ -23,7 +23,13 @@ from onnx_ops.domain.pipeline import Deploy, Stage, StageKind
 from onnx_ops.domain.quantization import SEARCH_FILE, SearchRecord
 from onnx_ops.domain.release import Choice, Registration
 from onnx_ops.domain.rollout import format_alias
-from onnx_ops.errors import ConflictError, InfrastructureError, NotFoundError, RefusedError, ServiceUnavailableError
+from onnx_ops.errors import (
+    ConflictError,
+    InfrastructureError,
+    NotFoundError,
+    RefusedError,
+    ServiceUnavailableError,
+)
 from onnx_ops.measure.files import TRAINED, put_document
 from onnx_ops.pipeline import collect_user_code, find_referenced_modules
 from onnx_ops.pipeline.stage_settings import is_isolated
@@ -75,10 +81,14 @@ class StageHandler:
         if stage.kind in RELEASE:
             return Manifest(files={}) if self._is_released(stage, inputs) else None
         manifest = self.context.store.lookup(key)
-        if manifest is None or (stage.kind is StageKind.BENCHMARK and self._needs_new_comparison(stage, manifest)):
+        if manifest is None or (
+            stage.kind is StageKind.BENCHMARK and self._needs_new_comparison(stage, manifest)
+        ):
             return None
         if stage.kind is StageKind.REGISTER and self.confirms:
-            registration = codec.loads(self.context.store.read(manifest["registration.json"]), Registration)
+            registration = codec.loads(
+                self.context.store.read(manifest["registration.json"]), Registration
+            )
             return manifest if _is_current(self.context, registration) else None
         if CODE in manifest:  # a trained model whose classes may have changed or gone
             known = codec.loads(self.context.store.read(manifest[CODE]), dict[str, Any])
@@ -91,8 +101,14 @@ class StageHandler:
         """Return why a stage is skipped; empty if it is not."""
         settings: Mapping[str, Any] = stage.settings
         if stage.kind is StageKind.QUANTIZE and "search" in settings:
-            record = codec.loads(self.context.store.read(inputs[settings["search"]][SEARCH_FILE]), SearchRecord)
-            vacant = (slot.reason for slot in record.slots if slot.role == settings["role"] and slot.trial is None)
+            record = codec.loads(
+                self.context.store.read(inputs[settings["search"]][SEARCH_FILE]), SearchRecord
+            )
+            vacant = (
+                slot.reason
+                for slot in record.slots
+                if slot.role == settings["role"] and slot.trial is None
+            )
             return next(vacant, "")
         if stage.kind not in RELEASE:
             return ""
@@ -100,7 +116,11 @@ class StageHandler:
         if choice.variant is None:
             return f"no variant of {registration.model} passed on {choice.target}: {choice.reason}"
         # A bound endpoint gets its settings and policy even if nothing is promoted.
-        failed = [name for name in stage.tolerates if name not in inputs] if stage.kind is StageKind.DEPLOY else []
+        failed = (
+            [name for name in stage.tolerates if name not in inputs]
+            if stage.kind is StageKind.DEPLOY
+            else []
+        )
         if not failed or self.context.ledger.state(binding(stage)[0].endpoint).config is not None:
             return ""
         return f"needs {failed[0]}, which did not run"
@@ -109,7 +129,9 @@ class StageHandler:
         """Execute a stage and store its result."""
         context = self.context
         released = stage.kind is StageKind.REGISTER or stage.kind in RELEASE
-        timed = self.durations.measure(stage.id) if stage.kind in RELEASE else contextlib.nullcontext()
+        timed = (
+            self.durations.measure(stage.id) if stage.kind in RELEASE else contextlib.nullcontext()
+        )
         with self.releasing if released else contextlib.nullcontext(), timed:
             if stage.kind is StageKind.PROMOTE:
                 registration, choice, version = read_choice(context, stage, inputs)
@@ -124,21 +146,32 @@ class StageHandler:
                     actor=self.actor,
                     expects=tuple(settings["endpoints"]),
                 )
-                return Manifest(files={"promotion.json": context.store.put_bytes(codec.dumps(done))})
+                return Manifest(
+                    files={"promotion.json": context.store.put_bytes(codec.dumps(done))}
+                )
             if stage.kind is StageKind.DEPLOY:
                 config, section = binding(stage)
-                bind_endpoint(context, config, section.rollout, actor=self.actor, abandon=self.abandon)
+                bind_endpoint(
+                    context, config, section.rollout, actor=self.actor, abandon=self.abandon
+                )
                 reports = reconcile_until_stable(context, config.endpoint, actor=self.actor)
                 at_rest(config.endpoint, reports)
                 return Manifest(files={"steps.json": context.store.put_bytes(codec.dumps(reports))})
             manifest = self.perform(stage, key, inputs)
-            if stage.kind is StageKind.TRAIN and stage.settings["framework"] != "onnx":  # whose files hold all
+            if (
+                stage.kind is StageKind.TRAIN and stage.settings["framework"] != "onnx"
+            ):  # whose files hold all
                 # Code that the model's files name changes their results without changing the files.
                 files = manifest.subset(TRAINED).files.values()
-                named = (find_referenced_modules(context.store.path(digest), context.root) for digest in files)
+                named = (
+                    find_referenced_modules(context.store.path(digest), context.root)
+                    for digest in files
+                )
                 code = self._code(stage, sorted(frozenset[str]().union(*named)))
                 if code["files"] or code["packages"]:
-                    manifest = replace(manifest, files={**manifest.files, CODE: put_document(context.store, code)})
+                    manifest = replace(
+                        manifest, files={**manifest.files, CODE: put_document(context.store, code)}
+                    )
             context.store.record(key, manifest)
             if stage.kind is StageKind.BENCHMARK:
                 save_benchmark(context.store, stage, key, inputs, manifest["evidence.json"])
@@ -167,7 +200,9 @@ class StageHandler:
         evidence = codec.loads(self.context.store.read(manifest["evidence.json"]), Evidence)
         try:
             return not was_compared(self.context, settings["model"], evidence)
-        except InfrastructureError:  # one variant must not lose its measurement by that; the promotion meets it again
+        except (
+            InfrastructureError
+        ):  # one variant must not lose its measurement by that; the promotion meets it again
             return False
 
     def _is_released(self, stage: Stage, inputs: Mapping[str, Manifest]) -> bool:
@@ -187,7 +222,9 @@ class StageHandler:
 
 def _list_releases(states: Iterable[ReleaseState]) -> set[Digest]:
     """Return the releases that endpoints serve, try or have had before."""
-    deployments = (d for s in states for d in (*s.known.values(), s.roles.stable, s.roles.candidate))
+    deployments = (
+        d for s in states for d in (*s.known.values(), s.roles.stable, s.roles.candidate)
+    )
     return {deployment.release for deployment in deployments if deployment is not None}
 
 
@@ -202,12 +239,16 @@ def was_compared(context: Context, model: str, evidence: Evidence) -> bool:
     """
     compared = None if evidence.champion is None else evidence.champion.manifest
     if states := list_sibling_states(context, model, evidence.target):
-        serving = {state.roles.stable.manifest for state in states if state.roles.stable is not None}
+        serving = {
+            state.roles.stable.manifest for state in states if state.roles.stable is not None
+        }
         return not serving or compared in serving or evidence.release in _list_releases(states)
     version = context.registry().aliases(model).get(format_alias("champion", evidence.target))
     if version is None:
         return True
-    champion = next((one for one in context.registry().versions(model) if one.version == version), None)
+    champion = next(
+        (one for one in context.registry().versions(model) if one.version == version), None
+    )
     return champion is None or champion.release == evidence.release or champion.manifest == compared
 
 
@@ -230,9 +271,13 @@ def _is_current(context: Context, registration: Registration) -> bool:
     )
 
 
-def read_choice(context: Context, stage: Stage, inputs: Mapping[str, Manifest]) -> tuple[Registration, Choice, str]:
+def read_choice(
+    context: Context, stage: Stage, inputs: Mapping[str, Manifest]
+) -> tuple[Registration, Choice, str]:
     """Return the registration, the choice for the stage's target, and its version; empty if none was chosen."""
-    registration = codec.loads(context.store.read(inputs["register"]["registration.json"]), Registration)
+    registration = codec.loads(
+        context.store.read(inputs["register"]["registration.json"]), Registration
+    )
     choice = next(c for c in registration.choices if c.target == stage.target)
     return registration, choice, registration.versions.get(choice.variant or "", "")
 
@@ -275,9 +320,14 @@ def at_rest(endpoint: str, reports: list[StepReport]) -> None:
     last = reports[-1]
     if last.registry_down:
         raise ServiceUnavailableError(
-            "the registry does not answer; the endpoint continues unchanged", where=endpoint, why=last.registry_down
+            "the registry does not answer; the endpoint continues unchanged",
+            where=endpoint,
+            why=last.registry_down,
         )
     if not last.stable:
         raise ConflictError(
-            "the endpoint does not become stable", where=endpoint, why=last.why, remedy="See `onnx-ops history`."
+            "the endpoint does not become stable",
+            where=endpoint,
+            why=last.why,
+            remedy="See `onnx-ops history`.",
         )

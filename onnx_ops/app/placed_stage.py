@@ -21,7 +21,9 @@ from onnx_ops.ports import Observer
 from onnx_ops.scratch import Scratch
 
 
-def answer(project: Project, request: str, *, place: str, run: str, observer: Observer) -> OnnxOpsError | None:
+def answer(
+    project: Project, request: str, *, place: str, run: str, observer: Observer
+) -> OnnxOpsError | None:
     """Execute a requested stage, on the worker's side; record its result under the stage's key.
 
     Args:
@@ -58,11 +60,16 @@ def answer(project: Project, request: str, *, place: str, run: str, observer: Ob
         hints: Any = _relocated({**document["hints"], "pool": ""}, places)
         # Its own root, so that it executes the code that was sent and no other.
         there = replace(
-            project, settings=replace(project.settings, root=root), context=replace(project.context, root=root)
+            project,
+            settings=replace(project.settings, root=root),
+            context=replace(project.context, root=root),
         )
         handler = there.handler(observer=observer)
         perform = handler.perform
-        handler = replace(handler, perform=lambda stage, key, inputs: perform(replace(stage, hints=hints), key, inputs))
+        handler = replace(
+            handler,
+            perform=lambda stage, key, inputs: perform(replace(stage, hints=hints), key, inputs),
+        )
         try:
             handler.execute(stage, key, inputs)
         except OnnxOpsError as error:
@@ -80,22 +87,37 @@ def _require_same_release(stage: Stage) -> None:
     differs = dict[str, tuple[object, object]]()
     if revision != REVISIONS[stage.kind]:
         differs["revision of the stage"] = (REVISIONS[stage.kind], revision)
-    if stage.kind not in MEASURED and not is_isolated(stage):  # evidence names the versions that measured
+    if stage.kind not in MEASURED and not is_isolated(
+        stage
+    ):  # evidence names the versions that measured
         local = {name: plugins.version(name) for name in stage.tools if name != "python"}
-        local |= {"python": ".".join(platform.python_version_tuple()[:2])} if "python" in stage.tools else {}
-        differs |= {name: (local[name], required) for name, required in stage.tools.items() if local[name] != required}
+        local |= (
+            {"python": ".".join(platform.python_version_tuple()[:2])}
+            if "python" in stage.tools
+            else {}
+        )
+        differs |= {
+            name: (local[name], required)
+            for name, required in stage.tools.items()
+            if local[name] != required
+        }
     if differs:
         what = "; ".join(
-            f"{name} is {local} here, {required} is required" for name, (local, required) in differs.items()
+            f"{name} is {local} here, {required} is required"
+            for name, (local, required) in differs.items()
         )
         remedy = "Install the same versions on both machines."
-        raise ConflictError(f"it would not compute the same result: {what}", where=here, remedy=remedy)
+        raise ConflictError(
+            f"it would not compute the same result: {what}", where=here, remedy=remedy
+        )
 
 
 def _checked_name(name: str) -> PurePosixPath:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts:
-        raise RefusedError(f"a file of the request would be outside the folder: {name!r}", where="request")
+        raise RefusedError(
+            f"a file of the request would be outside the folder: {name!r}", where="request"
+        )
     return path
 
 

@@ -55,7 +55,10 @@ def ask(
     for name, path, travels_as in _list_files(prepared, inputs, context):
         if path.is_dir():
             inside = [file for file in sorted(path.rglob("*")) if file.is_file()]
-            files |= {f"{name}/{file.relative_to(path).as_posix()}": context.store.put_file(file) for file in inside}
+            files |= {
+                f"{name}/{file.relative_to(path).as_posix()}": context.store.put_file(file)
+                for file in inside
+            }
         else:
             files[name] = context.store.put_file(path)
         if travels_as:
@@ -76,7 +79,9 @@ def ask(
         raise failure
     if ended.failed:
         raise MeasurementError(
-            f"the worker of pool {placed.pool} did not execute it", where=stage.id, why=ended.message
+            f"the worker of pool {placed.pool} did not execute it",
+            where=stage.id,
+            why=ended.message,
         )
     if (result := _take(stage, key, context.store)) is None:
         raise MeasurementError(
@@ -103,7 +108,9 @@ def _take(stage: Stage, key: Digest, store: Store) -> Manifest | None:
     return None if target.requires.find_missing(hardware) else result
 
 
-def _list_files(stage: Stage, inputs: Mapping[str, Manifest], context: Context) -> Iterator[tuple[str, Path, str]]:
+def _list_files(
+    stage: Stage, inputs: Mapping[str, Manifest], context: Context
+) -> Iterator[tuple[str, Path, str]]:
     """Yield what a stage reads besides its inputs: name over there, file or folder, and the path in hints, if any."""
     settings: Mapping[str, Any] = stage.settings
     hints: Mapping[str, Any] = stage.hints
@@ -111,16 +118,24 @@ def _list_files(stage: Stage, inputs: Mapping[str, Manifest], context: Context) 
     if modules:
         code = collect_user_code(sorted(modules), context.root, tuple(hints.get("depends", ())))
         if settings.get("code", digest_json(dict(code.files))) != digest_json(dict(code.files)):
-            raise ConflictError("its code changed after the plan", where=stage.id, remedy="Run the pipeline again.")
+            raise ConflictError(
+                "its code changed after the plan", where=stage.id, remedy="Run the pipeline again."
+            )
         for name in code.files:
             yield name, find_code_file(name, context.root), ""
     for library in _list_libraries(hints):
-        yield f"{_LIBRARIES}/{hex_digits(library['digest'])}.so", Path(library["path"]), library["path"]
+        yield (
+            f"{_LIBRARIES}/{hex_digits(library['digest'])}.so",
+            Path(library["path"]),
+            library["path"],
+        )
     if HINT in hints and (champion := read_champion(stage, context)) is not None:
         yield _CHAMPION, Path(champion.location), champion.location
 
 
-def _list_modules(settings: Mapping[str, Any], inputs: Mapping[str, Manifest], store: Store) -> set[str]:
+def _list_modules(
+    settings: Mapping[str, Any], inputs: Mapping[str, Manifest], store: Store
+) -> set[str]:
     """Return the user's functions that a stage calls, and the modules whose classes a trained model has."""
     metrics = [*settings.get("metrics", ()), *filter(None, [settings.get("metric")])]
     functions = [metric["definition"].get("use") for metric in metrics]

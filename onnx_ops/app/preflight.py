@@ -23,7 +23,12 @@ from onnx_ops.domain.quantization import find_type_conflict
 from onnx_ops.domain.table_cells import find_values_in_header
 from onnx_ops.errors import MissingPackageError, OnnxOpsError
 from onnx_ops.pipeline.probe import is_remote
-from onnx_ops.pipeline.stages.data import build_dataset, describe_text_cell, find_data_problems, get_source_name
+from onnx_ops.pipeline.stages.data import (
+    build_dataset,
+    describe_text_cell,
+    find_data_problems,
+    get_source_name,
+)
 from onnx_ops.ports import Context, Dataset
 
 if TYPE_CHECKING:
@@ -86,7 +91,9 @@ class Preflight:
         if get_source_name(section) not in plugins.names("data"):
             return  # a finding about the plugin
         try:
-            sample = self.context.source(get_source_name(section)).sample(section, self.context.root)
+            sample = self.context.source(get_source_name(section)).sample(
+                section, self.context.root
+            )
         except MissingPackageError:
             return  # a finding about the machine
         except OnnxOpsError as error:
@@ -101,9 +108,13 @@ class Preflight:
             return
         dataset = build_dataset(sample.arrays, section, "")
         self._sets[name] = _Rows(section, dataset, sample.whole)
-        self.notes += [f"data.{name}: {note}" for note in _list_table_notes(section, sample.arrays, dataset)]
+        self.notes += [
+            f"data.{name}: {note}" for note in _list_table_notes(section, sample.arrays, dataset)
+        ]
         for key, array in dataset.inputs.items():
-            if array.dtype.kind == "f" and (rows := int((~np.isfinite(array)).reshape(len(array), -1).any(1).sum())):
+            if array.dtype.kind == "f" and (
+                rows := int((~np.isfinite(array)).reshape(len(array), -1).any(1).sum())
+            ):
                 among = "" if sample.whole else "the first "
                 self.notes.append(
                     f"data.{name}: input {key} is NaN or infinite in {rows} of {among}{len(array)} rows; "
@@ -114,11 +125,16 @@ class Preflight:
         root, draft = self.context.root, self.draft
         for index, name in enumerate(draft.train.depends if draft.train else ()):
             if not (root / name).is_file():
-                yield Issue(("train", "depends", index), f"no file {name!r} below the project's root")
+                yield Issue(
+                    ("train", "depends", index), f"no file {name!r} below the project's root"
+                )
         if draft.model and not is_remote(draft.model) and not (root / draft.model).exists():
             folder = (root / draft.model).parent
             beside = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-            hint = did_you_mean(Path(draft.model).name, beside) or "; the path is relative to the project's root"
+            hint = (
+                did_you_mean(Path(draft.model).name, beside)
+                or "; the path is relative to the project's root"
+            )
             yield Issue(("model",), f"no such model: '{draft.model}'{hint}")
 
     def _imports(self) -> Iterator[Issue]:
@@ -140,7 +156,9 @@ class Preflight:
             with contextlib.suppress(OnnxOpsError):
                 if plugins.select_environment(plugin, train.env or export.env) is None:
                     functions.append((("train", "run"), train.run))
-        return functions + [((*loc, "use"), gate.use) for loc, gate in self.draft.metric_gates if gate.use]
+        return functions + [
+            ((*loc, "use"), gate.use) for loc, gate in self.draft.metric_gates if gate.use
+        ]
 
     def _describe_import(self, loc: Loc, module: str, text: str) -> Issue:
         """Return the issue of a missing import; note its distribution in `absent` if an extra installs it."""
@@ -156,7 +174,10 @@ class Preflight:
 
     def _read_model(self) -> tuple[ModelInfo | None, list[str]]:
         """Return the description of the project's existing ONNX file, if there is one, and why it is refused."""
-        from onnx_ops.onnx_graph.compatibility import list_user_model_notes, list_user_model_problems
+        from onnx_ops.onnx_graph.compatibility import (
+            list_user_model_notes,
+            list_user_model_problems,
+        )
         from onnx_ops.onnx_graph.files import find_model_file
         from onnx_ops.onnx_graph.model_info import read_model_info
 
@@ -184,13 +205,21 @@ class Preflight:
             try:
                 axes = find_row_axes({spec.name: spec.shape for spec in model.inputs})
                 inputs = convert_inputs(rows.dataset.inputs, model)
-                rows.dataset.put_rows_first({name: axis for name, axis in axes.items() if name in inputs})
+                rows.dataset.put_rows_first(
+                    {name: axis for name, axis in axes.items() if name in inputs}
+                )
             except OnnxOpsError as error:
                 yield Issue(loc, error.without_place())
                 continue
             values = rows.dataset.values
             for key, message in find_input_problems(model.inputs, inputs, values):
-                below = ("inputs", key) if key in rows.section.inputs else ("inputs",) if rows.section.inputs else ()
+                below = (
+                    ("inputs", key)
+                    if key in rows.section.inputs
+                    else ("inputs",)
+                    if rows.section.inputs
+                    else ()
+                )
                 below = ("values", key) if key in values else below
                 yield Issue((*loc, *below), message)
 
@@ -210,7 +239,9 @@ class Preflight:
         elif export.framework != "onnx":
             shapes = {name: array.shape for name, array in scored.dataset.inputs.items()}
             try:
-                scored.dataset.put_rows_first(find_declared_axes(export.dynamic, shapes), AXES_REMEDY)
+                scored.dataset.put_rows_first(
+                    find_declared_axes(export.dynamic, shapes), AXES_REMEDY
+                )
             except OnnxOpsError as error:
                 yield Issue(("export", "dynamic"), error.without_place())
         for loc, problem in find_section_problems(export, inputs, plugin.options):
@@ -222,7 +253,11 @@ class Preflight:
 
         for loc, entry in self.draft.quantize:
             plugin = self._plugin("optimizers", entry.method)
-            if plugin is not None and plugin.options is not None and not find_type_conflict(entry.options):
+            if (
+                plugin is not None
+                and plugin.options is not None
+                and not find_type_conflict(entry.options)
+            ):
                 yield from check_plugin_settings(
                     (*loc, "options"), functools.partial(read_options, entry, plugin.options)
                 )
@@ -242,9 +277,13 @@ class Preflight:
         if scored is None or scored.section.label is None:
             return
         label = scored.dataset.label
-        outputs = _build_zeros(model, len(scored.dataset)) if model is not None and scored.whole else None
+        outputs = (
+            _build_zeros(model, len(scored.dataset)) if model is not None and scored.whole else None
+        )
         definitions = [gate.definition() for _, gate in self.draft.metric_gates]
-        for message in dict.fromkeys(find_label_problem(definition, label, outputs) for definition in definitions):
+        for message in dict.fromkeys(
+            find_label_problem(definition, label, outputs) for definition in definitions
+        ):
             if message:
                 yield Issue(("data", self.draft.scored, "label"), message)
 
@@ -265,16 +304,22 @@ class Preflight:
         known = (np.unique(labels).tolist() for labels in trained)
         if new := sorted(set(np.unique(label).tolist()).difference(*known)):
             shown = ", ".join(map(str, new[:5])) + (", …" if len(new) > 5 else "")
-            self.notes.append(f"data.{self.draft.scored}: label {shown} occurs in no set that the model is trained on")
+            self.notes.append(
+                f"data.{self.draft.scored}: label {shown} occurs in no set that the model is trained on"
+            )
 
 
 def _is_class_vector(labels: Array) -> bool:
     return labels.dtype.kind in "iubUS" and labels.ndim == 1
 
 
-def _list_table_notes(section: DataSection, arrays: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
+def _list_table_notes(
+    section: DataSection, arrays: Mapping[str, Any], dataset: Dataset
+) -> Iterator[str]:
     """Yield what a table's cells show that was hardly meant: a first line of values, texts in columns of numbers."""
-    if not isinstance(section, FileData) or any(array.shape[1:] != (1,) for array in arrays.values()):
+    if not isinstance(section, FileData) or any(
+        array.shape[1:] != (1,) for array in arrays.values()
+    ):
         return
     if values := find_values_in_header(list(arrays)):
         yield f"the first line of the file must name the columns; it holds {', '.join(values[:3])}"
@@ -299,7 +344,9 @@ def _build_zeros(model: ModelInfo, rows: int) -> Mapping[str, Any] | None:
     return arrays
 
 
-def _describe_source_error(loc: Loc, section: DataSection, error: OnnxOpsError, root: Path) -> Issue:
+def _describe_source_error(
+    loc: Loc, section: DataSection, error: OnnxOpsError, root: Path
+) -> Issue:
     """Return the issue of data that cannot be read, without the project's path, which its place in the file shows."""
     if not isinstance(section, FileData):
         return Issue((*loc, "with") if isinstance(section, PluginData) else loc, str(error))

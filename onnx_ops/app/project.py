@@ -52,7 +52,12 @@ class CheckedFile:
 
 
 def check(
-    project: Project, file: Path, overrides: Sequence[str] = (), *, static: bool = False, machine: bool = False
+    project: Project,
+    file: Path,
+    overrides: Sequence[str] = (),
+    *,
+    static: bool = False,
+    machine: bool = False,
 ) -> CheckedFile:
     """Check a pipeline file.
 
@@ -69,7 +74,9 @@ def check(
     known = {kind: plugins.names(kind) for kind in plugins.KINDS}
     notes: list[str] = []
 
-    def preflight(draft: Draft, targets: Mapping[str, Target], pipeline: Pipeline | None) -> list[Issue]:
+    def preflight(
+        draft: Draft, targets: Mapping[str, Target], pipeline: Pipeline | None
+    ) -> list[Issue]:
         from onnx_ops.app.preflight import Preflight
 
         preflight_ = Preflight(project.context, draft, targets)
@@ -90,10 +97,14 @@ def check(
         file,
         root=project.settings.root,
         plugins=known,
-        settings=lambda provider, settings: project.context.provider(provider).validate_settings(settings),
+        settings=lambda provider, settings: project.context.provider(provider).validate_settings(
+            settings
+        ),
         metrics=lambda source, settings: plugins.load("metrics", source, settings),
         capabilities=lambda entry: list_capabilities(project, entry),
-        unservable=lambda entry, target: project.context.provider(entry.provider).explain_unservable(target),
+        unservable=lambda entry, target: project.context.provider(
+            entry.provider
+        ).explain_unservable(target),
         preflight=(lambda *_: ()) if static else preflight,
         shared=project.settings.shared_targets,
         overrides=tuple(overrides),
@@ -117,7 +128,9 @@ def _machine_findings(
 
     probe = OutlineProbe(project.context, signing=project.settings.signing)
     try:
-        planned = plan(pipeline, {name: targets[name] for name in pipeline.benchmark.targets}, probe)
+        planned = plan(
+            pipeline, {name: targets[name] for name in pipeline.benchmark.targets}, probe
+        )
     except OnnxOpsError as error:
         return [Issue((), str(error), environment=isinstance(error, MissingPackageError))]
     findings = []
@@ -126,10 +139,16 @@ def _machine_findings(
             text = f"needs {', '.join(new)}, not installed. {plugins.install_hint(*new)}"
             findings.append(Issue(_location(pipeline, stage), text, environment=True))
     benchmarked = pipeline.benchmark.targets
-    for name, why in find_unmeasurable(project.context, [targets[name] for name in benchmarked]).items():
-        remedy = f"Measure it on another machine (`pool` in the file of target {name}), or leave it out."
+    for name, why in find_unmeasurable(
+        project.context, [targets[name] for name in benchmarked]
+    ).items():
+        remedy = (
+            f"Measure it on another machine (`pool` in the file of target {name}), or leave it out."
+        )
         loc = ("benchmark", "targets", benchmarked.index(name))
-        findings.append(Issue(loc, f"this machine cannot measure {name}: {why}. {remedy}", environment=True))
+        findings.append(
+            Issue(loc, f"this machine cannot measure {name}: {why}. {remedy}", environment=True)
+        )
     seen: set[str] = set()
     for stage in planned.stages:
         if stage.kind is not StageKind.DEPLOY:
@@ -137,9 +156,13 @@ def _machine_findings(
         config, _ = binding(stage)
         for part in (project.context.provider(config.provider), project.context.metrics(config)):
             lack = part.find_missing_requirement(config)
-            if lack is not None and lack.what not in seen:  # a provider's own metrics share its requirements
+            if (
+                lack is not None and lack.what not in seen
+            ):  # a provider's own metrics share its requirements
                 seen.add(lack.what)
-                findings.append(Issue(_location(pipeline, stage), lack.without_place(), environment=True))
+                findings.append(
+                    Issue(_location(pipeline, stage), lack.without_place(), environment=True)
+                )
         findings += [
             Issue(_location(pipeline, stage), text, environment=True)
             for text in find_memory_shortages(project.context, config)
@@ -159,14 +182,20 @@ def _location(pipeline: Pipeline, stage: Stage) -> tuple[str | int, ...]:
             return ("export", "framework")
         case StageKind.SEARCH | StageKind.CALIBRATE | StageKind.QUANTIZE:
             entries = (
-                i for i, entry in enumerate(pipeline.quantize) if stage.variant in (entry.name, *entry.variant_names())
+                i
+                for i, entry in enumerate(pipeline.quantize)
+                if stage.variant in (entry.name, *entry.variant_names())
             )
             return ("quantize", next(entries, 0), "method")
         case StageKind.SCORE | StageKind.BENCHMARK | StageKind.GATE:
             return ("benchmark", "targets", pipeline.benchmark.targets.index(stage.target or ""))
         case StageKind.DEPLOY:
             endpoint = binding(stage)[0].endpoint
-            return ("deploy", [entry.endpoint for entry in pipeline.deploy].index(endpoint), "provider")
+            return (
+                "deploy",
+                [entry.endpoint for entry in pipeline.deploy].index(endpoint),
+                "provider",
+            )
         case _:
             return ("register",)
 
@@ -184,7 +213,9 @@ def list_capabilities(project: Project, entry: Deploy) -> frozenset[str]:
     except UserError:  # another check reports invalid settings
         return able
     # Copies, clients' reports and cold starts arise at the endpoint, with any metrics source.
-    return (able - provider.metrics().capabilities()) | (offered - ({"shadow", "feedback", "cold_starts"} - able))
+    return (able - provider.metrics().capabilities()) | (
+        offered - ({"shadow", "feedback", "cold_starts"} - able)
+    )
 
 
 def describe_rollouts(project: Project, pipeline: Pipeline) -> list[str]:
@@ -227,11 +258,18 @@ def prepare(
     notes = checked.notes
     if offline and pipeline.model and is_remote(pipeline.model):
         notes += (f"a run asks whether {pipeline.model} has changed; here it counts as changed",)
-    return PreparedPipeline(pipeline=pipeline, targets=targets, plan=planned, notes=notes, overridden=bool(overrides))
+    return PreparedPipeline(
+        pipeline=pipeline, targets=targets, plan=planned, notes=notes, overridden=bool(overrides)
+    )
 
 
 def prepare_release(
-    project: Project, file: Path, folder: Path, *, overrides: Sequence[str] = (), until: StageKind | None = None
+    project: Project,
+    file: Path,
+    folder: Path,
+    *,
+    overrides: Sequence[str] = (),
+    until: StageKind | None = None,
 ) -> PreparedPipeline:
     """Plan the gates and the release of a pipeline that was evaluated elsewhere, from the folder that it left.
 
@@ -250,7 +288,12 @@ def prepare_release(
     pipeline, store = checked.pipeline, project.context.store
     evaluation = read_evaluation(folder, resolve_commit(project.settings.root, "HEAD"), store)
     targets = {name: project.targets.load(name) for name in pipeline.benchmark.targets}
-    planned = plan(pipeline, targets, ReleaseProbe(project.context, signing=project.settings.signing), until=until)
+    planned = plan(
+        pipeline,
+        targets,
+        ReleaseProbe(project.context, signing=project.settings.signing),
+        until=until,
+    )
     return PreparedPipeline(
         pipeline=pipeline,
         targets=targets,
@@ -261,14 +304,18 @@ def prepare_release(
     )
 
 
-def write_evaluation(project: Project, prepared: PreparedPipeline, result: RunResult, folder: Path) -> None:
+def write_evaluation(
+    project: Project, prepared: PreparedPipeline, result: RunResult, folder: Path
+) -> None:
     """Write the stages of a run before its gates, for `prepare_release` on another machine."""
     from onnx_ops.app import hand_over
     from onnx_ops.app.context import resolve_commit
 
     settings = project.settings
     commit, shared = resolve_commit(settings.root, "HEAD"), "://" in settings.store
-    hand_over.write_evaluation(folder, prepared.pipeline, result, commit, project.context.store, shared=shared)
+    hand_over.write_evaluation(
+        folder, prepared.pipeline, result, commit, project.context.store, shared=shared
+    )
 
 
 def require_packages(project: Project, plan: Plan) -> None:
@@ -284,7 +331,9 @@ def _missing_packages(project: Project, plan: Plan) -> list[tuple[Stage, list[st
     seen: set[str] = set()
     needed = []
     for stage in plan.stages:
-        missing = [name for name in plugins.absent(_list_packages(project, stage)) if name not in seen]
+        missing = [
+            name for name in plugins.absent(_list_packages(project, stage)) if name not in seen
+        ]
         seen.update(missing)
         needed += [(stage, missing)] if missing else []
     return needed
@@ -404,7 +453,9 @@ def _add_release_hints(project: Project, plan: Plan, base: BaseRelease | None) -
     if base is not None:
         hints[BASE] = codec.to_json(base)
     stages = (
-        replace(stage, hints={**stage.hints, **hints}) if stage.kind is StageKind.REGISTER else stage
+        replace(stage, hints={**stage.hints, **hints})
+        if stage.kind is StageKind.REGISTER
+        else stage
         for stage in plan.stages
     )
     return replace(plan, stages=tuple(stages))
@@ -473,8 +524,19 @@ def run_files(
     def led(file: Path) -> PipelineResult:
         try:
             prepared = prepare(project, file, overrides=overrides, until=until)
-            against = find_base(root, project.context.store, prepared.pipeline.pipeline, base) if base else None
-            result = execute(project, prepared, no_cache=no_cache, observer=observe(), abandon=abandon, base=against)
+            against = (
+                find_base(root, project.context.store, prepared.pipeline.pipeline, base)
+                if base
+                else None
+            )
+            result = execute(
+                project,
+                prepared,
+                no_cache=no_cache,
+                observer=observe(),
+                abandon=abandon,
+                base=against,
+            )
             summary = summarize(prepared.pipeline, result, project.context)
         except OnnxOpsError as error:
             return PipelineResult(file=file, refused=error)

@@ -21,7 +21,12 @@ from typing import Any
 from onnx_ops.adapters.data.tables import find_table_suffix
 from onnx_ops.app.scaffold import TEMPLATES, write_wheel
 from onnx_ops.config.folders import PIPELINES, WITHIN, list_source_folders
-from onnx_ops.config.functions import check_arguments, explain_missing_function, find_module_file, parse_python
+from onnx_ops.config.functions import (
+    check_arguments,
+    explain_missing_function,
+    find_module_file,
+    parse_python,
+)
 from onnx_ops.config.settings import FILE
 from onnx_ops.domain.quantities import NAME_PATTERN
 from onnx_ops.errors import NotFoundError, UserError
@@ -83,25 +88,37 @@ def add_to_repository(root: Path, name: str, given: RepositorySource) -> Reposit
         UserError: the model cannot be the start of a pipeline.
     """
     if not root.is_dir():
-        raise NotFoundError("no such folder", where=str(root), remedy="For a new project: onnx-ops init DIR.")
+        raise NotFoundError(
+            "no such folder", where=str(root), remedy="For a new project: onnx-ops init DIR."
+        )
     if not re.fullmatch(NAME_PATTERN, name):
         remedy = "Use lower-case letters, digits and hyphens: --name."
         raise UserError(f"{name!r} cannot name a pipeline", where="--name", remedy=remedy)
     files = dict(_list_files(root, name, given))
     written = [place for place, content in files.items() if _write_missing(root / place, content)]
     if not any((root / WITHIN / "vendor").glob("*.whl")):
-        written.append(write_wheel(distribution("onnx-ops"), root / WITHIN / "vendor").relative_to(root).as_posix())
+        written.append(
+            write_wheel(distribution("onnx-ops"), root / WITHIN / "vendor")
+            .relative_to(root)
+            .as_posix()
+        )
     kept = [place for place in files if place not in written]
     return RepositorySetup(
-        pipeline=(WITHIN / PIPELINES / f"{name}.yaml").as_posix(), written=tuple(sorted(written)), kept=tuple(kept)
+        pipeline=(WITHIN / PIPELINES / f"{name}.yaml").as_posix(),
+        written=tuple(sorted(written)),
+        kept=tuple(kept),
     )
 
 
 def choose_name(root: Path) -> str:
     """Return the name of the repository's package, else of its folder, as a name of a pipeline."""
     named = ""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a broken file is not this command's problem
-        named = str(tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"])
+    with contextlib.suppress(
+        OSError, ValueError, KeyError, TypeError
+    ):  # a broken file is not this command's problem
+        named = str(
+            tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
+        )
     return re.sub(r"[^a-z0-9]+", "-", (named or root.resolve().name).lower()).strip("-") or "model"
 
 
@@ -117,11 +134,15 @@ def _write_missing(path: Path, content: str | bytes | Path) -> bool:
     return True
 
 
-def _list_files(root: Path, name: str, given: RepositorySource) -> Iterator[tuple[str, str | bytes | Path]]:
+def _list_files(
+    root: Path, name: str, given: RepositorySource
+) -> Iterator[tuple[str, str | bytes | Path]]:
     """Yield the place and the content of each file."""
     folder = WITHIN.as_posix()
     is_function = ":" in given.source
-    lines, extras, rows = _describe_function(root, given) if is_function else _describe_file(root, name, given)
+    lines, extras, rows = (
+        _describe_function(root, given) if is_function else _describe_file(root, name, given)
+    )
     if rows is not None:
         yield rows
     extras = ",".join(filter(None, ("platform", "tables", extras)))
@@ -130,10 +151,15 @@ def _list_files(root: Path, name: str, given: RepositorySource) -> Iterator[tupl
     yield FILE, TEMPLATES / "project" / FILE
     for path in sorted((TEMPLATES / "schema").glob("*.json")):
         yield f"{folder}/schema/{path.name}", path
-    yield f"{folder}/vendor/onnx-ops.txt", _fill("onnx-ops.txt", words).replace("./vendor/", f"./{folder}/vendor/")
+    yield (
+        f"{folder}/vendor/onnx-ops.txt",
+        _fill("onnx-ops.txt", words).replace("./vendor/", f"./{folder}/vendor/"),
+    )
     yield f"{folder}/requirements.txt", _compose_requirements(root, words)
     # Flows are those of the package: Python files would be collected by the linters of the repository.
-    flows = re.sub(r"flows/(\w+)\.py:(\w+)", r"onnx_ops.templates.flows.\1.\2", _fill("prefect.yaml", words))
+    flows = re.sub(
+        r"flows/(\w+)\.py:(\w+)", r"onnx_ops.templates.flows.\1.\2", _fill("prefect.yaml", words)
+    )
     yield f"{folder}/prefect.yaml", _replace(flows).replace("prefect --no-prompt deploy", _DEPLOY)
     if (root / ".github").is_dir():
         yield from _list_github_files()
@@ -142,7 +168,11 @@ def _list_files(root: Path, name: str, given: RepositorySource) -> Iterator[tupl
 _DEPLOY = "prefect --no-prompt deploy --prefect-file onnx-ops/prefect.yaml"
 
 
-_WORKFLOWS = {"model-commit": "onnx-ops", "promote": "onnx-ops-promote", "rollback": "onnx-ops-rollback"}
+_WORKFLOWS = {
+    "model-commit": "onnx-ops",
+    "promote": "onnx-ops-promote",
+    "rollback": "onnx-ops-rollback",
+}
 """Workflows of a new project, and their names beside others."""
 
 
@@ -214,9 +244,13 @@ def _compose_pipeline(name: str, lines: Sequence[str]) -> str:
 def _describe_function(root: Path, given: RepositorySource) -> tuple[list[str], str, None]:
     """Return the sections of a training function, and the extras of its framework."""
     module = given.source.partition(":")[0]
-    path = next(filter(None, (find_module_file(module, base) for base in list_source_folders(root))), None)
+    path = next(
+        filter(None, (find_module_file(module, base) for base in list_source_folders(root))), None
+    )
     if path is None:
-        remedy = "Name a module below the repository or its folder src/: --from package.module:function."
+        remedy = (
+            "Name a module below the repository or its folder src/: --from package.module:function."
+        )
         raise NotFoundError(f"no module {module!r}", where=str(root), remedy=remedy)
     if problem := explain_missing_function(given.source, root):
         raise NotFoundError(problem, where="--from")
@@ -271,7 +305,11 @@ def _describe_data(root: Path, data: Mapping[str, str], label: str | None) -> li
     lines = ["data:"]
     for name, file in data.items():
         if not (root / file).is_file():
-            raise NotFoundError("no such file", where=str(root / file), remedy="Paths are relative to the repository.")
+            raise NotFoundError(
+                "no such file",
+                where=str(root / file),
+                remedy="Paths are relative to the repository.",
+            )
         column = _find_label(root / file) if label is None else label
         labelled = f", label: {_as_yaml(column)}" if column else ""
         lines.append(f"  {name}: {{file: {_as_yaml(file)}{labelled}}}")
@@ -286,7 +324,9 @@ def _find_label(path: Path) -> str:
     return next((name for name in _LABELS if name in arrays), "")
 
 
-def _describe_file(root: Path, name: str, given: RepositorySource) -> tuple[list[str], str, tuple[str, bytes] | None]:
+def _describe_file(
+    root: Path, name: str, given: RepositorySource
+) -> tuple[list[str], str, tuple[str, bytes] | None]:
     """Return the sections of an ONNX file, no extras, and generated rows if the data is not given."""
     from onnx_ops.measure.files import pack_arrays
     from onnx_ops.onnx_graph.input_bounds import read_input_bounds
@@ -295,14 +335,18 @@ def _describe_file(root: Path, name: str, given: RepositorySource) -> tuple[list
 
     path = root / given.source
     if not path.is_file():
-        remedy = "Name a file of the repository, or a training function: --from package.module:function."
+        remedy = (
+            "Name a file of the repository, or a training function: --from package.module:function."
+        )
         raise NotFoundError("no such ONNX file", where=str(path), remedy=remedy)
     model = read_model_info(path)
     rows = None
     if given.data:
         data = _describe_data(root, given.data, given.label)
     else:
-        samples = generate_samples(model.inputs, count=_GENERATED_ROWS, dims={}, bounds=read_input_bounds(path))
+        samples = generate_samples(
+            model.inputs, count=_GENERATED_ROWS, dims={}, bounds=read_input_bounds(path)
+        )
         file = f"{WITHIN}/{name}-rows.npz"
         rows = file, pack_arrays({**samples.rows, **samples.fixed})
         inputs = ", ".join(f"{_as_yaml(spec.name)}: {_as_yaml(spec.name)}" for spec in model.inputs)
@@ -317,4 +361,8 @@ def _describe_file(root: Path, name: str, given: RepositorySource) -> tuple[list
 
 def _as_yaml(value: object) -> str:
     text = str(value)
-    return text if isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w./-]*", text) else json.dumps(value)
+    return (
+        text
+        if isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w./-]*", text)
+        else json.dumps(value)
+    )

@@ -61,7 +61,8 @@ def summarize(pipeline: Pipeline, result: RunResult, context: Context) -> Summar
     gates = [
         stage
         for stage in result.plan.stages
-        if stage.kind is StageKind.GATE and _root(stage.id, result.outcomes).status is not StageStatus.SKIPPED
+        if stage.kind is StageKind.GATE
+        and _root(stage.id, result.outcomes).status is not StageStatus.SKIPPED
     ]
     decisions = tuple(_read_decision(stage, result.outcomes, context.store) for stage in gates)
     choices = tuple(_choose_variants(pipeline.benchmark.targets, gates, decisions))
@@ -88,11 +89,15 @@ def _read_decision(gate: Stage, outcomes: Mapping[str, StageOutcome], store: Sto
         return codec.loads(store.read(manifest["decision.json"]), Decision)
     cause = _root(gate.id, outcomes)
     reason = f"{cause.stage}: {cause.reason}"
-    unmeasured = GateResult(gate="measurement", metric="", limit="", verdict=Verdict.ERROR, reason=reason)
+    unmeasured = GateResult(
+        gate="measurement", metric="", limit="", verdict=Verdict.ERROR, reason=reason
+    )
     return Decision(variant=gate.variant or "", target=gate.target or "", results=(unmeasured,))
 
 
-def _choose_variants(targets: Iterable[str], gates: Sequence[Stage], decisions: Sequence[Decision]) -> Iterator[Choice]:
+def _choose_variants(
+    targets: Iterable[str], gates: Sequence[Stage], decisions: Sequence[Decision]
+) -> Iterator[Choice]:
     """Yield the choice of each target that has decisions."""
     for target in targets:
         candidates = tuple(decision for decision in decisions if decision.target == target)
@@ -113,7 +118,11 @@ def _list_left(result: RunResult, context: Context) -> Iterator[PromotionResult]
     """Yield the promotions that a run left out."""
     for stage in result.plan.stages:
         manifest = result.outcomes[stage.id].manifest
-        if stage.kind is StageKind.PROMOTE and manifest is not None and "promotion.json" in manifest:
+        if (
+            stage.kind is StageKind.PROMOTE
+            and manifest is not None
+            and "promotion.json" in manifest
+        ):
             done = codec.loads(context.store.read(manifest["promotion.json"]), PromotionResult)
             if done.left:
                 yield done
@@ -136,7 +145,10 @@ def _exit_code(result: RunResult, choices: tuple[Choice, ...]) -> int:
     if choices and not missing:
         kinds = (StageKind.REGISTER, StageKind.PROMOTE, StageKind.DEPLOY)
         release = {stage.id for stage in result.plan.stages if stage.kind in kinds}
-        return max((error.exit_code for stage, error in result.errors.items() if stage in release), default=0)
+        return max(
+            (error.exit_code for stage, error in result.errors.items() if stage in release),
+            default=0,
+        )
     codes = [error.exit_code for error in result.errors.values()]
     if UserError.exit_code in codes:
         return UserError.exit_code
@@ -155,17 +167,32 @@ _SHARED = 20
 
 _COMMIT_VARIABLES = ("GITHUB_SHA", "CI_COMMIT_SHA", "BUILD_SOURCEVERSION")
 _AUTHOR_VARIABLES = ("GITHUB_ACTOR", "GITLAB_USER_NAME", "BUILD_REQUESTEDFOR")
-_BRANCH_VARIABLES = ("GITHUB_HEAD_REF", "GITHUB_REF_NAME", "CI_COMMIT_REF_NAME", "BUILD_SOURCEBRANCHNAME")
-_BASE_VARIABLES = ("GITHUB_BASE_REF", "CI_MERGE_REQUEST_TARGET_BRANCH_NAME", "SYSTEM_PULLREQUEST_TARGETBRANCH")
+_BRANCH_VARIABLES = (
+    "GITHUB_HEAD_REF",
+    "GITHUB_REF_NAME",
+    "CI_COMMIT_REF_NAME",
+    "BUILD_SOURCEBRANCHNAME",
+)
+_BASE_VARIABLES = (
+    "GITHUB_BASE_REF",
+    "CI_MERGE_REQUEST_TARGET_BRANCH_NAME",
+    "SYSTEM_PULLREQUEST_TARGETBRANCH",
+)
 """Variables of GitHub, GitLab and Azure, in this order."""
 
 
 def read_provenance(root: Path, now: float, environ: Mapping[str, str]) -> Provenance:
     """Return who made this state of the project, by git and else by the variables of a CI service."""
     head = "HEAD"
-    if _first(environ, _BASE_VARIABLES) and ask_git(root, "rev-parse", "--verify", "--quiet", "HEAD^2", may_fail=True):
+    if _first(environ, _BASE_VARIABLES) and ask_git(
+        root, "rev-parse", "--verify", "--quiet", "HEAD^2", may_fail=True
+    ):
         head = "HEAD^2"  # a pull request is checked out as its merge, which the service has made
-    commit, _, author = ask_git(root, "log", "-1", "--format=%H%x00%an", head, may_fail=True).strip().partition("\0")
+    commit, _, author = (
+        ask_git(root, "log", "-1", "--format=%H%x00%an", head, may_fail=True)
+        .strip()
+        .partition("\0")
+    )
     branch = ask_git(root, "rev-parse", "--abbrev-ref", "HEAD", may_fail=True).strip()
     return Provenance(
         at=datetime.datetime.fromtimestamp(now, tz=datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -239,20 +266,30 @@ def find_base(root: Path, store: Store, pipeline: str, base: str, name: str = ""
         tip = resolve_commit(root, base) or resolve_commit(root, f"origin/{base}")
         if not tip:
             return BaseRelease(
-                branch=name, why=f"git knows no commit {base!r} here: fetch the branch with its history."
+                branch=name,
+                why=f"git knows no commit {base!r} here: fetch the branch with its history.",
             )
-        fork = ask_git(root, "merge-base", "--end-of-options", tip, "HEAD", may_fail=True).strip() or tip
-        listed = ask_git(root, "rev-list", "--first-parent", f"--max-count={_COMMITS}", fork, "--").split()
+        fork = (
+            ask_git(root, "merge-base", "--end-of-options", tip, "HEAD", may_fail=True).strip()
+            or tip
+        )
+        listed = ask_git(
+            root, "rev-list", "--first-parent", f"--max-count={_COMMITS}", fork, "--"
+        ).split()
         own = "" if _is_changed(root) else resolve_commit(root, "HEAD")
         for commit in listed:
             recorded = None if commit == own else store.lookup(_key(root, pipeline, commit))
             if recorded is not None:
-                evidence = [digest for file, digest in recorded.files.items() if file.startswith(_EVIDENCE)]
+                evidence = [
+                    digest for file, digest in recorded.files.items() if file.startswith(_EVIDENCE)
+                ]
                 return BaseRelease(
                     branch=name,
                     commit=commit,
                     choices=codec.loads(store.read(recorded[_CHOICES]), tuple[Choice, ...]),
-                    evidence=tuple(codec.loads(store.read(digest), Evidence) for digest in evidence),
+                    evidence=tuple(
+                        codec.loads(store.read(digest), Evidence) for digest in evidence
+                    ),
                 )
     except OnnxOpsError as error:
         return BaseRelease(branch=name, why=str(error))
@@ -267,7 +304,9 @@ def _key(root: Path, pipeline: str, commit: str) -> Digest:
 
 
 def _is_changed(root: Path) -> bool:
-    return bool(ask_git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", may_fail=True))
+    return bool(
+        ask_git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", may_fail=True)
+    )
 
 
 def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> str:

@@ -17,9 +17,13 @@ from onnx_ops.file_locks import hold_lock, hold_temporary_lock
 from onnx_ops.ports import Pools
 
 
-def machine_lock(on_wait: Callable[[], None] | None = None) -> contextlib.AbstractContextManager[None]:
+def machine_lock(
+    on_wait: Callable[[], None] | None = None,
+) -> contextlib.AbstractContextManager[None]:
     """Hold the lock under which one process of this machine measures times."""
-    return hold_lock(Path(tempfile.gettempdir()) / f"onnx-ops-benchmark-{os.getuid()}.lock", on_wait=on_wait)
+    return hold_lock(
+        Path(tempfile.gettempdir()) / f"onnx-ops-benchmark-{os.getuid()}.lock", on_wait=on_wait
+    )
 
 
 class MeasurementLock:
@@ -47,7 +51,11 @@ class MeasurementLock:
             ticket, self._tickets = self._tickets, self._tickets + 1
 
             def is_free() -> bool:
-                return self._admitted == ticket and not self._measuring and not (alone and self._working)
+                return (
+                    self._admitted == ticket
+                    and not self._measuring
+                    and not (alone and self._working)
+                )
 
             if on_wait is not None and not is_free():
                 on_wait()

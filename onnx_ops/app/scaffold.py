@@ -106,7 +106,11 @@ PROJECTS: Mapping[TemplateName, Template] = {
         extras="demo",
         description="the ONNX file; put yours in its place, and its data into the pipeline",
         change="",
-        renamed={"iris-onnx": "{name}", "examples/models/iris.onnx": "models/model.onnx", "promote: manual": _DEPLOYED},
+        renamed={
+            "iris-onnx": "{name}",
+            "examples/models/iris.onnx": "models/model.onnx",
+            "promote: manual": _DEPLOYED,
+        },
     ),
 }
 
@@ -115,10 +119,19 @@ _COPIED: tuple[tuple[str, str, str], ...] = (
     ("flows", "*.py", "flows"),
     ("schema", "*.json", "configs/schema"),
     ("actions", "*/action.yml", ".github/actions"),
-    *(("workflows", name, ".github/workflows") for name in ("model-commit.yml", "promote.yml", "rollback.yml")),
+    *(
+        ("workflows", name, ".github/workflows")
+        for name in ("model-commit.yml", "promote.yml", "rollback.yml")
+    ),
     # What the image's build runs; its Dockerfile installs from the wheel, and is a template.
-    *(("infra/docker", name, "infra/docker") for name in ("bill.py", "healthcheck.py", "install.sh")),
-    *(("infra", f"{name}/*", "infra") for name in ("aws", "azure", "compose", "kubernetes", "pools", "prefect")),
+    *(
+        ("infra/docker", name, "infra/docker")
+        for name in ("bill.py", "healthcheck.py", "install.sh")
+    ),
+    *(
+        ("infra", f"{name}/*", "infra")
+        for name in ("aws", "azure", "compose", "kubernetes", "pools", "prefect")
+    ),
 )
 """Files that are copied unchanged: their folder of the templates, their pattern there, and their place."""
 
@@ -129,14 +142,22 @@ def scaffold(folder: Path, name: str, template: TemplateName) -> tuple[str, ...]
     if not re.fullmatch(NAME_PATTERN, name):
         raise UserError(f"{name!r} cannot name a pipeline", where="--name", remedy=remedy)
     lines = (TEMPLATES / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    taken = {"models", "onnx-ops", *(line.partition("==")[0].lower().replace("_", "-") for line in lines)}
+    taken = {
+        "models",
+        "onnx-ops",
+        *(line.partition("==")[0].lower().replace("_", "-") for line in lines),
+    }
     if keyword.iskeyword(name) or name in taken:
         package = "a package that the project installs has this name"
         why = "it is a keyword of Python" if keyword.iskeyword(name) else package
         remedy = "Choose another name: --name."
         raise UserError(f"{name!r} cannot name a project", where="--name", why=why, remedy=remedy)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError("there is something already", where=str(folder), remedy="Name a folder that is new or empty.")
+        raise UserError(
+            "there is something already",
+            where=str(folder),
+            remedy="Name a folder that is new or empty.",
+        )
     chosen = PROJECTS[template]
     installed = distribution("onnx-ops")
     words = {
@@ -157,17 +178,26 @@ def scaffold(folder: Path, name: str, template: TemplateName) -> tuple[str, ...]
     _write(folder / "configs" / "pipelines" / f"{name}.yaml", pipeline, words)
     (folder / "models" / "__init__.py").touch()
     write_wheel(installed, folder / "vendor")
-    return tuple(sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()))
+    return tuple(
+        sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    )
 
 
 def write_wheel(installed: Distribution, folder: Path) -> Path:
     """Write the wheel of this release, from the files that run here."""
     stem = f"onnx_ops-{installed.version}"
     metadata = f"{stem}.dist-info"
-    files = {path.relative_to(PACKAGE.parent).as_posix(): path.read_bytes() for path in _list_package_files()}
-    files[f"{metadata}/METADATA"] = (installed.read_text("METADATA") or installed.read_text("PKG-INFO") or "").encode()
+    files = {
+        path.relative_to(PACKAGE.parent).as_posix(): path.read_bytes()
+        for path in _list_package_files()
+    }
+    files[f"{metadata}/METADATA"] = (
+        installed.read_text("METADATA") or installed.read_text("PKG-INFO") or ""
+    ).encode()
     files[f"{metadata}/entry_points.txt"] = (installed.read_text("entry_points.txt") or "").encode()
-    files[f"{metadata}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: onnx-ops\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files[f"{metadata}/WHEEL"] = (
+        b"Wheel-Version: 1.0\nGenerator: onnx-ops\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    )
     if text := installed.read_text("licenses/LICENSE"):
         files[f"{metadata}/licenses/LICENSE"] = text.encode()
     files[f"{metadata}/RECORD"] = _build_record(files, f"{metadata}/RECORD")
@@ -176,7 +206,9 @@ def write_wheel(installed: Distribution, folder: Path) -> Path:
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in files.items():
             # One time for all, so that the same release makes the same bytes.
-            archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), data, zipfile.ZIP_DEFLATED)
+            archive.writestr(
+                zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), data, zipfile.ZIP_DEFLATED
+            )
     return wheel
 
 
@@ -184,9 +216,14 @@ def _list_package_files() -> list[Path]:
     """Return the files of the package that runs here, as a build would take them."""
     file = PACKAGE.parent / "pyproject.toml"
     project = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    if project.get("project", {}).get("name") == "onnx-ops":  # a checkout, which also has files that no build takes
+    if (
+        project.get("project", {}).get("name") == "onnx-ops"
+    ):  # a checkout, which also has files that no build takes
         globs = project["tool"]["setuptools"]["package-data"]["onnx_ops"]
-        paths = {*PACKAGE.rglob("*.py"), *(path for pattern in globs for path in PACKAGE.glob(pattern))}
+        paths = {
+            *PACKAGE.rglob("*.py"),
+            *(path for pattern in globs for path in PACKAGE.glob(pattern)),
+        }
     else:  # some packages leave such a file in site-packages
         paths = {path for path in PACKAGE.rglob("*") if path.parent.name != "__pycache__"}
     return sorted(path for path in paths if path.is_file())

@@ -50,4 +50,6 @@ def _read_peak(context: Context, evidence: Digest | None) -> int:
         starts = codec.loads(context.store.read(evidence), Evidence).starts
     except OnnxOpsError:
         return 0
-    return int(statistics.median(starts.peak_bytes)) if starts is not None and starts.peak_bytes else 0
+    return (
+        int(statistics.median(starts.peak_bytes)) if starts is not None and starts.peak_bytes else 0
+    )

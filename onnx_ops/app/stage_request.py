@@ -30,7 +30,11 @@ def parse_request(request: Mapping[str, Json]) -> tuple[Stage, Digest, Mapping[s
     """Return the arguments of `build_request`."""
     stage = codec.from_json(request["stage"], Stage, where="request")
     files = codec.from_json(request["inputs"], dict[str, dict[str, Digest]], where="request")
-    return stage, Digest(str(request["key"])), {name: Manifest(files=content) for name, content in files.items()}
+    return (
+        stage,
+        Digest(str(request["key"])),
+        {name: Manifest(files=content) for name, content in files.items()},
+    )
 
 
 def record_failure(store: Store, run: str, error: OnnxOpsError) -> None:

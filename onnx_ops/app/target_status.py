@@ -85,7 +85,9 @@ def _write_probe() -> Iterator[Path]:
 
 def _read_status(project: Project, name: str, probe: Path) -> TargetStatus:
     targets = project.targets
-    status = TargetStatus(name=name, source=targets.source(name), measured=targets.is_measured(name))
+    status = TargetStatus(
+        name=name, source=targets.source(name), measured=targets.is_measured(name)
+    )
     try:
         target = targets.load(name)
         status = replace(status, provider=target.providers[0].name)
@@ -99,7 +101,9 @@ def _read_status(project: Project, name: str, probe: Path) -> TargetStatus:
         why = _find_obstacle(project.context.runtime(target.runtime), target, probe)
     except OnnxOpsError as error:
         what = str(error) if isinstance(error, ConfigError) else error.what
-        return replace(status, why=f"{what} ({error.why})" if error.why else what, remedy=error.remedy)
+        return replace(
+            status, why=f"{what} ({error.why})" if error.why else what, remedy=error.remedy
+        )
     return replace(status, here=not why, why=why)
 
 
@@ -112,4 +116,6 @@ def _find_obstacle(runtime: Runtime, target: Target, probe: Path) -> str:
     facts = runtime.facts(probe, target)
     wanted = target.providers[0].name
     ran = wanted in facts.used and (not facts.nodes or wanted in facts.nodes)
-    return "" if ran else f"{wanted} was requested, {', '.join(facts.nodes or facts.used)} ran instead"
+    return (
+        "" if ran else f"{wanted} was requested, {', '.join(facts.nodes or facts.used)} ran instead"
+    )

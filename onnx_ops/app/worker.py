@@ -55,7 +55,9 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     stage, key, inputs = parse_request(request)
     limit = stage.memory or read_memory_bytes()
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))  # its own children may have other limits
+    resource.setrlimit(
+        resource.RLIMIT_DATA, (limit, most)
+    )  # its own children may have other limits
     try:
         with storage_errors(stage.id):
             context = replace(build_context(load_settings()), report_progress=_report_progress)

@@ -29,7 +29,15 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from onnx_ops import codec
 from onnx_ops.domain.decision import Verdict
-from onnx_ops.errors import ConfigError, InternalError, MissingPackageError, OnnxOpsError, UserError, quoted, suggest
+from onnx_ops.errors import (
+    ConfigError,
+    InternalError,
+    MissingPackageError,
+    OnnxOpsError,
+    UserError,
+    quoted,
+    suggest,
+)
 from onnx_ops.plugins import has_extra, imported, missing_package
 from onnx_ops.printable import disarm, show, show_json
 from onnx_ops.scratch import storage_errors
@@ -45,18 +53,29 @@ R = TypeVar("R")
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, only the result.")]
 Actor = Annotated[
-    str, typer.Option("--actor", help="User recorded in the audit log (default: user@host).", show_default=False)
+    str,
+    typer.Option(
+        "--actor", help="User recorded in the audit log (default: user@host).", show_default=False
+    ),
 ]
-Reason = Annotated[str, typer.Option("--reason", "-m", help="Reason, recorded in the ledger.", show_default=False)]
+Reason = Annotated[
+    str, typer.Option("--reason", "-m", help="Reason, recorded in the ledger.", show_default=False)
+]
 Endpoints = Annotated[list[str] | None, typer.Argument(help="Endpoints; all by default.")]
 SetValue = Annotated[
-    list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Override a value, e.g. train.with.seed=3.")
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Override a value, e.g. train.with.seed=3."),
 ]
 
 _GROUPS = ("drift", "keys", "rollout", "webhooks")
 """Commands that have sub-commands."""
 
-_COLOURS = {Verdict.PASS: "green", Verdict.INCONCLUSIVE: "yellow", Verdict.ERROR: "magenta", Verdict.FAIL: "red"}
+_COLOURS = {
+    Verdict.PASS: "green",
+    Verdict.INCONCLUSIVE: "yellow",
+    Verdict.ERROR: "magenta",
+    Verdict.FAIL: "red",
+}
 _UNWRAPPED = 100_000
 """Columns that no line of output reaches."""
 _CI = ("GITHUB_ACTIONS", "TF_BUILD")
@@ -91,7 +110,11 @@ def handle_errors(command: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         # With --json standard output holds one document; what libraries print goes where the progress goes.
-        redirect = contextlib.redirect_stdout(sys.stderr) if kwargs.get("as_json") else contextlib.nullcontext()
+        redirect = (
+            contextlib.redirect_stdout(sys.stderr)
+            if kwargs.get("as_json")
+            else contextlib.nullcontext()
+        )
         try:
             with redirect, storage_errors():
                 return command(*args, **kwargs)
@@ -122,7 +145,9 @@ def _describe_error(error: Exception, function: str) -> OnnxOpsError:
         place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
         why = f"{type(error).__name__}{place}: {quoted(error)}"
         remedy = f"This is a fault of onnx-ops {version('onnx-ops')}: report it with this message and the files."
-        shown = InternalError("the command ended unexpectedly", where=command, why=why, remedy=remedy)
+        shown = InternalError(
+            "the command ended unexpectedly", where=command, why=why, remedy=remedy
+        )
     if isinstance(shown, MissingPackageError):
         where = f"{command}{f', {shown.where}' if shown.where else ''}"
         shown = MissingPackageError(shown.what, where=where, why=shown.why, remedy=shown.remedy)
@@ -148,7 +173,9 @@ def parse_version(text: str, command: str) -> tuple[str, str]:
     model, _, number = text.rpartition("/")
     number = number.removeprefix("v")
     if not model or not number:
-        raise UserError(f"{text!r} is not MODEL/VERSION", remedy=f"For example: onnx-ops {command} digits-mlp/3")
+        raise UserError(
+            f"{text!r} is not MODEL/VERSION", remedy=f"For example: onnx-ops {command} digits-mlp/3"
+        )
     return model, number
 
 
@@ -171,7 +198,12 @@ def _show_version(wanted: bool) -> None:
 def program(
     show_version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version of onnx-ops and exit."),
+        typer.Option(
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            help="Show the version of onnx-ops and exit.",
+        ),
     ] = False,
 ) -> None:
     """Options that need no command."""
@@ -192,7 +224,9 @@ class Command(TyperCommand):
 
 def make_group(name: str, text: str, example: str) -> typer.Typer:
     """Return a command group without sub-commands."""
-    return typer.Typer(name=name, cls=CommandGroup, no_args_is_help=True, help=text, epilog=f"Example: {example}")
+    return typer.Typer(
+        name=name, cls=CommandGroup, no_args_is_help=True, help=text, epilog=f"Example: {example}"
+    )
 
 
 def add_command(group: typer.Typer, name: str) -> Callable[[F], F]:
@@ -278,10 +312,14 @@ def print_errors(errors: Mapping[str, OnnxOpsError]) -> None:
 def print_json(document: Any) -> None:
     """Print one document on standard output."""
     output = sys.__stdout__ or sys.stdout
-    output.write(show_json(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)) + "\n")
+    output.write(
+        show_json(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)) + "\n"
+    )
 
 
-def print_result(document: Callable[[], Any], report: Callable[[], None] | str, *, as_json: bool) -> None:
+def print_result(
+    document: Callable[[], Any], report: Callable[[], None] | str, *, as_json: bool
+) -> None:
     """Print a result for machines, or a text or report for people. A caller in Python also gets the document."""
     if (collected := collected_output.get()) is not None:
         collected.document = document()
@@ -293,7 +331,9 @@ def print_result(document: Callable[[], Any], report: Callable[[], None] | str, 
         report()
 
 
-def print_steps(reports: Mapping[str, Sequence[StepReport]], errors: Mapping[str, OnnxOpsError] | None = None) -> None:
+def print_steps(
+    reports: Mapping[str, Sequence[StepReport]], errors: Mapping[str, OnnxOpsError] | None = None
+) -> None:
     """Print the steps of reconciliations by endpoint, and their errors."""
     for name, steps in reports.items():
         for report in steps:
@@ -335,13 +375,19 @@ class Markup(str):
 
 def markup(template: str, *values: object) -> Markup:
     """Return a template in Rich's markup with values at its `{}`, of which only `Markup` is styled."""
-    return Markup(template.format(*(value if isinstance(value, Markup) else escape(str(value)) for value in values)))
+    return Markup(
+        template.format(
+            *(value if isinstance(value, Markup) else escape(str(value)) for value in values)
+        )
+    )
 
 
 class SafeConsole(Console):
     """A console on which no text of others is a command: of the terminal, or of a CI service that reads the lines."""
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
         """Yield the segments of a renderable, without control characters in their texts."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(show(segment.text), segment.style)
@@ -360,13 +406,18 @@ def console() -> Console:
     """Return standard output; `_UNWRAPPED` columns where it is no terminal, as programs read whole lines."""
     coloured = True if collected_output.get() is not None else None
     return SafeConsole(
-        width=None if sys.stdout.isatty() else _UNWRAPPED, force_terminal=coloured, highlight=False, emoji=False
+        width=None if sys.stdout.isatty() else _UNWRAPPED,
+        force_terminal=coloured,
+        highlight=False,
+        emoji=False,
     )
 
 
 def error_console() -> Console:
     """Return a console on standard error."""
-    return SafeConsole(stderr=True, width=None if sys.stderr.isatty() else _UNWRAPPED, highlight=False, emoji=False)
+    return SafeConsole(
+        stderr=True, width=None if sys.stderr.isatty() else _UNWRAPPED, highlight=False, emoji=False
+    )
 
 
 def print_line(text: str, *, err: bool = False) -> None:
@@ -385,7 +436,9 @@ def say(text: object, *, err: bool = False, indent: int = 0) -> None:
     print_text("{}", text, out=error_console() if err else None, indent=indent)
 
 
-def print_text(template: str, *values: object, out: Console | None = None, indent: int = 0, hang: int = 2) -> None:
+def print_text(
+    template: str, *values: object, out: Console | None = None, indent: int = 0, hang: int = 2
+) -> None:
     """Print a paragraph that a terminal wraps between words; elsewhere it is one line.
 
     Args:
@@ -411,7 +464,9 @@ def render_error(out: Console, error: OnnxOpsError, head: str = "error") -> None
             print_text("{}: {}", name, text, out=out, indent=2, hang=5)
 
 
-def print_table(heads: Sequence[str], rows: Sequence[Sequence[str] | str], *, out: Console | None = None) -> None:
+def print_table(
+    heads: Sequence[str], rows: Sequence[Sequence[str] | str], *, out: Console | None = None
+) -> None:
     """Print rows of cells, or each row as a list of its cells where the columns would break words.
 
     Args:
@@ -421,7 +476,9 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str] | str], *, ou
     """
     out = out or console()
     titles = [Text(head, style="dim") for head in heads]
-    parsed = [_parsed(row) if isinstance(row, str) else [_parsed(cell) for cell in row] for row in rows]
+    parsed = [
+        _parsed(row) if isinstance(row, str) else [_parsed(cell) for cell in row] for row in rows
+    ]
     columns = list(zip(titles, *(row for row in parsed if isinstance(row, list)), strict=True))
     least, most = (_measure_columns(columns, part) for part in (_WORD, _LINE))
     room = out.width - _GAP * (len(heads) - 1)
@@ -483,7 +540,11 @@ def _print_row(out: Console, cells: Sequence[Text], widths: Sequence[int]) -> No
 
 
 def _print_paragraph(out: Console, text: Text, indent: int = 0, hang: int = 2) -> None:
-    lines = _wrapped(text, out.width - indent - hang, first=out.width - indent) if out.is_terminal else [text]
+    lines = (
+        _wrapped(text, out.width - indent - hang, first=out.width - indent)
+        if out.is_terminal
+        else [text]
+    )
     for number, line in enumerate(lines):
         _print_line(out, Text(" " * (indent + (hang if number else 0))).append_text(line))
 

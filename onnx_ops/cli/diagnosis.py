@@ -21,7 +21,13 @@ from onnx_ops.cli.endpoints import describe_pending
 from onnx_ops.config.folders import PIPELINES, find_config_folder, find_pipelines
 from onnx_ops.domain.artifact import Digest, short_digest
 from onnx_ops.domain.target import Diagnosis
-from onnx_ops.errors import ConfigError, NotFoundError, OnnxOpsError, ServiceUnavailableError, UserError
+from onnx_ops.errors import (
+    ConfigError,
+    NotFoundError,
+    OnnxOpsError,
+    ServiceUnavailableError,
+    UserError,
+)
 from onnx_ops.ports import WorkerStatus
 from onnx_ops.release.journal import list_bound_endpoints, read_readable_state
 from onnx_ops.release.status import read_statuses
@@ -42,7 +48,10 @@ EXTRAS = {
 """Features of the platform, and what needs them."""
 
 
-_SIGNED: dict[KeyRole, str] = {"gate": "decisions", "release": "what grants something in the ledger"}
+_SIGNED: dict[KeyRole, str] = {
+    "gate": "decisions",
+    "release": "what grants something in the ledger",
+}
 """What the keys of each role sign."""
 
 _Check = Callable[[Project], Iterator[Diagnosis]]
@@ -54,11 +63,15 @@ def _named(name: str) -> Callable[[_Check], _Check]:
     return lambda check: _CHECKS.setdefault(name, check)
 
 
-def _finding(check: str, found: str, *, ok: bool = True, remedy: str = "", absent: bool = False) -> Diagnosis:
+def _finding(
+    check: str, found: str, *, ok: bool = True, remedy: str = "", absent: bool = False
+) -> Diagnosis:
     return Diagnosis(check=check, ok=ok, found=found, remedy=remedy, absent=absent)
 
 
-def diagnose(project: Project, begin: Callable[[str], object] = lambda name: None) -> list[Diagnosis]:
+def diagnose(
+    project: Project, begin: Callable[[str], object] = lambda name: None
+) -> list[Diagnosis]:
     """Return all findings; a check that fails to run is a finding too. `begin` is called with the name of each."""
     findings: list[Diagnosis] = []
     for name, check_of in _CHECKS.items():
@@ -66,14 +79,19 @@ def diagnose(project: Project, begin: Callable[[str], object] = lambda name: Non
         try:
             findings.extend(check_of(project))
         except OnnxOpsError as error:
-            findings.append(_finding(error.where or name, str(error), ok=False, remedy=error.remedy))
+            findings.append(
+                _finding(error.where or name, str(error), ok=False, remedy=error.remedy)
+            )
     return findings
 
 
 def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> list[Diagnosis]:
     """Return a provider's findings for the endpoints of these pipeline files and for existing ones."""
     deploys = [
-        entry for file in files for entry in check(project, file, static=True).pipeline.deploy if entry.provider == name
+        entry
+        for file in files
+        for entry in check(project, file, static=True).pipeline.deploy
+        if entry.provider == name
     ]
     settings = {entry.endpoint: entry.settings for entry in deploys}
     for endpoint in list_bound_endpoints(project.context):
@@ -92,7 +110,9 @@ def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> lis
 @_named("python")
 def _python(project: Project) -> Iterator[Diagnosis]:
     python = ".".join(str(part) for part in sys.version_info[:3])
-    yield _finding("python", python, ok=sys.version_info >= (3, 11), remedy="Use Python 3.11 or newer.")
+    yield _finding(
+        "python", python, ok=sys.version_info >= (3, 11), remedy="Use Python 3.11 or newer."
+    )
 
 
 @_named("packages")
@@ -116,7 +136,9 @@ def _plugins(project: Project) -> Iterator[Diagnosis]:
             plugin = plugins.load(kind, name)
             own = tuple(plugin.diagnose()) if kind == "runtimes" else ()
             missing = plugins.absent(plugins.tools(plugin))
-            yield from own or (_optional(f"{kind} {name}", missing, f"not installed: {', '.join(missing)}"),)
+            yield from own or (
+                _optional(f"{kind} {name}", missing, f"not installed: {', '.join(missing)}"),
+            )
 
 
 def _optional(check: str, missing: Sequence[str], text: str) -> Diagnosis:
@@ -155,7 +177,10 @@ def _pools(project: Project) -> Iterator[Diagnosis]:
         return
     for name in sorted({*named, *pools}):
         workers = pools[name].workers if name in pools else ()
-        found = "\n".join(_describe_worker(worker, project) for worker in workers) or "no worker is running"
+        found = (
+            "\n".join(_describe_worker(worker, project) for worker in workers)
+            or "no worker is running"
+        )
         remedy = f"Start one on a machine of that pool: onnx-ops work --pool {name}"
         ok = bool(workers) or name not in named
         yield _finding(f"pool {name}", found, ok=ok, absent=ok and not workers, remedy=remedy)
@@ -172,7 +197,11 @@ def _describe_worker(worker: WorkerStatus, project: Project) -> str:
         *machine.accelerators,
         f"ONNX Runtime {machine.runtime_version} with {', '.join(worker.providers) or 'no providers'}",
         f"onnx-ops {worker.release}",
-        *([f"store {worker.store}, here {project.settings.store}"] if worker.store != project.settings.store else []),
+        *(
+            [f"store {worker.store}, here {project.settings.store}"]
+            if worker.store != project.settings.store
+            else []
+        ),
     ]
     return "; ".join(parts)
 
@@ -184,7 +213,9 @@ def _state(project: Project) -> Iterator[Diagnosis]:
     found = str(state) if state.exists() else f"{state} (created by the first run)"
     remedy = f"Make {parent} writable, or set ONNX_OPS_STATE."
     yield _finding("state folder", found, ok=os.access(parent, os.W_OK), remedy=remedy)
-    if "://" in project.settings.ledger:  # whether a service accepts writes is known by a write alone
+    if (
+        "://" in project.settings.ledger
+    ):  # whether a service accepts writes is known by a write alone
         return
     ledger = Path(project.settings.ledger)
     for folder in (ledger, *sorted(ledger.glob("*/"))) if ledger.is_dir() else ():
@@ -213,7 +244,12 @@ def _keys(project: Project) -> Iterator[Diagnosis]:
         yield _finding("signing", found, ok=made, remedy="Create one with `onnx-ops keys new`.")
     else:
         mode = stat.S_IMODE(path.stat().st_mode)
-        yield _finding("signing key", f"{path} mode {mode:04o}", ok=not mode & 0o077, remedy=f"chmod 600 {path}")
+        yield _finding(
+            "signing key",
+            f"{path} mode {mode:04o}",
+            ok=not mode & 0o077,
+            remedy=f"chmod 600 {path}",
+        )
         key = read_key(path).key
         yield _describe_roles(key, str(public_path(path)), folder)
         yield from _describe_ledgers(project, key)
@@ -230,7 +266,12 @@ def _describe_ledgers(project: Project, key: Digest) -> Iterator[Diagnosis]:
 
     for name, why in find_missing_key(project.context, key).items():
         remedy = "Where a key that counts is: `onnx-ops keys admit FILE`, with the output of `onnx-ops keys public`."
-        yield _finding(f"ledger {name}", f"this machine's signature does not count: {why}", ok=False, remedy=remedy)
+        yield _finding(
+            f"ledger {name}",
+            f"this machine's signature does not count: {why}",
+            ok=False,
+            remedy=remedy,
+        )
 
 
 def _describe_roles(key: Digest, public: str, folder: Path) -> Diagnosis:
@@ -238,12 +279,20 @@ def _describe_roles(key: Digest, public: str, folder: Path) -> Diagnosis:
     trusted = {role: TrustedKeys(folder, role=role).keys() for role in _SIGNED}
     text = " and ".join(what for role, what in _SIGNED.items() if key in trusted[role])
     missing = [
-        f"{what}: copy {public} into {folder / role}" for role, what in _SIGNED.items() if key not in trusted[role]
+        f"{what}: copy {public} into {folder / role}"
+        for role, what in _SIGNED.items()
+        if key not in trusted[role]
     ]
     if not text:
-        found, remedy = f"{short_digest(key)} is not among the trusted keys", f"Copy {public} into {folder}."
+        found, remedy = (
+            f"{short_digest(key)} is not among the trusted keys",
+            f"Copy {public} into {folder}.",
+        )
     else:
-        found, remedy = f"{short_digest(key)} may sign {text}" + "".join(f"; not {one}" for one in missing), ""
+        found, remedy = (
+            f"{short_digest(key)} may sign {text}" + "".join(f"; not {one}" for one in missing),
+            "",
+        )
     return _finding("signatures", found, ok=bool(text), remedy=remedy)
 
 
@@ -270,8 +319,16 @@ def _webhook(project: Project) -> Iterator[Diagnosis]:
         yield _finding("webhook", "none: `reconcile --watch` polls", remedy=error.remedy)
         return
     arrived = f"{report.arrived} of {report.tests} test deliveries arrived"
-    remedy = report.remedy or "Start `onnx-ops reconcile --watch --listen` there, then `onnx-ops webhooks check`."
-    yield _finding("webhook", f"{report.url}: {arrived if report.ok else report.problem}", ok=report.ok, remedy=remedy)
+    remedy = (
+        report.remedy
+        or "Start `onnx-ops reconcile --watch --listen` there, then `onnx-ops webhooks check`."
+    )
+    yield _finding(
+        "webhook",
+        f"{report.url}: {arrived if report.ok else report.problem}",
+        ok=report.ok,
+        remedy=remedy,
+    )
 
 
 @_named("notifications")
@@ -295,7 +352,13 @@ def _endpoints(project: Project) -> Iterator[Diagnosis]:
     for status in statuses:
         name = status.state.endpoint
         idle = status.state.roles.stable is None
-        silent = "answers, but has no supervisor" if status.unsupervised else "nothing deployed" if idle else "silent"
+        silent = (
+            "answers, but has no supervisor"
+            if status.unsupervised
+            else "nothing deployed"
+            if idle
+            else "silent"
+        )
         found = silent if status.actual is None else f"answers at {status.address}"
         ok, remedy = status.actual is not None or idle, f"onnx-ops reconcile {name} starts it again"
         yield _finding(f"endpoint {name}", found, ok=ok, remedy=remedy)
@@ -304,7 +367,9 @@ def _endpoints(project: Project) -> Iterator[Diagnosis]:
 @_named("pipelines")
 def _without_file(project: Project) -> Iterator[Diagnosis]:
     """Report endpoints whose pipeline no file describes, as after a rename of pipeline and endpoint together."""
-    states = [read_readable_state(project.context, name) for name in list_bound_endpoints(project.context)]
+    states = [
+        read_readable_state(project.context, name) for name in list_bound_endpoints(project.context)
+    ]
     bound = [state.config for state in states if state.config is not None]
     root = project.settings.root
     files = find_pipelines(root) if bound else ()
@@ -322,7 +387,12 @@ def _pending_rollbacks(project: Project) -> Iterator[Diagnosis]:
         pending = read_readable_state(project.context, name).pending_rollback
         if pending is not None:
             found = f"owed {describe_pending(pending, project.context.clock.now())}"
-            yield _finding(f"rollback of {name}", found, ok=False, remedy=f"onnx-ops reconcile {name} tries again")
+            yield _finding(
+                f"rollback of {name}",
+                found,
+                ok=False,
+                remedy=f"onnx-ops reconcile {name} tries again",
+            )
 
 
 CHECKS = tuple(_CHECKS)

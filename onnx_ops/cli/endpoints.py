@@ -43,17 +43,27 @@ if TYPE_CHECKING:
     from onnx_ops.release.prune import OrphanSurvey, PrunePlan
     from onnx_ops.release.status import EndpointStatus, HistoryLine
 
-OfModel = Annotated[str, typer.Option("--model", help="Only endpoints of this registered model.", show_default=False)]
-OfTarget = Annotated[str, typer.Option("--target", "-t", help="Only endpoints of this target.", show_default=False)]
+OfModel = Annotated[
+    str,
+    typer.Option("--model", help="Only endpoints of this registered model.", show_default=False),
+]
+OfTarget = Annotated[
+    str, typer.Option("--target", "-t", help="Only endpoints of this target.", show_default=False)
+]
 
 
 def status(
     endpoints: Endpoints = None,
     model: OfModel = "",
     target: OfTarget = "",
-    orphans: Annotated[bool, typer.Option("--orphans", help="List orphaned cloud resources instead.")] = False,
+    orphans: Annotated[
+        bool, typer.Option("--orphans", help="List orphaned cloud resources instead.")
+    ] = False,
     runs: Annotated[
-        bool, typer.Option("--runs", help="List instead the stages that run or wait in Prefect's work pools.")
+        bool,
+        typer.Option(
+            "--runs", help="List instead the stages that run or wait in Prefect's work pools."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -67,19 +77,27 @@ def status(
     """
     if runs:
         if endpoints or model or target or orphans:
-            raise UserError("--runs lists stages, not endpoints", where="--runs", remedy="Leave out the other options.")
+            raise UserError(
+                "--runs lists stages, not endpoints",
+                where="--runs",
+                remedy="Leave out the other options.",
+            )
         _print_runs(as_json=as_json)
         return
     from onnx_ops.release.prune import find_orphans
     from onnx_ops.release.status import HistoryFilter, filter_endpoints, read_statuses
 
     context = open_project().context
-    names = filter_endpoints(context, HistoryFilter(endpoints=tuple(endpoints or ()), model=model, target=target))
+    names = filter_endpoints(
+        context, HistoryFilter(endpoints=tuple(endpoints or ()), model=model, target=target)
+    )
     if orphans:
         with working("status", "asking the providers", quiet=as_json):
             survey = find_orphans(context, names)
         hint = "`onnx-ops prune MODEL --yes` removes them." if survey.orphans else ""
-        print_result(lambda: codec.to_json(survey), lambda: _orphan_report(survey, hint), as_json=as_json)
+        print_result(
+            lambda: codec.to_json(survey), lambda: _orphan_report(survey, hint), as_json=as_json
+        )
         raise typer.Exit(4 if survey.silent else 0)
     with working("status", "asking the endpoints", quiet=as_json):
         statuses, errors = read_statuses(context, names)
@@ -89,9 +107,15 @@ def status(
             status_report(statuses, context.clock.now())
         print_errors(errors)
 
-    print_result(lambda: [*map(status_document, statuses), *_failed(errors)], report, as_json=as_json)
+    print_result(
+        lambda: [*map(status_document, statuses), *_failed(errors)], report, as_json=as_json
+    )
     codes = [error.exit_code for error in errors.values()]
-    codes += [4 for status_ in statuses if status_.state.roles.stable is not None and status_.actual is None]
+    codes += [
+        4
+        for status_ in statuses
+        if status_.state.roles.stable is not None and status_.actual is None
+    ]
     raise typer.Exit(max(codes, default=0))
 
 
@@ -99,14 +123,24 @@ def history(
     endpoints: Endpoints = None,
     model: OfModel = "",
     target: OfTarget = "",
-    by: Annotated[str, typer.Option("--by", metavar="ACTOR", help="Only entries of this actor.")] = "",
+    by: Annotated[
+        str, typer.Option("--by", metavar="ACTOR", help="Only entries of this actor.")
+    ] = "",
     since: Annotated[
-        str, typer.Option("--since", metavar="WHEN", help="A date, a time (ISO 8601, UTC), or how long ago: 7d, 20m.")
+        str,
+        typer.Option(
+            "--since",
+            metavar="WHEN",
+            help="A date, a time (ISO 8601, UTC), or how long ago: 7d, 20m.",
+        ),
     ] = "",
     limit: Annotated[
-        int | None, typer.Option("--limit", "-n", min=1, help="Show only the N most recent entries.")
+        int | None,
+        typer.Option("--limit", "-n", min=1, help="Show only the N most recent entries."),
     ] = None,
-    traffic: Annotated[bool, typer.Option("--traffic", help="Only changes of traffic, drawn as bars.")] = False,
+    traffic: Annotated[
+        bool, typer.Option("--traffic", help="Only changes of traffic, drawn as bars.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what changed on endpoints, when, by whom and why; with --json also the evidence.
@@ -141,12 +175,17 @@ def history(
 
 def prune(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Registered models.")],
-    keep: Annotated[int, typer.Option("--keep", min=0, help="Number of newest releases of each model to keep.")] = 5,
+    keep: Annotated[
+        int, typer.Option("--keep", min=0, help="Number of newest releases of each model to keep.")
+    ] = 5,
     older_than: Annotated[
         str, typer.Option("--older-than", metavar="AGE", help="Keep younger versions and objects.")
     ] = "30d",
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Remove them; without it, only show what would be removed.")
+        bool,
+        typer.Option(
+            "--yes", "-y", help="Remove them; without it, only show what would be removed."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -163,7 +202,9 @@ def prune(
 
     context = open_project().context
     older_than_s = parse_duration(older_than, "--older-than")
-    with working("prune", "reading what there is", *(["removing"] if yes else []), quiet=as_json) as progress:
+    with working(
+        "prune", "reading what there is", *(["removing"] if yes else []), quiet=as_json
+    ) as progress:
         done = plan_pruning(context, models, keep=keep, older_than_s=older_than_s)
         if yes:
             progress.begin("removing")
@@ -177,7 +218,8 @@ def delete(
     reason: Reason = "",
     actor: Actor = "",
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Skip confirmation (required in non-interactive shells).")
+        bool,
+        typer.Option("--yes", "-y", help="Skip confirmation (required in non-interactive shells)."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -187,10 +229,15 @@ def delete(
     """
     from onnx_ops.release.promote import delete_with_timeout as end
 
-    if not yes and not (sys.stdin.isatty() and typer.confirm(f"Delete endpoint {endpoint}? Requests to it will fail")):
+    if not yes and not (
+        sys.stdin.isatty()
+        and typer.confirm(f"Delete endpoint {endpoint}? Requests to it will fail")
+    ):
         raise UserError("nothing was deleted", where=endpoint, remedy="Confirm with --yes.")
     end(open_project().context, endpoint, reason=reason, actor=actor)
-    print_result(lambda: {"endpoint": endpoint, "deleted": True}, f"{endpoint}: deleted", as_json=as_json)
+    print_result(
+        lambda: {"endpoint": endpoint, "deleted": True}, f"{endpoint}: deleted", as_json=as_json
+    )
 
 
 def _failed(errors: Mapping[str, OnnxOpsError]) -> list[dict[str, Any]]:
@@ -205,7 +252,9 @@ def _parse_moment(text: str, now: float) -> float:
         at = datetime.datetime.fromisoformat(text)
     except ValueError as error:
         remedy = "Write 2026-11-21, 2026-11-21T08:00, or how long ago: 7d, 20m."
-        raise UserError(f"{text!r} is neither a date nor a duration", where="--since", remedy=remedy) from error
+        raise UserError(
+            f"{text!r} is neither a date nor a duration", where="--since", remedy=remedy
+        ) from error
     return (at if at.tzinfo is not None else at.replace(tzinfo=datetime.UTC)).timestamp()
 
 
@@ -255,8 +304,15 @@ def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
         if state.deleting:
             print_text("[yellow]is being deleted[/yellow]", indent=2)
         if state.pending_rollback is not None:
-            print_text("[red]rollback pending[/red]: {}", describe_pending(state.pending_rollback, now), indent=2)
-            say(f"onnx-ops reconcile {state.endpoint} tries again; rollback --withdraw cancels it", indent=2)
+            print_text(
+                "[red]rollback pending[/red]: {}",
+                describe_pending(state.pending_rollback, now),
+                indent=2,
+            )
+            say(
+                f"onnx-ops reconcile {state.endpoint} tries again; rollback --withdraw cancels it",
+                indent=2,
+            )
         _print_answer(status)
         for role in ("stable", "candidate", "previous"):
             deployment = getattr(state.roles, role)
@@ -266,7 +322,9 @@ def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
             left = max(0, round(state.open_intent.expires_at - now))
             say(f"at work: {state.open_intent.action.why} (lease for {left} s more)", indent=2)
         if state.pending_aliases:
-            aliases = ", ".join(f"{name} -> {version or 'none'}" for name, version in state.pending_aliases.items())
+            aliases = ", ".join(
+                f"{name} -> {version or 'none'}" for name, version in state.pending_aliases.items()
+            )
             print_text("[yellow]aliases pending[/yellow]: {}", aliases, indent=2)
 
 
@@ -287,7 +345,11 @@ def _print_served(status: EndpointStatus, actual: EndpointState, address: str) -
     """Print the traffic of an endpoint that answers, and what is not as it should be."""
     candidate = status.state.roles.candidate
     waits = "" if candidate is None else candidate.name
-    split = ", ".join(f"{name} {weight} %" for name, weight in actual.split.weights.items() if weight or name == waits)
+    split = ", ".join(
+        f"{name} {weight} %"
+        for name, weight in actual.split.weights.items()
+        if weight or name == waits
+    )
     if address or any(server.state == "reports" for server in status.servers):
         where = f"answers at {address}" if address else "answers (its settings name no address)"
         say(f"{where}: {split or 'no traffic'}", indent=2)
@@ -350,7 +412,11 @@ def describe_pending(pending: PendingRollback, now: float) -> str:
     stable = pending.action.roles.stable
     to = stable.name if stable is not None else "nothing"
     text = f"to {to}, asked for by {pending.actor} {max(0.0, now - pending.at):.0f} s ago ({pending.action.why})"
-    return f"{text}; {pending.attempts} failed, the last: {pending.error}" if pending.attempts else text
+    return (
+        f"{text}; {pending.attempts} failed, the last: {pending.error}"
+        if pending.attempts
+        else text
+    )
 
 
 def history_table(lines: Sequence[HistoryLine]) -> None:
@@ -360,7 +426,14 @@ def history_table(lines: Sequence[HistoryLine]) -> None:
         return
     first = 0 if len({line.endpoint for line in lines}) > 1 else 1
     rows = [
-        (line.endpoint, str(line.sequence), line.at.replace(" ", KEEP), line.actor, line.what, line.why)[first:]
+        (
+            line.endpoint,
+            str(line.sequence),
+            line.at.replace(" ", KEEP),
+            line.actor,
+            line.what,
+            line.why,
+        )[first:]
         for line in lines
     ]
     print_table(("endpoint", "#", "when", "who", "what", "why")[first:], rows)
@@ -383,7 +456,9 @@ def traffic_chart(lines: Sequence[HistoryLine]) -> None:
                 shade, colour = shades.setdefault(name, palette[len(shades) % len(palette)])
                 bar = Markup(f"{bar}[{colour}]{shade * round(width * share / 100)}[/]")
             text = ", ".join(f"{name} {share} %" for name, share in shares.items())
-            console().print(markup("{} {} {} {}", line.at[:10], line.at[11:19], bar, text), soft_wrap=True)
+            console().print(
+                markup("{} {} {} {}", line.at[:10], line.at[11:19], bar, text), soft_wrap=True
+            )
             print_text("[dim]{} ({})[/dim]", line.why, line.actor, indent=20, hang=0)
     if not lines:
         say("No traffic has been moved yet.")
@@ -408,7 +483,11 @@ def _print_runs(*, as_json: bool) -> None:
                 cell = markup("[yellow]{}[/yellow]", text) if run.why else text
                 rows.append((f"  {run.stage}", run.state, since, cell))
         print_table(("  stage", "state", "for", "worker, or why it waits"), rows)
-    is_stuck = any(run.state == "waiting" and not pool.list_takers(run.kind) for pool in pools for run in pool.runs)
+    is_stuck = any(
+        run.state == "waiting" and not pool.list_takers(run.kind)
+        for pool in pools
+        for run in pool.runs
+    )
     raise typer.Exit(4 if is_stuck else 0)
 
 
@@ -420,7 +499,9 @@ def _describe_workers(pool: PoolStatus) -> str:
         f" {running[worker.name]} of {worker.limit or '?'} busy)"
         for worker in pool.workers
     ]
-    return "; ".join(workers) or f"no worker is running; start one: onnx-ops work --pool {pool.pool}"
+    return (
+        "; ".join(workers) or f"no worker is running; start one: onnx-ops work --pool {pool.pool}"
+    )
 
 
 def _orphan_report(survey: OrphanSurvey, hint: str = "") -> None:
@@ -429,11 +510,22 @@ def _orphan_report(survey: OrphanSurvey, hint: str = "") -> None:
         rows = []
         for orphan in survey.orphans:
             left = orphan.leftover
-            rows.append((orphan.endpoint, orphan.provider, left.kind, left.name, "yes" if left.paid else "", left.why))
+            rows.append(
+                (
+                    orphan.endpoint,
+                    orphan.provider,
+                    left.kind,
+                    left.name,
+                    "yes" if left.paid else "",
+                    left.why,
+                )
+            )
         print_table(("endpoint", "provider", "what", "name", "costs", "why it is not needed"), rows)
     say(f"{len(survey.orphans)} orphans at providers.")
     for endpoint in survey.silent:
-        print_text("[yellow]{}: its provider does not answer; there may be more.[/yellow]", endpoint)
+        print_text(
+            "[yellow]{}: its provider does not answer; there may be more.[/yellow]", endpoint
+        )
     if hint:
         say(hint)
 
@@ -441,10 +533,15 @@ def _orphan_report(survey: OrphanSurvey, hint: str = "") -> None:
 def _prune_report(plan: PrunePlan, now: float, *, removed: bool) -> None:
     """Print what a prune removes, or would remove."""
     fate = markup("[yellow]{}[/yellow]", "removed" if removed else "would go")
-    leaving = [(model, version, fate) for model, versions in plan.remove.items() for version in versions]
+    leaving = [
+        (model, version, fate) for model, versions in plan.remove.items() for version in versions
+    ]
     staying = [(kept.model, kept.version, f"stays: {kept.why}") for kept in plan.retained]
     if leaving or staying:
-        rows = [_describe_version(model, version, what, now) for model, version, what in (*leaving, *staying)]
+        rows = [
+            _describe_version(model, version, what, now)
+            for model, version, what in (*leaving, *staying)
+        ]
         print_table(("model", "version", "variant", "release", "age", ""), rows)
     _print_freed("Removed" if removed else "Would remove", plan, len(leaving))
     _orphan_report(plan.orphans)
@@ -458,7 +555,9 @@ def _prune_report(plan: PrunePlan, now: float, *, removed: bool) -> None:
 def _print_freed(verb: str, plan: PrunePlan, version_count: int) -> None:
     """Print how many versions, model folders and objects go, with their sizes."""
     size = sum(folder.size_bytes for folder in plan.folders) / 1e6
-    say(f"{verb} {version_count} versions, and {len(plan.folders)} model folders on this machine ({size:.1f} MB).")
+    say(
+        f"{verb} {version_count} versions, and {len(plan.folders)} model folders on this machine ({size:.1f} MB)."
+    )
     size = sum(stored.size_bytes for stored in plan.contents) / 1e6
     say(f"{verb} {len(plan.contents)} unreferenced objects in the store ({size:.1f} MB).")
 

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, console, markup, open_project, print_result, print_table, print_text
+from onnx_ops.cli.common import (
+    AsJson,
+    console,
+    markup,
+    open_project,
+    print_result,
+    print_table,
+    print_text,
+)
 from onnx_ops.cli.tools import parse_sizes
 from onnx_ops.domain.artifact import TensorSpec, short_digest
 from onnx_ops.errors import UserError
@@ -25,25 +33,46 @@ if TYPE_CHECKING:
 
 def inspect(
     model: Annotated[
-        str, typer.Argument(help="ONNX file, folder with one, models:/NAME/VERSION, or a URL.", show_default=False)
+        str,
+        typer.Argument(
+            help="ONNX file, folder with one, models:/NAME/VERSION, or a URL.", show_default=False
+        ),
     ],
-    batch: Annotated[int, typer.Option(min=1, max=1 << 20, help="Batch size used for the cost estimate.")] = 1,
+    batch: Annotated[
+        int, typer.Option(min=1, max=1 << 20, help="Batch size used for the cost estimate.")
+    ] = 1,
     dims: Annotated[
         list[str] | None,
-        typer.Option("--dim", metavar="NAME=SIZE", help="Size of a free dimension, for the cost; default 8."),
+        typer.Option(
+            "--dim", metavar="NAME=SIZE", help="Size of a free dimension, for the cost; default 8."
+        ),
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Write author, license, version, description or any key."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Write author, license, version, description or any key.",
+        ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="With --set: the copy to write. The model's own path changes it in place.")
+        Path | None,
+        typer.Option(
+            help="With --set: the copy to write. The model's own path changes it in place."
+        ),
     ] = None,
     source: Annotated[
-        Path | None, typer.Option("--as-python", metavar="FILE", help="Write Python source that builds the model.")
+        Path | None,
+        typer.Option(
+            "--as-python", metavar="FILE", help="Write Python source that builds the model."
+        ),
     ] = None,
-    serve: Annotated[bool, typer.Option("--serve", help="Show the graph with Netron, on this machine only.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="With --serve; 0 selects a free one.")] = 0,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Show the graph with Netron, on this machine only.")
+    ] = False,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="With --serve; 0 selects a free one.")
+    ] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Show the contents of an ONNX file and validate it: inputs, outputs, operators, weights, cost, targets.
@@ -58,7 +87,10 @@ def inspect(
     from onnx_ops.onnx_graph.python_source import write_python_source
 
     if bool(set_) != bool(output):
-        raise UserError("--set and --output belong together", remedy="For example: --set license=MIT --output new.onnx")
+        raise UserError(
+            "--set and --output belong together",
+            remedy="For example: --set license=MIT --output new.onnx",
+        )
     if serve:
         require(*EXTRAS["view"], where="--serve")
     with local_model(model) as path:
@@ -141,7 +173,9 @@ def local_model(place: str) -> Iterator[Path]:
         yield find_model_file(build_context(load_settings()).models.path(place, folder / "model"))
 
 
-def _document(path: Path, summary: ModelSummary, targets: Mapping[str, str], written: Sequence[Path]) -> dict[str, Any]:
+def _document(
+    path: Path, summary: ModelSummary, targets: Mapping[str, str], written: Sequence[Path]
+) -> dict[str, Any]:
     return {
         "tool": "inspect",
         "path": str(path),
@@ -149,13 +183,17 @@ def _document(path: Path, summary: ModelSummary, targets: Mapping[str, str], wri
         "macs": sum(summary.cost.macs.values()),
         "flops": summary.cost.flops,
         "valid": not summary.problem,
-        "targets": {name: {"accepts": not reason, "reason": reason} for name, reason in targets.items()},
+        "targets": {
+            name: {"accepts": not reason, "reason": reason} for name, reason in targets.items()
+        },
         "written": [str(file) for file in written],
         "exit_code": 2 if summary.problem else 0,
     }
 
 
-def _report(path: Path, summary: ModelSummary, targets: Mapping[str, str], written: Sequence[Path]) -> None:
+def _report(
+    path: Path, summary: ModelSummary, targets: Mapping[str, str], written: Sequence[Path]
+) -> None:
     info = summary.info
     beside = f", weights in {', '.join(summary.external)}" if summary.external else ""
     # A line without text is left out.
@@ -170,12 +208,17 @@ def _report(path: Path, summary: ModelSummary, targets: Mapping[str, str], writt
         "inputs": _tensors(info.inputs, summary.unranked),
         "outputs": _tensors(info.outputs, summary.unranked),
         "nodes": f"{sum(summary.operators.values())}: {_counts(summary.versions)}",
-        "custom": "\n".join(f"{name} at {', '.join(at[:5])}" for name, at in summary.foreign.items()),
+        "custom": "\n".join(
+            f"{name} at {', '.join(at[:5])}" for name, at in summary.foreign.items()
+        ),
         "weights": _counts(summary.parameters) or "none",
         "cost": _describe_cost(summary.cost),
         "memory": _describe_memory(summary.cost),
-        "metadata": "\n".join(f"{name} = {value}" for name, value in summary.metadata.items()) or "none",
-        "targets": "\n".join(f"{name}: {reason or 'accepts its versions'}" for name, reason in targets.items()),
+        "metadata": "\n".join(f"{name} = {value}" for name, value in summary.metadata.items())
+        or "none",
+        "targets": "\n".join(
+            f"{name}: {reason or 'accepts its versions'}" for name, reason in targets.items()
+        ),
     }
     print_table(("", ""), [(name, text) for name, text in lines.items() if text])
     for file in written:
@@ -189,13 +232,18 @@ def _print_validity(path: Path, problem: str) -> None:
     if problem:
         print_text("[red]not valid ONNX[/red]: {}", problem)
     elif is_ort_format(path):
-        print_text("[green]readable[/green]: ORT format, a graph that is optimized for one build of ONNX Runtime")
+        print_text(
+            "[green]readable[/green]: ORT format, a graph that is optimized for one build of ONNX Runtime"
+        )
     else:
         print_text("[green]valid ONNX[/green]")
 
 
 def _describe_opsets(opsets: Mapping[str, int]) -> str:
-    return ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in sorted(opsets.items())) or "none"
+    return (
+        ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in sorted(opsets.items()))
+        or "none"
+    )
 
 
 def _describe_cost(cost: ModelCost) -> str:
@@ -211,7 +259,10 @@ def _describe_memory(cost: ModelCost) -> str:
     """Return the bytes of weights and activations; empty if the cost is not known."""
     if cost.problem:
         return ""
-    weights, activations = format_figure(cost.weight_bytes, "B"), format_figure(cost.activation_bytes, "B")
+    weights, activations = (
+        format_figure(cost.weight_bytes, "B"),
+        format_figure(cost.activation_bytes, "B"),
+    )
     text = f"{_describe_sizes(cost)}weights {weights}, activations at most {activations}"
     if count := cost.unknown_values:
         text += f", without {count} value{'s' if count > 1 else ''} of unknown shape"

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onnx_ops.cli.common import AsJson, Quiet, open_project, print_result
-from onnx_ops.cli.judgement_output import build_document, build_heading, print_judgement, write_reports
+from onnx_ops.cli.judgement_output import (
+    build_document,
+    build_heading,
+    print_judgement,
+    write_reports,
+)
 from onnx_ops.cli.tools import Fix, parse_values
 from onnx_ops.errors import NotFoundError, UserError
 
@@ -29,15 +34,20 @@ _MOST_ROWS = 100_000
 
 
 def judge(
-    baseline: Annotated[str, typer.Argument(help="The model in use: a file, folder, models:/NAME/VERSION or URL.")],
+    baseline: Annotated[
+        str, typer.Argument(help="The model in use: a file, folder, models:/NAME/VERSION or URL.")
+    ],
     candidate: Annotated[str, typer.Argument(help="The model that is to replace it.")],
     *,
     data: Annotated[
         Path | None,
-        typer.Option(help="Rows: arrays by input name, and labels. Default: generated.", show_default=False),
+        typer.Option(
+            help="Rows: arrays by input name, and labels. Default: generated.", show_default=False
+        ),
     ] = None,
     labels: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Array of the labels in the data.", show_default=False)
+        str | None,
+        typer.Option(metavar="NAME", help="Array of the labels in the data.", show_default=False),
     ] = None,
     metric: Annotated[
         str | None,
@@ -47,12 +57,21 @@ def judge(
         ),
     ] = None,
     max_drop: Annotated[
-        str, typer.Option(metavar="LIMIT", help="Largest loss of the metric: points, or a share of A's error.")
+        str,
+        typer.Option(
+            metavar="LIMIT", help="Largest loss of the metric: points, or a share of A's error."
+        ),
     ] = "1%",
-    lower_is_better: Annotated[bool, typer.Option("--lower-is-better", help="Direction of a custom metric.")] = False,
+    lower_is_better: Annotated[
+        bool, typer.Option("--lower-is-better", help="Direction of a custom metric.")
+    ] = False,
     targets: Annotated[
         list[str] | None,
-        typer.Option("--target", metavar="TARGET", help="Target to run on; repeat for several. Default: cpu-1t."),
+        typer.Option(
+            "--target",
+            metavar="TARGET",
+            help="Target to run on; repeat for several. Default: cpu-1t.",
+        ),
     ] = None,
     max_regression: Annotated[
         str | None,
@@ -65,28 +84,51 @@ def judge(
     batch: Annotated[str, typer.Option(metavar="N[,N…]", help="Rows of one request.")] = "1",
     dims: Annotated[
         list[str] | None,
-        typer.Option("--dim", metavar="NAME=SIZE[,SIZE…]", help="Sizes of a symbolic dimension; default: 8."),
+        typer.Option(
+            "--dim", metavar="NAME=SIZE[,SIZE…]", help="Sizes of a symbolic dimension; default: 8."
+        ),
     ] = None,
     fix: Fix = None,
     concurrency: Annotated[
         int | None,
-        typer.Option(min=1, max=256, metavar="N", help="Also measure the throughput of N concurrent requests."),
+        typer.Option(
+            min=1,
+            max=256,
+            metavar="N",
+            help="Also measure the throughput of N concurrent requests.",
+        ),
     ] = None,
     cold_start: Annotated[
         bool,
-        typer.Option("--cold-start", help="Also measure load time, first inference and memory of fresh processes."),
+        typer.Option(
+            "--cold-start",
+            help="Also measure load time, first inference and memory of fresh processes.",
+        ),
     ] = False,
     only: Annotated[
-        str | None, typer.Option(metavar="PART", help="Judge one part only: parity or latency.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="PART", help="Judge one part only: parity or latency.", show_default=False
+        ),
     ] = None,
-    rows: Annotated[int, typer.Option(min=1, max=100_000, help="Rows to compare answers on.")] = 128,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of generated rows and of the order of runs.")] = 0,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that the answers of one session may take.")] = 1800,
+    rows: Annotated[
+        int, typer.Option(min=1, max=100_000, help="Rows to compare answers on.")
+    ] = 128,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of generated rows and of the order of runs.")
+    ] = 0,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds that the answers of one session may take.")
+    ] = 1800,
     page: Annotated[
         str | None,
-        typer.Option("--markdown", metavar="FILE", help="Write the table for a pull request; - prints it."),
+        typer.Option(
+            "--markdown", metavar="FILE", help="Write the table for a pull request; - prints it."
+        ),
     ] = None,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a report with plots.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a report with plots.")
+    ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -112,9 +154,16 @@ def judge(
     regression, drop = _share(max_regression, "--max-regression"), _share(max_drop, "--max-drop")
     _check_metric(metric, lower_is_better=lower_is_better)
     if data is None and (labels or metric):
-        raise UserError("a metric needs rows", where="--metric" if metric else "--labels", remedy="Give --data FILE.")
+        raise UserError(
+            "a metric needs rows",
+            where="--metric" if metric else "--labels",
+            remedy="Give --data FILE.",
+        )
     project = open_project()
-    chosen = [project.targets.load(name, where="--target") for name in dict.fromkeys(targets or ["cpu-1t"])]
+    chosen = [
+        project.targets.load(name, where="--target")
+        for name in dict.fromkeys(targets or ["cpu-1t"])
+    ]
     with ExitStack() as stack:
         given = [stack.enter_context(local_model(place)) for place in (baseline, candidate)]
         kind = read_candidate_kind(*given)
@@ -124,7 +173,9 @@ def judge(
         values = parse_values(fix or [])
         dataset, supplied = _load_dataset(project.context, data, labels, inputs, values)
         gate, functions = _build_gate(metric, dataset, drop or 0.0, lower_is_better=lower_is_better)
-        settings = _list_settings(a, inputs, supplied, sweep, batches, rows=rows, seed=seed, fix=values)
+        settings = _list_settings(
+            a, inputs, supplied, sweep, batches, rows=rows, seed=seed, fix=values
+        )
         request = JudgeRequest(
             baseline=a,
             candidate=b,
@@ -145,7 +196,9 @@ def judge(
             seed=seed,
         )
         with show_progress("judge", baseline, candidate, quiet=quiet or as_json) as show_detail:
-            threading.Thread(target=load_functions, daemon=True).start()  # while other processes run the models
+            threading.Thread(
+                target=load_functions, daemon=True
+            ).start()  # while other processes run the models
             judgement = judge_candidate(replace(request, report=show_detail))
         judgement = _restore_given_files(judgement, given, casts)
     origin = _describe_origin(supplied, settings[0].samples, data, labels, seed)
@@ -159,7 +212,9 @@ def judge(
     raise typer.Exit(judgement.verdict.exit_code)
 
 
-def _restore_given_files(judgement: Judgement, given: Sequence[Path], casts: Sequence[str]) -> Judgement:
+def _restore_given_files(
+    judgement: Judgement, given: Sequence[Path], casts: Sequence[str]
+) -> Judgement:
     """Return the judgement with the digests and sizes of the given files, not of those with casts around them."""
     from onnx_ops.domain.artifact import digest_file
     from onnx_ops.onnx_graph.model_info import read_model_info
@@ -175,7 +230,11 @@ def _restore_given_files(judgement: Judgement, given: Sequence[Path], casts: Seq
 
 
 def _describe_origin(
-    supplied: SampleRows | None, samples: SampleRows, data: Path | None, labels: str | None, seed: int
+    supplied: SampleRows | None,
+    samples: SampleRows,
+    data: Path | None,
+    labels: str | None,
+    seed: int,
 ) -> str:
     """Return how many rows were compared, and where they are from."""
     if supplied is not None:
@@ -190,7 +249,9 @@ def _describe_origin(
 def _parse_options(only: str | None, batch: str, files: Mapping[str, str | None]) -> list[int]:
     """Return the sizes of requests. Raise UserError for an unknown part, or a file in a missing folder."""
     if only not in (None, "parity", "latency"):
-        raise UserError(f"there is no part {only!r}", where="--only", remedy="Give parity or latency.")
+        raise UserError(
+            f"there is no part {only!r}", where="--only", remedy="Give parity or latency."
+        )
     batches = [part.strip() for part in batch.split(",")]
     if not all(part.isdecimal() and 0 < int(part) <= 100_000 for part in batches):
         remedy = "For example: --batch 1,8,32."
@@ -242,12 +303,18 @@ def _parse_sweep(dims: list[str], fixed: Mapping[str, int]) -> dict[str, list[in
     for name, wanted in sizes.items():
         if name in fixed and wanted != [fixed[name]]:
             remedy = f"--dim {name}={fixed[name]}."
-            raise UserError(f"{name} is {fixed[name]} in the candidate", where="--dim", remedy=remedy)
+            raise UserError(
+                f"{name} is {fixed[name]} in the candidate", where="--dim", remedy=remedy
+            )
     return sizes
 
 
 def _load_dataset(
-    context: Context, data: Path | None, labels: str | None, inputs: tuple[TensorSpec, ...], fix: Mapping[str, Any]
+    context: Context,
+    data: Path | None,
+    labels: str | None,
+    inputs: tuple[TensorSpec, ...],
+    fix: Mapping[str, Any],
 ) -> tuple[Dataset | None, SampleRows | None]:
     """Return all rows of the file, with labels if they are named, and as samples.
 
@@ -262,7 +329,10 @@ def _load_dataset(
     arrays, samples = load_rows(inputs, context, data, _MOST_ROWS, fix)
     if labels is not None and labels not in arrays:
         others = [name for name in arrays if name not in samples.rows]
-        hint = did_you_mean(labels, others) or f"; it has {', '.join(others) or 'none beside the inputs'}"
+        hint = (
+            did_you_mean(labels, others)
+            or f"; it has {', '.join(others) or 'none beside the inputs'}"
+        )
         remedy = "Name the array of the labels: --labels NAME."
         raise UserError(f"it has no array {labels!r}{hint}", where=str(data), remedy=remedy)
     if labels is None:
@@ -286,7 +356,9 @@ def _check_metric(name: str | None, *, lower_is_better: bool) -> None:
     if name is not None and ":" in name:
         if problem := explain_missing_function(name, Path.cwd()):
             raise UserError(
-                problem, where="--metric", remedy="A function of (predictions, labels) that returns a float."
+                problem,
+                where="--metric",
+                remedy="A function of (predictions, labels) that returns a float.",
             )
     elif name is not None and name not in known:
         hint = did_you_mean(name, known) or f"; there are {', '.join(known)}"
@@ -311,7 +383,11 @@ def _build_gate(
         name = DEFAULT_FOR_CLASSES if whole else DEFAULT_FOR_NUMBERS
     gate = build_metric_gate(name, drop, lower_is_better=lower_is_better)
     if name is not None and label is None and not gate.definition().label_free:
-        raise UserError(f"{name} needs labels", where="--metric", remedy="Name their array in the data: --labels.")
+        raise UserError(
+            f"{name} needs labels",
+            where="--metric",
+            remedy="Name their array in the data: --labels.",
+        )
     with importable(Path.cwd()):
         return gate, {gate.use: load_function(gate.use, "--metric")} if gate.use else {}
 
@@ -347,5 +423,7 @@ def _list_settings(
         shape = [f"{name}={size}" for name, size in dims.items()] if len(shapes) > 1 else []
         for size in [samples.batch] if samples.batch else batches:
             parts = [f"batch {size}"] if len(batches) > 1 and not samples.batch else []
-            settings.append(SweepPoint(name=", ".join((*shape, *parts)), batch=size, samples=samples))
+            settings.append(
+                SweepPoint(name=", ".join((*shape, *parts)), batch=size, samples=samples)
+            )
     return settings

@@ -38,7 +38,9 @@ def build_heading(
     for target in judgement.targets:
         for setting, paired in zip(settings, target.paired, strict=False):
             before, after = (format_figure(seconds, "s") for seconds in paired.medians["latency"])
-            place = ", ".join(part for part in (target.target if several else "", setting.name) if part)
+            place = ", ".join(
+                part for part in (target.target if several else "", setting.name) if part
+            )
             times.append(f"{place + ': ' if place else ''}{after}, was {before}")
     shown = (place if ":" in place else Path(place).name for place in (baseline, candidate))
     return Heading(
@@ -54,7 +56,9 @@ def build_heading(
     )
 
 
-def build_document(judgement: Judgement, heading: Heading, baseline: str, candidate: str) -> dict[str, Any]:
+def build_document(
+    judgement: Judgement, heading: Heading, baseline: str, candidate: str
+) -> dict[str, Any]:
     """Return the judgement for machines."""
     from onnx_ops.reporting.judgement import reason_of
 
@@ -64,7 +68,11 @@ def build_document(judgement: Judgement, heading: Heading, baseline: str, candid
         "reason": reason_of([target.decision for target in judgement.targets], judgement.sizes),
         "exit_code": judgement.verdict.exit_code,
         "baseline": {"path": baseline, "digest": judgement.digests[0], "bytes": judgement.sizes[0]},
-        "candidate": {"path": candidate, "digest": judgement.digests[1], "bytes": judgement.sizes[1]},
+        "candidate": {
+            "path": candidate,
+            "digest": judgement.digests[1],
+            "bytes": judgement.sizes[1],
+        },
         "kind": {
             "precision": judgement.kind.candidate.precision,
             "why": judgement.kind.candidate.why,
@@ -79,7 +87,11 @@ def build_document(judgement: Judgement, heading: Heading, baseline: str, candid
                 "remedy": target.remedy,
                 "results": [codec.to_json(result) for result in target.decision.results],
                 "timings": [
-                    {"batch": paired.batch, "medians": paired.medians, "evidence": codec.to_json(paired.evidence)}
+                    {
+                        "batch": paired.batch,
+                        "medians": paired.medians,
+                        "evidence": codec.to_json(paired.evidence),
+                    }
                     for paired in target.paired
                 ],
             }
@@ -90,13 +102,19 @@ def build_document(judgement: Judgement, heading: Heading, baseline: str, candid
     }
 
 
-def write_reports(judgement: Judgement, heading: Heading, html: Path | None, page: str | None) -> None:
+def write_reports(
+    judgement: Judgement, heading: Heading, html: Path | None, page: str | None
+) -> None:
     """Write the HTML report and the Markdown table to their files, if any are named."""
     from onnx_ops.reporting.judgement import html_report, markdown_page
 
     decisions = [target.decision for target in judgement.targets]
     if html:
-        timings = [(paired.decision, paired.evidence) for target in judgement.targets for paired in target.paired]
+        timings = [
+            (paired.decision, paired.evidence)
+            for target in judgement.targets
+            for paired in target.paired
+        ]
         with writing("it", f"--html {html}"):
             html.write_text(html_report(heading, decisions, timings), encoding="utf-8")
     if page and page != "-":

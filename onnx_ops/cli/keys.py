@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, add_command, make_group, open_project, print_json, print_result, say
+from onnx_ops.cli.common import (
+    AsJson,
+    add_command,
+    make_group,
+    open_project,
+    print_json,
+    print_result,
+    say,
+)
 from onnx_ops.domain.artifact import Digest, short_digest
 from onnx_ops.errors import NotFoundError, RefusedError, ServiceUnavailableError, UserError
 
@@ -36,7 +44,10 @@ def keys_list(as_json: AsJson = False) -> None:
 
     project = open_project()
     known = _keyring(project.settings).list_keys()
-    missing = {k.key: find_missing_key(project.context, k.key) if "release" in k.roles else {} for k in known}
+    missing = {
+        k.key: find_missing_key(project.context, k.key) if "release" in k.roles else {}
+        for k in known
+    }
     if as_json:
         print_json(
             [
@@ -59,7 +70,9 @@ def keys_list(as_json: AsJson = False) -> None:
         for name, why in missing[key.key].items():
             say(f"  its signature does not count in ledger {name}: {why}")
     if known:
-        say("A gate key signs decisions and overrides. A release key signs what binds, starts, advances, withdraws or")
+        say(
+            "A gate key signs decisions and overrides. A release key signs what binds, starts, advances, withdraws or"
+        )
         say("deletes. A rollback, an abort and a pause need none.")
     else:
         say("No keys yet: the first run or `onnx-ops keys new` creates one.")
@@ -68,7 +81,10 @@ def keys_list(as_json: AsJson = False) -> None:
 @add_command(keys, "new")
 def keys_new(
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="File of the private key. Default: the signing key's.")
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", help="File of the private key. Default: the signing key's."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -81,7 +97,9 @@ def keys_new(
     path = out or _settings().signing_key
     key, public = _keyring().create(path).key, public_path(path)
     text = f"key {short_digest(key)}: {path} (keep it), {public} (copy it to every machine that verifies)"
-    print_result(lambda: {"key": key, "private": str(path), "public": str(public)}, text, as_json=as_json)
+    print_result(
+        lambda: {"key": key, "private": str(path), "public": str(public)}, text, as_json=as_json
+    )
 
 
 @add_command(keys, "public")
@@ -92,13 +110,17 @@ def keys_public() -> None:
     """
     signer = _keyring().find_signer()
     if signer is None:
-        raise NotFoundError("there is no signing key here", remedy="Create one with `onnx-ops keys new`.")
+        raise NotFoundError(
+            "there is no signing key here", remedy="Create one with `onnx-ops keys new`."
+        )
     say(signer.public_pem().decode().strip())
 
 
 @add_command(keys, "admit")
 def keys_admit(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Public key of the other machine, in PEM.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Public key of the other machine, in PEM.")
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Let another machine's key sign in the ledgers: start, advance and finish rollouts.
@@ -117,7 +139,9 @@ def keys_admit(
     (key,) = admitted
     text = f"key {short_digest(key)} may sign in {len(changed)} more ledger{'' if len(changed) == 1 else 's'}"
     print_result(
-        lambda: {"key": key, "changed": changed}, ": ".join(filter(None, [text, ", ".join(changed)])), as_json=as_json
+        lambda: {"key": key, "changed": changed},
+        ": ".join(filter(None, [text, ", ".join(changed)])),
+        as_json=as_json,
     )
 
 
@@ -141,7 +165,9 @@ def keys_rotate(as_json: AsJson = False) -> None:
         print_json({"old": old, "new": new_key})
         return
     say(f"key {short_digest(new_key)} signs now; decisions by key {short_digest(old)} stay valid")
-    say(f"  next: copy the public keys in {project.settings.trusted_keys} to every machine that verifies")
+    say(
+        f"  next: copy the public keys in {project.settings.trusted_keys} to every machine that verifies"
+    )
 
 
 @add_command(keys, "retire")
@@ -158,7 +184,9 @@ def keys_retire(
     force: Annotated[
         bool, typer.Option("--force", help="Retire it even if versions in use lose their decision.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the versions that would lose it.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only list the versions that would lose it.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Stop trusting a key: for all decisions, and for new entries of ledgers.
@@ -169,7 +197,10 @@ def keys_retire(
     Example: onnx-ops keys retire 3f2a91c07be4 --dry-run
     """
     project = open_project()
-    keyring, last = _keyring(project.settings), _parse_keep(keep or [], project.context.ledger.endpoints())
+    keyring, last = (
+        _keyring(project.settings),
+        _parse_keep(keep or [], project.context.ledger.endpoints()),
+    )
     known = keyring.find(key)
     keyring.require_retirable(known)
     lost = _list_dependents(project.context, known.key, force=force)
@@ -191,7 +222,9 @@ def keys_retire(
         return
     for name in names:
         say(f"{'would lose' if dry_run else 'loses'} its decision: {name}")
-    say(f"key {short_digest(known.key)} {'would no longer be' if dry_run else 'is no longer'} trusted")
+    say(
+        f"key {short_digest(known.key)} {'would no longer be' if dry_run else 'is no longer'} trusted"
+    )
     for path in archived:
         say(f"  archived: {path}")
 
@@ -202,14 +235,18 @@ def _list_dependents(context: Context, key: Digest, *, force: bool) -> tuple[Dep
 
     try:
         return list_dependents(context, key)
-    except ServiceUnavailableError as error:  # a stolen key may be retired while the registry is down
+    except (
+        ServiceUnavailableError
+    ) as error:  # a stolen key may be retired while the registry is down
         if not force:
             raise
         say(f"unknown which versions lose their decision: {error}", err=True)
         return ()
 
 
-def _withdraw_from_ledgers(context: Context, key: Digest, keep: Mapping[str, int], *, force: bool) -> None:
+def _withdraw_from_ledgers(
+    context: Context, key: Digest, keep: Mapping[str, int], *, force: bool
+) -> None:
     """Stop accepting new entries by a key in all ledgers; with `force`, report those that fail and continue."""
     from onnx_ops.release.adoption import withdraw_key
 
@@ -227,7 +264,11 @@ def _parse_keep(options: list[str], endpoints: Collection[str]) -> dict[str, int
         name, _, number = option.partition("=")
         if name not in endpoints or not (number.isascii() and number.isdigit() and int(number)):
             known = ", ".join(sorted(endpoints)) or "none"
-            raise UserError(f"not ENDPOINT=N: {option}", where="--keep", remedy=f"Ledgers: {known}; N from 1 on.")
+            raise UserError(
+                f"not ENDPOINT=N: {option}",
+                where="--keep",
+                remedy=f"Ledgers: {known}; N from 1 on.",
+            )
         keep[name] = int(number)
     return keep
 

@@ -7,29 +7,47 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onnx_ops.cli.common import Actor, AsJson, Reason, add_command, make_group, open_project, print_result, say
+from onnx_ops.cli.common import (
+    Actor,
+    AsJson,
+    Reason,
+    add_command,
+    make_group,
+    open_project,
+    print_result,
+    say,
+)
 from onnx_ops.domain.artifact import short_digest
 from onnx_ops.errors import RefusedError, UserError
 
 if TYPE_CHECKING:
     from onnx_ops.release.adoption import Adoption
 
-ledger = make_group("ledger", "Make a state of a damaged or unsigned ledger count.", "onnx-ops ledger adopt digits")
+ledger = make_group(
+    "ledger", "Make a state of a damaged or unsigned ledger count.", "onnx-ops ledger adopt digits"
+)
 
 
 @add_command(ledger, "adopt")
 def ledger_adopt(
     endpoint: Annotated[str, typer.Argument(help="Name of the endpoint.")],
     last: Annotated[
-        int | None, typer.Option("--last", metavar="N", min=1, help="Last entry that counts. Default: the last intact.")
+        int | None,
+        typer.Option(
+            "--last", metavar="N", min=1, help="Last entry that counts. Default: the last intact."
+        ),
     ] = None,
     unsigned: Annotated[
-        bool, typer.Option("--unsigned", help="Trust entries without a valid signature: you vouch for them.")
+        bool,
+        typer.Option(
+            "--unsigned", help="Trust entries without a valid signature: you vouch for them."
+        ),
     ] = False,
     reason: Reason = "",
     actor: Actor = "",
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Skip confirmation (required in non-interactive shells).")
+        bool,
+        typer.Option("--yes", "-y", help="Skip confirmation (required in non-interactive shells)."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -46,13 +64,23 @@ def ledger_adopt(
     context = open_project().context
     adoption = find_adoption(context, endpoint, last=last, signed=not unsigned)
     if not adoption.damage and adoption.state.head == adoption.count:
-        raise RefusedError("the ledger is intact", where=f"ledger {endpoint}", remedy="Nothing needs to be adopted.")
+        raise RefusedError(
+            "the ledger is intact",
+            where=f"ledger {endpoint}",
+            remedy="Nothing needs to be adopted.",
+        )
     keys = ", ".join(map(short_digest, context.ledger.release_keys))
-    for line in (*_describe(adoption), f"keys that would count: {keys}, the release keys that this machine trusts"):
+    for line in (
+        *_describe(adoption),
+        f"keys that would count: {keys}, the release keys that this machine trusts",
+    ):
         say(line, err=as_json)
     signer = context.signer()
     if signer is not None and signer.key not in adoption.state.keys:
-        say(f"other machines read this only if they trust key {short_digest(signer.key)}: copy it there", err=as_json)
+        say(
+            f"other machines read this only if they trust key {short_digest(signer.key)}: copy it there",
+            err=as_json,
+        )
     if not yes and not (sys.stdin.isatty() and typer.confirm("Make this state count?")):
         raise UserError("nothing was changed", where=endpoint, remedy="Confirm with --yes.")
     sequence = adopt(context, adoption, reason=reason, actor=actor)
@@ -70,5 +98,6 @@ def _describe(adoption: Adoption) -> list[str]:
     return [
         *([f"damage: {adoption.damage}"] if adoption.damage else []),
         f"state of entry {state.head}: {stable} serves{candidate}; {len(state.rejected)} rejected{pending}",
-        f"entries that count no longer: {lost}" + (f" ({state.head + 1} to {adoption.count})" if lost else ""),
+        f"entries that count no longer: {lost}"
+        + (f" ({state.head + 1} to {adoption.count})" if lost else ""),
     ]

@@ -42,16 +42,32 @@ def doctor(
     from onnx_ops.cli.diagnosis import CHECKS, diagnose, diagnose_provider
 
     project = open_project()
-    with working("doctor", provider or CHECKS[0], *([] if provider else CHECKS[1:]), quiet=as_json) as progress:
-        findings = diagnose_provider(project, provider, files or ()) if provider else diagnose(project, progress.begin)
+    with working(
+        "doctor", provider or CHECKS[0], *([] if provider else CHECKS[1:]), quiet=as_json
+    ) as progress:
+        findings = (
+            diagnose_provider(project, provider, files or ())
+            if provider
+            else diagnose(project, progress.begin)
+        )
     if as_json:
         print_json(codec.to_json(findings))
     else:
         rows = []
         for finding in findings:
-            sign = "[yellow]--[/yellow]" if finding.absent else "[green]ok[/green]" if finding.ok else "[red]!![/red]"
+            sign = (
+                "[yellow]--[/yellow]"
+                if finding.absent
+                else "[green]ok[/green]"
+                if finding.ok
+                else "[red]!![/red]"
+            )
             is_open = finding.remedy and (finding.absent or not finding.ok)
-            text = markup("{}\n[bold]{}[/bold]", finding.found, finding.remedy) if is_open else finding.found
+            text = (
+                markup("{}\n[bold]{}[/bold]", finding.found, finding.remedy)
+                if is_open
+                else finding.found
+            )
             rows.append((Markup(sign), finding.check.replace(" ", KEEP), text))
         print_table(("", "check", "found"), rows)
     if any(not finding.ok for finding in findings):
@@ -76,8 +92,18 @@ def targets(as_json: AsJson = False) -> None:
         return
     rows = []
     for status in statuses:
-        able = "can measure it" if status.here else "cannot measure it" if status.here is False else "not checked"
-        text = ". ".join(part for part in (f"{able}: {status.why}" if status.why else able, status.remedy) if part)
+        able = (
+            "can measure it"
+            if status.here
+            else "cannot measure it"
+            if status.here is False
+            else "not checked"
+        )
+        text = ". ".join(
+            part
+            for part in (f"{able}: {status.why}" if status.why else able, status.remedy)
+            if part
+        )
         template = "[green]{}[/green]" if status.here else "[yellow]{}[/yellow]"
         source = f"{status.source}, never measured" if status.measured is False else status.source
         rows.append((status.name, source, status.provider, markup(template, text)))
@@ -85,8 +111,12 @@ def targets(as_json: AsJson = False) -> None:
 
 
 def work(
-    pool: Annotated[str, typer.Option(help="Prefect work pool whose stages this machine executes.")],
-    kinds: Annotated[list[StageKind] | None, typer.Option(help="Kinds of stages to take; default: all.")] = None,
+    pool: Annotated[
+        str, typer.Option(help="Prefect work pool whose stages this machine executes.")
+    ],
+    kinds: Annotated[
+        list[StageKind] | None, typer.Option(help="Kinds of stages to take; default: all.")
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of stages at once.")] = 1,
 ) -> None:
     """Execute stages of pipelines on this machine: those that name its work pool.
@@ -100,7 +130,9 @@ def work(
     wanted = tuple(kinds or PLACEABLE)
     if odd := [kind for kind in wanted if kind not in PLACEABLE]:
         remedy = f"Those that do: {', '.join(PLACEABLE)}."
-        raise UserError(f"{', '.join(odd)} stages do not run in pools", where="--kinds", remedy=remedy)
+        raise UserError(
+            f"{', '.join(odd)} stages do not run in pools", where="--kinds", remedy=remedy
+        )
     open_project().running().pools.work(pool, wanted, limit=limit)
 
 
@@ -114,7 +146,11 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
     ]
     for name, kind, default, text in list_options():
         hints[name] = Annotated[kind, typer.Option(help=text)]
-        own.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name]))
+        own.append(
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name]
+            )
+        )
     command.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
     command.__annotations__ = hints
     return command
@@ -123,15 +159,26 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
 @_with_options
 def serve(
     state_dir: Annotated[Path, typer.Option(help="Folder of the endpoint: table, token, log.")],
-    host: Annotated[str, typer.Option(help="Address to bind; beyond loopback only behind a proxy.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to bind; beyond loopback only behind a proxy.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the inference API.")] = 8080,
     admin_port: Annotated[int, typer.Option(help="Port of the admin API on loopback; 0: any.")] = 0,
     follow: Annotated[
-        str, typer.Option(metavar="URL", help="Follow the signed tables there, as a replica: s3://… or a folder.")
+        str,
+        typer.Option(
+            metavar="URL", help="Follow the signed tables there, as a replica: s3://… or a folder."
+        ),
     ] = "",
-    reports: Annotated[str, typer.Option(metavar="URL", help="Where a replica writes its reports.")] = "",
-    replica: Annotated[str, typer.Option(help="Name of the replica; default: the host's, with random digits.")] = "",
-    address: Annotated[str, typer.Option(metavar="URL", help="Where clients reach the replica, for `status`.")] = "",
+    reports: Annotated[
+        str, typer.Option(metavar="URL", help="Where a replica writes its reports.")
+    ] = "",
+    replica: Annotated[
+        str, typer.Option(help="Name of the replica; default: the host's, with random digits.")
+    ] = "",
+    address: Annotated[
+        str, typer.Option(metavar="URL", help="Where clients reach the replica, for `status`.")
+    ] = "",
     **options: Any,
 ) -> None:
     """Run the endpoint server in the foreground, with the table last published in its folder.
@@ -146,7 +193,11 @@ def serve(
     flags += format_flags(bind_settings(options, ServerOptions))
     if follow:
         if not reports:
-            raise UserError("a replica needs a place for its reports", where="--reports", remedy="Give --reports URL.")
+            raise UserError(
+                "a replica needs a place for its reports",
+                where="--reports",
+                remedy="Give --reports URL.",
+            )
         module = "onnx_ops.app.follower"
         own = {"follow": follow, "reports": reports, "replica": replica, "address": address}
         flags += [f"--{name}={value}" for name, value in own.items()]

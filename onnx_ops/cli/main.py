@@ -87,7 +87,9 @@ def __getattr__(name: str) -> Any:
 
 def main() -> None:
     """Run the command line."""
-    gc.set_threshold(50_000, 20, 20)  # imports make many objects and no garbage: a tenth of their time
+    gc.set_threshold(
+        50_000, 20, 20
+    )  # imports make many objects and no garbage: a tenth of their time
     # The collections at the end of the process look at every object of MLflow's modules: 1.1 s for nothing.
     atexit.register(gc.freeze)
     command = sys.argv[1] if len(sys.argv) > 1 else ""

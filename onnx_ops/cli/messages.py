@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, Endpoints, add_command, make_group, open_project, print_json, print_result, say
+from onnx_ops.cli.common import (
+    AsJson,
+    Endpoints,
+    add_command,
+    make_group,
+    open_project,
+    print_json,
+    print_result,
+    say,
+)
 from onnx_ops.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,7 +29,9 @@ if TYPE_CHECKING:
 
 def notify(
     endpoints: Endpoints = None,
-    test: Annotated[bool, typer.Option("--test", help="Send only a test message through every notifier.")] = False,
+    test: Annotated[
+        bool, typer.Option("--test", help="Send only a test message through every notifier.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Send the notifications that are due, as `reconcile --watch` does automatically.
@@ -43,7 +54,9 @@ def notify(
     if test:
         deliveries = send_test_message(context)
     else:
-        deliveries = send_pending_each(context, tuple(endpoints or ()) or list_bound_endpoints(context))
+        deliveries = send_pending_each(
+            context, tuple(endpoints or ()) or list_bound_endpoints(context)
+        )
     if as_json:
         print_json(codec.to_json(deliveries))
     else:
@@ -70,12 +83,17 @@ webhooks = make_group(
     "onnx-ops webhooks install --url http://127.0.0.1:8650/webhooks/mlflow",
 )
 
-WebhookName = Annotated[str, typer.Option("--name", help="Name in MLflow; other projects there need other names.")]
+WebhookName = Annotated[
+    str, typer.Option("--name", help="Name in MLflow; other projects there need other names.")
+]
 
 
 @add_command(webhooks, "install")
 def webhooks_install(
-    url: Annotated[str, typer.Option(help="Where MLflow's server reaches the receiver; ends in /webhooks/mlflow.")],
+    url: Annotated[
+        str,
+        typer.Option(help="Where MLflow's server reaches the receiver; ends in /webhooks/mlflow."),
+    ],
     name: WebhookName = "onnx-ops",
     as_json: AsJson = False,
 ) -> None:
@@ -88,7 +106,9 @@ def webhooks_install(
     from onnx_ops.adapters.webhooks.receiver import make_secret
 
     settings, client = _open_webhooks(name)
-    _report_webhook(client.install(url, make_secret(settings.webhook_secret, os.environ)), as_json=as_json)
+    _report_webhook(
+        client.install(url, make_secret(settings.webhook_secret, os.environ)), as_json=as_json
+    )
 
 
 @add_command(webhooks, "check")
@@ -129,6 +149,9 @@ def _report_webhook(report: WebhookReport, *, as_json: bool) -> None:
         say(f"{report.name} -> {report.url}: {', '.join(report.did) or 'as it should be'}")
         say(f"{report.arrived} of {report.tests} test deliveries arrived", err=not report.ok)
         if not report.ok:
-            say(f"  why: {report.problem}\n  try: {report.remedy or 'look at the receiver'}", err=True)
+            say(
+                f"  why: {report.problem}\n  try: {report.remedy or 'look at the receiver'}",
+                err=True,
+            )
     if not report.ok:
         raise typer.Exit(4)

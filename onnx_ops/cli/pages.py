@@ -16,7 +16,10 @@ PAGES = Path(__file__).parent.parent / "templates" / "docs"
 
 def docs(
     topic: Annotated[
-        str | None, typer.Argument(help="Page, such as rollback or runbooks/ledger-damaged. Default: list all.")
+        str | None,
+        typer.Argument(
+            help="Page, such as rollback or runbooks/ledger-damaged. Default: list all."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -36,8 +39,13 @@ def docs(
     pages = _read_pages()
     name = topic.removeprefix("docs/").removesuffix(".md")
     if name not in pages:
-        similar = difflib.get_close_matches(name, pages, n=3) or [page for page in pages if name in page][:3]
-        remedy = f"Similar: {', '.join(similar)}." if similar else "`onnx-ops docs` lists all pages."
+        similar = (
+            difflib.get_close_matches(name, pages, n=3)
+            or [page for page in pages if name in page][:3]
+        )
+        remedy = (
+            f"Similar: {', '.join(similar)}." if similar else "`onnx-ops docs` lists all pages."
+        )
         raise NotFoundError("there is no such page", where=topic, remedy=remedy)
     if as_json:
         print_json({"topic": name, "text": pages[name]})
@@ -56,9 +64,12 @@ def _read_pages() -> dict[str, str]:
     """Return the text of all pages by topic, sorted."""
     found = (*PAGES.glob("*.md"), *PAGES.glob("runbooks/*.md"))
     return {
-        path.relative_to(PAGES).with_suffix("").as_posix(): path.read_text(encoding="utf-8") for path in sorted(found)
+        path.relative_to(PAGES).with_suffix("").as_posix(): path.read_text(encoding="utf-8")
+        for path in sorted(found)
     }
 
 
 def _read_title(text: str) -> str:
-    return next((line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")), "")
+    return next(
+        (line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")), ""
+    )

@@ -37,16 +37,21 @@ if TYPE_CHECKING:
     from onnx_ops.app.results import Summary
     from onnx_ops.domain.release import BaseRelease
 
-File = Annotated[Path, typer.Argument(help="Pipeline file, e.g. configs/pipelines/digits-mlp.yaml.")]
+File = Annotated[
+    Path, typer.Argument(help="Pipeline file, e.g. configs/pipelines/digits-mlp.yaml.")
+]
 _KINDS = ", ".join(StageKind)
 
 Until = Annotated[
-    StageKind | None, typer.Option("--until", metavar="STAGE", help=f"Stop after this kind of stage: {_KINDS}.")
+    StageKind | None,
+    typer.Option("--until", metavar="STAGE", help=f"Stop after this kind of stage: {_KINDS}."),
 ]
 NoCache = Annotated[
     list[StageKind] | None,
     typer.Option(
-        "--no-cache", metavar="STAGE", help="Run this kind of stage again although it is cached; repeat for several."
+        "--no-cache",
+        metavar="STAGE",
+        help="Run this kind of stage again although it is cached; repeat for several.",
     ),
 ]
 Abandon = Annotated[
@@ -88,7 +93,12 @@ TakeOver = Annotated[
 Jobs = Annotated[
     int,
     typer.Option(
-        "--jobs", "-j", min=1, max=256, metavar="N", help="Maximum number of pipelines or stages that run in parallel."
+        "--jobs",
+        "-j",
+        min=1,
+        max=256,
+        metavar="N",
+        help="Maximum number of pipelines or stages that run in parallel.",
     ),
 ]
 
@@ -97,7 +107,11 @@ def check(
     files: Annotated[list[Path], typer.Argument(help="Pipeline files.")],
     overrides: SetValue = None,
     static: Annotated[
-        bool, typer.Option("--static", help="Read files and source code only: no data, models, packages, credentials.")
+        bool,
+        typer.Option(
+            "--static",
+            help="Read files and source code only: no data, models, packages, credentials.",
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -117,14 +131,19 @@ def check(
     notes: list[str] = []
     for file in files:
         try:
-            checked = projects.check(project, file, overrides or (), static=static, machine=not static)
+            checked = projects.check(
+                project, file, overrides or (), static=static, machine=not static
+            )
             place = f"{file}: " if len(files) > 1 else ""
             notes += [
-                f"{place}{note}" for note in (*checked.notes, *projects.describe_rollouts(project, checked.pipeline))
+                f"{place}{note}"
+                for note in (*checked.notes, *projects.describe_rollouts(project, checked.pipeline))
             ]
         except ConfigError as error:
             problems.extend(error.problems)
-        except UserError as error:  # a file that cannot be read does not stop the check of the others
+        except (
+            UserError
+        ) as error:  # a file that cannot be read does not stop the check of the others
             if len(files) == 1:
                 raise
             message = str(UserError(error.what, why=error.why, remedy=error.remedy))
@@ -140,7 +159,11 @@ def check(
 
 
 def plan(
-    file: File, overrides: SetValue = None, until: Until = None, no_cache: NoCache = None, as_json: AsJson = False
+    file: File,
+    overrides: SetValue = None,
+    until: Until = None,
+    no_cache: NoCache = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show what a run would do: each stage, whether its result is stored already, and where it runs.
 
@@ -163,7 +186,9 @@ def plan(
     for stage in prepared.plan.stages:
         outcome = outcomes[stage.id]
         seconds = last.get(stage.id) if outcome is None else None
-        target = prepared.targets.get(stage.target or "") if stage.kind is StageKind.BENCHMARK else None
+        target = (
+            prepared.targets.get(stage.target or "") if stage.kind is StageKind.BENCHMARK else None
+        )
         hourly = target.price_per_hour if target is not None else None
         rows.append(
             PlannedStage(
@@ -190,7 +215,9 @@ def _describe_outcome(outcome: StageOutcome | None) -> str:
 
 
 def run(
-    files: Annotated[list[Path], typer.Argument(help="Pipeline files, e.g. configs/pipelines/digits-mlp.yaml.")],
+    files: Annotated[
+        list[Path], typer.Argument(help="Pipeline files, e.g. configs/pipelines/digits-mlp.yaml.")
+    ],
     overrides: SetValue = None,
     until: Until = None,
     no_cache: NoCache = None,
@@ -223,7 +250,10 @@ def run(
     set_values, repeated = tuple(overrides or ()), tuple(no_cache or ())
     if len(files) > 1:
         if hand_over or take_over:
-            raise UserError("--hand-over and --take-over are for one file", remedy="Run each file with its own folder.")
+            raise UserError(
+                "--hand-over and --take-over are for one file",
+                remedy="Run each file with its own folder.",
+            )
         results = run_files(
             project,
             files,
@@ -233,7 +263,9 @@ def run(
             no_cache=repeated,
             abandon=abandon,
             base=base,
-            observe=lambda: None if is_silent else RunProgress(error_console(), is_one_of_several=True),
+            observe=lambda: (
+                None if is_silent else RunProgress(error_console(), is_one_of_several=True)
+            ),
         )
         with project.running().ended_on_error():
             code = _print_results(results, as_json=as_json)
@@ -243,7 +275,9 @@ def run(
     if take_over is None:
         prepared = projects.prepare(project, files[0], overrides=set_values, until=until)
     else:
-        prepared = projects.prepare_release(project, files[0], take_over, overrides=set_values, until=until)
+        prepared = projects.prepare_release(
+            project, files[0], take_over, overrides=set_values, until=until
+        )
     observer = None
     if not is_silent:
         for note in prepared.notes:
@@ -256,7 +290,13 @@ def run(
     against = find_base(project.settings.root, store, name, base) if base else None
     with project.running().ended_on_error():
         result = projects.execute(
-            project, prepared, no_cache=repeated, observer=observer, abandon=abandon, jobs=jobs, base=against
+            project,
+            prepared,
+            no_cache=repeated,
+            observer=observer,
+            abandon=abandon,
+            jobs=jobs,
+            base=against,
         )
     summary = summarize(prepared.pipeline, result, project.context)
     if hand_over is not None:
@@ -265,14 +305,20 @@ def run(
     raise typer.Exit(summary.exit_code)
 
 
-def _check_folders(hand_over: Path | None, take_over: Path | None, no_cache: Sequence[StageKind]) -> None:
+def _check_folders(
+    hand_over: Path | None, take_over: Path | None, no_cache: Sequence[StageKind]
+) -> None:
     """Refuse a folder of results that exists, and a run of stages whose results were handed over."""
     from onnx_ops.app.hand_over import require_new_folder
 
     if hand_over is not None:
         require_new_folder(hand_over)
     if take_over is not None and no_cache:
-        raise UserError("--take-over runs no stage before the gates", where="--no-cache", remedy="Evaluate again.")
+        raise UserError(
+            "--take-over runs no stage before the gates",
+            where="--no-cache",
+            remedy="Evaluate again.",
+        )
 
 
 def _print_run(
@@ -288,15 +334,24 @@ def _print_run(
     from onnx_ops.app.results import evidence_of
     from onnx_ops.cli.tables import comparison_report, summary_report
     from onnx_ops.measure.paired_rows import compare_rows
-    from onnx_ops.reporting.comparison import ModelComparison, base_comparisons, champion_comparisons
+    from onnx_ops.reporting.comparison import (
+        ModelComparison,
+        base_comparisons,
+        champion_comparisons,
+    )
 
     store = project.context.store
     # The document has no evidence: without a comparison nothing reads it.
-    evidence = tuple(evidence_of(summary, store).values()) if base is not None or not as_json else ()
+    evidence = (
+        tuple(evidence_of(summary, store).values()) if base is not None or not as_json else ()
+    )
     compared: tuple[ModelComparison, ...] = ()
     if base is not None:
         champions = champion_comparisons(summary.choices, evidence)
-        compared = (*champions, *base_comparisons(summary.choices, evidence, base, partial(compare_rows, store)))
+        compared = (
+            *champions,
+            *base_comparisons(summary.choices, evidence, base, partial(compare_rows, store)),
+        )
     with_base = {} if base is None else {"comparisons": codec.to_json(compared)}
 
     def report() -> None:
@@ -304,7 +359,11 @@ def _print_run(
         summary_report(summary, errors, project, measured, details=details)
         comparison_report(compared)
 
-    print_result(lambda: {**codec.to_json(summary), **with_base, "errors": documents(errors)}, report, as_json=as_json)
+    print_result(
+        lambda: {**codec.to_json(summary), **with_base, "errors": documents(errors)},
+        report,
+        as_json=as_json,
+    )
 
 
 def affected(
@@ -347,15 +406,24 @@ def init(
         Path | None, typer.Argument(metavar="DIR", help="New or empty folder.", show_default=False)
     ] = None,
     template: Annotated[
-        TemplateChoice, typer.Option(help="scikit-learn, a CSV table, PyTorch, or an ONNX file of yours.")
+        TemplateChoice,
+        typer.Option(help="scikit-learn, a CSV table, PyTorch, or an ONNX file of yours."),
     ] = TemplateChoice.SKLEARN,
     name: Annotated[
         str | None,
-        typer.Option(help="Name of pipeline, model and endpoint. Default: of folder or package.", show_default=False),
+        typer.Option(
+            help="Name of pipeline, model and endpoint. Default: of folder or package.",
+            show_default=False,
+        ),
     ] = None,
     into: Annotated[
         Path | None,
-        typer.Option("--into", metavar="DIR", help="Existing repository to add a pipeline to.", show_default=False),
+        typer.Option(
+            "--into",
+            metavar="DIR",
+            help="Existing repository to add a pipeline to.",
+            show_default=False,
+        ),
     ] = None,
     source: Annotated[
         str | None,
@@ -376,7 +444,10 @@ def init(
         ),
     ] = None,
     label: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="With --into: the label of the rows.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="COLUMN", help="With --into: the label of the rows.", show_default=False
+        ),
     ] = None,
     parameters: Annotated[
         list[str] | None,
@@ -389,7 +460,10 @@ def init(
     ] = None,
     framework: Annotated[
         str,
-        typer.Option(help="With --into: the exporter. Default: by the imports of the function.", show_default=False),
+        typer.Option(
+            help="With --into: the exporter. Default: by the imports of the function.",
+            show_default=False,
+        ),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
@@ -409,7 +483,9 @@ def init(
         if source is None or folder is not None:
             remedy = "For example: onnx-ops init --into . --from models/model.onnx."
             raise UserError("--into needs --from, and no DIR", where="init", remedy=remedy)
-        _add_to_repository(into, name, source, data or [], label, parameters or [], framework, as_json=as_json)
+        _add_to_repository(
+            into, name, source, data or [], label, parameters or [], framework, as_json=as_json
+        )
         return
     if folder is None or source is not None:
         remedy = "Name the folder of a new project (onnx-ops init fraud), or a repository: --into DIR --from SOURCE."
@@ -421,7 +497,9 @@ def init(
     if as_json:
         print_json({"name": chosen, "folder": str(folder), "files": list(files)})
         return
-    typer.echo(f"Created {len(files)} files in {folder} (pipeline: configs/pipelines/{chosen}.yaml)")
+    typer.echo(
+        f"Created {len(files)} files in {folder} (pipeline: configs/pipelines/{chosen}.yaml)"
+    )
     typer.echo(
         f"\n  cd {shlex.quote(str(folder))}\n"
         "  make demo                    # makes .venv/; trains, releases and serves\n"
@@ -448,7 +526,11 @@ def _add_to_repository(
 
     sets = dict(text.partition("=")[::2] for text in data)
     if bad := [text for text in data if not all(text.partition("=")[::2])]:
-        raise UserError(f"{bad[0]!r} is not SET=FILE", where="--data", remedy="For example: --data test=data/test.csv.")
+        raise UserError(
+            f"{bad[0]!r} is not SET=FILE",
+            where="--data",
+            remedy="For example: --data test=data/test.csv.",
+        )
     given = RepositorySource(
         source=source,
         data=sets,
@@ -458,7 +540,9 @@ def _add_to_repository(
     )
     setup = add_to_repository(root, name or choose_name(root), given)
     if as_json:
-        print_json({"pipeline": setup.pipeline, "written": list(setup.written), "kept": list(setup.kept)})
+        print_json(
+            {"pipeline": setup.pipeline, "written": list(setup.written), "kept": list(setup.kept)}
+        )
         return
     for title, files in (("Written", setup.written), ("There already, unchanged", setup.kept)):
         if files:
@@ -489,7 +573,11 @@ def _print_results(results: Iterable[PipelineResult], *, as_json: bool) -> int:
         ended.append(document)
         if as_json:
             continue
-        done = "" if summary is None else f" ({len(summary.executed)} of {len(summary.outcomes)} stages executed)"
+        done = (
+            ""
+            if summary is None
+            else f" ({len(summary.executed)} of {len(summary.outcomes)} stages executed)"
+        )
         print_text("[bold]{}[/bold]{}", result.file, done)
         if summary is not None:
             choice_lines(summary, result.errors)
@@ -498,7 +586,9 @@ def _print_results(results: Iterable[PipelineResult], *, as_json: bool) -> int:
     worst = worst_exit_code(codes)
     print_result(
         lambda: {"pipelines": ended, "exit_code": worst},
-        lambda: say(f"{len(codes)} pipelines: {codes.count(0)} done, {len(codes) - codes.count(0)} not"),
+        lambda: say(
+            f"{len(codes)} pipelines: {codes.count(0)} done, {len(codes) - codes.count(0)} not"
+        ),
         as_json=as_json,
     )
     return worst

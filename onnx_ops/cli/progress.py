@@ -46,7 +46,13 @@ class StepProgress:
     """The running steps, in one line that is redrawn on a terminal."""
 
     def __init__(
-        self, console: Console, durations: Durations, prefix: str, steps: Sequence[str] = (), *, jobs: int = 1
+        self,
+        console: Console,
+        durations: Durations,
+        prefix: str,
+        steps: Sequence[str] = (),
+        *,
+        jobs: int = 1,
     ) -> None:
         self._console, self._durations, self._prefix = console, durations, prefix
         self._steps, self._jobs = list(steps), jobs
@@ -130,7 +136,9 @@ class StepProgress:
         if len(names) > 1:  # long: a narrow terminal cuts names off, and not the time
             return f"[{len(self._done)}/{count} done{left}] {', '.join(names)} …"
         (name,) = names
-        place = f"[{self._steps.index(name) + 1}/{count}] " if count > 1 and name in self._steps else ""
+        place = (
+            f"[{self._steps.index(name) + 1}/{count}] " if count > 1 and name in self._steps else ""
+        )
         elapsed = time.monotonic() - begun[name]
         took = f" {format_seconds(elapsed)}" if elapsed >= 1 else ""
         return f"{place}{name}{f': {self._detail}' if self._detail else ' …'}{took}{left}"
@@ -147,7 +155,9 @@ class StepProgress:
         known: dict[str, float] = {}
         for name in names:
             last = self._durations.last.get(self._prefix + name)
-            if last is None and "/" in name:  # that of the latest step of its kind (`benchmark/…`) in this run
+            if (
+                last is None and "/" in name
+            ):  # that of the latest step of its kind (`benchmark/…`) in this run
                 last = self._durations.last.get(f"{self._prefix}{name.partition('/')[0]}/")
             if last is not None:
                 known[name] = last
@@ -157,7 +167,9 @@ class StepProgress:
         rest = {name: max(each - (now - begun.get(name, now)), 0.0) for name, each in known.items()}
         chains: dict[str, float] = {}
         for name, own in rest.items():  # in the plan's order; a running step waits for nothing
-            chains[name] = own + max((chains.get(need, 0.0) for need in self._needs.get(name, ())), default=0.0)
+            chains[name] = own + max(
+                (chains.get(need, 0.0) for need in self._needs.get(name, ())), default=0.0
+            )
         return max(*chains.values(), sum(rest.values()) / self._jobs)
 
 
@@ -248,7 +260,11 @@ class RunProgress(Observer):
         """Return how long a stage took, and how much of it was waiting."""
         worked = self._worked.get(stage.id, outcome.seconds)
         waited = outcome.seconds - worked
-        return f"{worked:.1f} s after {waited:.1f} s of waiting" if waited >= _WAIT_S else f"{outcome.seconds:.1f} s"
+        return (
+            f"{worked:.1f} s after {waited:.1f} s of waiting"
+            if waited >= _WAIT_S
+            else f"{outcome.seconds:.1f} s"
+        )
 
     def finished(self, stage: Stage, outcome: StageOutcome) -> None:
         """Show the outcome of a stage."""
@@ -258,7 +274,8 @@ class RunProgress(Observer):
         if not self._is_one_of_several or outcome.status is not StageStatus.CACHED:
             text = {
                 StageStatus.CACHED: "unchanged",
-                StageStatus.DONE: self._describe_time(stage, outcome) + self._describe_output(stage),
+                StageStatus.DONE: self._describe_time(stage, outcome)
+                + self._describe_output(stage),
                 StageStatus.FAILED: f"failed after {self._describe_time(stage, outcome)}",  # the report has the reason
                 StageStatus.SKIPPED: f"skipped: {outcome.reason}",
             }[outcome.status]

@@ -33,32 +33,51 @@ def quantize(
     *,
     method: Annotated[
         str,
-        typer.Option(help="auto, static, dynamic, fp16, weight-only, graph, onnxslim, onnxoptimizer, fixed-shapes."),
+        typer.Option(
+            help="auto, static, dynamic, fp16, weight-only, graph, onnxslim, onnxoptimizer, fixed-shapes."
+        ),
     ],
     targets: Annotated[
-        list[str] | None, typer.Option("--target", help="Target that it will run on; may be repeated. Default: cpu-1t.")
+        list[str] | None,
+        typer.Option(
+            "--target", help="Target that it will run on; may be repeated. Default: cpu-1t."
+        ),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="Calibration rows: .npz, arrays by input name.", show_default=False)
+        Path | None,
+        typer.Option(help="Calibration rows: .npz, arrays by input name.", show_default=False),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Rows to calibrate on.")] = 256,
     calibration_method: Annotated[
         str, typer.Option(help="Calibration method: minmax, entropy, percentile.")
     ] = "minmax",
-    exclude: Annotated[list[str] | None, typer.Option(help="Node that stays in float; may be repeated.")] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(help="Node that stays in float; may be repeated.")
+    ] = None,
     options: Annotated[
-        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Option of the method, e.g. bits=4.")
+        list[str] | None,
+        typer.Option("--option", metavar="NAME=VALUE", help="Option of the method, e.g. bits=4."),
     ] = None,
-    per_channel: Annotated[bool, typer.Option(help="One scale per output channel of a weight.")] = True,
+    per_channel: Annotated[
+        bool, typer.Option(help="One scale per output channel of a weight.")
+    ] = True,
     tuning_data: Annotated[
-        Path | None, typer.Option(help="auto: tuning rows of the search: .npz, with labels.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="auto: tuning rows of the search: .npz, with labels.", show_default=False
+        ),
     ] = None,
-    label: Annotated[str, typer.Option(help="auto: array of the labels in the tuning rows.")] = "label",
-    metric: Annotated[str, typer.Option(help="auto: task metric that the budget limits.")] = "accuracy",
+    label: Annotated[
+        str, typer.Option(help="auto: array of the labels in the tuning rows.")
+    ] = "label",
+    metric: Annotated[
+        str, typer.Option(help="auto: task metric that the budget limits.")
+    ] = "accuracy",
     budget: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=VALUE", help="auto: metric_drop=0.5%, size=2MB, p99=5ms, max_minutes=5, max_builds=9."
+            metavar="NAME=VALUE",
+            help="auto: metric_drop=0.5%, size=2MB, p99=5ms, max_minutes=5, max_builds=9.",
         ),
     ] = None,
     select: Annotated[
@@ -102,7 +121,11 @@ def quantize(
         options=_parse_options(options or []),
     )
     values = parse_values(fix or [])
-    rows = load_rows(read_model_info(model).inputs, context, data, samples, values)[1] if data else None
+    rows = (
+        load_rows(read_model_info(model).inputs, context, data, samples, values)[1]
+        if data
+        else None
+    )
     if method == AUTO:
         with show_progress("quantize", model, quiet=quiet or as_json) as report:
             _refuse_recipe_options(exclude, options)
@@ -141,7 +164,9 @@ def _refuse_search_options(method: str, tuning_data: Path | None, budget: list[s
     """Refuse what a single recipe does not use."""
     if tuning_data or budget:
         raise UserError(
-            f"{method} is a single recipe", where="--tuning-data, --budget", remedy="They are for --method auto."
+            f"{method} is a single recipe",
+            where="--tuning-data, --budget",
+            remedy="They are for --method auto.",
         )
 
 
@@ -175,7 +200,9 @@ def _digest_rows(**paths: Path | None) -> dict[str, Digest]:
 
 def _print_document(result: QuantizedFile, model: Path, out: Path) -> None:
     ratios = {
-        name: {"why": entry.why} if entry.why else {"ratio": entry.ratio, "low": entry.low, "high": entry.high}
+        name: {"why": entry.why}
+        if entry.why
+        else {"ratio": entry.ratio, "low": entry.low, "high": entry.high}
         for name, entry in result.effects.items()
     }
     print_json(
@@ -198,7 +225,9 @@ def _parse_calibration(method: str, samples: int) -> Calibrate:
     known = get_args(get_type_hints(Calibrate)["method"])
     if method not in known:
         why = DISTRIBUTION if method == "distribution" else f"there are {', '.join(known)}"
-        raise UserError(f"no calibration method is called {method!r}", where="--calibration-method", why=why)
+        raise UserError(
+            f"no calibration method is called {method!r}", where="--calibration-method", why=why
+        )
     return Calibrate(samples=samples, method=method)  # type: ignore[arg-type]
 
 
@@ -211,9 +240,15 @@ def _parse_options(texts: list[str]) -> dict[str, Json]:
         try:
             options[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise UserError(f"{text!r} is not NAME=VALUE", where="--option", why=str(error)) from error
+            raise UserError(
+                f"{text!r} is not NAME=VALUE", where="--option", why=str(error)
+            ) from error
         if not (name and separator):
-            raise UserError(f"{text!r} is not NAME=VALUE", where="--option", remedy="For example: --option bits=4.")
+            raise UserError(
+                f"{text!r} is not NAME=VALUE",
+                where="--option",
+                remedy="For example: --option bits=4.",
+            )
     return options
 
 
@@ -251,7 +286,11 @@ def _parse_budget(texts: list[str]) -> Budget:
             raise UserError(f"a budget has no {name!r}", where="--budget", why=f"it has {known}")
         unit = next((part.unit for part in _parts(hints[name]) if isinstance(part, Unit)), None)
         try:
-            values[name] = parse_quantity(value, unit) if unit else (int if name == "max_builds" else float)(value)
+            values[name] = (
+                parse_quantity(value, unit)
+                if unit
+                else (int if name == "max_builds" else float)(value)
+            )
         except ValueError as error:
             raise UserError(str(error), where=f"--budget {text}") from error
         if not values[name] > 0 and name != "metric_drop":
@@ -265,7 +304,12 @@ def _parts(hint: Any) -> list[Any]:
 
 
 def _load_tuning(
-    context: Context, model: Path, path: Path | None, name: str, metric: MetricDefinition, fix: Mapping[str, Any]
+    context: Context,
+    model: Path,
+    path: Path | None,
+    name: str,
+    metric: MetricDefinition,
+    fix: Mapping[str, Any],
 ) -> Dataset:
     """Return the rows on which a search decides, 512 at most."""
     from onnx_ops.onnx_graph.model_info import read_model_info

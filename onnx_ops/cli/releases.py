@@ -41,7 +41,10 @@ Target = Annotated[str, typer.Option("--target", "-t", help="Name of the target,
 
 
 def explain(
-    version: Annotated[str, typer.Argument(metavar="MODEL/VERSION", help="A registered version, e.g. digits-mlp/3.")],
+    version: Annotated[
+        str,
+        typer.Argument(metavar="MODEL/VERSION", help="A registered version, e.g. digits-mlp/3."),
+    ],
     target: Annotated[str | None, typer.Option("--target", "-t", help="Only this target.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -64,7 +67,13 @@ def explain(
     for again in () if as_json else explanations:
         decision, signed = again.decision, again.signed.record
         gate_report(result_table([decision]))
-        print_text("{} on {}: {}, {}", version, again.target, verdict_markup(decision.verdict), decision.reason)
+        print_text(
+            "{} on {}: {}, {}",
+            version,
+            again.target,
+            verdict_markup(decision.verdict),
+            decision.reason,
+        )
         same = "the same verdict" if again.reproduced else f"signed was {signed.verdict.value}"
         say(f"Judged again from stored evidence: {same}. Signature {again.signature}.")
         hardware, runtime = again.evidence.hardware, again.evidence.runtime
@@ -75,12 +84,18 @@ def explain(
 
 
 def promote(
-    version: Annotated[str, typer.Argument(metavar="MODEL/VERSION", help="A registered version, e.g. digits-mlp/3.")],
+    version: Annotated[
+        str,
+        typer.Argument(metavar="MODEL/VERSION", help="A registered version, e.g. digits-mlp/3."),
+    ],
     target: Target,
     reason: Reason = "",
     actor: Actor = "",
     override: Annotated[
-        bool, typer.Option("--override", help="Override failed gates or a previous rollback; requires --reason.")
+        bool,
+        typer.Option(
+            "--override", help="Override failed gates or a previous rollback; requires --reason."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -95,7 +110,9 @@ def promote(
     model, number = parse_version(version, "promote")
     context = open_project().context
     with working("promote", "registry", "endpoints", "notifications", quiet=as_json) as progress:
-        done = make_challenger(context, model, number, target, actor=actor, reason=reason, override=override)
+        done = make_challenger(
+            context, model, number, target, actor=actor, reason=reason, override=override
+        )
         progress.begin("endpoints")
         reports, errors = reconcile_each(context, done.endpoints, actor=actor)
         progress.begin("notifications")
@@ -114,13 +131,20 @@ def reconcile(
     endpoints: Endpoints = None,
     actor: Actor = "",
     watch: Annotated[bool, typer.Option("--watch", help="Repeat until SIGTERM or Ctrl-C.")] = False,
-    interval: Annotated[str, typer.Option(metavar="DURATION", help="Time between two passes of --watch.")] = "5s",
+    interval: Annotated[
+        str, typer.Option(metavar="DURATION", help="Time between two passes of --watch.")
+    ] = "5s",
     retry: Annotated[
-        str, typer.Option(metavar="DURATION", help="Retry what fails for this long.", show_default=False)
+        str,
+        typer.Option(
+            metavar="DURATION", help="Retry what fails for this long.", show_default=False
+        ),
     ] = "0s",
     listen: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="With --watch: receive MLflow's webhooks.", show_default=False),
+        typer.Option(
+            metavar="HOST:PORT", help="With --watch: receive MLflow's webhooks.", show_default=False
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -142,11 +166,19 @@ def reconcile(
         from onnx_ops.cli.watch import keep_watching
 
         keep_watching(
-            open_project(), tuple(endpoints or ()), interval=interval, listen=listen, actor=actor, as_json=as_json
+            open_project(),
+            tuple(endpoints or ()),
+            interval=interval,
+            listen=listen,
+            actor=actor,
+            as_json=as_json,
         )
         return
     if listen is not None:
-        raise UserError("--listen goes with --watch", remedy="onnx-ops reconcile --watch --listen 127.0.0.1:8650")
+        raise UserError(
+            "--listen goes with --watch",
+            remedy="onnx-ops reconcile --watch --listen 127.0.0.1:8650",
+        )
     context = open_project().context
     names = tuple(endpoints or ()) or list_bound_endpoints(context)
     retry_s = parse_duration(retry, "--retry")
@@ -160,15 +192,28 @@ def reconcile(
             raise errors[names[0]]
         progress.begin("notifications")
         send_pending_each(context, names)
-    print_result(lambda: steps_to_document(reports, errors), lambda: print_steps(reports, errors), as_json=as_json)
+    print_result(
+        lambda: steps_to_document(reports, errors),
+        lambda: print_steps(reports, errors),
+        as_json=as_json,
+    )
     exit_after_steps(reports, errors)
 
 
 def report(
-    version: Annotated[str, typer.Argument(metavar="MODEL/VERSION", help="A registered version, e.g. digits-mlp/3.")],
+    version: Annotated[
+        str,
+        typer.Argument(metavar="MODEL/VERSION", help="A registered version, e.g. digits-mlp/3."),
+    ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Default: MODEL-VERSION.html.", show_default=False),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Default: MODEL-VERSION.html.",
+            show_default=False,
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -193,9 +238,16 @@ def report(
 
 
 def export_dvc(
-    version: Annotated[str, typer.Argument(metavar="MODEL/VERSION", help="Any version of the release, e.g. digits/3.")],
-    metrics: Annotated[Path, typer.Option(metavar="FILE", help="Output file for metrics.")] = Path("metrics.json"),
-    plots: Annotated[Path, typer.Option(metavar="FOLDER", help="Output folder for plot data.")] = Path("plots"),
+    version: Annotated[
+        str,
+        typer.Argument(metavar="MODEL/VERSION", help="Any version of the release, e.g. digits/3."),
+    ],
+    metrics: Annotated[Path, typer.Option(metavar="FILE", help="Output file for metrics.")] = Path(
+        "metrics.json"
+    ),
+    plots: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Output folder for plot data.")
+    ] = Path("plots"),
     as_json: AsJson = False,
 ) -> None:
     """Write the metrics of a release in DVC's formats, for `dvc metrics show` and `dvc plots show`.
@@ -210,10 +262,16 @@ def export_dvc(
     model, number = parse_version(version, "export-dvc")
     decisions = reevaluate_release(open_project().context, model, number)
     judged = {
-        variant: {decision.target: (decision.signed.record.verdict, decision.evidence) for decision in explained}
+        variant: {
+            decision.target: (decision.signed.record.verdict, decision.evidence)
+            for decision in explained
+        }
         for variant, explained in decisions.items()
     }
-    files = {metrics: dvc_metrics(judged), **{plots / name: points for name, points in dvc_plots(judged).items()}}
+    files = {
+        metrics: dvc_metrics(judged),
+        **{plots / name: points for name, points in dvc_plots(judged).items()},
+    }
     for path, content in files.items():
         with writing("the file", path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -225,13 +283,18 @@ def export_dvc(
             typer.echo(str(path))
 
 
-drift = make_group("drift", "Detect champions whose behaviour has changed since their release.", "onnx-ops drift check")
+drift = make_group(
+    "drift",
+    "Detect champions whose behaviour has changed since their release.",
+    "onnx-ops drift check",
+)
 
 
 @add_command(drift, "check")
 def drift_check(
     pipelines: Annotated[
-        list[str] | None, typer.Argument(metavar="PIPELINE...", help="Pipelines or models; all by default.")
+        list[str] | None,
+        typer.Argument(metavar="PIPELINE...", help="Pipelines or models; all by default."),
     ] = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
@@ -253,7 +316,10 @@ def drift_check(
     results: list[Drift] = []
     with working("drift check", "registry", quiet=quiet or as_json) as progress:
         champions = list_champions(project.context, tuple(pipelines or ()))
-        names = [f"{champion.record.model} v{champion.record.version} on {champion.target}" for champion in champions]
+        names = [
+            f"{champion.record.model} v{champion.record.version} on {champion.target}"
+            for champion in champions
+        ]
         progress.plan(names)
         for name, champion in zip(names, champions, strict=True):
             progress.begin(name)
@@ -264,7 +330,16 @@ def drift_check(
         rows = []
         for result in results:
             verdict = verdict_markup(result.verdict, text="DRIFTED" if result.drifted else "")
-            rows.append((result.model, result.version, result.target, result.variant, verdict, result.reason))
+            rows.append(
+                (
+                    result.model,
+                    result.version,
+                    result.target,
+                    result.variant,
+                    verdict,
+                    result.reason,
+                )
+            )
         print_table(("model", "version", "target", "variant", "verdict", "why"), rows)
     else:
         typer.echo("no champions yet: the first release of a pipeline creates one")

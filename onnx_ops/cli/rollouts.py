@@ -58,8 +58,12 @@ Endpoint = Annotated[str, typer.Argument(help="Name of the endpoint.")]
 @add_command(rollout, "status")
 def rollout_status(
     endpoint: Endpoint,
-    watch: Annotated[bool, typer.Option("--watch", help="Keep refreshing until the rollout finishes.")] = False,
-    interval: Annotated[str, typer.Option(metavar="DURATION", help="Refresh interval for --watch.")] = "2s",
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Keep refreshing until the rollout finishes.")
+    ] = False,
+    interval: Annotated[
+        str, typer.Option(metavar="DURATION", help="Refresh interval for --watch.")
+    ] = "2s",
     as_json: AsJson = False,
 ) -> None:
     """Show the steps of a rollout, its metrics and what it waits for.
@@ -88,7 +92,9 @@ def rollout_status(
 
 
 @add_command(rollout, "resume")
-def rollout_resume(endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False) -> None:
+def rollout_resume(
+    endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False
+) -> None:
     """Continue a rollout that an operator paused, at its current step.
 
     Its checks decide again when it advances. To skip them: onnx-ops rollout advance.
@@ -99,7 +105,9 @@ def rollout_resume(endpoint: Endpoint, reason: Reason = "", actor: Actor = "", a
 
 
 @add_command(rollout, "advance")
-def rollout_advance(endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False) -> None:
+def rollout_advance(
+    endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False
+) -> None:
     """Advance a rollout by one step without its open checks, paused or not.
 
     This approves a step that waits for approval. A guardrail that rolls back still does.
@@ -110,7 +118,9 @@ def rollout_advance(endpoint: Endpoint, reason: Reason = "", actor: Actor = "", 
 
 
 @add_command(rollout, "pause")
-def rollout_pause(endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False) -> None:
+def rollout_pause(
+    endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False
+) -> None:
     """Hold a rollout at its current step.
 
     Example: onnx-ops rollout pause digits-cnn --reason "looking at the logs"
@@ -119,7 +129,9 @@ def rollout_pause(endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as
 
 
 @add_command(rollout, "abort")
-def rollout_abort(endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False) -> None:
+def rollout_abort(
+    endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False
+) -> None:
     """Abort a rollout: move all traffic back to the stable version.
 
     Example: onnx-ops rollout abort digits-cnn --reason "wrong on sevens"
@@ -127,13 +139,17 @@ def rollout_abort(endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as
     from onnx_ops.release.rollback import roll_back_each
 
     context = open_project().context
-    _, errors = roll_back_each(context, (endpoint,), reason=reason, actor=actor, candidate_only=True)
+    _, errors = roll_back_each(
+        context, (endpoint,), reason=reason, actor=actor, candidate_only=True
+    )
     if errors:
         raise errors[endpoint]
     _reconcile(context, endpoint, actor, as_json=as_json)
 
 
-def _command(command: OperatorCommand, endpoint: str, reason: str, actor: str, *, as_json: bool) -> None:
+def _command(
+    command: OperatorCommand, endpoint: str, reason: str, actor: str, *, as_json: bool
+) -> None:
     from onnx_ops.release.rollback import send_command
 
     context = open_project().context
@@ -148,7 +164,9 @@ def _reconcile(context: Context, endpoint: str, actor: str, *, as_json: bool) ->
 
     reports = reconcile_until_stable(context, endpoint, actor=actor)
     send_pending_each(context, (endpoint,))
-    print_result(lambda: codec.to_json(reports), lambda: print_steps({endpoint: reports}), as_json=as_json)
+    print_result(
+        lambda: codec.to_json(reports), lambda: print_steps({endpoint: reports}), as_json=as_json
+    )
     exit_after_steps({endpoint: reports})
 
 
@@ -158,7 +176,9 @@ def _follow(context: Context, view: RolloutView | None, pause_s: float, *, as_js
 
     from onnx_ops.release.status import read_rollout_view
 
-    live = Live(console=console(), auto_refresh=False) if sys.stdout.isatty() and not as_json else None
+    live = (
+        Live(console=console(), auto_refresh=False) if sys.stdout.isatty() and not as_json else None
+    )
     last = ""
     with live or contextlib.nullcontext():
         while view is not None:
@@ -178,13 +198,22 @@ def _render(view: RolloutView) -> Group:
     for index, step in enumerate(view.steps):
         text = f"shadow {step.mirror_percent} %" if step.kind == "shadow" else f"{step.percent} %"
         marks.append(markup("[bold]{}[/bold]" if index == view.step else "{}", text))
-    head = markup("[bold]{}[/bold] {} -> {}: {}", view.endpoint, view.stable, view.candidate, Markup(" → ".join(marks)))
+    head = markup(
+        "[bold]{}[/bold] {} -> {}: {}",
+        view.endpoint,
+        view.stable,
+        view.candidate,
+        Markup(" → ".join(marks)),
+    )
     lines = [view.next]
     if (judged := view.judged) is not None:
         summaries = [guard.summary for guard in judged.guardrails]
         outliers = [outlier.summary for outlier in judged.outliers]
         texts = [*summaries, judged.ab_summary, judged.split_mismatch, *outliers]
-        lines = [*(text for text in texts if text and text not in view.next), view.next]  # `next` cites its reason
+        lines = [
+            *(text for text in texts if text and text not in view.next),
+            view.next,
+        ]  # `next` cites its reason
     first = Text.from_markup(f"{head}, here for {view.seconds:.0f} s", emoji=False)
     return Group(first, *(Padding(Text(line), (0, 0, 0, 2), expand=False) for line in lines))
 
@@ -199,28 +228,51 @@ def _describe_end(context: Context, endpoint: str) -> tuple[Text, bool]:
     last = next((action for action in reversed(actions) if action.kind in ends), None)
     if last is None:
         return Text(f"{endpoint}: no rollout yet"), False
-    text = f"{endpoint}: no rollout in progress; the last one ended with {last.kind.value}: {last.why}"
+    text = (
+        f"{endpoint}: no rollout in progress; the last one ended with {last.kind.value}: {last.why}"
+    )
     return Text(text), last.kind in (ActionKind.ABORT, ActionKind.ROLLBACK)
 
 
 def rollback(
-    endpoints: Annotated[list[str] | None, typer.Argument(metavar="ENDPOINT...", help="Names of endpoints.")] = None,
-    to: Annotated[str | None, typer.Option("--to", metavar="VERSION", help="Default: the previous version.")] = None,
+    endpoints: Annotated[
+        list[str] | None, typer.Argument(metavar="ENDPOINT...", help="Names of endpoints.")
+    ] = None,
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="VERSION", help="Default: the previous version.")
+    ] = None,
     reason: Reason = "",
     actor: Actor = "",
-    all_: Annotated[bool, typer.Option("--all", help="All endpoints of --model, and of --target if given.")] = False,
-    model: Annotated[str, typer.Option("--model", help="With --all: a registered model.", show_default=False)] = "",
-    target: Annotated[str, typer.Option("--target", "-t", help="With --all: a target.", show_default=False)] = "",
-    force: Annotated[
-        bool, typer.Option("--force", help="Allow rolling back to a version that was itself rolled back.")
+    all_: Annotated[
+        bool, typer.Option("--all", help="All endpoints of --model, and of --target if given.")
     ] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until the registry's aliases are updated.")] = False,
+    model: Annotated[
+        str, typer.Option("--model", help="With --all: a registered model.", show_default=False)
+    ] = "",
+    target: Annotated[
+        str, typer.Option("--target", "-t", help="With --all: a target.", show_default=False)
+    ] = "",
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Allow rolling back to a version that was itself rolled back."
+        ),
+    ] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until the registry's aliases are updated.")
+    ] = False,
     withdraw: Annotated[
-        bool, typer.Option("--withdraw", help="Withdraw a rollback that was requested and could not be done yet.")
+        bool,
+        typer.Option(
+            "--withdraw", help="Withdraw a rollback that was requested and could not be done yet."
+        ),
     ] = False,
     *,
     write_off: Annotated[
-        str, typer.Option("--write-off", metavar="REPLICA", help="Record that a silent replica is gone for good.")
+        str,
+        typer.Option(
+            "--write-off", metavar="REPLICA", help="Record that a silent replica is gone for good."
+        ),
     ] = "",
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -251,7 +303,9 @@ def rollback(
     names = select_endpoints(context, names, every=all_, model=model, target=target, to=to)
     if not (reason or as_json):
         reason = _ask_reason(context, names)
-    moved, errors = roll_back_each(context, names, to=to, reason=reason, actor=actor, force=force, pin=not all_)
+    moved, errors = roll_back_each(
+        context, names, to=to, reason=reason, actor=actor, force=force, pin=not all_
+    )
     # Printed before the registry's part, which takes longer than the rollback.
     if not as_json:
         _print_moves(moved, errors)
@@ -264,31 +318,47 @@ def rollback(
         if pending and not quiet:
             say("\n".join(dict.fromkeys(pending.values())), err=True)
 
-    print_result(lambda: documents[0] if endpoints and len(names) == 1 else documents, report, as_json=as_json)
+    print_result(
+        lambda: documents[0] if endpoints and len(names) == 1 else documents,
+        report,
+        as_json=as_json,
+    )
     if errors:
         raise typer.Exit(max(error.exit_code for error in errors.values()))
 
 
-def _withdraw(context: Context, names: Sequence[str], *, reason: str, actor: str, as_json: bool) -> None:
+def _withdraw(
+    context: Context, names: Sequence[str], *, reason: str, actor: str, as_json: bool
+) -> None:
     """Withdraw the pending rollback or deletion of each endpoint."""
     from onnx_ops.release.rollback import withdraw_request
 
     if not names:
-        raise UserError("which endpoint?", remedy="onnx-ops rollback --withdraw ENDPOINT --reason WHY")
-    withdrawn = {name: withdraw_request(context, name, reason=reason, actor=actor) for name in names}
+        raise UserError(
+            "which endpoint?", remedy="onnx-ops rollback --withdraw ENDPOINT --reason WHY"
+        )
+    withdrawn = {
+        name: withdraw_request(context, name, reason=reason, actor=actor) for name in names
+    }
     if as_json:
         print_json([{"endpoint": name, "withdrawn": what} for name, what in withdrawn.items()])
         return
     for name, what in withdrawn.items():
-        say(f"{name}: {what} is withdrawn. The next reconciliation restores the state in the ledger.")
+        say(
+            f"{name}: {what} is withdrawn. The next reconciliation restores the state in the ledger."
+        )
 
 
-def _write_off(context: Context, names: Sequence[str], server: str, *, reason: str, actor: str, as_json: bool) -> None:
+def _write_off(
+    context: Context, names: Sequence[str], server: str, *, reason: str, actor: str, as_json: bool
+) -> None:
     """Write off a replica of one endpoint."""
     from onnx_ops.release.rollback import write_off_server
 
     if len(names) != 1:
-        raise UserError("which endpoint?", remedy="onnx-ops rollback ENDPOINT --write-off REPLICA --reason WHY")
+        raise UserError(
+            "which endpoint?", remedy="onnx-ops rollback ENDPOINT --write-off REPLICA --reason WHY"
+        )
     is_new = write_off_server(context, names[0], server, reason=reason, actor=actor)
     text = "is written off; no rollback waits for it" if is_new else "was written off already"
     document = {"endpoint": names[0], "written_off": server, "already": not is_new}
@@ -307,9 +377,13 @@ def _print_moves(moved: Mapping[str, RollbackResult], errors: Mapping[str, OnnxO
     """Print where traffic went, and the endpoints whose rollback failed."""
     for name, move in moved.items():
         if move.already:
-            say(f"{name}: {move.moved_to} has 100 % of traffic already. To go back further, name it with --to.")
+            say(
+                f"{name}: {move.moved_to} has 100 % of traffic already. To go back further, name it with --to."
+            )
         else:
-            say(f"{name}: {move.moved_from} -> {move.moved_to}, 100 % of traffic. Reason: {move.reason}")
+            say(
+                f"{name}: {move.moved_from} -> {move.moved_to}, 100 % of traffic. Reason: {move.reason}"
+            )
     print_errors(errors)
 
 
@@ -331,7 +405,11 @@ def _document(
     """Return what `--json` prints about an endpoint: its error, or its move and what the registry waits for."""
     if name in errors:
         return {"endpoint": name, **errors[name].as_document()}
-    return {**codec.to_json(moved[name]), "registry_pending": name in pending, "registry": pending.get(name, "")}
+    return {
+        **codec.to_json(moved[name]),
+        "registry_pending": name in pending,
+        "registry": pending.get(name, ""),
+    }
 
 
 def _is_here(project: Project, endpoint: str) -> bool:
@@ -340,7 +418,9 @@ def _is_here(project: Project, endpoint: str) -> bool:
     return config is None or not project.context.provider(config.provider).explain_elsewhere(config)
 
 
-def _finish(project: Project, pending_names: Sequence[str], moved: Sequence[str], actor: str) -> dict[str, str]:
+def _finish(
+    project: Project, pending_names: Sequence[str], moved: Sequence[str], actor: str
+) -> dict[str, str]:
     """Write aliases and send notifications; return by endpoint why its aliases are not written yet.
 
     A notification that fails does not fail the rollback: the ledger keeps pending notifications.
@@ -349,7 +429,9 @@ def _finish(project: Project, pending_names: Sequence[str], moved: Sequence[str]
     from onnx_ops.release.reconcile import write_aliases
 
     reasons = {name: write_aliases(project.context, name, actor=actor) for name in pending_names}
-    for delivery in send_pending_each(project.context, moved) if moved and project.settings.notifiers else ():
+    for delivery in (
+        send_pending_each(project.context, moved) if moved and project.settings.notifiers else ()
+    ):
         if delivery.error:
             say(f"{delivery.notifier}: not sent: {delivery.error}", err=True)
     return {
@@ -359,7 +441,9 @@ def _finish(project: Project, pending_names: Sequence[str], moved: Sequence[str]
     }
 
 
-def _hand_over(project: Project, pending_names: Sequence[str], moved: Sequence[str]) -> dict[str, str]:
+def _hand_over(
+    project: Project, pending_names: Sequence[str], moved: Sequence[str]
+) -> dict[str, str]:
     """Leave aliases, pending traffic and notifications to processes that outlive this one.
 
     Importing MLflow takes longer than the whole rollback. If such a process dies, the ledger keeps the pending work,

@@ -21,7 +21,12 @@ from onnx_ops.cli.progress import format_seconds
 from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.reporting.description import ResultRow, result_table, worst_first
-from onnx_ops.reporting.formatting import format_figure, format_interval, result_figure, result_interval
+from onnx_ops.reporting.formatting import (
+    format_figure,
+    format_interval,
+    result_figure,
+    result_interval,
+)
 
 if TYPE_CHECKING:
     from onnx_ops.app.context import Project
@@ -60,7 +65,11 @@ def plan_table(pipeline: str, stages: Sequence[PlannedStage]) -> None:
     rows = []
     for stage in stages:
         needs = ", ".join(stage.needs)
-        cells = (stage.stage, _describe_work(stage, placed=placed), needs if len(needs) <= 60 else needs[:59] + "…")
+        cells = (
+            stage.stage,
+            _describe_work(stage, placed=placed),
+            needs if len(needs) <= 60 else needs[:59] + "…",
+        )
         is_dim = stage.would == "unchanged"
         rows.append([markup("[dim]{}[/dim]", text) if is_dim and text else text for text in cells])
     print_table(("stage", "would", "needs"), rows)
@@ -146,7 +155,9 @@ def summary_report(
         _release_lines(summary, summary.registration, project)
 
 
-def _target_report(choice: Choice, decisions: Sequence[Decision], evidence: Mapping[tuple[str, str], Evidence]) -> int:
+def _target_report(
+    choice: Choice, decisions: Sequence[Decision], evidence: Mapping[tuple[str, str], Evidence]
+) -> int:
     """Print the choice of a target, the key metrics of each variant and what failed; return the number of results."""
     from onnx_ops.reporting.metrics import sampled_rows
 
@@ -157,23 +168,31 @@ def _target_report(choice: Choice, decisions: Sequence[Decision], evidence: Mapp
 
     console().print()
     _print_variants(decisions, evidence)
-    if sampled := sampled_rows(one for (_, target), one in evidence.items() if target == choice.target):
+    if sampled := sampled_rows(
+        one for (_, target), one in evidence.items() if target == choice.target
+    ):
         print_text("[dim]{}[/dim]", sampled, indent=2)
 
     console().print()
     has_failures = _print_failures(decisions)
-    has_notes = _print_advisories([decision for decision in decisions if decision.variant == choice.variant])
+    has_notes = _print_advisories(
+        [decision for decision in decisions if decision.variant == choice.variant]
+    )
     if has_failures or has_notes:
         console().print()
     return sum(len(decision.results) for decision in decisions)
 
 
-def _print_variants(decisions: Sequence[Decision], evidence: Mapping[tuple[str, str], Evidence]) -> None:
+def _print_variants(
+    decisions: Sequence[Decision], evidence: Mapping[tuple[str, str], Evidence]
+) -> None:
     """Print the key metrics of each variant of a target, without the columns that no variant fills."""
     from onnx_ops.reporting.comparison import variant_rows
     from onnx_ops.reporting.metrics import headline
 
-    measured = [record for d in decisions if (record := evidence.get((d.variant, d.target))) is not None]
+    measured = [
+        record for d in decisions if (record := evidence.get((d.variant, d.target))) is not None
+    ]
     metric, against = headline(decisions, measured), _find_reference(decisions)
     rows = [
         _describe_row(row, decision, metric, against)
@@ -195,7 +214,11 @@ def _find_reference(decisions: Sequence[Decision]) -> str:
 
 def _print_advisories(decisions: Sequence[Decision]) -> bool:
     """Print the advisory gates that do not pass; return whether there are any."""
-    rows = [row for row in result_table(decisions) if row.result.advisory and row.result.verdict is not Verdict.PASS]
+    rows = [
+        row
+        for row in result_table(decisions)
+        if row.result.advisory and row.result.verdict is not Verdict.PASS
+    ]
     for row in rows:
         print_text("[dim]note[/dim] {}: {}", row.variant, _reason(row), indent=2)
     return bool(rows)
@@ -203,12 +226,18 @@ def _print_advisories(decisions: Sequence[Decision]) -> bool:
 
 def _describe_row(row: VariantRow, decision: Decision, metric: str, against: str) -> list[str]:
     """Return the cells of a variant: its metric, median latency, ratio against another model, and size."""
-    ratio = next((r for r in decision.results if r.gate == "latency" and r.metric == f"ratio vs {against}"), None)
+    ratio = next(
+        (r for r in decision.results if r.gate == "latency" and r.metric == f"ratio vs {against}"),
+        None,
+    )
     figures = (row.metrics.get(metric), row.latency)
     return [
         f"  {row.variant}",
         verdict_markup(decision.verdict),
-        *("" if each is None else _interval(each.estimate, each.low, each.high, each.unit) for each in figures),
+        *(
+            "" if each is None else _interval(each.estimate, each.low, each.high, each.unit)
+            for each in figures
+        ),
         "" if ratio is None else _interval(ratio.estimate, ratio.low, ratio.high, "x"),
         "" if row.size_bytes is None else format_figure(row.size_bytes, "B").replace(" ", KEEP),
     ]
@@ -216,7 +245,9 @@ def _describe_row(row: VariantRow, decision: Decision, metric: str, against: str
 
 def _is_unmeasured(decisions: Sequence[Decision]) -> bool:
     """Return whether all that is known of each variant is the stage that failed; its error is printed for itself."""
-    return all(result.gate == "measurement" for decision in decisions for result in decision.results)
+    return all(
+        result.gate == "measurement" for decision in decisions for result in decision.results
+    )
 
 
 def _print_choice(choice: Choice, decisions: Sequence[Decision]) -> None:
@@ -229,7 +260,11 @@ def _print_choice(choice: Choice, decisions: Sequence[Decision]) -> None:
         print_text("{}: no release. {}", head, choice.reason)
     elif _is_unmeasured(decisions):
         reasons = {result.reason for decision in decisions for result in decision.results}
-        print_text("{}: no release, {}", head, reasons.pop() if len(reasons) == 1 else "nothing was measured")
+        print_text(
+            "{}: no release, {}",
+            head,
+            reasons.pop() if len(reasons) == 1 else "nothing was measured",
+        )
     else:
         print_text("{}: no release, no variant passes", head)
 
@@ -250,12 +285,18 @@ def _print_failures(decisions: Sequence[Decision]) -> bool:
         if decision.verdict is Verdict.PASS:
             continue
         rows = worst_first(
-            row for row in result_table([decision]) if not (row.result.advisory or row.result.verdict is Verdict.PASS)
+            row
+            for row in result_table([decision])
+            if not (row.result.advisory or row.result.verdict is Verdict.PASS)
         )
-        reasons = [row.result.reason if row.result.gate == "measurement" else _reason(row) for row in rows]
+        reasons = [
+            row.result.reason if row.result.gate == "measurement" else _reason(row) for row in rows
+        ]
         if (more := len(reasons) - _REASONS) > 0:
             reasons[_REASONS:] = [f"{more} more gate{'s do' if more > 1 else ' does'} not pass"]
-        shared.setdefault((decision.verdict, tuple(reasons or [decision.reason])), []).append(decision.variant)
+        shared.setdefault((decision.verdict, tuple(reasons or [decision.reason])), []).append(
+            decision.variant
+        )
     for (verdict, texts), names in shared.items():
         for text in texts:
             print_text("{} {}: {}", verdict_markup(verdict), ", ".join(names), text, indent=2)
@@ -266,7 +307,12 @@ def comparison_report(comparisons: Sequence[ModelComparison]) -> None:
     """Print each metric of the release beside that of another model."""
     for comparison in comparisons:
         if comparison.rows:
-            title = markup("[bold]{}: {} against {}[/bold]", comparison.target, comparison.ours, comparison.theirs)
+            title = markup(
+                "[bold]{}: {} against {}[/bold]",
+                comparison.target,
+                comparison.ours,
+                comparison.theirs,
+            )
             cells = [(row.metric, row.change, row.ours, row.theirs) for row in comparison.rows]
             print_table(("metric", "change", "this release", "compared with"), [title, *cells])
     for note in dict.fromkeys(comparison.note for comparison in comparisons if comparison.note):
@@ -276,7 +322,9 @@ def comparison_report(comparisons: Sequence[ModelComparison]) -> None:
 def choice_lines(summary: Summary, errors: Mapping[str, OnnxOpsError]) -> None:
     """Print the choice of each target, one line per failure, and then each stage error once."""
     for choice in summary.choices:
-        decisions = _without(errors, [one for one in summary.decisions if one.target == choice.target])
+        decisions = _without(
+            errors, [one for one in summary.decisions if one.target == choice.target]
+        )
         _print_choice(choice, decisions)
         if choice.variant is None and not _is_unmeasured(decisions):
             _print_failures(decisions)
@@ -300,7 +348,10 @@ def _without(errors: Mapping[str, OnnxOpsError], decisions: Sequence[Decision]) 
             reason = reason.replace(f"{stage}: {error}", f"{stage} failed")
         return reason
 
-    return [replace(d, results=tuple(replace(r, reason=shorten(r.reason)) for r in d.results)) for d in decisions]
+    return [
+        replace(d, results=tuple(replace(r, reason=shorten(r.reason)) for r in d.results))
+        for d in decisions
+    ]
 
 
 def _release_lines(summary: Summary, registration: Registration, project: Project) -> None:
@@ -309,7 +360,9 @@ def _release_lines(summary: Summary, registration: Registration, project: Projec
     from onnx_ops.release.journal import list_sibling_states
 
     out = console()
-    versions = ", ".join(f"{variant} = {version}" for variant, version in registration.versions.items())
+    versions = ", ".join(
+        f"{variant} = {version}" for variant, version in registration.versions.items()
+    )
     print_text("Registered [bold]{}[/bold]: version {}", registration.model, versions)
     for target in summary.awaiting:
         choice = next(c for c in summary.choices if c.target == target)
@@ -337,7 +390,11 @@ def _print_endpoint(state: ReleaseState, model: str, project: Project) -> None:
     # A cloud forwards only requests to this path.
     path = f"v2/models/{model}" if config.provider == "local" else "invocations"
     text = f"{stable.name} ({stable.variant}) at {address}/{path}"
-    console().print(markup("Endpoint [bold]{}[/bold] serves {}", state.endpoint, text), soft_wrap=True)
+    console().print(
+        markup("Endpoint [bold]{}[/bold] serves {}", state.endpoint, text), soft_wrap=True
+    )
     if state.roles.candidate is not None:
-        say(f"Rollout of {state.roles.candidate.name} has started: onnx-ops rollout status {state.endpoint}")
+        say(
+            f"Rollout of {state.roles.candidate.name} has started: onnx-ops rollout status {state.endpoint}"
+        )
         say("The reconciler advances it: onnx-ops reconcile --watch")

@@ -39,16 +39,22 @@ if TYPE_CHECKING:
 
 ReportLine = Callable[[str], None]
 
-TargetName = Annotated[str, typer.Option("--target", help="cpu-1t, cpu-all, another one of `onnx-ops targets`.")]
+TargetName = Annotated[
+    str, typer.Option("--target", help="cpu-1t, cpu-all, another one of `onnx-ops targets`.")
+]
 Data = Annotated[
     Path | None,
     typer.Option(
-        "--data", help="Rows to run on: .npz, arrays by input name. Default: random ones.", show_default=False
+        "--data",
+        help="Rows to run on: .npz, arrays by input name. Default: random ones.",
+        show_default=False,
     ),
 ]
 Dims = Annotated[
     list[str] | None,
-    typer.Option("--dim", metavar="NAME=SIZE", help="Size of a symbolic dimension of random rows; default 8."),
+    typer.Option(
+        "--dim", metavar="NAME=SIZE", help="Size of a symbolic dimension of random rows; default 8."
+    ),
 ]
 Fix = Annotated[
     list[str] | None,
@@ -58,7 +64,9 @@ Fix = Annotated[
         help="Value of an input that is the same in every run, such as sr=16000; repeat for several.",
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of random rows and of the order of runs.")]
+Seed = Annotated[
+    int, typer.Option("--seed", min=0, help="Seed of random rows and of the order of runs.")
+]
 
 
 def bench(
@@ -67,12 +75,18 @@ def bench(
     target: TargetName = "cpu-1t",
     concurrency: Annotated[
         int | None,
-        typer.Option(min=1, max=256, help="Also measure the throughput of N concurrent requests.", metavar="N"),
+        typer.Option(
+            min=1,
+            max=256,
+            help="Also measure the throughput of N concurrent requests.",
+            metavar="N",
+        ),
     ] = None,
     cold_start: Annotated[
         bool,
         typer.Option(
-            "--cold-start", help="Also measure load time, first inference and peak memory of fresh processes."
+            "--cold-start",
+            help="Also measure load time, first inference and peak memory of fresh processes.",
         ),
     ] = False,
     data: Data = None,
@@ -110,11 +124,17 @@ def bench(
         copy = folder / model.name
         casts = write_with_boundary_casts(model, read_boundary_types(model), copy)
         timed = copy if casts else model
-        inputs, sizes, values = shared_inputs(timed), parse_sizes(dims or []), parse_values(fix or [])
+        inputs, sizes, values = (
+            shared_inputs(timed),
+            parse_sizes(dims or []),
+            parse_values(fix or []),
+        )
         runtime = context.runtime(chosen.runtime)
         if data is None:
             bounds = read_input_bounds(timed)
-            samples = generate_samples(inputs, count=batch, dims=sizes, seed=seed, bounds=bounds, fix=values)
+            samples = generate_samples(
+                inputs, count=batch, dims=sizes, seed=seed, bounds=bounds, fix=values
+            )
             place = replace(REFERENCE, custom_ops=chosen.custom_ops)
             samples = settle_samples(context.runtime(place.runtime), place, timed, samples)
         elif sizes:
@@ -134,7 +154,13 @@ def bench(
             seed=seed,
             report=report,
         )
-    document = {"tool": "bench", "a": str(model), "target": chosen.name, **codec.to_json(result), "exit_code": 0}
+    document = {
+        "tool": "bench",
+        "a": str(model),
+        "target": chosen.name,
+        **codec.to_json(result),
+        "exit_code": 0,
+    }
     print_result(lambda: document, lambda: _report(result, model, chosen.name), as_json=as_json)
 
 
@@ -142,11 +168,17 @@ def guard_context(context: Context, timeout: float | None = None) -> Context:
     """Return the ports with runtimes that a model cannot crash; `timeout` is in seconds of one call."""
     from onnx_ops.adapters.runtimes.placement import guard_runtime
 
-    return replace(context, runtime=functools.cache(lambda name: guard_runtime(context.runtime(name), timeout)))
+    return replace(
+        context, runtime=functools.cache(lambda name: guard_runtime(context.runtime(name), timeout))
+    )
 
 
 def load_rows(
-    inputs: tuple[TensorSpec, ...], context: Context, data: Path, limit: int, fix: Mapping[str, Any] | None = None
+    inputs: tuple[TensorSpec, ...],
+    context: Context,
+    data: Path,
+    limit: int,
+    fix: Mapping[str, Any] | None = None,
 ) -> tuple[Mapping[str, ndarray], SampleRows]:
     """Return the arrays of a file of rows, and its first rows, checked against the inputs of a model."""
     from onnx_ops.domain.pipeline import FileData
@@ -165,7 +197,9 @@ def parse_sizes(dims: list[str]) -> dict[str, int]:
     for text in dims:
         name, _, size = text.partition("=")
         if not (name and size.isdecimal() and 0 < int(size) < 1 << 31):
-            raise UserError(f"{text!r} is not NAME=SIZE", where="--dim", remedy="For example: --dim height=224.")
+            raise UserError(
+                f"{text!r} is not NAME=SIZE", where="--dim", remedy="For example: --dim height=224."
+            )
         sizes[name] = int(size)
     return sizes
 
@@ -182,7 +216,11 @@ def parse_values(texts: list[str], option: str = "--fix") -> dict[str, Any]:
         except yaml.YAMLError as error:
             raise UserError(f"{text!r} is not NAME=VALUE", where=option, why=str(error)) from error
         if not (name and separator) or values[name] is None or isinstance(values[name], dict):
-            raise UserError(f"{text!r} is not NAME=VALUE", where=option, remedy=f"For example: {option} sr=16000.")
+            raise UserError(
+                f"{text!r} is not NAME=VALUE",
+                where=option,
+                remedy=f"For example: {option} sr=16000.",
+            )
     return values
 
 
@@ -207,7 +245,14 @@ def show_progress(command: str, *places: object, quiet: bool) -> Iterator[Report
 _RUNS = "single runs without preemption"
 _PROCESSES = "fresh processes, file in the page cache; median"
 _UNDER_LOAD = "fresh sessions under concurrent requests; median"
-_OF = {"p50": _RUNS, "p90": _RUNS, "p99": _RUNS, "load": _PROCESSES, "first": _PROCESSES, "peak": _PROCESSES}
+_OF = {
+    "p50": _RUNS,
+    "p90": _RUNS,
+    "p99": _RUNS,
+    "load": _PROCESSES,
+    "first": _PROCESSES,
+    "peak": _PROCESSES,
+}
 """The samples behind the values of one model; other values are throughputs."""
 
 
@@ -218,15 +263,31 @@ def _report(result: SingleModelResult, model: Path, target: str) -> None:
     for name, figure in result.figures.items():
         interval = format_interval(figure.low, figure.high, figure.unit, near=figure.value)
         texts = (format_figure(figure.value, figure.unit), interval)
-        cells.append([name, *(text.replace(" ", KEEP) for text in texts), f"{figure.n} {_OF.get(name, _UNDER_LOAD)}"])
+        cells.append(
+            [
+                name,
+                *(text.replace(" ", KEEP) for text in texts),
+                f"{figure.n} {_OF.get(name, _UNDER_LOAD)}",
+            ]
+        )
     print_table(("metric", "value", "interval (95 % a side)", "n"), cells)
     share = result.preempted / result.runs if result.runs else 0.0
-    say(f"{result.preempted} of {result.runs} runs were preempted ({100 * share:.2g}%) and omitted.")
+    say(
+        f"{result.preempted} of {result.runs} runs were preempted ({100 * share:.2g}%) and omitted."
+    )
     hardware, facts = result.hardware, result.facts
-    nodes = ", ".join(f"{name} {count} node{'' if count == 1 else 's'}" for name, count in facts.nodes.items())
+    nodes = ", ".join(
+        f"{name} {count} node{'' if count == 1 else 's'}" for name, count in facts.nodes.items()
+    )
     load = f", load {result.conditions['load']}" if "load" in result.conditions else ""
     machine = f"{hardware.cpu_model}, {hardware.cores} cores{load}"
-    print_text("[dim]{}; {} {}: {}[/dim]", machine, facts.runtime, facts.version, nodes or ", ".join(facts.used))
+    print_text(
+        "[dim]{}; {} {}: {}[/dim]",
+        machine,
+        facts.runtime,
+        facts.version,
+        nodes or ", ".join(facts.used),
+    )
     advise(result.advice)
 
 

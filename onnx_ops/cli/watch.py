@@ -27,7 +27,13 @@ _LAST_WORDS_S = 15.0
 
 
 def keep_watching(
-    project: Project, endpoints: tuple[str, ...], *, interval: str, listen: str | None, actor: str, as_json: bool
+    project: Project,
+    endpoints: tuple[str, ...],
+    *,
+    interval: str,
+    listen: str | None,
+    actor: str,
+    as_json: bool,
 ) -> None:
     """Watch until SIGTERM or SIGINT."""
     project.context.registry()
@@ -54,7 +60,11 @@ def keep_watching(
         _listening(project, watcher, wakeups, listen),
     ):
         watched = ", ".join(endpoints) or "every endpoint, including later ones"
-        watcher.emit("", WatchEventKind.WATCHING, why=f"{watched}; once every {seconds:g} s, until SIGTERM or Ctrl-C")
+        watcher.emit(
+            "",
+            WatchEventKind.WATCHING,
+            why=f"{watched}; once every {seconds:g} s, until SIGTERM or Ctrl-C",
+        )
         watcher.reconcile_all()
         if listen is not None and not wakeups.is_closed():
             _repair_webhook(project, watcher)
@@ -82,7 +92,9 @@ def _stopped_by_signals(wakeups: ReconcileQueue) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _notify(project: Project, watcher: WatchLoop, endpoints: tuple[str, ...], every: float) -> Iterator[None]:
+def _notify(
+    project: Project, watcher: WatchLoop, endpoints: tuple[str, ...], every: float
+) -> Iterator[None]:
     """Send notifications from a separate thread, so that a chat that hangs delays no rollout."""
     context = project.context
     if not context.notifiers():
@@ -96,10 +108,15 @@ def _notify(project: Project, watcher: WatchLoop, endpoints: tuple[str, ...], ev
             watcher.emit("", WatchEventKind.NOT_NOTIFIED, did=delivery.notifier, why=delivery.error)
 
     notifications = NotificationLoop(
-        context, interval_s=every, endpoints=lambda: endpoints or list_bound_endpoints(context), on_result=emit_delivery
+        context,
+        interval_s=every,
+        endpoints=lambda: endpoints or list_bound_endpoints(context),
+        on_result=emit_delivery,
     )
     stopped = threading.Event()
-    thread = threading.Thread(target=notifications.run, args=(stopped,), name="notifications", daemon=True)
+    thread = threading.Thread(
+        target=notifications.run, args=(stopped,), name="notifications", daemon=True
+    )
     thread.start()
     try:
         yield
@@ -109,7 +126,9 @@ def _notify(project: Project, watcher: WatchLoop, endpoints: tuple[str, ...], ev
 
 
 @contextlib.contextmanager
-def _listening(project: Project, watcher: WatchLoop, wakeups: ReconcileQueue, listen: str | None) -> Iterator[None]:
+def _listening(
+    project: Project, watcher: WatchLoop, wakeups: ReconcileQueue, listen: str | None
+) -> Iterator[None]:
     if listen is None:
         yield
         return

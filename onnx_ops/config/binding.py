@@ -12,7 +12,17 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from types import NoneType
-from typing import Annotated, Any, Literal, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NewType,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, Unit
 
@@ -69,7 +79,9 @@ def bind(value: Any, kind: type) -> Binding:
     binder = _Binder()
     bound = binder.bind(value, kind, ())
     return Binding(
-        value=None if binder.issues or bound is BROKEN else bound, issues=binder.issues, objects=binder.objects
+        value=None if binder.issues or bound is BROKEN else bound,
+        issues=binder.issues,
+        objects=binder.objects,
     )
 
 
@@ -137,7 +149,9 @@ def yaml_key(name: str) -> str:
 def file_fields(kind: type) -> Mapping[str, tuple[Field[Any], Any]]:
     """Return the fields that a file has by their keys, each with its type."""
     hints = get_type_hints(kind, include_extras=True)
-    return {yaml_key(f.name): (f, hints[f.name]) for f in fields(kind) if not f.metadata.get("found")}
+    return {
+        yaml_key(f.name): (f, hints[f.name]) for f in fields(kind) if not f.metadata.get("found")
+    }
 
 
 def default_of(f: Field[Any]) -> Any:
@@ -187,7 +201,11 @@ class _Binder:
             return self._member(value, members, loc)
         if members:
             is_plain = type(value) in members
-            return value if is_plain else self._refuse(loc, f"expected one plain value, got {describe(value)}")
+            return (
+                value
+                if is_plain
+                else self._refuse(loc, f"expected one plain value, got {describe(value)}")
+            )
         if origin is Literal:
             return self._choice(value, get_args(kind), loc)
         if origin is tuple:
@@ -217,7 +235,11 @@ class _Binder:
     def _json(self, value: Any, loc: Loc) -> Any:
         """Accept any JSON value: the keys of its mappings are texts."""
         for part, item in (
-            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+            value.items()
+            if isinstance(value, dict)
+            else enumerate(value)
+            if isinstance(value, list)
+            else ()
         ):
             if not isinstance(part, str) and isinstance(value, dict):
                 text = f"expected a text as key, got {describe(part)}; put it in quotes: '{part}'"
@@ -233,8 +255,14 @@ class _Binder:
             return float(value)
         advice = ""
         if kind is str and isinstance(value, bool | int | float):
-            advice = f"; put it in quotes: '{str(value).lower() if isinstance(value, bool) else value}'"
-        elif kind in (int, float) and isinstance(value, str) and re.fullmatch(r"[+-]?[0-9.]+(e[+-]?[0-9]+)?", value):
+            advice = (
+                f"; put it in quotes: '{str(value).lower() if isinstance(value, bool) else value}'"
+            )
+        elif (
+            kind in (int, float)
+            and isinstance(value, str)
+            and re.fullmatch(r"[+-]?[0-9.]+(e[+-]?[0-9]+)?", value)
+        ):
             advice = "; leave out the quotes"
         elif kind is bool and isinstance(value, str) and (plain := _YAML_1_1.get(value.lower())):
             advice = f"; write {plain}"
@@ -247,7 +275,9 @@ class _Binder:
             return self._refuse(loc, _REFUSED[value])
         hint = did_you_mean(value, map(str, choices)) if isinstance(value, str) else ""
         among = "one of " if len(choices) > 1 else ""
-        return self._refuse(loc, f"expected {among}{quote_names(map(str, choices))}, got {describe(value)}{hint}")
+        return self._refuse(
+            loc, f"expected {among}{quote_names(map(str, choices))}, got {describe(value)}{hint}"
+        )
 
     def _mapping(self, value: Any, arguments: tuple[Any, ...], loc: Loc) -> Any:
         if not isinstance(value, Mapping):
@@ -258,7 +288,9 @@ class _Binder:
             keys = _Binder()
             if keys.bind(name, key, ()) is BROKEN:
                 message = keys.issues[0].message
-                message = message.replace("expected", "a key here must be", 1).replace(", got ", ", not ", 1)
+                message = message.replace("expected", "a key here must be", 1).replace(
+                    ", got ", ", not ", 1
+                )
                 self._refuse((*loc, name), message, on_key=True)
                 result[name] = BROKEN
             else:
@@ -271,13 +303,19 @@ class _Binder:
             return self._refuse(loc, f"expected a mapping, got {describe(value)}")
         tags = {tag_of(member): member for member in members}
         if None not in tags:
-            return self._tagged_member(value, {str(tag): member for tag, member in tags.items()}, loc)
+            return self._tagged_member(
+                value, {str(tag): member for tag, member in tags.items()}, loc
+            )
         own = {own_key(member, members): member for member in members}
         present = [key for key in own if key in value]
         if len(present) > 1:
-            return self._refuse((*loc, present[1]), f"{quote_names(present)} exclude each other; keep one")
+            return self._refuse(
+                (*loc, present[1]), f"{quote_names(present)} exclude each other; keep one"
+            )
         if not present:
-            hint = next((h for key in value if isinstance(key, str) and (h := did_you_mean(key, own))), "")
+            hint = next(
+                (h for key in value if isinstance(key, str) and (h := did_you_mean(key, own))), ""
+            )
             return self._refuse(loc, f"needs one of the keys {quote_names(own)}{hint}")
         return self._object(value, own[present[0]], loc)
 
@@ -307,7 +345,9 @@ class _Binder:
                 bound[f.name] = self._refuse((*loc, key), f"missing key '{key}'", on_key=True)
         valid = {name: item for name, item in bound.items() if item is not BROKEN}
         # A broken part takes its default, so that rules between the others are still checked.
-        if any(default_of(known[yaml_key(name)][0]) is MISSING for name in bound.keys() - valid.keys()):
+        if any(
+            default_of(known[yaml_key(name)][0]) is MISSING for name in bound.keys() - valid.keys()
+        ):
             return BROKEN
         self.objects[loc] = kind(**valid)
         return self.objects[loc]
@@ -345,7 +385,9 @@ def _limit_problem(value: Any, written: Any, metadata: Iterable[Any]) -> str:
     unit = metadata_of(metadata, Unit)
     for limit in metadata:
         if isinstance(limit, MinLen) and len(value) < limit.min_length:
-            return "needs at least " + ("one entry" if limit.min_length == 1 else f"{limit.min_length} entries")
+            return "needs at least " + (
+                "one entry" if limit.min_length == 1 else f"{limit.min_length} entries"
+            )
         if isinstance(limit, MaxLen) and len(value) > limit.max_length:
             return f"'{written}' is longer than {limit.max_length} characters"
         if isinstance(limit, Pattern) and not re.fullmatch(limit.regex, value):
@@ -354,6 +396,10 @@ def _limit_problem(value: Any, written: Any, metadata: Iterable[Any]) -> str:
             name, text, holds = _LIMITS[type(limit)]
             bound = getattr(limit, name)
             if not holds(value, bound):
-                shown = format_quantity(bound, unit.unit) if unit and (bound or unit.unit == "1") else f"{bound:g}"
+                shown = (
+                    format_quantity(bound, unit.unit)
+                    if unit and (bound or unit.unit == "1")
+                    else f"{bound:g}"
+                )
                 return f"must be {text} {shown}, got {describe(written)}"
     return ""

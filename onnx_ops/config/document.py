@@ -112,13 +112,17 @@ class Document:
         """Return every problem of the document, with its position."""
         return [*self.refused, *(self.problem(issue) for issue in self.issues)]
 
-    def replace(self, loc: Loc, value: Any, places: Mapping[Loc, Place], keys: Mapping[Loc, Place]) -> None:
+    def replace(
+        self, loc: Loc, value: Any, places: Mapping[Loc, Place], keys: Mapping[Loc, Place]
+    ) -> None:
         """Replace the value at `loc`, whose container must exist, with its own positions."""
         for table in (self.places, self.keys):
             for old in [known for known in table if known[: len(loc)] == loc]:
                 del table[old]
         self.issues = [
-            issue for issue in self.issues if issue.loc[: len(loc)] != loc or (issue.loc == loc and issue.on_key)
+            issue
+            for issue in self.issues
+            if issue.loc[: len(loc)] != loc or (issue.loc == loc and issue.on_key)
         ]
         self.places.update({loc + below: place for below, place in places.items()})
         self.keys.update({loc + below: place for below, place in keys.items()})

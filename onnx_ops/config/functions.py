@@ -71,7 +71,10 @@ def check_arguments(reference: str, given: Iterable[str], root: Path) -> list[tu
     path, function = definition
     takes = function.args
     place = f"{function.name}() in {format_path(path)}, line {function.lineno},"
-    known = [argument.arg for argument in [*takes.args[0 if takes.posonlyargs else 1 :], *takes.kwonlyargs]]
+    known = [
+        argument.arg
+        for argument in [*takes.args[0 if takes.posonlyargs else 1 :], *takes.kwonlyargs]
+    ]
     problems = []
     for name in given:
         if name not in known and takes.kwarg is None:
@@ -107,7 +110,9 @@ def find_missing_imports(reference: str, root: Path) -> list[tuple[str, str]]:
         path = find_source(name, root)
         if path is None or path in seen or not path.is_relative_to(root):
             continue
-        if {"site-packages", "dist-packages"}.intersection(path.parts):  # an environment below the root
+        if {"site-packages", "dist-packages"}.intersection(
+            path.parts
+        ):  # an environment below the root
             continue
         seen.add(path)
         try:
@@ -123,7 +128,9 @@ def find_missing_imports(reference: str, root: Path) -> list[tuple[str, str]]:
     return list(problems.items())
 
 
-def _imported_modules(body: Iterable[ast.stmt], package: Sequence[str]) -> Iterator[tuple[int, str]]:
+def _imported_modules(
+    body: Iterable[ast.stmt], package: Sequence[str]
+) -> Iterator[tuple[int, str]]:
     for statement in body:
         match statement:
             case ast.Import(names=names):
@@ -143,10 +150,18 @@ def resolve_import(statement: ast.ImportFrom, package: Sequence[str]) -> str:
 def _is_importable(module: str, root: Path) -> bool:
     """Return whether a module is the project's, or its top-level package is installed. Nothing is imported."""
     first = module.partition(".")[0]
-    if (root / first).is_dir() and not (root / f"{first}.py").is_file() and any((root / first).glob("*.py")):
+    if (
+        (root / first).is_dir()
+        and not (root / f"{first}.py").is_file()
+        and any((root / first).glob("*.py"))
+    ):
         relative = root.joinpath(*module.split("."))
         return relative.is_dir() or relative.with_suffix(".py").is_file()
-    if find_source(first, root) is not None or first in sys.builtin_module_names or first in sys.stdlib_module_names:
+    if (
+        find_source(first, root) is not None
+        or first in sys.builtin_module_names
+        or first in sys.stdlib_module_names
+    ):
         return True
     try:
         return first in sys.modules or importlib.util.find_spec(first) is not None
@@ -197,7 +212,9 @@ def find_module_file(module: str, base: Path) -> Path | None:
     if not all(part.isidentifier() for part in parts):
         return None
     path = base.joinpath(*parts)
-    return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
+    return next(
+        (file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None
+    )
 
 
 def list_siblings(module: str, root: Path) -> list[str]:
@@ -212,7 +229,11 @@ def _names(body: Iterable[ast.stmt]) -> Iterator[str]:
     """Return the names that a module binds at its top level, inside `if` and `try` too."""
     for statement in body:
         match statement:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            case (
+                ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name)
+            ):
                 yield name
             case ast.Import(names=names) | ast.ImportFrom(names=names):
                 yield from (alias.asname or alias.name.partition(".")[0] for alias in names)
@@ -223,7 +244,9 @@ def _names(body: Iterable[ast.stmt]) -> Iterator[str]:
             case ast.If(body=inner, orelse=other):
                 yield from _names([*inner, *other])
             case ast.Try(body=inner, orelse=other, handlers=handlers):
-                yield from _names([*inner, *other, *(line for handler in handlers for line in handler.body)])
+                yield from _names(
+                    [*inner, *other, *(line for handler in handlers for line in handler.body)]
+                )
             case ast.With(body=inner):
                 yield from _names(inner)
             case _:

@@ -19,7 +19,13 @@ from onnx_ops.config.project_rules import (
     load_targets,
 )
 from onnx_ops.config.reach import PROJECT_ONLY, Reach
-from onnx_ops.config.rollout_rules import ABILITIES, Capabilities, Unservable, check_providers, check_rollouts
+from onnx_ops.config.rollout_rules import (
+    ABILITIES,
+    Capabilities,
+    Unservable,
+    check_providers,
+    check_rollouts,
+)
 from onnx_ops.config.rules import Draft, build_draft, check_file
 from onnx_ops.config.substitution import read_document, substitute_parameters
 from onnx_ops.config.targets import TargetFiles
@@ -89,21 +95,32 @@ def load_pipeline(
     draft, files = build_draft(document, binding), TargetFiles(root, shared)
     targets, target_problems = load_targets(draft, files)
     beyond = list(check_reach(draft, targets, reach, root))
-    issues = [*check_file(draft), *check_rollouts(draft), *check_project(draft, files, targets), *beyond]
+    issues = [
+        *check_file(draft),
+        *check_rollouts(draft),
+        *check_project(draft, files, targets),
+        *beyond,
+    ]
     if plugins is not None:
         issues += [
             *check_plugins(draft, targets, plugins),
             *check_endpoint_settings(draft, plugins, settings, metrics),
-            *check_providers(draft, targets, plugins.get("endpoints", ()), capabilities, unservable),
+            *check_providers(
+                draft, targets, plugins.get("endpoints", ()), capabilities, unservable
+            ),
             *check_other_files(draft, path, root),
         ]
     problems = document.problems()
     if not beyond:  # else it would read them
-        issues += preflight(draft, targets, None if problems or target_problems or issues else pipeline)
+        issues += preflight(
+            draft, targets, None if problems or target_problems or issues else pipeline
+        )
     for issue in issues:
         loc = document.written(issue.loc)
         # An issue that merely follows from a wrong value at the same place, or next to it, is not reported.
-        if not any(loc[: len(other.loc)] == other.loc or other.loc[:-1] == loc for other in document.issues):
+        if not any(
+            loc[: len(other.loc)] == other.loc or other.loc[:-1] == loc for other in document.issues
+        ):
             problems.append(document.problem(issue))
     problems += target_problems
     if pipeline is None or problems:

@@ -13,7 +13,12 @@ from typing import Any
 from onnx_ops.config.binding import SettingsError
 from onnx_ops.config.document import Issue, Loc
 from onnx_ops.config.folders import find_pipelines, list_source_folders
-from onnx_ops.config.functions import check_arguments, explain_missing_function, find_module_file, find_source
+from onnx_ops.config.functions import (
+    check_arguments,
+    explain_missing_function,
+    find_module_file,
+    find_source,
+)
 from onnx_ops.config.messages import did_you_mean, quote_names
 from onnx_ops.config.reach import Reach
 from onnx_ops.config.rules import Draft
@@ -43,15 +48,23 @@ def load_targets(draft: Draft, files: TargetFiles) -> tuple[dict[str, Target], l
     return targets, problems
 
 
-def check_project(draft: Draft, files: TargetFiles, targets: Mapping[str, Target]) -> Iterator[Issue]:
+def check_project(
+    draft: Draft, files: TargetFiles, targets: Mapping[str, Target]
+) -> Iterator[Issue]:
     """Yield missing targets and functions, and settings that the targets do not support."""
     yield from _check_target_names(draft, files)
     for name, target in targets.items():
         yield from _check_target(draft, name, target)
     for loc, variant in draft.quantize:
-        if variant.method == AUTO and variant.pool and variant.pool not in {one.pool for one in targets.values()}:
+        if (
+            variant.method == AUTO
+            and variant.pool
+            and variant.pool not in {one.pool for one in targets.values()}
+        ):
             message = f"no target is measured by pool '{variant.pool}', which the search would use to time its variants"
-            yield Issue((*loc, "pool"), f"{message}; name the pool of a target, or leave `pool` out")
+            yield Issue(
+                (*loc, "pool"), f"{message}; name the pool of a target, or leave `pool` out"
+            )
     for loc, entry in draft.deploy:
         if entry.target in targets and targets[entry.target].ort_format is not None:
             message = f"'{entry.target}' runs .ort files, but endpoints serve ONNX: take the file from the registry"
@@ -61,14 +74,18 @@ def check_project(draft: Draft, files: TargetFiles, targets: Mapping[str, Target
             yield Issue(loc, problem)
     if draft.train:
         for name, problem in check_arguments(draft.train.run, draft.train.with_, files.root):
-            yield Issue(("train", "with", name) if name else ("train", "run"), problem, on_key=bool(name))
+            yield Issue(
+                ("train", "with", name) if name else ("train", "run"), problem, on_key=bool(name)
+            )
 
 
 _PLUGIN_PATHS = {"dvc": "repo"}
 """Settings of shipped data sources that are paths, by source."""
 
 
-def check_reach(draft: Draft, targets: Mapping[str, Target], reach: Reach, root: Path) -> Iterator[Issue]:
+def check_reach(
+    draft: Draft, targets: Mapping[str, Target], reach: Reach, root: Path
+) -> Iterator[Issue]:
     """Yield files and functions that are neither in the project nor allowed by its settings."""
     for loc, text in _list_paths(draft, targets):
         if why := reach.explain_path(text, root):
@@ -76,7 +93,9 @@ def check_reach(draft: Draft, targets: Mapping[str, Target], reach: Reach, root:
     for loc, reference in _list_functions(draft):
         module = reference.partition(":")[0]
         is_own = any(find_module_file(module, folder) for folder in list_source_folders(root))
-        if is_own or find_source(module, root) is None:  # another check reports a module that does not exist
+        if (
+            is_own or find_source(module, root) is None
+        ):  # another check reports a module that does not exist
             continue
         if why := reach.explain_package(module):
             yield Issue(loc, why)
@@ -86,7 +105,10 @@ def _list_paths(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple[L
     for name, section in draft.data.items():
         if isinstance(section, FileData):
             yield ("data", name, "file"), section.file
-        elif isinstance(section, PluginData) and (key := _PLUGIN_PATHS.get(section.use)) in section.with_:
+        elif (
+            isinstance(section, PluginData)
+            and (key := _PLUGIN_PATHS.get(section.use)) in section.with_
+        ):
             yield ("data", name, "with", str(key)), str(section.with_[str(key)])
     for at, name in enumerate(draft.train.depends if draft.train else ()):
         yield ("train", "depends", at), name
@@ -117,15 +139,22 @@ def _check_target_names(draft: Draft, files: TargetFiles) -> Iterator[Issue]:
 
 def _check_target(draft: Draft, name: str, target: Target) -> Iterator[Issue]:
     export = draft.export
-    for key, limit in (("opset", target.max_opset), ("ir_version", target.max_ir_version)) if export else ():
+    for key, limit in (
+        (("opset", target.max_opset), ("ir_version", target.max_ir_version)) if export else ()
+    ):
         if (value := getattr(export, key)) > limit:
-            yield Issue(("export", key), f"target '{name}' accepts {key} <= {limit}, not {value}; set export.{key}")
+            yield Issue(
+                ("export", key),
+                f"target '{name}' accepts {key} <= {limit}, not {value}; set export.{key}",
+            )
     if draft.objective.on(name) == "cost" and target.price_per_hour is None:
         remedy = f"set price_per_hour, e.g. 0.096, in the file {name}.yaml of targets"
         yield Issue(("objective",), f"objective: cost needs the price of '{name}': {remedy}")
 
 
-def check_plugins(draft: Draft, targets: Mapping[str, Target], plugins: Mapping[str, Sequence[str]]) -> Iterator[Issue]:
+def check_plugins(
+    draft: Draft, targets: Mapping[str, Target], plugins: Mapping[str, Sequence[str]]
+) -> Iterator[Issue]:
     """Yield names of plugins that are not installed. Kinds that `plugins` does not have are not checked."""
     names: list[tuple[str, Loc, str]] = [
         ("data", ("data", name, "use"), section.use)
@@ -134,14 +163,20 @@ def check_plugins(draft: Draft, targets: Mapping[str, Target], plugins: Mapping[
     ]
     if draft.export:
         names.append(("exporters", ("export", "framework"), draft.export.framework))
-    names += [("optimizers", (*loc, "method"), entry.method) for loc, entry in draft.quantize if entry.method != AUTO]
+    names += [
+        ("optimizers", (*loc, "method"), entry.method)
+        for loc, entry in draft.quantize
+        if entry.method != AUTO
+    ]
     for index, name in enumerate(draft.targets):
         if name in targets:
             names.append(("runtimes", ("benchmark", "targets", index), targets[name].runtime))
     for loc, deployment in draft.deploy:
         names.append(("endpoints", (*loc, "provider"), deployment.provider))
         if "source" in deployment.metrics:
-            names.append(("metrics", (*loc, "metrics", "source"), str(deployment.metrics["source"])))
+            names.append(
+                ("metrics", (*loc, "metrics", "source"), str(deployment.metrics["source"]))
+            )
     for kind, loc, name in names:
         if name not in plugins.get(kind, (name,)):
             known = sorted(plugins[kind])
@@ -150,7 +185,10 @@ def check_plugins(draft: Draft, targets: Mapping[str, Target], plugins: Mapping[
 
 
 def check_endpoint_settings(
-    draft: Draft, plugins: Mapping[str, Sequence[str]], provider: SettingsCheck, source: SettingsCheck
+    draft: Draft,
+    plugins: Mapping[str, Sequence[str]],
+    provider: SettingsCheck,
+    source: SettingsCheck,
 ) -> Iterator[Issue]:
     """Yield settings that an endpoint's provider, or its metrics source, does not accept. Both must be installed."""
     sources = plugins.get("metrics", ())
@@ -164,7 +202,9 @@ def check_endpoint_settings(
             hint = f"one of {', '.join(sources)}" if sources else "a metrics plugin"
             yield Issue((*loc, "metrics"), f"metrics need a source: {hint}")
         elif name in sources:
-            yield from check_plugin_settings((*loc, "metrics"), partial(source, str(name), settings))
+            yield from check_plugin_settings(
+                (*loc, "metrics"), partial(source, str(name), settings)
+            )
 
 
 def check_plugin_settings(loc: Loc, read: Callable[[], object]) -> Iterator[Issue]:

@@ -74,16 +74,27 @@ def parse_quantity(written: object, unit: str) -> float | int:
     scale = SCALES[unit]
     example = f"e.g. {scale.examples[0]}"
     if isinstance(written, int | float) and not isinstance(written, bool):
-        raise ValueError(f"expected {scale.noun}, got {describe(written)}; write it with a unit, {example}")
-    match = _QUANTITY.fullmatch(written) if isinstance(written, str) and len(written) <= _LONGEST else None
+        raise ValueError(
+            f"expected {scale.noun}, got {describe(written)}; write it with a unit, {example}"
+        )
+    match = (
+        _QUANTITY.fullmatch(written)
+        if isinstance(written, str) and len(written) <= _LONGEST
+        else None
+    )
     if match is None:
         raise ValueError(f"expected {scale.noun}, {example}, got {describe(written)}")
     number, suffix = match.groups()
     if not suffix:
-        raise ValueError(f"expected {scale.noun}, got {describe(written)}; write it with a unit, {example}")
+        raise ValueError(
+            f"expected {scale.noun}, got {describe(written)}; write it with a unit, {example}"
+        )
     if suffix not in scale.units:
         meant = "min" if suffix == "m" else suffix
-        hint = did_you_mean(meant, scale.units) or f"; write one of {', '.join(scale.units)}, {example}"
+        hint = (
+            did_you_mean(meant, scale.units)
+            or f"; write one of {', '.join(scale.units)}, {example}"
+        )
         raise ValueError(f"unknown unit '{suffix}' in '{written}'{hint}")
     value = Decimal(number) * scale.units[suffix]
     if not scale.whole:

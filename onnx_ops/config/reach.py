@@ -36,7 +36,10 @@ class Reach:
         if "://" in text:
             hide_secrets_of(text)
             prefixes = (prefix.rstrip("/") for prefix in self.paths if "://" in prefix)
-            if any(text == prefix or text.startswith(f"{prefix}/") for prefix in prefixes) and ".." not in text:
+            if (
+                any(text == prefix or text.startswith(f"{prefix}/") for prefix in prefixes)
+                and ".." not in text
+            ):
                 return ""
             return f"'{shorten(show(text))}' is not in the project; {remedy}"
         try:

@@ -53,7 +53,11 @@ def check_providers(
         for need, key in entry.rollout.needs().items():
             if need not in able:
                 own = capabilities(replace(entry, metrics={}))
-                plugin = f"source '{entry.metrics['source']}'" if need in own else f"provider '{entry.provider}'"
+                plugin = (
+                    f"source '{entry.metrics['source']}'"
+                    if need in own
+                    else f"provider '{entry.provider}'"
+                )
                 message = f"{plugin} cannot {ABILITIES[need]}; it can: {quote_names(sorted(able)) or 'nothing'}"
                 yield Issue((*loc, "rollout", *key), message)
         if entry.target in targets and (why := unservable(entry, targets[entry.target])):
@@ -67,7 +71,10 @@ def _check_dependencies(draft: Draft) -> Iterator[Issue]:
     for loc, entry in draft.deploy:
         policy, where = entry.rollout, (*loc, "rollout")
         if policy.depends_on_soak and not policy.depends_on:
-            yield Issue((*where, "depends_on_soak"), "'depends_on_soak' needs 'depends_on', e.g. depends_on: [staging]")
+            yield Issue(
+                (*where, "depends_on_soak"),
+                "'depends_on_soak' needs 'depends_on', e.g. depends_on: [staging]",
+            )
         for index, name in enumerate(policy.depends_on):
             message = ""
             if name not in entries:
@@ -75,7 +82,9 @@ def _check_dependencies(draft: Draft) -> Iterator[Issue]:
             elif entry.endpoint in _find_predecessors(name, entries):
                 message = f"'{entry.endpoint}' and '{name}' would wait for each other"
             elif policy.depends_on_soak > entries[name].rollout.scale_down_delay:
-                message = f"'depends_on_soak' exceeds the 'scale_down_delay' of '{name}'; raise that"
+                message = (
+                    f"'depends_on_soak' exceeds the 'scale_down_delay' of '{name}'; raise that"
+                )
             if message:
                 yield Issue((*where, "depends_on", index), message)
 
@@ -102,7 +111,9 @@ def _check_steps(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
     if steps[-1] != 1:
         yield Issue((*where, "steps"), f"the last step must be 100%, not {steps[-1] * 100:g}%")
     if policy.ab_test and len(steps) > 1 and policy.ab_test.split <= steps[-2]:
-        message = f"the A/B test follows the step of {steps[-2] * 100:g}%, so its split must be larger"
+        message = (
+            f"the A/B test follows the step of {steps[-2] * 100:g}%, so its split must be larger"
+        )
         yield Issue((*where, "ab_test", "split"), message)
     if policy.ab_test and not policy.ab_test.metric.strip():
         yield Issue((*where, "ab_test", "metric"), "a metric's name must not be blank")
@@ -143,9 +154,13 @@ def _check_guardrails(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
             message = "'max_latency_increase' is about latency; errors have 'odds_ratio'"
             yield Issue((*where, "guardrails", index, "max_latency_increase"), message)
         for key in ("odds_ratio", "max"):
-            if getattr(rail, key) is not None and (rail.name == "cold_start") is (key == "odds_ratio"):
+            if getattr(rail, key) is not None and (rail.name == "cold_start") is (
+                key == "odds_ratio"
+            ):
                 message = (
-                    "'max' is about cold_start" if key == "max" else "cold_start has 'max' or 'max_latency_increase'"
+                    "'max' is about cold_start"
+                    if key == "max"
+                    else "cold_start has 'max' or 'max_latency_increase'"
                 )
                 yield Issue((*where, "guardrails", index, key), message)
         if rail.max is not None and rail.max_latency_increase is not None:
@@ -156,23 +171,34 @@ def _check_guardrails(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
         return
     for key in ("guardrails", "slo"):
         if policy.slo if key == "slo" else seen - {"cold_start"}:
-            message = f"'{key}' is judged on real traffic before 100%; add steps, e.g. steps: [10%, 100%]"
+            message = (
+                f"'{key}' is judged on real traffic before 100%; add steps, e.g. steps: [10%, 100%]"
+            )
             yield Issue((*where, key), message)
 
 
 def _check_judgement(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
     """Yield durations and numbers of requests that do not fit the steps, or that nothing uses."""
     if policy.min_step_duration is not None and policy.min_step_duration >= policy.step_timeout:
-        yield Issue((*where, "min_step_duration"), "'min_step_duration' must be shorter than 'step_timeout'")
+        yield Issue(
+            (*where, "min_step_duration"), "'min_step_duration' must be shorter than 'step_timeout'"
+        )
     if policy.epoch >= policy.step_timeout:
         yield Issue((*where, "epoch"), "'epoch' must be shorter than 'step_timeout'")
     count, trials = len(policy.min_requests), len(policy.trials)
     if policy.is_analyzed and count and not trials:
-        yield Issue((*where, "min_requests"), "'min_requests' is for steps before 100%; a shadow has its own")
+        yield Issue(
+            (*where, "min_requests"),
+            "'min_requests' is for steps before 100%; a shadow has its own",
+        )
     elif count > 1 and count != trials:
-        message = f"numbers: {count}, steps before 100%: {trials}; give one number, or one for each step"
+        message = (
+            f"numbers: {count}, steps before 100%: {trials}; give one number, or one for each step"
+        )
         yield Issue((*where, "min_requests"), message)
-    yield from _check_approvals(where, policy) if policy.is_analyzed else _list_unused(where, policy)
+    yield from (
+        _check_approvals(where, policy) if policy.is_analyzed else _list_unused(where, policy)
+    )
 
 
 def _check_approvals(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
@@ -200,4 +226,6 @@ def _list_unused(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
     for key, value in (given | changed).items():
         if not value:
             continue
-        yield Issue((*where, key), f"'{key}' is for steps that are judged; add e.g. guardrails: [errors]")
+        yield Issue(
+            (*where, key), f"'{key}' is for steps that are judged; add e.g. guardrails: [errors]"
+        )

@@ -73,7 +73,9 @@ class Draft:
     @property
     def used_sets(self) -> list[tuple[Loc, str]]:
         """Names of the data sets for scoring, calibration and tuning, with their locations."""
-        names: list[tuple[Loc, str]] = [(("validate", "samples", "data"), self.scored)] if self.validate else []
+        names: list[tuple[Loc, str]] = (
+            [(("validate", "samples", "data"), self.scored)] if self.validate else []
+        )
         for key in ("calibrate", "tuning_data"):
             sections = ((loc, getattr(entry, key)) for loc, entry in self.quantize)
             names += [((*loc, key, "data"), section.data) for loc, section in sections if section]
@@ -101,7 +103,11 @@ def build_draft(document: Document, binding: Binding) -> Draft:
     def entries(name: str) -> tuple[tuple[Loc, Any], ...]:
         if (name,) in binding.objects:  # an entry that is written without its list
             return (((name,), section(name)),)
-        return tuple((loc, value) for loc, value in binding.objects.items() if len(loc) == 2 and loc[0] == name)
+        return tuple(
+            (loc, value)
+            for loc, value in binding.objects.items()
+            if len(loc) == 2 and loc[0] == name
+        )
 
     return Draft(
         keys=frozenset(key for key in root if isinstance(key, str)),
@@ -161,15 +167,30 @@ def _check_sections(draft: Draft) -> Iterator[Issue]:
 def _check_inputs(draft: Draft) -> Iterator[Issue]:
     for loc, name in draft.used_sets:
         if name not in draft.sets:
-            known = f"; data has {quote_names(sorted(draft.sets))}" if draft.sets else "; declare it under 'data'"
-            default = "" if loc[0] in draft.keys else ", which `validate: {samples: {data: test}}` names by default"
-            yield Issue(loc, f"no data set is called '{name}'{default}{did_you_mean(name, draft.sets) or known}")
+            known = (
+                f"; data has {quote_names(sorted(draft.sets))}"
+                if draft.sets
+                else "; declare it under 'data'"
+            )
+            default = (
+                ""
+                if loc[0] in draft.keys
+                else ", which `validate: {samples: {data: test}}` names by default"
+            )
+            yield Issue(
+                loc,
+                f"no data set is called '{name}'{default}{did_you_mean(name, draft.sets) or known}",
+            )
     scored = draft.data.get(draft.scored)
-    columns = () if scored is None else tuple(scored.inputs)  # empty: the columns of the data are the inputs
+    columns = (
+        () if scored is None else tuple(scored.inputs)
+    )  # empty: the columns of the data are the inputs
     for name, values in draft.inputs.items():
         loc = ("inputs", name)
         if columns and name not in columns:
-            hint = did_you_mean(name, columns) or f"; the data set has {quote_names(sorted(columns))}"
+            hint = (
+                did_you_mean(name, columns) or f"; the data set has {quote_names(sorted(columns))}"
+            )
             yield Issue(loc, f"the model has no input '{name}'{hint}", on_key=True)
         yield from _check_values(loc, values)
 
@@ -183,11 +204,15 @@ def _check_values(loc: Loc, values: InputValues) -> Iterator[Issue]:
 
 
 def _check_quantization(draft: Draft) -> Iterator[Issue]:
-    variants = (((*loc, "name"), name) for loc, entry in draft.quantize for name in entry.variant_names())
+    variants = (
+        ((*loc, "name"), name) for loc, entry in draft.quantize for name in entry.variant_names()
+    )
     yield from _check_unique(variants, "variant")
     for loc, entry in draft.quantize:
         if entry.name == EXPORT:
-            yield Issue((*loc, "name"), f"'{EXPORT}' is the name of the export itself; choose another")
+            yield Issue(
+                (*loc, "name"), f"'{EXPORT}' is the name of the export itself; choose another"
+            )
         if problem := find_type_conflict(entry.options):
             yield Issue((*loc, "options"), problem)
         yield from _check_calibration(draft, (*loc, "calibrate"), entry)
@@ -198,7 +223,9 @@ def _check_calibration(draft: Draft, loc: Loc, entry: Quantize) -> Iterator[Issu
     if entry.calibrate is None:
         example = "e.g. calibrate: {data: train, samples: 256}"
         if optimizer is not None and optimizer.needs_calibration:
-            yield Issue(loc, f"{entry.method} quantization needs 'calibrate', {example}", on_key=True)
+            yield Issue(
+                loc, f"{entry.method} quantization needs 'calibrate', {example}", on_key=True
+            )
         if entry.options.get("algorithm") == "gptq":
             yield Issue(loc, f"gptq needs 'calibrate', {example}", on_key=True)
         return
@@ -207,7 +234,10 @@ def _check_calibration(draft: Draft, loc: Loc, entry: Quantize) -> Iterator[Issu
     name, scored = entry.calibrate.data, draft.scored
     is_same = name == scored or (name in draft.data and draft.data[name] == draft.data.get(scored))
     if scored and name in draft.sets and is_same:
-        yield Issue((*loc, "data"), f"'{name}' is the set that validate.samples scores; calibrate on another one")
+        yield Issue(
+            (*loc, "data"),
+            f"'{name}' is the set that validate.samples scores; calibrate on another one",
+        )
 
 
 def _find_optimizer(method: str) -> Optimizer | None:
@@ -230,7 +260,11 @@ def _check_searches(draft: Draft) -> Iterator[Issue]:
 
 def _refuse_search_keys(loc: Loc, entry: Quantize) -> Iterator[Issue]:
     """Yield the keys of a search in a single recipe."""
-    given = {"tuning_data": entry.tuning_data, "budget": entry.budget, "variants": entry.variants != ROLES}
+    given = {
+        "tuning_data": entry.tuning_data,
+        "budget": entry.budget,
+        "variants": entry.variants != ROLES,
+    }
     for key in (key for key, value in given.items() if value):
         message = f"'{key}' is for method: auto, which searches; {entry.method} is a single recipe"
         yield Issue((*loc, key), message, on_key=True)
@@ -265,9 +299,16 @@ def _check_tuning_data(draft: Draft, loc: Loc, tuning: TuningData | None) -> Ite
 def _share_rows(draft: Draft, name: str) -> bool:
     """Return whether a data set certainly shares rows with the one that is scored."""
     one, other = draft.data.get(name), draft.data.get(draft.scored)
-    if isinstance(one, SklearnData) and isinstance(other, SklearnData) and one.sklearn == other.sklearn:
+    if (
+        isinstance(one, SklearnData)
+        and isinstance(other, SklearnData)
+        and one.sklearn == other.sklearn
+    ):
         sides = {one.split, other.split}
-        return sides != {"train", "test"} or (one.seed, one.test_size) != (other.seed, other.test_size)
+        return sides != {"train", "test"} or (one.seed, one.test_size) != (
+            other.seed,
+            other.test_size,
+        )
     return one is not None and one == other
 
 
@@ -281,7 +322,10 @@ def _check_metrics(draft: Draft) -> Iterator[Issue]:
     scored = draft.data.get(draft.scored)
     needing = [loc for loc, gate in draft.metric_gates if not gate.definition().label_free]
     if scored is not None and scored.label is None and needing:
-        yield Issue(needing[0], f"the metric gate needs labels, but data set '{draft.scored}' names no 'label'")
+        yield Issue(
+            needing[0],
+            f"the metric gate needs labels, but data set '{draft.scored}' names no 'label'",
+        )
 
 
 def _check_custom_metric(loc: Loc, gate: MetricGate, label: str) -> Iterator[Issue]:
@@ -327,17 +371,27 @@ def _check_metric_limits(loc: Loc, gate: MetricGate, label: str) -> Iterator[Iss
 def _check_targets(draft: Draft) -> Iterator[Issue]:
     targets = ((("benchmark", "targets", index), name) for index, name in enumerate(draft.targets))
     yield from _check_unique(targets, "target")
-    yield from _check_unique((((*loc, "endpoint"), entry.endpoint) for loc, entry in draft.deploy), "endpoint")
+    yield from _check_unique(
+        (((*loc, "endpoint"), entry.endpoint) for loc, entry in draft.deploy), "endpoint"
+    )
     if not draft.benchmark:
         return
     for name in draft.objective.targets:
         if name not in draft.targets:
             hint = did_you_mean(name, draft.targets) or f"; there are {quote_names(draft.targets)}"
-            yield Issue(("objective", "targets", name), f"target '{name}' is not among benchmark.targets{hint}")
+            yield Issue(
+                ("objective", "targets", name),
+                f"target '{name}' is not among benchmark.targets{hint}",
+            )
     for loc, entry in draft.deploy:
         if entry.target not in draft.targets:
-            hint = did_you_mean(entry.target, draft.targets) or "; add it there, so that it is measured"
-            yield Issue((*loc, "target"), f"target '{entry.target}' is not among benchmark.targets{hint}")
+            hint = (
+                did_you_mean(entry.target, draft.targets)
+                or "; add it there, so that it is measured"
+            )
+            yield Issue(
+                (*loc, "target"), f"target '{entry.target}' is not among benchmark.targets{hint}"
+            )
 
 
 def _check_unique(names: Iterable[tuple[Loc, str]], noun: str) -> Iterator[Issue]:

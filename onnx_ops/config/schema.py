@@ -17,7 +17,15 @@ from typing import Any, Literal, get_args, get_origin
 from annotated_types import DocInfo, Ge, Gt, Le, Lt, MaxLen, MinLen, Unit
 
 from onnx_ops.codec import is_json, union_members
-from onnx_ops.config.binding import default_of, file_fields, is_required, metadata_of, short_field, unwrap, without_none
+from onnx_ops.config.binding import (
+    default_of,
+    file_fields,
+    is_required,
+    metadata_of,
+    short_field,
+    unwrap,
+    without_none,
+)
 from onnx_ops.config.quantities import SCALES, format_quantity
 from onnx_ops.config.substitution import PARAMETERS_FILE, WITHOUT_PARAMETERS
 from onnx_ops.domain.pipeline import Pipeline
@@ -44,7 +52,10 @@ def pipeline_schema() -> Schema:
     schema = _schema(Pipeline, "onnx-ops pipeline")
     for section in (schema, *schema["$defs"].values()):
         for name, value in section.get("properties", {}).items():
-            if (section is schema and (name,) in WITHOUT_PARAMETERS) or (section.get("title"), name) == (
+            if (section is schema and (name,) in WITHOUT_PARAMETERS) or (
+                section.get("title"),
+                name,
+            ) == (
                 "Deploy",
                 "endpoint",
             ):
@@ -156,7 +167,11 @@ def _object(kind: type, definitions: dict[str, Schema]) -> Schema:
             required.append(key)
         elif isinstance(default := default_of(f), str | int | float):
             unit = metadata_of(unwrap(hint)[1], Unit)
-            shown = format_quantity(default, unit.unit) if unit and not isinstance(default, str) else default
+            shown = (
+                format_quantity(default, unit.unit)
+                if unit and not isinstance(default, str)
+                else default
+            )
             schema = {**schema, "default": shown}
         properties[key] = schema
     text = inspect.cleandoc(kind.__doc__ or "")
@@ -196,7 +211,11 @@ def _or_parameter(schema: Schema) -> Schema:
     )
     if "$ref" in schema or "const" in schema or not is_limited:
         return schema
-    shared = {key: value for key, value in schema.items() if key in ("description", "default", "examples", "anyOf")}
+    shared = {
+        key: value
+        for key, value in schema.items()
+        if key in ("description", "default", "examples", "anyOf")
+    }
     own = {key: value for key, value in schema.items() if key not in shared}
     return {**shared, "anyOf": [*schema.get("anyOf", [own]), {"$ref": f"#/$defs/{_PARAMETER}"}]}
 

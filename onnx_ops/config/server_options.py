@@ -20,25 +20,41 @@ def list_options() -> tuple[tuple[str, type, Any, str], ...]:
         metadata = unwrap(hint)[1]
         description = metadata_of(metadata, DocInfo)
         default = _text(default_of(f), metadata) if metadata_of(metadata, Unit) else default_of(f)
-        described.append((name, type(default), default, description.documentation if description else ""))
+        described.append(
+            (name, type(default), default, description.documentation if description else "")
+        )
     return tuple(described)
 
 
 def format_flags(options: ServerOptions) -> list[str]:
     """Return the server's command line for these options."""
-    return [f"--{name.replace('_', '-')}={text}" for name, text in _texts(options, ServerOptions).items()]
+    return [
+        f"--{name.replace('_', '-')}={text}"
+        for name, text in _texts(options, ServerOptions).items()
+    ]
 
 
 def format_option_variables(options: ContainerOptions) -> dict[str, str]:
     """Return the environment variables that give a container's server the options that are not defaults."""
     defaults = ContainerOptions()
-    changed = {f.name for f in fields(ContainerOptions) if getattr(options, f.name) != getattr(defaults, f.name)}
+    changed = {
+        f.name
+        for f in fields(ContainerOptions)
+        if getattr(options, f.name) != getattr(defaults, f.name)
+    }
     texts = _texts(options, ContainerOptions)
-    return {f"{OPTION_PREFIX}{name.upper()}": text for name, text in sorted(texts.items()) if name in changed}
+    return {
+        f"{OPTION_PREFIX}{name.upper()}": text
+        for name, text in sorted(texts.items())
+        if name in changed
+    }
 
 
 def _texts(options: ContainerOptions, kind: type) -> Mapping[str, str]:
-    return {name: _text(getattr(options, name), unwrap(hint)[1]) for name, (_, hint) in file_fields(kind).items()}
+    return {
+        name: _text(getattr(options, name), unwrap(hint)[1])
+        for name, (_, hint) in file_fields(kind).items()
+    }
 
 
 def _text(value: Any, metadata: tuple[Any, ...]) -> str:

@@ -152,13 +152,20 @@ def split_list(text: str) -> tuple[str, ...]:
 def find_root(start: Path) -> Path:
     """Return the nearest folder from `start` upwards with `onnx-ops.toml`, else with `configs/`, else `start`."""
     folders, markers = (start.resolve(), *start.resolve().parents), (FILE, "configs/targets")
-    return next((folder for marker in markers for folder in folders if (folder / marker).exists()), folders[0])
+    return next(
+        (folder for marker in markers for folder in folders if (folder / marker).exists()),
+        folders[0],
+    )
 
 
 def load_settings(start: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:
     """Return the settings of the project around `start` (the working directory by default)."""
     environ = os.environ if environ is None else environ
-    root = Path(environ["ONNX_OPS_ROOT"]).resolve() if "ONNX_OPS_ROOT" in environ else find_root(start or Path.cwd())
+    root = (
+        Path(environ["ONNX_OPS_ROOT"]).resolve()
+        if "ONNX_OPS_ROOT" in environ
+        else find_root(start or Path.cwd())
+    )
     values, profile = _read_file(root / FILE, environ.get("ONNX_OPS_PROFILE"))
     for f in fields(FileSettings):
         if (text := environ.get(f"ONNX_OPS_{f.name.upper()}")) is not None:
@@ -195,7 +202,13 @@ def load_settings(start: Path | None = None, environ: Mapping[str, str] | None =
     )
 
 
-_POOLED = (StageKind.TRAIN, StageKind.EXPORT, StageKind.VALIDATE, StageKind.CALIBRATE, StageKind.QUANTIZE)
+_POOLED = (
+    StageKind.TRAIN,
+    StageKind.EXPORT,
+    StageKind.VALIDATE,
+    StageKind.CALIBRATE,
+    StageKind.QUANTIZE,
+)
 """Kinds with a default pool: a benchmark and a search run where their target is."""
 
 
@@ -208,7 +221,9 @@ def _check_values(given: FileSettings) -> Iterator[tuple[str, str]]:
 
 def to_environ(settings: Settings) -> dict[str, str]:
     """Return the environment variables that give a child process the same settings."""
-    environ = {f"ONNX_OPS_{f.name.upper()}": str(getattr(settings, f.name)) for f in fields(FileSettings)}
+    environ = {
+        f"ONNX_OPS_{f.name.upper()}": str(getattr(settings, f.name)) for f in fields(FileSettings)
+    }
     environ["ONNX_OPS_CACHE_SIZE"] = f"{settings.cache_size} B"
     return {**environ, "ONNX_OPS_ROOT": str(settings.root), "ONNX_OPS_PROFILE": settings.profile}
 
@@ -217,19 +232,31 @@ def _read_file(path: Path, chosen: str | None) -> tuple[dict[str, Any], str]:
     """Return the values of a settings file and its profile."""
     if not path.is_file():
         if chosen and chosen != "default":
-            remedy = f"Write {path.name} with a table [profiles.{chosen}], or unset ONNX_OPS_PROFILE."
-            raise UserError(f"there is no profile {chosen!r}, and no settings file", where=str(path), remedy=remedy)
+            remedy = (
+                f"Write {path.name} with a table [profiles.{chosen}], or unset ONNX_OPS_PROFILE."
+            )
+            raise UserError(
+                f"there is no profile {chosen!r}, and no settings file",
+                where=str(path),
+                remedy=remedy,
+            )
         return {}, "default"
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError("not TOML", where=str(path), why=str(error)) from error
     profiles: Any = document.pop("profiles", {})
-    if not isinstance(profiles, dict) or not all(isinstance(values, dict) for values in profiles.values()):
-        raise UserError("profiles must be tables", where=str(path), remedy="Write each one as [profiles.NAME].")
+    if not isinstance(profiles, dict) or not all(
+        isinstance(values, dict) for values in profiles.values()
+    ):
+        raise UserError(
+            "profiles must be tables", where=str(path), remedy="Write each one as [profiles.NAME]."
+        )
     default = str(document.pop("profile", "default"))
     profile = chosen or default
     if profile not in profiles and profile != "default":
         known = ", ".join(sorted(profiles)) or "none"
-        raise UserError(f"no profile is called {profile!r}", where=str(path), remedy=f"Profiles there: {known}.")
+        raise UserError(
+            f"no profile is called {profile!r}", where=str(path), remedy=f"Profiles there: {known}."
+        )
     return {**document, **profiles.get(profile, {})}, profile

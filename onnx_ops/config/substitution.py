@@ -24,7 +24,11 @@ NEWEST_SCHEMA = 1
 """The newest version of the file formats that this release reads; a file without `schema` has version 1."""
 
 PARAMETERS_FILE = "params.yaml"
-WITHOUT_PARAMETERS: tuple[tuple[str, ...], ...] = (("schema",), ("pipeline",), ("deploy", "endpoint"))
+WITHOUT_PARAMETERS: tuple[tuple[str, ...], ...] = (
+    ("schema",),
+    ("pipeline",),
+    ("deploy", "endpoint"),
+)
 """Keys from the root, without indices of lists, that take no `${params:…}`: other programs read them as written."""
 WITH_ENVIRONMENT: tuple[tuple[str, ...], ...] = (
     ("deploy", "settings", "*"),
@@ -70,7 +74,9 @@ def read_document(
         else:
             for name in _ENVIRONMENT_NAME.findall(text):
                 hide((environ or {})[name], f"${{env:{name}}}")
-            document.at(loc[:-1])[loc[-1]] = _ENVIRONMENT_NAME.sub(lambda match: (environ or {})[match[1]], text)
+            document.at(loc[:-1])[loc[-1]] = _ENVIRONMENT_NAME.sub(
+                lambda match: (environ or {})[match[1]], text
+            )
     return document
 
 
@@ -85,7 +91,9 @@ def parse_path(text: str) -> Loc:
     while position < len(text):
         match = _PART.match(text, position)
         if match is None or (not loc and text[0] in ".["):
-            raise ValueError(f"'{text}' is not a path; write keys with dots and indices in brackets: gates[1].max_drop")
+            raise ValueError(
+                f"'{text}' is not a path; write keys with dots and indices in brackets: gates[1].max_drop"
+            )
         key, index = match.groups()
         loc.append(key if key is not None else int(index))
         position = match.end()
@@ -133,29 +141,44 @@ def _require_room(container: object, part: str | int, loc: Loc) -> None:
     if isinstance(container, dict):
         return
     if not isinstance(container, list):
-        raise ValueError(f"{path_text(loc) or 'the file'} is {describe(container)}, so nothing can be set inside it")
+        raise ValueError(
+            f"{path_text(loc) or 'the file'} is {describe(container)}, so nothing can be set inside it"
+        )
     if not isinstance(part, int):
-        raise ValueError(f"{path_text(loc)} is a list; name an entry by its index, such as {path_text((*loc, 0))}")
+        raise ValueError(
+            f"{path_text(loc)} is a list; name an entry by its index, such as {path_text((*loc, 0))}"
+        )
     if part >= len(container):
         count = f"{len(container)} {'entry' if len(container) == 1 else 'entries'}"
-        raise ValueError(f"{path_text(loc)} has {count}, counted from 0; there is no {path_text((*loc, part))}")
+        raise ValueError(
+            f"{path_text(loc)} has {count}, counted from 0; there is no {path_text((*loc, part))}"
+        )
 
 
 def _texts_with(mark: str, value: Any, loc: Loc) -> Iterator[tuple[Loc, bool, str]]:
     """Yield every text below a location that holds `mark`, and whether it is a key."""
     if isinstance(value, str) and mark in value:
         yield loc, False, value
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for part, item in items:
         if isinstance(part, str) and mark in part:
             yield (*loc, part), True, part
         yield from _texts_with(mark, item, (*loc, part))
 
 
-def _check_environment(loc: Loc, is_key: bool, text: str, environ: Mapping[str, str], reach: Reach) -> Iterator[Issue]:
+def _check_environment(
+    loc: Loc, is_key: bool, text: str, environ: Mapping[str, str], reach: Reach
+) -> Iterator[Issue]:
     keys = [part for part in loc if isinstance(part, str)]
     is_allowed = any(
-        len(keys) == len(pattern) and all(want in ("*", key) for want, key in zip(pattern, keys, strict=True))
+        len(keys) == len(pattern)
+        and all(want in ("*", key) for want, key in zip(pattern, keys, strict=True))
         for pattern in WITH_ENVIRONMENT
     )
     if is_key or not is_allowed:
@@ -195,7 +218,11 @@ def substitute_parameters(document: Document, root: Path) -> Mapping[str, Json]:
             path = parse_path(whole[1])
             value = used[whole[1]] = params.at(path)
             places, keys = (
-                {known[len(path) :]: place for known, place in table.items() if known[: len(path)] == path}
+                {
+                    known[len(path) :]: place
+                    for known, place in table.items()
+                    if known[: len(path)] == path
+                }
                 for table in (params.places, params.keys)
             )
             document.replace(loc, value, places, keys)

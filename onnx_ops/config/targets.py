@@ -54,7 +54,9 @@ class TargetFiles:
 
     def names(self) -> tuple[str, ...]:
         """Return the sorted names of the project's targets and of the shared ones."""
-        return tuple(sorted({path.stem for folder in self._folders for path in folder.glob("*.yaml")}))
+        return tuple(
+            sorted({path.stem for folder in self._folders for path in folder.glob("*.yaml")})
+        )
 
     def path(self, name: str) -> Path | None:
         """Return the file of a target, or of the profile of that name, if there is one.
@@ -70,7 +72,9 @@ class TargetFiles:
         path = self.path(name)
         if path is None or path.parent == PROFILES:
             return "shipped"
-        return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else str(path)
+        return (
+            path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else str(path)
+        )
 
     def is_measured(self, name: str) -> bool | None:
         """Return whether this project timed models with the profile; None if the target is not a shipped profile."""
@@ -88,7 +92,10 @@ class TargetFiles:
         if path is None:
             names, profiles = self.names(), profile_names()
             hint = did_you_mean(name, {*names, *profiles}).removeprefix("; ").capitalize()
-            remedy = hint or f"Targets there: {', '.join(names) or 'none'}. Shipped: {', '.join(profiles)}."
+            remedy = (
+                hint
+                or f"Targets there: {', '.join(names) or 'none'}. Shipped: {', '.join(profiles)}."
+            )
             raise NotFoundError(f"no target is called {name!r}", where=where, remedy=remedy)
         document = read_document(path)
         target: Target | None = bind_document(document, Target).value
@@ -97,10 +104,14 @@ class TargetFiles:
                 message = f"'{target.name}' is not the name of its file, '{path.stem}'"
                 document.issues.append(Issue(("name",), message))
             document.issues += _check_provider_options(target, document)
-            document.issues += check_gates((("gates", index), gate) for index, gate in enumerate(target.gates))
+            document.issues += check_gates(
+                (("gates", index), gate) for index, gate in enumerate(target.gates)
+            )
         if target is None or document.issues:
             raise ConfigError(tuple(document.problems()))
-        libraries = tuple(replace(library, path=str(self.root / library.path)) for library in target.custom_ops)
+        libraries = tuple(
+            replace(library, path=str(self.root / library.path)) for library in target.custom_ops
+        )
         return replace(target, custom_ops=libraries)
 
     @property
@@ -110,7 +121,9 @@ class TargetFiles:
             return (own,)
         if not self.shared.is_dir():
             remedy = "Correct `targets` in onnx-ops.toml, or ONNX_OPS_TARGETS."
-            raise UserError("the folder of shared targets does not exist", where=str(self.shared), remedy=remedy)
+            raise UserError(
+                "the folder of shared targets does not exist", where=str(self.shared), remedy=remedy
+            )
         return (own, self.shared)
 
 

@@ -51,16 +51,24 @@ def read_file(path: Path) -> Document:
     except FileNotFoundError as error:
         raise NotFoundError("no such file", where=source, remedy=_near(path)) from error
     except IsADirectoryError as error:
-        raise UserError("a folder, not a file", where=source, remedy=_near(path / "file.yaml")) from error
+        raise UserError(
+            "a folder, not a file", where=source, remedy=_near(path / "file.yaml")
+        ) from error
     except OSError as error:
-        raise UserError("the file cannot be read", where=source, why=error.strerror or str(error)) from error
+        raise UserError(
+            "the file cannot be read", where=source, why=error.strerror or str(error)
+        ) from error
     if len(data) > MAX_BYTES:
         raise _refusal(Place(source=source), f"the file is larger than {MAX_BYTES >> 20} MiB")
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
         remedy = f"Save it as UTF-8: iconv -f UTF-16 -t UTF-8 {source} > NEW.yaml"
-        raise UserError("the file is in UTF-16", where=source, why="pipeline files are in UTF-8", remedy=remedy)
+        raise UserError(
+            "the file is in UTF-16", where=source, why="pipeline files are in UTF-8", remedy=remedy
+        )
     if b"\0" in data:
-        raise UserError("not a text, but a binary file", where=source, remedy=_near(path.with_suffix(".yaml")))
+        raise UserError(
+            "not a text, but a binary file", where=source, remedy=_near(path.with_suffix(".yaml"))
+        )
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -75,7 +83,9 @@ def _near(path: Path) -> str:
     """Return which file was meant: one with a like name there or among the pipelines, else the pipelines there are."""
     usual = find_config_folder(Path()) / PIPELINES
     folders = dict.fromkeys((path.parent, usual, path.parent / usual))
-    candidates = [str(other) for folder in folders for other in sorted(folder.glob("*.y*ml")) if other != path]
+    candidates = [
+        str(other) for folder in folders for other in sorted(folder.glob("*.y*ml")) if other != path
+    ]
     names: dict[str, str] = {}
     for place in candidates:
         names.setdefault(Path(place).stem, place)
@@ -102,15 +112,23 @@ def read_text(text: str, *, source: str, positions: bool = True) -> Document:
         line = text.count("\n", 0, error.position) + 1
         column = error.position - text.rfind("\n", 0, error.position)
         why = f"character U+{int(error.character):04X} is not allowed"
-        raise _refusal(Place(source=source, line=line if positions else 0, column=column), why) from error
+        raise _refusal(
+            Place(source=source, line=line if positions else 0, column=column), why
+        ) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark and positions else (0, 0)
-        raise _refusal(Place(source=source, line=line, column=column), _syntax_message(error)) from error
+        raise _refusal(
+            Place(source=source, line=line, column=column), _syntax_message(error)
+        ) from error
     first = Place(source=source, line=1, column=1) if positions else Place(source=source)
     conversion.places.setdefault((), first)
     return Document(
-        source=source, value=value, places=conversion.places, keys=conversion.keys, issues=conversion.issues
+        source=source,
+        value=value,
+        places=conversion.places,
+        keys=conversion.keys,
+        issues=conversion.issues,
     )
 
 
@@ -188,7 +206,9 @@ class _Conversion:
     def _key(self, node: yaml.Node, loc: Loc) -> str | int | None:
         """Return the key, or None (and add an issue) if it can be none."""
         if not isinstance(node, yaml.ScalarNode):
-            self._blame(node, (*loc, ""), "a key must be a text or a whole number, not a list or mapping")
+            self._blame(
+                node, (*loc, ""), "a key must be a text or a whole number, not a list or mapping"
+            )
             return None
         if tag := self._tags.get(id(node)):
             self._blame(node, (*loc, ""), f"tags are not allowed: '{_tag_text(tag)}'")
@@ -200,7 +220,11 @@ class _Conversion:
         if isinstance(key, str) or (isinstance(key, int) and not isinstance(key, bool)):
             return key
         if key is not BROKEN:
-            self._blame(node, (*loc, ""), f"a key must be a text or a whole number, got {describe(key)}; quote it")
+            self._blame(
+                node,
+                (*loc, ""),
+                f"a key must be a text or a whole number, got {describe(key)}; quote it",
+            )
         return None
 
     def _scalar(self, node: yaml.ScalarNode, loc: Loc) -> Any:
@@ -222,7 +246,9 @@ class _Conversion:
     def _place(self, node: yaml.Node) -> Place:
         if not self._positions:
             return Place(source=self._source)
-        return Place(source=self._source, line=node.start_mark.line + 1, column=node.start_mark.column + 1)
+        return Place(
+            source=self._source, line=node.start_mark.line + 1, column=node.start_mark.column + 1
+        )
 
 
 def plain_scalar(text: str) -> str | int | float | bool | None:
@@ -244,7 +270,9 @@ def plain_scalar(text: str) -> str | int | float | bool | None:
         )
     if _INT.fullmatch(text) or _OTHER_BASE.fullmatch(text):
         if len(text) > _MOST_DIGITS or not -(2**63) <= int(text, 0) < 2**63:
-            raise ValueError(f"the number {shorten(text)} does not fit 64 bits; quote it to mean a text")
+            raise ValueError(
+                f"the number {shorten(text)} does not fit 64 bits; quote it to mean a text"
+            )
         return int(text, 0)
     if _NOT_FINITE.fullmatch(text):
         raise ValueError(f"{text} is not a finite number")
@@ -281,5 +309,7 @@ def _syntax_message(error: yaml.MarkedYAMLError) -> str:
 
 
 def _refusal(place: Place, message: str) -> ConfigError:
-    problem = Problem(file=place.source, line=place.line, column=place.column, path="", message=message)
+    problem = Problem(
+        file=place.source, line=place.line, column=place.column, path="", message=message
+    )
     return ConfigError((problem,))

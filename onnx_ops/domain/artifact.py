@@ -49,7 +49,9 @@ def canonical_json(value: object) -> bytes:
         ValueError: the value holds NaN or an infinity.
         TypeError: the value is not JSON.
     """
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
     return text.encode("utf-8")
 
 
@@ -61,7 +63,9 @@ def digest_json(value: object) -> Digest:
 def is_digest(text: str) -> bool:
     """Return whether a text is a well-formed digest."""
     body = text.removeprefix(_PREFIX)
-    return text.startswith(_PREFIX) and len(body) == 64 and all(c in "0123456789abcdef" for c in body)
+    return (
+        text.startswith(_PREFIX) and len(body) == 64 and all(c in "0123456789abcdef" for c in body)
+    )
 
 
 def hex_digits(digest: Digest) -> str:
@@ -107,12 +111,18 @@ class Manifest:
 
     def subset(self, prefix: str) -> Manifest:
         """Return the files below `prefix`, without the prefix."""
-        return Manifest(files={n.removeprefix(prefix): d for n, d in self.files.items() if n.startswith(prefix)})
+        return Manifest(
+            files={n.removeprefix(prefix): d for n, d in self.files.items() if n.startswith(prefix)}
+        )
 
 
 def digest_folder(folder: Path) -> Manifest:
     """Return the digests of all files below a folder by their relative POSIX names."""
-    files = {p.relative_to(folder).as_posix(): digest_file(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+    files = {
+        p.relative_to(folder).as_posix(): digest_file(p)
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
     return Manifest(files=files)
 
 

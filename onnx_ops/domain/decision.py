@@ -29,9 +29,9 @@ class Objective:
             "Minimize latency, size (bytes of the file) or cost (of a request), or maximize accuracy (the task metric)."
         ),
     ] = "latency"
-    targets: Annotated[Mapping[str, Preference], doc("Objectives of single targets, instead of the default.")] = field(
-        default_factory=dict
-    )
+    targets: Annotated[
+        Mapping[str, Preference], doc("Objectives of single targets, instead of the default.")
+    ] = field(default_factory=dict)
 
     def on(self, target: str) -> Preference:
         """Return the preference on a target."""

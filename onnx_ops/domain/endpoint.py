@@ -70,9 +70,13 @@ class TrafficSplit:
         if any(not 0 <= percent <= 100 for percent in self.shadow.values()):
             raise ValueError(f"shadow traffic must be from 0 to 100: {dict(self.shadow)}")
         if not 0 <= self.shadow_tolerance < 1:
-            raise ValueError(f"the tolerance of shadow answers must be from 0 to 1: {self.shadow_tolerance}")
+            raise ValueError(
+                f"the tolerance of shadow answers must be from 0 to 1: {self.shadow_tolerance}"
+            )
         if not (self.epoch_s == 0 or MIN_EPOCH_S <= self.epoch_s <= MAX_EPOCH_S):
-            raise ValueError(f"an epoch must last from {MIN_EPOCH_S:g} to {MAX_EPOCH_S:g} s: {self.epoch_s}")
+            raise ValueError(
+                f"an epoch must last from {MIN_EPOCH_S:g} to {MAX_EPOCH_S:g} s: {self.epoch_s}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +129,9 @@ class EndpointState:
 def serves_only(state: EndpointState, deployment: Deployment) -> bool:
     """Return whether one deployment, with exactly these files, answers all requests."""
     answering = [one for one in state.deployments if state.split.weights.get(one.name)]
-    return [(one.name, one.manifest) for one in answering] == [(deployment.name, deployment.manifest)]
+    return [(one.name, one.manifest) for one in answering] == [
+        (deployment.name, deployment.manifest)
+    ]
 
 
 def build_rollback_state(current: EndpointState, state: EndpointState) -> EndpointState:
@@ -135,16 +141,22 @@ def build_rollback_state(current: EndpointState, state: EndpointState) -> Endpoi
     leader = current.find_deployment(goal) or goal
     weights = {goal.name: 100, **dict.fromkeys((one.name for one in others), 0)}
     return EndpointState(
-        deployments=(leader, *others), split=TrafficSplit(weights=weights), generation=state.generation
+        deployments=(leader, *others),
+        split=TrafficSplit(weights=weights),
+        generation=state.generation,
     )
 
 
 def drop_idle_deployments(state: EndpointState) -> EndpointState:
     """Return the state without deployments that get neither traffic nor copies."""
     weights, shadow = state.split.weights, state.split.shadow
-    deployments = tuple(one for one in state.deployments if weights.get(one.name) or shadow.get(one.name))
+    deployments = tuple(
+        one for one in state.deployments if weights.get(one.name) or shadow.get(one.name)
+    )
     names = {one.name for one in deployments}
-    split = replace(state.split, weights={name: weight for name, weight in weights.items() if name in names})
+    split = replace(
+        state.split, weights={name: weight for name, weight in weights.items() if name in names}
+    )
     return replace(state, deployments=deployments, split=split)
 
 
@@ -161,7 +173,11 @@ def _effect(state: EndpointState) -> tuple[dict[str, _Effect], float | None, flo
         )
         for d in state.deployments
     }
-    return per_name, state.split.shadow_tolerance if any(shadow.values()) else None, state.split.epoch_s
+    return (
+        per_name,
+        state.split.shadow_tolerance if any(shadow.values()) else None,
+        state.split.epoch_s,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,15 +22,19 @@ GraphLevel = Literal["disabled", "basic", "extended", "all"]
 class SessionSettings:
     """Options of an ONNX Runtime session."""
 
-    intra_op_threads: Annotated[int, Ge(0), Le(1024), doc("Threads within one operator; 0: one per core.")] = 1
-    inter_op_threads: Annotated[int, Ge(0), Le(1024), doc("Operators that run in parallel; 0: one per core.")] = 1
+    intra_op_threads: Annotated[
+        int, Ge(0), Le(1024), doc("Threads within one operator; 0: one per core.")
+    ] = 1
+    inter_op_threads: Annotated[
+        int, Ge(0), Le(1024), doc("Operators that run in parallel; 0: one per core.")
+    ] = 1
     spinning: Annotated[
         bool, doc("Whether waiting threads spin: faster on idle cores, much slower on shared ones.")
     ] = False
     graph_level: Annotated[GraphLevel, doc("Graph optimization level of ONNX Runtime.")] = "all"
-    config: Annotated[Mapping[str, str], doc("Further session config entries, by their names in ONNX Runtime.")] = (
-        field(default_factory=dict)
-    )
+    config: Annotated[
+        Mapping[str, str], doc("Further session config entries, by their names in ONNX Runtime.")
+    ] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +44,13 @@ class Provider:
     name: Annotated[str, Notation.SHORT_FORM]
     options: Annotated[
         Mapping[str, str],
-        doc("Options by the provider's names; `{cache}` is a cache folder for this model and machine."),
+        doc(
+            "Options by the provider's names; `{cache}` is a cache folder for this model and machine."
+        ),
     ] = field(default_factory=dict)
-    package: Annotated[str, doc("Python package of a plug-in provider, such as onnxruntime_qnn.")] = ""
+    package: Annotated[
+        str, doc("Python package of a plug-in provider, such as onnxruntime_qnn.")
+    ] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,16 +66,27 @@ class Environment:
     """An isolated environment for a framework or runtime whose packages are not part of this installation."""
 
     requirements: Annotated[
-        tuple[str, ...], doc("Packages in pip's syntax (npm's for JavaScript); default: those of the plugin.")
+        tuple[str, ...],
+        doc("Packages in pip's syntax (npm's for JavaScript); default: those of the plugin."),
     ] = ()
-    python: Annotated[str | None, doc("Python version, such as '3.12'; default: that of this installation.")] = None
-    memory: Annotated[Bytes | None, doc("Memory limit of its process; default: the memory of the machine.")] = None
+    python: Annotated[
+        str | None, doc("Python version, such as '3.12'; default: that of this installation.")
+    ] = None
+    memory: Annotated[
+        Bytes | None, doc("Memory limit of its process; default: the memory of the machine.")
+    ] = None
     timeout: Annotated[Seconds | None, doc("Time limit for one answer of its process.")] = None
-    isolated: Annotated[bool, doc("false: use this installation, even if the plugin has its own requirements.")] = True
+    isolated: Annotated[
+        bool, doc("false: use this installation, even if the plugin has its own requirements.")
+    ] = True
 
     def content(self) -> dict[str, Json]:
         """Return what affects results: memory and time limits do not."""
-        return {"requirements": list(self.requirements), "python": self.python, "isolated": self.isolated}
+        return {
+            "requirements": list(self.requirements),
+            "python": self.python,
+            "isolated": self.isolated,
+        }
 
 
 PROVIDER_PACKAGES: Mapping[str, str] = {

@@ -8,7 +8,16 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, cast
 
 from annotated_types import Ge, Le, doc
 
-from onnx_ops.domain.quantities import OMIT_DEFAULT, Amount, Bytes, Count, Fraction, PerSecond, Seconds, TaggedFamily
+from onnx_ops.domain.quantities import (
+    OMIT_DEFAULT,
+    Amount,
+    Bytes,
+    Count,
+    Fraction,
+    PerSecond,
+    Seconds,
+    TaggedFamily,
+)
 from onnx_ops.domain.task_metrics import (
     DEFAULT_FOR_CLASSES,
     DEFAULT_FOR_NUMBERS,
@@ -60,9 +69,17 @@ class MetricDefinition:
     @property
     def options(self) -> Options:
         """The keys of the gate that shape it, with their values."""
-        given = {"k": self.k, "average": self.average, "positive": self.positive, "ignore": self.ignore}
+        given = {
+            "k": self.k,
+            "average": self.average,
+            "positive": self.positive,
+            "ignore": self.ignore,
+        }
         defaults = {} if self.metric is None else self.metric.options
-        return {name: default if given[name] is None else given[name] for name, default in defaults.items()}
+        return {
+            name: default if given[name] is None else given[name]
+            for name, default in defaults.items()
+        }
 
     @property
     def label(self) -> str:
@@ -71,7 +88,11 @@ class MetricDefinition:
         parts = [display.format(**self.options) or self.name or self.use, self.average or ""]
         parts += [
             f"{key}:{value}"
-            for key, value in (("positive", self.positive), ("output", self.output), ("ignore", self.ignore))
+            for key, value in (
+                ("positive", self.positive),
+                ("output", self.output),
+                ("ignore", self.ignore),
+            )
             if value is not None and (key, value) != ("ignore", IGNORED_TOKEN)
         ]
         return " ".join(part for part in parts if part)
@@ -186,20 +207,34 @@ class ParityGate(TargetGate):
     kind: Literal["parity"] = "parity"
     counts: ClassVar[str] = "rows"
     noise_factor: Annotated[
-        float, Ge(1), Le(1000), doc("Allowed error as a multiple of the source's own float32 noise.")
+        float,
+        Ge(1),
+        Le(1000),
+        doc("Allowed error as a multiple of the source's own float32 noise."),
     ] = 10.0
     weight_steps: Annotated[
         float, Ge(0.5), Le(2), doc("Largest error of a quantized weight, in quantization steps.")
     ] = 0.51
     activation_noise: Annotated[
-        float, Ge(1), Le(10), doc("Largest in-range error of a quantized activation, in units of step / sqrt(12).")
+        float,
+        Ge(1),
+        Le(10),
+        doc("Largest in-range error of a quantized activation, in units of step / sqrt(12)."),
     ] = 1.74
-    saturation: Annotated[Fraction, doc("Largest share of an activation's values outside its quantized range.")] = 0.1
+    saturation: Annotated[
+        Fraction, doc("Largest share of an activation's values outside its quantized range.")
+    ] = 0.1
     clipping: Annotated[
-        float, Ge(1), doc("Largest energy that an activation's range cuts off, in multiples of that lost by rounding.")
+        float,
+        Ge(1),
+        doc(
+            "Largest energy that an activation's range cuts off, in multiples of that lost by rounding."
+        ),
     ] = field(default=100.0, metadata=OMIT_DEFAULT)
     stretch: Annotated[
-        float, Ge(1), doc("Widest range of an activation or a weight, in multiples of what its values span.")
+        float,
+        Ge(1),
+        doc("Widest range of an activation or a weight, in multiples of what its values span."),
     ] = field(default=2.5, metadata=OMIT_DEFAULT)
     groups: Annotated[
         Mapping[InputGroup, GroupRule],
@@ -211,7 +246,9 @@ class ParityGate(TargetGate):
 
     def rule(self, group: str, *, inside: bool) -> GroupRule:
         """Return the effect of a difference on the inputs of a group."""
-        return self.groups.get(cast("InputGroup", group.partition(":")[0]), "fail" if inside else "advise")
+        return self.groups.get(
+            cast("InputGroup", group.partition(":")[0]), "fail" if inside else "advise"
+        )
 
 
 @gate_kind
@@ -224,24 +261,41 @@ class MetricGate(Gate):
 
     kind: Literal["metric"] = "metric"
     counts: ClassVar[str] = "rows"
-    name: Annotated[MetricName | None, doc("Name of the metric; default: accuracy, unless `use` is set.")] = None
+    name: Annotated[
+        MetricName | None, doc("Name of the metric; default: accuracy, unless `use` is set.")
+    ] = None
     use: Annotated[
-        str, doc("Custom metric, `package.module:function`; takes arrays (predictions, labels) and returns a float.")
+        str,
+        doc(
+            "Custom metric, `package.module:function`; takes arrays (predictions, labels) and returns a float."
+        ),
     ] = ""
-    higher_is_better: Annotated[bool | None, doc("Direction of a custom metric; required with `use`.")] = None
-    k: Annotated[Count | None, doc("top_k: number of highest scores that must include the label; default 5.")] = None
+    higher_is_better: Annotated[
+        bool | None, doc("Direction of a custom metric; required with `use`.")
+    ] = None
+    k: Annotated[
+        Count | None, doc("top_k: number of highest scores that must include the label; default 5.")
+    ] = None
     average: Annotated[
-        Average | None, doc("f1: average over classes; default: binary with `positive`, else macro.")
+        Average | None,
+        doc("f1: average over classes; default: binary with `positive`, else macro."),
     ] = None
     positive: Annotated[
-        str | int | None, doc("f1 (binary) and auc: the positive label; default: the greater of two.")
+        str | int | None,
+        doc("f1 (binary) and auc: the positive label; default: the greater of two."),
     ] = None
     output: Annotated[str | None, doc("ONNX output to read; default: the first that fits.")] = None
-    ignore: Annotated[int | None, doc("token_agreement: label of tokens that do not count; default -100.")] = None
-    max_drop: Annotated[Fraction | None, doc("Largest tolerated drop, in percentage points.")] = None
+    ignore: Annotated[
+        int | None, doc("token_agreement: label of tokens that do not count; default -100.")
+    ] = None
+    max_drop: Annotated[Fraction | None, doc("Largest tolerated drop, in percentage points.")] = (
+        None
+    )
     max_increase: Annotated[
         Fraction | None,
-        doc(f"{list_errors()}, custom errors: largest tolerated increase, as a share of the baseline's value."),
+        doc(
+            f"{list_errors()}, custom errors: largest tolerated increase, as a share of the baseline's value."
+        ),
     ] = None
     min: Annotated[Fraction | None, doc("Smallest tolerated value.")] = None
     max: Annotated[
@@ -283,25 +337,38 @@ class LatencyGate(TargetGate):
     """Latency, relative to the baseline in paired runs, as absolute quantiles, or relative to the export."""
 
     kind: Literal["latency"] = "latency"
-    max_regression: Annotated[Fraction | None, doc("Largest tolerated slow-down against the baseline.")] = None
-    p50: Annotated[Seconds | None, doc("Median; enforced on dedicated targets, advisory elsewhere.")] = None
-    p90: Annotated[Seconds | None, doc("90th percentile; enforced on dedicated targets, advisory elsewhere.")] = field(
-        default=None, metadata=OMIT_DEFAULT
-    )
-    p95: Annotated[Seconds | None, doc("95th percentile; enforced on dedicated targets, advisory elsewhere.")] = field(
-        default=None, metadata=OMIT_DEFAULT
-    )
-    p99: Annotated[Seconds | None, doc("99th percentile; enforced on dedicated targets, advisory elsewhere.")] = None
+    max_regression: Annotated[
+        Fraction | None, doc("Largest tolerated slow-down against the baseline.")
+    ] = None
+    p50: Annotated[
+        Seconds | None, doc("Median; enforced on dedicated targets, advisory elsewhere.")
+    ] = None
+    p90: Annotated[
+        Seconds | None, doc("90th percentile; enforced on dedicated targets, advisory elsewhere.")
+    ] = field(default=None, metadata=OMIT_DEFAULT)
+    p95: Annotated[
+        Seconds | None, doc("95th percentile; enforced on dedicated targets, advisory elsewhere.")
+    ] = field(default=None, metadata=OMIT_DEFAULT)
+    p99: Annotated[
+        Seconds | None, doc("99th percentile; enforced on dedicated targets, advisory elsewhere.")
+    ] = None
     faster_than: Annotated[
-        Literal["fp32"] | None, doc("Every other variant must be faster than the export, with 95 % confidence.")
+        Literal["fp32"] | None,
+        doc("Every other variant must be faster than the export, with 95 % confidence."),
     ] = None
     min_speedup: Annotated[
-        Fraction | None, doc("Smallest speed-up: 10% means that fp32 takes at least 1.1 times as long.")
+        Fraction | None,
+        doc("Smallest speed-up: 10% means that fp32 takes at least 1.1 times as long."),
     ] = None
 
     def quantiles(self) -> Mapping[str, tuple[float, float | None]]:
         """Return the share below and the limit of each quantile by name."""
-        return {"p50": (0.5, self.p50), "p90": (0.9, self.p90), "p95": (0.95, self.p95), "p99": (0.99, self.p99)}
+        return {
+            "p50": (0.5, self.p50),
+            "p90": (0.9, self.p90),
+            "p95": (0.95, self.p95),
+            "p99": (0.99, self.p99),
+        }
 
     def request(self) -> MeasurementRequest:
         """Return the regressions to detect; latency is always measured."""
@@ -313,7 +380,10 @@ class LatencyGate(TargetGate):
     def find_problems(self) -> Iterator[tuple[str, str]]:
         """Yield that it sets no limit, or limits that cannot be kept or take no effect."""
         if self == LatencyGate():
-            yield "", "a latency gate needs 'max_regression', 'p50', 'p90', 'p95', 'p99' or 'faster_than'"
+            yield (
+                "",
+                "a latency gate needs 'max_regression', 'p50', 'p90', 'p95', 'p99' or 'faster_than'",
+            )
         yield from _find_zero_regression(self.max_regression)
         if self.min_speedup is not None and self.faster_than is None:
             yield "min_speedup", "'min_speedup' needs 'faster_than: fp32'"
@@ -328,10 +398,12 @@ class ThroughputGate(TargetGate):
     counts: ClassVar[str] = "sessions"
     concurrency: Annotated[int, Ge(1), Le(256), doc("Requests in flight at any moment.")] = 4
     max_regression: Annotated[
-        Fraction | None, doc("Largest tolerated increase of the time per request under load, against the baseline.")
+        Fraction | None,
+        doc("Largest tolerated increase of the time per request under load, against the baseline."),
     ] = None
     min: Annotated[
-        PerSecond | None, doc("Fewest requests per second; enforced on dedicated targets, advisory elsewhere.")
+        PerSecond | None,
+        doc("Fewest requests per second; enforced on dedicated targets, advisory elsewhere."),
     ] = None
 
     def request(self) -> MeasurementRequest:
@@ -355,16 +427,24 @@ class ColdStartGate(TargetGate):
     counts: ClassVar[str] = "processes"
     figures: ClassVar[tuple[str, ...]] = ("load", "first")
     load: Annotated[
-        Seconds | None, doc("Median time to build the session; enforced on dedicated targets, advisory elsewhere.")
+        Seconds | None,
+        doc("Median time to build the session; enforced on dedicated targets, advisory elsewhere."),
     ] = None
     first: Annotated[
-        Seconds | None, doc("Median time of the first inference; enforced on dedicated targets, advisory elsewhere.")
+        Seconds | None,
+        doc(
+            "Median time of the first inference; enforced on dedicated targets, advisory elsewhere."
+        ),
     ] = None
-    max_regression: Annotated[Fraction | None, doc("Largest tolerated slow-down of each against the baseline.")] = None
+    max_regression: Annotated[
+        Fraction | None, doc("Largest tolerated slow-down of each against the baseline.")
+    ] = None
 
     def request(self) -> MeasurementRequest:
         """Return that fresh processes are measured, and the regression to detect."""
-        return MeasurementRequest(starts=True, tolerances=_make_tolerances(self.kind, self.max_regression))
+        return MeasurementRequest(
+            starts=True, tolerances=_make_tolerances(self.kind, self.max_regression)
+        )
 
     def find_problems(self) -> Iterator[tuple[str, str]]:
         """Yield that it sets no limit, or one that cannot be kept."""
@@ -382,11 +462,15 @@ class MemoryGate(TargetGate):
     counts: ClassVar[str] = "processes"
     figures: ClassVar[tuple[str, ...]] = ("peak",)
     max: Annotated[Bytes | None, doc("Largest tolerated median peak.")] = None
-    max_regression: Annotated[Fraction | None, doc("Largest tolerated increase against the baseline.")] = None
+    max_regression: Annotated[
+        Fraction | None, doc("Largest tolerated increase against the baseline.")
+    ] = None
 
     def request(self) -> MeasurementRequest:
         """Return that fresh processes are measured, and the regression to detect."""
-        return MeasurementRequest(starts=True, tolerances=_make_tolerances(self.kind, self.max_regression))
+        return MeasurementRequest(
+            starts=True, tolerances=_make_tolerances(self.kind, self.max_regression)
+        )
 
     def find_problems(self) -> Iterator[tuple[str, str]]:
         """Yield that it sets no limit, or one that cannot be kept."""

@@ -16,7 +16,12 @@ from onnx_ops.domain.attestation import Envelope
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Roles, WaitKind
-from onnx_ops.domain.rollout_observations import GenerationUnits, LatencyThresholds, MetricsReading, Observations
+from onnx_ops.domain.rollout_observations import (
+    GenerationUnits,
+    LatencyThresholds,
+    MetricsReading,
+    Observations,
+)
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 
 
@@ -411,7 +416,9 @@ def apply_entry(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
     """
     after, body = state, entry.body
     if entry.endpoint != state.endpoint or not _follows(state, entry):
-        raise ValueError(f"entry {entry.sequence} of {entry.endpoint} cannot follow {state.head} of {state.endpoint}")
+        raise ValueError(
+            f"entry {entry.sequence} of {entry.endpoint} cannot follow {state.head} of {state.endpoint}"
+        )
     match body:
         case EndpointBound():
             keys = state.keys if body.origin is None else body.origin.keys
@@ -429,7 +436,9 @@ def apply_entry(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
         case OverrideRecorded():
             after = _record_override(state, body)
         case EndpointDeleted(done=False):
-            after = replace(state, deleting=True, open_intent=None, command=None, pending_aliases={})
+            after = replace(
+                state, deleting=True, open_intent=None, command=None, pending_aliases={}
+            )
         case EndpointDeleted() | EndpointAbandoned():
             after = _unbind(state, keeps_overrides=isinstance(body, EndpointAbandoned))
         case _:
@@ -460,7 +469,9 @@ def _adopt(state: ReleaseState, sequence: int, body: LedgerAdopted) -> ReleaseSt
     """Return the state that an adoption sets whatever it was before, or the same one with other keys."""
     if body.state is None:
         return replace(state, head=sequence, keys=body.keys)
-    return replace(body.state, endpoint=state.endpoint, head=sequence, keys=body.keys, adopted=sequence)
+    return replace(
+        body.state, endpoint=state.endpoint, head=sequence, keys=body.keys, adopted=sequence
+    )
 
 
 def _withdraw(state: ReleaseState) -> ReleaseState:
@@ -536,7 +547,9 @@ def _record(
         case AliasesWritten():
             after = replace(
                 state,
-                pending_aliases={k: v for k, v in state.pending_aliases.items() if k not in body.aliases},
+                pending_aliases={
+                    k: v for k, v in state.pending_aliases.items() if k not in body.aliases
+                },
                 aliases={**state.aliases, **body.aliases},
                 published_sequence=sequence,
                 unpublished_rejections=frozenset(),
@@ -570,19 +583,25 @@ def _open_intent(state: ReleaseState, entry: LedgerEntry, intent: Intent) -> Rel
     latest: dict[str, Any] = {}
     if action.kind in (ActionKind.FIRST, ActionKind.START, ActionKind.FINISH):
         new = action.roles.candidate or action.roles.stable
-        latest = {} if new is None else {"latest_release": new.release, "latest_release_at": entry.at}
+        latest = (
+            {} if new is None else {"latest_release": new.release, "latest_release_at": entry.at}
+        )
     return replace(
         state,
         selected=intent.selected or state.selected,
         open_intent=intent,
         generation=entry.sequence,
-        decision_sequence=state.decision_sequence if again or state.pending_rollback is not None else entry.sequence,
+        decision_sequence=state.decision_sequence
+        if again or state.pending_rollback is not None
+        else entry.sequence,
         known=_known(state),
         **latest,
     )
 
 
-def _request_rollback(state: ReleaseState, entry: LedgerEntry, body: RollbackRequested) -> ReleaseState:
+def _request_rollback(
+    state: ReleaseState, entry: LedgerEntry, body: RollbackRequested
+) -> ReleaseState:
     """Request a rollback. It replaces anything open; earlier rejections stay."""
     pending = state.pending_rollback
     return replace(
@@ -661,7 +680,11 @@ def _rejected(state: ReleaseState, action: Action) -> Mapping[Digest, str]:
 def _overrides(state: ReleaseState, action: Action) -> Mapping[Digest, OverrideRecorded]:
     """Return the overrides that remain once an action is decided: none of what it rejects."""
     items = state.overrides.items()
-    return {manifest: given for manifest, given in items if not {manifest, given.release} & set(action.reject)}
+    return {
+        manifest: given
+        for manifest, given in items
+        if not {manifest, given.release} & set(action.reject)
+    }
 
 
 def _known(state: ReleaseState) -> Mapping[str, Deployment]:
@@ -678,10 +701,14 @@ def _start_observations(state: ReleaseState, action: Action, at: float) -> Obser
         return None
     observations = state.observations
     if observations is None or observations.candidate != candidate.manifest:
-        observations = Observations(candidate=candidate.manifest, step=step, started_at=at, split_at=at)
+        observations = Observations(
+            candidate=candidate.manifest, step=step, started_at=at, split_at=at
+        )
         fixed = state.thresholds
         if fixed is not None and fixed.candidate == candidate.manifest:
-            observations = replace(observations, thresholds=fixed.thresholds, slower=fixed.slower or fixed.thresholds)
+            observations = replace(
+                observations, thresholds=fixed.thresholds, slower=fixed.slower or fixed.thresholds
+            )
     split = GenerationUnits(
         generation=state.generation,
         step=step,

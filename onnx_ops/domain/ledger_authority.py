@@ -47,7 +47,14 @@ GRANTS: Mapping[type, str] = {
 }
 """Kinds of entries that always grant."""
 
-RECORDS = (ActionOutcome, ReleaseLeft, RolloutPaused, NotificationSent, LeaseRenewed, ServerWrittenOff)
+RECORDS = (
+    ActionOutcome,
+    ReleaseLeft,
+    RolloutPaused,
+    NotificationSent,
+    LeaseRenewed,
+    ServerWrittenOff,
+)
 """Kinds that never do. An outcome is a hint: the endpoint is observed, and restored to what was granted."""
 
 _UPKEEP = (ActionKind.RESTORE, ActionKind.RETIRE, ActionKind.CLEAN_UP, ActionKind.RECONFIGURE)
@@ -74,7 +81,9 @@ def _check_bounds(state: ReleaseState, body: EntryBody) -> tuple[bool, str]:
         case OperatorCommandSent():
             return body.command is OperatorCommand.PAUSE, f"orders to {body.command.value}"
         case RollbackRequested():
-            return _leads_back(state, body.action), "goes to a version that was not stable, or is rejected"
+            return _leads_back(
+                state, body.action
+            ), "goes to a version that was not stable, or is rejected"
         case Intent():
             return _is_granted(state, body.action), f"begins {body.action.kind.value}"
         case VersionRefused():
@@ -101,7 +110,12 @@ def _keeps_roles(state: ReleaseState, action: Action) -> bool:
     roles, after, weights = state.roles, action.roles, action.state.split.weights
     if (after.stable, after.candidate, after.step) != (roles.stable, roles.candidate, roles.step):
         return False
-    if after.previous not in (None, roles.previous) or action.aliases or action.reject or roles.stable is None:
+    if (
+        after.previous not in (None, roles.previous)
+        or action.aliases
+        or action.reject
+        or roles.stable is None
+    ):
         return False
     present = [d for d in (roles.stable, roles.previous, roles.candidate) if d is not None]
     most = 0 if roles.candidate is None else find_step(state.policy, roles.step).percent
@@ -119,12 +133,21 @@ def _leads_back(state: ReleaseState, action: Action) -> bool:
     goal, split = action.roles.stable, action.state.split
     if not action.is_rollback or goal is None or action.roles.candidate is not None:
         return False
-    if goal.manifest not in state.stables or action.roles.previous not in (None, state.roles.previous):
+    if goal.manifest not in state.stables or action.roles.previous not in (
+        None,
+        state.roles.previous,
+    ):
         return False
     is_rejected = state.find_rejection(goal) is not None and goal.manifest not in state.overrides
-    has_all_traffic = split.weights.get(goal.name) == 100 and sum(split.weights.values()) == 100 and not split.shadow
+    has_all_traffic = (
+        split.weights.get(goal.name) == 100
+        and sum(split.weights.values()) == 100
+        and not split.shadow
+    )
     is_known = _are_among((goal, *action.state.deployments), _list_granted(state))
-    return not is_rejected and has_all_traffic and is_known and _follows(state, action.aliases, goal)
+    return (
+        not is_rejected and has_all_traffic and is_known and _follows(state, action.aliases, goal)
+    )
 
 
 def _list_granted(state: ReleaseState) -> list[Deployment]:
@@ -140,7 +163,8 @@ def _follows(state: ReleaseState, aliases: Mapping[str, str | None], goal: Deplo
     own = _list_aliases(state)
     allowed = {None, goal.version}
     return all(
-        alias in own and version in (allowed if alias == own[0] else {None}) for alias, version in aliases.items()
+        alias in own and version in (allowed if alias == own[0] else {None})
+        for alias, version in aliases.items()
     )
 
 
@@ -160,7 +184,9 @@ def _list_aliases(state: ReleaseState) -> tuple[str, ...]:
     """Return the aliases of the endpoint's target, that of the champion first."""
     if state.config is None:
         return ()
-    return tuple(format_alias(role, state.config.target) for role in ("champion", "challenger", "previous"))
+    return tuple(
+        format_alias(role, state.config.target) for role in ("champion", "challenger", "previous")
+    )
 
 
 def _are_among(deployments: Iterable[Deployment], granted: Iterable[Deployment]) -> bool:

@@ -10,7 +10,14 @@ from enum import StrEnum
 from onnx_ops.domain.artifact import Digest, digest_json
 from onnx_ops.domain.decision import Drift
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.domain.ledger import ActionOutcome, LedgerEntry, ReleaseState, RolloutPaused, VersionRefused, apply_entry
+from onnx_ops.domain.ledger import (
+    ActionOutcome,
+    LedgerEntry,
+    ReleaseState,
+    RolloutPaused,
+    VersionRefused,
+    apply_entry,
+)
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.rollout import Action, ActionKind, WaitKind
 
@@ -42,7 +49,12 @@ PROGRESS = frozenset({NotificationKind.STARTED, NotificationKind.ADVANCED})
 """Steps of a rollout that goes well: events for programs, and notifications only on request."""
 
 _REPEATS = frozenset(
-    {NotificationKind.WAITING, NotificationKind.PAUSED, NotificationKind.REFUSED, NotificationKind.TROUBLE}
+    {
+        NotificationKind.WAITING,
+        NotificationKind.PAUSED,
+        NotificationKind.REFUSED,
+        NotificationKind.TROUBLE,
+    }
 )
 """Kinds that can repeat automatically."""
 
@@ -114,11 +126,18 @@ def derive_notification(before: ReleaseState, entry: LedgerEntry) -> Notificatio
         case VersionRefused():
             return _describe_refusal(before, entry, body)
         case RolloutPaused():
-            kind = NotificationKind.PAUSED if body.wait is WaitKind.PAUSED else NotificationKind.WAITING
+            kind = (
+                NotificationKind.PAUSED
+                if body.wait is WaitKind.PAUSED
+                else NotificationKind.WAITING
+            )
             state = {WaitKind.PAUSED: "is paused", WaitKind.APPROVAL: "waits for approval"}
             candidate = before.roles.candidate
             subject = f"v{candidate.version}" if candidate is not None else "the rollout"
-            commands = {"Advance": f"onnx-ops rollout advance {name}", "Abort": f"onnx-ops rollout abort {name}"}
+            commands = {
+                "Advance": f"onnx-ops rollout advance {name}",
+                "Abort": f"onnx-ops rollout abort {name}",
+            }
             return _notification(
                 before,
                 entry,
@@ -202,7 +221,9 @@ def _notification(
     )
 
 
-def _describe_effect(before: ReleaseState, entry: LedgerEntry, action: Action) -> Notification | None:
+def _describe_effect(
+    before: ReleaseState, entry: LedgerEntry, action: Action
+) -> Notification | None:
     name, serving = before.endpoint, _version(action.roles.stable)
     kind, severity, version = NotificationKind.FINISHED, Severity.INFO, serving
     commands: dict[str, str] = {}
@@ -212,41 +233,69 @@ def _describe_effect(before: ReleaseState, entry: LedgerEntry, action: Action) -
             commands = {"Undo": _promote(before, version)}
             kind, how = NotificationKind.WITHDRAWN, "withdrawn"
             if action.reject:
-                by_operator = before.pending_rollback is not None and before.pending_rollback.by_operator
+                by_operator = (
+                    before.pending_rollback is not None and before.pending_rollback.by_operator
+                )
                 kind = NotificationKind.OPERATOR if by_operator else NotificationKind.ROLLED_BACK
                 severity = Severity.WARNING if by_operator else Severity.CRITICAL
                 how = "rolled back by an operator" if by_operator else "rolled back"
                 commands = {"Undo": f'{_promote(before, version)} --override --reason "..."'}
             headline = f"v{version} was {how}, v{serving} has all traffic"
         case ActionKind.START | ActionKind.ADVANCE:
-            kind = NotificationKind.STARTED if action.kind is ActionKind.START else NotificationKind.ADVANCED
+            kind = (
+                NotificationKind.STARTED
+                if action.kind is ActionKind.START
+                else NotificationKind.ADVANCED
+            )
             version = _version(action.roles.candidate)
             headline = f"v{version} is at step {action.roles.step + 1}"
         case ActionKind.ROLLBACK:
             kind, severity, version = NotificationKind.OPERATOR, Severity.WARNING, _stable(before)
             headline = f"rolled back by an operator, v{serving} has all traffic"
-            commands = {"Undo": f"onnx-ops rollback {name} --to {version} --force"} if version else {}
+            commands = (
+                {"Undo": f"onnx-ops rollback {name} --to {version} --force"} if version else {}
+            )
         case ActionKind.FINISH:
-            headline, commands = f"v{serving} has all traffic", {"Undo": f"onnx-ops rollback {name}"}
+            headline, commands = (
+                f"v{serving} has all traffic",
+                {"Undo": f"onnx-ops rollback {name}"},
+            )
         case ActionKind.FIRST:
             headline, commands = f"first deployment: v{serving}", {"See": f"onnx-ops status {name}"}
         case ActionKind.RESTORE:
             kind, severity = NotificationKind.TROUBLE, Severity.WARNING
-            headline, commands = "was not what it should be, and was restored", {"See": f"onnx-ops history {name}"}
+            headline, commands = (
+                "was not what it should be, and was restored",
+                {"See": f"onnx-ops history {name}"},
+            )
         case _:
             return None
     return _notification(
-        before, entry, kind, severity, headline, action.why, commands, version=version, serving=serving
+        before,
+        entry,
+        kind,
+        severity,
+        headline,
+        action.why,
+        commands,
+        version=version,
+        serving=serving,
     )
 
 
-def _describe_refusal(before: ReleaseState, entry: LedgerEntry, refused: VersionRefused) -> Notification:
+def _describe_refusal(
+    before: ReleaseState, entry: LedgerEntry, refused: VersionRefused
+) -> Notification:
     commands = {}
     if before.config is not None:
         explain = f"onnx-ops explain {before.config.model}/{refused.version} --target {before.config.target}"
         override = f'{_promote(before, refused.version)} --override --reason "..."'
         commands = {"See": explain, "Let it serve all the same": override}
-    restored = f"the alias points to v{refused.restored_to} again" if refused.restored_to else "the alias was removed"
+    restored = (
+        f"the alias points to v{refused.restored_to} again"
+        if refused.restored_to
+        else "the alias was removed"
+    )
     headline = f"refused {refused.alias} on v{refused.version}: {restored}"
     return _notification(
         before,
@@ -341,7 +390,9 @@ def build_event(notice: Notification) -> ReleaseEvent:
         payload=payload,
         labels={f"{PREFIX}severity": notice.severity.value},
         related={"model": format_model_id(notice.model)} if notice.model and not drift else {},
-        key=digest_json([notice.endpoint, notice.sequence, notice.what.value, notice.at]) if notice.sequence else None,
+        key=digest_json([notice.endpoint, notice.sequence, notice.what.value, notice.at])
+        if notice.sequence
+        else None,
     )
 
 

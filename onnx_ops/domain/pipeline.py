@@ -13,7 +13,17 @@ from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.decision import Objective
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.gate import Gate, ParityGate
-from onnx_ops.domain.quantities import COMPUTED, OMIT_DEFAULT, Bytes, Fraction, Json, Name, Notation, Seconds, ShortName
+from onnx_ops.domain.quantities import (
+    COMPUTED,
+    OMIT_DEFAULT,
+    Bytes,
+    Fraction,
+    Json,
+    Name,
+    Notation,
+    Seconds,
+    ShortName,
+)
 from onnx_ops.domain.quantization import AUTO, ROLES, Budget, Role, TuningData
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 
@@ -25,7 +35,9 @@ class InputValues:
     min: Annotated[float | None, doc("Smallest number that callers send.")] = None
     max: Annotated[float | None, doc("Largest number that callers send.")] = None
     values: Annotated[
-        tuple[int | float | str, ...] | None, MinLen(1), doc("All numbers or texts that callers send: categories.")
+        tuple[int | float | str, ...] | None,
+        MinLen(1),
+        doc("All numbers or texts that callers send: categories."),
     ] = None
     missing: Annotated[bool | None, doc("Whether callers send NaN for a missing number.")] = None
 
@@ -49,11 +61,16 @@ VALUES = (
 class Attempts:
     """Settings of every stage."""
 
-    retries: Annotated[int, Ge(0), Le(10), doc("Number of retries after a failure of the environment.")] = 0
-    timeout: Annotated[Seconds | None, doc("Time limit of one attempt; the stage's process is then killed.")] = None
-    memory: Annotated[Bytes | None, doc("Memory limit of the stage's process; default: the memory of the machine.")] = (
-        None
-    )
+    retries: Annotated[
+        int, Ge(0), Le(10), doc("Number of retries after a failure of the environment.")
+    ] = 0
+    timeout: Annotated[
+        Seconds | None, doc("Time limit of one attempt; the stage's process is then killed.")
+    ] = None
+    memory: Annotated[
+        Bytes | None,
+        doc("Memory limit of the stage's process; default: the memory of the machine."),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +78,10 @@ class PlacedAttempts(Attempts):
     """Settings of a stage that can run on another machine."""
 
     pool: Annotated[
-        str, doc("Prefect work pool whose workers run the stage; default: `pools` of onnx-ops.toml, or this machine.")
+        str,
+        doc(
+            "Prefect work pool whose workers run the stage; default: `pools` of onnx-ops.toml, or this machine."
+        ),
     ] = ""
 
 
@@ -69,27 +89,38 @@ class PlacedAttempts(Attempts):
 class FileData:
     """Arrays from a `.npz` file, or columns of a table: CSV (also tab-separated or gzip), Parquet or JSON Lines."""
 
-    file: Annotated[str, doc("Path of a .npz, .csv, .parquet or .jsonl file, relative to the project's root.")]
+    file: Annotated[
+        str, doc("Path of a .npz, .csv, .parquet or .jsonl file, relative to the project's root.")
+    ]
     inputs: Annotated[Mapping[str, str], doc(INPUTS)] = field(default_factory=dict)
     label: Annotated[str | None, doc("Name of the array or column that holds the labels.")] = None
     group: Annotated[str | None, doc(GROUP)] = field(default=None, metadata=OMIT_DEFAULT)
     columns: Annotated[
-        tuple[str, ...] | None, doc("Columns that become inputs, in this order; default: all except label and group.")
+        tuple[str, ...] | None,
+        doc("Columns that become inputs, in this order; default: all except label and group."),
     ] = field(default=None, metadata=OMIT_DEFAULT)
-    values: Annotated[Mapping[str, Json], doc(VALUES)] = field(default_factory=dict, metadata=OMIT_DEFAULT)
+    values: Annotated[Mapping[str, Json], doc(VALUES)] = field(
+        default_factory=dict, metadata=OMIT_DEFAULT
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SklearnData:
     """A data set of scikit-learn."""
 
-    sklearn: Annotated[Literal["digits", "iris", "wine", "breast_cancer", "diabetes"], doc("Name of the data set.")]
-    split: Annotated[Literal["train", "test", "all"], doc("Side of the split; stratified for classes.")] = "all"
-    test_size: Annotated[float, Gt(0), Lt(1), doc("Share of rows on the test side."), Fraction.__metadata__[0]] = 0.5
+    sklearn: Annotated[
+        Literal["digits", "iris", "wine", "breast_cancer", "diabetes"], doc("Name of the data set.")
+    ]
+    split: Annotated[
+        Literal["train", "test", "all"], doc("Side of the split; stratified for classes.")
+    ] = "all"
+    test_size: Annotated[
+        float, Gt(0), Lt(1), doc("Share of rows on the test side."), Fraction.__metadata__[0]
+    ] = 0.5
     seed: Annotated[int, Ge(0), doc("Seed of the split.")] = 0
-    inputs: Annotated[Mapping[str, str], doc("ONNX input name -> array name (data, or images).")] = field(
-        default_factory=lambda: {"x": "data"}
-    )
+    inputs: Annotated[
+        Mapping[str, str], doc("ONNX input name -> array name (data, or images).")
+    ] = field(default_factory=lambda: {"x": "data"})
     label: Annotated[str | None, doc("Name of the label array.")] = "target"
 
 
@@ -98,14 +129,19 @@ class PluginData:
     """Arrays from an installed data source (entry point `onnx_ops.data`)."""
 
     use: Annotated[str, doc("Name of the data source plugin.")]
-    with_: Annotated[Mapping[str, Json], doc("Settings of the plugin.")] = field(default_factory=dict)
+    with_: Annotated[Mapping[str, Json], doc("Settings of the plugin.")] = field(
+        default_factory=dict
+    )
     inputs: Annotated[Mapping[str, str], doc(INPUTS)] = field(default_factory=dict)
     label: Annotated[str | None, doc("Name of the label array.")] = None
     group: Annotated[str | None, doc(GROUP)] = field(default=None, metadata=OMIT_DEFAULT)
     columns: Annotated[
-        tuple[str, ...] | None, doc("Columns that become inputs, in this order; default: all except label and group.")
+        tuple[str, ...] | None,
+        doc("Columns that become inputs, in this order; default: all except label and group."),
     ] = field(default=None, metadata=OMIT_DEFAULT)
-    values: Annotated[Mapping[str, Json], doc(VALUES)] = field(default_factory=dict, metadata=OMIT_DEFAULT)
+    values: Annotated[Mapping[str, Json], doc(VALUES)] = field(
+        default_factory=dict, metadata=OMIT_DEFAULT
+    )
 
 
 DataSection: TypeAlias = FileData | SklearnData | PluginData
@@ -116,13 +152,16 @@ class Train(PlacedAttempts):
     """Section `train`: how the model is trained."""
 
     run: Annotated[str, doc("Training function, `package.module:function`.")]
-    with_: Annotated[Mapping[str, Json], doc("Parameters of the function, recorded with the version.")] = field(
-        default_factory=dict
-    )
+    with_: Annotated[
+        Mapping[str, Json], doc("Parameters of the function, recorded with the version.")
+    ] = field(default_factory=dict)
     depends: Annotated[
-        tuple[str, ...], doc("Further files that training, the model's classes and custom metrics read.")
+        tuple[str, ...],
+        doc("Further files that training, the model's classes and custom metrics read."),
     ] = ()
-    env: Annotated[Environment | None, doc("Isolated environment for training; default: that of `export`.")] = None
+    env: Annotated[
+        Environment | None, doc("Isolated environment for training; default: that of `export`.")
+    ] = None
 
 
 TRANSLATIONS = "translations"
@@ -133,15 +172,22 @@ TRANSLATIONS = "translations"
 class Export(PlacedAttempts):
     """Section `export`: how the model becomes an ONNX file."""
 
-    framework: Annotated[str, doc("Exporter plugin: sklearn, torch, xgboost, tensorflow …, or onnx for a ready file.")]
+    framework: Annotated[
+        str,
+        doc("Exporter plugin: sklearn, torch, xgboost, tensorflow …, or onnx for a ready file."),
+    ]
     opset: Annotated[int, Ge(7), Le(28), doc("Opset of the default domain.")] = 18
     ir_version: Annotated[int, Ge(3), Le(14), doc("IR version of the file.")] = 10
     dynamic: Annotated[
         Mapping[str, Mapping[int, str]],
         doc("Free axes: input -> {axis: name}; default for each input: {0: batch}."),
     ] = field(default_factory=dict)
-    options: Annotated[Mapping[str, Json], doc("Options of this exporter.")] = field(default_factory=dict)
-    env: Annotated[Environment | None, doc("Isolated environment; default: that of the exporter.")] = None
+    options: Annotated[Mapping[str, Json], doc("Options of this exporter.")] = field(
+        default_factory=dict
+    )
+    env: Annotated[
+        Environment | None, doc("Isolated environment; default: that of the exporter.")
+    ] = None
 
     @property
     def translations(self) -> str:
@@ -165,9 +211,9 @@ class Validate(PlacedAttempts):
     """Section `validate`: how the export is compared with its source."""
 
     samples: Samples = field(default_factory=Samples)
-    source_time: Annotated[Seconds, doc("Time limit for running the source model; a slow one gets fewer rows.")] = (
-        SOURCE_TIME_S
-    )
+    source_time: Annotated[
+        Seconds, doc("Time limit for running the source model; a slow one gets fewer rows.")
+    ] = SOURCE_TIME_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,10 +223,14 @@ class Calibrate:
     data: Annotated[str, doc("Data set of `data`; must not be the scored one.")] = "train"
     samples: Annotated[int, Ge(1), doc("Rows used to find the ranges of activations.")] = 256
     method: Annotated[
-        Literal["minmax", "entropy", "percentile"], doc("How activation ranges are computed from the rows.")
+        Literal["minmax", "entropy", "percentile"],
+        doc("How activation ranges are computed from the rows."),
     ] = "minmax"
     shards: Annotated[
-        int, Ge(1), Le(256), doc("Number of parts in which the ranges are read, each a separate stage; for static.")
+        int,
+        Ge(1),
+        Le(256),
+        doc("Number of parts in which the ranges are read, each a separate stage; for static."),
     ] = field(default=1, metadata=OMIT_DEFAULT)
 
 
@@ -196,15 +246,25 @@ class Quantize(PlacedAttempts):
             "olive."
         ),
     ]
-    calibrate: Annotated[Calibrate | None, doc("Calibration data; required for static quantization.")] = None
+    calibrate: Annotated[
+        Calibrate | None, doc("Calibration data; required for static quantization.")
+    ] = None
     per_channel: Annotated[bool, doc("One scale per output channel of a weight.")] = True
     exclude: Annotated[tuple[str, ...], doc("Names of nodes that stay in float.")] = ()
-    options: Annotated[Mapping[str, Json], doc("Options of this optimizer.")] = field(default_factory=dict)
-    env: Annotated[Environment | None, doc("Isolated environment; default: that of the optimizer.")] = None
+    options: Annotated[Mapping[str, Json], doc("Options of this optimizer.")] = field(
+        default_factory=dict
+    )
+    env: Annotated[
+        Environment | None, doc("Isolated environment; default: that of the optimizer.")
+    ] = None
     tuning_data: Annotated[TuningData | None, doc("auto: rows on which the search decides.")] = None
-    budget: Annotated[Budget | None, doc("auto: limits of a variant and of the search for it.")] = None
+    budget: Annotated[Budget | None, doc("auto: limits of a variant and of the search for it.")] = (
+        None
+    )
     variants: Annotated[
-        tuple[Role, ...], MinLen(1), doc("auto: points of the Pareto front that become variants NAME-fast …")
+        tuple[Role, ...],
+        MinLen(1),
+        doc("auto: points of the Pareto front that become variants NAME-fast …"),
     ] = ROLES
 
     def variant_names(self) -> tuple[str, ...]:
@@ -224,7 +284,9 @@ class Benchmark(Attempts):
         int,
         Ge(1),
         Le(256),
-        doc("Number of parts in which rows are scored for metrics, each a separate stage; for many rows."),
+        doc(
+            "Number of parts in which rows are scored for metrics, each a separate stage; for many rows."
+        ),
     ] = 1
 
 
@@ -247,15 +309,21 @@ class Deploy(Attempts):
     """An entry of `deploy`: one endpoint."""
 
     endpoint: Annotated[Name, doc("Name that clients call; unique in a project.")]
-    provider: Annotated[str, doc("Endpoint plugin: local, replicas, sagemaker or azureml.")] = "local"
-    target: Annotated[ShortName, doc("Target whose champion is served; must be in `benchmark.targets`.")]
+    provider: Annotated[str, doc("Endpoint plugin: local, replicas, sagemaker or azureml.")] = (
+        "local"
+    )
+    target: Annotated[
+        ShortName, doc("Target whose champion is served; must be in `benchmark.targets`.")
+    ]
     rollout: RolloutPolicy = field(default_factory=RolloutPolicy)
-    settings: Annotated[Mapping[str, Json], doc("Settings of the provider, such as `port`.")] = field(
-        default_factory=dict
+    settings: Annotated[Mapping[str, Json], doc("Settings of the provider, such as `port`.")] = (
+        field(default_factory=dict)
     )
     metrics: Annotated[
         Mapping[str, Json],
-        doc("Metrics source of the rollout: `source`, a plugin, and its settings; default: the provider's counts."),
+        doc(
+            "Metrics source of the rollout: `source`, a plugin, and its settings; default: the provider's counts."
+        ),
     ] = field(default_factory=dict)
 
 
@@ -266,22 +334,28 @@ class Pipeline:
     schema: Annotated[int, Ge(1), doc("Version of this file format.")] = 1
     pipeline: Annotated[Name, doc("Name of the pipeline: lower-case letters, digits, hyphens.")]
     description: str = ""
-    data: Annotated[Mapping[str, DataSection], doc("Named data sets.")] = field(default_factory=dict)
+    data: Annotated[Mapping[str, DataSection], doc("Named data sets.")] = field(
+        default_factory=dict
+    )
     inputs: Annotated[
-        Mapping[str, InputValues], doc("Values that callers send, by ONNX input; default: derived from the data.")
+        Mapping[str, InputValues],
+        doc("Values that callers send, by ONNX input; default: derived from the data."),
     ] = field(default_factory=dict)
     train: Annotated[Train | None, doc("Training of the model; alternatively, set `model`.")] = None
-    model: Annotated[str | None, doc("A trained model: a path, models:/NAME/VERSION, or a URL.")] = None
+    model: Annotated[
+        str | None, doc("A trained model: a path, models:/NAME/VERSION, or a URL.")
+    ] = None
     export: Export
     validate: Validate = field(default_factory=Validate)
     quantize: tuple[Quantize, ...] = ()
     benchmark: Benchmark
     gates: Annotated[tuple[Gate, ...], MinLen(1)] = (ParityGate(),)
-    objective: Annotated[Objective, doc("Objective by which one of the passing variants is chosen for a target.")] = (
-        field(default_factory=Objective)
-    )
+    objective: Annotated[
+        Objective, doc("Objective by which one of the passing variants is chosen for a target.")
+    ] = field(default_factory=Objective)
     register: Annotated[
-        Register | None, doc("Registered model of the versions; without it the pipeline ends at the gates.")
+        Register | None,
+        doc("Registered model of the versions; without it the pipeline ends at the gates."),
     ] = None
     deploy: Annotated[tuple[Deploy, ...], Notation.SINGLE_ENTRY] = ()
     parameters: Mapping[str, Json] = field(default_factory=dict, metadata=COMPUTED)

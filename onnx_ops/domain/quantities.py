@@ -60,7 +60,10 @@ class TaggedFamily:
 
 
 NAME_PATTERN = "[a-z0-9][a-z0-9-]*"
-_NAME = Pattern(NAME_PATTERN, "a name: use lower-case letters, digits and hyphens, beginning with a letter or digit")
+_NAME = Pattern(
+    NAME_PATTERN,
+    "a name: use lower-case letters, digits and hyphens, beginning with a letter or digit",
+)
 
 Name = Annotated[str, _NAME, MaxLen(63)]
 """Names of pipelines, variants and endpoints."""

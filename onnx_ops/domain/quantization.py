@@ -37,11 +37,16 @@ class Budget:
     """Limits of a variant and of the search for it."""
 
     metric_drop: Annotated[
-        Fraction, doc("Largest loss of the task metric on the tuning rows, in points; for an error, its increase.")
+        Fraction,
+        doc(
+            "Largest loss of the task metric on the tuning rows, in points; for an error, its increase."
+        ),
     ] = 0.005
     size: Annotated[Bytes | None, doc("Largest size of a model.")] = None
     p99: Annotated[Seconds | None, doc("Largest 99th percentile of latency.")] = None
-    max_minutes: Annotated[float, Gt(0), Le(1440), doc("Time limit of the search, over all attempts.")] = 10.0
+    max_minutes: Annotated[
+        float, Gt(0), Le(1440), doc("Time limit of the search, over all attempts.")
+    ] = 10.0
     max_builds: Annotated[Count, doc("Maximum number of models to build.")] = 60
 
 
@@ -85,7 +90,9 @@ class Trial:
     def label(self) -> str:
         """Return the recipe, with the number of nodes left in float."""
         count = len(self.excluded)
-        return self.recipe + (f" with {count} node{'s' if count > 1 else ''} in float" if count else "")
+        return self.recipe + (
+            f" with {count} node{'s' if count > 1 else ''} in float" if count else ""
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,14 +219,19 @@ def detect_arithmetic(hardware: HardwareFingerprint, target: Target) -> Arithmet
     if machine in ("x86_64", "amd64", "i686"):
         vnni = flags & {"avx512_vnni", "avx_vnni"}
         return Arithmetic(
-            family="x86", saturates=not vnni, fp16="avx512_fp16" in flags, wide={"avx512f", "avx512bw"} <= flags
+            family="x86",
+            saturates=not vnni,
+            fp16="avx512_fp16" in flags,
+            wide={"avx512f", "avx512bw"} <= flags,
         )
     if machine in ("aarch64", "arm64"):
         return Arithmetic(family="arm", fp16="asimdhp" in flags)
     return Arithmetic(family="other")
 
 
-def choose_static_recipe(options: Mapping[str, Any], machines: Sequence[Arithmetic]) -> StaticRecipe:
+def choose_static_recipe(
+    options: Mapping[str, Any], machines: Sequence[Arithmetic]
+) -> StaticRecipe:
     """Return the types of static quantization that every machine runs fast and correctly.
 
     Args:
@@ -236,12 +248,16 @@ def choose_static_recipe(options: Mapping[str, Any], machines: Sequence[Arithmet
         why = "the types that the kernels of every target accept"
     else:
         why = "the types that x86 kernels accept; with int8 its operators stay in float"
-    reduce_range, note = choose_reduce_range(options, machines, mixed=activations == "uint8" and weights == "int8")
+    reduce_range, note = choose_reduce_range(
+        options, machines, mixed=activations == "uint8" and weights == "int8"
+    )
     return StaticRecipe(
         activations=activations,
         weights=weights,
         reduce_range=reduce_range,
-        symmetric=bool(options.get("symmetric", activations == "int8" and "accelerator" in families)),
+        symmetric=bool(
+            options.get("symmetric", activations == "int8" and "accelerator" in families)
+        ),
         notes=(f"activations {activations}: {why}", note),
     )
 
@@ -259,10 +275,16 @@ def choose_reduce_range(
     if "reduce_range" in options:
         chosen = bool(options["reduce_range"])
         if needed and not chosen:
-            return False, "weights of 8 bits as requested: on a target without VNNI their products saturate"
+            return (
+                False,
+                "weights of 8 bits as requested: on a target without VNNI their products saturate",
+            )
         return chosen, f"weights of {7 if chosen else 8} bits: as requested"
     if needed:
-        return True, "weights of 7 bits: a target's CPU has no VNNI, and 8-bit products would saturate there"
+        return (
+            True,
+            "weights of 7 bits: a target's CPU has no VNNI, and 8-bit products would saturate there",
+        )
     return False, "weights of 8 bits: no target's CPU saturates their products"
 
 
@@ -275,7 +297,9 @@ def find_type_conflict(options: Mapping[str, Any]) -> str:
     return ""
 
 
-def list_search_recipes(machines: Sequence[Arithmetic], *, calibrated: bool, small: bool) -> tuple[Recipe, ...]:
+def list_search_recipes(
+    machines: Sequence[Arithmetic], *, calibrated: bool, small: bool
+) -> tuple[Recipe, ...]:
     """Return the recipes that a search tries on all machines, the cheapest to build first.
 
     Types within each recipe follow the machines (`choose_static_recipe`, `choose_reduce_range`).
@@ -290,7 +314,9 @@ def list_search_recipes(machines: Sequence[Arithmetic], *, calibrated: bool, sma
         recipes.append(Recipe(name="static", method="static"))
     if small:
         recipes += [
-            Recipe(name=f"weights-{bits}", method="weight-only", options={"bits": bits}, deferred=True)
+            Recipe(
+                name=f"weights-{bits}", method="weight-only", options={"bits": bits}, deferred=True
+            )
             for bits in (8, 4)
         ]
     return tuple(recipes)

@@ -23,9 +23,15 @@ ANYONE = "*"
 class AliasRule:
     """One line of a promotion policy."""
 
-    aliases: Annotated[str, MinLen(1), doc("Aliases that the rule covers; `*` and `?` are wildcards.")]
-    users: Annotated[tuple[str, ...], MinLen(1), doc("Users who may set or delete them; `*` means everyone.")]
-    models: Annotated[str, MinLen(1), doc("Registered models that the rule covers; `*` and `?` are wildcards.")] = "*"
+    aliases: Annotated[
+        str, MinLen(1), doc("Aliases that the rule covers; `*` and `?` are wildcards.")
+    ]
+    users: Annotated[
+        tuple[str, ...], MinLen(1), doc("Users who may set or delete them; `*` means everyone.")
+    ]
+    models: Annotated[
+        str, MinLen(1), doc("Registered models that the rule covers; `*` and `?` are wildcards.")
+    ] = "*"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +39,20 @@ class PromotionPolicy:
     """Rules from top to bottom: the first that matches a model and alias decides."""
 
     schema: int = 1
-    rules: Annotated[tuple[AliasRule, ...], MinLen(1), doc("Rules; the first one that covers an alias applies.")]
-    overrides: Annotated[tuple[str, ...], doc("Users who may override a gate, with a reason; `*` means everyone.")] = ()
+    rules: Annotated[
+        tuple[AliasRule, ...], MinLen(1), doc("Rules; the first one that covers an alias applies.")
+    ]
+    overrides: Annotated[
+        tuple[str, ...], doc("Users who may override a gate, with a reason; `*` means everyone.")
+    ] = ()
 
     def rule(self, model: str, alias: str) -> int | None:
         """Return the index of the rule that decides; None if no rule matches this alias."""
         rules = enumerate(self.rules)
-        return next((i for i, r in rules if fnmatchcase(model, r.models) and fnmatchcase(alias, r.aliases)), None)
+        return next(
+            (i for i, r in rules if fnmatchcase(model, r.models) and fnmatchcase(alias, r.aliases)),
+            None,
+        )
 
     def names(self) -> frozenset[str]:
         """Return every user whom the policy names."""
@@ -71,7 +84,9 @@ class Lineage:
 def flatten_origins(lineage: Lineage) -> dict[str, str]:
     """Return every fact of `origins` as `<data set>.<fact>`."""
     origins = sorted(lineage.origins.items())
-    return {f"{name}.{fact}": value for name, facts in origins for fact, value in sorted(facts.items())}
+    return {
+        f"{name}.{fact}": value for name, facts in origins for fact, value in sorted(facts.items())
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

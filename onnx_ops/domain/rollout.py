@@ -141,11 +141,18 @@ class GuardrailResult:
     def summary(self) -> str:
         """One line for people."""
         where = f"above {self.percentile} " if self.percentile else ""
-        parts = [self.rule or f"{where}canary {_format_share(*self.canary)} vs stable {_format_share(*self.stable)}"]
+        parts = [
+            self.rule
+            or f"{where}canary {_format_share(*self.canary)} vs stable {_format_share(*self.stable)}"
+        ]
         if self.units is not None:
             (mine, of_mine), (theirs, of_theirs) = self.units
             parts.append(f"{mine} of {of_mine} units vs {theirs} of {of_theirs}")
-        details = [] if self.low is None or self.high is None else [f"odds ratio {self.low:.3g}-{self.high:.3g}"]
+        details = (
+            []
+            if self.low is None or self.high is None
+            else [f"odds ratio {self.low:.3g}-{self.high:.3g}"]
+        )
         if self.design_effect >= _REPORTED_DESIGN_EFFECT:
             details.append(f"{self.design_effect:.2g} requests count as one")
         details.append(f"evidence {_format_odds(self.evidence)} (limit {_format_odds(self.limit)})")
@@ -202,7 +209,9 @@ class AnalysisResult:
     def abort_reason(self) -> str:
         """Why the candidate must be rolled back, in one line, or empty."""
         worst = self._worst_violation(holds=False)
-        return self.gross_failure or worst or (self.ab_summary if self.ab_outcome == "worse" else "")
+        return (
+            self.gross_failure or worst or (self.ab_summary if self.ab_outcome == "worse" else "")
+        )
 
     @property
     def hold_reason(self) -> str:
@@ -210,8 +219,14 @@ class AnalysisResult:
         return self._worst_violation(holds=True)
 
     def _worst_violation(self, *, holds: bool) -> str:
-        violated = [guard for guard in self.guardrails if guard.is_violated and guard.holds is holds]
-        return max(violated, key=lambda guard: guard.evidence - guard.limit).summary if violated else ""
+        violated = [
+            guard for guard in self.guardrails if guard.is_violated and guard.holds is holds
+        ]
+        return (
+            max(violated, key=lambda guard: guard.evidence - guard.limit).summary
+            if violated
+            else ""
+        )
 
 
 def format_alias(role: str, target: str) -> str:
@@ -285,7 +300,9 @@ def plan_abort(roles: Roles, target: str, *, why: str, reject: bool) -> Action:
 
 def plan_rollback(roles: Roles, to: Deployment, target: str, *, why: str) -> Action:
     """Return the action that gives `to` all traffic and rejects what had it. Only weights change."""
-    left = [d for d in (roles.candidate, roles.stable) if d is not None and d.manifest != to.manifest]
+    left = [
+        d for d in (roles.candidate, roles.stable) if d is not None and d.manifest != to.manifest
+    ]
     return Action(
         kind=ActionKind.ROLLBACK,
         state=build_split_state(to, None, 0, *left),
@@ -302,7 +319,11 @@ def plan_rollback(roles: Roles, to: Deployment, target: str, *, why: str) -> Act
 
 def plan_reversal(roles: Roles, begun: Action, target: str, *, why: str) -> Action | None:
     """Return the action that reverses `begun`, started at `roles`; None if `begun` brought no version to traffic."""
-    if roles.stable is None or begun.kind not in (ActionKind.START, ActionKind.ADVANCE, ActionKind.FINISH):
+    if roles.stable is None or begun.kind not in (
+        ActionKind.START,
+        ActionKind.ADVANCE,
+        ActionKind.FINISH,
+    ):
         return None
     if roles.candidate is not None:
         return plan_abort(roles, target, why=why, reject=True)
@@ -358,7 +379,10 @@ def _deploy_first(desired: Deployment | None, target: str) -> Action | Wait:
         state=build_split_state(None, desired, 100),
         roles=Roles(stable=desired),
         why="first deployment goes straight to 100 %",
-        aliases={format_alias("champion", target): desired.version, format_alias("challenger", target): None},
+        aliases={
+            format_alias("champion", target): desired.version,
+            format_alias("challenger", target): None,
+        },
     )
 
 
@@ -387,7 +411,9 @@ class _Rollout:
         if candidate is None:
             return None
         if desired is None or desired.manifest not in (candidate.manifest, self.stable.manifest):
-            return plan_abort(self.roles, self.target, why="no longer requested by the registry", reject=False)
+            return plan_abort(
+                self.roles, self.target, why="no longer requested by the registry", reject=False
+            )
         failure = analysis.abort_reason if self.policy.is_analyzed and analysis is not None else ""
         if analysis is None or not failure:
             return None
@@ -402,13 +428,20 @@ class _Rollout:
             return build_split_state(self.stable, None, 0, *idle)
         return self.build_state(roles.candidate, find_step(self.policy, roles.step), *idle)
 
-    def build_state(self, candidate: Deployment, step: PlannedStep, *idle: Deployment) -> EndpointState:
+    def build_state(
+        self, candidate: Deployment, step: PlannedStep, *idle: Deployment
+    ) -> EndpointState:
         """Return the state of the endpoint in a step.
 
         Evidence of a canary step needs epochs. In an A/B test, and where nothing is judged, a user keeps its version.
         """
         policy = self.policy
-        has_epochs = self.draws_epochs and policy.is_analyzed and step.kind == "canary" and 0 < step.percent < 100
+        has_epochs = (
+            self.draws_epochs
+            and policy.is_analyzed
+            and step.kind == "canary"
+            and 0 < step.percent < 100
+        )
         return build_split_state(
             self.stable,
             candidate,
@@ -446,7 +479,11 @@ class _Rollout:
         elapsed = self.now - analysis.started_at
         missing = _find_missing(step, policy, analysis, elapsed)
         is_late = elapsed >= policy.step_timeout
-        if step.kind == "ab_test" and policy.ab_test is not None and analysis.ab_outcome != "better":
+        if (
+            step.kind == "ab_test"
+            and policy.ab_test is not None
+            and analysis.ab_outcome != "better"
+        ):
             if elapsed >= policy.ab_test.duration:
                 return self._conclude_test(policy.ab_test, analysis, share, is_complete=not missing)
             missing = missing or analysis.ab_summary or _NO_FEEDBACK
@@ -457,7 +494,10 @@ class _Rollout:
         if missing:
             return Wait(why=f"{share}: {missing}", kind=WaitKind.ANALYZING)
         if step.approval:
-            return Wait(why=f"{share}, no regression is detected, and it waits for approval", kind=WaitKind.APPROVAL)
+            return Wait(
+                why=f"{share}, no regression is detected, and it waits for approval",
+                kind=WaitKind.APPROVAL,
+            )
         return _describe_evidence(step, analysis)
 
     def _conclude_test(
@@ -479,7 +519,11 @@ class _Rollout:
         count, is_start = len(self.policy.planned()), self.roles.candidate is None
         if index < count - 1:
             step = find_step(self.policy, index)
-            share = f"a copy of {step.mirror_percent} %" if step.kind == "shadow" else f"{step.percent} %"
+            share = (
+                f"a copy of {step.mirror_percent} %"
+                if step.kind == "shadow"
+                else f"{step.percent} %"
+            )
             return Action(
                 kind=ActionKind.START if is_start else ActionKind.ADVANCE,
                 state=self.build_state(candidate, step),
@@ -501,7 +545,10 @@ class _Rollout:
 
     def tidy(self, observed: EndpointState, expected: EndpointState) -> Action | Wait:
         """Unload deployments that are no longer needed, if no other action is due."""
-        roles, is_kept = self.roles, self.roles.previous is not None and bool(self.roles.finished_at)
+        roles, is_kept = (
+            self.roles,
+            self.roles.previous is not None and bool(self.roles.finished_at),
+        )
         if is_kept and self.now >= roles.finished_at + self.policy.scale_down_delay:
             return Action(
                 kind=ActionKind.RETIRE,
@@ -527,7 +574,9 @@ def _describe_evidence(step: PlannedStep, analysis: AnalysisResult) -> str:
     return summary or f"no regression detected in {analysis.requests} requests"
 
 
-def _find_missing(step: PlannedStep, policy: RolloutPolicy, analysis: AnalysisResult, elapsed: float) -> str:
+def _find_missing(
+    step: PlannedStep, policy: RolloutPolicy, analysis: AnalysisResult, elapsed: float
+) -> str:
     """Return what the step has not shown yet, or empty. NaN shows nothing."""
     if not analysis.requests >= step.minimum:
         return f"{analysis.requests} of {step.minimum} requests"
@@ -536,7 +585,11 @@ def _find_missing(step: PlannedStep, policy: RolloutPolicy, analysis: AnalysisRe
             return f"{guard.name} has {guard.compared} of {guard.required} comparisons"
     if analysis.unmet_target:
         return analysis.unmet_target
-    if policy.min_step_duration is not None and step.kind != "cold" and not elapsed >= policy.min_step_duration:
+    if (
+        policy.min_step_duration is not None
+        and step.kind != "cold"
+        and not elapsed >= policy.min_step_duration
+    ):
         return f"{elapsed:.0f} s of {policy.min_step_duration:g} s"
     return ""
 

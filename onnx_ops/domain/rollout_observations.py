@@ -31,7 +31,9 @@ class LatencyThresholds:
 
     def by_guardrail(self) -> Mapping[str, float]:
         """Return the known thresholds by the name of their guardrail or place."""
-        values = {name: getattr(self, f"{name.removeprefix('latency_')}_s") for name in LATENCY_QUANTILES}
+        values = {
+            name: getattr(self, f"{name.removeprefix('latency_')}_s") for name in LATENCY_QUANTILES
+        }
         known = {name: latency_s for name, latency_s in values.items() if latency_s is not None}
         return {**known, **dict(zip(LATENCY_PLACES, self.places_s, strict=False))}
 
@@ -70,9 +72,13 @@ class RequestCounts:
 
     def with_over(self, counts: Mapping[str, int | None]) -> RequestCounts:
         """Return these counts with other counts over the thresholds."""
-        named: dict[str, Any] = {_over_field(name): counts[name] for name in LATENCY_QUANTILES if name in counts}
+        named: dict[str, Any] = {
+            _over_field(name): counts[name] for name in LATENCY_QUANTILES if name in counts
+        }
         places = tuple(count for name in LATENCY_PLACES if (count := counts.get(name)) is not None)
-        return replace(self, **named, over_places=places if len(places) == len(LATENCY_PLACES) else None)
+        return replace(
+            self, **named, over_places=places if len(places) == len(LATENCY_PLACES) else None
+        )
 
     def plus(self, other: RequestCounts) -> RequestCounts:
         """Return the counts of both. A count that one of them does not know is unknown."""
@@ -83,7 +89,13 @@ class RequestCounts:
             feedback=self.feedback + other.feedback,
             successes=self.successes + other.successes,
             timed=None if self.timed is None or other.timed is None else self.timed + other.timed,
-        ).with_over({name: count + other.over()[name] for name, count in self.over().items() if name in other.over()})
+        ).with_over(
+            {
+                name: count + other.over()[name]
+                for name, count in self.over().items()
+                if name in other.over()
+            }
+        )
 
     def minus(self, before: RequestCounts | None) -> RequestCounts | None:
         """Return the counts since `before` (None: all counts); None if they are inconsistent, as after a restart."""
@@ -97,7 +109,9 @@ class RequestCounts:
             feedback=self.feedback - before.feedback,
             successes=self.successes - before.successes,
             timed=_subtract(self.timed, before.timed),
-        ).with_over({name: _subtract(count, before.over().get(name)) for name, count in self.over().items()})
+        ).with_over(
+            {name: _subtract(count, before.over().get(name)) for name, count in self.over().items()}
+        )
         alike = (self.timed is None) == (before.timed is None)
         return difference if difference.is_consistent and alike else None
 
@@ -159,7 +173,9 @@ class ShadowCounts:
     @property
     def is_consistent(self) -> bool:
         """Return whether these can be counts of copies."""
-        return min(self.compared, self.differing, self.failed) >= 0 and self.differing <= self.compared
+        return (
+            min(self.compared, self.differing, self.failed) >= 0 and self.differing <= self.compared
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,13 +261,16 @@ class GenerationCounts:
     generation: int
     tallies: Mapping[str, RequestCounts]
     shadow: ShadowCounts = field(default_factory=ShadowCounts, metadata=OMIT_DEFAULT)
-    blocks: Mapping[str, Mapping[str, UserBlocks]] = field(default_factory=dict, metadata=OMIT_DEFAULT)
+    blocks: Mapping[str, Mapping[str, UserBlocks]] = field(
+        default_factory=dict, metadata=OMIT_DEFAULT
+    )
     server: str = field(default="", metadata=OMIT_DEFAULT)
 
     def is_later_than(self, before: GenerationCounts) -> bool:
         """Return whether these counts of the same origin and generation were read after `before`, or equal it."""
         grown = all(
-            self.tallies.get(name, RequestCounts()).requests >= tally.requests for name, tally in before.tallies.items()
+            self.tallies.get(name, RequestCounts()).requests >= tally.requests
+            for name, tally in before.tallies.items()
         )
         return grown and self.shadow.minus(before.shadow).is_consistent
 
@@ -351,8 +370,13 @@ class GenerationUnits:
         """Return the sums with one more epoch, which is counted once."""
         if epoch.epoch <= self.last_epoch:
             return self
-        added = {place: self.units.get(place, UnitCounts()).plus(units) for place, units in epoch.units.items()}
-        return replace(self, epochs=self.epochs + 1, last_epoch=epoch.epoch, units={**self.units, **added})
+        added = {
+            place: self.units.get(place, UnitCounts()).plus(units)
+            for place, units in epoch.units.items()
+        }
+        return replace(
+            self, epochs=self.epochs + 1, last_epoch=epoch.epoch, units={**self.units, **added}
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -381,7 +405,9 @@ class Observations:
     counts: tuple[GenerationCounts, ...] = field(default=(), metadata=OMIT_DEFAULT)
     generations: tuple[GenerationUnits, ...] = field(default=(), metadata=OMIT_DEFAULT)
     open_epoch: EpochUnits | None = field(default=None, metadata=OMIT_DEFAULT)
-    cold_s: tuple[tuple[float, ...], tuple[float, ...]] = field(default=((), ()), metadata=OMIT_DEFAULT)
+    cold_s: tuple[tuple[float, ...], tuple[float, ...]] = field(
+        default=((), ()), metadata=OMIT_DEFAULT
+    )
 
     @property
     def drawn(self) -> tuple[GenerationUnits, ...]:
@@ -407,7 +433,9 @@ class Observations:
 
     def move_to_step(self, split: GenerationUnits, at: float) -> Observations:
         """Return the observations after the traffic split was set (again) for a step."""
-        moved = replace(self.reset_reading(at), generations=(*self.generations, split), open_epoch=None)
+        moved = replace(
+            self.reset_reading(at), generations=(*self.generations, split), open_epoch=None
+        )
         return moved if split.step == self.step else replace(moved, step=split.step, started_at=at)
 
     def reset_reading(self, at: float) -> Observations:
@@ -420,16 +448,24 @@ class Observations:
         return replace(
             reading,
             counts=tuple(one for one in reading.counts if one.generation in last),
-            epochs=tuple(one for one in reading.epochs if one.epoch > last.get(one.generation, one.epoch)),
+            epochs=tuple(
+                one for one in reading.epochs if one.epoch > last.get(one.generation, one.epoch)
+            ),
         )
 
     def with_reading(self, reading: MetricsReading, *, stable: str, candidate: str) -> Observations:
         """Return the observations with one more reading."""
-        cold_s = (reading.cold_s.get(candidate, ()), reading.cold_s.get(stable, ())) if reading.cold_s else self.cold_s
+        cold_s = (
+            (reading.cold_s.get(candidate, ()), reading.cold_s.get(stable, ()))
+            if reading.cold_s
+            else self.cold_s
+        )
         add = self._with_tallies if reading.origin else self._with_counts
         return replace(add(reading, stable=stable, candidate=candidate), cold_s=cold_s)
 
-    def _with_tallies(self, reading: MetricsReading, *, stable: str, candidate: str) -> Observations:
+    def _with_tallies(
+        self, reading: MetricsReading, *, stable: str, candidate: str
+    ) -> Observations:
         """Add the interval since the last reading of a source without generations.
 
         The first reading after a change of the split, or of counters that restarted, only marks where the next interval
@@ -437,7 +473,9 @@ class Observations:
         """
         if reading.at < self.split_at:
             return self
-        interval = diff_readings(self.reading, reading, step=self.step, stable=stable, candidate=candidate)
+        interval = diff_readings(
+            self.reading, reading, step=self.step, stable=stable, candidate=candidate
+        )
         intervals = self.intervals if interval is None else (*self.intervals, interval)
         return replace(self, reading=reading, intervals=intervals)
 
@@ -487,7 +525,8 @@ def diff_readings(
     if before is None or before.origin != now.origin or now.at < before.at:
         return None
     canary_counts, stable_counts = (
-        now.tallies.get(name, RequestCounts()).minus(before.tallies.get(name)) for name in (candidate, stable)
+        now.tallies.get(name, RequestCounts()).minus(before.tallies.get(name))
+        for name in (candidate, stable)
     )
     copies = now.shadow.minus(before.shadow)
     if canary_counts is None or stable_counts is None or not copies.is_consistent:

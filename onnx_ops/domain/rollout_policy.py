@@ -30,7 +30,9 @@ LATENCY_QUANTILES: Mapping[str, float] = {
     "latency_p99": 0.99,
 }
 """Guardrails of latency: the share of the stable version's requests below the threshold."""
-LATENCY_PLACES: Mapping[str, float] = {f"latency@p{percent}": percent / 100 for percent in (*range(5, 100, 5), 99)}
+LATENCY_PLACES: Mapping[str, float] = {
+    f"latency@p{percent}": percent / 100 for percent in (*range(5, 100, 5), 99)
+}
 """Places of the distribution that guardrail `latency` compares, with the same share for each."""
 StepKind: TypeAlias = Literal["cold", "shadow", "canary", "ab_test", "full"]
 
@@ -43,7 +45,12 @@ COLD_START_SAMPLES = 8
 DEFAULT_SLOWDOWN = 0.1
 """A version with less traffic is slower by this much, because its weights are cached less often."""
 
-_TOLERATED: Mapping[str, float] = {"latency_p95": 1.1, "latency_p99": 1.2, "latency@p95": 1.1, "latency@p99": 1.2}
+_TOLERATED: Mapping[str, float] = {
+    "latency_p95": 1.1,
+    "latency_p99": 1.2,
+    "latency@p95": 1.1,
+    "latency@p99": 1.2,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +65,9 @@ class Guardrail:
     name: Annotated[GuardrailName, Notation.SHORT_FORM, doc("Name of the guardrail.")]
     odds_ratio: Annotated[
         OddsRatio | None,
-        doc("Tolerated odds of such a request, as a multiple of the stable version's; default 1, p95 1.1, p99 1.2."),
+        doc(
+            "Tolerated odds of such a request, as a multiple of the stable version's; default 1, p95 1.1, p99 1.2."
+        ),
     ] = None
     max_latency_increase: Annotated[
         Fraction | None,
@@ -73,7 +82,9 @@ class Guardrail:
     ] = None
     on_violation: Annotated[
         Literal["rollback", "hold"],
-        doc("Action if the candidate is worse: `rollback`, or `hold` at this step for an operator."),
+        doc(
+            "Action if the candidate is worse: `rollback`, or `hold` at this step for an operator."
+        ),
     ] = "rollback"
 
     @property
@@ -105,7 +116,9 @@ class ShadowTrial:
         Unit("1"),
         Ge(0),
         Lt(1),
-        doc("A number differs if it is off by more than this share of the largest one in the answer."),
+        doc(
+            "A number differs if it is off by more than this share of the largest one in the answer."
+        ),
     ] = 0.001
 
 
@@ -114,13 +127,17 @@ class SplitTest:
     """A fixed split until a success metric shows which version is better, or time is over."""
 
     metric: Annotated[
-        str, doc("`feedback` (results that clients report), or the name of a query of the metrics source.")
+        str,
+        doc(
+            "`feedback` (results that clients report), or the name of a query of the metrics source."
+        ),
     ] = "feedback"
     split: Annotated[Share, doc("The candidate's share of traffic.")] = 0.5
     duration: Annotated[Seconds, doc("Longest time to wait for a decision.")]
     goal: Annotated[Literal["higher", "lower"], doc("Which success rate is better.")] = "higher"
     on_inconclusive: Annotated[
-        Literal["hold", "finish", "abort"], doc("Action after `duration` if no version is shown to be better.")
+        Literal["hold", "finish", "abort"],
+        doc("Action after `duration` if no version is shown to be better."),
     ] = "hold"
 
 
@@ -143,8 +160,12 @@ class PlannedStep:
 class RolloutPolicy:
     """How the challenger gets its traffic. Without guardrails, slo, shadow or ab_test, each step waits for approval."""
 
-    steps: Annotated[tuple[Fraction, ...], MinLen(1), doc("Traffic shares of the candidate, ending at 100%.")] = (1.0,)
-    scale_down_delay: Annotated[Seconds, doc("How long the previous version stays loaded after the last step.")] = DAY
+    steps: Annotated[
+        tuple[Fraction, ...], MinLen(1), doc("Traffic shares of the candidate, ending at 100%.")
+    ] = (1.0,)
+    scale_down_delay: Annotated[
+        Seconds, doc("How long the previous version stays loaded after the last step.")
+    ] = DAY
     strategy: Annotated[
         Literal["all-at-once", "canary", "ab_test", "shadow"] | None,
         doc("Kind of rollout; the other keys must match it. Default: derived from them."),
@@ -167,33 +188,48 @@ class RolloutPolicy:
             "in an A/B test, users of each version."
         ),
     ] = DEFAULT_UNITS
-    slo: Annotated[ServiceLevel | None, doc("Service level that must be shown before each advance.")] = None
+    slo: Annotated[
+        ServiceLevel | None, doc("Service level that must be shown before each advance.")
+    ] = None
     epoch: Annotated[
         Seconds,
         Ge(MIN_EPOCH_S),
         Le(MAX_EPOCH_S),
-        doc("How long a user stays with one version in a canary step; then all users are drawn anew."),
+        doc(
+            "How long a user stays with one version in a canary step; then all users are drawn anew."
+        ),
     ] = DEFAULT_EPOCH_S
     min_step_duration: Annotated[
         Seconds | None, doc("Shortest time at each step, regardless of the number of requests.")
     ] = None
-    step_timeout: Annotated[Seconds, doc("Time after which an inconclusive step pauses for an operator.")] = DAY
+    step_timeout: Annotated[
+        Seconds, doc("Time after which an inconclusive step pauses for an operator.")
+    ] = DAY
     approval_steps: Annotated[
         tuple[Fraction, ...], doc("Steps that advance only after `onnx-ops rollout advance`.")
     ] = ()
     depends_on: Annotated[
-        tuple[str, ...], doc("Endpoints of this file that must serve the release before this one starts.")
+        tuple[str, ...],
+        doc("Endpoints of this file that must serve the release before this one starts."),
     ] = ()
-    depends_on_soak: Annotated[Seconds, doc("How long those endpoints must have served the release.")] = 0.0
-    shadow: Annotated[ShadowTrial | None, doc("Comparison of answers on copies of requests, before any traffic.")] = (
-        None
-    )
-    ab_test: Annotated[SplitTest | None, doc("A/B test by a success metric, after the steps and before 100%.")] = None
+    depends_on_soak: Annotated[
+        Seconds, doc("How long those endpoints must have served the release.")
+    ] = 0.0
+    shadow: Annotated[
+        ShadowTrial | None, doc("Comparison of answers on copies of requests, before any traffic.")
+    ] = None
+    ab_test: Annotated[
+        SplitTest | None, doc("A/B test by a success metric, after the steps and before 100%.")
+    ] = None
 
     def max_latency_increases(self) -> Mapping[str, float]:
         """Return how much slower than the stable version the candidate may be, as a fraction, by place."""
-        limits = {place: rail.max_latency_increase for rail in self.guardrails for place in rail.places}
-        ordered = {name: limits[name] for name in (*LATENCY_QUANTILES, *LATENCY_PLACES) if name in limits}
+        limits = {
+            place: rail.max_latency_increase for rail in self.guardrails for place in rail.places
+        }
+        ordered = {
+            name: limits[name] for name in (*LATENCY_QUANTILES, *LATENCY_PLACES) if name in limits
+        }
         return dict.fromkeys(LATENCY_QUANTILES, DEFAULT_SLOWDOWN) | {
             k: DEFAULT_SLOWDOWN if v is None else v for k, v in ordered.items()
         }
@@ -241,7 +277,12 @@ def _plan_steps(policy: RolloutPolicy) -> tuple[PlannedStep, ...]:
     if policy.shadow:
         mirror_percent = round(policy.shadow.fraction * 100)
         steps.append(
-            PlannedStep(kind="shadow", percent=0, mirror_percent=mirror_percent, minimum=policy.shadow.min_requests)
+            PlannedStep(
+                kind="shadow",
+                percent=0,
+                mirror_percent=mirror_percent,
+                minimum=policy.shadow.min_requests,
+            )
         )
     minimums = policy.min_requests or (DEFAULT_MINIMUM,)
     for index, share in enumerate(policy.trials):
@@ -250,7 +291,9 @@ def _plan_steps(policy: RolloutPolicy) -> tuple[PlannedStep, ...]:
                 kind="ab_test" if index == len(policy.steps) - 1 else "canary",
                 percent=round(share * 100),
                 minimum=minimums[min(index, len(minimums) - 1)] if policy.is_analyzed else 0,
-                approval=any(round(share * 100) == round(stop * 100) for stop in policy.approval_steps),
+                approval=any(
+                    round(share * 100) == round(stop * 100) for stop in policy.approval_steps
+                ),
             )
         )
     return (*steps, PlannedStep(kind="full", percent=round(policy.steps[-1] * 100)))

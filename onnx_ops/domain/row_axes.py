@@ -79,7 +79,9 @@ def find_row_axes(shapes: Mapping[str, Shape], *, pooled: bool = True) -> dict[s
     return _find_common_size(ranked, free)
 
 
-def guess_row_axes(shapes: Mapping[str, Shape], sizes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+def guess_row_axes(
+    shapes: Mapping[str, Shape], sizes: Mapping[str, Sequence[int]]
+) -> dict[str, int]:
     """Return the axes of rows by the sizes of arrays, if free dimensions have no names and one size in common.
 
     Args:
@@ -87,21 +89,33 @@ def guess_row_axes(shapes: Mapping[str, Shape], sizes: Mapping[str, Sequence[int
         sizes: shapes of the arrays for them, of the same ranks.
     """
     unnamed = {
-        name: {sizes[name][axis]: axis for axis, size in reversed(list(enumerate(shape))) if is_free(size)}
+        name: {
+            sizes[name][axis]: axis
+            for axis, size in reversed(list(enumerate(shape)))
+            if is_free(size)
+        }
         for name, shape in shapes.items()
         if any(map(is_free, shape)) and name in sizes
     }
     if not unnamed or any(is_named(size) for shape in shapes.values() for size in shape):
         return {}
     common = set.intersection(*map(set, unnamed.values()))
-    return {name: axes[size] for size in common for name, axes in unnamed.items()} if len(common) == 1 else {}
+    return (
+        {name: axes[size] for size in common for name, axes in unnamed.items()}
+        if len(common) == 1
+        else {}
+    )
 
 
-def find_declared_axes(dynamic: Mapping[str, Mapping[int, str]], shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+def find_declared_axes(
+    dynamic: Mapping[str, Mapping[int, str]], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, int]:
     """Return the axis of the rows of each input whose free axes are declared; default: a batch on axis 0."""
     return find_row_axes(
         {
-            name: [dynamic.get(name, {0: "batch"}).get(axis, size) for axis, size in enumerate(shape)]
+            name: [
+                dynamic.get(name, {0: "batch"}).get(axis, size) for axis, size in enumerate(shape)
+            ]
             for name, shape in shapes.items()
         }
     )
@@ -109,13 +123,19 @@ def find_declared_axes(dynamic: Mapping[str, Mapping[int, str]], shapes: Mapping
 
 def _find_common_size(ranked: Mapping[str, Shape], free: Collection[str]) -> dict[str, int]:
     """Return the axes of the first fixed size of the first input, if all inputs of several values have it."""
-    several = {name: shape for name, shape in ranked.items() if any(size != 1 for size in shape)} or ranked
+    several = {
+        name: shape for name, shape in ranked.items() if any(size != 1 for size in shape)
+    } or ranked
     size = next((shape[0] for shape in several.values()), "")
     if is_free(size):
         return {}
     axes = {}
     for name, shape in several.items():
-        at = [axis for axis, other in enumerate(shape) if other == size and (axis == 0 or name not in free)]
+        at = [
+            axis
+            for axis, other in enumerate(shape)
+            if other == size and (axis == 0 or name not in free)
+        ]
         if not at:
             return {}
         axes[name] = at[0]
@@ -131,7 +151,11 @@ def find_fixed_batch(shapes: Mapping[str, Shape]) -> int:
 def find_output_axes(inputs: Mapping[str, Shape], outputs: Mapping[str, Shape]) -> dict[str, int]:
     """Return the axis of the rows of each output that names it."""
     symbol = find_batch_symbol(inputs)
-    return {name: list(shape).index(symbol) for name, shape in outputs.items() if symbol and symbol in shape}
+    return {
+        name: list(shape).index(symbol)
+        for name, shape in outputs.items()
+        if symbol and symbol in shape
+    }
 
 
 def move_axis_first(shape: Shape, axis: int) -> tuple[int | str, ...]:
@@ -159,10 +183,16 @@ def list_named_axes(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, str, int
     for name, shape in shapes.items():
         for axis, size in enumerate(shape):
             if is_free(size):
-                yield size if isinstance(size, str) and size.strip("?") else f"{name}[{axis}]", name, axis
+                yield (
+                    size if isinstance(size, str) and size.strip("?") else f"{name}[{axis}]",
+                    name,
+                    axis,
+                )
 
 
-def find_sized_axes(shapes: Mapping[str, Shape], *, unnamed: bool = True) -> dict[str, list[tuple[str, int]]]:
+def find_sized_axes(
+    shapes: Mapping[str, Shape], *, unnamed: bool = True
+) -> dict[str, list[tuple[str, int]]]:
     """Return the places (input, axis) of each free dimension by its name, from shapes with rows on axis 0.
 
     Args:

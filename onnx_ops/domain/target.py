@@ -12,7 +12,15 @@ from annotated_types import Ge, MinLen, doc
 from onnx_ops.domain.artifact import Digest, digest_json
 from onnx_ops.domain.execution import CPU, Environment, Execution, Provider, SessionSettings
 from onnx_ops.domain.gate import TargetGate
-from onnx_ops.domain.quantities import OMIT_DEFAULT, Amount, Bytes, Json, Notation, Pattern, ShortName
+from onnx_ops.domain.quantities import (
+    OMIT_DEFAULT,
+    Amount,
+    Bytes,
+    Json,
+    Notation,
+    Pattern,
+    ShortName,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +76,9 @@ class Requirements:
     cpu_flags: Annotated[tuple[CpuFlag, ...], doc("CPU features that select kernels.")] = ()
     cores: Annotated[int, Ge(0), doc("Minimum number of cores available to a process.")] = 0
     memory: Annotated[Bytes | None, doc("Minimum memory.")] = None
-    accelerator: Annotated[str, doc("Part of an accelerator's name, case-insensitive: 'H100'.")] = ""
+    accelerator: Annotated[str, doc("Part of an accelerator's name, case-insensitive: 'H100'.")] = (
+        ""
+    )
     driver: Annotated[str, doc("Minimum driver version of the accelerator: '550.54'.")] = ""
 
     def least(self, here: HardwareFingerprint) -> HardwareFingerprint:
@@ -88,10 +98,14 @@ class Requirements:
     def find_missing(self, fingerprint: HardwareFingerprint) -> tuple[str, ...]:
         """Return what the machine lacks, as texts; empty if it satisfies the requirements."""
         flags = [flag for flag in self.cpu_flags if flag not in fingerprint.cpu_flags]
-        named = [name for name in fingerprint.accelerators if self.accelerator.lower() in name.lower()]
+        named = [
+            name for name in fingerprint.accelerators if self.accelerator.lower() in name.lower()
+        ]
         checks = {
-            f"it is {fingerprint.machine}, not {self.machine}": self.machine in ("", fingerprint.machine),
-            f"its CPU is {fingerprint.cpu_model}, not {self.cpu}": self.cpu.lower() in fingerprint.cpu_model.lower(),
+            f"it is {fingerprint.machine}, not {self.machine}": self.machine
+            in ("", fingerprint.machine),
+            f"its CPU is {fingerprint.cpu_model}, not {self.cpu}": self.cpu.lower()
+            in fingerprint.cpu_model.lower(),
             f"its CPU lacks {', '.join(flags)}": not flags,
             f"it has {fingerprint.cores} of {self.cores} cores": fingerprint.cores >= self.cores,
             f"it has {fingerprint.memory_bytes / 1e9:.1f} of {(self.memory or 0) / 1e9:.1f} GB of memory": (
@@ -151,7 +165,9 @@ class CustomOps:
         Pattern("sha256:[0-9a-f]{64}", "a digest: sha256: and 64 digits of 0-9a-f"),
         doc("Digest of the library, `sha256:` and 64 digits; a different library is not loaded."),
     ]
-    domains: Annotated[tuple[str, ...], MinLen(1), doc("Operator domains that the library registers.")]
+    domains: Annotated[
+        tuple[str, ...], MinLen(1), doc("Operator domains that the library registers.")
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +179,8 @@ class OrtFormat:
 
     platform: Annotated[Literal["arm", "amd64"], doc("Processors to optimize for.")] = "arm"
     style: Annotated[
-        Literal["fixed", "runtime"], doc("fixed: optimize for the CPU; runtime: for NNAPI and CoreML.")
+        Literal["fixed", "runtime"],
+        doc("fixed: optimize for the CPU; runtime: for NNAPI and CoreML."),
     ] = "fixed"
 
 
@@ -172,31 +189,47 @@ class Target:
     """A named combination of runtime build, execution provider and machine."""
 
     schema: Annotated[int, Ge(1)] = 1
-    name: Annotated[ShortName, doc("Name of the target: lower-case letters, digits and hyphens; part of aliases.")]
+    name: Annotated[
+        ShortName,
+        doc("Name of the target: lower-case letters, digits and hyphens; part of aliases."),
+    ]
     description: str = ""
     runtime: Annotated[str, doc("Runtime plugin that runs models on this target.")] = "onnxruntime"
-    providers: Annotated[tuple[Provider, ...], MinLen(1), doc("Execution providers in order of preference.")] = (
-        Provider(name=CPU),
-    )
+    providers: Annotated[
+        tuple[Provider, ...], MinLen(1), doc("Execution providers in order of preference.")
+    ] = (Provider(name=CPU),)
     session: SessionSettings = field(default_factory=SessionSettings)
-    max_opset: Annotated[int, Ge(7), doc("Newest opset of the default domain that this runtime build accepts.")] = 26
-    max_ir_version: Annotated[int, Ge(3), doc("Newest IR version that this runtime build accepts.")] = 13
+    max_opset: Annotated[
+        int, Ge(7), doc("Newest opset of the default domain that this runtime build accepts.")
+    ] = 26
+    max_ir_version: Annotated[
+        int, Ge(3), doc("Newest IR version that this runtime build accepts.")
+    ] = 13
     requires: Annotated[
         Requirements, doc("Requirements of the machine; other machines do not measure this target.")
     ] = field(default_factory=Requirements)
-    pool: Annotated[str, doc("Prefect work pool whose workers measure this target; default: this machine.")] = ""
+    pool: Annotated[
+        str, doc("Prefect work pool whose workers measure this target; default: this machine.")
+    ] = ""
     custom_ops: Annotated[
-        tuple[CustomOps, ...], Notation.SINGLE_ENTRY, doc("Libraries of custom operators that sessions register.")
+        tuple[CustomOps, ...],
+        Notation.SINGLE_ENTRY,
+        doc("Libraries of custom operators that sessions register."),
     ] = ()
-    ort_format: Annotated[OrtFormat | None, doc("Run an `.ort` file converted from the variant.")] = None
+    ort_format: Annotated[
+        OrtFormat | None, doc("Run an `.ort` file converted from the variant.")
+    ] = None
     gates: Annotated[
-        tuple[TargetGate, ...], doc("Gates of this target; each replaces the pipeline's gates of the same kind.")
+        tuple[TargetGate, ...],
+        doc("Gates of this target; each replaces the pipeline's gates of the same kind."),
     ] = ()
     env: Annotated[Environment | None, doc("Isolated environment of the runtime build.")] = None
     dedicated: Annotated[
         bool, doc("Whether the machine runs nothing else; absolute speed limits are then enforced.")
     ] = False
-    price_per_hour: Annotated[Amount | None, doc("Price of an hour, in any currency; for `objective: cost`.")] = None
+    price_per_hour: Annotated[
+        Amount | None, doc("Price of an hour, in any currency; for `objective: cost`.")
+    ] = None
 
     @property
     def execution(self) -> Execution:
@@ -216,7 +249,11 @@ class Target:
         required: dict[str, Json] = {
             "runtime": self.runtime,
             "providers": [
-                {"name": p.name, "options": dict(p.options), **({"package": p.package} if p.package else {})}
+                {
+                    "name": p.name,
+                    "options": dict(p.options),
+                    **({"package": p.package} if p.package else {}),
+                }
                 for p in self.providers
             ],
             "session": [

@@ -144,19 +144,30 @@ def _squared(label: Array, answers: Array) -> Array:
 
 
 METRICS: dict[str, TaskMetric] = {
-    "accuracy": TaskMetric(reads="classes", method=CountedRows(is_right=lambda label, answers, _: answers == label)),
+    "accuracy": TaskMetric(
+        reads="classes", method=CountedRows(is_right=lambda label, answers, _: answers == label)
+    ),
     "top_k": TaskMetric(
-        reads="ranking", method=CountedRows(is_right=_is_in_top_k), options={"k": TOP_K}, display="top_{k}"
+        reads="ranking",
+        method=CountedRows(is_right=_is_in_top_k),
+        options={"k": TOP_K},
+        display="top_{k}",
     ),
     "f1": TaskMetric(
         reads="classes",
         method=Resampled(make=_make_f1, of_decisions=True),
         options={"average": None, "positive": None},
     ),
-    "auc": TaskMetric(reads="positive", method=Resampled(make=_make_auc), options={"positive": None}),
+    "auc": TaskMetric(
+        reads="positive", method=Resampled(make=_make_auc), options={"positive": None}
+    ),
     "mae": TaskMetric(reads="numbers", method=MeanLoss(loss=_absolute), higher_is_better=False),
-    "rmse": TaskMetric(reads="numbers", method=MeanLoss(loss=_squared, root=True), higher_is_better=False),
-    "r2": TaskMetric(reads="numbers", method=MeanLoss(loss=_squared, explained=True, of_errors=False)),
+    "rmse": TaskMetric(
+        reads="numbers", method=MeanLoss(loss=_squared, root=True), higher_is_better=False
+    ),
+    "r2": TaskMetric(
+        reads="numbers", method=MeanLoss(loss=_squared, explained=True, of_errors=False)
+    ),
     "cosine": TaskMetric(reads="embeddings", method=Resampled(make=_make_cosine), label_free=True),
     "token_agreement": TaskMetric(
         reads="tokens",
@@ -175,7 +186,9 @@ DEFAULT_FOR_NUMBERS = "rmse"
 
 _OTHER_KIND: Mapping[AnswerKind, str] = MappingProxyType(
     {
-        **dict.fromkeys(("classes", "ranking", "positive"), "is of classes; for numbers use rmse, mae or r2."),
+        **dict.fromkeys(
+            ("classes", "ranking", "positive"), "is of classes; for numbers use rmse, mae or r2."
+        ),
         "numbers": "is of numbers; for classes use accuracy, f1 or auc.",
     }
 )

@@ -13,7 +13,13 @@ from urllib.parse import unquote, urlsplit
 from onnx_ops import codec
 from onnx_ops.app.affected import Affected, affected, changed_since
 from onnx_ops.app.context import Project, open_project
-from onnx_ops.app.project import PreparedPipeline, execute, prepare, prepare_release, write_evaluation
+from onnx_ops.app.project import (
+    PreparedPipeline,
+    execute,
+    prepare,
+    prepare_release,
+    write_evaluation,
+)
 from onnx_ops.app.results import (
     evidence_of,
     export_commit,
@@ -26,7 +32,13 @@ from onnx_ops.app.results import (
 from onnx_ops.config.settings import Settings
 from onnx_ops.domain.decision import Verdict, combine_verdicts
 from onnx_ops.domain.pipeline import Pipeline, StageKind
-from onnx_ops.errors import CorruptStateError, InfrastructureError, OnnxOpsError, RefusedError, UserError
+from onnx_ops.errors import (
+    CorruptStateError,
+    InfrastructureError,
+    OnnxOpsError,
+    RefusedError,
+    UserError,
+)
 from onnx_ops.measure.paired_rows import compare_rows
 from onnx_ops.pipeline import RunResult
 from onnx_ops.reporting.comparison import base_comparisons, champion_comparisons, variant_rows
@@ -55,7 +67,9 @@ def parse_commit(text: object, where: str, *, remedy: str = "") -> str:
     raise UserError(f"{str(text)[:80]!r} is not a commit", where=where, remedy=remedy)
 
 
-def evaluate_change(folder: Path, base: str, *, hand_over: Path | None = None, figures: Path | None = None) -> Lines:
+def evaluate_change(
+    folder: Path, base: str, *, hand_over: Path | None = None, figures: Path | None = None
+) -> Lines:
     """Run every pipeline that the change since `base` affects up to its gates; yield lines that report the outcome.
 
     The results for the step that publishes them are in `folder` afterwards, with a report of each pipeline.
@@ -73,7 +87,12 @@ def evaluate_change(folder: Path, base: str, *, hand_over: Path | None = None, f
 
 
 def release_change(
-    folder: Path, base: str, evaluated: Path, *, hosted: bool | None = None, figures: Path | None = None
+    folder: Path,
+    base: str,
+    evaluated: Path,
+    *,
+    hosted: bool | None = None,
+    figures: Path | None = None,
 ) -> Lines:
     """Sign, register and deploy what `evaluate_change` has evaluated; yield lines that report the outcome.
 
@@ -91,10 +110,15 @@ def release_change(
         import_commits(root, store, figures)
     found = {one.file: one for one in read_results(evaluated)}
     touched = affected(project, changed_since(root, base))
-    checked = [release(project, one, found.get(one.file), folder, base, evaluated, hosted=hosted) for one in touched]
+    checked = [
+        release(project, one, found.get(one.file), folder, base, evaluated, hosted=hosted)
+        for one in touched
+    ]
     yield from _report(folder, checked)
     if figures is not None:
-        yield from _share_figures(project, sorted({one.pipeline for one in checked if one.pipeline}), figures)
+        yield from _share_figures(
+            project, sorted({one.pipeline for one in checked if one.pipeline}), figures
+        )
 
 
 def _share_figures(project: Project, pipelines: Iterable[str], figures: Path) -> Lines:
@@ -116,7 +140,9 @@ def _report(folder: Path, checked: Sequence[Checked]) -> Lines:
     yield title(checked)
 
 
-def evaluate(project: Project, one: Affected, folder: Path, since: str, hand_over: Path | None = None) -> Checked:
+def evaluate(
+    project: Project, one: Affected, folder: Path, since: str, hand_over: Path | None = None
+) -> Checked:
     """Run one pipeline up to its gates; write its report beside the results."""
     if one.problem:
         return _describe_error(one, one.problem)
@@ -143,11 +169,17 @@ def release(
     """Release one pipeline as far as the runner allows, if it was evaluated; write its report beside the results."""
     place = evaluated / _name(one.file)
     if one.problem or not place.is_dir():
-        return _describe_error(one, one.problem or (found.error if found else "") or "It was not evaluated.")
+        return _describe_error(
+            one, one.problem or (found.error if found else "") or "It was not evaluated."
+        )
     try:
         release_of = partial(prepare_release, project, project.settings.root / one.file, place)
         prepared = release_of()
-        withheld = "" if hosted is None else lost_with_job(project.settings, prepared.pipeline, hosted=hosted)
+        withheld = (
+            ""
+            if hosted is None
+            else lost_with_job(project.settings, prepared.pipeline, hosted=hosted)
+        )
         if withheld:
             prepared = release_of(until=StageKind.GATE)
         checked, _ = _execute(project, one, prepared, folder, since)
@@ -174,8 +206,14 @@ def _execute(
     base = find_base(root, project.context.store, name, since, branch) if since else None
     result = execute(project, prepared, base=base)
     summary = summarize(prepared.pipeline, result, project.context)
-    evidence, pairs = evidence_of(summary, project.context.store), partial(compare_rows, project.context.store)
-    measured, made = tuple(evidence.values()), read_provenance(root, project.context.clock.now(), os.environ)
+    evidence, pairs = (
+        evidence_of(summary, project.context.store),
+        partial(compare_rows, project.context.store),
+    )
+    measured, made = (
+        tuple(evidence.values()),
+        read_provenance(root, project.context.clock.now(), os.environ),
+    )
     report = release_report(
         summary.decisions,
         measured,
@@ -269,7 +307,9 @@ def read_results(folder: Path) -> tuple[Checked, ...]:
     try:
         data = read_plain_file(folder / RESULTS, most=_LARGEST)
     except FileNotFoundError as error:
-        raise UserError("there are no results", where=str(folder), remedy="The step `run` comes first.") from error
+        raise UserError(
+            "there are no results", where=str(folder), remedy="The step `run` comes first."
+        ) from error
     checked = codec.loads(data, tuple[Checked, ...], where=where)
     if wrong := next(filter(None, map(find_contradiction, checked)), ""):
         raise CorruptStateError("the results contradict themselves", where=where, why=wrong)

@@ -24,7 +24,12 @@ from onnx_ops.adapters.github import REPOSITORY, GitHubRepository, validate_toke
 from onnx_ops.app.context import open_project, resolve_commit
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
-from onnx_ops.integrations.commits import evaluate_change, parse_commit, read_results, release_change
+from onnx_ops.integrations.commits import (
+    evaluate_change,
+    parse_commit,
+    read_results,
+    release_change,
+)
 from onnx_ops.printable import show
 from onnx_ops.reporting.formatting import markdown
 from onnx_ops.reporting.pull_request import overall, page, title
@@ -63,15 +68,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("step", choices=("evaluate", "release", "publish"))
     parser.add_argument("--folder", type=Path, required=True, help="where results and reports lie")
-    parser.add_argument("--since", default="", help="the commit before; that of the event if left out")
-    parser.add_argument("--figures", type=Path, help="folder with the measurements of earlier commits")
-    parser.add_argument("--evaluated", type=Path, help="folder of the step `evaluate`, for `release`")
+    parser.add_argument(
+        "--since", default="", help="the commit before; that of the event if left out"
+    )
+    parser.add_argument(
+        "--figures", type=Path, help="folder with the measurements of earlier commits"
+    )
+    parser.add_argument(
+        "--evaluated", type=Path, help="folder of the step `evaluate`, for `release`"
+    )
     options = parser.parse_args(arguments)
     try:
         event = read_event(os.environ)
         if options.step == "publish":
             return publish(event, options.folder, os.environ)
-        return run(event, options.folder, options.evaluated, since=options.since, figures=options.figures)
+        return run(
+            event, options.folder, options.evaluated, since=options.since, figures=options.figures
+        )
     except OnnxOpsError as error:
         _print_line(f"::error title=onnx-ops::{_command_data(str(error))}")
         _append(os.environ, "GITHUB_STEP_SUMMARY", _describe_failure(error))
@@ -99,13 +112,24 @@ def read_event(environ: Mapping[str, str]) -> Event:
     return Event(commit=parse_commit(commit, variable), base=base, pull_request=None)
 
 
-def run(event: Event, folder: Path, evaluated: Path | None, *, since: str = "", figures: Path | None = None) -> int:
+def run(
+    event: Event,
+    folder: Path,
+    evaluated: Path | None,
+    *,
+    since: str = "",
+    figures: Path | None = None,
+) -> int:
     """Evaluate every pipeline that the change affects, or release what was `evaluated`; the results are in `folder`."""
     root = open_project().settings.root
     # A force push leaves a commit that the checkout does not have, and a first push has none before it.
-    base = since or next((name for name in (event.base, "HEAD~1") if name and resolve_commit(root, name)), "")
+    base = since or next(
+        (name for name in (event.base, "HEAD~1") if name and resolve_commit(root, name)), ""
+    )
     if evaluated is not None:
-        lines = release_change(folder, base, evaluated, hosted=is_hosted(os.environ), figures=figures)
+        lines = release_change(
+            folder, base, evaluated, hosted=is_hosted(os.environ), figures=figures
+        )
     else:  # a pull request is never released
         hand_over = folder if event.pull_request is None else None
         lines = evaluate_change(folder, base, hand_over=hand_over, figures=figures)
@@ -171,7 +195,11 @@ def _write_to_github(
                 _write_comment(repository, event.pull_request, text, wanted=verdict is not None)
             else:
                 repository.request("POST", "check-runs", check)
-        except (RefusedError, ServiceUnavailableError, UserError) as error:  # a fork's token can only read
+        except (
+            RefusedError,
+            ServiceUnavailableError,
+            UserError,
+        ) as error:  # a fork's token can only read
             notes.append(f"The {what} could not be written: {error}")
     return notes
 
@@ -180,7 +208,11 @@ def get_run_address(environ: Mapping[str, str]) -> str:
     """Return the address of the workflow's run, which lists the reports; empty if it is unknown."""
     server, run = environ.get("GITHUB_SERVER_URL", ""), environ.get("GITHUB_RUN_ID", "")
     repository = environ.get("GITHUB_REPOSITORY", "")
-    return f"{server}/{repository}/actions/runs/{run}#artifacts" if server and repository and run else ""
+    return (
+        f"{server}/{repository}/actions/runs/{run}#artifacts"
+        if server and repository and run
+        else ""
+    )
 
 
 def _describe_failure(error: OnnxOpsError) -> str:
@@ -192,7 +224,9 @@ def _write_comment(repository: GitHubRepository, number: int, text: str, *, want
     """Write one comment per pull request, updated for each commit; none if there was never anything to report."""
     body = {"body": f"{MARK}\n{text}"}
     for comment in repository.list_entries(f"issues/{number}/comments"):
-        ours = (comment.get("user") or {}).get("type") == "Bot"  # a person's comment that has the mark stays
+        ours = (comment.get("user") or {}).get(
+            "type"
+        ) == "Bot"  # a person's comment that has the mark stays
         if ours and str(comment.get("body") or "").startswith(MARK):
             repository.request("PATCH", f"issues/comments/{int(comment['id'])}", body)
             return
@@ -205,7 +239,11 @@ def _open_repository(environ: Mapping[str, str]) -> GitHubRepository:
     if not REPOSITORY.fullmatch(name):
         raise UserError(f"{name!r} is not a repository", where="GITHUB_REPOSITORY")
     if not token:
-        raise UserError("no token was given", where="GITHUB_TOKEN", remedy="Give the step `${{ github.token }}`.")
+        raise UserError(
+            "no token was given",
+            where="GITHUB_TOKEN",
+            remedy="Give the step `${{ github.token }}`.",
+        )
     return GitHubRepository(name=name, token=lambda: validate_token(token, "GITHUB_TOKEN"))
 
 

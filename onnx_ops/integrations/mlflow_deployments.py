@@ -83,10 +83,16 @@ def target_help() -> str:
 
 
 def run_local(
-    target: str, name: str, model_uri: str, flavor: str | None = None, config: Mapping[str, str] | None = None
+    target: str,
+    name: str,
+    model_uri: str,
+    flavor: str | None = None,
+    config: Mapping[str, str] | None = None,
 ) -> None:
     """Create the deployment on this machine, ignoring the config's provider."""
-    OnnxOpsDeployments(target).create_deployment(name, model_uri, flavor, {**(config or {}), "provider": "local"})
+    OnnxOpsDeployments(target).create_deployment(
+        name, model_uri, flavor, {**(config or {}), "provider": "local"}
+    )
 
 
 def _translated(method: Callable[P, R]) -> Callable[P, R]:
@@ -97,7 +103,9 @@ def _translated(method: Callable[P, R]) -> Callable[P, R]:
         try:
             return method(*args, **kwargs)
         except OnnxOpsError as error:
-            code = next((code for kind, code in _CODES if isinstance(error, kind)), "INTERNAL_ERROR")
+            code = next(
+                (code for kind, code in _CODES if isinstance(error, kind)), "INTERNAL_ERROR"
+            )
             raise MlflowException(str(error), error_code=ErrorCode.Value(code)) from error
 
     return wrapped
@@ -126,13 +134,18 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         """Bind a new endpoint and serve the version there; a version that is refused binds nothing."""
         _check_flavor(flavor)
         if name in list_bound_endpoints(self._context):
-            raise UserError(f"deployment {name} exists", remedy="Change it with `mlflow deployments update`.")
+            raise UserError(
+                f"deployment {name} exists", remedy="Change it with `mlflow deployments update`."
+            )
         model, version = self._version(model_uri)
         given = dict(config or {})
         target_name, provider = given.pop("target", ""), given.pop("provider", "local")
         reason = given.pop("reason", "")
         if not target_name:
-            raise UserError("a new deployment needs a target", remedy="Add -C target=NAME, a file in configs/targets/.")
+            raise UserError(
+                "a new deployment needs a target",
+                remedy="Add -C target=NAME, a file in configs/targets/.",
+            )
         settings = {key: _parse_scalar(text) for key, text in given.items()}
         self._context.provider(provider).validate_settings(settings)
         bound = EndpointConfig(
@@ -166,7 +179,9 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         same = {"target": bound.target, "provider": bound.provider}
         if any(given.pop(key, value) != value for key, value in same.items()):
             raise UserError(
-                "an endpoint keeps its target and provider", where=name, remedy="Create another deployment."
+                "an endpoint keeps its target and provider",
+                where=name,
+                remedy="Create another deployment.",
             )
         if given:
             raise UserError(
@@ -177,7 +192,9 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         if model_uri is not None:
             model, version = self._version(model_uri)
             if model != bound.model:
-                raise UserError(f"{name} serves {bound.model}, not {model}", remedy="Create another deployment.")
+                raise UserError(
+                    f"{name} serves {bound.model}, not {model}", remedy="Create another deployment."
+                )
             promote(self._context, model, version, bound.target, reason=reason)
         reports = reconcile_until_stable(self._context, name)
         if any(report.refused for report in reports):
@@ -190,7 +207,11 @@ class OnnxOpsDeployments(BaseDeploymentClient):
     ) -> None:
         """Delete the endpoint. Deleting a missing endpoint is no error."""
         if name in list_bound_endpoints(self._context):
-            delete_endpoint(self._context, name, reason=dict(config or {}).get("reason", "mlflow deployments delete"))
+            delete_endpoint(
+                self._context,
+                name,
+                reason=dict(config or {}).get("reason", "mlflow deployments delete"),
+            )
 
     @_translated
     def list_deployments(self, endpoint: str | None = None) -> list[dict[str, Any]]:
@@ -227,17 +248,26 @@ class OnnxOpsDeployments(BaseDeploymentClient):
             )
         # MLflow's own function cannot write a dict of arrays.
         if isinstance(inputs, dict):
-            plain = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in inputs.items()}
+            plain = {
+                key: value.tolist() if hasattr(value, "tolist") else value
+                for key, value in inputs.items()
+            }
             body = json.dumps({"inputs": plain})
         else:
             body = dump_input_data(inputs)
         headers = {"content-type": "application/json"}
         try:
-            answer = httpx.post(f"{address}/invocations", content=body, headers=headers, timeout=_PREDICT_S)
+            answer = httpx.post(
+                f"{address}/invocations", content=body, headers=headers, timeout=_PREDICT_S
+            )
         except httpx.HTTPError as error:
-            raise ServiceUnavailableError("the endpoint does not answer", where=name, why=str(error)) from error
+            raise ServiceUnavailableError(
+                "the endpoint does not answer", where=name, why=str(error)
+            ) from error
         if answer.status_code != httpx.codes.OK:
-            raise UserError(f"the endpoint answered {answer.status_code}", where=name, why=quoted(answer.text))
+            raise UserError(
+                f"the endpoint answered {answer.status_code}", where=name, why=quoted(answer.text)
+            )
         return PredictionsResponse(answer.json())
 
     def _described(self, name: str) -> dict[str, Any]:
@@ -280,7 +310,9 @@ class OnnxOpsDeployments(BaseDeploymentClient):
 
 def _check_flavor(flavor: str | None) -> None:
     if flavor not in (None, _FLAVOR):
-        raise UserError(f"flavor {flavor!r} cannot be deployed", remedy="Leave it out, or write onnx.")
+        raise UserError(
+            f"flavor {flavor!r} cannot be deployed", remedy="Leave it out, or write onnx."
+        )
 
 
 def _parse_scalar(text: str) -> str | int | float | bool:

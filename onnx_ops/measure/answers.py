@@ -64,14 +64,18 @@ def read_answers(
 
 def _cut_rows(outputs: Tensors, fed: int, count: int) -> Tensors:
     """Return the first `count` rows of the outputs that have one entry for each row that was fed."""
-    by_row = {name: array[:count] for name, array in outputs.items() if array.ndim and len(array) == fed}
+    by_row = {
+        name: array[:count] for name, array in outputs.items() if array.ndim and len(array) == fed
+    }
     if not by_row:
         shapes = {name: tuple(array.shape) for name, array in outputs.items()}
         raise UserError(f"no output has one entry for each of {fed} rows: {shapes}")
     return by_row
 
 
-def split_batches(model: Path, inputs: Tensors, at_once: int | None = None) -> Iterator[tuple[Tensors, int]]:
+def split_batches(
+    model: Path, inputs: Tensors, at_once: int | None = None
+) -> Iterator[tuple[Tensors, int]]:
     """Return feeds that the model accepts, of at most `at_once` rows if possible, and the number of rows that count."""
     return cut_batches(inputs, read_model_info(model).fixed_batch, _INPUT_BYTES, at_once)
 
@@ -105,7 +109,10 @@ def read_values(
     with temporary_copy(model, "inside") as copy:
         write_with_outputs(model, names, copy)
         answers = runtime.run(copy, target, feeds)
-    return [{name: value for name, value in answer.items() if hasattr(value, "dtype")} for answer in answers]
+    return [
+        {name: value for name, value in answer.items() if hasattr(value, "dtype")}
+        for answer in answers
+    ]
 
 
 @contextmanager
@@ -128,7 +135,9 @@ def run_groups(
         MeasurementError: it does not run on plain rows.
     """
     try:
-        answers = iter(runtime.run(model, target, tuple(feed for runs in groups.values() for feed in runs)))
+        answers = iter(
+            runtime.run(model, target, tuple(feed for runs in groups.values() for feed in runs))
+        )
         return {name: tuple(next(answers) for _ in runs) for name, runs in groups.items()}
     except MeasurementError as error:
         if len(groups) < 2:
@@ -140,7 +149,10 @@ def run_groups(
             others = {name: runs for name, runs in groups.items() if name != REAL}
             return {**plain, **run_groups(runtime, target, model, others)}
     first, second = _halve(groups)
-    return {**run_groups(runtime, target, model, first), **run_groups(runtime, target, model, second)}
+    return {
+        **run_groups(runtime, target, model, first),
+        **run_groups(runtime, target, model, second),
+    }
 
 
 def _halve(groups: Mapping[str, tuple[Tensors, ...]]) -> tuple[dict[str, tuple[Tensors, ...]], ...]:

@@ -66,7 +66,9 @@ def inspect_execution(
         is_quantized = quantizes_activations(share_structure(variant))
         coverage = measure_int8_coverage(source, copy, excluded) if is_quantized else None
         machine = detect_arithmetic(runtime.fingerprint(target), target)
-        return ExecutionReport(coverage=coverage, advice=advise(variant, copy, target, machine, coverage))
+        return ExecutionReport(
+            coverage=coverage, advice=advise(variant, copy, target, machine, coverage)
+        )
 
 
 def explain_saturation(runtime: Runtime, model: Path, target: Target, name: str) -> str:

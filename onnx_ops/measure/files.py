@@ -99,7 +99,9 @@ def _split_texts(content: bytes, ends: Any) -> Any:
 
     stops = ends.ravel().tolist()
     texts = np.empty(len(stops), dtype=object)
-    texts[:] = [content[start:stop].decode() for start, stop in zip([0, *stops], stops, strict=False)]
+    texts[:] = [
+        content[start:stop].decode() for start, stop in zip([0, *stops], stops, strict=False)
+    ]
     return texts.reshape(ends.shape)
 
 
@@ -111,7 +113,9 @@ def put_dataset(store: Store, dataset: Dataset) -> Manifest:
     arrays |= {f"column/{name}": array for name, array in dataset.columns.items()}
     arrays |= {f"value/{name}": array for name, array in dataset.values.items()}
     arrays |= {
-        name: array for name, array in {"label": dataset.label, "group": dataset.group}.items() if array is not None
+        name: array
+        for name, array in {"label": dataset.label, "group": dataset.group}.items()
+        if array is not None
     }
     arrays |= {f"feature/{name}": np.array(columns) for name, columns in dataset.features.items()}
     return Manifest(files={"dataset.npz": store.put_bytes(pack_arrays(arrays))})
@@ -130,14 +134,19 @@ def get_dataset(store: Store, manifest: Manifest, export: Manifest | None = None
         label=arrays.get("label"),
         group=arrays.get("group"),
         columns=_select_prefix("column/", arrays),
-        features={name: tuple(columns.tolist()) for name, columns in _select_prefix("feature/", arrays).items()},
+        features={
+            name: tuple(columns.tolist())
+            for name, columns in _select_prefix("feature/", arrays).items()
+        },
         values=_select_prefix("value/", arrays),
     )
     if export is None:
         return dataset
     dataset = arrange_features(dataset, read_features(store, export))
     model = codec.loads(store.read(export["info.json"]), ModelInfo)
-    dataset = dataset.put_rows_first(find_row_axes({spec.name: spec.shape for spec in model.inputs}))
+    dataset = dataset.put_rows_first(
+        find_row_axes({spec.name: spec.shape for spec in model.inputs})
+    )
     values = {**get_values(store, export), **dataset.values}
     return replace(dataset, inputs=convert_inputs(dataset.inputs, model), values=values)
 
@@ -168,7 +177,12 @@ def arrange_features(dataset: Dataset, features: Mapping[str, tuple[str, ...]]) 
             raise UserError(
                 f"matrix {name!r} has other columns than that of another data set",
                 where="data",
-                why="; ".join([*(f"it also has {c!r}" for c in spare[:1]), *(f"it lacks {c!r}" for c in lacking[:1])]),
+                why="; ".join(
+                    [
+                        *(f"it also has {c!r}" for c in spare[:1]),
+                        *(f"it lacks {c!r}" for c in lacking[:1]),
+                    ]
+                ),
                 remedy="List the columns of every data set: `columns: [age, income]`.",
             )
         if columns != wanted:
@@ -184,7 +198,9 @@ def convert_inputs(inputs: Tensors, model: ModelInfo) -> dict[str, Any]:
     """
     expected = {spec.name: spec.dtype for spec in model.inputs}
     whole = [
-        name for name, array in inputs.items() if is_float_column(array) and expected.get(name) in ("int64", "bool")
+        name
+        for name, array in inputs.items()
+        if is_float_column(array) and expected.get(name) in ("int64", "bool")
     ]
     if whole:
         raise UserError(
@@ -212,7 +228,11 @@ def widen_columns(inputs: Tensors, names: Collection[str]) -> dict[str, Any]:
 
 
 def _select_prefix(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): array
+        for name, array in arrays.items()
+        if name.startswith(prefix)
+    }
 
 
 def put_document(store: Store, value: object) -> Digest:

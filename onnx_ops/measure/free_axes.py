@@ -25,7 +25,10 @@ def check_free_axes(section: Export, model_info: ModelInfo, reference: Reference
     for name, axes in section.dynamic.items():
         shape = shapes.get(name, ())
         for axis, symbol in axes.items():
-            place, remedy = f"axis {axis} of {name} ({symbol})", f"Leave the axis out of `export.dynamic.{name}`."
+            place, remedy = (
+                f"axis {axis} of {name} ({symbol})",
+                f"Leave the axis out of `export.dynamic.{name}`.",
+            )
             if axis < len(shape) and isinstance(shape[axis], int):
                 raise UserError(
                     f"the export has {place} fixed at {shape[axis]}",
@@ -47,5 +50,9 @@ def check_free_axes(section: Export, model_info: ModelInfo, reference: Reference
 def _select_sizes(groups: Mapping[str, str], symbol: str) -> dict[str, str]:
     """Return the entries of groups that change only this symbol, by its size."""
     prefix = f"{LENGTHS}{symbol}="
-    sizes = {name.removeprefix(prefix): value for name, value in groups.items() if name.startswith(prefix)}
+    sizes = {
+        name.removeprefix(prefix): value
+        for name, value in groups.items()
+        if name.startswith(prefix)
+    }
     return {size: value for size, value in sizes.items() if size.isdecimal()}

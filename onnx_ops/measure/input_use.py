@@ -35,11 +35,15 @@ def find_unused_inputs(
     rows = real.inputs if read_model_info(model).fixed_batch else _select_rows(real)
     replaced = [(name, array) for name in rows for array in _list_replacements(name, rows, groups)]
     try:
-        plain, *others = runtime.run(model, target, (rows, *({**rows, name: array} for name, array in replaced)))
+        plain, *others = runtime.run(
+            model, target, (rows, *({**rows, name: array} for name, array in replaced))
+        )
     except MeasurementError:
         return ()
     names = [name for name, _ in replaced]
-    changing = {name for name, answers in zip(names, others, strict=True) if not _are_equal(plain, answers)}
+    changing = {
+        name for name, answers in zip(names, others, strict=True) if not _are_equal(plain, answers)
+    }
     return tuple(name for name in dict.fromkeys(names) if name not in changing)
 
 
@@ -52,12 +56,18 @@ def _select_rows(real: ReferenceGroup) -> Tensors:
     return slice_rows(real.inputs, 0, min(total, affordable))
 
 
-def _list_replacements(name: str, rows: Tensors, groups: Sequence[ReferenceGroup]) -> Iterator[Array]:
+def _list_replacements(
+    name: str, rows: Tensors, groups: Sequence[ReferenceGroup]
+) -> Iterator[Array]:
     """Yield other values of an input that the model takes: those of the next row, and of one other group."""
     array = rows[name]
     others = [np.roll(array, 1, axis=0)]
     for group in (group for group in groups if group.inside):
-        if group.name != REAL and group.inputs[name].shape[1:] == array.shape[1:] and len(group.inputs[name]):
+        if (
+            group.name != REAL
+            and group.inputs[name].shape[1:] == array.shape[1:]
+            and len(group.inputs[name])
+        ):
             others.append(np.resize(group.inputs[name], array.shape))
             break
     yield from (other for other in others if not _is_same(other, array))

@@ -27,7 +27,9 @@ from onnx_ops.statistics.scores import CANDIDATE, score
 _RIGHT, _ERROR, _GROUP, _ROWS = "right/", "error/", "rows.group", "rows.digest"
 
 
-def extract_rows(definition: MetricDefinition, label: Array | None, answers: Array) -> dict[str, Array]:
+def extract_rows(
+    definition: MetricDefinition, label: Array | None, answers: Array
+) -> dict[str, Array]:
     """Return the stored form of the candidate's answers for one metric."""
     match definition.method:
         case CountedRows():
@@ -44,12 +46,18 @@ def digest_rows(dataset: Dataset) -> dict[str, Array]:
     for name, array in (*sorted(dataset.inputs.items()), ("", dataset.label)):
         if array is not None:
             digest.update(f"{name} {array.dtype} {array.shape}".encode())
-            digest.update(repr(array.tolist()).encode() if array.dtype.kind == "O" else array.tobytes())
-    groups = {} if dataset.group is None else {_GROUP: np.unique(dataset.group, return_inverse=True)[1]}
+            digest.update(
+                repr(array.tolist()).encode() if array.dtype.kind == "O" else array.tobytes()
+            )
+    groups = (
+        {} if dataset.group is None else {_GROUP: np.unique(dataset.group, return_inverse=True)[1]}
+    )
     return {_ROWS: np.frombuffer(digest.digest(), dtype=np.uint8), **groups}
 
 
-def compare_rows(store: Store, mine: Evidence, theirs: Evidence) -> tuple[PairedCounts | ScoreComparison, ...]:
+def compare_rows(
+    store: Store, mine: Evidence, theirs: Evidence
+) -> tuple[PairedCounts | ScoreComparison, ...]:
     """Compare each metric of two runs, if they scored the same rows; `theirs` is called `base` in the result."""
     candidate, base = _load_rows(store, mine.raw), _load_rows(store, theirs.raw)
     if _ROWS not in candidate or not np.array_equal(candidate[_ROWS], base.get(_ROWS, ())):
@@ -58,7 +66,9 @@ def compare_rows(store: Store, mine: Evidence, theirs: Evidence) -> tuple[Paired
     comparisons: list[PairedCounts | ScoreComparison] = []
     for name in sorted(candidate.keys() & base.keys()):
         if name.startswith(_RIGHT):
-            comparisons.append(count_pairs(name.removeprefix(_RIGHT), "base", base[name], candidate[name], group))
+            comparisons.append(
+                count_pairs(name.removeprefix(_RIGHT), "base", base[name], candidate[name], group)
+            )
         elif name.startswith(_ERROR):
             label = name.removeprefix(_ERROR)
             metric = label.partition(" ")[0]
@@ -66,8 +76,12 @@ def compare_rows(store: Store, mine: Evidence, theirs: Evidence) -> tuple[Paired
                 continue
             definition = MetricDefinition(name=metric)
             errors = {CANDIDATE: candidate[name], "base": base[name]}
-            compared = score(definition, np.zeros(len(candidate[name])), errors, seed=0, group=group)
-            comparisons += [replace(comparison, metric=label) for comparison in compared if comparison.against]
+            compared = score(
+                definition, np.zeros(len(candidate[name])), errors, seed=0, group=group
+            )
+            comparisons += [
+                replace(comparison, metric=label) for comparison in compared if comparison.against
+            ]
     return tuple(comparisons)
 
 

@@ -50,11 +50,17 @@ LIMIT = ParityGate().noise_factor
 TracerFactory = Callable[[Tensors], Tracer | None]
 """Makes the source's tracer from samples to export it with; None if its exporter cannot trace."""
 
-REFERENCE_TARGET = Target(name="reference", description="One CPU thread, where every export is first compared.")
+REFERENCE_TARGET = Target(
+    name="reference", description="One CPU thread, where every export is first compared."
+)
 
 
 def measure_parity(
-    runtime: Runtime, model: Path, target: Target, groups: list[ReferenceGroup], exact: Runtime | None = None
+    runtime: Runtime,
+    model: Path,
+    target: Target,
+    groups: list[ReferenceGroup],
+    exact: Runtime | None = None,
 ) -> tuple[ParityMeasurement, ...]:
     """Measure each output on each group of inputs.
 
@@ -84,14 +90,21 @@ def _measure_answer(
 ) -> list[ParityMeasurement]:
     """Measure what the export answers to a group: its outputs, or that it rejects the group."""
     if isinstance(answer, MeasurementError):
-        return [make_mismatch("*", group.name, f"the export refuses these inputs: {explain_rejection(answer)}")]
+        return [
+            make_mismatch(
+                "*", group.name, f"the export refuses these inputs: {explain_rejection(answer)}"
+            )
+        ]
     (outputs,) = answer
     missing = [name for name in group.outputs if name not in outputs]
     measured = [make_mismatch(name, group.name, "the export lacks this output") for name in missing]
     measured += measure_group(group, outputs, roundings, known)
     if group.name == REAL:
         useless = [name for name, array in outputs.items() if _is_all_nan(array)]
-        measured += [make_mismatch(name, REAL, "every answer to the rows of the data is NaN") for name in useless]
+        measured += [
+            make_mismatch(name, REAL, "every answer to the rows of the data is NaN")
+            for name in useless
+        ]
     return measured
 
 
@@ -106,9 +119,15 @@ def _drop_useless_scores(
     real = find_real_group(groups)
     tensors = [answers for answers in (real.single, real.double) if answers] if real else []
     on_real_rows = roundings.get(REAL, {})
-    useless = {name for name, rounding in on_real_rows.items() if _are_scores_useless(name, rounding, tensors)}
+    useless = {
+        name
+        for name, rounding in on_real_rows.items()
+        if _are_scores_useless(name, rounding, tensors)
+    }
     return {
-        group: {name: WHOLE if name in useless else rounding for name, rounding in by_output.items()}
+        group: {
+            name: WHOLE if name in useless else rounding for name, rounding in by_output.items()
+        }
         for group, by_output in roundings.items()
     }
 
@@ -157,12 +176,16 @@ def measure_group(
             continue
         onnx = outputs[name]
         column_noise = (known or {}).get(name) if is_small else None
-        measurement = _measure_against_source(group, name, onnx, (roundings or {}).get(name, WHOLE), column_noise)
+        measurement = _measure_against_source(
+            group, name, onnx, (roundings or {}).get(name, WHOLE), column_noise
+        )
         measurements.append(_add_example(measurement, group, onnx, rows))
     return measurements
 
 
-def _add_example(measurement: ParityMeasurement, group: ReferenceGroup, onnx: Array, rows: int) -> ParityMeasurement:
+def _add_example(
+    measurement: ParityMeasurement, group: ReferenceGroup, onnx: Array, rows: int
+) -> ParityMeasurement:
     """Add the worst row of an output that differs, if it has one entry per row."""
     reference = (group.double or group.single or {})[measurement.output]
     is_by_row = onnx.shape == reference.shape and onnx.ndim > 0 and len(onnx) == rows > 0
@@ -176,7 +199,8 @@ def _measure_against_source(
 ) -> ParityMeasurement:
     """Measure one output: by the envelope of the source's answers if there is one, else by their distance."""
     single, double, bounds = (
-        answers.get(name) if answers is not None else None for answers in (group.single, group.double, group.bounds)
+        answers.get(name) if answers is not None else None
+        for answers in (group.single, group.double, group.bounds)
     )
     if bounds is None:
         return measure_output(
@@ -202,7 +226,9 @@ def _measure_against_source(
 
 def make_mismatch(output: str, group: str, text: str) -> ParityMeasurement:
     """Return a measurement of a difference without a number."""
-    return ParityMeasurement(output=output, group=group, rows=0, error=0.0, noise=0.0, ratio=0.0, mismatch=text)
+    return ParityMeasurement(
+        output=output, group=group, rows=0, error=0.0, noise=0.0, ratio=0.0, mismatch=text
+    )
 
 
 def _describe_row(group: ReferenceGroup, row: int) -> str:
@@ -212,7 +238,9 @@ def _describe_row(group: ReferenceGroup, row: int) -> str:
     shown = []
     for name, array in group.inputs.items():
         values = array[row].reshape(-1)
-        first = ", ".join(f"{value:.4g}" if array.dtype.kind == "f" else str(value) for value in values[:_SHOWN])
+        first = ", ".join(
+            f"{value:.4g}" if array.dtype.kind == "f" else str(value) for value in values[:_SHOWN]
+        )
         rest = f" … ({len(values)} values)" if len(values) > _SHOWN else ""
         shown.append(f"{name} = {first}{rest}")
     return f"row {row}: {'; '.join(shown)}"
@@ -269,8 +297,12 @@ def locate_divergence(failed: FailedExport, make_tracer: TracerFactory) -> Diver
     try:
         (outputs,) = failed.runtime.run(failed.model, plain, (group.inputs,))
         if not any(is_divergent(m, LIMIT) for m in measure_group(group, outputs)):
-            return Divergence(note="without the runtime's optimizations the graph agrees with its source")
-        tracer = make_tracer(next((g.inputs for g in failed.reference if g.name == REAL), group.inputs))
+            return Divergence(
+                note="without the runtime's optimizations the graph agrees with its source"
+            )
+        tracer = make_tracer(
+            next((g.inputs for g in failed.reference if g.name == REAL), group.inputs)
+        )
         if tracer is None:
             return Divergence(note="the source exposes no intermediate values")
         return _search_graph(failed, plain, tracer, _select_inputs(failed, group, outputs))
@@ -278,7 +310,9 @@ def locate_divergence(failed: FailedExport, make_tracer: TracerFactory) -> Diver
         return Divergence(note=str(error))
 
 
-def _search_graph(failed: FailedExport, plain: Target, tracer: Tracer, inputs: Tensors) -> Divergence:
+def _search_graph(
+    failed: FailedExport, plain: Target, tracer: Tracer, inputs: Tensors
+) -> Divergence:
     values = list(list_computed_values(failed.model))
     all_names = [value.name for value in values]
     if failed.worst.output in all_names:  # outputs after the divergent one have no part in it
@@ -299,7 +333,9 @@ def _search_graph(failed: FailedExport, plain: Target, tracer: Tracer, inputs: T
         values = between
 
 
-def _narrow_values(values: Sequence[ComputedValue], exposed: Sequence[str], divergent: str) -> list[ComputedValue]:
+def _narrow_values(
+    values: Sequence[ComputedValue], exposed: Sequence[str], divergent: str
+) -> list[ComputedValue]:
     """Return the values after the last exposed one that agrees, up to the divergent one."""
     names = [value.name for value in values]
     position, end = exposed.index(divergent), names.index(divergent)
@@ -310,7 +346,11 @@ def _narrow_values(values: Sequence[ComputedValue], exposed: Sequence[str], dive
 def _select_inputs(failed: FailedExport, group: ReferenceGroup, outputs: Any) -> Tensors:
     """Select a few rows, so that the values of a large model fit into memory; a fixed batch stays whole."""
     reference = (group.double or group.single or {}).get(failed.worst.output)
-    if read_model_info(failed.model).fixed_batch or reference is None or failed.worst.output not in outputs:
+    if (
+        read_model_info(failed.model).fixed_batch
+        or reference is None
+        or failed.worst.output not in outputs
+    ):
         return group.inputs
     chosen = select_rows(outputs[failed.worst.output], reference)
     return {name: array[chosen] for name, array in group.inputs.items()}
@@ -335,8 +375,12 @@ def find_hardware_divergence(
     plain = replace(proven, session=replace(proven.session, graph_level="disabled"))
 
     def tracer(inputs: Tensors, names: Collection[str]) -> tuple[Tensors, None]:
-        (values,) = read_values(context.runtime(proven.runtime), model, plain, sorted(names), (inputs,))
+        (values,) = read_values(
+            context.runtime(proven.runtime), model, plain, sorted(names), (inputs,)
+        )
         return values, None
 
-    failed = FailedExport(runtime=runtime, target=target, model=model, reference=reference, worst=worst)
+    failed = FailedExport(
+        runtime=runtime, target=target, model=model, reference=reference, worst=worst
+    )
     return locate_divergence(failed, lambda _: tracer)

@@ -59,7 +59,9 @@ def read_prediction(definition: MetricDefinition, outputs: Tensors) -> Predictio
             where=definition.label,
             remedy=f"It has: {', '.join(outputs)}.",
         )
-    named = outputs if definition.output is None else {definition.output: outputs[definition.output]}
+    named = (
+        outputs if definition.output is None else {definition.output: outputs[definition.output]}
+    )
     forms = _FORMS[definition.reads]
     for form in forms:
         for array in named.values():
@@ -88,7 +90,9 @@ def join_predictions(predictions: Sequence[Prediction]) -> Prediction:
     """Join the predictions of successive rows."""
     if len({(prediction.values.shape[1:], prediction.columns) for prediction in predictions}) != 1:
         shapes = sorted({str(prediction.values.shape[1:]) for prediction in predictions})
-        raise UserError(f"the shape of its answers changes from batch to batch: {', '.join(shapes)}")
+        raise UserError(
+            f"the shape of its answers changes from batch to batch: {', '.join(shapes)}"
+        )
     return Prediction(
         values=np.concatenate([prediction.values for prediction in predictions]),
         columns=predictions[0].columns,
@@ -119,7 +123,9 @@ def _read_scores(array: Array) -> Prediction:
     """Read one score per row, or one per class."""
     scores = flatten_column(array).astype(np.float64)
     columns = 1 if scores.ndim == 1 else scores.shape[1]
-    return Prediction(values=scores, columns=columns, broken=_count_nan(scores.reshape(len(scores), columns)))
+    return Prediction(
+        values=scores, columns=columns, broken=_count_nan(scores.reshape(len(scores), columns))
+    )
 
 
 def _read_numbers(array: Array) -> Prediction:
@@ -128,12 +134,16 @@ def _read_numbers(array: Array) -> Prediction:
 
 def _make_column_form(noun: str, kinds: str, convert: Callable[[Array], Prediction]) -> _Form:
     """Make a form of one value per row, of these kinds of NumPy types."""
-    return _Form(noun, lambda array: flatten_column(array).ndim == 1 and array.dtype.kind in kinds, convert)
+    return _Form(
+        noun, lambda array: flatten_column(array).ndim == 1 and array.dtype.kind in kinds, convert
+    )
 
 
 def _make_matrix_form(noun: str, kinds: str) -> _Form:
     return _Form(
-        noun, lambda array: array.ndim == 2 and array.dtype.kind in kinds, lambda array: Prediction(values=array)
+        noun,
+        lambda array: array.ndim == 2 and array.dtype.kind in kinds,
+        lambda array: Prediction(values=array),
     )
 
 
@@ -142,12 +152,16 @@ def _read_best_class(array: Array) -> Prediction:
 
 
 def _read_best_token(array: Array) -> Prediction:
-    return Prediction(values=array.argmax(axis=2), broken=int(np.isnan(array).any(axis=(1, 2)).sum()))
+    return Prediction(
+        values=array.argmax(axis=2), broken=int(np.isnan(array).any(axis=(1, 2)).sum())
+    )
 
 
 _COLUMN_FORM = _make_column_form("one score per row", "f", _read_scores)
 _CLASS_FORMS = (
-    _make_column_form("labels", "iub" + _TEXTS, lambda array: Prediction(values=as_text(flatten_column(array)))),
+    _make_column_form(
+        "labels", "iub" + _TEXTS, lambda array: Prediction(values=as_text(flatten_column(array)))
+    ),
     _Form("scores per class", _is_scores, _read_best_class),
     _COLUMN_FORM,
 )
@@ -211,7 +225,9 @@ def _prepare_classes(definition: MetricDefinition, label: Array | None) -> Array
     classes = None if label is None else as_text(flatten_column(label))
     if classes is None or classes.ndim != 1:
         wide = classes is not None and classes.ndim == 2
-        remedy = "For one column per class, use the class number: labels.argmax(axis=1)." if wide else ""
+        remedy = (
+            "For one column per class, use the class number: labels.argmax(axis=1)." if wide else ""
+        )
         raise _make_label_error(definition, label, "one class per row", remedy)
     if classes.dtype.kind != "f":
         return classes
@@ -223,7 +239,9 @@ def _prepare_classes(definition: MetricDefinition, label: Array | None) -> Array
     return classes.astype(np.int64)
 
 
-def _make_label_error(definition: MetricDefinition, label: Array | None, needed: str, remedy: str = "") -> UserError:
+def _make_label_error(
+    definition: MetricDefinition, label: Array | None, needed: str, remedy: str = ""
+) -> UserError:
     has = "there is none" if label is None else f"it is {label.dtype} {tuple(label.shape)}"
     return UserError(f"the label must be {needed}; {has}", where=definition.label, remedy=remedy)
 
@@ -265,7 +283,9 @@ def read_classes(label: Array, prediction: Prediction, definition: MetricDefinit
     if prediction.columns:
         return find_column_labels(label, prediction.columns, where)[values]
     if (label.dtype.kind == "U") != (values.dtype.kind == "U"):
-        raise UserError(f"the model answers with {values.dtype}, the labels are {label.dtype}", where=where)
+        raise UserError(
+            f"the model answers with {values.dtype}, the labels are {label.dtype}", where=where
+        )
     return values
 
 
@@ -284,7 +304,9 @@ def find_positive_label(definition: MetricDefinition, label: Array) -> str | int
     return positive if label.dtype.kind == "U" else max(positive, 1)
 
 
-def read_positive_scores(label: Array, positive: str | int, prediction: Prediction, where: str) -> Array:
+def read_positive_scores(
+    label: Array, positive: str | int, prediction: Prediction, where: str
+) -> Array:
     """Return the scores of the positive label, one per row."""
     names = find_column_labels(label, max(2, prediction.columns), where)
     column = np.flatnonzero(names == positive)

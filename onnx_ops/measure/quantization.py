@@ -77,18 +77,23 @@ def measure_activations(
     activations = read_quantized_activations(derived)
     feeds = tuple(split_feeds(derived, samples))
     if activations and not feeds:
-        raise MeasurementError("there are too few rows to measure its activations", where=derived.name)
+        raise MeasurementError(
+            "there are too few rows to measure its activations", where=derived.name
+        )
     measurements: list[ActivationMeasurement] = []
     with _without_integer_operators(derived) as readable, _balanced_like(derived, source) as exact:
         for start in range(0, len(activations), PAIRS_AT_ONCE):
-            measurements += _measure_batch(runtime, exact, readable, activations[start : start + PAIRS_AT_ONCE], feeds)
+            measurements += _measure_batch(
+                runtime, exact, readable, activations[start : start + PAIRS_AT_ONCE], feeds
+            )
     # Activations with the same range, as of MaxPool or Reshape, share the stretch: a range fits if it fits one of
     # them, and is not judged where one of them has none.
     stretches: dict[tuple[float, float], list[float | None]] = {}
     for activation, measurement in zip(activations, measurements, strict=True):
         stretches.setdefault((activation.low, activation.high), []).append(measurement.stretch)
     fitting = {
-        ends: None if None in values else min(s for s in values if s is not None) for ends, values in stretches.items()
+        ends: None if None in values else min(s for s in values if s is not None)
+        for ends, values in stretches.items()
     }
     return tuple(
         replace(measurement, stretch=fitting[activation.low, activation.high])
@@ -140,16 +145,25 @@ def _measure_batch(
         for activation, statistic in zip(activations, statistics, strict=True):
             origin = activation.origin
             statistic.update(
-                values[activation.name], values[activation.read], truth.get(origin), truth.get(cut.get(origin, ""))
+                values[activation.name],
+                values[activation.read],
+                truth.get(origin),
+                truth.get(cut.get(origin, "")),
             )
     return [one.summarize() for one in statistics]
 
 
-def _read_values(runtime: Runtime, model: Path, names: list[str], feeds: tuple[Tensors, ...]) -> list[Tensors]:
+def _read_values(
+    runtime: Runtime, model: Path, names: list[str], feeds: tuple[Tensors, ...]
+) -> list[Tensors]:
     """Return the named values of each run, inputs included; values that the model does not compute are left out."""
     computed = {value.name for value in list_computed_values(model)}
     answers = read_values(
-        runtime, model, AS_WRITTEN, [name for name in dict.fromkeys(names) if name in computed], feeds
+        runtime,
+        model,
+        AS_WRITTEN,
+        [name for name in dict.fromkeys(names) if name in computed],
+        feeds,
     )
     constants = read_constants(runtime)
     return [{**constants, **feed, **answer} for feed, answer in zip(feeds, answers, strict=True)]
@@ -158,7 +172,11 @@ def _read_values(runtime: Runtime, model: Path, names: list[str], feeds: tuple[T
 def split_feeds(model: Path, samples: Tensors) -> Iterator[Tensors]:
     """Yield a few rows at a time; whole batches only where the batch is fixed."""
     first = slice_rows(samples, 0, ACTIVATION_ROWS)
-    return (feed for feed, count in split_batches(model, first, ROWS_AT_ONCE) if count == count_rows(feed))
+    return (
+        feed
+        for feed, count in split_batches(model, first, ROWS_AT_ONCE)
+        if count == count_rows(feed)
+    )
 
 
 def measure_weights(
@@ -184,7 +202,9 @@ def measure_paired_weights(
     """Measure as `measure_weights` does, and return the names of quantized weights without an original besides."""
     with _balanced_like(derived, source) as exact:
         pairs, unpaired = _list_pairs(exact, derived)
-        steps = [compute_weight_error(pair.original, pair.dequantized, pair.scale) for pair in pairs]
+        steps = [
+            compute_weight_error(pair.original, pair.dequantized, pair.scale) for pair in pairs
+        ]
         moved = _list_moved(pairs, steps)
         errors, biases = dict[str, float](), dict[str, float]()
         if runtime and samples and moved:
@@ -194,7 +214,9 @@ def measure_paired_weights(
             errors = _measure_layer_errors(runtime, exact, feeds, weights, write_with_layer_errors)
             # What is no weight of a layer can be a bias, which may correct the errors of weights.
             others = [pair for pair in moved if pair.name not in errors]
-            biases = _measure_layer_errors(runtime, exact, feeds, others, partial(_write_bias_errors, derived, rounded))
+            biases = _measure_layer_errors(
+                runtime, exact, feeds, others, partial(_write_bias_errors, derived, rounded)
+            )
     measurements = tuple(
         WeightMeasurement(
             tensor=pair.name,
@@ -211,7 +233,11 @@ def measure_paired_weights(
 
 def _list_moved(pairs: Sequence[QuantizedWeight], steps: Sequence[float]) -> list[QuantizedWeight]:
     """Return the weights of known origin that moved by more than rounding does."""
-    return [pair for pair, distance in zip(pairs, steps, strict=True) if ROUNDING < distance < LARGEST and pair.origin]
+    return [
+        pair
+        for pair, distance in zip(pairs, steps, strict=True)
+        if ROUNDING < distance < LARGEST and pair.origin
+    ]
 
 
 def _list_pairs(source: Path, derived: Path) -> tuple[tuple[QuantizedWeight, ...], tuple[str, ...]]:
@@ -237,21 +263,35 @@ def choose_source_form(runtime: Runtime, source: Path, derived: Path, simplified
 
 def _count_misfits(source: Path, derived: Path) -> int:
     pairs, unpaired = _list_pairs(source, derived)
-    distances = [compute_weight_error(pair.original, pair.dequantized, pair.scale) for pair in pairs]
+    distances = [
+        compute_weight_error(pair.original, pair.dequantized, pair.scale) for pair in pairs
+    ]
     return len(unpaired) + sum(distance > ROUNDING for distance in distances)
 
 
-_WriteErrors = Callable[[Path, Sequence[QuantizedWeight], Path], Mapping[str, tuple[ErrorSumNames, ...]]]
+_WriteErrors = Callable[
+    [Path, Sequence[QuantizedWeight], Path], Mapping[str, tuple[ErrorSumNames, ...]]
+]
 
 
 def _write_bias_errors(
-    derived: Path, weights: Sequence[QuantizedWeight], source: Path, biases: Sequence[QuantizedWeight], copy: Path
+    derived: Path,
+    weights: Sequence[QuantizedWeight],
+    source: Path,
+    biases: Sequence[QuantizedWeight],
+    copy: Path,
 ) -> Mapping[str, tuple[ErrorSumNames, ...]]:
-    return write_with_bias_errors(source, biases, weights, read_layer_inputs(derived, weights), copy)
+    return write_with_bias_errors(
+        source, biases, weights, read_layer_inputs(derived, weights), copy
+    )
 
 
 def _measure_layer_errors(
-    runtime: Runtime, source: Path, feeds: tuple[Tensors, ...], moved: Sequence[QuantizedWeight], write: _WriteErrors
+    runtime: Runtime,
+    source: Path,
+    feeds: tuple[Tensors, ...],
+    moved: Sequence[QuantizedWeight],
+    write: _WriteErrors,
 ) -> dict[str, float]:
     """Return by weight the error of the worst layer that uses it."""
     errors: dict[str, float] = {}
@@ -260,6 +300,11 @@ def _measure_layer_errors(
             outputs = write(source, moved[start : start + _WEIGHTS_AT_ONCE], copy)
             runs = runtime.run(copy, AS_WRITTEN, feeds) if outputs else ()
         for weight, pairs in outputs.items():
-            sums = [[float(np.sum([run[name] for run in runs], dtype=np.float64)) for name in pair] for pair in pairs]
-            errors[weight] = max(compute_ratio(*both) if np.isfinite(both).all() else LARGEST for both in sums)
+            sums = [
+                [float(np.sum([run[name] for run in runs], dtype=np.float64)) for name in pair]
+                for pair in pairs
+            ]
+            errors[weight] = max(
+                compute_ratio(*both) if np.isfinite(both).all() else LARGEST for both in sums
+            )
     return errors

@@ -95,8 +95,12 @@ def put_reference(store: Store, groups: list[ReferenceGroup]) -> Digest:
     """Store groups as one archive."""
     arrays: dict[str, Any] = {}
     for group in groups:
-        for part, tensors in zip(_PARTS, (group.inputs, group.single, group.double, group.bounds), strict=True):
-            arrays |= {f"{group.name}|{part}|{name}": array for name, array in (tensors or {}).items()}
+        for part, tensors in zip(
+            _PARTS, (group.inputs, group.single, group.double, group.bounds), strict=True
+        ):
+            arrays |= {
+                f"{group.name}|{part}|{name}": array for name, array in (tensors or {}).items()
+            }
         arrays[f"{group.name}|{_INSIDE}|"] = np.array(group.inside)
     return store.put_bytes(pack_arrays(arrays))
 
@@ -162,14 +166,19 @@ class _Source:
         if self.jumps and name != SPLITS and _count_rows(tensors):
             known = [answer for answer in (double, single) if answer is not None]
             bounds = self._bounds(tensors, known, made_up=name == RANGE)
-        return ReferenceGroup(name=name, inputs=tensors, single=single, double=double, bounds=bounds)
+        return ReferenceGroup(
+            name=name, inputs=tensors, single=single, double=double, bounds=bounds
+        )
 
     def changes(self, group: ReferenceGroup) -> str:
         """Return how a second answer to the same rows differs; empty if it does not."""
         precision: Precision = "float64" if group.double else "float32"
         first = group.double or group.single or {}
         again = self.answer(group.inputs, precision) or {}
-        differences = (_describe_change(name, array, again[name], _AGAIN[precision]) for name, array in first.items())
+        differences = (
+            _describe_change(name, array, again[name], _AGAIN[precision])
+            for name, array in first.items()
+        )
         return next((difference for difference in differences if difference), "")
 
     def _bounds(self, tensors: Tensors, known: list[Tensors], *, made_up: bool) -> Tensors | None:
@@ -198,7 +207,9 @@ class _Source:
 
         None if the number of answers depends on the rows.
         """
-        jittered = jitter_rows(rows, seed=seed, ranks=not self.trees, parts_ties=made_up and not self.trees)
+        jittered = jitter_rows(
+            rows, seed=seed, ranks=not self.trees, parts_ties=made_up and not self.trees
+        )
         many = self.answer(jittered, "float64")
         if many is None or self.trees:
             return many
@@ -225,9 +236,15 @@ def collect_reference_outputs(
     Raises:
         UserError: it rejects the real samples, or answers them differently each time.
     """
-    source = _Source(exporter, model, has_trees(path), list_ranked_outputs(path), layout or RowLayout())
+    source = _Source(
+        exporter, model, has_trees(path), list_ranked_outputs(path), layout or RowLayout()
+    )
     probes = build_probes(path, samples, declared)
-    max_rows = None if read_model_info(path).fixed_batch else _count_affordable_rows(source, probes, seconds)
+    max_rows = (
+        None
+        if read_model_info(path).fixed_batch
+        else _count_affordable_rows(source, probes, seconds)
+    )
     groups: list[ReferenceGroup] = []
     refused: dict[str, str] = {}
     for name, probe in probes.items():
@@ -260,7 +277,11 @@ def _describe_change(name: str, first: Array, again: Array, limit: float) -> str
         return f"output {name!r} is finite in only one of two runs"
     both = np.nan_to_num(np.stack([first, again]).astype(np.float64), posinf=0, neginf=0)
     distance = np.ptp(both, axis=0).max(initial=0)
-    return f"output {name!r} differs by up to {distance:.3g}" if distance > limit * np.abs(both).max(initial=0) else ""
+    return (
+        f"output {name!r} differs by up to {distance:.3g}"
+        if distance > limit * np.abs(both).max(initial=0)
+        else ""
+    )
 
 
 def _count_rows(tensors: Tensors) -> int:
@@ -287,7 +308,9 @@ def _check_repeatable(source: _Source, group: ReferenceGroup) -> None:
         )
 
 
-def _count_affordable_rows(source: _Source, probes: Mapping[str, ProbeGroup], seconds: float) -> int | None:
+def _count_affordable_rows(
+    source: _Source, probes: Mapping[str, ProbeGroup], seconds: float
+) -> int | None:
     """Return how many rows of each group the source can answer in the time; None if all.
 
     Two short calls measure the cost of a call and of a row. They are repeated if that seems too much, since another
@@ -341,29 +364,42 @@ def build_probes(
     try:
         domains = learn_domains(samples, declared, read_index_bounds(path))
     except ValueError as error:
-        raise UserError(str(error), where="inputs", remedy="Declare values of the input's own type.") from error
-    groups = make_probe_groups(samples, domains, empty=not fixed and not is_unsafe_without_rows(path))
+        raise UserError(
+            str(error), where="inputs", remedy="Declare values of the input's own type."
+        ) from error
+    groups = make_probe_groups(
+        samples, domains, empty=not fixed and not is_unsafe_without_rows(path)
+    )
     if (splits := build_split_probes(path, samples)) is not None:
         groups[SPLITS] = ProbeGroup(inputs=splits)
     sized = make_sized_inputs(samples, _find_free_axes(path, samples))
     groups |= {name: ProbeGroup(inputs=inputs) for name, inputs in sized.items()}
     if fixed:
-        return {name: replace(probe, inputs=take_rows(probe.inputs, fixed)) for name, probe in groups.items()}
-    return groups | {name: ProbeGroup(inputs=inputs) for name, inputs in make_batch_inputs(samples).items()}
+        return {
+            name: replace(probe, inputs=take_rows(probe.inputs, fixed))
+            for name, probe in groups.items()
+        }
+    return groups | {
+        name: ProbeGroup(inputs=inputs) for name, inputs in make_batch_inputs(samples).items()
+    }
 
 
 def _find_free_axes(path: Path, samples: Tensors) -> Axes:
     """Return the named free axes of the inputs, with rows on axis 0 as in the samples."""
     shapes = {spec.name: spec.shape for spec in read_model_info(path).inputs if spec.shape}
     axes = find_row_axes(shapes)
-    shapes = {n: move_axis_first(shape, axes.get(n, 0)) for n, shape in shapes.items() if n in samples}
+    shapes = {
+        n: move_axis_first(shape, axes.get(n, 0)) for n, shape in shapes.items() if n in samples
+    }
     return find_sized_axes(shapes, unnamed=False)
 
 
 def _find_nan_policy(groups: list[ReferenceGroup], refused: Mapping[str, str]) -> NanPolicy:
     if MISSING in refused:
         return "refused"
-    answers = next((group.double or group.single for group in groups if group.name == MISSING), None)
+    answers = next(
+        (group.double or group.single for group in groups if group.name == MISSING), None
+    )
     if answers is None:
         return ""
     floats = [array for array in answers.values() if array.dtype.kind == "f"]

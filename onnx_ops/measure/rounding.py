@@ -54,10 +54,13 @@ def measure_roundings(
     }
 
 
-def _read_rounding(output: str, described: RoundingOutputs, answers: tuple[Tensors, ...]) -> Rounding:
+def _read_rounding(
+    output: str, described: RoundingOutputs, answers: tuple[Tensors, ...]
+) -> Rounding:
     names = (output, described.error, described.segments, described.scores, described.scores_error)
     answer, floor, segments, scores, scores_error = (
-        np.concatenate([np.atleast_1d(one[name]) for one in answers]) if name else None for name in names
+        np.concatenate([np.atleast_1d(one[name]) for one in answers]) if name else None
+        for name in names
     )
     if floor is None and answer is not None and answer.dtype.kind == "f":
         floor = np.zeros(answer.shape)  # it only copies its inputs

@@ -54,15 +54,25 @@ class RowLayout:
     @property
     def is_plain(self) -> bool:
         """Return whether every array holds rows on its first axis."""
-        return not (self.values or self.row_values or any(self.inputs.values()) or any(self.outputs.values()))
+        return not (
+            self.values
+            or self.row_values
+            or any(self.inputs.values())
+            or any(self.outputs.values())
+        )
 
     def arrange(self, rows: Tensors) -> dict[str, Any]:
         """Return the inputs of a run as the model takes them; entries of `rows` replace `values`."""
         if self.is_plain:
             return dict(rows)
         count = max(self._counts(rows), default=1)
-        repeated = {name: np.repeat(row[None], count, axis=0) for name, row in self.row_values.items()}
-        moved = {name: _move(array, 0, self.inputs.get(name, 0)) for name, array in {**repeated, **rows}.items()}
+        repeated = {
+            name: np.repeat(row[None], count, axis=0) for name, row in self.row_values.items()
+        }
+        moved = {
+            name: _move(array, 0, self.inputs.get(name, 0))
+            for name, array in {**repeated, **rows}.items()
+        }
         return {**self.values, **moved}
 
     def _counts(self, rows: Tensors) -> set[int]:
@@ -87,7 +97,11 @@ class RowLayout:
 
 
 def _move(array: Any, source: int, destination: int) -> Any:
-    return array if source == destination else np.ascontiguousarray(np.moveaxis(array, source, destination))
+    return (
+        array
+        if source == destination
+        else np.ascontiguousarray(np.moveaxis(array, source, destination))
+    )
 
 
 def read_layout(model: ModelInfo, values: Tensors | None = None) -> RowLayout:
@@ -103,7 +117,9 @@ def read_layout(model: ModelInfo, values: Tensors | None = None) -> RowLayout:
     return RowLayout(
         inputs=axes,
         outputs=find_output_axes(shapes, {spec.name: spec.shape for spec in model.outputs}),
-        values={spec.name: fit_value(given[spec.name], spec) for spec in specs if spec.name not in axes},
+        values={
+            spec.name: fit_value(given[spec.name], spec) for spec in specs if spec.name not in axes
+        },
         row_values={
             spec.name: fit_value(given[spec.name], remove_axis(spec, axes[spec.name]))
             for spec in specs
@@ -136,7 +152,9 @@ def fit_value(value: Any, spec: TensorSpec, sizes: Mapping[str, int] | None = No
     array, kind = np.asarray(value), read_dtype(spec)
     if not _is_convertible(array, kind):
         given = str(value) if array.ndim == 0 else f"values of {array.dtype}"
-        raise UserError(f"{spec.name!r} takes {spec.dtype}, not {given}", where=f"value of {spec.name}")
+        raise UserError(
+            f"{spec.name!r} takes {spec.dtype}, not {given}", where=f"value of {spec.name}"
+        )
     shape = _find_sizes(array, spec, sizes or {})
     try:
         return np.array(np.broadcast_to(array.astype(kind), shape))
@@ -153,7 +171,9 @@ def _is_convertible(array: np.ndarray[Any, np.dtype[Any]], kind: np.dtype[Any]) 
     return kind.kind not in "iu" or bool((array.astype(kind) == array).all())
 
 
-def _find_sizes(array: np.ndarray[Any, np.dtype[Any]], spec: TensorSpec, sizes: Mapping[str, int]) -> list[int]:
+def _find_sizes(
+    array: np.ndarray[Any, np.dtype[Any]], spec: TensorSpec, sizes: Mapping[str, int]
+) -> list[int]:
     """Return the size of each axis: fixed, or that of its symbol, or as the value has it."""
     shape = [sizes.get(str(size), -1) if is_free(size) else int(size) for size in spec.shape]
     start = len(shape) - array.ndim
@@ -180,7 +200,9 @@ def read_dtype(spec: TensorSpec) -> np.dtype[Any]:
         dtype = np.dtype(spec.dtype)
         if dtype.kind in "biuf":
             return dtype
-    remedy = _REMEDIES.get(spec.dtype, "Inputs may be tensors of floats, integers, booleans or texts.")
+    remedy = _REMEDIES.get(
+        spec.dtype, "Inputs may be tensors of floats, integers, booleans or texts."
+    )
     raise UserError(f"input {spec.name!r} is of type {spec.dtype}", remedy=remedy)
 
 
@@ -225,23 +247,37 @@ class RowRuntime(Runtime):
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Tensors, ...]:
         """Run the model on batches of rows."""
         answers = self._runtime.run(model, target, tuple(map(self.layout.arrange, batches)))
-        return tuple(self.layout.read(rows, answer) for rows, answer in zip(batches, answers, strict=True))
+        return tuple(
+            self.layout.read(rows, answer) for rows, answer in zip(batches, answers, strict=True)
+        )
 
-    def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
+    def sample(
+        self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int
+    ) -> RunSamples:
         """Time single runs."""
-        return self._runtime.sample(model, target, self.layout.arrange(feed), runs=runs, warmup=warmup)
+        return self._runtime.sample(
+            model, target, self.layout.arrange(feed), runs=runs, warmup=warmup
+        )
 
     def benchmark(
-        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
+        self,
+        models: Sequence[Path],
+        target: Target,
+        feed: Tensors,
+        schedule: PairedBenchmarkSchedule,
     ) -> PairedBenchmarkSamples:
         """Time models side by side."""
         return self._runtime.benchmark(models, target, self.layout.arrange(feed), schedule)
 
-    def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
+    def under_load(
+        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule
+    ) -> LoadSamples:
         """Time windows of requests."""
         return self._runtime.under_load(models, target, self.layout.arrange(feed), schedule)
 
-    def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
+    def starts(
+        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule
+    ) -> StartSamples:
         """Load models in fresh processes."""
         return self._runtime.starts(models, target, self.layout.arrange(feed), schedule)
 
@@ -272,5 +308,7 @@ def arrange_context(context: Context, layout: RowLayout) -> Context:
     """Return the ports with runtimes that take rows on axis 0."""
     if layout.is_plain:
         return context
-    factory: Callable[[str], Runtime] = cache(lambda name: arrange_runtime(context.runtime(name), layout))
+    factory: Callable[[str], Runtime] = cache(
+        lambda name: arrange_runtime(context.runtime(name), layout)
+    )
     return replace(context, runtime=factory)

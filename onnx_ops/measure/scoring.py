@@ -63,7 +63,9 @@ class TaskMetrics:
     rows: Mapping[str, Array] = field(default_factory=dict)
 
 
-def measure_metrics(request: ScoringRequest, definitions: Sequence[MetricDefinition]) -> TaskMetrics:
+def measure_metrics(
+    request: ScoringRequest, definitions: Sequence[MetricDefinition]
+) -> TaskMetrics:
     """Measure every metric that the data set allows.
 
     A metric that cannot be read or is not defined on these rows has an entry with the reason.
@@ -75,7 +77,10 @@ def measure_metrics(request: ScoringRequest, definitions: Sequence[MetricDefinit
     measurable = select_measurable(definitions, request.dataset)
     if not measurable:
         return TaskMetrics()
-    readings = {name: request.known.get(name) or read_predictions(request, name, measurable) for name in request.models}
+    readings = {
+        name: request.known.get(name) or read_predictions(request, name, measurable)
+        for name in request.models
+    }
     counts: list[PairedCounts] = []
     scores: list[ScoreComparison] = []
     signals: list[Array] = []
@@ -92,7 +97,15 @@ def measure_metrics(request: ScoringRequest, definitions: Sequence[MetricDefinit
             counts += _count_all_pairs(definition, answers, group, alike)
         else:
             function = request.functions.get(definition.use)
-            scores += score(definition, label, answers, seed=request.seed, function=function, group=group, alike=alike)
+            scores += score(
+                definition,
+                label,
+                answers,
+                seed=request.seed,
+                function=function,
+                group=group,
+                alike=alike,
+            )
         signals += _extract_signals(definition, label, answers)
         rows |= extract_rows(definition, label, answers[CANDIDATE])
     grouped: tuple[str, ...] = ()
@@ -103,11 +116,16 @@ def measure_metrics(request: ScoringRequest, definitions: Sequence[MetricDefinit
 
 
 def _count_all_pairs(
-    definition: MetricDefinition, answers: Mapping[str, Array], group: Array | None, alike: Collection[str]
+    definition: MetricDefinition,
+    answers: Mapping[str, Array],
+    group: Array | None,
+    alike: Collection[str],
 ) -> Iterator[PairedCounts]:
     """Yield the counts of right rows of the candidate beside each model, itself included."""
     for name, right in answers.items():
-        yield count_pairs(definition.label, name, right, answers[CANDIDATE], group, equal=name in alike)
+        yield count_pairs(
+            definition.label, name, right, answers[CANDIDATE], group, equal=name in alike
+        )
 
 
 def _find_alike(predictions: Mapping[str, Prediction | OnnxOpsError]) -> frozenset[str]:
@@ -123,9 +141,15 @@ def _find_alike(predictions: Mapping[str, Prediction | OnnxOpsError]) -> frozens
     )
 
 
-def select_measurable(definitions: Sequence[MetricDefinition], dataset: Dataset) -> list[MetricDefinition]:
+def select_measurable(
+    definitions: Sequence[MetricDefinition], dataset: Dataset
+) -> list[MetricDefinition]:
     """Return the metrics that a data set with or without labels allows."""
-    return [definition for definition in definitions if dataset.label is not None or definition.label_free]
+    return [
+        definition
+        for definition in definitions
+        if dataset.label is not None or definition.label_free
+    ]
 
 
 def add_default_metric(
@@ -136,14 +160,18 @@ def add_default_metric(
     Whether a model returns classes or numbers is known once it has answered: then either accuracy or rmse is reported.
     """
     numbers = (
-        dataset.label is not None and dataset.label.dtype.kind in "fiu" and flatten_column(dataset.label).ndim == 1
+        dataset.label is not None
+        and dataset.label.dtype.kind in "fiu"
+        and flatten_column(dataset.label).ndim == 1
     )
     if not numbers or any(definition.reads == "numbers" for definition in definitions):
         return definitions, None
     return (*definitions, RMSE), RMSE
 
 
-def find_label_problem(definition: MetricDefinition, label: Array | None, outputs: Tensors | None) -> str:
+def find_label_problem(
+    definition: MetricDefinition, label: Array | None, outputs: Tensors | None
+) -> str:
     """Return why a metric cannot be computed; empty if it can.
 
     `outputs` are as many rows as labels, of the shapes and types of the model's answers; None if these are unknown.
@@ -157,7 +185,9 @@ def find_label_problem(definition: MetricDefinition, label: Array | None, output
     return ""
 
 
-def _extract_signals(definition: MetricDefinition, label: Array | None, answers: Mapping[str, Array]) -> list[Array]:
+def _extract_signals(
+    definition: MetricDefinition, label: Array | None, answers: Mapping[str, Array]
+) -> list[Array]:
     """Return what rows that belong together share: right or wrong, the rank of the error, and its change."""
     mine = answers[CANDIDATE]
     others = [array for name, array in answers.items() if name != CANDIDATE]
@@ -167,7 +197,10 @@ def _extract_signals(definition: MetricDefinition, label: Array | None, answers:
         case MeanLoss() if label is not None:
             error = np.abs(mine - label)
             changes = [error, *(error - np.abs(other - label) for other in others)]
-            return [np.argsort(np.argsort(change, kind="stable")).astype(np.float64) for change in changes]
+            return [
+                np.argsort(np.argsort(change, kind="stable")).astype(np.float64)
+                for change in changes
+            ]
         case _:
             return []
 
@@ -178,7 +211,10 @@ def _is_counted(definition: MetricDefinition) -> bool:
 
 
 def read_predictions(
-    request: ScoringRequest, name: str, definitions: Sequence[MetricDefinition], shard: tuple[int, int] = (0, 1)
+    request: ScoringRequest,
+    name: str,
+    definitions: Sequence[MetricDefinition],
+    shard: tuple[int, int] = (0, 1),
 ) -> ModelPredictions:
     """Read one model's answers, or a `shard` of them (see `read_answers`), in the terms of each metric.
 
@@ -197,7 +233,9 @@ def read_predictions(
 
     try:
         inputs = request.dataset.inputs
-        parts = read_answers(request.runtime, request.models[name], request.target, inputs, read_all, shard)
+        parts = read_answers(
+            request.runtime, request.models[name], request.target, inputs, read_all, shard
+        )
     except (MeasurementError, UserError) as error:
         if name in (CANDIDATE, EXPORT) and isinstance(error, MeasurementError):
             raise
@@ -213,7 +251,9 @@ def join_parts(parts: Sequence[ModelPredictions]) -> ModelPredictions:
         errors = [one for one in predictions if isinstance(one, OnnxOpsError)]
         try:
             joined[label] = (
-                errors[0] if errors else join_predictions([one for one in predictions if isinstance(one, Prediction)])
+                errors[0]
+                if errors
+                else join_predictions([one for one in predictions if isinstance(one, Prediction)])
             )
         except UserError as error:
             joined[label] = error
@@ -221,7 +261,9 @@ def join_parts(parts: Sequence[ModelPredictions]) -> ModelPredictions:
 
 
 def _make_comparable(
-    definition: MetricDefinition, label: Array | None, predictions: Mapping[str, Prediction | OnnxOpsError]
+    definition: MetricDefinition,
+    label: Array | None,
+    predictions: Mapping[str, Prediction | OnnxOpsError],
 ) -> tuple[Array | None, Mapping[str, Array], list[ScoreComparison]]:
     """Return the label and the answers that can be scored, by model, and entries for the others."""
     try:
@@ -233,7 +275,9 @@ def _make_comparable(
     for name, prediction in predictions.items():
         if isinstance(prediction, Prediction) and not prediction.broken:
             try:
-                answers[name] = _in_terms(definition, label, positive, prediction, answers.get(CANDIDATE))
+                answers[name] = _in_terms(
+                    definition, label, positive, prediction, answers.get(CANDIDATE)
+                )
             except UserError as error:
                 problems.append(_make_unreadable(definition, name, error))
         else:
@@ -243,7 +287,9 @@ def _make_comparable(
     return label, answers, problems
 
 
-def _make_unreadable(definition: MetricDefinition, name: str, problem: Prediction | OnnxOpsError) -> ScoreComparison:
+def _make_unreadable(
+    definition: MetricDefinition, name: str, problem: Prediction | OnnxOpsError
+) -> ScoreComparison:
     """Return the entry of a model whose answers hold NaN or cannot be read.
 
     Only the candidate fails by NaN: another model that answers with it is not compared.
@@ -260,16 +306,23 @@ def _make_unreadable(definition: MetricDefinition, name: str, problem: Predictio
 
 
 def _number_classes(
-    definition: MetricDefinition, label: Array, positive: str | int | None, answers: Mapping[str, Array]
+    definition: MetricDefinition,
+    label: Array,
+    positive: str | int | None,
+    answers: Mapping[str, Array],
 ) -> tuple[Array, Mapping[str, Array]]:
     """Return classes as numbers, 1 for the positive one where one is; other answers unchanged."""
     match definition.reads:
         case "classes" if positive is not None:
-            answers = {name: (predicted == positive).astype(np.intp) for name, predicted in answers.items()}
+            answers = {
+                name: (predicted == positive).astype(np.intp) for name, predicted in answers.items()
+            }
             return (label == positive).astype(np.intp), answers
         case "classes":
             known = np.unique(np.concatenate([label, *answers.values()]))
-            answers = {name: np.searchsorted(known, predicted) for name, predicted in answers.items()}
+            answers = {
+                name: np.searchsorted(known, predicted) for name, predicted in answers.items()
+            }
             return np.searchsorted(known, label), answers
         case "positive":
             return label == positive, answers
@@ -277,11 +330,15 @@ def _number_classes(
             return label, answers
 
 
-def _read_label(definition: MetricDefinition, label: Array | None) -> tuple[Array | None, str | int | None]:
+def _read_label(
+    definition: MetricDefinition, label: Array | None
+) -> tuple[Array | None, str | int | None]:
     """Return the label as a metric needs it, and which one is positive, where one is."""
     label = prepare_label(definition, label)
     is_binary = definition.reads == "positive" or definition.average == "binary"
-    return label, find_positive_label(definition, label) if is_binary and label is not None else None
+    return label, find_positive_label(
+        definition, label
+    ) if is_binary and label is not None else None
 
 
 def _in_terms(
@@ -316,4 +373,6 @@ def _check_shape(definition: MetricDefinition, answers: Array, other: Array | No
     """Check that a model's answers can be compared with a label, or another model's answers, of the same shape."""
     if definition.label_free and other is not None and other.shape != answers.shape:
         shapes = f"{tuple(answers.shape)} and {tuple(other.shape)}"
-        raise UserError(f"answers of shapes {shapes} cannot be compared row by row", where=definition.label)
+        raise UserError(
+            f"answers of shapes {shapes} cannot be compared row by row", where=definition.label
+        )

@@ -93,7 +93,13 @@ def measure_throughput(
 
 
 def measure_scheduling(
-    runtime: Runtime, model: Path, target: Target, inputs: Tensors, latency: LatencySamples, cores: int, seed: int
+    runtime: Runtime,
+    model: Path,
+    target: Target,
+    inputs: Tensors,
+    latency: LatencySamples,
+    cores: int,
+    seed: int,
 ) -> tuple[SchedulingMeasurement, ...]:
     """Measure how a server can best run queued requests: how many at once, single or in batches.
 
@@ -114,9 +120,15 @@ def measure_scheduling(
         for turn in range(_TURNS):
             for (count, rows), measured in rates.items():
                 requests = count * max(2, round(_WAY_S / (run_s * rows * count)))
-                schedule = LoadSchedule(concurrency=count, requests=requests, rounds=1, windows=2, seed=seed + turn)
-                samples = runtime.under_load((model,), target, build_feed(model, inputs, rows), schedule)
-                measured.extend(float(rows * requests * 1e9 / ns) for ns in _join_windows([samples]).ravel())
+                schedule = LoadSchedule(
+                    concurrency=count, requests=requests, rounds=1, windows=2, seed=seed + turn
+                )
+                samples = runtime.under_load(
+                    (model,), target, build_feed(model, inputs, rows), schedule
+                )
+                measured.extend(
+                    float(rows * requests * 1e9 / ns) for ns in _join_windows([samples]).ravel()
+                )
         return tuple(
             SchedulingMeasurement(threads=count, rows=rows, rows_per_s=float(np.median(measured)))
             for (count, rows), measured in rates.items()
@@ -127,7 +139,11 @@ def measure_scheduling(
 def _list_ways(most: int, fixed: int) -> list[tuple[int, int]]:
     """Return the numbers of threads, powers of 2 up to `most`, each with the rows of a single run and of a batch."""
     threads = sorted({most, *(2**n for n in range(most.bit_length()))})
-    return [(count, rows) for count in threads for rows in ({fixed} if fixed else {1, max(1, CLIENTS // (count + 1))})]
+    return [
+        (count, rows)
+        for count in threads
+        for rows in ({fixed} if fixed else {1, max(1, CLIENTS // (count + 1))})
+    ]
 
 
 def compare_throughput(pair: PairedBenchmark, concurrency: int) -> tuple[PairedRatios, RawSamples]:
@@ -135,13 +151,17 @@ def compare_throughput(pair: PairedBenchmark, concurrency: int) -> tuple[PairedR
     schedule = _plan_windows(pair.runtime, pair.baseline, pair.target, pair.feed, concurrency)
 
     def measure(rounds: int, seed: int) -> LoadSamples:
-        return pair.runtime.under_load(pair.models, pair.target, pair.feed, replace(schedule, rounds=rounds, seed=seed))
+        return pair.runtime.under_load(
+            pair.models, pair.target, pair.feed, replace(schedule, rounds=rounds, seed=seed)
+        )
 
     def figures(samples: Sequence[LoadSamples]) -> tuple[RatioSamples]:
         return (split_log_ratios(np.log(_join_windows(samples))),)
 
     noun = f"session pairs under {concurrency} requests at once"
-    looks = measure_until_decided(pair, noun, measure, figures, (pair.tolerances.get("throughput", ()),))
+    looks = measure_until_decided(
+        pair, noun, measure, figures, (pair.tolerances.get("throughput", ()),)
+    )
     ((log_ratios, self_ratios),) = figures(looks)
     comparison = PairedRatios(
         figure=throughput_metric_name(concurrency),
@@ -151,17 +171,24 @@ def compare_throughput(pair: PairedBenchmark, concurrency: int) -> tuple[PairedR
         self_log_ratios=self_ratios,
     )
     where = f"throughput/{concurrency}/{pair.against}"
-    return comparison, {f"{where}/nanoseconds": _join_windows(looks), f"{where}/requests": np.array(schedule.requests)}
+    return comparison, {
+        f"{where}/nanoseconds": _join_windows(looks),
+        f"{where}/requests": np.array(schedule.requests),
+    }
 
 
-def _plan_windows(runtime: Runtime, model: Path, target: Target, feed: Tensors, concurrency: int) -> LoadSchedule:
+def _plan_windows(
+    runtime: Runtime, model: Path, target: Target, feed: Tensors, concurrency: int
+) -> LoadSchedule:
     """Plan windows of as many requests for both models, so that they end alike."""
     samples = runtime.sample(model, target, feed, runs=_PROBES, warmup=_PROBES)
     typical = max(float(np.median(samples.nanoseconds.astype(np.float64))) / 1e9, 1e-9)
     fewest = FEWEST_EACH * concurrency
     requests = int(np.clip(WINDOW_S / typical, fewest, max(fewest, MOST_REQUESTS)))
     windows = int(np.clip(SIDE_S / (requests * typical), FEWEST_WINDOWS, MOST_WINDOWS))
-    return LoadSchedule(concurrency=concurrency, requests=requests, rounds=ROUNDS_ALONE, windows=windows)
+    return LoadSchedule(
+        concurrency=concurrency, requests=requests, rounds=ROUNDS_ALONE, windows=windows
+    )
 
 
 def _join_windows(samples: Sequence[LoadSamples]) -> Floats:
@@ -202,16 +229,24 @@ def compare_starts(pair: PairedBenchmark) -> tuple[tuple[PairedRatios, ...], Raw
         counts = [_join_starts(samples, figure) for figure in FIGURES]
         return tuple(
             # One block per round; empty where a value is unknown.
-            split_log_ratios(np.log(values.astype(np.float64))[:, np.newaxis]) if (values > 0).all() else ((), ())
+            split_log_ratios(np.log(values.astype(np.float64))[:, np.newaxis])
+            if (values > 0).all()
+            else ((), ())
             for values in counts
         )
 
     cold, memory = pair.tolerances.get("cold_start", ()), pair.tolerances.get("memory", ())
-    looks = measure_until_decided(pair, "pairs of fresh processes", measure, figures, (cold, cold, memory))
+    looks = measure_until_decided(
+        pair, "pairs of fresh processes", measure, figures, (cold, cold, memory)
+    )
     baseline = digest_file(pair.baseline)
     comparisons = tuple(
         PairedRatios(
-            figure=figure, against=pair.against, baseline=baseline, log_ratios=log_ratios, self_log_ratios=self_ratios
+            figure=figure,
+            against=pair.against,
+            baseline=baseline,
+            log_ratios=log_ratios,
+            self_log_ratios=self_ratios,
         )
         for figure, (log_ratios, self_ratios) in zip(FIGURES, figures(looks), strict=True)
         if log_ratios
@@ -282,7 +317,9 @@ def measure_speed(
             seed=seed,
             tolerances=request.tolerances,
         )
-        with contextlib.nullcontext() if against == EXPORT else contextlib.suppress(MeasurementError):
+        with (
+            contextlib.nullcontext() if against == EXPORT else contextlib.suppress(MeasurementError)
+        ):
             limits = request.tolerances.get("latency", ())
             if against == EXPORT:  # the choice also needs whether the variant is faster
                 limits = (FASTER, *limits, *request.tolerances.get("speedup", ()))

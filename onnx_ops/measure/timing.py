@@ -20,7 +20,13 @@ from onnx_ops.domain.target import Target
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import PairedBenchmarkSamples, PairedBenchmarkSchedule, Runtime, Tensors
 from onnx_ops.ports.data import Array
-from onnx_ops.statistics.latency import LOOKS, compute_block_logs, get_next_look, load_functions, should_continue
+from onnx_ops.statistics.latency import (
+    LOOKS,
+    compute_block_logs,
+    get_next_look,
+    load_functions,
+    should_continue,
+)
 
 RUNS_ALONE = 800
 """Enough for a 99th percentile to pass with up to three runs above its limit."""
@@ -94,7 +100,11 @@ def measure_latency(
     """Measure single runs of one session."""
     samples = runtime.sample(model, target, feed, runs=runs, warmup=WARMUP_ALONE)
     preempted = samples.preempted.astype(bool)
-    usable = np.sort(samples.nanoseconds[~preempted]) if (~preempted).any() else np.sort(samples.nanoseconds)
+    usable = (
+        np.sort(samples.nanoseconds[~preempted])
+        if (~preempted).any()
+        else np.sort(samples.nanoseconds)
+    )
     latency = LatencySamples(
         batch=count_rows(feed),
         runs=int(samples.nanoseconds.size),
@@ -111,7 +121,9 @@ def compare_latency(pair: PairedBenchmark) -> tuple[LatencyComparison, RawSample
     schedule = plan_schedule(float(np.median(alone.nanoseconds.astype(np.float64))) / 1e9)
 
     def measure(rounds: int, seed: int) -> PairedBenchmarkSamples:
-        return pair.runtime.benchmark(pair.models, pair.target, pair.feed, replace(schedule, rounds=rounds, seed=seed))
+        return pair.runtime.benchmark(
+            pair.models, pair.target, pair.feed, replace(schedule, rounds=rounds, seed=seed)
+        )
 
     def figures(looks: Sequence[PairedBenchmarkSamples]) -> tuple[RatioSamples]:
         """Return the ratios of all looks together: the probe's effect is estimated from all runs."""
@@ -123,7 +135,9 @@ def compare_latency(pair: PairedBenchmark) -> tuple[LatencyComparison, RawSample
         )
         return (split_log_ratios(logs),)
 
-    looks = measure_until_decided(pair, "session pairs", measure, figures, (pair.tolerances.get("latency", ()),))
+    looks = measure_until_decided(
+        pair, "session pairs", measure, figures, (pair.tolerances.get("latency", ()),)
+    )
     ((ratios, self_ratios),) = figures(looks)
     comparison = LatencyComparison(
         against=pair.against,
@@ -137,7 +151,11 @@ def compare_latency(pair: PairedBenchmark) -> tuple[LatencyComparison, RawSample
     return comparison, {
         f"{pair.against}/look-{number}/{name}": array
         for number, look in enumerate(looks, start=1)
-        for name, array in (("nanoseconds", look.nanoseconds), ("preempted", look.preempted), ("probe", look.probe))
+        for name, array in (
+            ("nanoseconds", look.nanoseconds),
+            ("preempted", look.preempted),
+            ("probe", look.probe),
+        )
         if array is not None
     }
 
@@ -180,7 +198,9 @@ def measure_until_decided(
         if spent * get_next_look(measured) / measured > LONGEST_S:
             break
         undecided = zip(figures(samples), tolerances, strict=True)
-        if not any(should_continue(own, itself, limits) for (own, itself), limits in undecided if own):
+        if not any(
+            should_continue(own, itself, limits) for (own, itself), limits in undecided if own
+        ):
             break
     return samples
 

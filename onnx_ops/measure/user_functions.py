@@ -68,7 +68,9 @@ def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[s
         inspect.signature(function).bind(*data_sets, **parameters)
     except TypeError as error:
         remedy = "Give its parameters in `train.with`."
-        raise UserError(f"{reference} cannot be called: {error}", where="train.with", remedy=remedy) from error
+        raise UserError(
+            f"{reference} cannot be called: {error}", where="train.with", remedy=remedy
+        ) from error
     except ValueError:  # a function in C has no signature
         pass
     try:
@@ -78,7 +80,11 @@ def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[s
     except Exception as error:
         raise _failed(f"{reference} failed", error) from error
     if model is None:
-        raise UserError(f"{reference} returned nothing", where="train.run", remedy="Make it return the trained model.")
+        raise UserError(
+            f"{reference} returned nothing",
+            where="train.run",
+            remedy="Make it return the trained model.",
+        )
     return model
 
 
@@ -101,7 +107,8 @@ def _takes_data(function: Callable[..., Any]) -> bool:
     except ValueError:  # a function in C has no signature
         return True
     return any(
-        parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD, parameter.VAR_POSITIONAL)
+        parameter.kind
+        in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD, parameter.VAR_POSITIONAL)
         for parameter in parameters
     )
 
@@ -112,7 +119,10 @@ def _failed(what: str, error: Exception) -> OnnxOpsError:
     if isinstance(error, SyntaxError) and error.filename:
         place = f"{_shown_path(error.filename)}:{error.lineno}"
     else:
-        libraries = Path(sysconfig.get_path("stdlib")), Path(__file__).parents[1]  # of Python, and onnx-ops
+        libraries = (
+            Path(sysconfig.get_path("stdlib")),
+            Path(__file__).parents[1],
+        )  # of Python, and onnx-ops
         own = [
             frame
             for frame in frames
@@ -123,10 +133,16 @@ def _failed(what: str, error: Exception) -> OnnxOpsError:
         place = f"{_shown_path(own[-1].filename)}:{own[-1].lineno}"
     kind = StageError if isinstance(error, OSError) else UserError
     why = describe_error(error)
-    return kind(what, where=place, why=why, remedy="Fix the code at that line, or its data, and run again.")
+    return kind(
+        what, where=place, why=why, remedy="Fix the code at that line, or its data, and run again."
+    )
 
 
 def _shown_path(filename: str) -> str:
     """Return a path relative to the working directory where the file lies below it."""
     path = Path(filename)
-    return str(path.resolve().relative_to(Path.cwd())) if path.resolve().is_relative_to(Path.cwd()) else filename
+    return (
+        str(path.resolve().relative_to(Path.cwd()))
+        if path.resolve().is_relative_to(Path.cwd())
+        else filename
+    )

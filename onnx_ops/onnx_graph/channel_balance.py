@@ -18,7 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_ops.errors import MeasurementError
-from onnx_ops.onnx_graph.files import iterate_graphs, map_readers, read_model, share_structure, write_model
+from onnx_ops.onnx_graph.files import (
+    iterate_graphs,
+    map_readers,
+    read_model,
+    share_structure,
+    write_model,
+)
 
 if TYPE_CHECKING:
     import onnx
@@ -62,12 +68,19 @@ def balance_channels(model: onnx.ModelProto) -> int:
     exponents: dict[str, dict[str, int]] = {}
     for value, norm in _find_norms(model, tensors):
         arrays = {name: numpy_helper.to_array(tensors[name]) for name in norm.weights}
-        scale, *shift = (numpy_helper.to_array(tensors[node.input[index]]) for node, index in norm.affine)
+        scale, *shift = (
+            numpy_helper.to_array(tensors[node.input[index]]) for node, index in norm.affine
+        )
         size = _REACH * np.abs(scale) + sum(np.abs(one) for one in shift)
-        columns = [np.abs(arrays[name]).max(axis=1 - axis, initial=0.0) for name, axis in norm.weights.items()]
+        columns = [
+            np.abs(arrays[name]).max(axis=1 - axis, initial=0.0)
+            for name, axis in norm.weights.items()
+        ]
         chosen = _choose_exponents(size, np.max(columns, axis=0))
         if chosen.any():
-            exponents[value] = {str(channel): int(chosen[channel]) for channel in np.flatnonzero(chosen)}
+            exponents[value] = {
+                str(channel): int(chosen[channel]) for channel in np.flatnonzero(chosen)
+            }
     if exponents:
         _apply(model, exponents)
         model.metadata_props.add(key=PROPERTY, value=json.dumps(exponents, sort_keys=True))
@@ -85,7 +98,9 @@ def write_balanced(source: Path, path: Path) -> bool:
 
 def write_balanced_like(source: Path, derived: Path, path: Path) -> bool:
     """Write `source` with the exponents that `derived` records; return False, and write nothing, if it records none."""
-    recorded = {entry.key: entry.value for entry in share_structure(derived).metadata_props}.get(PROPERTY)
+    recorded = {entry.key: entry.value for entry in share_structure(derived).metadata_props}.get(
+        PROPERTY
+    )
     if recorded is None:
         return False
     model = read_model(source)
@@ -94,7 +109,8 @@ def write_balanced_like(source: Path, derived: Path, path: Path) -> bool:
         _apply(model, json.loads(recorded))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         raise MeasurementError(
-            "the recorded channel balance does not match the model that it was derived from", where=derived.name
+            "the recorded channel balance does not match the model that it was derived from",
+            where=derived.name,
         ) from error
     write_model(model, path)
     return True
@@ -102,7 +118,9 @@ def write_balanced_like(source: Path, derived: Path, path: Path) -> bool:
 
 def _fold_copies(model: onnx.ModelProto) -> None:
     """Let the readers of an Identity of a constant read the constant itself: exporters share equal constants so."""
-    constants = {tensor.name for tensor in model.graph.initializer} - {value.name for value in model.graph.input}
+    constants = {tensor.name for tensor in model.graph.initializer} - {
+        value.name for value in model.graph.input
+    }
     outputs = {value.name for graph in iterate_graphs(model) for value in graph.output}
     origin: dict[str, str] = {}
     kept = []
@@ -121,12 +139,16 @@ def _fold_copies(model: onnx.ModelProto) -> None:
             node.input[:] = [origin.get(name, name) for name in node.input]
 
 
-def _find_norms(model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto]) -> Iterator[tuple[str, _Norm]]:
+def _find_norms(
+    model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto]
+) -> Iterator[tuple[str, _Norm]]:
     """Yield the values that can be balanced."""
     producers = {name: node for node in model.graph.node for name in node.output}
     readers = map_readers(node for graph in iterate_graphs(model) for node in graph.node)
     outputs = {value.name for graph in iterate_graphs(model) for value in graph.output}
-    inputs = {value.name for value in model.graph.input}  # callers may replace a constant that is an input too
+    inputs = {
+        value.name for value in model.graph.input
+    }  # callers may replace a constant that is an input too
 
     def is_constant(name: str, rank: int) -> bool:
         tensor = None if name in inputs else tensors.get(name)
@@ -138,12 +160,16 @@ def _find_norms(model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto])
         if node is None or node.output[0] != name:
             return ()
         if node.op_type in _NORMS:
-            places = tuple((node, index) for index in range(1, len(node.input)) if node.input[index])
+            places = tuple(
+                (node, index) for index in range(1, len(node.input)) if node.input[index]
+            )
             return places if all(is_constant(node.input[index], 1) for _, index in places) else ()
         places = tuple((node, index) for index, one in enumerate(node.input) if is_constant(one, 1))
         if node.op_type == "Mul" and len(places) == 1:
             return places
-        return find_shifted(node, places[0][1]) if node.op_type == "Add" and len(places) == 1 else ()
+        return (
+            find_shifted(node, places[0][1]) if node.op_type == "Add" and len(places) == 1 else ()
+        )
 
     def find_shifted(add: onnx.NodeProto, index: int) -> tuple[tuple[onnx.NodeProto, int], ...]:
         """Return the inputs of a Mul and of the Add that shifts its result; empty if others see that result."""
@@ -163,7 +189,9 @@ def _find_norms(model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto])
         return 1 if flags.get("transB", 0) else 0
 
     for value, products in readers.items():
-        weights = {node.input[1]: axis for node in products if (axis := find_axis(node, value)) is not None}
+        weights = {
+            node.input[1]: axis for node in products if (axis := find_axis(node, value)) is not None
+        }
         affine = find_affine(value)
         if value in outputs or len(weights) < len(products) or not affine:
             continue
@@ -178,7 +206,9 @@ def _count_channels(norm: _Norm, tensors: Mapping[str, onnx.TensorProto]) -> set
     return counts | {tensors[name].dims[axis] for name, axis in norm.weights.items()}
 
 
-def _choose_exponents(size: npt.NDArray[np.float32], column: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+def _choose_exponents(
+    size: npt.NDArray[np.float32], column: npt.NDArray[np.float32]
+) -> npt.NDArray[np.int64]:
     """Return the exponent of each channel's factor: 0 for all but outliers.
 
     Activations and weights share the factor, unless the weights of a channel are usual or large.
@@ -188,12 +218,16 @@ def _choose_exponents(size: npt.NDArray[np.float32], column: npt.NDArray[np.floa
         column: the largest weight of each channel, shape (channels,).
     """
     usual, usual_weight = float(np.median(size)), float(np.median(column))
-    if not (usual > 0 and usual_weight > 0 and np.isfinite(size).all() and np.isfinite(column).all()):
+    if not (
+        usual > 0 and usual_weight > 0 and np.isfinite(size).all() and np.isfinite(column).all()
+    ):
         return np.zeros(len(size), dtype=np.int64)
     above = np.log2(np.maximum(size / usual, 1.0))
     below = np.log2(np.maximum(column / usual_weight, 2.0**-_LARGEST_EXPONENT))
     shared = np.clip(np.rint((above - below) / 2), 0, np.rint(above))
-    return np.where(size > _OUTLIER * usual, np.minimum(shared, _LARGEST_EXPONENT), 0).astype(np.int64)
+    return np.where(size > _OUTLIER * usual, np.minimum(shared, _LARGEST_EXPONENT), 0).astype(
+        np.int64
+    )
 
 
 def _apply(model: onnx.ModelProto, exponents: Mapping[str, Mapping[str, Any]]) -> None:
@@ -206,13 +240,21 @@ def _apply(model: onnx.ModelProto, exponents: Mapping[str, Mapping[str, Any]]) -
         norm = norms[value]
         places = [tensors[node.input[index]] for node, index in norm.affine]
         factors = _read_factors(channels, places[0].dims[0])
-        for (node, index), tensor in zip(norm.affine, places, strict=True):  # exporters share equal constants
-            node.input[index] = f"{value}_balanced_{'shift' if node.op_type == 'Add' or index == 2 else 'scale'}"
-            own = numpy_helper.from_array(numpy_helper.to_array(tensor) / factors, node.input[index])
+        for (node, index), tensor in zip(
+            norm.affine, places, strict=True
+        ):  # exporters share equal constants
+            node.input[index] = (
+                f"{value}_balanced_{'shift' if node.op_type == 'Add' or index == 2 else 'scale'}"
+            )
+            own = numpy_helper.from_array(
+                numpy_helper.to_array(tensor) / factors, node.input[index]
+            )
             model.graph.initializer.append(own)
         for name, axis in norm.weights.items():
             along = factors[:, np.newaxis] if axis == 0 else factors
-            tensors[name].CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensors[name]) * along, name))
+            tensors[name].CopyFrom(
+                numpy_helper.from_array(numpy_helper.to_array(tensors[name]) * along, name)
+            )
     _remove_unread_constants(model)
 
 
@@ -220,7 +262,9 @@ def _read_factors(channels: Mapping[str, Any], count: int) -> npt.NDArray[np.flo
     """Return the factor of each channel: a power of two, so that dividing and multiplying by it is exact."""
     factors = np.ones(count, dtype=np.float32)
     for channel, exponent in channels.items():
-        if not (isinstance(exponent, int) and 0 < exponent <= _LARGEST_EXPONENT and int(channel) >= 0):
+        if not (
+            isinstance(exponent, int) and 0 < exponent <= _LARGEST_EXPONENT and int(channel) >= 0
+        ):
             raise ValueError(f"no exponent of a channel: {exponent!r}")
         factors[int(channel)] = 2.0**exponent
     return factors

@@ -12,7 +12,13 @@ from onnx_ops.domain.execution import CPU
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.errors import DigestMismatchError, NotFoundError, RefusedError, UserError, quoted
-from onnx_ops.onnx_graph.files import DEFAULT_DOMAINS, find_model_file, iterate_nodes, read_structure, share_structure
+from onnx_ops.onnx_graph.files import (
+    DEFAULT_DOMAINS,
+    find_model_file,
+    iterate_nodes,
+    read_structure,
+    share_structure,
+)
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.ort_format import is_ort_format
 
@@ -53,20 +59,34 @@ def check_model(path: Path) -> None:
         return
     if not structure.graph.output:
         remedy = "Export the model again, with named outputs."
-        raise UserError("it is not valid ONNX", where=path.name, why="the graph has no outputs", remedy=remedy)
+        raise UserError(
+            "it is not valid ONNX", where=path.name, why="the graph has no outputs", remedy=remedy
+        )
     inference = onnx.shape_inference.InferenceError
     try:
         onnx.checker.check_model(str(path), full_check=True)
-    except (onnx.checker.ValidationError, inference, RuntimeError, ValueError) as error:  # inference raises all three
+    except (
+        onnx.checker.ValidationError,
+        inference,
+        RuntimeError,
+        ValueError,
+    ) as error:  # inference raises all three
         remedy = "Export the model again, or fix the named problem; `onnx-ops inspect` shows whether it is valid."
-        raise UserError("it is not valid ONNX", where=path.name, why=quoted(error), remedy=remedy) from error
+        raise UserError(
+            "it is not valid ONNX", where=path.name, why=quoted(error), remedy=remedy
+        ) from error
 
 
 def explain_version_limits(info: ModelInfo, target: Target) -> str:
     """Return why a target refuses a model's versions; empty if it accepts them."""
     opset = info.opsets.get("", 0)
-    wanted = {"opset": (opset, target.max_opset), "ir_version": (info.ir_version, target.max_ir_version)}
-    settings = [f"export.{name}: {most}" for name, (version, most) in wanted.items() if version > most]
+    wanted = {
+        "opset": (opset, target.max_opset),
+        "ir_version": (info.ir_version, target.max_ir_version),
+    }
+    settings = [
+        f"export.{name}: {most}" for name, (version, most) in wanted.items() if version > most
+    ]
     if not settings:
         return ""
     return (
@@ -95,7 +115,10 @@ def explain_missing_operators(operators: Mapping[str, tuple[str, ...]], target: 
     missing = {name: at for name, at in operators.items() if name.partition("::")[0] not in domains}
     if not missing:
         return ""
-    listed = "; ".join(f"{name} at {', '.join(at[:5])}{' …' if len(at) > 5 else ''}" for name, at in missing.items())
+    listed = "; ".join(
+        f"{name} at {', '.join(at[:5])}{' …' if len(at) > 5 else ''}"
+        for name, at in missing.items()
+    )
     return f"target {target.name} lacks operators: {listed}"
 
 
@@ -121,7 +144,9 @@ def find_unsupported_blocks(model: onnx.ModelProto) -> dict[str, str]:
 
 def explain_unsupported_blocks(unsupported: Mapping[str, str], target: Target) -> str:
     """Return why a CPU target does not run weights in blocks; or ""."""
-    on_cpu = target.runtime == "onnxruntime" and {provider.name for provider in target.providers} <= {CPU}
+    on_cpu = target.runtime == "onnxruntime" and {
+        provider.name for provider in target.providers
+    } <= {CPU}
     if not unsupported or not on_cpu:
         return ""
     name, why = next(iter(sorted(unsupported.items())))
@@ -225,15 +250,20 @@ def drop_zipmaps(model: onnx.ModelProto) -> tuple[str, ...]:
 
     zipmaps = _zipmaps(model)
     for node in zipmaps.values():
-        node.CopyFrom(helper.make_node("Identity", [node.input[0]], [node.output[0]], name=node.name))
+        node.CopyFrom(
+            helper.make_node("Identity", [node.input[0]], [node.output[0]], name=node.name)
+        )
     for value in model.graph.output:
         if value.name in zipmaps:
-            value.CopyFrom(helper.make_tensor_value_info(value.name, TensorProto.FLOAT, [None, None]))
+            value.CopyFrom(
+                helper.make_tensor_value_info(value.name, TensorProto.FLOAT, [None, None])
+            )
     if zipmaps and not any(entry.domain in DEFAULT_DOMAINS for entry in model.opset_import):
         model.opset_import.add(version=_OLDEST)  # converters of trees import nothing but ai.onnx.ml
     if zipmaps:
         helper.set_model_props(
-            model, {**{p.key: p.value for p in model.metadata_props}, DROPPED_ZIPMAPS: ", ".join(zipmaps)}
+            model,
+            {**{p.key: p.value for p in model.metadata_props}, DROPPED_ZIPMAPS: ", ".join(zipmaps)},
         )
     return tuple(zipmaps)
 
@@ -241,7 +271,9 @@ def drop_zipmaps(model: onnx.ModelProto) -> tuple[str, ...]:
 def _zipmaps(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
     """Return the ZipMap nodes that produce outputs, by output."""
     outputs = {value.name for value in model.graph.output}
-    return {n.output[0]: n for n in model.graph.node if n.op_type == "ZipMap" and n.output[0] in outputs}
+    return {
+        n.output[0]: n for n in model.graph.node if n.op_type == "ZipMap" and n.output[0] in outputs
+    }
 
 
 def explain_non_tensors(path: Path) -> str:
@@ -250,7 +282,9 @@ def explain_non_tensors(path: Path) -> str:
     graph, zipped = model.graph, _zipmaps(model)
     values = [*graph.input, *(value for value in graph.output if value.name not in zipped)]
     kinds = {value.name: value.type.WhichOneof("value") for value in values}
-    names = sorted(name for name, kind in kinds.items() if kind not in ("tensor_type", "optional_type", None))
+    names = sorted(
+        name for name, kind in kinds.items() if kind not in ("tensor_type", "optional_type", None)
+    )
     if not names:
         return ""
     what = str(kinds[names[0]]).removesuffix("_type")
@@ -268,7 +302,9 @@ def list_user_model_notes(place: Path) -> list[str]:
         for name in sorted(_zipmaps(share_structure(path)))
     ]
     if batch := read_model_info(path).fixed_batch:
-        notes.append(f"it takes batches of {batch} only: each run has {batch} rows, and no other batch is tried")
+        notes.append(
+            f"it takes batches of {batch} only: each run has {batch} rows, and no other batch is tried"
+        )
     return notes
 
 
@@ -283,5 +319,7 @@ def list_user_model_problems(place: Path, section: Export, targets: Iterable[Tar
     problems += [why for why in (explain_non_tensors(path),) if why]
     for target in targets:
         reason = "" if converted or too_new else explain_version_limits(model_info, target)
-        problems += [problem for problem in (reason, explain_missing_operators(operators, target)) if problem]
+        problems += [
+            problem for problem in (reason, explain_missing_operators(operators, target)) if problem
+        ]
     return problems

@@ -36,7 +36,14 @@ _NARROW = (_HALF, _BFLOAT)
 _CUTTING = ("Relu", "Clip")
 _INTEGER = {"MatMulInteger": "MatMul", "ConvInteger": "Conv"}
 _UNREAD = frozenset(
-    {"DynamicQuantizeLSTM", "MatMulBnb4", "QAttention", "QEmbedLayerNormalization", "QMoE", "QOrderedMatMul"}
+    {
+        "DynamicQuantizeLSTM",
+        "MatMulBnb4",
+        "QAttention",
+        "QEmbedLayerNormalization",
+        "QMoE",
+        "QOrderedMatMul",
+    }
 )
 """Operators whose rounding cannot be removed here."""
 
@@ -97,31 +104,44 @@ def write_dequantized(source: Path, derived: Path, path: Path) -> None:
         rewritten += _rewrite(node, rewriting)
     del model.graph.node[:]
     model.graph.node.extend(rewritten)
-    known = {tensor.name for tensor in model.graph.initializer} | {name for node in rewritten for name in node.output}
+    known = {tensor.name for tensor in model.graph.initializer} | {
+        name for node in rewritten for name in node.output
+    }
     model.graph.initializer.extend(tensor for name, tensor in tensors.items() if name not in known)
     del model.graph.value_info[:]
     _widen(model)
     write_model(model, path)
 
 
-def _find_folded(source: Path, model: onnx.ModelProto, reader: StoredWeightReader) -> dict[str, onnx.NodeProto]:
+def _find_folded(
+    source: Path, model: onnx.ModelProto, reader: StoredWeightReader
+) -> dict[str, onnx.NodeProto]:
     """Return ReLU and Clip of the original that a range of the quantized model replaces, by QuantizeLinear output.
 
     Quantizers leave out a clipping operator where the range ends at the same values.
     """
     tensors = reader.tensors
-    rounding = [node for node in model.graph.node if node.op_type == "QuantizeLinear" and node.input[0] not in tensors]
+    rounding = [
+        node
+        for node in model.graph.node
+        if node.op_type == "QuantizeLinear" and node.input[0] not in tensors
+    ]
     if not rounding:
         return {}
     original = read_model(source)
     stored = collect_constants(original)
     known = OriginFinder(original, model).match_values(list(reader.iterate_weights()))
-    clipping = _map_clipping(original, find_folded_values(source), [node.input[0] for node in rounding], known)
+    clipping = _map_clipping(
+        original, find_folded_values(source), [node.input[0] for node in rounding], known
+    )
     makers = {name: node.op_type for node in model.graph.node for name in node.output}
     folded = {}
     for node in rounding:
         operator = clipping.get(node.input[0])
-        if operator is None or operator.op_type in (makers.get(node.input[0]), makers.get(operator.output[0])):
+        if operator is None or operator.op_type in (
+            makers.get(node.input[0]),
+            makers.get(operator.output[0]),
+        ):
             continue
         levels = read_levels(node, tensors)
         if levels is not None and _ends_alike(operator, stored, *levels):
@@ -130,7 +150,10 @@ def _find_folded(source: Path, model: onnx.ModelProto, reader: StoredWeightReade
 
 
 def _map_clipping(
-    original: onnx.ModelProto, replaceable: Collection[str], values: Iterable[str], known: Mapping[str, str]
+    original: onnx.ModelProto,
+    replaceable: Collection[str],
+    values: Iterable[str],
+    known: Mapping[str, str],
 ) -> dict[str, onnx.NodeProto]:
     """Return the ReLU or Clip of the original that computes each of these values of the quantized model.
 
@@ -157,7 +180,9 @@ def _map_clipping(
 
 
 def _copy_operator(
-    operator: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto], tensors: dict[str, onnx.TensorProto]
+    operator: onnx.NodeProto,
+    stored: Mapping[str, onnx.TensorProto],
+    tensors: dict[str, onnx.TensorProto],
 ) -> onnx.NodeProto:
     """Return a copy of an operator, and add copies of its constants under new names to `tensors`."""
     made = copy.deepcopy(operator)
@@ -170,7 +195,11 @@ def _copy_operator(
 
 
 def _ends_alike(
-    cutting: onnx.NodeProto, stored: dict[str, onnx.TensorProto], step: float, low: float, high: float
+    cutting: onnx.NodeProto,
+    stored: dict[str, onnx.TensorProto],
+    step: float,
+    low: float,
+    high: float,
 ) -> bool:
     """Return whether a range lies within that of the operator, up to half a step."""
     from onnx import numpy_helper
@@ -241,7 +270,9 @@ def _rewrite_pair(node: onnx.NodeProto, work: _Dequantization) -> list[onnx.Node
     weight = work.reader.read_weight(node)
     if weight is None:
         return [
-            node if node.input[0] in work.reader.tensors else helper.make_node("Identity", node.input[:1], node.output)
+            node
+            if node.input[0] in work.reader.tensors
+            else helper.make_node("Identity", node.input[:1], node.output)
         ]
     name = work.store(f"{node.output[0]}.values", weight.values.astype(np.float32))
     if maker is not None and maker.op_type == "Gather":  # rows of a table of levels
@@ -259,7 +290,9 @@ def _rewrite_product(node: onnx.NodeProto, work: _Dequantization) -> list[onnx.N
     bias = [*node.input[place : place + 1], ""][0]
     weight = work.reader.read_weight(node)
     if weight is None or (node.op_type == "MatMulNBits" and any(node.input[4:5])):
-        raise MeasurementError(f"the rounding of {node.op_type} {node.name or node.output[0]} cannot be removed")
+        raise MeasurementError(
+            f"the rounding of {node.op_type} {node.name or node.output[0]} cannot be removed"
+        )
     name = work.store(f"{node.output[0]}.weight", weight.values.astype(np.float32))
     product = f"{node.output[0]}.product" if bias else node.output[0]
     made = [helper.make_node("MatMul", [node.input[0], name], [product], name=node.name)]
@@ -271,7 +304,9 @@ def _rewrite_table(node: onnx.NodeProto, work: _Dequantization) -> onnx.NodeProt
 
     weight = work.reader.read_weight(node)
     if weight is None:
-        raise MeasurementError(f"the rounding of {node.op_type} {node.name or node.output[0]} cannot be removed")
+        raise MeasurementError(
+            f"the rounding of {node.op_type} {node.name or node.output[0]} cannot be removed"
+        )
     name = work.store(f"{node.output[0]}.table", weight.values.astype(np.float32))
     axis = next((a.i for a in node.attribute if a.name == "gather_axis"), 0)
     return helper.make_node("Gather", [name, node.input[1]], node.output, name=node.name, axis=axis)
@@ -291,7 +326,9 @@ def _float_product(node: onnx.NodeProto, work: _Dequantization) -> onnx.NodeProt
             zero = numpy_helper.to_array(tensors[node.input[3]]).astype(np.float64)
             centre = expand_scales(zero, levels.shape, 0 if node.op_type == "ConvInteger" else -1)
             if centre is None:
-                raise MeasurementError(f"the zero point of {node.op_type} {node.name} does not fit its weight")
+                raise MeasurementError(
+                    f"the zero point of {node.op_type} {node.name} does not fit its weight"
+                )
             levels = levels - centre
         inputs = [node.input[0], work.store(f"{node.input[1]}.float", levels.astype(np.float32))]
     made = helper.make_node(_INTEGER[node.op_type], inputs, node.output, name=node.name)
@@ -316,6 +353,10 @@ def _widen(model: onnx.ModelProto) -> None:
             for attribute in node.attribute:
                 if attribute.name in types and attribute.i in _NARROW:
                     attribute.i = _FLOAT
-                if node.op_type == "ConstantOfShape" and attribute.name == "value" and attribute.t.data_type in _NARROW:
+                if (
+                    node.op_type == "ConstantOfShape"
+                    and attribute.name == "value"
+                    and attribute.t.data_type in _NARROW
+                ):
                     wide = numpy_helper.to_array(attribute.t).astype(np.float32)
                     attribute.t.CopyFrom(numpy_helper.from_array(wide, attribute.t.name))

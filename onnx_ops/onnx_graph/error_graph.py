@@ -10,7 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_ops.onnx_graph.files import collect_constants, get_opset
-from onnx_ops.onnx_graph.rounding_operators import DOMAINS, EPSILON, EPSILON_DOUBLE, EXACT, ML_DOMAIN
+from onnx_ops.onnx_graph.rounding_operators import (
+    DOMAINS,
+    EPSILON,
+    EPSILON_DOUBLE,
+    EXACT,
+    ML_DOMAIN,
+)
 
 if TYPE_CHECKING:
     import onnx
@@ -140,7 +146,9 @@ class ErrorGraph:
         from onnx import numpy_helper
 
         name = self._new_name()
-        self._model.graph.initializer.append(numpy_helper.from_array(np.asarray(value, dtype=dtype), name))
+        self._model.graph.initializer.append(
+            numpy_helper.from_array(np.asarray(value, dtype=dtype), name)
+        )
         return name
 
     def as_float(self, name: str) -> str:
@@ -199,7 +207,9 @@ class ErrorGraph:
 
     def largest(self, name: str) -> str:
         """Return the largest element, of shape (1,)."""
-        return self.emit("Reshape", [self.reduce("ReduceMax", name, None), self.constant([1], np.int64)])
+        return self.emit(
+            "Reshape", [self.reduce("ReduceMax", name, None), self.constant([1], np.int64)]
+        )
 
     def _new_name(self) -> str:
         self._count += 1
@@ -210,7 +220,11 @@ def get_attribute(node: onnx.NodeProto, name: str) -> Any:
     """Return the value of an attribute; None if the node does not have it."""
     from onnx import helper
 
-    values = (helper.get_attribute_value(attribute) for attribute in node.attribute if attribute.name == name)
+    values = (
+        helper.get_attribute_value(attribute)
+        for attribute in node.attribute
+        if attribute.name == name
+    )
     return next(values, None)
 
 
@@ -225,15 +239,23 @@ def is_class_output(node: onnx.NodeProto, name: str) -> bool:
     return bool(node.op_type.endswith("Classifier") and name == node.output[0])
 
 
-def _find_doubles(model: onnx.ModelProto, constants: Mapping[str, onnx.TensorProto]) -> frozenset[str]:
+def _find_doubles(
+    model: onnx.ModelProto, constants: Mapping[str, onnx.TensorProto]
+) -> frozenset[str]:
     """Return the values of the main graph in float64."""
     doubles = {name for name, tensor in constants.items() if tensor.data_type == _DOUBLE}
-    doubles |= {value.name for value in model.graph.input if value.type.tensor_type.elem_type == _DOUBLE}
+    doubles |= {
+        value.name for value in model.graph.input if value.type.tensor_type.elem_type == _DOUBLE
+    }
     for node in model.graph.node:
         if node.op_type == "Cast":
             is_double = get_attribute(node, "to") == _DOUBLE
         else:
-            is_double = node.op_type not in EXACT and node.domain != ML_DOMAIN and not doubles.isdisjoint(node.input)
+            is_double = (
+                node.op_type not in EXACT
+                and node.domain != ML_DOMAIN
+                and not doubles.isdisjoint(node.input)
+            )
         if is_double:
             doubles.update(node.output)
     return frozenset(doubles)

@@ -71,7 +71,11 @@ def read_structure(path: Path) -> onnx.ModelProto:
 def share_structure(path: Path) -> onnx.ModelProto:
     """Return what `read_structure` does, for callers that do not change it: an unchanged file is parsed once."""
     found = path.stat() if path.is_file() else None
-    if found is None or found.st_size > _SHARED_LIMIT or time.time_ns() - found.st_ctime_ns < _SETTLED_NS:
+    if (
+        found is None
+        or found.st_size > _SHARED_LIMIT
+        or time.time_ns() - found.st_ctime_ns < _SETTLED_NS
+    ):
         return read_structure(path)
     changes = found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
     return _check_weights(_parse_unchanged(path.resolve(), changes), path)
@@ -86,7 +90,9 @@ def _check_weights(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
     """Return the model. Raise as `read_structure` does, if its external data is not where it may be."""
     real = path.resolve()
     if any(file.resolve() == real for file in resolve_external_files(model, path.parent)):
-        raise RefusedError("its external data refers to the model file itself", where=str(path), remedy=_BESIDE)
+        raise RefusedError(
+            "its external data refers to the model file itself", where=str(path), remedy=_BESIDE
+        )
     return model
 
 
@@ -107,7 +113,10 @@ def collect_graph_constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProt
 
 def get_opset(model: onnx.ModelProto) -> int:
     """Return the version of ONNX's own operators that a model imports; 0 if none."""
-    return max((entry.version for entry in model.opset_import if entry.domain in DEFAULT_DOMAINS), default=0)
+    return max(
+        (entry.version for entry in model.opset_import if entry.domain in DEFAULT_DOMAINS),
+        default=0,
+    )
 
 
 def find_model_file(path: Path) -> Path:
@@ -119,14 +128,20 @@ def find_model_file(path: Path) -> Path:
         what = f"{len(files) or 'no'} .onnx files there" if path.is_dir() else "no such file"
         beside = [file.stem for file in path.parent.glob("*.onnx")]
         close = difflib.get_close_matches(path.stem, beside, n=1, cutoff=0.7)
-        remedy = f"Did you mean '{close[0]}.onnx'?" if close else "Name an .onnx file, or a folder with exactly one."
+        remedy = (
+            f"Did you mean '{close[0]}.onnx'?"
+            if close
+            else "Name an .onnx file, or a folder with exactly one."
+        )
         raise NotFoundError(what, where=str(path), remedy=remedy)
     return files[0]
 
 
 def list_external_names(path: Path) -> tuple[str, ...]:
     """List the names of a model's weight files, which need not exist."""
-    entries = (entry for tensor in iterate_tensors(parse_model(path)) for entry in tensor.external_data)
+    entries = (
+        entry for tensor in iterate_tensors(parse_model(path)) for entry in tensor.external_data
+    )
     return tuple(dict.fromkeys(entry.value for entry in entries if entry.key == "location"))
 
 
@@ -146,15 +161,21 @@ def parse_model(path: Path) -> onnx.ModelProto:
     if not path.is_file():
         raise NotFoundError("no such file", where=str(path))
     if path.stat().st_size > PROTOBUF_LIMIT:
-        raise TooLargeError("not an ONNX file: none is larger than 2 GiB", where=str(path), remedy=_BESIDE)
+        raise TooLargeError(
+            "not an ONNX file: none is larger than 2 GiB", where=str(path), remedy=_BESIDE
+        )
     if is_ort_format(path):
         return read_ort_structure(path)
     try:
         model = onnx.load(path, load_external_data=False)
     except (DecodeError, ValueError) as error:
-        raise UserError("not an ONNX file", where=str(path), why=str(error), remedy=_kind_of(path)) from error
+        raise UserError(
+            "not an ONNX file", where=str(path), why=str(error), remedy=_kind_of(path)
+        ) from error
     if not model.graph.node and not model.graph.output:
-        raise UserError("not an ONNX file, or one without a graph", where=str(path), remedy=_kind_of(path))
+        raise UserError(
+            "not an ONNX file, or one without a graph", where=str(path), remedy=_kind_of(path)
+        )
     return model
 
 
@@ -183,7 +204,9 @@ def read_model(path: Path) -> onnx.ModelProto:
 
     model = read_structure(path)
     refuse_ort(path)
-    for tensor in iterate_tensors(model):  # without a length, the onnx package reads the rest of the file
+    for tensor in iterate_tensors(
+        model
+    ):  # without a length, the onnx package reads the rest of the file
         size = _bytes_of(tensor) if tensor.external_data else None
         if size is not None and all(entry.key != "length" for entry in tensor.external_data):
             tensor.external_data.add(key="length", value=str(size))
@@ -191,7 +214,9 @@ def read_model(path: Path) -> onnx.ModelProto:
         load_external_data_for_model(model, str(path.parent))
     except (ValidationError, ValueError) as error:  # it takes no links, not even hard ones
         why = quoted(error)
-        raise RefusedError("its external data is not read", where=str(path), why=why, remedy=_PLAIN) from error
+        raise RefusedError(
+            "its external data is not read", where=str(path), why=why, remedy=_PLAIN
+        ) from error
     return model
 
 
@@ -210,7 +235,11 @@ def write_model(model: onnx.ModelProto, path: Path) -> None:
     size = sum(len(t.raw_data) for t in iterate_tensors(model))
     if size > EXTERNAL_LIMIT:
         onnx.save_model(
-            model, path, save_as_external_data=True, location=f"{path.name}.data", all_tensors_to_one_file=True
+            model,
+            path,
+            save_as_external_data=True,
+            location=f"{path.name}.data",
+            all_tensors_to_one_file=True,
         )
     else:
         path.write_bytes(model.SerializeToString(deterministic=True))
@@ -271,7 +300,9 @@ def list_shape_nodes(model: onnx.ModelProto) -> frozenset[str]:
         inputs = set(filter(None, node.input))
         if node.op_type == "Constant":
             constants.update(node.output)
-        elif node.op_type in ("Shape", "Size") or (inputs & shapes and inputs <= shapes | constants):
+        elif node.op_type in ("Shape", "Size") or (
+            inputs & shapes and inputs <= shapes | constants
+        ):
             shapes.update(node.output)
             names.add(node.name)
     return frozenset(names - {""})
@@ -360,14 +391,20 @@ def _find_external_file(name: str | None, folder: Path, tensor: str) -> Path:
     """Return the file that a tensor names; it is in the model's folder, and exists."""
     where = f"tensor {tensor}"
     if name is None:
-        raise RefusedError("it has external data without the name of a file", where=where, remedy=_AGAIN)
+        raise RefusedError(
+            "it has external data without the name of a file", where=where, remedy=_AGAIN
+        )
     pure, path = PurePosixPath(name), folder / name
     is_unsafe = not name or pure.is_absolute() or ".." in pure.parts or "\\" in name
     if is_unsafe or not _inside(path, folder):
-        raise RefusedError(f"its external data {name!r} lies outside its folder", where=where, remedy=_AGAIN)
+        raise RefusedError(
+            f"its external data {name!r} lies outside its folder", where=where, remedy=_AGAIN
+        )
     if not os.path.isfile(path):  # unlike Path.is_file, it takes a name that is too long
         remedy = f"Put {name} there: it holds the model's weights, and belongs to the model."
-        raise NotFoundError(f"its external data {name!r} is missing", where=str(folder), remedy=remedy)
+        raise NotFoundError(
+            f"its external data {name!r} is missing", where=str(folder), remedy=remedy
+        )
     return path
 
 
@@ -396,7 +433,9 @@ def _locate(tensor: onnx.TensorProto, entries: dict[str, str], path: Path) -> Te
         what = f"its external data has {stated} bytes, its shape needs {wanted}"
         raise RefusedError(what, where=where, remedy=_AGAIN)
     begin = start or 0
-    length = stated if stated is not None else wanted if wanted is not None else max(0, size - begin)
+    length = (
+        stated if stated is not None else wanted if wanted is not None else max(0, size - begin)
+    )
     if begin + length > size:
         raise RefusedError(
             f"its external data lies beyond the end of {entries['location']!r}",
@@ -433,7 +472,9 @@ def _number(entries: dict[str, str], key: str, where: str) -> int | None:
 def _bytes_of(tensor: onnx.TensorProto) -> int | None:
     """Return the bytes that the tensor's shape and type take; None for a type without a fixed size."""
     if any(size < 0 for size in tensor.dims):
-        raise RefusedError(f"its shape is negative: {list(tensor.dims)}", where=f"tensor {tensor.name}")
+        raise RefusedError(
+            f"its shape is negative: {list(tensor.dims)}", where=f"tensor {tensor.name}"
+        )
     bits = get_element_bits(tensor.data_type)
     return None if bits is None else -(-math.prod(tensor.dims) * bits // 8)
 

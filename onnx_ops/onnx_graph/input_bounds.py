@@ -16,7 +16,19 @@ if TYPE_CHECKING:
     Users = Mapping[str, list[tuple[onnx.NodeProto, int]]]
 
 _SAME_VALUES = frozenset(
-    {"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose", "Slice", "Split", "Expand", "Tile"}
+    {
+        "Cast",
+        "Identity",
+        "Reshape",
+        "Squeeze",
+        "Unsqueeze",
+        "Flatten",
+        "Transpose",
+        "Slice",
+        "Split",
+        "Expand",
+        "Tile",
+    }
     | {"ArrayFeatureExtractor", "Concat", "Gather", "StringNormalizer"}
 )
 """Operators whose first input's values are those of their outputs."""
@@ -37,7 +49,9 @@ _SIZES: Mapping[str, tuple[int, ...]] = {
 }
 """Inputs that determine a size or an end."""
 
-_SELECTORS = frozenset({"Gather", "GatherElements", "GatherND", "Scatter", "ScatterElements", "ScatterND"})
+_SELECTORS = frozenset(
+    {"Gather", "GatherElements", "GatherND", "Scatter", "ScatterElements", "ScatterND"}
+)
 """Operators whose second input are indices into their first."""
 
 _COMPARISONS: Mapping[str, tuple[int, ...]] = {
@@ -89,10 +103,14 @@ def read_input_bounds(path: Path) -> dict[str, InputBounds]:
             for place, name in enumerate(node.input):
                 users[name].append((node, place))
     shapes = _LazyShapes(model)
-    return {value.name: _read_bounds(value.name, users, stored, shapes) for value in model.graph.input}
+    return {
+        value.name: _read_bounds(value.name, users, stored, shapes) for value in model.graph.input
+    }
 
 
-def _read_bounds(name: str, users: Users, stored: Mapping[str, onnx.TensorProto], shapes: _LazyShapes) -> InputBounds:
+def _read_bounds(
+    name: str, users: Users, stored: Mapping[str, onnx.TensorProto], shapes: _LazyShapes
+) -> InputBounds:
     readers = list(_reached(name, users, copies=True))
     nodes = [node for node, _ in readers]
     entries = [_entries(node, place, stored) for node, place in readers]
@@ -109,7 +127,9 @@ def _read_bounds(name: str, users: Users, stored: Mapping[str, onnx.TensorProto]
     )
 
 
-def _selects_from_computed(node: onnx.NodeProto, place: int, stored: Mapping[str, onnx.TensorProto]) -> bool:
+def _selects_from_computed(
+    node: onnx.NodeProto, place: int, stored: Mapping[str, onnx.TensorProto]
+) -> bool:
     """Return whether the input at `place` holds indices into a tensor that the model computes."""
     return place == 1 and node.op_type in _SELECTORS and node.input[0] not in stored
 
@@ -128,7 +148,9 @@ def _handles_missing(node: onnx.NodeProto) -> bool:
     return any(a.name == "nodes_missing_value_tracks_true" and any(a.ints) for a in node.attribute)
 
 
-def _list_compared(node: onnx.NodeProto, place: int, stored: Mapping[str, onnx.TensorProto]) -> Iterator[int]:
+def _list_compared(
+    node: onnx.NodeProto, place: int, stored: Mapping[str, onnx.TensorProto]
+) -> Iterator[int]:
     """Yield the whole numbers at which a comparison with a constant can change its answer."""
     from onnx import numpy_helper
 
@@ -187,7 +209,9 @@ def _infer_shapes(model: onnx.ModelProto) -> dict[str, list[int | str]]:
     except Exception:  # it raises various types; a wrong shape is not a problem of the bounds
         return {}
     return {
-        value.name: [d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in shape.dim]
+        value.name: [
+            d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in shape.dim
+        ]
         for value in (*graph.input, *graph.value_info)
         if (shape := value.type.tensor_type.shape) is not None
     }
@@ -195,10 +219,16 @@ def _infer_shapes(model: onnx.ModelProto) -> dict[str, list[int | str]]:
 
 def read_index_bounds(path: Path) -> dict[str, tuple[int, int]]:
     """Return the smallest and largest valid index of each index input."""
-    return {name: bounds.index for name, bounds in read_input_bounds(path).items() if bounds.index is not None}
+    return {
+        name: bounds.index
+        for name, bounds in read_input_bounds(path).items()
+        if bounds.index is not None
+    }
 
 
-def _reached(start: str, users: Users, *, copies: bool = False) -> Iterator[tuple[onnx.NodeProto, int]]:
+def _reached(
+    start: str, users: Users, *, copies: bool = False
+) -> Iterator[tuple[onnx.NodeProto, int]]:
     """Yield the nodes that read a value or a derived one, with the input index; `copies`: same values only."""
     waiting, visited = [start], {start}
     while waiting:
@@ -217,7 +247,9 @@ def _copies(node: onnx.NodeProto, place: int) -> bool:
     return node.op_type in _SAME_VALUES and (place == 0 or node.op_type == "Concat")
 
 
-def _entries(node: onnx.NodeProto, place: int, stored: Mapping[str, onnx.TensorProto]) -> int | None:
+def _entries(
+    node: onnx.NodeProto, place: int, stored: Mapping[str, onnx.TensorProto]
+) -> int | None:
     """Return how many entries a node selects from by its input at `place`; None if it does not select by it."""
     from onnx import numpy_helper
 

@@ -47,7 +47,9 @@ def list_computed_values(path: Path) -> tuple[ComputedValue, ...]:
     """List the values that nodes of the main graph compute, in topological order."""
     values = []
     for node in share_structure(path).graph.node:
-        modules = _QUOTED.findall({p.key: p.value for p in node.metadata_props}.get(NAME_SCOPES, ""))
+        modules = _QUOTED.findall(
+            {p.key: p.value for p in node.metadata_props}.get(NAME_SCOPES, "")
+        )
         scope = modules[-2] if len(modules) > 1 else ""
         values += [
             ComputedValue(name=name, node=node.name or name, op_type=node.op_type, scope=scope)
@@ -99,7 +101,9 @@ def list_quantizable_nodes(path: Path, method: str) -> tuple[str, ...]:
     tables = {
         name
         for name, tensor in stored.items()
-        if tensor.data_type == _FLOAT and len(tensor.dims) == 2 and tensor.dims[0] * tensor.dims[1] >= _TABLE
+        if tensor.data_type == _FLOAT
+        and len(tensor.dims) == 2
+        and tensor.dims[0] * tensor.dims[1] >= _TABLE
     }
     return tuple(
         node.name
@@ -124,7 +128,12 @@ def list_activations(path: Path) -> dict[str, tuple[str, ...]]:
 
 
 def write_with_quantized_node(
-    path: Path, node_name: str, copy: Path, *, ranges: Mapping[str, ValueRange] | None, weight_levels: int
+    path: Path,
+    node_name: str,
+    copy: Path,
+    *,
+    ranges: Mapping[str, ValueRange] | None,
+    weight_levels: int,
 ) -> None:
     """Write a copy in which one operator computes with rounded numbers, in float.
 
@@ -157,7 +166,9 @@ def write_with_quantized_node(
     write_model(model, copy)
 
 
-def _rounded(node: onnx.NodeProto, weight: npt.NDArray[np.generic], levels: int) -> npt.NDArray[np.generic]:
+def _rounded(
+    node: onnx.NodeProto, weight: npt.NDArray[np.generic], levels: int
+) -> npt.NDArray[np.generic]:
     """Round to the nearest of so many levels on either side of zero, with one scale per output channel or table."""
     turned = node.op_type == "Gemm" and any(a.name == "transB" and a.i for a in node.attribute)
     axis = 0 if node.op_type == "Conv" or turned else weight.ndim - 1
@@ -168,19 +179,27 @@ def _rounded(node: onnx.NodeProto, weight: npt.NDArray[np.generic], levels: int)
     return (np.round(values / step) * step).astype(weight.dtype)
 
 
-def _steps(model: onnx.ModelProto, name: str, slot: int, limits: ValueRange | None) -> list[onnx.NodeProto]:
+def _steps(
+    model: onnx.ModelProto, name: str, slot: int, limits: ValueRange | None
+) -> list[onnx.NodeProto]:
     """Return nodes that write an activation in 8 bits and read it back."""
     from onnx import helper, numpy_helper
 
-    written, scale, zero, read = (f"{name}_{what}_{slot}_alone" for what in ("written", "scale", "zero", "read"))
+    written, scale, zero, read = (
+        f"{name}_{what}_{slot}_alone" for what in ("written", "scale", "zero", "read")
+    )
     if limits is None:
         if (opset := get_opset(model)) < _DYNAMIC_OPSET:
-            raise ValueError(f"ranges that are computed in each run need opset {_DYNAMIC_OPSET}, the model has {opset}")
+            raise ValueError(
+                f"ranges that are computed in each run need opset {_DYNAMIC_OPSET}, the model has {opset}"
+            )
         write = helper.make_node("DynamicQuantizeLinear", [name], [written, scale, zero])
     else:
         low, high = min(limits[0], 0.0), max(limits[1], 0.0)
         step = (high - low) / _LEVELS or 1.0
-        model.graph.initializer.append(numpy_helper.from_array(np.asarray(step, dtype=np.float32), scale))
+        model.graph.initializer.append(
+            numpy_helper.from_array(np.asarray(step, dtype=np.float32), scale)
+        )
         level = np.asarray(np.clip(round(-low / step), 0, _LEVELS), dtype=np.uint8)
         model.graph.initializer.append(numpy_helper.from_array(level, zero))
         write = helper.make_node("QuantizeLinear", [name, scale, zero], [written])

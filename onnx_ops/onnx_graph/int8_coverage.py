@@ -71,7 +71,9 @@ _SLOW_SETTINGS = {
 _DYNAMIC = ("ConvInteger", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulIntegerToFloat")
 
 
-_RECURRENT_REASON = "recurrent layers stay in float: an error of 8 bits in their state adds up from step to step"
+_RECURRENT_REASON = (
+    "recurrent layers stay in float: an error of 8 bits in their state adds up from step to step"
+)
 
 
 def quantizes_activations(model: onnx.ModelProto) -> bool:
@@ -108,7 +110,9 @@ class _Graph:
         return name in self.types
 
 
-def measure_int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str] = ()) -> Int8Coverage:
+def measure_int8_coverage(
+    source: Path, rewritten: Path, excluded: Iterable[str] = ()
+) -> Int8Coverage:
     """Report which operators of a quantized variant run in int8.
 
     Args:
@@ -125,7 +129,9 @@ def measure_int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str]
         if node.op_type in INT8_OPERATORS or node.op_type == "DynamicQuantizeLSTM":
             int8.append(name)
         elif kind := _KINDS.get(node.op_type):
-            reason, setting = ("excluded", "") if name in excluded_names else _explain_float(node, graph)
+            reason, setting = (
+                ("excluded", "") if name in excluded_names else _explain_float(node, graph)
+            )
             floats.append(FloatOperator(name=name, op_type=kind, reason=reason, setting=setting))
     unheeded = tuple(name for name in int8 if name in excluded_names)
     return Int8Coverage(int8=tuple(int8), floats=tuple(floats), unheeded=unheeded)
@@ -158,7 +164,9 @@ def _read_graph(rewritten: Path) -> _Graph:
         nodes=nodes,
         makers={value: node for node in nodes for value in node.output},
         readers=map_readers(nodes),
-        types={tensor.name: tensor.data_type for subgraph in graphs for tensor in subgraph.initializer},
+        types={
+            tensor.name: tensor.data_type for subgraph in graphs for tensor in subgraph.initializer
+        },
         inner=frozenset(value for node in inner for value in node.output),
         dynamic=any(node.op_type in _DYNAMIC for node in nodes),
     )
@@ -166,7 +174,11 @@ def _read_graph(rewritten: Path) -> _Graph:
 
 def _explain_float(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]:
     """Return why the node runs in float, and the setting that fixes it."""
-    return _explain_unreached(node, graph) or _explain_unquantized(node, graph) or _explain_unfused(node, graph)
+    return (
+        _explain_unreached(node, graph)
+        or _explain_unquantized(node, graph)
+        or _explain_unfused(node, graph)
+    )
 
 
 def _explain_unreached(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str] | None:
@@ -178,7 +190,10 @@ def _explain_unreached(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str] |
     if node.output[0] in graph.inner:
         return "it stands in a subgraph of If, Loop or Scan, which quantizers do not rewrite", ""
     if graph.dynamic and _KINDS[node.op_type] == "Conv":
-        return "dynamic quantization leaves convolutions in float, which are slower with it", "method: static"
+        return (
+            "dynamic quantization leaves convolutions in float, which are slower with it",
+            "method: static",
+        )
     return None
 
 
@@ -208,13 +223,20 @@ def _explain_unfused(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]:
     if "QuantizeLinear" in after:
         return "its QuantizeLinear pair is not fused, though input and output are quantized", FUSE
     if not after:
-        return "its QuantizeLinear pair is not fused: the model output follows instead of QuantizeLinear", ""
+        return (
+            "its QuantizeLinear pair is not fused: the model output follows instead of QuantizeLinear",
+            "",
+        )
     reason = f"its QuantizeLinear pair is not fused: {after[0]} follows instead of QuantizeLinear"
     return reason, f"name {after[0]} in `options.op_types`, or exclude the operator"
 
 
 def advise(
-    variant: Path, rewritten: Path, target: Target, machine: Arithmetic, coverage: Int8Coverage | None
+    variant: Path,
+    rewritten: Path,
+    target: Target,
+    machine: Arithmetic,
+    coverage: Int8Coverage | None,
 ) -> tuple[Advice, ...]:
     """Return all advice on a variant, the most costly finding first.
 
@@ -224,7 +246,11 @@ def advise(
     """
     model, run = read_structure(variant), read_structure(rewritten)
     kinds = {node.op_type for node in (*model.graph.node, *run.graph.node)}
-    if kinds & {"DequantizeLinear", "QuantizeLinear", *_DYNAMIC}:  # weights of a float model can take gigabytes
+    if kinds & {
+        "DequantizeLinear",
+        "QuantizeLinear",
+        *_DYNAMIC,
+    }:  # weights of a float model can take gigabytes
         model = read_model(variant)
     advice = [*_list_type_advice(model, machine), *_list_setting_advice(target, machine, kinds)]
     if coverage is not None:
@@ -237,7 +263,9 @@ def advise(
             finding = f"{len(names)} left in float: {reason}"
             advice.append(Advice(finding=finding, setting=setting, nodes=tuple(names)))
         if coverage.unheeded:
-            finding = "excluded, but in int8: the runtime fuses the pairs of the neighbours around them"
+            finding = (
+                "excluded, but in int8: the runtime fuses the pairs of the neighbours around them"
+            )
             setting = "exclude the operators before and after them too"
             advice.append(Advice(finding=finding, setting=setting, nodes=coverage.unheeded))
     return (*advice, *_list_conversion_advice(run), *_list_cast_advice(run))
@@ -287,12 +315,17 @@ def _list_setting_advice(target: Target, machine: Arithmetic, kinds: set[str]) -
         yield Advice(finding=finding, setting=FUSE)
     for name, cost in _SLOW_SETTINGS.items() if "DequantizeLinear" in kinds else ():
         if machine.family == "x86" and session.config.get(name) == "1":
-            yield Advice(finding=f"{name}: {cost}", setting=f"target file: leave {name} out of session.config")
+            yield Advice(
+                finding=f"{name}: {cost}",
+                setting=f"target file: leave {name} out of session.config",
+            )
     if "ConvInteger" in kinds:
         finding = "convolutions compute their ranges in each run: many times the time of float32"
         yield Advice(finding=finding, setting="method: static")
     if "MatMulNBits" in kinds and machine.family in ("x86", "arm"):
-        finding = "weights in blocks are unpacked in each run: on a CPU this saves memory and no time"
+        finding = (
+            "weights in blocks are unpacked in each run: on a CPU this saves memory and no time"
+        )
         yield Advice(finding=finding, setting="method: dynamic or static, to reduce time")
 
 
@@ -303,14 +336,18 @@ def _list_conversion_advice(run: onnx.ModelProto) -> Iterator[Advice]:
     for node in run.graph.node:
         if node.op_type == "QuantizeLinear":
             maker = makers.get(node.input[0])
-            if maker is None or maker.op_type in _KINDS:  # the coverage has the reason of such an operator
+            if (
+                maker is None or maker.op_type in _KINDS
+            ):  # the coverage has the reason of such an operator
                 continue
             sources = [makers[name] for name in maker.input if name in makers]
             if any(source.op_type in ("DequantizeLinear", *_DYNAMIC) for source in sources):
                 between.setdefault(maker.op_type, []).append(maker.name or maker.output[0])
     for kind, names in sorted(between.items()):
         finding = f"{len(names)} {kind} in float between int8 operators: a conversion before and one after each"
-        setting = f"name {kind} in `options.op_types`; if it has no int8 kernel, exclude its neighbours"
+        setting = (
+            f"name {kind} in `options.op_types`; if it has no int8 kernel, exclude its neighbours"
+        )
         yield Advice(finding=finding, setting=setting, nodes=tuple(names))
 
 

@@ -29,11 +29,15 @@ def read_model_info(path: Path) -> ModelInfo:
     constants = {tensor.name for tensor in model.graph.initializer}
     return ModelInfo(
         ir_version=model.ir_version,
-        opsets={"" if entry.domain == "ai.onnx" else entry.domain: entry.version for entry in model.opset_import},
+        opsets={
+            "" if entry.domain == "ai.onnx" else entry.domain: entry.version
+            for entry in model.opset_import
+        },
         inputs=tuple(_spec(value) for value in model.graph.input if value.name not in constants),
         outputs=tuple(_spec(value) for value in model.graph.output),
         nodes=len(model.graph.node),
-        size_bytes=path.stat().st_size + sum(f.stat().st_size for f in resolve_external_files(model, path.parent)),
+        size_bytes=path.stat().st_size
+        + sum(f.stat().st_size for f in resolve_external_files(model, path.parent)),
     )
 
 
@@ -49,7 +53,10 @@ def count_operators(model: onnx.ModelProto) -> dict[str, int]:
 
     opsets = {
         entry.domain or "ai.onnx": entry.version
-        for imports in (*(function.opset_import for function in model.functions), model.opset_import)
+        for imports in (
+            *(function.opset_import for function in model.functions),
+            model.opset_import,
+        )
         for entry in imports
     }
     counts: Counter[str] = Counter()
@@ -75,7 +82,9 @@ def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
 def read_shape(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
     """Return the sizes and names of the dimensions of a tensor; `?` for one without a name."""
     dims = value.type.tensor_type.shape.dim
-    return tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in dims)
+    return tuple(
+        dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in dims
+    )
 
 
 AUTHOR, LICENSE = "model_author", "model_license"
@@ -115,7 +124,9 @@ def write_copy(path: Path, output: Path, values: Mapping[str, str]) -> None:
     version = values.get("version", str(model.model_version))
     if not (version.isascii() and version.isdecimal() and int(version) <= _LARGEST_VERSION):
         remedy = "Set another key: --set release=1.2."
-        raise UserError(f"version {version!r} is not a whole number, which ONNX requires", remedy=remedy)
+        raise UserError(
+            f"version {version!r} is not a whole number, which ONNX requires", remedy=remedy
+        )
     for weights in resolve_external_files(model, path.parent):
         copy = output.parent / weights.relative_to(path.parent)
         if not (copy.exists() and copy.samefile(weights)):
@@ -125,4 +136,7 @@ def write_copy(path: Path, output: Path, values: Mapping[str, str]) -> None:
     model.doc_string = values.get("description", model.doc_string)
     output.write_bytes(model.SerializeToString(deterministic=True))
     properties = {_STANDARD.get(key, key): value for key, value in values.items()}
-    write_lineage(output, {key: value for key, value in properties.items() if key not in ("version", "description")})
+    write_lineage(
+        output,
+        {key: value for key, value in properties.items() if key not in ("version", "description")},
+    )

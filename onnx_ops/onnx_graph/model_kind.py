@@ -66,7 +66,9 @@ class CandidateKind:
 def read_candidate_kind(baseline: Path, candidate: Path) -> CandidateKind:
     """Return the kind of the candidate from both files."""
     before, after = share_structure(baseline), share_structure(candidate)
-    kind = CandidateKind(baseline=_read_kind(before), candidate=_read_kind(after), changes=("the same file",))
+    kind = CandidateKind(
+        baseline=_read_kind(before), candidate=_read_kind(after), changes=("the same file",)
+    )
     if digest_file(baseline) == digest_file(candidate):
         return kind
     changes = [".ort format"] if is_ort_format(candidate) else []
@@ -74,10 +76,16 @@ def read_candidate_kind(baseline: Path, candidate: Path) -> CandidateKind:
         changes.append(f"opset {opset}, was {get_opset(before)}")
     old, new = (Counter(node.op_type for node in iterate_nodes(model)) for model in (before, after))
     if kind.baseline.precision == kind.candidate.precision and old != new:
-        fused = {n.op_type for n in iterate_nodes(after) if n.domain.startswith("com.m") and n.op_type not in old}
+        fused = {
+            n.op_type
+            for n in iterate_nodes(after)
+            if n.domain.startswith("com.m") and n.op_type not in old
+        }
         added = ", ".join(f"{name} {new[name]}" for name in sorted(fused)[:3])
         sizes = f"{new.total()} nodes, was {old.total()}"
-        changes.append(f"graph-optimized ({added}; {sizes})" if added else f"another graph ({sizes})")
+        changes.append(
+            f"graph-optimized ({added}; {sizes})" if added else f"another graph ({sizes})"
+        )
     return replace(kind, changes=tuple(changes))
 
 
@@ -85,12 +93,16 @@ def _read_kind(model: onnx.ModelProto) -> ModelKind:
     operators = Counter(node.op_type for node in iterate_nodes(model))
     stored = collect_constants(model)
     if quantizes_activations(model):
-        return ModelKind(precision="int8", why=_describe_int8(model, operators, _count_weights(model, stored)))
+        return ModelKind(
+            precision="int8", why=_describe_int8(model, operators, _count_weights(model, stored))
+        )
     if weights := _count_weights(model, stored):
         return ModelKind(precision="weight-only", why=_describe_weights(operators, weights))
     sizes = Counter[int]()
     for tensor in stored.values():
-        if (elements := math.prod(tensor.dims)) > 1:  # single numbers of a float16 graph are sometimes float32
+        if (
+            elements := math.prod(tensor.dims)
+        ) > 1:  # single numbers of a float16 graph are sometimes float32
             sizes[tensor.data_type] += elements
     half = max(_HALVES, key=lambda kind: sizes[kind])
     floats = sizes[half] + sizes[_FLOAT]
@@ -98,8 +110,13 @@ def _read_kind(model: onnx.ModelProto) -> ModelKind:
     if not floats and (taken := next((_HALVES[kind] for kind in inputs if kind in _HALVES), "")):
         return ModelKind(precision="float16", why=f"its inputs are {taken}")
     if sizes[half]:
-        return ModelKind(precision="float16", why=f"{sizes[half]:,} of {floats:,} float weights are {_HALVES[half]}")
-    return ModelKind(precision="float32", why="no quantized operator, no weights of 16 bits or fewer")
+        return ModelKind(
+            precision="float16",
+            why=f"{sizes[half]:,} of {floats:,} float weights are {_HALVES[half]}",
+        )
+    return ModelKind(
+        precision="float32", why="no quantized operator, no weights of 16 bits or fewer"
+    )
 
 
 def _count_weights(model: onnx.ModelProto, stored: Mapping[str, onnx.TensorProto]) -> Counter[str]:
@@ -120,7 +137,9 @@ def _count_weights(model: onnx.ModelProto, stored: Mapping[str, onnx.TensorProto
             counts[f"int{next((a.i for a in node.attribute if a.name == 'bits'), 4)}"] += 1
         elif node.op_type in _WITH_WEIGHTS and weight in types:
             counts[types[weight]] += 1
-        elif node.op_type == "Gather" and (kind := types.get(first) or _get_narrow_type(first, stored)):
+        elif node.op_type == "Gather" and (
+            kind := types.get(first) or _get_narrow_type(first, stored)
+        ):
             types[node.output[0]] = kind
             counts[kind] += 1
     return counts
@@ -175,7 +194,10 @@ def _count_pairs(model: onnx.ModelProto) -> int:
         for node in iterate_nodes(model)
         if node.op_type == "DequantizeLinear" and node.input and node.input[0] in stored
     }
-    return sum(node.op_type in _WITH_WEIGHTS and bool(read & set(node.input[1:2])) for node in iterate_nodes(model))
+    return sum(
+        node.op_type in _WITH_WEIGHTS and bool(read & set(node.input[1:2]))
+        for node in iterate_nodes(model)
+    )
 
 
 def _describe_style(operators: Counter[str], fused: int) -> str:

@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING
 from onnx_ops.domain.artifact import Digest, ModelInfo, digest_file
 from onnx_ops.domain.row_axes import find_row_axes
 from onnx_ops.errors import UserError, quoted
-from onnx_ops.onnx_graph.compatibility import check_model, find_custom_operators, find_unsupported_blocks
+from onnx_ops.onnx_graph.compatibility import (
+    check_model,
+    find_custom_operators,
+    find_unsupported_blocks,
+)
 from onnx_ops.onnx_graph.files import (
     DEFAULT_DOMAINS,
     get_element_bits,
@@ -22,7 +26,13 @@ from onnx_ops.onnx_graph.files import (
     read_structure,
     resolve_external_files,
 )
-from onnx_ops.onnx_graph.model_info import AUTHOR, LICENSE, count_operators, read_model_info, read_shape
+from onnx_ops.onnx_graph.model_info import (
+    AUTHOR,
+    LICENSE,
+    count_operators,
+    read_model_info,
+    read_shape,
+)
 
 if TYPE_CHECKING:
     import onnx
@@ -60,7 +70,9 @@ class ModelSummary:
     problem: str
 
 
-def summarize_model(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None) -> ModelSummary:
+def summarize_model(
+    path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None
+) -> ModelSummary:
     """Return the summary of a file; weights beside it are not loaded."""
     model = read_structure(path)
     operators = Counter(
@@ -87,7 +99,10 @@ def summarize_model(path: Path, *, batch: int = 1, dims: Mapping[str, int] | Non
         license=metadata.get(LICENSE, ""),
         version=model.model_version,
         description=model.doc_string,
-        external=tuple(str(file.relative_to(path.parent)) for file in resolve_external_files(model, path.parent)),
+        external=tuple(
+            str(file.relative_to(path.parent))
+            for file in resolve_external_files(model, path.parent)
+        ),
         metadata=metadata,
         problem=_find_problem(path),
     )
@@ -129,7 +144,9 @@ _CONVOLUTIONS = {"Conv": 1, "ConvInteger": 1, "QLinearConv": 3}
 
 RECURRENT = frozenset({"GRU", "LSTM", "RNN"})
 _COUNTED = _PRODUCTS | set(_CONVOLUTIONS) | RECURRENT | {"ConvTranspose", "Gemm"}
-_UNCOUNTED = frozenset({"Attention", "DeformConv", "Einsum", "If", "LinearAttention", "Loop", "Scan"})
+_UNCOUNTED = frozenset(
+    {"Attention", "DeformConv", "Einsum", "If", "LinearAttention", "Loop", "Scan"}
+)
 """Operators that can multiply much, in a way that is not counted here."""
 
 
@@ -163,14 +180,18 @@ class ModelCost:
         return 2 * sum(self.macs.values())
 
 
-def estimate_cost(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None) -> ModelCost:
+def estimate_cost(
+    path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None
+) -> ModelCost:
     """Estimate the cost from the shapes of a file; no weights are read.
 
     Args:
         batch: size of the free axis that holds rows.
     """
     model = read_structure(path)
-    weight_bytes = sum(_count_bytes(_count_elements(tensor), tensor.data_type) for tensor in iterate_tensors(model))
+    weight_bytes = sum(
+        _count_bytes(_count_elements(tensor), tensor.data_type) for tensor in iterate_tensors(model)
+    )
     fixed = _fix(model, batch, dict(dims or {}))
     model, problem = _infer_shapes(model)
     values = _collect_values(model.graph)
@@ -204,14 +225,20 @@ def _collect_values(graph: onnx.GraphProto) -> dict[str, _TypedShape]:
     for value in (*graph.input, *graph.value_info, *graph.output):
         kind = value.type.tensor_type
         sizes = tuple(dim.dim_value if dim.HasField("dim_value") else -1 for dim in kind.shape.dim)
-        known = value.type.HasField("tensor_type") and kind.HasField("shape") and min(sizes, default=0) >= 0
+        known = (
+            value.type.HasField("tensor_type")
+            and kind.HasField("shape")
+            and min(sizes, default=0) >= 0
+        )
         values[value.name] = (sizes if known else None, kind.elem_type)
     for tensor in graph.initializer:
         values[tensor.name] = (tuple(tensor.dims), tensor.data_type)
     return values
 
 
-def _count_macs(graph: onnx.GraphProto, values: Mapping[str, _TypedShape]) -> tuple[Counter[str], Counter[str]]:
+def _count_macs(
+    graph: onnx.GraphProto, values: Mapping[str, _TypedShape]
+) -> tuple[Counter[str], Counter[str]]:
     """Count multiply-accumulates by operator, and the operators that are left out."""
     shapes = {name: shape for name, (shape, _) in values.items() if shape is not None}
     macs: Counter[str] = Counter()
@@ -222,7 +249,10 @@ def _count_macs(graph: onnx.GraphProto, values: Mapping[str, _TypedShape]) -> tu
                 macs[node.op_type] += _count(node, shapes)
             elif node.op_type in _COUNTED | _UNCOUNTED or node.domain not in DEFAULT_DOMAINS:
                 uncounted[node.op_type] += 1
-        except (KeyError, IndexError):  # a shape that is not known, a rank that the operator does not have
+        except (
+            KeyError,
+            IndexError,
+        ):  # a shape that is not known, a rank that the operator does not have
             uncounted[node.op_type] += 1
     return macs, uncounted
 

@@ -36,7 +36,9 @@ def read_ort_structure(path: Path) -> onnx.ModelProto:
         return _parse(path.read_bytes())
     except (struct.error, IndexError, ValueError, TypeError, UnicodeDecodeError) as error:
         remedy = "Recreate it from the .onnx file."
-        raise UserError("a damaged file in ORT format", where=str(path), why=quoted(error), remedy=remedy) from error
+        raise UserError(
+            "a damaged file in ORT format", where=str(path), why=quoted(error), remedy=remedy
+        ) from error
 
 
 class _Table:
@@ -54,7 +56,11 @@ class _Table:
 
     def number(self, field: int, form: str) -> int:
         offset = self._offset(field)
-        return int(struct.unpack_from(f"<{form}", self._table.Bytes, offset + self._table.Pos)[0]) if offset else 0
+        return (
+            int(struct.unpack_from(f"<{form}", self._table.Bytes, offset + self._table.Pos)[0])
+            if offset
+            else 0
+        )
 
     def table(self, field: int) -> _Table | None:
         offset = self._offset(field)
@@ -63,7 +69,11 @@ class _Table:
     def union(self, field: int) -> _Table | None:
         offset = self._offset(field)
         place = offset + self._table.Pos
-        return self._at(place + int(struct.unpack_from("<I", self._table.Bytes, place)[0])) if offset else None
+        return (
+            self._at(place + int(struct.unpack_from("<I", self._table.Bytes, place)[0]))
+            if offset
+            else None
+        )
 
     def tables(self, field: int) -> Iterator[_Table]:
         for place in self._items(field, 4):
@@ -73,7 +83,10 @@ class _Table:
         return [self._table.String(place).decode() for place in self._items(field, 4)]
 
     def numbers(self, field: int) -> list[int]:
-        return [int(struct.unpack_from("<q", self._table.Bytes, place)[0]) for place in self._items(field, 8)]
+        return [
+            int(struct.unpack_from("<q", self._table.Bytes, place)[0])
+            for place in self._items(field, 8)
+        ]
 
     def _items(self, field: int, size: int) -> Iterator[int]:
         offset = self._offset(field)
@@ -106,8 +119,13 @@ def _parse(data: bytes) -> onnx.ModelProto:
         model.opset_import.add(domain=entry.text(0), version=entry.number(1, "q"))
     known = {value.text(0): value for value in graph.tables(1)}
     for tensor in graph.tables(0):
-        model.graph.initializer.add(name=tensor.text(0), dims=tensor.numbers(2), data_type=tensor.number(3, "i"))
-    for values, names in ((model.graph.input, graph.texts(5)), (model.graph.output, graph.texts(6))):
+        model.graph.initializer.add(
+            name=tensor.text(0), dims=tensor.numbers(2), data_type=tensor.number(3, "i")
+        )
+    for values, names in (
+        (model.graph.input, graph.texts(5)),
+        (model.graph.output, graph.texts(6)),
+    ):
         for name in names:
             value = values.add(name=name)
             kind = known[name].table(2) if name in known else None

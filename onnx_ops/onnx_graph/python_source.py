@@ -96,7 +96,9 @@ def write_python_source(path: Path, source: Path) -> tuple[Path, ...]:
         place.write_bytes(writer.weights)
     names: dict[str, Any] = {"__file__": str(source), "__name__": "rebuilt"}
     exec(compile(text, str(source), "exec"), names)  # noqa: S102 (it was just written from literals)
-    if names["build"]().SerializeToString(deterministic=True) != model.SerializeToString(deterministic=True):
+    if names["build"]().SerializeToString(deterministic=True) != model.SerializeToString(
+        deterministic=True
+    ):
         raise StageError("the source that was written builds another model", where=str(source))
     return (source, place) if writer.weights else (source,)
 
@@ -105,4 +107,6 @@ def _laid_out(head: str, parts: list[str], tail: str, indent: int) -> str:
     line = head + ", ".join(parts) + tail
     if len(line) + indent <= _WIDTH and "\n" not in line:
         return line
-    return "\n".join([head, *(f"{' ' * (indent + 4)}{part}," for part in parts), " " * indent + tail])
+    return "\n".join(
+        [head, *(f"{' ' * (indent + 4)}{part}," for part in parts), " " * indent + tail]
+    )

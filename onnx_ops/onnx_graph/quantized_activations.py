@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from onnx_ops.errors import MeasurementError
-from onnx_ops.onnx_graph.files import collect_constants, get_opset, map_readers, read_model, share_structure
+from onnx_ops.onnx_graph.files import (
+    collect_constants,
+    get_opset,
+    map_readers,
+    read_model,
+    share_structure,
+)
 
 if TYPE_CHECKING:
     import onnx
@@ -26,7 +32,9 @@ WRITTEN_SUFFIX = "_QuantizeLinear_Input"
 _AXIS_OPSET = 13
 """The first in which DequantizeLinear has an axis."""
 
-_OPAQUE = frozenset({"QuantizeLinear", "DequantizeLinear", "MatMulInteger", "ConvInteger", "Shape", "Size"})
+_OPAQUE = frozenset(
+    {"QuantizeLinear", "DequantizeLinear", "MatMulInteger", "ConvInteger", "Shape", "Size"}
+)
 """Operators that take integers, and whose results are not a rearrangement of them."""
 
 
@@ -55,7 +63,9 @@ _LAYOUTS: Mapping[str, _Layout] = {
     "QLinearSigmoid": _Layout(op_type="Sigmoid", operands=_SINGLE, result=3),
     "QLinearLeakyRelu": _Layout(op_type="LeakyRelu", operands=_SINGLE, result=3),
     "QLinearSoftmax": _Layout(op_type="Softmax", operands=_SINGLE, result=3, dropped=("opset",)),
-    "QLinearAveragePool": _Layout(op_type="AveragePool", operands=_SINGLE, result=3, dropped=("channels_last",)),
+    "QLinearAveragePool": _Layout(
+        op_type="AveragePool", operands=_SINGLE, result=3, dropped=("channels_last",)
+    ),
     "QLinearGlobalAveragePool": _Layout(
         op_type="GlobalAveragePool", operands=_SINGLE, result=3, dropped=("channels_last",)
     ),
@@ -112,7 +122,9 @@ def expand_integer_operators(model: onnx.ModelProto, where: str) -> onnx.ModelPr
         return model
     if (opset := get_opset(model)) < _AXIS_OPSET:
         remedy = f"Export at {_AXIS_OPSET} or later."
-        raise MeasurementError(f"integer operators of opset {opset} cannot be read", where=where, remedy=remedy)
+        raise MeasurementError(
+            f"integer operators of opset {opset} cannot be read", where=where, remedy=remedy
+        )
     expanded = copy.deepcopy(model)
     work = _Rewriting(tensors=collect_constants(model))
     work.names |= {name for node in model.graph.node for name in (*node.input, *node.output)}
@@ -136,7 +148,10 @@ def expand_integer_operators(model: onnx.ModelProto, where: str) -> onnx.ModelPr
 def _keep_scale(work: _Rewriting, node: onnx.NodeProto) -> None:
     """Put an operator that moves integers between a pair of the scale of its first input."""
     scale = work.scales[node.input[0]]
-    inputs = [work.read(name, scale, -1) if work.scales.get(name) == scale else name for name in node.input]
+    inputs = [
+        work.read(name, scale, -1) if work.scales.get(name) == scale else name
+        for name in node.input
+    ]
     place = len(work.nodes)  # before the QuantizeLinear nodes of its outputs
     moved = [work.write(name, scale) if name else "" for name in node.output]
     made = copy.deepcopy(node)
@@ -149,7 +164,9 @@ def refuse_channels_last(model: onnx.ModelProto, where: str) -> None:
     for node in model.graph.node:
         if any(a.name == "channels_last" and a.i for a in node.attribute):
             remedy = "Judge the file as it was before ONNX Runtime optimized it for this processor."
-            raise MeasurementError(f"{node.op_type} has channels last, which is not read", where=where, remedy=remedy)
+            raise MeasurementError(
+                f"{node.op_type} has channels last, which is not read", where=where, remedy=remedy
+            )
 
 
 def _is_integer(node: onnx.NodeProto) -> bool:
@@ -160,16 +177,23 @@ def _expand(work: _Rewriting, node: onnx.NodeProto) -> None:
     from onnx import helper, numpy_helper
 
     layout = _LAYOUTS.get(node.op_type)
-    if layout is None:  # QLinearConcat: the result's scale comes first, and any number of values follows
+    if (
+        layout is None
+    ):  # QLinearConcat: the result's scale comes first, and any number of values follows
         layout = _Layout(op_type="Concat", operands=tuple(range(2, len(node.input), 3)), result=0)
     axis = _find_weight_axis(node)
-    inputs = [work.read(node.input[place], tuple(node.input[place + 1 : place + 3]), axis) for place in layout.operands]
+    inputs = [
+        work.read(node.input[place], tuple(node.input[place + 1 : place + 3]), axis)
+        for place in layout.operands
+    ]
     if layout.bias is not None and len(node.input) > layout.bias and node.input[layout.bias]:
         # The step of a bias is the product of the scales of input and weight.
         name = node.input[layout.bias]
         one, other = (numpy_helper.to_array(work.tensors[node.input[place]]) for place in (1, 4))
         scale = work.fresh(f"{name}_scale")
-        work.tensors[scale] = numpy_helper.from_array(np.asarray(one * other, dtype=np.float32), scale)
+        work.tensors[scale] = numpy_helper.from_array(
+            np.asarray(one * other, dtype=np.float32), scale
+        )
         work.added.append(work.tensors[scale])
         inputs.append(work.read(name, (scale,), 0))
     written = tuple(node.input[layout.result : layout.result + 2])
@@ -229,7 +253,11 @@ def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
             readers.setdefault(node.input[0], []).append(node.output[0])
     activations = []
     for node in model.graph.node:
-        if node.op_type != "QuantizeLinear" or node.input[0] in stored or not (levels := read_levels(node, stored)):
+        if (
+            node.op_type != "QuantizeLinear"
+            or node.input[0] in stored
+            or not (levels := read_levels(node, stored))
+        ):
             continue
         step, low, high = levels
         activations += [
@@ -253,16 +281,23 @@ def find_folded_values(path: Path) -> dict[str, str]:
     return {
         name: nodes[0].output[0]
         for name, nodes in map_readers(graph.node).items()
-        if len(nodes) == 1 and nodes[0].op_type in _FOLDED and nodes[0].input[0] == name and name not in outputs
+        if len(nodes) == 1
+        and nodes[0].op_type in _FOLDED
+        and nodes[0].input[0] == name
+        and name not in outputs
     }
 
 
 def find_bounded_values(path: Path) -> frozenset[str]:
     """Return the outputs of functions with a fixed range, such as Softmax, which quantizers use for any rows."""
-    return frozenset(node.output[0] for node in share_structure(path).graph.node if node.op_type in _BOUNDED)
+    return frozenset(
+        node.output[0] for node in share_structure(path).graph.node if node.op_type in _BOUNDED
+    )
 
 
-def read_levels(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> tuple[float, float, float] | None:
+def read_levels(
+    node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]
+) -> tuple[float, float, float] | None:
     """Return step, lowest and highest value of a constant QuantizeLinear.
 
     None if its parameters are computed or differ by channel.
@@ -272,7 +307,12 @@ def read_levels(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) ->
     if len(node.input) < 3 or not {node.input[1], node.input[2]} <= set(stored):
         return None
     scale, zero = (numpy_helper.to_array(stored[name]) for name in node.input[1:3])
-    if scale.size != 1 or zero.size != 1 or zero.dtype.kind not in "iu" or zero.dtype.itemsize > _WIDEST:
+    if (
+        scale.size != 1
+        or zero.size != 1
+        or zero.dtype.kind not in "iu"
+        or zero.dtype.itemsize > _WIDEST
+    ):
         return None
     limits, step, centre = np.iinfo(zero.dtype), float(scale.item()), int(zero.item())
     if not (np.isfinite(step) and step > 0):

@@ -111,14 +111,20 @@ def pair_quantized_weights(source: Path, derived: Path) -> PairedWeights:
             )
         )
     # A number without an original was folded from others; the function without its rounding shows whether it is right.
-    unpaired = {weight.name for weight in rounded if weight.tensor not in origins and weight.values.size > 1}
+    unpaired = {
+        weight.name for weight in rounded if weight.tensor not in origins and weight.values.size > 1
+    }
     return PairedWeights(
         pairs=tuple(sorted(pairs, key=lambda pair: pair.name)),
-        unpaired=tuple(sorted(unpaired | set(reader.list_unread({weight.tensor for weight in rounded})))),
+        unpaired=tuple(
+            sorted(unpaired | set(reader.list_unread({weight.tensor for weight in rounded})))
+        ),
     )
 
 
-def _list_narrowed(finder: OriginFinder, reader: StoredWeightReader, read: set[str]) -> list[StoredWeight]:
+def _list_narrowed(
+    finder: OriginFinder, reader: StoredWeightReader, read: set[str]
+) -> list[StoredWeight]:
     """Return the constants that are float16 or bfloat16 and were not in the source."""
     known = {name: tensor.data_type for name, tensor in finder.tensors.items()}
     return [
@@ -146,7 +152,9 @@ def read_float_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ..
         if origin is None or finder.tensors[origin.name].data_type != _FLOAT:
             continue
         original = finder.read(origin).astype(np.float64).reshape(weight.values.shape)
-        step = np.asarray(_KEPT_SPACINGS * np.spacing(np.float32(np.abs(original).max())), dtype=np.float64)
+        step = np.asarray(
+            _KEPT_SPACINGS * np.spacing(np.float32(np.abs(original).max())), dtype=np.float64
+        )
         weights.append(
             QuantizedWeight(
                 name=weight.name,
@@ -190,26 +198,39 @@ def write_with_layer_errors(
     for weight in weights:
         spacing = weight.scale if weight.spacing is None else weight.spacing
         with np.errstate(divide="ignore", invalid="ignore"):
-            rounded = np.where(spacing > 0, np.rint(weight.original / spacing) * spacing, weight.original)
+            rounded = np.where(
+                spacing > 0, np.rint(weight.original / spacing) * spacing, weight.original
+            )
         rounding = weight.original - rounded
-        for node in [n for n in model.graph.node if n.op_type in _LAYERS and n.input[1] == weight.origin]:
+        for node in [
+            n for n in model.graph.node if n.op_type in _LAYERS and n.input[1] == weight.origin
+        ]:
             pair = f"{node.output[0]}.moved", f"{node.output[0]}.rounded"
-            for name, error in zip(pair, (weight.original - weight.dequantized, rounding), strict=True):
+            for name, error in zip(
+                pair, (weight.original - weight.dequantized, rounding), strict=True
+            ):
                 turned = error.T if weight.transposed else error
                 array = np.ascontiguousarray(turned.reshape(dims[weight.origin]), dtype=np.float32)
                 model.graph.initializer.append(numpy_helper.from_array(array, f"{name}.weight"))
                 layer = model.graph.node.add()
                 layer.CopyFrom(node)
                 layer.name = f"{name}.answer"
-                layer.input[:], layer.output[:] = [node.input[0], f"{name}.weight"], [f"{name}.answer"]
-                model.graph.node.append(helper.make_node("ReduceSumSquare", [f"{name}.answer"], [name], keepdims=0))
+                layer.input[:], layer.output[:] = (
+                    [node.input[0], f"{name}.weight"],
+                    [f"{name}.answer"],
+                )
+                model.graph.node.append(
+                    helper.make_node("ReduceSumSquare", [f"{name}.answer"], [name], keepdims=0)
+                )
                 model.graph.output.add(name=name)
             sum_names[weight.name] = (*sum_names.get(weight.name, ()), pair)
     write_model(model, copy)
     return sum_names
 
 
-def read_layer_inputs(derived: Path, weights: Sequence[QuantizedWeight]) -> dict[str, tuple[Floats, Floats]]:
+def read_layer_inputs(
+    derived: Path, weights: Sequence[QuantizedWeight]
+) -> dict[str, tuple[Floats, Floats]]:
     """Return scale and zero point of the quantized input of each layer, by the original name of its weight."""
     from onnx import numpy_helper
 
@@ -223,7 +244,11 @@ def read_layer_inputs(derived: Path, weights: Sequence[QuantizedWeight]) -> dict
             continue
         read, stored = (makers[name] for name in node.input[:2])
         weight = reader.read_weight(stored)
-        known = read.op_type == "DequantizeLinear" and len(read.input) > 2 and {*read.input[1:3]} <= set(reader.tensors)
+        known = (
+            read.op_type == "DequantizeLinear"
+            and len(read.input) > 2
+            and {*read.input[1:3]} <= set(reader.tensors)
+        )
         if known and weight is not None and weight.name in origins:
             scale, zero = (numpy_helper.to_array(reader.tensors[name]) for name in read.input[1:3])
             inputs[origins[weight.name]] = scale, zero
@@ -256,14 +281,19 @@ def write_with_bias_errors(
     for bias in biases:
         sums = [node for node in nodes if node.op_type == "Add" and bias.origin in node.input]
         for layer in _list_biased_layers(layers, bias.origin, sums, makers):
-            pair = _add_bias_errors(model, layer, bias, by_origin[layer.input[1]], inputs.get(layer.input[1]))
+            pair = _add_bias_errors(
+                model, layer, bias, by_origin[layer.input[1]], inputs.get(layer.input[1])
+            )
             sum_names[bias.name] = (*sum_names.get(bias.name, ()), pair)
     write_model(model, copy)
     return sum_names
 
 
 def _list_biased_layers(
-    layers: Sequence[onnx.NodeProto], bias: str, sums: Sequence[onnx.NodeProto], makers: Mapping[str, onnx.NodeProto]
+    layers: Sequence[onnx.NodeProto],
+    bias: str,
+    sums: Sequence[onnx.NodeProto],
+    makers: Mapping[str, onnx.NodeProto],
 ) -> list[onnx.NodeProto]:
     """Return the layers that take a bias as an input, or whose answer one of these sums adds it to."""
     added = {id(makers[name]) for node in sums for name in node.input if name in makers}
@@ -284,11 +314,15 @@ def _add_bias_errors(
     dims = {name: tuple(tensor.dims) for name, tensor in collect_constants(model).items()}
 
     def store(name: str, values: npt.NDArray[Any]) -> str:
-        model.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(values), f"{stem}.{name}"))
+        model.graph.initializer.append(
+            numpy_helper.from_array(np.ascontiguousarray(values), f"{stem}.{name}")
+        )
         return f"{stem}.{name}"
 
     def add(op_type: str, names: Sequence[str], result: str, **attributes: Any) -> str:
-        model.graph.node.append(helper.make_node(op_type, names, [f"{stem}.{result}"], **attributes))
+        model.graph.node.append(
+            helper.make_node(op_type, names, [f"{stem}.{result}"], **attributes)
+        )
         return f"{stem}.{result}"
 
     def place(values: Floats, pair: QuantizedWeight) -> npt.NDArray[np.float32]:
@@ -300,7 +334,9 @@ def _add_bias_errors(
         scales = [store(f"levels{part}", values) for part, values in enumerate(levels)]
         written = add("QuantizeLinear", [value, *scales], "written")
         value = add("DequantizeLinear", [written, *scales], "read")
-    rounded = add(layer.op_type, [value, store("weight", place(weight.dequantized, weight))], "rounded")
+    rounded = add(
+        layer.op_type, [value, store("weight", place(weight.dequantized, weight))], "rounded"
+    )
     right = add(layer.op_type, layer.input[:2], "right")
     for node in list(model.graph.node)[-2:]:
         node.attribute.extend(layer.attribute)
@@ -309,7 +345,10 @@ def _add_bias_errors(
         shift = shift.reshape(-1, *[1] * (weight.original.ndim - 2))
     error = add("Sub", [rounded, right], "error")
     moved = add("Add", [error, store("shift", shift)], "moved")
-    names = [add("ReduceSumSquare", [name], f"sum{part}", keepdims=0) for part, name in enumerate((moved, error))]
+    names = [
+        add("ReduceSumSquare", [name], f"sum{part}", keepdims=0)
+        for part, name in enumerate((moved, error))
+    ]
     for name in names:
         model.graph.output.add(name=name)
     return names[0], names[1]

@@ -35,10 +35,14 @@ def restore_metadata(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
     model.metadata_props.extend(source.metadata_props)
     del model.graph.value_info[:]
     declared = {entry.domain: entry.version for entry in source.opset_import}
-    used = {node.domain for node in iterate_nodes(model)} | {function.domain for function in model.functions}
+    used = {node.domain for node in iterate_nodes(model)} | {
+        function.domain for function in model.functions
+    }
     used |= {*declared, *DEFAULT_DOMAINS}
     imports = {
-        entry.domain: entry.version if entry.domain in DEFAULT_DOMAINS else declared.get(entry.domain, entry.version)
+        entry.domain: entry.version
+        if entry.domain in DEFAULT_DOMAINS
+        else declared.get(entry.domain, entry.version)
         for entry in model.opset_import
         if entry.domain in used
     }
@@ -55,7 +59,9 @@ def flatten_biases(model: onnx.ModelProto) -> None:
     users: dict[str, set[str]] = {}
     for node in model.graph.node:
         for index, name in enumerate(node.input):
-            users.setdefault(name, set()).add("bias" if node.op_type == "Gemm" and index == 2 else "other")
+            users.setdefault(name, set()).add(
+                "bias" if node.op_type == "Gemm" and index == 2 else "other"
+            )
     for tensor in model.graph.initializer:
         if users.get(tensor.name) == {"bias"} and len(tensor.dims) == 2 and tensor.dims[0] == 1:
             del tensor.dims[0]
@@ -92,7 +98,10 @@ def renumber_names(model: onnx.ModelProto, pattern: str) -> None:
             graphs += [a.g for a in node.attribute if a.HasField("g")]
         for value in (*graph.value_info, *graph.initializer):
             value.name = anew(value.name)
-        used = {name: place for place, name in enumerate(name for node in graph.node for name in node.input)}
+        used = {
+            name: place
+            for place, name in enumerate(name for node in graph.node for name in node.input)
+        }
         weights = sorted(graph.initializer, key=lambda weight: used.get(weight.name, len(used)))
         del graph.initializer[:]
         graph.initializer.extend(weights)
@@ -108,7 +117,11 @@ def _lift_graph_constants(graph: onnx.GraphProto) -> None:
     outputs = {value.name for value in graph.output}
     kept: list[onnx.NodeProto] = []
     for node in graph.node:
-        value = next((a.t for a in node.attribute if a.name == "value"), None) if node.op_type == "Constant" else None
+        value = (
+            next((a.t for a in node.attribute if a.name == "value"), None)
+            if node.op_type == "Constant"
+            else None
+        )
         if value is None or node.output[0] in outputs:
             kept.append(node)
         else:
@@ -132,22 +145,33 @@ def split_gemms(model: onnx.ModelProto, excluded: Collection[str] = ()) -> None:
     from onnx import helper, numpy_helper
 
     matrices = {tensor.name: tensor for tensor in model.graph.initializer}
-    readers = Counter(name for node in iterate_nodes(model) for name in node.input)  # subgraphs read matrices too
+    readers = Counter(
+        name for node in iterate_nodes(model) for name in node.input
+    )  # subgraphs read matrices too
     rewritten: list[onnx.NodeProto] = []
     for node in model.graph.node:
         is_candidate = node.op_type == "Gemm" and node.name not in excluded
-        if not (is_candidate and node.input[1] in matrices and readers[node.input[1]] == 1 and _is_unscaled(node)):
+        if not (
+            is_candidate
+            and node.input[1] in matrices
+            and readers[node.input[1]] == 1
+            and _is_unscaled(node)
+        ):
             rewritten.append(node)
             continue
         if _read_flags(node).get("transB", 0):
             tensor = matrices[node.input[1]]
-            tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).T.copy(), tensor.name))
+            tensor.CopyFrom(
+                numpy_helper.from_array(numpy_helper.to_array(tensor).T.copy(), tensor.name)
+            )
         is_biased = len(node.input) > 2 and bool(node.input[2])
         product = node.output[0] + PRODUCT if is_biased else node.output[0]
         rewritten.append(helper.make_node("MatMul", node.input[:2], [product], name=node.name))
         if is_biased:
             rewritten.append(
-                helper.make_node("Add", [product, node.input[2]], [node.output[0]], name=f"{node.name}_bias")
+                helper.make_node(
+                    "Add", [product, node.input[2]], [node.output[0]], name=f"{node.name}_bias"
+                )
             )
     del model.graph.node[:]
     model.graph.node.extend(rewritten)
@@ -194,18 +218,26 @@ def write_with_boundary_casts(model: Path, wanted: Mapping[str, int], path: Path
         for name, kind in types.items()
         if {kind, wanted.get(name, 0)} <= set(_FLOATS) and kind != wanted[name]
     }
-    if not types or (_BFLOAT not in types.values() and not types.keys() & {v.name for v in structure.graph.input}):
+    if not types or (
+        _BFLOAT not in types.values() and not types.keys() & {v.name for v in structure.graph.input}
+    ):
         return ""
     made = read_model(model)
     _cast(made, {name: wanted[name] for name in types})
     write_model(made, path)
     name, kind = next(iter(types.items()))
-    return f"{', '.join(types)}: {_FLOATS[kind]}, run with casts from and to {_FLOATS[wanted[name]]}"
+    return (
+        f"{', '.join(types)}: {_FLOATS[kind]}, run with casts from and to {_FLOATS[wanted[name]]}"
+    )
 
 
 def _ends(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
-    stored = {tensor.name for tensor in model.graph.initializer}  # old files list their weights as inputs
-    return [value for value in (*model.graph.input, *model.graph.output) if value.name not in stored]
+    stored = {
+        tensor.name for tensor in model.graph.initializer
+    }  # old files list their weights as inputs
+    return [
+        value for value in (*model.graph.input, *model.graph.output) if value.name not in stored
+    ]
 
 
 def _cast(model: onnx.ModelProto, wanted: dict[str, int]) -> None:
@@ -214,7 +246,9 @@ def _cast(model: onnx.ModelProto, wanted: dict[str, int]) -> None:
     graph = model.graph
     inner = {name: f"{name}.own" for name in wanted}
     before = [
-        helper.make_node("Cast", [value.name], [inner[value.name]], to=value.type.tensor_type.elem_type)
+        helper.make_node(
+            "Cast", [value.name], [inner[value.name]], to=value.type.tensor_type.elem_type
+        )
         for value in graph.input
         if value.name in wanted
     ]
@@ -251,7 +285,9 @@ def _rename_values(model: onnx.ModelProto, names: Mapping[str, str]) -> None:
 REMEDY = "Names are those of the exported file; `quantize.exclude` lists them."
 
 
-def trace_nodes(names: Iterable[str], source: onnx.ModelProto, prepared: onnx.ModelProto) -> dict[str, tuple[str, ...]]:
+def trace_nodes(
+    names: Iterable[str], source: onnx.ModelProto, prepared: onnx.ModelProto
+) -> dict[str, tuple[str, ...]]:
     """Find the nodes of `prepared` that came from named nodes of `source`.
 
     They are matched by name, else by output, else by weights.
@@ -263,7 +299,10 @@ def trace_nodes(names: Iterable[str], source: onnx.ModelProto, prepared: onnx.Mo
     known = {node.name: node for node in source.graph.node if node.name}
     _refuse_unknown_names(wanted, known)
     matrices = {name for name, tensor in collect_constants(source).items() if len(tensor.dims) > 1}
-    traced = {name: _find_heirs(known[name], matrices.intersection(known[name].input), prepared) for name in wanted}
+    traced = {
+        name: _find_heirs(known[name], matrices.intersection(known[name].input), prepared)
+        for name in wanted
+    }
     if lost := sorted(name for name, heirs in traced.items() if not heirs):
         raise UserError(
             f"there is nothing left to exclude of {', '.join(lost)}",
@@ -278,13 +317,17 @@ def _refuse_unknown_names(wanted: Iterable[str], known: Collection[str]) -> None
     problems = []
     for name in (name for name in wanted if name not in known):
         close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(tuple(known)[:10])}"
+        hint = (
+            f"did you mean {close[0]!r}?" if close else f"there are {', '.join(tuple(known)[:10])}"
+        )
         problems.append(f"no node is called {name!r}: {hint}")
     if problems:
         raise UserError("; ".join(problems), where="quantize.exclude", remedy=REMEDY)
 
 
-def _find_heirs(node: onnx.NodeProto, weights: Collection[str], prepared: onnx.ModelProto) -> tuple[str, ...]:
+def _find_heirs(
+    node: onnx.NodeProto, weights: Collection[str], prepared: onnx.ModelProto
+) -> tuple[str, ...]:
     """Return the nodes of `prepared` that came from a node: the first way to match them that finds any counts."""
     named = [n for n in prepared.graph.node if n.name]
     candidates = (
@@ -295,17 +338,25 @@ def _find_heirs(node: onnx.NodeProto, weights: Collection[str], prepared: onnx.M
     return tuple(next((names for names in candidates if names), []))
 
 
-def find_quantized_nodes(excluded: Iterable[str], derived: onnx.ModelProto, rewritten: str) -> tuple[str, ...]:
+def find_quantized_nodes(
+    excluded: Iterable[str], derived: onnx.ModelProto, rewritten: str
+) -> tuple[str, ...]:
     """Return the excluded nodes that are quantized in `derived` nevertheless.
 
     Args:
         rewritten: suffix of a node's name where the quantizer rewrites an operator before it quantizes.
     """
     stored = collect_constants(derived)
-    integers = {n.output[0] for n in derived.graph.node if n.op_type == "DequantizeLinear" and n.input[0] in stored}
+    integers = {
+        n.output[0]
+        for n in derived.graph.node
+        if n.op_type == "DequantizeLinear" and n.input[0] in stored
+    }
     floats = {
         node.name
         for node in derived.graph.node
-        if not integers.intersection(node.input) and "Integer" not in node.op_type and "QLinear" not in node.op_type
+        if not integers.intersection(node.input)
+        and "Integer" not in node.op_type
+        and "QLinear" not in node.op_type
     }
     return tuple(name for name in excluded if name not in floats and name + rewritten not in floats)

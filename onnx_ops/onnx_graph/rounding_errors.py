@@ -17,9 +17,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.onnx_graph.error_graph import MOST_STEPS, ErrorGraph, get_attribute, get_axis, is_class_output
+from onnx_ops.onnx_graph.error_graph import (
+    MOST_STEPS,
+    ErrorGraph,
+    get_attribute,
+    get_axis,
+    is_class_output,
+)
 from onnx_ops.onnx_graph.files import get_opset, read_structure, write_model
-from onnx_ops.onnx_graph.rounding_operators import BEHIND_INDICES, RANKINGS, RESHAPES, SAME_SHAPE, WITH_CHANNELS
+from onnx_ops.onnx_graph.rounding_operators import (
+    BEHIND_INDICES,
+    RANKINGS,
+    RESHAPES,
+    SAME_SHAPE,
+    WITH_CHANNELS,
+)
 from onnx_ops.onnx_graph.rounding_rules import RULES
 
 if TYPE_CHECKING:
@@ -111,12 +123,16 @@ def _describe_output(graph: ErrorGraph, value: onnx.ValueInfoProto) -> RoundingO
     if value.type.tensor_type.elem_type not in _FLOATS:
         return RoundingOutputs()
     error = graph.error(name) or ""
-    return RoundingOutputs(error=error, axis=_find_axis(graph, name), segments=_number_segments(graph, name) or "")
+    return RoundingOutputs(
+        error=error, axis=_find_axis(graph, name), segments=_number_segments(graph, name) or ""
+    )
 
 
 def _find_axis(graph: ErrorGraph, name: str) -> int:
     """Return the axis of the columns; that of channels behind a convolution."""
-    orders: list[tuple[int, ...]] = []  # of transpositions between the convolution and the output, the last one first
+    orders: list[
+        tuple[int, ...]
+    ] = []  # of transpositions between the convolution and the output, the last one first
     for _ in range(MOST_STEPS):
         node = graph.producer(name)
         if node is None:
@@ -140,7 +156,9 @@ def _number_segments(graph: ErrorGraph, name: str, depth: int = 0) -> str | None
     if node is None or depth >= MOST_STEPS:
         return None
     if node.op_type == "Concat" and len(node.input) > 1:
-        numbers = [graph.expand(graph.constant(number), part) for number, part in enumerate(node.input)]
+        numbers = [
+            graph.expand(graph.constant(number), part) for number, part in enumerate(node.input)
+        ]
         return graph.copy(node, numbers)
     if node.op_type not in SAME_SHAPE | RESHAPES:
         return None

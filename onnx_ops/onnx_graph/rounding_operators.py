@@ -117,7 +117,9 @@ RESHAPES = frozenset({"Flatten", "Reshape", "Slice", "Squeeze", "Transpose", "Un
 SUMS = frozenset({"AveragePool", "GlobalAveragePool", "ReduceL1", "ReduceMean", "ReduceSum"})
 """Operators that add one term after the other."""
 
-WITH_CHANNELS = frozenset({"AveragePool", "Conv", "ConvTranspose", "InstanceNormalization", "MaxPool", "Resize"})
+WITH_CHANNELS = frozenset(
+    {"AveragePool", "Conv", "ConvTranspose", "InstanceNormalization", "MaxPool", "Resize"}
+)
 """Operators whose answer has its channels along axis 1."""
 
 EXACT = frozenset(

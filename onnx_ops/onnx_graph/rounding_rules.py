@@ -114,7 +114,9 @@ def _estimate_joined(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str 
     errors = [graph.error(part) for part in node.input]
     if not any(errors):
         return None
-    return graph.copy(node, [error or graph.zeros(part) for error, part in zip(errors, node.input, strict=True)])
+    return graph.copy(
+        node, [error or graph.zeros(part) for error, part in zip(errors, node.input, strict=True)]
+    )
 
 
 def _estimate_chosen(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
@@ -122,7 +124,9 @@ def _estimate_chosen(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str 
     errors = [graph.error(choice) for choice in node.input[1:]]
     if not any(errors):
         return None
-    chosen = graph.emit("Where", [node.input[0], *(error or graph.constant(0.0) for error in errors)])
+    chosen = graph.emit(
+        "Where", [node.input[0], *(error or graph.constant(0.0) for error in errors)]
+    )
     return graph.expand(chosen, name)
 
 
@@ -201,7 +205,10 @@ def _compute_reciprocal_slope(graph: ErrorGraph, node: onnx.NodeProto, name: str
 def _compute_power_slope(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str:
     exponent = graph.as_float(node.input[1])
     lower = graph.emit("Sub", [exponent, graph.constant(1.0)])
-    return graph.emit("Mul", [graph.emit("Abs", [exponent]), graph.emit("Pow", [graph.size(node.input[0]), lower])])
+    return graph.emit(
+        "Mul",
+        [graph.emit("Abs", [exponent]), graph.emit("Pow", [graph.size(node.input[0]), lower])],
+    )
 
 
 def _estimate_softmax(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
@@ -220,13 +227,17 @@ def _mix_errors(graph: ErrorGraph, y: str, errors: str, axes: list[int]) -> str:
     """Return (1 - y) E + the sum of y E over the other elements, the relative error of a softmax."""
     weighted = graph.emit("Mul", [y, errors])
     others = graph.emit("Sub", [graph.reduce("ReduceSum", weighted, axes), weighted])
-    return graph.total(graph.emit("Abs", [graph.emit("Sub", [errors, weighted])]), graph.emit("Abs", [others]))
+    return graph.total(
+        graph.emit("Abs", [graph.emit("Sub", [errors, weighted])]), graph.emit("Abs", [others])
+    )
 
 
 def _estimate_log_sum(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
     """Return the error of ReduceLogSumExp, and the largest of the errors before it."""
     largest = graph.copy(node, [graph.size(node.input[0]), *node.input[1:]])
-    own = graph.emit("Add", [graph.scale(largest, 2 * graph.epsilon), graph.constant(2 * graph.epsilon)])
+    own = graph.emit(
+        "Add", [graph.scale(largest, 2 * graph.epsilon), graph.constant(2 * graph.epsilon)]
+    )
     before = graph.error(node.input[0])
     if before is None:
         return own
@@ -238,7 +249,8 @@ def _estimate_batch_norm(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> 
     x, scale, bias, mean, variance = node.input[:5]
     turned = graph.emit("Neg", [graph.size(mean)])
     own = graph.scale(
-        graph.copy(node, [graph.size(x), graph.size(scale), graph.size(bias), turned, variance]), graph.epsilon
+        graph.copy(node, [graph.size(x), graph.size(scale), graph.size(bias), turned, variance]),
+        graph.epsilon,
     )
     before = graph.error(x)
     if before is None:
@@ -261,12 +273,16 @@ def _estimate_normalized(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> 
         values = graph.emit("Reshape", [values, rows])
         before = before and graph.emit("Reshape", [before, rows])
         column = graph.constant([-1, 1], np.int64)
-        factor, *offset = (graph.emit("Reshape", [parameter, column]) for parameter in (factor, *offset))
+        factor, *offset = (
+            graph.emit("Reshape", [parameter, column]) for parameter in (factor, *offset)
+        )
     least = get_attribute(node, "epsilon") or _LEAST_VARIANCE
     error = graph.emit("Mul", [_estimate_standardized(graph, values, before, axes, least), factor])
     for parameter in offset:
         error = graph.emit("Add", [error, graph.scale(parameter, graph.epsilon)])
-    return graph.total(graph.own(name, 2.0), graph.emit("Reshape", [error, graph.emit("Shape", [x])]))
+    return graph.total(
+        graph.own(name, 2.0), graph.emit("Reshape", [error, graph.emit("Shape", [x])])
+    )
 
 
 def _estimate_standardized(
@@ -276,12 +292,20 @@ def _estimate_standardized(
     mean = graph.reduce("ReduceMean", values, axes)
     centered = graph.emit("Sub", [values, mean])
     least = graph.constant(least_variance)
-    variance = graph.emit("Add", [graph.reduce("ReduceMean", graph.emit("Mul", [centered, centered]), axes), least])
-    error = graph.scale(graph.emit("Add", [graph.emit("Abs", [values]), graph.emit("Abs", [mean])]), graph.epsilon)
+    variance = graph.emit(
+        "Add", [graph.reduce("ReduceMean", graph.emit("Mul", [centered, centered]), axes), least]
+    )
+    error = graph.scale(
+        graph.emit("Add", [graph.emit("Abs", [values]), graph.emit("Abs", [mean])]), graph.epsilon
+    )
     if before is not None:
-        error = graph.emit("Add", [error, graph.emit("Add", [before, graph.reduce("ReduceMean", before, axes)])])
+        error = graph.emit(
+            "Add", [error, graph.emit("Add", [before, graph.reduce("ReduceMean", before, axes)])]
+        )
     # A variance that is computed as the mean of squares less the square of the mean errs by eps mean^2.
-    lost = graph.scale(graph.emit("Div", [graph.emit("Mul", [mean, mean]), variance]), graph.epsilon)
+    lost = graph.scale(
+        graph.emit("Div", [graph.emit("Mul", [mean, mean]), variance]), graph.epsilon
+    )
     error = graph.emit("Add", [error, graph.emit("Mul", [graph.emit("Abs", [centered]), lost])])
     return graph.emit("Div", [error, graph.emit("Sqrt", [variance])])
 
@@ -299,21 +323,29 @@ def _estimate_linear_model(graph: ErrorGraph, node: onnx.NodeProto, name: str) -
     if not is_regular or kind not in ("NONE", "LOGISTIC", "SOFTMAX"):
         return _estimate_unknown(graph, node, name)
     matrix = weights.reshape(targets, -1).T
-    product = graph.emit("MatMul", [graph.size(node.input[0]), graph.constant(matrix * graph.epsilon / 2)])
+    product = graph.emit(
+        "MatMul", [graph.size(node.input[0]), graph.constant(matrix * graph.epsilon / 2)]
+    )
     error = graph.emit("Add", [product, graph.constant(offsets * graph.epsilon / 2)])
     if kind == "NONE":
         return error
     if kind == "SOFTMAX":
         y = graph.size(name)
-        return graph.total(graph.own(name, 2.0), graph.emit("Mul", [y, _mix_errors(graph, y, error, [-1])]))
+        return graph.total(
+            graph.own(name, 2.0), graph.emit("Mul", [y, _mix_errors(graph, y, error, [-1])])
+        )
     passed = graph.emit("Mul", [_compute_sigmoid_slope(graph, node, name), error])
-    return graph.total(graph.own(name), passed, graph.constant(KERNEL_ERRORS["Sigmoid"] * graph.epsilon))
+    return graph.total(
+        graph.own(name), passed, graph.constant(KERNEL_ERRORS["Sigmoid"] * graph.epsilon)
+    )
 
 
 def _estimate_trees(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
     """Return eps sqrt(trees) times the sum of the largest leaves of all trees, by target."""
     prefix = "target" if node.op_type == "TreeEnsembleRegressor" else "class"
-    weights, targets, trees = (get_attribute(node, f"{prefix}_{key}") for key in ("weights", "ids", "treeids"))
+    weights, targets, trees = (
+        get_attribute(node, f"{prefix}_{key}") for key in ("weights", "ids", "treeids")
+    )
     is_transformed = (get_attribute(node, "post_transform") or b"NONE") != b"NONE"
     aggregate = get_attribute(node, "aggregate_function") or b"SUM"
     if not weights or is_transformed or aggregate not in (b"SUM", b"AVERAGE"):
@@ -323,7 +355,9 @@ def _estimate_trees(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str |
     else:
         width = int(get_attribute(node, "n_targets") or max(targets) + 1)
     largest = np.zeros((max(trees) + 1, width))
-    np.maximum.at(largest, (np.asarray(trees), np.asarray(targets)), _read_sizes(node, f"{prefix}_weights"))
+    np.maximum.at(
+        largest, (np.asarray(trees), np.asarray(targets)), _read_sizes(node, f"{prefix}_weights")
+    )
     total = largest.sum(axis=0)
     if prefix == "class" and len(set(targets)) == 1:  # two classes, of which one is stored
         total[:] = total.max()
@@ -338,7 +372,9 @@ def _estimate_trees(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str |
 
 def _count_classes(node: onnx.NodeProto, key_of_numbers: str) -> int:
     """Return the number of classes, which are numbers or texts."""
-    return max(len(get_attribute(node, key) or ()) for key in (key_of_numbers, "classlabels_strings"))
+    return max(
+        len(get_attribute(node, key) or ()) for key in (key_of_numbers, "classlabels_strings")
+    )
 
 
 def _read_sizes(node: onnx.NodeProto, key: str) -> npt.NDArray[np.float64]:
@@ -349,8 +385,12 @@ def _read_sizes(node: onnx.NodeProto, key: str) -> npt.NDArray[np.float64]:
 def _estimate_scaled(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
     """Return |scale| (eps (|x| + |offset|) + E)."""
     factors, offsets = _read_sizes(node, "scale"), _read_sizes(node, "offset")
-    inner = graph.scale(graph.emit("Add", [graph.size(node.input[0]), graph.constant(offsets)]), graph.epsilon)
-    return graph.emit("Mul", [graph.total(inner, graph.error(node.input[0])), graph.constant(factors)])
+    inner = graph.scale(
+        graph.emit("Add", [graph.size(node.input[0]), graph.constant(offsets)]), graph.epsilon
+    )
+    return graph.emit(
+        "Mul", [graph.total(inner, graph.error(node.input[0])), graph.constant(factors)]
+    )
 
 
 def _estimate_top(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:

@@ -43,10 +43,14 @@ _MOVES = frozenset({"DequantizeLinear", "Identity", "Reshape", "Transpose"})
 def find_saturating_weights(model: onnx.ModelProto) -> tuple[str, ...]:
     """Return the int8 weights whose products with uint8 activations can saturate, sorted by name."""
     stored = collect_constants(model)
-    return tuple(sorted({name for name in _list_mixed_weights(model, stored) if _can_overflow(stored[name])}))
+    return tuple(
+        sorted({name for name in _list_mixed_weights(model, stored) if _can_overflow(stored[name])})
+    )
 
 
-def _list_mixed_weights(model: onnx.ModelProto, stored: Mapping[str, onnx.TensorProto]) -> Iterator[str]:
+def _list_mixed_weights(
+    model: onnx.ModelProto, stored: Mapping[str, onnx.TensorProto]
+) -> Iterator[str]:
     """Yield the int8 weights that are multiplied by uint8 activations and added in pairs."""
     makers = {name: node for node in model.graph.node for name in node.output}
     for node in model.graph.node:
@@ -60,9 +64,15 @@ def _list_mixed_weights(model: onnx.ModelProto, stored: Mapping[str, onnx.Tensor
         else:
             continue
         name = _find_stored(node.input[weight], makers)
-        if name not in stored or stored[name].data_type != _INT8 or _is_depthwise(node, stored[name]):
+        if (
+            name not in stored
+            or stored[name].data_type != _INT8
+            or _is_depthwise(node, stored[name])
+        ):
             continue
-        if zero not in stored or stored[zero].data_type == _UINT8:  # without a stored type, uint8 is the default
+        if (
+            zero not in stored or stored[zero].data_type == _UINT8
+        ):  # without a stored type, uint8 is the default
             yield name
 
 

@@ -101,7 +101,12 @@ class StoredWeightReader:
     def list_unread(self, read: Collection[str]) -> tuple[str, ...]:
         """Return integer constants that look like weights and are not among those `read`: they have another layout."""
         parameters = self.parameters()
-        taken = {name for node in self._all_nodes if node.domain.startswith("com.") for name in node.input}
+        taken = {
+            name
+            for node in self._all_nodes
+            if node.domain.startswith("com.")
+            for name in node.input
+        }
         taken |= {node.input[0] for node in self._all_nodes if node.op_type == "DequantizeLinear"}
         return tuple(
             sorted(
@@ -110,7 +115,10 @@ class StoredWeightReader:
                 if name not in read
                 and name not in parameters
                 and tensor.data_type in _NARROW
-                and ((name.endswith(QUANTIZED_SUFFIX) and tensor.dims) or (name in taken and len(tensor.dims) > 1))
+                and (
+                    (name.endswith(QUANTIZED_SUFFIX) and tensor.dims)
+                    or (name in taken and len(tensor.dims) > 1)
+                )
             )
         )
 
@@ -160,7 +168,9 @@ class StoredWeightReader:
             if any(each.size not in (directions, directions * gates) for each in parameters):
                 continue
             levels = stored.swapaxes(1, 2).astype(np.float64)
-            scale, centre = (each.astype(np.float64).reshape(directions, -1, 1) for each in parameters)
+            scale, centre = (
+                each.astype(np.float64).reshape(directions, -1, 1) for each in parameters
+            )
             yield StoredWeight(
                 name=_strip(names[0], blocked=False),
                 tensor=names[0],
@@ -219,16 +229,25 @@ class StoredWeightReader:
         )
         values = self._array(name).astype(np.float64)
         scale, centre = (
-            expand_scales(self._array(n).astype(np.float64), values.shape, scales.axis, scales.block)
+            expand_scales(
+                self._array(n).astype(np.float64), values.shape, scales.axis, scales.block
+            )
             for n in node.input[1:3]
         )
         if scale is None or centre is None:
             return None
         with np.errstate(divide="ignore", invalid="ignore"):
-            levels = np.clip(np.nan_to_num(np.rint(values / scale) + centre), *_LIMITS[zero.dtype.name])
+            levels = np.clip(
+                np.nan_to_num(np.rint(values / scale) + centre), *_LIMITS[zero.dtype.name]
+            )
         weight = self._scaled(name, levels, scales, transposable=True, stored_as=zero.dtype.name)
-        if weight is not None and self.tensors[name].data_type == _HALF:  # it was rounded to float16 before
-            return replace(weight, allowed=weight.allowed + np.spacing(np.abs(self._array(name))).astype(np.float64))
+        if (
+            weight is not None and self.tensors[name].data_type == _HALF
+        ):  # it was rounded to float16 before
+            return replace(
+                weight,
+                allowed=weight.allowed + np.spacing(np.abs(self._array(name))).astype(np.float64),
+            )
         return weight
 
     def _read_integer_product(self, node: onnx.NodeProto) -> StoredWeight | None:
@@ -257,19 +276,31 @@ class StoredWeightReader:
         for reader in self._readers.get(value, ()):
             value = reader.output[0] if reader.op_type == "Cast" else value
         for reader in self._readers.get(value, ()):
-            others = [name for name in reader.input if name != value] if reader.op_type == "Mul" else []
+            others = (
+                [name for name in reader.input if name != value] if reader.op_type == "Mul" else []
+            )
             for other in others:
                 maker = self._makers.get(other)
-                factors = list(maker.input) if maker is not None and maker.op_type == "Mul" else [other]
+                factors = (
+                    list(maker.input) if maker is not None and maker.op_type == "Mul" else [other]
+                )
                 if known := [str(name) for name in factors if name in self.tensors]:
                     return known[0]
         return ""
 
     def _scaled(
-        self, name: str, stored: npt.NDArray[Any], scales: _Scales, *, transposable: bool, stored_as: str = ""
+        self,
+        name: str,
+        stored: npt.NDArray[Any],
+        scales: _Scales,
+        *,
+        transposable: bool,
+        stored_as: str = "",
     ) -> StoredWeight | None:
         levels = stored.astype(np.float64)
-        scale = expand_scales(self._array(scales.scale).astype(np.float64), levels.shape, scales.axis, scales.block)
+        scale = expand_scales(
+            self._array(scales.scale).astype(np.float64), levels.shape, scales.axis, scales.block
+        )
         centre: Floats | None = np.zeros((1,) * levels.ndim)
         if scales.zero_point in self.tensors:
             zero = self._array(scales.zero_point).astype(np.float64)
@@ -311,19 +342,34 @@ class StoredWeightReader:
         bits, block = sizes.get("bits", 4), sizes.get("block_size", 128)
         stored = self._array(node.input[0])
         packed = stored.dtype == np.uint8
-        levels = _unpack(stored.reshape(-1, stored.shape[-1]), bits) if packed else stored.astype(np.float64)
+        levels = (
+            _unpack(stored.reshape(-1, stored.shape[-1]), bits)
+            if packed
+            else stored.astype(np.float64)
+        )
         levels = levels.reshape(*stored.shape[:-1], -1)
         axis = sizes.get("quantize_axis", 1) % levels.ndim
-        scale = expand_scales(self._array(node.input[2]).astype(np.float64), levels.shape, axis, block)
+        scale = expand_scales(
+            self._array(node.input[2]).astype(np.float64), levels.shape, axis, block
+        )
         places = tuple(self.tensors[node.input[2]].dims)
-        zero = self._read_packed_zeros(node, 3, places, bits, default=float(1 << (bits - 1)) if packed else 0.0)
+        zero = self._read_packed_zeros(
+            node, 3, places, bits, default=float(1 << (bits - 1)) if packed else 0.0
+        )
         centre = None if zero is None else expand_scales(zero, levels.shape, axis, block)
         if scale is None or centre is None:
             return None
-        return _build_blocked(node.input[0], levels, scale, centre, bits if packed else 0, transposable=False)
+        return _build_blocked(
+            node.input[0], levels, scale, centre, bits if packed else 0, transposable=False
+        )
 
     def _read_packed_zeros(
-        self, node: onnx.NodeProto, place: int, shape: tuple[int, ...], bits: int, default: float | None = None
+        self,
+        node: onnx.NodeProto,
+        place: int,
+        shape: tuple[int, ...],
+        bits: int,
+        default: float | None = None,
     ) -> Floats | None:
         """Return the zero points of blocks, in the middle of the levels unless the node has some."""
         if len(node.input) <= place or not node.input[place]:
@@ -332,12 +378,18 @@ class StoredWeightReader:
             return None
         stored = self._array(node.input[place])
         rows = int(np.prod(shape[:-1]))
-        zeros = _unpack(stored.reshape(rows, -1), bits) if stored.dtype == np.uint8 else stored.astype(np.float64)
+        zeros = (
+            _unpack(stored.reshape(rows, -1), bits)
+            if stored.dtype == np.uint8
+            else stored.astype(np.float64)
+        )
         zeros = zeros.reshape(rows, -1)[:, : shape[-1]]
         return zeros.reshape(shape) if zeros.size == np.prod(shape) else None
 
 
-def iterate_half_weights(tensors: Tensors, parameters: frozenset[str] = frozenset()) -> Iterator[StoredWeight]:
+def iterate_half_weights(
+    tensors: Tensors, parameters: frozenset[str] = frozenset()
+) -> Iterator[StoredWeight]:
     """Yield constants in float16 and bfloat16; a step is the spacing of the type at the value."""
     from onnx import numpy_helper
 
@@ -351,7 +403,12 @@ def iterate_half_weights(tensors: Tensors, parameters: frozenset[str] = frozense
             _, exponents = np.frexp(values.astype(np.float64))
             step = np.exp2(np.maximum(exponents - 1, _SMALLEST) - _BFLOAT_BITS)
         yield StoredWeight(
-            name=name, tensor=name, values=values.astype(np.float64), step=step, allowed=step, transposable=True
+            name=name,
+            tensor=name,
+            values=values.astype(np.float64),
+            step=step,
+            allowed=step,
+            transposable=True,
         )
 
 
@@ -363,21 +420,29 @@ def iterate_float_weights(tensors: Tensors) -> Iterator[StoredWeight]:
         if tensor.data_type == _FLOAT and math.prod(tensor.dims):
             values = numpy_helper.to_array(tensor).astype(np.float64)
             step = np.spacing(np.abs(values).astype(np.float32)).astype(np.float64)
-            yield StoredWeight(name=name, tensor=name, values=values, step=step, allowed=step, transposable=True)
+            yield StoredWeight(
+                name=name, tensor=name, values=values, step=step, allowed=step, transposable=True
+            )
 
 
-def expand_scales(values: Floats, shape: tuple[int, ...], axis: int, block: int = 0) -> Floats | None:
+def expand_scales(
+    values: Floats, shape: tuple[int, ...], axis: int, block: int = 0
+) -> Floats | None:
     """Shape scales so that they broadcast against a weight: one, one for each entry of an axis, or one for each block.
 
     Source: the ONNX operator DequantizeLinear-21. None if they do not fit.
     """
     if block and values.ndim == len(shape):
         along = axis % len(shape)
-        wide = np.repeat(values, block, axis=along).take(range(shape[along]), axis=along, mode="clip")
+        wide = np.repeat(values, block, axis=along).take(
+            range(shape[along]), axis=along, mode="clip"
+        )
         return wide if all(w in (1, s) for w, s in zip(wide.shape, shape, strict=True)) else None
     if values.size == 1:
         return values.reshape((1,) * len(shape))
-    if values.ndim == len(shape) and all(v in (1, s) for v, s in zip(values.shape, shape, strict=True)):
+    if values.ndim == len(shape) and all(
+        v in (1, s) for v, s in zip(values.shape, shape, strict=True)
+    ):
         return values  # MatMulInteger takes scales of any shape that broadcasts
     if not -len(shape) <= axis < len(shape) or values.size != shape[axis]:
         return None

@@ -61,10 +61,14 @@ def read_trees(path: Path) -> tuple[Tree, ...]:
     for node in (node for node in read_model(path).graph.node if node.op_type in ENSEMBLES):
         kind = "class" if node.op_type == ENSEMBLES[0] else "target"
         growing, nodes = _grow(node, where)
-        outputs = _read_columns(node, [f"{kind}_{part}" for part in ("treeids", "nodeids", "ids", "weights")], where)
+        outputs = _read_columns(
+            node, [f"{kind}_{part}" for part in ("treeids", "nodeids", "ids", "weights")], where
+        )
         for tree, number, output, weight in zip(*outputs, strict=True):
             if tree not in growing or number not in growing[tree].leaves or output < 0:
-                raise UserError("a tree ensemble has weights for a leaf that does not exist", where=where)
+                raise UserError(
+                    "a tree ensemble has weights for a leaf that does not exist", where=where
+                )
             leaf = growing[tree].leaves[number]
             leaf[output] = leaf.get(output, 0.0) + weight
         width = max(outputs[2], default=0) + 1
@@ -180,7 +184,11 @@ def build_split_probes(path: Path, samples: Mapping[str, Any]) -> dict[str, Any]
     if ensemble is None or not all(map(_is_matrix_of_numbers, samples.values())):
         return None
     start, order = _matrix(model, list(samples))
-    rows = np.concatenate([samples[name].astype(np.float64) for name in order], axis=1) if order else np.empty((0, 0))
+    rows = (
+        np.concatenate([samples[name].astype(np.float64) for name in order], axis=1)
+        if order
+        else np.empty((0, 0))
+    )
     if not len(rows):
         return None
     scaling = _scaling(model, ensemble.input[0], start, rows.shape[1])
@@ -207,7 +215,9 @@ def _is_matrix_of_numbers(array: Any) -> bool:
     return array.ndim == 2 and array.dtype.kind in "fi"
 
 
-def _split_columns(chosen: Floats, samples: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
+def _split_columns(
+    chosen: Floats, samples: Mapping[str, Any], order: Sequence[str]
+) -> dict[str, Any]:
     """Return pairs of joined rows, of shape (pairs, 2, columns), as rows of the inputs in their types."""
     ends = np.cumsum([samples[name].shape[1] for name in order])[:-1]
     parts = dict(zip(order, np.split(chosen, ends, axis=2), strict=True))
@@ -215,7 +225,9 @@ def _split_columns(chosen: Floats, samples: Mapping[str, Any], order: Sequence[s
     for name, array in samples.items():
         pairs = parts[name]
         if array.dtype.kind == "i":  # the next whole numbers on either side
-            pairs = np.where(pairs > pairs.min(axis=1, keepdims=True), np.ceil(pairs), np.floor(pairs))
+            pairs = np.where(
+                pairs > pairs.min(axis=1, keepdims=True), np.ceil(pairs), np.floor(pairs)
+            )
         probes[name] = pairs.reshape(-1, pairs.shape[2]).astype(array.dtype)
     return probes
 
@@ -242,7 +254,9 @@ def _origin(makers: Mapping[str, onnx.NodeProto], value: str) -> str:
     return value
 
 
-def _probes(tree: Mapping[int, _Split], rows: Floats, factor: Floats, shift: Floats) -> Iterator[Floats]:
+def _probes(
+    tree: Mapping[int, _Split], rows: Floats, factor: Floats, shift: Floats
+) -> Iterator[Floats]:
     """Yield both sides of the threshold of each split that is reached, shape (2, features)."""
     roots = _find_roots(tree, tree)
     waiting = [(root, rows[index % len(rows)]) for index, root in enumerate(roots)]
@@ -257,7 +271,9 @@ def _probes(tree: Mapping[int, _Split], rows: Floats, factor: Floats, shift: Flo
         factor_f, shift_f = factor[split.feature], shift[split.feature]
         middle = (split.threshold - shift_f) / factor_f
         aside = _ASIDE * max(abs(middle), abs(shift_f / factor_f), 1e-6)
-        sides[:, split.feature] = (middle - aside, middle + aside) if factor_f > 0 else (middle + aside, middle - aside)
+        sides[:, split.feature] = (
+            (middle - aside, middle + aside) if factor_f > 0 else (middle + aside, middle - aside)
+        )
         yield sides
         is_low = local_rows[:, split.feature] * factor_f + shift_f <= split.threshold
         for child, part, side in (
@@ -270,7 +286,9 @@ def _probes(tree: Mapping[int, _Split], rows: Floats, factor: Floats, shift: Flo
                 waiting.append((child, side))
 
 
-def _scaling(model: onnx.ModelProto, value: str, start: str, columns: int) -> tuple[Floats, Floats] | None:
+def _scaling(
+    model: onnx.ModelProto, value: str, start: str, columns: int
+) -> tuple[Floats, Floats] | None:
     """Return factor and shift of each column between the model's input and `value`; None for other operations."""
     from onnx import numpy_helper
 

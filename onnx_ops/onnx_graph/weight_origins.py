@@ -39,7 +39,16 @@ _SAMPLED = 4096
 """Elements of a weight that are compared to find its original."""
 
 _MOVING = frozenset(
-    {"Cast", "DequantizeLinear", "Identity", "QuantizeLinear", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
+    {
+        "Cast",
+        "DequantizeLinear",
+        "Identity",
+        "QuantizeLinear",
+        "Reshape",
+        "Squeeze",
+        "Transpose",
+        "Unsqueeze",
+    }
 )
 """Operators between a constant and the operator that it is a weight of."""
 
@@ -110,7 +119,9 @@ class OriginFinder:
     """Finds originals in a float model for weights of a model that was derived from it."""
 
     def __init__(self, source: onnx.ModelProto, derived: onnx.ModelProto) -> None:
-        self.tensors = {n: t for n, t in collect_constants(source).items() if t.data_type in _FLOATS}
+        self.tensors = {
+            n: t for n, t in collect_constants(source).items() if t.data_type in _FLOATS
+        }
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._uses, counts = _list_uses(source)
         self._derived_uses, derived_counts = _list_uses(derived)
@@ -118,7 +129,9 @@ class OriginFinder:
         self._alike = {kind for kind, count in counts.items() if derived_counts.get(kind) == count}
         self._shapes: dict[tuple[int, ...], list[str]] = {}
         for name, tensor in self.tensors.items():
-            self._shapes.setdefault(tuple(sorted(size for size in tensor.dims if size != 1)), []).append(name)
+            self._shapes.setdefault(
+                tuple(sorted(size for size in tensor.dims if size != 1)), []
+            ).append(name)
 
     def read(self, origin: Origin) -> npt.NDArray[Any]:
         """Return the values of an original, in the orientation of its weight."""
@@ -135,7 +148,9 @@ class OriginFinder:
         waiting: list[tuple[StoredWeight, list[_PossibleOrigin]]] = []
         for weight in weights:
             candidates = sorted(self._list_candidates(weight), key=lambda candidate: candidate.rank)
-            if weight.values.size == 1:  # any two files have numbers in the same places, as exponents and factors
+            if (
+                weight.values.size == 1
+            ):  # any two files have numbers in the same places, as exponents and factors
                 candidates = [one for one in candidates if one.distance < _SAME_NUMBER]
             if candidates and candidates[0].rank[0] < _UNKNOWN:
                 found[weight.tensor] = candidates[0].origin
@@ -163,16 +178,33 @@ class OriginFinder:
                 values[use.output] = whole
             else:
                 values[use.output] = own.output
-                values |= {self._derived_sums[use.output]: whole} if use.output in self._derived_sums else {}
+                values |= (
+                    {self._derived_sums[use.output]: whole}
+                    if use.output in self._derived_sums
+                    else {}
+                )
         return values
 
     def find_by_name(self, weight: StoredWeight) -> Origin | None:
         """Return the original of that name, unless its operator is another one of the same kind."""
         own, use = self._uses.get(weight.name), self._derived_uses.get(weight.tensor)
-        named = [candidate for candidate in self._list_candidates(weight) if candidate.origin.name == weight.name]
-        if own is not None and use is not None and (own.kind, own.slot) == (use.kind, use.slot) and named:
+        named = [
+            candidate
+            for candidate in self._list_candidates(weight)
+            if candidate.origin.name == weight.name
+        ]
+        if (
+            own is not None
+            and use is not None
+            and (own.kind, own.slot) == (use.kind, use.slot)
+            and named
+        ):
             elsewhere = (own.kind, own.slot) in self._alike and not named[0].placed
-            named = [] if elsewhere and all(candidate.distance >= _NEAR for candidate in named) else named
+            named = (
+                []
+                if elsewhere and all(candidate.distance >= _NEAR for candidate in named)
+                else named
+            )
         return min(named, key=lambda candidate: candidate.rank).origin if named else None
 
     def _list_candidates(self, weight: StoredWeight) -> Iterator[_PossibleOrigin]:
@@ -185,7 +217,9 @@ class OriginFinder:
         names = set(_list_names(weight.name))
         for name in self._shapes.get(tuple(sorted(shape)), ()):
             own = self._uses.get(name)
-            for transposed in self._list_orientations(name, shape, transposable=weight.transposable):
+            for transposed in self._list_orientations(
+                name, shape, transposable=weight.transposable
+            ):
                 origin = Origin(name=name, transposed=transposed)
                 original = self.read(origin).reshape(own_shape)[places].astype(np.float64)
                 yield _PossibleOrigin(
@@ -196,7 +230,9 @@ class OriginFinder:
                     oriented=use is None or own is None or (own.turned != use.turned) == transposed,
                 )
 
-    def _list_orientations(self, name: str, shape: tuple[int, ...], *, transposable: bool) -> Iterator[bool]:
+    def _list_orientations(
+        self, name: str, shape: tuple[int, ...], *, transposable: bool
+    ) -> Iterator[bool]:
         """Yield False if a weight of this shape can be the original, and True if it can be its transpose."""
         plain = tuple(size for size in self.tensors[name].dims if size != 1)
         if plain == shape:
@@ -250,7 +286,9 @@ def _list_uses(model: onnx.ModelProto) -> tuple[dict[str, _Use], dict[tuple[str,
         if node.op_type in _MOVING:
             continue
         kind = _KINDS.get(node.op_type, node.op_type)
-        names = frozenset({node.name, *(output.removesuffix(WRITTEN_SUFFIX) for output in node.output)} - {""})
+        names = frozenset(
+            {node.name, *(output.removesuffix(WRITTEN_SUFFIX) for output in node.output)} - {""}
+        )
         flipped = any(a.name == "transB" and a.i for a in node.attribute)
         for slot, name in enumerate(node.input):
             if name not in follows:
@@ -285,7 +323,9 @@ def _list_sums(model: onnx.ModelProto) -> dict[str, str]:
     return sums
 
 
-def _follow_constants(model: onnx.ModelProto, stored: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
+def _follow_constants(
+    model: onnx.ModelProto, stored: Mapping[str, Any]
+) -> dict[str, tuple[str, int]]:
     """Return for each value that a constant is moved to its name, and how often its axes were swapped."""
     follows = {name: (name, 0) for name in stored}
     for node in model.graph.node:

@@ -61,16 +61,22 @@ def publish_tables(summary: Summary) -> None:
         for choice in summary.choices
     ]
     create_table_artifact(
-        gates, key=f"{summary.pipeline}-gates", description=f"Gates of {summary.pipeline}, per variant and target."
+        gates,
+        key=f"{summary.pipeline}-gates",
+        description=f"Gates of {summary.pipeline}, per variant and target.",
     )
     create_table_artifact(
-        choices, key=f"{summary.pipeline}-choices", description=f"What {summary.pipeline} serves on each target."
+        choices,
+        key=f"{summary.pipeline}-choices",
+        description=f"What {summary.pipeline} serves on each target.",
     )
 
     if summary.registration is not None:
         place = locate_report(summary.registration)
         create_markdown_artifact(
-            f"[Report of the release]({place})" if "://" in place else f"Write the report to a file: `{place}`",
+            f"[Report of the release]({place})"
+            if "://" in place
+            else f"Write the report to a file: `{place}`",
             key=f"{summary.pipeline}-report",
             description=f"Measurements of the last release of {summary.pipeline}, and the reasons of its decisions.",
         )
@@ -79,7 +85,9 @@ def publish_tables(summary: Summary) -> None:
 def publish_pictures(summary: Summary, evidence: Collection[Evidence]) -> None:
     """Publish `<pipeline>-<target>-variants`: size and latency of measured variants, as an image in the artifact."""
     for choice in summary.choices:
-        picture = variants_picture(choice.target, tuple(evidence), summary.decisions, choice.variant)
+        picture = variants_picture(
+            choice.target, tuple(evidence), summary.decisions, choice.variant
+        )
         if picture is not None:
             create_image_artifact(
                 as_data_url(picture.svg),
@@ -131,7 +139,9 @@ class _Progress(Observer):
 
     def _update(self) -> None:
         ended = self._ended
-        if self._artifact is not None and ended > self._shown:  # else an update before has sent this number
+        if (
+            self._artifact is not None and ended > self._shown
+        ):  # else an update before has sent this number
             with _patiently():
                 update_progress_artifact(self._artifact, progress=100.0 * ended / self._planned)
                 self._shown = ended

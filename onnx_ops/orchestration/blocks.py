@@ -65,11 +65,17 @@ class ModelRegistry(Block, EnvironmentBlock):
     _logo_url = _LOGO
     _documentation_url = _DOCUMENTATION
 
-    tracking_uri: str = Field(default=..., description="Address of MLflow, such as https://mlflow.example.org.")
-    mlflow_url: str = Field(default="", description="Address of its pages for people, if it differs.")
+    tracking_uri: str = Field(
+        default=..., description="Address of MLflow, such as https://mlflow.example.org."
+    )
+    mlflow_url: str = Field(
+        default="", description="Address of its pages for people, if it differs."
+    )
     username: str = Field(default="", description="User name at MLflow.")
     password: SecretStr | None = Field(default=None, description="Password of that user.")
-    token: SecretStr | None = Field(default=None, description="Bearer token, in place of user name and password.")
+    token: SecretStr | None = Field(
+        default=None, description="Bearer token, in place of user name and password."
+    )
 
     def environ(self, folder: Path) -> Mapping[str, str]:
         """Return environment variables; files that they name are written to `folder`."""
@@ -99,8 +105,12 @@ class EndpointAccess(Block, EnvironmentBlock):
     _logo_url = _LOGO
     _documentation_url = _DOCUMENTATION
 
-    ledger: str = Field(default="", description="The ledger: a path or a URL such as s3://bucket/ledger.")
-    store: str = Field(default="", description="The store: a path or a URL such as s3://bucket/store.")
+    ledger: str = Field(
+        default="", description="The ledger: a path or a URL such as s3://bucket/ledger."
+    )
+    store: str = Field(
+        default="", description="The store: a path or a URL such as s3://bucket/store."
+    )
     credentials: SecretDict = Field(
         default_factory=lambda: SecretDict({}),
         description="Variables of the cloud SDKs, named AWS_... or AZURE_..., such as AWS_SECRET_ACCESS_KEY.",
@@ -136,9 +146,16 @@ class NotificationTarget(Block, EnvironmentBlock):
     _logo_url = _LOGO
     _documentation_url = _DOCUMENTATION
 
-    notify: str = Field(default=..., description="Notifiers, separated by commas, such as webhook,github:acme/models.")
-    webhook: SecretStr | None = Field(default=None, description="Address of an incoming webhook in Slack's format.")
-    github_token: SecretStr | None = Field(default=None, description="GitHub token with write access to issues.")
+    notify: str = Field(
+        default=...,
+        description="Notifiers, separated by commas, such as webhook,github:acme/models.",
+    )
+    webhook: SecretStr | None = Field(
+        default=None, description="Address of an incoming webhook in Slack's format."
+    )
+    github_token: SecretStr | None = Field(
+        default=None, description="GitHub token with write access to issues."
+    )
 
     def environ(self, folder: Path) -> Mapping[str, str]:
         """Return environment variables; files that they name are written to `folder`."""
@@ -174,7 +191,9 @@ class TargetDefinitions(Block, EnvironmentBlock):
     @field_validator("targets")
     @classmethod
     def _are_targets(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        wrong = [f"{name}: {problem}" for name, target in value.items() for problem in _forbidden(target)]
+        wrong = [
+            f"{name}: {problem}" for name, target in value.items() for problem in _forbidden(target)
+        ]
         if wrong:
             raise ValueError(f"only files of the project may set: {'; '.join(wrong)}")
         from onnx_ops.config.targets import TargetFiles
@@ -185,7 +204,9 @@ class TargetDefinitions(Block, EnvironmentBlock):
                 try:
                     files.load(name)
                 except ConfigError as error:
-                    problems = "; ".join(f"{problem.path}: {problem.message}" for problem in error.problems)
+                    problems = "; ".join(
+                        f"{problem.path}: {problem.message}" for problem in error.problems
+                    )
                     raise ValueError(f"{name}: {problems}") from error
                 except UserError as error:
                     raise ValueError(f"{name}: {error.what}") from error
@@ -233,7 +254,9 @@ def load_block(place: str) -> Block:
         remedy = "See `prefect block ls`; a block of another package needs that package here."
         raise UserError("there is no such block", where=where, remedy=remedy) from error
     except Exception as error:  # any exception of Prefect's client; it can contain a secret
-        raise ServiceUnavailableError("cannot be read", where=where, why=type(error).__name__) from None
+        raise ServiceUnavailableError(
+            "cannot be read", where=where, why=type(error).__name__
+        ) from None
     return cast("Block", block)
 
 

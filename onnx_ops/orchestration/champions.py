@@ -22,7 +22,9 @@ DRIFTED = "Drifted"
 _ENDS = {1: DRIFTED, 4: "EnvironmentFailed"}
 
 
-def check_champions(context: Context, perform: ExecuteStage, names: Sequence[str], *, by: str) -> State[Any]:
+def check_champions(
+    context: Context, perform: ExecuteStage, names: Sequence[str], *, by: str
+) -> State[Any]:
     """Measure champions again, one after the other, and send notifications and events about drift.
 
     Args:
@@ -42,7 +44,9 @@ def check_champions(context: Context, perform: ExecuteStage, names: Sequence[str
         name = f"{champion.record.model} v{champion.record.version} @ {champion.target}"
         run_as_task("champion", name, partial(measure, champion))
         if drifts[-1].drifted:
-            send_now(context, build_drift_notification(drifts[-1], at=context.clock.now(), actor=by))
+            send_now(
+                context, build_drift_notification(drifts[-1], at=context.clock.now(), actor=by)
+            )
     rows = [
         {
             "pipeline": drift.pipeline,

@@ -23,8 +23,12 @@ class CollectionSettings(PrefectBaseSettings):
 
     model_config = build_settings_config(("integrations", "onnx_ops"))
 
-    root: Path | None = Field(default=None, description="Folder of the project, if it is not that of the flow.")
-    blocks: str = Field(default="", description="Blocks for flows that name none, separated by commas.")
+    root: Path | None = Field(
+        default=None, description="Folder of the project, if it is not that of the flow."
+    )
+    blocks: str = Field(
+        default="", description="Blocks for flows that name none, separated by commas."
+    )
 
 
 @contextlib.contextmanager
@@ -42,7 +46,9 @@ def project_of(blocks: Sequence[str]) -> Iterator[Project]:
         ServiceUnavailableError: Prefect's server does not answer.
     """
     settings = CollectionSettings()
-    named = tuple(blocks) or tuple(part for part in map(str.strip, settings.blocks.split(",")) if part)
+    named = tuple(blocks) or tuple(
+        part for part in map(str.strip, settings.blocks.split(",")) if part
+    )
     with Scratch() as folder:
         variables = dict(environment(named, folder))
         if settings.root is not None and "ONNX_OPS_ROOT" not in os.environ:
@@ -73,8 +79,14 @@ def environment(blocks: Sequence[str], folder: Path) -> Mapping[str, str]:
     for number, place in enumerate(dict.fromkeys(blocks)):
         block = load_block(place)
         if not isinstance(block, EnvironmentBlock):
-            ours = "onnx-ops-registry, onnx-ops-endpoints, onnx-ops-targets or onnx-ops-notifications"
-            raise UserError("is not a block of onnx-ops", where=f"prefect block {place}", remedy=f"Its type is {ours}.")
+            ours = (
+                "onnx-ops-registry, onnx-ops-endpoints, onnx-ops-targets or onnx-ops-notifications"
+            )
+            raise UserError(
+                "is not a block of onnx-ops",
+                where=f"prefect block {place}",
+                remedy=f"Its type is {ours}.",
+            )
         own = folder / str(number)
         own.mkdir(parents=True)
         for name, value in block.environ(own).items():

@@ -52,7 +52,11 @@ class PrefectEvents(Notifier):
 
     def __init__(self, place: str = "", state: Path = Path()) -> None:
         if place:
-            raise UserError(f"{NAME} takes no argument, not {place!r}", where="notify", remedy=f"Write {NAME} alone.")
+            raise UserError(
+                f"{NAME} takes no argument, not {place!r}",
+                where="notify",
+                remedy=f"Write {NAME} alone.",
+            )
 
     def send(self, notification: Notification) -> None:
         """Emit the notification as an event."""
@@ -94,40 +98,63 @@ def run_events(pipeline: Pipeline, summary: Summary, now: float) -> Iterator[Rel
     common: dict[str, Any] = {"resource": format_model_id(model), "name": model, "at": now}
     for decision in summary.decisions:
         # A stage that was not executed is reported already.
-        if decision.verdict is Verdict.FAIL and f"gate/{decision.variant}@{decision.target}" in done:
+        if (
+            decision.verdict is Verdict.FAIL
+            and f"gate/{decision.variant}@{decision.target}" in done
+        ):
             yield _describe_failure(decision, summary, common)
     if registered is not None and "register" in done:
         yield _describe_release(registered, summary, common)
 
 
-def _describe_failure(decision: Decision, summary: Summary, common: Mapping[str, Any]) -> ReleaseEvent:
+def _describe_failure(
+    decision: Decision, summary: Summary, common: Mapping[str, Any]
+) -> ReleaseEvent:
     registered = summary.registration
-    chosen = next((choice.variant for choice in reversed(summary.choices) if choice.target == decision.target), None)
+    chosen = next(
+        (
+            choice.variant
+            for choice in reversed(summary.choices)
+            if choice.target == decision.target
+        ),
+        None,
+    )
     return ReleaseEvent(
         event=GATE_FAILED,
         **common,
-        labels={f"{PREFIX}target": decision.target, f"{PREFIX}served": "no" if chosen is None else "yes"},
+        labels={
+            f"{PREFIX}target": decision.target,
+            f"{PREFIX}served": "no" if chosen is None else "yes",
+        },
         payload={
             "what": f"{decision.variant} failed on {decision.target}",
             "why": decision.reason,
             "pipeline": summary.pipeline,
             "variant": decision.variant,
             "target": decision.target,
-            "version": registered.versions.get(decision.variant, "") if registered is not None else "",
+            "version": registered.versions.get(decision.variant, "")
+            if registered is not None
+            else "",
             "chosen": chosen,
-            "gates": [gate for gate, verdict in decision.verdicts.items() if verdict is Verdict.FAIL],
+            "gates": [
+                gate for gate, verdict in decision.verdicts.items() if verdict is Verdict.FAIL
+            ],
             "link": registered.report if registered is not None else "",
         },
     )
 
 
-def _describe_release(registered: Registration, summary: Summary, common: Mapping[str, Any]) -> ReleaseEvent:
+def _describe_release(
+    registered: Registration, summary: Summary, common: Mapping[str, Any]
+) -> ReleaseEvent:
     return ReleaseEvent(
         event=REGISTERED,
         **common,
         payload={
             "what": f"release {hex_digits(registered.release)[:12]} of {common['name']} is registered",
-            "why": "; ".join(f"{c.target}: {c.variant or 'no variant'} ({c.reason})" for c in summary.choices),
+            "why": "; ".join(
+                f"{c.target}: {c.variant or 'no variant'} ({c.reason})" for c in summary.choices
+            ),
             "pipeline": summary.pipeline,
             "release": registered.release,
             "versions": dict(registered.versions),
@@ -191,8 +218,15 @@ def _prefects(event: ReleaseEvent) -> PrefectEvent:
         {
             "occurred": event.at,
             "event": event.event,
-            "resource": {"prefect.resource.id": event.resource, "prefect.resource.name": event.name, **event.labels},
-            "related": [{"prefect.resource.id": one, "prefect.resource.role": role} for role, one in related.items()],
+            "resource": {
+                "prefect.resource.id": event.resource,
+                "prefect.resource.name": event.name,
+                **event.labels,
+            },
+            "related": [
+                {"prefect.resource.id": one, "prefect.resource.role": role}
+                for role, one in related.items()
+            ],
             "payload": dict(event.payload),
             **identity,
         }

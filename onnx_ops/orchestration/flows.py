@@ -59,13 +59,23 @@ def final_state(summary: Summary, errors: Mapping[str, OnnxOpsError]) -> State[A
     unserved = [_choice_line(choice) for choice in summary.choices if choice.variant is None]
     failures = [f"{stage} failed: {error}" for stage, error in errors.items()]
     if summary.exit_code:
-        return Failed(name=FAILED_STATES[summary.exit_code], message="\n".join([*unserved, *failures]))
+        return Failed(
+            name=FAILED_STATES[summary.exit_code], message="\n".join([*unserved, *failures])
+        )
     kept = {promotion.target for promotion in summary.left}
-    served = [_choice_line(c) for c in summary.choices if c.variant is not None and c.target not in kept]
+    served = [
+        _choice_line(c) for c in summary.choices if c.variant is not None and c.target not in kept
+    ]
     left = [promotion.explain_left() for promotion in summary.left]
-    waiting = [f"{target}: awaiting promotion, by alias challenger-{target}" for target in summary.awaiting]
+    waiting = [
+        f"{target}: awaiting promotion, by alias challenger-{target}" for target in summary.awaiting
+    ]
     count = len(summary.executed)
-    work = f"{count} of {len(summary.outcomes)} stages executed" if count else "nothing changed: no stage was executed"
+    work = (
+        f"{count} of {len(summary.outcomes)} stages executed"
+        if count
+        else "nothing changed: no stage was executed"
+    )
     return Completed(message="\n".join([*served, *left, *waiting, *failures, work]))
 
 
@@ -83,11 +93,15 @@ def reconcile_as_task(reconcile_pass: ReconcilePass, endpoint: str, by: str) -> 
             reports = reconcile_pass.reconcile(endpoint, actor=by)
         except OnnxOpsError as error:
             return failed(error)
-        message = "\n".join(f"{report.did}: {report.why}" if report.did else report.why for report in reports)
+        message = "\n".join(
+            f"{report.did}: {report.why}" if report.did else report.why for report in reports
+        )
         if any(report.refused for report in reports):
             return Failed(name="Refused", message=message)
         if why := reports[-1].registry_down:
-            return Failed(name="RegistryDown", message=f"{message}\nthe registry does not answer: {why}")
+            return Failed(
+                name="RegistryDown", message=f"{message}\nthe registry does not answer: {why}"
+            )
         return Completed(message=message)
 
     return run_as_task("reconcile", f"reconcile {endpoint}", reconcile)
@@ -104,17 +118,24 @@ def roll_back_endpoints(
     pin: bool,
 ) -> Mapping[str, State[Any]]:
     """Roll all endpoints back first; then record a task run for each, update the registry, and notify people."""
-    results, errors = roll_back_each(context, names, to=to, reason=reason, actor=by, force=force, pin=pin)
+    results, errors = roll_back_each(
+        context, names, to=to, reason=reason, actor=by, force=force, pin=pin
+    )
 
     def report(name: str) -> State[Any]:
         if name in errors:
             return failed(errors[name])
         result = results[name]
-        message = f"{result.moved_from} -> {result.moved_to}, 100 % of traffic. Reason: {result.reason}"
+        message = (
+            f"{result.moved_from} -> {result.moved_to}, 100 % of traffic. Reason: {result.reason}"
+        )
         pending = write_aliases(context, name, actor=by) if result.pending_aliases else ""
         return Completed(message=f"{message}\nregistry pending: {pending}" if pending else message)
 
-    states = {name: run_as_task("rollback", f"rollback {name}", functools.partial(report, name)) for name in names}
+    states = {
+        name: run_as_task("rollback", f"rollback {name}", functools.partial(report, name))
+        for name in names
+    }
     send_pending_each(context, tuple(results))
     return states
 
@@ -125,7 +146,9 @@ def aggregate_state(states: Mapping[str, State[Any]]) -> State[Any]:
     bad = [state.name for state in states.values() if not state.is_completed()]
     if bad:
         return Failed(name=bad[0], message=summary)
-    return Completed(message=summary or "no endpoints yet: the first run of a pipeline with `deploy` binds one")
+    return Completed(
+        message=summary or "no endpoints yet: the first run of a pipeline with `deploy` binds one"
+    )
 
 
 def run_pipeline(
@@ -142,7 +165,9 @@ def run_pipeline(
 
     At most `jobs` stages run in parallel, by default one per core; a measurement has the machine to itself.
     """
-    prepared = prepare(project, project.settings.root / Path(file), overrides=overrides, until=until)
+    prepared = prepare(
+        project, project.settings.root / Path(file), overrides=overrides, until=until
+    )
     with publish_progress() as progress:
         result = execute(
             project,
@@ -162,7 +187,9 @@ def run_pipeline(
     return final_state(summary, result.errors)
 
 
-def run_affected(project: Project, since: str, until: StageKind | None, jobs: int | None = None) -> State[Any]:
+def run_affected(
+    project: Project, since: str, until: StageKind | None, jobs: int | None = None
+) -> State[Any]:
     """Run the pipelines that the changes since a commit affect; a failure does not stop the others.
 
     At most `jobs` pipelines run in parallel; a single affected pipeline runs as many of its stages in parallel.
@@ -176,9 +203,13 @@ def run_affected(project: Project, since: str, until: StageKind | None, jobs: in
         if one.problem:
             return Failed(name="WrongInput", message=one.problem)
         try:
-            return run_pipeline(project, one.file, until=until, jobs=1 if len(touched) > 1 else jobs)
+            return run_pipeline(
+                project, one.file, until=until, jobs=1 if len(touched) > 1 else jobs
+            )
         except OnnxOpsError as error:
             return failed(error)
 
-    states = dict(zip((one.file for one in touched), ordered_map(jobs, run_one, touched), strict=True))
+    states = dict(
+        zip((one.file for one in touched), ordered_map(jobs, run_one, touched), strict=True)
+    )
     return aggregate_state(states)

@@ -28,7 +28,8 @@ class PrefectNotifier(Notifier):
         kind, _, name = place.partition("/")
         if not (kind and name) or "/" in name:
             raise UserError(
-                f"prefect:{place} names no block", remedy="Write prefect:TYPE/NAME, as in `prefect block ls`."
+                f"prefect:{place} names no block",
+                remedy="Write prefect:TYPE/NAME, as in `prefect block ls`.",
             )
         self._place = place
 
@@ -37,8 +38,12 @@ class PrefectNotifier(Notifier):
         block = self._block()
         try:
             block.notify(body="\n".join(notification.lines), subject=notification.title)
-        except Exception as error:  # blocks are third-party code; the reason can contain the block's secret
-            raise ServiceUnavailableError("could not notify", where=self._where, why=type(error).__name__) from None
+        except (
+            Exception
+        ) as error:  # blocks are third-party code; the reason can contain the block's secret
+            raise ServiceUnavailableError(
+                "could not notify", where=self._where, why=type(error).__name__
+            ) from None
 
     def check(self) -> str:
         """Return the name of the block."""
@@ -57,5 +62,7 @@ class PrefectNotifier(Notifier):
 
         block = load_block(self._place)
         if not isinstance(block, NotificationBlock):
-            raise UserError("is not a notification block", where=self._where, remedy="See `prefect block ls`.")
+            raise UserError(
+                "is not a notification block", where=self._where, remedy="See `prefect block ls`."
+            )
         return block

@@ -50,7 +50,9 @@ def read_announcements(client: SyncPrefectClient) -> dict[str, WorkerStatus]:
 
 def list_alive(client: SyncPrefectClient, pool: str, now: datetime) -> list[str]:
     """Return the names of a pool's workers that send heartbeats."""
-    return sorted(worker.name for worker in client.read_workers_for_work_pool(pool) if is_alive(worker, now))
+    return sorted(
+        worker.name for worker in client.read_workers_for_work_pool(pool) if is_alive(worker, now)
+    )
 
 
 def is_alive(worker: Worker, now: datetime) -> bool:

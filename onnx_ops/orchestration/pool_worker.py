@@ -127,7 +127,9 @@ def _watched(project: Project, run: UUID) -> Iterator[None]:
                     flow_run = client.read_flow_run(run)
                     if is_final(flow_run.state):
                         if flow_run.state is not None and flow_run.state.is_cancelling():
-                            with contextlib.suppress(Exception):  # the worker sets it when this process has ended
+                            with contextlib.suppress(
+                                Exception
+                            ):  # the worker sets it when this process has ended
                                 # Before the end of its processes, which the flow run would report as a failure.
                                 client.set_flow_run_state(
                                     run, Cancelled(message="its result is not needed"), force=True
@@ -152,7 +154,9 @@ def create_pool(client: SyncPrefectClient, pool: str) -> None:
     from prefect.client.schemas.actions import WorkPoolCreate
 
     with contextlib.suppress(ObjectAlreadyExists):
-        client.create_work_pool(WorkPoolCreate(name=pool, type="process", description="Stages of onnx-ops."))
+        client.create_work_pool(
+            WorkPoolCreate(name=pool, type="process", description="Stages of onnx-ops.")
+        )
     for kind in PLACEABLE:
         with contextlib.suppress(ObjectAlreadyExists):
             client.create_work_queue(kind.value, work_pool_name=pool)
@@ -202,7 +206,9 @@ class PoolWorker:
                 self._reap(client)
                 free = self.limit - len(self.stages)
                 # At times without need: the time of the last poll shows that the worker is alive.
-                if not self._stopping and (now - polled >= HEARTBEAT_S or (free > 0 and self._is_any_waiting(client))):
+                if not self._stopping and (
+                    now - polled >= HEARTBEAT_S or (free > 0 and self._is_any_waiting(client))
+                ):
                     polled = now
                     for run in self._waiting(client)[:free]:
                         self._take(client, run)
@@ -210,14 +216,18 @@ class PoolWorker:
         with contextlib.suppress(Exception):  # it counts as gone soon anyway
             client.delete_variable_by_name(variable)
             place = {"work_pool_name": self.pool, "name": self.name}
-            client.request("DELETE", "/work_pools/{work_pool_name}/workers/{name}", path_params=place)
+            client.request(
+                "DELETE", "/work_pools/{work_pool_name}/workers/{name}", path_params=place
+            )
         _LOG.info("worker %s of pool %s has ended", self.name, self.pool)
 
     def _pause(self) -> None:
         """Wait until the next poll, or until a stage ends: its place is free then."""
         with contextlib.ExitStack() as stack:
             ends = list[int]()
-            with contextlib.suppress(AttributeError, OSError):  # another system, or too many open files
+            with contextlib.suppress(
+                AttributeError, OSError
+            ):  # another system, or too many open files
                 for pid in self.stages:
                     ends.append(end := os.pidfd_open(pid))
                     stack.callback(os.close, end)
@@ -242,12 +252,22 @@ class PoolWorker:
             if worker.pool == self.pool and worker.name not in alive:
                 with contextlib.suppress(ObjectNotFound):  # another worker was faster
                     client.delete_variable_by_name(name)
-        own = replace(_describe_machine(), pool=self.pool, name=self.name, kinds=tuple(self.kinds), limit=self.limit)
-        name = re.sub(r"[^a-z0-9]+", "_", f"{ANNOUNCEMENT}_{self.pool}_{self.name}".lower())[:MAX_VARIABLE_NAME_LENGTH]
+        own = replace(
+            _describe_machine(),
+            pool=self.pool,
+            name=self.name,
+            kinds=tuple(self.kinds),
+            limit=self.limit,
+        )
+        name = re.sub(r"[^a-z0-9]+", "_", f"{ANNOUNCEMENT}_{self.pool}_{self.name}".lower())[
+            :MAX_VARIABLE_NAME_LENGTH
+        ]
         value, tags = codec.to_json(own), [ANNOUNCEMENT]
         try:
             client.create_variable(VariableCreate(name=name, value=value, tags=tags))
-        except ObjectAlreadyExists:  # in a container, of a worker before that had the same process id
+        except (
+            ObjectAlreadyExists
+        ):  # in a container, of a worker before that had the same process id
             client.update_variable(VariableUpdate(name=name, value=value, tags=tags))
         return name
 
@@ -269,7 +289,9 @@ class PoolWorker:
             if not is_unavailable(error) or time.monotonic() > until:
                 raise
             if not self._away:
-                _LOG.warning("%s does not answer (%s); trying again", client.api_url, type(error).__name__)
+                _LOG.warning(
+                    "%s does not answer (%s); trying again", client.api_url, type(error).__name__
+                )
             self._away = True
         else:
             if self._away:
@@ -278,17 +300,25 @@ class PoolWorker:
 
     def _is_any_waiting(self, client: SyncPrefectClient) -> bool:
         """Return whether a run is scheduled in the pool: a fifth of what reading the pool's queues costs the server."""
-        scheduled = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])))
+        scheduled = FlowRunFilter(
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED]))
+        )
         pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[self.pool]))
-        return bool(client.read_flow_runs(flow_run_filter=scheduled, work_pool_filter=pool, limit=1))
+        return bool(
+            client.read_flow_runs(flow_run_filter=scheduled, work_pool_filter=pool, limit=1)
+        )
 
     def _waiting(self, client: SyncPrefectClient) -> list[FlowRun]:
-        scheduled = client.get_scheduled_flow_runs_for_work_pool(self.pool, [kind.value for kind in self.kinds])
+        scheduled = client.get_scheduled_flow_runs_for_work_pool(
+            self.pool, [kind.value for kind in self.kinds]
+        )
         return [entry.flow_run for entry in scheduled]
 
     def _take(self, client: SyncPrefectClient, run: FlowRun) -> None:
         """Start a stage, unless another worker was faster."""
-        result: Any = client.set_flow_run_state(run.id, Pending(name=CLAIMED, message=f"{TAKEN}{self.name}"))
+        result: Any = client.set_flow_run_state(
+            run.id, Pending(name=CLAIMED, message=f"{TAKEN}{self.name}")
+        )
         if result.status != "ACCEPT":
             return
         pid = os.fork()
@@ -314,9 +344,13 @@ class PoolWorker:
                 del self._ended[run_id]
                 continue
             if state is not None and state.is_cancelling():  # before it had begun
-                client.set_flow_run_state(run_id, Cancelled(message=f"its process ended with {how}"), force=True)
+                client.set_flow_run_state(
+                    run_id, Cancelled(message=f"its process ended with {how}"), force=True
+                )
             elif not is_final(state):
-                declare_crashed(client, run_id, f"its process on worker {self.name} ended with {how}")
+                declare_crashed(
+                    client, run_id, f"its process on worker {self.name} ended with {how}"
+                )
             del self._ended[run_id]
 
 

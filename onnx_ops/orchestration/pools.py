@@ -113,7 +113,11 @@ class PrefectPools(Pools):
             for number in itertools.count():
                 with self._turn:
                     if self._cancelled:
-                        raise StageError("its run was cancelled", where=stage.title, remedy="Run the pipeline again.")
+                        raise StageError(
+                            "its run was cancelled",
+                            where=stage.title,
+                            remedy="Run the pipeline again.",
+                        )
                     run, is_ours = _create_run(client, deployment, stage, number)
                     if is_ours:
                         self.runs.add(run.id)
@@ -147,7 +151,9 @@ class PrefectPools(Pools):
     def cancel(self) -> None:
         """Cancel the flow runs that were created here and are waited for; create no further one."""
         self._cancelled = True
-        if self._turn.acquire(timeout=HEARTBEAT_S):  # until a run that is being created is among them
+        if self._turn.acquire(
+            timeout=HEARTBEAT_S
+        ):  # until a run that is being created is among them
             self._turn.release()
         if runs := tuple(self.runs):
             with contextlib.suppress(Exception), _open_client() as client:
@@ -167,7 +173,9 @@ class PrefectPools(Pools):
             from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 
             now, described = server_time(client), list(read_announcements(client).values())
-            deployments = client.read_deployments(flow_filter=FlowFilter(name=FlowFilterName(any_=[FLOW])))
+            deployments = client.read_deployments(
+                flow_filter=FlowFilter(name=FlowFilterName(any_=[FLOW]))
+            )
             pools = sorted(deployment.name for deployment in deployments)
             return tuple(_read_pool(client, pool, described, now) for pool in pools)
 
@@ -182,7 +190,8 @@ class PrefectPools(Pools):
                 wanted = FlowRunFilter(id=FlowRunFilterId(any_=list({run, *self._waited})))
                 try:
                     self._found = {
-                        one.id: one for one in client.read_flow_runs(flow_run_filter=wanted, limit=PAGE_SIZE)
+                        one.id: one
+                        for one in client.read_flow_runs(flow_run_filter=wanted, limit=PAGE_SIZE)
                     }
                 except Exception as error:
                     self._found = error
@@ -193,7 +202,9 @@ class PrefectPools(Pools):
                 raise ObjectNotFound(KeyError(run))
             return self._found[run]
 
-    def _read_if_available(self, client: SyncPrefectClient, run: UUID, silent_s: float) -> FlowRun | None:
+    def _read_if_available(
+        self, client: SyncPrefectClient, run: UUID, silent_s: float
+    ) -> FlowRun | None:
         """Return a run; None during an outage of the server, which raises once it has lasted too long."""
         try:
             return self._read(client, run)
@@ -243,10 +254,17 @@ class PrefectPools(Pools):
             if ended is not None:
                 return ended
             kind = get_state_type(flow_run.state)
-            if (flow_run.updated, kind) != beat or silent:  # after an outage, the silence is counted anew
+            if (
+                flow_run.updated,
+                kind,
+            ) != beat or silent:  # after an outage, the silence is counted anew
                 beat, last_beat = (flow_run.updated, kind), now
             if _is_taken(flow_run) and now - last_beat > self.silence:
-                declare_crashed(client, run, why := f"its flow run has sent no heartbeat for {now - last_beat:.0f} s")
+                declare_crashed(
+                    client,
+                    run,
+                    why := f"its flow run has sent no heartbeat for {now - last_beat:.0f} s",
+                )
                 raise _WorkerDied(why)
             if kind == "RUNNING":
                 started = now if started is None else started
@@ -280,13 +298,18 @@ def require_workers(client: SyncPrefectClient, pool: str, kind: str, title: str)
     alive, now = _wait_for_late(client, pool)
     remedy = f"Start one on a machine of that pool: onnx-ops work --pool {pool}"
     if not alive:
-        raise ServiceUnavailableError(f"no worker of pool {pool} is running", where=title, remedy=remedy)
+        raise ServiceUnavailableError(
+            f"no worker of pool {pool} is running", where=title, remedy=remedy
+        )
     with contextlib.suppress(ObjectNotFound):
         polled = client.read_work_queue_by_name(kind, pool).last_polled
         if polled is not None and now - polled < _LATE:
             return
     raise ServiceUnavailableError(
-        f"no worker of pool {pool} takes {kind} stages", where=title, why=f"running: {', '.join(alive)}", remedy=remedy
+        f"no worker of pool {pool} takes {kind} stages",
+        where=title,
+        why=f"running: {', '.join(alive)}",
+        remedy=remedy,
     )
 
 
@@ -300,13 +323,17 @@ def _wait_for_late(client: SyncPrefectClient, pool: str) -> tuple[list[str], dat
         now = server_time(client)
         seen = client.read_workers_for_work_pool(pool)
         alive = sorted(worker.name for worker in seen if is_alive(worker, now))
-        beats = [worker.last_heartbeat_time for worker in seen if worker.last_heartbeat_time is not None]
+        beats = [
+            worker.last_heartbeat_time for worker in seen if worker.last_heartbeat_time is not None
+        ]
         if alive or not any(now - beat < _LATE for beat in beats) or time.monotonic() > end:
             return alive, now
         time.sleep(HEARTBEAT_S / 10)
 
 
-def _read_pool(client: SyncPrefectClient, pool: str, described: Sequence[WorkerStatus], now: datetime) -> PoolStatus:
+def _read_pool(
+    client: SyncPrefectClient, pool: str, described: Sequence[WorkerStatus], now: datetime
+) -> PoolStatus:
     from prefect.exceptions import ObjectNotFound
 
     own = {worker.name: worker for worker in described if worker.pool == pool}
@@ -318,7 +345,9 @@ def _read_pool(client: SyncPrefectClient, pool: str, described: Sequence[WorkerS
     workers = tuple(own.get(name, WorkerStatus(pool=pool, name=name)) for name in alive)
     status = PoolStatus(pool=pool, workers=workers, runs=tuple(_list_runs(client, pool, alive)))
     runs = (
-        replace(run, why=_explain_wait(status, run, is_paused=is_paused)) if run.state == "waiting" else run
+        replace(run, why=_explain_wait(status, run, is_paused=is_paused))
+        if run.state == "waiting"
+        else run
         for run in status.runs
     )
     return replace(status, runs=tuple(runs))
@@ -393,11 +422,17 @@ def _explain_wait(status: PoolStatus, run: PlacedRun, *, is_paused: bool) -> str
         return f"no running worker takes {run.kind} stages"
     load = Counter(other.worker for other in status.runs if other.state != "waiting")
     if all(load[worker.name] >= worker.limit for worker in takers):
-        return "all workers are busy" if takers == status.workers else f"all that take {run.kind} stages are busy"
+        return (
+            "all workers are busy"
+            if takers == status.workers
+            else f"all that take {run.kind} stages are busy"
+        )
     return "the next worker that polls takes it"
 
 
-def _create_run(client: SyncPrefectClient, deployment: UUID, stage: PlacedStage, number: int) -> tuple[FlowRun, bool]:
+def _create_run(
+    client: SyncPrefectClient, deployment: UUID, stage: PlacedStage, number: int
+) -> tuple[FlowRun, bool]:
     """Return the run with this number for a stage, and whether this call has created it."""
     asker = uuid.uuid4().hex
     run = client.create_flow_run_from_deployment(
@@ -414,12 +449,16 @@ def _cancel(client: SyncPrefectClient, run: UUID) -> None:
     """Stop a running stage, and prevent the start of a pending one. Raise nothing."""
     from prefect.states import Cancelled, Cancelling
 
-    with contextlib.suppress(Exception):  # any exception of Prefect's client: the first error is the one that counts
+    with contextlib.suppress(
+        Exception
+    ):  # any exception of Prefect's client: the first error is the one that counts
         state = client.read_flow_run(run).state
         if not is_final(state):
             waiting = get_state_type(state) == "SCHEDULED"
             message = "its result is no longer needed"
-            ended: State[Any] = Cancelled(message=message) if waiting else Cancelling(message=message)
+            ended: State[Any] = (
+                Cancelled(message=message) if waiting else Cancelling(message=message)
+            )
             client.set_flow_run_state(run, ended, force=True)
 
 
@@ -469,5 +508,7 @@ def _typed_errors() -> Iterator[None]:
         if not is_unavailable(error) or isinstance(error, ServiceUnavailableError):
             raise
         raise ServiceUnavailableError(
-            "Prefect's server does not answer", where=str(PREFECT_API_URL.value()), why=type(error).__name__
+            "Prefect's server does not answer",
+            where=str(PREFECT_API_URL.value()),
+            why=type(error).__name__,
         ) from error

@@ -41,7 +41,9 @@ def retry_soon(client: SyncPrefectClient) -> None:
     transport.handle_request = partial(_send, transport.handle_request)
 
 
-def _send(handle: Callable[[httpx.Request], httpx.Response], request: httpx.Request) -> httpx.Response:
+def _send(
+    handle: Callable[[httpx.Request], httpx.Response], request: httpx.Request
+) -> httpx.Response:
     for pause in _PAUSES_S:
         response = handle(request)
         if response.status_code != HTTPStatus.SERVICE_UNAVAILABLE:

@@ -27,7 +27,9 @@ from onnx_ops.reporting.plots import as_data_url, evidence_svg
 _ENDED_BADLY = (ActionKind.ABORT, ActionKind.ROLLBACK)
 
 
-def run_rollout(context: Context, endpoint: str, *, by: str, limit: str, interval: str) -> State[Any]:
+def run_rollout(
+    context: Context, endpoint: str, *, by: str, limit: str, interval: str
+) -> State[Any]:
     """Reconcile the endpoint repeatedly until its rollout ends or the time is over.
 
     Other processes can drive it at the same time. After the time limit the rollout keeps its step, and the reconciler
@@ -66,7 +68,9 @@ def run_rollout(context: Context, endpoint: str, *, by: str, limit: str, interva
         return Completed(name="TimeIsOver", message=f"not over yet: {reports[-1].why}")
     timeline = build_timeline(endpoint, context.ledger.read(endpoint))
     if timeline is not None and timeline.end in _ENDED_BADLY:
-        return Failed(name="RolledBack", message=f"{timeline.candidate.name}: {timeline.steps[-1].why}")
+        return Failed(
+            name="RolledBack", message=f"{timeline.candidate.name}: {timeline.steps[-1].why}"
+        )
     return Completed(message=reports[-1].why)
 
 
@@ -99,13 +103,19 @@ def page(endpoint: str, timeline: RolloutTimeline, report: str) -> str:
         at = datetime.datetime.fromtimestamp(step.at, tz=datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
         share = "" if step.percent is None else f"{step.percent} %"
         steps.append((at, step.what, share, step.why, step.actor))
-    lines = [f"# {endpoint}: {name} {how}", "", *markdown_table(("when (UTC)", "what", "share", "why", "by"), steps)]
+    lines = [
+        f"# {endpoint}: {name} {how}",
+        "",
+        *markdown_table(("when (UTC)", "what", "share", "why", "by"), steps),
+    ]
     if plot := evidence_svg(trace_guardrails(timeline.history, timeline.policy)):
         lines += ["", f"![Evidence against {name}]({as_data_url(plot)})"]
     return "\n".join([*lines, "", report, ""])
 
 
-def _reconcile(context: Context, endpoint: str, by: str) -> tuple[list[StepReport], OnnxOpsError | None]:
+def _reconcile(
+    context: Context, endpoint: str, by: str
+) -> tuple[list[StepReport], OnnxOpsError | None]:
     """Run one pass; every step with an effect becomes a task run that describes it and its reason."""
     reports: list[StepReport] = []
 
@@ -120,7 +130,11 @@ def _reconcile(context: Context, endpoint: str, by: str) -> tuple[list[StepRepor
     try:
         reconcile_until_stable(context, endpoint, actor=by, on_step=record)
     except ConflictError:  # another process acted; the next pass sees it
-        reports.append(StepReport(endpoint=endpoint, did="", why="another process acted meanwhile", stable=False))
+        reports.append(
+            StepReport(
+                endpoint=endpoint, did="", why="another process acted meanwhile", stable=False
+            )
+        )
     except OnnxOpsError as error:
         return reports, error
     return reports, None

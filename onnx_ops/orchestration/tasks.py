@@ -62,12 +62,22 @@ def failed(error: OnnxOpsError) -> State[Any]:
     return Failed(name=FAILED_STATES[error.exit_code], message=str(error))
 
 
-FAILED_STATES = {1: "GateFailed", 2: "WrongInput", 3: "Inconclusive", 4: "EnvironmentFailed", 5: "Refused"}
+FAILED_STATES = {
+    1: "GateFailed",
+    2: "WrongInput",
+    3: "Inconclusive",
+    4: "EnvironmentFailed",
+    5: "Refused",
+}
 """Names of Failed states, by the exit code of the command that does the same."""
 
 Decide = Callable[[Manifest], Decision | None]
 
-GATE_STATES = {Verdict.FAIL: "GateFailed", Verdict.ERROR: "GateError", Verdict.INCONCLUSIVE: "GateInconclusive"}
+GATE_STATES = {
+    Verdict.FAIL: "GateFailed",
+    Verdict.ERROR: "GateError",
+    Verdict.INCONCLUSIVE: "GateInconclusive",
+}
 """Names of the Failed states in which a gate ends that did not pass."""
 
 
@@ -87,7 +97,9 @@ class PrefectExecutor:
             retry_if=lambda: isinstance(attempt.error, InfrastructureError),
         )
         if attempt.manifest is None:
-            raise attempt.error or AssertionError(f"{stage.id} ended without a result and without an error")
+            raise attempt.error or AssertionError(
+                f"{stage.id} ended without a result and without an error"
+            )
         return attempt.manifest
 
     def show(self, stage: Stage, outcome: StageOutcome, decide: Decide) -> None:
@@ -122,7 +134,9 @@ class PrefectExecutor:
         upstream = dict.fromkeys((*stage.needs, *stage.tolerates))
         after = [self._states[name] for name in upstream if name in self._states]
         kind, name = stage.kind.value, task_run_name(stage)
-        self._states[stage.id] = run_as_task(kind, name, work, after=after, retries=retries, retry_if=retry_if)
+        self._states[stage.id] = run_as_task(
+            kind, name, work, after=after, retries=retries, retry_if=retry_if
+        )
 
 
 class _Attempt:
@@ -157,7 +171,9 @@ class _Attempt:
 
 def task_run_name(stage: Stage) -> str:
     """Return the name of a task run: `benchmark int8-static @ cpu-1t`, `data train`, `promote @ cpu-1t`."""
-    subject = stage.variant or stage.id.removeprefix(stage.kind.value).removeprefix("/").partition("@")[0]
+    subject = (
+        stage.variant or stage.id.removeprefix(stage.kind.value).removeprefix("/").partition("@")[0]
+    )
     words = [stage.kind.value, subject] if subject else [stage.kind.value]
     return " ".join([*words, "@", stage.target] if stage.target else words)
 

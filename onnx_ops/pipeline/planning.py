@@ -10,7 +10,14 @@ from functools import partial
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, digest_json
 from onnx_ops.domain.decision import TargetObjective
-from onnx_ops.domain.gate import ACCURACY, Gate, MetricDefinition, MetricGate, derive_measurement_request, select_gates
+from onnx_ops.domain.gate import (
+    ACCURACY,
+    Gate,
+    MetricDefinition,
+    MetricGate,
+    derive_measurement_request,
+    select_gates,
+)
 from onnx_ops.domain.pipeline import EXPORT, PLACEABLE, Pipeline, Plan, Quantize, Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.quantization import AUTO
@@ -31,7 +38,11 @@ from onnx_ops.pipeline.stages.data import get_source_name
 
 
 def plan(
-    pipeline: Pipeline, targets: Mapping[str, Target], probe: ProjectProbe, *, until: StageKind | None = None
+    pipeline: Pipeline,
+    targets: Mapping[str, Target],
+    probe: ProjectProbe,
+    *,
+    until: StageKind | None = None,
 ) -> Plan:
     """Return the stages of a checked pipeline, each after those it needs, up to the kind `until`."""
     stages = [*_plan_sources(pipeline, probe), *_plan_models(pipeline, targets, probe)]
@@ -41,12 +52,16 @@ def plan(
     if pipeline.register is not None and probe.signer() is not None:
         stages += plan_release(pipeline, targets)
     hints: dict[str, Json] = {"pipeline": pipeline.pipeline}
-    if pipeline.train is not None and pipeline.train.depends:  # what user code reads, on whatever machine it runs
+    if (
+        pipeline.train is not None and pipeline.train.depends
+    ):  # what user code reads, on whatever machine it runs
         hints["depends"] = list(pipeline.train.depends)
     stages = [replace(s, hints={**s.hints, **hints}) if s.kind in PLACEABLE else s for s in stages]
     order = list(StageKind)
     last = len(order) if until is None else order.index(until)
-    return Plan(pipeline=pipeline.pipeline, stages=tuple(s for s in stages if order.index(s.kind) <= last))
+    return Plan(
+        pipeline=pipeline.pipeline, stages=tuple(s for s in stages if order.index(s.kind) <= last)
+    )
 
 
 def _plan_sources(pipeline: Pipeline, probe: ProjectProbe) -> list[Stage]:
@@ -97,7 +112,9 @@ def _plan_sources(pipeline: Pipeline, probe: ProjectProbe) -> list[Stage]:
     return [*stages, train]
 
 
-def _plan_models(pipeline: Pipeline, targets: Mapping[str, Target], probe: ProjectProbe) -> list[Stage]:
+def _plan_models(
+    pipeline: Pipeline, targets: Mapping[str, Target], probe: ProjectProbe
+) -> list[Stage]:
     """Plan export, validation and variants; their libraries can crash, so each has a separate process."""
     samples = pipeline.validate.samples
     scored = data_id(samples.data)
@@ -119,7 +136,9 @@ def _plan_models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Proje
         **env,
         **operators,
     }
-    if table := pipeline.export.translations:  # validation rests on the export, and needs the code for tracing only
+    if (
+        table := pipeline.export.translations
+    ):  # validation rests on the export, and needs the code for tracing only
         depends = pipeline.train.depends if pipeline.train else ()
         export["translations"] = probe.code(table, depends).digest()
     validate: dict[str, Json] = {
@@ -154,22 +173,32 @@ def _plan_models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Proje
 
 def _declares_order(pipeline: Pipeline) -> bool:
     """Return whether every data set lists its inputs or columns, all of them in the same order."""
-    listed = [tuple(section.inputs) or getattr(section, "columns", None) or () for section in pipeline.data.values()]
+    listed = [
+        tuple(section.inputs) or getattr(section, "columns", None) or ()
+        for section in pipeline.data.values()
+    ]
     return bool(listed) and all(order and order == listed[0] for order in listed)
 
 
 def _list_metrics(pipeline: Pipeline) -> list[MetricDefinition]:
     """Return the metrics that gates judge, and accuracy, by label."""
-    metrics = {gate.definition() for gate in pipeline.gates if isinstance(gate, MetricGate)} | {ACCURACY}
+    metrics = {gate.definition() for gate in pipeline.gates if isinstance(gate, MetricGate)} | {
+        ACCURACY
+    }
     return sorted(metrics, key=lambda metric: metric.label)
 
 
-def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: ProjectProbe) -> list[Stage]:
+def _plan_judgement(
+    pipeline: Pipeline, target: Target, variant: str, probe: ProjectProbe
+) -> list[Stage]:
     model = pipeline.register.model if pipeline.register else ""
     limits = select_gates(pipeline.gates, target.gates)
     request = derive_measurement_request(limits)
     ordered = _list_metrics(pipeline)
-    placed: dict[str, Json] = {"target": codec.to_json(target), **({"pool": target.pool} if target.pool else {})}
+    placed: dict[str, Json] = {
+        "target": codec.to_json(target),
+        **({"pool": target.pool} if target.pool else {}),
+    }
     scored: dict[str, Json] = {
         "target": target.digest(),
         "hardware": probe.hardware(target),
@@ -188,11 +217,17 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
         **({"starts": True} if request.starts else {}),
         # Accuracy is measured wherever possible.
         "metrics": [
-            {"definition": codec.to_json(metric), "code": digest_metric_code(pipeline, metric, probe)}
+            {
+                "definition": codec.to_json(metric),
+                "code": digest_metric_code(pipeline, metric, probe),
+            }
             for metric in ordered
         ],
     }
-    samples, tools = data_id(pipeline.validate.samples.data), probe.tools("runtimes", target.runtime, target.env)
+    samples, tools = (
+        data_id(pipeline.validate.samples.data),
+        probe.tools("runtimes", target.runtime, target.env),
+    )
     shards = range(1, pipeline.benchmark.shards + 1) if pipeline.benchmark.shards > 1 else ()
     if shards:
         measure["shards"] = len(shards)
@@ -201,7 +236,12 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
             StageKind.SCORE,
             stage_id(StageKind.SCORE, variant, target.name, shard),
             pipeline.benchmark,
-            {**scored, "definitions": [codec.to_json(one) for one in ordered], "shard": shard, "shards": len(shards)},
+            {
+                **scored,
+                "definitions": [codec.to_json(one) for one in ordered],
+                "shard": shard,
+                "shards": len(shards),
+            },
             needs=list(dict.fromkeys(["export", variant_id(variant), samples])),
             tools=tools,
             variant=variant,
@@ -211,7 +251,11 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
         for shard in shards
     ]
     needs = ["export", "validate", variant_id(variant), samples]
-    needs += [stage_id(StageKind.SCORE, name, target.name, shard) for name in (EXPORT, variant) for shard in shards]
+    needs += [
+        stage_id(StageKind.SCORE, name, target.name, shard)
+        for name in (EXPORT, variant)
+        for shard in shards
+    ]
     return [
         *scores,
         make_stage(
@@ -226,7 +270,9 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
             hints={
                 **placed,
                 "tolerances": codec.to_json(request)["tolerances"],
-                "judged": [gate.definition().label for gate in limits if isinstance(gate, MetricGate)],
+                "judged": [
+                    gate.definition().label for gate in limits if isinstance(gate, MetricGate)
+                ],
                 "promotes": pipeline.register is not None and pipeline.register.promote != "manual",
             },
         ),
@@ -234,7 +280,9 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
     ]
 
 
-def _plan_gate(pipeline: Pipeline, target: Target, variant: str, limits: Sequence[Gate], signer: Json) -> Stage:
+def _plan_gate(
+    pipeline: Pipeline, target: Target, variant: str, limits: Sequence[Gate], signer: Json
+) -> Stage:
     """Plan the judgement of what a benchmark measured; it reads no model, so that new limits measure nothing again."""
     return make_stage(
         StageKind.GATE,
@@ -254,11 +302,15 @@ def _plan_gate(pipeline: Pipeline, target: Target, variant: str, limits: Sequenc
     )
 
 
-def plan_variants(pipeline: Pipeline, targets: Mapping[str, Target], probe: ProjectProbe) -> list[Stage]:
+def plan_variants(
+    pipeline: Pipeline, targets: Mapping[str, Target], probe: ProjectProbe
+) -> list[Stage]:
     """Plan the stages of every entry of `quantize`."""
     # Recipes depend on the distinct kinds of machine of a variant's targets.
     kinds = [codec.to_json(probe.arithmetic(targets[name])) for name in pipeline.benchmark.targets]
-    machines = sorted((kind for at, kind in enumerate(kinds) if kind not in kinds[:at]), key=as_json_text)
+    machines = sorted(
+        (kind for at, kind in enumerate(kinds) if kind not in kinds[:at]), key=as_json_text
+    )
     operators, libraries = write_operators(pipeline, targets)
     stages: list[Stage] = []
     for entry in pipeline.quantize:
@@ -282,12 +334,19 @@ def plan_variants(pipeline: Pipeline, targets: Mapping[str, Target], probe: Proj
         needs = ["export", *([data_id(entry.calibrate.data)] if entry.calibrate else [])]
         count = entry.calibrate.shards if entry.calibrate else 1
         numbers = range(1, count + 1) if count > 1 else ()
-        shards = {stage_id(StageKind.CALIBRATE, entry.name, shard=number): number for number in numbers}
+        shards = {
+            stage_id(StageKind.CALIBRATE, entry.name, shard=number): number for number in numbers
+        }
         for shard, number in shards.items():
             part: dict[str, Json] = {**settings, "shard": number, "shards": count}
             stages.append(make(StageKind.CALIBRATE, shard, settings=part, needs=needs))
         stages.append(
-            make(StageKind.QUANTIZE, variant_id(entry.name), settings=settings, needs=[*needs, *shards]),
+            make(
+                StageKind.QUANTIZE,
+                variant_id(entry.name),
+                settings=settings,
+                needs=[*needs, *shards],
+            ),
         )
     return [
         replace(stage, settings={**stage.settings, **operators}, hints={**stage.hints, **libraries})
@@ -298,7 +357,11 @@ def plan_variants(pipeline: Pipeline, targets: Mapping[str, Target], probe: Proj
 
 
 def _plan_search(
-    pipeline: Pipeline, entry: Quantize, targets: Mapping[str, Target], machines: Sequence[Json], probe: ProjectProbe
+    pipeline: Pipeline,
+    entry: Quantize,
+    targets: Mapping[str, Target],
+    machines: Sequence[Json],
+    probe: ProjectProbe,
 ) -> list[Stage]:
     """Plan the search, and a stage for each variant that it can find, which only copies it."""
     # The search times what it tries on one machine: that of the first target, unless the entry names a pool.
@@ -323,7 +386,11 @@ def _plan_search(
             "samples": tuning_data.samples if tuning_data else 0,
             "metric": _write_metric(pipeline, probe),
         },
-        needs=list(dict.fromkeys(["export", *([data_id(tuning_data.data)] if tuning_data else []), *calibration])),
+        needs=list(
+            dict.fromkeys(
+                ["export", *([data_id(tuning_data.data)] if tuning_data else []), *calibration]
+            )
+        ),
         tools=tools,
         hints={**({"pool": pool} if pool else {}), "targets": codec.to_json(here)},
     )
@@ -353,7 +420,9 @@ def _write_metric(pipeline: Pipeline, probe: ProjectProbe) -> Json:
     }
 
 
-def digest_metric_code(pipeline: Pipeline, metric: MetricDefinition, probe: ProjectProbe) -> Digest | None:
+def digest_metric_code(
+    pipeline: Pipeline, metric: MetricDefinition, probe: ProjectProbe
+) -> Digest | None:
     """Return the digest of a custom metric's code; None for a built-in one."""
     if not metric.use:
         return None
@@ -382,7 +451,9 @@ def plan_release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stag
             "pipeline": pipeline.pipeline,
             "variants": [{"name": v, "stage": variant_id(v)} for v in pipeline.variants()],
             "targets": list(names),
-            "policies": {name: codec.to_json(get_objective(pipeline, targets[name])) for name in names},
+            "policies": {
+                name: codec.to_json(get_objective(pipeline, targets[name])) for name in names
+            },
             "parameters": _list_parameters(pipeline),
             "measured_on": pipeline.validate.samples.data,
         },
@@ -430,7 +501,9 @@ def _list_parameters(pipeline: Pipeline) -> dict[str, Json]:
         recorded["model"] = pipeline.model
     else:
         recorded["train.run"] = pipeline.train.run
-        recorded |= {f"train.{name}": as_json_text(value) for name, value in pipeline.train.with_.items()}
+        recorded |= {
+            f"train.{name}": as_json_text(value) for name, value in pipeline.train.with_.items()
+        }
     return recorded
 
 
@@ -443,7 +516,10 @@ def _plan_promotions(pipeline: Pipeline, mode: str) -> list[Stage]:
             StageKind.PROMOTE,
             f"promote@{name}",
             None,
-            {"endpoints": [entry.endpoint for entry in pipeline.deploy if entry.target == name], "mode": mode},
+            {
+                "endpoints": [entry.endpoint for entry in pipeline.deploy if entry.target == name],
+                "mode": mode,
+            },
             needs=["register"],
             target=name,
         )
@@ -454,4 +530,6 @@ def _plan_promotions(pipeline: Pipeline, mode: str) -> list[Stage]:
 def get_objective(pipeline: Pipeline, target: Target) -> TargetObjective:
     """Return the objective of a target, with its price if cost is preferred."""
     objective = pipeline.objective.on(target.name)
-    return TargetObjective(objective=objective, price=target.price_per_hour if objective == "cost" else None)
+    return TargetObjective(
+        objective=objective, price=target.price_per_hour if objective == "cost" else None
+    )

@@ -40,9 +40,14 @@ class ProjectProbe:
         """Return the digest of an existing model."""
         return self.context.models.digest(path)
 
-    def tools(self, kind: str, name: str, env: Environment | None = None, *, trains: bool = False) -> Mapping[str, str]:
+    def tools(
+        self, kind: str, name: str, env: Environment | None = None, *, trains: bool = False
+    ) -> Mapping[str, str]:
         """Return the versions of the packages that shape a plugin's results; `trains` leaves out those of an export."""
-        versions = {"onnx-ops": plugins.version("onnx-ops"), "python": ".".join(platform.python_version_tuple()[:2])}
+        versions = {
+            "onnx-ops": plugins.version("onnx-ops"),
+            "python": ".".join(platform.python_version_tuple()[:2]),
+        }
         if (offered := plugins.distribution(kind, name)) is not None:
             versions[offered] = plugins.version(offered)
         plugin = plugins.load(kind, name)
@@ -59,7 +64,9 @@ class ProjectProbe:
 
     def inline_files(self, entry: Quantize) -> Quantize:
         """Return the entry with the content of the files that its optimizer reads."""
-        return self.context.optimizer(entry.method, entry.env).inline_files(entry, self.context.root)
+        return self.context.optimizer(entry.method, entry.env).inline_files(
+            entry, self.context.root
+        )
 
     def is_quantizer(self, entry: Quantize) -> bool:
         """Return whether the variant of an entry differs from its source by design."""

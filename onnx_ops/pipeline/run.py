@@ -52,7 +52,10 @@ class DaemonThreadPool(Generic[R]):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         with suppress(Empty):  # what an interrupted run has queued never starts
             while error is not None:
@@ -125,14 +128,18 @@ class RunResult:
 class InlineExecutor:
     """Run stages in this process, with retries after environment failures."""
 
-    def run(self, stage: Stage, work: Work, decide: Callable[[Manifest], Decision | None]) -> Manifest:
+    def run(
+        self, stage: Stage, work: Work, decide: Callable[[Manifest], Decision | None]
+    ) -> Manifest:
         """Run the work of a stage."""
         for _ in range(stage.retries):
             with suppress(InfrastructureError):
                 return work()
         return work()
 
-    def show(self, stage: Stage, outcome: StageOutcome, decide: Callable[[Manifest], Decision | None]) -> None:
+    def show(
+        self, stage: Stage, outcome: StageOutcome, decide: Callable[[Manifest], Decision | None]
+    ) -> None:
         """Ignore an outcome that needed no work."""
 
 
@@ -160,11 +167,15 @@ def run(
         StorageError: the disk is full, or a file or folder cannot be used; finished results are kept.
     """
     observer.planned(plan)
-    runner = _StageRunner(handler=handler, executor=executor, observer=observer, clock=clock, no_cache=no_cache)
+    runner = _StageRunner(
+        handler=handler, executor=executor, observer=observer, clock=clock, no_cache=no_cache
+    )
     errors: dict[str, OnnxOpsError] = {}
     in_order = ((stage, runner.step(stage)) for stage in plan.stages)
     parallel = jobs > 1 or any(get_pool(stage) for stage in plan.stages)
-    for stage, (outcome, error) in _run_in_parallel(plan, runner.step, jobs) if parallel else in_order:
+    for stage, (outcome, error) in (
+        _run_in_parallel(plan, runner.step, jobs) if parallel else in_order
+    ):
         if error is not None:
             errors[stage.id] = error
         runner.outcomes[stage.id] = outcome
@@ -177,19 +188,31 @@ def _run_in_parallel(plan: Plan, step: Step, jobs: int) -> Iterator[tuple[Stage,
     planned = {stage.id for stage in plan.stages}
     waiting, running, received = list(plan.stages), dict[Future[StageResult], Stage](), set[str]()
     placed = sum(1 for stage in plan.stages if get_pool(stage))
-    with DaemonThreadPool[StageResult](jobs) as here, DaemonThreadPool[StageResult](min(placed, _ASKED) or 1) as pools:
+    with (
+        DaemonThreadPool[StageResult](jobs) as here,
+        DaemonThreadPool[StageResult](min(placed, _ASKED) or 1) as pools,
+    ):
         while waiting or running:
-            ready = [stage for stage in waiting if planned.intersection((*stage.needs, *stage.tolerates)) <= received]
+            ready = [
+                stage
+                for stage in waiting
+                if planned.intersection((*stage.needs, *stage.tolerates)) <= received
+            ]
             started = {stage.id for stage in ready}
             waiting = [stage for stage in waiting if stage.id not in started]
-            running |= {(pools if get_pool(stage) else here).submit(partial(step, stage)): stage for stage in ready}
+            running |= {
+                (pools if get_pool(stage) else here).submit(partial(step, stage)): stage
+                for stage in ready
+            }
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 stage = running.pop(future)
                 yield stage, future.result()
                 received.add(stage.id)
 
 
-def preview(plan: Plan, *, handler: Handler, no_cache: Collection[StageKind] = ()) -> Mapping[str, StageOutcome | None]:
+def preview(
+    plan: Plan, *, handler: Handler, no_cache: Collection[StageKind] = ()
+) -> Mapping[str, StageOutcome | None]:
     """Return the outcome of each stage without work; None for the others.
 
     A stage that depends on one that would run counts as one that would.
@@ -197,7 +220,9 @@ def preview(plan: Plan, *, handler: Handler, no_cache: Collection[StageKind] = (
     outcomes: dict[str, StageOutcome] = {}
     result: dict[str, StageOutcome | None] = {}
     for stage in plan.stages:
-        is_open = any(result[name] is None for name in (*stage.needs, *stage.tolerates) if name in result)
+        is_open = any(
+            result[name] is None for name in (*stage.needs, *stage.tolerates) if name in result
+        )
         outcome = None if is_open else _find_outcome(stage, outcomes, handler, no_cache)
         result[stage.id] = outcome
         if outcome is not None:
@@ -207,7 +232,11 @@ def preview(plan: Plan, *, handler: Handler, no_cache: Collection[StageKind] = (
 
 def collect_inputs(stage: Stage, outcomes: Mapping[str, StageOutcome]) -> dict[str, Manifest]:
     """Return the results that a stage depends on."""
-    manifests = {name: outcomes[name].manifest for name in (*stage.needs, *stage.tolerates) if name in outcomes}
+    manifests = {
+        name: outcomes[name].manifest
+        for name in (*stage.needs, *stage.tolerates)
+        if name in outcomes
+    }
     return {name: manifest for name, manifest in manifests.items() if manifest is not None}
 
 
@@ -216,14 +245,25 @@ _ENDED = {StageStatus.FAILED: "failed"}
 
 
 def _find_outcome(
-    stage: Stage, outcomes: Mapping[str, StageOutcome], handler: Handler, no_cache: Collection[StageKind]
+    stage: Stage,
+    outcomes: Mapping[str, StageOutcome],
+    handler: Handler,
+    no_cache: Collection[StageKind],
 ) -> StageOutcome | None:
     """Return the outcome without work, or None."""
-    missing = [name for name in stage.needs if name not in outcomes or outcomes[name].manifest is None]
+    missing = [
+        name for name in stage.needs if name not in outcomes or outcomes[name].manifest is None
+    ]
     if missing:
         first = outcomes.get(missing[0])
-        ended = "was not planned" if first is None else _ENDED.get(first.status, f"was {first.status.value}")
-        return StageOutcome(stage=stage.id, status=StageStatus.SKIPPED, reason=f"needs {missing[0]}, which {ended}")
+        ended = (
+            "was not planned"
+            if first is None
+            else _ENDED.get(first.status, f"was {first.status.value}")
+        )
+        return StageOutcome(
+            stage=stage.id, status=StageStatus.SKIPPED, reason=f"needs {missing[0]}, which {ended}"
+        )
     inputs = collect_inputs(stage, outcomes)
     if reason := handler.refusal(stage, inputs):
         return StageOutcome(stage=stage.id, status=StageStatus.SKIPPED, reason=reason)
@@ -273,7 +313,9 @@ class _StageRunner:
         manifest, failure = None, None
         try:
             with storage_errors(stage.id):
-                manifest = self.executor.run(stage, lambda: handler.execute(stage, key, inputs), handler.decision)
+                manifest = self.executor.run(
+                    stage, lambda: handler.execute(stage, key, inputs), handler.decision
+                )
         except StorageError:
             raise
         except OnnxOpsError as error:

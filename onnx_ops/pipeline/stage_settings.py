@@ -43,7 +43,9 @@ REVISIONS: Mapping[StageKind, int] = {
 
 def stage_id(kind: StageKind, name: str, target: str = "", shard: int = 0) -> str:
     """Return the id of a stage, such as `data/test` or `score/int8@cpu-1t#2`; shards count from 1."""
-    return f"{kind.value}/{name}" + (f"@{target}" if target else "") + (f"#{shard}" if shard else "")
+    return (
+        f"{kind.value}/{name}" + (f"@{target}" if target else "") + (f"#{shard}" if shard else "")
+    )
 
 
 def data_id(name: str) -> str:
@@ -90,7 +92,11 @@ def make_stage(
 def write_section(section: Attempts) -> dict[str, Json]:
     """Return a section without its attempts, its pool and its environment."""
     document = codec.to_json(section)
-    return {key: value for key, value in document.items() if key not in ("retries", "timeout", "memory", "pool", "env")}
+    return {
+        key: value
+        for key, value in document.items()
+        if key not in ("retries", "timeout", "memory", "pool", "env")
+    }
 
 
 def get_pool(stage: Stage) -> str:
@@ -104,7 +110,10 @@ def apply_default_pools(plan: Plan, pools: Mapping[StageKind, str]) -> Plan:
         plan,
         stages=tuple(
             replace(stage, hints={**stage.hints, "pool": pools[stage.kind]})
-            if stage.kind in pools and stage.own_process and "role" not in stage.settings and not get_pool(stage)
+            if stage.kind in pools
+            and stage.own_process
+            and "role" not in stage.settings
+            and not get_pool(stage)
             else stage
             for stage in plan.stages
         ),
@@ -118,15 +127,21 @@ def write_environment(env: Environment | None) -> tuple[dict[str, Json], dict[st
     return {"env": env.content()}, {"env": codec.to_json(env)}
 
 
-def write_operators(pipeline: Pipeline, targets: Mapping[str, Target]) -> tuple[dict[str, Json], dict[str, Json]]:
+def write_operators(
+    pipeline: Pipeline, targets: Mapping[str, Target]
+) -> tuple[dict[str, Json], dict[str, Json]]:
     """Return settings and hints of stages that add operator libraries."""
     libraries_by_target = {
-        name: targets[name].custom_ops for name in pipeline.benchmark.targets if targets[name].custom_ops
+        name: targets[name].custom_ops
+        for name in pipeline.benchmark.targets
+        if targets[name].custom_ops
     }
     if not libraries_by_target:
         return {}, {}
     content: Json = {
-        name: [{"digest": library.digest, "domains": list(library.domains)} for library in libraries]
+        name: [
+            {"digest": library.digest, "domains": list(library.domains)} for library in libraries
+        ]
         for name, libraries in libraries_by_target.items()
     }
     return {"custom_ops": content}, {"custom_ops": codec.to_json(libraries_by_target)}

@@ -63,7 +63,9 @@ class UserCode:
         return digest_json([dict(self.files), dict(self.packages)])
 
 
-def collect_user_code(references: Iterable[str], root: Path, depends: tuple[str, ...] = ()) -> UserCode:
+def collect_user_code(
+    references: Iterable[str], root: Path, depends: tuple[str, ...] = ()
+) -> UserCode:
     """Collect all that some modules can import, and `depends`.
 
     Source is followed in the project and in packages under development (an editable installation, `PYTHONPATH`). An
@@ -76,7 +78,9 @@ def collect_user_code(references: Iterable[str], root: Path, depends: tuple[str,
         module = reference.partition(":")[0]
         if _find_source(module, root) is None and not find_distributions(module.partition(".")[0]):
             remedy = "Put it below the project's root, or install it."
-            raise NotFoundError(f"module {module} is not in the project", where=str(root), remedy=remedy)
+            raise NotFoundError(
+                f"module {module} is not in the project", where=str(root), remedy=remedy
+            )
         for package in _with_packages(module):  # importing a module runs its packages too
             _collect_module(package, root, files, packages)
     for name in depends:
@@ -102,12 +106,17 @@ def find_referenced_modules(path: Path, root: Path) -> frozenset[str]:
     """
     if not path.is_file():
         return frozenset(
-            name for file in path.rglob("*") if file.is_file() for name in find_referenced_modules(file, root)
+            name
+            for file in path.rglob("*")
+            if file.is_file()
+            for name in find_referenced_modules(file, root)
         )
     modules = set()
     for name, is_module in set(_list_names(_read_unpacked(path))):
         first = name.partition(".")[0]
-        if _find_module_file(name, root) is not None or (is_module and _find_source(name, root) is not None):
+        if _find_module_file(name, root) is not None or (
+            is_module and _find_source(name, root) is not None
+        ):
             modules.add(name)
         elif is_module and find_distributions(first):
             modules.add(first)
@@ -121,8 +130,12 @@ def _read_unpacked(path: Path) -> bytes:
         with contextlib.suppress(zipfile.BadZipFile, zlib.error), zipfile.ZipFile(path) as archive:
             named = [name for name in archive.namelist() if name.endswith((".pkl", ".json"))]
             content = b"\n".join(archive.read(name) for name in named)
-    elif decompress := next((call for first, call in _DECOMPRESSORS.items() if content.startswith(first)), None):
-        with contextlib.suppress(OSError, EOFError, zlib.error, lzma.LZMAError):  # otherwise it only resembles one
+    elif decompress := next(
+        (call for first, call in _DECOMPRESSORS.items() if content.startswith(first)), None
+    ):
+        with contextlib.suppress(
+            OSError, EOFError, zlib.error, lzma.LZMAError
+        ):  # otherwise it only resembles one
             content = decompress(content)
     return content
 
@@ -143,7 +156,9 @@ def _list_names(content: bytes) -> Iterator[tuple[str, bool]]:
         yield name.decode("ascii"), is_class or b"." in name
 
 
-def _collect_module(module: str, root: Path, files: dict[str, Digest], packages: dict[str, str]) -> None:
+def _collect_module(
+    module: str, root: Path, files: dict[str, Digest], packages: dict[str, str]
+) -> None:
     source = _find_source(module, root)
     if source is None:
         first = module.partition(".")[0]
@@ -175,7 +190,8 @@ def _list_imports(path: Path, base: Path) -> Iterator[str]:
                 prefix = resolve_import(node, package)
                 names = [prefix, *(f"{prefix}.{alias.name}".lstrip(".") for alias in node.names)]
             case ast.Call(
-                func=ast.Attribute(attr="import_module") | ast.Name(id="import_module" | "__import__"),
+                func=ast.Attribute(attr="import_module")
+                | ast.Name(id="import_module" | "__import__"),
                 args=[ast.Constant(value=str(name)), *_],
             ):
                 names = [".".join([*package, name.lstrip(".")]) if name.startswith(".") else name]
@@ -208,7 +224,9 @@ def _find_development_folder(package: str) -> Path | None:
     """Return the folder of a package that is imported as source outside of the installation, or None."""
     spec = None
     if package.isidentifier() and package not in sys.stdlib_module_names:
-        with contextlib.suppress(ImportError, ValueError):  # the latter: a module without a specification
+        with contextlib.suppress(
+            ImportError, ValueError
+        ):  # the latter: a module without a specification
             spec = importlib.util.find_spec(package)
     places = [] if spec is None else [*(spec.submodule_search_locations or ()), spec.origin]
     place = next((Path(place) for place in places if place is not None), None)

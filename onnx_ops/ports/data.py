@@ -85,8 +85,13 @@ class Dataset:
                 raise UserError(what, where="data", remedy=remedy)
         if not any(axes.values()):
             return self
-        order = {name: [axes.get(name, 0), *_others(axes.get(name, 0), a.ndim)] for name, a in self.inputs.items()}
-        return replace(self, inputs={name: array.transpose(order[name]) for name, array in self.inputs.items()})
+        order = {
+            name: [axes.get(name, 0), *_others(axes.get(name, 0), a.ndim)]
+            for name, a in self.inputs.items()
+        }
+        return replace(
+            self, inputs={name: array.transpose(order[name]) for name, array in self.inputs.items()}
+        )
 
 
 def _others(axis: int, rank: int) -> list[int]:
@@ -99,7 +104,9 @@ def frame_of(inputs: Tensors) -> Any:
         pandas: Any = importlib.import_module("pandas")
     except ImportError as error:
         raise MissingPackageError(
-            "pandas is not installed", where="data", remedy="Install it with: pip install 'onnx-ops[tables]'"
+            "pandas is not installed",
+            where="data",
+            remedy="Install it with: pip install 'onnx-ops[tables]'",
         ) from error
     for name, array in inputs.items():
         if array.ndim > 2 or (array.ndim == 2 and array.shape[1] != 1):

@@ -85,7 +85,9 @@ class TrainingExporter(Exporter):
     """An exporter that trains in another environment, where its framework is installed."""
 
     @abstractmethod
-    def train(self, run: str, data: Mapping[str, Dataset], parameters: Mapping[str, Json], folder: Path) -> None:
+    def train(
+        self, run: str, data: Mapping[str, Dataset], parameters: Mapping[str, Json], folder: Path
+    ) -> None:
         """Call the training function `package.module:function` and save its model into an empty folder.
 
         Raises:

@@ -68,7 +68,9 @@ class Optimizer(Plugin):
         Raises:
             UserError: this optimizer calibrates with all rows at once, or an option does not fit.
         """
-        raise UserError("it calibrates with all rows at once", where=f"variant {request.section.name}")
+        raise UserError(
+            "it calibrates with all rows at once", where=f"variant {request.section.name}"
+        )
 
     def files(self, section: Quantize) -> tuple[str, ...]:
         """Return the files that the options name, relative to the project's folder."""

@@ -12,12 +12,22 @@ from onnx_ops.ports.plugin import Plugin
 
 if TYPE_CHECKING:  # a process that only runs models imports this module too
     from onnx_ops.domain.artifact import Digest, Manifest, StoredObject
-    from onnx_ops.domain.endpoint import EndpointConfig, EndpointServer, EndpointState, OrphanedResource, ServerMemory
+    from onnx_ops.domain.endpoint import (
+        EndpointConfig,
+        EndpointServer,
+        EndpointState,
+        OrphanedResource,
+        ServerMemory,
+    )
     from onnx_ops.domain.ledger import LedgerEntry, ReleaseState
     from onnx_ops.domain.notification import Notification
     from onnx_ops.domain.quantities import Json
     from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
-    from onnx_ops.domain.rollout_observations import GenerationCounts, LatencyThresholds, MetricsReading
+    from onnx_ops.domain.rollout_observations import (
+        GenerationCounts,
+        LatencyThresholds,
+        MetricsReading,
+    )
     from onnx_ops.domain.target import Diagnosis, Target
     from onnx_ops.ports.store import Signer
 
@@ -252,7 +262,9 @@ class EndpointProvider(Plugin):
     def metrics(self) -> MetricsSource:
         """Return the default metrics source of this provider's endpoints."""
 
-    def list_orphans(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[OrphanedResource]:
+    def list_orphans(
+        self, config: EndpointConfig, needed: frozenset[Digest]
+    ) -> Sequence[OrphanedResource]:
         """Return resources of this endpoint that neither its deployments nor a manifest in `needed` uses.
 
         Raises:
@@ -313,7 +325,9 @@ class MetricsSource(Plugin):
         `cold_starts`."""
 
     @abstractmethod
-    def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
+    def read(
+        self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]
+    ) -> MetricsReading:
         """Return the counts of these deployments until now, all at the same moment, each against its thresholds.
 
         Counts only grow while `MetricsReading.origin` stays the same; a restart of the counters changes it. Unknown
@@ -323,7 +337,9 @@ class MetricsSource(Plugin):
             ServiceUnavailableError: the source does not answer; a driver then waits.
         """
 
-    def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
+    def latencies(
+        self, config: EndpointConfig, deployment: str
+    ) -> tuple[Sequence[float], Sequence[int]] | None:
         """Return a deployment's latency histogram: ascending upper bounds in seconds, and one count more than bounds.
 
         It covers what the source still knows, at most the last day. None if it has no histogram.

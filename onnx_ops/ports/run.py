@@ -18,7 +18,14 @@ from onnx_ops.ports.data import DataSource, ModelSource
 from onnx_ops.ports.export import Exporter
 from onnx_ops.ports.optimize import Optimizer
 from onnx_ops.ports.plugin import Plugin
-from onnx_ops.ports.release import EndpointProvider, Ledger, MetricsSource, ModelFiles, Notifier, Registry
+from onnx_ops.ports.release import (
+    EndpointProvider,
+    Ledger,
+    MetricsSource,
+    ModelFiles,
+    Notifier,
+    Registry,
+)
 from onnx_ops.ports.runtime import Runtime
 from onnx_ops.ports.store import Signer, StageJournal, Store, Verifier
 
@@ -39,7 +46,9 @@ class Clock(Protocol):
 class Executor(Protocol):
     """Runs the work of a stage: in this process, in a separate one, or as a task of an orchestrator."""
 
-    def run(self, stage: Stage, work: Work, decide: Callable[[Manifest], Decision | None]) -> Manifest:
+    def run(
+        self, stage: Stage, work: Work, decide: Callable[[Manifest], Decision | None]
+    ) -> Manifest:
         """Run attempts until one succeeds or `stage.retries` are spent.
 
         `decide` reads a gate stage's decision from its result, so that an executor can show a failed gate as failed.
@@ -48,7 +57,9 @@ class Executor(Protocol):
             OnnxOpsError: the last attempt's error.
         """
 
-    def show(self, stage: Stage, outcome: StageOutcome, decide: Callable[[Manifest], Decision | None]) -> None:
+    def show(
+        self, stage: Stage, outcome: StageOutcome, decide: Callable[[Manifest], Decision | None]
+    ) -> None:
         """Show the outcome of a stage that needed no work (cached, skipped); an earlier failed gate shows as failed."""
 
 

@@ -122,7 +122,9 @@ class Runtime(Plugin):
         """
 
     @abstractmethod
-    def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
+    def run(
+        self, model: Path, target: Target, batches: tuple[Tensors, ...]
+    ) -> tuple[Mapping[str, Array], ...]:
         """Return the outputs for each batch, from one session.
 
         Raises:
@@ -130,21 +132,31 @@ class Runtime(Plugin):
         """
 
     @abstractmethod
-    def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
+    def sample(
+        self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int
+    ) -> RunSamples:
         """Time single runs of one session."""
 
     @abstractmethod
     def benchmark(
-        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
+        self,
+        models: Sequence[Path],
+        target: Target,
+        feed: Tensors,
+        schedule: PairedBenchmarkSchedule,
     ) -> PairedBenchmarkSamples:
         """Time models side by side; a model that is listed twice gets two sessions."""
 
     @abstractmethod
-    def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
+    def under_load(
+        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule
+    ) -> LoadSamples:
         """Time windows of requests that several threads send to one session, alternating between models."""
 
     @abstractmethod
-    def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
+    def starts(
+        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule
+    ) -> StartSamples:
         """Load models in fresh processes, alternating, and have each answer requests.
 
         Raises:

@@ -118,7 +118,9 @@ def has_possible_counts(counts: Counts) -> bool:
     if not all(map(has_possible_cells, (opened, *(table.cells for table in counts.tables)))):
         return False
     tables = (counts.deployments, *(table.deployments for table in counts.tables))
-    numbers = [number for by_name in tables for each in by_name.values() for number in _list_numbers(each)]
+    numbers = [
+        number for by_name in tables for each in by_name.values() for number in _list_numbers(each)
+    ]
     numbers += [number for uptime in counts.uptimes for number in (uptime.seconds, uptime.ends)]
     return all(0 <= number <= _LARGEST_COUNT for number in numbers)
 
@@ -134,7 +136,12 @@ def has_possible_cells(cells: Mapping[str, str]) -> bool:
 
 
 def _list_numbers(counts: DeploymentCounts) -> Iterator[float]:
-    yield from (*counts.statuses.values(), *counts.unjudged.values(), *counts.latency, *counts.service)
+    yield from (
+        *counts.statuses.values(),
+        *counts.unjudged.values(),
+        *counts.latency,
+        *counts.service,
+    )
     yield from (counts.shadow_answered, counts.shadow_differing, counts.shadow_failed)
     yield from (counts.feedback, counts.successes)
 

@@ -116,7 +116,9 @@ def encode_table(table: StoredTable, signer: Signer | None) -> bytes:
     return b"\n".join((line, codec.dumps(list(sign_bytes(PAYLOAD_TYPE, line, signer)))))
 
 
-def decode_table(data: bytes, number: TableNumber, endpoint: str, verifier: Verifier | None) -> StoredTable:
+def decode_table(
+    data: bytes, number: TableNumber, endpoint: str, verifier: Verifier | None
+) -> StoredTable:
     """Return the table of an object. Without a verifier, signatures do not count.
 
     Raises:
@@ -137,7 +139,9 @@ def decode_table(data: bytes, number: TableNumber, endpoint: str, verifier: Veri
     if table.number != number:
         raise CorruptStateError(f"it is table {table.number}", where=where)
     if table.endpoint != endpoint:
-        raise CorruptStateError(f"it is a table of endpoint '{table.endpoint[:80]}', not of {endpoint}", where=where)
+        raise CorruptStateError(
+            f"it is a table of endpoint '{table.endpoint[:80]}', not of {endpoint}", where=where
+        )
     if isinstance(table, WayBack):
         if table.to >= number:
             raise CorruptStateError("it leads to itself or forward", where=where)
@@ -169,7 +173,9 @@ def resolve(table: StoredTable, read: Callable[[TableNumber], ReplicaTable]) -> 
         feedback_key=target.table.feedback_key,
         is_leased=target.table.is_leased,
     )
-    return ReplicaTable(endpoint=table.endpoint, number=table.number, table=back, previous=target.previous)
+    return ReplicaTable(
+        endpoint=table.endpoint, number=table.number, table=back, previous=target.previous
+    )
 
 
 def give_way(table: RoutingTable) -> EndpointState:
@@ -180,7 +186,9 @@ def give_way(table: RoutingTable) -> EndpointState:
 
 
 def find_newest(
-    names: Iterable[str], read: Callable[[TableNumber], StoredTable], above: TableNumber | None = None
+    names: Iterable[str],
+    read: Callable[[TableNumber], StoredTable],
+    above: TableNumber | None = None,
 ) -> tuple[ReplicaTable | None, Mapping[str, str]]:
     """Return the highest table that counts, and why higher objects do not, by name.
 
@@ -223,7 +231,11 @@ def has_same_traffic(one: RoutingTable, other: RoutingTable) -> bool:
         (
             {name: weight for name, weight in table.state.split.weights.items() if weight},
             {name: share for name, share in table.state.split.shadow.items() if share},
-            {d.name: d.manifest for d in table.state.deployments if table.state.split.weights.get(d.name)},
+            {
+                d.name: d.manifest
+                for d in table.state.deployments
+                if table.state.split.weights.get(d.name)
+            },
             table.fallback,
         )
         for table in (one, other)
@@ -255,11 +267,17 @@ def plan_tables(
     """
     number = TableNumber(sequence)
     bare = tuple(replace(d, location="") for d in state.deployments)
-    state = replace(state, deployments=bare, generation=number.generation, drift=(), out_of_service=())
-    prepared = None if before is None else _plan_load(before, state, TableNumber(sequence, 0), digest)
+    state = replace(
+        state, deployments=bare, generation=number.generation, drift=(), out_of_service=()
+    )
+    prepared = (
+        None if before is None else _plan_load(before, state, TableNumber(sequence, 0), digest)
+    )
     last = prepared or before
     following = build_next_table(None if last is None else last.table, state)
-    fallback = _choose_fallback(state, None if before is None else give_way(before.table).leader().name)
+    fallback = _choose_fallback(
+        state, None if before is None else give_way(before.table).leader().name
+    )
     table = ReplicaTable(
         endpoint=endpoint,
         number=number,
@@ -286,7 +304,9 @@ def _plan_load(
     old, served = before.table.state, before.table.state.split
     new = [d for d in state.deployments if d not in old.deployments]
     names = {d.name for d in new}
-    if not names & list_receivers(state) or names & {name for name, weight in served.weights.items() if weight}:
+    if not names & list_receivers(state) or names & {
+        name for name, weight in served.weights.items() if weight
+    }:
         return None
     kept = [d for d in old.deployments if d.name not in names]
     shares = {d.name: served.weights.get(d.name, 0) for d in kept}
@@ -302,7 +322,9 @@ def _plan_load(
 def list_receivers(state: EndpointState) -> set[str]:
     """Return the deployments that get requests, or copies of them."""
     split = state.split
-    return {name for shares in (split.weights, split.shadow) for name, share in shares.items() if share}
+    return {
+        name for shares in (split.weights, split.shadow) for name, share in shares.items() if share
+    }
 
 
 def _choose_fallback(state: EndpointState, served: str | None) -> str:

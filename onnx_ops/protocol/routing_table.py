@@ -84,7 +84,9 @@ def build_next_table(previous: RoutingTable | None, state: EndpointState) -> Rou
     known = {} if previous is None else {d.name: d.manifest for d in previous.state.deployments}
     manifests = {d.name: d.manifest for d in state.deployments}
     weights = state.split.weights
-    unchanged = [] if previous is None else [n for n in previous.layout if manifests.get(n) == known[n]]
+    unchanged = (
+        [] if previous is None else [n for n in previous.layout if manifests.get(n) == known[n]]
+    )
     new = [d.name for d in reversed(state.deployments) if d.name not in unchanged]
     new.sort(key=lambda name: weights.get(name, 0))
     feedback_key = "" if previous is None else previous.feedback_key
@@ -94,7 +96,9 @@ def build_next_table(previous: RoutingTable | None, state: EndpointState) -> Rou
 def encode_table(table: RoutingTable) -> bytes:
     """Serialize a table with format, version and checksum."""
     content = codec.to_json(table)
-    return canonical_json({"format": FORMAT, "version": VERSION, "checksum": digest_json(content), "table": content})
+    return canonical_json(
+        {"format": FORMAT, "version": VERSION, "checksum": digest_json(content), "table": content}
+    )
 
 
 def decode_table(data: bytes, *, where: str = "") -> RoutingTable:
@@ -106,7 +110,9 @@ def decode_table(data: bytes, *, where: str = "") -> RoutingTable:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CorruptStateError("not a table of an endpoint", where=where)
     if document.get("version") != VERSION:
-        raise CorruptStateError(f"table version {document.get('version')!r} is not supported", where=where)
+        raise CorruptStateError(
+            f"table version {document.get('version')!r} is not supported", where=where
+        )
     content = document.get("table")
     try:
         is_intact = isinstance(content, dict) and digest_json(content) == document.get("checksum")

@@ -56,9 +56,14 @@ class ContainerOptions:
 
     workers: Annotated[int, Ge(1), Le(256), doc("Worker processes; each loads every model.")] = 1
     threads: Annotated[
-        int, Ge(0), Le(256), doc("Threads of a worker for models that are not fast; 0: an equal share of the cores.")
+        int,
+        Ge(0),
+        Le(256),
+        doc("Threads of a worker for models that are not fast; 0: an equal share of the cores."),
     ] = 0
-    queue: Annotated[int, Ge(1), Le(1 << 20), doc("Queued requests of a worker; further requests get a 429.")] = 128
+    queue: Annotated[
+        int, Ge(1), Le(1 << 20), doc("Queued requests of a worker; further requests get a 429.")
+    ] = 128
     deadline: Annotated[
         float,
         Unit("s"),
@@ -74,17 +79,28 @@ class ContainerOptions:
         doc("Longest run of a model, which is ended then; the request gets a 504."),
     ] = 30.0
     max_body: Annotated[
-        int, Unit("B"), Ge(1), Le(2 << 30), doc("Size of the largest request body; a larger one gets a 413.")
+        int,
+        Unit("B"),
+        Ge(1),
+        Le(2 << 30),
+        doc("Size of the largest request body; a larger one gets a 413."),
     ] = 32 << 20
     max_connections: Annotated[
-        int, Ge(1), Le(1 << 20), doc("Open connections of all workers together; idle ones are closed first.")
+        int,
+        Ge(1),
+        Le(1 << 20),
+        doc("Open connections of all workers together; idle ones are closed first."),
     ] = 16_384
     read_timeout: Annotated[
-        float, Unit("s"), Ge(0.1), Le(3600), doc("Time to receive a whole request; a slower one gets a 408.")
+        float,
+        Unit("s"),
+        Ge(0.1),
+        Le(3600),
+        doc("Time to receive a whole request; a slower one gets a 408."),
     ] = 30.0
-    keep_alive: Annotated[float, Unit("s"), Ge(0.1), Le(3600), doc("An idle connection is closed after this time.")] = (
-        75.0
-    )
+    keep_alive: Annotated[
+        float, Unit("s"), Ge(0.1), Le(3600), doc("An idle connection is closed after this time.")
+    ] = 75.0
     drain: Annotated[
         float,
         Unit("s"),
@@ -93,12 +109,17 @@ class ContainerOptions:
         doc("Time for requests in flight after SIGTERM; clouds send SIGKILL after 30 s."),
     ] = 25.0
     prepack: Annotated[
-        int, Unit("B"), Ge(0), doc("Smallest model that is cached optimized and packed for this processor; 0 B: none.")
+        int,
+        Unit("B"),
+        Ge(0),
+        doc("Smallest model that is cached optimized and packed for this processor; 0 B: none."),
     ] = 4 << 20
     allowed_hosts: Annotated[
         str, doc("Accepted Host headers besides those of loopback, separated by commas; `*`: any.")
     ] = ""
-    allowed_origins: Annotated[str, doc("Accepted Origin headers of web pages, separated by commas; `*`: any.")] = ""
+    allowed_origins: Annotated[
+        str, doc("Accepted Origin headers of web pages, separated by commas; `*`: any.")
+    ] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,14 +129,24 @@ class ServerOptions(ContainerOptions):
     grpc_port: Annotated[
         int, Ge(0), Le(65_535), doc("Port of the gRPC API, which needs the extra `grpc`; 0: none.")
     ] = 0
-    access_log: Annotated[str, doc("File for one JSON line per inference; `-` is standard output.")] = ""
+    access_log: Annotated[
+        str, doc("File for one JSON line per inference; `-` is standard output.")
+    ] = ""
     admin_socket: Annotated[
-        str, doc("Unix socket of a second admin listener, which needs no token; only the owner can connect.")
+        str,
+        doc(
+            "Unix socket of a second admin listener, which needs no token; only the owner can connect."
+        ),
     ] = ""
     trusted_keys: Annotated[
-        str, doc("Folder of public keys, or keys in base64: only models signed by them are loaded; empty: any model.")
+        str,
+        doc(
+            "Folder of public keys, or keys in base64: only models signed by them are loaded; empty: any model."
+        ),
     ] = ""
-    endpoint: Annotated[str, doc("Name of the endpoint in metrics; default: the name of its folder.")] = ""
+    endpoint: Annotated[
+        str, doc("Name of the endpoint in metrics; default: the name of its folder.")
+    ] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +184,9 @@ def read_start_time(pid: int) -> str | None:
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        columns = text[text.rindex(")") + 2 :].split()  # the name, in parentheses, can hold any character
+        columns = text[
+            text.rindex(")") + 2 :
+        ].split()  # the name, in parentheses, can hold any character
         if columns[_STATE_FIELD - 2] in _DEAD_STATES and len(os.listdir(f"/proc/{pid}/task")) <= 1:
             return None
     except (FileNotFoundError, ProcessLookupError):
@@ -189,7 +222,9 @@ class LocalHost:
 
 def _started(process: int) -> str:
     """Return when a process started, in clock ticks since boot; empty if it does not run, or `unknown`."""
-    with contextlib.suppress(PermissionError):  # another user's process, on a system that hides these
+    with contextlib.suppress(
+        PermissionError
+    ):  # another user's process, on a system that hides these
         if Path("/proc/self").exists():
             return read_start_time(process) or ""
     with contextlib.suppress(PermissionError):  # it runs, too
@@ -227,6 +262,11 @@ def list_workers(folder: Path) -> tuple[int, ...]:
 
 def signal_worker(pid: int, folder: Path, number: signal.Signals) -> None:
     """Send a signal to a worker of the folder, unless it has ended."""
-    with contextlib.suppress(ProcessLookupError), open(os.pidfd_open(pid), "rb", buffering=0) as handle:
-        if pid in list_workers(folder):  # checked while the handle is open, so that the pid cannot be reused
+    with (
+        contextlib.suppress(ProcessLookupError),
+        open(os.pidfd_open(pid), "rb", buffering=0) as handle,
+    ):
+        if pid in list_workers(
+            folder
+        ):  # checked while the handle is open, so that the pid cannot be reused
             signal.pidfd_send_signal(handle.fileno(), number)

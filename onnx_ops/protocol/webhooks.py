@@ -16,7 +16,11 @@ from dataclasses import dataclass
 
 from onnx_ops.errors import InvalidSignatureError, RefusedError, UserError
 
-ID_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER = "x-mlflow-delivery-id", "x-mlflow-timestamp", "x-mlflow-signature"
+ID_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER = (
+    "x-mlflow-delivery-id",
+    "x-mlflow-timestamp",
+    "x-mlflow-signature",
+)
 ALIAS_EVENTS = ("model_version_alias.created", "model_version_alias.deleted")
 """Events that can change the desired state of an endpoint."""
 
@@ -45,7 +49,9 @@ def sign_delivery(secret: str, delivery: str, timestamp: str, body: bytes) -> st
     return f"{_SIGNATURE_VERSION},{base64.b64encode(mac.digest()).decode()}"
 
 
-def verify_delivery(headers: Mapping[str, str], body: bytes, *, secret: str, now: float) -> WebhookDelivery:
+def verify_delivery(
+    headers: Mapping[str, str], body: bytes, *, secret: str, now: float
+) -> WebhookDelivery:
     """Verify and parse a delivery. Header names are in lower case; `now` is in seconds since the epoch.
 
     Raises:
@@ -61,7 +67,8 @@ def verify_delivery(headers: Mapping[str, str], body: bytes, *, secret: str, now
         raise InvalidSignatureError("the delivery is not signed with this receiver's secret")
     if not _SECONDS.fullmatch(timestamp) or abs(now - int(timestamp)) > TOLERANCE_S:
         raise RefusedError(
-            f"the delivery is more than {TOLERANCE_S:.0f} s old, or from the future", remedy="Check the clocks."
+            f"the delivery is more than {TOLERANCE_S:.0f} s old, or from the future",
+            remedy="Check the clocks.",
         )
     try:
         name = json.loads(body)["data"]["name"]

@@ -79,7 +79,12 @@ def admit_key(
 
 
 def withdraw_key(
-    context: Context, key: Digest, *, keep: Mapping[str, int] | None = None, reason: str = "", actor: str = ""
+    context: Context,
+    key: Digest,
+    *,
+    keep: Mapping[str, int] | None = None,
+    reason: str = "",
+    actor: str = "",
 ) -> tuple[dict[str, int], dict[str, Exception]]:
     """Have signatures by a key count no longer, where they did; call it before the key is removed from the trusted.
 
@@ -93,7 +98,13 @@ def withdraw_key(
     def withdraw(name: str) -> int:
         last = (keep or {}).get(name)
         if last is not None:
-            return adopt(context, find_adoption(context, name, last=last), without=key, reason=reason, actor=actor)
+            return adopt(
+                context,
+                find_adoption(context, name, last=last),
+                without=key,
+                reason=reason,
+                actor=actor,
+            )
 
         def change(journal: Journal) -> int:
             state = journal.state
@@ -101,7 +112,9 @@ def withdraw_key(
                 return 0
             _require_counting(context, state)
             left = _remove_key(state.keys or context.ledger.release_keys, key, name)
-            return journal.append(LedgerAdopted(keys=left, state=state, reason=reason or "key retired"))
+            return journal.append(
+                LedgerAdopted(keys=left, state=state, reason=reason or "key retired")
+            )
 
         return Journal.update(context, name, change, actor=actor)
 
@@ -121,7 +134,9 @@ def _require_counting(context: Context, state: ReleaseState) -> None:
         )
 
 
-def find_adoption(context: Context, endpoint: str, *, last: int | None = None, signed: bool = True) -> Adoption:
+def find_adoption(
+    context: Context, endpoint: str, *, last: int | None = None, signed: bool = True
+) -> Adoption:
     """Return the state of a ledger before its damage, or after an earlier entry.
 
     Args:
@@ -146,8 +161,12 @@ def find_adoption(context: Context, endpoint: str, *, last: int | None = None, s
     if last is not None and state.head != last:
         readable = entries[-1].sequence if entries else 0
         remedy = f"Entries 1 to {readable} can." if readable else "No entry can."
-        raise UserError(f"entry {last} cannot be read", where=f"ledger {endpoint}", why=damage, remedy=remedy)
-    return Adoption(state=state, count=max(count, _observe_generation(context, state)), damage=damage)
+        raise UserError(
+            f"entry {last} cannot be read", where=f"ledger {endpoint}", why=damage, remedy=remedy
+        )
+    return Adoption(
+        state=state, count=max(count, _observe_generation(context, state)), damage=damage
+    )
 
 
 def _observe_generation(context: Context, state: ReleaseState) -> int:
@@ -161,7 +180,12 @@ def _observe_generation(context: Context, state: ReleaseState) -> int:
 
 
 def adopt(
-    context: Context, adoption: Adoption, *, without: Digest | None = None, reason: str = "", actor: str = ""
+    context: Context,
+    adoption: Adoption,
+    *,
+    without: Digest | None = None,
+    reason: str = "",
+    actor: str = "",
 ) -> int:
     """Make a state count from now on, with one signed entry; return its sequence.
 
@@ -178,7 +202,9 @@ def adopt(
     state = adoption.state
     # The registry gets the marks of rollbacks again and the entries from here on. It keeps the marks of those rollbacks
     # that are among the lost entries.
-    marked = frozenset(version for version, d in state.known.items() if state.find_rejection(d) is not None)
+    marked = frozenset(
+        version for version, d in state.known.items() if state.find_rejection(d) is not None
+    )
     sequence = adoption.count + 1
     state = replace(state, published_sequence=sequence, unpublished_rejections=marked)
     keys = _remove_key(context.ledger.release_keys, without, state.endpoint)

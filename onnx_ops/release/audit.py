@@ -12,7 +12,12 @@ from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Gate
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import format_alias
-from onnx_ops.errors import CorruptStateError, DigestMismatchError, InvalidSignatureError, NotFoundError
+from onnx_ops.errors import (
+    CorruptStateError,
+    DigestMismatchError,
+    InvalidSignatureError,
+    NotFoundError,
+)
 from onnx_ops.ports import Context
 from onnx_ops.release.decision_policy import is_signed_by
 from onnx_ops.release.journal import list_bound_endpoints, parse_stream_name
@@ -75,14 +80,17 @@ def reevaluate(
                 decision=decision,
                 evidence=evidence,
                 signed=signed,
-                reproduced=(decision.verdict, decision.verdicts) == (signed.record.verdict, signed.record.verdicts),
+                reproduced=(decision.verdict, decision.verdicts)
+                == (signed.record.verdict, signed.record.verdicts),
                 signature=signature,
             )
         )
     return tuple(reevaluated)
 
 
-def reevaluate_release(context: Context, model: str, version: str) -> dict[str, tuple[ReevaluatedDecision, ...]]:
+def reevaluate_release(
+    context: Context, model: str, version: str
+) -> dict[str, tuple[ReevaluatedDecision, ...]]:
     """Re-evaluate the newest version of every variant of the release that a version belongs to, by variant.
 
     Raises:
@@ -104,7 +112,9 @@ def reevaluate_release(context: Context, model: str, version: str) -> dict[str, 
     return {variant: reevaluate(context, model, number) for variant, number in newest.items()}
 
 
-def load_decision_basis(context: Context, record: VersionRecord, target: str) -> tuple[Evidence, tuple[Gate, ...]]:
+def load_decision_basis(
+    context: Context, record: VersionRecord, target: str
+) -> tuple[Evidence, tuple[Gate, ...]]:
     """Return the evidence and gates of a version's decision, if it is validly signed and about its files.
 
     Raises:
@@ -132,21 +142,27 @@ def list_dependents(context: Context, key: Digest) -> tuple[Dependent, ...]:
     """
     configs = [context.ledger.state(name).config for name in list_bound_endpoints(context)]
     pairs = {(config.model, config.target) for config in configs if config is not None}
-    pairs |= {pair for name in context.ledger.endpoints() if (pair := parse_stream_name(name)) is not None}
+    pairs |= {
+        pair for name in context.ledger.endpoints() if (pair := parse_stream_name(name)) is not None
+    }
     dependents: list[Dependent] = []
     for model, target in sorted(pairs):
         registry, verifier = context.registry(), context.verifier()
         aliases = registry.aliases(model)
         for name in (format_alias(role, target) for role in ("champion", "challenger", "previous")):
             try:
-                if name in aliases and is_signed_by(registry.version(model, aliases[name]), target, key, verifier):
+                if name in aliases and is_signed_by(
+                    registry.version(model, aliases[name]), target, key, verifier
+                ):
                     dependents.append(Dependent(model=model, version=aliases[name], alias=name))
             except NotFoundError:  # onnx-ops did not register it, so it has no decision to lose
                 continue
     return tuple(dependents)
 
 
-def _load_documents(context: Context, record: VersionRecord, target: str) -> tuple[Evidence, tuple[Gate, ...]]:
+def _load_documents(
+    context: Context, record: VersionRecord, target: str
+) -> tuple[Evidence, tuple[Gate, ...]]:
     signed = record.decisions[target].record
     evidence = _load_document(context, record, f"evidence/{target}.json", signed.evidence)
     gates = _load_document(context, record, f"evidence/{target}.gates.json", signed.gates_digest)

@@ -50,7 +50,9 @@ def require_passing_decision(
         raise RefusedError(
             f"no signed decision for target {target}",
             where=where,
-            why=f"it has decisions for {', '.join(sorted(record.decisions))}" if record.decisions else "",
+            why=f"it has decisions for {', '.join(sorted(record.decisions))}"
+            if record.decisions
+            else "",
             remedy="Run its pipeline with this target in `benchmark.targets`, where decisions are signed.",
         )
     about = verify_envelope(own.envelope, DecisionRecord, verifier, where=where)
@@ -66,7 +68,9 @@ def require_passing_decision(
     signed = max(valid, key=lambda each: (each.record.sequence, each.record.verdict.rank))
     decided = signed.record
     if decided.verdict is not Verdict.PASS:
-        worst = ", ".join(f"{gate} {v.value}" for gate, v in decided.verdicts.items() if v is not Verdict.PASS)
+        worst = ", ".join(
+            f"{gate} {v.value}" for gate, v in decided.verdicts.items() if v is not Verdict.PASS
+        )
         raise RefusedError(
             f"its verdict on {target} is {decided.verdict.name}",
             where=where,
@@ -76,7 +80,9 @@ def require_passing_decision(
     return signed
 
 
-def is_valid_for(signed: SignedDecision, record: VersionRecord, target: str, verifier: Verifier) -> bool:
+def is_valid_for(
+    signed: SignedDecision, record: VersionRecord, target: str, verifier: Verifier
+) -> bool:
     """Return whether the decision is validly signed and about exactly this content and target."""
     try:
         about = verify_envelope(signed.envelope, DecisionRecord, verifier)
@@ -97,7 +103,10 @@ def read_override(record: VersionRecord, target: str, verifier: Verifier) -> Sig
         about = verify_envelope(signed.envelope, OverrideRecord, verifier)
     except (CorruptStateError, InvalidSignatureError, UnicodeEncodeError, RecursionError):
         return None
-    same = is_about(about, record, target) and record.tags.get(override_reason_tag(target)) == about.reason
+    same = (
+        is_about(about, record, target)
+        and record.tags.get(override_reason_tag(target)) == about.reason
+    )
     return signed if same else None
 
 
@@ -166,7 +175,13 @@ def is_later(override: SignedOverride, rollback: PublishedRollback) -> bool:
 
 
 def build_override(
-    record: VersionRecord, target: str, verifier: Verifier | None, *, reason: str, by: str, now: float
+    record: VersionRecord,
+    target: str,
+    verifier: Verifier | None,
+    *,
+    reason: str,
+    by: str,
+    now: float,
 ) -> OverrideRecord:
     """Return the override record to sign for a version.
 
@@ -179,9 +194,19 @@ def build_override(
         now: seconds since the epoch.
     """
     signed = record.decisions.get(target)
-    is_valid = signed is not None and verifier is not None and is_valid_for(signed, record, target, verifier)
-    endpoints = [tag.removeprefix(_ROLLED_BACK) for tag in record.tags if tag.startswith(_ROLLED_BACK)]
-    rollbacks = [rollback.at for name in endpoints if (rollback := read_published_rollback(record, name)) is not None]
+    is_valid = (
+        signed is not None
+        and verifier is not None
+        and is_valid_for(signed, record, target, verifier)
+    )
+    endpoints = [
+        tag.removeprefix(_ROLLED_BACK) for tag in record.tags if tag.startswith(_ROLLED_BACK)
+    ]
+    rollbacks = [
+        rollback.at
+        for name in endpoints
+        if (rollback := read_published_rollback(record, name)) is not None
+    ]
     at = max([datetime.fromtimestamp(now, tz=UTC), *rollbacks])
     return OverrideRecord(
         model=record.model,

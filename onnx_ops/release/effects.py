@@ -37,7 +37,11 @@ Effect: TypeAlias = Callable[[int], None]
 
 
 def perform_action(
-    journal: Journal, action: Action, effect: Effect | None = None, *, selected: AliasSelection | None = None
+    journal: Journal,
+    action: Action,
+    effect: Effect | None = None,
+    *,
+    selected: AliasSelection | None = None,
 ) -> None:
     """Record the intent, apply the action to the endpoint, and record the outcome. Renews the lease meanwhile.
 
@@ -58,7 +62,9 @@ def perform_action(
         _require_approved(journal, action)
     expires_at = journal.context.clock.now() + LEASE_S
     holder = journal.context.host.holder()
-    sequence = journal.append(Intent(action=action, holder=holder, expires_at=expires_at, selected=selected))
+    sequence = journal.append(
+        Intent(action=action, holder=holder, expires_at=expires_at, selected=selected)
+    )
     with _renewing_lease(journal, sequence):
         failure: OnnxOpsError | None = None
         try:
@@ -77,9 +83,13 @@ def perform_action(
                 why=str(error),
                 remedy="Free disk space, or restore access to the file that the reason names.",
             )
-        if (failure is not None or action.is_rollback) and (missing := _find_missing(journal, config, action, failure)):
+        if (failure is not None or action.is_rollback) and (
+            missing := _find_missing(journal, config, action, failure)
+        ):
             failure = failure or ServiceUnavailableError(
-                "the rollback was not observed at the endpoint yet", where=config.endpoint, why=missing
+                "the rollback was not observed at the endpoint yet",
+                where=config.endpoint,
+                why=missing,
             )
             _conclude(journal, ActionOutcome(of=sequence, ok=False, detail=str(failure)))
             raise failure
@@ -122,9 +132,14 @@ def _require_approved(journal: Journal, action: Action) -> None:
                 remedy="The ledger was altered; restore it from a backup.",
             )
     for role in (action.roles.stable, action.roles.candidate):
-        if role is not None and (why := find_rejection_reason(state, role, config.target, verifier)) is not None:
+        if (
+            role is not None
+            and (why := find_rejection_reason(state, role, config.target, verifier)) is not None
+        ):
             where = config.endpoint
-            raise RefusedError(f"{role.name} was rolled back here", where=where, why=why, remedy=REJECTED_REMEDY)
+            raise RefusedError(
+                f"{role.name} was rolled back here", where=where, why=why, remedy=REJECTED_REMEDY
+            )
 
 
 def _list_limits(journal: Journal, action: Action) -> Mapping[str, tuple[float, ...]]:
@@ -138,7 +153,9 @@ def _list_limits(journal: Journal, action: Action) -> Mapping[str, tuple[float, 
     return {candidate.name: slower.list_limits(), stable.name: fixed.thresholds.list_limits()}
 
 
-def _find_missing(journal: Journal, config: EndpointConfig, action: Action, failure: OnnxOpsError | None) -> str:
+def _find_missing(
+    journal: Journal, config: EndpointConfig, action: Action, failure: OnnxOpsError | None
+) -> str:
     """Return why the endpoint does not show the action's state; empty if it does.
 
     After a conflict another process may have set it.

@@ -53,7 +53,9 @@ def call_each(
 
 
 def run_concurrently(
-    calls: Mapping[str, Callable[[], _Result]], timeout_s: float, on_timeout: Callable[[str], OnnxOpsError]
+    calls: Mapping[str, Callable[[], _Result]],
+    timeout_s: float,
+    on_timeout: Callable[[str], OnnxOpsError],
 ) -> dict[str, _Result | OnnxOpsError]:
     """Run each call in a separate thread; return its result or error by name.
 
@@ -71,7 +73,10 @@ def run_concurrently(
         except BaseException as error:  # raised again in the caller's thread
             results[name] = error
 
-    threads = [threading.Thread(target=run, args=item, name="release-call", daemon=True) for item in calls.items()]
+    threads = [
+        threading.Thread(target=run, args=item, name="release-call", daemon=True)
+        for item in calls.items()
+    ]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + timeout_s

@@ -45,7 +45,12 @@ class Journal:
 
     @classmethod
     def update(
-        cls, context: Context, endpoint: str, change: Callable[[Journal], _Result], *, actor: str = ""
+        cls,
+        context: Context,
+        endpoint: str,
+        change: Callable[[Journal], _Result],
+        *,
+        actor: str = "",
     ) -> _Result:
         """Call `change` with the endpoint's journal, again each time that another writer appended first."""
         return retry_on_conflict(lambda: change(cls.open(context, endpoint, actor=actor)))
@@ -131,13 +136,23 @@ def find_corruption(context: Context, endpoint: str) -> CorruptStateError | None
 
 def list_sibling_states(context: Context, model: str, target: str) -> tuple[ReleaseState, ...]:
     """Return the readable state of every endpoint that serves this model on this target."""
-    states = (read_readable_state(context, name) for name in context.ledger.endpoints() if "@" not in name)
-    return tuple(s for s in states if s.config is not None and (s.config.model, s.config.target) == (model, target))
+    states = (
+        read_readable_state(context, name) for name in context.ledger.endpoints() if "@" not in name
+    )
+    return tuple(
+        s
+        for s in states
+        if s.config is not None and (s.config.model, s.config.target) == (model, target)
+    )
 
 
 def pin_aliases(context: Context, config: EndpointConfig, action: Action) -> Action:
     """Return a rollback without alias writes if several endpoints share the aliases."""
-    return replace(action, aliases={}) if len(list_sibling_states(context, config.model, config.target)) > 1 else action
+    return (
+        replace(action, aliases={})
+        if len(list_sibling_states(context, config.model, config.target)) > 1
+        else action
+    )
 
 
 def format_stream_name(model: str, target: str) -> str:

@@ -68,7 +68,10 @@ def send_pending_each(context: Context, endpoints: Sequence[str]) -> tuple[Deliv
 
 def send_test_message(context: Context) -> tuple[DeliveryResult, ...]:
     """Send a test notification through every notifier."""
-    return send_now(context, build_test_notification("onnx-ops", at=context.clock.now(), actor=context.host.actor()))
+    return send_now(
+        context,
+        build_test_notification("onnx-ops", at=context.clock.now(), actor=context.host.actor()),
+    )
 
 
 def send_now(context: Context, notification: Notification) -> tuple[DeliveryResult, ...]:
@@ -117,7 +120,9 @@ class NotificationLoop:
         failed: set[str] = set()
         for endpoint in self._endpoints() if ready else ():
             try:
-                results = send_pending(self._context, endpoint, accepts=(ready - failed).__contains__)
+                results = send_pending(
+                    self._context, endpoint, accepts=(ready - failed).__contains__
+                )
             except CorruptStateError as error:  # a damaged ledger must not stop the others
                 results = (DeliveryResult(endpoint=endpoint, notifier="", error=str(error)),)
             for result in results:
@@ -140,7 +145,11 @@ def _send_through(context: Context, endpoint: str, name: str, notifier: Notifier
     sent: list[Notification] = []
     try:
         # The first pass records its starting point, so that nothing expires while it fails.
-        positions = [e.body.of for e in entries if isinstance(e.body, NotificationSent) and e.body.notifier == name]
+        positions = [
+            e.body.of
+            for e in entries
+            if isinstance(e.body, NotificationSent) and e.body.notifier == name
+        ]
         if not positions:
             oldest = context.clock.now() - REPEAT_INTERVAL_S
             positions = [max((entry.sequence for entry in entries if entry.at < oldest), default=0)]
@@ -180,4 +189,8 @@ def _add_link(context: Context, notification: Notification) -> Notification:
         address = context.registry().where(notification.model) if notification.model else ""
     except OnnxOpsError:
         address = ""
-    return replace(notification, link=address) if address.startswith(("http://", "https://")) else notification
+    return (
+        replace(notification, link=address)
+        if address.startswith(("http://", "https://"))
+        else notification
+    )

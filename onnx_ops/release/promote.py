@@ -23,7 +23,13 @@ from onnx_ops.domain.ledger import (
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import format_alias
 from onnx_ops.domain.rollout_policy import RolloutPolicy
-from onnx_ops.errors import LedgerConflictError, OnnxOpsError, RefusedError, StillPendingError, UserError
+from onnx_ops.errors import (
+    LedgerConflictError,
+    OnnxOpsError,
+    RefusedError,
+    StillPendingError,
+    UserError,
+)
 from onnx_ops.ports import Context
 from onnx_ops.release.decision_policy import build_override, find_rejection_reason, read_override
 from onnx_ops.release.endpoint_calls import COMMAND_TIMEOUT_S, run_concurrently
@@ -34,7 +40,12 @@ from onnx_ops.release.journal import (
     list_sibling_states,
     read_readable_state,
 )
-from onnx_ops.release.registry_sync import MAX_TEXT, build_override_entry, require_approval, require_not_rejected
+from onnx_ops.release.registry_sync import (
+    MAX_TEXT,
+    build_override_entry,
+    require_approval,
+    require_not_rejected,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,17 +96,26 @@ def promote_release(
         if bound:
             left = _leave_to_serving(context, bound, version, release, actor)
         else:
-            left = _find_later_champion(context, model, version, target, aliases.get(format_alias("champion", target)))
+            left = _find_later_champion(
+                context, model, version, target, aliases.get(format_alias("champion", target))
+            )
         if left:
             names = tuple(state.endpoint for state in bound)
-            return PromotionResult(model=model, version=version, target=target, did="left", endpoints=names, left=left)
+            return PromotionResult(
+                model=model, version=version, target=target, did="left", endpoints=names, left=left
+            )
     return promote(context, model, version, target, actor=actor, expects=expects)
 
 
 def find_successor(state: ReleaseState, version: str, release: Digest) -> Deployment | None:
     """Return what serves at an endpoint instead of a version that served, or was on trial, before; None without any."""
     roles, known = state.roles, state.known.get(version)
-    if known is None or known.release != release or roles.stable is None or roles.stable.version == version:
+    if (
+        known is None
+        or known.release != release
+        or roles.stable is None
+        or roles.stable.version == version
+    ):
         return None
     if roles.candidate is not None:
         return None if roles.candidate.version == version else roles.candidate
@@ -122,18 +142,27 @@ def _leave_to_serving(
     return left
 
 
-def _find_later_champion(context: Context, model: str, version: str, target: str, champion: str | None) -> str:
+def _find_later_champion(
+    context: Context, model: str, version: str, target: str, champion: str | None
+) -> str:
     """Return the registry's champion if the version was champion before it; else empty. No endpoint serves them."""
     alias = format_alias("champion", target)
     written = (entry.body for entry in context.ledger.read(format_stream_name(model, target)))
-    was_champion = any(isinstance(body, AliasesWritten) and body.aliases.get(alias) == version for body in written)
+    was_champion = any(
+        isinstance(body, AliasesWritten) and body.aliases.get(alias) == version for body in written
+    )
     return champion if champion is not None and champion != version and was_champion else ""
 
 
-def _is_rejected(context: Context, bound: Sequence[ReleaseState], model: str, version: str, target: str) -> bool:
+def _is_rejected(
+    context: Context, bound: Sequence[ReleaseState], model: str, version: str, target: str
+) -> bool:
     """Return whether an endpoint has rolled the version back, so that `promote` refuses it."""
     record = context.registry().version(model, version)
-    return any(find_rejection_reason(state, record, target, context.verifier()) is not None for state in bound)
+    return any(
+        find_rejection_reason(state, record, target, context.verifier()) is not None
+        for state in bound
+    )
 
 
 def promote(
@@ -173,18 +202,27 @@ def promote(
     if not bound and not expects:
         _set_champion(context, record, target, actor)
         did = "champion"
-    elif bound and all(s.roles.stable is not None and s.roles.stable.version == version for s in bound):
+    elif bound and all(
+        s.roles.stable is not None and s.roles.stable.version == version for s in bound
+    ):
         did = "serves already"
     else:
         registry.set_alias(model, format_alias("challenger", target), version)
         if reason:
             registry.annotate(model, version, {f"promoted.{target}": reason[:MAX_TEXT]})
         did = "challenger"
-    return PromotionResult(model=model, version=version, target=target, did=did, endpoints=names or expects)
+    return PromotionResult(
+        model=model, version=version, target=target, did=did, endpoints=names or expects
+    )
 
 
 def bind_endpoint(
-    context: Context, config: EndpointConfig, policy: RolloutPolicy, *, actor: str = "", abandon: str = ""
+    context: Context,
+    config: EndpointConfig,
+    policy: RolloutPolicy,
+    *,
+    actor: str = "",
+    abandon: str = "",
 ) -> bool:
     """Bind an endpoint to what its pipeline declares; return whether that changed anything.
 
@@ -216,7 +254,9 @@ def bind_endpoint(
         origin = None
         if not journal.state.head:
             ledger = context.ledger
-            origin = LedgerOrigin(project=context.root.resolve().name, place=ledger.place, keys=ledger.release_keys)
+            origin = LedgerOrigin(
+                project=context.root.resolve().name, place=ledger.place, keys=ledger.release_keys
+            )
         journal.append(EndpointBound(config=config, policy=policy, origin=origin))
         return True
 
@@ -236,15 +276,27 @@ def require_no_orphans(
         RefusedError: an endpoint would be left behind, and `abandon` is empty.
         UserError: an existing endpoint cannot be changed as the file declares.
     """
-    orphans = [state.config for state in _list_dropped(context, pipeline, configs) if state.config is not None]
-    moved = (_find_moved(context, read_readable_state(context, config.endpoint), config) for config in configs)
+    orphans = [
+        state.config
+        for state in _list_dropped(context, pipeline, configs)
+        if state.config is not None
+    ]
+    moved = (
+        _find_moved(context, read_readable_state(context, config.endpoint), config)
+        for config in configs
+    )
     orphans += [config for config in moved if config is not None]
     if orphans and not abandon:
         raise _orphan_error(context, orphans)
 
 
 def abandon_dropped(
-    context: Context, pipeline: str, configs: Sequence[EndpointConfig], *, reason: str, actor: str = ""
+    context: Context,
+    pipeline: str,
+    configs: Sequence[EndpointConfig],
+    *,
+    reason: str,
+    actor: str = "",
 ) -> tuple[str, ...]:
     """Unbind the endpoints that the file no longer names, and record the reason; return their names."""
     names = tuple(state.endpoint for state in _list_dropped(context, pipeline, configs))
@@ -284,11 +336,15 @@ def delete_endpoint(context: Context, endpoint: str, *, reason: str = "", actor:
     Journal.update(context, endpoint, delete, actor=actor)
 
 
-def delete_with_timeout(context: Context, endpoint: str, *, reason: str = "", actor: str = "") -> None:
+def delete_with_timeout(
+    context: Context, endpoint: str, *, reason: str = "", actor: str = ""
+) -> None:
     """Call `delete_endpoint`, and raise StillPendingError if it takes longer than `COMMAND_TIMEOUT_S`."""
     call = partial(delete_endpoint, context, endpoint, reason=reason, actor=actor)
     late = f"the deletion did not finish within {COMMAND_TIMEOUT_S:g} s"
-    error = run_concurrently({endpoint: call}, COMMAND_TIMEOUT_S, lambda _: _still_pending(endpoint, late))[endpoint]
+    error = run_concurrently(
+        {endpoint: call}, COMMAND_TIMEOUT_S, lambda _: _still_pending(endpoint, late)
+    )[endpoint]
     if error is not None:
         raise error
 
@@ -325,11 +381,18 @@ def _set_champion(context: Context, record: VersionRecord, target: str, actor: s
 
 
 def _override(
-    context: Context, record: VersionRecord, target: str, endpoints: tuple[str, ...], reason: str, actor: str
+    context: Context,
+    record: VersionRecord,
+    target: str,
+    endpoints: tuple[str, ...],
+    reason: str,
+    actor: str,
 ) -> None:
     """Write the override to the registry first: where its server restricts overrides, the ledger stays unchanged."""
     if not reason.strip():
-        raise UserError("an override needs a reason", remedy="Give the reason with --reason; it is recorded.")
+        raise UserError(
+            "an override needs a reason", remedy="Give the reason with --reason; it is recorded."
+        )
     registry, verifier, reason = context.registry(), context.verifier(), reason[:MAX_REASON_LENGTH]
     before = read_override(record, target, verifier)
     registry.annotate(record.model, record.version, {override_reason_tag(target): reason})
@@ -344,7 +407,9 @@ def _override(
                 remedy="Run it where a signing key is, or set the tag in MLflow if its server signs overrides.",
             )
         by, now = actor or context.host.actor(), context.clock.now()
-        signed = sign_record(build_override(record, target, verifier, reason=reason, by=by, now=now), signer)
+        signed = sign_record(
+            build_override(record, target, verifier, reason=reason, by=by, now=now), signer
+        )
         tag = {override_record_tag(target): codec.dumps(signed.envelope).decode()}
         registry.annotate(record.model, record.version, tag)
     entry = build_override_entry(signed)
@@ -352,17 +417,31 @@ def _override(
         Journal.update(context, endpoint, lambda journal: journal.append(entry), actor=actor)
 
 
-def _list_dropped(context: Context, pipeline: str, configs: Sequence[EndpointConfig]) -> tuple[ReleaseState, ...]:
+def _list_dropped(
+    context: Context, pipeline: str, configs: Sequence[EndpointConfig]
+) -> tuple[ReleaseState, ...]:
     """Return the existing endpoints that the pipeline has bound and that its file no longer names."""
     named = {config.endpoint for config in configs}
-    states = (read_readable_state(context, name) for name in list_bound_endpoints(context) if name not in named)
-    return tuple(s for s in states if s.config is not None and s.config.pipeline == pipeline and _exists(s))
+    states = (
+        read_readable_state(context, name)
+        for name in list_bound_endpoints(context)
+        if name not in named
+    )
+    return tuple(
+        s for s in states if s.config is not None and s.config.pipeline == pipeline and _exists(s)
+    )
 
 
-def _find_moved(context: Context, state: ReleaseState, config: EndpointConfig) -> EndpointConfig | None:
+def _find_moved(
+    context: Context, state: ReleaseState, config: EndpointConfig
+) -> EndpointConfig | None:
     """Return an existing endpoint's binding if `config` moves it elsewhere; validate any other change."""
     bound = state.config
-    if bound is None or not _exists(state) or (bound.provider, bound.settings) == (config.provider, config.settings):
+    if (
+        bound is None
+        or not _exists(state)
+        or (bound.provider, bound.settings) == (config.provider, config.settings)
+    ):
         return None
     provider = context.provider(bound.provider)
     if bound.provider != config.provider or provider.place(bound) != provider.place(config):
@@ -375,7 +454,11 @@ def _exists(state: ReleaseState) -> bool:
     """Return whether the endpoint was ever started and is not being deleted."""
     if state.deleting:
         return False
-    return state.roles.stable is not None or state.open_intent is not None or state.pending_rollback is not None
+    return (
+        state.roles.stable is not None
+        or state.open_intent is not None
+        or state.pending_rollback is not None
+    )
 
 
 def _unbind(journal: Journal, reason: str) -> None:
@@ -407,7 +490,9 @@ def _describe_orphan(context: Context, config: EndpointConfig) -> str:
         return f"{place}: its traffic could not be read ({error})"
     if observed is None:
         return f"{place}: its traffic could not be read"
-    return f"{place} serves " + ", ".join(f"{name} {weight} %" for name, weight in observed.split.weights.items())
+    return f"{place} serves " + ", ".join(
+        f"{name} {weight} %" for name, weight in observed.split.weights.items()
+    )
 
 
 def _still_pending(endpoint: str, why: str) -> StillPendingError:

@@ -17,7 +17,13 @@ from onnx_ops.domain.endpoint import Deployment, EndpointConfig, OrphanedResourc
 from onnx_ops.domain.ledger import ReleaseState
 from onnx_ops.domain.release import ListedVersion
 from onnx_ops.domain.rollout_policy import DAY
-from onnx_ops.errors import ConflictError, CorruptStateError, NotFoundError, RefusedError, ServiceUnavailableError
+from onnx_ops.errors import (
+    ConflictError,
+    CorruptStateError,
+    NotFoundError,
+    RefusedError,
+    ServiceUnavailableError,
+)
 from onnx_ops.ports import Context
 from onnx_ops.release.journal import list_bound_endpoints
 
@@ -49,10 +55,16 @@ def find_unreferenced(context: Context, *, older_than_s: float) -> tuple[StoredO
             return ()
 
     needed = find_reachable(_find_roots(context), names)
-    return tuple(one for one in stored if one.at < before and (one.digest is None or one.digest not in needed))
+    return tuple(
+        one
+        for one in stored
+        if one.at < before and (one.digest is None or one.digest not in needed)
+    )
 
 
-def find_reachable(roots: Iterable[Digest], names: Callable[[Digest], Iterable[Digest]]) -> frozenset[Digest]:
+def find_reachable(
+    roots: Iterable[Digest], names: Callable[[Digest], Iterable[Digest]]
+) -> frozenset[Digest]:
     """Return the roots and all digests that they name, directly or through other documents."""
     reachable: set[Digest] = set()
     queue = list(roots)
@@ -121,7 +133,9 @@ def find_orphans(context: Context, endpoints: Sequence[str]) -> OrphanSurvey:
     """Return resources of these endpoints that no endpoint needs. Nothing is changed."""
     states = [context.ledger.state(name) for name in context.ledger.endpoints()]
     manifests = frozenset(
-        deployment.manifest for state in states for deployment in list_needed_deployments(context, state)
+        deployment.manifest
+        for state in states
+        for deployment in list_needed_deployments(context, state)
     )
     orphans, silent = [], []
     for config in _configs(states, endpoints):
@@ -130,7 +144,10 @@ def find_orphans(context: Context, endpoints: Sequence[str]) -> OrphanSurvey:
         except ServiceUnavailableError:
             silent.append(config.endpoint)
         else:
-            orphans += [Orphan(endpoint=config.endpoint, provider=config.provider, leftover=one) for one in left]
+            orphans += [
+                Orphan(endpoint=config.endpoint, provider=config.provider, leftover=one)
+                for one in left
+            ]
     return OrphanSurvey(orphans=tuple(orphans), silent=tuple(silent))
 
 
@@ -141,7 +158,9 @@ def delete_orphans(context: Context, orphans: Sequence[Orphan]) -> tuple[Orphan,
         ServiceUnavailableError: a provider does not answer; earlier deletions stay.
     """
     states = [context.ledger.state(name) for name in {one.endpoint for one in orphans}]
-    configs = {config.endpoint: config for config in _configs(states, [state.endpoint for state in states])}
+    configs = {
+        config.endpoint: config for config in _configs(states, [state.endpoint for state in states])
+    }
     gone = []
     for one in orphans:
         try:
@@ -153,7 +172,9 @@ def delete_orphans(context: Context, orphans: Sequence[Orphan]) -> tuple[Orphan,
 
 
 def _configs(states: Sequence[ReleaseState], endpoints: Sequence[str]) -> list[EndpointConfig]:
-    return [state.config for state in states if state.config is not None and state.endpoint in endpoints]
+    return [
+        state.config for state in states if state.config is not None and state.endpoint in endpoints
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +199,9 @@ class PrunePlan:
     contents: tuple[StoredObject, ...] = ()
 
 
-def plan_pruning(context: Context, models: Sequence[str], *, keep: int, older_than_s: float) -> PrunePlan:
+def plan_pruning(
+    context: Context, models: Sequence[str], *, keep: int, older_than_s: float
+) -> PrunePlan:
     """Return what is not needed now. Nothing is changed.
 
     A version stays while an alias points at it, an endpoint serves it, can roll back to it or will serve it next, it
@@ -194,7 +217,11 @@ def plan_pruning(context: Context, models: Sequence[str], *, keep: int, older_th
         CorruptStateError: a ledger is damaged, so that its endpoint's needs are unknown.
     """
     states = [context.ledger.state(name) for name in list_bound_endpoints(context)]
-    in_use = [(state, deployment) for state in states for deployment in list_needed_deployments(context, state)]
+    in_use = [
+        (state, deployment)
+        for state in states
+        for deployment in list_needed_deployments(context, state)
+    ]
     before = context.clock.now() - older_than_s
     remove: dict[str, tuple[ListedVersion, ...]] = {}
     retained: list[RetainedVersion] = []
@@ -210,7 +237,9 @@ def plan_pruning(context: Context, models: Sequence[str], *, keep: int, older_th
         ]
         remove[model] = tuple(entry for entry in listed if entry.version not in reasons)
 
-    wanted = {deployment.manifest for _, deployment in in_use} | {entry.version.manifest for entry in retained}
+    wanted = {deployment.manifest for _, deployment in in_use} | {
+        entry.version.manifest for entry in retained
+    }
     leaving = {entry.manifest for versions in remove.values() for entry in versions}
     return PrunePlan(
         remove=remove,
@@ -230,7 +259,9 @@ def prune(context: Context, plan: PrunePlan) -> PrunePlan:
     removed: dict[str, tuple[ListedVersion, ...]] = {}
     left: set[Digest] = set()
     for model, versions in plan.remove.items():
-        removed[model] = tuple(entry for entry in versions if _delete_unneeded(context, model, entry.version))
+        removed[model] = tuple(
+            entry for entry in versions if _delete_unneeded(context, model, entry.version)
+        )
         left |= {entry.manifest for entry in versions if entry not in removed[model]}
     # After the versions: a kill in between leaves a folder, which the next pruning finds by its age.
     folders = _forget_folders(context, plan.folders, left)
@@ -240,11 +271,15 @@ def prune(context: Context, plan: PrunePlan) -> PrunePlan:
         retained=plan.retained,
         folders=folders,
         orphans=replace(plan.orphans, orphans=cleared),
-        contents=tuple(one for one in plan.contents if context.store.forget(one)),  # unless it was stored again
+        contents=tuple(
+            one for one in plan.contents if context.store.forget(one)
+        ),  # unless it was stored again
     )
 
 
-def _select_states(states: Iterable[ReleaseState], models: Collection[str]) -> Iterator[ReleaseState]:
+def _select_states(
+    states: Iterable[ReleaseState], models: Collection[str]
+) -> Iterator[ReleaseState]:
     """Yield the states of the endpoints that are bound to one of the models."""
     return (state for state in states if state.config is not None and state.config.model in models)
 
@@ -265,7 +300,9 @@ def _delete_unneeded(context: Context, model: str, version: str) -> bool:
     # It may have been promoted since the plan was made.
     states = (context.ledger.state(name) for name in list_bound_endpoints(context))
     of_model = _select_states(states, [model])
-    if version in {d.version for state in of_model for d in list_needed_deployments(context, state)}:
+    if version in {
+        d.version for state in of_model for d in list_needed_deployments(context, state)
+    }:
         return False
     try:
         context.registry().delete_version(model, version)
@@ -279,7 +316,11 @@ def _forget_folders(
 ) -> tuple[StoredObject, ...]:
     """Remove model folders unless their version is `left`, or an endpoint needs it; return those that went."""
     states = (context.ledger.state(name) for name in list_bound_endpoints(context))
-    in_use = {deployment.manifest for state in states for deployment in list_needed_deployments(context, state)}
+    in_use = {
+        deployment.manifest
+        for state in states
+        for deployment in list_needed_deployments(context, state)
+    }
     needed = in_use.union(left)
     unneeded = tuple(folder for folder in folders if folder.digest not in needed)
     for folder in unneeded:
@@ -294,18 +335,34 @@ def _list_recent(listed: Sequence[ListedVersion], keep: int, since: float) -> di
     newest = list(dict.fromkeys(entry.release for entry in by_age))[:keep]
     return {
         **{entry.version: "too young" for entry in listed if entry.created_at > since},
-        **{entry.version: f"one of the {keep} newest releases" for entry in listed if entry.release in newest},
+        **{
+            entry.version: f"one of the {keep} newest releases"
+            for entry in listed
+            if entry.release in newest
+        },
     }
 
 
 def _find_reasons(
-    context: Context, model: str, in_use: Iterable[tuple[ReleaseState, Deployment]], states: Iterable[ReleaseState]
+    context: Context,
+    model: str,
+    in_use: Iterable[tuple[ReleaseState, Deployment]],
+    states: Iterable[ReleaseState],
 ) -> dict[str, str]:
     """Return why each version that is in use, or has an alias, must stay."""
     of_model = _select_states(states, [model])
-    pending = [(name, version) for state in of_model for name, version in state.pending_aliases.items() if version]
+    pending = [
+        (name, version)
+        for state in of_model
+        for name, version in state.pending_aliases.items()
+        if version
+    ]
     return {
         **{version: f"alias {name} is pending for it" for name, version in pending},
-        **{one.version: f"endpoint {state.endpoint} needs it" for state, one in in_use if one.model == model},
+        **{
+            one.version: f"endpoint {state.endpoint} needs it"
+            for state, one in in_use
+            if one.model == model
+        },
         **{version: f"alias {name}" for name, version in context.registry().aliases(model).items()},
     }

@@ -142,7 +142,9 @@ def reconcile_with_retries(
         if errors:
             is_final = all(isinstance(error, MissingPackageError) for error in errors.values())
         else:
-            is_final = not any(read_readable_state(context, name).pending_rollback for name in endpoints)
+            is_final = not any(
+                read_readable_state(context, name).pending_rollback for name in endpoints
+            )
         if is_final or time.monotonic() + pause > deadline:
             return reports, errors
         time.sleep(pause)
@@ -236,14 +238,18 @@ def _find_change(basis: _StepBasis, desired: DesiredState) -> StepReport | Chang
         is_outdated = not desired.registry_down and is_registry_outdated(journal, desired.champion)
     except (InfrastructureError, RefusedError) as error:
         basis, is_outdated = replace(basis, unwritten=error), False
-    return partial(_update_registry, basis, desired) if is_outdated else _find_action(basis, desired)
+    return (
+        partial(_update_registry, basis, desired) if is_outdated else _find_action(basis, desired)
+    )
 
 
 def _find_action(basis: _StepBasis, desired: DesiredState) -> StepReport | Change:
     journal = basis.journal
     snapshot = read_metrics(journal)
     action = choose_action(journal, desired, basis.observed, snapshot)
-    if basis.unwritten is not None and not (isinstance(action, Action) and action.kind is ActionKind.RESTORE):
+    if basis.unwritten is not None and not (
+        isinstance(action, Action) and action.kind is ActionKind.RESTORE
+    ):
         raise basis.unwritten
     if isinstance(action, Wait) and not _is_record_due(journal, desired, snapshot, action):
         _confirm_rollout(journal)
@@ -252,13 +258,17 @@ def _find_action(basis: _StepBasis, desired: DesiredState) -> StepReport | Chang
 
 
 def _report_wait(journal: Journal, why: str, *, registry_down: str = "") -> StepReport:
-    return StepReport(endpoint=journal.state.endpoint, did="", why=why, stable=True, registry_down=registry_down)
+    return StepReport(
+        endpoint=journal.state.endpoint, did="", why=why, stable=True, registry_down=registry_down
+    )
 
 
 def _delete(journal: Journal) -> StepReport:
     endpoint = journal.state.endpoint
     finish_deletion(journal)
-    return StepReport(endpoint=endpoint, did="deleted", why="its deletion was requested", stable=True)
+    return StepReport(
+        endpoint=endpoint, did="deleted", why="its deletion was requested", stable=True
+    )
 
 
 def _require_known(journal: Journal, observed: EndpointState | None) -> None:
@@ -299,7 +309,9 @@ def _restore(journal: Journal, action: Action, read_aliases: ReadAliases) -> Ste
     except (InfrastructureError, RefusedError, UserError) as error:
         basis = _StepBasis(journal=journal, observed=None, unrestored=error)
     else:
-        return StepReport(endpoint=journal.state.endpoint, did=action.kind.value, why=action.why, stable=False)
+        return StepReport(
+            endpoint=journal.state.endpoint, did=action.kind.value, why=action.why, stable=False
+        )
     return _take(_find_requested_change(basis, read_aliases))
 
 
@@ -312,10 +324,16 @@ def _fetch_lost_files(context: Context, action: Action, failure: OnnxOpsError) -
         restore_files(context, deployment)
 
 
-def _act(basis: _StepBasis, desired: DesiredState, snapshot: MetricsSnapshot, action: Action | Wait) -> StepReport:
+def _act(
+    basis: _StepBasis, desired: DesiredState, snapshot: MetricsSnapshot, action: Action | Wait
+) -> StepReport:
     """Perform what was chosen, or note a wait."""
     journal = basis.journal
-    if isinstance(action, Action) and action.kind is ActionKind.RESTORE and basis.unrestored is not None:
+    if (
+        isinstance(action, Action)
+        and action.kind is ActionKind.RESTORE
+        and basis.unrestored is not None
+    ):
         _fetch_lost_files(journal.context, action, basis.unrestored)
     record_metrics(journal, snapshot, action)
     if isinstance(action, Wait):
@@ -388,7 +406,9 @@ def _refuse(
 ) -> StepReport:
     carry_out(journal, refused)
     did = f"refused {refused.alias} on version {refused.version}"
-    return StepReport(endpoint=journal.state.endpoint, did=did, why=refused.reason, stable=False, refused=True)
+    return StepReport(
+        endpoint=journal.state.endpoint, did=did, why=refused.reason, stable=False, refused=True
+    )
 
 
 def _resume_rollback(journal: Journal, pending: PendingRollback) -> StepReport:
@@ -416,7 +436,12 @@ class MetricsSnapshot:
 def read_metrics(journal: Journal) -> MetricsSnapshot:
     """Read the counts of the rollout in progress, if its policy analyzes metrics. Nothing is written."""
     state, roles = journal.state, journal.state.roles
-    if not state.policy.is_analyzed or state.observations is None or roles.stable is None or roles.candidate is None:
+    if (
+        not state.policy.is_analyzed
+        or state.observations is None
+        or roles.stable is None
+        or roles.candidate is None
+    ):
         return MetricsSnapshot(observations=None)
     candidate, stable = roles.candidate.name, roles.stable.name
     limits = {candidate: state.observations.slower, stable: state.observations.thresholds}
@@ -427,11 +452,16 @@ def read_metrics(journal: Journal) -> MetricsSnapshot:
     reading = state.observations.select_new(reading)
     observations = state.observations.with_reading(reading, stable=stable, candidate=candidate)
     is_new = observations.reading is not state.observations.reading
-    return MetricsSnapshot(observations=observations, reading=reading if is_new else None, failure=reading.failure)
+    return MetricsSnapshot(
+        observations=observations, reading=reading if is_new else None, failure=reading.failure
+    )
 
 
 def choose_action(
-    journal: Journal, desired: DesiredState, observed: EndpointState | None, snapshot: MetricsSnapshot
+    journal: Journal,
+    desired: DesiredState,
+    observed: EndpointState | None,
+    snapshot: MetricsSnapshot,
 ) -> Action | Wait:
     """Return the next action. Without counts only a rollback can follow."""
     state, analysis = journal.state, None
@@ -458,7 +488,9 @@ def choose_action(
     return replace(action, why=f"{why}: {snapshot.failure}" if snapshot.failure else why)
 
 
-def _hold(action: Action, roles: Roles, snapshot: MetricsSnapshot, command: OperatorCommand | None) -> Action | Wait:
+def _hold(
+    action: Action, roles: Roles, snapshot: MetricsSnapshot, command: OperatorCommand | None
+) -> Action | Wait:
     """Return the action, or the wait of a rollout that would go on although evidence is missing."""
     goes_on = action.kind in (ActionKind.ADVANCE, ActionKind.FINISH) and roles.candidate is not None
     if goes_on and snapshot.failure and command is not OperatorCommand.ADVANCE:
@@ -478,27 +510,43 @@ def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action |
         # Counts can lead to an advance, so that a key signs them. A rollback needs neither.
         with suppress(MissingKeyError):
             journal.append(MetricsRecorded(reading=snapshot.reading))
-    if not isinstance(action, Action) or action.kind is not ActionKind.START or not state.policy.is_analyzed:
+    if (
+        not isinstance(action, Action)
+        or action.kind is not ActionKind.START
+        or not state.policy.is_analyzed
+    ):
         return
     candidate, stable, fixed = action.roles.candidate, action.roles.stable, state.thresholds
-    if candidate is None or stable is None or (fixed is not None and fixed.candidate == candidate.manifest):
+    if (
+        candidate is None
+        or stable is None
+        or (fixed is not None and fixed.candidate == candidate.manifest)
+    ):
         return
     from onnx_ops.statistics.rollout.guardrails import fix_thresholds
 
     latencies = journal.context.metrics(journal.config).latencies(journal.config, stable.name)
     thresholds, slower = (
-        (None, None) if latencies is None else fix_thresholds(*latencies, state.policy.max_latency_increases())
+        (None, None)
+        if latencies is None
+        else fix_thresholds(*latencies, state.policy.max_latency_increases())
     )
-    journal.append(ThresholdsFixed(candidate=candidate.manifest, thresholds=thresholds, slower=slower))
+    journal.append(
+        ThresholdsFixed(candidate=candidate.manifest, thresholds=thresholds, slower=slower)
+    )
 
 
 def _is_reading_due(state: ReleaseState, reading: MetricsReading, action: Action | Wait) -> bool:
     """Return whether a reading is to be recorded: before every action, else at an interval."""
     last = state.observations.reading if state.observations is not None else None
-    return isinstance(action, Action) or last is None or abs(reading.at - last.at) >= RECORD_INTERVAL_S
+    return (
+        isinstance(action, Action) or last is None or abs(reading.at - last.at) >= RECORD_INTERVAL_S
+    )
 
 
-def _is_record_due(journal: Journal, desired: DesiredState, snapshot: MetricsSnapshot, wait: Wait) -> bool:
+def _is_record_due(
+    journal: Journal, desired: DesiredState, snapshot: MetricsSnapshot, wait: Wait
+) -> bool:
     """Return whether a wait shows something that the ledger does not have yet."""
     return (
         (snapshot.reading is not None and _is_reading_due(journal.state, snapshot.reading, wait))
@@ -533,9 +581,16 @@ def record_pause(journal: Journal, wait: Wait) -> None:
 def _find_pause(state: ReleaseState, wait: Wait) -> RolloutPaused | None:
     """Return the pause that a wait begins; None if it is none, or is recorded."""
     needs_operator = wait.kind in (WaitKind.INCONCLUSIVE, WaitKind.PAUSED, WaitKind.APPROVAL)
-    if not needs_operator or state.roles.candidate is None or state.command is OperatorCommand.PAUSE:
+    if (
+        not needs_operator
+        or state.roles.candidate is None
+        or state.command is OperatorCommand.PAUSE
+    ):
         return None
-    if state.pause is not None and (state.pause.wait, state.pause.step) == (wait.kind, state.roles.step):
+    if state.pause is not None and (state.pause.wait, state.pause.step) == (
+        wait.kind,
+        state.roles.step,
+    ):
         return None
     return RolloutPaused(wait=wait.kind, step=state.roles.step, why=wait.why)
 
@@ -564,7 +619,11 @@ def record_selection(journal: Journal, desired: DesiredState) -> None:
 def _find_unrecorded_selection(journal: Journal, desired: DesiredState) -> AliasSelection | None:
     """Return the selection of a version that does not start yet, unless it is recorded."""
     selected, roles = find_selection(journal, desired), journal.state.roles
-    present = [deployment.version for deployment in (roles.stable, roles.candidate) if deployment is not None]
+    present = [
+        deployment.version
+        for deployment in (roles.stable, roles.candidate)
+        if deployment is not None
+    ]
     if selected is None or selected == journal.state.selected or selected.version in present:
         return None
     return selected

@@ -28,7 +28,9 @@ def read_registry(context: Context, models: Collection[str] | None = None) -> Re
         registry = context.registry()
         if models is None:
             return RegistrySnapshot(aliases=registry.all_aliases())
-        return RegistrySnapshot(aliases={model: registry.aliases(model) for model in sorted(models)})
+        return RegistrySnapshot(
+            aliases={model: registry.aliases(model) for model in sorted(models)}
+        )
     except OnnxOpsError as error:
         return RegistrySnapshot(aliases={}, down=str(error))
 
@@ -65,7 +67,9 @@ class ReconcilePass:
         """
         report = self._find_wait(endpoint, actor)
         if report is None:
-            return reconcile_until_stable(self._context, endpoint, actor=actor, on_step=on_step, is_stopped=is_stopped)
+            return reconcile_until_stable(
+                self._context, endpoint, actor=actor, on_step=on_step, is_stopped=is_stopped
+            )
         on_step(report)
         return [report]
 

@@ -74,7 +74,9 @@ class DesiredState:
     blocked_by: str = ""
 
 
-def read_request(journal: Journal, read_aliases: Callable[[str], Mapping[str, str]]) -> DesiredState:
+def read_request(
+    journal: Journal, read_aliases: Callable[[str], Mapping[str, str]]
+) -> DesiredState:
     """Return the desired state as far as the aliases show it: without the deployment that `request` names.
 
     Without the registry or its client, the endpoint continues with the ledger's state.
@@ -88,7 +90,11 @@ def read_request(journal: Journal, read_aliases: Callable[[str], Mapping[str, st
         request = _find_request(journal, aliases)
     except _OUTAGES as error:
         return _continue_without_registry(journal.state, error)
-    return DesiredState(deployment=None, request=request, champion=aliases.get(format_alias("champion", config.target)))
+    return DesiredState(
+        deployment=None,
+        request=request,
+        champion=aliases.get(format_alias("champion", config.target)),
+    )
 
 
 def verify_request(journal: Journal, desired: DesiredState) -> DesiredState:
@@ -106,7 +112,9 @@ def verify_request(journal: Journal, desired: DesiredState) -> DesiredState:
 
 
 def _continue_without_registry(state: ReleaseState, error: OnnxOpsError) -> DesiredState:
-    return DesiredState(deployment=state.roles.candidate or state.roles.stable, registry_down=str(error))
+    return DesiredState(
+        deployment=state.roles.candidate or state.roles.stable, registry_down=str(error)
+    )
 
 
 def find_blocking_dependency(journal: Journal, version: VersionRecord) -> str:
@@ -120,7 +128,10 @@ def find_blocking_dependency(journal: Journal, version: VersionRecord) -> str:
         return ""
     for name in policy.depends_on:
         if why := _not_serving(
-            journal.context.ledger.state(name), version, policy.depends_on_soak, journal.context.clock.now()
+            journal.context.ledger.state(name),
+            version,
+            policy.depends_on_soak,
+            journal.context.clock.now(),
         ):
             return f"v{version.version} waits for endpoint {name}: {why}"
     return ""
@@ -147,7 +158,9 @@ def require_approval(
     return signed
 
 
-def require_not_rejected(context: Context, state: ReleaseState, record: VersionRecord, target: str) -> None:
+def require_not_rejected(
+    context: Context, state: ReleaseState, record: VersionRecord, target: str
+) -> None:
     """Raise RefusedError if this endpoint rolled the release back and no override allows it."""
     if (why := find_rejection_reason(state, record, target, context.verifier())) is not None:
         raise RefusedError(
@@ -158,7 +171,9 @@ def require_not_rejected(context: Context, state: ReleaseState, record: VersionR
         )
 
 
-def materialize(context: Context, record: VersionRecord, authority: SignedDecision | SignedOverride) -> Deployment:
+def materialize(
+    context: Context, record: VersionRecord, authority: SignedDecision | SignedOverride
+) -> Deployment:
     """Return the version as a deployment, with verified files in a place where an endpoint can load them.
 
     Raises:
@@ -168,7 +183,9 @@ def materialize(context: Context, record: VersionRecord, authority: SignedDecisi
     location = fetch_files(context, record)
     about = authority.record
     decision = about if isinstance(about, DecisionRecord) else None
-    libraries = (path for path in (Path(location) / CUSTOM_OPS / about.target).glob("*") if path.is_file())
+    libraries = (
+        path for path in (Path(location) / CUSTOM_OPS / about.target).glob("*") if path.is_file()
+    )
     return Deployment(
         name=f"v{record.version}",
         model=record.model,
@@ -180,7 +197,11 @@ def materialize(context: Context, record: VersionRecord, authority: SignedDecisi
         threads=0 if decision is None else decision.threads,
         evidence=None if decision is None else decision.evidence,
         custom_ops=tuple(
-            sorted(p.relative_to(location).as_posix() for p in libraries if digest_file(p) in about.custom_ops)
+            sorted(
+                p.relative_to(location).as_posix()
+                for p in libraries
+                if digest_file(p) in about.custom_ops
+            )
         ),
         execution=about.execution,
         authority=authority.envelope,
@@ -219,13 +240,18 @@ def revert_alias(journal: Journal, refused: VersionRefused) -> None:
     if journal.state.open_refusal is None:
         journal.append(refused)
     model, registry = journal.config.model, journal.context.registry()
-    if registry.aliases(model).get(refused.alias) == refused.version:  # unless a user has moved it in the meantime
+    if (
+        registry.aliases(model).get(refused.alias) == refused.version
+    ):  # unless a user has moved it in the meantime
         try:
             if refused.restored_to is None:
                 registry.delete_alias(model, refused.alias)
             else:
                 registry.set_alias(model, refused.alias, refused.restored_to)
-        except (NotFoundError, RefusedError):  # the version before is gone too, or no longer permitted
+        except (
+            NotFoundError,
+            RefusedError,
+        ):  # the version before is gone too, or no longer permitted
             if refused.restored_to is None:
                 raise
             registry.delete_alias(model, refused.alias)
@@ -275,7 +301,9 @@ def write_pending_aliases(journal: Journal) -> str:
         if version is None:
             if current is not None and not _is_request(journal, name, current):
                 registry.delete_alias(config.model, name)
-        elif current != version and not (name == champion and _is_moved_by_user(state, name, current)):
+        elif current != version and not (
+            name == champion and _is_moved_by_user(state, name, current)
+        ):
             try:
                 registry.set_alias(config.model, name, version)
             except NotFoundError:  # the version was deleted: the alias stays unchanged
@@ -296,7 +324,9 @@ def publish_rejections(journal: Journal) -> bool:
         why = state.find_rejection(state.known[version])
         text = "" if why is None else PublishedRollback(at=now, why=why[:MAX_TEXT]).format()
         with contextlib.suppress(NotFoundError):
-            registry.annotate(journal.config.model, version, {rolled_back_tag(state.endpoint): text})
+            registry.annotate(
+                journal.config.model, version, {rolled_back_tag(state.endpoint): text}
+            )
     return bool(state.unpublished_rejections)
 
 
@@ -339,7 +369,10 @@ def is_alias_spent(journal: Journal, version: str) -> bool:
         return True
     deployment = state.known.get(version)
     verifier = journal.context.verifier()
-    if deployment is None or find_rejection_reason(state, deployment, config.target, verifier) is None:
+    if (
+        deployment is None
+        or find_rejection_reason(state, deployment, config.target, verifier) is None
+    ):
         return False
     is_pending = format_alias("challenger", config.target) in state.pending_aliases
     return is_pending or len(list_sibling_states(journal.context, config.model, config.target)) > 1
@@ -363,7 +396,9 @@ def _is_alias_unrecorded(journal: Journal, champion: str | None) -> bool:
 
 def _is_request(journal: Journal, name: str, version: str) -> bool:
     """Return whether an alias is a challenger that a user has set in the meantime."""
-    return name == format_alias("challenger", journal.config.target) and not is_alias_spent(journal, version)
+    return name == format_alias("challenger", journal.config.target) and not is_alias_spent(
+        journal, version
+    )
 
 
 def _is_moved_by_user(state: ReleaseState, name: str, version: str | None) -> bool:
@@ -380,8 +415,13 @@ def _find_request(journal: Journal, aliases: Mapping[str, str]) -> tuple[str, st
     state, target = journal.state, journal.config.target
     champion, challenger = format_alias("champion", target), format_alias("challenger", target)
     if state.roles.stable is None:
-        return next(((name, aliases[name]) for name in (champion, challenger) if name in aliases), None)
-    if _is_moved_by_user(state, champion, aliases.get(champion)) and aliases[champion] != state.roles.stable.version:
+        return next(
+            ((name, aliases[name]) for name in (champion, challenger) if name in aliases), None
+        )
+    if (
+        _is_moved_by_user(state, champion, aliases.get(champion))
+        and aliases[champion] != state.roles.stable.version
+    ):
         return champion, aliases[champion]
     if challenger in aliases and not is_alias_spent(journal, aliases[challenger]):
         return challenger, aliases[challenger]
@@ -398,8 +438,14 @@ def _verify_version(journal: Journal, name: str, version: str) -> DesiredState:
             return DesiredState(deployment=None, blocked_by=why)
         return DesiredState(deployment=materialize(context, record, authority))
     except (RefusedError, NotFoundError) as error:
-        restored = journal.state.aliases.get(name) if name == format_alias("champion", config.target) else None
-        refused = VersionRefused(alias=name, version=version, reason=str(error), restored_to=restored)
+        restored = (
+            journal.state.aliases.get(name)
+            if name == format_alias("champion", config.target)
+            else None
+        )
+        refused = VersionRefused(
+            alias=name, version=version, reason=str(error), restored_to=restored
+        )
         return DesiredState(deployment=None, refused=refused)
 
 
@@ -441,7 +487,11 @@ def _not_serving(state: ReleaseState, version: VersionRecord, soak_s: float, now
         return "it does not serve this release"
     # Zero once the previous version is gone, which the check of the pipeline file puts after the soak.
     left = roles.finished_at + soak_s - now
-    return f"it has served this release for less than {soak_s:g} s" if roles.finished_at and left > 0 else ""
+    return (
+        f"it has served this release for less than {soak_s:g} s"
+        if roles.finished_at and left > 0
+        else ""
+    )
 
 
 def fetch_files(context: Context, record: VersionRecord) -> str:
@@ -481,4 +531,6 @@ def _serves(context: Context, state: ReleaseState, version: str) -> bool:
     observed = context.provider(state.config.provider).observe(state.config)
     if observed is None:
         return False
-    return {one.version for one in observed.deployments if observed.split.weights.get(one.name)} == {version}
+    return {
+        one.version for one in observed.deployments if observed.split.weights.get(one.name)
+    } == {version}

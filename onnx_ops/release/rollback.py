@@ -20,7 +20,14 @@ from onnx_ops.domain.ledger import (
     RollbackRequested,
     ServerWrittenOff,
 )
-from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Roles, plan_abort, plan_rollback
+from onnx_ops.domain.rollout import (
+    Action,
+    ActionKind,
+    OperatorCommand,
+    Roles,
+    plan_abort,
+    plan_rollback,
+)
 from onnx_ops.errors import (
     DigestMismatchError,
     LedgerConflictError,
@@ -127,7 +134,12 @@ def roll_back_each(
         config, pending = journal.config, journal.state.pending_rollback
         goal = None if pending is None else pending.action.roles.stable
         # An abort that rejects nothing does not satisfy the operator's request.
-        if pending is not None and pending.action.reject and goal is not None and to in (None, goal.version, goal.name):
+        if (
+            pending is not None
+            and pending.action.reject
+            and goal is not None
+            and to in (None, goal.version, goal.name)
+        ):
             return _build_result(journal.state, pending.action), journal
         if (done := _find_done(journal, to, force)) is not None:
             return done, journal
@@ -140,11 +152,19 @@ def roll_back_each(
         journal.append(RollbackRequested(action=action, by_operator=True))
         return result, journal
 
-    requested, errors = call_each(endpoints, lambda name: Journal.update(context, name, request, actor=actor))
+    requested, errors = call_each(
+        endpoints, lambda name: Journal.update(context, name, request, actor=actor)
+    )
     results = {name: result for name, (result, _) in requested.items() if result.already}
-    calls = {name: partial(_carry_out, journal, r) for name, (r, journal) in requested.items() if not r.already}
+    calls = {
+        name: partial(_carry_out, journal, r)
+        for name, (r, journal) in requested.items()
+        if not r.already
+    }
     late = f"the endpoint did not reach that state within {timeout_s:g} s"
-    carried_out = run_concurrently(calls, timeout_s, lambda name: _still_pending(requested[name][0], late))
+    carried_out = run_concurrently(
+        calls, timeout_s, lambda name: _still_pending(requested[name][0], late)
+    )
     for name, result in carried_out.items():
         if isinstance(result, OnnxOpsError):
             errors[name] = result
@@ -165,14 +185,18 @@ def withdraw_request(context: Context, endpoint: str, *, reason: str, actor: str
     """
     if not reason.strip():
         raise UserError(
-            "a withdrawal needs a reason", where=endpoint, remedy="Give the reason with --reason; it is recorded."
+            "a withdrawal needs a reason",
+            where=endpoint,
+            remedy="Give the reason with --reason; it is recorded.",
         )
 
     def withdraw(journal: Journal) -> str:
         pending, deleting = journal.state.pending_rollback, journal.state.deleting
         if pending is None and not deleting:
             remedy = f"See `onnx-ops history {endpoint}`."
-            raise NotFoundError("nothing is pending here", where=journal.config.endpoint, remedy=remedy)
+            raise NotFoundError(
+                "nothing is pending here", where=journal.config.endpoint, remedy=remedy
+            )
         journal.append(RequestWithdrawn(reason=reason))
         if deleting or pending is None:
             return "the deletion"
@@ -181,7 +205,9 @@ def withdraw_request(context: Context, endpoint: str, *, reason: str, actor: str
     return Journal.update(context, endpoint, withdraw, actor=actor)
 
 
-def write_off_server(context: Context, endpoint: str, server: str, *, reason: str, actor: str = "") -> bool:
+def write_off_server(
+    context: Context, endpoint: str, server: str, *, reason: str, actor: str = ""
+) -> bool:
     """Record that a silent server is gone for good, and wait no more for it. Return False if that was done already.
 
     Raises:
@@ -190,7 +216,11 @@ def write_off_server(context: Context, endpoint: str, server: str, *, reason: st
         RefusedError: it reports.
     """
     if not reason.strip():
-        raise UserError("a write-off needs a reason", where=endpoint, remedy="Give it with --reason; it is recorded.")
+        raise UserError(
+            "a write-off needs a reason",
+            where=endpoint,
+            remedy="Give it with --reason; it is recorded.",
+        )
 
     def write_off(journal: Journal) -> bool:
         config = journal.config
@@ -200,8 +230,13 @@ def write_off_server(context: Context, endpoint: str, server: str, *, reason: st
         if server in journal.state.written_off and (found is None or found.state == "ended"):
             return False
         if found is None:
-            silent = ", ".join(name for name, each in servers.items() if each.state == "silent") or "none"
-            raise NotFoundError(f"no replica {server!r} was heard", where=endpoint, remedy=f"Silent ones: {silent}.")
+            silent = (
+                ", ".join(name for name, each in servers.items() if each.state == "silent")
+                or "none"
+            )
+            raise NotFoundError(
+                f"no replica {server!r} was heard", where=endpoint, remedy=f"Silent ones: {silent}."
+            )
         if found.state == "reports":
             raise RefusedError(
                 f"replica {server} reports",
@@ -268,7 +303,9 @@ def select_endpoints(
     return _list_endpoints_of(context, model, target, to) if every else endpoints
 
 
-def _list_endpoints_of(context: Context, model: str, target: str, to: str | None) -> tuple[str, ...]:
+def _list_endpoints_of(
+    context: Context, model: str, target: str, to: str | None
+) -> tuple[str, ...]:
     """Return the endpoints of a model and target that a rollback concerns: see `select_endpoints`."""
     states = _list_serving_states(context, model, target)
     if to is not None:
@@ -282,7 +319,11 @@ def _list_endpoints_of(context: Context, model: str, target: str, to: str | None
     ]
     if not selected:
         # A repetition after the rollback: the endpoints that rolled back from it, to report completion.
-        selected = [state.endpoint for state in states if state.last_rollback and state.latest_release == latest]
+        selected = [
+            state.endpoint
+            for state in states
+            if state.last_rollback and state.latest_release == latest
+        ]
     if not selected:
         raise NotFoundError(
             f"nothing to roll back: no endpoint is serving the latest release of {model}",
@@ -298,10 +339,14 @@ def _list_serving_states(context: Context, model: str, target: str) -> list[Rele
         NotFoundError: there is none.
     """
     bound = [read_readable_state(context, name) for name in list_bound_endpoints(context)]
-    states = [state for state in bound if state.config is None or state.config.serves(model, target)]
+    states = [
+        state for state in bound if state.config is None or state.config.serves(model, target)
+    ]
     if not states:
         of_target = f" on {target}" if target else ""
-        raise NotFoundError(f"no endpoint serves {model}{of_target}", remedy="See `onnx-ops status`.")
+        raise NotFoundError(
+            f"no endpoint serves {model}{of_target}", remedy="See `onnx-ops status`."
+        )
     return states
 
 
@@ -315,7 +360,9 @@ def _list_active_releases(state: ReleaseState) -> set[Digest]:
 
 
 def _no_rollout(endpoint: str) -> UserError:
-    return UserError("no rollout is in progress", where=endpoint, remedy=f"See `onnx-ops status {endpoint}`.")
+    return UserError(
+        "no rollout is in progress", where=endpoint, remedy=f"See `onnx-ops status {endpoint}`."
+    )
 
 
 def _carry_out(journal: Journal, result: RollbackResult) -> RollbackResult:
@@ -327,7 +374,9 @@ def _carry_out(journal: Journal, result: RollbackResult) -> RollbackResult:
             # Another process may finish the same rollback, so that repeated commands do not each start it anew.
             while (intent := journal.active_intent()) is not None:
                 if time.monotonic() > deadline:
-                    raise ServiceUnavailableError(f"{intent.holder} is changing it", where=result.endpoint)
+                    raise ServiceUnavailableError(
+                        f"{intent.holder} is changing it", where=result.endpoint
+                    )
                 time.sleep(_POLL_INTERVAL_S)
                 journal.state = journal.context.ledger.state(result.endpoint)
             _require_here(journal)
@@ -379,13 +428,22 @@ def _find_done(journal: Journal, to: str | None, force: bool) -> RollbackResult 
     """
     state, config = journal.state, journal.config
     stable, last = state.roles.stable, state.last_rollback
-    if stable is None or state.roles.candidate is not None or state.open_intent is not None or state.deleting:
+    if (
+        stable is None
+        or state.roles.candidate is not None
+        or state.open_intent is not None
+        or state.deleting
+    ):
         return None
-    if (to is None and (last is None or force)) or (to is not None and to.removeprefix("v") != stable.version):
+    if (to is None and (last is None or force)) or (
+        to is not None and to.removeprefix("v") != stable.version
+    ):
         return None
     observe = partial(journal.context.provider(config.provider).observe, config)
     late = ServiceUnavailableError("the endpoint does not answer", where=config.endpoint)
-    observed = run_concurrently({config.endpoint: observe}, OBSERVE_TIMEOUT_S, lambda _: late)[config.endpoint]
+    observed = run_concurrently({config.endpoint: observe}, OBSERVE_TIMEOUT_S, lambda _: late)[
+        config.endpoint
+    ]
     if observed is None or isinstance(observed, OnnxOpsError) or not serves_only(observed, stable):
         return None
     if last is not None:
@@ -424,13 +482,19 @@ def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> Action:
             remedy="Name another version with --to, or use --force.",
         )
     why = reason or "rolled back by an operator, without a reason"
-    if roles.candidate is not None and roles.stable is not None and goal.manifest == roles.stable.manifest:
+    if (
+        roles.candidate is not None
+        and roles.stable is not None
+        and goal.manifest == roles.stable.manifest
+    ):
         action = plan_abort(roles, config.target, why=why, reject=True)
     else:
         action = plan_rollback(roles, goal, config.target, why=why)
     if begun is not None:
         rejected = dict.fromkeys((*begun.reject, *action.reject))
-        action = replace(action, reject=tuple(d for d in rejected if d not in (goal.release, goal.manifest)))
+        action = replace(
+            action, reject=tuple(d for d in rejected if d not in (goal.release, goal.manifest))
+        )
     return action
 
 
@@ -439,9 +503,13 @@ def _find_goal(state: ReleaseState, roles: Roles, to: str | None, force: bool) -
     if to is not None:
         version = to.removeprefix("v")
         if version not in state.known:
-            known = ", ".join(f"v{v}" for v in sorted(state.known, key=lambda v: (len(v), v))) or "none"
+            known = (
+                ", ".join(f"v{v}" for v in sorted(state.known, key=lambda v: (len(v), v))) or "none"
+            )
             remedy = f"Versions that did: {known}."
-            raise NotFoundError(f"v{version} never served here", where=state.endpoint, remedy=remedy)
+            raise NotFoundError(
+                f"v{version} never served here", where=state.endpoint, remedy=remedy
+            )
         return state.known[version]
     again = state.last_rollback is not None and roles.stable == state.roles.stable and not force
     goal = roles.stable if roles.candidate is not None or again else roles.previous

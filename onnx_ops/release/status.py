@@ -47,7 +47,13 @@ from onnx_ops.release.journal import Journal, list_bound_endpoints, read_readabl
 from onnx_ops.release.reconcile import choose_action, read_metrics
 from onnx_ops.release.registry_sync import DesiredState
 
-_TIMELINE = (ActionKind.START, ActionKind.ADVANCE, ActionKind.FINISH, ActionKind.ABORT, ActionKind.ROLLBACK)
+_TIMELINE = (
+    ActionKind.START,
+    ActionKind.ADVANCE,
+    ActionKind.FINISH,
+    ActionKind.ABORT,
+    ActionKind.ROLLBACK,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +172,9 @@ def _compare_servers(
     deployments = {role.name for role in (roles.stable, roles.candidate) if role is not None}
     if len(reporting) < 2 or not deployments:
         return ()
-    from onnx_ops.statistics.rollout.outliers import find_outliers  # it takes longer to import than most commands run
+    from onnx_ops.statistics.rollout.outliers import (
+        find_outliers,
+    )  # it takes longer to import than most commands run
 
     return find_outliers(provider.count_by_server(journal.config, reporting, deployments))
 
@@ -190,7 +198,9 @@ def filter_endpoints(context: Context, selection: HistoryFilter) -> tuple[str, .
     names = selection.endpoints or list_bound_endpoints(context)
     configs = {name: read_readable_state(context, name).config for name in names}
     model, target = selection.model, selection.target
-    return tuple(name for name, config in configs.items() if config is None or config.serves(model, target))
+    return tuple(
+        name for name, config in configs.items() if config is None or config.serves(model, target)
+    )
 
 
 def read_history(
@@ -214,7 +224,11 @@ def read_history(
             continue
         if error is not None:
             errors[name] = error
-        entries += [e for e in ledger_entries if e.at >= selection.since and selection.actor in ("", e.actor)]
+        entries += [
+            e
+            for e in ledger_entries
+            if e.at >= selection.since and selection.actor in ("", e.actor)
+        ]
 
     entries.sort(key=lambda entry: (entry.at, entry.endpoint, entry.sequence))
     lines = _build_lines(entries, traffic_only=selection.traffic)
@@ -244,7 +258,9 @@ def read_rollout_view(context: Context, endpoint: str) -> RolloutView | None:
         candidate=candidate.name,
         step=state.roles.step,
         steps=state.policy.planned(),
-        seconds=max(0.0, now - state.observations.started_at) if state.observations is not None else 0.0,
+        seconds=max(0.0, now - state.observations.started_at)
+        if state.observations is not None
+        else 0.0,
         next=f"next: {action.why}" if isinstance(action, Action) else action.why,
         judged=None if counts is None else judge(counts, state.policy),
     )
@@ -257,7 +273,11 @@ def build_timeline(endpoint: str, entries: Sequence[LedgerEntry]) -> RolloutTime
         # Before the entry is applied: the outcome of an action closes its intent.
         action = _find_completed(state, entry.body)
         state = apply_entry(state, entry)
-        if action is not None and action.kind is ActionKind.START and action.roles.candidate is not None:
+        if (
+            action is not None
+            and action.kind is ActionKind.START
+            and action.roles.candidate is not None
+        ):
             timeline = RolloutTimeline(
                 candidate=action.roles.candidate,
                 stable=action.roles.stable,
@@ -290,12 +310,17 @@ def render_pending_metrics(context: Context) -> str:
     )
     return "".join(
         f"# HELP {name} {text}\n# TYPE {name} gauge\n"
-        + "".join(f"{name}{{endpoint={json.dumps(key)}}} {value:g}\n" for key, value in sorted(values.items()))
+        + "".join(
+            f"{name}{{endpoint={json.dumps(key)}}} {value:g}\n"
+            for key, value in sorted(values.items())
+        )
         for name, text, values in gauges
     )
 
 
-def _read_ledger(context: Context, name: str) -> tuple[Sequence[LedgerEntry], CorruptStateError | None]:
+def _read_ledger(
+    context: Context, name: str
+) -> tuple[Sequence[LedgerEntry], CorruptStateError | None]:
     """Return the entries of a ledger; of a damaged one, those before the damage and its error."""
     try:
         return context.ledger.read(name), None
@@ -303,7 +328,9 @@ def _read_ledger(context: Context, name: str) -> tuple[Sequence[LedgerEntry], Co
         return context.ledger.read_intact(name), error
 
 
-def _is_selected(name: str, entries: Sequence[LedgerEntry], selection: HistoryFilter, *, is_damaged: bool) -> bool:
+def _is_selected(
+    name: str, entries: Sequence[LedgerEntry], selection: HistoryFilter, *, is_damaged: bool
+) -> bool:
     """Return whether the ledger was ever about the selected model and target."""
     configs = [entry.body.config for entry in entries if isinstance(entry.body, EndpointBound)]
     if is_damaged and not configs:
@@ -318,8 +345,14 @@ def _is_selected(name: str, entries: Sequence[LedgerEntry], selection: HistoryFi
 
 def _build_lines(entries: Sequence[LedgerEntry], *, traffic_only: bool) -> list[HistoryLine]:
     """Return the entries as lines, or only those that moved traffic. An action that failed moved none."""
-    failed = {(e.endpoint, e.body.of) for e in entries if isinstance(e.body, ActionOutcome) and not e.body.ok}
-    lines = [_build_line(entry, failed=(entry.endpoint, entry.sequence) in failed) for entry in entries]
+    failed = {
+        (e.endpoint, e.body.of)
+        for e in entries
+        if isinstance(e.body, ActionOutcome) and not e.body.ok
+    }
+    lines = [
+        _build_line(entry, failed=(entry.endpoint, entry.sequence) in failed) for entry in entries
+    ]
     return [line for line in lines if line.traffic] if traffic_only else lines
 
 
@@ -358,13 +391,21 @@ def _describe_entry(body: EntryBody) -> tuple[str, str]:
         case OperatorCommandSent():
             what, why = f"operator command {body.command.value}", body.reason
         case AliasesWritten():
-            aliases = ", ".join(f"{name} -> {version or 'none'}" for name, version in body.aliases.items())
+            aliases = ", ".join(
+                f"{name} -> {version or 'none'}" for name, version in body.aliases.items()
+            )
             what = f"registry: {aliases}"
         case VersionRefused():
             restored = f"restored to {body.restored_to}" if body.restored_to else "removed"
-            what, why = f"refused {body.alias} on version {body.version}, alias {restored}", body.reason
+            what, why = (
+                f"refused {body.alias} on version {body.version}, alias {restored}",
+                body.reason,
+            )
         case ReleaseLeft():
-            what, why = f"left version {body.version}", f"it was promoted before version {body.serving}, which serves"
+            what, why = (
+                f"left version {body.version}",
+                f"it was promoted before version {body.serving}, which serves",
+            )
         case OverrideRecorded():
             what, why = f"override for version {body.version}", body.reason
         case RequestWithdrawn():
@@ -376,14 +417,22 @@ def _describe_entry(body: EntryBody) -> tuple[str, str]:
     return what, why
 
 
-def _describe_ledger(body: EndpointBound | LedgerAdopted | EndpointDeleted | EndpointAbandoned) -> tuple[str, str]:
+def _describe_ledger(
+    body: EndpointBound | LedgerAdopted | EndpointDeleted | EndpointAbandoned,
+) -> tuple[str, str]:
     """Return descriptions of what begins, continues or ends an endpoint, and of the reason."""
     match body:
         case EndpointBound():
-            return f"bound to {body.config.model} on {body.config.target}", f"pipeline {body.config.pipeline}"
+            return (
+                f"bound to {body.config.model} on {body.config.target}",
+                f"pipeline {body.config.pipeline}",
+            )
         case LedgerAdopted():
             what = "adopted the state" if body.state is not None else "changed the keys"
-            return f"{what}; keys that count: {', '.join(map(short_digest, sorted(body.keys)))}", body.reason
+            return (
+                f"{what}; keys that count: {', '.join(map(short_digest, sorted(body.keys)))}",
+                body.reason,
+            )
         case EndpointDeleted():
             return "deleted" if body.done else "deletion requested", body.reason
         case EndpointAbandoned():
@@ -394,12 +443,19 @@ def _describe_ledger(body: EndpointBound | LedgerAdopted | EndpointDeleted | End
 
 def _describe_selection(selected: AliasSelection) -> str:
     """Return which alias selects which version, and since when a reconciler knows that."""
-    since = datetime.datetime.fromtimestamp(selected.seen_at, tz=datetime.UTC).isoformat(timespec="seconds")
+    since = datetime.datetime.fromtimestamp(selected.seen_at, tz=datetime.UTC).isoformat(
+        timespec="seconds"
+    )
     return f"{selected.alias} selects version {selected.version}, seen first at {since}"
 
 
 def _describe_record(
-    body: RolloutPaused | NotificationSent | LeaseRenewed | MetricsRecorded | ThresholdsFixed | VersionSelected,
+    body: RolloutPaused
+    | NotificationSent
+    | LeaseRenewed
+    | MetricsRecorded
+    | ThresholdsFixed
+    | VersionSelected,
 ) -> tuple[str, str]:
     why = ""
     match body:
@@ -441,7 +497,11 @@ def _describe_action(action: Action) -> str:
     weights, stable = action.state.split.weights, action.roles.stable
     split = ", ".join(f"{name} {weight} %" for name, weight in weights.items())
     before = next((name for name, weight in weights.items() if not weight), None)
-    if action.kind in (ActionKind.FINISH, ActionKind.ROLLBACK) and stable is not None and before is not None:
+    if (
+        action.kind in (ActionKind.FINISH, ActionKind.ROLLBACK)
+        and stable is not None
+        and before is not None
+    ):
         return f"{action.kind.value} {before} -> {stable.name}: {split}"
     return f"{action.kind.value}: {split}"
 
@@ -474,7 +534,9 @@ def _extend_timeline(
 def _build_step(entry: LedgerEntry, action: Action) -> TimelineStep:
     candidate = action.roles.candidate
     percent = None if candidate is None else action.state.split.weights.get(candidate.name, 0)
-    return TimelineStep(at=entry.at, actor=entry.actor, what=action.kind.value, why=action.why, percent=percent)
+    return TimelineStep(
+        at=entry.at, actor=entry.actor, what=action.kind.value, why=action.why, percent=percent
+    )
 
 
 def _list_counts(body: EntryBody, observations: Observations | None) -> list[Observations]:

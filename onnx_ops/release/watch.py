@@ -157,14 +157,21 @@ class WatchLoop:
         for name in names:
             if self._queue.is_closed():
                 return
-            if self._backoffs[name].is_due() and self._read_config(reconcile_pass, name) is not None:
+            if (
+                self._backoffs[name].is_due()
+                and self._read_config(reconcile_pass, name) is not None
+            ):
                 self._reconcile(reconcile_pass, name)
 
     def reconcile_models(self, models: frozenset[str]) -> None:
         """Run one pass over the endpoints of some models. Models without an endpoint cost nothing."""
         reconcile_pass = ReconcilePass(self._context, lambda: self._snapshot)
         configs = {name: self._read_config(reconcile_pass, name) for name in self._list_endpoints()}
-        woken = {name: config.model for name, config in configs.items() if config and config.model in models}
+        woken = {
+            name: config.model
+            for name, config in configs.items()
+            if config and config.model in models
+        }
         if not woken:
             return
         self.emit("", WatchEventKind.WOKEN, why=", ".join(sorted(set(woken.values()))))
@@ -183,12 +190,16 @@ class WatchLoop:
         if is_state and self._last.get(endpoint) == (kind, why):
             return
         self._last[endpoint] = (kind, why)
-        at = datetime.datetime.fromtimestamp(self._context.clock.now(), tz=datetime.UTC).isoformat(timespec="seconds")
+        at = datetime.datetime.fromtimestamp(self._context.clock.now(), tz=datetime.UTC).isoformat(
+            timespec="seconds"
+        )
         self._on_event(WatchEvent(at=at, kind=kind, endpoint=endpoint, did=did, why=why))
 
     def _list_endpoints(self) -> tuple[str, ...]:
         try:
-            return self._endpoints or tuple(name for name in self._context.ledger.endpoints() if "@" not in name)
+            return self._endpoints or tuple(
+                name for name in self._context.ledger.endpoints() if "@" not in name
+            )
         except Exception as error:  # any exception of the ledger's storage
             self.emit("", WatchEventKind.TROUBLE, why=f"the ledger could not be listed: {error}")
             return ()
@@ -211,7 +222,9 @@ class WatchLoop:
                 name, actor=self._actor, on_step=emit_step, is_stopped=self._queue.is_closed
             )
         except ConflictError as error:
-            self.emit(name, WatchEventKind.WAITING, why=f"another process acted meanwhile: {error.what}")
+            self.emit(
+                name, WatchEventKind.WAITING, why=f"another process acted meanwhile: {error.what}"
+            )
         except OnnxOpsError as error:
             self._fail(name, str(error))
         except Exception as error:
@@ -223,7 +236,9 @@ class WatchLoop:
             if is_unstable:
                 why = "does not become stable: another process undoes each change"
                 self.emit(name, WatchEventKind.TROUBLE, why=why)
-            self._backoffs[name].record(failed=is_unstable or any(report.refused for report in reports))
+            self._backoffs[name].record(
+                failed=is_unstable or any(report.refused for report in reports)
+            )
 
     def _fail(self, name: str, why: str) -> None:
         self._backoffs[name].record(failed=True)

@@ -7,11 +7,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from onnx_ops.domain.decision import Decision, Verdict
-from onnx_ops.domain.evidence import Evidence, Interval, LatencyComparison, PairedCounts, PairedRatios, ScoreComparison
+from onnx_ops.domain.evidence import (
+    Evidence,
+    Interval,
+    LatencyComparison,
+    PairedCounts,
+    PairedRatios,
+    ScoreComparison,
+)
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.release import BaseRelease, Choice
 from onnx_ops.reporting.formatting import NOTHING, format_figure, format_interval, number, scale_for
-from onnx_ops.reporting.metrics import Measured, champion_values, median_latency, task_values, unit_of
+from onnx_ops.reporting.metrics import (
+    Measured,
+    champion_values,
+    median_latency,
+    task_values,
+    unit_of,
+)
 from onnx_ops.reporting.plots import measured_ratio, name_of
 from onnx_ops.statistics.intervals import change_interval
 
@@ -71,7 +84,9 @@ class VariantRow:
     ratios: tuple[tuple[str, Measured], ...] = ()
 
 
-def variant_rows(decisions: Sequence[Decision], evidence: Sequence[Evidence]) -> tuple[VariantRow, ...]:
+def variant_rows(
+    decisions: Sequence[Decision], evidence: Sequence[Evidence]
+) -> tuple[VariantRow, ...]:
     """Return every variant in the order of the decisions, then each target's champion on the same rows."""
     known = {(one.variant, one.target): one for one in evidence}
     rows = []
@@ -83,12 +98,24 @@ def variant_rows(decisions: Sequence[Decision], evidence: Sequence[Evidence]) ->
                 metrics=task_values(one),
                 size_bytes=one.size_bytes,
                 latency=median_latency(one.latency),
-                ratios=tuple((c.against, ratio) for c in one.comparisons if (ratio := measured_ratio(c)) is not None),
+                ratios=tuple(
+                    (c.against, ratio)
+                    for c in one.comparisons
+                    if (ratio := measured_ratio(c)) is not None
+                ),
             )
         rows.append(row)
     rows = _pair_medians(rows)
-    for target, one in sorted({e.target: e for e in reversed(evidence) if e.baseline == CHAMPION}.items()):
-        row = VariantRow(variant=CHAMPION, target=target, verdict=None, metrics=champion_values(one), size_bytes=0)
+    for target, one in sorted(
+        {e.target: e for e in reversed(evidence) if e.baseline == CHAMPION}.items()
+    ):
+        row = VariantRow(
+            variant=CHAMPION,
+            target=target,
+            verdict=None,
+            metrics=champion_values(one),
+            size_bytes=0,
+        )
         if one.champion is not None:
             row = replace(row, version=one.champion.version, size_bytes=one.champion.size_bytes)
         rows.append(row)
@@ -101,7 +128,9 @@ def _pair_medians(rows: Sequence[VariantRow]) -> list[VariantRow]:
     paired = []
     for row in rows:
         beside = ((medians.get((against, row.target)), ratio) for against, ratio in row.ratios)
-        median, ratio = next(((median, ratio) for median, ratio in beside if median is not None), (None, None))
+        median, ratio = next(
+            ((median, ratio) for median, ratio in beside if median is not None), (None, None)
+        )
         if median is None or ratio is None:
             paired.append(row)
             continue
@@ -130,14 +159,19 @@ def figures_of(evidence: Evidence) -> str:
     return f"{evidence.target}: {', '.join(labels)}{against}"
 
 
-def champion_comparisons(choices: Sequence[Choice], evidence: Sequence[Evidence]) -> tuple[ModelComparison, ...]:
+def champion_comparisons(
+    choices: Sequence[Choice], evidence: Sequence[Evidence]
+) -> tuple[ModelComparison, ...]:
     """Compare the chosen variant of each target, or the export if none is chosen, with the champion."""
     chosen = (_of_choice(choice, evidence) for choice in choices)
     return tuple(_beside_champion(mine) for mine in chosen if mine is not None)
 
 
 def base_comparisons(
-    choices: Sequence[Choice], evidence: Sequence[Evidence], base: BaseRelease, pairs: Pairs = lambda *_: ()
+    choices: Sequence[Choice],
+    evidence: Sequence[Evidence],
+    base: BaseRelease,
+    pairs: Pairs = lambda *_: (),
 ) -> tuple[ModelComparison, ...]:
     """Compare the chosen variant of each target with the choice of the base branch."""
     if base.why:
@@ -150,11 +184,19 @@ def base_comparisons(
         theirs = None if before is None else _of_choice(before, base.evidence)
         if mine is None:
             continue
-        blank = ModelComparison(against=base.branch, target=choice.target, ours=mine.variant, theirs=name)
+        blank = ModelComparison(
+            against=base.branch, target=choice.target, ours=mine.variant, theirs=name
+        )
         if theirs is None:
-            comparisons.append(replace(blank, note=f"Nothing is recorded on {choice.target} for {name}."))
+            comparisons.append(
+                replace(blank, note=f"Nothing is recorded on {choice.target} for {name}.")
+            )
         else:
-            comparisons.append(_beside_base(replace(blank, theirs=f"{theirs.variant} of {name}"), mine, theirs, pairs))
+            comparisons.append(
+                _beside_base(
+                    replace(blank, theirs=f"{theirs.variant} of {name}"), mine, theirs, pairs
+                )
+            )
     return tuple(comparisons)
 
 
@@ -171,9 +213,18 @@ def _beside_champion(mine: Evidence) -> ModelComparison:
         note = f"{mine.target}: {mine.variant} has the same files as {theirs}."
     else:
         rows = _compare_with_champion(mine)
-        note = PAIRED if rows else f"The registry knew no champion of {mine.target} when this release was measured."
+        note = (
+            PAIRED
+            if rows
+            else f"The registry knew no champion of {mine.target} when this release was measured."
+        )
     return ModelComparison(
-        against="the champion", target=mine.target, ours=mine.variant, theirs=theirs, rows=tuple(rows), note=note
+        against="the champion",
+        target=mine.target,
+        ours=mine.variant,
+        theirs=theirs,
+        rows=tuple(rows),
+        note=note,
     )
 
 
@@ -191,10 +242,14 @@ def _compare_with_champion(mine: Evidence) -> list[ComparedMetric]:
         for comparison in comparisons
         if comparison.against == CHAMPION and (ratio := measured_ratio(comparison)) is not None
     ]
-    return rows + (_sizes(mine.size_bytes, mine.champion.size_bytes) if mine.champion is not None else [])
+    return rows + (
+        _sizes(mine.size_bytes, mine.champion.size_bytes) if mine.champion is not None else []
+    )
 
 
-def _make_ratio_row(comparison: LatencyComparison | PairedRatios, ratio: Measured, mine: Evidence) -> ComparedMetric:
+def _make_ratio_row(
+    comparison: LatencyComparison | PairedRatios, ratio: Measured, mine: Evidence
+) -> ComparedMetric:
     is_latency = isinstance(comparison, LatencyComparison)
     middle = median_latency(mine.latency) if is_latency else None
     return ComparedMetric(
@@ -205,19 +260,33 @@ def _make_ratio_row(comparison: LatencyComparison | PairedRatios, ratio: Measure
     )
 
 
-def _beside_base(blank: ModelComparison, mine: Evidence, theirs: Evidence, pairs: Pairs) -> ModelComparison:
+def _beside_base(
+    blank: ModelComparison, mine: Evidence, theirs: Evidence, pairs: Pairs
+) -> ModelComparison:
     if mine.manifest == theirs.manifest:
-        return replace(blank, note=f"{mine.target}: {mine.variant} has the same files as {blank.theirs}.")
+        return replace(
+            blank, note=f"{mine.target}: {mine.variant} has the same files as {blank.theirs}."
+        )
     if mine.champion is not None and mine.champion.manifest == theirs.manifest:
         champion = f"the champion (version {mine.champion.version})"
-        return replace(blank, note=f"{mine.target}: {blank.theirs} is {champion}, which is compared above.")
+        return replace(
+            blank, note=f"{mine.target}: {blank.theirs} is {champion}, which is compared above."
+        )
     rows = _compare_task_metrics(mine, theirs, pairs)
     fast, slow = median_latency(mine.latency), median_latency(theirs.latency)
     if fast is not None and slow is not None and slow.estimate > 0:
-        rows.append(_make_row("median latency", fast, slow, format_figure(fast.estimate / slow.estimate, "x")))
+        rows.append(
+            _make_row(
+                "median latency", fast, slow, format_figure(fast.estimate / slow.estimate, "x")
+            )
+        )
     rows += _sizes(mine.size_bytes, theirs.size_bytes)
     other = theirs.hardware.cpu_model
-    note = APART if other == mine.hardware.cpu_model else f"{APART} The base was measured on another machine: {other}."
+    note = (
+        APART
+        if other == mine.hardware.cpu_model
+        else f"{APART} The base was measured on another machine: {other}."
+    )
     return replace(blank, rows=tuple(rows), note=note)
 
 
@@ -227,7 +296,9 @@ def _compare_task_metrics(mine: Evidence, theirs: Evidence, pairs: Pairs) -> lis
     rows = []
     for label in dict.fromkeys((*ours, *before)):
         change = changes.get(label, "")
-        if not change and label in ours and label in before:  # they share no rows: a change without an interval
+        if (
+            not change and label in ours and label in before
+        ):  # they share no rows: a change without an interval
             change = _describe_difference(ours[label], before[label])
         rows.append(_make_row(label, ours.get(label), before.get(label), change or NOTHING))
     return rows
@@ -243,7 +314,9 @@ def _describe_difference(after: Measured, before: Measured) -> str:
     return _signed(difference)
 
 
-def _make_row(metric: str, ours: Measured | None, theirs: Measured | None, change: str) -> ComparedMetric:
+def _make_row(
+    metric: str, ours: Measured | None, theirs: Measured | None, change: str
+) -> ComparedMetric:
     texts = ["not measured" if one is None else one.figure for one in (ours, theirs)]
     return ComparedMetric(metric=metric, ours=texts[0], theirs=texts[1], change=change)
 
@@ -252,7 +325,11 @@ def _sizes(mine: int, theirs: int) -> list[ComparedMetric]:
     if mine <= 0 or theirs <= 0:
         return []
     ours, before = (format_figure(size, "B") for size in (mine, theirs))
-    return [ComparedMetric(metric="size", ours=ours, theirs=before, change=format_figure(mine / theirs, "x"))]
+    return [
+        ComparedMetric(
+            metric="size", ours=ours, theirs=before, change=format_figure(mine / theirs, "x")
+        )
+    ]
 
 
 def _change(entry: PairedCounts | ScoreComparison) -> str:
@@ -262,7 +339,9 @@ def _change(entry: PairedCounts | ScoreComparison) -> str:
         sound = entry.n > 0 and min(parts) >= 0 and sum(parts) <= entry.n
         return _difference(change_interval(entry), "1") if sound else ""
     if entry.ratio is not None:
-        interval = format_interval(entry.ratio.low, entry.ratio.high, "x", near=entry.ratio.estimate)
+        interval = format_interval(
+            entry.ratio.low, entry.ratio.high, "x", near=entry.ratio.estimate
+        )
         return f"{format_figure(entry.ratio.estimate, 'x')} {interval}"
     return "" if entry.difference is None else _difference(entry.difference, unit_of(entry.metric))
 
@@ -270,7 +349,9 @@ def _change(entry: PairedCounts | ScoreComparison) -> str:
 def _difference(interval: Interval, unit: str) -> str:
     """Return a change with its sign; for a share in percentage points."""
     scale = scale_for(interval.estimate, unit)
-    shown = [_signed(value / scale.divisor) for value in (interval.estimate, interval.low, interval.high)]
+    shown = [
+        _signed(value / scale.divisor) for value in (interval.estimate, interval.low, interval.high)
+    ]
     return f"{shown[0]} [{shown[1]}, {shown[2]}]{' points' if unit == '1' else scale.suffix}"
 
 

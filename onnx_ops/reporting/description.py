@@ -15,7 +15,9 @@ from onnx_ops.reporting.formatting import markdown, markdown_table, result_figur
 DESCRIPTION_LIMIT = 5000
 """Characters that a registry keeps of a version's description."""
 
-KEPT = "*Written by onnx-ops from the pipeline file. Change this text, and onnx-ops leaves it alone.*"
+KEPT = (
+    "*Written by onnx-ops from the pipeline file. Change this text, and onnx-ops leaves it alone.*"
+)
 """End of a registered model's description that no person has changed."""
 
 _VERSIONS = (
@@ -56,7 +58,13 @@ class ResultRow:
     def markdown_cells(self) -> tuple[str, ...]:
         """Return gate, limit, estimate, verdict and reason for the columns of a Markdown table."""
         verdict = f"{self.result.verdict.value}{' (advisory)' if self.result.advisory else ''}"
-        return self.describe_gate(": "), self.result.limit, self.measured, verdict, self.result.reason
+        return (
+            self.describe_gate(": "),
+            self.result.limit,
+            self.measured,
+            verdict,
+            self.result.reason,
+        )
 
 
 def made_by(provenance: Provenance) -> str:
@@ -67,7 +75,9 @@ def made_by(provenance: Provenance) -> str:
         (
             provenance.at or "date unknown",
             provenance.author or "author unknown",
-            f"commit {provenance.commit[:12]}{branch}{changed}" if provenance.commit else "commit unknown",
+            f"commit {provenance.commit[:12]}{branch}{changed}"
+            if provenance.commit
+            else "commit unknown",
         )
     )
 
@@ -111,7 +121,9 @@ def version_description(
     for row in worst_first(result_table(ordered)):
         gate, limit, figure, verdict, reason = row.markdown_cells()
         results.append((gate, row.target, limit, figure, verdict, _cut(reason)))
-    head, separator, *rows = markdown_table(("gate", "target", "limit", "figure", "verdict", "reason"), results)
+    head, separator, *rows = markdown_table(
+        ("gate", "target", "limit", "figure", "verdict", "reason"), results
+    )
     room = DESCRIPTION_LIMIT - len(tail) - 2
     sections = []
     for lines, what, prefix in (
@@ -125,16 +137,24 @@ def version_description(
 
 
 def _describe_origin(variant: str, lineage: Lineage, provenance: Provenance | None) -> str:
-    parts = [f"variant {variant}", f"pipeline {lineage.pipeline}", f"release {short_digest(lineage.release)}"]
+    parts = [
+        f"variant {variant}",
+        f"pipeline {lineage.pipeline}",
+        f"release {short_digest(lineage.release)}",
+    ]
     if provenance is not None:
         parts.append(made_by(provenance))
     elif lineage.git_sha:
         parts.append(f"commit {lineage.git_sha[:12]}")
-    parts += [f"{name} data {short_digest(digest)}" for name, digest in sorted(lineage.data.items())]
+    parts += [
+        f"{name} data {short_digest(digest)}" for name, digest in sorted(lineage.data.items())
+    ]
     return " · ".join(parts)
 
 
-def model_description(about: str, pipeline: str, variants: Iterable[str], targets: Iterable[str]) -> str:
+def model_description(
+    about: str, pipeline: str, variants: Iterable[str], targets: Iterable[str]
+) -> str:
     """Return Markdown for a registered model: the pipeline file's description, and how to read its versions."""
     variants, targets = (markdown(", ".join(names)) for names in (variants, targets))
     made = f"Pipeline {markdown(pipeline)}. Variants: {variants}. Targets: {targets}."
@@ -143,7 +163,9 @@ def model_description(about: str, pipeline: str, variants: Iterable[str], target
 
 def parse_reason(description: str, target: str) -> str:
     """Return the reason that a description gives for the verdict on a target; empty if none."""
-    shown = re.search(rf"^[A-Z]+ on {re.escape(markdown(target))}: (.*?) *$", description, re.MULTILINE)
+    shown = re.search(
+        rf"^[A-Z]+ on {re.escape(markdown(target))}: (.*?) *$", description, re.MULTILINE
+    )
     return html.unescape(_ESCAPED.sub(r"\1", shown[1])) if shown else ""
 
 

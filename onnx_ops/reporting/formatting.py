@@ -14,7 +14,8 @@ SIGNS = {Verdict.PASS: "✅", Verdict.INCONCLUSIVE: "⚪", Verdict.ERROR: "⚠�
 
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _ESCAPES = str.maketrans(
-    {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;", "\n": " "} | {sign: f"\\{sign}" for sign in "\\|`*_[]"}
+    {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;", "\n": " "}
+    | {sign: f"\\{sign}" for sign in "\\|`*_[]"}
 )
 _SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
@@ -53,7 +54,9 @@ def format_figure(value: float | None, unit: str) -> str:
     return number(value / scale.divisor) + scale.suffix
 
 
-def format_interval(low: float | None, high: float | None, unit: str, *, near: float | None = None) -> str:
+def format_interval(
+    low: float | None, high: float | None, unit: str, *, near: float | None = None
+) -> str:
     """Format an interval: `[1.21, 1.30] ms`, one-sided `≥ 1.21 ms`; empty without a bound.
 
     There is no bound where it is None or infinite. The scale is that of the estimate, `near`.

@@ -10,15 +10,32 @@ from typing import TYPE_CHECKING, Any
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, digest_bytes, short_digest
 from onnx_ops.domain.decision import Decision, GateResult, Verdict, combine_verdicts
-from onnx_ops.domain.evidence import Evidence, LatencyComparison, LatencySamples, PairedRatios, RuntimeFacts
+from onnx_ops.domain.evidence import (
+    Evidence,
+    LatencyComparison,
+    LatencySamples,
+    PairedRatios,
+    RuntimeFacts,
+)
 from onnx_ops.domain.gate import GATES
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.quantization import SearchRecord
 from onnx_ops.domain.release import BaseRelease, Choice, Lineage, Provenance, flatten_origins
 from onnx_ops.printable import show
-from onnx_ops.reporting.comparison import Pairs, base_comparisons, champion_comparisons, variant_rows
+from onnx_ops.reporting.comparison import (
+    Pairs,
+    base_comparisons,
+    champion_comparisons,
+    variant_rows,
+)
 from onnx_ops.reporting.description import made_by
-from onnx_ops.reporting.formatting import NOTHING, format_figure, number, result_figure, result_interval
+from onnx_ops.reporting.formatting import (
+    NOTHING,
+    format_figure,
+    number,
+    result_figure,
+    result_interval,
+)
 from onnx_ops.reporting.metrics import sampled_rows
 from onnx_ops.reporting.plots import (
     SERIES,
@@ -55,7 +72,10 @@ def _load_environment() -> Environment:
         undefined=StrictUndefined,
     )
     filters = (short_digest, number, result_figure, result_interval)
-    environment.filters |= {"figure": format_figure, **{function.__name__: function for function in filters}}
+    environment.filters |= {
+        "figure": format_figure,
+        **{function.__name__: function for function in filters},
+    }
     environment.globals |= {"marks": _MARKS, "style": STYLE, "series": SERIES, "export": EXPORT}
     return environment
 
@@ -109,7 +129,10 @@ def release_report(
         prospects=list(_list_prospects(decisions)),
         plots_by_target=_plot_targets(decisions, evidence, chosen),
         searches=[_describe_search(record) for record in searches],
-        measured=[(e.variant, e.target, _describe_conditions(e, stored[e.variant, e.target])) for e in evidence],
+        measured=[
+            (e.variant, e.target, _describe_conditions(e, stored[e.variant, e.target]))
+            for e in evidence
+        ],
         origin={} if lineage is None else _describe_origin(lineage),
     )
 
@@ -117,11 +140,15 @@ def release_report(
 def _complete_digests(
     digests: Mapping[tuple[str, str], Digest], evidence: Mapping[tuple[str, str], Evidence]
 ) -> dict[tuple[str, str], Digest]:
-    computed = {place: digest_bytes(codec.dumps(e)) for place, e in evidence.items() if place not in digests}
+    computed = {
+        place: digest_bytes(codec.dumps(e)) for place, e in evidence.items() if place not in digests
+    }
     return {**digests, **computed}
 
 
-def _name_release(lineage: Lineage | None, evidence: Sequence[Evidence]) -> tuple[str, Digest | None]:
+def _name_release(
+    lineage: Lineage | None, evidence: Sequence[Evidence]
+) -> tuple[str, Digest | None]:
     """Return the pipeline and the release of a report; without lineage, of its first evidence."""
     if lineage is not None:
         return lineage.pipeline, lineage.release
@@ -146,9 +173,13 @@ def _describe_search(record: SearchRecord) -> dict[str, Any]:
     """Return what the template shows of a search; nodes by recipe, the most sensitive first."""
     return {
         "record": record,
-        "figures": [figure for target in record.targets if (figure := search_figure(record, target))],
+        "figures": [
+            figure for target in record.targets if (figure := search_figure(record, target))
+        ],
         "time_heads": [f"time on {target}" for target in record.targets],
-        "sensitivities": sorted(record.sensitivities, key=lambda s: (s.recipe, -(s.error or 0.0), s.node)),
+        "sensitivities": sorted(
+            record.sensitivities, key=lambda s: (s.recipe, -(s.error or 0.0), s.node)
+        ),
     }
 
 
@@ -190,9 +221,14 @@ def _describe_samples(result: GateResult, evidence: Evidence | None) -> tuple[li
     return [f"{result.n} {_name_counted(result)}".strip()], [NOTHING]
 
 
-def _describe_runs(result: GateResult, latency: LatencySamples | None) -> tuple[list[str], list[str]]:
+def _describe_runs(
+    result: GateResult, latency: LatencySamples | None
+) -> tuple[list[str], list[str]]:
     noise = [NOTHING if latency is None else f"{share(latency.preempted, latency.runs)} preempted"]
-    return [f"{result.n} session pairs"] if result.unit == "x" else [f"{result.n} runs", "1 session"], noise
+    return [f"{result.n} session pairs"] if result.unit == "x" else [
+        f"{result.n} runs",
+        "1 session",
+    ], noise
 
 
 def _name_counted(result: GateResult) -> str:
@@ -200,7 +236,9 @@ def _name_counted(result: GateResult) -> str:
     return GATES[result.gate].counts if result.gate in GATES else ""
 
 
-def _describe_pairs(result: GateResult, comparison: LatencyComparison | PairedRatios) -> tuple[list[str], list[str]]:
+def _describe_pairs(
+    result: GateResult, comparison: LatencyComparison | PairedRatios
+) -> tuple[list[str], list[str]]:
     """Return lines on the pairs of a ratio, and on its noise: the interval of the model against itself."""
     selves = [pair for pair in comparison.self_log_ratios if pair]
     if selves:
@@ -215,11 +253,20 @@ def _describe_pairs(result: GateResult, comparison: LatencyComparison | PairedRa
     return count if result.n else [NOTHING], noise
 
 
-def _find_comparison(result: GateResult, evidence: Evidence) -> LatencyComparison | PairedRatios | None:
+def _find_comparison(
+    result: GateResult, evidence: Evidence
+) -> LatencyComparison | PairedRatios | None:
     """Return the measurement behind a result about a ratio."""
     if result.gate == "latency":
         timed = evidence.comparisons
-        return next((c for c in timed if result.metric in (f"ratio vs {c.against}", f"faster than {c.against}")), None)
+        return next(
+            (
+                c
+                for c in timed
+                if result.metric in (f"ratio vs {c.against}", f"faster than {c.against}")
+            ),
+            None,
+        )
     return next((r for r in evidence.ratios if result.metric == f"{r.figure} vs {r.against}"), None)
 
 
@@ -241,7 +288,9 @@ def _plot_targets(
     decisions: Sequence[Decision], evidence: Sequence[Evidence], chosen: Mapping[str, str | None]
 ) -> dict[str, list[Figure]]:
     targets = dict.fromkeys(e.target for e in evidence)
-    return {target: _plot_target(target, decisions, evidence, chosen.get(target)) for target in targets}
+    return {
+        target: _plot_target(target, decisions, evidence, chosen.get(target)) for target in targets
+    }
 
 
 def _plot_target(
@@ -282,7 +331,10 @@ def _plot_exports(entries: Sequence[tuple[Evidence, Decision | None]]) -> Iterat
         if e.quantized and e.export_parity and e.export_parity not in seen:
             seen.append(e.export_parity)
             yield parity_figure(
-                "the export behind the quantized variants", e.export_parity, decision, EXPORT_OUTPUTS.metric
+                "the export behind the quantized variants",
+                e.export_parity,
+                decision,
+                EXPORT_OUTPUTS.metric,
             )
 
 
@@ -293,7 +345,8 @@ def _describe_conditions(e: Evidence, digest: Digest) -> dict[str, str]:
         "machine": _describe_machine(e),
         "CPU features": ", ".join(e.hardware.cpu_flags) or "none recorded",
         **_describe_runtime(e),
-        "conditions": ", ".join(f"{name} {value}" for name, value in sorted(e.conditions.items())) or "not recorded",
+        "conditions": ", ".join(f"{name} {value}" for name, value in sorted(e.conditions.items()))
+        or "not recorded",
         **structure_entries(e),
         "compared with": e.baseline or "nothing: the first export is its own baseline",
         "model manifest": e.manifest,
@@ -315,7 +368,11 @@ def _describe_machine(e: Evidence) -> str:
 def _describe_runtime(e: Evidence) -> dict[str, str]:
     runtime, facts = f"{e.hardware.runtime} {e.hardware.runtime_version}", e.runtime
     if facts is None:
-        return {"runtime": runtime, "providers asked for": "not recorded", "providers used": "not recorded"}
+        return {
+            "runtime": runtime,
+            "providers asked for": "not recorded",
+            "providers used": "not recorded",
+        }
     return {
         "runtime": f"{runtime}; {facts.build}",
         "providers asked for": ", ".join(facts.asked),

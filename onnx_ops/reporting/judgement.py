@@ -59,7 +59,9 @@ def table_rows(decisions: Sequence[Decision], sizes: tuple[int, int]) -> list[Ro
     rows: list[Row] = []
     seen: list[GateResult] = []
     for decision in decisions:
-        results = [result for result in decision.results if result not in seen or result.gate != "parity"]
+        results = [
+            result for result in decision.results if result not in seen or result.gate != "parity"
+        ]
         rows += [
             Row(
                 target=decision.target,
@@ -77,12 +79,17 @@ def table_rows(decisions: Sequence[Decision], sizes: tuple[int, int]) -> list[Ro
     before, after = sizes
     ratio = after / before if before else 0.0
     parts = f"{format_figure(ratio, 'x')} ({format_figure(after, 'B')}, was {format_figure(before, 'B')})"
-    return [*rows, Row(target="", what="size", measured=parts, limit=NOTHING, verdict=None, reason="")]
+    return [
+        *rows,
+        Row(target="", what="size", measured=parts, limit=NOTHING, verdict=None, reason=""),
+    ]
 
 
 def reason_of(decisions: Sequence[Decision], sizes: tuple[int, int]) -> str:
     """Return one line: the reason of the worst result, or the main measurements if all passed."""
-    binding = [result for decision in decisions for result in decision.results if not result.advisory]
+    binding = [
+        result for decision in decisions for result in decision.results if not result.advisory
+    ]
     worst = max(binding, key=lambda result: result.verdict.rank, default=None)
     if worst is None:
         return "nothing was judged"
@@ -104,7 +111,10 @@ def _list_measurements(results: Sequence[GateResult], sizes: tuple[int, int]) ->
         parts.append(f"{_name(metric)} {_figure(metric)}")
     if timed := by_gate["latency"]:
         slowest = max(timed, key=lambda result: result.estimate or 0.0)
-        parts.append(f"{_figure(slowest)} the latency" + (f" at worst ({_name(slowest)})" if len(timed) > 1 else ""))
+        parts.append(
+            f"{_figure(slowest)} the latency"
+            + (f" at worst ({_name(slowest)})" if len(timed) > 1 else "")
+        )
     before, after = sizes
     if before and after != before:
         parts.append(f"{format_figure(after / before, 'x')} the size")
@@ -156,14 +166,18 @@ def _list_items(texts: Sequence[str]) -> list[str]:
     return [f"- {markdown(text)}" for text in texts]
 
 
-def html_report(heading: Heading, decisions: Sequence[Decision], timings: Sequence[tuple[Decision, Evidence]]) -> str:
+def html_report(
+    heading: Heading, decisions: Sequence[Decision], timings: Sequence[tuple[Decision, Evidence]]
+) -> str:
     """Return one self-contained page; `timings` are the latency comparisons, each with its decision."""
     # The text in a terminal, which most verdicts are, appears sooner without charts and templates.
     from onnx_ops.reporting.html import list_gates, plot_ratios, render
 
     # The first timing of each target names its machine.
     machines = {timing.target: timing for _, timing in reversed(timings)}
-    evidence = {(d.variant, d.target): machines[d.target] for d in decisions if d.target in machines}
+    evidence = {
+        (d.variant, d.target): machines[d.target] for d in decisions if d.target in machines
+    }
     figures = plot_ratios([(timing, decision) for decision, timing in timings])
     return render(
         "judgement.html",
@@ -172,12 +186,21 @@ def html_report(heading: Heading, decisions: Sequence[Decision], timings: Sequen
         reason=reason_of(decisions, heading.sizes),
         facts=_list_facts(heading),
         notes=[*heading.notes, *advice_lines(heading.advice)],
-        gates=list_gates(decisions, evidence, {at: digest_bytes(codec.dumps(one)) for at, one in evidence.items()}),
+        gates=list_gates(
+            decisions,
+            evidence,
+            {at: digest_bytes(codec.dumps(one)) for at, one in evidence.items()},
+        ),
         figures=[figure for figure in figures if figure is not None],
     )
 
 
 def _list_facts(heading: Heading) -> dict[str, str]:
     before, after = (format_figure(size, "B") for size in heading.sizes)
-    facts = {"candidate": heading.kind, "size": f"{after}, was {before}", "rows": heading.rows, "time": heading.times}
+    facts = {
+        "candidate": heading.kind,
+        "size": f"{after}, was {before}",
+        "rows": heading.rows,
+        "time": heading.times,
+    }
     return {name: text for name, text in facts.items() if text}

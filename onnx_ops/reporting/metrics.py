@@ -30,7 +30,9 @@ class Measured(Interval):
     @classmethod
     def from_interval(cls, interval: Interval, unit: str, n: int, of: str = "rows") -> Measured:
         """Return the measurement with that interval."""
-        return cls(estimate=interval.estimate, low=interval.low, high=interval.high, unit=unit, n=n, of=of)
+        return cls(
+            estimate=interval.estimate, low=interval.low, high=interval.high, unit=unit, n=n, of=of
+        )
 
     @property
     def figure(self) -> str:
@@ -69,14 +71,18 @@ def median_latency(samples: LatencySamples | None) -> Measured | None:
 
 def headline(decisions: Sequence[Decision], evidence: Sequence[Evidence]) -> str:
     """Return the main task metric of a release: the first that a gate judged, else the first measured."""
-    results = [r for d in decisions for r in d.results if r.gate == "metric" and r.metric != INDEPENDENCE]
+    results = [
+        r for d in decisions for r in d.results if r.gate == "metric" and r.metric != INDEPENDENCE
+    ]
     named = [r.metric.split(" vs ")[0] for r in results if r.metric]
     return [*named, *(label for e in evidence for label in task_values(e)), ACCURACY.label][0]
 
 
 def task_values(evidence: Evidence) -> Mapping[str, Measured]:
     """Return every task metric of the variant that has a value, by the label of its definition."""
-    labels = dict.fromkeys([*(c.metric for c in evidence.metrics), *(s.metric for s in evidence.scores)])
+    labels = dict.fromkeys(
+        [*(c.metric for c in evidence.metrics), *(s.metric for s in evidence.scores)]
+    )
     metrics = {label: task_metric(evidence, label) for label in labels}
     return {label: value for label, value in metrics.items() if value is not None}
 

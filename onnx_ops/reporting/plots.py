@@ -73,12 +73,18 @@ def latency_figure(target: str, evidence: Sequence[Evidence]) -> Figure | None:
         return None
     scale = scale_for(max(seconds[len(seconds) // 2] for *_, seconds in curves), "s")
     ends = [end / scale.divisor for *_, seconds in curves for end in (seconds[0], seconds[-1])]
-    axis = axis_around(ends, f"latency of one request ({scale.suffix.strip()}, log scale)", log=True)
+    axis = axis_around(
+        ends, f"latency of one request ({scale.suffix.strip()}, log scale)", log=True
+    )
     chart = Chart(x=axis, y=Axis(low=0, high=100, label="runs no slower (%)"))
     keys = []
     for series, e, latency, seconds in curves:
-        chart.path(_step_curve([value / scale.divisor for value in seconds]), f"line {_style(series)}")
-        lost = f"{share(latency.preempted, latency.runs)} of {latency.runs} runs preempted and omitted"
+        chart.path(
+            _step_curve([value / scale.divisor for value in seconds]), f"line {_style(series)}"
+        )
+        lost = (
+            f"{share(latency.preempted, latency.runs)} of {latency.runs} runs preempted and omitted"
+        )
         middle = median_latency(latency)
         keys.append((series, f"{e.variant}: median {middle.text() if middle else '?'}, {lost}"))
     batches = ", ".join(sorted({str(latency.batch) for _, _, latency, _ in curves}))
@@ -91,11 +97,15 @@ def latency_figure(target: str, evidence: Sequence[Evidence]) -> Figure | None:
     )
 
 
-def _list_curves(evidence: Sequence[Evidence]) -> list[tuple[int, Evidence, LatencySamples, list[float]]]:
+def _list_curves(
+    evidence: Sequence[Evidence],
+) -> list[tuple[int, Evidence, LatencySamples, list[float]]]:
     """Return the number, the latency and the positive run times in seconds of the variants that have any."""
     curves = []
     for series, e in enumerate(evidence):
-        if e.latency is not None and (seconds := [ns / 1e9 for ns in e.latency.sorted_ns if ns > 0]):
+        if e.latency is not None and (
+            seconds := [ns / 1e9 for ns in e.latency.sorted_ns if ns > 0]
+        ):
             curves.append((series, e, e.latency, seconds))
     return curves
 
@@ -103,7 +113,11 @@ def _list_curves(evidence: Sequence[Evidence]) -> list[tuple[int, Evidence, Late
 def _step_curve(values: Sequence[float]) -> list[tuple[float, float]]:
     """Return the corners of the distribution of sorted values, in percent; at most `_POINTS` steps, evenly spread."""
     n = len(values)
-    places = range(n) if n <= _POINTS else sorted({round(i * (n - 1) / (_POINTS - 1)) for i in range(_POINTS)})
+    places = (
+        range(n)
+        if n <= _POINTS
+        else sorted({round(i * (n - 1) / (_POINTS - 1)) for i in range(_POINTS)})
+    )
     points = [(values[0], 0.0)]
     for i in places:
         points += [(values[i], points[-1][1]), (values[i], 100 * (i + 1) / n)]
@@ -144,7 +158,13 @@ def _describe_error(
     """Return the row of an error for `_draw_rows`; a mismatch has no ratio, and stands at the edge."""
     name = " · ".join(filter(None, (measurement.group, measurement.output, measurement.column)))
     if measurement.mismatch:
-        return name, edge, "mismatch", True, f"{name}: {measurement.mismatch}, {measurement.rows} rows"
+        return (
+            name,
+            edge,
+            "mismatch",
+            True,
+            f"{name}: {measurement.mismatch}, {measurement.rows} rows",
+        )
     ratio = f"{number(measurement.ratio) if measurement.ratio < _CLIPPED else '>1e6'}×"
     is_bad = limit is not None and measurement.ratio > limit
     return name, measurement.ratio, ratio, is_bad, f"{name}: {ratio}, {measurement.rows} rows"
@@ -154,7 +174,9 @@ def _describe_columns(measurements: Sequence[ParityMeasurement], limit: float | 
     """Describe the smallest error that the limit shows, in the columns of real rows where it is largest."""
     if limit is None:
         return ""
-    columns = [(c.noise * limit / c.scale, m.output, c) for m in measurements for c in m.columns if c.scale]
+    columns = [
+        (c.noise * limit / c.scale, m.output, c) for m in measurements for c in m.columns if c.scale
+    ]
     ranked = sorted(columns, key=lambda entry: -entry[0])[:_COLUMNS]
     texts = [
         f"{' · '.join(filter(None, (output, column.column)))} {number(column.noise * limit)} "
@@ -166,7 +188,9 @@ def _describe_columns(measurements: Sequence[ParityMeasurement], limit: float | 
 
 def weights_figure(what: str, evidence: Evidence, decision: Decision | None) -> Figure | None:
     """Plot the distance of each quantized weight from its original, in quantization steps, worst first."""
-    known = sorted((w for w in evidence.weights if math.isfinite(w.steps)), key=lambda w: (-w.steps, w.tensor))
+    known = sorted(
+        (w for w in evidence.weights if math.isfinite(w.steps)), key=lambda w: (-w.steps, w.tensor)
+    )
     if not known:
         return None
     limit = limit_of(decision, "parity", WEIGHTS.metric)
@@ -175,27 +199,43 @@ def weights_figure(what: str, evidence: Evidence, decision: Decision | None) -> 
     axis = Axis(low=0, high=1.15 * largest, label="largest error (quantization steps)")
     return Figure(
         title=f"Quantization error: {what}",
-        svg=_draw_rows(axis, limit, rows, stems=True).render(f"Quantization error of {what} by weight"),
+        svg=_draw_rows(axis, limit, rows, stems=True).render(
+            f"Quantization error of {what} by weight"
+        ),
         caption=f"{_count_shown(known)} weights, n = {sum(w.elements for w in known)} elements. Dashed: limit "
         f"{'none' if limit is None else number(limit) + ' steps'}. Rounding alone makes up to 0.5. "
         "A maximum over all elements, so without interval.",
     )
 
 
-def _describe_rounding(weight: WeightMeasurement, limit: float | None) -> tuple[str, float, str, bool, str]:
+def _describe_rounding(
+    weight: WeightMeasurement, limit: float | None
+) -> tuple[str, float, str, bool, str]:
     """Return the row of a weight for `_draw_rows`."""
     steps = number(weight.steps) if weight.steps < _CLIPPED else ">1e6"
     is_bad = limit is not None and weight.steps > limit
-    return weight.tensor, weight.steps, steps, is_bad, f"{weight.tensor}: {steps} steps, {weight.elements} elements"
+    return (
+        weight.tensor,
+        weight.steps,
+        steps,
+        is_bad,
+        f"{weight.tensor}: {steps} steps, {weight.elements} elements",
+    )
 
 
 def _draw_rows(
-    axis: Axis, limit: float | None, rows: Sequence[tuple[str, float, str, bool, str]], *, stems: bool = False
+    axis: Axis,
+    limit: float | None,
+    rows: Sequence[tuple[str, float, str, bool, str]],
+    *,
+    stems: bool = False,
 ) -> Chart:
     """Draw one dot per row from its name, value, the value's text, whether it exceeds the limit, and its tooltip."""
     left, height = room_for([name for name, *_ in rows])
     y_axis = Axis(low=0.3, high=len(rows) + 0.7, label="")
-    chart = Chart(x=axis, y=y_axis, height=height * len(rows) + 62, left=left, right=66, y_ticks=False)
+    chart = Chart(
+        x=axis, y=y_axis, height=height * len(rows) + 62, left=left, right=66, y_ticks=False
+    )
     if limit is not None:
         chart.upright(limit, "line limit")
     for index, (name, value, text, bad, title) in enumerate(rows):
@@ -216,7 +256,11 @@ def pareto_figure(
 ) -> Figure | None:
     """Plot size against latency, with the task metric beside each variant."""
     here = [e for e in evidence if e.target == target]
-    points = [(s, e, m) for s, e in enumerate(here) if (m := median_latency(e.latency)) and e.size_bytes > 0]
+    points = [
+        (s, e, m)
+        for s, e in enumerate(here)
+        if (m := median_latency(e.latency)) and e.size_bytes > 0
+    ]
     if not points:
         return None
     metric = headline(decisions, here)
@@ -231,11 +275,19 @@ def pareto_figure(
         value = task_metric(e, metric)
         label = f"{e.variant}: {format_figure(e.size_bytes, 'B')}, median {middle.text()}"
         label += f", {metric} {value.text() if value else 'not measured'}"
-        chart.dot(left, top, f"{_style(series)} {'full' if e.variant in passed else 'open'}", label, radius=5)
+        chart.dot(
+            left,
+            top,
+            f"{_style(series)} {'full' if e.variant in passed else 'open'}",
+            label,
+            radius=5,
+        )
         if e.variant == chosen:
             chart.dot(left, top, "ring", f"{e.variant} is chosen", radius=9)
         name = e.variant
-        if len(points) > _NAMED:  # many names would cover each other: a number stands for the variant
+        if (
+            len(points) > _NAMED
+        ):  # many names would cover each other: a number stands for the variant
             name, label = f"{series + 1}:", f"{series + 1}: {label}"
         beside = f"{name} {format_figure(value.estimate, value.unit)}" if value else name
         chart.note(left, top, beside, above=above[e.variant])
@@ -275,9 +327,16 @@ def _choose_scales(points: Sequence[tuple[int, Evidence, Measured]]) -> tuple[Sc
     )
 
 
-def _make_size_chart(points: Sequence[tuple[int, Evidence, Measured]], time: Scale, size: Scale) -> Chart:
+def _make_size_chart(
+    points: Sequence[tuple[int, Evidence, Measured]], time: Scale, size: Scale
+) -> Chart:
     """Return an empty plot of size and latency with room for the points and their intervals."""
-    ends = [v / time.divisor for *_, m in points for v in (m.estimate, m.low, m.high) if 0 < v < math.inf]
+    ends = [
+        v / time.divisor
+        for *_, m in points
+        for v in (m.estimate, m.low, m.high)
+        if 0 < v < math.inf
+    ]
     sizes = [e.size_bytes / size.divisor for _, e, _ in points]
     return Chart(
         x=axis_around(sizes, f"size on disk ({size.suffix.strip()})", room=0.25),
@@ -305,9 +364,13 @@ def search_figure(record: SearchRecord, target: str) -> Figure | None:
     chart.dot(1.0, 0.0, "s1 full", export, radius=5)
     chart.note(1.0, 0.0, "fp32")
     keys = [(1, export)]
-    named = {slot.trial: f"{record.name}-{slot.role}" for slot in record.slots if slot.trial is not None}
+    named = {
+        slot.trial: f"{record.name}-{slot.role}" for slot in record.slots if slot.trial is not None
+    }
     for n, trial in points:
-        label = _draw_trial(chart, n, trial, target, name=named.get(n, ""), on_front=n in record.pareto_front)
+        label = _draw_trial(
+            chart, n, trial, target, name=named.get(n, ""), on_front=n in record.pareto_front
+        )
         keys += [(0, label)] if label else []
     return Figure(
         title=f"What the search {record.name} saw on {target}",
@@ -321,7 +384,9 @@ def search_figure(record: SearchRecord, target: str) -> Figure | None:
     )
 
 
-def _draw_trial(chart: Chart, n: int, trial: Trial, target: str, *, name: str, on_front: bool) -> str:
+def _draw_trial(
+    chart: Chart, n: int, trial: Trial, target: str, *, name: str, on_front: bool
+) -> str:
     """Draw the dot of a trial; return its entry in the legend, empty for one that has no number in the plot.
 
     `name` is that of the variant that the trial became, if any.
@@ -329,7 +394,9 @@ def _draw_trial(chart: Chart, n: int, trial: Trial, target: str, *, name: str, o
     ratio, loss = trial.ratios[target], 100 * (trial.drop or 0.0)
     size = format_figure(trial.size_bytes, "B")
     label = f"{n}: {trial.label}, {number(ratio.estimate)}×, {number(loss)} points, {size}"
-    chart.path([(max(ratio.low, chart.x.low), loss), (min(ratio.high, chart.x.high), loss)], "line s0")
+    chart.path(
+        [(max(ratio.low, chart.x.low), loss), (min(ratio.high, chart.x.high), loss)], "line s0"
+    )
     chart.dot(ratio.estimate, loss, f"s0 {'full' if on_front else 'open'}", label)
     if name:
         chart.dot(ratio.estimate, loss, "ring", f"{name} is this one", radius=8)
@@ -343,7 +410,10 @@ def _make_loss_chart(record: SearchRecord, trials: Sequence[Trial], target: str)
     """Return an empty plot of loss and time with room for the trials, the budget and fp32."""
     limit = 100 * record.budget.metric_drop
     losses = [100 * (trial.drop or 0.0) for trial in trials]
-    low, high = min([0.0, *losses]), max([limit, *(loss for loss in losses if loss <= _SHOWN_LOSSES * limit)])
+    low, high = (
+        min([0.0, *losses]),
+        max([limit, *(loss for loss in losses if loss <= _SHOWN_LOSSES * limit)]),
+    )
     room = max(0.08 * (high - low), _LEAST_LOSS)
     ratios = [trial.ratios[target] for trial in trials]
     times = [v for ratio in ratios for v in (ratio.low, ratio.high) if 0 < v < 100]
@@ -387,7 +457,11 @@ def ratio_figure(
     ratio = measured_ratio(comparison)
     if ratio is None:
         return None
-    limit, of, noun = _find_ratio_limit(comparison, decision), name_of(comparison), _pair(comparison)
+    limit, of, noun = (
+        _find_ratio_limit(comparison, decision),
+        name_of(comparison),
+        _pair(comparison),
+    )
     pairs = list(filter(None, _list_ratios(comparison.log_ratios)))
     selves = _list_ratios(comparison.self_log_ratios)
     centres = [median(pair) for pair in (*pairs, *filter(None, selves))]
@@ -422,7 +496,9 @@ def _list_ratios(log_ratios: Sequence[Sequence[float]]) -> list[list[float]]:
     return [[_exp(x) for x in pair if math.isfinite(x)] for pair in log_ratios]
 
 
-def _find_ratio_limit(comparison: LatencyComparison | PairedRatios, decision: Decision | None) -> float | None:
+def _find_ratio_limit(
+    comparison: LatencyComparison | PairedRatios, decision: Decision | None
+) -> float | None:
     """Return the limit of the gate that judges a ratio; None if there is none."""
     if isinstance(comparison, LatencyComparison):
         return limit_of(decision, "latency", f"ratio vs {comparison.against}")
@@ -446,14 +522,18 @@ def _draw_selves(chart: Chart, selves: Sequence[Sequence[float]], against: str) 
     """Draw a ring for each pair of sessions of the baseline, left of the pair it was measured with."""
     for index, pair in enumerate(selves, 1):
         if pair:
-            chart.dot(index - 0.12, median(pair), "hollow", f"pair {index}: {against} against itself")
+            chart.dot(
+                index - 0.12, median(pair), "hollow", f"pair {index}: {against} against itself"
+            )
 
 
 def _draw_pairs(chart: Chart, pairs: Sequence[Sequence[float]]) -> None:
     """Draw a dot for the median of each pair, and a small one for each of its blocks if there are several."""
     for index, pair in enumerate(pairs, 1):
         for value in pair if len(pair) > 1 else ():
-            chart.dot(index + 0.12, value, "faint", f"pair {index}, one block: {number(value)}×", radius=2)
+            chart.dot(
+                index + 0.12, value, "faint", f"pair {index}, one block: {number(value)}×", radius=2
+            )
         chart.dot(index + 0.12, median(pair), "solid", f"pair {index}: {number(median(pair))}×")
 
 
@@ -495,7 +575,9 @@ def evidence_svg(paths: Sequence[EvidencePath]) -> str:
         points = [(0.0, 0.0), *zip(map(float, path.requests), path.log10_evidence, strict=True)]
         chart.path(points, f"line s{index % 6}")
         chart.note(points[-1][0], points[-1][1], path.name, above=points[-1][1] <= limit)
-    return make_standalone(chart.render("evidence against the candidate"), "svg{background:var(--bg)}")
+    return make_standalone(
+        chart.render("evidence against the candidate"), "svg{background:var(--bg)}"
+    )
 
 
 def as_data_url(svg: str) -> str:

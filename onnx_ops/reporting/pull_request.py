@@ -17,9 +17,7 @@ LIMIT = 60_000
 _LONGEST = 300
 """Characters of author and time."""
 
-_UNREVIEWED = (
-    "Reported by this pull request's own code, in a job without credentials. It is judged again when it is merged."
-)
+_UNREVIEWED = "Reported by this pull request's own code, in a job without credentials. It is judged again when it is merged."
 
 _VARIANT_HEADS = ("variant", "target", "verdict", "task metrics", "median latency", "size")
 _RESULT_HEADS = ("variant", "target", "gate", "limit", "figure", "verdict", "reason")
@@ -54,7 +52,9 @@ def overall(checked: Sequence[Checked]) -> Verdict | None:
 
 def find_contradiction(one: Checked) -> str:
     """Return why a pipeline's verdict is better than its own choices and decisions; empty if it is not."""
-    worst = combine_verdicts(choice.verdict for choice in one.choices) if one.choices else one.verdict
+    worst = (
+        combine_verdicts(choice.verdict for choice in one.choices) if one.choices else one.verdict
+    )
     if one.verdict.rank < worst.rank or (one.verdict is Verdict.PASS and not one.choices):
         return f"{one.file} is called {one.verdict.value}, and its choices are not"
     return _find_unfounded_choice(one)
@@ -83,7 +83,9 @@ def title(checked: Sequence[Checked]) -> str:
     return ", ".join(f"{count} {words[verdict]}" for verdict, count in counts.items() if count)
 
 
-def page(checked: Sequence[Checked], *, commit: str, reports: str = "", unreviewed: bool = False) -> str:
+def page(
+    checked: Sequence[Checked], *, commit: str, reports: str = "", unreviewed: bool = False
+) -> str:
     """Return Markdown on the pipelines that a commit affects, the worst first, never longer than `LIMIT`.
 
     `reports` is the address of the whole reports; empty if there is none. Results of `unreviewed` code are marked.
@@ -98,7 +100,9 @@ def page(checked: Sequence[Checked], *, commit: str, reports: str = "", unreview
     for one in sorted(checked, key=lambda one: -one.verdict.rank):
         part = _describe_pipeline(one)
         if len(part) > room:
-            parts.append(f"{len(checked) - len(parts) + 1} more pipelines are in the reports; there was no room here.")
+            parts.append(
+                f"{len(checked) - len(parts) + 1} more pipelines are in the reports; there was no room here."
+            )
             break
         parts.append(part)
         room -= len(part) + 2
@@ -141,7 +145,9 @@ def _describe_comparisons(comparisons: Sequence[ModelComparison]) -> list[str]:
 
 
 def _describe_comparison(comparisons: Sequence[ModelComparison]) -> Iterator[str]:
-    if rows := [(c.target, r.metric, r.ours, r.theirs, r.change) for c in comparisons for r in c.rows]:
+    if rows := [
+        (c.target, r.metric, r.ours, r.theirs, r.change) for c in comparisons for r in c.rows
+    ]:
         heads = ("target", "metric", "this change", "compared with", "change")
         yield "\n".join(markdown_table(heads, rows))
     notes = [f"{c.target}: {c.ours} against {c.theirs}." for c in comparisons if c.rows]
@@ -176,7 +182,9 @@ def _describe_variant(variant: VariantRow) -> tuple[str, ...]:
 def _describe_results(decisions: Sequence[Decision]) -> str:
     if not decisions:
         return ""
-    results = [(r.variant, r.target, *r.markdown_cells()) for r in worst_first(result_table(decisions))]
+    results = [
+        (r.variant, r.target, *r.markdown_cells()) for r in worst_first(result_table(decisions))
+    ]
     table = "\n".join(markdown_table(_RESULT_HEADS, results))
     return f"<details><summary>{len(results)} gate results</summary>\n\n{table}\n\n</details>"
 

@@ -25,7 +25,9 @@ def structure_entries(evidence: Evidence) -> dict[str, str]:
         entries["trees"] = "; ".join([counted, *trees.differences])
     entries |= {
         "recipe": "; ".join(evidence.recipe),
-        "opsets": ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in evidence.opsets.items()),
+        "opsets": ", ".join(
+            f"{domain or 'ai.onnx'} {version}" for domain, version in evidence.opsets.items()
+        ),
         "operators": ", ".join(f"{name} {count}" for name, count in evidence.operators.items()),
         "int8": "; ".join(coverage_lines(evidence.coverage)),
         "advice": "; ".join(advice_lines(evidence.advice)),
@@ -39,7 +41,11 @@ def structure_entries(evidence: Evidence) -> dict[str, str]:
 
 
 def _describe_activation(measured: ActivationMeasurement) -> str:
-    away = "" if measured.departure is None else f", {_times(measured.departure)} from the float export"
+    away = (
+        ""
+        if measured.departure is None
+        else f", {_times(measured.departure)} from the float export"
+    )
     saturated = format_figure(measured.saturated, "1")
     return f"{measured.tensor}: noise {_times(measured.noise)}{away}, {saturated} saturated"
 

@@ -26,7 +26,9 @@ def linear_ticks(low: float, high: float) -> tuple[float, ...]:
     _check(low, high)
     raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next((m * power for m in (1.0, 2.0, 2.5, 5.0) if m * power >= raw * (1 - _NEAR)), 10 * power)
+    step = next(
+        (m * power for m in (1.0, 2.0, 2.5, 5.0) if m * power >= raw * (1 - _NEAR)), 10 * power
+    )
     first, last = math.ceil(low / step - _NEAR), math.floor(high / step + _NEAR)
     return tuple(min(max(k * step, low), high) for k in range(first, last + 1))
 
@@ -51,10 +53,15 @@ def tick_texts(ticks: Sequence[float], *, even: bool = True) -> tuple[str, ...]:
     texts: tuple[str, ...] = ()
     for digits in range(17):
         texts = tuple(
-            f"{tick:.{digits}f}" if even and (tick == 0 or _is_plain(tick)) else _plain(tick, digits + 1)
+            f"{tick:.{digits}f}"
+            if even and (tick == 0 or _is_plain(tick))
+            else _plain(tick, digits + 1)
             for tick in ticks
         )
-        if all(math.isclose(float(text), tick, rel_tol=1e-6) for text, tick in zip(texts, ticks, strict=True)):
+        if all(
+            math.isclose(float(text), tick, rel_tol=1e-6)
+            for text, tick in zip(texts, ticks, strict=True)
+        ):
             break
     return texts
 
@@ -105,7 +112,9 @@ class Axis:
         return log_ticks(self.low, self.high) if self.log else linear_ticks(self.low, self.high)
 
 
-def axis_around(values: Sequence[float], label: str, *, log: bool = False, room: float = 0.06) -> Axis:
+def axis_around(
+    values: Sequence[float], label: str, *, log: bool = False, room: float = 0.06
+) -> Axis:
     """Return an axis that holds all values, with a share `room` of its extent at both ends.
 
     The values are finite, and above 0 for a logarithmic axis.
@@ -162,7 +171,12 @@ class Chart:
         """Write text beside a point, on the side that has room."""
         left, top = self._left_of(x), self._top_of(y)
         room = left + 8 + len(text) * _CHARACTER < WIDTH
-        self._text(left + (8 if room else -8), top + (-6 if above else 14), text, "start" if room else "end")
+        self._text(
+            left + (8 if room else -8),
+            top + (-6 if above else 14),
+            text,
+            "start" if room else "end",
+        )
 
     def row(self, y: float, name: str, value: str) -> None:
         """Write name and value of a horizontal row, left and right of the drawing.
@@ -185,7 +199,10 @@ class Chart:
         ticks = self.x.ticks()
         for tick, text in zip(ticks, tick_texts(ticks, even=not self.x.log), strict=True):
             left = self._left_of(tick)
-            grid += [_line(left, self.top, left, bottom, "grid"), _label(left, bottom + 15, text, "middle")]
+            grid += [
+                _line(left, self.top, left, bottom, "grid"),
+                _label(left, bottom + 15, text, "middle"),
+            ]
         if self.y_ticks:
             ticks = self.y.ticks()
             for tick, text in zip(ticks, tick_texts(ticks, even=not self.y.log), strict=True):
@@ -197,8 +214,12 @@ class Chart:
             grid.append(_label(12, middle, self.y.label, "middle", more=turned))
         grid.append(_line(self.left, low, WIDTH - self.right, low, "axis"))
         grid.append(_line(self.left, self.top, self.left, bottom, "axis"))
-        grid.append(_label((self.left + WIDTH - self.right) / 2, self.height - 6, self.x.label, "middle"))
-        box = f'viewBox="0 0 {_px(WIDTH)} {_px(self.height)}" role="img" aria-label="{escape(title)}"'
+        grid.append(
+            _label((self.left + WIDTH - self.right) / 2, self.height - 6, self.x.label, "middle")
+        )
+        box = (
+            f'viewBox="0 0 {_px(WIDTH)} {_px(self.height)}" role="img" aria-label="{escape(title)}"'
+        )
         return f"<svg {box}>{''.join((*grid, *self._marks))}</svg>"
 
     def _left_of(self, x: float) -> float:
@@ -239,7 +260,9 @@ def _line(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
 
 
 def _label(left: float, top: float, text: str, anchor: str, *, more: str = "") -> str:
-    return f'<text x="{_px(left)}" y="{_px(top)}" text-anchor="{anchor}"{more}>{escape(text)}</text>'
+    return (
+        f'<text x="{_px(left)}" y="{_px(top)}" text-anchor="{anchor}"{more}>{escape(text)}</text>'
+    )
 
 
 def _px(value: float) -> str:

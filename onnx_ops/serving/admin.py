@@ -51,10 +51,16 @@ def read_token(folder: Path) -> str:
     if not path.exists():
         write_durably(path, secrets.token_urlsafe(32).encode())
     if path.stat().st_mode & 0o077:
-        raise RefusedError("other users can read the admin token", where=str(path), remedy=f"Run: chmod 600 {path}")
+        raise RefusedError(
+            "other users can read the admin token", where=str(path), remedy=f"Run: chmod 600 {path}"
+        )
     token = path.read_text(encoding="utf-8").strip()
     if not token:
-        raise RefusedError("the admin token is empty", where=str(path), remedy="Delete the file; a new one is made.")
+        raise RefusedError(
+            "the admin token is empty",
+            where=str(path),
+            remedy="Delete the file; a new one is made.",
+        )
     return token
 
 
@@ -88,12 +94,18 @@ class AdminApp(HttpApp):
         self._actor = actor
 
     def respond(
-        self, handler: Handler, head: RequestHead, body: bytes, deliver: Callable[[RawResponse], None]
+        self,
+        handler: Handler,
+        head: RequestHead,
+        body: bytes,
+        deliver: Callable[[RawResponse], None],
     ) -> RawResponse | PendingResponse:
         """Return what `HttpApp.respond` returns, to authorized clients."""
         given = head.get(b"authorization", b"")
         if self._expected is not None and not hmac.compare_digest(given, self._expected):
-            return build_error(401, "the admin token is missing or wrong", b"www-authenticate: Bearer\r\n")
+            return build_error(
+                401, "the admin token is missing or wrong", b"www-authenticate: Bearer\r\n"
+            )
         return super().respond(handler, head, body, deliver)
 
     def get_state(self, _head: RequestHead, _body: bytes) -> RawResponse:
@@ -108,8 +120,13 @@ class AdminApp(HttpApp):
         """Return the counts; for two deployments also by user."""
         try:
             message = codec.loads(body, UserCountsRequest)
-            if any(len(s) > MAX_USER_THRESHOLDS or list(s) != sorted(s) for s in message.limits_s.values()):
-                raise UserError(f"limits_s must ascend, at most {MAX_USER_THRESHOLDS} per deployment")
+            if any(
+                len(s) > MAX_USER_THRESHOLDS or list(s) != sorted(s)
+                for s in message.limits_s.values()
+            ):
+                raise UserError(
+                    f"limits_s must ascend, at most {MAX_USER_THRESHOLDS} per deployment"
+                )
         except (CorruptStateError, UserError) as error:
             return _build_response(error_to_bytes(error), 400)
         return _build_response(codec.dumps(self._operations.collect_counts(message)))
@@ -138,7 +155,9 @@ class AdminApp(HttpApp):
             return _build_response(error_to_bytes(error), 400)
         return _build_response(codec.dumps(self._operations.set_lease(lease)))
 
-    async def _publish(self, head: RequestHead, desired: EndpointState | RoutingTable) -> RawResponse:
+    async def _publish(
+        self, head: RequestHead, desired: EndpointState | RoutingTable
+    ) -> RawResponse:
         try:
             await self._operations.publish(desired, self._actor)
         except OnnxOpsError as error:
@@ -166,7 +185,15 @@ class AuditTrail:
         """Record a change that is about to be made."""
         names = {d.name: f"{d.model}/{d.version}" for d in state.deployments}
         split = {"weights": dict(state.split.weights), "shadow": dict(state.split.shadow)}
-        self._write({"what": "publish", "who": actor, "generation": state.generation, "deployments": names, **split})
+        self._write(
+            {
+                "what": "publish",
+                "who": actor,
+                "generation": state.generation,
+                "deployments": names,
+                **split,
+            }
+        )
 
     def record_result(self, actor: str, state: EndpointState, error: str = "") -> None:
         """Record the result of a change; `error` is why nothing was changed."""
@@ -177,7 +204,9 @@ class AuditTrail:
         now = datetime.fromtimestamp(time.time(), UTC)  # noqa: TID251 (the time of a change, for people)
         data = canonical_json({"at": now.isoformat(timespec="milliseconds"), **line}) + b"\n"
         try:
-            handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            handle = os.open(
+                self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
             try:
                 if os.write(handle, data) != len(data):
                     raise OSError("the line was written in part")
@@ -185,4 +214,6 @@ class AuditTrail:
             finally:
                 os.close(handle)
         except OSError as error:
-            raise ServiceUnavailableError("the audit trail cannot be written", why=str(error)) from error
+            raise ServiceUnavailableError(
+                "the audit trail cannot be written", why=str(error)
+            ) from error

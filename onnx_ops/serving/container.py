@@ -50,14 +50,22 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """Serve until the container is stopped; return the exit code."""
     try:
         if list(arguments) not in ([], ["serve"]):
-            raise UserError(f"unknown argument: {' '.join(arguments)}", remedy="Use no argument, or `serve`.")
+            raise UserError(
+                f"unknown argument: {' '.join(arguments)}", remedy="Use no argument, or `serve`."
+            )
         folder = _make_folder(environment)
         if environment.get("ONNX_OPS_FOLLOW"):
             _follow(folder, environment)
-        deployment = find_deployment(Path(_get_first(environment, _FOLDERS) or _SAGEMAKER_FOLDER), environment)
-        ModelCopies(folder / COPIES_FOLDER).fetch(deployment)  # the server verifies signatures when it loads it
+        deployment = find_deployment(
+            Path(_get_first(environment, _FOLDERS) or _SAGEMAKER_FOLDER), environment
+        )
+        ModelCopies(folder / COPIES_FOLDER).fetch(
+            deployment
+        )  # the server verifies signatures when it loads it
         state = EndpointState(
-            deployments=(deployment,), split=TrafficSplit(weights={deployment.name: 100}), generation=1
+            deployments=(deployment,),
+            split=TrafficSplit(weights={deployment.name: 100}),
+            generation=1,
         )
         TableFile(folder).write(build_next_table(None, state))
     except OnnxOpsError as error:
@@ -69,7 +77,9 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 def _make_folder(environment: Mapping[str, str]) -> Path:
     configured = environment.get("ONNX_OPS_STATE_DIR")
     try:
-        folder = Path(configured or tempfile.mkdtemp(prefix="onnx-ops-"))  # it need not outlive the container
+        folder = Path(
+            configured or tempfile.mkdtemp(prefix="onnx-ops-")
+        )  # it need not outlive the container
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise InfrastructureError(
@@ -82,9 +92,16 @@ def _make_folder(environment: Mapping[str, str]) -> Path:
 
 def _list_flags(folder: Path, environment: Mapping[str, str]) -> list[str]:
     """Return the command line of the server, from the container's variables."""
-    names = [name for name, _, _, _ in list_options() if f"{OPTION_PREFIX}{name.upper()}" in environment]
-    flags = [f"--{name.replace('_', '-')}={environment[OPTION_PREFIX + name.upper()]}" for name in names]
-    host, port = environment.get("ONNX_OPS_HOST", _ALL_ADDRESSES), _get_first(environment, _PORTS) or "8080"
+    names = [
+        name for name, _, _, _ in list_options() if f"{OPTION_PREFIX}{name.upper()}" in environment
+    ]
+    flags = [
+        f"--{name.replace('_', '-')}={environment[OPTION_PREFIX + name.upper()]}" for name in names
+    ]
+    host, port = (
+        environment.get("ONNX_OPS_HOST", _ALL_ADDRESSES),
+        _get_first(environment, _PORTS) or "8080",
+    )
     return ["--state-dir", str(folder), "--host", host, "--port", port, *flags]
 
 
@@ -94,7 +111,13 @@ def _follow(folder: Path, environment: Mapping[str, str]) -> NoReturn:
     if not given["reports"]:
         raise UserError("a replica needs a place for its reports", remedy="Set ONNX_OPS_REPORTS.")
     own = [f"--{flag}={value}" for flag, value in given.items()]
-    command = [sys.executable, "-m", "onnx_ops.app.follower", *_list_flags(folder, environment), *own]
+    command = [
+        sys.executable,
+        "-m",
+        "onnx_ops.app.follower",
+        *_list_flags(folder, environment),
+        *own,
+    ]
     os.execve(sys.executable, [*command, "--log=/dev/stdout"], dict(environment))  # noqa: S606 (a list, no shell)
 
 
@@ -118,9 +141,17 @@ def find_deployment(root: Path, environment: Mapping[str, str]) -> Deployment:
                         manifest=digest_folder(folder).digest(),
                         location=str(folder.resolve()),
                     )
-            level = sorted(path for folder in level if folder.is_dir() for path in folder.iterdir() if path.is_dir())
+            level = sorted(
+                path
+                for folder in level
+                if folder.is_dir()
+                for path in folder.iterdir()
+                if path.is_dir()
+            )
     except OSError as error:
-        raise InfrastructureError("the model's folder cannot be read", where=str(root), why=str(error)) from error
+        raise InfrastructureError(
+            "the model's folder cannot be read", where=str(root), why=str(error)
+        ) from error
     raise NotFoundError(
         f"there is neither {DEPLOYMENT_FILE} nor {MODEL_FILE}",
         where=str(root),

@@ -20,12 +20,22 @@ _SPARE_FILES = 256
 
 def main(arguments: list[str] | None = None) -> int:
     """Serve until the process is stopped; return the exit code."""
-    parser = argparse.ArgumentParser(prog="onnx_ops.serving.main", description="Serve one endpoint.")
-    parser.add_argument("--state-dir", type=Path, required=True, help="folder of table, token and server record")
+    parser = argparse.ArgumentParser(
+        prog="onnx_ops.serving.main", description="Serve one endpoint."
+    )
+    parser.add_argument(
+        "--state-dir", type=Path, required=True, help="folder of table, token and server record"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address of the public listener")
     parser.add_argument("--port", type=int, required=True, help="port of the public listener")
-    parser.add_argument("--admin-port", type=int, default=0, help="port of the admin listener on loopback")
-    parser.add_argument("--must-load", action="store_true", help="exit if a deployment of the table cannot be loaded")
+    parser.add_argument(
+        "--admin-port", type=int, default=0, help="port of the admin listener on loopback"
+    )
+    parser.add_argument(
+        "--must-load",
+        action="store_true",
+        help="exit if a deployment of the table cannot be loaded",
+    )
     for name, kind, default, text in list_options():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=kind, default=default, help=text.replace("%", "%%"))
@@ -33,7 +43,9 @@ def main(arguments: list[str] | None = None) -> int:
     folder, host = values.pop("state_dir"), values.pop("host")
     port, admin_port = values.pop("port"), values.pop("admin_port")
     must_load = values.pop("must_load")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
+    )
     # Before numpy is loaded: it would start threads, and a process that forks must have none.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:

@@ -117,13 +117,20 @@ SHADOW_SENT, SHADOW_DROPPED, SHADOW_DONE, SHADOW_FAILED = (IN_PROGRESS + k for k
 LOADS, LOAD_FAILURES, LOAD_NANOSECONDS = (SHADOW_FAILED + k for k in range(1, 4))
 CONNECTIONS, CONNECTIONS_REFUSED, LOG_DROPPED = (LOAD_NANOSECONDS + k for k in range(1, 4))
 SHADOW_DIFFERING, FEEDBACK, SUCCESSES, UNKNOWN_FEEDBACK = (LOG_DROPPED + k for k in range(1, 5))
-FAILED_NANOSECONDS = UNKNOWN_FEEDBACK + 1  # the part of INLINE_NANOSECONDS and QUEUED_NANOSECONDS without status 200
+FAILED_NANOSECONDS = (
+    UNKNOWN_FEEDBACK + 1
+)  # the part of INLINE_NANOSECONDS and QUEUED_NANOSECONDS without status 200
 SHADOW_RESTARTS = FAILED_NANOSECONDS + 1
 EPOCH_FAILURES = SHADOW_RESTARTS + 1
 WORKER_DEATHS = EPOCH_FAILURES + 1
-UNJUDGED_FEEDBACK, UNJUDGED_SUCCESSES = WORKER_DEATHS + 1, WORKER_DEATHS + 2  # not in FEEDBACK and SUCCESSES
+UNJUDGED_FEEDBACK, UNJUDGED_SUCCESSES = (
+    WORKER_DEATHS + 1,
+    WORKER_DEATHS + 2,
+)  # not in FEEDBACK and SUCCESSES
 WORKER_RESTARTS = UNJUDGED_SUCCESSES + 1
-UNJUDGED = WORKER_RESTARTS + 1  # by status: requests that say nothing about a version, also in the columns by status
+UNJUDGED = (
+    WORKER_RESTARTS + 1
+)  # by status: requests that say nothing about a version, also in the columns by status
 COLUMNS = UNJUDGED + OTHER_STATUS + 1
 _GAUGES = (QUEUED, IN_PROGRESS, CONNECTIONS)
 
@@ -321,7 +328,9 @@ class SharedMetrics:
     def set_labels(self, slot: int, labels: Mapping[str, str]) -> None:
         """Set the labels of a slot's deployment."""
         text = json.dumps(dict(labels)).encode()
-        self._labels[slot * _LABEL_BYTES : (slot + 1) * _LABEL_BYTES] = text.ljust(_LABEL_BYTES, b"\0")
+        self._labels[slot * _LABEL_BYTES : (slot + 1) * _LABEL_BYTES] = text.ljust(
+            _LABEL_BYTES, b"\0"
+        )
 
 
 class SlotAllocator:
@@ -344,7 +353,11 @@ class SlotAllocator:
             slot = self._slots.pop(deployment, None)
             if slot is None:
                 free = set(range(1, SLOTS)) - set(self._slots.values())
-                slot = min(free) if free else self._slots.pop(next(d for d in self._slots if d not in in_use))
+                slot = (
+                    min(free)
+                    if free
+                    else self._slots.pop(next(d for d in self._slots if d not in in_use))
+                )
                 self._shared.reset_slot(slot)
                 self._shared.set_labels(slot, _get_labels(deployment))
             self._slots[deployment] = slot  # at the end: those before it were assigned longer ago
@@ -352,7 +365,11 @@ class SlotAllocator:
 
 
 def _get_labels(deployment: Deployment) -> Mapping[str, str]:
-    return {"deployment": deployment.name, "version": deployment.version, "variant": deployment.variant}
+    return {
+        "deployment": deployment.name,
+        "version": deployment.version,
+        "variant": deployment.variant,
+    }
 
 
 def count_request(row: MetricsRow, status: int, seconds: float) -> None:
@@ -364,7 +381,9 @@ def count_request(row: MetricsRow, status: int, seconds: float) -> None:
         row[FAILED_NANOSECONDS] += int(seconds * 1e9)
 
 
-def count_queued_request(row: MetricsRow, status: int, seconds: float, service_seconds: float) -> None:
+def count_queued_request(
+    row: MetricsRow, status: int, seconds: float, service_seconds: float
+) -> None:
     """Count one request that was queued, or whose latency is not comparable.
 
     `service_seconds` is its latency without its time in the queue; 0 if it is not comparable.
@@ -402,14 +421,22 @@ class LatencyHistogram:
 
 def get_request_latency(row: Sequence[int]) -> LatencyHistogram:
     """Return the time from the last byte of a request to its response."""
-    buckets = zip(row[INLINE_BUCKETS:QUEUED_BUCKETS], row[QUEUED_BUCKETS:SERVICE_BUCKETS], strict=True)
-    return LatencyHistogram([a + b for a, b in buckets], row[INLINE_NANOSECONDS] + row[QUEUED_NANOSECONDS])
+    buckets = zip(
+        row[INLINE_BUCKETS:QUEUED_BUCKETS], row[QUEUED_BUCKETS:SERVICE_BUCKETS], strict=True
+    )
+    return LatencyHistogram(
+        [a + b for a, b in buckets], row[INLINE_NANOSECONDS] + row[QUEUED_NANOSECONDS]
+    )
 
 
 def get_service_latency(row: Sequence[int]) -> LatencyHistogram:
     """Return the time without queueing, of comparable requests."""
-    buckets = zip(row[INLINE_BUCKETS:QUEUED_BUCKETS], row[SERVICE_BUCKETS:INLINE_NANOSECONDS], strict=True)
-    return LatencyHistogram([a + b for a, b in buckets], row[INLINE_NANOSECONDS] + row[SERVICE_NANOSECONDS])
+    buckets = zip(
+        row[INLINE_BUCKETS:QUEUED_BUCKETS], row[SERVICE_BUCKETS:INLINE_NANOSECONDS], strict=True
+    )
+    return LatencyHistogram(
+        [a + b for a, b in buckets], row[INLINE_NANOSECONDS] + row[SERVICE_NANOSECONDS]
+    )
 
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -429,22 +456,62 @@ _REASONS: Mapping[str, tuple[int, ...]] = {
 _LabeledRow: TypeAlias = tuple[str, Sequence[int]]
 """Labels as text, and the numbers of a row."""
 _FAMILIES = (
-    ("model_runs_total", "Runs of the model; fewer than requests if they were batched.", "counter", RUNS),
+    (
+        "model_runs_total",
+        "Runs of the model; fewer than requests if they were batched.",
+        "counter",
+        RUNS,
+    ),
     ("batched_requests_total", "Requests that ran in a batch with others.", "counter", BATCHED),
     ("shadow_requests_total", "Requests mirrored to the deployment.", "counter", SHADOW_SENT),
-    ("shadow_dropped_total", "Mirrored requests dropped before the deployment got them.", "counter", SHADOW_DROPPED),
-    ("shadow_answered_total", "Mirrored requests that the deployment answered.", "counter", SHADOW_DONE),
+    (
+        "shadow_dropped_total",
+        "Mirrored requests dropped before the deployment got them.",
+        "counter",
+        SHADOW_DROPPED,
+    ),
+    (
+        "shadow_answered_total",
+        "Mirrored requests that the deployment answered.",
+        "counter",
+        SHADOW_DONE,
+    ),
     ("shadow_failed_total", "Mirrored requests that failed.", "counter", SHADOW_FAILED),
-    ("shadow_differing_total", "Mirrored requests whose response differs.", "counter", SHADOW_DIFFERING),
-    ("model_loads_total", "Loads of the model, one for each worker or shadow process.", "counter", LOADS),
+    (
+        "shadow_differing_total",
+        "Mirrored requests whose response differs.",
+        "counter",
+        SHADOW_DIFFERING,
+    ),
+    (
+        "model_loads_total",
+        "Loads of the model, one for each worker or shadow process.",
+        "counter",
+        LOADS,
+    ),
     ("model_load_failures_total", "Loads of the model that failed.", "counter", LOAD_FAILURES),
-    ("worker_deaths_total", "Workers that died or stood still while they ran the model.", "counter", WORKER_DEATHS),
+    (
+        "worker_deaths_total",
+        "Workers that died or stood still while they ran the model.",
+        "counter",
+        WORKER_DEATHS,
+    ),
     ("requests_queued", "Requests in the queue of the model.", "gauge", QUEUED),
-    ("requests_in_progress", "Requests that the model is running, off the event loop.", "gauge", IN_PROGRESS),
+    (
+        "requests_in_progress",
+        "Requests that the model is running, off the event loop.",
+        "gauge",
+        IN_PROGRESS,
+    ),
 )
 _FEEDBACK_FAMILIES = (
     ("feedback_total", "Entries of feedback that clients reported.", FEEDBACK, UNJUDGED_FEEDBACK),
-    ("feedback_successes_total", "Entries of feedback that report a success.", SUCCESSES, UNJUDGED_SUCCESSES),
+    (
+        "feedback_successes_total",
+        "Entries of feedback that report a success.",
+        SUCCESSES,
+        UNJUDGED_SUCCESSES,
+    ),
 )
 """With the columns of those by which a version can be judged, and of the others."""
 _SERVER_FAMILIES = (
@@ -462,9 +529,24 @@ _SERVER_FAMILIES = (
         "counter",
         EPOCH_FAILURES,
     ),
-    ("worker_restarts_total", "Workers that ended, whatever they ran, and were replaced.", "counter", WORKER_RESTARTS),
-    ("shadow_restarts_total", "Shadow processes that ended and were replaced.", "counter", SHADOW_RESTARTS),
-    ("feedback_unknown_total", "Entries of feedback about unknown requests.", "counter", UNKNOWN_FEEDBACK),
+    (
+        "worker_restarts_total",
+        "Workers that ended, whatever they ran, and were replaced.",
+        "counter",
+        WORKER_RESTARTS,
+    ),
+    (
+        "shadow_restarts_total",
+        "Shadow processes that ended and were replaced.",
+        "counter",
+        SHADOW_RESTARTS,
+    ),
+    (
+        "feedback_unknown_total",
+        "Entries of feedback about unknown requests.",
+        "counter",
+        UNKNOWN_FEEDBACK,
+    ),
 )
 _COUNTER_HEAD = re.compile(r"^(# (?:HELP|TYPE) \S+)_total ", re.MULTILINE)
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
@@ -486,7 +568,10 @@ class MetricsPage:
         return _COUNTER_HEAD.sub(r"\1 ", text) + "# EOF\n" if open_metrics else text
 
     def _render_lines(self, state: EndpointState | None, *, open_metrics: bool) -> list[str]:
-        unrouted = self._format_labels({"deployment": "", "version": "", "variant": ""}), self._shared.sum_slot(0)
+        unrouted = (
+            self._format_labels({"deployment": "", "version": "", "variant": ""}),
+            self._shared.sum_slot(0),
+        )
         used = ((slot, self._shared.get_labels(slot)) for slot in range(1, SLOTS))
         slots = {slot: self._format_labels(ls) for slot, ls in used if ls is not None}
         rows = [(labels, self._shared.sum_slot(slot)) for slot, labels in slots.items()]
@@ -502,33 +587,49 @@ class MetricsPage:
         self, slots: Mapping[int, str], rows: Sequence[_LabeledRow], *, traced: bool
     ) -> Iterator[str]:
         text = "Time from the last byte of a request to its response."
-        exemplars = {labels: self._list_exemplars(slot) for slot, labels in slots.items()} if traced else {}
+        exemplars = (
+            {labels: self._list_exemplars(slot) for slot, labels in slots.items()} if traced else {}
+        )
         samples = [(labels, get_request_latency(row)) for labels, row in rows]
         yield from _render_histogram("request_duration_seconds", text, samples, exemplars)
         text = "Time without queueing, of comparable requests."
         samples = [(labels, get_service_latency(row)) for labels, row in rows]
         yield from _render_histogram("service_duration_seconds", text, samples, {})
 
-    def _render_deployments(self, slots: Mapping[int, str], rows: Sequence[_LabeledRow]) -> Iterator[str]:
+    def _render_deployments(
+        self, slots: Mapping[int, str], rows: Sequence[_LabeledRow]
+    ) -> Iterator[str]:
         for name, text, kind, column in _FAMILIES:
-            yield from _render_family(name, text, kind, [(labels, row[column]) for labels, row in rows])
+            yield from _render_family(
+                name, text, kind, [(labels, row[column]) for labels, row in rows]
+            )
         for name, text, column, unjudged in _FEEDBACK_FAMILIES:
             entries = [(labels, row[column]) for labels, row in rows]
-            entries += [(f'{labels},judged="false"', row[unjudged]) for labels, row in rows if row[unjudged]]
+            entries += [
+                (f'{labels},judged="false"', row[unjudged]) for labels, row in rows if row[unjudged]
+            ]
             yield from _render_family(name, text, "counter", entries)
         mask = self._shared.header[OUT_OF_SERVICE]
         out = [(labels, mask >> slot & 1) for slot, labels in slots.items()]
-        yield from _render_family("out_of_service", "Whether the deployment gets no requests.", "gauge", out)
+        yield from _render_family(
+            "out_of_service", "Whether the deployment gets no requests.", "gauge", out
+        )
         loads = [(labels, row[LOAD_NANOSECONDS] / 1e9) for labels, row in rows]
-        yield from _render_family("model_load_seconds_total", "Time to load, verify and warm up.", "counter", loads)
+        yield from _render_family(
+            "model_load_seconds_total", "Time to load, verify and warm up.", "counter", loads
+        )
 
     def _render_server(self, unrouted: Sequence[int]) -> Iterator[str]:
         server = self._format_labels({})
         for name, text, kind, column in _SERVER_FAMILIES:
             yield from _render_family(name, text, kind, [(server, unrouted[column])])
         info = [(self._format_labels({"instance_id": self._shared.origin}), 1)]
-        yield from _render_family("server_info", "Identifies the counters: another id after a restart.", "gauge", info)
-        yield from _render_family("workers", "Worker processes.", "gauge", [(server, self._shared.workers)])
+        yield from _render_family(
+            "server_info", "Identifies the counters: another id after a restart.", "gauge", info
+        )
+        yield from _render_family(
+            "workers", "Worker processes.", "gauge", [(server, self._shared.workers)]
+        )
 
     def _render_table(self, state: EndpointState) -> Iterator[str]:
         generation = [(self._format_labels({}), state.generation)]
@@ -537,14 +638,23 @@ class MetricsPage:
             ("traffic_weight_ratio", "Share of the traffic.", state.split.weights),
             ("shadow_traffic_ratio", "Share of the traffic that is mirrored.", state.split.shadow),
         ):
-            shares = [(self._format_labels(_get_labels(d)), percents.get(d.name, 0) / 100) for d in state.deployments]
+            shares = [
+                (self._format_labels(_get_labels(d)), percents.get(d.name, 0) / 100)
+                for d in state.deployments
+            ]
             yield from _render_family(name, text, "gauge", shares)
 
     def _list_exemplars(self, slot: int) -> list[str]:
         """Return the texts of the last traced requests in the shown buckets; empty where there is none."""
         workers = [self._shared.get_exemplars(worker) for worker in range(self._shared.workers)]
-        found = (max(filter(None, (one.get(slot, k) for one in workers)), default=None) for k in range(_EXEMPLARS))
-        return ["" if one is None else f' # {{trace_id="{one[2]}"}} {one[1]:.9g} {one[0]:.3f}' for one in found]
+        found = (
+            max(filter(None, (one.get(slot, k) for one in workers)), default=None)
+            for k in range(_EXEMPLARS)
+        )
+        return [
+            "" if one is None else f' # {{trace_id="{one[2]}"}} {one[1]:.9g} {one[0]:.3f}'
+            for one in found
+        ]
 
     def _format_labels(self, labels: Mapping[str, str]) -> str:
         full = {"endpoint": self._endpoint, **labels}
@@ -565,17 +675,24 @@ def _render_requests(unrouted: _LabeledRow, rows: Sequence[_LabeledRow]) -> Iter
         for status, count in count_unjudged(row).items()
         if count
     ]
-    yield from _render_family("requests_total", "Inference requests by HTTP status.", "counter", requests)
+    yield from _render_family(
+        "requests_total", "Inference requests by HTTP status.", "counter", requests
+    )
     errors = [
         (f'{labels},reason="{reason}"', sum(row[get_column(status)] for status in statuses))
         for labels, row in (unrouted, *rows)
         for reason, statuses in _REASONS.items()
     ]
-    yield from _render_family("errors_total", "Inference requests that failed, by reason.", "counter", errors)
+    yield from _render_family(
+        "errors_total", "Inference requests that failed, by reason.", "counter", errors
+    )
 
 
 def _render_histogram(
-    name: str, text: str, samples: Iterable[tuple[str, LatencyHistogram]], exemplars: Mapping[str, Sequence[str]]
+    name: str,
+    text: str,
+    samples: Iterable[tuple[str, LatencyHistogram]],
+    exemplars: Mapping[str, Sequence[str]],
 ) -> Iterator[str]:
     """Yield the lines of a histogram; `exemplars` has a text for each shown bucket, by labels."""
     name = f"onnx_ops_{name}"
@@ -592,7 +709,9 @@ def _render_histogram(
         yield f"{name}_count{{{labels}}} {counts[-1]}"
 
 
-def _render_family(name: str, text: str, kind: str, samples: Iterable[tuple[str, float]]) -> list[str]:
+def _render_family(
+    name: str, text: str, kind: str, samples: Iterable[tuple[str, float]]
+) -> list[str]:
     name = f"onnx_ops_{name}"
     values = (f"{name}{{{labels}}} {value}" for labels, value in samples)
     return [f"# HELP {name} {text}", f"# TYPE {name} {kind}", *values]

@@ -91,7 +91,9 @@ class RolloutCounts:
         self._table = _PresentTable(revision=revision, rows=rows)
         split = revision.table.state.split
         if sum(weight > 0 for weight in split.weights.values()) < 2:
-            self._shared.header[WATCH] = 0  # the rollout is over, or has not begun: requests are cheaper without
+            self._shared.header[WATCH] = (
+                0  # the rollout is over, or has not begun: requests are cheaper without
+            )
         if self.epoch_s:
             epoch = max(1, int(now // self.epoch_s))  # epoch 0 is that of splits without epochs
             self._close_epochs(reused_by=epoch)
@@ -113,7 +115,9 @@ class RolloutCounts:
         epoch = max(ending + 1, int(now // self.epoch_s))
         if ending >= self._first_counted and is_complete and self._shared.header[WATCH]:
             generation = self._table.revision.table.state.generation
-            self._ended.append(_EndedEpoch(generation=generation, epoch=ending, ended_at=time.monotonic()))
+            self._ended.append(
+                _EndedEpoch(generation=generation, epoch=ending, ended_at=time.monotonic())
+            )
         self._close_epochs(reused_by=epoch)
         self._shared.header[EPOCH] = epoch
 
@@ -125,7 +129,10 @@ class RolloutCounts:
             self._ended.pop()
 
     def collect(
-        self, request: UserCountsRequest | None = None, *, cold_s: Mapping[str, Sequence[float]] | None = None
+        self,
+        request: UserCountsRequest | None = None,
+        *,
+        cold_s: Mapping[str, Sequence[float]] | None = None,
     ) -> Counts:
         """Return the counts of the deployments of the present table by name; by user if requested."""
         if request is not None:
@@ -140,7 +147,9 @@ class RolloutCounts:
             origin=self._shared.origin,
             at=now,
             bounds_s=BOUNDS_S,
-            deployments={name: _count_deployment(self._shared.sum_slot(slot)) for name, slot in slots.items()},
+            deployments={
+                name: _count_deployment(self._shared.sum_slot(slot)) for name, slot in slots.items()
+            },
             tables=tuple(tables if is_watched else (replace(each, cells={}) for each in tables)),
             epochs=tuple(self._closed) if is_watched else (),
             open_epoch=self._count_open_epoch() if is_watched else None,
@@ -155,7 +164,11 @@ class RolloutCounts:
         wanted: list[int] = []
         for name in names:
             bounds = [find_bound(limit_s) for limit_s in request.limits_s[name]]
-            wanted += [slots.get(name, 0), *bounds, *[_NO_BOUND] * (MAX_USER_THRESHOLDS - len(bounds))]
+            wanted += [
+                slots.get(name, 0),
+                *bounds,
+                *[_NO_BOUND] * (MAX_USER_THRESHOLDS - len(bounds)),
+            ]
         wanted += [0] * (2 + 2 * MAX_USER_THRESHOLDS - len(wanted))
         header = self._shared.header
         numbers = header[WATCH + 1 : WATCH + 1 + len(wanted)]
@@ -175,7 +188,9 @@ class RolloutCounts:
         """Close epochs, in their order, that have no request in progress, or whose memory the next epoch reuses."""
         settle_s = min(_SETTLE_S, self.epoch_s / 4)
         reused = [
-            number for number, each in enumerate(self._ended, 1) if reused_by and not (reused_by - each.epoch) % RING
+            number
+            for number, each in enumerate(self._ended, 1)
+            if reused_by and not (reused_by - each.epoch) % RING
         ]
         must_close = max(reused, default=0)
         while self._ended:
@@ -186,7 +201,9 @@ class RolloutCounts:
             if must_close < 0 and totals.in_progress.any():
                 return
             cells = self._encode(totals.with_requests_in_progress(are_errors=True))
-            self._closed.append(EpochCounts(generation=ended.generation, epoch=ended.epoch, cells=cells))
+            self._closed.append(
+                EpochCounts(generation=ended.generation, epoch=ended.epoch, cells=cells)
+            )
             self._ended.popleft()
             self._forget_epochs()
 
@@ -196,7 +213,9 @@ class RolloutCounts:
         return (self._ended[0].epoch if self._ended else self._shared.header[EPOCH]) - 1
 
     def _forget_epochs(self) -> None:
-        kept = max(_MIN_KEPT, math.ceil(_KEPT_S / self.epoch_s)) if self.epoch_s else len(self._closed)
+        kept = (
+            max(_MIN_KEPT, math.ceil(_KEPT_S / self.epoch_s)) if self.epoch_s else len(self._closed)
+        )
         size = sum(len(text) for each in self._closed for text in each.cells.values())
         while len(self._closed) > kept or size > _KEPT_BYTES:
             size -= sum(map(len, self._closed.popleft().cells.values()))
@@ -210,13 +229,17 @@ class RolloutCounts:
         if self._table is None or not self.epoch_s or epoch < self._first_counted:
             return None
         generation = self._table.revision.table.state.generation
-        totals = sum_cells(self._shared, generation, epoch).with_requests_in_progress(are_errors=False)
+        totals = sum_cells(self._shared, generation, epoch).with_requests_in_progress(
+            are_errors=False
+        )
         return EpochCounts(generation=generation, epoch=epoch, cells=self._encode(totals))
 
     def _count_table(self, table: _PresentTable) -> TableCounts:
         state = table.revision.table.state
         deployments = {
-            name: _count_deployment([n - b for n, b in zip(self._shared.sum_slot(slot), table.rows[name], strict=True)])
+            name: _count_deployment(
+                [n - b for n, b in zip(self._shared.sum_slot(slot), table.rows[name], strict=True)]
+            )
             for name, slot in table.revision.slots.items()
         }
         is_sticky = not state.split.epoch_s and self._shared.header[WATCH]
@@ -238,8 +261,12 @@ class RolloutCounts:
 
 def _count_deployment(row: Sequence[int]) -> DeploymentCounts:
     return DeploymentCounts(
-        statuses={str(status): count for status, count in metrics.count_judged(row).items() if count},
-        unjudged={str(status): count for status, count in metrics.count_unjudged(row).items() if count},
+        statuses={
+            str(status): count for status, count in metrics.count_judged(row).items() if count
+        },
+        unjudged={
+            str(status): count for status, count in metrics.count_unjudged(row).items() if count
+        },
         latency=tuple(metrics.get_request_latency(row).buckets),
         service=tuple(metrics.get_service_latency(row).buckets),
         shadow_answered=row[metrics.SHADOW_DONE],

@@ -39,10 +39,14 @@ def judge_drift(gates: Sequence[Gate], then: Evidence, now: Evidence) -> tuple[G
 def _judge_again(gates: Sequence[Gate], then: Evidence, now: Evidence) -> Iterator[GateResult]:
     """Yield the results of the present evidence; what the old evidence also fails is advisory."""
     old_results = judge(gates, replace(then, baseline=now.baseline)).results
-    failed_before = {(result.gate, result.metric) for result in old_results if result.verdict is Verdict.FAIL}
+    failed_before = {
+        (result.gate, result.metric) for result in old_results if result.verdict is Verdict.FAIL
+    }
     for result in judge(gates, now).results:
         if result.verdict is Verdict.FAIL and (result.gate, result.metric) in failed_before:
-            yield replace(result, advisory=True, reason=f"{result.reason}; it was so when it was decided")
+            yield replace(
+                result, advisory=True, reason=f"{result.reason}; it was so when it was decided"
+            )
         else:
             yield result
 
@@ -50,8 +54,12 @@ def _judge_again(gates: Sequence[Gate], then: Evidence, now: Evidence) -> Iterat
 def list_environment_changes(then: Evidence, now: Evidence) -> tuple[str, ...]:
     """Return what changed in the runtime and the machine, as phrases."""
     before, after = _describe_environment(then), _describe_environment(now)
-    changed = {name: before.get(name, "") for name, value in after.items() if before.get(name, "") != value}
-    return tuple(f"{name} {after[name] or 'none'}, was {old or 'none'}" for name, old in changed.items())
+    changed = {
+        name: before.get(name, "") for name, value in after.items() if before.get(name, "") != value
+    }
+    return tuple(
+        f"{name} {after[name] or 'none'}, was {old or 'none'}" for name, old in changed.items()
+    )
 
 
 def _describe_environment(evidence: Evidence) -> dict[str, str]:
@@ -71,7 +79,9 @@ def _describe_environment(evidence: Evidence) -> dict[str, str]:
     return environment
 
 
-def _judge_latency(limit: float, gates: Sequence[Gate], then: Evidence, now: Evidence) -> Iterator[GateResult]:
+def _judge_latency(
+    limit: float, gates: Sequence[Gate], then: Evidence, now: Evidence
+) -> Iterator[GateResult]:
     """Judge the speed against the export, measured in pairs both times so that the host cancels out; and the median.
 
     The median alone depends on other load where the machine is shared, and is then advisory.
@@ -79,26 +89,40 @@ def _judge_latency(limit: float, gates: Sequence[Gate], then: Evidence, now: Evi
     yield from _judge_ratio_growth(limit, gates, then, now)
     if then.latency is None or now.latency is None:
         return
-    old, new = (compare_latency_quantile(one.sorted_ns, 0.5, math.inf) for one in (then.latency, now.latency))
+    old, new = (
+        compare_latency_quantile(one.sorted_ns, 0.5, math.inf)
+        for one in (then.latency, now.latency)
+    )
     if old.low > 0 and math.isfinite(old.high) and math.isfinite(new.high):
         text = f"{as_ms(old.estimate)} then, {as_ms(new.estimate)} now"
-        yield _make_growth("p50 since", limit, old, new, text, advisory=not (then.dedicated and now.dedicated))
+        yield _make_growth(
+            "p50 since", limit, old, new, text, advisory=not (then.dedicated and now.dedicated)
+        )
 
 
-def _judge_ratio_growth(limit: float, gates: Sequence[Gate], then: Evidence, now: Evidence) -> Iterator[GateResult]:
+def _judge_ratio_growth(
+    limit: float, gates: Sequence[Gate], then: Evidence, now: Evidence
+) -> Iterator[GateResult]:
     if now.variant == EXPORT:
         return
-    before, after = compute_ranking_metrics(gates, then).ratio, compute_ranking_metrics(gates, now).ratio
+    before, after = (
+        compute_ranking_metrics(gates, then).ratio,
+        compute_ranking_metrics(gates, now).ratio,
+    )
     if before is not None and after is not None and min(before.low, before.estimate) > 0:
         text = f"{before.estimate:.4g}x of {EXPORT} then, {after.estimate:.4g}x now"
         yield _make_growth(f"ratio vs {EXPORT} since", limit, before, after, text, advisory=False)
 
 
-def _make_growth(metric: str, limit: float, old: Interval, new: Interval, text: str, *, advisory: bool) -> GateResult:
+def _make_growth(
+    metric: str, limit: float, old: Interval, new: Interval, text: str, *, advisory: bool
+) -> GateResult:
     """Return the result of new over old; the interval is the widest that both allow."""
     low, high = new.low / old.high, new.high / old.low
     bound = 1 + limit
-    verdict = Verdict.PASS if high <= bound else Verdict.FAIL if low > bound else Verdict.INCONCLUSIVE
+    verdict = (
+        Verdict.PASS if high <= bound else Verdict.FAIL if low > bound else Verdict.INCONCLUSIVE
+    )
     estimate = new.estimate / old.estimate
     return GateResult(
         gate="latency",
@@ -115,7 +139,9 @@ def _make_growth(metric: str, limit: float, old: Interval, new: Interval, text: 
     )
 
 
-def _judge_metric_change(name: str, limit: MetricLimit, then: Evidence, now: Evidence) -> Iterator[GateResult]:
+def _judge_metric_change(
+    name: str, limit: MetricLimit, then: Evidence, now: Evidence
+) -> Iterator[GateResult]:
     """Judge the change of a metric on the same rows. It is exact, and has no interval."""
     old, new = _find_value(name, then), _find_value(name, now)
     if old is None or new is None or old[1] != new[1]:

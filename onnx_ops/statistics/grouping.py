@@ -58,13 +58,17 @@ def number_groups(array: Array) -> Array | None:
     if flat.ndim != 1 or flat.dtype.kind not in "iufbUSOMm" or _has_missing_values(flat):
         return None
     if flat.dtype.kind == "O":  # as an array of fixed width, one long text would widen all others
-        numbers = {value: number for number, value in enumerate(sorted({str(value) for value in flat}))}
+        numbers = {
+            value: number for number, value in enumerate(sorted({str(value) for value in flat}))
+        }
         return np.array([numbers[str(value)] for value in flat], dtype=np.int64)
     return np.asarray(np.unique(flat, return_inverse=True)[1], dtype=np.int64)
 
 
 def _has_missing_values(flat: Array) -> bool:
-    if flat.dtype.kind in "fMmO" and any(value is None or value != value for value in flat.tolist()):  # noqa: PLR0124 (NaN)
+    if flat.dtype.kind in "fMmO" and any(
+        value is None or value != value for value in flat.tolist()
+    ):  # noqa: PLR0124 (NaN)
         return True
     return flat.dtype.kind in "Mm" and bool(np.isnat(flat).any())
 
@@ -73,8 +77,16 @@ def find_group_columns(arrays: Mapping[str, Array]) -> dict[str, Array]:
     """Return, as numbers, the unused arrays that can identify groups: their values repeat."""
     columns: dict[str, Array] = {}
     for name, array in arrays.items():
-        numbers = None if array.dtype.kind == "f" and array.size and (array % 1 != 0).any() else number_groups(array)
-        if numbers is not None and len(columns) < _COLUMNS and 5 <= numbers.max() + 1 <= 2 / 3 * len(numbers):
+        numbers = (
+            None
+            if array.dtype.kind == "f" and array.size and (array % 1 != 0).any()
+            else number_groups(array)
+        )
+        if (
+            numbers is not None
+            and len(columns) < _COLUMNS
+            and 5 <= numbers.max() + 1 <= 2 / 3 * len(numbers)
+        ):
             columns[name] = numbers
     return columns
 
@@ -187,13 +199,19 @@ def _holds_measured_values(array: Array) -> bool:
     return bool((array.dtype.kind == "f" and (array % 1 != 0).any()) or array.dtype.kind in "USO")
 
 
-def _find_unused_groups(columns: Mapping[str, Array], permuted: Sequence[Array], rows: int) -> Iterator[str]:
+def _find_unused_groups(
+    columns: Mapping[str, Array], permuted: Sequence[Array], rows: int
+) -> Iterator[str]:
     """Yield the arrays whose rows of equal value err together, and those whose name is that of an identifier."""
     for name, numbers in columns.items():
         group = numbers[:rows]
         chance = _compute_chance(_compute_group_variances(permuted, group))
         if chance <= ALARM or _ID.search(name):
-            why = f"whose rows err together (p = {chance:.2g})" if chance <= ALARM else "which nothing uses"
+            why = (
+                f"whose rows err together (p = {chance:.2g})"
+                if chance <= ALARM
+                else "which nothing uses"
+            )
             yield f"the data holds {name!r}, {len(set(group.tolist()))} values in {rows} rows, {why}"
 
 
@@ -202,7 +220,9 @@ def _compute_group_variances(permuted: Sequence[Array], group: Array) -> list[Ar
     sizes = np.maximum(np.bincount(group), 1)
     # One count for all permutations: each has its own numbers of the groups.
     places = (group + len(sizes) * np.arange(_PERMUTATIONS + 1)[:, None]).ravel()
-    sums = (np.bincount(places, weights=values.ravel()).reshape(-1, len(sizes)) for values in permuted)
+    sums = (
+        np.bincount(places, weights=values.ravel()).reshape(-1, len(sizes)) for values in permuted
+    )
     return [(each**2 / sizes).sum(axis=1)[:, None] for each in sums]
 
 
@@ -216,7 +236,9 @@ def _centre_by_class(signal: Array, label: Array | None) -> Array:
     if label is not None and label.ndim == 1 and label.dtype.kind in "iubU":
         known, numbers = np.unique(label[: len(signal)], return_inverse=True)
         if len(known) <= len(signal) / 10:
-            return np.asarray(signal - (np.bincount(numbers, weights=signal) / np.bincount(numbers))[numbers])
+            return np.asarray(
+                signal - (np.bincount(numbers, weights=signal) / np.bincount(numbers))[numbers]
+            )
     return np.asarray(signal - signal.mean())
 
 
@@ -271,11 +293,15 @@ def _compute_chance(signals: Sequence[Array]) -> float:
     logs = []
     for statistics in signals:
         spread = statistics[1:].std(axis=0)
-        standardised = (statistics - statistics[1:].mean(axis=0)) / np.where(spread > 0, spread, np.inf)
+        standardised = (statistics - statistics[1:].mean(axis=0)) / np.where(
+            spread > 0, spread, np.inf
+        )
         logs.append(np.log(_rank_shares(standardised.max(axis=1))))
     return float(_rank_shares(-np.sum(logs, axis=0))[0])
 
 
 def _rank_shares(values: Array) -> Array:
     """Return, for each value, the share of values that are no smaller."""
-    return np.asarray(1 - np.searchsorted(np.sort(values), values - 1e-9 * np.abs(values)) / len(values))
+    return np.asarray(
+        1 - np.searchsorted(np.sort(values), values - 1e-9 * np.abs(values)) / len(values)
+    )

@@ -145,7 +145,9 @@ def _tango_score(n: float, b: float, c: float, difference: float) -> float:
     return math.copysign(math.inf, distance) if distance else 0.0
 
 
-def clopper_pearson(successes: float, n: float, confidence: float = CONFIDENCE) -> tuple[float, float, float]:
+def clopper_pearson(
+    successes: float, n: float, confidence: float = CONFIDENCE
+) -> tuple[float, float, float]:
     """Return (estimate, low, high) of a proportion, exact.
 
     Clopper and Pearson 1934, Biometrika 26:404-413.
@@ -154,7 +156,11 @@ def clopper_pearson(successes: float, n: float, confidence: float = CONFIDENCE) 
         raise ValueError(f"{successes} of {n} is not a proportion")
     tail = (1 - confidence) / 2
     low = float(scipy.special.betaincinv(successes, n - successes + 1, tail)) if successes else 0.0
-    high = float(scipy.special.betaincinv(successes + 1, n - successes, 1 - tail)) if successes < n else 1.0
+    high = (
+        float(scipy.special.betaincinv(successes + 1, n - successes, 1 - tail))
+        if successes < n
+        else 1.0
+    )
     return successes / n, low, high
 
 
@@ -195,7 +201,10 @@ class Replicates:
 
 
 def replicate(
-    statistics: Mapping[str, Statistic], groups: npt.NDArray[np.int64], seed: int, resamples: int = RESAMPLES
+    statistics: Mapping[str, Statistic],
+    groups: npt.NDArray[np.int64],
+    seed: int,
+    resamples: int = RESAMPLES,
 ) -> dict[str, Replicates]:
     """Compute all statistics on the same resamples.
 
@@ -214,12 +223,16 @@ def replicate(
         for name, statistic in statistics.items():
             values[name].append(statistic(weights))
     folds = min(GROUPS, units)
-    left_out = (np.arange(units)[None, :] % folds != np.arange(folds)[:, None]).astype(np.float64)[:, groups]
+    left_out = (np.arange(units)[None, :] % folds != np.arange(folds)[:, None]).astype(np.float64)[
+        :, groups
+    ]
     return {
         name: Replicates(
             observed=float(statistic(np.ones((1, rows)))[0]),
             resampled=np.concatenate(values[name]),
-            left_out=np.concatenate([statistic(left_out[i : i + at_once]) for i in range(0, len(left_out), at_once)]),
+            left_out=np.concatenate(
+                [statistic(left_out[i : i + at_once]) for i in range(0, len(left_out), at_once)]
+            ),
         )
         for name, statistic in statistics.items()
     }
@@ -234,10 +247,14 @@ def bca_interval(replicates: Replicates) -> Interval | None:
     1946, Biometrics Bulletin 2:110-114): where ten rows carry a change, its spread is known from ten.
     """
     values = replicates.resampled[np.isfinite(replicates.resampled)]
-    if values.size < (1 - _UNDEFINED_SHARE) * replicates.resampled.size or not np.isfinite(replicates.observed):
+    if values.size < (1 - _UNDEFINED_SHARE) * replicates.resampled.size or not np.isfinite(
+        replicates.observed
+    ):
         return None
     below = np.mean(values < replicates.observed) + np.mean(values == replicates.observed) / 2
-    bias = scipy.special.ndtri(np.clip(below, 1 / (values.size + 1), values.size / (values.size + 1)))
+    bias = scipy.special.ndtri(
+        np.clip(below, 1 / (values.size + 1), values.size / (values.size + 1))
+    )
     left_out = replicates.left_out[np.isfinite(replicates.left_out)]
     influences = left_out.mean() - left_out if left_out.size else left_out
     fourth, size = float(np.sum(influences**4)), float(influences.size)
@@ -289,7 +306,9 @@ def ratio_interval(mine: Losses, theirs: Losses, unseen: float) -> Interval:
         return min(_bound_mean(away, quantile, unseen), _bound_mean(raised, quantile, unseen)) < 0
 
     step = max(
-        _bound_mean(mine - estimate * theirs, quantile, unseen) / float(theirs.mean()), 1e-12 * abs(estimate), 1e-300
+        _bound_mean(mine - estimate * theirs, quantile, unseen) / float(theirs.mean()),
+        1e-12 * abs(estimate),
+        1e-300,
     )
     below, above = (_find_least_distance(functools.partial(beyond, side), step) for side in (-1, 1))
     return Interval(estimate=estimate, low=estimate - below, high=estimate + above)

@@ -61,9 +61,13 @@ def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
         variant=evidence.variant,
         target=evidence.target,
         results=results,
-        faster_than_export=all(c.verdict is Verdict.PASS for c in against_export) if against_export else None,
+        faster_than_export=all(c.verdict is Verdict.PASS for c in against_export)
+        if against_export
+        else None,
         latency_ratio=_find_largest_ratio(against_export),
-        standing=compute_ranking_metrics(gates, sound) if evidence.schema >= _RANKING_METRICS else None,
+        standing=compute_ranking_metrics(gates, sound)
+        if evidence.schema >= _RANKING_METRICS
+        else None,
     )
 
 
@@ -111,30 +115,45 @@ def _find_non_finite(evidence: Evidence) -> Iterator[GateResult]:
 
 
 def _find_non_finite_parity(evidence: Evidence) -> Iterator[GateResult]:
-    for name, measurements in ((OUTPUTS.metric, evidence.parity), (EXPORT_OUTPUTS.metric, evidence.export_parity)):
+    for name, measurements in (
+        (OUTPUTS.metric, evidence.parity),
+        (EXPORT_OUTPUTS.metric, evidence.export_parity),
+    ):
         outputs = sorted((m.output, m.group) for m in _select_unsound(measurements))
         for output, group in outputs[:1]:
-            yield _make_error("parity", f"output {output!r}, inputs {group!r}: a value is not a number", name)
+            yield _make_error(
+                "parity", f"output {output!r}, inputs {group!r}: a value is not a number", name
+            )
     weights = sorted(w.tensor for w in _select_unsound(evidence.weights))
     for tensor in weights[:1]:
         yield _make_error("parity", f"weight {tensor!r}: its error is not a number", WEIGHTS.metric)
     activations = sorted(a.tensor for a in _select_unsound(evidence.activations))
     for tensor in activations[:1]:
-        yield _make_error("parity", f"activation {tensor!r}: a value is not a number", ACTIVATIONS.metric)
+        yield _make_error(
+            "parity", f"activation {tensor!r}: a value is not a number", ACTIVATIONS.metric
+        )
 
 
 def _find_non_finite_performance(evidence: Evidence) -> Iterator[GateResult]:
     baselines = sorted(c.against for c in _select_unsound(evidence.comparisons))
     for against in baselines[:1]:
-        yield _make_error("latency", f"a ratio against {against} is not a number", f"ratio vs {against}")
+        yield _make_error(
+            "latency", f"a ratio against {against} is not a number", f"ratio vs {against}"
+        )
     if evidence.latency and not all(map(math.isfinite, evidence.latency.quantiles_ns.values())):
         yield _make_error("latency", "a quantile is not a number", "quantiles")
     for r in sorted(_select_unsound(evidence.ratios), key=lambda r: (r.figure, r.against)):
-        yield _make_error(find_gate_kind(r.figure), "a ratio is not a number", f"{r.figure} vs {r.against}")
+        yield _make_error(
+            find_gate_kind(r.figure), "a ratio is not a number", f"{r.figure} vs {r.against}"
+        )
     for t in _select_unsound(evidence.throughput):
-        yield _make_error("throughput", "a rate is not a positive number", throughput_metric_name(t.concurrency))
+        yield _make_error(
+            "throughput", "a rate is not a positive number", throughput_metric_name(t.concurrency)
+        )
     if evidence.starts and not _is_sound(evidence.starts):
-        yield _make_error("cold_start", "a measurement of a fresh process is not a positive number", "processes")
+        yield _make_error(
+            "cold_start", "a measurement of a fresh process is not a positive number", "processes"
+        )
 
 
 def _is_sound(measured: object) -> bool:
@@ -229,5 +248,7 @@ def _compute_gain(score: ScoreComparison, *, lower: bool) -> Interval | None:
     """Return the difference of a score, or where less is better the share by which it falls."""
     change = score.difference
     if lower and score.ratio is not None:
-        change = Interval(estimate=1 - score.ratio.estimate, low=1 - score.ratio.high, high=1 - score.ratio.low)
+        change = Interval(
+            estimate=1 - score.ratio.estimate, low=1 - score.ratio.high, high=1 - score.ratio.low
+        )
     return change if change and change.is_finite else None

@@ -119,7 +119,9 @@ def _signed_rank_quantile(n: int, alpha: float) -> int:
     """Return the largest c with P(T < c) <= alpha for Wilcoxon's signed-rank statistic T."""
     if n > _EXACT_UP_TO:
         mean, variance = n * (n + 1) / 4, n * (n + 1) * (2 * n + 1) / 24
-        return max(0, math.floor(mean + 0.5 + float(scipy.special.ndtri(alpha)) * math.sqrt(variance)))
+        return max(
+            0, math.floor(mean + 0.5 + float(scipy.special.ndtri(alpha)) * math.sqrt(variance))
+        )
     density = np.ones(1)
     for rank in range(1, n + 1):
         without, along = np.pad(density, (0, rank)), np.pad(density, (rank, 0))
@@ -127,7 +129,9 @@ def _signed_rank_quantile(n: int, alpha: float) -> int:
     return int(np.searchsorted(np.cumsum(density), alpha, side="right"))
 
 
-def session_interval(log_ratios: Sequence[Sequence[float]], alpha_one_sided: float) -> tuple[float, float, float]:
+def session_interval(
+    log_ratios: Sequence[Sequence[float]], alpha_one_sided: float
+) -> tuple[float, float, float]:
     """Return the log ratio over session pairs with its bounds.
 
     The blocks of one session pair share the memory layout and core that its sessions happened to get, so a pair counts
@@ -218,7 +222,13 @@ def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float) -> Compa
     ratio, low, high = (_exp(v) for v in run_interval(log_ratios))
     pairs = sum(1 for p in log_ratios if len(p))
     rest, limit = _exp(DRIFT * max(0.0, 1 - pairs / FULL_RUN)), 1 + tolerance
-    verdict = Verdict.PASS if high * rest < limit else Verdict.FAIL if low / rest > limit else Verdict.INCONCLUSIVE
+    verdict = (
+        Verdict.PASS
+        if high * rest < limit
+        else Verdict.FAIL
+        if low / rest > limit
+        else Verdict.INCONCLUSIVE
+    )
     return Comparison(estimate=ratio, low=low, high=high, verdict=verdict, n=pairs, rest=rest)
 
 
@@ -235,7 +245,9 @@ def estimate_pairs_needed(log_ratios: Sequence[Sequence[float]], tolerance: floa
 
 
 def explain_withheld_verdict(
-    log_ratios: Sequence[Sequence[float]], self_log_ratios: Sequence[Sequence[float]], tolerance: float
+    log_ratios: Sequence[Sequence[float]],
+    self_log_ratios: Sequence[Sequence[float]],
+    tolerance: float,
 ) -> str | None:
     """Return why no verdict may be given on this host, or None.
 
@@ -249,7 +261,10 @@ def explain_withheld_verdict(
     self_estimate = session_interval(self_log_ratios, ALPHA)[0]
     bias, limit = _exp(abs(self_estimate)), 1 + tolerance
     bias *= comparison.rest
-    stands = {Verdict.PASS: comparison.high * bias < limit, Verdict.FAIL: comparison.low / bias > limit}
+    stands = {
+        Verdict.PASS: comparison.high * bias < limit,
+        Verdict.FAIL: comparison.low / bias > limit,
+    }
     if stands.get(comparison.verdict, True):
         return None
     ratio = _exp(self_estimate)
@@ -257,7 +272,9 @@ def explain_withheld_verdict(
 
 
 def should_continue(
-    log_ratios: Sequence[Sequence[float]], self_log_ratios: Sequence[Sequence[float]], tolerances: Sequence[float]
+    log_ratios: Sequence[Sequence[float]],
+    self_log_ratios: Sequence[Sequence[float]],
+    tolerances: Sequence[float],
 ) -> bool:
     """Return whether to measure up to the next look.
 
@@ -299,7 +316,9 @@ def _may_decide(log_ratios: Sequence[Sequence[float]], tolerance: float) -> bool
     return distance + half >= equal > 0 and len(log_ratios) * (half / equal) ** 2 <= LOOKS[-1]
 
 
-def _measure_distance(log_ratios: Sequence[Sequence[float]], tolerance: float) -> tuple[float, float]:
+def _measure_distance(
+    log_ratios: Sequence[Sequence[float]], tolerance: float
+) -> tuple[float, float]:
     """Return the distance of the log ratio from its limit, and that of its bound on that side."""
     estimate, low, high = run_interval(log_ratios)
     distance = math.log1p(tolerance) - estimate
@@ -311,12 +330,16 @@ def get_next_look(pairs: int) -> int:
     return LOOKS[min(bisect.bisect_right(LOOKS, pairs), len(LOOKS) - 1)]
 
 
-def compare_latency_quantile(samples_ns: npt.ArrayLike, q: float, limit_s: float) -> QuantileComparison:
+def compare_latency_quantile(
+    samples_ns: npt.ArrayLike, q: float, limit_s: float
+) -> QuantileComparison:
     """Compare a quantile of single runs in nanoseconds with a limit in seconds."""
     return compare_quantile(np.asarray(samples_ns, dtype=np.float64) / 1e9, q, limit_s)
 
 
-def compare_quantile(samples: npt.ArrayLike, q: float, limit: float, *, confidence: float = 0.95) -> QuantileComparison:
+def compare_quantile(
+    samples: npt.ArrayLike, q: float, limit: float, *, confidence: float = 0.95
+) -> QuantileComparison:
     """Compare quantile `q` of independent samples with an upper limit.
 
     The test is that of the binomial distribution of exceedances, and the bounds are order statistics (Conover,
@@ -352,7 +375,10 @@ def compare_quantile(samples: npt.ArrayLike, q: float, limit: float, *, confiden
 
 def compute_samples_needed(q: float, *, exceeding: int = 0, confidence: float = 0.95) -> int:
     """Return the fewest runs that pass with `exceeding` of them too slow."""
-    return find_least(lambda runs: bool(scipy.special.bdtr(exceeding, runs, 1 - q) <= 1 - confidence), above=exceeding)
+    return find_least(
+        lambda runs: bool(scipy.special.bdtr(exceeding, runs, 1 - q) <= 1 - confidence),
+        above=exceeding,
+    )
 
 
 def _exp(value: float) -> float:
@@ -387,7 +413,8 @@ def compute_block_logs(
     usable = ~lost | lost.all(axis=-1, keepdims=True)
     if not (np.nanmedian(np.where(usable, times, np.nan), axis=-1) > 0).all():
         raise MeasurementError(
-            "a block of runs took no measurable time", remedy="Time more rows in one request: `benchmark.batch`."
+            "a block of runs took no measurable time",
+            remedy="Time more rows in one request: `benchmark.batch`.",
         )
     logs = np.log(np.maximum(times, _TICK_NS))
     slowness = None if probe is None else _measure_slowness(np.asarray(probe, dtype=np.float64))

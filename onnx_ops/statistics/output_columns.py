@@ -81,13 +81,20 @@ class Columns:
         axis, segments = rounding.axis, rounding.segments
         has_columns = axis is not None and array.ndim > 1 and 0 < axis % array.ndim < array.ndim
         columns = cls(array.shape, axis if has_columns else None, None)
-        if segments is None or segments.shape != array.shape or array.ndim < 2 or columns.contain(segments):
+        if (
+            segments is None
+            or segments.shape != array.shape
+            or array.ndim < 2
+            or columns.contain(segments)
+        ):
             return columns
         return cls(array.shape, columns.axis, segments)
 
     def contain(self, segments: Array) -> bool:
         """Return whether each column lies in one segment, so that segments part nothing."""
-        by_column = segments.reshape(-1, 1) if self.axis is None else np.moveaxis(segments, self.axis, -1)
+        by_column = (
+            segments.reshape(-1, 1) if self.axis is None else np.moveaxis(segments, self.axis, -1)
+        )
         flat = by_column.reshape(-1, by_column.shape[-1])
         return not flat.size or bool((flat == flat[:1]).all())
 
@@ -107,7 +114,9 @@ class Columns:
     def _reduce(self, values: Floats) -> Floats:
         if self.axis is None:
             return np.asarray([values.max(initial=0.0)])
-        return np.asarray(np.moveaxis(values, self.axis, -1).reshape(-1, self.width).max(axis=0, initial=0.0))
+        return np.asarray(
+            np.moveaxis(values, self.axis, -1).reshape(-1, self.width).max(axis=0, initial=0.0)
+        )
 
     def spread(self, by_column: Floats) -> Floats:
         """Return the value of its column for each element, in a shape that broadcasts to the output's."""
@@ -125,7 +134,11 @@ class Columns:
     def name(self, number: int) -> str:
         """Return how a column is called; empty if it is the only one."""
         segment, index = divmod(number, self.width)
-        kind = "column" if self.axis is None or self.axis % len(self.shape) == len(self.shape) - 1 else "channel"
+        kind = (
+            "column"
+            if self.axis is None or self.axis % len(self.shape) == len(self.shape) - 1
+            else "channel"
+        )
         names = [f"segment {segment}"] if self.segments is not None else []
         names += [f"{kind} {index}"] if self.width > 1 else []
         return ", ".join(names)
@@ -143,10 +156,14 @@ def measure_columns(single: Array, double: Array, rounding: Rounding) -> ColumnN
     finite = np.isfinite(first) & np.isfinite(exact)
     first, exact = np.where(finite, first, 0.0), np.where(finite, exact, 0.0)
     columns = Columns.of(exact, rounding)
-    return ColumnNoise(scales=columns.find_largest(np.abs(exact)), gaps=columns.find_largest(np.abs(first - exact)))
+    return ColumnNoise(
+        scales=columns.find_largest(np.abs(exact)), gaps=columns.find_largest(np.abs(first - exact))
+    )
 
 
-def compute_column_noises(own: ColumnNoise, floors: Floats, known: ColumnNoise | None = None) -> Floats:
+def compute_column_noises(
+    own: ColumnNoise, floors: Floats, known: ColumnNoise | None = None
+) -> Floats:
     """Return the noise of each column: its floor, or what two correct answers differ by in columns of its scale.
 
     Few rows show the noise of a single column by luck only; columns of one scale are a larger sample. So are `known`
@@ -187,7 +204,9 @@ def find_floors(scales: Floats, columns: Columns, rounding: Rounding, unit: floa
     if floor is None or floor.shape != columns.shape:
         return np.full(len(scales), 2 * unit * float(scales.max(initial=0.0)))
     values = np.where(np.isfinite(floor), floor, 0.0).astype(np.float64)
-    floors = np.minimum(columns.find_largest(values), np.maximum(_LARGEST_FLOOR * scales, 2 * _SINGLE_EPSILON))
+    floors = np.minimum(
+        columns.find_largest(values), np.maximum(_LARGEST_FLOOR * scales, 2 * _SINGLE_EPSILON)
+    )
     return np.maximum(floors, 2 * unit * scales)
 
 
@@ -195,7 +214,9 @@ def report_columns(
     blank: ParityMeasurement, columns: Columns, errors: Floats, noises: Floats, scales: Floats
 ) -> ParityMeasurement:
     """Return the measurement of the worst column, and on real rows the columns in which the least is visible."""
-    ratios = np.array([compute_ratio(float(e), float(n)) for e, n in zip(errors, noises, strict=True)])
+    ratios = np.array(
+        [compute_ratio(float(e), float(n)) for e, n in zip(errors, noises, strict=True)]
+    )
     worst = int(np.lexsort((errors, ratios))[-1])
     described: tuple[ParityColumn, ...] = ()
     if blank.group == REAL:
@@ -248,4 +269,7 @@ def is_text(array: Array) -> bool:
 
 def any_by_row(wrong: Bools) -> Bools:
     """Return for each row whether any of its elements is."""
-    return np.asarray(wrong.reshape(len(wrong), -1).any(axis=1) if wrong.ndim else np.atleast_1d(wrong), dtype=np.bool_)
+    return np.asarray(
+        wrong.reshape(len(wrong), -1).any(axis=1) if wrong.ndim else np.atleast_1d(wrong),
+        dtype=np.bool_,
+    )

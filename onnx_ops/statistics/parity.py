@@ -77,13 +77,17 @@ def measure_output(
     """
     reference = _choose_reference(single, double, where=f"output {output}, inputs {group}")
     rows = int(onnx.shape[0]) if onnx.ndim else 1
-    blank = ParityMeasurement(output=output, group=group, rows=rows, error=0.0, noise=0.0, ratio=0.0)
+    blank = ParityMeasurement(
+        output=output, group=group, rows=rows, error=0.0, noise=0.0, ratio=0.0
+    )
     if onnx.shape != reference.shape:
         return replace(blank, mismatch=f"shape {onnx.shape}, the source gives {reference.shape}")
     if is_text(onnx) != is_text(reference):
         return replace(blank, mismatch=f"type {onnx.dtype}, the source gives {reference.dtype}")
     if not (is_float(onnx) or is_float(reference)):
-        return _measure_labels(blank, onnx, reference, reference if single is None else single, rounding)
+        return _measure_labels(
+            blank, onnx, reference, reference if single is None else single, rounding
+        )
     references = [array for array in (double, single) if array is not None]
     return _measure_floats(blank, onnx, references, epsilon, rounding, known)
 
@@ -94,7 +98,9 @@ def _choose_reference(single: Array | None, double: Array | None, *, where: str)
     if reference is None:
         raise MeasurementError("the source gave no answer to compare with", where=where)
     if single is not None and single.shape != reference.shape:
-        raise MeasurementError("the source's answers in float32 and float64 have different shapes", where=where)
+        raise MeasurementError(
+            "the source's answers in float32 and float64 have different shapes", where=where
+        )
     return reference
 
 
@@ -133,7 +139,10 @@ def _measure_in_noise(
 ) -> ParityMeasurement:
     """Measure an answer in units of the noise of its columns."""
     columns = Columns.of(double, rounding)
-    own = ColumnNoise(scales=columns.find_largest(np.abs(double)), gaps=columns.find_largest(np.abs(single - double)))
+    own = ColumnNoise(
+        scales=columns.find_largest(np.abs(double)),
+        gaps=columns.find_largest(np.abs(single - double)),
+    )
     errors = columns.find_largest(np.abs(answer - double))
     noises = compute_column_noises(own, find_floors(own.scales, columns, rounding, unit), known)
     return report_columns(blank, columns, errors, noises, own.scales)
@@ -166,7 +175,9 @@ def _measure_in_tolerance(
     ratios = columns.find_largest(np.where(errors == 0, 0.0, np.minimum(errors / noises, LARGEST)))
     worst_errors = columns.find_largest(errors)
     # The largest error need not have the largest ratio: the noise reported is the one that belongs to both.
-    in_units = np.where(ratios > 0, worst_errors / np.where(ratios > 0, ratios, 1.0), columns.find_largest(noises))
+    in_units = np.where(
+        ratios > 0, worst_errors / np.where(ratios > 0, ratios, 1.0), columns.find_largest(noises)
+    )
     measurement = report_columns(blank, columns, worst_errors, in_units, scales)
     return replace(measurement, tolerance=f"rtol {rtol:g} + atol {atol:g} × max |answer|")
 
@@ -220,12 +231,18 @@ def find_first_divergence(
         double: the source's values in float64, if it runs in that; otherwise fixed tolerances apply.
     """
     for name in names:
-        if name not in onnx or name not in single or "f" not in (onnx[name].dtype.kind, single[name].dtype.kind):
+        if (
+            name not in onnx
+            or name not in single
+            or "f" not in (onnx[name].dtype.kind, single[name].dtype.kind)
+        ):
             continue
         exact = double.get(name) if double is not None else None
         if exact is not None and exact.shape != single[name].shape:
             exact = None
-        measurement = measure_output(group="", output=name, onnx=onnx[name], single=single[name], double=exact)
+        measurement = measure_output(
+            group="", output=name, onnx=onnx[name], single=single[name], double=exact
+        )
         if is_divergent(measurement):
             return name, LARGEST if measurement.mismatch else measurement.ratio
     return None
@@ -254,7 +271,9 @@ def find_worst_row(onnx: Array, reference: Array) -> int:
     if {onnx.dtype.kind, reference.dtype.kind} <= set("fiub"):
         a, b = onnx.astype(np.float64), reference.astype(np.float64)
         with np.errstate(all="ignore"):
-            away = np.where(np.isnan(a) == np.isnan(b), np.nan_to_num(np.abs(a - b), nan=0.0), np.inf)
+            away = np.where(
+                np.isnan(a) == np.isnan(b), np.nan_to_num(np.abs(a - b), nan=0.0), np.inf
+            )
     else:
         away = (onnx != reference).astype(np.float64)
     return int(away.reshape(len(away), -1).max(axis=1, initial=0.0).argmax())
@@ -282,7 +301,9 @@ def measure_batch_invariance(
         rows = [tensors[name] for tensors in alone if name in tensors]
         if len(rows) == len(alone) and _are_rows_of(rows, together):
             kind = floats if together.dtype.kind == "f" else labels
-            kind.append(_compare_batches(name, together, np.concatenate(rows), (noise or {}).get(name, 0.0)))
+            kind.append(
+                _compare_batches(name, together, np.concatenate(rows), (noise or {}).get(name, 0.0))
+            )
     worst = max((m.ratio for m in floats), default=math.inf)
     labels = [replace(label, ratio=min(label.ratio, worst)) for label in labels]
     return tuple(sorted((*floats, *labels), key=lambda m: m.output))
@@ -303,7 +324,9 @@ def measure_noise(single: Tensors | None, double: Tensors | None) -> dict[str, f
     if single is None or double is None:
         return {}
     return {
-        name: measure_output(group=REAL, output=name, onnx=array, single=array, double=double[name]).noise
+        name: measure_output(
+            group=REAL, output=name, onnx=array, single=array, double=double[name]
+        ).noise
         for name, array in single.items()
         if array.dtype.kind == "f" and name in double
     }

@@ -98,7 +98,9 @@ def learn_domains(
     domains = {}
     for name, array in samples.items():
         try:
-            domains[name] = _learn(array, (declared or {}).get(name, InputValues()), (bounds or {}).get(name))
+            domains[name] = _learn(
+                array, (declared or {}).get(name, InputValues()), (bounds or {}).get(name)
+            )
         except ValueError as error:
             raise ValueError(f"input {name!r}: {error}") from error
     return domains
@@ -151,7 +153,9 @@ def _make_unordered_domain(array: Array, categories: Array | None) -> InputDomai
     )
 
 
-def _find_range(values: Floats, finite: Bools, axes: int | tuple[int, ...]) -> tuple[Floats, Floats]:
+def _find_range(
+    values: Floats, finite: Bools, axes: int | tuple[int, ...]
+) -> tuple[Floats, Floats]:
     """Return the smallest and the largest finite value of each place; 0 where there is none."""
     known = finite.any(axis=axes)
     low = np.where(known, np.where(finite, values, np.inf).min(axis=axes, initial=np.inf), 0.0)
@@ -169,7 +173,11 @@ def _widen_range(low: Floats, high: Floats, whole: Bools) -> tuple[Floats, Float
 
 
 def _apply_declared_range(
-    low: Floats, high: Floats, declared: InputValues, bound: tuple[int, int] | None, categories: Array | None
+    low: Floats,
+    high: Floats,
+    declared: InputValues,
+    bound: tuple[int, int] | None,
+    categories: Array | None,
 ) -> tuple[Floats, Floats]:
     """Replace learned bounds. What the pipeline declares overrides the graph, and listed values a range."""
     if bound is not None:
@@ -225,7 +233,9 @@ def make_range_inputs(samples: Tensors, domains: Mapping[str, InputDomain]) -> T
     """
     rows = _even_rows(samples, _RANGE_ROWS)
     draw = np.random.default_rng(0)
-    return {name: _draw_in_range(array, rows, domains[name], draw) for name, array in samples.items()}
+    return {
+        name: _draw_in_range(array, rows, domains[name], draw) for name, array in samples.items()
+    }
 
 
 def make_batch_inputs(samples: Tensors) -> dict[str, Tensors]:
@@ -240,7 +250,9 @@ def make_batch_inputs(samples: Tensors) -> dict[str, Tensors]:
     return groups
 
 
-def make_probe_groups(samples: Tensors, domains: Mapping[str, InputDomain], *, empty: bool) -> dict[str, ProbeGroup]:
+def make_probe_groups(
+    samples: Tensors, domains: Mapping[str, InputDomain], *, empty: bool
+) -> dict[str, ProbeGroup]:
     """Make the groups: real rows, and rows within and outside the domain.
 
     `beyond_range` holds multiples of real rows, without those that an input's type cannot hold; `beyond_range:texts`
@@ -256,9 +268,13 @@ def make_probe_groups(samples: Tensors, domains: Mapping[str, InputDomain], *, e
         groups |= _make_multiples(samples, rows)
         groups |= _make_non_finite(samples, rows, domains)
     if kinds & set("UO"):
-        groups["beyond_range:texts"] = ProbeGroup(inputs=_insert_texts(samples, rows, domains), inside=False)
+        groups["beyond_range:texts"] = ProbeGroup(
+            inputs=_insert_texts(samples, rows, domains), inside=False
+        )
     if empty:
-        groups["empty_batch"] = ProbeGroup(inputs={name: array[:0] for name, array in samples.items()}, inside=False)
+        groups["empty_batch"] = ProbeGroup(
+            inputs={name: array[:0] for name, array in samples.items()}, inside=False
+        )
     return groups
 
 
@@ -267,7 +283,12 @@ def _make_multiples(samples: Tensors, rows: Rows) -> dict[str, ProbeGroup]:
     room = []  # the largest value of each float input, and of its type
     for array in (array for array in samples.values() if array.dtype.kind == "f"):
         values = np.abs(array.astype(np.float64))
-        room.append((float(values[np.isfinite(values)].max(initial=0.0)), float(np.finfo(array.dtype.name).max)))
+        room.append(
+            (
+                float(values[np.isfinite(values)].max(initial=0.0)),
+                float(np.finfo(array.dtype.name).max),
+            )
+        )
     groups = {}
     for name, factor in _FACTORS.items():
         if all(abs(factor) * largest < most for largest, most in room):
@@ -277,17 +298,29 @@ def _make_multiples(samples: Tensors, rows: Rows) -> dict[str, ProbeGroup]:
 
 
 def _multiply_floats(chosen: Array, factor: float) -> Array:
-    return (chosen.astype(np.float64) * factor).astype(chosen.dtype) if chosen.dtype.kind == "f" else chosen
+    return (
+        (chosen.astype(np.float64) * factor).astype(chosen.dtype)
+        if chosen.dtype.kind == "f"
+        else chosen
+    )
 
 
-def _make_non_finite(samples: Tensors, rows: Rows, domains: Mapping[str, InputDomain]) -> dict[str, ProbeGroup]:
+def _make_non_finite(
+    samples: Tensors, rows: Rows, domains: Mapping[str, InputDomain]
+) -> dict[str, ProbeGroup]:
     """Make rows with one NaN, and rows with one infinity, in each float input."""
     has_missing = any(domain.missing.any() for domain in domains.values())
-    everywhere = {name: np.ones((), dtype=bool) for name, array in samples.items() if array.dtype.kind == "f"}
-    places = {name: domain.missing for name, domain in domains.items()} if has_missing else everywhere
+    everywhere = {
+        name: np.ones((), dtype=bool) for name, array in samples.items() if array.dtype.kind == "f"
+    }
+    places = (
+        {name: domain.missing for name, domain in domains.items()} if has_missing else everywhere
+    )
     infinite = _insert_values(samples, rows, (np.inf, -np.inf), everywhere)
     return {
-        "missing": ProbeGroup(inputs=_insert_values(samples, rows, (np.nan,), places), inside=has_missing),
+        "missing": ProbeGroup(
+            inputs=_insert_values(samples, rows, (np.nan,), places), inside=has_missing
+        ),
         "infinite": ProbeGroup(inputs=infinite, inside=False),
     }
 
@@ -320,7 +353,9 @@ def _even_rows(samples: Tensors, rows: int) -> Rows:
     return np.arange(rows) * max(1, count // rows) % count
 
 
-def _draw_in_range(array: Array, rows: Rows, domain: InputDomain, draw: np.random.Generator) -> Array:
+def _draw_in_range(
+    array: Array, rows: Rows, domain: InputDomain, draw: np.random.Generator
+) -> Array:
     chosen = array[rows]
     if domain.categories is not None:
         return draw.choice(domain.categories, chosen.shape).astype(array.dtype)
@@ -328,11 +363,15 @@ def _draw_in_range(array: Array, rows: Rows, domain: InputDomain, draw: np.rando
         return _mix_rows(array, chosen.shape, draw) if domain.recombined else chosen
     made = _draw_numbers(chosen, domain, draw)
     if domain.listed.any():
-        made = np.where(domain.listed, _mix_rows(array, chosen.shape, draw).astype(np.float64), made)
+        made = np.where(
+            domain.listed, _mix_rows(array, chosen.shape, draw).astype(np.float64), made
+        )
     if array.dtype.kind == "f":
         made[~np.isfinite(chosen.astype(np.float64))] = np.nan
         return np.where(np.isnan(made), chosen.astype(np.float64), made).astype(array.dtype)
-    whole = np.clip(made, domain.low, domain.high).astype(array.dtype)  # float64 rounds 2**63 - 1 up
+    whole = np.clip(made, domain.low, domain.high).astype(
+        array.dtype
+    )  # float64 rounds 2**63 - 1 up
     if not domain.recombined:
         whole[2:] = chosen[2:]
     return whole
@@ -368,7 +407,9 @@ def _mix_rows(array: Array, shape: tuple[int, ...], draw: np.random.Generator) -
     return np.take_along_axis(array, draw.integers(0, len(array), shape), axis=0)
 
 
-def _insert_values(samples: Tensors, rows: Rows, values: Sequence[float], at: Mapping[str, Bools]) -> Tensors:
+def _insert_values(
+    samples: Tensors, rows: Rows, values: Sequence[float], at: Mapping[str, Bools]
+) -> Tensors:
     """Put one of the values into each row, walking over the places that may hold it."""
     inputs = {name: array[rows] for name, array in samples.items()}
     for name, allowed in at.items():
@@ -379,7 +420,9 @@ def _insert_values(samples: Tensors, rows: Rows, values: Sequence[float], at: Ma
         places = np.flatnonzero(np.broadcast_to(allowed, chosen.shape[1:]))
         if places.size:
             row = np.arange(len(chosen))
-            flat[row, places[row * max(1, len(places) // len(chosen)) % len(places)]] = np.resize(values, len(chosen))
+            flat[row, places[row * max(1, len(places) // len(chosen)) % len(places)]] = np.resize(
+                values, len(chosen)
+            )
             inputs[name] = flat.reshape(chosen.shape).astype(chosen.dtype)
     return inputs
 
@@ -415,7 +458,10 @@ def _combine_sizes(present: Mapping[str, int]) -> list[dict[str, int]]:
     if len(ranked) > 1:
         combined += [{symbol: sizes[end] for symbol, sizes in ranked.items()} for end in (0, -1)]
         # Each axis takes another place of its list, since equal sizes hide axes that were exchanged.
-        unequal = {symbol: sizes[(place + 2) % len(sizes)] for place, (symbol, sizes) in enumerate(ranked.items())}
+        unequal = {
+            symbol: sizes[(place + 2) % len(sizes)]
+            for place, (symbol, sizes) in enumerate(ranked.items())
+        }
         combined.append(unequal)
     return combined
 

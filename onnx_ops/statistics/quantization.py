@@ -44,7 +44,9 @@ class ActivationStatistics:
     least: float = 0.0
     most: float = 0.0
 
-    def update(self, written: Array, read: Array, original: Array | None, meant: Array | None = None) -> None:
+    def update(
+        self, written: Array, read: Array, original: Array | None, meant: Array | None = None
+    ) -> None:
         """Add one run.
 
         Args:
@@ -56,7 +58,9 @@ class ActivationStatistics:
         cut = _read_comparable(meant, written)
         truth = next(values for values in (cut, exact, before) if values is not None)
         lowest, highest = self.low - self.step / 2, self.high + self.step / 2
-        self.non_finite |= not (np.isfinite(before).all() and np.isfinite(after).all() and np.isfinite(truth).all())
+        self.non_finite |= not (
+            np.isfinite(before).all() and np.isfinite(after).all() and np.isfinite(truth).all()
+        )
         inside = (before >= lowest) & (before <= highest)
         narrow = written.dtype if written.dtype == np.float16 else np.dtype(np.float32)
         rounding = _SPACINGS * np.spacing(np.abs(before).astype(narrow)).astype(np.float64)
@@ -107,15 +111,22 @@ class ActivationStatistics:
 
 def _read_comparable(values: Array | None, written: Array) -> npt.NDArray[np.float64] | None:
     """Return values of the float export if they have the shape of those that were written."""
-    return values.astype(np.float64) if values is not None and values.shape == written.shape else None
+    return (
+        values.astype(np.float64) if values is not None and values.shape == written.shape else None
+    )
 
 
-def compute_weight_error(original: npt.ArrayLike, dequantized: npt.ArrayLike, scale: npt.ArrayLike) -> float:
+def compute_weight_error(
+    original: npt.ArrayLike, dequantized: npt.ArrayLike, scale: npt.ArrayLike
+) -> float:
     """Return the largest |original - dequantized| in quantization steps.
 
     It is `LARGEST` if a weight is not finite, or moved where the step is 0.
     """
-    before, after = np.asarray(original, dtype=np.float64), np.asarray(dequantized, dtype=np.float64)
+    before, after = (
+        np.asarray(original, dtype=np.float64),
+        np.asarray(dequantized, dtype=np.float64),
+    )
     if before.shape != after.shape:
         raise ValueError(f"a weight of shape {before.shape} became one of shape {after.shape}")
     if not before.size:

@@ -6,7 +6,14 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_ops.ports.data import Array
-from onnx_ops.statistics.output_columns import TOLERANCE_FACTOR, Bools, Floats, Rounding, any_by_row, is_text
+from onnx_ops.statistics.output_columns import (
+    TOLERANCE_FACTOR,
+    Bools,
+    Floats,
+    Rounding,
+    any_by_row,
+    is_text,
+)
 
 _FEW_TIES, _OFTEN_UNSURE = 0.5, 0.05
 """Share of rows whose scores may all tie, and of rows in which the source's two answers then have to differ."""
@@ -32,7 +39,10 @@ def find_ties(onnx: Array, expected: Array, rounding: Rounding) -> Bools:
         return none
     shape = list(scores.shape)
     shape[axis] = count
-    chosen, wanted = (np.clip(a.reshape(shape), 0, scores.shape[axis] - 1).astype(np.intp) for a in (onnx, expected))
+    chosen, wanted = (
+        np.clip(a.reshape(shape), 0, scores.shape[axis] - 1).astype(np.intp)
+        for a in (onnx, expected)
+    )
     gaps = np.abs(_take(scores, chosen, axis) - _take(scores, wanted, axis))
     allowed = np.maximum(_take(limits, chosen, axis), _take(limits, wanted, axis))
     twice = _has_duplicates(chosen, axis) & ~_has_duplicates(wanted, axis)

@@ -89,7 +89,9 @@ def score(
         alike: models whose outputs are known to equal the candidate's on every row.
     """
     if label is None:
-        return _score_without_labels(definition, answers, seed=seed, resamples=resamples, group=group, alike=alike)
+        return _score_without_labels(
+            definition, answers, seed=seed, resamples=resamples, group=group, alike=alike
+        )
     order = _sort_rows(definition, label, answers)
     label, answers = label[order], {name: array[order] for name, array in answers.items()}
     groups = _number_groups(group, order)
@@ -101,7 +103,9 @@ def score(
     if isinstance(definition.method, MeanLoss):
         entries = _compare_losses(definition, definition.method, label, sound, units, equal)
     else:
-        entries = _compare_by_bootstrap(definition, label, sound, function, units, seed, resamples, equal)
+        entries = _compare_by_bootstrap(
+            definition, label, sound, function, units, seed, resamples, equal
+        )
     entries = _restore_rows(entries, order, groups)
     mine = entries.pop(CANDIDATE)
     if mine.candidate is not None:
@@ -112,7 +116,9 @@ def score(
 
 def _number_groups(group: Array | None, order: Array) -> Array | None:
     """Return the groups of the rows in that order, numbered from 0 without gaps."""
-    return None if group is None else np.unique(group[order], return_inverse=True)[1].astype(np.int64)
+    return (
+        None if group is None else np.unique(group[order], return_inverse=True)[1].astype(np.int64)
+    )
 
 
 def _list_others(answers: Mapping[str, Array]) -> list[str]:
@@ -142,7 +148,9 @@ def _score_without_labels(
             comparisons.append(_make_non_finite(definition, len(reference), name))
             continue
         pair = {CANDIDATE: answers[CANDIDATE], name: reference}
-        for entry in score(definition, reference, pair, seed=seed, resamples=resamples, group=group, alike=alike):
+        for entry in score(
+            definition, reference, pair, seed=seed, resamples=resamples, group=group, alike=alike
+        ):
             # No candidate is closer to the reference than the reference itself: a gain is capped at 0.
             lost = entry.difference
             if entry.against or not entry.candidate:
@@ -175,18 +183,23 @@ def _restore_rows(
     }
 
 
-def _find_equal(definition: MetricDefinition, answers: Mapping[str, Array], alike: Collection[str]) -> frozenset[str]:
+def _find_equal(
+    definition: MetricDefinition, answers: Mapping[str, Array], alike: Collection[str]
+) -> frozenset[str]:
     """Return the models whose answers equal the candidate's, so that the change is exactly 0."""
     mine, method = answers[CANDIDATE], definition.method
     of_decisions = isinstance(method, Resampled) and method.of_decisions
     return frozenset(
         name
         for name, array in answers.items()
-        if name != CANDIDATE and (name in alike or (not of_decisions and np.array_equal(array, mine)))
+        if name != CANDIDATE
+        and (name in alike or (not of_decisions and np.array_equal(array, mine)))
     )
 
 
-def _make_equal(definition: MetricDefinition, mine: ScoreComparison, name: str, value: float) -> ScoreComparison:
+def _make_equal(
+    definition: MetricDefinition, mine: ScoreComparison, name: str, value: float
+) -> ScoreComparison:
     """Return the comparison of two models with equal answers, both of which have this value of the metric."""
     better = definition.higher_is_better
     return ScoreComparison(
@@ -214,7 +227,12 @@ def make_unscored(
 ) -> ScoreComparison:
     """Return an entry without a score, and the reason."""
     return ScoreComparison(
-        metric=definition.label, against=against, n=n, undefined=undefined, failed=failed, broken=broken
+        metric=definition.label,
+        against=against,
+        n=n,
+        undefined=undefined,
+        failed=failed,
+        broken=broken,
     )
 
 
@@ -226,9 +244,13 @@ def build_metric_statistic(
         case Resampled(make=make):
             return make(label, answers, definition.options)
         case MeanLoss() as method:
-            return MetricStatistic(statistic=_make_loss_statistic(method, label, answers), reads=answers)
+            return MetricStatistic(
+                statistic=_make_loss_statistic(method, label, answers), reads=answers
+            )
         case None if function is not None:
-            return MetricStatistic(statistic=_make_custom_statistic(function, answers, label), reads=answers)
+            return MetricStatistic(
+                statistic=_make_custom_statistic(function, answers, label), reads=answers
+            )
         case _:
             raise ValueError(f"{definition.label} cannot be computed from these arguments")
 
@@ -270,7 +292,9 @@ def _compare_by_bootstrap(
         side = build_metric_statistic(definition, label, array, function)
         # A unit can change the metric by as much as all its rows can.
         sides[name] = replace(side, step=side.step and size * side.step)
-    replicates = replicate({name: side.statistic for name, side in sides.items()}, units, seed, resamples)
+    replicates = replicate(
+        {name: side.statistic for name, side in sides.items()}, units, seed, resamples
+    )
     own = replicates[CANDIDATE]
     mine = _score_alone(definition, sides[CANDIDATE], own)
     entries = {CANDIDATE: mine}
@@ -278,7 +302,9 @@ def _compare_by_bootstrap(
         if name in equal and math.isfinite(own.observed):
             entries[name] = _make_equal(definition, mine, name, own.observed)
         elif mine.candidate is not None:
-            entries[name] = _compare_replicates(definition, replace(mine, against=name), sides, replicates)
+            entries[name] = _compare_replicates(
+                definition, replace(mine, against=name), sides, replicates
+            )
     return entries
 
 
@@ -317,8 +343,12 @@ def _compare_losses(
     equal: Collection[str],
 ) -> dict[str, ScoreComparison]:
     """Compare the means of a loss per row; an explained share divides it by the label's variance."""
-    losses: dict[str, Array] = {name: method.loss(label, predictions) for name, predictions in answers.items()}
-    sums: dict[str, Array] = {name: np.bincount(units, weights=loss) for name, loss in losses.items()}
+    losses: dict[str, Array] = {
+        name: method.loss(label, predictions) for name, predictions in answers.items()
+    }
+    sums: dict[str, Array] = {
+        name: np.bincount(units, weights=loss) for name, loss in losses.items()
+    }
     # By unit, what its loss is divided by: its rows, or for an explained share their share of the variance.
     weights = np.square(label - label.mean()) if method.explained else None
     share = np.bincount(units, weights=weights).astype(float)
@@ -328,7 +358,9 @@ def _compare_losses(
     own = _convert_mean(method, float(mine.sum() / share.sum()))
     if not np.ptp(losses[CANDIDATE]) > 1e-12 * losses[CANDIDATE].max():
         entry = make_unscored(definition, len(label), undefined=_NO_SPREAD)
-        return {CANDIDATE: entry} | {name: _make_equal(definition, entry, name, own) for name in equal}
+        return {CANDIDATE: entry} | {
+            name: _make_equal(definition, entry, name, own) for name in equal
+        }
     entry = ScoreComparison(
         metric=definition.label,
         against=CANDIDATE,
@@ -373,12 +405,18 @@ def _bound_value(method: MeanLoss, sums: Array, share: Array) -> Interval:
     mean_loss = ratio_interval(sums, share, _UNSEEN_LOSSES)
     if not method.explained:
         return _to_metric(method, mean_loss)
-    return Interval(estimate=1 - mean_loss.estimate, low=1 - mean_loss.high, high=min(1.0, 1 - mean_loss.low))
+    return Interval(
+        estimate=1 - mean_loss.estimate, low=1 - mean_loss.high, high=min(1.0, 1 - mean_loss.low)
+    )
 
 
 def _convert_mean(method: MeanLoss, mean_loss: float) -> float:
     """Convert a mean loss to the metric."""
-    return 1 - mean_loss if method.explained else _to_metric(method, Interval.point(mean_loss)).estimate
+    return (
+        1 - mean_loss
+        if method.explained
+        else _to_metric(method, Interval.point(mean_loss)).estimate
+    )
 
 
 def _compare_two_losses(
@@ -431,8 +469,12 @@ def _compare_rest(
     return replace(entry, rest=rest)
 
 
-def _make_undefined(definition: MetricDefinition, entry: ScoreComparison, why: str) -> ScoreComparison:
-    return make_unscored(definition, entry.n, against=entry.against, undefined=why.format(name=entry.against))
+def _make_undefined(
+    definition: MetricDefinition, entry: ScoreComparison, why: str
+) -> ScoreComparison:
+    return make_unscored(
+        definition, entry.n, against=entry.against, undefined=why.format(name=entry.against)
+    )
 
 
 def _to_metric(method: MeanLoss, interval: Interval) -> Interval:
@@ -443,21 +485,31 @@ def _to_metric(method: MeanLoss, interval: Interval) -> Interval:
 
 
 def _make_non_finite(definition: MetricDefinition, n: int, name: str) -> ScoreComparison:
-    return make_unscored(definition, n, against=name, undefined=f"{name} answers with NaN or infinity")
+    return make_unscored(
+        definition, n, against=name, undefined=f"{name} answers with NaN or infinity"
+    )
 
 
 def _find_problem(
-    definition: MetricDefinition, label: Array, candidate: Array, function: CustomMetric | None, groups: Array | None
+    definition: MetricDefinition,
+    label: Array,
+    candidate: Array,
+    function: CustomMetric | None,
+    groups: Array | None,
 ) -> ScoreComparison | None:
     """Return why the candidate cannot be scored at all, or None."""
     n = len(label)
     if not _is_finite(candidate):
         odd = int((~np.isfinite(candidate.reshape(n, -1))).any(axis=1).sum())
-        return make_unscored(definition, n, broken=f"the model answers with NaN or infinity on {odd} of {n} rows")
+        return make_unscored(
+            definition, n, broken=f"the model answers with NaN or infinity on {odd} of {n} rows"
+        )
     if not _is_finite(label):
         return make_unscored(definition, n, failed="the labels hold NaN or infinity")
     if n < FEW_ROWS:
-        return make_unscored(definition, n, undefined=f"{n} rows are too few for an interval, which needs {FEW_ROWS}")
+        return make_unscored(
+            definition, n, undefined=f"{n} rows are too few for an interval, which needs {FEW_ROWS}"
+        )
     if groups is not None and (count := int(groups.max()) + 1) < FEW_ROWS:
         why = f"{count} groups are too few for an interval, which needs {FEW_ROWS}"
         return make_unscored(definition, n, undefined=why)
@@ -466,19 +518,29 @@ def _find_problem(
     try:
         value = float(function(candidate, label))
     except Exception as error:  # user code may raise anything
-        return make_unscored(definition, n, failed=f"{definition.use} raised {type(error).__name__}: {error}")
-    return None if np.isfinite(value) else make_unscored(definition, n, failed=f"{definition.use} gave {value}")
+        return make_unscored(
+            definition, n, failed=f"{definition.use} raised {type(error).__name__}: {error}"
+        )
+    return (
+        None
+        if np.isfinite(value)
+        else make_unscored(definition, n, failed=f"{definition.use} gave {value}")
+    )
 
 
 def _is_finite(array: Array) -> bool:
     return array.dtype.kind not in "fc" or bool(np.isfinite(array).all())
 
 
-def _score_alone(definition: MetricDefinition, statistic: MetricStatistic, replicates: Replicates) -> ScoreComparison:
+def _score_alone(
+    definition: MetricDefinition, statistic: MetricStatistic, replicates: Replicates
+) -> ScoreComparison:
     n = len(statistic.reads)
     interval = bca_interval(replicates)
     if interval is None:
-        why = f"{definition.label} is not defined on these rows, or not on enough of their resamples"
+        why = (
+            f"{definition.label} is not defined on these rows, or not on enough of their resamples"
+        )
         return make_unscored(definition, n, undefined=why)
     if not replicates.spread and statistic.step is None:
         return make_unscored(definition, n, undefined=_NO_SPREAD)
@@ -487,7 +549,12 @@ def _score_alone(definition: MetricDefinition, statistic: MetricStatistic, repli
         interval = replace(interval, high=min(interval.high, 1.0))
     method = f"bootstrap over rows (BCa, {replicates.resampled.size} resamples)"
     return ScoreComparison(
-        metric=definition.label, against=CANDIDATE, n=n, candidate=interval, confidence=CONFIDENCE, method=method
+        metric=definition.label,
+        against=CANDIDATE,
+        n=n,
+        candidate=interval,
+        confidence=CONFIDENCE,
+        method=method,
     )
 
 
@@ -505,5 +572,7 @@ def _widen(interval: Interval, step: float | None) -> Interval:
         return interval
     room = UNSEEN_ROWS * step
     return replace(
-        interval, low=min(interval.low, interval.estimate - room), high=max(interval.high, interval.estimate + room)
+        interval,
+        low=min(interval.low, interval.estimate - room),
+        high=max(interval.high, interval.estimate + room),
     )

@@ -56,7 +56,9 @@ _CLOSE = 2.0**-21
 """Relative difference of a leaf's weight that another order of multiplication makes."""
 
 
-def jitter_rows(samples: Tensors, *, seed: int = 0, ranks: bool = False, parts_ties: bool = False) -> Tensors:
+def jitter_rows(
+    samples: Tensors, *, seed: int = 0, ranks: bool = False, parts_ties: bool = False
+) -> Tensors:
     """Return copies of the rows with each float changed by up to `JITTER` of its size.
 
     Args:
@@ -78,7 +80,9 @@ def jitter_rows(samples: Tensors, *, seed: int = 0, ranks: bool = False, parts_t
                 moved = array_copies * (1 + change)
                 if parts_ties:
                     largest = np.abs(array[np.isfinite(array)]).max(initial=0.0)
-                    moved = moved + float(largest) * draw.uniform(-JITTER, JITTER, array_copies.shape)
+                    moved = moved + float(largest) * draw.uniform(
+                        -JITTER, JITTER, array_copies.shape
+                    )
                 array_copies = moved.astype(array.dtype)
         jittered[name] = array_copies
     return jittered
@@ -99,11 +103,16 @@ def compute_envelope(answers: Sequence[Tensors], wide: Sequence[Tensors] = ()) -
         stacked = np.stack([answer[name] for answer in answers])
         every = np.stack([*stacked, *(answer[name] for answer in wide)])
         if is_float(first):
-            near, reach = (np.stack([a.min(axis=0), a.max(axis=0)]).astype(np.float64) for a in (stacked, every))
+            near, reach = (
+                np.stack([a.min(axis=0), a.max(axis=0)]).astype(np.float64)
+                for a in (stacked, every)
+            )
             with np.errstate(over="ignore", invalid="ignore"):  # infinite answers
                 followed = INNER_JITTER / JITTER * (near[1] - near[0])
                 jumps = reach[1] - reach[0] > 4 * followed
-                reach += np.stack([-followed, followed])  # what was exchanged has followed the inputs too
+                reach += np.stack(
+                    [-followed, followed]
+                )  # what was exchanged has followed the inputs too
             bounds[name] = np.where(jumps, reach, near)
         else:
             bounds[name] = _find_distinct(every)
@@ -145,7 +154,9 @@ def measure_within_envelope(
         made_up: whether the rows are generated, so that their ties are no ties of use: there, any order of a row with
             ties is explained.
     """
-    plain = measure_output(group=group, output=output, onnx=onnx, single=single, double=double, rounding=rounding)
+    plain = measure_output(
+        group=group, output=output, onnx=onnx, single=single, double=double, rounding=rounding
+    )
     exact = double if double is not None else single
     if plain.mismatch or exact is None or not onnx.size or bounds.shape[1:] != onnx.shape:
         return plain
@@ -156,7 +167,13 @@ def measure_within_envelope(
 
 
 def _measure_labels(
-    plain: ParityMeasurement, onnx: Array, exact: Array, bounds: Array, rounding: Rounding, *, made_up: bool
+    plain: ParityMeasurement,
+    onnx: Array,
+    exact: Array,
+    bounds: Array,
+    rounding: Rounding,
+    *,
+    made_up: bool,
 ) -> ParityMeasurement:
     if is_text(onnx):
         onnx, exact, bounds = (array.astype(np.str_) for array in (onnx, exact, bounds))
@@ -186,7 +203,11 @@ def _find_exchanged(onnx: Array, bounds: Array, *, made_up: bool) -> Bools:
 
 
 def _measure_floats(
-    plain: ParityMeasurement, answer: Array, answers: Sequence[Floats], bounds: Floats, rounding: Rounding
+    plain: ParityMeasurement,
+    answer: Array,
+    answers: Sequence[Floats],
+    bounds: Floats,
+    rounding: Rounding,
 ) -> ParityMeasurement:
     onnx, exact = answer.astype(np.float64), answers[0]
     finite = np.isfinite(onnx) & np.isfinite(bounds).all(axis=0)
@@ -209,7 +230,12 @@ def _measure_floats(
     differs = any_by_row(np.abs(np.where(finite, onnx - exact, 0.0)) > limits)
     outside = any_by_row(beyond > limits)
     measured = report_columns(plain, columns, columns.find_largest(beyond), noises, scales)
-    return replace(measured, tolerance="", explained=int((differs & ~outside).sum()), unexplained=int(outside.sum()))
+    return replace(
+        measured,
+        tolerance="",
+        explained=int((differs & ~outside).sum()),
+        unexplained=int(outside.sum()),
+    )
 
 
 def _as_column(by_row: Bools, like: Floats) -> Bools:
@@ -257,7 +283,10 @@ def compare_trees(trees: Sequence[Tree], source_trees: Sequence[Tree]) -> TreeSt
 def _find_differences(tree: Tree, source: Tree) -> Iterator[tuple[int, str]]:
     """Yield how many nodes differ, and how."""
     if tree.weights.shape[1:] != source.weights.shape[1:]:
-        yield 1, f": leaves for {tree.weights.shape[1]} outputs, the source has {source.weights.shape[1]}"
+        yield (
+            1,
+            f": leaves for {tree.weights.shape[1]} outputs, the source has {source.weights.shape[1]}",
+        )
         return
     leaf, other = tree.features < 0, source.features < 0
     if leaf.shape != other.shape or (leaf != other).any():
@@ -269,10 +298,16 @@ def _find_differences(tree: Tree, source: Tree) -> Iterator[tuple[int, str]]:
         return
     splits = ~leaf
     for node in np.flatnonzero(splits & (tree.features != source.features)):
-        yield 1, f", node {node}: splits at feature {tree.features[node]}, the source at {source.features[node]}"
+        yield (
+            1,
+            f", node {node}: splits at feature {tree.features[node]}, the source at {source.features[node]}",
+        )
     same = splits & (tree.features == source.features)
     for node in np.flatnonzero(same & (tree.thresholds != source.thresholds)):
-        yield 1, f", node {node}: threshold {tree.thresholds[node]:.9g}, the source has {source.thresholds[node]:.9g}"
+        yield (
+            1,
+            f", node {node}: threshold {tree.thresholds[node]:.9g}, the source has {source.thresholds[node]:.9g}",
+        )
     weights, originals = tree.weights.astype(np.float64), source.weights.astype(np.float64)
     close = np.abs(weights - originals) <= _CLOSE * np.maximum(np.abs(weights), np.abs(originals))
     for node in np.flatnonzero(leaf & ~close.all(axis=1)):
@@ -283,7 +318,9 @@ def _find_differences(tree: Tree, source: Tree) -> Iterator[tuple[int, str]]:
 
 def _count_splits(tree: Tree) -> Counter[tuple[int, float]]:
     splits = tree.features >= 0
-    return Counter(zip(tree.features[splits].tolist(), tree.thresholds[splits].tolist(), strict=True))
+    return Counter(
+        zip(tree.features[splits].tolist(), tree.thresholds[splits].tolist(), strict=True)
+    )
 
 
 def _describe_size(tree: Tree) -> str:

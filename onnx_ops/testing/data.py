@@ -24,13 +24,17 @@ class DataSourceSuite:
         assert len({len(array) for array in arrays.values()}) == 1
         assert all(array.dtype.kind != "O" for array in arrays.values())
 
-    def test_load_twice_returns_equal_arrays(self, source: DataSource, section: DataSection, root: Path) -> None:
+    def test_load_twice_returns_equal_arrays(
+        self, source: DataSource, section: DataSection, root: Path
+    ) -> None:
         first, second = source.load(section, root), source.load(section, root)
         assert first.keys() == second.keys()
         for name in first:
             np.testing.assert_array_equal(first[name], second[name])
 
-    def test_fingerprint_of_same_data_is_stable(self, source: DataSource, section: DataSection, root: Path) -> None:
+    def test_fingerprint_of_same_data_is_stable(
+        self, source: DataSource, section: DataSection, root: Path
+    ) -> None:
         fingerprint = source.fingerprint(section, root)
         assert fingerprint
         assert fingerprint == source.fingerprint(section, root)

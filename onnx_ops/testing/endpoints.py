@@ -17,13 +17,21 @@ from unittest.mock import patch
 import pytest
 
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
-from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit, serves_only
+from onnx_ops.domain.endpoint import (
+    Deployment,
+    EndpointConfig,
+    EndpointState,
+    TrafficSplit,
+    serves_only,
+)
 from onnx_ops.errors import ConflictError, OnnxOpsError
 from onnx_ops.ports.release import EndpointProvider
 from onnx_ops.testing.registries import linear_model
 
 
-def scaling_deployment(folder: Path, *, name: str, version: str, scale: float, model: str = "scale") -> Deployment:
+def scaling_deployment(
+    folder: Path, *, name: str, version: str, scale: float, model: str = "scale"
+) -> Deployment:
     """Write a model to `folder` that computes y = scale * x on float32 of shape (batch, 2)."""
     folder.mkdir(parents=True)
     linear_model(folder / "model.onnx", slope=scale)
@@ -63,7 +71,9 @@ def disturbed_http(fault: Disturbance, at: int = 0) -> Iterator[Sized]:
     def fail(*parts: http.client.HTTPConnection | http.client.HTTPResponse) -> NoReturn:
         for part in parts:
             part.close()
-        dies = fault == "kill" and threading.get_ident() == own  # an error must not end a thread of the client
+        dies = (
+            fault == "kill" and threading.get_ident() == own
+        )  # an error must not end a thread of the client
         raise Killed if dies else ConnectionResetError("injected")
 
     def endheaders(connection: http.client.HTTPConnection, *arguments: Any, **options: Any) -> None:
@@ -78,7 +88,10 @@ def disturbed_http(fault: Disturbance, at: int = 0) -> Iterator[Sized]:
             fail(connection, response)
         return response
 
-    with patch.object(client, "endheaders", endheaders), patch.object(client, "getresponse", getresponse):
+    with (
+        patch.object(client, "endheaders", endheaders),
+        patch.object(client, "getresponse", getresponse),
+    ):
         yield hosts
 
 
@@ -102,7 +115,9 @@ class EndpointProviderSuite:
     def deployments(self, tmp_path: Path) -> tuple[Deployment, Deployment]:
         """Return two real versions of one registered model: `blue` doubles, `green` triples."""
         blue = scaling_deployment(tmp_path / "models" / "blue", name="blue", version="1", scale=2.0)
-        green = scaling_deployment(tmp_path / "models" / "green", name="green", version="2", scale=3.0)
+        green = scaling_deployment(
+            tmp_path / "models" / "green", name="green", version="2", scale=3.0
+        )
         return blue, green
 
     def scale(self, address: str, *, user: str | None = None) -> float:
@@ -115,7 +130,9 @@ class EndpointProviderSuite:
         with urllib.request.urlopen(request, timeout=30) as response:  # noqa: S310
             return float(json.load(response)["predictions"]["y"][0][0])
 
-    def serves(self, provider: EndpointProvider, config: EndpointConfig, one: Deployment, y: float) -> EndpointState:
+    def serves(
+        self, provider: EndpointProvider, config: EndpointConfig, one: Deployment, y: float
+    ) -> EndpointState:
         """Return the endpoint's state, after this deployment has all traffic and answers `y`."""
         observed, address = provider.observe(config), provider.address(config)
         assert observed is not None
@@ -124,13 +141,18 @@ class EndpointProviderSuite:
         assert self.scale(address) == y
         return observed
 
-    def test_observe_before_first_apply_returns_none(self, provider: EndpointProvider, config: EndpointConfig) -> None:
+    def test_observe_before_first_apply_returns_none(
+        self, provider: EndpointProvider, config: EndpointConfig
+    ) -> None:
         assert provider.observe(config) is None
         assert provider.address(config) is None
         assert provider.observe(config) is None
 
     def test_apply_is_observed_and_serves_requests(
-        self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
+        self,
+        provider: EndpointProvider,
+        config: EndpointConfig,
+        deployments: tuple[Deployment, Deployment],
     ) -> None:
         blue, green = deployments
         applied = state_of(blue, green, blue=90, green=10)
@@ -148,7 +170,10 @@ class EndpointProviderSuite:
             assert min(memory.worker_bytes, memory.available_bytes) >= 0
 
     def test_apply_repeated_changes_nothing(
-        self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
+        self,
+        provider: EndpointProvider,
+        config: EndpointConfig,
+        deployments: tuple[Deployment, Deployment],
     ) -> None:
         state = state_of(deployments[0], blue=100)
         provider.apply(config, state, generation=1)
@@ -158,7 +183,10 @@ class EndpointProviderSuite:
         assert provider.address(config) == address
 
     def test_apply_of_older_or_conflicting_generation_raises_and_changes_nothing(
-        self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
+        self,
+        provider: EndpointProvider,
+        config: EndpointConfig,
+        deployments: tuple[Deployment, Deployment],
     ) -> None:
         blue, green = deployments
         provider.apply(config, state_of(blue, green, blue=50, green=50), generation=7)
@@ -169,7 +197,10 @@ class EndpointProviderSuite:
             assert provider.observe(config) == before
 
     def test_apply_of_each_rollout_step_serves_deployment_with_traffic(
-        self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
+        self,
+        provider: EndpointProvider,
+        config: EndpointConfig,
+        deployments: tuple[Deployment, Deployment],
     ) -> None:
         """First deployment, shift, clean-up, and rollback to a deployment that was dropped."""
         blue, green = deployments
@@ -186,7 +217,10 @@ class EndpointProviderSuite:
             assert self.serves(provider, config, state.leader(), scale).is_equivalent(state)
 
     def test_roll_back_without_model_files_changes_weights_only(
-        self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
+        self,
+        provider: EndpointProvider,
+        config: EndpointConfig,
+        deployments: tuple[Deployment, Deployment],
     ) -> None:
         """A deployment that is already loaded gets all traffic by a change of weights."""
         blue, green = deployments
@@ -201,7 +235,10 @@ class EndpointProviderSuite:
             provider.roll_back(config, state_of(*lost, blue=0, green=100), generation=2)
 
     def test_roll_back_to_dropped_deployment_deploys_it_again(
-        self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
+        self,
+        provider: EndpointProvider,
+        config: EndpointConfig,
+        deployments: tuple[Deployment, Deployment],
     ) -> None:
         blue, green = deployments
         provider.apply(config, state_of(green, green=100), generation=1)
@@ -241,7 +278,10 @@ class EndpointProviderSuite:
         assert self.serves(provider, config, blue, 2.0).is_equivalent(state_of(blue, blue=100))
 
     def test_sticky_split_keeps_users_on_their_deployment(
-        self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
+        self,
+        provider: EndpointProvider,
+        config: EndpointConfig,
+        deployments: tuple[Deployment, Deployment],
     ) -> None:
         if "sticky" not in provider.capabilities():
             return
@@ -256,7 +296,10 @@ class EndpointProviderSuite:
         assert set(first) == {2.0, 3.0}
 
     def test_observe_of_split_returns_its_epochs(
-        self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
+        self,
+        provider: EndpointProvider,
+        config: EndpointConfig,
+        deployments: tuple[Deployment, Deployment],
     ) -> None:
         if "epochs" not in provider.capabilities():
             return
@@ -270,7 +313,10 @@ class EndpointProviderSuite:
             assert observed.is_equivalent(state)
 
     def test_remove_ends_endpoint_and_next_apply_starts_anew(
-        self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
+        self,
+        provider: EndpointProvider,
+        config: EndpointConfig,
+        deployments: tuple[Deployment, Deployment],
     ) -> None:
         blue, green = deployments
         provider.remove(config)
@@ -288,7 +334,10 @@ class EndpointProviderSuite:
         assert self.scale(again) == 3.0
 
     def test_delete_orphan_removes_listed_orphans_and_keeps_serving_resources(
-        self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
+        self,
+        provider: EndpointProvider,
+        config: EndpointConfig,
+        deployments: tuple[Deployment, Deployment],
     ) -> None:
         blue, green = deployments
         provider.apply(config, state_of(blue, green, blue=100, green=0), generation=1)

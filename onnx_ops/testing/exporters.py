@@ -52,7 +52,9 @@ class ExporterSuite:
     def test_export_at_each_batch_size_matches_source(
         self, exporter: Exporter, exported: tuple[object, Path], samples: Tensors
     ) -> None:
-        feeds = tuple({name: array[:count] for name, array in samples.items()} for count in (1, 3, 17))
+        feeds = tuple(
+            {name: array[:count] for name, array in samples.items()} for count in (1, 3, 17)
+        )
         answers = OnnxRuntime().run(exported[1], Target(name="cpu"), feeds)
         for feed, answer in zip(feeds, answers, strict=True):
             single = exporter.reference(exported[0], feed, "float32")
@@ -63,14 +65,21 @@ class ExporterSuite:
                     _assert_close(answer[name], (expected or {})[name])
 
     def test_export_of_same_model_is_deterministic(
-        self, exporter: Exporter, exported: tuple[object, Path], section: Export, samples: Tensors, tmp_path: Path
+        self,
+        exporter: Exporter,
+        exported: tuple[object, Path],
+        section: Export,
+        samples: Tensors,
+        tmp_path: Path,
     ) -> None:
         again = tmp_path / "elsewhere" / "model.onnx"
         again.parent.mkdir()
         exporter.export(exported[0], ExportRequest(section=section, samples=samples, path=again))
         assert digest_file(again) == digest_file(exported[1])
 
-    def test_export_contains_no_local_path(self, exported: tuple[object, Path], tmp_path: Path) -> None:
+    def test_export_contains_no_local_path(
+        self, exported: tuple[object, Path], tmp_path: Path
+    ) -> None:
         data = exported[1].read_bytes()
         for folder in (tmp_path, Path.cwd(), Path(np.__file__).parent.parent):
             assert str(folder).encode() not in data
@@ -80,7 +89,9 @@ class ExporterSuite:
     ) -> None:
         before = exporter.reference(model, samples, "float32") or {}
         exporter.reference(model, samples, "float64")
-        exporter.export(model, ExportRequest(section=section, samples=samples, path=tmp_path / "model.onnx"))
+        exporter.export(
+            model, ExportRequest(section=section, samples=samples, path=tmp_path / "model.onnx")
+        )
         after = exporter.reference(model, samples, "float32") or {}
         assert before.keys() == after.keys()
         for name in before:

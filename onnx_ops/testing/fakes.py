@@ -17,7 +17,12 @@ from onnx_ops.adapters.ledgers.log import MemoryLedger
 from onnx_ops.adapters.store import ContentStore
 from onnx_ops.attestation import TrustedKeys, compute_key_digest
 from onnx_ops.domain.artifact import Digest, Manifest, StoredObject, digest_file, digest_folder
-from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, OrphanedResource, build_rollback_state
+from onnx_ops.domain.endpoint import (
+    EndpointConfig,
+    EndpointState,
+    OrphanedResource,
+    build_rollback_state,
+)
 from onnx_ops.domain.ledger import LedgerEntry
 from onnx_ops.domain.notification import Notification
 from onnx_ops.domain.quantities import Json
@@ -97,11 +102,17 @@ class FakeSigner:
 
     def public_pem(self) -> bytes:
         """Return the public key, SubjectPublicKeyInfo in PEM."""
-        return f"-----BEGIN PUBLIC KEY-----\n{self.trusted_keys}\n-----END PUBLIC KEY-----\n".encode()
+        return (
+            f"-----BEGIN PUBLIC KEY-----\n{self.trusted_keys}\n-----END PUBLIC KEY-----\n".encode()
+        )
 
     def private_pem(self) -> bytes:
         """Return the private key, PKCS 8 in PEM, for projects whose commands are to sign with it."""
-        from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+        from cryptography.hazmat.primitives.serialization import (
+            Encoding,
+            NoEncryption,
+            PrivateFormat,
+        )
 
         return self._private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
@@ -112,7 +123,9 @@ class FakeSigner:
         from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
         from cryptography.hazmat.primitives.hashes import SHA256
 
-        return base64.b64encode(self._private.sign(data, ECDSA(SHA256(), deterministic_signing=True))).decode()
+        return base64.b64encode(
+            self._private.sign(data, ECDSA(SHA256(), deterministic_signing=True))
+        ).decode()
 
     def verify(self, data: bytes, signature: str, key: Digest) -> None:
         self._trusted.verify(data, signature, key)
@@ -177,7 +190,9 @@ class FakeProvider(EndpointProvider):
             return state
         names = sorted({*made, *config.settings})
         differs = [
-            f"{n}: {made.get(n)}, not {config.settings.get(n)}" for n in names if made.get(n) != config.settings.get(n)
+            f"{n}: {made.get(n)}, not {config.settings.get(n)}"
+            for n in names
+            if made.get(n) != config.settings.get(n)
         ]
         return replace(state, drift=tuple(differs))
 
@@ -188,12 +203,23 @@ class FakeProvider(EndpointProvider):
         current = self._states.get(name)
         if generation < last or (generation == last and current is not None and current != state):
             raise ConflictError(f"generation {last} was applied already", where=name)
-        if current is None or not current.is_equivalent(state) or self._settings[name] != config.settings:
+        if (
+            current is None
+            or not current.is_equivalent(state)
+            or self._settings[name] != config.settings
+        ):
             self.applied.append((name, state))
-        self._states[name], self._generations[name], self._settings[name] = state, generation, config.settings
+        self._states[name], self._generations[name], self._settings[name] = (
+            state,
+            generation,
+            config.settings,
+        )
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        current, made = self._states.get(config.endpoint), self._settings.get(config.endpoint, config.settings)
+        current, made = (
+            self._states.get(config.endpoint),
+            self._settings.get(config.endpoint, config.settings),
+        )
         target = state if current is None else build_rollback_state(current, state)
         self.apply(replace(config, settings=made), target, generation=generation)
 
@@ -208,13 +234,17 @@ class FakeProvider(EndpointProvider):
         self._states.pop(config.endpoint, None)
         self._generations.pop(config.endpoint, None)
 
-    def list_orphans(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[OrphanedResource]:
+    def list_orphans(
+        self, config: EndpointConfig, needed: frozenset[Digest]
+    ) -> Sequence[OrphanedResource]:
         self._reach(config)
         return [one for one in self.left.get(config.endpoint, ()) if one.name not in needed]
 
     def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
         self._reach(config)
-        self.left[config.endpoint] = [one for one in self.left.get(config.endpoint, ()) if one != orphan]
+        self.left[config.endpoint] = [
+            one for one in self.left.get(config.endpoint, ()) if one != orphan
+        ]
 
     def _reach(self, config: EndpointConfig) -> None:
         if self.down:
@@ -239,7 +269,10 @@ class FakeMetrics(MetricsSource):
         self.origin = "first"
         self.tallies: dict[str, RequestCounts] = {}
         self.shadow = ShadowCounts()
-        self.histogram: tuple[tuple[float, ...], tuple[int, ...]] | None = ((0.001, 0.002), (500, 490, 10))
+        self.histogram: tuple[tuple[float, ...], tuple[int, ...]] | None = (
+            (0.001, 0.002),
+            (500, 490, 10),
+        )
         self._generations = generations
         self._last: dict[tuple[str, str], GenerationCounts] = {}
         self._counts: dict[tuple[str, str, int], GenerationCounts] = {}
@@ -248,15 +281,22 @@ class FakeMetrics(MetricsSource):
     def capabilities(self) -> frozenset[str]:
         return frozenset({"exceedances", "shadow", "feedback"})
 
-    def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
+    def latencies(
+        self, config: EndpointConfig, deployment: str
+    ) -> tuple[Sequence[float], Sequence[int]] | None:
         self._answer(config)
         return self.histogram
 
-    def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
+    def read(
+        self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]
+    ) -> MetricsReading:
         self._answer(config)
         name, generation = config.endpoint, self._generations.get(config.endpoint, 0)
         now = GenerationCounts(
-            origin=self.origin, generation=generation, tallies=dict(self.tallies), shadow=self.shadow
+            origin=self.origin,
+            generation=generation,
+            tallies=dict(self.tallies),
+            shadow=self.shadow,
         )
         none = GenerationCounts(origin=self.origin, generation=generation, tallies={})
         before = self._last.get((name, self.origin), none)
@@ -271,7 +311,9 @@ class FakeMetrics(MetricsSource):
         self._counts[key] = self._counts.get(key, none).plus(added)
         epochs = self._epochs.setdefault(name, [])
         if new:
-            candidate, stable = (new.get(each, RequestCounts(over_p50=0, over_p99=0)) for each in deployments)
+            candidate, stable = (
+                new.get(each, RequestCounts(over_p50=0, over_p99=0)) for each in deployments
+            )
             units = _count_requests_as_units(candidate, stable)
             epochs.append(EpochUnits(generation=generation, epoch=len(epochs), units=units))
         counts = tuple(each for (endpoint, *_), each in self._counts.items() if endpoint == name)
@@ -280,7 +322,9 @@ class FakeMetrics(MetricsSource):
     def count(self, deployment: str, **more: int) -> None:
         """Add to the counts of a deployment: requests, errors and others by name."""
         before = self.tallies.get(deployment, RequestCounts(over_p50=0, over_p99=0))
-        added: dict[str, Any] = {name: (getattr(before, name) or 0) + number for name, number in more.items()}
+        added: dict[str, Any] = {
+            name: (getattr(before, name) or 0) + number for name, number in more.items()
+        }
         self.tallies[deployment] = replace(before, **added)
 
     def _answer(self, config: EndpointConfig) -> None:
@@ -315,18 +359,32 @@ class FakeRegistry:
     def publish(self, publication: Publication) -> Mapping[str, str]:
         self._answer()
         for variant in publication.variants:
-            manifest = Manifest(files={name: digest_file(path) for name, path in variant.files.items()})
+            manifest = Manifest(
+                files={name: digest_file(path) for name, path in variant.files.items()}
+            )
             if manifest != variant.manifest:
-                raise DigestMismatchError("files do not match the manifest", where=publication.model)
-        model, release, versions = self._models.setdefault(publication.model, _Model()), publication.lineage.release, {}
+                raise DigestMismatchError(
+                    "files do not match the manifest", where=publication.model
+                )
+        model, release, versions = (
+            self._models.setdefault(publication.model, _Model()),
+            publication.lineage.release,
+            {},
+        )
         for variant in publication.variants:
             key = (release, variant.variant, variant.manifest.digest())
             records = [(stored, stored.record) for stored in model.versions.values()]
-            known = (stored for stored, record in records if (record.release, record.variant, record.manifest) == key)
+            known = (
+                stored
+                for stored, record in records
+                if (record.release, record.variant, record.manifest) == key
+            )
             stored = next(known, None)
             record = VersionRecord(
                 model=publication.model,
-                version=stored.record.version if stored else str(max(map(int, model.versions), default=0) + 1),
+                version=stored.record.version
+                if stored
+                else str(max(map(int, model.versions), default=0) + 1),
                 release=release,
                 variant=variant.variant,
                 manifest=variant.manifest.digest(),
@@ -422,7 +480,9 @@ class FakeRegistry:
         self._version(model, version)
         stored = self._models[model]
         del stored.versions[version]
-        stored.aliases = {alias: number for alias, number in stored.aliases.items() if number != version}
+        stored.aliases = {
+            alias: number for alias, number in stored.aliases.items() if number != version
+        }
 
     def tamper(self, record: VersionRecord, name: str) -> None:
         """Change a stored file behind the registry's back."""
@@ -477,7 +537,10 @@ class FakeModelFiles:
 
     def list_folders(self) -> Sequence[StoredObject]:
         admitted = sorted(self._admitted.items())
-        return tuple(StoredObject(name=digest, digest=digest, size_bytes=1000, at=at) for digest, at in admitted)
+        return tuple(
+            StoredObject(name=digest, digest=digest, size_bytes=1000, at=at)
+            for digest, at in admitted
+        )
 
     def forget(self, manifest: Digest) -> None:
         self._admitted.pop(manifest, None)
@@ -533,20 +596,25 @@ def _missing(name: str, env: object = None, /) -> NoReturn:
     raise MissingPackageError(f"there is no fake called {name}")
 
 
-def _count_requests_as_units(candidate: RequestCounts, stable: RequestCounts) -> Mapping[str, UnitCounts]:
+def _count_requests_as_units(
+    candidate: RequestCounts, stable: RequestCounts
+) -> Mapping[str, UnitCounts]:
     def bins(events: int, requests: int) -> tuple[int, ...]:
         return (requests - events, *[0] * (len(BADNESS_EDGES) - 2), events)
 
     units = {
         "errors": UnitCounts(
-            candidate=bins(candidate.errors, candidate.requests), stable=bins(stable.errors, stable.requests)
+            candidate=bins(candidate.errors, candidate.requests),
+            stable=bins(stable.errors, stable.requests),
         ),
         "refused": UnitCounts(
-            candidate=bins(candidate.refused, candidate.requests), stable=bins(stable.refused, stable.requests)
+            candidate=bins(candidate.refused, candidate.requests),
+            stable=bins(stable.refused, stable.requests),
         ),
     }
     for place, over in candidate.over().items():
         units[place] = UnitCounts(
-            candidate=bins(over, candidate.measured), stable=bins(stable.over()[place], stable.measured)
+            candidate=bins(over, candidate.measured),
+            stable=bins(stable.over()[place], stable.measured),
         )
     return units

@@ -50,7 +50,14 @@ from onnx_ops.domain.ledger import (
     VersionSelected,
     fold,
 )
-from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Roles, WaitKind, build_split_state
+from onnx_ops.domain.rollout import (
+    Action,
+    ActionKind,
+    OperatorCommand,
+    Roles,
+    WaitKind,
+    build_split_state,
+)
 from onnx_ops.domain.rollout_observations import (
     EpochUnits,
     GenerationCounts,
@@ -75,21 +82,33 @@ TIMEOUT_S = 60.0
 ENDPOINT = "digits"
 
 
-def entry(sequence: int, body: EntryBody, *, endpoint: str = ENDPOINT, actor: str = "tester") -> LedgerEntry:
+def entry(
+    sequence: int, body: EntryBody, *, endpoint: str = ENDPOINT, actor: str = "tester"
+) -> LedgerEntry:
     """Return an entry of the ledger."""
-    return LedgerEntry(endpoint=endpoint, sequence=sequence, at=1.5 * sequence, actor=actor, body=body)
+    return LedgerEntry(
+        endpoint=endpoint, sequence=sequence, at=1.5 * sequence, actor=actor, body=body
+    )
 
 
 def command_entry(sequence: int, *, reason: str = "", actor: str = "tester") -> LedgerEntry:
     """Return an entry with a command of an operator."""
-    return entry(sequence, OperatorCommandSent(command=OperatorCommand.ADVANCE, reason=reason), actor=actor)
+    return entry(
+        sequence, OperatorCommandSent(command=OperatorCommand.ADVANCE, reason=reason), actor=actor
+    )
 
 
 def one_of_each() -> tuple[EntryBody, ...]:
     """Return every kind of entry."""
     digest = digest_bytes(b"content")
     served = Deployment(
-        name="v1", model="m", version="1", variant="fp32", release=digest, manifest=digest, location="/models/1"
+        name="v1",
+        model="m",
+        version="1",
+        variant="fp32",
+        release=digest,
+        manifest=digest,
+        location="/models/1",
     )
     config = EndpointConfig(
         endpoint=ENDPOINT,
@@ -124,10 +143,16 @@ def one_of_each() -> tuple[EntryBody, ...]:
         tallies=reading.tallies,
         blocks={"v2": {"feedback": UserBlocks(requests=(3, 0, 1), events=(1, 0, 1))}},
     )
-    units = EpochUnits(generation=2, epoch=29_405_131, units={"errors": UnitCounts(candidate=(9, 0, 1), stable=(80,))})
+    units = EpochUnits(
+        generation=2,
+        epoch=29_405_131,
+        units={"errors": UnitCounts(candidate=(9, 0, 1), stable=(80,))},
+    )
     selected = AliasSelection(alias="challenger-cpu", version="1", seen_at=90.5)
     envelope = Envelope(
-        payload="e30=", payloadType="application/json", signatures=(EnvelopeSignature(keyid=digest, sig="c2ln"),)
+        payload="e30=",
+        payloadType="application/json",
+        signatures=(EnvelopeSignature(keyid=digest, sig="c2ln"),),
     )
     return (
         EndpointBound(
@@ -142,10 +167,16 @@ def one_of_each() -> tuple[EntryBody, ...]:
         VersionRefused(alias="champion-cpu", version="2", reason="no", restored_to=None),
         ReleaseLeft(version="1", serving="2"),
         ServerWrittenOff(server="r1", reason="its machine was destroyed"),
-        OverrideRecorded(release=digest, manifest=digest, version="2", reason="because", signed=envelope),
-        ThresholdsFixed(candidate=digest, thresholds=LatencyThresholds(p50_s=0.002, p99_s=0.008, requests=4000)),
+        OverrideRecorded(
+            release=digest, manifest=digest, version="2", reason="because", signed=envelope
+        ),
+        ThresholdsFixed(
+            candidate=digest, thresholds=LatencyThresholds(p50_s=0.002, p99_s=0.008, requests=4000)
+        ),
         MetricsRecorded(reading=reading),
-        MetricsRecorded(reading=MetricsReading(at=61.0, counts=(counts,), epochs=(units,), open_epoch=units)),
+        MetricsRecorded(
+            reading=MetricsReading(at=61.0, counts=(counts,), epochs=(units,), open_epoch=units)
+        ),
         RolloutPaused(wait=WaitKind.APPROVAL, step=1, why="held"),
         NotificationSent(notifier="github:acme/models", of=9),
         LeaseRenewed(of=2, expires_at=180.5),
@@ -154,7 +185,9 @@ def one_of_each() -> tuple[EntryBody, ...]:
         EndpointAbandoned(reason="it moved", place="region a"),
         VersionSelected(selected=selected),
         LedgerAdopted(keys={}, reason="any trusted key counts"),
-        LedgerAdopted(keys={}, state=ReleaseState(endpoint=ENDPOINT, config=config, rejected={digest: "slow"})),
+        LedgerAdopted(
+            keys={}, state=ReleaseState(endpoint=ENDPOINT, config=config, rejected={digest: "slow"})
+        ),
     )
 
 
@@ -192,7 +225,9 @@ class LedgerSuite:
         assert ledger.endpoints() == ()
         assert ledger.count(ENDPOINT) == 0
 
-    def test_read_of_each_entry_kind_returns_written_entry(self, ledger: Ledger, opener: Opener) -> None:
+    def test_read_of_each_entry_kind_returns_written_entry(
+        self, ledger: Ledger, opener: Opener
+    ) -> None:
         written = tuple(entry(n, body) for n, body in enumerate(one_of_each(), start=1))
         for one in written:
             ledger.append(one)
@@ -220,7 +255,9 @@ class LedgerSuite:
         assert [one.sequence for one in ledger.read(ENDPOINT)] == list(range(1, 13))
         assert ledger.count(ENDPOINT) == 12
 
-    def test_append_of_taken_sequence_raises_conflict_and_writes_nothing(self, ledger: Ledger, opener: Opener) -> None:
+    def test_append_of_taken_sequence_raises_conflict_and_writes_nothing(
+        self, ledger: Ledger, opener: Opener
+    ) -> None:
         ledger.append(command_entry(1, actor="first"))
         for late in (ledger, opener()):
             with pytest.raises(LedgerConflictError):
@@ -231,19 +268,30 @@ class LedgerSuite:
 
     def test_ledgers_of_two_endpoints_are_independent(self, ledger: Ledger) -> None:
         for name in ("digits", "faces", "model@target"):
-            ledger.append(entry(1, OperatorCommandSent(command=OperatorCommand.PAUSE, reason=name), endpoint=name))
+            ledger.append(
+                entry(
+                    1,
+                    OperatorCommandSent(command=OperatorCommand.PAUSE, reason=name),
+                    endpoint=name,
+                )
+            )
         assert set(ledger.endpoints()) == {"digits", "faces", "model@target"}
         for name in ledger.endpoints():
             (one,) = ledger.read(name)
             assert isinstance(one.body, OperatorCommandSent)
             assert one.body.reason == name
 
-    def test_append_by_concurrent_processes_succeeds_once_per_sequence(self, opener: Opener) -> None:
+    def test_append_by_concurrent_processes_succeeds_once_per_sequence(
+        self, opener: Opener
+    ) -> None:
         if not self.processes:
             return
         context = _context()
         barrier, results = context.Barrier(WRITERS), context.Queue()
-        writers = [context.Process(target=_race, args=(opener, barrier, results, f"w{n}")) for n in range(WRITERS)]
+        writers = [
+            context.Process(target=_race, args=(opener, barrier, results, f"w{n}"))
+            for n in range(WRITERS)
+        ]
         for writer in writers:
             writer.start()
         appended = [results.get(timeout=TIMEOUT_S) for _ in range(WRITERS * ROUNDS)]
@@ -268,7 +316,9 @@ class LedgerSuite:
             entries = opener().read(ENDPOINT)
             assert [one.sequence for one in entries] == list(range(1, len(entries) + 1))
             assert all(
-                one.body == OperatorCommandSent(command=OperatorCommand.ADVANCE, reason="x" * 20_000) for one in entries
+                one.body
+                == OperatorCommandSent(command=OperatorCommand.ADVANCE, reason="x" * 20_000)
+                for one in entries
             )
         opener().append(command_entry(len(opener().read(ENDPOINT)) + 1))
 

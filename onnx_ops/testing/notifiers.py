@@ -54,11 +54,19 @@ class NotifierSuite:
         """Return the reply of the service to an accepted message."""
         return Reply()
 
-    def test_send_delivers_event_endpoint_and_reason(self, notifier: Notifier, inbox: WebhookSink) -> None:
+    def test_send_delivers_event_endpoint_and_reason(
+        self, notifier: Notifier, inbox: WebhookSink
+    ) -> None:
         inbox.answer = self.usual
         notifier.send(ROLLED_BACK)
         sent = json.dumps(inbox.requests[-1].document)
-        for text in ("digits", "v3 was rolled back", "28/800", "limit 60:1", "onnx-ops promote digits-mlp/3"):
+        for text in (
+            "digits",
+            "v3 was rolled back",
+            "28/800",
+            "limit 60:1",
+            "onnx-ops promote digits-mlp/3",
+        ):
             assert text in sent
         assert ROLLED_BACK.link in sent
 
@@ -85,7 +93,9 @@ class NotifierSuite:
         self, notifier: Notifier, inbox: WebhookSink, status: int
     ) -> None:
         with WebhookSink().open() as elsewhere:
-            inbox.answer = lambda _: Reply(status=status, headers={"Location": f"{elsewhere.url}/taken"})
+            inbox.answer = lambda _: Reply(
+                status=status, headers={"Location": f"{elsewhere.url}/taken"}
+            )
             with pytest.raises(RefusedError, match="redirect"):
                 notifier.send(ROLLED_BACK)
             assert elsewhere.requests == []
@@ -103,7 +113,11 @@ class NotifierSuite:
     ) -> None:
         caplog.set_level(logging.DEBUG)
         text = [repr(notifier), notifier.check()]
-        for reply in (Reply(status=404), Reply(status=500), Reply(status=302, headers={"Location": "https://x"})):
+        for reply in (
+            Reply(status=404),
+            Reply(status=500),
+            Reply(status=302, headers={"Location": "https://x"}),
+        ):
 
             def answer(_: ReceivedRequest, reply: Reply = reply) -> Reply:
                 return reply
@@ -111,7 +125,11 @@ class NotifierSuite:
             inbox.answer = answer
             with pytest.raises(OnnxOpsError) as caught:
                 notifier.send(ROLLED_BACK)
-            text += [str(caught.value), repr(caught.value.as_document()), repr(caught.value.__cause__)]
+            text += [
+                str(caught.value),
+                repr(caught.value.as_document()),
+                repr(caught.value.__cause__),
+            ]
         assert self.secret not in "\n".join([*text, caplog.text])
 
     def test_check_sends_no_message(self, notifier: Notifier, inbox: WebhookSink) -> None:
@@ -158,7 +176,10 @@ class WebhookSink:
                 raw = self.rfile.read(length)
                 headers = {name.lower(): value for name, value in self.headers.items()}
                 request = ReceivedRequest(
-                    method=self.command, path=self.path, headers=headers, document=json.loads(raw) if raw else None
+                    method=self.command,
+                    path=self.path,
+                    headers=headers,
+                    document=json.loads(raw) if raw else None,
                 )
                 sink.requests.append(request)
                 reply = sink.answer(request)
@@ -179,7 +200,9 @@ class WebhookSink:
 
         with ThreadingHTTPServer(("127.0.0.1", 0), SinkHandler) as server:
             server.daemon_threads = True
-            thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+            thread = threading.Thread(
+                target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+            )
             thread.start()
             self.url = f"http://127.0.0.1:{server.server_port}"
             try:

@@ -72,7 +72,9 @@ class OptimizerSuite:
         before = OnnxRuntime().run(request_.source, target, (feed,))[0]["scores"].astype(np.float64)
         after = OnnxRuntime().run(request_.path, target, (feed,))[0]["scores"].astype(np.float64)
         assert after.shape == before.shape
-        assert float(np.sqrt(np.mean((after - before) ** 2))) < 0.1 * float(np.sqrt(np.mean(before**2)))
+        assert float(np.sqrt(np.mean((after - before) ** 2))) < 0.1 * float(
+            np.sqrt(np.mean(before**2))
+        )
 
     def test_variant_of_same_source_is_deterministic(
         self, optimizer: Optimizer, request_: OptimizeRequest, tmp_path: Path
@@ -96,7 +98,11 @@ class OptimizerSuite:
         source = digest_file(request_.source)
         optimizer.optimize(request_)
         assert list(scratch.iterdir()) == []
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["derived.onnx", "scratch", "source.onnx"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "derived.onnx",
+            "scratch",
+            "source.onnx",
+        ]
         assert digest_file(request_.source) == source
         assert capfd.readouterr() == ("", "")
 
@@ -107,7 +113,10 @@ class OptimizerSuite:
         weights = read_quantized_weights(request_.source, request_.path)
         assert bool(weights) is optimizer.quantized
         for weight in weights:
-            assert float((np.abs(weight.original - weight.dequantized) / weight.scale).max()) <= HALF_A_STEP
+            assert (
+                float((np.abs(weight.original - weight.dequantized) / weight.scale).max())
+                <= HALF_A_STEP
+            )
 
     @pytest.mark.parametrize("name", ["first", "second"])
     def test_optimize_with_excluded_node_keeps_it_in_float(

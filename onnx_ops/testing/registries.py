@@ -41,7 +41,14 @@ def linear_model(path: Path, *, slope: float = 2.0) -> None:
 def decision(variant: str, target: str, verdict: Verdict = Verdict.PASS) -> Decision:
     """Return a decision of one size gate."""
     result = GateResult(
-        gate="size", metric="file", limit="2 MB", verdict=verdict, reason="as measured", estimate=1.5e6, unit="B", n=1
+        gate="size",
+        metric="file",
+        limit="2 MB",
+        verdict=verdict,
+        reason="as measured",
+        estimate=1.5e6,
+        unit="B",
+        n=1,
     )
     return Decision(variant=variant, target=target, results=(result,))
 
@@ -65,11 +72,15 @@ def publication(
         parameters={"epochs": "12"},
         run="run-1",
     )
-    records = tuple(_record(folder / seed, lineage, model, name, target, verdict) for name in variants)
+    records = tuple(
+        _record(folder / seed, lineage, model, name, target, verdict) for name in variants
+    )
     return Publication(model=model, lineage=lineage, variants=records)
 
 
-def _record(folder: Path, lineage: Lineage, model: str, variant: str, target: str, verdict: Verdict) -> VariantRecord:
+def _record(
+    folder: Path, lineage: Lineage, model: str, variant: str, target: str, verdict: Verdict
+) -> VariantRecord:
     folder = folder / variant
     folder.mkdir(parents=True, exist_ok=True)
     onnx_file, evidence = folder / "content.bin", folder / f"{verdict.value}.bin"
@@ -113,7 +124,9 @@ class RegistrySuite:
         """Change the stored content of one of the version's files behind the registry's back."""
         raise NotImplementedError
 
-    def test_publish_registers_version_of_each_variant(self, registry: Registry, tmp_path: Path) -> None:
+    def test_publish_registers_version_of_each_variant(
+        self, registry: Registry, tmp_path: Path
+    ) -> None:
         release = publication(tmp_path, model=_unique(), seed="a", variants=("fp32", "int8-static"))
         versions = registry.publish(release)
         assert list(versions) == ["fp32", "int8-static"]
@@ -134,13 +147,17 @@ class RegistrySuite:
             assert registry.version(release.model, str(number)).model == release.model
         _assert_raises(NotFoundError, registry.version, release.model, str(len(versions) + 1))
 
-    def test_publish_of_other_release_registers_other_version(self, registry: Registry, tmp_path: Path) -> None:
+    def test_publish_of_other_release_registers_other_version(
+        self, registry: Registry, tmp_path: Path
+    ) -> None:
         model = _unique()
         first = registry.publish(publication(tmp_path, model=model, seed="a"))
         second = registry.publish(publication(tmp_path, model=model, seed="b"))
         assert first["fp32"] != second["fp32"]
 
-    def test_publish_of_release_judged_again_keeps_version(self, registry: Registry, tmp_path: Path) -> None:
+    def test_publish_of_release_judged_again_keeps_version(
+        self, registry: Registry, tmp_path: Path
+    ) -> None:
         model = _unique()
         versions = registry.publish(publication(tmp_path, model=model, seed="a"))
         again = publication(tmp_path, model=model, seed="a", verdict=Verdict.FAIL)
@@ -149,25 +166,38 @@ class RegistrySuite:
         assert read.decisions == again.variants[0].signed
         assert read.decisions["cpu-1t"].record.verdict is Verdict.FAIL
 
-    def test_publish_of_later_variant_joins_its_release(self, registry: Registry, tmp_path: Path) -> None:
+    def test_publish_of_later_variant_joins_its_release(
+        self, registry: Registry, tmp_path: Path
+    ) -> None:
         model = _unique()
         first = registry.publish(publication(tmp_path, model=model, seed="a"))
-        both = registry.publish(publication(tmp_path, model=model, seed="a", variants=("fp32", "int8-dynamic")))
+        both = registry.publish(
+            publication(tmp_path, model=model, seed="a", variants=("fp32", "int8-dynamic"))
+        )
         assert both["fp32"] == first["fp32"]
         assert set(both) == {"fp32", "int8-dynamic"}
 
-    def test_publish_of_rebuilt_variant_registers_other_version(self, registry: Registry, tmp_path: Path) -> None:
+    def test_publish_of_rebuilt_variant_registers_other_version(
+        self, registry: Registry, tmp_path: Path
+    ) -> None:
         model = _unique()
         first = registry.publish(publication(tmp_path, model=model, seed="a"))
         again = publication(tmp_path, model=model, seed="a")
         path = again.variants[0].files["model.onnx"]
         linear_model(path, slope=-1.0)
-        record = replace(again.variants[0], manifest=Manifest(files={"model.onnx": digest_file(path)}))
+        record = replace(
+            again.variants[0], manifest=Manifest(files={"model.onnx": digest_file(path)})
+        )
         second = registry.publish(replace(again, variants=(record,)))
         assert second["fp32"] != first["fp32"]
-        assert registry.version(model, first["fp32"]).manifest != registry.version(model, second["fp32"]).manifest
+        assert (
+            registry.version(model, first["fp32"]).manifest
+            != registry.version(model, second["fp32"]).manifest
+        )
 
-    def test_publish_of_file_unlike_manifest_raises_digest_error(self, registry: Registry, tmp_path: Path) -> None:
+    def test_publish_of_file_unlike_manifest_raises_digest_error(
+        self, registry: Registry, tmp_path: Path
+    ) -> None:
         model = _unique()
         registry.publish(publication(tmp_path, model=model, seed="a"))
         changed = publication(tmp_path, model=model, seed="a")
@@ -201,29 +231,50 @@ class RegistrySuite:
         manifest = registry.fetch(record, _empty(tmp_path))
         assert manifest.digest() == record.manifest
         fetched = tmp_path / "fetched"
-        content = {str(p.relative_to(fetched)): p.read_bytes() for p in fetched.rglob("*") if p.is_file()}
+        content = {
+            str(p.relative_to(fetched)): p.read_bytes() for p in fetched.rglob("*") if p.is_file()
+        }
         assert content == {"model.onnx": release.variants[0].files["model.onnx"].read_bytes()}
 
-    def test_fetch_of_tampered_file_raises_digest_mismatch_error(self, registry: Registry, tmp_path: Path) -> None:
+    def test_fetch_of_tampered_file_raises_digest_mismatch_error(
+        self, registry: Registry, tmp_path: Path
+    ) -> None:
         release = publication(tmp_path, model=_unique(), seed="a")
         record = registry.version(release.model, registry.publish(release)["fp32"])
         self.tamper(registry, record, "model.onnx")
         assert registry.fetch(record, _empty(tmp_path)).digest() != record.manifest
 
-    def test_documents_are_those_of_last_judgement(self, registry: Registry, tmp_path: Path) -> None:
+    def test_documents_are_those_of_last_judgement(
+        self, registry: Registry, tmp_path: Path
+    ) -> None:
         model, name = _unique(), "evidence/cpu-1t.json"
         for verdict in (Verdict.PASS, Verdict.FAIL):
             release = publication(tmp_path, model=model, seed="a", verdict=verdict)
             record = registry.version(model, registry.publish(release)["fp32"])
-            assert registry.document(record, name) == release.variants[0].evidence[name].read_bytes()
-            assert [entry.evidence for entry in registry.versions(model)] == [release.variants[0].evidence_digest()]
-            for unknown in ("evidence/cuda.json", "nowhere/cpu-1t.json", "evidence", "../evidence/cpu-1t.json", ""):
+            assert (
+                registry.document(record, name) == release.variants[0].evidence[name].read_bytes()
+            )
+            assert [entry.evidence for entry in registry.versions(model)] == [
+                release.variants[0].evidence_digest()
+            ]
+            for unknown in (
+                "evidence/cuda.json",
+                "nowhere/cpu-1t.json",
+                "evidence",
+                "../evidence/cpu-1t.json",
+                "",
+            ):
                 _assert_raises(NotFoundError, registry.document, record, unknown)
 
-    def test_versions_are_listed_oldest_first_until_deleted(self, registry: Registry, tmp_path: Path) -> None:
+    def test_versions_are_listed_oldest_first_until_deleted(
+        self, registry: Registry, tmp_path: Path
+    ) -> None:
         model = _unique()
         assert registry.versions(model) == ()
-        releases = [publication(tmp_path, model=model, seed=seed, variants=("fp32", "int8-static")) for seed in "ab"]
+        releases = [
+            publication(tmp_path, model=model, seed=seed, variants=("fp32", "int8-static"))
+            for seed in "ab"
+        ]
         numbers = [registry.publish(release) for release in releases]
         versions = registry.versions(model)
         assert [(entry.version, entry.variant, entry.release) for entry in versions] == [
@@ -231,9 +282,13 @@ class RegistrySuite:
             for release, published in zip(releases, numbers, strict=True)
             for variant in published
         ]
-        assert all(entry.manifest == registry.version(model, entry.version).manifest for entry in versions)
+        assert all(
+            entry.manifest == registry.version(model, entry.version).manifest for entry in versions
+        )
         variants = [record for release in releases for record in release.variants]
-        assert [entry.evidence for entry in versions] == [record.evidence_digest() for record in variants]
+        assert [entry.evidence for entry in versions] == [
+            record.evidence_digest() for record in variants
+        ]
         assert versions[0].created_at <= versions[-1].created_at
         registry.set_alias(model, "champion-cpu-1t", versions[0].version)
         _assert_raises(RefusedError, registry.delete_version, model, versions[0].version)
@@ -245,27 +300,39 @@ class RegistrySuite:
         ]
         assert registry.version(model, versions[0].version).manifest == versions[0].manifest
 
-    def test_publish_of_deleted_version_registers_it_again(self, registry: Registry, tmp_path: Path) -> None:
+    def test_publish_of_deleted_version_registers_it_again(
+        self, registry: Registry, tmp_path: Path
+    ) -> None:
         model = _unique()
         release = publication(tmp_path, model=model, seed="a")
         registry.delete_version(model, registry.publish(release)["fp32"])
         record = registry.version(model, registry.publish(release)["fp32"])
         assert registry.fetch(record, _empty(tmp_path)).digest() == record.manifest
 
-    def test_all_aliases_equal_aliases_of_each_model(self, registry: Registry, tmp_path: Path) -> None:
+    def test_all_aliases_equal_aliases_of_each_model(
+        self, registry: Registry, tmp_path: Path
+    ) -> None:
         one, two = _unique(), _unique()
         for model in (one, two):
-            registry.publish(publication(tmp_path, model=model, seed="a", variants=("fp32", "int8")))
+            registry.publish(
+                publication(tmp_path, model=model, seed="a", variants=("fp32", "int8"))
+            )
         assert not registry.all_aliases()[one]
         registry.set_alias(one, "champion-cpu-1t", "1")
         registry.set_alias(one, "challenger-cpu-1t", "2")
         registry.set_alias(two, "champion-cpu-1t", "2")
         registry.delete_alias(two, "champion-cpu-1t")
         aliases = registry.all_aliases()
-        assert aliases[one] == {"champion-cpu-1t": "1", "challenger-cpu-1t": "2"} == registry.aliases(one)
+        assert (
+            aliases[one]
+            == {"champion-cpu-1t": "1", "challenger-cpu-1t": "2"}
+            == registry.aliases(one)
+        )
         assert not aliases[two]
 
-    def test_registry_with_unknown_names_raises_not_found_error(self, registry: Registry, tmp_path: Path) -> None:
+    def test_registry_with_unknown_names_raises_not_found_error(
+        self, registry: Registry, tmp_path: Path
+    ) -> None:
         model = _unique()
         assert registry.aliases(model) == {}
         registry.delete_alias(model, "champion-cpu-1t")
@@ -283,7 +350,9 @@ class RegistrySuite:
         model = _unique()
         registry.publish(publication(tmp_path, model=model, seed="a"))
         page = registry.page(model, "1", "report.html")
-        assert page == "" or (page.startswith(("http://", "https://")) and page.endswith("report.html"))
+        assert page == "" or (
+            page.startswith(("http://", "https://")) and page.endswith("report.html")
+        )
         _assert_raises(NotFoundError, registry.page, model, "2", "report.html")
 
 

@@ -37,7 +37,9 @@ class RuntimeSuite:
         assert fingerprint.memory_bytes > 0
         assert any(map(str.isdecimal, fingerprint.runtime_version))
 
-    def test_facts_name_providers_that_ran_nodes(self, runtime: Runtime, target: Target, file: Path) -> None:
+    def test_facts_name_providers_that_ran_nodes(
+        self, runtime: Runtime, target: Target, file: Path
+    ) -> None:
         facts = runtime.facts(file, target)
         assert facts.asked == tuple(provider.name for provider in target.providers)
         assert set(facts.asked) <= set(facts.used)
@@ -47,22 +49,30 @@ class RuntimeSuite:
         assert facts.clock_resolution_ns is not None
         assert 0 < facts.clock_resolution_ns < 1e6
 
-    def test_run_of_batches_returns_ordered_outputs_by_name(self, runtime: Runtime, target: Target, file: Path) -> None:
+    def test_run_of_batches_returns_ordered_outputs_by_name(
+        self, runtime: Runtime, target: Target, file: Path
+    ) -> None:
         feeds = (rows(1), rows(5), rows(0), rows(17))
         answers = runtime.run(file, target, feeds)
-        assert [answer["scores"].shape for answer in answers] == [(len(feed["x"]), CLASSES) for feed in feeds]
+        assert [answer["scores"].shape for answer in answers] == [
+            (len(feed["x"]), CLASSES) for feed in feeds
+        ]
         assert {answer["scores"].dtype for answer in answers} == {np.dtype(np.float32)}
         alone = runtime.run(file, target, (feeds[1],))[0]["scores"]
         np.testing.assert_array_equal(answers[1]["scores"], alone)
 
-    def test_sample_returns_positive_duration_of_each_run(self, runtime: Runtime, target: Target, file: Path) -> None:
+    def test_sample_returns_positive_duration_of_each_run(
+        self, runtime: Runtime, target: Target, file: Path
+    ) -> None:
         samples = runtime.sample(file, target, rows(1), runs=7, warmup=2)
         assert samples.nanoseconds.shape == samples.preempted.shape == (7,)
         assert samples.nanoseconds.dtype == np.int64
         assert samples.preempted.dtype == np.bool_
         assert int(samples.nanoseconds.astype(np.int64).min()) > 0
 
-    def test_benchmark_times_each_axis_of_schedule(self, runtime: Runtime, target: Target, file: Path) -> None:
+    def test_benchmark_times_each_axis_of_schedule(
+        self, runtime: Runtime, target: Target, file: Path
+    ) -> None:
         schedule = PairedBenchmarkSchedule(rounds=2, blocks=3, runs=4, warmup=1, seed=5)
         samples = runtime.benchmark((file, file, file), target, rows(1), schedule)
         assert samples.nanoseconds.shape == samples.preempted.shape == (2, 3, 3, 4)
@@ -70,7 +80,9 @@ class RuntimeSuite:
         assert samples.calls >= 1
         assert int(samples.nanoseconds.astype(np.int64).min()) > 0
 
-    def test_under_load_times_windows_of_each_model(self, runtime: Runtime, target: Target, file: Path) -> None:
+    def test_under_load_times_windows_of_each_model(
+        self, runtime: Runtime, target: Target, file: Path
+    ) -> None:
         schedule = LoadSchedule(concurrency=3, requests=20, rounds=2, windows=3, seed=5)
         samples = runtime.under_load((file, file, file), target, rows(1), schedule)
         assert samples.nanoseconds.shape == (2, 3, 3)
@@ -80,7 +92,9 @@ class RuntimeSuite:
     def test_starts_return_durations_and_memory_of_fresh_processes(
         self, runtime: Runtime, target: Target, file: Path
     ) -> None:
-        samples = runtime.starts((file, file), target, rows(1), StartSchedule(rounds=2, requests=3, seed=5))
+        samples = runtime.starts(
+            (file, file), target, rows(1), StartSchedule(rounds=2, requests=3, seed=5)
+        )
         for figure in (samples.load_ns, samples.first_ns, samples.peak_bytes):
             assert figure.shape == (2, 2)
         assert int(samples.load_ns.astype(np.int64).min()) > 0
@@ -96,7 +110,9 @@ class RuntimeSuite:
             lambda: runtime.facts(file, elsewhere),
             lambda: runtime.run(file, elsewhere, (rows(1),)),
             lambda: runtime.sample(file, elsewhere, rows(1), runs=1, warmup=0),
-            lambda: runtime.benchmark((file, file), elsewhere, rows(1), PairedBenchmarkSchedule(rounds=1)),
+            lambda: runtime.benchmark(
+                (file, file), elsewhere, rows(1), PairedBenchmarkSchedule(rounds=1)
+            ),
             lambda: runtime.under_load((file, file), elsewhere, rows(1), ONE_WINDOW),
             lambda: runtime.starts((file, file), elsewhere, rows(1), StartSchedule(rounds=1)),
         ):
@@ -122,4 +138,6 @@ class RuntimeSuite:
         ):
             with pytest.raises(MeasurementError):
                 measure()
-        assert len(runtime.run(file, target, (rows(1),))) == 1  # the refused call has no side effects
+        assert (
+            len(runtime.run(file, target, (rows(1),))) == 1
+        )  # the refused call has no side effects

@@ -44,7 +44,9 @@ class StoreSuite:
     def store(self, reopen: Callable[[], Store]) -> Store:
         return reopen()
 
-    def test_put_content_is_read_by_digest(self, store: Store, reopen: Callable[[], Store], tmp_path: Path) -> None:
+    def test_put_content_is_read_by_digest(
+        self, store: Store, reopen: Callable[[], Store], tmp_path: Path
+    ) -> None:
         source = tmp_path / "source"
         source.write_bytes(CONTENT)
         assert store.put_file(source) == store.put_bytes(CONTENT) == digest_bytes(CONTENT)
@@ -64,7 +66,9 @@ class StoreSuite:
                 store.path(unknown)
         assert store.lookup(KEY) is None
 
-    def test_lookup_returns_recorded_result_by_key(self, store: Store, reopen: Callable[[], Store]) -> None:
+    def test_lookup_returns_recorded_result_by_key(
+        self, store: Store, reopen: Callable[[], Store]
+    ) -> None:
         manifest = Manifest(files={"a": store.put_bytes(b"a"), "dir/b": store.put_bytes(b"b")})
         store.record(KEY, manifest)
         assert store.lookup(KEY) == reopen().lookup(KEY) == manifest
@@ -77,11 +81,16 @@ class StoreSuite:
         store.record(KEY, Manifest(files={}))
         assert store.lookup(KEY) == Manifest(files={})
 
-    def test_read_of_damaged_content_raises_until_put_again(self, store: Store, reopen: Callable[[], Store]) -> None:
+    def test_read_of_damaged_content_raises_until_put_again(
+        self, store: Store, reopen: Callable[[], Store]
+    ) -> None:
         digest = store.put_bytes(CONTENT)
         manifest = Manifest(files={"file": digest})
         store.record(KEY, manifest)
-        flipped = [CONTENT[:n] + bytes([CONTENT[n] ^ 1]) + CONTENT[n + 1 :] for n in (0, 10, len(CONTENT) - 1)]
+        flipped = [
+            CONTENT[:n] + bytes([CONTENT[n] ^ 1]) + CONTENT[n + 1 :]
+            for n in (0, 10, len(CONTENT) - 1)
+        ]
         torn = [CONTENT[:n] for n in range(len(CONTENT))]
         for content in (*flipped, *torn, CONTENT + b"x", None):
             self.spoil(digest, content)
@@ -101,11 +110,15 @@ class StoreSuite:
         with pytest.raises(CorruptStateError):
             store.read(digest)
 
-    def test_lookup_of_damaged_record_returns_none(self, store: Store, reopen: Callable[[], Store]) -> None:
+    def test_lookup_of_damaged_record_returns_none(
+        self, store: Store, reopen: Callable[[], Store]
+    ) -> None:
         manifest = Manifest(files={"file": store.put_bytes(CONTENT)})
         store.record(KEY, manifest)
         whole = self.record_of(KEY)
-        flipped = [whole[:n] + bytes([whole[n] ^ 1]) + whole[n + 1 :] for n in range(0, len(whole), 7)]
+        flipped = [
+            whole[:n] + bytes([whole[n] ^ 1]) + whole[n + 1 :] for n in range(0, len(whole), 7)
+        ]
         torn = [whole[:n] for n in range(0, len(whole), 5)]
         for content in (*flipped, *torn, b"null", b"[]", b'{"key":1}', b"\xff"):
             self.spoil_record(KEY, content)
@@ -113,7 +126,9 @@ class StoreSuite:
         store.record(KEY, manifest)
         assert reopen().lookup(KEY) == manifest
 
-    def test_lookup_of_record_under_other_key_returns_none(self, store: Store, reopen: Callable[[], Store]) -> None:
+    def test_lookup_of_record_under_other_key_returns_none(
+        self, store: Store, reopen: Callable[[], Store]
+    ) -> None:
         other = digest_bytes(b"another key")
         for key, content in ((KEY, b"a"), (other, b"b")):
             store.record(key, Manifest(files={"file": store.put_bytes(content)}))
@@ -121,13 +136,18 @@ class StoreSuite:
         assert reopen().lookup(KEY) is None
         assert reopen().lookup(other) is not None
 
-    def test_contents_and_results_list_what_is_stored(self, store: Store, reopen: Callable[[], Store]) -> None:
+    def test_contents_and_results_list_what_is_stored(
+        self, store: Store, reopen: Callable[[], Store]
+    ) -> None:
         assert (store.contents(), list(store.results())) == ((), [])
         manifest = Manifest(files={"file": store.put_bytes(CONTENT)})
         store.record(KEY, manifest)
         other = store.put_bytes(b"other")
         for reader in (store, reopen()):
-            assert {one.digest: one.size_bytes for one in reader.contents()} == {manifest["file"]: 20, other: 5}
+            assert {one.digest: one.size_bytes for one in reader.contents()} == {
+                manifest["file"]: 20,
+                other: 5,
+            }
             assert list(reader.results()) == [manifest]
 
     def test_results_skip_damaged_record(self, store: Store) -> None:
@@ -135,7 +155,9 @@ class StoreSuite:
         self.spoil_record(KEY, self.record_of(KEY)[:-3])
         assert list(store.results()) == []
 
-    def test_forget_removes_content_until_put_again(self, store: Store, reopen: Callable[[], Store]) -> None:
+    def test_forget_removes_content_until_put_again(
+        self, store: Store, reopen: Callable[[], Store]
+    ) -> None:
         digest = store.put_bytes(CONTENT)
         store.record(KEY, Manifest(files={"file": digest}))
         (stored,) = store.contents()
@@ -149,7 +171,9 @@ class StoreSuite:
         assert store.put_bytes(CONTENT) == digest
         assert store.lookup(KEY) is not None
 
-    def test_forget_keeps_content_put_again_since_listing(self, store: Store, reopen: Callable[[], Store]) -> None:
+    def test_forget_keeps_content_put_again_since_listing(
+        self, store: Store, reopen: Callable[[], Store]
+    ) -> None:
         digest = store.put_bytes(CONTENT)
         (stored,) = store.contents()
         assert not reopen().forget(replace(stored, at=stored.at - 5))

@@ -30,12 +30,23 @@ from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.execution import inspect_execution, require_hardware
 from onnx_ops.measure.speed import compare_resources, measure_starts, measure_throughput
-from onnx_ops.measure.timing import QUANTILES, PairedBenchmark, RawSamples, compare_latency, count_rows, measure_latency
+from onnx_ops.measure.timing import (
+    QUANTILES,
+    PairedBenchmark,
+    RawSamples,
+    compare_latency,
+    count_rows,
+    measure_latency,
+)
 from onnx_ops.onnx_graph.compatibility import check_model, explain_incompatibility
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.statistics.judge import judge
-from onnx_ops.statistics.latency import QuantileComparison, compare_latency_quantile, compare_quantile
+from onnx_ops.statistics.latency import (
+    QuantileComparison,
+    compare_latency_quantile,
+    compare_quantile,
+)
 from onnx_ops.tools.model_inputs import shared_inputs
 
 LATENCY = "latency"
@@ -98,7 +109,10 @@ def benchmark(
     request = request or MeasurementRequest()
     report(f"{runs} runs of {model.name}")
     latency, _ = measure_latency(runtime, model, target, feed, runs=runs)
-    quantiles = {name: compare_latency_quantile(latency.sorted_ns, q, math.inf) for name, q in QUANTILES.items()}
+    quantiles = {
+        name: compare_latency_quantile(latency.sorted_ns, q, math.inf)
+        for name, q in QUANTILES.items()
+    }
     figures = {name: _make_figure(quantile, "s") for name, quantile in quantiles.items()}
     for level in request.throughput:
         report(f"windows of {level} requests at once")
@@ -141,7 +155,9 @@ def read_runtime_facts(runtime: Runtime, target: Target, model: Path) -> Runtime
 
 def _make_figure(quantile: QuantileComparison, unit: str) -> BenchmarkFigure:
     high = quantile.high if math.isfinite(quantile.high) else None
-    return BenchmarkFigure(value=quantile.estimate, unit=unit, low=quantile.low, high=high, n=quantile.n)
+    return BenchmarkFigure(
+        value=quantile.estimate, unit=unit, low=quantile.low, high=high, n=quantile.n
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +175,9 @@ class ComparisonResult:
         return self.decision.verdict
 
 
-def build_pair_gates(max_regression: float | None, *, concurrency: int | None, cold: bool) -> tuple[Gate, ...]:
+def build_pair_gates(
+    max_regression: float | None, *, concurrency: int | None, cold: bool
+) -> tuple[Gate, ...]:
     """Build the gates for B, with one limit or the defaults."""
 
     def limit(kind: str) -> float:
@@ -169,7 +187,10 @@ def build_pair_gates(max_regression: float | None, *, concurrency: int | None, c
     if concurrency is not None:
         gates.append(ThroughputGate(concurrency=concurrency, max_regression=limit("throughput")))
     if cold:
-        gates += [ColdStartGate(max_regression=limit("cold_start")), MemoryGate(max_regression=limit("memory"))]
+        gates += [
+            ColdStartGate(max_regression=limit("cold_start")),
+            MemoryGate(max_regression=limit("memory")),
+        ]
     return tuple(gates)
 
 
@@ -223,7 +244,10 @@ def benchmark_pair(
         batch=count_rows(feed),
         decision=decision,
         evidence=evidence,
-        medians={LATENCY: _find_median_latencies(raw), **{r.figure: _find_medians(r.figure, more) for r in ratios}},
+        medians={
+            LATENCY: _find_median_latencies(raw),
+            **{r.figure: _find_medians(r.figure, more) for r in ratios},
+        },
     )
 
 
@@ -247,7 +271,11 @@ def make_evidence(runtime: Runtime, target: Target, model: Path) -> Evidence:
 
 def _find_median_latencies(raw: RawSamples) -> tuple[float, float]:
     """Return seconds of A and B over all blocks of all looks, without preempted runs."""
-    looks = [name.removesuffix("/nanoseconds") for name in raw if re.fullmatch(rf"{A}/look-\d+/nanoseconds", name)]
+    looks = [
+        name.removesuffix("/nanoseconds")
+        for name in raw
+        if re.fullmatch(rf"{A}/look-\d+/nanoseconds", name)
+    ]
     sides = []
     for side in (0, -1):
         ns, preempted = (

@@ -21,7 +21,12 @@ from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.answers import GroupAnswers, explain_rejection, run_groups
-from onnx_ops.measure.execution import ExecutionReport, inspect_execution, require_hardware, require_versions
+from onnx_ops.measure.execution import (
+    ExecutionReport,
+    inspect_execution,
+    require_hardware,
+    require_versions,
+)
 from onnx_ops.measure.parity import make_mismatch
 from onnx_ops.measure.quantization import AS_WRITTEN
 from onnx_ops.measure.rounding import measure_roundings
@@ -37,7 +42,13 @@ from onnx_ops.onnx_graph.input_bounds import read_input_bounds
 from onnx_ops.onnx_graph.ort_format import is_ort_format
 from onnx_ops.onnx_graph.tree_ensembles import build_split_probes, has_trees, read_trees
 from onnx_ops.ports import Runtime, Tensors
-from onnx_ops.statistics.output_columns import WHOLE, ColumnNoise, Rounding, compute_ratio, measure_columns
+from onnx_ops.statistics.output_columns import (
+    WHOLE,
+    ColumnNoise,
+    Rounding,
+    compute_ratio,
+    measure_columns,
+)
 from onnx_ops.statistics.parity import measure_output
 from onnx_ops.statistics.probes import MIN_NOISE_ROWS, REAL
 from onnx_ops.statistics.tree_parity import compare_trees
@@ -105,7 +116,9 @@ class ParityResult:
     @property
     def worst(self) -> OutputDifference:
         """Return the first of the worst differences."""
-        return max(self.differences, key=lambda d: (d.verdict.rank, bool(d.mismatch), d.ratio, d.error))
+        return max(
+            self.differences, key=lambda d: (d.verdict.rank, bool(d.mismatch), d.ratio, d.error)
+        )
 
     @property
     def reason(self) -> str:
@@ -155,9 +168,13 @@ def compare(
     inputs = {group.name: group.runs for group in groups}
 
     def run_candidate() -> tuple[JoinedAnswers, ExecutionReport]:
-        return _join_groups(_run_groups(runtime, target, b, groups)), inspect_execution(runtime, a, b, target)
+        return _join_groups(_run_groups(runtime, target, b, groups)), inspect_execution(
+            runtime, a, b, target
+        )
 
-    with ThreadPoolExecutor(1) as pool:  # each model runs in a process of the runtime, not in this one
+    with ThreadPoolExecutor(
+        1
+    ) as pool:  # each model runs in a process of the runtime, not in this one
         candidate = pool.submit(run_candidate)
         expected = _run_reference(exact, reference, a, groups)
         roundings = measure_roundings(exact, a, inputs, custom_ops=target.custom_ops)
@@ -170,7 +187,9 @@ def compare(
     measured = _pool_assumed_noise(measured, groups)
 
     inside, outside = _judge_measurements(measured, expected)
-    inside += _judge_distinction(samples, real, [_tensors(expected[g.name]) for g in groups if g.inside])
+    inside += _judge_distinction(
+        samples, real, [_tensors(expected[g.name]) for g in groups if g.inside]
+    )
     notes = (
         *_note_omissions(samples, refused, rejected, fixed),
         *_note_outputs(real, answers),
@@ -195,13 +214,19 @@ def _require_operators(model: Path, place: Target, target: Target) -> None:
     """
     require_versions(model, place)
     if reason := explain_missing_operators(find_custom_operators(share_structure(model)), target):
-        raise UserError(reason, where=model.name, remedy="Give the target its library of them: custom_ops.")
+        raise UserError(
+            reason, where=model.name, remedy="Give the target its library of them: custom_ops."
+        )
 
 
 def _make_groups(a: Path, b: Path, samples: SampleRows) -> tuple[InputGroup, ...]:
     """Return the groups of inputs; rows near the splits of trees are one of them."""
     with_trees = _list_tree_models(a, b)
-    splits = build_split_probes(with_trees[0], samples.rows) if with_trees and not samples.fixed else None
+    splits = (
+        build_split_probes(with_trees[0], samples.rows)
+        if with_trees and not samples.fixed
+        else None
+    )
     empty = not any(map(is_unsafe_without_rows, (a, b)))
     return build_groups(samples, empty=empty, bounds=read_input_bounds(a), splits=splits)
 
@@ -229,9 +254,13 @@ def _find_structural_mismatches(
     return mismatches
 
 
-def _drop_rejected(groups: Sequence[InputGroup], expected: JoinedAnswers) -> tuple[tuple[InputGroup, ...], list[str]]:
+def _drop_rejected(
+    groups: Sequence[InputGroup], expected: JoinedAnswers
+) -> tuple[tuple[InputGroup, ...], list[str]]:
     """Return the groups without assumed inputs that A rejects, and the names of those."""
-    rejected = [g.name for g in groups if g.assumed and isinstance(expected[g.name], MeasurementError)]
+    rejected = [
+        g.name for g in groups if g.assumed and isinstance(expected[g.name], MeasurementError)
+    ]
     return tuple(group for group in groups if group.name not in rejected), rejected
 
 
@@ -243,7 +272,10 @@ def _note_omissions(
         *(["rows are large: edges and large batches were omitted"] if samples.large else []),
         *refused,
         *([f"A rejects generated sizes or values: {_shorten(rejected)}"] if rejected else []),
-        *(f"B takes {name} = {size} only; other sizes were not compared" for name, size in fixed.items()),
+        *(
+            f"B takes {name} = {size} only; other sizes were not compared"
+            for name, size in fixed.items()
+        ),
     ]
 
 
@@ -251,11 +283,16 @@ def _note_outputs(real: Tensors, answers: JoinedAnswers) -> list[str]:
     """Return notes on outputs that only B has, and on those that are no tensors."""
     answered = {name for answer in answers.values() for name in _tensors(answer)}
     extra = sorted(answered - set(real))
-    maps, sequences = ([n.removesuffix(end) for n in real if n.endswith(end)] for end in (KEYS, LENGTH))
+    maps, sequences = (
+        [n.removesuffix(end) for n in real if n.endswith(end)] for end in (KEYS, LENGTH)
+    )
     return [
         *([f"B has outputs that A lacks: {', '.join(extra)}"] if extra else []),
         *(f"{name} contains maps: compared by keys, and as a matrix" for name in maps),
-        *(f"{name} is a sequence: compared by length, and element by element" for name in sequences),
+        *(
+            f"{name} is a sequence: compared by length, and element by element"
+            for name in sequences
+        ),
     ]
 
 
@@ -274,7 +311,9 @@ def _shorten(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _run_reference(runtime: Runtime, target: Target, a: Path, groups: Sequence[InputGroup]) -> JoinedAnswers:
+def _run_reference(
+    runtime: Runtime, target: Target, a: Path, groups: Sequence[InputGroup]
+) -> JoinedAnswers:
     """Run A on all groups, on the plain rows twice in one session: a fresh one would draw the same random numbers."""
     first, *others = groups
     repeated = replace(first, runs=(*first.runs, first.runs[0]))
@@ -287,7 +326,9 @@ def _run_reference(runtime: Runtime, target: Target, a: Path, groups: Sequence[I
     return _join_groups({**answers, first.name: tuple(plain)})
 
 
-def _run_groups(runtime: Runtime, target: Target, model: Path, groups: Sequence[InputGroup]) -> GroupAnswers:
+def _run_groups(
+    runtime: Runtime, target: Target, model: Path, groups: Sequence[InputGroup]
+) -> GroupAnswers:
     """Run all groups; one that the model rejects holds the error. Rejecting the plain rows is an error."""
     try:
         return run_groups(runtime, target, model, {group.name: group.runs for group in groups})
@@ -297,7 +338,9 @@ def _run_groups(runtime: Runtime, target: Target, model: Path, groups: Sequence[
 
 
 def _join_groups(answers: GroupAnswers) -> JoinedAnswers:
-    return {name: a if isinstance(a, MeasurementError) else _join_runs(a) for name, a in answers.items()}
+    return {
+        name: a if isinstance(a, MeasurementError) else _join_runs(a) for name, a in answers.items()
+    }
 
 
 def _as_tensors(answer: Mapping[str, Any]) -> Tensors:
@@ -317,7 +360,9 @@ def _as_tensors(answer: Mapping[str, Any]) -> Tensors:
             tensors[name], tensors[f"{name}{KEYS}"] = _join_maps(maps)
         else:
             tensors[f"{name}{LENGTH}"] = np.array([len(maps)])
-            tensors |= {f"{name}[{index}]": np.asarray(element) for index, element in enumerate(maps)}
+            tensors |= {
+                f"{name}[{index}]": np.asarray(element) for index, element in enumerate(maps)
+            }
     return tensors
 
 
@@ -376,18 +421,23 @@ def _measure_groups(
     measured, notes = [], []
     real = roundings.get(REAL, {})
     known: dict[str, ColumnNoise | None] = {
-        name: measure_columns(array, array, real.get(name, WHOLE)) for name, array in _tensors(expected[REAL]).items()
+        name: measure_columns(array, array, real.get(name, WHOLE))
+        for name, array in _tensors(expected[REAL]).items()
     }
     for group in groups:
         reference, answer = expected[group.name], answers[group.name]
         if isinstance(reference, MeasurementError):
-            notes.append(f"inputs {group.name!r} were omitted: A rejects them ({explain_rejection(reference)})")
+            notes.append(
+                f"inputs {group.name!r} were omitted: A rejects them ({explain_rejection(reference)})"
+            )
             continue
         if isinstance(answer, MeasurementError):
             text = f"B rejects these inputs, A does not: {explain_rejection(answer)}"
             measured.append(replace(make_mismatch("*", group.name, text), inside=group.inside))
             continue
-        entries = _measure_outputs(group.name, reference, answer, roundings.get(group.name, {}), known)
+        entries = _measure_outputs(
+            group.name, reference, answer, roundings.get(group.name, {}), known
+        )
         measured += (replace(entry, inside=group.inside) for entry in entries)
     return measured, notes
 
@@ -426,7 +476,9 @@ def _has_counterpart(name: str, array: Any, answer: Tensors) -> bool:
     return not array.size and f"{name}{LENGTH}" in answer
 
 
-def _pool_assumed_noise(measured: Sequence[ParityMeasurement], groups: Sequence[InputGroup]) -> list[ParityMeasurement]:
+def _pool_assumed_noise(
+    measured: Sequence[ParityMeasurement], groups: Sequence[InputGroup]
+) -> list[ParityMeasurement]:
     """Judge few answers at other sizes by the tolerance of the plain rows, if that is larger.
 
     All of them may be tiny by cancellation.
@@ -470,11 +522,15 @@ def _judge_measurements(
 
 def _find_labels(expected: JoinedAnswers) -> set[str]:
     """Return the outputs that hold other values than floats, in any group."""
-    tensors = [(name, array) for answer in expected.values() for name, array in _tensors(answer).items()]
+    tensors = [
+        (name, array) for answer in expected.values() for name, array in _tensors(answer).items()
+    ]
     return {name for name, array in tensors if array.dtype.kind != "f"}
 
 
-def _judge_distinction(samples: SampleRows, real: Tensors, groups: Sequence[Tensors]) -> tuple[OutputDifference, ...]:
+def _judge_distinction(
+    samples: SampleRows, real: Tensors, groups: Sequence[Tensors]
+) -> tuple[OutputDifference, ...]:
     """Return an INCONCLUSIVE difference where A gives the same answer to all rows of each group."""
     count = len(samples)
     outputs = _list_model_outputs(real)
@@ -498,7 +554,9 @@ def _judge_measurement(m: ParityMeasurement, *, labels: bool) -> OutputDifferenc
     limit = m.noise * factor
     good = not m.mismatch and m.ratio <= factor
     if m.mismatch:
-        reason = m.mismatch.replace("the source gives", "A gives").replace("the source has", "A has")
+        reason = m.mismatch.replace("the source gives", "A gives").replace(
+            "the source has", "A has"
+        )
     elif labels:
         reason = f"answers differ in {100 * m.error:.3g}% of {_format_rows(m)}, limit 0%"
     else:

@@ -53,8 +53,16 @@ class _Recipe:
     def symbols(self) -> dict[str, None]:
         """Return the names of free dimensions that hold no rows."""
         places = list_named_axes({spec.name: spec.shape for spec in self.inputs})
-        rows = {spec.shape[axis] for spec in self.inputs if (axis := self.axes.get(spec.name)) is not None}
-        return {symbol: None for symbol, name, axis in places if symbol not in rows and self.axes.get(name) != axis}
+        rows = {
+            spec.shape[axis]
+            for spec in self.inputs
+            if (axis := self.axes.get(spec.name)) is not None
+        }
+        return {
+            symbol: None
+            for symbol, name, axis in places
+            if symbol not in rows and self.axes.get(name) != axis
+        }
 
     def shape(self, spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of an input in one run, without the axis of the rows."""
@@ -67,18 +75,31 @@ class _Recipe:
 
     def read_sizes(self, wanted: Mapping[str, int]) -> dict[str, int]:
         """Return the size of every free dimension."""
-        return {symbol: wanted.get(symbol, self.dims.get(symbol, LENGTH)) for symbol in self.symbols}
+        return {
+            symbol: wanted.get(symbol, self.dims.get(symbol, LENGTH)) for symbol in self.symbols
+        }
 
     def choices(self, spec: TensorSpec) -> tuple[Any, ...]:
         """Return the values to try of an input of one whole number or boolean that is no index; none of others."""
         known, kind = self.bounds.get(spec.name, InputBounds()), read_dtype(spec)
         single = spec.name not in self.axes and all(size == 1 for size in spec.shape)
-        if spec.name in self.fix or not single or known.index or known.tables or kind.kind not in "biu":
+        if (
+            spec.name in self.fix
+            or not single
+            or known.index
+            or known.tables
+            or kind.kind not in "biu"
+        ):
             return ()
         return (True, False) if kind.kind == "b" else _select_possible(kind, known.compared or (1,))
 
     def draw(
-        self, draw: np.random.Generator, count: int, wanted: Mapping[str, int], *, fewest: int | None = None
+        self,
+        draw: np.random.Generator,
+        count: int,
+        wanted: Mapping[str, int],
+        *,
+        fewest: int | None = None,
     ) -> tuple[Tensors, Tensors]:
         """Return `count` rows, and the inputs without rows, at those sizes.
 
@@ -153,19 +174,28 @@ def generate_samples(
     batch = find_batch(inputs, axes, dims)
     recipe = _Recipe(inputs=inputs, axes=axes, dims=dims, fix=fix, bounds=bounds, batch=batch)
     sizes = recipe.read_sizes({})
-    row_bytes = sum(math.prod(recipe.shape(spec, sizes)) * max(1, read_dtype(spec).itemsize) for spec in inputs)
+    row_bytes = sum(
+        math.prod(recipe.shape(spec, sizes)) * max(1, read_dtype(spec).itemsize) for spec in inputs
+    )
     if row_bytes > _ROW_BYTES:
-        raise UserError(f"one row of the model's inputs takes {row_bytes / 1e9:.3g} GB", remedy="Supply rows: --data.")
+        raise UserError(
+            f"one row of the model's inputs takes {row_bytes / 1e9:.3g} GB",
+            remedy="Supply rows: --data.",
+        )
     count = max(recipe.batch or 1, min(count, SET_BYTES // max(1, row_bytes)))
     rows, fixed = recipe.draw(np.random.default_rng(seed), count, {})
     choices = {spec.name: values for spec in inputs if (values := recipe.choices(spec))}
     further = {} if row_bytes * MIN_NOISE_ROWS > SET_BYTES else dict(_draw_further(recipe, seed))
-    return SampleRows(rows=rows, fixed=fixed, batch=recipe.batch, axes=axes, further=further, choices=choices)
+    return SampleRows(
+        rows=rows, fixed=fixed, batch=recipe.batch, axes=axes, further=further, choices=choices
+    )
 
 
 def _check_dimension_names(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> None:
     """Raise UserError if a size is given for a dimension that does not exist."""
-    named = sorted({symbol for symbol, _, _ in list_named_axes({spec.name: spec.shape for spec in inputs})})
+    named = sorted(
+        {symbol for symbol, _, _ in list_named_axes({spec.name: spec.shape for spec in inputs})}
+    )
     if unknown := sorted(set(dims) - set(named)):
         remedy = f"Named ones: {', '.join(named) or 'none'}."
         raise UserError(f"no dimension is called {unknown[0]!r}", where="--dim", remedy=remedy)
@@ -197,7 +227,10 @@ def _draw_further(recipe: _Recipe, seed: int) -> Iterator[tuple[str, Tensors]]:
 
     yield from _draw_other_sizes(recipe, draw_run)
     yield from _draw_other_choices(recipe, draw_run)
-    if any(spec.name not in (*recipe.axes, *recipe.fix) and not recipe.choices(spec) for spec in recipe.inputs):
+    if any(
+        spec.name not in (*recipe.axes, *recipe.fix) and not recipe.choices(spec)
+        for spec in recipe.inputs
+    ):
         for number in range(1, _DRAWS + 1):
             yield f"draws:{number}", draw_run({})
     yield from _draw_unequal_counts(recipe, draw_run)
@@ -216,7 +249,10 @@ def _draw_other_choices(recipe: _Recipe, draw_run: _DrawRun) -> Iterator[tuple[s
     for spec in recipe.inputs:
         for value in recipe.choices(spec)[1:]:
             run = draw_run({})
-            yield f"values:{spec.name}={value}", {**run, spec.name: np.full_like(run[spec.name], value)}
+            yield (
+                f"values:{spec.name}={value}",
+                {**run, spec.name: np.full_like(run[spec.name], value)},
+            )
 
 
 def _draw_unequal_counts(recipe: _Recipe, draw_run: _DrawRun) -> Iterator[tuple[str, Tensors]]:
@@ -235,13 +271,18 @@ def _list_sizes(symbols: Sequence[str]) -> Iterator[dict[str, int]]:
     A dimension can be the sum of the others, as the length of a mask that covers a cache too.
     """
     for size in (LENGTH, 1, 3) if len(symbols) > 2 else ():
-        yield from ({**dict.fromkeys(symbols, size), total: (len(symbols) - 1) * size} for total in symbols)
+        yield from (
+            {**dict.fromkeys(symbols, size), total: (len(symbols) - 1) * size} for total in symbols
+        )
     for symbol in symbols:
         yield from ({symbol: size} for size in OTHER_SIZES)
     if len(symbols) > 1:
         yield from (dict.fromkeys(symbols, size) for size in OTHER_SIZES)
         for start in range(2):
-            yield {symbol: OTHER_SIZES[(start + place) % len(OTHER_SIZES)] for place, symbol in enumerate(symbols)}
+            yield {
+                symbol: OTHER_SIZES[(start + place) % len(OTHER_SIZES)]
+                for place, symbol in enumerate(symbols)
+            }
 
 
 def _draw_values(
@@ -257,7 +298,9 @@ def _draw_values(
     if kind.kind == "U":
         return draw.choice([*bounds.texts, "a", "b"], shape)
     if bounds.compared and not (bounds.index or bounds.tables):
-        return draw.choice(sorted(_select_possible(kind, {*bounds.compared, 0, 1})), shape).astype(kind)
+        return draw.choice(sorted(_select_possible(kind, {*bounds.compared, 0, 1})), shape).astype(
+            kind
+        )
     low, high = _find_index_range(bounds, sizes)
     return draw.integers(low, high, shape, endpoint=True).astype(kind)
 
@@ -267,12 +310,17 @@ def _find_index_range(bounds: InputBounds, sizes: Mapping[str, int]) -> tuple[in
     low, high = bounds.index or (0, 1)
     if bounds.tables:
         smallest = min(sizes.values(), default=1)
-        entries = [sizes.get(str(table), smallest) if is_free(table) else int(table) for table in bounds.tables]
+        entries = [
+            sizes.get(str(table), smallest) if is_free(table) else int(table)
+            for table in bounds.tables
+        ]
         high = max(0, min([*entries, *([high + 1] if bounds.index else [])]) - 1)
     return low, high
 
 
-def settle_samples(runtime: Runtime, target: Target, model: Path, samples: SampleRows) -> SampleRows:
+def settle_samples(
+    runtime: Runtime, target: Target, model: Path, samples: SampleRows
+) -> SampleRows:
     """Return generated samples that a model takes: the same ones, or those with other values or sizes.
 
     Raises:
@@ -321,8 +369,13 @@ def _list_trials(samples: SampleRows) -> Iterator[SampleRows]:
     for values in itertools.product(*samples.choices.values()):
         yield _replace_choices(samples, dict(zip(samples.choices, values, strict=True)))
     for run in samples.further.values():
-        rows, fixed = ({name: run[name] for name in part if name in run} for part in (samples.rows, samples.fixed))
-        if len({len(array) for array in rows.values()}) > 1:  # independent first dimensions: one request
+        rows, fixed = (
+            {name: run[name] for name in part if name in run}
+            for part in (samples.rows, samples.fixed)
+        )
+        if (
+            len({len(array) for array in rows.values()}) > 1
+        ):  # independent first dimensions: one request
             rows, fixed = {}, dict(run)
         yield replace(samples, rows=rows, fixed={**samples.fixed, **fixed})
 
@@ -330,5 +383,8 @@ def _list_trials(samples: SampleRows) -> Iterator[SampleRows]:
 def _replace_choices(samples: SampleRows, values: Mapping[str, Any]) -> SampleRows:
     """Return the samples with other generated values, except in the runs that try one value."""
     chosen = {name: np.full_like(samples.fixed[name], value) for name, value in values.items()}
-    others = {name: run if name.startswith("values:") else {**run, **chosen} for name, run in samples.further.items()}
+    others = {
+        name: run if name.startswith("values:") else {**run, **chosen}
+        for name, run in samples.further.items()
+    }
     return replace(samples, fixed={**samples.fixed, **chosen}, further=others)

@@ -32,7 +32,13 @@ from onnx_ops.tools.bench import (
 )
 from onnx_ops.tools.compare import REFERENCE, ParityResult, compare
 from onnx_ops.tools.generated_rows import settle_samples
-from onnx_ops.tools.judgement import Judgement, JudgeRequest, TargetJudgement, add_cause, make_parity_result
+from onnx_ops.tools.judgement import (
+    Judgement,
+    JudgeRequest,
+    TargetJudgement,
+    add_cause,
+    make_parity_result,
+)
 from onnx_ops.tools.rounding_judgement import judge_rounding, judge_within_noise
 from onnx_ops.tools.task_judgement import judge_task
 
@@ -56,7 +62,11 @@ def judge_candidate(request: JudgeRequest) -> Judgement:
     except MeasurementError as error:
         targets = tuple(_make_unmeasured(request, target, (), error) for target in request.targets)
         return _make_judgement(request, targets, notes)
-    rounding = tuple(judge_rounding(request, notes)) if request.kind.is_rounded and request.only != "latency" else ()
+    rounding = (
+        tuple(judge_rounding(request, notes))
+        if request.kind.is_rounded and request.only != "latency"
+        else ()
+    )
     targets = tuple(_judge_target(request, target, rounding, notes) for target in request.targets)
     return _make_judgement(request, targets, notes)
 
@@ -67,7 +77,10 @@ def _make_judgement(
     return Judgement(
         kind=request.kind,
         digests=(digest_file(request.baseline), digest_file(request.candidate)),
-        sizes=(read_model_info(request.baseline).size_bytes, read_model_info(request.candidate).size_bytes),
+        sizes=(
+            read_model_info(request.baseline).size_bytes,
+            read_model_info(request.candidate).size_bytes,
+        ),
         targets=targets,
         notes=tuple(notes),
     )
@@ -79,7 +92,10 @@ def _settle(request: JudgeRequest) -> JudgeRequest:
         return request
     target = replace(REFERENCE, custom_ops=request.targets[0].custom_ops)
     settings = [
-        replace(setting, samples=settle_samples(request.exact, target, request.baseline, setting.samples))
+        replace(
+            setting,
+            samples=settle_samples(request.exact, target, request.baseline, setting.samples),
+        )
         for setting in request.settings
     ]
     return replace(request, settings=settings)
@@ -93,7 +109,9 @@ def _make_unmeasured(
     remedy = _find_running_level(request, target) or error.remedy
     reason = join_lines(f"{error.where}: {error.what}{why}" + (f". {remedy}" if remedy else ""))
     failed = GateResult(gate="target", metric="", limit="", verdict=Verdict.ERROR, reason=reason)
-    decision = Decision(variant=request.candidate.name, target=target.name, results=(*results, failed))
+    decision = Decision(
+        variant=request.candidate.name, target=target.name, results=(*results, failed)
+    )
     return TargetJudgement(target=target.name, decision=decision, remedy=remedy)
 
 
@@ -118,7 +136,9 @@ def _judge_target(
                     request.baseline,
                     request.candidate,
                     setting.samples.feed(setting.batch),
-                    gates=build_pair_gates(request.max_regression, concurrency=request.concurrency, cold=cold),
+                    gates=build_pair_gates(
+                        request.max_regression, concurrency=request.concurrency, cold=cold
+                    ),
                     conditions=request.conditions,
                     seed=request.seed,
                     report=request.report,
@@ -128,9 +148,15 @@ def _judge_target(
         if advice is None:
             advice = inspect_execution(runtime, request.baseline, request.candidate, target).advice
     except MeasurementError as error:
-        return replace(_make_unmeasured(request, target, results, error), paired=tuple(paired), advice=advice or ())
+        return replace(
+            _make_unmeasured(request, target, results, error),
+            paired=tuple(paired),
+            advice=advice or (),
+        )
     decision = Decision(variant=request.candidate.name, target=target.name, results=tuple(results))
-    return TargetJudgement(target=target.name, decision=decision, paired=tuple(paired), advice=advice)
+    return TargetJudgement(
+        target=target.name, decision=decision, paired=tuple(paired), advice=advice
+    )
 
 
 def _name_timings(decision: Decision, setting: str) -> Iterator[GateResult]:
@@ -193,9 +219,13 @@ def _judge_answers(
         examined = inspect_execution(runtime, request.baseline, request.candidate, target)
         advice = examined.advice
         evidence = replace(
-            make_evidence(runtime, target, request.candidate), quantized=True, coverage=examined.coverage
+            make_evidence(runtime, target, request.candidate),
+            quantized=True,
+            coverage=examined.coverage,
         )
-        results += [r for r in judge((ParityGate(),), evidence).results if r.metric == INT8_COVERAGE.metric]
+        results += [
+            r for r in judge((ParityGate(),), evidence).results if r.metric == INT8_COVERAGE.metric
+        ]
         if request.kind.candidate.precision == "float16":
             results.append(judge_within_noise(request, runtime, target, "float16"))
     elif request.kind.baseline.precision != "float32":
@@ -210,7 +240,9 @@ def _judge_answers(
     return results, advice
 
 
-def _compare_settings(request: JudgeRequest, runtime: Runtime, target: Target) -> Iterator[tuple[str, ParityResult]]:
+def _compare_settings(
+    request: JudgeRequest, runtime: Runtime, target: Target
+) -> Iterator[tuple[str, ParityResult]]:
     """Yield the comparison at each setting of the sweep, once for those that differ in the batch only."""
     compared = set()
     for setting in request.settings:

@@ -71,7 +71,9 @@ class JudgeRequest:
 
     def arrange(self, runtime: Runtime, setting: SweepPoint | None = None) -> Runtime:
         """Return a runtime that takes rows on axis 0, and adds the inputs without rows of a point of the sweep."""
-        return arrange_runtime(runtime, (setting or self.settings[0]).samples.read_layout(self.baseline))
+        return arrange_runtime(
+            runtime, (setting or self.settings[0]).samples.read_layout(self.baseline)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,11 @@ def add_cause(result: GateResult, cause: str) -> GateResult:
 def make_parity_result(parity: ParityResult, metric: str) -> GateResult:
     """Return the result of a comparison under the name of a metric."""
     result = GateResult(
-        gate="parity", metric=metric, limit="≤ 1x tolerance", verdict=parity.verdict, reason=parity.reason
+        gate="parity",
+        metric=metric,
+        limit="≤ 1x tolerance",
+        verdict=parity.verdict,
+        reason=parity.reason,
     )
     if not parity.differences:
         return result

@@ -56,10 +56,14 @@ def check_fixed_names(inputs: Sequence[TensorSpec], fix: Mapping[str, Any]) -> N
             raise UserError(f"no input is called {name!r}", where="--fix", remedy=remedy)
 
 
-def find_batch(inputs: Sequence[TensorSpec], axes: Mapping[str, int], dims: Mapping[str, int]) -> int:
+def find_batch(
+    inputs: Sequence[TensorSpec], axes: Mapping[str, int], dims: Mapping[str, int]
+) -> int:
     """Return the number of rows that every run must have; 0 for any number."""
     sizes = [spec.shape[axes[spec.name]] for spec in inputs if spec.name in axes]
-    return max((dims.get(size, 0) if isinstance(size, str) else max(0, size) for size in sizes), default=0)
+    return max(
+        (dims.get(size, 0) if isinstance(size, str) else max(0, size) for size in sizes), default=0
+    )
 
 
 def format_shape(spec: TensorSpec) -> str:

@@ -25,7 +25,13 @@ from onnx_ops.measure.quantization import ROWS_AT_ONCE, SIMPLIFIED
 from onnx_ops.measure.row_layout import arrange_context, arrange_runtime, read_layout
 from onnx_ops.measure.timing import compute_log_ratios
 from onnx_ops.measure.variants.answer_distance import describe_far_answers
-from onnx_ops.measure.variants.search import Reporter, SearchResult, describe_recipe, describe_trial, search
+from onnx_ops.measure.variants.search import (
+    Reporter,
+    SearchResult,
+    describe_recipe,
+    describe_trial,
+    search,
+)
 from onnx_ops.measure.variants.trials import SearchContext
 from onnx_ops.onnx_graph.compatibility import check_model
 from onnx_ops.onnx_graph.files import copy_model, iterate_tensors, parse_model, refuse_ort
@@ -59,20 +65,30 @@ class SpeedupEstimate:
         """Return the estimate as a text."""
         if self.why:
             return f"not timed: {self.why}"
-        return f"{self.ratio:.2f} times the time ({self.low:.2f} to {self.high:.2f}); `judge` decides"
+        return (
+            f"{self.ratio:.2f} times the time ({self.low:.2f} to {self.high:.2f}); `judge` decides"
+        )
 
 
-def estimate_speedup(runtime: Runtime, target: Target, source: Path, variant: Path) -> SpeedupEstimate:
+def estimate_speedup(
+    runtime: Runtime, target: Target, source: Path, variant: Path
+) -> SpeedupEstimate:
     """Time a few fresh session pairs on one synthetic row."""
     try:
         inputs, bounds = shared_inputs(source, variant), read_input_bounds(source)
-        rows = settle_samples(runtime, target, source, generate_samples(inputs, count=1, dims={}, bounds=bounds))
+        rows = settle_samples(
+            runtime, target, source, generate_samples(inputs, count=1, dims={}, bounds=bounds)
+        )
         runtime = arrange_runtime(runtime, rows.read_layout(source))
-        samples = runtime.benchmark((source, variant), target, rows.feed(1), PairedBenchmarkSchedule(rounds=LOOKS[0]))
+        samples = runtime.benchmark(
+            (source, variant), target, rows.feed(1), PairedBenchmarkSchedule(rounds=LOOKS[0])
+        )
     except (MeasurementError, UserError) as error:
         return SpeedupEstimate(why=str(error))
     estimate, low, high = session_interval(compute_log_ratios(samples), ALPHA / 2)
-    return SpeedupEstimate(ratio=math.exp(estimate), low=math.exp(low), high=math.exp(min(high, 700)))
+    return SpeedupEstimate(
+        ratio=math.exp(estimate), low=math.exp(low), high=math.exp(min(high, 700))
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,20 +135,34 @@ def quantize_file(
         )
         far = _describe_far_answers(context, source, temporary, calibration)
         effects = {
-            t.name: estimate_speedup(context.runtime(t.runtime), t, source, temporary) for t in targets if not quantized
+            t.name: estimate_speedup(context.runtime(t.runtime), t, source, temporary)
+            for t in targets
+            if not quantized
         }
         recipe = (*recipe, *filter(None, [far]))
-        result = deliver(context, temporary, source, path, targets=targets, recipe=recipe, excluded=section.exclude)
+        result = deliver(
+            context,
+            temporary,
+            source,
+            path,
+            targets=targets,
+            recipe=recipe,
+            excluded=section.exclude,
+        )
         return replace(result, effects=effects)
 
 
-def _describe_far_answers(context: Context, source: Path, variant: Path, given: SampleRows | None) -> str:
+def _describe_far_answers(
+    context: Context, source: Path, variant: Path, given: SampleRows | None
+) -> str:
     """Return how far the variant's answers are from the source's on the user's rows, or on generated ones."""
     runtime = context.runtime(SIMPLIFIED.runtime)
     try:
         inputs, bounds = shared_inputs(source, variant), read_input_bounds(source)
         rows = given or generate_samples(inputs, count=ROWS_AT_ONCE, dims={}, bounds=bounds)
-        return describe_far_answers(arrange_runtime(runtime, rows.read_layout(source)), source, variant, rows.rows)
+        return describe_far_answers(
+            arrange_runtime(runtime, rows.read_layout(source)), source, variant, rows.rows
+        )
     except (MeasurementError, UserError):
         return ""  # `judge` and the benchmark of a pipeline report what does not run
 
@@ -143,14 +173,20 @@ def check_paths(source: Path, path: Path) -> None:
     refuse_ort(source)
     for place in (path, _weights_path(path)):
         if place.exists():
-            raise UserError("a file of that name exists", where=str(place), remedy="Remove it, or name another.")
+            raise UserError(
+                "a file of that name exists", where=str(place), remedy="Remove it, or name another."
+            )
     if not path.parent.is_dir():
         raise UserError("there is no such folder", where=str(path.parent))
 
 
 def list_machines(context: Context, targets: Sequence[Target]) -> tuple[Arithmetic, ...]:
     """Return the distinct kinds of machine of the targets."""
-    return tuple(dict.fromkeys(detect_arithmetic(context.runtime(t.runtime).fingerprint(t), t) for t in targets))
+    return tuple(
+        dict.fromkeys(
+            detect_arithmetic(context.runtime(t.runtime).fingerprint(t), t) for t in targets
+        )
+    )
 
 
 def deliver(
@@ -164,7 +200,10 @@ def deliver(
     excluded: tuple[str, ...],
 ) -> QuantizedFile:
     """Move a variant and its weights to its path, and inspect its execution."""
-    examined = {t.name: inspect_execution(context.runtime(t.runtime), source, made, t, excluded) for t in targets}
+    examined = {
+        t.name: inspect_execution(context.runtime(t.runtime), source, made, t, excluded)
+        for t in targets
+    }
     sizes = read_model_info(source).size_bytes, read_model_info(made).size_bytes
     if _weights_path(made).exists():
         model = parse_model(made)
@@ -215,7 +254,9 @@ def search_variant(
             "data": dict(data),
             "metric": codec.to_json(metric),
             "targets": [target.digest() for target in targets],
-            "hardware": [context.runtime(target.runtime).fingerprint(target).digest() for target in targets],
+            "hardware": [
+                context.runtime(target.runtime).fingerprint(target).digest() for target in targets
+            ],
         }
     )
     with Scratch() as folder:
@@ -223,7 +264,9 @@ def search_variant(
         copy.parent.mkdir()
         copy_model(source, copy)
         search_context = SearchContext(
-            project=arrange_context(context, read_layout(read_model_info(copy), tuning_data.values)),
+            project=arrange_context(
+                context, read_layout(read_model_info(copy), tuning_data.values)
+            ),
             section=section,
             source=copy,
             folder=folder / "trials",

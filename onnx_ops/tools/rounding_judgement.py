@@ -10,16 +10,29 @@ from typing import Literal
 import numpy as np
 
 from onnx_ops.domain.decision import GateResult, Verdict
-from onnx_ops.domain.evidence import ActivationMeasurement, Evidence, ParityMeasurement, WeightMeasurement
+from onnx_ops.domain.evidence import (
+    ActivationMeasurement,
+    Evidence,
+    ParityMeasurement,
+    WeightMeasurement,
+)
 from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.answers import GroupAnswers, explain_rejection, run_groups
 from onnx_ops.measure.execution import explain_saturation
 from onnx_ops.measure.parity import make_mismatch
-from onnx_ops.measure.quantization import choose_source_form, measure_activations, measure_paired_weights
+from onnx_ops.measure.quantization import (
+    choose_source_form,
+    measure_activations,
+    measure_paired_weights,
+)
 from onnx_ops.measure.rounding import measure_roundings
-from onnx_ops.onnx_graph.dequantization import write_dequantized, write_with_fp16_weights, write_with_weights
+from onnx_ops.onnx_graph.dequantization import (
+    write_dequantized,
+    write_with_fp16_weights,
+    write_with_weights,
+)
 from onnx_ops.onnx_graph.files import copy_model
 from onnx_ops.onnx_graph.input_bounds import read_input_bounds
 from onnx_ops.onnx_graph.quantized_weights import pair_quantized_weights, read_float_weights
@@ -64,7 +77,11 @@ def judge_within_noise(
     rounding: then only equal answers pass.
     """
     samples = request.settings[0].samples
-    groups = [g for g in build_groups(samples, empty=False, bounds=read_input_bounds(request.baseline)) if g.inside]
+    groups = [
+        g
+        for g in build_groups(samples, empty=False, bounds=read_input_bounds(request.baseline))
+        if g.inside
+    ]
     runs = {group.name: group.runs for group in groups}
     exactly, runtime = request.arrange(request.exact), request.arrange(runtime)
     request.report(f"running {request.candidate.name} on {len(groups)} groups of inputs")
@@ -79,11 +96,15 @@ def judge_within_noise(
     spacing = HALF if of == "float16" else 0.0
     measured: list[ParityMeasurement] = []
     for name in runs:
-        measured += _measure_group(name, expected[name], noisy[name], answers[name], roundings.get(name, {}), spacing)
+        measured += _measure_group(
+            name, expected[name], noisy[name], answers[name], roundings.get(name, {}), spacing
+        )
 
     evidence = replace(make_evidence(runtime, target, request.candidate), parity=tuple(measured))
     result = _judge_parity(evidence, "the noise of float16" if of == "float16" else "A's own noise")
-    saturation = explain_saturation(runtime, request.baseline, target, "A") if of == "baseline" else ""
+    saturation = (
+        explain_saturation(runtime, request.baseline, target, "A") if of == "baseline" else ""
+    )
     if saturation and result.verdict is Verdict.PASS and not _are_equal(noisy, answers):
         result = replace(result, verdict=Verdict.INCONCLUSIVE)
     return add_cause(result, saturation)
@@ -92,7 +113,9 @@ def judge_within_noise(
 def _judge_parity(evidence: Evidence, noise: str) -> GateResult:
     """Return the result of the parity gate in the terms of two files; `noise` is what errors are compared with."""
     result = next(r for r in judge((ParityGate(),), evidence).results if r.gate == "parity")
-    reason = result.reason.replace("the source's noise", noise).replace("the source gives", "A gives")
+    reason = result.reason.replace("the source's noise", noise).replace(
+        "the source gives", "A gives"
+    )
     return replace(result, limit=f"≤ {ParityGate().noise_factor:g}x noise", reason=reason)
 
 
@@ -100,7 +123,9 @@ def _run_with_fp16_weights(
     request: JudgeRequest, runtime: Runtime, runs: Mapping[str, tuple[Tensors, ...]]
 ) -> GroupAnswers:
     """Run the baseline with its constants rounded to float16, where those of the candidate are."""
-    narrowed = {pair.origin for pair in pair_quantized_weights(request.baseline, request.candidate).pairs}
+    narrowed = {
+        pair.origin for pair in pair_quantized_weights(request.baseline, request.candidate).pairs
+    }
     with Scratch() as folder:
         rounded = folder / "halves.onnx"
         write_with_fp16_weights(request.baseline, rounded, narrowed)
@@ -122,7 +147,9 @@ def _measure_group(
     if isinstance(expected, MeasurementError) or isinstance(noisy, MeasurementError):
         return
     if isinstance(answers, MeasurementError):
-        yield make_mismatch("*", group, f"B rejects these inputs, A does not: {explain_rejection(answers)}")
+        yield make_mismatch(
+            "*", group, f"B rejects these inputs, A does not: {explain_rejection(answers)}"
+        )
         return
     double, single, onnx = _stack_runs(expected), _stack_runs(noisy), _stack_runs(answers)
     for output, exact in double.items():
@@ -149,13 +176,17 @@ def _are_equal(one: GroupAnswers, other: GroupAnswers) -> bool:
         mine, theirs = _stack_runs(runs), _stack_runs(others)
         if mine.keys() != theirs.keys():
             return False
-        if not all(np.array_equal(mine[n], theirs[n], equal_nan=mine[n].dtype.kind == "f") for n in mine):
+        if not all(
+            np.array_equal(mine[n], theirs[n], equal_nan=mine[n].dtype.kind == "f") for n in mine
+        ):
             return False
     return True
 
 
 def _stack_runs(answers: Sequence[Tensors]) -> Tensors:
-    return {name: np.concatenate([np.atleast_1d(one[name]) for one in answers]) for name in answers[0]}
+    return {
+        name: np.concatenate([np.atleast_1d(one[name]) for one in answers]) for name in answers[0]
+    }
 
 
 def judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[GateResult]:
@@ -180,7 +211,9 @@ def judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[Ga
             notes[f"weights were not compared: {error}"] = None
         activations = _measure_int8_activations(request, inside, a, b, rows, notes)
         corrected = {weight.tensor for weight in weights if weight.bias and is_compensating(weight)}
-        function = _judge_function(request, a, corrected, notes)  # in its own process, so that a crash is reported
+        function = _judge_function(
+            request, a, corrected, notes
+        )  # in its own process, so that a crash is reported
     target = request.targets[0]
     evidence = replace(
         make_evidence(request.runtime(target.runtime), target, request.candidate),
@@ -234,15 +267,21 @@ def _copy_pair(a: Path, b: Path, folder: Path) -> tuple[Path, Path]:
 
 
 def _describe_unpaired(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    shown = ", ".join(names[:_NAMED]) + (
+        f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    )
     count = "1 weight was" if len(names) == 1 else f"{len(names)} weights were"
     return f"{count} not compared, since A has no original of them ({shown}): the task metric decides about them"
 
 
 def _take_few(rows: Tensors, count: int) -> Tensors:
     """Return the first rows; fewer if one is large."""
-    size = sum(array.nbytes for array in rows.values()) // max(1, max(map(len, rows.values()), default=1))
-    return {name: array[: count if size < _LARGE_ROW else count // 4] for name, array in rows.items()}
+    size = sum(array.nbytes for array in rows.values()) // max(
+        1, max(map(len, rows.values()), default=1)
+    )
+    return {
+        name: array[: count if size < _LARGE_ROW else count // 4] for name, array in rows.items()
+    }
 
 
 def _judge_function(
@@ -260,17 +299,23 @@ def _judge_function(
             paired = pair_quantized_weights(baseline, request.candidate)
             if paired.unpaired:
                 return []
-            biases = [w for w in read_float_weights(baseline, request.candidate) if w.name in corrected]
+            biases = [
+                w for w in read_float_weights(baseline, request.candidate) if w.name in corrected
+            ]
             write_with_weights(baseline, (*paired.pairs, *biases), plain)
             write_dequantized(baseline, request.candidate, exact)
             samples = request.settings[0].samples
             samples = replace(samples, rows=_take_few(samples.rows, _FUNCTION_ROWS))
-            parity = compare(request.exact, REFERENCE, plain, exact, samples, request.report, sizes=request.sizes)
+            parity = compare(
+                request.exact, REFERENCE, plain, exact, samples, request.report, sizes=request.sizes
+            )
         except (MeasurementError, UserError) as error:
             notes[f"the function without rounding was not compared: {error}"] = None
             return []
     result = make_parity_result(parity, "function")
     text = "without its rounding, B computes " + (
-        "what A computes with B's weights" if parity.verdict is Verdict.PASS else "something else than A"
+        "what A computes with B's weights"
+        if parity.verdict is Verdict.PASS
+        else "something else than A"
     )
     return [replace(result, reason=f"{text}: {result.reason}")]

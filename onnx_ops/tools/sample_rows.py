@@ -98,9 +98,13 @@ class SampleRows:
     def read_layout(self, model: Path) -> RowLayout:
         """Return where the model takes and returns these rows."""
         info = read_model_info(model)
-        shapes, outputs = ({spec.name: spec.shape for spec in specs} for specs in (info.inputs, info.outputs))
+        shapes, outputs = (
+            {spec.name: spec.shape for spec in specs} for specs in (info.inputs, info.outputs)
+        )
         inputs = self.axes or dict.fromkeys(self.rows, 0)
-        return RowLayout(inputs=inputs, outputs=find_output_axes(shapes, outputs), values=self.fixed)
+        return RowLayout(
+            inputs=inputs, outputs=find_output_axes(shapes, outputs), values=self.fixed
+        )
 
 
 def build_groups(
@@ -117,7 +121,9 @@ def build_groups(
     without rows. `bounds` are the bounds that the graph shows for the inputs, and `splits` rows next to the splits of
     trees.
     """
-    further = [InputGroup(name=name, runs=(run,), assumed=True) for name, run in samples.further.items()]
+    further = [
+        InputGroup(name=name, runs=(run,), assumed=True) for name, run in samples.further.items()
+    ]
     if not samples.rows:
         return (InputGroup(name=REAL, runs=({},)), *further)
     probes = {REAL: ProbeGroup(inputs=samples.rows)}
@@ -140,7 +146,11 @@ def _make_probes(
     probes = make_probe_groups(samples.rows, domains, empty=empty and not samples.batch)
     if splits is not None:
         probes["splits"] = ProbeGroup(inputs=splits)
-    if plain := [name for name, array in samples.rows.items() if _holds_plain_numbers(array, bounds.get(name))]:
+    if plain := [
+        name
+        for name, array in samples.rows.items()
+        if _holds_plain_numbers(array, bounds.get(name))
+    ]:
         probes["range:whole_numbers"] = ProbeGroup(inputs=_draw_whole_numbers(samples.rows, plain))
     return probes
 
@@ -168,7 +178,9 @@ def _draw_whole_numbers(rows: Tensors, names: Sequence[str]) -> Tensors:
         limits = np.iinfo(inputs[name].dtype.name)
         sizes = np.exp2(draw.uniform(0, min(_BITS, np.log2(float(limits.max))), inputs[name].shape))
         signed = sizes * (draw.choice([-1.0, 1.0], sizes.shape) if limits.min < 0 else 1.0)
-        inputs[name] = np.clip(signed, float(limits.min), float(limits.max) / 2).astype(inputs[name].dtype)
+        inputs[name] = np.clip(signed, float(limits.min), float(limits.max) / 2).astype(
+            inputs[name].dtype
+        )
     return inputs
 
 

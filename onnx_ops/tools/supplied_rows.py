@@ -56,7 +56,9 @@ def check_samples(
         batch=find_batch(inputs, axes, {}),
         axes=axes,
     )
-    return samples if samples.large or not axes else replace(samples, further=_resize(samples, inputs))
+    return (
+        samples if samples.large or not axes else replace(samples, further=_resize(samples, inputs))
+    )
 
 
 def _arrange_arrays(
@@ -67,7 +69,11 @@ def _arrange_arrays(
     where: str,
 ) -> dict[str, Any]:
     """Return the arrays with rows on axis 0, and the values, repeated to as many rows where the input has rows."""
-    arranged = {spec.name: _read_array(spec, arrays, axes, inputs, where) for spec in inputs if spec.name not in values}
+    arranged = {
+        spec.name: _read_array(spec, arrays, axes, inputs, where)
+        for spec in inputs
+        if spec.name not in values
+    }
     count = max((len(arranged[name]) for name in axes if name in arranged), default=1)
     return arranged | _fit_values(inputs, values, axes, count)
 
@@ -84,14 +90,18 @@ def _find_supplied_axes(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any])
 
 def _are_independent(inputs: Sequence[TensorSpec], axes: Mapping[str, int]) -> bool:
     """Return whether neither a name nor a size states that the axes have one number of rows."""
-    return not find_batch(inputs, axes, {}) and not find_batch_symbol({spec.name: spec.shape for spec in inputs})
+    return not find_batch(inputs, axes, {}) and not find_batch_symbol(
+        {spec.name: spec.shape for spec in inputs}
+    )
 
 
 def _check_row_counts(counts: Mapping[str, int], axes: Mapping[str, int], where: str) -> None:
     """Raise UserError if the arrays do not have the same number of rows, or none."""
     if len(set(counts.values())) > 1 or 0 in counts.values():
         text = ", ".join(f"{name} {count} on axis {axes[name]}" for name, count in counts.items())
-        raise UserError(f"its arrays must have the same number of rows, at least one: {text}", where=where)
+        raise UserError(
+            f"its arrays must have the same number of rows, at least one: {text}", where=where
+        )
 
 
 def _fit_values(
@@ -111,7 +121,11 @@ def _fit_values(
 
 
 def _read_array(
-    spec: TensorSpec, arrays: Mapping[str, Any], axes: Mapping[str, int], inputs: Sequence[TensorSpec], where: str
+    spec: TensorSpec,
+    arrays: Mapping[str, Any],
+    axes: Mapping[str, int],
+    inputs: Sequence[TensorSpec],
+    where: str,
 ) -> Any:
     """Return one array in the input's type, with rows on axis 0."""
     if spec.name not in arrays:
@@ -127,18 +141,26 @@ def _read_array(
         what = f"array {spec.name!r} is of type {array.dtype}, the model takes {spec.dtype}"
         raise UserError(what, where=where)
     rows = np.moveaxis(array, axis, 0) if axis else array
-    return np.asarray(rows, dtype=kind, order="C")  # `ascontiguousarray` makes a scalar an array of one element
+    return np.asarray(
+        rows, dtype=kind, order="C"
+    )  # `ascontiguousarray` makes a scalar an array of one element
 
 
 def _make_missing_error(
-    spec: TensorSpec, arrays: Mapping[str, Any], axes: Mapping[str, int], inputs: Sequence[TensorSpec], where: str
+    spec: TensorSpec,
+    arrays: Mapping[str, Any],
+    axes: Mapping[str, int],
+    inputs: Sequence[TensorSpec],
+    where: str,
 ) -> UserError:
     remedy = "Save the arrays under the names of the model's inputs: numpy.savez(FILE, NAME=array)."
     return UserError(
         f"it has no array {spec.name!r}",
         where=where,
         why=f"the model takes {', '.join(s.name for s in inputs)}; the file has {', '.join(arrays) or 'none'}",
-        remedy=remedy if spec.name in axes else f"It is the same for all rows: --fix {spec.name}=VALUE.",
+        remedy=remedy
+        if spec.name in axes
+        else f"It is the same for all rows: --fix {spec.name}=VALUE.",
     )
 
 
@@ -157,7 +179,11 @@ def _read_scalar(spec: TensorSpec, array: Any, where: str) -> Any:
 
 def _resize(samples: SampleRows, inputs: Sequence[TensorSpec]) -> dict[str, Tensors]:
     """Return real rows, cut or repeated to other sizes of the free dimensions."""
-    shapes = {s.name: move_axis_first(s.shape, samples.axes[s.name]) for s in inputs if s.name in samples.axes}
+    shapes = {
+        s.name: move_axis_first(s.shape, samples.axes[s.name])
+        for s in inputs
+        if s.name in samples.axes
+    }
     return make_sized_inputs(samples.rows, find_sized_axes(shapes))
 
 
@@ -170,7 +196,10 @@ def find_input_problems(
     """
     if missing := [spec.name for spec in inputs if spec.name not in (*arrays, *values)]:
         names = ", ".join(map(repr, missing))
-        yield "", f"the model takes {names}, and the data set gives it {', '.join(map(repr, arrays))}"
+        yield (
+            "",
+            f"the model takes {names}, and the data set gives it {', '.join(map(repr, arrays))}",
+        )
         return
     axes = find_row_axes({spec.name: spec.shape for spec in inputs})
     for spec in inputs:
@@ -187,11 +216,15 @@ def find_input_problems(
 def _find_array_problems(spec: TensorSpec, array: Any, axis: int) -> Iterator[tuple[str, str]]:
     """Yield why an input cannot be this array, with rows on that axis."""
     if not _has_shape(spec, array, axis):
-        shape = " × ".join("rows" if place == axis else str(size) for place, size in enumerate(array.shape))
+        shape = " × ".join(
+            "rows" if place == axis else str(size) for place, size in enumerate(array.shape)
+        )
         text = f"{spec.name!r} is of shape {shape}, the model takes {format_shape(spec)}"
         yield spec.name, text if spec.shape else f"{text}. Give its one value under `values:`"
         return
-    has_type = array.dtype.kind in "USO" if spec.dtype == "string" else array.dtype == read_dtype(spec)
+    has_type = (
+        array.dtype.kind in "USO" if spec.dtype == "string" else array.dtype == read_dtype(spec)
+    )
     if has_type:
         return
     text = f"{spec.name!r} is of type {array.dtype}, the model takes {spec.dtype}"
@@ -199,7 +232,9 @@ def _find_array_problems(spec: TensorSpec, array: Any, axis: int) -> Iterator[tu
     yield spec.name, f"{text}. Convert it: array.astype({spec.dtype!r})" if are_numbers else text
 
 
-def _find_value_problems(spec: TensorSpec, value: Any, axis: int | None) -> Iterator[tuple[str, str]]:
+def _find_value_problems(
+    spec: TensorSpec, value: Any, axis: int | None
+) -> Iterator[tuple[str, str]]:
     """Yield why an input cannot have a value in every row."""
     try:
         fit_value(value, spec if axis is None else remove_axis(spec, axis))

@@ -35,8 +35,14 @@ def judge_task(request: JudgeRequest, runtime: Runtime, target: Target) -> list[
     agreement = _judge_agreement(request, runtime, target, rows) if rows else None
     if agreement is not None and dataset is not None and agreement.verdict is Verdict.PASS:
         return [replace(agreement, reason=f"{agreement.reason}; accuracy cannot drop by more")]
-    blank = agreement or GateResult(gate="task", metric="agreement", limit="", verdict=Verdict.INCONCLUSIVE, reason="")
-    return [replace(blank, verdict=Verdict.INCONCLUSIVE, reason=_explain_unknown_cost(agreement, dataset))]
+    blank = agreement or GateResult(
+        gate="task", metric="agreement", limit="", verdict=Verdict.INCONCLUSIVE, reason=""
+    )
+    return [
+        replace(
+            blank, verdict=Verdict.INCONCLUSIVE, reason=_explain_unknown_cost(agreement, dataset)
+        )
+    ]
 
 
 def _explain_unknown_cost(agreement: GateResult | None, dataset: Dataset | None) -> str:
@@ -77,15 +83,25 @@ def _judge_metric(
     return [replace(r, gate="task", metric=r.metric.removesuffix(f" vs {A}")) for r in results]
 
 
-def _judge_agreement(request: JudgeRequest, runtime: Runtime, target: Target, rows: Tensors) -> GateResult | None:
+def _judge_agreement(
+    request: JudgeRequest, runtime: Runtime, target: Target, rows: Tensors
+) -> GateResult | None:
     """Judge the share of answers that change, with A's answers as labels; None if they are not classes."""
     try:
         parts = read_answers(
-            runtime, request.baseline, target, rows, lambda outputs: read_prediction(ACCURACY, outputs)
+            runtime,
+            request.baseline,
+            target,
+            rows,
+            lambda outputs: read_prediction(ACCURACY, outputs),
         )
         reading = join_predictions(parts)
-        label = (reading.values > 1 / 2).astype(np.int64) if reading.columns == 1 else reading.values
-        gate = MetricGate(name=ACCURACY.name, max_drop=request.metric.max_drop or request.metric.max_increase)
+        label = (
+            (reading.values > 1 / 2).astype(np.int64) if reading.columns == 1 else reading.values
+        )
+        gate = MetricGate(
+            name=ACCURACY.name, max_drop=request.metric.max_drop or request.metric.max_increase
+        )
         dataset = Dataset(inputs=rows, label=label)
         (accuracy,) = [
             r
@@ -106,4 +122,8 @@ def build_metric_gate(name: str | None, max_drop: float, *, lower_is_better: boo
     gate = MetricGate(name=name)
     if name is not None and ":" in name:
         gate = MetricGate(use=name, higher_is_better=not lower_is_better)
-    return replace(gate, max_increase=max_drop) if gate.lower_is_better else replace(gate, max_drop=max_drop)
+    return (
+        replace(gate, max_increase=max_drop)
+        if gate.lower_is_better
+        else replace(gate, max_drop=max_drop)
+    )

@@ -85,7 +85,10 @@ class World(EndpointSite):
     provider: AzureEndpoints = field(init=False)
 
     def __post_init__(self) -> None:
-        self.provider, self.config = AzureEndpoints(self.folder, policy=POLICY), config_of(self.cloud)
+        self.provider, self.config = (
+            AzureEndpoints(self.folder, policy=POLICY),
+            config_of(self.cloud),
+        )
 
     def name(self, deployment: Deployment, **settings: str | float) -> str:
         """What the deployment is called in Azure."""
@@ -95,7 +98,9 @@ class World(EndpointSite):
     @property
     def ml(self) -> MLClient:
         """Another client of the workspace."""
-        return AzureClient(read_azure_settings(self.config.settings), "scaling", "scaling", POLICY).ml
+        return AzureClient(
+            read_azure_settings(self.config.settings), "scaling", "scaling", POLICY
+        ).ml
 
     def scale(self, config: EndpointConfig | None = None) -> float:
         """Send one request, as clients do; return the factor of the model that answers."""
@@ -105,7 +110,9 @@ class World(EndpointSite):
         answer = httpx.post(url, json={"inputs": {"x": [[1.0, 1.0]]}}, headers=headers, timeout=90)
         return float(answer.raise_for_status().json()["predictions"]["y"][0][0])
 
-    def mischief(self, at: int, fault_rule: FaultRule | None, also: Callable[[], None] = lambda: None) -> None:
+    def mischief(
+        self, at: int, fault_rule: FaultRule | None, also: Callable[[], None] = lambda: None
+    ) -> None:
         """Disturb the request of that number from now on, once."""
         first = len(self.cloud.calls)
 
@@ -121,7 +128,8 @@ class World(EndpointSite):
         """Apply in another process, which is killed at that request. Whether it came that far."""
         context = fork_context(__name__, "azure.ai.ml", "azure.identity")
         child: BaseProcess = context.Process(
-            target=_apply, args=(dict(self.cloud.environment), self.folder, self.config, state, generation)
+            target=_apply,
+            args=(dict(self.cloud.environment), self.folder, self.config, state, generation),
         )
         killed = []
 
@@ -146,7 +154,11 @@ def open_world(folder: Path) -> Iterator[World]:
 
 
 def _apply(
-    environment: Mapping[str, str], folder: Path, config: EndpointConfig, state: EndpointState, generation: int
+    environment: Mapping[str, str],
+    folder: Path,
+    config: EndpointConfig,
+    state: EndpointState,
+    generation: int,
 ) -> None:
     enter(environment)
     AzureEndpoints(folder, policy=POLICY).apply(config, state, generation=generation)

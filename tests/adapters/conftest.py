@@ -61,7 +61,9 @@ def site(empty_site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     fake = empty_site.fake
     for name, value in fake.environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)  # its pauses between attempts
+    monkeypatch.setattr(
+        "botocore.endpoint.time.sleep", lambda _: None
+    )  # its pauses between attempts
     fake.fault()
     fake.behave(**QUIET)
     yield replace(empty_site, provider=SageMakerEndpoints())

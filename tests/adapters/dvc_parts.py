@@ -23,7 +23,8 @@ from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.pipeline import PluginData
 
 ENVIRONMENTS = Path(
-    os.environ.get("ONNX_OPS_TEST_ENVIRONMENTS") or Path(tempfile.gettempdir()) / f"onnx-ops-environments-{os.getuid()}"
+    os.environ.get("ONNX_OPS_TEST_ENVIRONMENTS")
+    or Path(tempfile.gettempdir()) / f"onnx-ops-environments-{os.getuid()}"
 )
 """Folder of environments that all workers share, and that stay from one run of the tests to the next."""
 
@@ -115,7 +116,9 @@ class Repository:
         return oid
 
     def add_folder(self, path: str, files: Mapping[str, bytes]) -> str:
-        listed = [{"md5": self.put(content), "relpath": name} for name, content in sorted(files.items())]
+        listed = [
+            {"md5": self.put(content), "relpath": name} for name, content in sorted(files.items())
+        ]
         oid = self.put(json.dumps(listed).encode(), ".dir")
         self.write(f"{path}.dvc", pointer(oid, sum(map(len, files.values())), Path(path).name))
         return oid
@@ -150,7 +153,10 @@ def make_repository(root: Path) -> Repository:
 def _commit(tag: str, files: Mapping[str, bytes]) -> bytes:
     """What `Repository.commit` does, for git-fast-import: one process takes all commits."""
     who = f"n <e@example.org> {COMMITTED} +0000"
-    lines = [b"commit refs/heads/main", f"author {who}\ncommitter {who}\ndata {len(tag) + 1}\n{tag}\n".encode()]
+    lines = [
+        b"commit refs/heads/main",
+        f"author {who}\ncommitter {who}\ndata {len(tag) + 1}\n{tag}\n".encode(),
+    ]
     for name, content in files.items():
         lines += [f"M 100644 inline {name}\ndata {len(content)}".encode(), content]
     return b"\n".join([*lines, f"reset refs/tags/{tag}\nfrom refs/heads/main\n\n".encode()])
@@ -161,7 +167,12 @@ def source(state: Path) -> DvcSource:
     return DvcSource().with_folders(ENVIRONMENTS, state)
 
 
-def dvc(repository: Repository, environments: Path, *commands: tuple[str, ...], packages: tuple[str, ...] = ()) -> str:
+def dvc(
+    repository: Repository,
+    environments: Path,
+    *commands: tuple[str, ...],
+    packages: tuple[str, ...] = (),
+) -> str:
     """Run commands of DVC itself, in one process, and give what it prints: it takes seconds to start."""
     if find_uv() is None and shutil.which("pip") is None:
         pytest.fail("uv, which is among the packages for development, makes DVC's environment")
@@ -175,7 +186,11 @@ def dvc(repository: Repository, environments: Path, *commands: tuple[str, ...], 
     done = subprocess.run(
         [str(python), "-I", "-c", code, json.dumps(commands)],
         cwd=repository.root,
-        env={**os.environ, "DVC_NO_ANALYTICS": "1", "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"},
+        env={
+            **os.environ,
+            "DVC_NO_ANALYTICS": "1",
+            "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -27,17 +27,23 @@ def piped(*steps: object) -> Any:
     return importlib.import_module("sklearn.pipeline").make_pipeline(*steps)
 
 
-def run(path: Path, feed: Tensors, target: Target = CPU, runtime: Runtime | None = None) -> dict[str, Any]:
+def run(
+    path: Path, feed: Tensors, target: Target = CPU, runtime: Runtime | None = None
+) -> dict[str, Any]:
     return dict((runtime or OnnxRuntime()).run(path, target, (feed,))[0])
 
 
-def export(exporter: Exporter, model: object, samples: Tensors, path: Path, section: Export) -> dict[str, Any]:
+def export(
+    exporter: Exporter, model: object, samples: Tensors, path: Path, section: Export
+) -> dict[str, Any]:
     """Export the model, and run the export on the samples."""
     exporter.export(model, ExportRequest(section=section, samples=samples, path=path))
     return run(path, samples)
 
 
-def reference(exporter: Exporter, model: object, feed: Tensors, precision: Precision = "float32") -> dict[str, Any]:
+def reference(
+    exporter: Exporter, model: object, feed: Tensors, precision: Precision = "float32"
+) -> dict[str, Any]:
     answers = exporter.reference(model, feed, precision)
     assert answers is not None
     return dict(answers)

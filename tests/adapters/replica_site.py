@@ -76,15 +76,32 @@ class ReplicaProcesses:
         """Start a replica, again after an end on the same port and folder."""
         port = self.ports.setdefault(name, free_port())
         command = [
-            *(sys.executable, "-m", "onnx_ops.app.follower", "--state-dir", str(self.folder / name)),
-            *("--follow", self.control_url, "--reports", self.reports_url, "--endpoint", self.endpoint),
+            *(
+                sys.executable,
+                "-m",
+                "onnx_ops.app.follower",
+                "--state-dir",
+                str(self.folder / name),
+            ),
+            *(
+                "--follow",
+                self.control_url,
+                "--reports",
+                self.reports_url,
+                "--endpoint",
+                self.endpoint,
+            ),
             *("--replica", name, "--trusted-keys", str(self.keys), "--port", str(port)),
             *("--address", self.address(name)),
         ]
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                command, stdout=log, stderr=log, env={**os.environ, **self.environ}, stdin=subprocess.DEVNULL
+                command,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self.environ},
+                stdin=subprocess.DEVNULL,
             )
 
     def stop(self, name: str = "r1", number: signal.Signals = signal.SIGTERM) -> None:
@@ -122,7 +139,9 @@ class ReplicaProcesses:
 
     def read_counts(self, name: str = "r1") -> Counts:
         """The counts of a replica's present start."""
-        data = open_objects(self.reports_url).read(ReportSource(name, self.status(name).start).counts_name)
+        data = open_objects(self.reports_url).read(
+            ReportSource(name, self.status(name).start).counts_name
+        )
         return codec.loads(must(data), Counts)
 
     def adopted(self, name: str = "r1") -> TableNumber | None:
@@ -166,7 +185,11 @@ class ReplicaSite(EndpointSite, ReplicaProcesses):
         self.provider = ReplicaEndpoints(trusted=self.keys)
         self.provider.sign_with(lambda: self.signer)
         self.config: EndpointConfig = make_config(
-            self.endpoint, "replicas", control=self.control_url, reports=self.reports_url, replicas=self.replicas
+            self.endpoint,
+            "replicas",
+            control=self.control_url,
+            reports=self.reports_url,
+            replicas=self.replicas,
         )
 
     def confirm(self, name: str = "r1") -> set[float]:
@@ -176,11 +199,16 @@ class ReplicaSite(EndpointSite, ReplicaProcesses):
 
 
 def ask_replica(
-    address: str, user: str, path: str = "/invocations", body: bytes = b'{"inputs": {"x": [[1.0, 1.0]]}}'
+    address: str,
+    user: str,
+    path: str = "/invocations",
+    body: bytes = b'{"inputs": {"x": [[1.0, 1.0]]}}',
 ) -> Mapping[str, str]:
     """The headers of an answer to a user."""
     headers = {"content-type": "application/json", USER_KEY_HEADER: user}
-    with urllib.request.urlopen(urllib.request.Request(f"{address}{path}", body, headers), timeout=10) as answer:
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{address}{path}", body, headers), timeout=10
+    ) as answer:
         return dict(answer.headers)
 
 
@@ -188,12 +216,16 @@ def report_feedback(address: str, successes: Mapping[str, bool]) -> object:
     """What a replica says about feedback by tokens."""
     entries = [{"token": token, "success": success} for token, success in successes.items()]
     body = json.dumps({"feedback": entries}).encode()
-    request = urllib.request.Request(f"{address}/feedback", body, {"content-type": "application/json"})
+    request = urllib.request.Request(
+        f"{address}/feedback", body, {"content-type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=10) as answer:
         return json.load(answer)
 
 
-def open_site(folder: Path, *, control: str = "", reports: str = "", replicas: int = 1, **more: str) -> ReplicaSite:
+def open_site(
+    folder: Path, *, control: str = "", reports: str = "", replicas: int = 1, **more: str
+) -> ReplicaSite:
     """A site without running replicas; by default over two folders."""
     blue, green = make_models(folder / "models")
     return ReplicaSite(

@@ -36,22 +36,32 @@ def require(*programs: str) -> None:
     missing = [program for program in programs if shutil.which(program) is None]
     if not missing:
         return
-    reason = f"NOT TESTED: no {', '.join(missing)} here (Debian: apt-get install nodejs npm chromium)"
+    reason = (
+        f"NOT TESTED: no {', '.join(missing)} here (Debian: apt-get install nodejs npm chromium)"
+    )
     if os.environ.get("ONNX_OPS_TEST_SERVICES") == "required":
         pytest.fail(reason)
     pytest.skip(reason)
 
 
-def write_identity(path: Path, kind: int, shape: tuple[int | str, ...] = ("n",), name: str = "x") -> Path:
+def write_identity(
+    path: Path, kind: int, shape: tuple[int | str, ...] = ("n",), name: str = "x"
+) -> Path:
     """A model that returns what it gets, of one type."""
     values = [helper.make_tensor_value_info(value, kind, shape) for value in (name, "y")]
-    graph = helper.make_graph([helper.make_node("Identity", [name], ["y"])], "identity", values[:1], values[1:])
-    onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), path)
+    graph = helper.make_graph(
+        [helper.make_node("Identity", [name], ["y"])], "identity", values[:1], values[1:]
+    )
+    onnx.save(
+        helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), path
+    )
     return path
 
 
 @contextmanager
-def ended_in_the_middle(end: Callable[[], None]) -> Iterator[Callable[[Runtime, str, Path, Target], None]]:
+def ended_in_the_middle(
+    end: Callable[[], None],
+) -> Iterator[Callable[[Runtime, str, Path, Target], None]]:
     """A long measurement, in the middle of which `end` is called from another thread."""
     threads = []
 
@@ -61,7 +71,12 @@ def ended_in_the_middle(end: Callable[[], None]) -> Iterator[Callable[[Runtime, 
         timer.start()
         many = 10_000_000
         if do == "benchmark":
-            runtime.benchmark((file, file), target, rows(1), PairedBenchmarkSchedule(rounds=1, blocks=10, runs=many))
+            runtime.benchmark(
+                (file, file),
+                target,
+                rows(1),
+                PairedBenchmarkSchedule(rounds=1, blocks=10, runs=many),
+            )
         elif do == "sample":
             runtime.sample(file, target, rows(1), runs=many, warmup=1)
         else:

@@ -54,13 +54,19 @@ class Site(EndpointSite):
             )
         except ClientError as error:
             raise urllib.error.URLError(str(error)) from error
-        return answer["InvokedProductionVariant"], float(json.load(answer["Body"])["predictions"]["y"][0][0])
+        return answer["InvokedProductionVariant"], float(
+            json.load(answer["Body"])["predictions"]["y"][0][0]
+        )
 
-    def start_client(self, config: EndpointConfig, state: EndpointState) -> tuple[BaseProcess, Connection]:
+    def start_client(
+        self, config: EndpointConfig, state: EndpointState
+    ) -> tuple[BaseProcess, Connection]:
         """Start a process that applies the state on request, and can be killed at any request."""
         context = fork_context(__name__, "onnx_ops.adapters.endpoints.sagemaker", "boto3", "pytest")
         ours, theirs = context.Pipe()
-        process = context.Process(target=_apply_when_told, args=(dict(self.fake.environment), config, state, theirs))
+        process = context.Process(
+            target=_apply_when_told, args=(dict(self.fake.environment), config, state, theirs)
+        )
         process.start()
         return process, ours
 

@@ -16,7 +16,9 @@ from onnx_ops.adapters.optimizers.calibration import add_histograms, count_value
 
 BINS = 16
 
-values = arrays.arrays(np.float32, st.integers(0, 20), elements=st.floats(-1e6, 1e6, width=32, allow_subnormal=False))
+values = arrays.arrays(
+    np.float32, st.integers(0, 20), elements=st.floats(-1e6, 1e6, width=32, allow_subnormal=False)
+)
 
 
 @given(st.lists(values, min_size=1, max_size=5), st.booleans(), st.randoms(use_true_random=False))
@@ -26,9 +28,15 @@ def test_add_histograms_of_parts_in_any_order_equals_histogram_of_whole(
     parts = [part for part in parts if part.size] or [np.ones(1, np.float32)]
     whole = count_values(np.concatenate(parts), BINS, is_absolute=is_absolute)
     order.shuffle(parts)
-    joined = reduce(add_histograms, (count_values(part, BINS, is_absolute=is_absolute) for part in parts))
+    joined = reduce(
+        add_histograms, (count_values(part, BINS, is_absolute=is_absolute) for part in parts)
+    )
     assert joined.counts.tolist() == whole.counts.tolist()
-    assert (joined.exponent, joined.lowest, joined.highest) == (whole.exponent, whole.lowest, whole.highest)
+    assert (joined.exponent, joined.lowest, joined.highest) == (
+        whole.exponent,
+        whole.lowest,
+        whole.highest,
+    )
     assert joined.counts.sum() == sum(part.size for part in parts)
 
 
@@ -39,5 +47,7 @@ def test_count_values_into_bins_counts_values_between_their_edges(is_absolute: b
     edges = histogram.edges()
     counted = np.abs(drawn) if is_absolute else drawn
     assert edges[-1] == 16 > np.abs(drawn).max() >= 8
-    inside = [int(((counted >= low) & (counted < high)).sum()) for low, high in itertools.pairwise(edges)]
+    inside = [
+        int(((counted >= low) & (counted < high)).sum()) for low, high in itertools.pairwise(edges)
+    ]
     assert histogram.counts.tolist() == inside

@@ -15,8 +15,18 @@ from onnx_ops.config.targets import TargetFiles
 from onnx_ops.domain.artifact import Digest, digest_file
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.target import CustomOps, Target
-from onnx_ops.errors import ConfigError, DigestMismatchError, MeasurementError, NotFoundError, UserError
-from onnx_ops.onnx_graph.compatibility import explain_incompatibility, explain_missing_operators, find_custom_operators
+from onnx_ops.errors import (
+    ConfigError,
+    DigestMismatchError,
+    MeasurementError,
+    NotFoundError,
+    UserError,
+)
+from onnx_ops.onnx_graph.compatibility import (
+    explain_incompatibility,
+    explain_missing_operators,
+    find_custom_operators,
+)
 from onnx_ops.onnx_graph.files import read_structure
 from onnx_ops.tools.bench import read_runtime_facts
 from onnx_ops.tools.compare import compare
@@ -44,7 +54,9 @@ def target(library: CustomOps) -> Target:
     return replace(CPU, custom_ops=(library,))
 
 
-def test_session_with_custom_operator_library_computes_operator(model: Path, target: Target) -> None:
+def test_session_with_custom_operator_library_computes_operator(
+    model: Path, target: Target
+) -> None:
     x = np.array([[-1.0, 0.0, 3.0]], np.float32)
     for _ in range(2):  # a second session registers the same library
         answer: np.ndarray[Any, Any] = OnnxRuntime().run(model, target, ({"x": x},))[0]["y"]
@@ -70,18 +82,30 @@ def test_session_with_changed_or_missing_operator_library_raises_error(
     with pytest.raises(DigestMismatchError, match="it was not loaded"):
         OnnxRuntime().run(model, replace(target, custom_ops=libraries), ())
     with pytest.raises(NotFoundError, match="no such library"):
-        OnnxRuntime().run(model, replace(target, custom_ops=(replace(libraries[0], path="/none.so"),)), ())
+        OnnxRuntime().run(
+            model, replace(target, custom_ops=(replace(libraries[0], path="/none.so"),)), ()
+        )
     digest = digest_file(forged)
     with pytest.raises(MeasurementError, match="cannot run"):
-        OnnxRuntime().run(model, replace(target, custom_ops=(replace(libraries[0], digest=digest),)), ())
+        OnnxRuntime().run(
+            model, replace(target, custom_ops=(replace(libraries[0], digest=digest),)), ()
+        )
 
 
-def test_target_without_custom_operator_raises_user_error_with_node_names(model: Path, tmp_path: Path) -> None:
+def test_target_without_custom_operator_raises_user_error_with_node_names(
+    model: Path, tmp_path: Path
+) -> None:
     said = r"target cpu lacks operators: acme\.ops::ScaledSoftsign at sign"
     with pytest.raises(UserError, match=said):
         read_runtime_facts(OnnxRuntime(), CPU, model)
     with pytest.raises(UserError, match=said):
-        compare(OnnxRuntime(), CPU, model, model, generate_samples(shared_inputs(model), count=4, dims={}))
+        compare(
+            OnnxRuntime(),
+            CPU,
+            model,
+            model,
+            generate_samples(shared_inputs(model), count=4, dims={}),
+        )
     write_softsign(tmp_path / "function.onnx", as_function=True)
     assert explain_incompatibility(tmp_path / "function.onnx", CPU) == ""
     assert find_custom_operators(read_structure(tmp_path / "function.onnx")) == {}

@@ -52,29 +52,38 @@ def test_load_dvc_file_at_revision_returns_its_data(
     )
 
 
-def test_load_dvc_file_in_folder_reads_it_through_folder_list(repository: Repository, reads: DvcSource) -> None:
+def test_load_dvc_file_in_folder_reads_it_through_folder_list(
+    repository: Repository, reads: DvcSource
+) -> None:
     repository.add_folder("data/many", {"a.npz": archive(3), "deep/b.npz": archive(4)})
     repository.commit("v3")
     assert first(reads.load(section("data/many/deep/b.npz"), repository.root)) == expected(4)
     files = (section(f"data/many/{name}") for name in ("a.npz", "deep/b.npz"))
     assert len({reads.fingerprint(file, repository.root) for file in files}) == 2
-    with pytest.raises(NotFoundError, match=r"data/many is a folder.*Name one file, such as data/many/a\.npz"):
+    with pytest.raises(
+        NotFoundError, match=r"data/many is a folder.*Name one file, such as data/many/a\.npz"
+    ):
         reads.load(section("data/many"), repository.root)
     with pytest.raises(NotFoundError, match=r"no file c\.npz.*it holds a\.npz, deep/b\.npz"):
         reads.load(section("data/many/c.npz"), repository.root)
 
 
-def test_load_csv_through_dvc_pointer_returns_its_columns(repository: Repository, reads: DvcSource) -> None:
+def test_load_csv_through_dvc_pointer_returns_its_columns(
+    repository: Repository, reads: DvcSource
+) -> None:
     repository.add("data/rows.csv", b"age,city\n40.5,Oslo\n,Rome\n")
     repository.commit("v3")
     arrays = reads.load(section("data/rows.csv"), repository.root)
     assert {name: array.dtype.kind for name, array in arrays.items()} == {"age": "f", "city": "U"}
 
 
-def test_load_stage_output_reads_its_entry_in_dvc_lock(repository: Repository, reads: DvcSource) -> None:
+def test_load_stage_output_reads_its_entry_in_dvc_lock(
+    repository: Repository, reads: DvcSource
+) -> None:
     oid = repository.put(archive(3))
     repository.write(
-        "dvc.yaml", "stages:\n  make:\n    foreach: [a]\n    do: {wdir: made, cmd: x, outs: ['${item}.npz']}\n"
+        "dvc.yaml",
+        "stages:\n  make:\n    foreach: [a]\n    do: {wdir: made, cmd: x, outs: ['${item}.npz']}\n",
     )
     outs = "outs: [{path: a.npz, md5: '%s', size: %d, hash: md5}]"
     lock = f"schema: '2.0'\nstages:\n  make@a:\n    cmd: x\n    {outs}\n"
@@ -87,7 +96,9 @@ def test_load_stage_output_reads_its_entry_in_dvc_lock(repository: Repository, r
     assert caught.value.where == "dvc.lock"
 
 
-def test_load_with_pointer_of_older_dvc_release_reads_its_cache(repository: Repository, reads: DvcSource) -> None:
+def test_load_with_pointer_of_older_dvc_release_reads_its_cache(
+    repository: Repository, reads: DvcSource
+) -> None:
     oid = md5(archive(3))
     repository.write(f".dvc/cache/{oid[:2]}/{oid[2:]}", archive(3))
     repository.write("data/old.npz.dvc", f"outs:\n- md5: {oid}\n  path: old.npz\n")
@@ -95,7 +106,9 @@ def test_load_with_pointer_of_older_dvc_release_reads_its_cache(repository: Repo
     assert first(reads.load(section("data/old.npz"), repository.root)) == expected(3)
 
 
-def test_dvc_fingerprint_at_other_commit_with_same_data_is_equal(repository: Repository, reads: DvcSource) -> None:
+def test_dvc_fingerprint_at_other_commit_with_same_data_is_equal(
+    repository: Repository, reads: DvcSource
+) -> None:
     before = reads.fingerprint(section(), repository.root)
     repository.write("README", "more")
     commit = repository.commit()
@@ -125,11 +138,15 @@ def test_dvc_fingerprint_in_bare_repository_equals_fingerprint_in_checkout(
     repository.add("data/train.npz", archive(5))
     repository.commit("v3")
     repository.git("push", "--quiet", "--tags", str(bare), "main")
-    assert reads.origin(section(repo=bare.as_uri(), rev="v3"), repository.root)["md5"] == md5(archive(5))
+    assert reads.origin(section(repo=bare.as_uri(), rev="v3"), repository.root)["md5"] == md5(
+        archive(5)
+    )
     assert reads.origin(section(repo=bare.as_uri()), repository.root)["md5"] == md5(archive(5))
 
 
-def test_dvc_fingerprint_at_cached_full_commit_needs_no_remote(repository: Repository, reads: DvcSource) -> None:
+def test_dvc_fingerprint_at_cached_full_commit_needs_no_remote(
+    repository: Repository, reads: DvcSource
+) -> None:
     url, commit = repository.root.as_uri(), repository.git("rev-parse", "v1")
     before = reads.fingerprint(section(repo=url, rev=commit), repository.root)
     repository.root.rename(repository.root.with_name("gone"))
@@ -155,7 +172,11 @@ def test_dvc_fingerprint_at_cached_full_commit_needs_no_remote(repository: Repos
     ],
 )
 def test_dvc_fingerprint_with_wrong_settings_raises_error(
-    repository: Repository, reads: DvcSource, given: dict[str, object], kind: type[OnnxOpsError], said: str
+    repository: Repository,
+    reads: DvcSource,
+    given: dict[str, object],
+    kind: type[OnnxOpsError],
+    said: str,
 ) -> None:
     with pytest.raises(kind, match=said) as caught:
         reads.fingerprint(section(**{"path": "data/train.npz", **given}), repository.root)  # type: ignore[arg-type]
@@ -175,7 +196,12 @@ def test_dvc_fingerprint_outside_git_repository_raises_not_found_error(
 def test_list_dependencies_of_checked_out_data_returns_dvc_pointers(reads: DvcSource) -> None:
     assert list(reads.list_dependencies(section(rev="v1"))) == []
     assert list(reads.list_dependencies(section(repo="https://example.org/r.git"))) == []
-    assert list(reads.list_dependencies(section())) == ["data/train.npz.dvc", "data/dvc.lock", "data.dvc", "dvc.lock"]
+    assert list(reads.list_dependencies(section())) == [
+        "data/train.npz.dvc",
+        "data/dvc.lock",
+        "data.dvc",
+        "dvc.lock",
+    ]
 
 
 def test_load_dvc_file_by_concurrent_threads_returns_data_of_each_revision(
@@ -190,7 +216,9 @@ def test_load_dvc_file_by_concurrent_threads_returns_data_of_each_revision(
         assert list(pool.map(work, [0, 1] * 4)) == [expected(0), expected(1)] * 4
 
 
-def test_dvc_sample_without_pinned_revision_reads_file_in_checkout(repository: Repository, reads: DvcSource) -> None:
+def test_dvc_sample_without_pinned_revision_reads_file_in_checkout(
+    repository: Repository, reads: DvcSource
+) -> None:
     repository.write("data/train.npz", archive(1))
     sample = reads.sample(section(), repository.root)
     assert sample is not None
@@ -201,7 +229,9 @@ def test_dvc_sample_without_pinned_revision_reads_file_in_checkout(repository: R
         reads.sample(section("data/tarin.npz"), repository.root)
 
 
-def test_load_of_tampered_dvc_cache_file_raises_digest_mismatch_error(repository: Repository, reads: DvcSource) -> None:
+def test_load_of_tampered_dvc_cache_file_raises_digest_mismatch_error(
+    repository: Repository, reads: DvcSource
+) -> None:
     oid = md5(archive(0))
     repository.cached(oid).write_bytes(archive(7))
     with pytest.raises(DigestMismatchError) as caught:
@@ -215,7 +245,12 @@ def test_load_of_tampered_dvc_cache_file_raises_digest_mismatch_error(repository
     assert error.exit_code == 5
 
 
-@settings(derandomize=True, deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(position=st.integers(0, len(archive(1)) - 1), flip=st.integers(1, 255))
 def test_load_of_dvc_cache_file_with_changed_byte_raises_digest_mismatch_error(
     repository: Repository, reads: DvcSource, position: int, flip: int
@@ -263,7 +298,9 @@ def test_load_with_uncommitted_dvc_pointer_raises_digest_mismatch_error(
         assert md5(archive(5)) in caught.value.why
         assert md5(archive(1)) in caught.value.why
         assert "git checkout" in caught.value.remedy
-    assert first(reads.load(section(rev="v1"), repository.root)) == expected(0), "another commit is not what one sees"
+    assert first(reads.load(section(rev="v1"), repository.root)) == expected(0), (
+        "another commit is not what one sees"
+    )
 
 
 @pytest.mark.parametrize(
@@ -295,7 +332,9 @@ def test_load_with_swapped_md5_in_dvc_pointer_detects_size_or_pin_mismatch(
     size = len(archive(1))
     repository.write("data/train.npz.dvc", pointer(known, size, "train.npz"))
     repository.commit()
-    with pytest.raises(DigestMismatchError, match=f"pointer is not what DVC writes.*says {size} bytes"):
+    with pytest.raises(
+        DigestMismatchError, match=f"pointer is not what DVC writes.*says {size} bytes"
+    ):
         reads.load(section(), repository.root)
     repository.write("data/train.npz.dvc", pointer(known, len(archive(6, rows=40)), "train.npz"))
     repository.commit()
@@ -314,8 +353,13 @@ def test_dvc_fingerprint_with_two_pointers_for_path_raises_refused_error(
     assert caught.value.where == "data/other.dvc and data/train.npz.dvc"
 
 
-def test_load_with_cloud_versions_in_dvc_pointer_raises_refused_error(repository: Repository, reads: DvcSource) -> None:
-    repository.write("data/train.npz.dvc", "outs:\n- path: train.npz\n  size: 4\n  cloud: {store: {version_id: a}}\n")
+def test_load_with_cloud_versions_in_dvc_pointer_raises_refused_error(
+    repository: Repository, reads: DvcSource
+) -> None:
+    repository.write(
+        "data/train.npz.dvc",
+        "outs:\n- path: train.npz\n  size: 4\n  cloud: {store: {version_id: a}}\n",
+    )
     repository.commit()
     with pytest.raises(RefusedError, match=r"has no MD5 for data/train\.npz"):
         reads.load(section(), repository.root)

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.adapters.data.dvc import DvcSource
-from onnx_ops.errors import DigestMismatchError, MissingPackageError, NotFoundError, ServiceUnavailableError, UserError
+from onnx_ops.errors import (
+    DigestMismatchError,
+    MissingPackageError,
+    NotFoundError,
+    ServiceUnavailableError,
+    UserError,
+)
 from tests.adapters.dvc_parts import Repository, archive, dvc, expected, first, md5, section, source
 from tests.adapters.registry_services import BUCKET, s3
 from tests.adapters.runtime_places import require
@@ -47,7 +53,9 @@ def pushed(tmp_path: Path, template: Repository) -> Repository:
     return repository
 
 
-def push(folder: Path, reads: DvcSource, *setup: tuple[str, ...], packages: tuple[str, ...] = ()) -> Repository:
+def push(
+    folder: Path, reads: DvcSource, *setup: tuple[str, ...], packages: tuple[str, ...] = ()
+) -> Repository:
     repository = Repository(folder / "project")
     repository.root.mkdir()
     repository.git("init", "--quiet", "--initial-branch", "main")
@@ -55,9 +63,16 @@ def push(folder: Path, reads: DvcSource, *setup: tuple[str, ...], packages: tupl
     repository.write("data/many/a.npz", archive(2))
     repository.write("data/many/deep/b.npz", archive(3))
     repository.write(
-        "dvc.yaml", f"stages:\n  copy:\n    wdir: data\n    cmd: cp {Path(PATH).name} made.npz\n    outs: [made.npz]\n"
+        "dvc.yaml",
+        f"stages:\n  copy:\n    wdir: data\n    cmd: cp {Path(PATH).name} made.npz\n    outs: [made.npz]\n",
     )
-    commands = (("init", "-q"), *setup, ("add", "-q", PATH, "data/many"), ("repro", "-q"), ("push", "-q"))
+    commands = (
+        ("init", "-q"),
+        *setup,
+        ("add", "-q", PATH, "data/many"),
+        ("repro", "-q"),
+        ("push", "-q"),
+    )
     dvc(repository, reads.environments, *commands, packages=packages)
     repository.commit("v1")
     empty_cache(repository)
@@ -70,7 +85,8 @@ def empty_cache(repository: Repository) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "seed"), [(PATH, 1), ("data/many/a.npz", 2), ("data/many/deep/b.npz", 3), ("data/made.npz", 1)]
+    ("path", "seed"),
+    [(PATH, 1), ("data/many/a.npz", 2), ("data/many/deep/b.npz", 3), ("data/made.npz", 1)],
 )
 def test_load_of_pushed_dvc_data_leaves_cache_unchanged(
     pushed: Repository, reads: DvcSource, path: str, seed: int
@@ -81,7 +97,9 @@ def test_load_of_pushed_dvc_data_leaves_cache_unchanged(
     assert pushed.git("status", "--porcelain") == ""
 
 
-def test_load_without_dvc_remote_reads_and_verifies_cache(pushed: Repository, reads: DvcSource) -> None:
+def test_load_without_dvc_remote_reads_and_verifies_cache(
+    pushed: Repository, reads: DvcSource
+) -> None:
     dvc(pushed, reads.environments, ("fetch", "-q"))
     pushed.remote.rename(pushed.remote.with_name("away"))
     for path, seed in ((PATH, 1), ("data/many/deep/b.npz", 3)):
@@ -94,7 +112,9 @@ def test_load_without_dvc_remote_reads_and_verifies_cache(pushed: Repository, re
     assert caught.value.where == str(pushed.cached(oid))
 
 
-def test_load_of_tampered_dvc_remote_object_raises_digest_mismatch_error(pushed: Repository, reads: DvcSource) -> None:
+def test_load_of_tampered_dvc_remote_object_raises_digest_mismatch_error(
+    pushed: Repository, reads: DvcSource
+) -> None:
     oid = md5(archive(1))
     pushed.stored(oid).chmod(0o644)
     pushed.stored(oid).write_bytes(archive(7))
@@ -108,7 +128,9 @@ def test_load_of_tampered_dvc_remote_object_raises_digest_mismatch_error(pushed:
     assert "dvc push" in error.remedy
 
 
-def test_load_with_dvc_pointer_to_missing_object_raises_not_found_error(pushed: Repository, reads: DvcSource) -> None:
+def test_load_with_dvc_pointer_to_missing_object_raises_not_found_error(
+    pushed: Repository, reads: DvcSource
+) -> None:
     text = (pushed.root / "data/train.npz.dvc").read_text()
     pushed.write("data/train.npz.dvc", text.replace(md5(archive(1)), md5(archive(8))))
     with pytest.raises(DigestMismatchError, match="changed and not committed"):
@@ -120,7 +142,9 @@ def test_load_with_dvc_pointer_to_missing_object_raises_not_found_error(pushed: 
     assert md5(archive(8)) in caught.value.why
 
 
-def test_load_with_unusable_dvc_remote_raises_error_with_its_cause(pushed: Repository, reads: DvcSource) -> None:
+def test_load_with_unusable_dvc_remote_raises_error_with_its_cause(
+    pushed: Repository, reads: DvcSource
+) -> None:
     with pytest.raises(UserError, match="remote cannot be used") as caught:
         reads.load(section(PATH, remote="stroe"), pushed.root)
     assert caught.value.where == "DVC remote stroe"
@@ -165,13 +189,17 @@ def test_load_from_dvc_remote_on_s3_returns_verified_data(reads: DvcSource, tmp_
         client.delete_object(Bucket=BUCKET, Key=key)
         with pytest.raises(NotFoundError, match="DVC has lost"):
             reads.load(section(PATH), repository.root)
-        repository.write(".dvc/config.local", "['remote \"cloud\"']\n    endpointurl = http://127.0.0.1:9\n")
+        repository.write(
+            ".dvc/config.local", "['remote \"cloud\"']\n    endpointurl = http://127.0.0.1:9\n"
+        )
         with pytest.raises(ServiceUnavailableError, match="remote cannot be read"):
             reads.load(section(PATH), repository.root)
 
 
 @pytest.mark.nightly
-def test_load_from_dvc_remote_on_azure_returns_verified_data(reads: DvcSource, tmp_path: Path) -> None:
+def test_load_from_dvc_remote_on_azure_returns_verified_data(
+    reads: DvcSource, tmp_path: Path
+) -> None:
     from azure.storage.blob import BlobServiceClient
 
     require("node", "npm")

@@ -19,7 +19,13 @@ from hypothesis import strategies as st
 from onnx_ops.adapters.data.file import FileSource
 from onnx_ops.adapters.data.sklearn import SklearnSource
 from onnx_ops.domain.pipeline import FileData, SklearnData
-from onnx_ops.errors import MissingPackageError, NotFoundError, OnnxOpsError, RefusedError, UserError
+from onnx_ops.errors import (
+    MissingPackageError,
+    NotFoundError,
+    OnnxOpsError,
+    RefusedError,
+    UserError,
+)
 from onnx_ops.testing.data import DataSourceSuite
 from tests.support.extras import hide
 from tests.support.fixtures import fixed
@@ -31,7 +37,9 @@ FILE = FileData(file="data/set.npz", inputs={"x": "rows"}, label="target")
 def root(tmp_path: Path) -> Path:
     root = tmp_path / "project"
     (root / "data").mkdir(parents=True)
-    np.savez(root / FILE.file, rows=np.arange(12, dtype=np.float32).reshape(4, 3), target=np.arange(4))
+    np.savez(
+        root / FILE.file, rows=np.arange(12, dtype=np.float32).reshape(4, 3), target=np.arange(4)
+    )
     return root
 
 
@@ -60,7 +68,9 @@ def test_file_fingerprint_of_missing_file_raises_not_found_error(root: Path) -> 
             FileSource().fingerprint(replace(FILE, file=file), root)
 
 
-def test_load_npz_with_pickle_raises_user_error_without_unpickling(root: Path, tmp_path: Path) -> None:
+def test_load_npz_with_pickle_raises_user_error_without_unpickling(
+    root: Path, tmp_path: Path
+) -> None:
     witness = tmp_path / "witness"
 
     class Payload:
@@ -73,7 +83,9 @@ def test_load_npz_with_pickle_raises_user_error_without_unpickling(root: Path, t
     assert not witness.exists()
 
 
-@pytest.mark.parametrize("arrays", [{"a": np.zeros((3, 0))}, {"a": np.zeros(3), "b": np.zeros((0, 3))}, {}])
+@pytest.mark.parametrize(
+    "arrays", [{"a": np.zeros((3, 0))}, {"a": np.zeros(3), "b": np.zeros((0, 3))}, {}]
+)
 def test_load_npz_without_rows_raises_user_error(arrays: dict[str, Any], root: Path) -> None:
     np.savez(root / FILE.file, **arrays)
     with pytest.raises(UserError, match=r"is empty|no array") as caught:
@@ -81,7 +93,9 @@ def test_load_npz_without_rows_raises_user_error(arrays: dict[str, Any], root: P
     assert caught.value.remedy
 
 
-def test_npz_sample_with_rows_on_other_axis_cuts_that_axis(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_npz_sample_with_rows_on_other_axis_cuts_that_axis(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arrays = {
         "input": np.arange(1200.0).reshape(400, 3),
         "state": np.arange(1600.0).reshape(2, 400, 2),
@@ -108,11 +122,15 @@ def test_load_npy_file_raises_user_error(root: Path) -> None:
         FileSource().load(FILE, root)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_load_damaged_npz_raises_only_onnx_ops_errors(root: Path, data: st.DataObject) -> None:
     path = root / FILE.file
-    np.savez_compressed(path, rows=np.arange(12, dtype=np.float32).reshape(4, 3), target=np.arange(4))
+    np.savez_compressed(
+        path, rows=np.arange(12, dtype=np.float32).reshape(4, 3), target=np.arange(4)
+    )
     content = bytearray(path.read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
@@ -127,7 +145,10 @@ def test_load_damaged_npz_raises_only_onnx_ops_errors(root: Path, data: st.DataO
 def test_sklearn_split_with_seed_is_stratified_and_complete() -> None:
     source, root = SklearnSource(), Path()
     whole = source.load(SklearnData(sklearn="digits"), root)
-    sides = [source.load(SklearnData(sklearn="digits", split=side, seed=3), root) for side in ("train", "test")]
+    sides = [
+        source.load(SklearnData(sklearn="digits", split=side, seed=3), root)
+        for side in ("train", "test")
+    ]
     joined = np.concatenate([side["data"] for side in sides])
     assert sorted(map(bytes, joined)) == sorted(map(bytes, whole["data"]))
     counts = [np.bincount(side["target"]) for side in sides]
@@ -144,7 +165,10 @@ def test_load_sklearn_data_set_returns_typed_and_scaled_arrays() -> None:
         "target": (np.dtype("int64"), (1797,)),
     }
     np.testing.assert_array_equal(arrays["images"].reshape(-1, 64) * 16, arrays["data"])
-    assert SklearnSource().load(SklearnData(sklearn="diabetes", split="test"), Path())["target"].dtype == np.float32
+    assert (
+        SklearnSource().load(SklearnData(sklearn="diabetes", split="test"), Path())["target"].dtype
+        == np.float32
+    )
 
 
 def test_sklearn_fingerprint_covers_all_settings_without_importing_sklearn() -> None:
@@ -156,7 +180,9 @@ def test_sklearn_fingerprint_covers_all_settings_without_importing_sklearn() -> 
         replace(base, test_size=0.25),
         replace(base, sklearn="iris"),
     )
-    assert len({SklearnSource().fingerprint(section, Path()) for section in variants}) == len(variants)
+    assert len({SklearnSource().fingerprint(section, Path()) for section in variants}) == len(
+        variants
+    )
     code = """
 import json, sys
 from pathlib import Path
@@ -173,7 +199,10 @@ print(json.dumps(sorted(sys.modules)))
 @pytest.mark.parametrize("name", ["digits", "iris", "wine", "breast_cancer", "diabetes"])
 def test_sample_of_sklearn_data_set_has_its_types_and_widths(tmp_path: Path, name: Any) -> None:
     section = SklearnData(sklearn=name)
-    sample, whole = SklearnSource().sample(section, tmp_path).arrays, SklearnSource().load(section, tmp_path)
+    sample, whole = (
+        SklearnSource().sample(section, tmp_path).arrays,
+        SklearnSource().load(section, tmp_path),
+    )
     assert {key: (array.dtype, array.shape[1:]) for key, array in sample.items()} == {
         key: (array.dtype, array.shape[1:]) for key, array in whole.items()
     }
@@ -223,7 +252,9 @@ def test_load_parquet_with_typed_columns_returns_same_types_as_csv(tmp_path: Pat
         ("", "the file is empty"),
     ],
 )
-def test_load_malformed_csv_raises_user_error_with_cause(tmp_path: Path, text: str, part: str) -> None:
+def test_load_malformed_csv_raises_user_error_with_cause(
+    tmp_path: Path, text: str, part: str
+) -> None:
     (tmp_path / "rows.csv").write_text(text)
     with pytest.raises(UserError) as caught:
         FileSource().load(FileData(file="rows.csv"), tmp_path)
@@ -231,7 +262,9 @@ def test_load_malformed_csv_raises_user_error_with_cause(tmp_path: Path, text: s
     assert "rows.csv" in str(caught.value)
 
 
-def test_load_csv_without_pyarrow_names_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_csv_without_pyarrow_names_missing_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "rows.csv").write_text(TABLE)
     hide(monkeypatch, "pyarrow")
     with pytest.raises(MissingPackageError) as caught:
@@ -249,7 +282,9 @@ def test_file_sample_of_large_file_returns_its_first_rows(
     if name.endswith(".npz"):
         np.savez_compressed(path, **arrays)
     elif name.endswith(".csv"):
-        path.write_text("x,y\n" + "".join(f"{x},{y}\n" for x, y in zip(arrays["x"], arrays["y"], strict=True)))
+        path.write_text(
+            "x,y\n" + "".join(f"{x},{y}\n" for x, y in zip(arrays["x"], arrays["y"], strict=True))
+        )
     else:
         pq.write_table(pa.table(arrays), path)
     section = FileData(file=name)

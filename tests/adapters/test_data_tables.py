@@ -21,7 +21,9 @@ pa: Any = pytest.importorskip("pyarrow")
 pq: Any = pytest.importorskip("pyarrow.parquet")
 
 
-def load(folder: Path, content: str | bytes, name: str = "rows.csv") -> dict[str, tuple[str, list[Any]]]:
+def load(
+    folder: Path, content: str | bytes, name: str = "rows.csv"
+) -> dict[str, tuple[str, list[Any]]]:
     """Return the kind and the values of each column of a file."""
     (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
     arrays = FileSource().load(FileData(file=name), folder)
@@ -44,23 +46,49 @@ DECIMAL: dict[str, tuple[str, list[Any]]] = {"a": ("f", [1.5, 2.25]), "b": ("U",
         pytest.param("\n\na,b\n1,x\n\n2,y\n\n", "t.csv", TWO, id="blank lines"),
         pytest.param("a,b,\n1,x,\n2,y,\n", "t.csv", TWO, id="separator at the end"),
         pytest.param(",a,b\n0,1,x\n1,2,y\n", "t.csv", TWO, id="index of pandas"),
-        pytest.param("Unnamed: 0,a,b\n0,1,x\n1,2,y\n", "t.csv", TWO, id="index of pandas, read and written"),
-        pytest.param('"","a","b"\n"Mazda",1,"x"\n"Datsun",2,"y"\n', "t.csv", TWO, id="row names of R"),
+        pytest.param(
+            "Unnamed: 0,a,b\n0,1,x\n1,2,y\n", "t.csv", TWO, id="index of pandas, read and written"
+        ),
+        pytest.param(
+            '"","a","b"\n"Mazda",1,"x"\n"Datsun",2,"y"\n', "t.csv", TWO, id="row names of R"
+        ),
         pytest.param("a;b\n1,5;x\n2,25;y\n", "t.csv", DECIMAL, id="decimal commas"),
         pytest.param('a,b\n"1,5",x\n"2,25",y\n', "t.csv", DECIMAL, id="decimal commas in quotes"),
         pytest.param("a;b\n1.5;x\n2.25;y\n", "t.csv", DECIMAL, id="semicolons and points"),
         pytest.param("a,b\n1,x\n2,y\n".encode("utf-8-sig"), "t.csv", TWO, id="utf-8 with its mark"),
         pytest.param("a,b\n1,x\n2,y\n".encode("utf-16"), "t.csv", TWO, id="utf-16"),
-        pytest.param(b"\xfe\xff" + "a;b\n1,5;x\n2,25;y\n".encode("utf-16-be"), "t.csv", DECIMAL, id="utf-16-be"),
+        pytest.param(
+            b"\xfe\xff" + "a;b\n1,5;x\n2,25;y\n".encode("utf-16-be"),
+            "t.csv",
+            DECIMAL,
+            id="utf-16-be",
+        ),
         pytest.param(gzip.compress(b"a,b\n1,x\n2,y\n"), "t.csv.gz", TWO, id="gzip"),
         pytest.param('{"a":1,"b":"x"}\n{"a":2,"b":"y"}\n', "t.jsonl", TWO, id="json lines"),
         pytest.param(
-            'a,b\n1,"1,500"\n2,"2,250"\n', "t.csv", {"a": ("i", [1, 2]), "b": ("U", ["1,500", "2,250"])}, id="thousands"
+            'a,b\n1,"1,500"\n2,"2,250"\n',
+            "t.csv",
+            {"a": ("i", [1, 2]), "b": ("U", ["1,500", "2,250"])},
+            id="thousands",
         ),
-        pytest.param('a\n"x\ny"\n"z, w"\n', "t.csv", {"a": ("U", ["x\ny", "z, w"])}, id="one column"),
-        pytest.param("a\n01234\n99999\n", "t.csv", {"a": ("U", ["01234", "99999"])}, id="leading zeros"),
-        pytest.param("a,b\n7,01\n8,2\n", "t.csv", {"a": ("i", [7, 8]), "b": ("U", ["01", "2"])}, id="zeros at the end"),
-        pytest.param("a\n2021-01-01\n2021-01-02\n", "t.csv", {"a": ("U", ["2021-01-01", "2021-01-02"])}, id="dates"),
+        pytest.param(
+            'a\n"x\ny"\n"z, w"\n', "t.csv", {"a": ("U", ["x\ny", "z, w"])}, id="one column"
+        ),
+        pytest.param(
+            "a\n01234\n99999\n", "t.csv", {"a": ("U", ["01234", "99999"])}, id="leading zeros"
+        ),
+        pytest.param(
+            "a,b\n7,01\n8,2\n",
+            "t.csv",
+            {"a": ("i", [7, 8]), "b": ("U", ["01", "2"])},
+            id="zeros at the end",
+        ),
+        pytest.param(
+            "a\n2021-01-01\n2021-01-02\n",
+            "t.csv",
+            {"a": ("U", ["2021-01-01", "2021-01-02"])},
+            id="dates",
+        ),
         pytest.param(
             '{"a":"2021-01-01"}\n{"a":"2021-01-02"}\n',
             "t.ndjson",
@@ -85,7 +113,12 @@ DECIMAL: dict[str, tuple[str, list[Any]]] = {"a": ("f", [1.5, 2.25]), "b": ("U",
             {"a": ("U", ["9007199254740993", ""]), "b": ("i", [1, 2])},
             id="identifiers beside a missing one",
         ),
-        pytest.param("a,b\ninf,1\n-inf,2\n", "t.csv", {"a": ("f", [np.inf, -np.inf]), "b": ("i", [1, 2])}, id="inf"),
+        pytest.param(
+            "a,b\ninf,1\n-inf,2\n",
+            "t.csv",
+            {"a": ("f", [np.inf, -np.inf]), "b": ("i", [1, 2])},
+            id="inf",
+        ),
     ],
 )
 def test_load_table_in_common_format_returns_its_columns(
@@ -105,17 +138,46 @@ def test_load_number_column_with_missing_marks_returns_nan(tmp_path: Path, mark:
 @pytest.mark.parametrize(
     ("content", "name", "parts"),
     [
-        pytest.param("a,b\n1,Köln\n".encode("latin-1"), "t.csv", ("line 2", "0xF6", "Köln", "iconv"), id="latin-1"),
-        pytest.param("größe,b\n1,x\n".encode("latin-1"), "t.csv", ("line 1", "0xF6", "größe", "iconv"), id="header"),
-        pytest.param(gzip.compress(b"a,b\n1,x\n")[:-9], "t.csv.gz", ("ended before",), id="cut gzip"),
+        pytest.param(
+            "a,b\n1,Köln\n".encode("latin-1"),
+            "t.csv",
+            ("line 2", "0xF6", "Köln", "iconv"),
+            id="latin-1",
+        ),
+        pytest.param(
+            "größe,b\n1,x\n".encode("latin-1"),
+            "t.csv",
+            ("line 1", "0xF6", "größe", "iconv"),
+            id="header",
+        ),
+        pytest.param(
+            gzip.compress(b"a,b\n1,x\n")[:-9], "t.csv.gz", ("ended before",), id="cut gzip"
+        ),
         pytest.param(b"a,b\n1,x\n", "t.csv.gz", ("Not a gzipped file",), id="no gzip"),
-        pytest.param(gzip.compress(b"a,b\n1,x\n", mtime=0), "t.csv", ("compressed by gzip",), id="gzip as csv"),
+        pytest.param(
+            gzip.compress(b"a,b\n1,x\n", mtime=0),
+            "t.csv",
+            ("compressed by gzip",),
+            id="gzip as csv",
+        ),
         pytest.param(b"PK\x03\x04" + bytes(100), "t.csv", ("Excel", "save the sheet"), id="xlsx"),
-        pytest.param("a,b\n1.5,1\n-1e300,2\n", "t.csv", ("column 'a'", "row 2", "-1e+300", "float32"), id="too large"),
+        pytest.param(
+            "a,b\n1.5,1\n-1e300,2\n",
+            "t.csv",
+            ("column 'a'", "row 2", "-1e+300", "float32"),
+            id="too large",
+        ),
         pytest.param(b"a,b\nx\0y,1\n", "t.csv", ("column 'a'", "zero byte"), id="zero byte"),
         pytest.param('{"a":{"b":1}}\n', "t.jsonl", ("column 'a'", "struct"), id="nested"),
-        pytest.param('[{"a":1}]', "t.jsonl", ("not a table in JSONL", "one JSON object"), id="array of JSON"),
-        pytest.param('{"a":1}\n{"a":"x"}\n', "t.jsonl", ("not a table in JSONL", "row 1"), id="JSON of two types"),
+        pytest.param(
+            '[{"a":1}]', "t.jsonl", ("not a table in JSONL", "one JSON object"), id="array of JSON"
+        ),
+        pytest.param(
+            '{"a":1}\n{"a":"x"}\n',
+            "t.jsonl",
+            ("not a table in JSONL", "row 1"),
+            id="JSON of two types",
+        ),
     ],
 )
 def test_load_unreadable_table_raises_user_error_with_cause(
@@ -153,24 +215,36 @@ before = read_peak()
 arrays = FileSource().load(FileData(file="t.csv"), Path(sys.argv[1]))
 print(arrays["text"].dtype, len(arrays["text"][7, 0]), read_peak() - before)
 """
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], check=True, capture_output=True, text=True
+    )
     dtype, length, kib = done.stdout.split()
     assert (dtype, length) == ("object", "60000")
     assert int(kib) << 10 < 10 * path.stat().st_size + (16 << 20)
 
 
-def test_load_decompression_bomb_raises_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_decompression_bomb_raises_user_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("onnx_ops.adapters.data.tables._MOST_CSV_BYTES", 1 << 20)
     with pytest.raises(UserError, match="a CSV file may have 2 GB"):
         load(tmp_path, gzip.compress(b"a\n" + b"1\n" * (1 << 20)), "t.csv.gz")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    st.lists(st.tuples(st.integers(-(10**6), 10**6), st.text("abc ,;|\t\"'éß", min_size=1)), min_size=3, max_size=20),
+    st.lists(
+        st.tuples(st.integers(-(10**6), 10**6), st.text("abc ,;|\t\"'éß", min_size=1)),
+        min_size=3,
+        max_size=20,
+    ),
     st.sampled_from([",", ";", "\t", "|"]),
 )
-def test_load_of_written_csv_returns_same_values(tmp_path: Path, rows: list[tuple[int, str]], separator: str) -> None:
+def test_load_of_written_csv_returns_same_values(
+    tmp_path: Path, rows: list[tuple[int, str]], separator: str
+) -> None:
     import csv
     import io
 
@@ -183,9 +257,16 @@ def test_load_of_written_csv_returns_same_values(tmp_path: Path, rows: list[tupl
     assert columns["text"] == ("U", [f"t{text}" for _, text in rows])
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.binary(min_size=1, max_size=200), st.sampled_from(["t.csv", "t.jsonl", "t.csv.gz", "t.parquet"]))
-def test_load_random_bytes_raises_only_onnx_ops_errors(tmp_path: Path, content: bytes, name: str) -> None:
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.binary(min_size=1, max_size=200),
+    st.sampled_from(["t.csv", "t.jsonl", "t.csv.gz", "t.parquet"]),
+)
+def test_load_random_bytes_raises_only_onnx_ops_errors(
+    tmp_path: Path, content: bytes, name: str
+) -> None:
     try:
         assert load(tmp_path, content, name)
     except OnnxOpsError:

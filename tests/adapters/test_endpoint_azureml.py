@@ -18,15 +18,29 @@ from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_plan import build_azure_name
 from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.domain.endpoint import EndpointConfig, TrafficSplit
-from onnx_ops.errors import ConflictError, DigestMismatchError, InfrastructureError, RefusedError, UserError
-from onnx_ops.testing.endpoints import Disturbance, EndpointProviderSuite, scaling_deployment, state_of
+from onnx_ops.errors import (
+    ConflictError,
+    DigestMismatchError,
+    InfrastructureError,
+    RefusedError,
+    UserError,
+)
+from onnx_ops.testing.endpoints import (
+    Disturbance,
+    EndpointProviderSuite,
+    scaling_deployment,
+    state_of,
+)
 from tests.adapters.azureml_parts import POLICY, World, config_of
 from tests.support.clouds.azureml import FaultRule
 from tests.support.clouds.azureml_web import Call, Fault
 from tests.support.extras import require
 from tests.support.suite import Sweep
 
-require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
+require(
+    "azure.ai.ml",
+    reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all",
+)
 
 pytestmark = pytest.mark.services
 
@@ -59,7 +73,9 @@ class TestAzureEndpoints(EndpointProviderSuite):
         body = json.dumps({"inputs": {"x": [[1.0, 1.0]]}}).encode()
         headers = {"content-type": "application/json", "authorization": "Bearer key-of-scaling"}
         request = urllib.request.Request(f"{address}/invocations", body, headers)
-        with urllib.request.urlopen(request, timeout=30, context=ssl.create_default_context()) as response:
+        with urllib.request.urlopen(
+            request, timeout=30, context=ssl.create_default_context()
+        ) as response:
             return float(json.load(response)["predictions"]["y"][0][0])
 
 
@@ -67,14 +83,18 @@ def test_azureml_capabilities_include_split_and_quantiles(world: World) -> None:
     assert world.provider.capabilities() == {"split", "quantiles"}
 
 
-def test_azureml_container_without_trusted_signature_loads_no_model(world: World, tmp_path: Path) -> None:
+def test_azureml_container_without_trusted_signature_loads_no_model(
+    world: World, tmp_path: Path
+) -> None:
     create_key(tmp_path / "keys" / "signing.pem")
     provider = AzureEndpoints(world.folder, tmp_path / "keys", policy=POLICY)
     with pytest.raises(InfrastructureError, match="no signed decision names its files"):
         provider.apply(world.config, world.state(blue=100), generation=1)
 
 
-@pytest.mark.parametrize(("settings", "limit"), [({}, 128), ({"queue": 16}, 16), ({LIMIT: 1, "queue": 16}, 1)])
+@pytest.mark.parametrize(
+    ("settings", "limit"), [({}, 128), ({"queue": 16}, 16), ({LIMIT: 1, "queue": 16}, 1)]
+)
 def test_azureml_deployment_with_queue_setting_limits_concurrency(
     world: World, settings: dict[str, int], limit: int
 ) -> None:
@@ -195,7 +215,9 @@ def test_azureml_apply_after_recreation_by_other_tool_restores_traffic(world: Wo
 
 
 @pytest.mark.parametrize("fault", ["conflict", "throttle"])
-def test_azureml_apply_after_refused_traffic_update_skips_wait_for_read(world: World, fault: Fault) -> None:
+def test_azureml_apply_after_refused_traffic_update_skips_wait_for_read(
+    world: World, fault: Fault
+) -> None:
     provider = AzureEndpoints(world.folder, policy=replace(POLICY, lag_s=5))
 
     def requests(generation: int, blue: int) -> int:
@@ -269,7 +291,10 @@ def test_azureml_apply_of_changed_settings_replaces_deployment(world: World) -> 
     ]
     world.provider.apply(changed, state, generation=2)
     assert world.drift(changed) == []
-    assert world.cloud.routes("scaling")[-2:] == [{name: 100}, {world.name(world.blue, **changes): 100}]
+    assert world.cloud.routes("scaling")[-2:] == [
+        {name: 100},
+        {world.name(world.blue, **changes): 100},
+    ]
     assert list(world.cloud.control.nodes) == [("scaling", world.name(world.blue, **changes))]
     assert world.provider.list_orphans(changed, frozenset({world.blue.manifest})) == ()
     assert world.provider.list_orphans(changed, frozenset()) == ()
@@ -281,7 +306,11 @@ def test_azureml_rollback_with_changed_settings_uses_running_deployment(world: W
     first = len(world.cloud.calls)
     world.provider.roll_back(changed, world.state(blue=100, green=0), generation=2)
     assert world.cloud.routes("scaling")[-1] == {world.name(world.blue): 100}
-    assert not [path for method, path in world.cloud.calls[first:] if method == "PUT" and "/deployments/" in path]
+    assert not [
+        path
+        for method, path in world.cloud.calls[first:]
+        if method == "PUT" and "/deployments/" in path
+    ]
 
 
 def test_azureml_apply_of_instance_count_updates_deployment_in_place(world: World) -> None:
@@ -293,7 +322,9 @@ def test_azureml_apply_of_instance_count_updates_deployment_in_place(world: Worl
     assert world.drift(more) == []
     deployment = world.cloud.control.resources[f"onlineEndpoints/scaling/deployments/{name}"].body
     assert deployment["sku"]["capacity"] == 3
-    assert len(world.cloud.routes("scaling")) == 3  # made, routed, and tagged with the second generation
+    assert (
+        len(world.cloud.routes("scaling")) == 3
+    )  # made, routed, and tagged with the second generation
     deployment["sku"]["capacity"] = 2  # by hand
     assert world.drift(more) == [f"instances of {name}: 2, not 3"]
     world.cloud.control.autoscale.settings["somebody's"] = {
@@ -303,7 +334,11 @@ def test_azureml_apply_of_instance_count_updates_deployment_in_place(world: Worl
 
 
 def test_azureml_apply_with_autoscaling_creates_and_removes_rules(world: World) -> None:
-    state, name, settings = (world.state(blue=100), world.name(world.blue), world.cloud.control.autoscale.settings)
+    state, name, settings = (
+        world.state(blue=100),
+        world.name(world.blue),
+        world.cloud.control.autoscale.settings,
+    )
     scaled = config_of(world.cloud, min_instances=1, max_instances=4, cpu_percent=60)
     world.provider.apply(scaled, state, generation=1)
     assert world.drift(scaled) == []
@@ -335,9 +370,13 @@ def test_azureml_list_orphans_after_promotion_lists_unused_model(world: World) -
     provider, config = world.provider, world.config
     provider.apply(config, world.state(blue=50, green=50), generation=1)
     provider.apply(config, world.state(green=100), generation=2)
-    assert [one.kind for one in provider.list_orphans(config, frozenset({world.blue.manifest}))] == []
+    assert [
+        one.kind for one in provider.list_orphans(config, frozenset({world.blue.manifest}))
+    ] == []
     left = provider.list_orphans(config, frozenset())
-    assert [(one.kind, one.name, one.paid) for one in left] == [("model", build_azure_name(world.blue), True)]
+    assert [(one.kind, one.name, one.paid) for one in left] == [
+        ("model", build_azure_name(world.blue), True)
+    ]
     for one in (*left, *left):
         provider.delete_orphan(config, one)
     assert provider.list_orphans(config, frozenset()) == ()

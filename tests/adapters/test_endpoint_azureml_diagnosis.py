@@ -15,7 +15,10 @@ from tests.support.clouds.azureml import FaultRule
 from tests.support.clouds.azureml_web import Fault
 from tests.support.extras import hide, require
 
-require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
+require(
+    "azure.ai.ml",
+    reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all",
+)
 
 _ML = "Microsoft.MachineLearningServices/workspaces"
 TOO_SMALL = {
@@ -42,10 +45,11 @@ def test_azureml_diagnosis_of_complete_setup_reports_no_problem(world: World) ->
 
 
 def test_azureml_diagnosis_of_image_checks_registry_and_pull_role(world: World) -> None:
-    image, identities = "mlimages.azurecr.io/onnx-ops:1", "Microsoft.ManagedIdentity/userAssignedIdentities"
-    identity = (
-        f"/subscriptions/{world.cloud.settings['subscription']}/resourceGroups/group/providers/{identities}/serving"
+    image, identities = (
+        "mlimages.azurecr.io/onnx-ops:1",
+        "Microsoft.ManagedIdentity/userAssignedIdentities",
     )
+    identity = f"/subscriptions/{world.cloud.settings['subscription']}/resourceGroups/group/providers/{identities}/serving"
     findings = look(world, image=image, identity=identity)
     assert broken(findings) == ()
     assert findings["azure pull"].found == "serving may pull"
@@ -59,7 +63,9 @@ def test_azureml_diagnosis_of_image_checks_registry_and_pull_role(world: World) 
     assert "--assignee principal-of-serving --role AcrPull" in findings["azure pull"].remedy
 
 
-def test_azureml_diagnosis_without_sdk_reports_missing_packages(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_azureml_diagnosis_without_sdk_reports_missing_packages(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hide(monkeypatch, "azure-identity")
     findings = look(world)
     assert broken(findings) == ("azure packages",)
@@ -67,7 +73,9 @@ def test_azureml_diagnosis_without_sdk_reports_missing_packages(world: World, mo
     assert world.cloud.calls == []
 
 
-def test_azureml_diagnosis_without_credentials_suggests_az_login(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_azureml_diagnosis_without_credentials_suggests_az_login(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("IDENTITY_HEADER", "nobody")
     forget_clients()
     findings = look(world)
@@ -77,7 +85,9 @@ def test_azureml_diagnosis_without_credentials_suggests_az_login(world: World, m
 
 
 @pytest.mark.parametrize("fault", ["page", "page-error"])
-def test_azureml_diagnosis_with_html_response_reports_failed_check(world: World, fault: Fault) -> None:
+def test_azureml_diagnosis_with_html_response_reports_failed_check(
+    world: World, fault: Fault
+) -> None:
     look(world)
     for passing in range(len(world.cloud.calls)):
         world.mischief(passing, FaultRule(fault=fault))
@@ -92,15 +102,34 @@ def test_azureml_diagnosis_with_html_response_reports_failed_check(world: World,
     [
         ({}, {"workspace": "elsewhere"}, "workspace elsewhere", "it does not exist"),
         ({"forbidden": True}, {}, "workspace workspace", "AzureML Data Scientist"),
-        ({"roles": [TOO_SMALL]}, {}, "role on workspace", f"not permitted: {_ML}/onlineEndpoints/delete "),
-        ({"roles": ["no role"]}, {}, "role on workspace", "not what Azure Resource Manager answers"),
-        ({"quota": 23}, {"instances": 10}, "quota for Standard_DS3_v2", "92 of 92 cores of standardDSv2Family"),
+        (
+            {"roles": [TOO_SMALL]},
+            {},
+            "role on workspace",
+            f"not permitted: {_ML}/onlineEndpoints/delete ",
+        ),
+        (
+            {"roles": ["no role"]},
+            {},
+            "role on workspace",
+            "not what Azure Resource Manager answers",
+        ),
+        (
+            {"quota": 23},
+            {"instances": 10},
+            "quota for Standard_DS3_v2",
+            "92 of 92 cores of standardDSv2Family",
+        ),
         ({"quota": 23}, {"instances": 10}, "quota for Standard_DS3_v2", "needs 96"),
         ({}, {"instance_type": "Standard_X1"}, "quota for Standard_X1", "no such size"),
     ],
 )
 def test_azureml_diagnosis_with_missing_prerequisite_reports_remedy(
-    world: World, conditions: dict[str, object], settings: dict[str, str | int], check: str, expected: str
+    world: World,
+    conditions: dict[str, object],
+    settings: dict[str, str | int],
+    check: str,
+    expected: str,
 ) -> None:
     for name, value in conditions.items():
         setattr(world.cloud.conditions, name, value)

@@ -22,7 +22,10 @@ from tests.support.clouds.azureml_web import Call, Fault
 from tests.support.extras import require
 from tests.support.suite import Sweep
 
-require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
+require(
+    "azure.ai.ml",
+    reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all",
+)
 
 pytestmark = pytest.mark.services
 
@@ -30,7 +33,9 @@ pytestmark = pytest.mark.services
 ANSWER_S = 0.35
 """What is longer than any honest answer of the fake takes, nearly always: one that is slower is asked for again."""
 WRITES = ("PUT", "DELETE", "POST")
-STAGES = [pytest.param(stage, id=name) for stage, name in enumerate(("first", "canary", "end", "back"))]
+STAGES = [
+    pytest.param(stage, id=name) for stage, name in enumerate(("first", "canary", "end", "back"))
+]
 PASSING: list[Fault] = ["throttle", "error", "drop", "hang"]
 
 
@@ -64,7 +69,10 @@ def fault_rules(at: int, method: str) -> list[FaultRule]:
     if method not in WRITES:
         return [FaultRule(fault=PASSING[at % len(PASSING)])]
     faults: list[Fault] = [*PASSING, "conflict"]
-    return [*(FaultRule(fault=fault) for fault in faults), *(FaultRule(fault=f, after=True) for f in PASSING[1:])]
+    return [
+        *(FaultRule(fault=fault) for fault in faults),
+        *(FaultRule(fault=f, after=True) for f in PASSING[1:]),
+    ]
 
 
 def holds(world: World, stage: int) -> None:
@@ -105,7 +113,11 @@ def test_azureml_apply_with_any_failing_request_keeps_traffic_and_completes(
     prepared(world, stage)
     methods = requests_of(world, stage)
     assert len(methods) > 5
-    points = [(at, fault_rule) for at, method in enumerate(methods) for fault_rule in fault_rules(at, method)]
+    points = [
+        (at, fault_rule)
+        for at, method in enumerate(methods)
+        for fault_rule in fault_rules(at, method)
+    ]
     for at, fault_rule in sweep(points):
         memory.write_text(str(stage)) if stage else memory.unlink(missing_ok=True)
         with world.cloud.kept():
@@ -122,7 +134,9 @@ def test_azureml_apply_with_any_failing_request_keeps_traffic_and_completes(
 @pytest.mark.nightly
 @pytest.mark.sweep
 @pytest.mark.parametrize("stage", STAGES)
-def test_azureml_apply_killed_at_any_write_keeps_traffic_and_completes(world: World, stage: int, sweep: Sweep) -> None:
+def test_azureml_apply_killed_at_any_write_keeps_traffic_and_completes(
+    world: World, stage: int, sweep: Sweep
+) -> None:
     memory = world.folder / "scaling" / "azureml.generation"
     prepared(world, stage)
     methods = requests_of(world, stage)
@@ -138,7 +152,9 @@ def test_azureml_apply_killed_at_any_write_keeps_traffic_and_completes(world: Wo
     assert died == len(moments) > 0
 
 
-def test_azureml_apply_overtaken_by_later_generation_changes_nothing(world: World, tmp_path: Path) -> None:
+def test_azureml_apply_overtaken_by_later_generation_changes_nothing(
+    world: World, tmp_path: Path
+) -> None:
     """Another machine applies a later generation while this one makes a deployment."""
     canary, back = stages(world)[1], world.state(blue=100)
     other = replace(world, folder=tmp_path / "other")
@@ -161,7 +177,9 @@ def test_azureml_apply_overtaken_by_later_generation_changes_nothing(world: Worl
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("fault", PASSING)
-def test_azureml_token_request_after_fault_is_retried_until_timeout(world: World, fault: Fault) -> None:
+def test_azureml_token_request_after_fault_is_retried_until_timeout(
+    world: World, fault: Fault
+) -> None:
     """Tokens are kept, so this is a request that hardly any other test makes."""
     config = config_of(world.cloud, api_timeout=f"{ANSWER_S} s")
     forget_clients()

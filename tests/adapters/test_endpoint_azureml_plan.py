@@ -24,43 +24,62 @@ NAMES = st.text("abcXYZ019-_ .é", min_size=1, max_size=60)
 
 def deployment(name: str, content: bytes = b"", **other: str | int) -> Deployment:
     given = {"model": "m", "version": "1", "variant": "fp32", "location": "/somewhere", **other}
-    return Deployment(name=name, release=digest_bytes(b"r"), manifest=digest_bytes(content), **given)  # type: ignore[arg-type]
+    return Deployment(
+        name=name, release=digest_bytes(b"r"), manifest=digest_bytes(content), **given
+    )  # type: ignore[arg-type]
 
 
 @st.composite
 def states(draw: st.DrawFn) -> EndpointState:
     names = draw(st.lists(NAMES, min_size=1, max_size=9, unique=True))
-    cuts = sorted(draw(st.lists(st.integers(0, 100), min_size=len(names) - 1, max_size=len(names) - 1)))
-    weights = dict(zip(names, (b - a for a, b in zip([0, *cuts], [*cuts, 100], strict=True)), strict=True))
+    cuts = sorted(
+        draw(st.lists(st.integers(0, 100), min_size=len(names) - 1, max_size=len(names) - 1))
+    )
+    weights = dict(
+        zip(names, (b - a for a, b in zip([0, *cuts], [*cuts, 100], strict=True)), strict=True)
+    )
     return EndpointState(
-        deployments=tuple(deployment(name, name.encode()) for name in names), split=TrafficSplit(weights=weights)
+        deployments=tuple(deployment(name, name.encode()) for name in names),
+        split=TrafficSplit(weights=weights),
     )
 
 
 @given(states(), st.integers(0, 10**6))
-def test_read_state_of_planned_traffic_returns_original_state(state: EndpointState, generation: int) -> None:
+def test_read_state_of_planned_traffic_returns_original_state(
+    state: EndpointState, generation: int
+) -> None:
     plan = plan_traffic(state, generation=generation)
-    records = {name: read_record(build_record_tags(found)) for name, found in plan.deployments.items()}
+    records = {
+        name: read_record(build_record_tags(found)) for name, found in plan.deployments.items()
+    }
     back = read_state(plan.tags, plan.traffic, {k: v for k, v in records.items() if v is not None})
     assert back is not None
     assert back.is_equivalent(state)
     assert back.generation == generation
     assert sum(plan.traffic.values()) == 100
     tags = [plan.tags, *(build_record_tags(found) for found in plan.deployments.values())]
-    assert all(len(key) <= 512 and len(value) <= 256 for some in tags for key, value in some.items())
+    assert all(
+        len(key) <= 512 and len(value) <= 256 for some in tags for key, value in some.items()
+    )
     assert all(len(some) <= 40 for some in tags)
 
 
 @given(NAMES, NAMES)
 def test_build_azure_name_of_any_deployment_is_valid_and_unique(one: str, other: str) -> None:
     for name in (one, other):
-        assert re.fullmatch(r"(?=.{3,32}\Z)[a-z]([-a-z0-9]*[a-z0-9])?", build_azure_name(deployment(name)))
-    assert build_azure_name(deployment(one)) == build_azure_name(deployment(one, location="/elsewhere"))
+        assert re.fullmatch(
+            r"(?=.{3,32}\Z)[a-z]([-a-z0-9]*[a-z0-9])?", build_azure_name(deployment(name))
+        )
+    assert build_azure_name(deployment(one)) == build_azure_name(
+        deployment(one, location="/elsewhere")
+    )
     assert build_azure_name(deployment(one)) != build_azure_name(deployment(one, b"other"))
     others = deployment(one, batchable=True), deployment(one, threads=1)
     assert len({build_azure_name(each) for each in (deployment(one), *others)}) == 3
     threads = Execution(session=SessionSettings(intra_op_threads=2))
-    assert build_azure_name(deployment(one)) != build_azure_name(replace(deployment(one), execution=threads))
+    assert build_azure_name(deployment(one)) != build_azure_name(
+        replace(deployment(one), execution=threads)
+    )
     assume(one != other)
     assert build_azure_name(deployment(one)) != build_azure_name(deployment(other))
 
@@ -70,7 +89,9 @@ def test_read_state_with_missing_or_foreign_records_returns_none(state: Endpoint
     plan = plan_traffic(state, generation=1)
     records = dict(plan.deployments)
     lost = next(iter(records))
-    assert read_state(plan.tags, plan.traffic, {k: v for k, v in records.items() if k != lost}) is None
+    assert (
+        read_state(plan.tags, plan.traffic, {k: v for k, v in records.items() if k != lost}) is None
+    )
     assert read_state(plan.tags, {}, records) is None
     assert read_state(plan.tags, {**plan.traffic, "stranger": 1}, records) is None
     assert read_state({}, plan.traffic, records) is None

@@ -18,7 +18,10 @@ from tests.support.clouds.azureml_web import Call, Fault
 from tests.support.extras import require
 from tests.support.suite import Sweep
 
-require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
+require(
+    "azure.ai.ml",
+    reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all",
+)
 
 pytestmark = pytest.mark.services
 
@@ -33,11 +36,17 @@ def test_azureml_apply_with_registry_deploys_model_by_registry_path(world: World
     name = build_azure_name(world.blue)
     (asset,) = world.cloud.control.registries.models
     assert asset == f"models/onnx-ops--{name}/versions/1"
-    made = world.cloud.control.resources[f"onlineEndpoints/scaling/deployments/{world.name(world.blue)}"]
+    made = world.cloud.control.resources[
+        f"onlineEndpoints/scaling/deployments/{world.name(world.blue)}"
+    ]
     assert made.body["properties"]["model"] == f"azureml://registries/{REGISTRY}/{asset}"
-    posts = [path for method, path in world.cloud.calls if method == "POST" and path.endswith("/import")]
+    posts = [
+        path for method, path in world.cloud.calls if method == "POST" and path.endswith("/import")
+    ]
     world.apply(2, config(world), blue=100)
-    assert [path for method, path in world.cloud.calls if method == "POST" and path.endswith("/import")] == posts
+    assert [
+        path for method, path in world.cloud.calls if method == "POST" and path.endswith("/import")
+    ] == posts
 
 
 def test_azureml_apply_in_other_workspace_reads_model_from_registry(world: World) -> None:
@@ -48,7 +57,9 @@ def test_azureml_apply_in_other_workspace_reads_model_from_registry(world: World
     for path in [path for path in world.cloud.control.resources if path.startswith("models/")]:
         del world.cloud.control.resources[path]
     elsewhere = AzureEndpoints(world.folder / "another-machine", policy=POLICY)
-    elsewhere.apply(config(world), state_of(replace(world.blue, location=""), blue=100), generation=1)
+    elsewhere.apply(
+        config(world), state_of(replace(world.blue, location=""), blue=100), generation=1
+    )
     assert world.scale(config(world)) == 2.0
     assert world.cloud.blobs.data == {}
 
@@ -74,7 +85,9 @@ def test_azureml_apply_with_missing_registry_raises_not_found_error(world: World
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_azureml_apply_with_failing_registry_request_completes(world: World, after: bool, sweep: Sweep) -> None:
+def test_azureml_apply_with_failing_registry_request_completes(
+    world: World, after: bool, sweep: Sweep
+) -> None:
     """Once each: the kinds of fault take turns."""
     faults: list[Fault] = ["drop", "hang", "error"]
     concerns = world.cloud.control.registries.concerns
@@ -92,11 +105,15 @@ def test_azureml_apply_with_failing_registry_request_completes(world: World, aft
         with world.cloud.kept():
             met: list[int] = []
 
-            def once(number: int, call: Call, turn: int = turn, met: list[int] = met) -> FaultRule | None:
+            def once(
+                number: int, call: Call, turn: int = turn, met: list[int] = met
+            ) -> FaultRule | None:
                 if not concerns(call.path):
                     return None
                 met.append(number)
-                return FaultRule(fault=faults[turn % 3], after=after) if len(met) == turn + 1 else None
+                return (
+                    FaultRule(fault=faults[turn % 3], after=after) if len(met) == turn + 1 else None
+                )
 
             world.cloud.fault_rule = once
             world.apply(1, config(world, api_timeout="700 ms"), blue=100)

@@ -88,7 +88,9 @@ class TestLocalEndpoints(EndpointProviderSuite):
 
 
 @pytest.mark.parametrize("how", ["killed", "supervisor hung", "all hung"])
-def test_local_rollback_of_unresponsive_server_restores_stable_version(site: Site, how: str) -> None:
+def test_local_rollback_of_unresponsive_server_restores_stable_version(
+    site: Site, how: str
+) -> None:
     site.apply(1, green=100)
     server, workers = site.record().pid, site.workers()
     number = signal.SIGKILL if how == "killed" else signal.SIGSTOP
@@ -123,7 +125,9 @@ def test_list_memory_counts_workers_that_run_and_is_empty_without_server(site: S
     assert 0 < memory.worker_bytes < memory.available_bytes
 
 
-def test_local_server_after_exit_of_starting_process_keeps_serving(site: Site, tmp_path: Path) -> None:
+def test_local_server_after_exit_of_starting_process_keeps_serving(
+    site: Site, tmp_path: Path
+) -> None:
     script = (
         "import sys; from pathlib import Path; from onnx_ops import codec;"
         "from onnx_ops.adapters.endpoints.local import LocalEndpoints;"
@@ -133,7 +137,11 @@ def test_local_server_after_exit_of_starting_process_keeps_serving(site: Site, t
         "assert 'onnxruntime' not in sys.modules and 'httpx' not in sys.modules and 'numpy' not in sys.modules"
     )
     state = site.state(blue=100)
-    arguments = [str(tmp_path / "endpoints"), codec.dumps(CONFIG).decode(), codec.dumps(state).decode()]
+    arguments = [
+        str(tmp_path / "endpoints"),
+        codec.dumps(CONFIG).decode(),
+        codec.dumps(state).decode(),
+    ]
     subprocess.run([sys.executable, "-c", script, *arguments], check=True, timeout=60)
     assert site.observed().is_equivalent(state)
 
@@ -188,7 +196,9 @@ def test_local_server_record_of_dead_process_is_ignored(site: Site) -> None:
         acquire_lock(lock.fileno())
         lock.write(str(os.getpid()))
         lock.flush()
-        dead, living = (ServerRecord(pid=pid, port=1, admin_port=2, started=0.0) for pid in (1, os.getpid()))
+        dead, living = (
+            ServerRecord(pid=pid, port=1, admin_port=2, started=0.0) for pid in (1, os.getpid())
+        )
         for record, trusted in ((dead, None), (living, living)):
             (site.folder / SERVER_FILE).write_bytes(codec.dumps(record))
             assert server.record() == trusted
@@ -223,7 +233,10 @@ def test_local_apply_with_new_port_moves_server(site: Site) -> None:
     site.apply(1, blue=100)
     first, port = str(site.provider.address(CONFIG)), free_port()
     moved = replace(CONFIG, settings={"port": port, "workers": 1, "queue": 7})
-    assert site.drift(moved) == [f"port: {first.rpartition(':')[2]}, not {port}", "queue: 128, not 7"]
+    assert site.drift(moved) == [
+        f"port: {first.rpartition(':')[2]}, not {port}",
+        "queue: 128, not 7",
+    ]
     site.apply(1, moved, blue=100)
     assert site.drift(moved) == []
     assert EndpointProviderSuite().scale(f"http://127.0.0.1:{port}") == 2.0
@@ -241,7 +254,9 @@ def test_local_apply_with_changed_or_missing_files_raises_error(site: Site, tmp_
     assert site.provider.observe(CONFIG) == replace(good, generation=1)
 
 
-def test_local_observe_after_loss_of_model_files_returns_none_until_restored(site: Site, tmp_path: Path) -> None:
+def test_local_observe_after_loss_of_model_files_returns_none_until_restored(
+    site: Site, tmp_path: Path
+) -> None:
     state = site.state(blue=100)
     site.provider.apply(CONFIG, state, generation=1)
     site.provider.stop(CONFIG)
@@ -255,7 +270,9 @@ def test_local_observe_after_loss_of_model_files_returns_none_until_restored(sit
     assert site.provider.observe(CONFIG) == replace(state, generation=1)
 
 
-def test_local_apply_with_server_that_fails_to_start_shows_its_log(site: Site, tmp_path: Path) -> None:
+def test_local_apply_with_server_that_fails_to_start_shows_its_log(
+    site: Site, tmp_path: Path
+) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho something is broken here\nexit 7\n")
     broken.chmod(0o700)
@@ -271,7 +288,9 @@ def test_local_apply_by_concurrent_callers_ends_with_latest_generation(site: Sit
 
     def apply(generation: int) -> None:
         try:
-            LocalEndpoints(site.folder.parent).apply(CONFIG, states[generation], generation=generation)
+            LocalEndpoints(site.folder.parent).apply(
+                CONFIG, states[generation], generation=generation
+            )
             outcomes[generation] = None
         except ConflictError as error:
             outcomes[generation] = error
@@ -294,22 +313,40 @@ def test_local_apply_with_hostile_endpoint_name_raises_user_error(site: Site, na
 
 
 @pytest.mark.parametrize("port", [0, 65536, "8080", True])
-def test_local_apply_with_invalid_port_raises_user_error(site: Site, port: int | str | bool) -> None:
+def test_local_apply_with_invalid_port_raises_user_error(
+    site: Site, port: int | str | bool
+) -> None:
     with pytest.raises(UserError, match="port: "):
         site.apply(1, replace(CONFIG, settings={"port": port}), blue=100)
 
 
-OUTSIDE = ("/etc/cron.d/x.log", "../x.log", "a/../../x.sock", "server.log", "token", "x", ".log", "-", "a\n.log")
+OUTSIDE = (
+    "/etc/cron.d/x.log",
+    "../x.log",
+    "a/../../x.sock",
+    "server.log",
+    "token",
+    "x",
+    ".log",
+    "-",
+    "a\n.log",
+)
 
 
 def test_local_server_settings_are_validated_and_applied(site: Site) -> None:
-    site.provider.validate_settings({"workers": 2, "access_log": "access.log", "admin_socket": "admin.sock"})
+    site.provider.validate_settings(
+        {"workers": 2, "access_log": "access.log", "admin_socket": "admin.sock"}
+    )
     wrong: list[tuple[dict[str, Json], str]] = [
         ({"worker": 2}, "unknown key .worker."),
         ({"workers": 0}, "at least 1"),
         ({"port": 0}, "port: "),
     ]
-    wrong += [({key: name}, "in the endpoint's folder") for key in ("access_log", "admin_socket") for name in OUTSIDE]
+    wrong += [
+        ({key: name}, "in the endpoint's folder")
+        for key in ("access_log", "admin_socket")
+        for name in OUTSIDE
+    ]
     for settings, message in wrong:
         with pytest.raises(UserError, match=message):
             site.provider.validate_settings(settings)
@@ -330,10 +367,14 @@ def test_local_apply_with_other_worker_count_drops_no_request(site: Site) -> Non
     site.provider.apply(CONFIG, state, generation=1)
     body = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}'
     url = f"{site.provider.address(CONFIG)}/v2/models/scale/infer"
-    with LoadProcess(LoadPlan(url=url, payloads=[Payload(body=body)], connections=4, seconds=300.0)) as load:
+    with LoadProcess(
+        LoadPlan(url=url, payloads=[Payload(body=body)], connections=4, seconds=300.0)
+    ) as load:
         for generation, workers in ((2, 3), (3, 1), (4, 2)):
             before = set(site.workers())
-            site.provider.apply(replace(CONFIG, settings={"workers": workers}), state, generation=generation)
+            site.provider.apply(
+                replace(CONFIG, settings={"workers": workers}), state, generation=generation
+            )
             until(lambda: not before & set(site.workers()), "the end of the old workers")  # noqa: B023
             assert len(site.workers()) == workers
         records = load.stop()
@@ -346,7 +387,9 @@ def test_local_workers_without_supervisor_answer_until_takeover(site: Site) -> N
     address, orphans = str(site.provider.address(CONFIG)), site.workers()
     os.kill(site.record().pid, signal.SIGKILL)
     assert not site.provider.is_unsupervised(replace(CONFIG, endpoint="other"))
-    for _ in range(400):  # the system takes a moment to end a process, and to give back what it held
+    for _ in range(
+        400
+    ):  # the system takes a moment to end a process, and to give back what it held
         if site.provider.observe(CONFIG) is None and site.provider.is_unsupervised(CONFIG):
             break
         time.sleep(0.05)

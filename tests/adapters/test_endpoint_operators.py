@@ -18,7 +18,11 @@ from typing import Any
 import pytest
 
 from onnx_ops import codec
-from onnx_ops.adapters.endpoints.azureml_plan import build_azure_name, build_record_tags, read_record
+from onnx_ops.adapters.endpoints.azureml_plan import (
+    build_azure_name,
+    build_record_tags,
+    read_record,
+)
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.adapters.endpoints.sagemaker_resources import pack_archive
 from onnx_ops.attestation import TrustedKeys, sign_record
@@ -38,7 +42,9 @@ from tests.support.operators import build_library, released, write_softsign
 from tests.support.processes import running_process
 
 SOURCE = Path(__file__).resolve().parents[2] / "examples" / "custom_ops" / "softsign.c"
-CONFIG = make_config("softsign", workers=2, prepack="1 B")  # the cache of packed models loads libraries too
+CONFIG = make_config(
+    "softsign", workers=2, prepack="1 B"
+)  # the cache of packed models loads libraries too
 BODY = json.dumps({"inputs": {"x": [[-1.0, 0.0, 3.0]]}}).encode()
 
 
@@ -56,11 +62,15 @@ def provider(tmp_path: Path) -> Iterator[LocalEndpoints]:
 
 @pytest.fixture
 def doubling(tmp_path: Path, library: CustomOps) -> Deployment:
-    return released(tmp_path / "models" / "1", {"cpu": (library,), "other": (library,)}, target="cpu")
+    return released(
+        tmp_path / "models" / "1", {"cpu": (library,), "other": (library,)}, target="cpu"
+    )
 
 
 def ask(address: str) -> list[float]:
-    request = urllib.request.Request(f"{address}/invocations", BODY, {"content-type": "application/json"})
+    request = urllib.request.Request(
+        f"{address}/invocations", BODY, {"content-type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=30) as answer:
         rows: list[list[float]] = json.load(answer)["predictions"]["y"]
     return rows[0]
@@ -85,12 +95,16 @@ def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
 def test_endpoint_with_custom_operators_keeps_them_after_restart_and_rollback(
     provider: LocalEndpoints, tmp_path: Path, doubling: Deployment, library: CustomOps
 ) -> None:
-    tripling = released(tmp_path / "models" / "2", {"cpu": (library,)}, target="cpu", scale=3.0, version="2")
+    tripling = released(
+        tmp_path / "models" / "2", {"cpu": (library,)}, target="cpu", scale=3.0, version="2"
+    )
     provider.apply(CONFIG, state_of(doubling, v1=100), generation=1)
     assert answers(provider) == [-1.0, 0.0, 1.5]
     provider.apply(CONFIG, state_of(doubling, tripling, v1=0, v2=100), generation=2)
     assert answers(provider) == [-1.5, 0.0, 2.25]
-    record = codec.loads((tmp_path / "endpoints" / "softsign" / SERVER_FILE).read_bytes(), ServerRecord)
+    record = codec.loads(
+        (tmp_path / "endpoints" / "softsign" / SERVER_FILE).read_bytes(), ServerRecord
+    )
     os.kill(record.pid, signal.SIGKILL)
     while provider.observe(CONFIG) is not None:
         pass
@@ -121,7 +135,9 @@ def test_model_copies_fetch_of_undeclared_library_raises_refused_error(
     deployment = replace(doubling, authority=sign_record(override, signer).envelope)
     trust = TrustPolicy(TrustedKeys((), encoded=signer.trusted_keys), tmp_path)
     with (
-        contextlib.nullcontext() if declared else pytest.raises(RefusedError, match="not one that target cpu declares")
+        contextlib.nullcontext()
+        if declared
+        else pytest.raises(RefusedError, match="not one that target cpu declares")
     ):
         ModelCopies(tmp_path / "copies", trust).fetch(deployment)
 
@@ -130,7 +146,9 @@ def test_endpoint_apply_with_tampered_operator_library_keeps_stable_version(
     provider: LocalEndpoints, tmp_path: Path, doubling: Deployment, library: CustomOps
 ) -> None:
     provider.apply(CONFIG, state_of(doubling, v1=100), generation=1)
-    forged = released(tmp_path / "models" / "2", {"cpu": (library,)}, target="cpu", scale=3.0, version="2")
+    forged = released(
+        tmp_path / "models" / "2", {"cpu": (library,)}, target="cpu", scale=3.0, version="2"
+    )
     rewrite(library_in(forged), lambda data: data + b"\0")
     with pytest.raises(DigestMismatchError, match="the manifest of v2 is"):
         provider.apply(CONFIG, state_of(doubling, forged, v1=0, v2=100), generation=2)
@@ -159,7 +177,9 @@ def test_endpoint_apply_with_wrong_operator_library_list_raises_error(
         provider.apply(CONFIG, state_of(without, v1=100), generation=1)
 
 
-def test_endpoint_apply_with_invalid_operator_library_raises_error(provider: LocalEndpoints, tmp_path: Path) -> None:
+def test_endpoint_apply_with_invalid_operator_library_raises_error(
+    provider: LocalEndpoints, tmp_path: Path
+) -> None:
     text = tmp_path / "text.so"
     text.write_text("not a library")
     digest = digest_bytes(text.read_bytes())
@@ -169,7 +189,9 @@ def test_endpoint_apply_with_invalid_operator_library_raises_error(provider: Loc
         provider.apply(CONFIG, state_of(deployment, v1=100), generation=1)
 
 
-def test_cloud_container_with_operator_library_verifies_and_loads_it(tmp_path: Path, doubling: Deployment) -> None:
+def test_cloud_container_with_operator_library_verifies_and_loads_it(
+    tmp_path: Path, doubling: Deployment
+) -> None:
     """Both clouds give the container the same folder; SageMaker's archive makes it here."""
     with (tmp_path / "model.tar.gz").open("wb") as archive:
         pack_archive(doubling, archive)
@@ -187,14 +209,23 @@ def test_cloud_container_with_operator_library_verifies_and_loads_it(tmp_path: P
     with running_process(command, tmp_path / "log", port_file.exists, env=environment):
         port = codec.loads(port_file.read_bytes(), ServerRecord).port
         assert ask(f"http://127.0.0.1:{port}") == [-1.0, 0.0, 1.5]
-    rewrite(next((tmp_path / "ml" / "model" / "custom_ops" / "cpu").iterdir()), lambda data: data + b"\0")
-    environment["ONNX_OPS_STATE_DIR"] = str(tmp_path / "new-state")  # the other one has an intact copy
-    refused: Any = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    rewrite(
+        next((tmp_path / "ml" / "model" / "custom_ops" / "cpu").iterdir()),
+        lambda data: data + b"\0",
+    )
+    environment["ONNX_OPS_STATE_DIR"] = str(
+        tmp_path / "new-state"
+    )  # the other one has an intact copy
+    refused: Any = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
     assert refused.returncode == DigestMismatchError.exit_code
     assert "the manifest of v1 is" in refused.stderr
 
 
-def test_read_record_of_deployment_with_operators_restores_library_names(doubling: Deployment) -> None:
+def test_read_record_of_deployment_with_operators_restores_library_names(
+    doubling: Deployment,
+) -> None:
     assert read_record(build_record_tags(doubling)) == replace(doubling, location="")
     plain = replace(doubling, custom_ops=())
     assert "custom_ops" not in codec.dumps(plain).decode()
@@ -203,7 +234,9 @@ def test_read_record_of_deployment_with_operators_restores_library_names(doublin
     assert not state_of(plain, v1=100).is_equivalent(state_of(doubling, v1=100))
 
 
-def test_copy_libraries_with_invalid_source_copies_nothing(tmp_path: Path, library: CustomOps) -> None:
+def test_copy_libraries_with_invalid_source_copies_nothing(
+    tmp_path: Path, library: CustomOps
+) -> None:
     model = tmp_path / "model.onnx"
     write_softsign(model)
     with pytest.raises(DigestMismatchError, match="target cpu"):

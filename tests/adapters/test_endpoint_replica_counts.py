@@ -63,7 +63,9 @@ def report(
     reports.write(source.status_name, codec.dumps(status))
     statuses = {"200": 1000 - errors, "500": errors}
     counted = DeploymentCounts(statuses=statuses, latency=tuple(service), service=tuple(service))
-    table = TableCounts(generation=generation, split="s", deployments={"blue": counted, "green": counted})
+    table = TableCounts(
+        generation=generation, split="s", deployments={"blue": counted, "green": counted}
+    )
     counts = Counts(
         origin=origin or f"{name}-{start}",
         at=0.0,
@@ -85,7 +87,9 @@ def find(site: ReplicaSite, *names: str) -> Sequence[ServerOutlier]:
 
 def test_count_by_server_of_similar_replicas_shows_no_outlier(site: ReplicaSite) -> None:
     counts = site.provider.count_by_server(site.config, NAMES, ["blue"])
-    assert [(each.server, each.generation, *each.tallies) for each in counts] == [(name, 3, "blue") for name in NAMES]
+    assert [(each.server, each.generation, *each.tallies) for each in counts] == [
+        (name, 3, "blue") for name in NAMES
+    ]
     assert not find(site)
 
 
@@ -161,7 +165,9 @@ def test_count_by_server_with_impossible_bounds_compares_other_replicas(
 ) -> None:
     report(site, "r3", service=SLOW)
     path = report(site, "r4")
-    path.write_text(json.dumps({**json.loads(path.read_bytes()), "bounds_s": bounds_s, "server": "r1"}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_bytes()), "bounds_s": bounds_s, "server": "r1"})
+    )
     assert compare(site) == [("r3", "slow")]
 
 
@@ -181,13 +187,20 @@ def encode_failed(*cells: int, errors: int = 1) -> dict[str, str]:
 
 
 def write_open_epoch(
-    site: ReplicaSite, name: str, cells: Mapping[str, str], *, is_live: bool = True, is_healthy: bool = True
+    site: ReplicaSite,
+    name: str,
+    cells: Mapping[str, str],
+    *,
+    is_live: bool = True,
+    is_healthy: bool = True,
 ) -> None:
     """Report an open epoch in which one request to green failed; epoch 6 is closed unless this is the end."""
     path = report(site, name)
     counts = codec.loads(path.read_bytes(), Counts)
     opened = EpochCounts(generation=NUMBER.generation, epoch=7, cells=cells)
-    path.write_bytes(codec.dumps(replace(counts, open_epoch=opened, closed_through=7 if is_live else 6)))
+    path.write_bytes(
+        codec.dumps(replace(counts, open_epoch=opened, closed_through=7 if is_live else 6))
+    )
     source = ReportSource(name, f"{0:012x}")
     status = ReplicaStatus(
         replica=name,

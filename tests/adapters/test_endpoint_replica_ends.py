@@ -17,30 +17,47 @@ def counts(origin: str = "", *, is_final: bool = False) -> Counts:
 
 
 def status(replica: str, start: str = NEW, *, is_final: bool = False) -> ReplicaStatus:
-    return ReplicaStatus(replica=replica, start=start, endpoint="digits", adopted=None, is_final=is_final)
+    return ReplicaStatus(
+        replica=replica, start=start, endpoint="digits", adopted=None, is_final=is_final
+    )
 
 
 def test_find_ends_of_replaced_start_without_last_report_includes_it() -> None:
-    starts = {ReportSource("r1", OLD): (counts("a"), NOW - 60), ReportSource("r1", NEW): (counts("b"), NOW - 1)}
+    starts = {
+        ReportSource("r1", OLD): (counts("a"), NOW - 60),
+        ReportSource("r1", NEW): (counts("b"), NOW - 1),
+    }
     assert find_ends(starts, {"r1": (status("r1"), NOW - 1)}, NOW) == {ReportSource("r1", OLD)}
     starts[ReportSource("r1", OLD)] = (counts("a", is_final=True), NOW - 60)
     assert find_ends(starts, {"r1": (status("r1"), NOW - 1)}, NOW) == set()
 
 
 def test_find_ends_of_server_that_outlived_follower_is_empty() -> None:
-    starts = {ReportSource("r1", OLD): (counts("a"), NOW - 60), ReportSource("r1", NEW): (counts("a"), NOW - 1)}
+    starts = {
+        ReportSource("r1", OLD): (counts("a"), NOW - 60),
+        ReportSource("r1", NEW): (counts("a"), NOW - 1),
+    }
     assert find_ends(starts, {"r1": (status("r1"), NOW - 1)}, NOW) == set()
 
 
-@pytest.mark.parametrize(("age_s", "other_age_s", "is_ended"), [(36, 1, True), (34, 1, False), (500, 500, False)])
-def test_find_ends_of_silent_replica_includes_it_after_lease(age_s: float, other_age_s: float, is_ended: bool) -> None:
-    starts = {ReportSource("r1", NEW): (counts("a"), NOW - age_s), ReportSource("r2", NEW): (counts("b"), NOW - 1)}
+@pytest.mark.parametrize(
+    ("age_s", "other_age_s", "is_ended"), [(36, 1, True), (34, 1, False), (500, 500, False)]
+)
+def test_find_ends_of_silent_replica_includes_it_after_lease(
+    age_s: float, other_age_s: float, is_ended: bool
+) -> None:
+    starts = {
+        ReportSource("r1", NEW): (counts("a"), NOW - age_s),
+        ReportSource("r2", NEW): (counts("b"), NOW - 1),
+    }
     statuses = {"r1": (status("r1"), NOW - age_s), "r2": (status("r2"), NOW - other_age_s)}
     assert (ReportSource("r1", NEW) in find_ends(starts, statuses, NOW)) is is_ended
 
 
 @pytest.mark.parametrize("has_last_counts", [True, False])
-def test_find_ends_of_final_status_without_last_counts_includes_start(has_last_counts: bool) -> None:
+def test_find_ends_of_final_status_without_last_counts_includes_start(
+    has_last_counts: bool,
+) -> None:
     source = ReportSource("r1", NEW)  # without last counts, an operator has written it off
     starts = {source: (counts("a", is_final=has_last_counts), NOW - 500)}
     statuses = {"r1": (status("r1", is_final=True), NOW - 500), "r2": (status("r2"), NOW - 1)}
@@ -48,7 +65,10 @@ def test_find_ends_of_final_status_without_last_counts_includes_start(has_last_c
 
 
 def test_find_ends_at_same_moment_counts_one_end() -> None:
-    starts = {ReportSource(f"r{index}", OLD): (counts(str(index)), NOW - 500 + index) for index in range(30)}
+    starts = {
+        ReportSource(f"r{index}", OLD): (counts(str(index)), NOW - 500 + index)
+        for index in range(30)
+    }
     statuses = {source.replica: (status(source.replica), NOW - 1) for source in starts}
     ended = sorted(starts[source][1] - NOW + 500 for source in find_ends(starts, statuses, NOW))
     assert ended == [0, SAME_MOMENT_S + 1, 2 * (SAME_MOMENT_S + 1)]

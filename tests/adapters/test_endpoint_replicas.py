@@ -24,7 +24,13 @@ from onnx_ops.adapters.replica_files import upload_model
 from onnx_ops.domain.artifact import hex_digits
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, TrafficSplit, serves_only
 from onnx_ops.domain.rollout_observations import GenerationCounts
-from onnx_ops.errors import ConflictError, InfrastructureError, MissingKeyError, ServiceUnavailableError, UserError
+from onnx_ops.errors import (
+    ConflictError,
+    InfrastructureError,
+    MissingKeyError,
+    ServiceUnavailableError,
+    UserError,
+)
 from onnx_ops.protocol.messages import DEPLOYMENT_HEADER, FEEDBACK_HEADER, UserCountsRequest
 from onnx_ops.protocol.replica_reports import ReplicaStatus
 from onnx_ops.protocol.replica_tables import (
@@ -61,7 +67,12 @@ class SelfStartedReplicas(ReplicaEndpoints):
         super().apply(*arguments, **named)  # type: ignore[arg-type]
         if not self.site.processes:
             self.site.start()
-            until(lambda: any(one.is_live and one.status.adopted for one in self.list_replicas(self.site.config)))
+            until(
+                lambda: any(
+                    one.is_live and one.status.adopted
+                    for one in self.list_replicas(self.site.config)
+                )
+            )
 
     def remove(self, config: EndpointConfig) -> None:
         self.site.stop_all()
@@ -161,12 +172,17 @@ class TestFeedback:
         until(lambda: all(site.adopted(name) == TableNumber(2) for name in ("r1", "r2")))
         return site
 
-    def test_feedback_at_other_replica_counts_for_answering_version(self, both: ReplicaSite) -> None:
+    def test_feedback_at_other_replica_counts_for_answering_version(
+        self, both: ReplicaSite
+    ) -> None:
         answers = [ask_replica(both.address("r1"), user) for user in map(str, range(40))]
         expected = Counter(answer[DEPLOYMENT_HEADER] for answer in answers)
         assert expected.keys() == {"blue", "green"}
         tokens = [answer[FEEDBACK_HEADER] for answer in answers]
-        successes, changed = dict.fromkeys(tokens, True), {f"{token[:-1]}+": True for token in tokens}
+        successes, changed = (
+            dict.fromkeys(tokens, True),
+            {f"{token[:-1]}+": True for token in tokens},
+        )
         assert report_feedback(both.address("r2"), successes) == {"counted": 40, "unknown": 0}
         for unknown in (successes, changed):
             assert report_feedback(both.address("r2"), unknown) == {"counted": 0, "unknown": 40}
@@ -174,19 +190,28 @@ class TestFeedback:
         def read() -> list[GenerationCounts]:
             """The counts that have feedback, once it was reported."""
             counts = both.provider.metrics().read(both.config, {"green": None, "blue": None}).counts
-            return [each for each in counts if any(tally.feedback for tally in each.tallies.values())]
+            return [
+                each for each in counts if any(tally.feedback for tally in each.tallies.values())
+            ]
 
         (counts,) = until(read)
         assert counts.generation == 2
         assert {name: tally.feedback for name, tally in counts.tallies.items()} == expected
-        assert {name: sum(by_place["feedback"].events) for name, by_place in counts.blocks.items()} == expected
+        assert {
+            name: sum(by_place["feedback"].events) for name, by_place in counts.blocks.items()
+        } == expected
 
     def test_feedback_key_after_requests_is_stored_only_in_tables(self, both: ReplicaSite) -> None:
         key = both.read_table(1).table.feedback_key
         assert {both.read_table(2, phase).table.feedback_key for phase in (0, 1)} == {key} != {""}
         ask_replica(both.address("r1"), "user")
         until(lambda: list(both.reports_folder.glob("counts/r2~*")))
-        files = [path for place in (both.folder, both.reports_folder) for path in place.rglob("*") if path.is_file()]
+        files = [
+            path
+            for place in (both.folder, both.reports_folder)
+            for path in place.rglob("*")
+            if path.is_file()
+        ]
         assert files
         assert not any(key.encode() in path.read_bytes() for path in files)
         assert key not in repr(both.observed())
@@ -203,12 +228,20 @@ class TestFeedback:
 class TestWithoutAuthority:
     """What may be done by who can write one of the two locations, and has no key."""
 
-    def test_follower_with_table_of_unknown_key_skips_and_names_it(self, serving: ReplicaSite) -> None:
+    def test_follower_with_table_of_unknown_key_skips_and_names_it(
+        self, serving: ReplicaSite
+    ) -> None:
         thief = open_site(serving.folder / "thief")
         forged = serving.read_table(2)
         number = TableNumber(9)
-        state = replace(forged.table.state, generation=number.generation, split=TrafficSplit(weights={"green": 100}))
-        table = replace(forged, number=number, table=replace(forged.table, state=state, fallback=""))
+        state = replace(
+            forged.table.state,
+            generation=number.generation,
+            split=TrafficSplit(weights={"green": 100}),
+        )
+        table = replace(
+            forged, number=number, table=replace(forged.table, state=state, fallback="")
+        )
         serving.write_table(number, encode_table(table, thief.signer))
         serving.write_table(TableNumber(10), encode_table(table, None))
         until(lambda: len(serving.status().skipped) == 2)
@@ -218,10 +251,20 @@ class TestWithoutAuthority:
         assert serving.adopted() == TableNumber(2)
         observed = serving.observed()
         assert observed.generation == 2
-        assert any("table/00000009-1.json does not count" in text for text in observed.out_of_service)
+        assert any(
+            "table/00000009-1.json does not count" in text for text in observed.out_of_service
+        )
 
     def test_follower_with_invalid_table_objects_skips_them(self, serving: ReplicaSite) -> None:
-        garbage = (b"", b"{}", b"[]", bytes(100), b'{"kind": "table", "content": {}}', b"9" * 5000, b"[" * 9999)
+        garbage = (
+            b"",
+            b"{}",
+            b"[]",
+            bytes(100),
+            b'{"kind": "table", "content": {}}',
+            b"9" * 5000,
+            b"[" * 9999,
+        )
         for number, data in enumerate(garbage, 9):
             serving.write_table(TableNumber(number), data)
         (serving.control_folder / "table" / "readme.txt").write_text("?")
@@ -229,7 +272,9 @@ class TestWithoutAuthority:
         assert serving.adopted() == TableNumber(2)
         assert serving.observed().generation == 2
 
-    def test_follower_with_unsigned_rollback_serves_stable_version(self, serving: ReplicaSite) -> None:
+    def test_follower_with_unsigned_rollback_serves_stable_version(
+        self, serving: ReplicaSite
+    ) -> None:
         back = WayBack(endpoint="digits", number=TableNumber(9), to=TableNumber(2))
         serving.write_table(back.number, encode_table(back, None))
         until(lambda: serving.adopted() == back.number)
@@ -253,15 +298,23 @@ class TestWithoutAuthority:
         site.apply(1, blue=100)
         until(lambda: site.adopted() == TableNumber(1))
         upload_model(site.control, Path(site.green.location))
-        stored = next((site.control_folder / "models").glob(f"{hex_digits(site.green.manifest)}/files/*"))
+        stored = next(
+            (site.control_folder / "models").glob(f"{hex_digits(site.green.manifest)}/files/*")
+        )
         stored.write_bytes(Path(site.blue.location, "model.onnx").read_bytes())
-        for generation in (2, 3, 4):  # the next attempt, too: the table before names green, and it is not loaded
+        for generation in (
+            2,
+            3,
+            4,
+        ):  # the next attempt, too: the table before names green, and it is not loaded
             with pytest.raises(InfrastructureError, match="replica r1 cannot load it"):
                 site.apply(generation, blue=90, green=10)
         assert {SUITE.scale(site.address()) for _ in range(20)} == {2.0}
         assert site.observed().split.weights["green"] == 0
 
-    def test_replica_rollback_with_forged_reports_serves_stable_version(self, serving: ReplicaSite) -> None:
+    def test_replica_rollback_with_forged_reports_serves_stable_version(
+        self, serving: ReplicaSite
+    ) -> None:
         reports = serving.reports_folder
         forged = replace(serving.status(), replica="r2", start="0" * 12, adopted=TableNumber(99))
         (reports / "status" / "r2.json").write_bytes(codec.dumps(forged))
@@ -277,10 +330,15 @@ class TestWithoutAuthority:
         provider, limits_s = serving.provider, {"green": (), "blue": ()}
         request = UserCountsRequest(limits_s=limits_s)
         until(lambda: not provider._read_counts(serving.config, request)[0].failure)
-        honest, status = serving.read_counts(), replace(serving.status(), replica="r2", start="0" * 12)
+        honest, status = (
+            serving.read_counts(),
+            replace(serving.status(), replica="r2", start="0" * 12),
+        )
         table = honest.tables[-1]
         wrong = replace(table.deployments["green"], statuses={"500": 10**30})
-        forged = replace(honest, tables=(replace(table, deployments={**table.deployments, "green": wrong}),))
+        forged = replace(
+            honest, tables=(replace(table, deployments={**table.deployments, "green": wrong}),)
+        )
         (serving.reports_folder / "status" / "r2.json").write_bytes(codec.dumps(status))
         (serving.reports_folder / "counts" / f"r2~{'0' * 12}.json").write_bytes(codec.dumps(forged))
         reading = provider.metrics().read(serving.config, {"green": None, "blue": None})
@@ -298,27 +356,37 @@ class TestWithoutKey:
         serving.provider.roll_back(serving.config, serving.state(blue=100, green=0), generation=3)
         assert len(list((serving.control_folder / "table").iterdir())) == written
 
-    def test_replica_rollback_of_finished_release_without_key_succeeds(self, serving: ReplicaSite) -> None:
+    def test_replica_rollback_of_finished_release_without_key_succeeds(
+        self, serving: ReplicaSite
+    ) -> None:
         serving.apply(3, green=100, blue=0)
         serving.provider.sign_with(lambda: None)
         serving.provider.roll_back(serving.config, serving.state(blue=100, green=0), generation=4)
         assert serving.adopted() == TableNumber(4)
         assert {SUITE.scale(serving.address()) for _ in range(30)} == {2.0}
 
-    def test_replica_apply_of_other_state_without_key_raises_missing_key_error(self, serving: ReplicaSite) -> None:
+    def test_replica_apply_of_other_state_without_key_raises_missing_key_error(
+        self, serving: ReplicaSite
+    ) -> None:
         serving.provider.sign_with(lambda: None)
         with pytest.raises(MissingKeyError, match="signing is off"):
             serving.apply(3, blue=50, green=50)
         with pytest.raises(MissingKeyError, match="no signed table leads back"):
-            serving.provider.roll_back(serving.config, serving.state(green=100, blue=0), generation=3)
+            serving.provider.roll_back(
+                serving.config, serving.state(green=100, blue=0), generation=3
+            )
         assert serving.adopted() == TableNumber(2)
 
 
 class TestFailures:
-    def test_replica_apply_with_taken_table_number_raises_conflict_error(self, site: ReplicaSite) -> None:
+    def test_replica_apply_with_taken_table_number_raises_conflict_error(
+        self, site: ReplicaSite
+    ) -> None:
         site.apply(1, blue=100)
         site.write_table(TableNumber(2), b"garbage")
-        with pytest.raises(ConflictError, match="another object with the number of table 00000002-1"):
+        with pytest.raises(
+            ConflictError, match="another object with the number of table 00000002-1"
+        ):
             site.apply(2, blue=100)
         site.apply(3, blue=100)
 
@@ -338,7 +406,9 @@ class TestFailures:
         with pytest.raises(ServiceUnavailableError, match="without a report that it is: r1"):
             site.apply(5, blue=90, green=10)
 
-    def test_replica_server_after_follower_kill_serves_until_takeover(self, site: ReplicaSite) -> None:
+    def test_replica_server_after_follower_kill_serves_until_takeover(
+        self, site: ReplicaSite
+    ) -> None:
         site.start()
         site.apply(1, blue=100)
         until(lambda: site.adopted() == TableNumber(1))
@@ -359,10 +429,15 @@ class TestFailures:
         os.kill(record.pid, signal.SIGKILL)
         until(lambda: site.read_record() not in (None, record))
         until(lambda: site.adopted() == TableNumber(1) and site.status().is_healthy)
-        until(lambda: sum(each.ends for each in site.read_counts().uptimes) == 1, "a report of the end")
+        until(
+            lambda: sum(each.ends for each in site.read_counts().uptimes) == 1,
+            "a report of the end",
+        )
         assert SUITE.scale(site.address()) == 2.0
 
-    def test_replica_start_without_store_serves_stable_version_from_disk(self, site: ReplicaSite) -> None:
+    def test_replica_start_without_store_serves_stable_version_from_disk(
+        self, site: ReplicaSite
+    ) -> None:
         site.start()
         site.apply(1, blue=100)
         until(lambda: site.adopted() == TableNumber(1))
@@ -377,7 +452,9 @@ class TestFailures:
         site.control_folder.unlink()
         away.rename(site.control_folder)
         until(lambda: site.status().adopted == TableNumber(2) and not site.status().is_final)
-        assert {SUITE.scale(site.address()) for _ in range(50)} == {2.0}  # the judge has not looked since
+        assert {SUITE.scale(site.address()) for _ in range(50)} == {
+            2.0
+        }  # the judge has not looked since
         until(lambda: site.confirm() == {2.0, 3.0})
 
     def test_replica_stop_reports_end_with_last_counts(self, site: ReplicaSite) -> None:
@@ -399,12 +476,16 @@ class TestFailures:
 class TestEmptyPlace:
     """A share that this machine has not mounted: an empty folder, in which no replica reports."""
 
-    def test_replica_rollback_without_reporting_replicas_stays_open(self, site: ReplicaSite) -> None:
+    def test_replica_rollback_without_reporting_replicas_stays_open(
+        self, site: ReplicaSite
+    ) -> None:
         site.provider.roll_back(site.config, site.state(blue=100), generation=3)
         (straggler,) = site.observed().stragglers
         assert straggler.startswith("0 of 1 replicas have ever reported to ")
 
-    def test_replica_rollback_after_forget_server_does_not_wait_for_that_replica(self, site: ReplicaSite) -> None:
+    def test_replica_rollback_after_forget_server_does_not_wait_for_that_replica(
+        self, site: ReplicaSite
+    ) -> None:
         site.start()
         site.apply(1, blue=100)
         until(lambda: site.adopted() == TableNumber(1))
@@ -418,7 +499,9 @@ class TestEmptyPlace:
         assert [server.state for server in site.provider.list_servers(site.config)] == ["ended"]
 
 
-def test_replica_apply_after_loss_of_rollback_table_serves_stable_version(site: ReplicaSite) -> None:
+def test_replica_apply_after_loss_of_rollback_table_serves_stable_version(
+    site: ReplicaSite,
+) -> None:
     site.start()
     site.apply(1, blue=100)
     until(lambda: site.adopted() == TableNumber(1))
@@ -435,11 +518,15 @@ class TestSilent:
     """A replica that reports no more, by its last status: two followers that were killed."""
 
     @pytest.fixture
-    def cut(self, site: ReplicaSite) -> Callable[[str, Sequence[dict[str, int]], int], tuple[str, ...]]:
+    def cut(
+        self, site: ReplicaSite
+    ) -> Callable[[str, Sequence[dict[str, int]], int], tuple[str, ...]]:
         """The stragglers long after a replica was cut off that reported table `adopted` of these, and a rollback."""
 
         def observe(lease: str, splits: Sequence[dict[str, int]], adopted: int) -> tuple[str, ...]:
-            site.config = replace(site.config, settings={**site.config.settings, "lease": lease, "replicas": 2})
+            site.config = replace(
+                site.config, settings={**site.config.settings, "lease": lease, "replicas": 2}
+            )
             for generation, weights in enumerate(splits, 1):
                 seen = site.provider._look(site.config)
                 _, table = plan_tables(
@@ -453,9 +540,13 @@ class TestSilent:
             site.provider._publish_way_back(
                 site.config, site.provider._look(site.config), site.state(blue=100, green=0), back
             )
-            status = ReplicaStatus(replica="r1", start="0" * 12, endpoint="digits", adopted=TableNumber(adopted))
+            status = ReplicaStatus(
+                replica="r1", start="0" * 12, endpoint="digits", adopted=TableNumber(adopted)
+            )
             for each in (status, replace(status, replica="r2", is_final=True)):
-                open_objects(site.reports_url).write(f"status/{each.replica}.json", codec.dumps(each))
+                open_objects(site.reports_url).write(
+                    f"status/{each.replica}.json", codec.dumps(each)
+                )
             assert site.observed().stragglers
             site.age_reports(LEASE_S + DEADLINE_S + 1)
             path = site.control_folder / TableNumber(back).name
@@ -480,7 +571,9 @@ class TestSilent:
     def test_rollback_with_silent_replica_at_unreported_table_stays_open(
         self, cut: Callable[[str, Sequence[dict[str, int]], int], tuple[str, ...]]
     ) -> None:
-        (text,) = cut("serve", self.FINISHED, 2)  # it may serve table 3, in which green has all traffic
+        (text,) = cut(
+            "serve", self.FINISHED, 2
+        )  # it may serve table 3, in which green has all traffic
         assert "replica r1 serves table 00000002-1, not 00000004-1" in text
 
     def test_rollback_with_silent_replica_at_stable_version_completes(
@@ -548,7 +641,10 @@ def test_follower_with_wrong_table_head_adopts_no_other_table(site: ReplicaSite)
 class TestDiagnosis:
     def diagnose(self, site: ReplicaSite) -> dict[str, tuple[bool, str]]:
         findings = site.provider.diagnose({"digits": site.config.settings})
-        return {finding.check.removeprefix("digits: "): (finding.ok, finding.found) for finding in findings}
+        return {
+            finding.check.removeprefix("digits: "): (finding.ok, finding.found)
+            for finding in findings
+        }
 
     def test_diagnose_of_served_endpoint_reports_no_problem(self, site: ReplicaSite) -> None:
         site.apply(1, blue=100)
@@ -577,7 +673,9 @@ class TestDiagnosis:
         assert self.diagnose(site)["clocks"] == (False, "apart from the store's: r1 by -7200 s")
 
 
-def test_object_store_list_without_credentials_raises_unavailable_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_store_list_without_credentials_raises_unavailable_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")

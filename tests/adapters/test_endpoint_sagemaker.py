@@ -17,7 +17,13 @@ from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.domain.artifact import digest_bytes, digest_folder, hex_digits
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit
-from onnx_ops.errors import ConflictError, DigestMismatchError, NotFoundError, RefusedError, UserError
+from onnx_ops.errors import (
+    ConflictError,
+    DigestMismatchError,
+    NotFoundError,
+    RefusedError,
+    UserError,
+)
 from onnx_ops.testing.endpoints import EndpointProviderSuite, scaling_deployment, state_of
 from tests.adapters.sagemaker_cloud import Site, config_of
 from tests.support.clouds.sagemaker import BUCKET, SETTINGS
@@ -41,7 +47,9 @@ class TestSageMakerEndpoints(EndpointProviderSuite):
 
     @pytest.fixture
     def config(self, request: pytest.FixtureRequest) -> EndpointConfig:
-        return config_of(f"{self.prefix}-{hex_digits(digest_bytes(request.node.name.encode()))[:8]}")
+        return config_of(
+            f"{self.prefix}-{hex_digits(digest_bytes(request.node.name.encode()))[:8]}"
+        )
 
     @pytest.fixture
     def chosen(self, sweep: Sweep) -> Sweep:
@@ -65,23 +73,38 @@ def test_sagemaker_apply_of_new_split_updates_weights_only(site: Site) -> None:
     assert site.invoke("weights", "green") == ("green", 3.0)
     site.fake.fault()
     site.apply(2, config, blue=40, green=60)
-    calls = [call.removeprefix("SageMaker.") for call in site.fake.calls() if call.startswith("SageMaker.")]
+    calls = [
+        call.removeprefix("SageMaker.")
+        for call in site.fake.calls()
+        if call.startswith("SageMaker.")
+    ]
     assert "UpdateEndpointWeightsAndCapacities" in calls
     assert "UpdateEndpoint" not in calls
     assert Counter(site.invoke("weights")[0] for _ in range(50)) == {"blue": 20, "green": 30}
 
 
 def test_sagemaker_apply_of_new_variant_keeps_config_and_autoscaled_counts(site: Site) -> None:
-    config, sagemaker = config_of("keeps", min_instances=1, max_instances=8), site.client("sagemaker")
+    config, sagemaker = (
+        config_of("keeps", min_instances=1, max_instances=8),
+        site.client("sagemaker"),
+    )
     site.apply(1, config, blue=100)
     first = site.describe("keeps")["EndpointConfigName"]
     site.fake.scale("keeps", "blue", 7)
     site.apply(2, config, blue=90, green=10)
     found = site.describe("keeps")
-    assert {v["VariantName"]: v["CurrentInstanceCount"] for v in found["ProductionVariants"]} == {"blue": 7, "green": 1}
-    assert {v["VariantName"]: v["CurrentWeight"] for v in found["ProductionVariants"]} == {"blue": 90, "green": 10}
+    assert {v["VariantName"]: v["CurrentInstanceCount"] for v in found["ProductionVariants"]} == {
+        "blue": 7,
+        "green": 1,
+    }
+    assert {v["VariantName"]: v["CurrentWeight"] for v in found["ProductionVariants"]} == {
+        "blue": 90,
+        "green": 10,
+    }
     assert site.drift(config) == []
-    assert sagemaker.describe_endpoint_config(EndpointConfigName=first)["EndpointConfigName"] == first
+    assert (
+        sagemaker.describe_endpoint_config(EndpointConfigName=first)["EndpointConfigName"] == first
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,9 +118,15 @@ def test_sagemaker_apply_of_new_variant_keeps_config_and_autoscaled_counts(site:
                 "instances of blue: 1, not 3",
             ],
         ),
-        pytest.param({"workers": 2}, ["blue.ONNX_OPS_SERVE_WORKERS: none, not 2"], marks=pytest.mark.nightly),
-        pytest.param({"volume": "40 GB"}, ["blue.VolumeSizeInGB: none, not 40"], marks=pytest.mark.nightly),
-        pytest.param({"strategy": "guarded"}, ["variants: blue, not main"], marks=pytest.mark.nightly),
+        pytest.param(
+            {"workers": 2}, ["blue.ONNX_OPS_SERVE_WORKERS: none, not 2"], marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            {"volume": "40 GB"}, ["blue.VolumeSizeInGB: none, not 40"], marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            {"strategy": "guarded"}, ["variants: blue, not main"], marks=pytest.mark.nightly
+        ),
         pytest.param(
             {"min_instances": 1, "max_instances": 4},
             ["autoscaling of blue: none, not 1 to 4 instances by 1000 invocations per minute"],
@@ -142,7 +171,10 @@ def test_sagemaker_drift_of_instance_counts_ignores_external_autoscaling(site: S
     assert site.drift(config) == []
     site.apply(3, config, blue=90, green=10)
     found = site.describe("counted")["ProductionVariants"]
-    assert {one["VariantName"]: one["CurrentInstanceCount"] for one in found} == {"blue": 5, "green": 1}
+    assert {one["VariantName"]: one["CurrentInstanceCount"] for one in found} == {
+        "blue": 5,
+        "green": 1,
+    }
 
 
 def test_sagemaker_drift_with_other_trusted_keys_is_empty(site: Site, tmp_path: Path) -> None:
@@ -159,7 +191,10 @@ def test_sagemaker_apply_tags_endpoint_and_uploads_archive_with_checksum(site: S
     arn = site.describe("tagged")["EndpointArn"]
     tags = {tag["Key"]: tag["Value"] for tag in sagemaker.list_tags(ResourceArn=arn)["Tags"]}
     assert tags == {"team": "vision", "cost centre": "42", "onnx-ops.endpoint": "tagged"}
-    (key,) = [o["Key"] for o in s3.list_objects_v2(Bucket=BUCKET, Prefix="onnx-ops/tagged/archives")["Contents"]]
+    (key,) = [
+        o["Key"]
+        for o in s3.list_objects_v2(Bucket=BUCKET, Prefix="onnx-ops/tagged/archives")["Contents"]
+    ]
     assert hex_digits(site.blue.manifest) in key
     found = s3.get_object(Bucket=BUCKET, Key=key, ChecksumMode="ENABLED")
     body = found["Body"].read()
@@ -178,7 +213,9 @@ def test_sagemaker_apply_of_large_archive_uploads_it_in_parts(site: Site, tmp_pa
     assert site.provider.list_orphans(config_of("large"), frozenset()) == ()
 
 
-def test_sagemaker_apply_of_changed_or_missing_files_raises_error(site: Site, tmp_path: Path) -> None:
+def test_sagemaker_apply_of_changed_or_missing_files_raises_error(
+    site: Site, tmp_path: Path
+) -> None:
     deployment = scaling_deployment(tmp_path / "m", name="m", version="1", scale=5.0)
     (tmp_path / "m" / "model.onnx").write_bytes(b"something else")
     with pytest.raises(DigestMismatchError, match="not those of its manifest"):
@@ -193,7 +230,9 @@ def test_sagemaker_apply_of_previous_version_needs_no_files(site: Site) -> None:
     config = config_of("no-files")
     site.apply(1, config, blue=100)
     site.apply(2, config, green=100)
-    site.provider.apply(config, state_of(replace(site.blue, location="gone"), blue=100), generation=3)
+    site.provider.apply(
+        config, state_of(replace(site.blue, location="gone"), blue=100), generation=3
+    )
     assert site.invoke("no-files") == ("blue", 2.0)
 
 
@@ -206,9 +245,13 @@ def test_sagemaker_apply_with_shadow_traffic_raises_user_error(site: Site) -> No
 
 
 @pytest.mark.parametrize("serverless", [False, True])
-def test_sagemaker_guarded_or_serverless_endpoint_has_one_variant(site: Site, serverless: bool) -> None:
+def test_sagemaker_guarded_or_serverless_endpoint_has_one_variant(
+    site: Site, serverless: bool
+) -> None:
     name = "serverless" if serverless else "guarded"
-    config = config_of(name, strategy="guarded", **({"memory": "2 GiB"} if serverless else {"canary_percent": 10}))
+    config = config_of(
+        name, strategy="guarded", **({"memory": "2 GiB"} if serverless else {"canary_percent": 10})
+    )
     site.apply(1, config, blue=100)
     kept = site.state(green=100, blue=0)
     site.provider.apply(config, kept, generation=2)
@@ -226,13 +269,17 @@ def test_sagemaker_apply_with_autoscaling_updates_scalable_targets(site: Site) -
 
     def targets() -> list[str]:
         found = scaling.describe_scalable_targets(ServiceNamespace="sagemaker")["ScalableTargets"]
-        return sorted(t["ResourceId"] for t in found if t["ResourceId"].startswith("endpoint/scaled/"))
+        return sorted(
+            t["ResourceId"] for t in found if t["ResourceId"].startswith("endpoint/scaled/")
+        )
 
     site.apply(1, config, blue=50, green=50)
     assert targets() == ["endpoint/scaled/variant/blue", "endpoint/scaled/variant/green"]
     larger = config_of("scaled", min_instances=1, max_instances=4, instance_type="ml.c6i.xlarge")
     site.apply(2, larger, green=100)
-    unscaled = {name: value for name, value in larger.settings.items() if not name.endswith("_instances")}
+    unscaled = {
+        name: value for name, value in larger.settings.items() if not name.endswith("_instances")
+    }
     assert targets() == ["endpoint/scaled/variant/green"]
     site.apply(3, replace(larger, settings=unscaled), green=100)
     assert targets() == []
@@ -292,8 +339,13 @@ def test_sagemaker_observe_after_manual_change_shows_new_weights(site: Site) -> 
     config, sagemaker = config_of("by-hand"), site.client("sagemaker")
     state = site.state(blue=90, green=10)
     site.provider.apply(config, state, generation=1)
-    weights = [{"VariantName": "blue", "DesiredWeight": 1}, {"VariantName": "green", "DesiredWeight": 2}]
-    sagemaker.update_endpoint_weights_and_capacities(EndpointName="by-hand", DesiredWeightsAndCapacities=weights)
+    weights = [
+        {"VariantName": "blue", "DesiredWeight": 1},
+        {"VariantName": "green", "DesiredWeight": 2},
+    ]
+    sagemaker.update_endpoint_weights_and_capacities(
+        EndpointName="by-hand", DesiredWeightsAndCapacities=weights
+    )
     site.wait_for("by-hand", "InService")
     assert site.observed(config).split.weights == {"blue": 33, "green": 67}
     site.provider.apply(config, state, generation=2)

@@ -45,7 +45,9 @@ class Endpoint:
 
     def apply(self, **weights: int) -> None:
         self.generation += 1
-        self.site.apply(self.generation, config_of(self.name, api_timeout=f"{self.answer_s} s"), **weights)
+        self.site.apply(
+            self.generation, config_of(self.name, api_timeout=f"{self.answer_s} s"), **weights
+        )
 
     def requests(self) -> list[str]:
         """Names of the requests that the change takes when all is well."""
@@ -75,8 +77,14 @@ class Endpoint:
         """Kinds of all models, configs and archives of the endpoint, by another look at the cloud."""
         sagemaker, s3 = self.site.client("sagemaker"), self.site.client("s3")
         models = sagemaker.get_paginator("list_models").paginate().build_full_result()["Models"]
-        configs = sagemaker.get_paginator("list_endpoint_configs").paginate().build_full_result()["EndpointConfigs"]
-        archives = s3.list_objects_v2(Bucket=BUCKET, Prefix=f"onnx-ops/{self.name}/archives/").get("Contents", ())
+        configs = (
+            sagemaker.get_paginator("list_endpoint_configs")
+            .paginate()
+            .build_full_result()["EndpointConfigs"]
+        )
+        archives = s3.list_objects_v2(Bucket=BUCKET, Prefix=f"onnx-ops/{self.name}/archives/").get(
+            "Contents", ()
+        )
         named = [("model", m["ModelName"]) for m in models]
         named += [("endpoint-config", c["EndpointConfigName"]) for c in configs]
         kinds = [kind for kind, name in named if name.startswith(f"{self.name}-")]
@@ -91,19 +99,27 @@ def moments(kind: str, requests: list[str]) -> list[int]:
     for at, name in enumerate(requests):
         before, after = 2 * at, 2 * at + 1
         if kind == "conflict":
-            found += [moment for moment in (before, after) if can_conflict(name, after=moment == after)]
+            found += [
+                moment for moment in (before, after) if can_conflict(name, after=moment == after)
+            ]
         elif name.startswith(READS):
             found += [before] if turns[at % len(turns)] == kind else []
         else:
-            found += [before] if kind == "throttle" else [before, after]  # what was throttled had no effect
+            found += (
+                [before] if kind == "throttle" else [before, after]
+            )  # what was throttled had no effect
     return found
 
 
-def order(fake: FakeSageMaker, kind: str, requests: list[str], moment: int, *, lasting: bool) -> None:
+def order(
+    fake: FakeSageMaker, kind: str, requests: list[str], moment: int, *, lasting: bool
+) -> None:
     """Let it happen at that moment; or from then on to requests of that sort, for longer than any client tries."""
     times, only = 8 if lasting else 1, ""
     if kind == "conflict":
-        only = next(sort for sort in (*CONFLICTS, requests[moment // 2]) if sort in requests[moment // 2])
+        only = next(
+            sort for sort in (*CONFLICTS, requests[moment // 2]) if sort in requests[moment // 2]
+        )
         moment = 2 * sum(only in name for name in requests[: moment // 2]) + moment % 2
     fake.fault(at=moment, kind=kind, times=times, only=only)
 
@@ -134,18 +150,24 @@ def test_sagemaker_apply_with_fault_at_any_request_keeps_serving(
 
 
 @pytest.mark.nightly
-def test_sagemaker_apply_killed_at_any_request_keeps_serving(site: Site, load: Load, sweep: Sweep) -> None:
+def test_sagemaker_apply_killed_at_any_request_keeps_serving(
+    site: Site, load: Load, sweep: Sweep
+) -> None:
     endpoint = Endpoint(site, "k")
     requests = endpoint.requests()
     load.endpoint = endpoint.name
-    for moment in sweep((0, *range(1, 2 * len(requests), 2))):  # after one request is before the next
+    for moment in sweep(
+        (0, *range(1, 2 * len(requests), 2))
+    ):  # after one request is before the next
         endpoint.generation += 1
         state = replace(site.state(blue=90, green=10), generation=endpoint.generation)
         process, order = site.start_client(config_of(endpoint.name), state)
         site.fake.fault(at=moment, kind="kill", pid=process.pid)
         order.send("go")
         process.join(60)
-        if process.exitcode != -signal.SIGKILL:  # it had to wait less long, and was through with fewer requests
+        if (
+            process.exitcode != -signal.SIGKILL
+        ):  # it had to wait less long, and was through with fewer requests
             assert (process.exitcode, moment >= 2 * len(site.fake.calls())) == (0, True)
         site.fake.fault()
         endpoint.check()

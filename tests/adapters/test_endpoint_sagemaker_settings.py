@@ -11,7 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from onnx_ops.adapters.aws import AwsAccess, build_variant_name, find_missing_credentials, is_valid_name
+from onnx_ops.adapters.aws import (
+    AwsAccess,
+    build_variant_name,
+    find_missing_credentials,
+    is_valid_name,
+)
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.endpoints.sagemaker_layout import (
     build_layout,
@@ -57,11 +62,17 @@ NAMES = some.from_regex(r"(?=.{1,63}\Z)[a-zA-Z0-9](-*[a-zA-Z0-9])*", fullmatch=T
         ({"strategy": "canary"}, "expected one of 'ab', 'guarded'"),
         ({"memory": "2 GiB"}, "must be guarded"),
         ({"memory": "1500 MiB", "strategy": "guarded"}, "multiple of 1 GiB"),
-        ({"memory": "2 GiB", "strategy": "guarded", "subnets": ["a"], "security_groups": ["b"]}, "no VPC"),
+        (
+            {"memory": "2 GiB", "strategy": "guarded", "subnets": ["a"], "security_groups": ["b"]},
+            "no VPC",
+        ),
         ({"alarms": ["errors"]}, "need strategy guarded"),
         ({"strategy": "guarded", "canary_percent": 60}, "must be at most 50"),
         ({"strategy": "guarded", "linear_percent": 5}, "from 10 to 50"),
-        ({"strategy": "guarded", "linear_percent": 10, "canary_percent": 10}, "excludes canary_percent"),
+        (
+            {"strategy": "guarded", "linear_percent": 10, "canary_percent": 10},
+            "excludes canary_percent",
+        ),
         ({"max_instances": 3}, "min_instances: must be"),
         ({"min_instances": 2, "max_instances": 3}, "instance_count: must be from"),
         ({"capture_percent": 5}, "capture_uri"),
@@ -71,14 +82,20 @@ NAMES = some.from_regex(r"(?=.{1,63}\Z)[a-zA-Z0-9](-*[a-zA-Z0-9])*", fullmatch=T
         ({"wait": "4000 s"}, "must be at most 1 h"),
     ],
 )
-def test_sagemaker_validate_settings_with_wrong_value_raises_user_error(wrong: dict[str, Json], said: str) -> None:
+def test_sagemaker_validate_settings_with_wrong_value_raises_user_error(
+    wrong: dict[str, Json], said: str
+) -> None:
     with pytest.raises(UserError) as caught:
         SageMakerEndpoints().validate_settings({**SETTINGS, **wrong})
     assert said in str(caught.value)
 
 
 def test_sagemaker_validate_settings_accepts_valid_values() -> None:
-    scaled: dict[str, Json] = {"min_instances": 1, "max_instances": 3, "invocations_per_instance": 500}
+    scaled: dict[str, Json] = {
+        "min_instances": 1,
+        "max_instances": 3,
+        "invocations_per_instance": 500,
+    }
     serverless: dict[str, Json] = {"strategy": "guarded", "memory": "3 GiB", "max_concurrency": 20}
     for settings in ({}, scaled, serverless):
         SageMakerEndpoints().validate_settings({**SETTINGS, **settings})
@@ -140,7 +157,9 @@ def test_build_layout_of_any_state_conforms_to_service_model(
 
 
 @given(first=some.integers(1, 99), second=some.integers(1, 99))
-def test_build_layout_with_other_weights_keeps_config_unless_image_changes(first: int, second: int) -> None:
+def test_build_layout_with_other_weights_keeps_config_unless_image_changes(
+    first: int, second: int
+) -> None:
     settings = read_sagemaker_settings(SETTINGS)
 
     states = [
@@ -150,16 +169,22 @@ def test_build_layout_with_other_weights_keeps_config_unless_image_changes(first
     one, other = (build_layout("e", state, settings) for state in states)
     assert one.has_config(other.config_name)
     assert (one.config_name == other.config_name) == (first == second)
-    assert not one.has_config(build_layout("e", states[0], replace(settings, image="another:2")).config_name)
+    assert not one.has_config(
+        build_layout("e", states[0], replace(settings, image="another:2")).config_name
+    )
 
 
 def test_deployment_with_signed_decision_fits_container_environment(tmp_path: Path) -> None:
     plain = scaling_deployment(tmp_path / "model", name="v1", version="1", scale=2.0)
     signature = EnvelopeSignature(keyid=digest_bytes(b"key"), sig="s" * 96)
-    signed = replace(plain, authority=Envelope(payload="p" * 4000, payloadType="t", signatures=(signature,)))
+    signed = replace(
+        plain, authority=Envelope(payload="p" * 4000, payloadType="t", signatures=(signature,))
+    )
     variables = encode_variables(signed)
     assert max(map(len, variables.values())) <= 1024
-    assert read_deployment({"PrimaryContainer": {"Environment": variables}}) == replace(signed, location="")
+    assert read_deployment({"PrimaryContainer": {"Environment": variables}}) == replace(
+        signed, location=""
+    )
     for missing in variables:
         torn = {name: text for name, text in variables.items() if name != missing}
         assert read_deployment({"PrimaryContainer": {"Environment": torn}}) is None
@@ -170,11 +195,18 @@ def test_build_layout_with_nine_trusted_keys_raises_user_error(tmp_path: Path) -
     for number in range(8):
         create_key(tmp_path / f"{number}.pem")
     keys = TrustedKeys(tmp_path).encoded()
-    (model,) = build_layout("e", state, read_sagemaker_settings(SETTINGS), trusted_keys=keys).models.values()
+    (model,) = build_layout(
+        "e", state, read_sagemaker_settings(SETTINGS), trusted_keys=keys
+    ).models.values()
     assert model["PrimaryContainer"]["Environment"][TRUSTED_KEYS_VARIABLE] == keys
     create_key(tmp_path / "9.pem")
     with pytest.raises(UserError, match="more trusted keys"):
-        build_layout("e", state, read_sagemaker_settings(SETTINGS), trusted_keys=TrustedKeys(tmp_path).encoded())
+        build_layout(
+            "e",
+            state,
+            read_sagemaker_settings(SETTINGS),
+            trusted_keys=TrustedKeys(tmp_path).encoded(),
+        )
 
 
 def test_build_layout_with_rotated_keys_replaces_all_models(tmp_path: Path) -> None:
@@ -186,7 +218,12 @@ def test_build_layout_with_rotated_keys_replaces_all_models(tmp_path: Path) -> N
     keys = TrustedKeys(tmp_path).encoded()
     after = build_layout("e", state, settings, trusted_keys=keys)
     assert not after.has_config(before.config_name)
-    assert len(after.models) == len(after.models.keys() - before.models.keys()) == len(keys.split(",")) == 2
+    assert (
+        len(after.models)
+        == len(after.models.keys() - before.models.keys())
+        == len(keys.split(","))
+        == 2
+    )
     for model in after.models.values():
         assert model["PrimaryContainer"]["Environment"][TRUSTED_KEYS_VARIABLE] == keys
 
@@ -205,12 +242,19 @@ def test_pack_archive_of_same_files_is_reproducible(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["my_endpoint", f"a{'-' * 62}b"])
 def test_build_layout_with_invalid_endpoint_name_raises_user_error(name: str) -> None:
     with pytest.raises(UserError, match="cannot be the name"):
-        build_layout(name, state_of(fileless_deployment("v1"), v1=100), read_sagemaker_settings(SETTINGS))
+        build_layout(
+            name, state_of(fileless_deployment("v1"), v1=100), read_sagemaker_settings(SETTINGS)
+        )
 
 
 @pytest.mark.parametrize(
     ("current", "desired", "arrived"),
-    [((5, 5), (5, 5), True), ((90, 10), (50, 50), False), ((50, 50), (90, 10), False), ((0, 0), (50, 50), False)],
+    [
+        ((5, 5), (5, 5), True),
+        ((90, 10), (50, 50), False),
+        ((50, 50), (90, 10), False),
+        ((0, 0), (50, 50), False),
+    ],
 )
 def test_has_weights_requires_equal_current_and_desired_weights(
     current: tuple[int, int], desired: tuple[int, int], arrived: bool

@@ -11,7 +11,14 @@ import pytest
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.domain.artifact import digest_bytes, digest_folder, hex_digits
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
-from onnx_ops.domain.rollout import Action, OperatorCommand, Roles, Wait, choose_next_action, plan_rollback
+from onnx_ops.domain.rollout import (
+    Action,
+    OperatorCommand,
+    Roles,
+    Wait,
+    choose_next_action,
+    plan_rollback,
+)
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import AlarmRollbackError, InfrastructureError, NotFoundError, OnnxOpsError
 from onnx_ops.testing.endpoints import state_of
@@ -26,7 +33,9 @@ FIGURES = {
 
 
 @pytest.mark.parametrize("lag", [0, 2])
-def test_sagemaker_update_reverted_by_service_raises_infrastructure_error(site: Site, lag: int) -> None:
+def test_sagemaker_update_reverted_by_service_raises_infrastructure_error(
+    site: Site, lag: int
+) -> None:
     config = config_of(f"silent-{lag}")
     before = replace(site.state(blue=100), generation=1)
     site.provider.apply(config, before, generation=1)
@@ -38,7 +47,9 @@ def test_sagemaker_update_reverted_by_service_raises_infrastructure_error(site: 
 
 
 def alarm_is(site: Site, state: str) -> None:
-    site.client("cloudwatch").set_alarm_state(AlarmName="failing", StateValue=state, StateReason="test")
+    site.client("cloudwatch").set_alarm_state(
+        AlarmName="failing", StateValue=state, StateReason="test"
+    )
 
 
 @pytest.fixture
@@ -57,7 +68,9 @@ def updates(site: Site) -> int:
 
 
 @pytest.mark.parametrize("kill", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_sagemaker_update_reverted_by_alarm_is_not_retried(site: Site, alarmed: EndpointConfig, kill: bool) -> None:
+def test_sagemaker_update_reverted_by_alarm_is_not_retried(
+    site: Site, alarmed: EndpointConfig, kill: bool
+) -> None:
     """An update, meanwhile the alarm fires, and afterwards it is quiet again."""
     site.fake.behave(reads=400)
     process, order = site.start_client(alarmed, replace(site.state(green=100), generation=2))
@@ -105,7 +118,9 @@ def test_sagemaker_update_with_firing_alarm_is_refused_but_rollback_succeeds(
     assert site.invoke(alarmed.endpoint) == ("main", 3.0)
 
 
-def test_sagemaker_update_after_failure_without_alarm_is_retried(site: Site, alarmed: EndpointConfig) -> None:
+def test_sagemaker_update_after_failure_without_alarm_is_retried(
+    site: Site, alarmed: EndpointConfig
+) -> None:
     unknown = replace(alarmed, settings={**alarmed.settings, "alarms": ["nowhere"]})
     with pytest.raises(NotFoundError, match="no alarm is called nowhere"):
         site.apply(2, unknown, green=100)
@@ -134,13 +149,19 @@ def test_sagemaker_update_with_failed_revert_names_rollback_command(site: Site) 
     assert site.invoke("stuck") == ("blue", 2.0)
 
 
-def test_sagemaker_apply_of_model_that_fails_to_start_reports_health_check(site: Site, tmp_path: Path) -> None:
+def test_sagemaker_apply_of_model_that_fails_to_start_reports_health_check(
+    site: Site, tmp_path: Path
+) -> None:
     config = config_of("broken")
     (tmp_path / "model.onnx").write_bytes(b"no model")
-    bad = replace(site.blue, name="bad", manifest=digest_folder(tmp_path).digest(), location=str(tmp_path))
+    bad = replace(
+        site.blue, name="bad", manifest=digest_folder(tmp_path).digest(), location=str(tmp_path)
+    )
     site.apply(1, config_of("whole"), blue=100)
     site.fake.startup(3)
-    with pytest.raises(InfrastructureError, match=r"could not start the endpoint.*ping health check"):
+    with pytest.raises(
+        InfrastructureError, match=r"could not start the endpoint.*ping health check"
+    ):
         site.provider.apply(config, state_of(bad, bad=100), generation=1)
     assert site.provider.observe(config) is None
     site.apply(2, config, blue=100)
@@ -152,7 +173,9 @@ def test_sagemaker_apply_of_model_that_fails_to_start_reports_health_check(site:
 
 
 def test_sagemaker_apply_without_quota_raises_error_with_remedy(site: Site) -> None:
-    site.fake.behave(quota="The account-level service limit 'ml.c6i.large for endpoint usage' is 0 Instances")
+    site.fake.behave(
+        quota="The account-level service limit 'ml.c6i.large for endpoint usage' is 0 Instances"
+    )
     with pytest.raises(InfrastructureError, match="quota") as caught:
         site.apply(1, config_of("quota"), blue=100)
     assert "Service Quotas" in caught.value.remedy
@@ -187,7 +210,9 @@ def test_sagemaker_apply_overtaken_by_later_generation_fails(site: Site) -> None
     assert site.invoke("overtaken") == ("blue", 2.0)
 
 
-def test_sagemaker_observe_without_credentials_raises_error(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sagemaker_observe_without_credentials_raises_error(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(OnnxOpsError, match="no AWS credentials"):
@@ -235,17 +260,23 @@ class Driver:
 
 
 @pytest.mark.parametrize("strategy", ["ab", "guarded"])
-def test_sagemaker_rollback_after_rollout_serves_previous_version(site: Site, strategy: str) -> None:
+def test_sagemaker_rollback_after_rollout_serves_previous_version(
+    site: Site, strategy: str
+) -> None:
     name = f"rollout-{strategy}"
     stepwise = strategy == "ab"
     driver = Driver(config_of(name, strategy=strategy), CANARY if stepwise else AT_ONCE)
     assert driver.toward(site.blue) == ["first-deployment"]
     assert site.invoke(name)[1] == 2.0
-    assert driver.toward(site.green, now=1.0) == (["start", "advance", "finish"] if stepwise else ["finish"])
+    assert driver.toward(site.green, now=1.0) == (
+        ["start", "advance", "finish"] if stepwise else ["finish"]
+    )
     assert site.invoke(name)[1] == 3.0
     site.fake.fault()
     driver.perform(plan_rollback(driver.roles, site.blue, "cpu", why="it is bad"))
-    made, updated = ([call for call in site.fake.calls() if verb in call] for verb in (".Create", ".Update"))
+    made, updated = (
+        [call for call in site.fake.calls() if verb in call] for verb in (".Create", ".Update")
+    )
     assert updated == [f"SageMaker.UpdateEndpoint{'WeightsAndCapacities' if stepwise else ''}"]
     assert bool(made) != stepwise
     assert site.invoke(name)[1] == 2.0

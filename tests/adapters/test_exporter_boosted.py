@@ -49,7 +49,9 @@ class TestBoosted(ExporterSuite):
     def trained(self, package: str, data: str) -> tuple[Any, Any]:
         if data == "breast_cancer":  # two classes, in a pipeline
             settings: dict[str, Any] = {"max_depth": 3} if package == "xgboost" else {}
-            return fit(piped(sk("preprocessing.StandardScaler"), boosted(package, **settings)), data)
+            return fit(
+                piped(sk("preprocessing.StandardScaler"), boosted(package, **settings)), data
+            )
         return fit(boosted(package, "Regressor" if data == "diabetes" else "Classifier"), data)
 
     @pytest.fixture
@@ -65,7 +67,9 @@ class TestBoosted(ExporterSuite):
 
 @by_package
 @pytest.mark.parametrize("opset", [15, 18, 21])
-def test_export_boosted_trees_after_scaler_equals_source_for_all_rows(tmp_path: Path, package: str, opset: int) -> None:
+def test_export_boosted_trees_after_scaler_equals_source_for_all_rows(
+    tmp_path: Path, package: str, opset: int
+) -> None:
     model, rows = fit(piped(sk("preprocessing.StandardScaler"), boosted(package)), "breast_cancer")
     section = Export(framework="x", opset=opset)
     answers = export(EXPORTERS[package], model, {"x": rows}, tmp_path / "m.onnx", section)
@@ -74,7 +78,9 @@ def test_export_boosted_trees_after_scaler_equals_source_for_all_rows(tmp_path: 
 
 
 @by_package
-def test_export_boosted_trees_with_missing_values_equals_source(tmp_path: Path, package: str) -> None:
+def test_export_boosted_trees_with_missing_values_equals_source(
+    tmp_path: Path, package: str
+) -> None:
     from sklearn import datasets
 
     data = datasets.load_iris()
@@ -94,9 +100,15 @@ def test_export_of_raw_booster_raises_user_error_with_remedy(tmp_path: Path, pac
     assert "Classifier" in refused.value.remedy
 
 
-@pytest.mark.parametrize(("kind", "settings"), [("RFClassifier", {}), ("Classifier", {"num_parallel_tree": 3})])
-def test_export_of_xgboost_forest_raises_user_error(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
-    model, rows = fit(piped(sk("impute.SimpleImputer"), boosted("xgboost", kind, **settings)), "iris")
+@pytest.mark.parametrize(
+    ("kind", "settings"), [("RFClassifier", {}), ("Classifier", {"num_parallel_tree": 3})]
+)
+def test_export_of_xgboost_forest_raises_user_error(
+    tmp_path: Path, kind: str, settings: dict[str, Any]
+) -> None:
+    model, rows = fit(
+        piped(sk("impute.SimpleImputer"), boosted("xgboost", kind, **settings)), "iris"
+    )
     with pytest.raises(UserError) as refused:
         export(XgboostExporter(), model, {"x": rows}, tmp_path / "m.onnx", SECTION)
     assert refused.value.remedy
@@ -110,5 +122,7 @@ def test_sklearn_export_of_xgboost_model_names_xgboost_exporter(tmp_path: Path) 
 
     Mine.__module__ = "xgboost.sklearn"
     model, rows = fit(piped(sk("impute.SimpleImputer"), Mine(n_estimators=2)), "iris")
-    with pytest.raises(UserError, match=r"skl2onnx cannot convert .* Set export.framework: xgboost"):
+    with pytest.raises(
+        UserError, match=r"skl2onnx cannot convert .* Set export.framework: xgboost"
+    ):
         export(SklearnExporter(), model, {"x": rows}, tmp_path / "m.onnx", SECTION)

@@ -39,7 +39,9 @@ FORBIDDEN = '[]{}<>,":\t'
 def by_column(*columns: tuple[str, str]) -> Any:
     """Return a pipeline that scales numbers and encodes texts, each by name."""
     parts = {"number": "preprocessing.StandardScaler", "text": "preprocessing.OneHotEncoder"}
-    steps = [(f"step{place}", sk(parts[kind]), [name]) for place, (name, kind) in enumerate(columns)]
+    steps = [
+        (f"step{place}", sk(parts[kind]), [name]) for place, (name, kind) in enumerate(columns)
+    ]
     return piped(sk("compose.ColumnTransformer", steps), sk("linear_model.LogisticRegression"))
 
 
@@ -61,21 +63,29 @@ def fit_and_check(exporter: SklearnExporter, model: Any, columns: Tensors, folde
     assert [spec.name for spec in read_model_info(folder / "model.onnx").inputs] == list(columns)
 
 
-@pytest.mark.parametrize("name", [*NAMES[:10], *(pytest.param(name, marks=pytest.mark.nightly) for name in NAMES[10:])])
+@pytest.mark.parametrize(
+    "name", [*NAMES[:10], *(pytest.param(name, marks=pytest.mark.nightly) for name in NAMES[10:])]
+)
 def test_export_column_with_any_name_keeps_it_as_input_name(tmp_path: Path, name: str) -> None:
     numbers = {name: FIRST, "other": SECOND}
     joined = piped(sk("preprocessing.StandardScaler"), sk("linear_model.LogisticRegression"))
     fit_and_check(SklearnExporter(), joined, numbers, tmp_path)
-    fit_and_check(SklearnExporter(), by_column((name, "number"), ("other", "number")), numbers, tmp_path)
+    fit_and_check(
+        SklearnExporter(), by_column((name, "number"), ("other", "number")), numbers, tmp_path
+    )
     mixed = {"other": SECOND, name: TEXTS}
-    fit_and_check(SklearnExporter(), by_column(("other", "number"), (name, "text")), mixed, tmp_path)
+    fit_and_check(
+        SklearnExporter(), by_column(("other", "number"), (name, "text")), mixed, tmp_path
+    )
     if not set(name) & set(FORBIDDEN):
         fit_and_check(XgboostExporter(), build_xgboost(), numbers, tmp_path)
         fit_and_check(LightgbmExporter(), build_lightgbm(), numbers, tmp_path)
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
-def test_export_of_columns_with_colliding_names_keeps_them_apart(tmp_path: Path, one: str, other: str) -> None:
+def test_export_of_columns_with_colliding_names_keeps_them_apart(
+    tmp_path: Path, one: str, other: str
+) -> None:
     for columns in ({one: FIRST, other: SECOND}, {other: SECOND, one: FIRST}):
         fit_and_check(SklearnExporter(), sk("linear_model.LogisticRegression"), columns, tmp_path)
         kinds = [(name, "number") for name in columns]
@@ -86,7 +96,10 @@ def test_export_of_columns_with_colliding_names_keeps_them_apart(tmp_path: Path,
 def test_export_column_named_like_output_raises_user_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="has the name of an answer") as caught:
         fit_and_check(
-            SklearnExporter(), sk("linear_model.LogisticRegression"), {name: FIRST, "other": SECOND}, tmp_path
+            SklearnExporter(),
+            sk("linear_model.LogisticRegression"),
+            {name: FIRST, "other": SECOND},
+            tmp_path,
         )
     assert "another name" in caught.value.remedy
 
@@ -107,26 +120,36 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     "neighbours": lambda: sk("neighbors.KNeighborsClassifier"),
     "bayes": lambda: sk("naive_bayes.GaussianNB"),
     "mlp": lambda: sk("neural_network.MLPClassifier", max_iter=5, random_state=0),
-    "scaled forest": lambda: piped(sk("preprocessing.StandardScaler"), sk("ensemble.RandomForestClassifier", **FEW)),
+    "scaled forest": lambda: piped(
+        sk("preprocessing.StandardScaler"), sk("ensemble.RandomForestClassifier", **FEW)
+    ),
     "by column": lambda: None,
     "xgboost": build_xgboost,
     "lightgbm": build_lightgbm,
 }
 """Functions that make models, since their packages are slow to import."""
-EXPORTERS: Mapping[str, SklearnExporter] = {"xgboost": XgboostExporter(), "lightgbm": LightgbmExporter()}
+EXPORTERS: Mapping[str, SklearnExporter] = {
+    "xgboost": XgboostExporter(),
+    "lightgbm": LightgbmExporter(),
+}
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "dtype", ["float64", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("float32", "int64"))]
+    "dtype",
+    ["float64", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("float32", "int64"))],
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_export_with_any_number_type_keeps_dtype_and_predictions(tmp_path: Path, name: str, dtype: str) -> None:
+def test_export_with_any_number_type_keeps_dtype_and_predictions(
+    tmp_path: Path, name: str, dtype: str
+) -> None:
     exporter, model = EXPORTERS.get(name, SklearnExporter()), MODELS[name]()
     rows: Any = np.round(np.hstack([FIRST, SECOND]) * 100).astype(dtype)
     if name == "by column":
         columns = {"Monthly Charges": rows[:, :1], "a/b": rows[:, 1:]}
-        fit_and_check(exporter, by_column(*((column, "number") for column in columns)), columns, tmp_path)
+        fit_and_check(
+            exporter, by_column(*((column, "number") for column in columns)), columns, tmp_path
+        )
         return
     model.fit(rows, LABEL)
     check_same(exporter, model, {"x": rows}, tmp_path)

@@ -60,7 +60,9 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("exporter", [SK, TORCH])
 @pytest.mark.parametrize("message", SECTIONS)
-def test_export_with_setting_without_effect_raises_user_error(exporter: Exporter, message: str, tmp_path: Path) -> None:
+def test_export_with_setting_without_effect_raises_user_error(
+    exporter: Exporter, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=message):
         export(exporter, MODELS[exporter](), tmp_path, **SECTIONS[message])
 
@@ -68,11 +70,27 @@ def test_export_with_setting_without_effect_raises_user_error(exporter: Exporter
 @pytest.mark.parametrize(
     ("exporter", "model", "message"),
     [
-        (SK, lambda: sk("ensemble.RandomForestClassifier", 2).fit(X, np.eye(3)[CLASS]), "several labels"),
-        (TORCH, lambda: importlib.import_module("torch").nn.Linear(3, 2), "by name: to the parameters of `forward`"),
+        (
+            SK,
+            lambda: sk("ensemble.RandomForestClassifier", 2).fit(X, np.eye(3)[CLASS]),
+            "several labels",
+        ),
+        (
+            TORCH,
+            lambda: importlib.import_module("torch").nn.Linear(3, 2),
+            "by name: to the parameters of `forward`",
+        ),
         (TORCH, lambda: module("Nested"), "other things than tensors"),
-        (TORCH, lambda: module("Casting", "complex64"), "'output' is of type complex64.*Return torch.view_as_real"),
-        (TORCH, lambda: module("Casting", "bfloat16"), "'output' is of type bfloat16.*Return output.float"),
+        (
+            TORCH,
+            lambda: module("Casting", "complex64"),
+            "'output' is of type complex64.*Return torch.view_as_real",
+        ),
+        (
+            TORCH,
+            lambda: module("Casting", "bfloat16"),
+            "'output' is of type bfloat16.*Return output.float",
+        ),
     ],
 )
 def test_export_of_model_with_unsupported_outputs_raises_user_error(
@@ -118,8 +136,12 @@ def exported(folder: Path) -> list[str]:
     samples = rows(40)
     torch.manual_seed(0)
     models: dict[Exporter, object] = {
-        SklearnExporter(): sk("neighbors.KNeighborsClassifier").fit(samples["x"], (samples["x"][:, 0] > 0).astype(int)),
-        TorchExporter(): torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)),
+        SklearnExporter(): sk("neighbors.KNeighborsClassifier").fit(
+            samples["x"], (samples["x"][:, 0] > 0).astype(int)
+        ),
+        TorchExporter(): torch.nn.Sequential(
+            torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)
+        ),
     }
     found: list[str] = []
     for exporter, model in models.items():
@@ -137,25 +159,42 @@ def test_export_in_two_processes_writes_same_bytes(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     there.mkdir()
-    environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": str(Path(__file__).parents[2]), "HOME": str(there)}
+    environment = {
+        "PYTHONHASHSEED": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "HOME": str(there),
+    }
     code = "from pathlib import Path; from tests.adapters.test_exporter_edges import exported; print(exported(Path()))"
     command = [sys.executable, "-c", code]
     done = subprocess.run(
-        command, cwd=there, env=environment, stdout=subprocess.PIPE, text=True, timeout=120, check=True
+        command,
+        cwd=there,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=True,
     )
     assert ast.literal_eval(done.stdout) == exported(here)
 
 
 def axes(values: Iterable[ValueInfoProto]) -> list[list[str | int]]:
     """Names of the free axes of each value, and sizes of the others; 0 for a free axis without a name."""
-    return [[axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim] for value in values]
+    return [
+        [axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim]
+        for value in values
+    ]
 
 
 @pytest.mark.parametrize(
     ("dynamic", "inputs", "output"),
     [
         ({}, [["batch", 0], ["batch", 4]], ["batch", 0]),
-        ({"a": {0: "rows", 1: "words"}, "b": {0: "rows"}}, [["rows", "words"], ["rows", 4]], ["rows", 0]),
+        (
+            {"a": {0: "rows", 1: "words"}, "b": {0: "rows"}},
+            [["rows", "words"], ["rows", 4]],
+            ["rows", 0],
+        ),
         ({"a": {0: "rows"}}, [["rows", 0], ["batch", 4]], [0, 0]),
     ],
     ids=["by default", "as the pipeline says", "inputs of two batches"],
@@ -163,8 +202,15 @@ def axes(values: Iterable[ValueInfoProto]) -> list[list[str | int]]:
 def test_name_axes_of_outputs_uses_batch_axis_shared_by_inputs(
     dynamic: dict[str, dict[int, str]], inputs: list[list[str | int]], output: list[str | int]
 ) -> None:
-    shapes: dict[str, list[str | int]] = {"a": ["unk_1", "unk_2"], "b": ["unk_3", 4], "y": ["unk_4", "unk_5"]}
-    a, b, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items())
+    shapes: dict[str, list[str | int]] = {
+        "a": ["unk_1", "unk_2"],
+        "b": ["unk_3", 4],
+        "y": ["unk_4", "unk_5"],
+    }
+    a, b, y = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+        for name, shape in shapes.items()
+    )
     model = helper.make_model(helper.make_graph([], "g", [a, b], [y]))
     name_axes(model, Export(framework="keras", dynamic=dynamic))
     assert axes(model.graph.input) == inputs

@@ -27,7 +27,9 @@ def dataset(split: str, name: str, array: str) -> Dataset:
     ("name", "feed", "exporter", "precision"),
     [
         ("digits_mlp", ("x", "data"), SklearnExporter(), "float64"),
-        pytest.param("digits_cnn", ("image", "images"), TorchExporter(), "float32", marks=pytest.mark.nightly),
+        pytest.param(
+            "digits_cnn", ("image", "images"), TorchExporter(), "float32", marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_example_training_reaches_accuracy_and_is_reproducible(
@@ -35,7 +37,10 @@ def test_example_training_reaches_accuracy_and_is_reproducible(
 ) -> None:
     example = importlib.import_module(f"examples.{name}")
     train, test = (dataset(split, *feed) for split in ("train", "test"))
-    answers = [reference(exporter, example.train({"train": train}), test.inputs, precision) for _ in range(2)]
+    answers = [
+        reference(exporter, example.train({"train": train}), test.inputs, precision)
+        for _ in range(2)
+    ]
     *_, scores = answers[0].values()
     assert np.mean(scores.argmax(1) == test.label) >= 0.95
     np.testing.assert_array_equal(scores, [*answers[1].values()][-1])
@@ -48,5 +53,7 @@ def test_example_training_with_other_seed_gives_other_model() -> None:
     train = dataset("train", "x", "data")
     feed = {"x": train.inputs["x"][:8]}
     models = (digits_mlp.train({"train": train}, seed=seed) for seed in (7, 8))
-    usual, other = (reference(SklearnExporter(), model, feed, "float64")["probabilities"] for model in models)
+    usual, other = (
+        reference(SklearnExporter(), model, feed, "float64")["probabilities"] for model in models
+    )
     assert not np.array_equal(usual, other)

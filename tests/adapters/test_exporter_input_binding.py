@@ -72,7 +72,11 @@ def test_bind_call_passes_each_input_to_parameter_of_its_name(
     [
         (pair, "user", r"it also takes 'item'.*values: {item: VALUE}"),
         (pair, "user itm", "it has no input 'itm'.*Did you mean 'item'"),
-        (pair, "left right", r"no input 'left' .it takes user, item..*inputs: {user: ARRAY, item: ARRAY}"),
+        (
+            pair,
+            "left right",
+            r"no input 'left' .it takes user, item..*inputs: {user: ARRAY, item: ARRAY}",
+        ),
         (pair, "user item extra", "it has no input 'extra'"),
         (optional, "mask", "it also takes 'x'"),
         (optional, "image mask", "it has no input 'image'"),
@@ -101,5 +105,7 @@ def test_bind_call_without_renaming_refuses_single_input_of_other_name() -> None
 
 def test_binding_by_parameter_with_variadic_parameter_returns_tuple() -> None:
     values = {"a": 1, "z": 2}
-    assert bind_call(variadic, ["z", "a"], owner="it", ordered=True).by_parameter(values) == {"tensors": (2, 1)}
+    assert bind_call(variadic, ["z", "a"], owner="it", ordered=True).by_parameter(values) == {
+        "tensors": (2, 1)
+    }
     assert bind_call(optional, ["a"], owner="it", ordered=True).by_parameter(values) == {"x": 1}

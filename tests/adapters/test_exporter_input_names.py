@@ -32,12 +32,16 @@ from tests.adapters.model_runs import piped, reference, run, sk
 ROOT = Path(__file__).parents[2]
 SEED = 20261127
 DRAW = np.random.default_rng(SEED)
-TABLE: dict[str, Any] = {name: DRAW.normal(size=(64, 1)).astype(np.float32) for name in ("income", "age", "visits")}
+TABLE: dict[str, Any] = {
+    name: DRAW.normal(size=(64, 1)).astype(np.float32) for name in ("income", "age", "visits")
+}
 FITTED = ["income", "visits", "age"]
 """Order of the columns in the fit: neither that of the table nor the alphabetical one."""
 
 TARGET = (3 * TABLE["income"] - TABLE["age"] + 0.3 * TABLE["visits"])[:, 0]
-PAIR: dict[str, Any] = {name: DRAW.normal(size=(64, 3)).astype(np.float32) for name in ("user", "item")}
+PAIR: dict[str, Any] = {
+    name: DRAW.normal(size=(64, 3)).astype(np.float32) for name in ("user", "item")
+}
 TOKENS: Tensors = {
     "input_ids": DRAW.integers(0, 17, (64, 8)),
     "attention_mask": np.tile((np.arange(8) < 5).astype(np.int64), (64, 1)),
@@ -98,7 +102,12 @@ def module(name: str, inputs: Tensors = PAIR, *, ordered: bool = False) -> Named
 
 
 def keras(make: Callable[[], Any]) -> NamedModel:
-    return NamedModel(exporter=KerasExporter(), make=make, inputs=PAIR, ask=lambda model, rows: model(tensors(rows)))
+    return NamedModel(
+        exporter=KerasExporter(),
+        make=make,
+        inputs=PAIR,
+        ask=lambda model, rows: model(tensors(rows)),
+    )
 
 
 def load_keras_package() -> Any:
@@ -146,9 +155,16 @@ def keras_subclass(*, dictionary: bool) -> Any:
 
 def bert() -> Any:
     transformers = importlib.import_module("transformers")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+    }
     importlib.import_module("torch").manual_seed(SEED)
-    config = transformers.BertConfig(vocab_size=17, num_labels=4, attn_implementation="eager", **sizes)
+    config = transformers.BertConfig(
+        vocab_size=17, num_labels=4, attn_implementation="eager", **sizes
+    )
     return transformers.BertForSequenceClassification(config).eval()
 
 
@@ -165,7 +181,10 @@ def forest() -> Any:
 
 
 def by_column() -> Any:
-    steps = [("few", sk("preprocessing.StandardScaler"), ["age", "visits"]), ("rest", "passthrough", ["income"])]
+    steps = [
+        ("few", sk("preprocessing.StandardScaler"), ["age", "visits"]),
+        ("rest", "passthrough", ["income"]),
+    ]
     return piped(sk("compose.ColumnTransformer", steps), sk("linear_model.Ridge"))
 
 
@@ -182,7 +201,9 @@ MODELS: dict[str, NamedModel] = {
     "LightGBM on a frame": table(LGBM, boosted("lightgbm", "LGBMRegressor"), names=True),
     "LightGBM on a matrix": table(LGBM, boosted("lightgbm", "LGBMRegressor"), names=False),
     "torch": module("Difference"),
-    "torch, optional inputs left out": module("Optionals", {"x": PAIR["user"], "bias": PAIR["item"]}),
+    "torch, optional inputs left out": module(
+        "Optionals", {"x": PAIR["user"], "bias": PAIR["item"]}
+    ),
     "torch, any inputs": module("AnyInputs", ordered=True),
 }
 HEAVY: dict[str, NamedModel] = {
@@ -206,16 +227,23 @@ HEAVY: dict[str, NamedModel] = {
 
 
 def all_models() -> list[Any]:
-    marks = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")]
+    marks = [
+        pytest.mark.nightly,
+        pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    ]
     return [*MODELS, *(pytest.param(name, marks=marks) for name in HEAVY)]
 
 
 def request_of(samples: Tensors, path: Path, *, ordered: bool) -> ExportRequest:
-    return ExportRequest(section=Export(framework="any"), samples=samples, path=path, ordered=ordered)
+    return ExportRequest(
+        section=Export(framework="any"), samples=samples, path=path, ordered=ordered
+    )
 
 
 @pytest.mark.parametrize("name", all_models())
-def test_export_with_inputs_in_any_order_equals_source_called_by_name(name: str, tmp_path: Path) -> None:
+def test_export_with_inputs_in_any_order_equals_source_called_by_name(
+    name: str, tmp_path: Path
+) -> None:
     case = (MODELS | HEAVY)[name]
     model, path = case.make(), tmp_path / "model.onnx"
     torch = importlib.import_module("torch")
@@ -341,7 +369,9 @@ def test_huggingface_export_with_unknown_input_raises_user_error(tmp_path: Path)
     for wrong in ("attention_masks", "past_key_values.0.key"):
         samples = {"input_ids": TOKENS["input_ids"], wrong: TOKENS["attention_mask"]}
         with pytest.raises(UserError, match=f"has no input '{wrong}'"):
-            HuggingfaceExporter().export(bert(), request_of(samples, tmp_path / "m.onnx", ordered=True))
+            HuggingfaceExporter().export(
+                bert(), request_of(samples, tmp_path / "m.onnx", ordered=True)
+            )
 
 
 @pytest.mark.nightly

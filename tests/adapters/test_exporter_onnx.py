@@ -17,7 +17,11 @@ from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFoundError, RefusedError, UserError
 from onnx_ops.measure.reference_outputs import collect_reference_outputs
-from onnx_ops.onnx_graph.compatibility import check_model, list_user_model_notes, list_user_model_problems
+from onnx_ops.onnx_graph.compatibility import (
+    check_model,
+    list_user_model_notes,
+    list_user_model_problems,
+)
 from onnx_ops.onnx_graph.model_info import read_lineage, read_model_info
 from onnx_ops.ports import ExportRequest
 from onnx_ops.testing.exporters import ExporterSuite
@@ -62,7 +66,9 @@ def test_onnx_export_with_external_weights_copies_them(tmp_path: Path) -> None:
     loaded = exporter.load(tmp_path / "saved")
     exporter.export(loaded, ExportRequest(section=SECTION, samples=samples, path=path))
     assert digest_file(path) == digest_file(tmp_path / "given" / "mine.onnx")
-    assert digest_file(path.parent / "weights.bin") == digest_file(tmp_path / "given" / "weights.bin")
+    assert digest_file(path.parent / "weights.bin") == digest_file(
+        tmp_path / "given" / "weights.bin"
+    )
     np.testing.assert_array_equal(reference(exporter, path, samples)["y"], [[2, 3], [2, 3]])
     assert exporter.reference(path, samples, "float64") is None
 
@@ -100,7 +106,9 @@ def test_save_or_load_without_single_onnx_file_raises_not_found_error(tmp_path: 
 def test_onnx_reference_with_wrong_input_shape_raises_value_error(tmp_path: Path) -> None:
     write_perceptron(tmp_path / "mine.onnx")
     with pytest.raises(ValueError, match="refuses"):
-        OnnxExporter().reference(tmp_path / "mine.onnx", {"x": np.zeros((1, 3), np.float32)}, "float32")
+        OnnxExporter().reference(
+            tmp_path / "mine.onnx", {"x": np.zeros((1, 3), np.float32)}, "float32"
+        )
 
 
 def test_save_onnx_file_with_zipmap_converts_maps_to_matrix(tmp_path: Path) -> None:
@@ -108,10 +116,17 @@ def test_save_onnx_file_with_zipmap_converts_maps_to_matrix(tmp_path: Path) -> N
     onnx.save(zipped([0, 1, 2]), tmp_path / "mine.onnx")
     (note,) = list_user_model_notes(tmp_path / "mine.onnx")
     assert note.startswith("probabilities is a sequence of maps (ZipMap)")
-    assert list_user_model_problems(tmp_path / "mine.onnx", section(18, 10, convert=False), (CPU,)) == []
+    assert (
+        list_user_model_problems(tmp_path / "mine.onnx", section(18, 10, convert=False), (CPU,))
+        == []
+    )
     OnnxExporter().save(tmp_path / "mine.onnx", tmp_path / "saved")
-    answers = reference(OnnxExporter(), tmp_path / "saved/model.onnx", {"x": np.zeros((2, 3), np.float32)})
-    np.testing.assert_allclose(np.float32(answers["probabilities"]), np.full((2, 3), 1 / 3), atol=1e-6)
+    answers = reference(
+        OnnxExporter(), tmp_path / "saved/model.onnx", {"x": np.zeros((2, 3), np.float32)}
+    )
+    np.testing.assert_allclose(
+        np.float32(answers["probabilities"]), np.full((2, 3), 1 / 3), atol=1e-6
+    )
     assert list_user_model_notes(tmp_path / "saved/model.onnx") == []
 
 
@@ -152,7 +167,9 @@ class TestConverted(TestReadyFile):
     section = fixed(section())
 
 
-@pytest.mark.parametrize(("was", "asked"), [((21, 10), (18, 9)), ((13, 7), (21, 10)), ((18, 10), (18, 8))])
+@pytest.mark.parametrize(
+    ("was", "asked"), [((21, 10), (18, 9)), ((13, 7), (21, 10)), ((18, 10), (18, 8))]
+)
 @pytest.mark.parametrize("write", [write_perceptron, write_convolution])
 def test_convert_onnx_file_to_other_opset_keeps_function(
     write: object, was: tuple[int, int], asked: tuple[int, int], tmp_path: Path
@@ -163,7 +180,10 @@ def test_convert_onnx_file_to_other_opset_keeps_function(
     check_model(path)
     found = read_model_info(path)
     assert (found.opsets[""], found.ir_version) == asked
-    assert (found.inputs, found.outputs) == (read_model_info(source).inputs, read_model_info(source).outputs)
+    assert (found.inputs, found.outputs) == (
+        read_model_info(source).inputs,
+        read_model_info(source).outputs,
+    )
     assert read_lineage(path) == read_lineage(source)
     samples = generate_samples(shared_inputs(source, path), count=16, dims={})
     assert compare(GuardedRuntime(), CPU, source, path, samples).verdict is Verdict.PASS
@@ -207,10 +227,15 @@ def test_onnx_export_without_convert_option_refuses_newer_file(tmp_path: Path) -
         converted(source, section(18, 10, convrt=True))
 
 
-def test_list_user_model_problems_reports_opset_and_operator_mismatches(tmp_path: Path, golden: Golden) -> None:
+def test_list_user_model_problems_reports_opset_and_operator_mismatches(
+    tmp_path: Path, golden: Golden
+) -> None:
     source = tmp_path / "mine.onnx"
     write_perceptron(source, opset=27, ir_version=14)
-    web, old = Target(name="browser-wasm", max_opset=26), Target(name="old", max_opset=15, max_ir_version=8)
+    web, old = (
+        Target(name="browser-wasm", max_opset=26),
+        Target(name="old", max_opset=15, max_ir_version=8),
+    )
     found = list_user_model_problems(source, section(18, 10, convert=False), (web, old))
     assert list_user_model_problems(source, section(18, 10), (web, old)) == []
     found += list_user_model_problems(source, section(28, 14, convert=False), (web, old))

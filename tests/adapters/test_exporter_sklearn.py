@@ -33,7 +33,9 @@ def export(model: Any, rows: Any, path: Path, section: Export = SECTION) -> dict
 
 def bundled(name: str) -> tuple[Any, Any]:
     """Rows and labels of a bundled set."""
-    rows, target = getattr(importlib.import_module("sklearn.datasets"), f"load_{name}")(return_X_y=True)
+    rows, target = getattr(importlib.import_module("sklearn.datasets"), f"load_{name}")(
+        return_X_y=True
+    )
     return rows, target
 
 
@@ -88,22 +90,52 @@ def named(kind: type = str) -> tuple[Any, Any]:
 
 IRIS, DIABETES = functools.partial(load, "iris"), functools.partial(load, "diabetes")
 SOURCES: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, Any]]]] = {
-    "texts": (lambda: piped(sk("decomposition.PCA", 2), sk("linear_model.LogisticRegression")), named),
-    "texts as objects": (lambda: sk("linear_model.LogisticRegression", max_iter=500), lambda: named(object)),
-    "truth values": (lambda: sk("linear_model.LogisticRegression"), lambda: (load("iris")[0], load("iris")[1] > 0)),
+    "texts": (
+        lambda: piped(sk("decomposition.PCA", 2), sk("linear_model.LogisticRegression")),
+        named,
+    ),
+    "texts as objects": (
+        lambda: sk("linear_model.LogisticRegression", max_iter=500),
+        lambda: named(object),
+    ),
+    "truth values": (
+        lambda: sk("linear_model.LogisticRegression"),
+        lambda: (load("iris")[0], load("iris")[1] > 0),
+    ),
     "two targets": (lambda: sk("linear_model.Ridge"), twice),
-    "two targets of trees": (lambda: sk("ensemble.RandomForestRegressor", 3, random_state=0), twice),
-    "boosted trees": (lambda: sk("ensemble.GradientBoostingRegressor", n_estimators=4, random_state=0), DIABETES),
+    "two targets of trees": (
+        lambda: sk("ensemble.RandomForestRegressor", 3, random_state=0),
+        twice,
+    ),
+    "boosted trees": (
+        lambda: sk("ensemble.GradientBoostingRegressor", n_estimators=4, random_state=0),
+        DIABETES,
+    ),
     # The converter writes truth values where the file holds integers, which protobuf 7 refuses.
-    "histograms": (lambda: sk("ensemble.HistGradientBoostingRegressor", max_iter=20, random_state=0), holed),
+    "histograms": (
+        lambda: sk("ensemble.HistGradientBoostingRegressor", max_iter=20, random_state=0),
+        holed,
+    ),
     # skl2onnx gives labels as a row or a column, and calls a variable GPmean, or calls a value inside so.
     "neighbors": (lambda: scaled(sk("neighbors.KNeighborsRegressor")), DIABETES),
-    "one vs one": (lambda: sk("multiclass.OneVsOneClassifier", sk("linear_model.LogisticRegression")), IRIS),
-    "discriminant": (lambda: scaled(sk("discriminant_analysis.QuadraticDiscriminantAnalysis")), IRIS),
-    "Gaussian process": (lambda: sk("gaussian_process.GaussianProcessRegressor", alpha=0.1, optimizer=None), DIABETES),
+    "one vs one": (
+        lambda: sk("multiclass.OneVsOneClassifier", sk("linear_model.LogisticRegression")),
+        IRIS,
+    ),
+    "discriminant": (
+        lambda: scaled(sk("discriminant_analysis.QuadraticDiscriminantAnalysis")),
+        IRIS,
+    ),
+    "Gaussian process": (
+        lambda: sk("gaussian_process.GaussianProcessRegressor", alpha=0.1, optimizer=None),
+        DIABETES,
+    ),
     "no probabilities": (lambda: sk("linear_model.RidgeClassifier"), tumours),
     "no probabilities in a pipeline": (lambda: scaled(sk("linear_model.RidgeClassifier")), tumours),
-    "soft votes": (lambda: sk("ensemble.VotingClassifier", [("a", logistic())], voting="soft"), IRIS),
+    "soft votes": (
+        lambda: sk("ensemble.VotingClassifier", [("a", logistic())], voting="soft"),
+        IRIS,
+    ),
     "chosen columns": (lambda: piped(sk("feature_selection.RFE", logistic()), logistic()), IRIS),
     "a margin": (lambda: sk("svm.LinearSVC"), tumours),
     "a margin in a pipeline": (lambda: scaled(sk("svm.LinearSVC")), tumours),
@@ -111,7 +143,9 @@ SOURCES: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, Any]]]] = {
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_sklearn_export_of_estimator_matches_names_shapes_and_values(tmp_path: Path, source: str) -> None:
+def test_sklearn_export_of_estimator_matches_names_shapes_and_values(
+    tmp_path: Path, source: str
+) -> None:
     make, read = SOURCES[source]
     rows, target = read()
     estimator = make().fit(rows, target)
@@ -119,7 +153,10 @@ def test_sklearn_export_of_estimator_matches_names_shapes_and_values(tmp_path: P
     expected = reference(SklearnExporter(), estimator, {"x": rows}, "float64")
     outputs = [(VARIABLE,), (LABEL,), (LABEL, PROBABILITIES)]
     assert tuple(answers) == tuple(expected)
-    assert tuple(expected) == outputs[target.dtype.kind != "f" and 1 + hasattr(estimator, "predict_proba")]
+    assert (
+        tuple(expected)
+        == outputs[target.dtype.kind != "f" and 1 + hasattr(estimator, "predict_proba")]
+    )
     declared = {spec.name: spec.shape for spec in read_model_info(tmp_path / "m.onnx").outputs}
     for name, array in expected.items():
         assert answers[name].shape == array.shape
@@ -139,12 +176,24 @@ def logistic() -> Any:
 @pytest.mark.parametrize(
     ("make", "remedy"),
     [
-        (lambda: scaled(sk("neighbors.RadiusNeighborsClassifier", 5.0)), "Use KNeighborsClassifier."),
+        (
+            lambda: scaled(sk("neighbors.RadiusNeighborsClassifier", 5.0)),
+            "Use KNeighborsClassifier.",
+        ),
         (lambda: sk("neighbors.RadiusNeighborsRegressor", 5.0), "Use KNeighborsRegressor."),
-        (lambda: sk("model_selection.TunedThresholdClassifierCV", logistic(), cv=2), "Return its `estimator_`"),
+        (
+            lambda: sk("model_selection.TunedThresholdClassifierCV", logistic(), cv=2),
+            "Return its `estimator_`",
+        ),
         (lambda: piped(sk("cluster.KMeans", 2, n_init=1), logistic()), "Leave it out"),
-        (lambda: piped(sk("decomposition.KernelPCA", kernel="rbf"), logistic()), "Set n_components"),
-        (lambda: piped(sk("ensemble.RandomTreesEmbedding", 3), logistic()), "Use sparse_output=False"),
+        (
+            lambda: piped(sk("decomposition.KernelPCA", kernel="rbf"), logistic()),
+            "Set n_components",
+        ),
+        (
+            lambda: piped(sk("ensemble.RandomTreesEmbedding", 3), logistic()),
+            "Use sparse_output=False",
+        ),
     ],
 )
 def test_sklearn_export_of_unfaithful_conversion_suggests_other_estimator(
@@ -169,7 +218,9 @@ def test_sklearn_export_of_scaled_trees_divides_like_source(tmp_path: Path) -> N
 
 def test_sklearn_reference_in_float32_and_float64_differs_by_rounding() -> None:
     rows, labels = load("iris")
-    pipeline = scaled(sk("linear_model.LogisticRegression")).fit(rows.astype(np.float64) * 1.1, labels)
+    pipeline = scaled(sk("linear_model.LogisticRegression")).fit(
+        rows.astype(np.float64) * 1.1, labels
+    )
     rounded = reference(SklearnExporter(), pipeline, {"x": rows})["probabilities"]
     exact = reference(SklearnExporter(), pipeline, {"x": rows}, "float64")["probabilities"]
     assert (rounded.dtype, exact.dtype) == (np.float32, np.float64)
@@ -185,7 +236,9 @@ def test_sklearn_reference_of_unsupported_precision_returns_none() -> None:
     assert SklearnExporter().reference(estimator, rows, "float32") is None
     assert SklearnExporter().reference(estimator, rows, "float64") is not None
     with pytest.raises(ValueError, match="NaN"):
-        SklearnExporter().reference(estimator, {"x": np.full((2, 10), np.nan, np.float32)}, "float64")
+        SklearnExporter().reference(
+            estimator, {"x": np.full((2, 10), np.nan, np.float32)}, "float64"
+        )
 
 
 def test_sklearn_export_twice_in_process_writes_same_bytes(tmp_path: Path) -> None:
@@ -202,7 +255,12 @@ def test_sklearn_export_twice_in_process_writes_same_bytes(tmp_path: Path) -> No
 def test_sklearn_export_with_named_batch_axis_uses_name(tmp_path: Path) -> None:
     rows, labels = load("iris")
     section = Export(framework="sklearn", dynamic={"x": {0: "rows"}})
-    export(sk("linear_model.LogisticRegression", max_iter=500).fit(rows, labels), rows, tmp_path / "m.onnx", section)
+    export(
+        sk("linear_model.LogisticRegression", max_iter=500).fit(rows, labels),
+        rows,
+        tmp_path / "m.onnx",
+        section,
+    )
     found = read_model_info(tmp_path / "m.onnx")
     assert found.inputs[0].shape == ("rows", 4)
     assert {spec.shape[0] for spec in found.outputs} == {"rows"}
@@ -212,7 +270,9 @@ def test_sklearn_export_with_unsuitable_model_or_data_raises_user_error(tmp_path
     rows, labels = load("iris")
     estimator = sk("linear_model.LogisticRegression", max_iter=500).fit(rows, labels)
     words = np.array([["good film"], ["bad food"]] * 75)
-    texts = piped(sk("feature_extraction.text.TfidfVectorizer"), sk("svm.LinearSVC")).fit(words[:, 0], labels > 0)
+    texts = piped(sk("feature_extraction.text.TfidfVectorizer"), sk("svm.LinearSVC")).fit(
+        words[:, 0], labels > 0
+    )
     newer, neither = replace(SECTION, opset=28), "neither `predict` nor `transform`"
     for model, samples, section, message in (
         (sk("cluster.DBSCAN").fit(rows), {"x": rows}, SECTION, neither),
@@ -220,7 +280,12 @@ def test_sklearn_export_with_unsuitable_model_or_data_raises_user_error(tmp_path
         (None, {"x": rows}, SECTION, neither),
         (estimator, {"x": rows, "y": rows}, SECTION, "one input"),
         (estimator, {"x": rows[:, 0]}, SECTION, "matrix"),
-        (estimator, {"x": rows[:, :1], "y": rows[:, :1]}, SECTION, "takes 4 columns, and the data has 2"),
+        (
+            estimator,
+            {"x": rows[:, :1], "y": rows[:, :1]},
+            SECTION,
+            "takes 4 columns, and the data has 2",
+        ),
         (texts, {"x": words, "y": words}, SECTION, "takes 1 column, and the data has 2"),
         (estimator, {"x": rows}, newer, "skl2onnx"),
     ):

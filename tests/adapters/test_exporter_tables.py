@@ -22,7 +22,9 @@ from tests.adapters.model_runs import piped, sk
 
 _DRAW = np.random.default_rng(0)
 COLUMNS: dict[str, Any] = {
-    "age": np.where(np.arange(120) % 7, _DRAW.normal(40, 10, 120), np.nan).astype(np.float32)[:, None],
+    "age": np.where(np.arange(120) % 7, _DRAW.normal(40, 10, 120), np.nan).astype(np.float32)[
+        :, None
+    ],
     "visits": _DRAW.integers(0, 9, (120, 1)),
     "member": _DRAW.random((120, 1)) < 0.5,
     "city": _DRAW.choice(["Oslo", "Rome", ""], (120, 1)),
@@ -34,7 +36,11 @@ NUMBERS = {name: COLUMNS[name] for name in ("age", "visits")}
 
 def pipeline(last: Any) -> Any:
     steps = [
-        ("numbers", piped(sk("impute.SimpleImputer"), sk("preprocessing.StandardScaler")), ["age", "visits"]),
+        (
+            "numbers",
+            piped(sk("impute.SimpleImputer"), sk("preprocessing.StandardScaler")),
+            ["age", "visits"],
+        ),
         ("texts", sk("preprocessing.OneHotEncoder", handle_unknown="ignore"), ["member", "city"]),
         ("words", sk("feature_extraction.text.TfidfVectorizer"), "note"),
     ]
@@ -43,7 +49,9 @@ def pipeline(last: Any) -> Any:
 
 def check_same(exporter: SklearnExporter, model: object, samples: Tensors, folder: Path) -> None:
     path = folder / "model.onnx"
-    exporter.export(model, ExportRequest(section=Export(framework="sklearn"), samples=samples, path=path))
+    exporter.export(
+        model, ExportRequest(section=Export(framework="sklearn"), samples=samples, path=path)
+    )
     (answers,) = OnnxRuntime().run(path, Target(name="cpu"), (samples,))
     expected: Any = exporter.reference(model, samples, "float64")
     for name, array in expected.items():
@@ -51,19 +59,32 @@ def check_same(exporter: SklearnExporter, model: object, samples: Tensors, folde
 
 
 def test_export_of_mixed_columns_has_one_input_per_column(tmp_path: Path) -> None:
-    model = pipeline(sk("linear_model.LogisticRegression")).fit(Dataset(inputs=COLUMNS).frame(), LABEL)
+    model = pipeline(sk("linear_model.LogisticRegression")).fit(
+        Dataset(inputs=COLUMNS).frame(), LABEL
+    )
     check_same(SklearnExporter(), model, COLUMNS, tmp_path)
-    found = {spec.name: (spec.dtype, spec.shape) for spec in read_model_info(tmp_path / "model.onnx").inputs}
+    found = {
+        spec.name: (spec.dtype, spec.shape)
+        for spec in read_model_info(tmp_path / "model.onnx").inputs
+    }
     assert found == {
         name: (kind, ("batch", 1))
-        for name, kind in zip(COLUMNS, ("float32", "int64", "bool", "string", "string"), strict=True)
+        for name, kind in zip(
+            COLUMNS, ("float32", "int64", "bool", "string", "string"), strict=True
+        )
     }
 
 
 @pytest.mark.parametrize("order", [("age", "visits"), ("visits", "age")])
-def test_export_of_imputer_over_integers_and_fractions_equals_source(order: tuple[str, ...], tmp_path: Path) -> None:
-    columns = sk("compose.ColumnTransformer", [("numbers", sk("impute.SimpleImputer"), list(order))])
-    model = piped(columns, sk("linear_model.LogisticRegression")).fit(Dataset(inputs=NUMBERS).frame(), LABEL)
+def test_export_of_imputer_over_integers_and_fractions_equals_source(
+    order: tuple[str, ...], tmp_path: Path
+) -> None:
+    columns = sk(
+        "compose.ColumnTransformer", [("numbers", sk("impute.SimpleImputer"), list(order))]
+    )
+    model = piped(columns, sk("linear_model.LogisticRegression")).fit(
+        Dataset(inputs=NUMBERS).frame(), LABEL
+    )
     check_same(SklearnExporter(), model, NUMBERS, tmp_path)
 
 
@@ -80,11 +101,19 @@ def test_load_search_object_returns_its_best_estimator(tmp_path: Path, search: s
     check_same(exporter, loaded, COLUMNS, tmp_path)
     expected = exporter.reference(loaded, COLUMNS, "float64")
     assert expected is not None
-    np.testing.assert_array_equal(expected["label"], searched.predict(Dataset(inputs=COLUMNS).frame()))
+    np.testing.assert_array_equal(
+        expected["label"], searched.predict(Dataset(inputs=COLUMNS).frame())
+    )
 
 
 def test_load_search_object_without_refit_raises_user_error(tmp_path: Path) -> None:
-    searched = sk("model_selection.GridSearchCV", sk("linear_model.Ridge"), {"alpha": [0.1, 1.0]}, cv=2, refit=False)
+    searched = sk(
+        "model_selection.GridSearchCV",
+        sk("linear_model.Ridge"),
+        {"alpha": [0.1, 1.0]},
+        cv=2,
+        refit=False,
+    )
     searched.fit(COLUMNS["visits"], LABEL)
     SklearnExporter().save(searched, tmp_path)
     with pytest.raises(UserError, match="`refit` is off"):
@@ -94,7 +123,9 @@ def test_load_search_object_without_refit_raises_user_error(tmp_path: Path) -> N
 def test_export_of_imputer_over_integers_equals_source(tmp_path: Path) -> None:
     visits = {"visits": COLUMNS["visits"]}
     columns = sk("compose.ColumnTransformer", [("numbers", sk("impute.SimpleImputer"), ["visits"])])
-    model = piped(columns, sk("linear_model.LogisticRegression")).fit(Dataset(inputs=visits).frame(), LABEL)
+    model = piped(columns, sk("linear_model.LogisticRegression")).fit(
+        Dataset(inputs=visits).frame(), LABEL
+    )
     check_same(SklearnExporter(), model, visits, tmp_path)
 
 
@@ -112,40 +143,64 @@ def test_export_with_matrix_splits_it_for_column_transformer(tmp_path: Path) -> 
     ]
     model = piped(sk("compose.ColumnTransformer", steps), sk("linear_model.LogisticRegression"))
     model.fit(Dataset(inputs=NUMBERS).frame(), LABEL)
-    check_same(SklearnExporter(), model, {"x": np.hstack(list(NUMBERS.values())).astype(np.float32)}, tmp_path)
+    check_same(
+        SklearnExporter(),
+        model,
+        {"x": np.hstack(list(NUMBERS.values())).astype(np.float32)},
+        tmp_path,
+    )
 
 
-@pytest.mark.parametrize("kind", ["XGBClassifier", "XGBRegressor", "XGBRanker", "LGBMClassifier", "LGBMRanker"])
+@pytest.mark.parametrize(
+    "kind", ["XGBClassifier", "XGBRegressor", "XGBRanker", "LGBMClassifier", "LGBMRanker"]
+)
 def test_export_of_boosting_on_data_frame_equals_source(tmp_path: Path, kind: str) -> None:
-    package, exporter = ("xgboost", XgboostExporter()) if kind[0] == "X" else ("lightgbm", LightgbmExporter())
+    package, exporter = (
+        ("xgboost", XgboostExporter()) if kind[0] == "X" else ("lightgbm", LightgbmExporter())
+    )
     model = getattr(__import__(package), kind)(n_estimators=5, n_jobs=1)
-    model.fit(Dataset(inputs=NUMBERS).frame(), LABEL, **({"group": [30] * 4} if "Ranker" in kind else {}))
+    model.fit(
+        Dataset(inputs=NUMBERS).frame(), LABEL, **({"group": [30] * 4} if "Ranker" in kind else {})
+    )
     check_same(exporter, model, NUMBERS, tmp_path)
 
 
 def test_export_with_column_unknown_to_fit_raises_user_error(tmp_path: Path) -> None:
-    model = sk("linear_model.LogisticRegression").fit(Dataset(inputs={"visits": COLUMNS["visits"]}).frame(), LABEL)
-    request = ExportRequest(section=Export(framework="sklearn"), samples=NUMBERS, path=tmp_path / "model.onnx")
+    model = sk("linear_model.LogisticRegression").fit(
+        Dataset(inputs={"visits": COLUMNS["visits"]}).frame(), LABEL
+    )
+    request = ExportRequest(
+        section=Export(framework="sklearn"), samples=NUMBERS, path=tmp_path / "model.onnx"
+    )
     with pytest.raises(UserError, match="also has 'age'"):
         SklearnExporter().export(model, request)
 
 
 def test_export_of_unfaithful_sgd_classifier_raises_user_error(tmp_path: Path) -> None:
-    model = sk("linear_model.SGDClassifier", loss="modified_huber").fit(COLUMNS["visits"], np.arange(120) % 3)
+    model = sk("linear_model.SGDClassifier", loss="modified_huber").fit(
+        COLUMNS["visits"], np.arange(120) % 3
+    )
     samples = {"x": COLUMNS["visits"]}
-    request = ExportRequest(section=Export(framework="sklearn"), samples=samples, path=tmp_path / "model.onnx")
+    request = ExportRequest(
+        section=Export(framework="sklearn"), samples=samples, path=tmp_path / "model.onnx"
+    )
     with pytest.raises(UserError, match="modified_huber and 3 classes"):
         SklearnExporter().export(model, request)
 
 
 def test_export_failing_on_unseen_categories_is_refused_unless_source_fails(tmp_path: Path) -> None:
     samples = {"city": COLUMNS["city"]}
-    request = ExportRequest(section=Export(framework="sklearn"), samples=samples, path=tmp_path / "model.onnx")
+    request = ExportRequest(
+        section=Export(framework="sklearn"), samples=samples, path=tmp_path / "model.onnx"
+    )
     for unseen in ("error", "infrequent_if_exist"):
         encoder = sk(
-            "compose.ColumnTransformer", [("texts", sk("preprocessing.OneHotEncoder", handle_unknown=unseen), ["city"])]
+            "compose.ColumnTransformer",
+            [("texts", sk("preprocessing.OneHotEncoder", handle_unknown=unseen), ["city"])],
         )
-        model = piped(encoder, sk("linear_model.LogisticRegression")).fit(Dataset(inputs=samples).frame(), LABEL)
+        model = piped(encoder, sk("linear_model.LogisticRegression")).fit(
+            Dataset(inputs=samples).frame(), LABEL
+        )
         if unseen == "error":
             check_same(SklearnExporter(), model, samples, tmp_path)
         else:
@@ -158,20 +213,32 @@ def test_export_of_lightgbm_with_categorical_columns_raises_user_error(tmp_path:
     model = lightgbm.LGBMClassifier(n_estimators=2, n_jobs=1, verbose=-1)
     frame = Dataset(inputs=NUMBERS).frame()
     model.fit(frame.assign(visits=(frame["visits"] * 10).astype("category")), LABEL)
-    request = ExportRequest(section=Export(framework="lightgbm"), samples=NUMBERS, path=tmp_path / "model.onnx")
+    request = ExportRequest(
+        section=Export(framework="lightgbm"), samples=NUMBERS, path=tmp_path / "model.onnx"
+    )
     with pytest.raises(UserError, match="type category"):
         LightgbmExporter().export(model, request)
 
 
 def test_export_with_matrix_in_other_column_order_raises_user_error(tmp_path: Path) -> None:
     model = sk("impute.SimpleImputer")
-    model = piped(model, sk("linear_model.LogisticRegression")).fit(Dataset(inputs=NUMBERS).frame(), LABEL)
+    model = piped(model, sk("linear_model.LogisticRegression")).fit(
+        Dataset(inputs=NUMBERS).frame(), LABEL
+    )
     samples = {"x": np.hstack(list(NUMBERS.values())).astype(np.float32)}
-    for features, refused in ((("age", "visits"), False), (("visits", "age"), True), (("a", "b"), False)):
+    for features, refused in (
+        (("age", "visits"), False),
+        (("visits", "age"), True),
+        (("a", "b"), False),
+    ):
         path = tmp_path / "model.onnx"
         section = Export(framework="sklearn")
-        request = ExportRequest(section=section, samples=samples, path=path, features={"x": features})
-        with pytest.raises(UserError, match="another order") if refused else nullcontext() as raised:
+        request = ExportRequest(
+            section=section, samples=samples, path=path, features={"x": features}
+        )
+        with (
+            pytest.raises(UserError, match="another order") if refused else nullcontext() as raised
+        ):
             SklearnExporter().export(model, request)
         if raised is not None:
             assert raised.value.remedy == "List them in every data set: `columns: [age, visits]`."

@@ -45,27 +45,45 @@ class TestConvolution(ExporterSuite):
     samples = fixed(images(17))
 
 
-def export(model: object, samples: Tensors, path: Path, section: Export = SECTION) -> dict[str, Any]:
+def export(
+    model: object, samples: Tensors, path: Path, section: Export = SECTION
+) -> dict[str, Any]:
     return model_runs.export(TorchExporter(), model, samples, path, section)
 
 
-def test_torch_export_of_module_writes_one_file_without_stack_traces(modules: Any, tmp_path: Path) -> None:
+def test_torch_export_of_module_writes_one_file_without_stack_traces(
+    modules: Any, tmp_path: Path
+) -> None:
     export(modules.Convolution(), images(4), tmp_path / "m.onnx")
     assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
-    keys = {prop.key for node in onnx.load(tmp_path / "m.onnx").graph.node for prop in node.metadata_props}
+    keys = {
+        prop.key
+        for node in onnx.load(tmp_path / "m.onnx").graph.node
+        for prop in node.metadata_props
+    }
     assert keys == {"pkg.torch.onnx.name_scopes"}
     assert b"site-packages" not in (tmp_path / "m.onnx").read_bytes()
 
 
-def test_torch_export_of_two_inputs_shares_batch_and_names_outputs(modules: Any, tmp_path: Path) -> None:
+def test_torch_export_of_two_inputs_shares_batch_and_names_outputs(
+    modules: Any, tmp_path: Path
+) -> None:
     section = Export(framework="torch", dynamic={"left": {0: "batch"}, "index": {0: "batch"}})
-    feed: dict[str, np.ndarray[Any, Any]] = {"left": np.ones((5, 2), np.float32), "index": np.arange(5)}
+    feed: dict[str, np.ndarray[Any, Any]] = {
+        "left": np.ones((5, 2), np.float32),
+        "index": np.arange(5),
+    }
     answers = export(modules.TwoInputs(), feed, tmp_path / "m.onnx", section)
-    np.testing.assert_array_equal(answers["sum"], 1 + np.arange(5, dtype=np.float32)[:, None].repeat(2, 1))
+    np.testing.assert_array_equal(
+        answers["sum"], 1 + np.arange(5, dtype=np.float32)[:, None].repeat(2, 1)
+    )
     np.testing.assert_array_equal(answers["twice"], 2 * np.arange(5))
     assert {spec.shape[0] for spec in read_model_info(tmp_path / "m.onnx").inputs} == {"batch"}
     double = reference(TorchExporter(), modules.TwoInputs(), feed, "float64")
-    assert {name: array.dtype for name, array in double.items()} == {"sum": np.float64, "twice": np.int64}
+    assert {name: array.dtype for name, array in double.items()} == {
+        "sum": np.float64,
+        "twice": np.int64,
+    }
 
 
 def test_torch_export_of_tuple_output_numbers_outputs(modules: Any, tmp_path: Path) -> None:
@@ -75,25 +93,32 @@ def test_torch_export_of_tuple_output_numbers_outputs(modules: Any, tmp_path: Pa
     np.testing.assert_allclose(answers["output_1"], feed["image"].max((1, 2, 3)), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("dynamic", "batch"), [({}, "batch"), ({"image": {}}, 2), ({"image": {0: "rows"}}, "rows")])
+@pytest.mark.parametrize(
+    ("dynamic", "batch"), [({}, "batch"), ({"image": {}}, 2), ({"image": {0: "rows"}}, "rows")]
+)
 def test_torch_export_batch_axis_is_free_unless_pipeline_sets_it(
     modules: Any, dynamic: dict[str, dict[int, str]], batch: int | str, tmp_path: Path
 ) -> None:
     section = Export(framework="torch", dynamic=dynamic)
     TorchExporter().export(
-        modules.Convolution(), ExportRequest(section=section, samples=images(6), path=tmp_path / "m.onnx")
+        modules.Convolution(),
+        ExportRequest(section=section, samples=images(6), path=tmp_path / "m.onnx"),
     )
     assert read_model_info(tmp_path / "m.onnx").inputs[0].shape == (batch, 1, 8, 8)
 
 
-def test_torch_export_of_module_using_batch_size_keeps_batch_free(modules: Any, tmp_path: Path) -> None:
+def test_torch_export_of_module_using_batch_size_keeps_batch_free(
+    modules: Any, tmp_path: Path
+) -> None:
     export(modules.Counted(), images(6), tmp_path / "m.onnx")
     assert read_model_info(tmp_path / "m.onnx").inputs[0].shape == ("batch", 1, 8, 8)
     (rows,) = model_runs.run(tmp_path / "m.onnx", images(3)).values()
     np.testing.assert_array_equal(rows, images(3)["image"].reshape(3, -1))
 
 
-def test_torch_export_of_module_in_training_mode_exports_evaluation_mode(modules: Any, tmp_path: Path) -> None:
+def test_torch_export_of_module_in_training_mode_exports_evaluation_mode(
+    modules: Any, tmp_path: Path
+) -> None:
     expected = reference(TorchExporter(), modules.Convolution().train(), images(8))["output"]
     answers = export(modules.Convolution().train(), images(8), tmp_path / "m.onnx")
     np.testing.assert_allclose(answers["output"], expected, atol=1e-5)
@@ -106,7 +131,9 @@ def test_torch_reference_in_float64_computes_in_double_precision(modules: Any) -
     assert 0 < np.abs(rounded - exact).max() < 1e-5
 
 
-def test_torch_export_silences_loggers_and_restores_their_levels(caplog: pytest.LogCaptureFixture) -> None:
+def test_torch_export_silences_loggers_and_restores_their_levels(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     verbose = logging.getLogger("onnxscript.verbose")
     verbose.setLevel(logging.DEBUG)
     with caplog.at_level(logging.DEBUG), _quiet():
@@ -125,22 +152,40 @@ def test_torch_export_of_unsupported_model_names_cause(modules: Any, tmp_path: P
         export(modules.Guarded(), images(4), tmp_path / "m.onnx")
     assert "torch.onnx.export" in str(caught.value)
     with pytest.raises(ValueError, match="refuses"):
-        TorchExporter().reference(modules.Convolution(), {"image": np.zeros((2, 3, 3), np.float32)}, "float32")
+        TorchExporter().reference(
+            modules.Convolution(), {"image": np.zeros((2, 3, 3), np.float32)}, "float32"
+        )
 
 
 @pytest.mark.parametrize("form", ["plain", "causal", "masked"])
-def test_torch_export_of_attention_without_heads_equals_source(modules: Any, tmp_path: Path, form: str) -> None:
-    module = modules.MaskedAttention() if form == "masked" else modules.Attention(causal=form == "causal")
+def test_torch_export_of_attention_without_heads_equals_source(
+    modules: Any, tmp_path: Path, form: str
+) -> None:
+    module = (
+        modules.MaskedAttention()
+        if form == "masked"
+        else modules.Attention(causal=form == "causal")
+    )
     rows = {"x": np.random.default_rng(0).normal(size=(5, 6, 4)).astype(np.float32)}
-    answers = export(module, rows, tmp_path / "m.onnx", replace(SECTION, dynamic={"x": {0: "batch"}}))
+    answers = export(
+        module, rows, tmp_path / "m.onnx", replace(SECTION, dynamic={"x": {0: "batch"}})
+    )
     (expected,) = reference(TorchExporter(), module, rows).values()
     np.testing.assert_allclose(next(iter(answers.values())), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_torch_export_of_module_over_all_rows_raises_user_error(modules: Any, tmp_path: Path) -> None:
-    rows = {"x": np.ones((6, 4), np.float32), "edges": np.array([[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]])}
+def test_torch_export_of_module_over_all_rows_raises_user_error(
+    modules: Any, tmp_path: Path
+) -> None:
+    rows = {
+        "x": np.ones((6, 4), np.float32),
+        "edges": np.array([[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]]),
+    }
     request = ExportRequest(
-        section=replace(SECTION, dynamic={}), samples=rows, path=tmp_path / "m.onnx", axes={"edges": None}
+        section=replace(SECTION, dynamic={}),
+        samples=rows,
+        path=tmp_path / "m.onnx",
+        axes={"edges": None},
     )
     with pytest.raises(UserError, match="takes all rows of the samples together") as caught:
         TorchExporter().export(modules.GraphNodes(), request)
@@ -156,14 +201,18 @@ def test_torch_load_of_missing_or_invalid_file_raises_error(tmp_path: Path) -> N
         TorchExporter().load(tmp_path)
 
 
-def test_torch_export_of_untranslated_operator_names_translations_option(modules: Any, tmp_path: Path) -> None:
+def test_torch_export_of_untranslated_operator_names_translations_option(
+    modules: Any, tmp_path: Path
+) -> None:
     with pytest.raises(UserError) as raised:
         export(modules.Custom(), images(4), tmp_path / "m.onnx")
     assert "no translation of operator onnx_ops_tests.twice.default" in raised.value.what
     assert "translations: package.module:TABLE" in raised.value.remedy
 
 
-def test_torch_export_with_translation_table_exports_custom_operator(modules: Any, tmp_path: Path) -> None:
+def test_torch_export_with_translation_table_exports_custom_operator(
+    modules: Any, tmp_path: Path
+) -> None:
     section = replace(SECTION, options={"translations": "tests.support.torch_modules:TRANSLATIONS"})
     (answer,) = export(modules.Custom(), images(4), tmp_path / "m.onnx", section).values()
     (double,) = reference(TorchExporter(), modules.Custom(), images(4), "float64").values()
@@ -174,7 +223,10 @@ def test_torch_export_with_translation_table_exports_custom_operator(modules: An
     ("options", "message"),
     [
         ({"translation": "a:B"}, "no option 'translation'"),
-        ({"translations": "tests.support.torch_modules:NO_TRANSLATIONS"}, "is not a table of translations"),
+        (
+            {"translations": "tests.support.torch_modules:NO_TRANSLATIONS"},
+            "is not a table of translations",
+        ),
         ({"translations": "tests.support.torch_modules:NOWHERE"}, "has no NOWHERE"),
     ],
 )

@@ -82,7 +82,13 @@ def test_torch_export_of_recurrent_layer_with_free_length_equals_source(
     list(product(("LSTM", "GRU", "RNN"), (1, 2), (False, True), (False, True), (False, True))),
 )
 def test_torch_export_of_each_recurrent_form_equals_source(
-    modules: Any, layer: str, layers: int, bidirectional: bool, steps_first: bool, stateful: bool, tmp_path: Path
+    modules: Any,
+    layer: str,
+    layers: int,
+    bidirectional: bool,
+    steps_first: bool,
+    stateful: bool,
+    tmp_path: Path,
 ) -> None:
     settings = {"num_layers": layers, "bidirectional": bidirectional, "steps_first": steps_first}
     check(modules, make(modules, layer, settings, stateful=stateful), tmp_path / "m.onnx")
@@ -90,7 +96,9 @@ def test_torch_export_of_each_recurrent_form_equals_source(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layer", ["LSTM", "GRU", "RNN"])
-@pytest.mark.parametrize(("sample_length", "opset"), [(1, 18), (2, 18), (3, 18), (5, 18), (40, 21), (40, 22)])
+@pytest.mark.parametrize(
+    ("sample_length", "opset"), [(1, 18), (2, 18), (3, 18), (5, 18), (40, 21), (40, 22)]
+)
 def test_torch_export_of_recurrent_layer_at_any_length_and_opset_equals_source(
     modules: Any, layer: str, sample_length: int, opset: int, tmp_path: Path
 ) -> None:
@@ -118,7 +126,9 @@ def test_torch_export_of_module_with_fixed_length_names_layer_and_line(
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(("kind", "what"), [("Packed", "packs sequences"), ("Projected", "LSTM with proj_size")])
+@pytest.mark.parametrize(
+    ("kind", "what"), [("Packed", "packs sequences"), ("Projected", "LSTM with proj_size")]
+)
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 def test_torch_export_of_unsupported_recurrent_layer_raises_user_error(
     modules: Any, kind: str, what: str, tmp_path: Path
@@ -129,12 +139,19 @@ def test_torch_export_of_unsupported_recurrent_layer_raises_user_error(
     assert what in caught.value.what
 
 
-def test_torch_export_of_two_inputs_with_same_length_shares_symbol(modules: Any, tmp_path: Path) -> None:
+def test_torch_export_of_two_inputs_with_same_length_shares_symbol(
+    modules: Any, tmp_path: Path
+) -> None:
     module = modules.Masked()
-    samples = {**modules.sequences(module, 4, 8), "mask": np.arange(32, dtype=np.float32).reshape(4, 8) % 5}
+    samples = {
+        **modules.sequences(module, 4, 8),
+        "mask": np.arange(32, dtype=np.float32).reshape(4, 8) % 5,
+    }
     axes = {0: "batch", 1: "length"}
     section = Export(framework="torch", dynamic={"x": axes, "mask": axes})
-    TorchExporter().export(module, ExportRequest(section=section, samples=samples, path=tmp_path / "m.onnx"))
+    TorchExporter().export(
+        module, ExportRequest(section=section, samples=samples, path=tmp_path / "m.onnx")
+    )
     shapes = [spec.shape for spec in read_model_info(tmp_path / "m.onnx").inputs]
     assert shapes == [("batch", "length", 3), ("batch", "length")]
     for length in LENGTHS:
@@ -146,7 +163,9 @@ def test_torch_export_of_two_inputs_with_same_length_shares_symbol(modules: Any,
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["Strided", "Encoder", "Summed", "Banded", "Padded"])
-def test_torch_export_of_other_sequence_models_equals_source(modules: Any, kind: str, tmp_path: Path) -> None:
+def test_torch_export_of_other_sequence_models_equals_source(
+    modules: Any, kind: str, tmp_path: Path
+) -> None:
     module = getattr(modules, kind)().eval()
     export(module, modules.sequences(module, 4, 24), tmp_path / "m.onnx")
     for length in (7, 24, 40):

@@ -59,8 +59,14 @@ def ridge() -> Any:
 
 
 WRAPPERS: dict[str, tuple[Any, Any]] = {
-    "calibrated pipelines": (lambda: sk("calibration.CalibratedClassifierCV", mixed(logistic()), cv=3), LABEL),
-    "calibrated, three classes": (lambda: sk("calibration.CalibratedClassifierCV", mixed(logistic()), cv=3), THREE),
+    "calibrated pipelines": (
+        lambda: sk("calibration.CalibratedClassifierCV", mixed(logistic()), cv=3),
+        LABEL,
+    ),
+    "calibrated, three classes": (
+        lambda: sk("calibration.CalibratedClassifierCV", mixed(logistic()), cv=3),
+        THREE,
+    ),
     "calibrated forests, isotonic": (
         lambda: sk("calibration.CalibratedClassifierCV", mixed(forest()), cv=3, method="isotonic"),
         LABEL,
@@ -70,21 +76,32 @@ WRAPPERS: dict[str, tuple[Any, Any]] = {
         LABEL,
     ),
     "calibrated within, isotonic": (
-        lambda: mixed(sk("calibration.CalibratedClassifierCV", logistic(), cv=3, method="isotonic")),
+        lambda: mixed(
+            sk("calibration.CalibratedClassifierCV", logistic(), cv=3, method="isotonic")
+        ),
         LABEL,
     ),
     "target, logarithm": (
-        lambda: sk("compose.TransformedTargetRegressor", mixed(ridge()), func=np.log1p, inverse_func=np.expm1),
+        lambda: sk(
+            "compose.TransformedTargetRegressor",
+            mixed(ridge()),
+            func=np.log1p,
+            inverse_func=np.expm1,
+        ),
         AMOUNT,
     ),
     "target, scaled": (
         lambda: sk(
-            "compose.TransformedTargetRegressor", mixed(ridge()), transformer=sk("preprocessing.StandardScaler")
+            "compose.TransformedTargetRegressor",
+            mixed(ridge()),
+            transformer=sk("preprocessing.StandardScaler"),
         ),
         AMOUNT,
     ),
     "target within": (
-        lambda: mixed(sk("compose.TransformedTargetRegressor", ridge(), func=np.log, inverse_func=np.exp)),
+        lambda: mixed(
+            sk("compose.TransformedTargetRegressor", ridge(), func=np.log, inverse_func=np.exp)
+        ),
         AMOUNT,
     ),
     "search of calibrated": (
@@ -96,9 +113,14 @@ WRAPPERS: dict[str, tuple[Any, Any]] = {
         ),
         LABEL,
     ),
-    "one against the rest": (lambda: sk("multiclass.OneVsRestClassifier", mixed(logistic())), THREE),
+    "one against the rest": (
+        lambda: sk("multiclass.OneVsRestClassifier", mixed(logistic())),
+        THREE,
+    ),
     "stacked pipelines": (
-        lambda: sk("ensemble.StackingClassifier", [("a", mixed(logistic())), ("b", mixed(forest()))], cv=3),
+        lambda: sk(
+            "ensemble.StackingClassifier", [("a", mixed(logistic())), ("b", mixed(forest()))], cv=3
+        ),
         LABEL,
     ),
     "several targets": (
@@ -108,7 +130,10 @@ WRAPPERS: dict[str, tuple[Any, Any]] = {
     "frozen and calibrated": (
         lambda: sk(
             "calibration.CalibratedClassifierCV",
-            sk("frozen.FrozenEstimator", mixed(logistic()).fit(Dataset(inputs=COLUMNS).frame(), LABEL)),
+            sk(
+                "frozen.FrozenEstimator",
+                mixed(logistic()).fit(Dataset(inputs=COLUMNS).frame(), LABEL),
+            ),
         ),
         LABEL,
     ),
@@ -162,7 +187,9 @@ def test_export_of_column_transformer_equals_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["clip", "nan", "raise"])
-def test_export_of_isotonic_regression_without_clip_raises_user_error(tmp_path: Path, method: str) -> None:
+def test_export_of_isotonic_regression_without_clip_raises_user_error(
+    tmp_path: Path, method: str
+) -> None:
     rows = {"age": NUMBERS["age"]}
     model = sk("isotonic.IsotonicRegression", out_of_bounds=method).fit(rows["age"], AMOUNT)
     if method == "clip":
@@ -184,7 +211,11 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     ),
     "function of the user": (
         lambda: sk(
-            "compose.TransformedTargetRegressor", mixed(ridge()), func=np.log, inverse_func=exp, check_inverse=False
+            "compose.TransformedTargetRegressor",
+            mixed(ridge()),
+            func=np.log,
+            inverse_func=exp,
+            check_inverse=False,
         ),
         AMOUNT,
         "the inverse function exp",
@@ -194,7 +225,11 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         LABEL,
         "leaves out the threshold",
     ),
-    "no converter": (lambda: mixed(sk("neighbors.NearestCentroid")), LABEL, "no converter for NearestCentroid"),
+    "no converter": (
+        lambda: mixed(sk("neighbors.NearestCentroid")),
+        LABEL,
+        "no converter for NearestCentroid",
+    ),
     "clusters as a step": (
         lambda: mixed(sk("cluster.KMeans", n_clusters=2, n_init=1), logistic()),
         LABEL,
@@ -205,7 +240,12 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
             "ensemble.StackingRegressor",
             [
                 ("a", mixed(ridge())),
-                ("b", piped(sk("compose.ColumnTransformer", [("age", "passthrough", ["age"])]), ridge())),
+                (
+                    "b",
+                    piped(
+                        sk("compose.ColumnTransformer", [("age", "passthrough", ["age"])]), ridge()
+                    ),
+                ),
             ],
             cv=3,
         ),
@@ -221,7 +261,9 @@ def exp(values: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_export_of_unsupported_wrapper_raises_user_error_with_its_name(tmp_path: Path, name: str) -> None:
+def test_export_of_unsupported_wrapper_raises_user_error_with_its_name(
+    tmp_path: Path, name: str
+) -> None:
     make, target, message = REFUSED[name]
     model = make().fit(Dataset(inputs=COLUMNS).frame(), target)
     with pytest.raises(UserError) as caught:

@@ -21,7 +21,9 @@ from tests.support.external import write_external
 
 @pytest.fixture
 def models(tmp_path: Path) -> UserSuppliedModels:
-    return UserSuppliedModels(root=tmp_path, registered=lambda: MlflowModels(f"sqlite:///{tmp_path / 'mlflow.db'}"))
+    return UserSuppliedModels(
+        root=tmp_path, registered=lambda: MlflowModels(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    )
 
 
 class _Silent(http.server.SimpleHTTPRequestHandler):
@@ -33,8 +35,12 @@ class _Silent(http.server.SimpleHTTPRequestHandler):
 def url(tmp_path: Path) -> Iterator[str]:
     (tmp_path / "served").mkdir()
     write_perceptron(tmp_path / "served/mine.onnx")
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Silent, directory=str(tmp_path / "served")))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(_Silent, directory=str(tmp_path / "served"))
+    )
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
@@ -42,7 +48,9 @@ def url(tmp_path: Path) -> Iterator[str]:
     thread.join()
 
 
-def test_user_model_at_local_path_stays_in_place(models: UserSuppliedModels, tmp_path: Path) -> None:
+def test_user_model_at_local_path_stays_in_place(
+    models: UserSuppliedModels, tmp_path: Path
+) -> None:
     write_perceptron(tmp_path / "mine.onnx")
     assert models.path("mine.onnx", tmp_path / "s") == tmp_path / "mine.onnx"
     assert models.digest("mine.onnx") == digest_file(tmp_path / "mine.onnx")
@@ -51,7 +59,9 @@ def test_user_model_at_local_path_stays_in_place(models: UserSuppliedModels, tmp
     assert "project's root" in missing.value.remedy
 
 
-def test_user_model_digest_of_url_changes_with_content(models: UserSuppliedModels, tmp_path: Path, url: str) -> None:
+def test_user_model_digest_of_url_changes_with_content(
+    models: UserSuppliedModels, tmp_path: Path, url: str
+) -> None:
     place = f"{url}/mine.onnx"
     before = models.digest(place)
     assert models.digest(place) == before
@@ -61,7 +71,9 @@ def test_user_model_digest_of_url_changes_with_content(models: UserSuppliedModel
     assert models.digest(place) != before
 
 
-def test_user_model_in_folder_includes_external_data(models: UserSuppliedModels, tmp_path: Path) -> None:
+def test_user_model_in_folder_includes_external_data(
+    models: UserSuppliedModels, tmp_path: Path
+) -> None:
     import fsspec
 
     write_external(tmp_path / "mine.onnx", "weights.bin")
@@ -79,7 +91,9 @@ def test_user_model_in_folder_includes_external_data(models: UserSuppliedModels,
     memory.rm("/brought", recursive=True)
 
 
-def test_user_model_that_is_missing_raises_error_without_secrets(models: UserSuppliedModels, url: str) -> None:
+def test_user_model_that_is_missing_raises_error_without_secrets(
+    models: UserSuppliedModels, url: str
+) -> None:
     with pytest.raises(NotFoundError, match="no such model") as missing:
         models.digest(f"{url}/nothing.onnx?signature=secret")
     assert "secret" not in str(missing.value)
@@ -88,8 +102,12 @@ def test_user_model_that_is_missing_raises_error_without_secrets(models: UserSup
     assert "secret" not in str(down.value)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_user_model_in_mlflow_is_fetched_by_number_or_alias(models: UserSuppliedModels, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+)
+def test_user_model_in_mlflow_is_fetched_by_number_or_alias(
+    models: UserSuppliedModels, tmp_path: Path
+) -> None:
     import mlflow
     import onnx
 
@@ -101,7 +119,9 @@ def test_user_model_in_mlflow_is_fetched_by_number_or_alias(models: UserSupplied
         experiment = client.create_experiment("e", artifact_location=str(tmp_path / "artifacts"))
         with mlflow.start_run(experiment_id=experiment):
             model = onnx.load(tmp_path / "mine.onnx")
-            mlflow.onnx.log_model(model, name="m", registered_model_name="mine", pip_requirements=[])
+            mlflow.onnx.log_model(
+                model, name="m", registered_model_name="mine", pip_requirements=[]
+            )
         client.set_registered_model_alias("mine", "best", "1")
     finally:
         mlflow.set_tracking_uri(None)  # type: ignore[arg-type] # None unsets it

@@ -13,7 +13,13 @@ from typing import NoReturn
 import fsspec
 import pytest
 
-from onnx_ops.adapters.files import FsspecObjects, LocalObjects, ObjectStore, exclusive_lock, open_objects
+from onnx_ops.adapters.files import (
+    FsspecObjects,
+    LocalObjects,
+    ObjectStore,
+    exclusive_lock,
+    open_objects,
+)
 from onnx_ops.errors import ConflictError, MissingPackageError, ServiceUnavailableError
 from onnx_ops.scratch import TEMPORARY, durable_file
 from tests.support.lock_holder import run_lock_holder
@@ -63,7 +69,9 @@ def test_object_store_delete_of_missing_object_raises_no_error(objects: ObjectSt
     assert objects.read("a") is None
 
 
-def test_object_store_download_of_uploaded_file_returns_its_content(objects: ObjectStore, tmp_path: Path) -> None:
+def test_object_store_download_of_uploaded_file_returns_its_content(
+    objects: ObjectStore, tmp_path: Path
+) -> None:
     source, copy = tmp_path / "source", tmp_path / "below" / "copy"
     source.write_bytes(os.urandom(3 << 20))
     objects.upload("big/file", source)
@@ -71,7 +79,9 @@ def test_object_store_download_of_uploaded_file_returns_its_content(objects: Obj
     assert copy.read_bytes() == source.read_bytes()
 
 
-def test_object_store_download_of_missing_object_leaves_no_file(objects: ObjectStore, tmp_path: Path) -> None:
+def test_object_store_download_of_missing_object_leaves_no_file(
+    objects: ObjectStore, tmp_path: Path
+) -> None:
     place = tmp_path / "below" / "copy"
     assert not objects.download("nothing", place)
     assert not place.exists()
@@ -102,7 +112,9 @@ def test_open_objects_returns_store_for_url_scheme(tmp_path: Path) -> None:
     assert isinstance(open_objects("memory://x"), FsspecObjects)
 
 
-def test_fsspec_objects_without_package_or_service_raise_distinct_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsspec_objects_without_package_or_service_raise_distinct_errors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(MissingPackageError):
         FsspecObjects("dropbox://nobody/nothing")
     objects = FsspecObjects("memory://x")
@@ -116,7 +128,9 @@ def test_fsspec_objects_without_package_or_service_raise_distinct_errors(monkeyp
     assert caught.value.where == "memory://x"
 
 
-def test_list_objects_below_prefix_returns_size_and_age(objects: ObjectStore, tmp_path: Path) -> None:
+def test_list_objects_below_prefix_returns_size_and_age(
+    objects: ObjectStore, tmp_path: Path
+) -> None:
     assert objects.list_objects("a") == []
     for name, content in (("a/2", b"xx"), ("a/deep/er/1", b"x"), ("b/1", b"x")):
         objects.write(name, content)
@@ -180,13 +194,17 @@ class TestStoreThatFails:
             monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
             monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
             monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-            monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", f"{key};BlobEndpoint={address}/devstoreaccount1")
+            monkeypatch.setenv(
+                "AZURE_STORAGE_CONNECTION_STRING", f"{key};BlobEndpoint={address}/devstoreaccount1"
+            )
             yield f"{request.param}://{uuid.uuid4().hex}"
             fsspec.get_filesystem_class(request.param).clear_instance_cache()
             end.set()
             server.shutdown()
 
-    def test_object_store_request_with_deadline_is_sent_once(self, store: str, requests: list[str]) -> None:
+    def test_object_store_request_with_deadline_is_sent_once(
+        self, store: str, requests: list[str]
+    ) -> None:
         with pytest.raises(ServiceUnavailableError):
             open_objects(store, deadline_s=30).read("head")
         assert len(requests) == 1
@@ -202,7 +220,11 @@ class TestStoreThatFails:
 
 def test_exclusive_lock_waits_for_a_limited_time(tmp_path: Path) -> None:
     lock = tmp_path / "folder" / "apply.lock"
-    with run_lock_holder(lock), pytest.raises(ConflictError), exclusive_lock(lock, 0.05, where="here"):
+    with (
+        run_lock_holder(lock),
+        pytest.raises(ConflictError),
+        exclusive_lock(lock, 0.05, where="here"),
+    ):
         pass
     with run_lock_holder(lock) as process:
         process.kill()

@@ -58,7 +58,9 @@ def hang() -> None:
 
 
 def hang_in_c() -> None:
-    re.match(r"(a+)+$", "a" * 64 + "b")  # it holds the interpreter's lock, so that no thread of Python gets to run
+    re.match(
+        r"(a+)+$", "a" * 64 + "b"
+    )  # it holds the interpreter's lock, so that no thread of Python gets to run
 
 
 def eat() -> None:
@@ -135,13 +137,19 @@ def write_endless(path: Path) -> None:
     """`y = x` after 2^62 rounds."""
     body = """round (int64 count, bool condition, float[batch] before) => (bool again, float[batch] after)
         { again = Identity(condition) after = Add(before, before) }"""
-    write_graph(path, f'(float[batch] x) => (float[batch] y) {{ y = Loop<body = {body}>(most, "", x) }}', most=1 << 62)
+    write_graph(
+        path,
+        f'(float[batch] x) => (float[batch] y) {{ y = Loop<body = {body}>(most, "", x) }}',
+        most=1 << 62,
+    )
 
 
 def test_guarded_runtime_with_hanging_session_raises_measurement_error(tmp_path: Path) -> None:
     write_endless(tmp_path / "endless.onnx")
     with pytest.raises(MeasurementError, match="ONNX Runtime hangs") as caught:
-        GuardedRuntime(timeout=2).run(tmp_path / "endless.onnx", CPU, ({"x": np.ones(1, np.float32)},))
+        GuardedRuntime(timeout=2).run(
+            tmp_path / "endless.onnx", CPU, ({"x": np.ones(1, np.float32)},)
+        )
     assert "2 s and was stopped" in caught.value.why
 
 

@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.adapters.isolation.environments import BASE, MARKER, NpmPackages, PythonEnvironments, find_uv, parse_pins
+from onnx_ops.adapters.isolation.environments import (
+    BASE,
+    MARKER,
+    NpmPackages,
+    PythonEnvironments,
+    find_uv,
+    parse_pins,
+)
 from onnx_ops.adapters.isolation.process import build_clean_environ
 from onnx_ops.domain.execution import Environment
 from onnx_ops.errors import MeasurementError, NotFoundError, StageError, UserError
@@ -61,15 +68,26 @@ def environments(tmp_path: Path) -> PythonEnvironments:
 
 
 def say(python: Path, code: str) -> str:
-    return subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [python, "-I", "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def installed_here() -> str:
-    return subprocess.run([sys.executable, "-m", "pip", "freeze"], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [sys.executable, "-m", "pip", "freeze"], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_build_clean_environ_omits_python_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    leading = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PIP_TARGET", "UV_PROJECT", "KERAS_BACKEND"}
+    leading = {
+        "PYTHONPATH",
+        "PYTHONHOME",
+        "VIRTUAL_ENV",
+        "PIP_TARGET",
+        "UV_PROJECT",
+        "KERAS_BACKEND",
+    }
     for name in (*leading, "HTTPS_PROXY"):
         monkeypatch.setenv(name, "elsewhere")
     found = build_clean_environ()
@@ -104,7 +122,9 @@ def test_python_environment_after_creation_is_reused_without_packages(
     assert (python.parents[1] / MARKER).stat().st_mtime_ns == made
 
 
-def test_python_environment_without_marker_is_created_again(environments: PythonEnvironments, tmp_path: Path) -> None:
+def test_python_environment_without_marker_is_created_again(
+    environments: PythonEnvironments, tmp_path: Path
+) -> None:
     wanted = Environment(requirements=(str(wheel(tmp_path)),))
     place = environments.python(wanted).parents[1]
     (place / MARKER).unlink()
@@ -168,14 +188,18 @@ def test_python_environment_with_missing_package_shows_installer_output(
 
 
 @pytest.mark.parametrize("requirement", ["--no-deps", "-e .", " "])
-def test_python_environment_with_installer_option_raises_user_error(tmp_path: Path, requirement: str) -> None:
+def test_python_environment_with_installer_option_raises_user_error(
+    tmp_path: Path, requirement: str
+) -> None:
     with pytest.raises(UserError, match="not a requirement"):
         PythonEnvironments(folder=tmp_path).python(Environment(requirements=(requirement,)))
 
 
 def test_python_environment_with_missing_python_raises_not_found_error(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"no python3\.99 here") as missing:
-        PythonEnvironments(folder=tmp_path, base=()).python(Environment(requirements=("a",), python="3.99"))
+        PythonEnvironments(folder=tmp_path, base=()).python(
+            Environment(requirements=("a",), python="3.99")
+        )
     assert "uv" in missing.value.remedy
 
 

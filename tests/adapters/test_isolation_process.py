@@ -139,10 +139,14 @@ def load(exporter: IsolatedExporter, folder: Path, text: str = "2.0") -> RemoteM
 
 
 def request(path: Path, do: str) -> ExportRequest:
-    return ExportRequest(section=Export(framework=do), samples={"x": np.ones((3, 2), np.float32)}, path=path)
+    return ExportRequest(
+        section=Export(framework=do), samples={"x": np.ones((3, 2), np.float32)}, path=path
+    )
 
 
-def test_isolated_exporter_in_own_process_trains_and_exports_model(exporter: IsolatedExporter, tmp_path: Path) -> None:
+def test_isolated_exporter_in_own_process_trains_and_exports_model(
+    exporter: IsolatedExporter, tmp_path: Path
+) -> None:
     assert isinstance(exporter, TrainingExporter)
     folder, path = tmp_path / "saved", tmp_path / "out.txt"
     folder.mkdir()
@@ -166,7 +170,8 @@ def test_isolated_exporter_in_own_process_trains_and_exports_model(exporter: Iso
 
 
 @pytest.mark.parametrize(
-    ("do", "how"), [("segfault", "signal SIGSEGV"), ("abort", "signal SIGABRT"), ("leave", "exit code 3")]
+    ("do", "how"),
+    [("segfault", "signal SIGSEGV"), ("abort", "signal SIGABRT"), ("leave", "exit code 3")],
 )
 def test_isolated_exporter_after_crash_reports_signal_and_output(
     exporter: IsolatedExporter, tmp_path: Path, do: str, how: str
@@ -179,7 +184,9 @@ def test_isolated_exporter_after_crash_reports_signal_and_output(
         assert "converter_of_mine.py" in failure.value.why  # which line of Python was under way
 
 
-def test_isolated_exporter_after_crash_exports_next_model(exporter: IsolatedExporter, tmp_path: Path) -> None:
+def test_isolated_exporter_after_crash_exports_next_model(
+    exporter: IsolatedExporter, tmp_path: Path
+) -> None:
     model = load(exporter, tmp_path / "m")
     with pytest.raises(StageError):
         exporter.export(model, request(tmp_path / "o", "abort"))
@@ -208,7 +215,9 @@ def test_isolated_exporter_above_memory_limit_raises_stage_error(tmp_path: Path)
     assert "env.memory" in failure.value.remedy
 
 
-def test_isolated_exporter_with_much_output_limits_memory(exporter: IsolatedExporter, tmp_path: Path) -> None:
+def test_isolated_exporter_with_much_output_limits_memory(
+    exporter: IsolatedExporter, tmp_path: Path
+) -> None:
     model = load(exporter, tmp_path / "m")
     before = psutil.Process().memory_info().rss
     exporter.export(model, request(tmp_path / "o", "babble_and_write"))
@@ -224,14 +233,20 @@ def test_isolated_exporter_error_keeps_its_type(exporter: IsolatedExporter, tmp_
     model = load(exporter, tmp_path / "m")
     with pytest.raises(RefusedError) as refused:
         exporter.export(model, request(tmp_path / "o", "refuse"))
-    assert (refused.value.where, refused.value.why, refused.value.remedy) == ("the moon", "it is full", "Wait.")
+    assert (refused.value.where, refused.value.why, refused.value.remedy) == (
+        "the moon",
+        "it is full",
+        "Wait.",
+    )
     with pytest.raises(StageError, match="KeyError: 'no such key'") as failure:
         exporter.export(model, request(tmp_path / "o", "stumble"))
     assert "converter_of_mine.py" in failure.value.why
     exporter.export(model, request(tmp_path / "o", "write"))
 
 
-def test_isolated_training_with_crash_or_failure_raises_error(exporter: IsolatedExporter, tmp_path: Path) -> None:
+def test_isolated_training_with_crash_or_failure_raises_error(
+    exporter: IsolatedExporter, tmp_path: Path
+) -> None:
     with pytest.raises(StageError, match="SIGABRT while it was to train"):
         exporter.train("training_of_mine:crash", {}, {}, tmp_path)
     with pytest.raises(UserError, match="ZeroDivisionError") as failure:
@@ -239,7 +254,9 @@ def test_isolated_training_with_crash_or_failure_raises_error(exporter: Isolated
     assert "training_of_mine.py" in failure.value.where
 
 
-def test_isolated_model_after_deletion_ends_its_process(exporter: IsolatedExporter, tmp_path: Path) -> None:
+def test_isolated_model_after_deletion_ends_its_process(
+    exporter: IsolatedExporter, tmp_path: Path
+) -> None:
     model = load(exporter, tmp_path / "m")
     process, scratch = model.process._process.pid, model.process.folder
     del model
@@ -270,13 +287,17 @@ def test_isolated_process_does_not_inherit_python_path(
     exporter: IsolatedExporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "elsewhere"))
-    (tmp_path / "training_of_mine.py").write_text("import sys\ndef train(data):\n    return '|'.join(sys.path)\n")
+    (tmp_path / "training_of_mine.py").write_text(
+        "import sys\ndef train(data):\n    return '|'.join(sys.path)\n"
+    )
     folder = tmp_path / "saved"
     folder.mkdir()
     exporter.train("training_of_mine:train", {}, {}, folder)
     assert "elsewhere" not in (folder / "model.txt").read_text()
 
 
-def test_isolated_save_of_missing_model_raises_not_found_error(exporter: IsolatedExporter, tmp_path: Path) -> None:
+def test_isolated_save_of_missing_model_raises_not_found_error(
+    exporter: IsolatedExporter, tmp_path: Path
+) -> None:
     with pytest.raises(NotFoundError, match="no such model"):
         exporter.save(tmp_path / "nowhere", tmp_path)

@@ -24,7 +24,9 @@ KEYS = make_ledger_keys()
 
 
 def pause(sequence: int) -> LedgerEntry:
-    return entry(sequence, OperatorCommandSent(command=OperatorCommand.PAUSE, reason=f"pause {sequence}"))
+    return entry(
+        sequence, OperatorCommandSent(command=OperatorCommand.PAUSE, reason=f"pause {sequence}")
+    )
 
 
 class Storage:
@@ -43,7 +45,9 @@ class Storage:
     def path(self, sequence: int) -> Path:
         return self.folder / f"{sequence:08d}.jsonl"
 
-    def edit(self, sequence: int, change: Callable[[dict[str, Any]], object], *, sign: bool = True) -> None:
+    def edit(
+        self, sequence: int, change: Callable[[dict[str, Any]], object], *, sign: bool = True
+    ) -> None:
         """Change the document of an entry, and keep its signatures or leave them out."""
         signed, _, rest = self.path(sequence).read_bytes().partition(b"\n")
         document = json.loads(signed)
@@ -141,7 +145,9 @@ def exchange(storage: Storage) -> None:
 def exchange_and_renumber(storage: Storage) -> None:
     exchange(storage)
     for sequence in (6, 9):
-        storage.edit(sequence, lambda document, number=sequence: document["entry"].update(sequence=number))  # type: ignore[misc]
+        storage.edit(
+            sequence, lambda document, number=sequence: document["entry"].update(sequence=number)
+        )  # type: ignore[misc]
 
 
 def repeat_last(storage: Storage) -> None:
@@ -241,7 +247,9 @@ def read_state(storage: Storage) -> ReleaseState | CorruptStateError:
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-def test_read_of_damaged_ledger_raises_corrupt_state_error(tmp_path: Path, damage: Callable[[Storage], None]) -> None:
+def test_read_of_damaged_ledger_raises_corrupt_state_error(
+    tmp_path: Path, damage: Callable[[Storage], None]
+) -> None:
     storage = Storage(tmp_path)
     damage(storage)
     with pytest.raises(CorruptStateError) as caught:
@@ -264,7 +272,9 @@ def test_state_of_rewound_ledger_seen_before_raises_corrupt_state_error(
     assert storage.open(seen=True).state(ENDPOINT).head in (0, LENGTH - 2, LENGTH)
 
 
-def test_state_of_rewritten_ledger_in_open_reader_raises_corrupt_state_error(tmp_path: Path) -> None:
+def test_state_of_rewritten_ledger_in_open_reader_raises_corrupt_state_error(
+    tmp_path: Path,
+) -> None:
     storage = Storage(tmp_path)
     reader = storage.open()
     reader.state(ENDPOINT)

@@ -109,7 +109,11 @@ class Granted:
 def override(version: Deployment) -> OverrideRecorded:
     envelope = Envelope(payload=version.name, payloadType="x", signatures=())
     return OverrideRecorded(
-        release=version.release, manifest=version.manifest, version=version.version, reason="sure", signed=envelope
+        release=version.release,
+        manifest=version.manifest,
+        version=version.version,
+        reason="sure",
+        signed=envelope,
     )
 
 
@@ -139,7 +143,9 @@ class ForgedLedgers(RuleBasedStateMachine):
         other = ObjectLedger(self.objects, KEYS)
         for sequence in range(1, 10):
             body = EndpointBound(config=endpoint_config(OTHER), policy=POLICIES[sequence % 2])
-            other.append(LedgerEntry(endpoint=OTHER, sequence=sequence, at=1.0, actor="o", body=body))
+            other.append(
+                LedgerEntry(endpoint=OTHER, sequence=sequence, at=1.0, actor="o", body=body)
+            )
         self.intact: dict[str, bytes] = {}
         self.bind(0)
         for version in VERSIONS[:3]:
@@ -174,7 +180,9 @@ class ForgedLedgers(RuleBasedStateMachine):
         except CorruptStateError:
             return None
 
-    def append(self, make: Callable[[ReleaseState], EntryBody | None], keys: LedgerKeys = KEYS) -> None:
+    def append(
+        self, make: Callable[[ReleaseState], EntryBody | None], keys: LedgerKeys = KEYS
+    ) -> None:
         """Append what an honest process of the remembering machine decides on what it reads."""
         self.recover()
         ledger = ObjectLedger(self.objects, keys, self.folder)
@@ -183,7 +191,9 @@ class ForgedLedgers(RuleBasedStateMachine):
         if state is None or body is None:
             return
         self.now += 1.0
-        entry = LedgerEntry(endpoint=ENDPOINT, sequence=state.head + 1, at=self.now, actor="h", body=body)
+        entry = LedgerEntry(
+            endpoint=ENDPOINT, sequence=state.head + 1, at=self.now, actor="h", body=body
+        )
         if is_granting := keys is KEYS or (keys is SECOND and len(state.keys) > 1):
             self.granted.add(body)  # it is signed even if the process dies before it is stored
         with suppress(LedgerConflictError, MissingKeyError, StorageError):
@@ -199,7 +209,9 @@ class ForgedLedgers(RuleBasedStateMachine):
 
     @rule(policy=st.sampled_from([0, 1]))
     def bind(self, policy: int) -> None:
-        self.append(lambda _: EndpointBound(config=endpoint_config(ENDPOINT), policy=POLICIES[policy]))
+        self.append(
+            lambda _: EndpointBound(config=endpoint_config(ENDPOINT), policy=POLICIES[policy])
+        )
 
     @rule(both=st.booleans(), sets_state=st.booleans())
     def change_keys(self, both: bool, sets_state: bool) -> None:
@@ -216,7 +228,11 @@ class ForgedLedgers(RuleBasedStateMachine):
         state = fold(ENDPOINT, ledger.read_intact(ENDPOINT))
         body = LedgerAdopted(keys=KEYS.public(), state=state)
         entry = LedgerEntry(
-            endpoint=ENDPOINT, sequence=ledger.count(ENDPOINT) + 1, at=self.now, actor="operator", body=body
+            endpoint=ENDPOINT,
+            sequence=ledger.count(ENDPOINT) + 1,
+            at=self.now,
+            actor="operator",
+            body=body,
         )
         with suppress(StorageError):
             ledger.append(entry)
@@ -237,23 +253,38 @@ class ForgedLedgers(RuleBasedStateMachine):
                 return None
             roles = state.roles
             percent = 0 if roles.candidate is None else 10 if roles.step == 0 else 50
-            seen = None if roles.stable is None else build_split_state(roles.stable, roles.candidate, percent)
+            seen = (
+                None
+                if roles.stable is None
+                else build_split_state(roles.stable, roles.candidate, percent)
+            )
             action = choose_next_action(
                 desired=wanted, observed=seen, roles=roles, policy=state.policy, target="cpu",
                 command=OperatorCommand.ADVANCE, now=self.now,
             )  # fmt: skip
-            return Intent(action=action, holder="h", expires_at=self.now) if isinstance(action, Action) else None
+            return (
+                Intent(action=action, holder="h", expires_at=self.now)
+                if isinstance(action, Action)
+                else None
+            )
 
         self.append(choose, keys)
 
     @rule(ok=st.booleans(), keys=st.sampled_from([KEYS, KEYLESS]))
     def conclude(self, ok: bool, keys: LedgerKeys) -> None:
-        self.append(lambda s: None if s.open_intent is None else ActionOutcome(of=s.generation, ok=ok), keys)
+        self.append(
+            lambda s: None if s.open_intent is None else ActionOutcome(of=s.generation, ok=ok), keys
+        )
 
     @rule(goal=versions, keys=st.sampled_from([KEYS, KEYLESS]))
     def roll_back(self, goal: Deployment, keys: LedgerKeys) -> None:
         self.append(
-            lambda s: None if s.roles.stable is None else RollbackRequested(action=rollback(s.roles, goal)), keys
+            lambda s: (
+                None
+                if s.roles.stable is None
+                else RollbackRequested(action=rollback(s.roles, goal))
+            ),
+            keys,
         )
 
     @rule(keys=st.sampled_from([KEYS, KEYLESS]))
@@ -269,7 +300,9 @@ class ForgedLedgers(RuleBasedStateMachine):
 
     @rule(keys=st.sampled_from([KEYS, SECOND]))
     def withdraw(self, keys: LedgerKeys) -> None:
-        self.append(lambda s: None if s.pending_rollback is None else RequestWithdrawn(reason="wrong"), keys)
+        self.append(
+            lambda s: None if s.pending_rollback is None else RequestWithdrawn(reason="wrong"), keys
+        )
 
     @rule(version=versions)
     def allow(self, version: Deployment) -> None:
@@ -293,10 +326,16 @@ class ForgedLedgers(RuleBasedStateMachine):
         for body in bodies:
             names = self.names()
             last = decode(ENDPOINT, len(names), self.objects.data[names[-1]]) if names else None
-            entry = LedgerEntry(endpoint=ENDPOINT, sequence=len(names) + 1, at=self.now, actor="alice", body=body)
-            chained = ChainedEntry(previous=None if last is None else last.digest, snapshot=None, entry=entry)
+            entry = LedgerEntry(
+                endpoint=ENDPOINT, sequence=len(names) + 1, at=self.now, actor="alice", body=body
+            )
+            chained = ChainedEntry(
+                previous=None if last is None else last.digest, snapshot=None, entry=entry
+            )
             signatures = () if keys is None else keys.sign(encode(chained), "", "", {})
-            self.objects.data[f"{ENDPOINT}/{entry.sequence:08d}.jsonl"] = encode(chained, signatures)
+            self.objects.data[f"{ENDPOINT}/{entry.sequence:08d}.jsonl"] = encode(
+                chained, signatures
+            )
 
     def attempt(self, attack: Callable[[], None]) -> None:
         self.recover()
@@ -305,18 +344,31 @@ class ForgedLedgers(RuleBasedStateMachine):
         except (CorruptStateError, IndexError):
             return
 
-    @rule(version=targets, kind=st.sampled_from(list(ActionKind)), candidate=st.none() | targets, data=st.data())
+    @rule(
+        version=targets,
+        kind=st.sampled_from(list(ActionKind)),
+        candidate=st.none() | targets,
+        data=st.data(),
+    )
     def forge_action(
-        self, version: Deployment, kind: ActionKind, candidate: Deployment | None, data: st.DataObject
+        self,
+        version: Deployment,
+        kind: ActionKind,
+        candidate: Deployment | None,
+        data: st.DataObject,
     ) -> None:
         percent = 0 if candidate is None else data.draw(st.sampled_from([0, 10, 50, 100]))
         leads_to = data.draw(st.sampled_from([version, *VERSIONS]))
         action = Action(
             kind=kind,
             state=build_split_state(version, candidate, percent),
-            roles=Roles(stable=leads_to, candidate=candidate, step=data.draw(st.sampled_from([0, 1]))),
+            roles=Roles(
+                stable=leads_to, candidate=candidate, step=data.draw(st.sampled_from([0, 1]))
+            ),
             why="forged",
-            aliases=data.draw(st.sampled_from([{}, {"champion-cpu": version.version}, {"payments": None}])),
+            aliases=data.draw(
+                st.sampled_from([{}, {"champion-cpu": version.version}, {"payments": None}])
+            ),
         )
         begun = Intent(action=action, holder="alice", expires_at=0.0)
         done = ActionOutcome(of=len(self.names()) + 1, ok=True)
@@ -338,9 +390,14 @@ class ForgedLedgers(RuleBasedStateMachine):
     @rule(version=targets, data=st.data())
     def forge_other(self, version: Deployment, data: st.DataObject) -> None:
         limits = LatencyThresholds(p50_s=9.0, p99_s=9.0, requests=4000)
-        lifted = replace(self.read(ObjectLedger(self.objects, KEYS)) or ReleaseState(endpoint=ENDPOINT), rejected={})
+        lifted = replace(
+            self.read(ObjectLedger(self.objects, KEYS)) or ReleaseState(endpoint=ENDPOINT),
+            rejected={},
+        )
         bodies: list[EntryBody] = [
-            EndpointBound(config=replace(endpoint_config(ENDPOINT), provider="evil"), policy=POLICIES[0]),
+            EndpointBound(
+                config=replace(endpoint_config(ENDPOINT), provider="evil"), policy=POLICIES[0]
+            ),
             RequestWithdrawn(reason="forged"),
             override(version),
             EndpointDeleted(reason="forged"),
@@ -351,7 +408,9 @@ class ForgedLedgers(RuleBasedStateMachine):
             OperatorCommandSent(command=OperatorCommand.RESUME),
             AliasesWritten(aliases={"champion-cpu": version.version}),
             AliasesWritten(aliases={"payments": version.version}),
-            VersionRefused(alias="champion-cpu", version="1", reason="forged", restored_to=version.version),
+            VersionRefused(
+                alias="champion-cpu", version="1", reason="forged", restored_to=version.version
+            ),
             VersionRefused(alias="payments", version="1", reason="forged", restored_to=None),
             LeaseRenewed(of=len(self.names()), expires_at=1e12),
             ActionOutcome(of=len(self.names()), ok=True),
@@ -372,7 +431,19 @@ class ForgedLedgers(RuleBasedStateMachine):
         one, other = (names[place % len(names)] for place in (first, second))
         stored = self.objects.data
         how = data.draw(
-            st.sampled_from(["cut", "remove", "exchange", "repeat", "unsign", "edit", "foreign", "borrow", "renumber"])
+            st.sampled_from(
+                [
+                    "cut",
+                    "remove",
+                    "exchange",
+                    "repeat",
+                    "unsign",
+                    "edit",
+                    "foreign",
+                    "borrow",
+                    "renumber",
+                ]
+            )
         )
         if how == "cut":
             for name in names[max(1, first % len(names)) :]:
@@ -386,11 +457,15 @@ class ForgedLedgers(RuleBasedStateMachine):
         elif how == "unsign":
             stored[one] = stored[one].partition(b"\n")[0]
         elif how == "edit":
-            stored[one] = stored[one].replace(b'"v1"', b'"v2"').replace(b'"version":"1"', b'"version":"2"')
+            stored[one] = (
+                stored[one].replace(b'"v1"', b'"v2"').replace(b'"version":"1"', b'"version":"2"')
+            )
         elif how == "foreign":
             stored[one] = stored[f"{OTHER}/{1 + second % 9:08d}.jsonl"]
         elif how == "borrow":  # the signature of another entry
-            stored[one] = stored[one].partition(b"\n")[0] + b"\n" + stored[other].partition(b"\n")[2]
+            stored[one] = (
+                stored[one].partition(b"\n")[0] + b"\n" + stored[other].partition(b"\n")[2]
+            )
         else:
             signed, _, rest = stored[one].partition(b"\n")
             document = json.loads(signed)
@@ -446,7 +521,9 @@ class ForgedLedgers(RuleBasedStateMachine):
         assert state.config is None or (state.config, state.policy) in granted.bound
         assert state.stables <= granted.list_stables()
         assert roles.stable is None or roles.stable.manifest in granted.list_stables()
-        pending = None if state.pending_rollback is None else state.pending_rollback.action.roles.stable
+        pending = (
+            None if state.pending_rollback is None else state.pending_rollback.action.roles.stable
+        )
         assert pending is None or pending.manifest in granted.list_stables()
         assert roles.candidate is None or roles.candidate.manifest in granted.list_candidates()
         assert all(d in VERSIONS for d in state.known.values())
@@ -455,10 +532,16 @@ class ForgedLedgers(RuleBasedStateMachine):
         assert (state.deleting, state.thresholds) == (False, None)
         assert state.command in (None, OperatorCommand.PAUSE, *granted.commands)
         assert "payments" not in {**state.aliases, **state.pending_aliases}
-        shown = {version for version in {**state.aliases, **state.pending_aliases}.values() if version is not None}
+        shown = {
+            version
+            for version in {**state.aliases, **state.pending_aliases}.values()
+            if version is not None
+        }
         assert shown <= {d.version for d in VERSIONS if d.manifest in granted.list_stables()}
         refusal = state.open_refusal
-        assert refusal is None or (refusal.alias != "payments" and refusal.restored_to in (None, *shown))
+        assert refusal is None or (
+            refusal.alias != "payments" and refusal.restored_to in (None, *shown)
+        )
 
     @invariant()
     def no_rejection_is_lost(self) -> None:

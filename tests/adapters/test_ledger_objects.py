@@ -67,7 +67,9 @@ def written(tmp_path: Path) -> tuple[ObjectLedger, Path]:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"null", b'{"endpoint": "digits"}'])
-def test_ledger_read_with_unreadable_entry_names_that_entry(written: tuple[ObjectLedger, Path], content: bytes) -> None:
+def test_ledger_read_with_unreadable_entry_names_that_entry(
+    written: tuple[ObjectLedger, Path], content: bytes
+) -> None:
     ledger, folder = written
     (folder / "00000002.jsonl").write_bytes(content)
     with pytest.raises(CorruptStateError) as caught:
@@ -75,7 +77,9 @@ def test_ledger_read_with_unreadable_entry_names_that_entry(written: tuple[Objec
     assert caught.value.where == f"ledger {ENDPOINT}/00000002.jsonl"
 
 
-def test_ledger_read_with_missing_entry_raises_corrupt_state_error(written: tuple[ObjectLedger, Path]) -> None:
+def test_ledger_read_with_missing_entry_raises_corrupt_state_error(
+    written: tuple[ObjectLedger, Path],
+) -> None:
     ledger, folder = written
     (folder / "00000002.jsonl").unlink()
     with pytest.raises(CorruptStateError, match="missing"):
@@ -136,7 +140,9 @@ def kept(tmp_path: Path) -> tuple[ReleaseState, Path]:
     return ledger.state(ENDPOINT), tmp_path
 
 
-@pytest.mark.parametrize("content", ["torn", "another fold", "another state", "gone", "of a longer ledger"])
+@pytest.mark.parametrize(
+    "content", ["torn", "another fold", "another state", "gone", "of a longer ledger"]
+)
 def test_ledger_state_with_mismatched_snapshot_ignores_that_snapshot(
     kept: tuple[ReleaseState, Path], content: str
 ) -> None:
@@ -153,12 +159,18 @@ def test_ledger_state_with_mismatched_snapshot_ignores_that_snapshot(
         state = fold(ENDPOINT, open_folder(folder).read(ENDPOINT))
         assert state.head == 5
     else:
-        changed = {"fold": 0} if content == "another fold" else {"state": document["state"] | {"generation": 99}}
+        changed = (
+            {"fold": 0}
+            if content == "another fold"
+            else {"state": document["state"] | {"generation": 99}}
+        )
         path.write_text(json.dumps(document | changed))
     assert open_folder(folder).state(ENDPOINT) == state
 
 
-def test_state_of_restored_ledger_with_other_entries_ignores_snapshot(kept: tuple[ReleaseState, Path]) -> None:
+def test_state_of_restored_ledger_with_other_entries_ignores_snapshot(
+    kept: tuple[ReleaseState, Path],
+) -> None:
     _, folder = kept
     for sequence in range(6, 10):
         (folder / ENDPOINT / f"{sequence:08d}.jsonl").unlink()
@@ -228,7 +240,9 @@ def test_ledger_append_deletes_old_temporary_files_of_killed_writers(tmp_path: P
     assert (old.exists(), young.exists()) == (False, True)
 
 
-def test_ledger_append_with_unwritable_snapshot_stores_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ledger_append_with_unwritable_snapshot_stores_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(self: LocalObjects, name: str, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -19,7 +19,9 @@ from tests.adapters.azureml_parts import config_of, inside
 from tests.support.clouds.azureml import AzureCloud, FaultRule
 from tests.support.extras import require
 
-require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure Monitor is not tested")
+require(
+    "azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure Monitor is not tested"
+)
 
 NOON = datetime.datetime(2026, 11, 20, 12, tzinfo=datetime.UTC).timestamp()
 
@@ -78,10 +80,16 @@ def test_azure_monitor_read_after_midnight_starts_new_origin(
     assert source.read(config_of(cloud), {"v1": None}).origin == "2026-11-20T00:00:00Z"
     wind(clock, midnight + 180)
     fresh = source.read(config_of(cloud), {"v1": None})
-    assert (fresh.origin, fresh.at, fresh.tallies["v1"].requests) == ("2026-11-21T00:00:00Z", midnight, 0)
+    assert (fresh.origin, fresh.at, fresh.tallies["v1"].requests) == (
+        "2026-11-21T00:00:00Z",
+        midnight,
+        0,
+    )
 
 
-def test_azure_monitor_read_with_fault_or_wrong_settings_raises_error(cloud: AzureCloud, clock: FakeClock) -> None:
+def test_azure_monitor_read_with_fault_or_wrong_settings_raises_error(
+    cloud: AzureCloud, clock: FakeClock
+) -> None:
     source, config = AzureMonitorMetrics({}, clock), config_of(cloud)
     assert source.capabilities() == {"quantiles"}
     assert source.latencies(config, "v1") is None

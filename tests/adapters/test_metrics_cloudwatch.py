@@ -26,14 +26,19 @@ def test_cloudwatch_read_returns_counts_of_complete_minutes(site: Site) -> None:
     headers = site.client("sagemaker").list_models()["ResponseMetadata"]["HTTPHeaders"]
     site.fake.shift(60 - parsedate_to_datetime(headers["date"]).second)  # to the begin of a minute
     site.apply(1, config, blue=80, green=20)
-    site.invoke("counted", "blue")  # in the minute of the change, whose requests may be those of the state before
+    site.invoke(
+        "counted", "blue"
+    )  # in the minute of the change, whose requests may be those of the state before
     source = site.provider.metrics()
     assert isinstance(source, CloudWatchMetrics)
     assert source.capabilities() == {"quantiles"}
     assert source.latencies(config, "blue") is None
     site.fake.shift(240)
     first = source.read(config, BOTH)
-    assert {name: tally.requests for name, tally in first.tallies.items()} == {"blue": 0, "green": 0}
+    assert {name: tally.requests for name, tally in first.tallies.items()} == {
+        "blue": 0,
+        "green": 0,
+    }
     for _ in range(50):
         site.invoke("counted")
     with pytest.raises(ClientError, match=r"422|400"):
@@ -44,7 +49,10 @@ def test_cloudwatch_read_returns_counts_of_complete_minutes(site: Site) -> None:
     assert source.read(config, BOTH).tallies["blue"].requests == 0
     site.fake.shift(180)
     second = source.read(config, BOTH)
-    assert {name: tally.requests for name, tally in second.tallies.items()} == {"blue": 40, "green": 11}
+    assert {name: tally.requests for name, tally in second.tallies.items()} == {
+        "blue": 40,
+        "green": 11,
+    }
     assert (second.tallies["green"].refused, second.tallies["green"].errors) == (1, 0)
     assert second.tallies["green"].over_p50 is None
     between = diff_readings(first, second, step=0, stable="blue", candidate="green")
@@ -89,6 +97,8 @@ def test_cloudwatch_read_of_guarded_endpoint_returns_no_tallies(site: Site) -> N
 
 
 @pytest.mark.parametrize("settings", [{"dealy": "1 s"}, {"delay": "soon"}, {"delay": "-1 s"}])
-def test_cloudwatch_metrics_with_wrong_settings_raise_user_error(settings: dict[str, str | int]) -> None:
+def test_cloudwatch_metrics_with_wrong_settings_raise_user_error(
+    settings: dict[str, str | int],
+) -> None:
     with pytest.raises(UserError, match="delay"):
         CloudWatchMetrics(settings)

@@ -10,7 +10,12 @@ import pytest
 
 from onnx_ops.adapters.metrics.prometheus import PrometheusMetrics
 from onnx_ops.domain.quantities import Json
-from onnx_ops.domain.rollout_observations import LatencyThresholds, RequestCounts, ShadowCounts, diff_readings
+from onnx_ops.domain.rollout_observations import (
+    LatencyThresholds,
+    RequestCounts,
+    ShadowCounts,
+    diff_readings,
+)
 from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.serving import metrics
 from onnx_ops.serving.metrics import BOUNDS_S, STEPS, MetricsPage, SharedMetrics, count_request
@@ -44,10 +49,14 @@ class Scraped:
     def start(self) -> SharedMetrics:
         shared = SharedMetrics(1)
         for slot in (1, 2):
-            shared.set_labels(slot, {"deployment": f"v{slot}", "version": str(slot), "variant": "fp32"})
+            shared.set_labels(
+                slot, {"deployment": f"v{slot}", "version": str(slot), "variant": "fp32"}
+            )
         return shared
 
-    def answer(self, slot: int, status: int, seconds: float, times: int = 1, instance: int = 0) -> None:
+    def answer(
+        self, slot: int, status: int, seconds: float, times: int = 1, instance: int = 0
+    ) -> None:
         shared = list(self.instances.values())[instance]
         for _ in range(times):
             count_request(shared.get_row(0, slot), status, seconds)
@@ -57,20 +66,31 @@ class Scraped:
         (query,) = parse_qs(urlsplit(letter.path).query)["query"]
         self.queries.append(query)
         found = [*self.samples()]
-        return Reply(document={"status": "success", "data": {"resultType": "vector", "result": found}, **self.more})
+        return Reply(
+            document={
+                "status": "success",
+                "data": {"resultType": "vector", "result": found},
+                **self.more,
+            }
+        )
 
     def samples(self) -> Iterator[dict[str, object]]:
         for instance, shared in self.instances.items():
             for line in MetricsPage(shared, "digits").render(None).splitlines():
                 if (found := SAMPLE.fullmatch(line)) is None:
                     continue
-                labels = {self.renamed.get(key, key): value for key, value in LABEL.findall(found[2])}
+                labels = {
+                    self.renamed.get(key, key): value for key, value in LABEL.findall(found[2])
+                }
                 metric = {"__name__": found[1], "instance": instance, **labels}
                 yield {"metric": metric, "value": [self.at + 7, found[3]]}
                 if found[1] == "onnx_ops_server_info":
                     del metric["__name__"]
                     at = self.at - self.older_s.get(instance, 0.0)
-                    yield {"metric": {**metric, "onnx_ops_scraped": "yes"}, "value": [self.at + 7, str(at)]}
+                    yield {
+                        "metric": {**metric, "onnx_ops_scraped": "yes"},
+                        "value": [self.at + 7, str(at)],
+                    }
                     metric["__name__"] = "onnx_ops_server_info"
 
 
@@ -95,7 +115,9 @@ def source(inbox: WebhookSink) -> PrometheusMetrics:
     return PrometheusMetrics({"url": inbox.url})
 
 
-def test_prometheus_read_returns_requests_errors_and_exceedances(scraped: Scraped, source: PrometheusMetrics) -> None:
+def test_prometheus_read_returns_requests_errors_and_exceedances(
+    scraped: Scraped, source: PrometheusMetrics
+) -> None:
     scraped.answer(1, 200, FAST, 90)
     scraped.answer(1, 200, SLOW, 5)
     scraped.answer(1, 503, FAST, 3)
@@ -110,7 +132,9 @@ def test_prometheus_read_returns_requests_errors_and_exceedances(scraped: Scrape
     assert reading.at == scraped.at, "when it was scraped, not when it was asked"
 
 
-def test_prometheus_read_of_all_metrics_sends_one_query(scraped: Scraped, source: PrometheusMetrics) -> None:
+def test_prometheus_read_of_all_metrics_sends_one_query(
+    scraped: Scraped, source: PrometheusMetrics
+) -> None:
     source.read(CONFIG, {"v1": THRESHOLDS})
     (query,) = scraped.queries
     assert query == (
@@ -122,7 +146,9 @@ def test_prometheus_read_of_all_metrics_sends_one_query(scraped: Scraped, source
     )
 
 
-def test_prometheus_read_returns_shadow_and_feedback_counts(scraped: Scraped, source: PrometheusMetrics) -> None:
+def test_prometheus_read_returns_shadow_and_feedback_counts(
+    scraped: Scraped, source: PrometheusMetrics
+) -> None:
     (shared,) = scraped.instances.values()
     scraped.answer(2, 200, FAST, 40)
     for column, count in (
@@ -165,10 +191,14 @@ def test_prometheus_read_of_two_instances_returns_time_of_oldest_scrape(older: s
     scraped = Scraped(instances=2)
     scraped.older_s[older] = 15.0
     with WebhookSink(scraped).open() as inbox:
-        assert PrometheusMetrics({"url": inbox.url}).read(CONFIG, {"v1": None}).at == scraped.at - 15.0
+        assert (
+            PrometheusMetrics({"url": inbox.url}).read(CONFIG, {"v1": None}).at == scraped.at - 15.0
+        )
 
 
-def test_prometheus_latencies_of_scraped_histogram_fix_thresholds(scraped: Scraped, source: PrometheusMetrics) -> None:
+def test_prometheus_latencies_of_scraped_histogram_fix_thresholds(
+    scraped: Scraped, source: PrometheusMetrics
+) -> None:
     assert source.latencies(CONFIG, "v9") is None
     scraped.answer(1, 200, FAST, 990)
     scraped.answer(1, 200, SLOW, 10)
@@ -192,7 +222,9 @@ def test_prometheus_read_with_threshold_between_buckets_returns_none(
     assert (tally.over_p50, tally.over_p99) == (None, 0)
 
 
-def test_prometheus_read_with_renamed_labels_uses_label_settings(scraped: Scraped, inbox: WebhookSink) -> None:
+def test_prometheus_read_with_renamed_labels_uses_label_settings(
+    scraped: Scraped, inbox: WebhookSink
+) -> None:
     scraped.renamed = {"endpoint": "exported_endpoint", "deployment": "release", "status": "code"}
     scraped.answer(1, 500, FAST, 3)
     settings: dict[str, Json] = {
@@ -205,7 +237,8 @@ def test_prometheus_read_with_renamed_labels_uses_label_settings(scraped: Scrape
     reading = PrometheusMetrics(settings).read(CONFIG, {"v1": None})
     assert reading.tallies["v1"] == RequestCounts(requests=3, errors=3, timed=3)
     assert (
-        'onnx_ops_server_info{exported_endpoint="digits",job="serving",namespace="\\"prod\\\\"}' in scraped.queries[0]
+        'onnx_ops_server_info{exported_endpoint="digits",job="serving",namespace="\\"prod\\\\"}'
+        in scraped.queries[0]
     )
 
 
@@ -223,7 +256,9 @@ def test_prometheus_read_of_other_server_uses_configured_series(inbox: WebhookSi
             ({"__name__": "call_seconds_bucket", "deployment": "v1", "le": "+Inf"}, "1007"),
         ]
         result = [{"metric": metric, "value": [107.0, value]} for metric, value in rows]
-        return Reply(document={"status": "success", "data": {"resultType": "vector", "result": result}})
+        return Reply(
+            document={"status": "success", "data": {"resultType": "vector", "result": result}}
+        )
 
     inbox.answer = answer
     source = PrometheusMetrics(
@@ -237,11 +272,15 @@ def test_prometheus_read_of_other_server_uses_configured_series(inbox: WebhookSi
     )
     reading = source.read(CONFIG, {"v1": LatencyThresholds(p50_s=0.1, p99_s=0.1, requests=1000)})
     assert reading.at == 100.5
-    assert reading.tallies == {"v1": RequestCounts(requests=1007, errors=7, over_p50=107, over_p99=107, timed=1007)}
+    assert reading.tallies == {
+        "v1": RequestCounts(requests=1007, errors=7, over_p50=107, over_p99=107, timed=1007)
+    }
     assert source.capabilities() == {"exceedances"}
 
 
-def test_prometheus_read_without_samples_raises_unavailable_error(scraped: Scraped, source: PrometheusMetrics) -> None:
+def test_prometheus_read_without_samples_raises_unavailable_error(
+    scraped: Scraped, source: PrometheusMetrics
+) -> None:
     scraped.instances = {}
     with pytest.raises(ServiceUnavailableError, match="has no samples"):
         source.read(CONFIG, {"v1": None})
@@ -300,7 +339,9 @@ def test_prometheus_read_with_token_sends_authorization_header(
         ({"url": "http://p", "select": "job"}, "select: expected a mapping"),
     ],
 )
-def test_prometheus_metrics_with_wrong_settings_raise_user_error(settings: dict[str, str | int], expected: str) -> None:
+def test_prometheus_metrics_with_wrong_settings_raise_user_error(
+    settings: dict[str, str | int], expected: str
+) -> None:
     with pytest.raises(UserError) as caught:
         PrometheusMetrics(settings)
     assert expected in str(caught.value)

@@ -27,7 +27,13 @@ from onnx_ops.domain.rollout_observations import (
 )
 from onnx_ops.domain.rollout_policy import LATENCY_PLACES, LATENCY_QUANTILES
 from onnx_ops.errors import ServiceUnavailableError, UserError
-from onnx_ops.protocol.messages import KEYLESS_CELL, Counts, EpochCounts, UserCountsRequest, encode_cells
+from onnx_ops.protocol.messages import (
+    KEYLESS_CELL,
+    Counts,
+    EpochCounts,
+    UserCountsRequest,
+    encode_cells,
+)
 from onnx_ops.protocol.routing_table import build_next_table
 from onnx_ops.protocol.server_process import TOKEN_FILE
 from onnx_ops.serving import metrics, rollout_counts
@@ -45,7 +51,9 @@ from tests.support.processes import until
 from tests.support.server import ServerFamily
 
 CONFIG = make_config("digits")
-BODY = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}).encode()
+BODY = json.dumps(
+    {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}
+).encode()
 WATCHED = {"blue": None, "green": None}
 
 
@@ -98,13 +106,22 @@ def read_units(source: SeveralServers, requests: int) -> tuple[EpochUnits, ...]:
     """The closed epochs with requests, once they hold as many units without an error as this at most."""
     until(lambda: count_units(source.read(CONFIG, WATCHED)) > 0)
     last = must(source.read(CONFIG, WATCHED).open_epoch).epoch
-    reading = until(lambda: each if must((each := source.read(CONFIG, WATCHED)).open_epoch).epoch > last + 1 else None)
+    reading = until(
+        lambda: (
+            each
+            if must((each := source.read(CONFIG, WATCHED)).open_epoch).epoch > last + 1
+            else None
+        )
+    )
     assert count_units(reading) <= requests
     return tuple(each for each in reading.epochs if each.units["errors"] != UnitCounts())
 
 
 def count_units(reading: MetricsReading) -> int:
-    return sum(sum(each.units["errors"].candidate) + sum(each.units["errors"].stable) for each in reading.epochs)
+    return sum(
+        sum(each.units["errors"].candidate) + sum(each.units["errors"].stable)
+        for each in reading.epochs
+    )
 
 
 def test_several_servers_read_with_common_user_counts_one_unit(servers: list[ServerFamily]) -> None:
@@ -124,7 +141,9 @@ def test_several_servers_read_with_common_user_counts_one_unit(servers: list[Ser
     assert len(counted[1]) == len(counted[0]) + 1
     port = servers[0].record().admin_port
     with pytest.raises(ServiceUnavailableError, match="the same server"):
-        SeveralServers({"urls": [f"http://127.0.0.1:{port}", f"http://localhost:{port}"]}).read(CONFIG, WATCHED)
+        SeveralServers({"urls": [f"http://127.0.0.1:{port}", f"http://localhost:{port}"]}).read(
+            CONFIG, WATCHED
+        )
 
 
 def test_several_servers_read_with_unusable_server_raises_unavailable_error(
@@ -136,12 +155,16 @@ def test_several_servers_read_with_unusable_server_raises_unavailable_error(
     before = read_units(source, 3)
     state = must(servers[0].state())
     assert (
-        servers[1].publish(replace(state, split=replace(state.split, weights={"blue": 40, "green": 60})), 2).status
+        servers[1]
+        .publish(replace(state, split=replace(state.split, weights={"blue": 40, "green": 60})), 2)
+        .status
         == 200
     )
     source.read(CONFIG, WATCHED)  # while a table is published to one server after the other
     assert (
-        servers[0].publish(replace(state, split=replace(state.split, weights={"blue": 30, "green": 70})), 2).status
+        servers[0]
+        .publish(replace(state, split=replace(state.split, weights={"blue": 30, "green": 70})), 2)
+        .status
         == 200
     )
     with pytest.raises(ServiceUnavailableError, match="split users differently"):
@@ -154,9 +177,9 @@ def test_several_servers_read_with_unusable_server_raises_unavailable_error(
     servers[1].start()
     again = source_of(servers)
     reading = until(lambda: each if (each := again.read(CONFIG, WATCHED)).epochs else None)
-    assert [each for each in reading.epochs if each.units["errors"] != UnitCounts()] == list(before), (
-        "the other server still knows its epochs"
-    )
+    assert [each for each in reading.epochs if each.units["errors"] != UnitCounts()] == list(
+        before
+    ), "the other server still knows its epochs"
     assert len({each.origin for each in reading.counts}) == 2
     monkeypatch.setenv(VARIABLE, "another")
     with pytest.raises(ServiceUnavailableError, match="401"):
@@ -200,7 +223,9 @@ class Server:
         self.source = ServerMetrics(self._counts)
         split = TrafficSplit(weights={"v1": 90, "v2": 10}, epoch_s=epoch_s)
         deployments = tuple(map(fileless_deployment, split.weights))
-        table = build_next_table(None, EndpointState(deployments=deployments, split=split, generation=7))
+        table = build_next_table(
+            None, EndpointState(deployments=deployments, split=split, generation=7)
+        )
         self.router = TrafficRouter.from_table(table)
         self.counts.start_table(TableRevision(number=1, table=table, slots=SLOTS), epoch * 60.0)
 
@@ -219,8 +244,12 @@ class Server:
         for turn in range(times):
             count_request(self.shared.get_row(turn % 2, slot), status, seconds)
 
-    def count(self, slot: int, cell: int, status: int, seconds: float = 0.0, *, worker: int = 0) -> None:
-        self.workers[worker].count(self.router.get_draw(self.shared.header[EPOCH]), slot, cell, status, seconds)
+    def count(
+        self, slot: int, cell: int, status: int, seconds: float = 0.0, *, worker: int = 0
+    ) -> None:
+        self.workers[worker].count(
+            self.router.get_draw(self.shared.header[EPOCH]), slot, cell, status, seconds
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -239,7 +268,16 @@ def test_server_metrics_read_counts_errors_refusals_and_slow_answers() -> None:
     server = Server()
     server.answer(1, 200, 0.001, 90)
     server.answer(1, 200, 0.02, 9)
-    for status, times in ((500, 3), (429, 2), (504, 1), (418, 1), (422, 1), (400, 4), (499, 1), (200, 12)):
+    for status, times in (
+        (500, 3),
+        (429, 2),
+        (504, 1),
+        (418, 1),
+        (422, 1),
+        (400, 4),
+        (499, 1),
+        (200, 12),
+    ):
         server.answer(2, status, 0.001, times)
     limits = LatencyThresholds(p50_s=BOUNDS_S[108], p99_s=BOUNDS_S[140], requests=500)
     assert BOUNDS_S[108] > 0.001
@@ -249,13 +287,19 @@ def test_server_metrics_read_counts_errors_refusals_and_slow_answers() -> None:
         "v1": RequestCounts(requests=99, over_p50=9, over_p99=9, timed=99),
         "v2": RequestCounts(requests=25, errors=8, refused=4, over_p50=0, over_p99=0, timed=25),
     }
-    assert server.read({"v1": None, "unknown": None}).counts == (), "a table without one of them is of no rollout"
+    assert server.read({"v1": None, "unknown": None}).counts == (), (
+        "a table without one of them is of no rollout"
+    )
 
 
 def test_server_metrics_read_returns_shadow_and_feedback_counts() -> None:
     server = Server()
     row = server.shared.get_row(1, 2)
-    for column, number in ((metrics.SHADOW_DONE, 9), (metrics.SHADOW_DIFFERING, 2), (metrics.SHADOW_FAILED, 1)):
+    for column, number in (
+        (metrics.SHADOW_DONE, 9),
+        (metrics.SHADOW_DIFFERING, 2),
+        (metrics.SHADOW_FAILED, 1),
+    ):
         row[column] = number
     row[metrics.FEEDBACK], row[metrics.SUCCESSES] = 7, 5
     (counts,) = server.read().counts
@@ -322,7 +366,9 @@ def test_server_metrics_read_counts_units_by_cell_or_request() -> None:
     }
     server.count(1, 5, 200, 1.0)
     begun = must(server.read(limits).open_epoch)
-    assert begun.units["errors"] == UnitCounts(candidate=(), stable=()), "nothing was asked for by then"
+    assert begun.units["errors"] == UnitCounts(candidate=(), stable=()), (
+        "nothing was asked for by then"
+    )
     server.turn()
     for worker in range(2):  # a user whose requests come to either worker
         server.count(2, 7, 500, worker=worker)
@@ -389,7 +435,9 @@ def test_server_metrics_read_of_two_servers_adds_counts_before_forming_units() -
         server.count(2, 7, 500 if number else 200)
         server.count(1, 8 + number, 200)
     servers[0].turn()
-    assert [each.epoch for each in several(*servers).epochs] == [START], "the other server has not closed the next one"
+    assert [each.epoch for each in several(*servers).epochs] == [START], (
+        "the other server has not closed the next one"
+    )
     servers[1].turn()
     _, epoch = several(*servers).epochs
     assert epoch.units["errors"] == UnitCounts(candidate=units(0.5), stable=units(0, 0))
@@ -423,7 +471,9 @@ def test_server_metrics_read_of_server_with_wrong_clock_delays_no_other(lag: int
     epochs = several(*servers).epochs
     ours = [each for each in epochs if START + 10_000 < each.epoch < START + 10_010]
     assert len(ours) >= 5
-    assert {each.units["errors"] for each in ours} == {UnitCounts(candidate=units(0, 0))}, "no user is a unit twice"
+    assert {each.units["errors"] for each in ours} == {UnitCounts(candidate=units(0, 0))}, (
+        "no user is a unit twice"
+    )
     assert [each.epoch for each in epochs] == sorted({each.epoch for each in epochs})
 
 
@@ -451,7 +501,9 @@ def test_server_metrics_read_with_latency_distribution_counts_by_user() -> None:
     server.count(2, 4, 200, 30.0)
     found_units = must(server.read(limits_of).open_epoch).units
     for place, exceeded in zip(LATENCY_PLACES, range(19, -1, -1), strict=True):
-        assert found_units[place] == UnitCounts(candidate=units(1), stable=units(exceeded / 21)), place
+        assert found_units[place] == UnitCounts(candidate=units(1), stable=units(exceeded / 21)), (
+            place
+        )
     assert set(server.read({"v2": None, "v1": limits}).epochs) == set()
 
 
@@ -461,7 +513,10 @@ def test_server_metrics_read_with_invalid_cells_raises_unavailable_error() -> No
     big = encode_cells(np.arange(10), np.zeros((10, 31), np.int64))
     for text in ("AAAA", "not base64", base64.b64encode(zlib.compress(b"short")).decode(), big):
         epoch = EpochCounts(generation=7, epoch=1, cells={"v1": text, "v2": text})
-        answers = [replace(counts, epochs=(epoch,), closed_through=1), replace(counts, open_epoch=epoch)]
+        answers = [
+            replace(counts, epochs=(epoch,), closed_through=1),
+            replace(counts, open_epoch=epoch),
+        ]
         for answer in answers:
             source = ServerMetrics(lambda *_, answer=answer: [answer])
             with pytest.raises(ServiceUnavailableError):

@@ -12,14 +12,25 @@ from onnx_ops.adapters.notifiers.github import GitHubNotifier
 from onnx_ops.adapters.notifiers.webhook import WebhookNotifier, format_message
 from onnx_ops.errors import NotFoundError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.ports import Notifier
-from onnx_ops.testing.notifiers import ROLLED_BACK, NotifierSuite, ReceivedRequest, Reply, WebhookSink
+from onnx_ops.testing.notifiers import (
+    ROLLED_BACK,
+    NotifierSuite,
+    ReceivedRequest,
+    Reply,
+    WebhookSink,
+)
 
 TOKEN = "ghp_0123456789"  # noqa: S105 (nobody's)
 
 
 @pytest.fixture(autouse=True)
 def no_secrets_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ONNX_OPS_NOTIFY_WEBHOOK", "ONNX_OPS_NOTIFY_GITHUB_TOKEN", "GITHUB_TOKEN", "GITHUB_API_URL"):
+    for name in (
+        "ONNX_OPS_NOTIFY_WEBHOOK",
+        "ONNX_OPS_NOTIFY_GITHUB_TOKEN",
+        "GITHUB_TOKEN",
+        "GITHUB_API_URL",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -27,7 +38,9 @@ class TestWebhook(NotifierSuite):
     secret = "T0/B0/hidden"  # noqa: S105 (nobody's)
 
     @pytest.fixture
-    def notifier(self, inbox: WebhookSink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Notifier:
+    def notifier(
+        self, inbox: WebhookSink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Notifier:
         monkeypatch.setenv("ONNX_OPS_NOTIFY_WEBHOOK", f"{inbox.url}/services/{self.secret}")
         return WebhookNotifier("", tmp_path)
 
@@ -36,13 +49,19 @@ class TestGitHub(NotifierSuite):
     secret = TOKEN
 
     @pytest.fixture
-    def notifier(self, inbox: WebhookSink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Notifier:
+    def notifier(
+        self, inbox: WebhookSink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Notifier:
         monkeypatch.setenv("GITHUB_API_URL", inbox.url)
         monkeypatch.setenv("ONNX_OPS_NOTIFY_GITHUB_TOKEN", TOKEN)
         return GitHubNotifier("acme/models", tmp_path)
 
     def usual(self, letter: ReceivedRequest) -> Reply:
-        return Reply(document=[]) if letter.method == "GET" else Reply(status=201, document={"number": 1})
+        return (
+            Reply(document=[])
+            if letter.method == "GET"
+            else Reply(status=201, document={"number": 1})
+        )
 
 
 class Tracker:
@@ -85,7 +104,10 @@ def test_github_notifier_opens_one_issue_per_endpoint(tracker: Tracker, tmp_path
     faces = replace(ROLLED_BACK, endpoint="faces")
     for notice in (ROLLED_BACK, ROLLED_BACK, faces, ROLLED_BACK):
         notifier.send(notice)
-    assert [issue["title"] for issue in tracker.issues] == ["onnx-ops: endpoint digits", "onnx-ops: endpoint faces"]
+    assert [issue["title"] for issue in tracker.issues] == [
+        "onnx-ops: endpoint digits",
+        "onnx-ops: endpoint faces",
+    ]
     assert [number for number, _ in tracker.comments] == ["1", "1"]
     tracker.issues[0]["open"] = False
     notifier.send(ROLLED_BACK)
@@ -93,7 +115,9 @@ def test_github_notifier_opens_one_issue_per_endpoint(tracker: Tracker, tmp_path
     assert tracker.issues[2]["labels"] == ["onnx-ops"]
 
 
-def test_github_notifier_finds_issue_on_later_page_and_skips_pull_request(tracker: Tracker, tmp_path: Path) -> None:
+def test_github_notifier_finds_issue_on_later_page_and_skips_pull_request(
+    tracker: Tracker, tmp_path: Path
+) -> None:
     notifier = GitHubNotifier("acme/models", tmp_path)
     notifier.send(ROLLED_BACK)
     mine = tracker.issues[0]["body"]
@@ -190,9 +214,12 @@ def test_github_notifier_check_reads_token_from_private_file(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "place", ["", "acme", "acme/models#0", "acme/models/x", "acme models", "../user", "acme/..", "acme/.#1"]
+    "place",
+    ["", "acme", "acme/models#0", "acme/models/x", "acme models", "../user", "acme/..", "acme/.#1"],
 )
-def test_github_notifier_with_invalid_repository_raises_user_error(place: str, tmp_path: Path) -> None:
+def test_github_notifier_with_invalid_repository_raises_user_error(
+    place: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError):
         GitHubNotifier(place, tmp_path)
 
@@ -204,10 +231,14 @@ def test_webhook_notifier_with_name_raises_user_error(tmp_path: Path) -> None:
 
 def test_request_json_above_size_limit_raises_unavailable_error() -> None:
     text = "x" * (MAX_ANSWER_BYTES - len('""'))
-    inbox = WebhookSink(lambda letter: Reply(document=text if letter.path == "/largest" else text + "x"))
+    inbox = WebhookSink(
+        lambda letter: Reply(document=text if letter.path == "/largest" else text + "x")
+    )
     with inbox.open():
         assert request_json("GET", f"{inbox.url}/largest", host="here") == text
         with pytest.raises(ServiceUnavailableError):
             request_json("GET", f"{inbox.url}/larger", host="here")
-        larger = request_json("GET", f"{inbox.url}/larger", host="here", max_bytes=MAX_ANSWER_BYTES + 1)
+        larger = request_json(
+            "GET", f"{inbox.url}/larger", host="here", max_bytes=MAX_ANSWER_BYTES + 1
+        )
         assert larger == text + "x"

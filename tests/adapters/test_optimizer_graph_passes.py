@@ -54,7 +54,9 @@ class TestCleanup(OptimizerSuite):
 
 def request_for(source: Path, **options: object) -> OptimizeRequest:
     section = Quantize(name="tidy", method="tool", options=options)  # type: ignore[arg-type]
-    return OptimizeRequest(section=section, source=source, path=source.with_name("tidy.onnx"), calibration=None)
+    return OptimizeRequest(
+        section=section, source=source, path=source.with_name("tidy.onnx"), calibration=None
+    )
 
 
 def write_untidy(path: Path) -> None:
@@ -63,20 +65,30 @@ def write_untidy(path: Path) -> None:
     weights = {name: draw.standard_normal(4).astype(np.float32) for name in ("a", "b", "unused")}
     nodes = """[same] x1 = Identity(x) [constant] c = Add(a, b) [left] left = Mul(x1, c) [right] right = Mul(x1, c)
         [sum] sum = Add(left, right) [cast] cast = Cast<to = 1>(sum) [last] y = Identity(cast)"""
-    write_graph(path, f"(float[batch,length,4] x) => (float[batch,length,4] y) {{ {nodes} }}", **weights)
+    write_graph(
+        path, f"(float[batch,length,4] x) => (float[batch,length,4] y) {{ {nodes} }}", **weights
+    )
 
 
 def answer_alike(request: OptimizeRequest, **dims: int) -> bool:
     samples = generate_samples(shared_inputs(request.source, request.path), count=16, dims=dims)
-    return compare(GuardedRuntime(), CPU, request.source, request.path, samples).verdict is Verdict.PASS
+    return (
+        compare(GuardedRuntime(), CPU, request.source, request.path, samples).verdict
+        is Verdict.PASS
+    )
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_graph_pass_on_untidy_graph_removes_nodes_and_keeps_outputs(tool: type[Optimizer], tmp_path: Path) -> None:
+def test_graph_pass_on_untidy_graph_removes_nodes_and_keeps_outputs(
+    tool: type[Optimizer], tmp_path: Path
+) -> None:
     request = request_for(tmp_path / "untidy.onnx")
     write_untidy(request.source)
     (note,) = tool().optimize(request)
-    before, after = (sum(1 for _ in iterate_nodes(read_structure(path))) for path in (request.source, request.path))
+    before, after = (
+        sum(1 for _ in iterate_nodes(read_structure(path)))
+        for path in (request.source, request.path)
+    )
     assert after < before == 7
     assert f"7 nodes became {after}" in note
     assert "times the size" in note
@@ -93,25 +105,39 @@ def test_graph_pass_on_convolution_keeps_outputs(tool: type[Optimizer], tmp_path
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_graph_pass_on_custom_operators_leaves_them_unchanged(tool: type[Optimizer], tmp_path: Path) -> None:
+def test_graph_pass_on_custom_operators_leaves_them_unchanged(
+    tool: type[Optimizer], tmp_path: Path
+) -> None:
     request = request_for(tmp_path / "custom.onnx")
     write_softsign(request.source)
     tool().optimize(request)
-    assert [(n.domain, n.op_type) for n in read_structure(request.path).graph.node] == [("acme.ops", "ScaledSoftsign")]
+    assert [(n.domain, n.op_type) for n in read_structure(request.path).graph.node] == [
+        ("acme.ops", "ScaledSoftsign")
+    ]
 
 
 def test_graph_pass_with_selected_passes_applies_only_them(tmp_path: Path) -> None:
     request = request_for(tmp_path / "untidy.onnx", passes=["eliminate_identity"])
     write_untidy(request.source)
     PassOptimizer().optimize(request)
-    assert [n.op_type for n in read_structure(request.path).graph.node] == ["Add", "Mul", "Mul", "Add", "Cast"]
-    kept = replace(request, section=replace(request.section, options={"skip": ["constant_folding"]}))
+    assert [n.op_type for n in read_structure(request.path).graph.node] == [
+        "Add",
+        "Mul",
+        "Mul",
+        "Add",
+        "Cast",
+    ]
+    kept = replace(
+        request, section=replace(request.section, options={"skip": ["constant_folding"]})
+    )
     SlimOptimizer().optimize(kept)
     assert "constant" in {n.name for n in read_structure(request.path).graph.node}
 
 
 @pytest.mark.parametrize(("tool", "option"), [(PassOptimizer, "passes"), (SlimOptimizer, "skip")])
-def test_graph_pass_with_unknown_name_raises_user_error(tool: type[Optimizer], option: str, file: Path) -> None:
+def test_graph_pass_with_unknown_name_raises_user_error(
+    tool: type[Optimizer], option: str, file: Path
+) -> None:
     with pytest.raises(UserError, match="no pass is called 'fuze'") as refused:
         tool().optimize(request_for(file, **{option: ["fuze"]}))
     assert "There are " in refused.value.remedy
@@ -146,7 +172,9 @@ def freeze(source: Path, result: Path, passes: Sequence[str]) -> None:
         (stumble, "RuntimeError: the graph must be sorted"),
     ],
 )
-def test_graph_pass_with_failing_tool_raises_stage_error(clean: object, why: str, file: Path) -> None:
+def test_graph_pass_with_failing_tool_raises_stage_error(
+    clean: object, why: str, file: Path
+) -> None:
     broken = type("Broken", (PassOptimizer,), {"clean": staticmethod(clean)})  # type: ignore[arg-type]
     request = request_for(file)
     with pytest.raises(StageError, match="onnxoptimizer failed") as caught:

@@ -57,7 +57,9 @@ class TestWeightOnly(OptimizerSuite):
 @pytest.fixture
 def perceptron(file: Path) -> OptimizeRequest:
     section = Quantize(name="variant", method="plugin")
-    return OptimizeRequest(section=section, source=file, path=file.with_name("derived.onnx"), calibration=None)
+    return OptimizeRequest(
+        section=section, source=file, path=file.with_name("derived.onnx"), calibration=None
+    )
 
 
 def with_options(request: OptimizeRequest, **options: object) -> OptimizeRequest:
@@ -80,7 +82,9 @@ def test_graph_optimizer_writes_fused_graph_and_counts_nodes(perceptron: Optimiz
     assert "FusedGemm" in note
 
 
-def test_graph_optimizer_with_level_all_for_mixed_machines_raises_user_error(perceptron: OptimizeRequest) -> None:
+def test_graph_optimizer_with_level_all_for_mixed_machines_raises_user_error(
+    perceptron: OptimizeRequest,
+) -> None:
     mixed = replace(with_options(perceptron, level="all"), machines=(X86, NARROW_X86))
     with pytest.raises(UserError, match="level: extended"):
         GraphOptimizer().optimize(mixed)
@@ -88,24 +92,32 @@ def test_graph_optimizer_with_level_all_for_mixed_machines_raises_user_error(per
     GraphOptimizer().optimize(with_options(mixed, level="extended"))
 
 
-def test_static_quantizer_of_fused_graph_raises_stage_error(perceptron: OptimizeRequest, tmp_path: Path) -> None:
+def test_static_quantizer_of_fused_graph_raises_stage_error(
+    perceptron: OptimizeRequest, tmp_path: Path
+) -> None:
     """Types of what contrib operators compute cannot be inferred, so that calibration has no range for them."""
     write_fused_gelu(perceptron.source)
     request = replace(perceptron, path=tmp_path / "int8.onnx", calibration=rows(64))
     request = replace(request, machines=(NARROW_X86,))
-    DynamicQuantizer().optimize(replace(request, section=Quantize(name="dynamic", method="dynamic")))
+    DynamicQuantizer().optimize(
+        replace(request, section=Quantize(name="dynamic", method="dynamic"))
+    )
     assert len(read_quantized_weights(request.source, request.path)) == 3
     static = Quantize(name="static", method="static", calibrate=Calibrate())
     with pytest.raises(StageError, match="before operators were fused"):
         StaticQuantizer().optimize(replace(request, section=static))
-    assert read_model_info(request.path).opsets["com.microsoft"] == 1  # the dynamic one is untouched
+    assert (
+        read_model_info(request.path).opsets["com.microsoft"] == 1
+    )  # the dynamic one is untouched
 
 
 def test_shape_optimizer_fixes_dimensions_other_than_batch(perceptron: OptimizeRequest) -> None:
     model = read_model(perceptron.source)
     model.graph.input[0].type.tensor_type.shape.dim[1].dim_param = "features"
     write_model(model, perceptron.source)
-    assert ShapeOptimizer().optimize(with_options(perceptron, dims={"features": 8})) == ("fixed: features = 8",)
+    assert ShapeOptimizer().optimize(with_options(perceptron, dims={"features": 8})) == (
+        "fixed: features = 8",
+    )
     assert read_model_info(perceptron.path).inputs[0].shape == ("batch", 8)
     np.testing.assert_array_equal(*answers(perceptron))
     for dims, word in (({"batch": 4}, "'batch'"), ({"feature": 8}, "'feature'"), ({}, "one entry")):
@@ -113,34 +125,51 @@ def test_shape_optimizer_fixes_dimensions_other_than_batch(perceptron: OptimizeR
             ShapeOptimizer().optimize(with_options(perceptron, dims=dims))
 
 
-def test_fp16_optimizer_keeps_interface_and_notes_no_speedup_on_cpu(perceptron: OptimizeRequest) -> None:
+def test_fp16_optimizer_keeps_interface_and_notes_no_speedup_on_cpu(
+    perceptron: OptimizeRequest,
+) -> None:
     notes = Fp16Optimizer().optimize(replace(perceptron, machines=(X86,)))
     assert any("no faster" in note for note in notes)
-    assert not any("no faster" in note for note in Fp16Optimizer().optimize(replace(perceptron, machines=(GPU,))))
+    assert not any(
+        "no faster" in note
+        for note in Fp16Optimizer().optimize(replace(perceptron, machines=(GPU,)))
+    )
     before, after = answers(perceptron)
     assert after.dtype == np.float32
     assert 0 < np.abs(after - before).max() < 0.05
 
 
 @pytest.mark.parametrize("tiny", [1e-9, 3e-8, 6e-8])
-def test_fp16_optimizer_rounds_tiny_weights_to_nearest_half(perceptron: OptimizeRequest, tiny: float) -> None:
+def test_fp16_optimizer_rounds_tiny_weights_to_nearest_half(
+    perceptron: OptimizeRequest, tiny: float
+) -> None:
     """The converter lifts every one of them to the smallest half instead."""
     change(perceptron, "second.weight", tiny)
     Fp16Optimizer().optimize(perceptron)
-    stored = {t.name: numpy_helper.to_array(t) for t in read_model(perceptron.path).graph.initializer}
+    stored = {
+        t.name: numpy_helper.to_array(t) for t in read_model(perceptron.path).graph.initializer
+    }
     assert stored["second.weight"][0, 0] == np.float16(tiny)
 
 
-def test_fp16_optimizer_with_too_large_weights_raises_error_unless_excluded(perceptron: OptimizeRequest) -> None:
+def test_fp16_optimizer_with_too_large_weights_raises_error_unless_excluded(
+    perceptron: OptimizeRequest,
+) -> None:
     """The converter would cut them off without a word."""
     change(perceptron, "second.weight", 1e5)
     with pytest.raises(UserError, match=r"second\.weight holds values beyond 65504"):
         Fp16Optimizer().optimize(perceptron)
-    Fp16Optimizer().optimize(replace(perceptron, section=replace(perceptron.section, exclude=("second",))))
-    assert "second.weight" not in {weight.name for weight in read_quantized_weights(perceptron.source, perceptron.path)}
+    Fp16Optimizer().optimize(
+        replace(perceptron, section=replace(perceptron.section, exclude=("second",)))
+    )
+    assert "second.weight" not in {
+        weight.name for weight in read_quantized_weights(perceptron.source, perceptron.path)
+    }
 
 
-def test_fp16_optimizer_with_keep_option_leaves_types_in_float32(perceptron: OptimizeRequest) -> None:
+def test_fp16_optimizer_with_keep_option_leaves_types_in_float32(
+    perceptron: OptimizeRequest,
+) -> None:
     Fp16Optimizer().optimize(with_options(perceptron, keep=["Gemm"]))
     names = {weight.name for weight in read_quantized_weights(perceptron.source, perceptron.path)}
     assert "first.weight" in names
@@ -169,7 +198,10 @@ def test_read_quantized_weights_of_blocks_equals_runtime_weights(
     found = {weight.name: weight for weight in read_quantized_weights(request.source, request.path)}
     assert set(found) == {"first.weight", "second.weight", "third.weight"}
     x = rows(64, seed=3)["x"].astype(np.float64)
-    stored = {t.name: numpy_helper.to_array(t).astype(np.float64) for t in read_model(request.source).graph.initializer}
+    stored = {
+        t.name: numpy_helper.to_array(t).astype(np.float64)
+        for t in read_model(request.source).graph.initializer
+    }
     for layer in ("first", "second", "third"):
         x = x @ found[f"{layer}.weight"].dequantized + stored[f"{layer}.bias"]
         x = np.maximum(x, 0) if layer != "third" else x
@@ -177,7 +209,9 @@ def test_read_quantized_weights_of_blocks_equals_runtime_weights(
     np.testing.assert_allclose(after, x, rtol=slack, atol=slack)
 
 
-def test_weight_only_quantizer_of_convolution_raises_user_error(perceptron: OptimizeRequest) -> None:
+def test_weight_only_quantizer_of_convolution_raises_user_error(
+    perceptron: OptimizeRequest,
+) -> None:
     write_convolution(perceptron.source)
     with pytest.raises(UserError, match="nothing was quantized"):
         WeightOnlyQuantizer().optimize(perceptron)
@@ -189,7 +223,9 @@ def test_weight_only_quantizer_leaves_shared_matrix_unchanged(perceptron: Optimi
     for node in model.graph.node:
         if node.name == "third":
             node.input[0] = "again.out"
-    again = helper.make_node("Gemm", ["second.out", "second.weight"], ["again.out"], name="again", transB=1)
+    again = helper.make_node(
+        "Gemm", ["second.out", "second.weight"], ["again.out"], name="again", transB=1
+    )
     model.graph.node.insert(len(model.graph.node) - 1, again)
     write_model(model, perceptron.source)
     WeightOnlyQuantizer().optimize(perceptron)
@@ -218,7 +254,9 @@ def test_graph_optimizer_of_convolution_keeps_outputs(perceptron: OptimizeReques
     write_convolution(perceptron.source)
     for level in ("basic", "extended", "all"):
         GraphOptimizer().optimize(with_options(perceptron, level=level))
-        before, after = (run(path, images(9))["scores"] for path in (perceptron.source, perceptron.path))
+        before, after = (
+            run(path, images(9))["scores"] for path in (perceptron.source, perceptron.path)
+        )
         np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-5)
 
 
@@ -236,7 +274,9 @@ def write_fused_gelu(path: Path) -> None:
     """The perceptron with an activation of ONNX Runtime's own domain, as its tools for transformers write it."""
     write_perceptron(path)
     model = read_model(path)
-    model.graph.node[2].CopyFrom(helper.make_node("Gelu", ["first.sum"], ["first.out"], domain="com.microsoft"))
+    model.graph.node[2].CopyFrom(
+        helper.make_node("Gelu", ["first.sum"], ["first.out"], domain="com.microsoft")
+    )
     model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
     write_model(model, path)
 
@@ -249,7 +289,11 @@ WRONG: list[tuple[Optimizer, Mapping[str, object], str]] = [
     *((optimizer, {"op_types": []}, "at least one") for optimizer in (DYNAMIC, STATIC)),
     *((optimizer, {"nonsense": 1}, "op_types") for optimizer in (DYNAMIC, STATIC)),
     # What the library builds, and what then does not load, has no kernels, or needs a module that is not there.
-    (STATIC, {"activations": "float8e4m3fn"}, "activations: expected one of 'uint8', 'int8', 'uint16'"),
+    (
+        STATIC,
+        {"activations": "float8e4m3fn"},
+        "activations: expected one of 'uint8', 'int8', 'uint16'",
+    ),
     (STATIC, {"weights": "float8e4m3fn"}, "weights: expected one of 'int8', 'uint8'"),
     (STATIC, {"activations": "bfloat16"}, "activations: expected one of"),
     (STATIC, {"smooth": True}, "unknown key 'smooth'"),
@@ -269,15 +313,21 @@ def test_low_precision_optimizer_with_wrong_options_raises_user_error(
     perceptron: OptimizeRequest, optimizer: Optimizer, options: Mapping[str, object], said: str
 ) -> None:
     section = replace(perceptron.section, calibrate=Calibrate())
-    request = replace(perceptron, section=section, calibration=None if optimizer is WEIGHTS else rows(32))
+    request = replace(
+        perceptron, section=section, calibration=None if optimizer is WEIGHTS else rows(32)
+    )
     with pytest.raises(UserError, match=said):
         optimizer.optimize(with_options(request, **options))
     assert not request.path.exists()
 
 
-def test_weight_only_quantizer_with_gptq_and_eight_bits_raises_user_error(perceptron: OptimizeRequest) -> None:
+def test_weight_only_quantizer_with_gptq_and_eight_bits_raises_user_error(
+    perceptron: OptimizeRequest,
+) -> None:
     with pytest.raises(UserError, match="bits: 4"):
-        WEIGHTS.optimize(replace(with_options(perceptron, algorithm="gptq", bits=8), calibration=rows(8)))
+        WEIGHTS.optimize(
+            replace(with_options(perceptron, algorithm="gptq", bits=8), calibration=rows(8))
+        )
 
 
 def write_products(path: Path, kind: str) -> None:
@@ -286,9 +336,14 @@ def write_products(path: Path, kind: str) -> None:
     x, y = (helper.make_tensor_value_info(name, element, [4, 4]) for name in "xy")
     given = [helper.make_tensor_value_info(name, element, None) for name in ("mixed", "scores")]
     weight = numpy_helper.from_array(np.random.default_rng(0).normal(size=(4, 3)).astype(kind), "w")
-    products = [helper.make_node("MatMul", ["x", "w"], ["mixed"]), helper.make_node("MatMul", ["x", "y"], ["scores"])]
+    products = [
+        helper.make_node("MatMul", ["x", "w"], ["mixed"]),
+        helper.make_node("MatMul", ["x", "y"], ["scores"]),
+    ]
     graph = helper.make_graph(products, "products", [x, y], given, [weight])
-    onnx.save(helper.make_model(graph, ir_version=9, opset_imports=[helper.make_opsetid("", 18)]), path)
+    onnx.save(
+        helper.make_model(graph, ir_version=9, opset_imports=[helper.make_opsetid("", 18)]), path
+    )
 
 
 @pytest.mark.parametrize(
@@ -313,10 +368,16 @@ def test_optimizer_with_weights_of_other_precision_names_them(
     assert not perceptron.path.exists()
 
 
-def test_dynamic_quantizer_of_quantized_model_raises_user_error(perceptron: OptimizeRequest) -> None:
+def test_dynamic_quantizer_of_quantized_model_raises_user_error(
+    perceptron: OptimizeRequest,
+) -> None:
     DYNAMIC.optimize(perceptron)
     with pytest.raises(UserError, match="quantized already") as caught:
-        DYNAMIC.optimize(replace(perceptron, source=perceptron.path, path=perceptron.path.with_name("again.onnx")))
+        DYNAMIC.optimize(
+            replace(
+                perceptron, source=perceptron.path, path=perceptron.path.with_name("again.onnx")
+            )
+        )
     assert caught.value.remedy == "Give the float model that it was made from."
 
 
@@ -329,24 +390,32 @@ def test_fp16_optimizer_of_model_above_protobuf_limit_raises_error(
     assert caught.value.remedy
 
 
-def test_weight_only_quantizer_of_constant_nodes_quantizes_them(perceptron: OptimizeRequest) -> None:
+def test_weight_only_quantizer_of_constant_nodes_quantizes_them(
+    perceptron: OptimizeRequest,
+) -> None:
     model = read_model(perceptron.source)
     for tensor in model.graph.initializer:
         model.graph.node.insert(0, helper.make_node("Constant", [], [tensor.name], value=tensor))
     del model.graph.initializer[:]
     write_model(model, perceptron.source)
-    WeightOnlyQuantizer().optimize(replace(perceptron, section=Quantize(name="w8", method="weight-only")))
+    WeightOnlyQuantizer().optimize(
+        replace(perceptron, section=Quantize(name="w8", method="weight-only"))
+    )
     assert operators(perceptron.path).count("MatMulNBits") == 3
 
 
 def write_branches(path: Path, *, constants: bool) -> np.ndarray[Any, Any]:
     """Write a Gemm whose transposed matrix a branch reads too, and two more products in the branches; return a row."""
     draw = np.random.default_rng(0)
-    arrays = {name: draw.standard_normal((32, 32)).astype(np.float32) for name in ("shared", "other")}
+    arrays = {
+        name: draw.standard_normal((32, 32)).astype(np.float32) for name in ("shared", "other")
+    }
     stored = {name: numpy_helper.from_array(array, name) for name, array in arrays.items()}
     value = helper.make_tensor_value_info
 
-    def branch(name: str, *nodes: onnx.NodeProto, initializer: tuple[onnx.TensorProto, ...] = ()) -> onnx.GraphProto:
+    def branch(
+        name: str, *nodes: onnx.NodeProto, initializer: tuple[onnx.TensorProto, ...] = ()
+    ) -> onnx.GraphProto:
         return helper.make_graph(nodes, name, [], [value(f"{name}_y", 1, None)], initializer)
 
     inner = helper.make_node("MatMul", ["h", "other"], ["else_y"], name="inner")
@@ -359,7 +428,9 @@ def write_branches(path: Path, *, constants: bool) -> np.ndarray[Any, Any]:
             "If",
             ["is_positive"],
             ["y"],
-            then_branch=branch("then", helper.make_node("MatMul", ["h", "shared"], ["then_y"], name="again")),
+            then_branch=branch(
+                "then", helper.make_node("MatMul", ["h", "shared"], ["then_y"], name="again")
+            ),
             else_branch=branch("else", weight, inner)
             if constants
             else branch("else", inner, initializer=(stored["other"],)),
@@ -368,7 +439,9 @@ def write_branches(path: Path, *, constants: bool) -> np.ndarray[Any, Any]:
     zero = numpy_helper.from_array(np.zeros((), np.float32), "zero")
     ends = [value("x", 1, ["batch", 32])], [value("y", 1, ["batch", 32])]
     graph = helper.make_graph(nodes, "branches", *ends, [stored["shared"], zero])
-    write_model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    write_model(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path
+    )
     return draw.standard_normal((1, 32)).astype(np.float32)
 
 
@@ -377,7 +450,9 @@ def test_weight_only_quantizer_of_branches_quantizes_and_counts_products(
     perceptron: OptimizeRequest, constants: bool
 ) -> None:
     row = write_branches(perceptron.source, constants=constants)
-    notes = WeightOnlyQuantizer().optimize(replace(perceptron, section=Quantize(name="w8", method="weight-only")))
+    notes = WeightOnlyQuantizer().optimize(
+        replace(perceptron, section=Quantize(name="w8", method="weight-only"))
+    )
     assert notes[0].startswith("weights of 2 of 3 matrix products")
     assert notes[1].endswith(": outer")
     for x in (row, -row):

@@ -18,7 +18,14 @@ from onnx_ops.app.context import open_project
 from onnx_ops.app.project import prepare
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.quantization import Arithmetic
-from onnx_ops.errors import ConfigError, NotFoundError, OnnxOpsError, RefusedError, StageError, UserError
+from onnx_ops.errors import (
+    ConfigError,
+    NotFoundError,
+    OnnxOpsError,
+    RefusedError,
+    StageError,
+    UserError,
+)
 from onnx_ops.ports import OptimizeRequest
 from onnx_ops.testing.models import rows, write_perceptron
 
@@ -62,7 +69,11 @@ def inline_files(config: Any, root: Path = Path(), **rest: Any) -> Quantize:
 
 def test_olive_inline_files_keeps_passes_systems_and_target() -> None:
     section = inline_files(CONFIG)
-    assert section.options["config"] == {"passes": CONFIG["passes"], "systems": CONFIG["systems"], "target": "here"}
+    assert section.options["config"] == {
+        "passes": CONFIG["passes"],
+        "systems": CONFIG["systems"],
+        "target": "here",
+    }
     assert OliveOptimizer().quantizes(section)
 
 
@@ -79,7 +90,9 @@ def test_olive_inline_files_keeps_passes_systems_and_target() -> None:
     ],
 )
 def test_olive_quantizes_returns_true_only_for_precision_passes(kind: str, quantizes: bool) -> None:
-    assert OliveOptimizer().quantizes(inline_files({"passes": {"one": {"type": kind}}})) is quantizes
+    assert (
+        OliveOptimizer().quantizes(inline_files({"passes": {"one": {"type": kind}}})) is quantizes
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,10 +106,15 @@ def test_olive_quantizes_returns_true_only_for_precision_passes(kind: str, quant
         ({"engine": {"search_strategy": True}}, "it searches"),
         ({"systems": {"there": {"type": "Docker"}}}, "systems.there is not a LocalSystem"),
         ({"host": {"type": "LocalSystem", "user_script": "x.py"}}, "host.user_script names code"),
-        ({"passes": {"a": {**STATIC, "nested": {"script_dir": "."}}}}, "passes.a.nested.script_dir names code"),
+        (
+            {"passes": {"a": {**STATIC, "nested": {"script_dir": "."}}}},
+            "passes.a.nested.script_dir names code",
+        ),
     ],
 )
-def test_olive_config_with_search_or_code_raises_user_error(change: Mapping[str, Any], expected: str) -> None:
+def test_olive_config_with_search_or_code_raises_user_error(
+    change: Mapping[str, Any], expected: str
+) -> None:
     with pytest.raises(UserError, match=expected) as refused:
         inline_files({**CONFIG, **change})
     assert refused.value.remedy
@@ -120,13 +138,18 @@ def test_olive_config_outside_project_raises_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="olive needs a configuration"):
         OliveOptimizer().inline_files(Quantize(name="narrow", method="olive"), root)
     with pytest.raises(UserError, match=r"unknown key 'confg'; did you mean 'config'"):
-        OliveOptimizer().inline_files(Quantize(name="narrow", method="olive", options={"confg": CONFIG}), root)
+        OliveOptimizer().inline_files(
+            Quantize(name="narrow", method="olive", options={"confg": CONFIG}), root
+        )
 
 
 def test_olive_optimize_without_calibration_rows_raises_user_error(tmp_path: Path) -> None:
     write_perceptron(tmp_path / "source.onnx")
     request = OptimizeRequest(
-        section=inline_files(CONFIG), source=tmp_path / "source.onnx", path=tmp_path / "made.onnx", calibration=None
+        section=inline_files(CONFIG),
+        source=tmp_path / "source.onnx",
+        path=tmp_path / "made.onnx",
+        calibration=None,
     )
     with pytest.raises(UserError, match=r"there are no calibration rows.*Add calibrate"):
         OliveOptimizer().optimize(request)
@@ -156,7 +179,10 @@ def test_olive_stage_key_depends_on_content_of_config_file(
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "configs/targets/cpu-1t.yaml").write_text("name: cpu-1t\n")
     write_inputs(tmp_path)
-    file, pipeline = tmp_path / "configs/olive/int8.json", tmp_path / "configs/pipelines/narrow.yaml"
+    file, pipeline = (
+        tmp_path / "configs/olive/int8.json",
+        tmp_path / "configs/pipelines/narrow.yaml",
+    )
     pipeline.write_text(PIPELINE)
     project = open_project(tmp_path)
 
@@ -171,7 +197,9 @@ def test_olive_stage_key_depends_on_content_of_config_file(
     first = key(CONFIG)
     assert key({**CONFIG, "input_model": "another", "evaluators": {}}) == first  # decides nothing
     assert key({**CONFIG, "passes": {"narrow": STATIC}}) != first
-    pinned = PIPELINE.replace("method: olive", "method: olive, env: {requirements: [olive-ai==0.12.0]}")
+    pinned = PIPELINE.replace(
+        "method: olive", "method: olive, env: {requirements: [olive-ai==0.12.0]}"
+    )
     assert key(CONFIG, pinned) != first
     (found,) = affected(project, {"configs/olive/int8.json"})
     assert found.file == "configs/pipelines/narrow.yaml"
@@ -183,7 +211,10 @@ def test_prepare_with_environment_for_builtin_method_raises_user_error(tmp_path:
     (tmp_path / "configs/targets/cpu-1t.yaml").write_text("name: cpu-1t\n")
     write_inputs(tmp_path)
     entry = "{name: narrow, method: dynamic, env: {timeout: 1 min}}"
-    text = PIPELINE.partition("quantize:")[0] + f"quantize: [{entry}]\nbenchmark: {{targets: [cpu-1t]}}\n"
+    text = (
+        PIPELINE.partition("quantize:")[0]
+        + f"quantize: [{entry}]\nbenchmark: {{targets: [cpu-1t]}}\n"
+    )
     (tmp_path / "narrow.yaml").write_text(text)
     with pytest.raises(UserError, match="the environment has no requirements"):
         prepare(open_project(tmp_path), tmp_path / "narrow.yaml")
@@ -195,7 +226,9 @@ def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Isolate
     monkeypatch.syspath_prepend(tmp_path)
     from strange_of_mine import Strange  # type: ignore[import-not-found]
 
-    yield IsolatedOptimizer(here=Strange(), place="strange_of_mine:Strange", python=lambda: Path(sys.executable))
+    yield IsolatedOptimizer(
+        here=Strange(), place="strange_of_mine:Strange", python=lambda: Path(sys.executable)
+    )
     sys.modules.pop("strange_of_mine", None)
 
 
@@ -210,7 +243,9 @@ def ask(optimizer: IsolatedOptimizer, folder: Path, name: str) -> OptimizeReques
     )
 
 
-def test_isolated_optimizer_passes_whole_request_to_tool(strange: IsolatedOptimizer, tmp_path: Path) -> None:
+def test_isolated_optimizer_passes_whole_request_to_tool(
+    strange: IsolatedOptimizer, tmp_path: Path
+) -> None:
     request = ask(strange, tmp_path, "copy")
     assert strange.optimize(request) == ("(3, 2)", "arm", "('first',)")
     assert request.path.read_bytes() == request.source.read_bytes()
@@ -221,7 +256,8 @@ def test_isolated_optimizer_passes_whole_request_to_tool(strange: IsolatedOptimi
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "expected"), [("abort", StageError, "SIGABRT"), ("refuse", RefusedError, "the moon")]
+    ("name", "kind", "expected"),
+    [("abort", StageError, "SIGABRT"), ("refuse", RefusedError, "the moon")],
 )
 def test_isolated_optimizer_with_failing_tool_raises_its_error(
     strange: IsolatedOptimizer, tmp_path: Path, name: str, kind: type[OnnxOpsError], expected: str

@@ -53,7 +53,9 @@ class TestStatic(OptimizerSuite):
 
 @pytest.fixture
 def perceptron(file: Path) -> OptimizeRequest:
-    return OptimizeRequest(section=STATIC, source=file, path=file.with_name("derived.onnx"), calibration=rows(40))
+    return OptimizeRequest(
+        section=STATIC, source=file, path=file.with_name("derived.onnx"), calibration=rows(40)
+    )
 
 
 @pytest.fixture
@@ -65,7 +67,10 @@ def convolution(perceptron: OptimizeRequest) -> OptimizeRequest:
 def is_rounded(request: OptimizeRequest) -> bool:
     """Whether each quantized weight is within half a step of its original."""
     weights = read_quantized_weights(request.source, request.path)
-    return all(float((np.abs(one.original - one.dequantized) / one.scale).max()) <= HALF_A_STEP for one in weights)
+    return all(
+        float((np.abs(one.original - one.dequantized) / one.scale).max()) <= HALF_A_STEP
+        for one in weights
+    )
 
 
 def operators(path: Path) -> list[str]:
@@ -78,7 +83,9 @@ def test_static_quantizer_with_each_calibration_method_keeps_predictions(
 ) -> None:
     section = replace(STATIC, calibrate=Calibrate(method=method))  # type: ignore[arg-type]
     StaticQuantizer().optimize(replace(perceptron, section=section, calibration=rows(45)))
-    before, after = (run(path, rows(64, seed=3))["scores"] for path in (perceptron.source, perceptron.path))
+    before, after = (
+        run(path, rows(64, seed=3))["scores"] for path in (perceptron.source, perceptron.path)
+    )
     assert np.mean(before.argmax(1) == after.argmax(1)) > 0.9
 
 
@@ -101,12 +108,16 @@ def test_static_quantizer_with_sharded_ranges_writes_same_file(
     assert sharded.path.read_bytes() == convolution.path.read_bytes()
 
 
-def test_dynamic_quantizer_read_ranges_raises_user_error(perceptron: OptimizeRequest, tmp_path: Path) -> None:
+def test_dynamic_quantizer_read_ranges_raises_user_error(
+    perceptron: OptimizeRequest, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match="calibrates with all rows at once"):
         DynamicQuantizer().read_ranges(perceptron, tmp_path / "ranges", (0, 2))
 
 
-def test_static_quantizer_uses_uint8_activations_and_int8_channel_weights(convolution: OptimizeRequest) -> None:
+def test_static_quantizer_uses_uint8_activations_and_int8_channel_weights(
+    convolution: OptimizeRequest,
+) -> None:
     StaticQuantizer().optimize(convolution)
     tensors = {tensor.name: tensor for tensor in read_structure(convolution.path).graph.initializer}
     assert tensors["first.weight_quantized"].data_type == TensorProto.INT8
@@ -118,14 +129,18 @@ def test_static_quantizer_uses_uint8_activations_and_int8_channel_weights(convol
 def test_static_quantizer_leaves_softmax_in_float(perceptron: OptimizeRequest) -> None:
     model = read_model(perceptron.source)
     model.graph.node[-1].output[0] = "logits"
-    model.graph.node.append(helper.make_node("Softmax", ["logits"], ["scores"], name="probabilities"))
+    model.graph.node.append(
+        helper.make_node("Softmax", ["logits"], ["scores"], name="probabilities")
+    )
     write_model(model, perceptron.source)
     StaticQuantizer().optimize(perceptron)
     assert operators(perceptron.path)[-1] == "Softmax"
     np.testing.assert_allclose(run(perceptron.path, rows(64))["scores"].sum(axis=1), 1, atol=1e-6)
 
 
-def test_dynamic_quantizer_without_matrix_products_raises_user_error(convolution: OptimizeRequest) -> None:
+def test_dynamic_quantizer_without_matrix_products_raises_user_error(
+    convolution: OptimizeRequest,
+) -> None:
     with pytest.raises(UserError, match="nothing was quantized"):
         DynamicQuantizer().optimize(replace(convolution, section=DYNAMIC))
     assert not convolution.path.exists()
@@ -152,7 +167,9 @@ def test_quantizer_of_source_with_inferred_shapes_succeeds(perceptron: OptimizeR
         assert len(read_quantized_weights(perceptron.source, perceptron.path)) >= 3
 
 
-def test_static_quantizer_of_batch_normalization_keeps_weight_names(perceptron: OptimizeRequest) -> None:
+def test_static_quantizer_of_batch_normalization_keeps_weight_names(
+    perceptron: OptimizeRequest,
+) -> None:
     """A batch normalisation folded into its convolution makes a weight of which the source knows nothing."""
     write_convolution(perceptron.source)
     model = read_model(perceptron.source)
@@ -160,20 +177,30 @@ def test_static_quantizer_of_batch_normalization_keeps_weight_names(perceptron: 
     for name in ("scale", "shift", "average", "variance"):
         model.graph.initializer.append(numpy_helper.from_array(np.full(4, 1.5, np.float32), name))
     normalise = ["first.sum", "scale", "shift", "average", "variance"]
-    model.graph.node.insert(1, helper.make_node("BatchNormalization", normalise, ["first.normal"], name="normal"))
+    model.graph.node.insert(
+        1, helper.make_node("BatchNormalization", normalise, ["first.normal"], name="normal")
+    )
     write_model(model, perceptron.source)
     StaticQuantizer().optimize(replace(perceptron, calibration=images(40)))
-    assert "first.weight" in {weight.name for weight in read_quantized_weights(perceptron.source, perceptron.path)}
+    assert "first.weight" in {
+        weight.name for weight in read_quantized_weights(perceptron.source, perceptron.path)
+    }
 
 
-def test_dynamic_quantizer_with_excluded_bias_excludes_its_fused_operator(perceptron: OptimizeRequest) -> None:
+def test_dynamic_quantizer_with_excluded_bias_excludes_its_fused_operator(
+    perceptron: OptimizeRequest,
+) -> None:
     """Preparation makes one Gemm of `first` and its Add: excluding either keeps both in float."""
-    DynamicQuantizer().optimize(replace(perceptron, section=replace(DYNAMIC, exclude=("first_bias",))))
+    DynamicQuantizer().optimize(
+        replace(perceptron, section=replace(DYNAMIC, exclude=("first_bias",)))
+    )
     names = {weight.name for weight in read_quantized_weights(perceptron.source, perceptron.path)}
     assert names == {"second.weight", "third.weight"}
 
 
-def test_dynamic_quantizer_with_all_nodes_excluded_raises_user_error(perceptron: OptimizeRequest) -> None:
+def test_dynamic_quantizer_with_all_nodes_excluded_raises_user_error(
+    perceptron: OptimizeRequest,
+) -> None:
     section = replace(DYNAMIC, exclude=("first", "second", "third"))
     with pytest.raises(UserError, match=r"nothing was quantized.*excluded"):
         DynamicQuantizer().optimize(replace(perceptron, section=section))
@@ -202,14 +229,20 @@ def test_dynamic_quantizer_with_failing_preparation_warns_and_continues(
     assert len(read_quantized_weights(perceptron.source, perceptron.path)) == 3
 
 
-def test_static_quantizer_with_failing_library_raises_stage_error(perceptron: OptimizeRequest) -> None:
+def test_static_quantizer_with_failing_library_raises_stage_error(
+    perceptron: OptimizeRequest,
+) -> None:
     with pytest.raises(StageError, match="int8-static"):
         StaticQuantizer().optimize(
-            replace(perceptron, calibration={"x": np.zeros((4, 3), dtype=np.float32)})  # three features instead of 8
+            replace(
+                perceptron, calibration={"x": np.zeros((4, 3), dtype=np.float32)}
+            )  # three features instead of 8
         )
 
 
-def test_static_quantizer_per_channel_below_opset_13_raises_user_error(perceptron: OptimizeRequest) -> None:
+def test_static_quantizer_per_channel_below_opset_13_raises_user_error(
+    perceptron: OptimizeRequest,
+) -> None:
     write_perceptron(perceptron.source, opset=12, ir_version=8)
     with pytest.raises(UserError, match="opset 13"):
         StaticQuantizer().optimize(perceptron)
@@ -217,7 +250,9 @@ def test_static_quantizer_per_channel_below_opset_13_raises_user_error(perceptro
     assert read_model_info(perceptron.path).opsets == {"": 12}
 
 
-def test_quantizer_of_all_zero_channel_rounds_weights_correctly(perceptron: OptimizeRequest) -> None:
+def test_quantizer_of_all_zero_channel_rounds_weights_correctly(
+    perceptron: OptimizeRequest,
+) -> None:
     model = read_model(perceptron.source)
     for tensor in model.graph.initializer:
         if tensor.name == "second.weight":
@@ -230,7 +265,9 @@ def test_quantizer_of_all_zero_channel_rounds_weights_correctly(perceptron: Opti
         assert is_rounded(perceptron)
 
 
-def test_dynamic_quantizer_keeps_lineage_and_adds_no_tool_metadata(perceptron: OptimizeRequest) -> None:
+def test_dynamic_quantizer_keeps_lineage_and_adds_no_tool_metadata(
+    perceptron: OptimizeRequest,
+) -> None:
     write_lineage(perceptron.source, {"onnx-ops.release": "sha256:0"})
     DynamicQuantizer().optimize(replace(perceptron, section=DYNAMIC))
     properties = {prop.key: prop.value for prop in onnx.load(perceptron.path).metadata_props}
@@ -238,7 +275,9 @@ def test_dynamic_quantizer_keeps_lineage_and_adds_no_tool_metadata(perceptron: O
     assert {entry.domain for entry in onnx.load(perceptron.path).opset_import} == {""}
 
 
-def test_static_quantizer_with_other_hash_seed_writes_same_bytes(perceptron: OptimizeRequest) -> None:
+def test_static_quantizer_with_other_hash_seed_writes_same_bytes(
+    perceptron: OptimizeRequest,
+) -> None:
     code = """
 import sys
 from pathlib import Path
@@ -258,7 +297,9 @@ StaticQuantizer().optimize(OptimizeRequest(
         assert digest_file(other) == digest_file(perceptron.path)
 
 
-def test_static_quantizer_leaves_logging_configuration_unchanged(perceptron: OptimizeRequest) -> None:
+def test_static_quantizer_leaves_logging_configuration_unchanged(
+    perceptron: OptimizeRequest,
+) -> None:
     handlers, disabled = list(logging.getLogger().handlers), logging.root.manager.disable
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -281,7 +322,9 @@ def test_batch_reader_returns_all_rows_in_small_batches(perceptron: OptimizeRequ
 
 
 @pytest.mark.parametrize("method", ["minmax", "entropy", "percentile"])
-def test_static_quantizer_with_more_rows_uses_constant_memory(convolution: OptimizeRequest, method: str) -> None:
+def test_static_quantizer_with_more_rows_uses_constant_memory(
+    convolution: OptimizeRequest, method: str
+) -> None:
     """What grows is the histograms' counts, not the activations: those of one batch are held at a time."""
     section = replace(STATIC, calibrate=Calibrate(method=method))  # type: ignore[arg-type]
 
@@ -296,17 +339,27 @@ def test_static_quantizer_with_more_rows_uses_constant_memory(convolution: Optim
 
     peak(16)  # imports and caches
     few, many = peak(64), peak(1024)
-    activations = 1024 * 8 * 8 * (1 + 4 + 4) * 4  # bytes of the input and of two layers, were all rows held
+    activations = (
+        1024 * 8 * 8 * (1 + 4 + 4) * 4
+    )  # bytes of the input and of two layers, were all rows held
     assert many - few < activations / 4
 
 
-def test_static_quantizer_recipe_depends_on_machine_unless_set(convolution: OptimizeRequest) -> None:
-    old, new, arm = Arithmetic(family="x86", saturates=True), Arithmetic(family="x86"), Arithmetic(family="arm")
+def test_static_quantizer_recipe_depends_on_machine_unless_set(
+    convolution: OptimizeRequest,
+) -> None:
+    old, new, arm = (
+        Arithmetic(family="x86", saturates=True),
+        Arithmetic(family="x86"),
+        Arithmetic(family="arm"),
+    )
 
     def made(*machines: Arithmetic, **options: bool) -> tuple[int, int, tuple[str, ...]]:
         section = replace(STATIC, options=options)
         notes = StaticQuantizer().optimize(replace(convolution, section=section, machines=machines))
-        stored = {t.name: numpy_helper.to_array(t) for t in read_model(convolution.path).graph.initializer}
+        stored = {
+            t.name: numpy_helper.to_array(t) for t in read_model(convolution.path).graph.initializer
+        }
         largest = int(np.abs(stored["first.weight_quantized"].astype(int)).max())
         return largest, int(stored["image_zero_point"].dtype.kind == "i"), notes
 
@@ -325,20 +378,28 @@ def test_static_quantizer_with_symmetric_activations_has_zero_points_of_zero(
     section = replace(STATIC, options={"activations": "int8", "symmetric": symmetric})
     StaticQuantizer().optimize(replace(convolution, section=section))
     stored = read_model(convolution.path).graph.initializer
-    zeros = [numpy_helper.to_array(t) for t in stored if t.name.endswith("_zero_point") and not t.dims]
+    zeros = [
+        numpy_helper.to_array(t) for t in stored if t.name.endswith("_zero_point") and not t.dims
+    ]
     assert {zero.dtype.name for zero in zeros} == {"int8"}
     assert all(zero == 0 for zero in zeros) is symmetric
 
 
-def test_static_quantizer_with_types_without_kernel_raises_user_error(convolution: OptimizeRequest) -> None:
+def test_static_quantizer_with_types_without_kernel_raises_user_error(
+    convolution: OptimizeRequest,
+) -> None:
     section = replace(STATIC, options={"activations": "int8", "weights": "uint8"})
     with pytest.raises(UserError, match="no kernel accepts them"):
         StaticQuantizer().optimize(replace(convolution, section=section))
     for options in ({"activations": "float8"}, {"smooth_quant": True}):
         with pytest.raises(UserError, match="activations"):
-            StaticQuantizer().optimize(replace(convolution, section=replace(STATIC, options=options)))
+            StaticQuantizer().optimize(
+                replace(convolution, section=replace(STATIC, options=options))
+            )
     with pytest.raises(UserError, match="opset 21"):
-        StaticQuantizer().optimize(replace(convolution, section=replace(STATIC, options={"activations": "uint16"})))
+        StaticQuantizer().optimize(
+            replace(convolution, section=replace(STATIC, options={"activations": "uint16"}))
+        )
 
 
 def test_static_quantizer_of_fixed_batch_calibrates_with_it(perceptron: OptimizeRequest) -> None:

@@ -23,7 +23,14 @@ from onnx_ops.adapters.registries.mlflow_connection import MlflowConnection
 from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.decision import Verdict
-from onnx_ops.domain.ledger import ActionOutcome, AliasesWritten, EndpointBound, EntryBody, Intent, LedgerEntry
+from onnx_ops.domain.ledger import (
+    ActionOutcome,
+    AliasesWritten,
+    EndpointBound,
+    EntryBody,
+    Intent,
+    LedgerEntry,
+)
 from onnx_ops.domain.release import Publication, VersionRecord
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, build_split_state
 from onnx_ops.domain.rollout_policy import RolloutPolicy
@@ -59,7 +66,9 @@ def registry(mlflow_home: Path) -> MlflowRegistry:
 
 
 @pytest.fixture(scope="session")
-def mlflow_server(mlflow_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+def mlflow_server(
+    mlflow_home: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Path]]:
     """A tracking server's URL and the folder of its artifacts."""
     home = tmp_path_factory.mktemp("server")
     shutil.copy(mlflow_home / "mlflow.db", home / "mlflow.db")
@@ -76,13 +85,17 @@ def _overwrite(root: Path, registry: Registry, record: VersionRecord, name: str)
 
 def publish(registry: MlflowRegistry, folder: Path, model: str) -> VersionRecord:
     """Publish a release of one variant; return its version."""
-    return registry.version(model, registry.publish(publication(folder, model=model, seed="a"))["fp32"])
+    return registry.version(
+        model, registry.publish(publication(folder, model=model, seed="a"))["fp32"]
+    )
 
 
 def published(registry: MlflowRegistry, folder: Path, model: str, **changes: Any) -> str:
     """Publish a release whose one variant has these fields; return the version."""
     release = publication(folder, model=model, seed="a")
-    return registry.publish(replace(release, variants=(replace(release.variants[0], **changes),)))["fp32"]
+    return registry.publish(replace(release, variants=(replace(release.variants[0], **changes),)))[
+        "fp32"
+    ]
 
 
 def client_of(registry: MlflowRegistry) -> Any:
@@ -130,13 +143,17 @@ class TestOnAServer(RegistrySuite):
         self, registry: MlflowRegistry, mlflow_server: tuple[str, Path], tmp_path: Path
     ) -> None:
         (tmp_path / "report.html").write_text("<p>all gates passed</p>")
-        version = published(registry, tmp_path, "reported", evidence={"report.html": tmp_path / "report.html"})
+        version = published(
+            registry, tmp_path, "reported", evidence={"report.html": tmp_path / "report.html"}
+        )
         page = registry.page("reported", version, "report.html")
         assert page.startswith(f"{mlflow_server[0]}/#/experiments/")
         description = client_of(registry).get_model_version("reported", version).description
         assert f"[Report]({page.removeprefix(mlflow_server[0] + '/')})" in str(description)
 
-    def test_publish_keeps_model_description_edited_by_user(self, registry: MlflowRegistry, tmp_path: Path) -> None:
+    def test_publish_keeps_model_description_edited_by_user(
+        self, registry: MlflowRegistry, tmp_path: Path
+    ) -> None:
         client = client_of(registry)
 
         def published(about: str) -> str:
@@ -150,7 +167,9 @@ class TestOnAServer(RegistrySuite):
         client.update_registered_model("described", "Mine.")
         assert published("A line.") == "Mine."
 
-    def test_publish_writes_readable_tags_before_internal_ones(self, registry: MlflowRegistry, tmp_path: Path) -> None:
+    def test_publish_writes_readable_tags_before_internal_ones(
+        self, registry: MlflowRegistry, tmp_path: Path
+    ) -> None:
         version = publish(registry, tmp_path, "labelled").version
         tags = list(client_of(registry).get_model_version("labelled", version).tags)
         assert tags[:5] == ["variant", "gate.cpu-1t", "git.sha", "data.rev", "release"]
@@ -164,7 +183,9 @@ class Killed(BaseException):
 class Killing:
     """A client that dies at its n-th call, before it (`after=False`) or after its effect."""
 
-    def __init__(self, client: Any, error: Callable[[], BaseException], *, at: int, after: bool) -> None:
+    def __init__(
+        self, client: Any, error: Callable[[], BaseException], *, at: int, after: bool
+    ) -> None:
         self.client, self.error, self.at, self.after = client, error, at, after
         self.calls: list[str] = []
 
@@ -182,7 +203,9 @@ class Killing:
         return call
 
 
-def _failing(mlflow_home: Path, *, at: int, after: bool = False, error: Callable[[], BaseException] = Killed) -> Any:
+def _failing(
+    mlflow_home: Path, *, at: int, after: bool = False, error: Callable[[], BaseException] = Killed
+) -> Any:
     registry = MlflowRegistry(f"sqlite:///{mlflow_home}/mlflow.db")
     with registry._mlflow.session("") as client:
         killing = Killing(client, error, at=at, after=after)
@@ -211,7 +234,9 @@ def _is_whole(registry: MlflowRegistry, release: Publication, folder: Path) -> N
     experiment = client.get_experiment_by_name(release.model)
     runs = client.search_runs([experiment.experiment_id])
     assert not [run for run in runs if run.info.status == "RUNNING"]
-    assert [run.info.status for run in runs if run.data.tags["onnx_ops.kind"] == "release"] == ["FINISHED"]
+    assert [run.info.status for run in runs if run.data.tags["onnx_ops.kind"] == "release"] == [
+        "FINISHED"
+    ]
     assert not client.search_logged_models([experiment.experiment_id], "status = 'PENDING'")
 
 
@@ -232,7 +257,9 @@ def test_publish_interrupted_at_any_call_is_completed_by_retry(
         _is_whole(survivor, release, tmp_path / f"fetched-{at}")
 
 
-def test_refresh_interrupted_at_any_call_is_completed_by_retry(mlflow_home: Path, tmp_path: Path, sweep: Sweep) -> None:
+def test_refresh_interrupted_at_any_call_is_completed_by_retry(
+    mlflow_home: Path, tmp_path: Path, sweep: Sweep
+) -> None:
     def judged(seed: str, verdict: Verdict) -> Publication:
         return publication(tmp_path, model=f"refresh-{seed}", seed=seed, verdict=verdict)
 
@@ -250,7 +277,9 @@ def test_refresh_interrupted_at_any_call_is_completed_by_retry(mlflow_home: Path
         _is_whole(survivor, judged(f"{at}", Verdict.FAIL), tmp_path / f"fetched-{at}")
 
 
-def _mirrored(registry: MlflowRegistry, folder: Path, name: str) -> Callable[[MlflowRegistry], None]:
+def _mirrored(
+    registry: MlflowRegistry, folder: Path, name: str
+) -> Callable[[MlflowRegistry], None]:
     intent = replace(_entries()[1], endpoint=name)
     return lambda registry: registry.mirror(intent, "digits")
 
@@ -279,14 +308,21 @@ def _shown(registry: MlflowRegistry, name: str) -> object:
     runs = client.search_runs([place.experiment_id for place in places if place is not None])
     versions = client.search_model_versions(f"name = '{name}'")
     return (
-        sorted((run.info.run_name.split()[0], run.info.status, sorted(run.data.metrics.items())) for run in runs),
-        sorted((one.version, {k: v for k, v in one.tags.items() if k.startswith("onnxops.")}) for one in versions),
+        sorted(
+            (run.info.run_name.split()[0], run.info.status, sorted(run.data.metrics.items()))
+            for run in runs
+        ),
+        sorted(
+            (one.version, {k: v for k, v in one.tags.items() if k.startswith("onnxops.")})
+            for one in versions
+        ),
         registry.aliases(name),
     )
 
 
 @pytest.mark.parametrize(
-    "prepare", [_mirrored, *(pytest.param(one, marks=pytest.mark.nightly) for one in (_deleted, _named))]
+    "prepare",
+    [_mirrored, *(pytest.param(one, marks=pytest.mark.nightly) for one in (_deleted, _named))],
 )
 @pytest.mark.parametrize(("error", "after"), [(Killed, False), (_lost, True)])
 def test_registry_change_interrupted_at_any_call_is_completed_by_retry(
@@ -324,7 +360,9 @@ def test_publish_of_unchanged_release_writes_nothing(mlflow_home: Path, tmp_path
     assert {name.partition("_")[0] for name in killing.calls} == {"get", "search"}
 
 
-def test_publish_with_duplicate_version_keeps_first(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_publish_with_duplicate_version_keeps_first(
+    registry: MlflowRegistry, tmp_path: Path
+) -> None:
     release = publication(tmp_path, model="raced", seed="a")
     first = registry.publish(release)["fp32"]
     client = client_of(registry)
@@ -332,13 +370,17 @@ def test_publish_with_duplicate_version_keeps_first(registry: MlflowRegistry, tm
     with registry._mlflow.as_default():
         source = str(other.source)
         model_id = source.removeprefix("models:/")
-        second = client.create_model_version("raced", source=source, model_id=model_id, tags=other.tags)
+        second = client.create_model_version(
+            "raced", source=source, model_id=model_id, tags=other.tags
+        )
     assert registry.publish(release) == {"fp32": first}
     with pytest.raises(NotFoundError):
         registry.version("raced", str(second.version))
 
 
-def test_publish_by_concurrent_publishers_creates_one_version(mlflow_home: Path, tmp_path: Path) -> None:
+def test_publish_by_concurrent_publishers_creates_one_version(
+    mlflow_home: Path, tmp_path: Path
+) -> None:
     release = publication(tmp_path, model="at-once", seed="a", variants=("fp32", "int8-dynamic"))
     registries = [MlflowRegistry(f"sqlite:///{mlflow_home}/mlflow.db") for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
@@ -359,13 +401,18 @@ def test_publish_with_spaces_in_name_and_folder_succeeds(mlflow_home: Path, tmp_
     assert list(root.rglob("model.onnx"))
 
 
-def test_publish_with_long_and_many_parameters_keeps_them(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_publish_with_long_and_many_parameters_keeps_them(
+    registry: MlflowRegistry, tmp_path: Path
+) -> None:
     release = publication(tmp_path, model="parameters", seed="a")
     parameters = {f"p{n:03}": "x" * 4000 for n in range(150)}
     lineage = replace(release.lineage, parameters=parameters)
     version = registry.publish(replace(release, lineage=lineage))["fp32"]
     client = client_of(registry)
-    assert client.get_run(str(client.get_model_version("parameters", version).run_id)).data.params == parameters
+    assert (
+        client.get_run(str(client.get_model_version("parameters", version).run_id)).data.params
+        == parameters
+    )
 
 
 @pytest.mark.parametrize(
@@ -389,7 +436,9 @@ def test_mlflow_error_with_known_code_raises_own_error_type(
 
 
 @pytest.mark.nightly
-def test_mlflow_load_model_of_published_version_returns_predictions(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_mlflow_load_model_of_published_version_returns_predictions(
+    registry: MlflowRegistry, tmp_path: Path
+) -> None:
     script = """
 import sys, warnings
 import mlflow, numpy as np
@@ -401,7 +450,10 @@ print(proto.opset_import[0].version, model.predict({"x": np.ones((3, 2), np.floa
     release = publication(tmp_path, model="loaded", seed="a")
     registry.publish(release)
     done = subprocess.run(
-        [sys.executable, "-c", script, registry._mlflow.uri], capture_output=True, text=True, check=False
+        [sys.executable, "-c", script, registry._mlflow.uri],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     import onnxruntime
@@ -412,7 +464,9 @@ print(proto.opset_import[0].version, model.predict({"x": np.ones((3, 2), np.floa
     assert done.stdout.strip() == f"18 {expected}"
 
 
-def test_publish_logs_metrics_with_their_own_model(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_publish_logs_metrics_with_their_own_model(
+    registry: MlflowRegistry, tmp_path: Path
+) -> None:
     release = publication(tmp_path, model="measured", seed="a", variants=("fp32", "int8-dynamic"))
     fast = replace(release.variants[1], metrics={"cpu-1t/p50": 0.5})
     registry.publish(replace(release, variants=(release.variants[0], fast)))
@@ -424,7 +478,9 @@ def test_publish_logs_metrics_with_their_own_model(registry: MlflowRegistry, tmp
     assert found[0].params == {"epochs": "12"}
 
 
-def test_publish_of_new_measurement_keeps_metric_history(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_publish_of_new_measurement_keeps_metric_history(
+    registry: MlflowRegistry, tmp_path: Path
+) -> None:
     first = publication(tmp_path, model="again", seed="one")
     registry.publish(first)
     again = publication(tmp_path, model="again", seed="one", verdict=Verdict.FAIL)
@@ -433,7 +489,10 @@ def test_publish_of_new_measurement_keeps_metric_history(registry: MlflowRegistr
     client = client_of(registry)
     run_id = str(client.get_model_version("again", versions[-1]).run_id)
     assert client.get_run(run_id).data.metrics == {"cpu-1t/p50": 0.002}
-    assert [metric.value for metric in client.get_metric_history(run_id, "cpu-1t/p50")] == [0.00125, 0.002]
+    assert [metric.value for metric in client.get_metric_history(run_id, "cpu-1t/p50")] == [
+        0.00125,
+        0.002,
+    ]
 
 
 def test_publish_links_metrics_to_their_data_set(registry: MlflowRegistry, tmp_path: Path) -> None:
@@ -443,11 +502,17 @@ def test_publish_links_metrics_to_their_data_set(registry: MlflowRegistry, tmp_p
     (used,) = run.inputs.dataset_inputs
     assert str(release.lineage.data["test"]).startswith(f"sha256:{used.dataset.digest}")
     assert [(tag.key, tag.value) for tag in used.tags] == [("mlflow.data.context", "evaluation")]
-    model = client.get_logged_model(str(client.get_model_version("scored", version).source).removeprefix("models:/"))
-    assert [(m.dataset_name, m.dataset_digest) for m in model.metrics or ()] == [("test", used.dataset.digest)]
+    model = client.get_logged_model(
+        str(client.get_model_version("scored", version).source).removeprefix("models:/")
+    )
+    assert [(m.dataset_name, m.dataset_digest) for m in model.metrics or ()] == [
+        ("test", used.dataset.digest)
+    ]
 
 
-def test_published_input_example_is_readable_by_mlflow(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_published_input_example_is_readable_by_mlflow(
+    registry: MlflowRegistry, tmp_path: Path
+) -> None:
     from mlflow.artifacts import download_artifacts
     from mlflow.models import Model
 
@@ -462,7 +527,9 @@ def test_published_input_example_is_readable_by_mlflow(registry: MlflowRegistry,
     assert model.get_serving_input(folder) == '{"inputs": {"x": [[1.0, 2.0]]}}'
 
 
-def test_publish_stores_evidence_in_run_of_variant(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_publish_stores_evidence_in_run_of_variant(
+    registry: MlflowRegistry, tmp_path: Path
+) -> None:
     version, client = publish(registry, tmp_path, "evident").version, client_of(registry)
     found = client.get_model_version("evident", version)
     experiment, run_id = client.get_experiment_by_name("evident"), str(found.run_id)
@@ -474,13 +541,17 @@ def test_publish_stores_evidence_in_run_of_variant(registry: MlflowRegistry, tmp
     assert client.get_run(run.data.tags["mlflow.parentRunId"]).info.run_name.startswith("release ")
 
 
-def test_publish_without_signature_removes_signed_decision(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_publish_without_signature_removes_signed_decision(
+    registry: MlflowRegistry, tmp_path: Path
+) -> None:
     assert publish(registry, tmp_path, "withdrawn").decisions
     version = published(registry, tmp_path, "withdrawn", signed={})
     assert registry.version("withdrawn", version).decisions == {}
 
 
-def test_version_with_malformed_decisions_omits_them(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_version_with_malformed_decisions_omits_them(
+    registry: MlflowRegistry, tmp_path: Path
+) -> None:
     release = publication(tmp_path, model="malformed", seed="a")
     version = registry.publish(release)["fp32"]
     good = codec.dumps(release.variants[0].signed["cpu-1t"].envelope).decode()
@@ -494,7 +565,9 @@ def test_version_with_malformed_decisions_omits_them(registry: MlflowRegistry, t
     assert read.tags.items() >= bad.items()
 
 
-def test_build_decision_tags_with_too_long_decision_raises_user_error(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_build_decision_tags_with_too_long_decision_raises_user_error(
+    registry: MlflowRegistry, tmp_path: Path
+) -> None:
     release = publication(tmp_path, model="long", seed="a")
     record = release.variants[0]
     signed = record.signed["cpu-1t"]
@@ -504,7 +577,9 @@ def test_build_decision_tags_with_too_long_decision_raises_user_error(registry: 
         mlflow_tags.build_decision_tags(replace(record, signed={"cpu-1t": longer}))
 
 
-def test_publish_with_long_description_cuts_and_marks_it(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_publish_with_long_description_cuts_and_marks_it(
+    registry: MlflowRegistry, tmp_path: Path
+) -> None:
     version = published(registry, tmp_path, "wordy", description="word " * 2000)
     description = client_of(registry).get_model_version("wordy", version).description
     assert len(description) == 5000
@@ -544,7 +619,9 @@ def test_fetch_with_path_outside_folder_in_manifest_raises_error(
         registry.fetch(replace(record, manifest=evil.digest()), tmp_path)
 
 
-@pytest.mark.parametrize("location", ["http://127.0.0.1:9/a", "ftp://127.0.0.1/a", "foo://a", "dbfs:/a"])
+@pytest.mark.parametrize(
+    "location", ["http://127.0.0.1:9/a", "ftp://127.0.0.1/a", "foo://a", "dbfs:/a"]
+)
 def test_fetch_of_version_copied_to_other_storage_raises_refused_error(
     registry: MlflowRegistry, tmp_path: Path, location: str
 ) -> None:
@@ -555,7 +632,9 @@ def test_fetch_of_version_copied_to_other_storage_raises_refused_error(
         experiment = client.create_experiment(model + "-elsewhere", artifact_location=location)
         logged = client.create_logged_model(experiment)
         with registry._mlflow.as_default():
-            copy = client.create_model_version(model, source=f"models:/{logged.model_id}", tags=dict(original.tags))
+            copy = client.create_model_version(
+                model, source=f"models:/{logged.model_id}", tags=dict(original.tags)
+            )
     copied = registry.version(model, str(copy.version))
     assert copied.manifest == record.manifest
     with pytest.raises(RefusedError, match="from which none are fetched"):
@@ -585,7 +664,9 @@ def test_version_of_foreign_model_raises_not_found_error(registry: MlflowRegistr
         registry.version("foreign", "1")
 
 
-def test_registry_lookup_with_wrong_name_raises_error_with_hint(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_registry_lookup_with_wrong_name_raises_error_with_hint(
+    registry: MlflowRegistry, tmp_path: Path
+) -> None:
     version = publish(registry, tmp_path, "spelled").version
     registry.set_alias("spelled", "champion-cpu-1t", version)
     with pytest.raises(NotFoundError, match="Did you mean 'spelled'"):
@@ -619,9 +700,15 @@ def test_publish_of_invalid_record_writes_nothing(registry: MlflowRegistry, tmp_
     two = {"a.onnx": path, "b.onnx": path}
     both = Manifest(files={name: digest_file(path) for name in two})
     for wrong, error in (
-        (replace(record, files={"MLmodel": path, "model.onnx": path}, manifest=manifest), UserError),
+        (
+            replace(record, files={"MLmodel": path, "model.onnx": path}, manifest=manifest),
+            UserError,
+        ),
         (replace(record, files=two, manifest=both), UserError),
-        (replace(record, manifest=Manifest(files={"model.onnx": digest_bytes(b"x")})), DigestMismatchError),
+        (
+            replace(record, manifest=Manifest(files={"model.onnx": digest_bytes(b"x")})),
+            DigestMismatchError,
+        ),
         (replace(record, manifest=Manifest(files={})), DigestMismatchError),
         (replace(record, evidence={"../a.json": path}), UserError),
     ):
@@ -664,7 +751,10 @@ def test_publish_leaves_tracking_uri_of_user_unchanged(
 
 
 def test_publish_and_fetch_print_nothing(
-    mlflow_home: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    mlflow_home: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     registry = MlflowRegistry(f"sqlite:///{mlflow_home}/mlflow.db")
     registry.fetch(publish(registry, tmp_path, "quiet"), tmp_path)
@@ -672,9 +762,13 @@ def test_publish_and_fetch_print_nothing(
     assert not caplog.records
 
 
-@pytest.mark.parametrize("address", ["http://u:secret@{}", "postgresql+psycopg2://u:secret@{}/mlflow"])
+@pytest.mark.parametrize(
+    "address", ["http://u:secret@{}", "postgresql+psycopg2://u:secret@{}/mlflow"]
+)
 def test_aliases_without_reachable_server_raise_unavailable_error(address: str) -> None:
-    registry = MlflowRegistry(address.format(f"127.0.0.1:{free_port()}"), artifact_root="s3://bucket")
+    registry = MlflowRegistry(
+        address.format(f"127.0.0.1:{free_port()}"), artifact_root="s3://bucket"
+    )
     with pytest.raises(ServiceUnavailableError) as caught:
         registry.aliases("digits")
     assert "secret" not in str(caught.value)
@@ -712,7 +806,10 @@ def _entries() -> tuple[LedgerEntry, ...]:
     new = fileless_deployment("v2", model="digits")
     config = endpoint_config("digits", model="digits", target="cpu-1t")
     action = Action(
-        kind=ActionKind.FIRST, state=build_split_state(None, new, 100), roles=Roles(stable=new), why="first deployment"
+        kind=ActionKind.FIRST,
+        state=build_split_state(None, new, 100),
+        roles=Roles(stable=new),
+        why="first deployment",
     )
     bodies: tuple[EntryBody, ...] = (
         EndpointBound(config=config, policy=RolloutPolicy()),

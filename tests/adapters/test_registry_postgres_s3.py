@@ -38,7 +38,9 @@ class TestOnPostgresAndS3(RegistrySuite):
         import boto3
 
         assert isinstance(registry, MlflowRegistry)
-        model_id = str(registry._version(record.model, record.version).source).removeprefix("models:/")
+        model_id = str(registry._version(record.model, record.version).source).removeprefix(
+            "models:/"
+        )
         client = boto3.client("s3", endpoint_url=self.endpoint)
         pages = client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET)
         keys = [entry["Key"] for page in pages for entry in page["Contents"]]

@@ -22,13 +22,23 @@ def open_registry(root: Path) -> MlflowRegistry:
 
 
 def publish(root: Path, seed: str) -> str:
-    return open_registry(root).publish(publication(root / f"files-{seed}", model="digits", seed=seed))["fp32"]
+    return open_registry(root).publish(
+        publication(root / f"files-{seed}", model="digits", seed=seed)
+    )["fp32"]
 
 
 def list_locations(root: Path) -> set[str]:
     with closing(sqlite3.connect(root / "mlflow.db")) as database:
-        tables = ("experiments", "artifact_location"), ("runs", "artifact_uri"), ("logged_models", "artifact_location")
-        return {row[0] for table, column in tables for row in database.execute(f"SELECT {column} FROM {table}")}  # noqa: S608
+        tables = (
+            ("experiments", "artifact_location"),
+            ("runs", "artifact_uri"),
+            ("logged_models", "artifact_location"),
+        )
+        return {
+            row[0]
+            for table, column in tables
+            for row in database.execute(f"SELECT {column} FROM {table}")
+        }  # noqa: S608
 
 
 @pytest.fixture
@@ -47,7 +57,9 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("is_copied", [False, True])
-def test_open_project_after_move_or_copy_uses_its_own_artifacts(root: Path, tmp_path: Path, is_copied: bool) -> None:
+def test_open_project_after_move_or_copy_uses_its_own_artifacts(
+    root: Path, tmp_path: Path, is_copied: bool
+) -> None:
     new = tmp_path / "renamed shop"
     if is_copied:
         shutil.copytree(root, new)
@@ -75,14 +87,18 @@ def test_relocate_artifacts_in_place_changes_nothing(root: Path) -> None:
     assert (root / "mlflow.db").read_bytes() == before
 
 
-def test_relocate_artifacts_without_moved_artifacts_keeps_locations(root: Path, tmp_path: Path) -> None:
+def test_relocate_artifacts_without_moved_artifacts_keeps_locations(
+    root: Path, tmp_path: Path
+) -> None:
     """The database was moved alone: its artifacts are where they were."""
     before = list_locations(root)
     assert relocate_artifacts(root / "mlflow.db", tmp_path / "mlartifacts") == ()
     assert list_locations(root) == before
 
 
-def test_relocate_artifacts_leaves_root_with_similar_prefix_unchanged(root: Path, tmp_path: Path) -> None:
+def test_relocate_artifacts_leaves_root_with_similar_prefix_unchanged(
+    root: Path, tmp_path: Path
+) -> None:
     other = f"{root}/mlartifacts-of-others/digits/7/artifacts"
     with closing(sqlite3.connect(root / "mlflow.db")) as database, database:
         database.execute("UPDATE runs SET artifact_uri = ?", (other,))
@@ -92,7 +108,9 @@ def test_relocate_artifacts_leaves_root_with_similar_prefix_unchanged(root: Path
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not a database"])
-def test_relocate_artifacts_of_invalid_database_changes_nothing(tmp_path: Path, content: bytes | None) -> None:
+def test_relocate_artifacts_of_invalid_database_changes_nothing(
+    tmp_path: Path, content: bytes | None
+) -> None:
     path = tmp_path / "mlflow.db"
     if content is not None:
         path.write_bytes(content)

@@ -36,7 +36,10 @@ def write_table(path: Path, size_bytes: int) -> Path:
 def test_cold_start_with_larger_weights_reports_larger_peak_memory(tmp_path: Path) -> None:
     """This process holds far more than either model, which a child must not inherit as its own peak."""
     ballast = np.ones(50 * MB, dtype=np.float64)
-    small, large = write_table(tmp_path / "small.onnx", 4 * MB), write_table(tmp_path / "large.onnx", 60 * MB)
+    small, large = (
+        write_table(tmp_path / "small.onnx", 4 * MB),
+        write_table(tmp_path / "large.onnx", 60 * MB),
+    )
     feed = {"x": np.zeros(3, dtype=np.int64)}
     samples = OnnxRuntime().starts((small, large), CPU, feed, StartSchedule(rounds=1, requests=2))
     assert ballast.nbytes == 400 * MB
@@ -63,7 +66,10 @@ def measure_child(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str) ->
 @pytest.mark.parametrize(
     ("module", "expected"),
     [
-        ("import os, sys\nprint('last words', file=sys.stderr, flush=True)\nos.abort()", "signal SIGABRT"),
+        (
+            "import os, sys\nprint('last words', file=sys.stderr, flush=True)\nos.abort()",
+            "signal SIGABRT",
+        ),
         ("raise SystemExit(7)", "exit code 7"),
         ("print('no document')", "exit code 0"),
         ("print('{\"load_ns\": 1}')\nraise SystemExit(3)", "exit code 3"),
@@ -106,7 +112,9 @@ def test_cold_start_of_two_models_keeps_their_order_and_varies_first_model(
 
     monkeypatch.setattr(adapter, "measure_start", start)
     schedule = StartSchedule(rounds=8, seed=1)
-    samples = OnnxRuntime().starts((tmp_path / "baseline", tmp_path / "candidate"), CPU, rows(1), schedule)
+    samples = OnnxRuntime().starts(
+        (tmp_path / "baseline", tmp_path / "candidate"), CPU, rows(1), schedule
+    )
     for side, name in enumerate(("baseline", "candidate")):
         for axis, figure in enumerate((samples.load_ns, samples.first_ns, samples.peak_bytes)):
             assert (figure[:, side] == figures[name][axis]).all()
@@ -124,7 +132,9 @@ def test_compute_added_memory_ignores_earlier_peak(tmp_path: Path) -> None:
     assert more.nbytes == 80 * MB
 
 
-def test_compute_added_memory_without_new_peak_returns_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compute_added_memory_without_new_peak_returns_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(cold_start, "_status", lambda: {"VmRSS": 50, "VmHWM": 90})
     assert cold_start.mark_memory() == (50, 90)
     assert cold_start.compute_added_memory(50, 90) == cold_start.UNKNOWN

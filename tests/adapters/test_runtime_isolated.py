@@ -67,32 +67,46 @@ def test_isolated_runtime_returns_same_outputs_as_current_process(
 
 
 @pytest.mark.parametrize("do", ["benchmark", "sample", "under_load"])
-def test_isolated_runtime_after_kill_raises_error_and_restarts(runtime: TargetedRuntime, file: Path, do: str) -> None:
-    with ended_in_the_middle(lambda: os.kill(process_of(runtime)._process.pid, signal.SIGKILL)) as measure:  # type: ignore[union-attr]
+def test_isolated_runtime_after_kill_raises_error_and_restarts(
+    runtime: TargetedRuntime, file: Path, do: str
+) -> None:
+    with ended_in_the_middle(
+        lambda: os.kill(process_of(runtime)._process.pid, signal.SIGKILL)
+    ) as measure:  # type: ignore[union-attr]
         runtime.run(file, APART, (rows(1),))
         with pytest.raises(StageError, match=f"signal SIGKILL while it was to {do}") as killed:
             measure(runtime, do, file, APART)
-    assert not isinstance(killed.value, MeasurementError)  # which may be taken for a refusal of the model
+    assert not isinstance(
+        killed.value, MeasurementError
+    )  # which may be taken for a refusal of the model
     assert killed.value.where == "target apart"
     assert runtime.run(file, APART, (rows(2),))[0]["scores"].shape[0] == 2
 
 
-def test_isolated_runtime_after_timeout_raises_stage_error(runtime: TargetedRuntime, file: Path) -> None:
+def test_isolated_runtime_after_timeout_raises_stage_error(
+    runtime: TargetedRuntime, file: Path
+) -> None:
     hasty = replace(APART, env=replace(PINNED, timeout=2.0))
     with pytest.raises(StageError, match="longer than 2 s to sample") as late:
         runtime.sample(file, hasty, rows(1), runs=100_000_000, warmup=0)
     assert "env.timeout" in late.value.remedy
 
 
-def test_isolated_runtime_fingerprint_names_build_without_starting(runtime: TargetedRuntime) -> None:
-    openvino = replace(APART, env=Environment(requirements=("numpy==2.4.6", "onnxruntime-openvino == 1.24.1")))
+def test_isolated_runtime_fingerprint_names_build_without_starting(
+    runtime: TargetedRuntime,
+) -> None:
+    openvino = replace(
+        APART, env=Environment(requirements=("numpy==2.4.6", "onnxruntime-openvino == 1.24.1"))
+    )
     assert read_runtime_build(openvino) == ("onnxruntime-openvino", "1.24.1")
     assert runtime.fingerprint(openvino).runtime_version == "1.24.1 (onnxruntime-openvino)"
     assert process_of(runtime) is None
     assert openvino.digest() != APART.digest() != replace(APART, env=None).digest()
 
 
-@pytest.mark.parametrize("requirements", [(), ("onnxruntime",), ("onnxruntime>=1.24",), ("numpy==2.4.6",)])
+@pytest.mark.parametrize(
+    "requirements", [(), ("onnxruntime",), ("onnxruntime>=1.24",), ("numpy==2.4.6",)]
+)
 def test_isolated_fingerprint_without_exact_build_raises_user_error(
     runtime: TargetedRuntime, requirements: tuple[str, ...]
 ) -> None:
@@ -118,7 +132,9 @@ def test_targeted_runtime_runs_each_target_in_its_environment(tmp_path: Path, fi
 
 
 @pytest.mark.parametrize("code", [1, 2])
-def test_isolated_runtime_returns_strings_unchanged(runtime: TargetedRuntime, tmp_path: Path, code: int) -> None:
+def test_isolated_runtime_returns_strings_unchanged(
+    runtime: TargetedRuntime, tmp_path: Path, code: int
+) -> None:
     path = write_identity(tmp_path / "texts.onnx", TensorProto.STRING)
     texts = np.array(["", "größe"] * code, dtype=object)
     answer = runtime.run(path, APART, ({"x": texts},))[0]["y"]

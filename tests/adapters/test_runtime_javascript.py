@@ -105,7 +105,9 @@ class TestNodeWasm(RuntimeSuite):
         self, runtime: Runtime, target: Target, file: Path, tmp_path: Path
     ) -> None:
         """As above; the browser shows it too."""
-        super().test_runtime_with_invalid_file_or_feed_raises_measurement_error(runtime, target, file, tmp_path)
+        super().test_runtime_with_invalid_file_or_feed_raises_measurement_error(
+            runtime, target, file, tmp_path
+        )
 
 
 @pytest.mark.nightly
@@ -147,7 +149,9 @@ def test_javascript_runtime_returns_each_type_unchanged(
 ) -> None:
     runtime, target = place
     array = np.array(VALUES[name], dtype=name)
-    path = write_identity(tmp_path / "identity.onnx", helper.np_dtype_to_tensor_dtype(array.dtype), ("n", 2))
+    path = write_identity(
+        tmp_path / "identity.onnx", helper.np_dtype_to_tensor_dtype(array.dtype), ("n", 2)
+    )
     answers = runtime.run(path, target, ({"x": array}, {"x": array[:0]}))
     assert answers[0]["y"].dtype == array.dtype
     assert answers[0]["y"].shape == (2, 2)
@@ -158,7 +162,9 @@ def test_javascript_runtime_returns_each_type_unchanged(
         assert answers[0]["y"].tobytes() == array.tobytes()
 
 
-def test_node_runtime_with_complex_type_raises_measurement_error(node: NodeRuntime, file: Path) -> None:
+def test_node_runtime_with_complex_type_raises_measurement_error(
+    node: NodeRuntime, file: Path
+) -> None:
     with pytest.raises(MeasurementError, match="complex64"):
         node.run(file, NODE, ({"x": np.zeros((1, 2), np.complex64)},))
 
@@ -168,7 +174,10 @@ def test_javascript_runtime_returns_same_outputs_as_onnxruntime(
 ) -> None:
     runtime, target = place
     write_external(tmp_path / "external.onnx", "weights.bin")
-    for path, feed in ((file, rows(64)), (tmp_path / "external.onnx", {"x": np.ones((3, 2), np.float32)})):
+    for path, feed in (
+        (file, rows(64)),
+        (tmp_path / "external.onnx", {"x": np.ones((3, 2), np.float32)}),
+    ):
         there = run(path, feed, target, runtime)
         for name, expected in run(path, feed).items():
             np.testing.assert_allclose(there[name], expected, rtol=1e-5, atol=1e-5)
@@ -179,7 +188,10 @@ def test_javascript_benchmark_with_coarse_clock_times_several_calls(
     node: NodeRuntime, browser: BrowserRuntime, file: Path
 ) -> None:
     schedule = PairedBenchmarkSchedule(rounds=1, blocks=2, runs=3)
-    fine, coarse = node.facts(file, NODE).clock_resolution_ns, browser.facts(file, WASM).clock_resolution_ns
+    fine, coarse = (
+        node.facts(file, NODE).clock_resolution_ns,
+        browser.facts(file, WASM).clock_resolution_ns,
+    )
     assert fine
     assert coarse
     assert fine < 1000 <= coarse < 200_000
@@ -214,7 +226,9 @@ def test_javascript_runtime_with_ort_format_equals_source(
     before = run(file, rows(17), NODE, node)["scores"]
     for runtime, target in ((other_node, NODE), (other_node, NODE_WASM), (other_browser, WASM)):
         phone = replace(target, ort_format=OrtFormat())
-        np.testing.assert_allclose(run(file, rows(17), phone, runtime)["scores"], before, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            run(file, rows(17), phone, runtime)["scores"], before, rtol=1e-5, atol=1e-6
+        )
         assert runtime.sample(file, phone, rows(1), runs=2, warmup=1).nanoseconds.shape == (2,)
 
 
@@ -229,7 +243,9 @@ def test_node_runtime_after_kill_raises_error_and_restarts(node: NodeRuntime, fi
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("role", ["", "renderer"])
-def test_browser_runtime_after_kill_raises_error_and_restarts(browser: BrowserRuntime, file: Path, role: str) -> None:
+def test_browser_runtime_after_kill_raises_error_and_restarts(
+    browser: BrowserRuntime, file: Path, role: str
+) -> None:
     with ended_in_the_middle(lambda: kill_chromium(browser, role)) as measure:
         browser.run(file, WASM, (rows(1),))
         with pytest.raises(StageError, match="while it was to sample") as killed:
@@ -246,7 +262,9 @@ def test_node_runtime_after_timeout_raises_stage_error(other_node: NodeRuntime, 
 
 
 @pytest.mark.nightly
-def test_browser_runtime_stop_ends_all_processes(tmp_path_factory: pytest.TempPathFactory, file: Path) -> None:
+def test_browser_runtime_stop_ends_all_processes(
+    tmp_path_factory: pytest.TempPathFactory, file: Path
+) -> None:
     require("node", "npm", "chromium")
     runtime = BrowserRuntime(folder=environments(tmp_path_factory))
     runtime.facts(file, WASM)
@@ -260,7 +278,9 @@ def test_browser_runtime_stop_ends_all_processes(tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.nightly
-def test_webgpu_on_software_adapter_computes_but_refuses_timing(other_browser: NodeRuntime, file: Path) -> None:
+def test_webgpu_on_software_adapter_computes_but_refuses_timing(
+    other_browser: NodeRuntime, file: Path
+) -> None:
     facts = other_browser.facts(file, WEBGPU)
     assert facts.nodes["webgpu"] > 0
     answer = run(file, rows(5), WEBGPU, other_browser)["scores"]
@@ -301,13 +321,17 @@ def test_node_fingerprint_with_wrong_requirements_raises_user_error(
         NodeRuntime().fingerprint(replace(NODE, env=Environment(requirements=requirements)))
 
 
-@pytest.mark.parametrize("env", [Environment(memory=10**9), Environment(python="3.12"), Environment(isolated=False)])
+@pytest.mark.parametrize(
+    "env", [Environment(memory=10**9), Environment(python="3.12"), Environment(isolated=False)]
+)
 def test_node_fingerprint_with_unsupported_settings_raises_user_error(env: Environment) -> None:
     with pytest.raises(UserError, match="Leave out"):
         NodeRuntime().fingerprint(replace(NODE, env=env))
 
 
-def test_node_runtime_with_custom_operators_raises_measurement_error(other_node: NodeRuntime, file: Path) -> None:
+def test_node_runtime_with_custom_operators_raises_measurement_error(
+    other_node: NodeRuntime, file: Path
+) -> None:
     library = CustomOps(path="x.so", digest=digest_bytes(b""), domains=("acme",))
     with pytest.raises(MeasurementError, match="custom operators"):
         other_node.run(file, replace(NODE, custom_ops=(library,)), (rows(1),))
@@ -321,7 +345,11 @@ def kill_chromium(runtime: BrowserRuntime, role: str) -> None:
     """Its main process, or that of its pages."""
     processes = psutil.Process(pid(runtime)).children(recursive=True)
     for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):  # one of its own helpers has ended meanwhile
+        with contextlib.suppress(
+            psutil.NoSuchProcess
+        ):  # one of its own helpers has ended meanwhile
             command = " ".join(process.cmdline())
-            if "chrom" in process.name() and (f"--type={role}" in command if role else "--type=" not in command):
+            if "chrom" in process.name() and (
+                f"--type={role}" in command if role else "--type=" not in command
+            ):
                 process.kill()

@@ -69,7 +69,9 @@ def test_onnxruntime_facts_of_model_count_nodes_by_provider(file: Path) -> None:
     assert fused.build
 
 
-def test_session_for_target_receives_its_settings(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_for_target_receives_its_settings(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import onnxruntime
 
     made: list[tuple[Any, ...]] = []
@@ -82,7 +84,11 @@ def test_session_for_target_receives_its_settings(file: Path, monkeypatch: pytes
     monkeypatch.setattr(onnxruntime, "InferenceSession", session)
     target = Target(
         name="cpu-2t",
-        providers=(Provider(name="CPUExecutionProvider", options={"arena_extend_strategy": "kSameAsRequested"}),),
+        providers=(
+            Provider(
+                name="CPUExecutionProvider", options={"arena_extend_strategy": "kSameAsRequested"}
+            ),
+        ),
         session=SessionSettings(
             intra_op_threads=2,
             inter_op_threads=3,
@@ -111,7 +117,9 @@ def test_onnxruntime_facts_with_missing_provider_name_available_ones(file: Path)
 
 
 @pytest.mark.parametrize("config", [{"": "1"}, {"session.intra_op_thread_affinities": "nowhere"}])
-def test_onnxruntime_with_refused_session_setting_raises_measurement_error(file: Path, config: dict[str, str]) -> None:
+def test_onnxruntime_with_refused_session_setting_raises_measurement_error(
+    file: Path, config: dict[str, str]
+) -> None:
     target = replace(CPU, session=SessionSettings(intra_op_threads=2, config=config))
     with pytest.raises(MeasurementError):
         OnnxRuntime().run(file, target, (rows(1),))
@@ -162,7 +170,9 @@ def test_onnxruntime_benchmark_of_two_models_keeps_their_order_in_axis_2(
         return model.name
 
     monkeypatch.setattr(adapter, "build_session", fake)
-    monkeypatch.setattr(adapter, "_timed", lambda session, _: lambda: (times[session], session == "candidate.onnx"))
+    monkeypatch.setattr(
+        adapter, "_timed", lambda session, _: lambda: (times[session], session == "candidate.onnx")
+    )
     samples = OnnxRuntime().benchmark(
         (tmp_path / "baseline.onnx", tmp_path / "candidate.onnx"),
         CPU,
@@ -302,7 +312,9 @@ def test_onnxruntime_under_load_separates_models_and_seeds_their_order(
     assert runs[0] == runs[1]
     assert sorted(runs[0][0]) == ["baseline.onnx"] * 3 + ["candidate.onnx"] * 3
     assert len(runs[0][1]) == 3 * (4 + 1) * 2, "each session has one window that is not timed"
-    assert {runs[0][1][i] for i in range(0, 30, 2)} == set(times), "either side comes first now and then"
+    assert {runs[0][1][i] for i in range(0, 30, 2)} == set(times), (
+        "either side comes first now and then"
+    )
 
 
 def test_onnxruntime_facts_of_invalid_model_raise_error_without_fallback(
@@ -317,7 +329,9 @@ def test_onnxruntime_facts_of_invalid_model_raise_error_without_fallback(
     assert "Falling back" not in "".join(capfd.readouterr())
 
 
-TENSORRT = Provider(name="TensorrtExecutionProvider", options={"device_id": "1", "trt_engine_cache_path": "{cache}"})
+TENSORRT = Provider(
+    name="TensorrtExecutionProvider", options={"device_id": "1", "trt_engine_cache_path": "{cache}"}
+)
 
 
 @pytest.fixture
@@ -328,7 +342,10 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
         (tmp_path / "acme_provider.py").write_text(source, encoding="utf-8")
         monkeypatch.syspath_prepend(str(tmp_path))
         monkeypatch.delitem(sys.modules, "acme_provider", raising=False)
-        return Target(name="acme", providers=(Provider(name="AcmeExecutionProvider", package="acme_provider"),))
+        return Target(
+            name="acme",
+            providers=(Provider(name="AcmeExecutionProvider", package="acme_provider"),),
+        )
 
     return write
 
@@ -341,7 +358,9 @@ def refused(file: Path, target: Target) -> MeasurementError:
 
 
 def test_onnxruntime_with_missing_plugin_package_raises_error_with_remedy(file: Path) -> None:
-    error = refused(file, Target(name="acme", providers=(Provider(name="Acme", package="no_such_provider"),)))
+    error = refused(
+        file, Target(name="acme", providers=(Provider(name="Acme", package="no_such_provider"),))
+    )
     assert error.what == "package no_such_provider is not installed"
     assert error.remedy.startswith("pip install no-such-provider ")
 
@@ -363,7 +382,9 @@ def test_onnxruntime_with_unloadable_plugin_library_raises_error(
 
 def test_onnxruntime_fingerprint_with_plugin_includes_its_version() -> None:
     plain = OnnxRuntime().fingerprint(Target(name="cpu-1t"))
-    plugged = OnnxRuntime().fingerprint(Target(name="x", providers=(Provider(name="X", package="numpy"),)))
+    plugged = OnnxRuntime().fingerprint(
+        Target(name="x", providers=(Provider(name="X", package="numpy"),))
+    )
     assert plugged.runtime_version.startswith(f"{plain.runtime_version}, numpy ")
     assert plugged.digest() != plain.digest()
 
@@ -378,7 +399,9 @@ class TestCache:
     def home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
-    def folder(self, file: Path, machine: HardwareFingerprint, provider: Provider = TENSORRT) -> Path:
+    def folder(
+        self, file: Path, machine: HardwareFingerprint, provider: Provider = TENSORRT
+    ) -> Path:
         values = resolve_provider_options(provider, file, lambda: machine)
         assert values["device_id"] == provider.options["device_id"]
         return Path(values["trt_engine_cache_path"])
@@ -391,7 +414,9 @@ class TestCache:
         others = {
             self.folder(file, replace(here, runtime_version="0")),
             self.folder(file, replace(here, accelerators=("H100",), driver="550.54")),
-            self.folder(file, here, replace(TENSORRT, options={**TENSORRT.options, "device_id": "0"})),
+            self.folder(
+                file, here, replace(TENSORRT, options={**TENSORRT.options, "device_id": "0"})
+            ),
         }
         proto = onnx.load(file)
         weight = proto.graph.initializer[0]
@@ -411,7 +436,11 @@ class TestCache:
         weights.write_bytes(bytes(len(weights.read_bytes())))
         assert self.folder(path, here) != first
 
-    def test_resolve_provider_options_without_placeholder_creates_no_folder(self, tmp_path: Path, file: Path) -> None:
+    def test_resolve_provider_options_without_placeholder_creates_no_folder(
+        self, tmp_path: Path, file: Path
+    ) -> None:
         provider = Provider(name="X", options={"a": "b"})
-        assert resolve_provider_options(provider, file, lambda: pytest.fail("not needed")) == {"a": "b"}
+        assert resolve_provider_options(provider, file, lambda: pytest.fail("not needed")) == {
+            "a": "b"
+        }
         assert not (tmp_path / "cache").exists()

@@ -41,7 +41,9 @@ class TestOrtFormat(RuntimeSuite):
 
 
 @pytest.mark.parametrize("target", [PHONE, COMPILED], ids=lambda target: target.name)
-def test_session_with_ort_format_runs_ort_file_and_equals_source(file: Path, target: Target) -> None:
+def test_session_with_ort_format_runs_ort_file_and_equals_source(
+    file: Path, target: Target
+) -> None:
     session = build_session(file, target)
     assert Path(session._model_path).name == MODEL
     assert Path(session._model_path).read_bytes()[4:8] == b"ORTM"
@@ -84,9 +86,15 @@ def test_write_package_lists_operators_without_local_paths(file: Path, tmp_path:
     copy.write_bytes(file.read_bytes())
     (prepare_model_file(file, PHONE)).unlink()
     write_package(copy, PHONE, folders[1])
-    assert sorted(path.name for path in folders[0].iterdir()) == sorted((MODEL, OPERATORS, USABILITY))
-    first, second = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders)
-    assert len(first[MODEL]) == len(second.pop(MODEL))  # ONNX Runtime orders what it writes anew each time
+    assert sorted(path.name for path in folders[0].iterdir()) == sorted(
+        (MODEL, OPERATORS, USABILITY)
+    )
+    first, second = (
+        {path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders
+    )
+    assert len(first[MODEL]) == len(
+        second.pop(MODEL)
+    )  # ONNX Runtime orders what it writes anew each time
     assert not any(str(tmp_path).encode() in content for content in first.values())
     assert first == {MODEL: first[MODEL], **second}
     operators = (folders[0] / OPERATORS).read_text()
@@ -97,7 +105,9 @@ def test_write_package_lists_operators_without_local_paths(file: Path, tmp_path:
     assert usability.splitlines()[-1].startswith("NNAPI or CoreML ")
 
 
-def test_prepare_model_file_of_unconvertible_model_raises_measurement_error(file: Path, tmp_path: Path) -> None:
+def test_prepare_model_file_of_unconvertible_model_raises_measurement_error(
+    file: Path, tmp_path: Path
+) -> None:
     model = onnx.load(file)
     model.graph.node[0].op_type = "Nonsense"
     foreign = tmp_path / "foreign.onnx"
@@ -120,7 +130,9 @@ def test_prepare_model_file_with_other_external_weights_writes_other_file(tmp_pa
         write_perceptron(path)
         model = onnx.load(path)
         weight = next(tensor for tensor in model.graph.initializer if len(tensor.dims) == 2)
-        weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * np.float32(scale), weight.name))
+        weight.CopyFrom(
+            numpy_helper.from_array(numpy_helper.to_array(weight) * np.float32(scale), weight.name)
+        )
         (tmp_path / "weights").unlink(missing_ok=True)
         onnx.save(model, path, save_as_external_data=True, location="weights", size_threshold=0)
         graphs.append(path.read_bytes())
@@ -135,7 +147,9 @@ def test_prepare_model_file_with_two_operator_libraries_raises_error(file: Path)
         prepare_model_file(file, replace(PHONE, custom_ops=(library, library)))
 
 
-def test_write_package_with_tampered_library_raises_digest_mismatch_error(file: Path, tmp_path: Path) -> None:
+def test_write_package_with_tampered_library_raises_digest_mismatch_error(
+    file: Path, tmp_path: Path
+) -> None:
     (tmp_path / "a.so").write_bytes(b"tampered")
     library = CustomOps(path=str(tmp_path / "a.so"), digest="sha256:" + "0" * 64, domains=("a",))  # type: ignore[arg-type]
     with pytest.raises(DigestMismatchError):

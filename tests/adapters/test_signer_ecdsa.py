@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, create_key, public_path, read_key
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import digest_bytes, short_digest
-from onnx_ops.errors import InfrastructureError, InvalidSignatureError, NotFoundError, RefusedError, UserError
+from onnx_ops.errors import (
+    InfrastructureError,
+    InvalidSignatureError,
+    NotFoundError,
+    RefusedError,
+    UserError,
+)
 from onnx_ops.ports.store import Signer, Verifier
 
 RECORD = b'{"verdict":"pass"}'
@@ -74,7 +80,9 @@ def test_verify_with_other_key_raises_invalid_signature_error(
     signer: EcdsaSigner, trusted: TrustedKeys, tmp_path: Path
 ) -> None:
     other = create_key(tmp_path / "other" / "signing.pem")
-    with pytest.raises(InvalidSignatureError, match=f"key {short_digest(other.key)} is not trusted"):
+    with pytest.raises(
+        InvalidSignatureError, match=f"key {short_digest(other.key)} is not trusted"
+    ):
         trusted.verify(RECORD, other.sign(RECORD), other.key)
     with pytest.raises(InvalidSignatureError, match="does not fit"):
         trusted.verify(RECORD, other.sign(RECORD), signer.key)
@@ -92,14 +100,20 @@ def test_verify_after_removal_of_trusted_key_raises_invalid_signature_error(
         verifier.verify(RECORD, other.sign(RECORD), other.key)
 
 
-def test_verify_without_trusted_keys_raises_invalid_signature_error(signer: EcdsaSigner, tmp_path: Path) -> None:
+def test_verify_without_trusted_keys_raises_invalid_signature_error(
+    signer: EcdsaSigner, tmp_path: Path
+) -> None:
     with pytest.raises(InvalidSignatureError, match="trusted keys: none"):
         TrustedKeys(tmp_path / "nowhere").verify(RECORD, signer.sign(RECORD), signer.key)
 
 
-def test_verify_with_private_key_file_raises_user_error(signer: EcdsaSigner, tmp_path: Path) -> None:
+def test_verify_with_private_key_file_raises_user_error(
+    signer: EcdsaSigner, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match="not an ECDSA P-256 public key"):
-        TrustedKeys(tmp_path / "keys" / "signing.pem").verify(RECORD, signer.sign(RECORD), signer.key)
+        TrustedKeys(tmp_path / "keys" / "signing.pem").verify(
+            RECORD, signer.sign(RECORD), signer.key
+        )
 
 
 def test_create_key_restricts_mode_of_private_file(signer: EcdsaSigner, tmp_path: Path) -> None:
@@ -110,7 +124,9 @@ def test_create_key_restricts_mode_of_private_file(signer: EcdsaSigner, tmp_path
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644, 0o610])
-def test_read_key_readable_by_others_raises_refused_error(signer: EcdsaSigner, tmp_path: Path, mode: int) -> None:
+def test_read_key_readable_by_others_raises_refused_error(
+    signer: EcdsaSigner, tmp_path: Path, mode: int
+) -> None:
     path = tmp_path / "keys" / "signing.pem"
     path.chmod(mode)
     with pytest.raises(RefusedError, match=f"{mode:04o}"):
@@ -135,7 +151,9 @@ def test_read_key_of_invalid_file_raises_error(tmp_path: Path) -> None:
         read_key(path)
 
 
-def test_create_key_twice_keeps_key_and_restores_public_file(signer: EcdsaSigner, tmp_path: Path) -> None:
+def test_create_key_twice_keeps_key_and_restores_public_file(
+    signer: EcdsaSigner, tmp_path: Path
+) -> None:
     path = tmp_path / "keys" / "signing.pem"
     public = public_path(path).read_bytes()
     public_path(path).unlink()

@@ -12,7 +12,13 @@ from onnx_ops.adapters.signers.ecdsa import create_key, read_key
 from onnx_ops.adapters.signers.keyring import Keyring
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import Digest, hex_digits
-from onnx_ops.errors import InvalidSignatureError, NotFoundError, RefusedError, StorageError, UserError
+from onnx_ops.errors import (
+    InvalidSignatureError,
+    NotFoundError,
+    RefusedError,
+    StorageError,
+    UserError,
+)
 
 RECORD = b'{"verdict":"pass"}'
 
@@ -24,7 +30,9 @@ def admit_nowhere(keys: Mapping[Digest, str]) -> None:
 @pytest.fixture(params=["beside", "apart"])
 def places(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
     """The signing key and the trusted folder, which is the key's own or another."""
-    return tmp_path / "keys" / "signing.pem", tmp_path / ("keys" if request.param == "beside" else "trusted")
+    return tmp_path / "keys" / "signing.pem", tmp_path / (
+        "keys" if request.param == "beside" else "trusted"
+    )
 
 
 @pytest.fixture
@@ -34,7 +42,9 @@ def keyring(places: tuple[Path, Path]) -> Keyring:
     return ring
 
 
-def test_keyring_create_makes_trusted_key_and_refuses_second(keyring: Keyring, places: tuple[Path, Path]) -> None:
+def test_keyring_create_makes_trusted_key_and_refuses_second(
+    keyring: Keyring, places: tuple[Path, Path]
+) -> None:
     (one,) = keyring.list_keys()
     assert (one.signs, one.trusted) == (True, True)
     assert places[0].stat().st_mode & 0o077 == 0
@@ -60,19 +70,26 @@ def test_keyring_rotate_keeps_old_signatures_valid_and_signs_with_new_key(
     trusted = TrustedKeys(places[1])
     trusted.verify(RECORD, signature, old)
     trusted.verify(RECORD, now.sign(RECORD), new)
-    assert [(one.key, one.signs, one.trusted) for one in keyring.list_keys()] == [(new, True, True), (old, False, True)]
+    assert [(one.key, one.signs, one.trusted) for one in keyring.list_keys()] == [
+        (new, True, True),
+        (old, False, True),
+    ]
     third = keyring.rotate(admit_nowhere)[1]
     assert set(trusted.keys()) == {old, new, third}
 
 
-def test_keyring_rotate_of_key_created_elsewhere_keeps_it_trusted(places: tuple[Path, Path]) -> None:
+def test_keyring_rotate_of_key_created_elsewhere_keeps_it_trusted(
+    places: tuple[Path, Path],
+) -> None:
     signing, trusted = places
     old = create_key(signing)
     Keyring(signing, trusted).rotate(admit_nowhere)
     TrustedKeys(trusted).verify(RECORD, old.sign(RECORD), old.key)
 
 
-def test_keyring_rotate_leaves_no_old_private_key(keyring: Keyring, places: tuple[Path, Path], tmp_path: Path) -> None:
+def test_keyring_rotate_leaves_no_old_private_key(
+    keyring: Keyring, places: tuple[Path, Path], tmp_path: Path
+) -> None:
     old_private = places[0].read_bytes()
     keyring.rotate(admit_nowhere)
     kept = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -102,7 +119,9 @@ def test_keyring_rotate_after_interrupted_rotation_completes_it(
     verifier.verify(RECORD, old.sign(RECORD), old.key)
 
 
-def test_keyring_retire_of_old_key_revokes_trust_and_keeps_file(keyring: Keyring, places: tuple[Path, Path]) -> None:
+def test_keyring_retire_of_old_key_revokes_trust_and_keeps_file(
+    keyring: Keyring, places: tuple[Path, Path]
+) -> None:
     old = read_key(places[0])
     keyring.rotate(admit_nowhere)
     kept = keyring.retire(keyring.find(hex_digits(old.key)[:8]))
@@ -110,7 +129,10 @@ def test_keyring_retire_of_old_key_revokes_trust_and_keeps_file(keyring: Keyring
     assert all(path.name.endswith(".retired.pem") and path.exists() for path in kept)
     with pytest.raises(InvalidSignatureError, match="is not trusted"):
         TrustedKeys(places[1]).verify(RECORD, old.sign(RECORD), old.key)
-    assert [(one.signs, one.trusted) for one in keyring.list_keys()] == [(True, True), (False, False)]
+    assert [(one.signs, one.trusted) for one in keyring.list_keys()] == [
+        (True, True),
+        (False, False),
+    ]
     with pytest.raises(NotFoundError, match="no trusted key begins with"):
         keyring.find(hex_digits(old.key))
 
@@ -147,7 +169,9 @@ def test_keyring_list_keys_without_signing_key_shows_trusted_keys_only(tmp_path:
         Keyring(tmp_path / "keys" / "signing.pem", tmp_path / "trusted").rotate(admit_nowhere)
 
 
-def test_keyring_list_keys_of_key_in_role_folder_shows_that_role(keyring: Keyring, places: tuple[Path, Path]) -> None:
+def test_keyring_list_keys_of_key_in_role_folder_shows_that_role(
+    keyring: Keyring, places: tuple[Path, Path]
+) -> None:
     signer = create_key(places[0].parent / "elsewhere" / "release.pem")
     folder = places[1] / "release"
     folder.mkdir()
@@ -173,7 +197,9 @@ def test_keyring_rotate_with_unreachable_ledger_keeps_old_signing_key(
     assert keyring.rotate(admit_nowhere) == (old.key, read_key(places[0]).key)
 
 
-def test_keyring_trust_of_foreign_key_for_role_stores_one_copy(keyring: Keyring, places: tuple[Path, Path]) -> None:
+def test_keyring_trust_of_foreign_key_for_role_stores_one_copy(
+    keyring: Keyring, places: tuple[Path, Path]
+) -> None:
     signer = create_key(places[0].parent / "elsewhere" / "reconciler.pem")
     file = places[0].parent / "elsewhere" / "reconciler.pub.pem"
     for _ in range(2):

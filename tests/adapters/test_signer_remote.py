@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, SECP256R1, SECP384R1, generate_private_key
+from cryptography.hazmat.primitives.asymmetric.ec import (
+    ECDSA,
+    SECP256R1,
+    SECP384R1,
+    generate_private_key,
+)
 from cryptography.hazmat.primitives.asymmetric.utils import Prehashed, decode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA256
 
@@ -44,7 +49,9 @@ class TestEnvironment:
         assert signer.key == made.key
         require_verifiable(signer, tmp_path / "trusted")
 
-    def test_open_signer_with_missing_or_wrong_variable_names_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_open_signer_with_missing_or_wrong_variable_names_it(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         with pytest.raises(NotFoundError, match="SECRET_PEM is not set"):
             open_signer("env:SECRET_PEM")
         monkeypatch.setenv("SECRET_PEM", "a secret that is no key")
@@ -81,7 +88,11 @@ def serve_kms() -> Iterator[Any]:
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    secrets = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "region_name": "eu-central-1"}
+    secrets = {
+        "aws_access_key_id": "a",
+        "aws_secret_access_key": "b",
+        "region_name": "eu-central-1",
+    }
     yield boto3.client("kms", endpoint_url=f"http://{host}:{port}", **secrets)
     server.stop()
 
@@ -120,9 +131,15 @@ class Vault(BaseHTTPRequestHandler):
         if name not in self.keys:
             self.answer({"error": {"code": "KeyNotFound"}}, 404)
             return
-        numbers, curve = self.keys[name].public_key().public_numbers(), {"good": "P-256", "large": "P-384"}[name]
+        numbers, curve = (
+            self.keys[name].public_key().public_numbers(),
+            {"good": "P-256", "large": "P-384"}[name],
+        )
         size = 32 if name == "good" else 48
-        x, y = (base64.urlsafe_b64encode(n.to_bytes(size, "big")).rstrip(b"=").decode() for n in (numbers.x, numbers.y))
+        x, y = (
+            base64.urlsafe_b64encode(n.to_bytes(size, "big")).rstrip(b"=").decode()
+            for n in (numbers.x, numbers.y)
+        )
         kid = f"https://other.vault.azure.net/keys/{name}/version1"
         self.answer({"key": {"kid": kid, "kty": "EC", "crv": curve, "x": x, "y": y}})
 
@@ -158,7 +175,9 @@ def fetch(service: str) -> str:
 
 
 class TestKeyVault:
-    def test_key_vault_signature_verifies_with_its_public_key(self, vault: str, tmp_path: Path) -> None:
+    def test_key_vault_signature_verifies_with_its_public_key(
+        self, vault: str, tmp_path: Path
+    ) -> None:
         require_verifiable(KeyVaultSigner(f"{vault}/good", fetch), tmp_path)
         assert set(Vault.seen) == {"/keys/good/version1/sign?api-version=7.4"}
 
@@ -166,12 +185,18 @@ class TestKeyVault:
         with pytest.raises(UserError, match="not an ECDSA P-256 signing key"):
             _ = KeyVaultSigner(f"{vault}/large", fetch).key
 
-    @pytest.mark.parametrize(("name", "token"), [("none", "https://vault.azure.net"), ("good", "another")])
-    def test_key_vault_key_without_permission_raises_refused_error(self, vault: str, name: str, token: str) -> None:
+    @pytest.mark.parametrize(
+        ("name", "token"), [("none", "https://vault.azure.net"), ("good", "another")]
+    )
+    def test_key_vault_key_without_permission_raises_refused_error(
+        self, vault: str, name: str, token: str
+    ) -> None:
         with pytest.raises(RefusedError):
             _ = KeyVaultSigner(f"{vault}/{name}", lambda _: f"a token of {token}").key
 
-    @pytest.mark.parametrize("url", ["https://evil.example/keys/k", "https://vault.azure.net.evil.example/keys/k"])
+    @pytest.mark.parametrize(
+        "url", ["https://evil.example/keys/k", "https://vault.azure.net.evil.example/keys/k"]
+    )
     def test_key_vault_signer_with_foreign_url_raises_user_error(self, url: str) -> None:
         with pytest.raises(UserError, match="is not a vault of Azure"):
             KeyVaultSigner(url, fetch)

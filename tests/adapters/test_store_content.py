@@ -21,7 +21,14 @@ import pytest
 
 from onnx_ops.adapters.files import FsspecObjects, LocalObjects
 from onnx_ops.adapters.store import ContentStore, ModelFolders
-from onnx_ops.domain.artifact import Digest, Manifest, StoredObject, digest_bytes, digest_folder, hex_digits
+from onnx_ops.domain.artifact import (
+    Digest,
+    Manifest,
+    StoredObject,
+    digest_bytes,
+    digest_folder,
+    hex_digits,
+)
 from onnx_ops.errors import CorruptStateError, DigestMismatchError, RefusedError, StorageError
 from onnx_ops.ports import Store
 from onnx_ops.testing.stores import CONTENT, StoreSuite
@@ -110,7 +117,9 @@ def test_remote_store_cache_above_limit_evicts_oldest_content(tmp_path: Path) ->
     assert [path.exists() for path in (first, second, third)] == [False, True, True]
     store.path(digests[3])
     assert [path.exists() for path in (second, third)] == [False, True]
-    assert store.path(digests[0]) == first  # it is fetched again; more than the limit, as all are of the last hour
+    assert (
+        store.path(digests[0]) == first
+    )  # it is fetched again; more than the limit, as all are of the last hour
     assert third.exists()
 
 
@@ -207,7 +216,9 @@ def test_store_put_during_collection_keeps_content(tmp_path: Path) -> None:
     try:
         for turn in itertools.takewhile(lambda turn: turn < 400 or not removed, range(100_000)):
             digest = ours.put_bytes(b"%d" % (turn % 3))
-            for _ in range(turn % 4):  # sometimes the collector has listed it as old before it is put again
+            for _ in range(
+                turn % 4
+            ):  # sometimes the collector has listed it as old before it is put again
                 with contextlib.suppress(FileNotFoundError):
                     os.utime(tmp_path / blob_name(digest), (LONG_AGO, LONG_AGO))
             assert ours.put_bytes(b"%d" % (turn % 3)) == digest
@@ -251,13 +262,17 @@ def test_store_collection_after_kill_is_completed_by_next_run(tmp_path: Path) ->
     assert written.returncode == 0
     for number in range(2000):
         store.put_bytes(b"%d" % number)
-    with subprocess.Popen([sys.executable, "-c", COLLECTOR, str(tmp_path)], stdout=subprocess.PIPE) as killed:
+    with subprocess.Popen(
+        [sys.executable, "-c", COLLECTOR, str(tmp_path)], stdout=subprocess.PIPE
+    ) as killed:
         assert killed.stdout is not None
         assert killed.stdout.readline() == b"one\n"
         killed.send_signal(signal.SIGKILL)
     assert 5 < len(store.contents()) < 2005
     assert_every_result_is_whole_or_none(tmp_path, all_there=True)
-    subprocess.run([sys.executable, "-c", COLLECTOR, str(tmp_path)], stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(
+        [sys.executable, "-c", COLLECTOR, str(tmp_path)], stdout=subprocess.DEVNULL, check=True
+    )
     assert len(store.contents()) == 5
     assert_every_result_is_whole_or_none(tmp_path, all_there=True)
 
@@ -266,7 +281,9 @@ def test_store_contents_lists_temporary_files_without_digest(tmp_path: Path) -> 
     store = ContentStore(LocalObjects(tmp_path), tmp_path)
     digest = store.put_bytes(CONTENT)
     store.record(digest, Manifest(files={"file": digest}))
-    left = [(tmp_path / name).parent / ".tmp-left" for name in (blob_name(digest), record_name(digest))]
+    left = [
+        (tmp_path / name).parent / ".tmp-left" for name in (blob_name(digest), record_name(digest))
+    ]
     for path in left:
         path.write_bytes(b"half")
     found = [one for one in store.contents() if one.digest is None]
@@ -285,7 +302,9 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def test_model_folders_location_after_admit_returns_same_folder(tmp_path: Path, model: Path) -> None:
+def test_model_folders_location_after_admit_returns_same_folder(
+    tmp_path: Path, model: Path
+) -> None:
     manifest = digest_folder(model)
     assert set(manifest.files) == {"model.onnx", "weights/w.bin"}
     folders = ModelFolders(tmp_path / "models")
@@ -293,7 +312,9 @@ def test_model_folders_location_after_admit_returns_same_folder(tmp_path: Path, 
     place = folders.admit(model, manifest)
     assert folders.location(manifest.digest()) == place == folders.admit(model, manifest)
     assert digest_folder(Path(place)) == manifest
-    assert [path.name for path in (tmp_path / "models").iterdir()] == [hex_digits(manifest.digest())]
+    assert [path.name for path in (tmp_path / "models").iterdir()] == [
+        hex_digits(manifest.digest())
+    ]
 
 
 def test_model_folders_admit_removes_old_temporary_folders(tmp_path: Path, model: Path) -> None:
@@ -309,8 +330,13 @@ def test_model_folders_admit_removes_old_temporary_folders(tmp_path: Path, model
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
-def test_store_on_unusable_disk_raises_storage_error(tmp_path: Path, model: Path, number: int) -> None:
-    folders, store = ModelFolders(tmp_path / "models"), ContentStore(LocalObjects(tmp_path / "store"), tmp_path)
+def test_store_on_unusable_disk_raises_storage_error(
+    tmp_path: Path, model: Path, number: int
+) -> None:
+    folders, store = (
+        ModelFolders(tmp_path / "models"),
+        ContentStore(LocalObjects(tmp_path / "store"), tmp_path),
+    )
     acts: list[Callable[[], object]] = [
         lambda: folders.admit(model, digest_folder(model)),
         lambda: store.put_bytes(b"content"),
@@ -331,7 +357,9 @@ def test_store_on_unusable_disk_raises_storage_error(tmp_path: Path, model: Path
         act()
 
 
-def test_model_folders_admit_of_changed_folder_raises_digest_mismatch_error(tmp_path: Path, model: Path) -> None:
+def test_model_folders_admit_of_changed_folder_raises_digest_mismatch_error(
+    tmp_path: Path, model: Path
+) -> None:
     manifest = digest_folder(model)
     folders = ModelFolders(tmp_path / "models")
     (model / "weights" / "w.bin").write_bytes(b"weighty")

@@ -15,8 +15,20 @@ import pytest
 
 from onnx_ops.adapters.webhooks import connections
 from onnx_ops.adapters.webhooks.receiver import VARIABLE, WebhookReceiver, make_secret, read_secret
-from onnx_ops.errors import NotFoundError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
-from onnx_ops.protocol.webhooks import ID_HEADER, MAX_BODY_BYTES, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign_delivery
+from onnx_ops.errors import (
+    NotFoundError,
+    OnnxOpsError,
+    RefusedError,
+    ServiceUnavailableError,
+    UserError,
+)
+from onnx_ops.protocol.webhooks import (
+    ID_HEADER,
+    MAX_BODY_BYTES,
+    SIGNATURE_HEADER,
+    TIMESTAMP_HEADER,
+    sign_delivery,
+)
 from onnx_ops.testing.fakes import FakeClock
 from tests.support.golden import Golden
 from tests.support.must import must
@@ -49,7 +61,9 @@ class Listening:
         import httpx
 
         if body is None:
-            body = json.dumps({"data": {"name": model, "alias": "champion-cpu", "version": "666"}}).encode()
+            body = json.dumps(
+                {"data": {"name": model, "alias": "champion-cpu", "version": "666"}}
+            ).encode()
         timestamp = str(int(self.clock.now() - age))
         signed = {
             ID_HEADER: delivery,
@@ -99,7 +113,9 @@ def test_webhook_delivery_with_wrong_signature_returns_401(listening: Listening)
     assert listening.woken == ["digits"]
 
 
-def test_webhook_delivery_replayed_after_time_limit_returns_400(listening: Listening, golden: Golden) -> None:
+def test_webhook_delivery_replayed_after_time_limit_returns_400(
+    listening: Listening, golden: Golden
+) -> None:
     assert listening.send() == 204
     assert listening.send(age=0) == 204
     listening.clock.advance(301)
@@ -124,12 +140,20 @@ def test_webhook_receiver_at_other_path_returns_404(listening: Listening) -> Non
 
     base = listening.url.removesuffix("/webhooks/mlflow")
     assert httpx.get(listening.url).status_code == 405
-    assert [httpx.post(f"{base}{path}").status_code for path in ("/", "/docs", "/webhooks")] == [404, 404, 404]
+    assert [httpx.post(f"{base}{path}").status_code for path in ("/", "/docs", "/webhooks")] == [
+        404,
+        404,
+        404,
+    ]
 
 
 def test_webhook_receiver_with_concurrent_deliveries_accepts_all(listening: Listening) -> None:
     with ThreadPoolExecutor(8) as pool:
-        statuses = list(pool.map(lambda number: listening.send(f"m-{number}", delivery=f"d-{number // 2}"), range(40)))
+        statuses = list(
+            pool.map(
+                lambda number: listening.send(f"m-{number}", delivery=f"d-{number // 2}"), range(40)
+            )
+        )
     assert set(statuses) == {204}
     assert len(listening.woken) == 20
 
@@ -153,16 +177,22 @@ def test_webhook_receiver_with_silent_client_accepts_delivery(listening: Listeni
     [
         pytest.param(b"", id="nothing"),
         pytest.param(b"POST /webhooks/mlflow HTTP/1.1\r\nHost:", id="part of a head"),
-        pytest.param(b"POST /webhooks/mlflow HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n", id="no body"),
+        pytest.param(
+            b"POST /webhooks/mlflow HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n", id="no body"
+        ),
     ],
 )
-def test_webhook_receiver_with_many_half_open_connections_accepts_delivery(listening: Listening, start: bytes) -> None:
+def test_webhook_receiver_with_many_half_open_connections_accepts_delivery(
+    listening: Listening, start: bytes
+) -> None:
     import httpx
 
     url = httpx.URL(listening.url)
     with ExitStack() as stack:
         for number in range(200):
-            client = stack.enter_context(socket.create_connection((url.host, must(url.port)), timeout=30))
+            client = stack.enter_context(
+                socket.create_connection((url.host, must(url.port)), timeout=30)
+            )
             client.sendall(start)
             if number % 50 == 49:
                 assert listening.send(delivery=f"d-{number}") == 204
@@ -178,7 +208,9 @@ def test_webhook_connection_without_complete_head_is_closed(
     monkeypatch.setattr(connections, "HEAD_S", 0.05)
     url = httpx.URL(listening.url)
     with socket.create_connection((url.host, must(url.port)), timeout=30) as client:
-        client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\nGET")  # the second request never ends
+        client.sendall(
+            b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\nGET"
+        )  # the second request never ends
         received = b""
         with suppress(ConnectionResetError):
             while data := client.recv(4096):
@@ -191,7 +223,9 @@ def test_webhook_request_head_above_limit_returns_400(listening: Listening) -> N
 
     url = httpx.URL(listening.url)
     with socket.create_connection((url.host, must(url.port)), timeout=30) as client:
-        client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nX-Long: " + b"y" * connections.MAX_HEAD_BYTES)
+        client.sendall(
+            b"GET /metrics HTTP/1.1\r\nHost: x\r\nX-Long: " + b"y" * connections.MAX_HEAD_BYTES
+        )
         assert client.recv(4096).startswith(b"HTTP/1.1 400 ")
 
 
@@ -209,7 +243,15 @@ def test_webhook_receiver_on_taken_port_raises_unavailable_error(listening: List
     port = httpx.URL(listening.url).port
     assert port is not None
     with pytest.raises(ServiceUnavailableError, match="cannot listen"):
-        WebhookReceiver("127.0.0.1", port, secret=SECRET, clock=FakeClock(), wake=print, refused=print, metrics=str)
+        WebhookReceiver(
+            "127.0.0.1",
+            port,
+            secret=SECRET,
+            clock=FakeClock(),
+            wake=print,
+            refused=print,
+            metrics=str,
+        )
 
 
 def test_make_secret_writes_private_file_once(tmp_path: Path) -> None:

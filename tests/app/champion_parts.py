@@ -19,7 +19,9 @@ from tests.release.release_parts import CHAMPION, MODEL, TARGET, publish_file
 from tests.statistics.test_statistics_judge import GATES, INT8, counts
 from tests.statistics.test_statistics_judge import against as compared
 
-AS_IT_WAS = replace(INT8, baseline="", comparisons=(compared("fp32", 0.7),), metrics=(counts(""), counts("fp32")))
+AS_IT_WAS = replace(
+    INT8, baseline="", comparisons=(compared("fp32", 0.7),), metrics=(counts(""), counts("fp32"))
+)
 SLOWER = replace(
     AS_IT_WAS,
     comparisons=(compared("fp32", 1.3),),
@@ -42,12 +44,18 @@ class ChampionScene:
         self.context: Context = self.world.context(root=self.root)
         store = self.context.store
         self.stage = Stage(
-            id=f"benchmark/int8@{TARGET}", kind=StageKind.BENCHMARK, settings={"seed": 1}, variant="int8", target=TARGET
+            id=f"benchmark/int8@{TARGET}",
+            kind=StageKind.BENCHMARK,
+            settings={"seed": 1},
+            variant="int8",
+            target=TARGET,
         )
         self.inputs = {"export": Manifest(files={"model.onnx": store.put_bytes(b"export")})}
         self.key = digest_bytes(b"key")
         # Stores of worlds that are gone may share their memory with this one's; what they hold has other digests.
-        self.evidence = store.put_bytes(codec.dumps(replace(INT8, conditions={"scene": str(next(_COUNT))})))
+        self.evidence = store.put_bytes(
+            codec.dumps(replace(INT8, conditions={"scene": str(next(_COUNT))}))
+        )
         gates = store.put_bytes(codec.dumps(GATES))
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "model.onnx"

@@ -24,9 +24,17 @@ FOREIGN = PROMETHEUS | {"requests": "http_requests_total", "histogram": "http_se
         ({"source": "unheard-of"}, OWN),
         (PROMETHEUS | {"colour": "red"}, OWN),
     ],
-    ids=["its own", "ours by prometheus", "others by prometheus", "no such source", "wrong settings"],
+    ids=[
+        "its own",
+        "ours by prometheus",
+        "others by prometheus",
+        "no such source",
+        "wrong settings",
+    ],
 )
-def test_list_capabilities_depends_on_metrics_source(tmp_path: Path, metrics: dict[str, str], able: set[str]) -> None:
+def test_list_capabilities_depends_on_metrics_source(
+    tmp_path: Path, metrics: dict[str, str], able: set[str]
+) -> None:
     entry = Deploy(endpoint="digits", target="cpu", metrics=metrics)
     assert list_capabilities(open_project(tmp_path), entry) == able
 

@@ -46,14 +46,21 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 
 def touched(project: Project, *changed: str) -> tuple[str, ...]:
-    return tuple(name for one in affected(project, changed) for name in one.because if not one.problem)
+    return tuple(
+        name for one in affected(project, changed) for name in one.because if not one.problem
+    )
 
 
 def test_affected_of_training_includes_its_code_and_dependencies(project: Project) -> None:
-    assert touched(project, "code_of_it.py", "words.txt", "other.txt") == ("code_of_it.py", "words.txt")
+    assert touched(project, "code_of_it.py", "words.txt", "other.txt") == (
+        "code_of_it.py",
+        "words.txt",
+    )
 
 
-def test_affected_of_user_model_includes_code_of_its_classes(project: Project, tmp_path: Path) -> None:
+def test_affected_of_user_model_includes_code_of_its_classes(
+    project: Project, tmp_path: Path
+) -> None:
     brought = PIPELINE.replace('train: {run: "code_of_it:train", depends: [words.txt]}', "model: m")
     files = {FILE: brought, "nets.py": "import layers\n\nclass Net: ...\n", "layers.py": ""}
     write(tmp_path, **files, **{"other.py": "class Net: ...\n"})

@@ -55,7 +55,11 @@ def project(tmp_path: Path) -> Project:
     (tmp_path / "onnx-ops.toml").write_text('signing = "off"\n')
     (tmp_path / "batch_training.py").write_text(TRAINING)
     draw = np.random.default_rng(0)
-    np.savez(tmp_path / "data.npz", x=draw.standard_normal((30, 3)).astype(np.float32), y=np.arange(30) % 2)
+    np.savez(
+        tmp_path / "data.npz",
+        x=draw.standard_normal((30, 3)).astype(np.float32),
+        y=np.arange(30) % 2,
+    )
     for name in ("same-a", "same-b"):
         (tmp_path / f"{name}.yaml").write_text(PIPELINE.format(name=name, bad=""))
     (tmp_path / "bad.yaml").write_text(PIPELINE.format(name="bad", bad=", with: {bad: true}"))
@@ -94,7 +98,9 @@ def test_run_command_with_several_files_reports_each_and_worst_exit_code(
     names = ["bad.yaml", "same-a.yaml", "wrong.yaml"]
     done = CliRunner().invoke(app, ["run", *names, "--jobs", "2", "--until", "train"])
     assert done.exit_code == 2
-    assert [done.stdout.index(name) for name in names] == sorted(done.stdout.index(name) for name in names)
+    assert [done.stdout.index(name) for name in names] == sorted(
+        done.stdout.index(name) for name in names
+    )
     assert "3 pipelines: 1 done, 2 not" in done.stdout
     assert "same-a ✓ train" in done.stderr
     assert "no luck" in done.stdout

@@ -67,11 +67,15 @@ def test_measure_again_with_failing_measurement_returns_error_verdict(tmp_path: 
 
 
 @pytest.mark.parametrize("forged", ["manifest", "signature", "override"])
-def test_measure_again_without_valid_decision_returns_error_verdict(forged: str, tmp_path: Path) -> None:
+def test_measure_again_without_valid_decision_returns_error_verdict(
+    forged: str, tmp_path: Path
+) -> None:
     scene = ChampionScene(tmp_path).remembered()
     record = scene.world.registry.version(MODEL, "1")
     signed = record.decisions[TARGET]
-    unsigned = replace(signed.envelope, signatures=(replace(signed.envelope.signatures[0], sig="bm8="),))
+    unsigned = replace(
+        signed.envelope, signatures=(replace(signed.envelope.signatures[0], sig="bm8="),)
+    )
     changed = {
         "manifest": replace(record, manifest=digest_bytes(b"other")),
         "signature": replace(record, decisions={TARGET: replace(signed, envelope=unsigned)}),
@@ -80,14 +84,22 @@ def test_measure_again_without_valid_decision_returns_error_verdict(forged: str,
     scene.world.registry.replace_record(changed)
     found = looked(scene)
     assert found.verdict is Verdict.ERROR
-    words = {"manifest": "about other files", "signature": "sign", "override": "no decision for target"}
+    words = {
+        "manifest": "about other files",
+        "signature": "sign",
+        "override": "no decision for target",
+    }
     assert words[forged] in found.why
     assert scene.asked == []
 
 
 def test_list_champions_with_names_selects_pipelines_or_models(tmp_path: Path) -> None:
     scene = ChampionScene(tmp_path).remembered()
-    assert len(list_champions(scene.context, ("p",))) == len(list_champions(scene.context, (MODEL,))) == 1
+    assert (
+        len(list_champions(scene.context, ("p",)))
+        == len(list_champions(scene.context, (MODEL,)))
+        == 1
+    )
     with pytest.raises(UserError, match=f"have one: {MODEL}, p"):
         list_champions(scene.context, ("p", "q"))
 
@@ -110,9 +122,13 @@ def test_list_champions_with_foreign_aliases_ignores_them(tmp_path: Path) -> Non
         ((Verdict.ERROR, Verdict.FAIL), 1),
     ],
 )
-def test_compute_drift_exit_code_of_verdicts_returns_worst_code(verdicts: tuple[Verdict, ...], code: int) -> None:
+def test_compute_drift_exit_code_of_verdicts_returns_worst_code(
+    verdicts: tuple[Verdict, ...], code: int
+) -> None:
     assert (
-        compute_drift_exit_code([Drift(model="m", version="1", target="t", verdict=v, why="") for v in verdicts])
+        compute_drift_exit_code(
+            [Drift(model="m", version="1", target="t", verdict=v, why="") for v in verdicts]
+        )
         == code
     )
 

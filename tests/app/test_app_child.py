@@ -27,7 +27,14 @@ from onnx_ops.config.settings import Settings, load_settings, to_environ
 from onnx_ops.domain.artifact import Digest, digest_bytes, digest_file
 from onnx_ops.domain.pipeline import FileData, Stage, StageKind
 from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import NotFoundError, RefusedError, StageError, StorageError, UserError, from_document
+from onnx_ops.errors import (
+    NotFoundError,
+    RefusedError,
+    StageError,
+    StorageError,
+    UserError,
+    from_document,
+)
 from onnx_ops.file_locks import try_lock
 from onnx_ops.pipeline.stages import execute
 from onnx_ops.ports import Context, Observer, Pools
@@ -106,7 +113,11 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def data_stage(file: str = "data.npz", fingerprint: str = "") -> Stage:
     section = FileData(file=file, inputs={"x": "x"}, label="y")
-    settings: dict[str, Any] = {"section": codec.to_json(section), "inputs": ["x"], "fingerprint": fingerprint}
+    settings: dict[str, Any] = {
+        "section": codec.to_json(section),
+        "inputs": ["x"],
+        "fingerprint": fingerprint,
+    }
     return Stage(id="data/test", kind=StageKind.DATA, settings=settings)
 
 
@@ -119,7 +130,9 @@ def noted(project: Settings, name: str) -> int:
     return int((project.root / name).read_text())
 
 
-def test_run_in_subprocess_returns_same_manifest_as_current_process(project: Settings, context: Context) -> None:
+def test_run_in_subprocess_returns_same_manifest_as_current_process(
+    project: Settings, context: Context
+) -> None:
     stage = data_stage(fingerprint=digest_file(context.root / "data.npz"))
     there = run_in_subprocess(project, stage, KEY, {})
     here = execute(stage, KEY, {}, context)
@@ -134,12 +147,19 @@ def test_run_in_subprocess_with_failing_stage_keeps_error_type_and_text(project:
     with pytest.raises(RefusedError) as refused:
         run_in_subprocess(project, train_stage("refuse"), KEY, {})
     said = refused.value
-    assert (said.what, said.where, said.why, said.remedy) == ("not today", "the moon", "it is full", "Wait.")
+    assert (said.what, said.where, said.why, said.remedy) == (
+        "not today",
+        "the moon",
+        "it is full",
+        "Wait.",
+    )
     with pytest.raises(UserError):
         run_in_subprocess(project, train_stage("nothing"), KEY, {})
 
 
-def test_worker_answer_on_full_disk_returns_storage_error(project: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_answer_on_full_disk_returns_storage_error(
+    project: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def write(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -180,7 +200,9 @@ def test_run_in_subprocess_without_result_raises_stage_error(project: Settings) 
     assert "printed nothing" in left.value.why
 
 
-def test_run_in_subprocess_after_timeout_ends_all_processes(project: Settings, scratch: Path) -> None:
+def test_run_in_subprocess_after_timeout_ends_all_processes(
+    project: Settings, scratch: Path
+) -> None:
     why = ""
     for seconds in (2.5, 10.0, 40.0):  # until its process has come as far as it should
         with pytest.raises(StageError, match=f"time-out of {seconds:g} s") as stopped:
@@ -205,7 +227,9 @@ run_in_subprocess(load_settings(), codec.loads(sys.argv[1].encode(), Stage), "sh
 """
 
 
-def test_run_in_subprocess_after_parent_is_killed_ends_stage(project: Settings, scratch: Path) -> None:
+def test_run_in_subprocess_after_parent_is_killed_ends_stage(
+    project: Settings, scratch: Path
+) -> None:
     stage = codec.dumps(train_stage("hang")).decode()
     environ = {**os.environ, **to_environ(project), "TMPDIR": str(scratch)}
     with subprocess.Popen([sys.executable, "-c", PARENT, stage], env=environ) as parent:
@@ -242,7 +266,9 @@ def test_stage_executor_after_interrupt_ends_local_and_remote_stages(
         executor(train_stage("hang"), KEY, {})
 
 
-def test_stage_executor_runs_only_configured_stages_in_subprocess(project: Settings, context: Context) -> None:
+def test_stage_executor_runs_only_configured_stages_in_subprocess(
+    project: Settings, context: Context
+) -> None:
     executor = StageExecutor(settings=project, context=context)
 
     def process_of(stage: Stage) -> int:
@@ -254,11 +280,16 @@ def test_stage_executor_runs_only_configured_stages_in_subprocess(project: Setti
     assert process_of(stage) != os.getpid()
     here = Stage(id="train", kind=StageKind.TRAIN, settings=stage.settings)
     assert process_of(here) == os.getpid()
-    assert process_of(Stage(id="train", kind=StageKind.TRAIN, settings=stage.settings, timeout=60.0)) != os.getpid()
+    assert (
+        process_of(Stage(id="train", kind=StageKind.TRAIN, settings=stage.settings, timeout=60.0))
+        != os.getpid()
+    )
     sys.modules.pop("training", None)
 
 
-def test_machine_lock_while_locked_refuses_second_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_lock_while_locked_refuses_second_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with machine_lock():
         (path,) = tmp_path.iterdir()
@@ -319,9 +350,15 @@ def test_run_in_subprocess_stores_output_and_shows_last_line(project: Settings) 
 
 
 def test_run_in_subprocess_of_later_execution_replaces_stored_output(project: Settings) -> None:
-    (project.root / "counting.py").write_text("def train(data, n):\n    print('run', n)\n    raise ValueError\n")
+    (project.root / "counting.py").write_text(
+        "def train(data, n):\n    print('run', n)\n    raise ValueError\n"
+    )
     for number in (1, 2):
-        settings: dict[str, Json] = {"run": "counting:train", "with_": {"n": number}, "framework": "sklearn"}
+        settings: dict[str, Json] = {
+            "run": "counting:train",
+            "with_": {"n": number},
+            "framework": "sklearn",
+        }
         stage = Stage(id="train", kind=StageKind.TRAIN, settings=settings, own_process=True)
         with pytest.raises(UserError):
             run_in_subprocess(project, stage, KEY, {})

@@ -32,7 +32,9 @@ def test_durations_record_keeps_last_duration_of_each_stage(tmp_path: Path) -> N
     assert [file.name for file in path.parent.iterdir()] == ["p.json"]
 
 
-@pytest.mark.parametrize("damage", [b"", b'{"export": 1', b"[1]", b'{"export": null}', b'{"export": "x"}', b"\xff"])
+@pytest.mark.parametrize(
+    "damage", [b"", b'{"export": 1', b"[1]", b'{"export": null}', b'{"export": "x"}', b"\xff"]
+)
 def test_durations_of_damaged_file_are_empty(damage: bytes, tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     path.write_bytes(damage)
@@ -71,6 +73,8 @@ def test_durations_of_stage_in_pool_come_from_its_worker(tmp_path: Path) -> None
     running = RunningStages()
     running._pools = pools
     durations = Durations(settings.durations / "p.json")
-    executor = StageExecutor(settings=settings, context=context, running=running, durations=durations)
+    executor = StageExecutor(
+        settings=settings, context=context, running=running, durations=durations
+    )
     executor(Stage(id="export", kind=StageKind.EXPORT, settings={}, hints={"pool": "gpu"}), KEY, {})
     assert durations.last == {"export": 7.5}

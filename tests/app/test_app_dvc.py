@@ -71,7 +71,9 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
 def run(repository: Repository) -> RunResult:
     project = open_project(repository.root)
     result = execute(project, prepare(project, repository.root / FILE))
-    assert [(o.stage, o.reason) for o in result.outcomes.values() if o.status is StageStatus.FAILED] == []
+    assert [
+        (o.stage, o.reason) for o in result.outcomes.values() if o.status is StageStatus.FAILED
+    ] == []
     return result
 
 
@@ -155,4 +157,6 @@ def test_affected_by_dvc_pointer_or_parameter_lists_pipeline(repository: Reposit
         ("params.yaml", True),
         ("data/other.npz.dvc", False),
     ):
-        assert [one.file for one in affected(project, [changed])] == ([FILE.as_posix()] if touched else []), changed
+        assert [one.file for one in affected(project, [changed])] == (
+            [FILE.as_posix()] if touched else []
+        ), changed

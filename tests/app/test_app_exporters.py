@@ -46,7 +46,9 @@ def test_select_environment_uses_requirements_of_exporter_or_pipeline() -> None:
         (Environment(isolated=False, python="3.12"), "never changed"),
     ],
 )
-def test_select_environment_with_empty_or_conflicting_settings_raises_error(env: Environment, expected: str) -> None:
+def test_select_environment_with_empty_or_conflicting_settings_raises_error(
+    env: Environment, expected: str
+) -> None:
     with pytest.raises(UserError, match=expected) as refused:
         select_environment(SklearnExporter(), env)
     assert refused.value.remedy

@@ -27,10 +27,14 @@ NOW = 1000.0
 
 
 def make_state(**weights: int) -> EndpointState:
-    return EndpointState(deployments=tuple(map(fileless_deployment, weights)), split=TrafficSplit(weights=weights))
+    return EndpointState(
+        deployments=tuple(map(fileless_deployment, weights)), split=TrafficSplit(weights=weights)
+    )
 
 
-def plan(sequence: int, before: ReplicaTable | None = None, **weights: int) -> tuple[ReplicaTable | None, ReplicaTable]:
+def plan(
+    sequence: int, before: ReplicaTable | None = None, **weights: int
+) -> tuple[ReplicaTable | None, ReplicaTable]:
     return plan_tables("digits", make_state(**weights), sequence, before, digest=None, limits_s={})
 
 
@@ -94,7 +98,9 @@ def test_lease_end_without_heartbeat_is_zero_until_it_returns(following: Followi
 def test_lease_end_after_gap_is_zero_until_later_heartbeat(following: Following, beat: int) -> None:
     now = NOW + LEASE_S + 1
     following.listed_at = following.reported_at = now
-    following.see_beat(beat, now)  # the judge may have looked within the gap, and a rollback been requested since
+    following.see_beat(
+        beat, now
+    )  # the judge may have looked within the gap, and a rollback been requested since
     assert following.compute_lease_end(now) == 0
     following.see_beat(beat, now + 1)
     assert following.compute_lease_end(now + 1) == 0
@@ -129,7 +135,9 @@ def test_require_known_with_known_table_raises_no_error() -> None:
     require_known([], None, "/share/control")
 
 
-def test_serving_end_after_moved_traffic_and_lost_heartbeat_is_extended(following: Following) -> None:
+def test_serving_end_after_moved_traffic_and_lost_heartbeat_is_extended(
+    following: Following,
+) -> None:
     following.adopted = following.newest = replace(CANARY, judge_timeout_s=60.0)
     assert following.renew_serving_end() == NOW + LEASE_S
     following.see(ABORT)
@@ -156,7 +164,9 @@ def test_serving_end_after_start_is_zero_until_newest_table_is_adopted() -> None
 
 
 def test_leased_table_without_candidate_is_listed_at_short_interval(following: Following) -> None:
-    leased = plan_tables("digits", make_state(a=100), 4, ABORT, digest=None, limits_s={}, is_leased=True)[1]
+    leased = plan_tables(
+        "digits", make_state(a=100), 4, ABORT, digest=None, limits_s={}, is_leased=True
+    )[1]
     following.adopted = leased
     assert following.needs_lease
     assert following.is_list_due(NOW + RENEW_S)
@@ -179,18 +189,29 @@ def test_is_list_due_while_lease_is_needed_returns_true_earlier(following: Follo
 
 
 @pytest.mark.parametrize(
-    ("control", "reports"), [("s3://b/p", "s3://b/p/"), ("s3://b/p", "s3://b/p/r"), ("/x/y/", "/x"), ("/x", "/x")]
+    ("control", "reports"),
+    [("s3://b/p", "s3://b/p/"), ("s3://b/p", "s3://b/p/r"), ("/x/y/", "/x"), ("/x", "/x")],
 )
-def test_check_options_with_overlapping_locations_raises_user_error(control: str, reports: str) -> None:
+def test_check_options_with_overlapping_locations_raises_user_error(
+    control: str, reports: str
+) -> None:
     with pytest.raises(UserError, match="in one location"):
-        check_options({"follow": control, "reports": reports}, ServerOptions(endpoint="digits", trusted_keys="keys"))
+        check_options(
+            {"follow": control, "reports": reports},
+            ServerOptions(endpoint="digits", trusted_keys="keys"),
+        )
 
 
 @pytest.mark.parametrize(
     ("options", "error"),
-    [(ServerOptions(trusted_keys="keys"), UserError), (ServerOptions(endpoint="digits"), RefusedError)],
+    [
+        (ServerOptions(trusted_keys="keys"), UserError),
+        (ServerOptions(endpoint="digits"), RefusedError),
+    ],
 )
-def test_check_options_without_endpoint_or_keys_raises_error(options: ServerOptions, error: type[OnnxOpsError]) -> None:
+def test_check_options_without_endpoint_or_keys_raises_error(
+    options: ServerOptions, error: type[OnnxOpsError]
+) -> None:
     with pytest.raises(error):
         check_options({"follow": "/control", "reports": "/reports"}, options)
 

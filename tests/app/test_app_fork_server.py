@@ -97,7 +97,9 @@ def test_fork_server_after_kill_is_started_again(project: Settings) -> None:
     assert len(servers()) == 1
 
 
-def test_fork_server_that_cannot_start_raises_stage_error(project: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_server_that_cannot_start_raises_stage_error(
+    project: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     monkeypatch.setattr(FORK_SERVER, "_control", None)
     with pytest.raises(StageError, match="no process can be started"):
@@ -129,7 +131,9 @@ sys.stdin.read()
 
 def test_fork_server_is_shared_by_forks_and_ends_with_its_owner(project: Settings) -> None:
     command = [sys.executable, "-c", USER, str(project.root), codec.dumps(STAGE).decode()]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as user:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as user:
         assert user.stdout is not None
         assert [user.stdout.readline() for _ in range(2)] == ["3\n", "3\n"]
         (server,) = servers(user.pid)

@@ -56,25 +56,41 @@ def root(tmp_path: Path) -> Path:
 def run(root: Path, name: str, *overrides: str) -> Any:
     project = open_project(root)
     file = root / f"configs/pipelines/{name}.yaml"
-    prepared = prepare(project, file, overrides=[*GATES.get(name, ()), *overrides], until=StageKind.GATE)
+    prepared = prepare(
+        project, file, overrides=[*GATES.get(name, ()), *overrides], until=StageKind.GATE
+    )
     return project, execute(project, prepared)
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras and numpy 2
-@pytest.mark.parametrize("name", [*LIGHT, *(pytest.param(name, marks=pytest.mark.nightly) for name in HEAVY)])
+@pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)  # Keras and numpy 2
+@pytest.mark.parametrize(
+    "name", [*LIGHT, *(pytest.param(name, marks=pytest.mark.nightly) for name in HEAVY)]
+)
 def test_run_of_framework_pipeline_passes_gates_and_is_cached(root: Path, name: str) -> None:
     project, result = run(root, name)
-    assert [(o.stage, o.reason) for o in result.outcomes.values() if o.status is StageStatus.FAILED] == []
+    assert [
+        (o.stage, o.reason) for o in result.outcomes.values() if o.status is StageStatus.FAILED
+    ] == []
     handler = project.handler()
-    decided = [handler.decision(o.manifest) for o in result.outcomes.values() if o.stage.startswith("gate/")]
+    decided = [
+        handler.decision(o.manifest)
+        for o in result.outcomes.values()
+        if o.stage.startswith("gate/")
+    ]
     float_ones = [d for d in decided if d is not None and d.variant == EXPORT]
-    assert [[(r.gate, r.reason) for r in d.results] for d in float_ones if d.verdict is not Verdict.PASS] == []
+    assert [
+        [(r.gate, r.reason) for r in d.results] for d in float_ones if d.verdict is not Verdict.PASS
+    ] == []
     assert float_ones
     again = run(root, name)[1]
     assert {o.status for o in again.outcomes.values()} == {StageStatus.CACHED}
 
 
-def test_execute_without_table_reader_raises_missing_package_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_execute_without_table_reader_raises_missing_package_error(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project = open_project(root)
     prepared = prepare(project, root / "configs/pipelines/churn-table.yaml", until=StageKind.GATE)
     hide(monkeypatch, "pyarrow")

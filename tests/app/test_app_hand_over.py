@@ -41,7 +41,9 @@ def write_project(root: Path, *, strength: float = 1.0) -> None:
     """Write a pipeline that registers, and commit it."""
     for name, text in {
         FILE: f"{pipeline_text('job:train')}register: {{model: iris, promote: auto}}\n",
-        "configs/targets/cpu-1t.yaml": (ROOT / "configs/targets/cpu-1t.yaml").read_text(encoding="utf-8"),
+        "configs/targets/cpu-1t.yaml": (ROOT / "configs/targets/cpu-1t.yaml").read_text(
+            encoding="utf-8"
+        ),
         "job.py": CODE.format(strength=strength),
         ".gitignore": ".onnx-ops/\n__pycache__/\nran\n",
     }.items():
@@ -99,7 +101,12 @@ def test_prepare_release_signs_without_running_user_code(place: Path) -> None:
     assert not (place / "root" / "ran").exists()
     statuses = {outcome.stage: outcome.status for outcome in summary.outcomes}
     assert statuses["train"] is statuses["benchmark/fp32@cpu-1t"] is StageStatus.CACHED
-    assert statuses["gate/fp32@cpu-1t"] is statuses["register"] is statuses["promote@cpu-1t"] is StageStatus.DONE
+    assert (
+        statuses["gate/fp32@cpu-1t"]
+        is statuses["register"]
+        is statuses["promote@cpu-1t"]
+        is StageStatus.DONE
+    )
     assert (place / "releaser" / "keys" / "signing.pem").exists()
     assert not list(place.glob("evaluator/**/*.pem"))
     again = release(place / "root", place / "evaluation")
@@ -124,7 +131,9 @@ def test_prepare_release_after_other_promotion_raises_refused_error(place: Path)
 
 
 def test_prepare_release_of_failed_evaluation_names_its_cause(place: Path) -> None:
-    (place / "root" / "job.py").write_text("def train(data):\n    raise ValueError('no rows')\n", encoding="utf-8")
+    (place / "root" / "job.py").write_text(
+        "def train(data):\n    raise ValueError('no rows')\n", encoding="utf-8"
+    )
     commit_all(place / "root")
     assert evaluate(place / "root", place / "failed").exit_code == 2
     summary = release(place / "root", place / "failed")
@@ -147,7 +156,9 @@ def _find(document: dict[str, Any], stage: str) -> dict[str, Any]:
 def _forge_evidence(folder: Path, document: dict[str, Any], **changes: str) -> None:
     """Replace the evidence of the benchmark by one that claims something else, under its true digest."""
     files = _find(document, "benchmark/fp32@cpu-1t")["manifest"]["files"]
-    evidence = json.loads((folder / "content" / files["evidence.json"].removeprefix("sha256:")).read_bytes())
+    evidence = json.loads(
+        (folder / "content" / files["evidence.json"].removeprefix("sha256:")).read_bytes()
+    )
     data = json.dumps({**evidence, **changes}).encode()
     files["evidence.json"] = digest_bytes(data)
     (folder / "content" / digest_bytes(data).removeprefix("sha256:")).write_bytes(data)
@@ -168,7 +179,10 @@ def _link_content(folder: Path, _: dict[str, Any]) -> None:
 FORGED: dict[str, tuple[type[OnnxOpsError], Change]] = {
     "another commit": (RefusedError, lambda _, it: it.update(commit="f" * 40)),
     "another file": (RefusedError, lambda _, it: it.update(file="sha256:" + "2" * 64)),
-    "a stage less": (RefusedError, lambda _, it: [it[name].pop(0) for name in ("stages", "outcomes")]),
+    "a stage less": (
+        RefusedError,
+        lambda _, it: [it[name].pop(0) for name in ("stages", "outcomes")],
+    ),
     "a gate that is decided": (
         RefusedError,
         lambda _, it: (
@@ -178,21 +192,46 @@ FORGED: dict[str, tuple[type[OnnxOpsError], Change]] = {
     ),
     "a stage twice": (
         CorruptStateError,
-        lambda _, it: it["stages"].append(it["stages"][0]) or it["outcomes"].append(it["outcomes"][0]),
+        lambda _, it: (
+            it["stages"].append(it["stages"][0]) or it["outcomes"].append(it["outcomes"][0])
+        ),
     ),
     "outcomes in another order": (CorruptStateError, lambda _, it: it["outcomes"].reverse()),
-    "another target": (RefusedError, lambda _, it: it["stages"][-1]["settings"].update(target="sha256:" + "0" * 64)),
-    "a benchmark of other stages": (RefusedError, lambda _, it: it["stages"][-1].update(needs=["train"])),
+    "another target": (
+        RefusedError,
+        lambda _, it: it["stages"][-1]["settings"].update(target="sha256:" + "0" * 64),
+    ),
+    "a benchmark of other stages": (
+        RefusedError,
+        lambda _, it: it["stages"][-1].update(needs=["train"]),
+    ),
     "a path as digest": (
         CorruptStateError,
-        lambda _, it: _find(it, "train")["manifest"]["files"].update(x="sha256:../../../../etc/passwd"),
+        lambda _, it: _find(it, "train")["manifest"]["files"].update(
+            x="sha256:../../../../etc/passwd"
+        ),
     ),
-    "content of other bytes": (CorruptStateError, lambda folder, _: _any_content(folder).write_bytes(b"x")),
+    "content of other bytes": (
+        CorruptStateError,
+        lambda folder, _: _any_content(folder).write_bytes(b"x"),
+    ),
     "content that is a link": (CorruptStateError, _link_content),
-    "evidence of another variant": (RefusedError, lambda at, it: _forge_evidence(at, it, variant="int8")),
-    "evidence of another target": (RefusedError, lambda at, it: _forge_evidence(at, it, target="gpu")),
-    "evidence of other files": (RefusedError, lambda at, it: _forge_evidence(at, it, manifest="sha256:" + "1" * 64)),
-    "evidence of another pipeline": (RefusedError, lambda at, it: _forge_evidence(at, it, pipeline="other")),
+    "evidence of another variant": (
+        RefusedError,
+        lambda at, it: _forge_evidence(at, it, variant="int8"),
+    ),
+    "evidence of another target": (
+        RefusedError,
+        lambda at, it: _forge_evidence(at, it, target="gpu"),
+    ),
+    "evidence of other files": (
+        RefusedError,
+        lambda at, it: _forge_evidence(at, it, manifest="sha256:" + "1" * 64),
+    ),
+    "evidence of another pipeline": (
+        RefusedError,
+        lambda at, it: _forge_evidence(at, it, pipeline="other"),
+    ),
     "an unknown field": (CorruptStateError, lambda _, it: it.update(signed=True)),
 }
 
@@ -206,11 +245,17 @@ def test_prepare_release_of_forged_evaluation_raises_error(place: Path, forged: 
     change(folder, document)
     (folder / "evaluation.json").write_text(json.dumps(document), encoding="utf-8")
     with pytest.raises(kind):
-        prepare_release(open_at(place / "root", place / "releaser", signing="auto"), place / "root" / FILE, folder)
+        prepare_release(
+            open_at(place / "root", place / "releaser", signing="auto"),
+            place / "root" / FILE,
+            folder,
+        )
 
 
 @pytest.mark.parametrize("kind", ["nothing", "link", "folder", "pipe", "deep"])
-def test_prepare_release_with_irregular_description_file_raises_error(place: Path, kind: str) -> None:
+def test_prepare_release_with_irregular_description_file_raises_error(
+    place: Path, kind: str
+) -> None:
     file = place / "evaluation" / "evaluation.json"
     file.rename(place / "true.json")
     match kind:
@@ -225,4 +270,8 @@ def test_prepare_release_with_irregular_description_file_raises_error(place: Pat
         case _:
             assert not file.exists()
     with pytest.raises(UserError if kind == "nothing" else CorruptStateError):
-        prepare_release(open_at(place / "root", place / "releaser", signing="auto"), place / "root" / FILE, file.parent)
+        prepare_release(
+            open_at(place / "root", place / "releaser", signing="auto"),
+            place / "root" / FILE,
+            file.parent,
+        )

@@ -49,7 +49,9 @@ def registered(context: Context, run: Digest) -> Manifest:
         run=run,
         model="m",
         release=lineage.release,
-        versions=context.registry().publish(Publication(model="m", lineage=lineage, variants=(record,))),
+        versions=context.registry().publish(
+            Publication(model="m", lineage=lineage, variants=(record,))
+        ),
         choices=(Choice(target="cpu", variant="fp32", verdict=Verdict.PASS, reason="it passes"),),
         where="memory",
         evidence={"fp32": record.evidence_digest()},
@@ -68,9 +70,17 @@ def handler_of(context: Context) -> StageHandler:
 
 def deploy(*, auto: bool = False, **section: object) -> Stage:
     entry = Deploy(endpoint="e", provider="fake", target="cpu", **section)  # type: ignore[arg-type]
-    settings = {"model": "m", "target_digest": KEY, "pipeline": "p", "auto": auto, "section": codec.to_json(entry)}
+    settings = {
+        "model": "m",
+        "target_digest": KEY,
+        "pipeline": "p",
+        "auto": auto,
+        "section": codec.to_json(entry),
+    }
     tolerates = ("promote@cpu",) if auto else ()
-    return Stage(id="deploy/e", kind=StageKind.DEPLOY, settings=settings, target="cpu", tolerates=tolerates)
+    return Stage(
+        id="deploy/e", kind=StageKind.DEPLOY, settings=settings, target="cpu", tolerates=tolerates
+    )
 
 
 def test_deploy_stage_without_promotion_updates_policy_only(tmp_path: Path) -> None:
@@ -94,10 +104,16 @@ def test_execute_of_run_that_abandons_endpoint_raises_refused_error(tmp_path: Pa
     served = fileless_deployment("v1")
     state, roles = build_split_state(None, served, 100), Roles(stable=served)
     journal = Journal.open(context, "e")
-    perform_action(journal, Action(kind=ActionKind.FIRST, state=state, roles=roles, why="new"), lambda _: None)
+    perform_action(
+        journal, Action(kind=ActionKind.FIRST, state=state, roles=roles, why="new"), lambda _: None
+    )
     register = Stage(id="register", kind=StageKind.REGISTER, settings={}, needs=("train",))
-    pipeline = Pipeline(pipeline="p", export=Export(framework="onnx"), benchmark=Benchmark(targets=("cpu",)))
-    prepared = PreparedPipeline(pipeline=pipeline, targets={}, plan=Plan(pipeline="p", stages=(register,)))
+    pipeline = Pipeline(
+        pipeline="p", export=Export(framework="onnx"), benchmark=Benchmark(targets=("cpu",))
+    )
+    prepared = PreparedPipeline(
+        pipeline=pipeline, targets={}, plan=Plan(pipeline="p", stages=(register,))
+    )
     project = Project(settings=load_settings(tmp_path), context=context)
     with pytest.raises(RefusedError, match="e would be left behind") as caught:
         execute(project, prepared)
@@ -129,7 +145,13 @@ def test_cached_registration_after_other_registration_of_release_is_none(tmp_pat
         (True, b"other", b"model", True),
         (True, b"release", b"", True),
     ],
-    ids=["no champion", "no comparison", "another champion", "this champion", "itself the champion"],
+    ids=[
+        "no champion",
+        "no comparison",
+        "another champion",
+        "this champion",
+        "itself the champion",
+    ],
 )
 def test_was_compared_without_endpoint_uses_champion_in_registry(
     tmp_path: Path, champion: bool, release: bytes, compared: bytes, expected: bool
@@ -139,7 +161,9 @@ def test_was_compared_without_endpoint_uses_champion_in_registry(
     if champion:
         context.registry().set_alias("m", format_alias("champion", "cpu"), "1")
     champion_manifest = Manifest(files={"model.onnx": digest_bytes(compared)}).digest()
-    facts = ChampionFacts(version="1", manifest=champion_manifest, size_bytes=1) if compared else None
+    facts = (
+        ChampionFacts(version="1", manifest=champion_manifest, size_bytes=1) if compared else None
+    )
     evidence = make_evidence(target="cpu", release=digest_bytes(release), champion=facts)
     assert was_compared(context, "m", evidence) is expected
 
@@ -165,7 +189,9 @@ def test_cached_registration_of_deleted_version_is_none(tmp_path: Path) -> None:
     handler.execute(REGISTER, KEY, {})
     world.registry.delete_version("m", "1")
     assert handler.cached(REGISTER, KEY, {}) is None
-    assert replace(handler, confirms=False).cached(REGISTER, KEY, {}) is not None, "a plan does not ask the registry"
+    assert replace(handler, confirms=False).cached(REGISTER, KEY, {}) is not None, (
+        "a plan does not ask the registry"
+    )
 
 
 def test_cached_registration_with_unreachable_registry_is_none(tmp_path: Path) -> None:
@@ -183,7 +209,11 @@ def test_cached_deployment_after_changed_settings_or_policy_is_none(tmp_path: Pa
     handler, inputs = handler_of(context), {"register": registered(context, KEY)}
 
     steps = RolloutPolicy(steps=(0.1, 1.0))
-    for changed in (deploy(), deploy(rollout=steps), deploy(rollout=steps, settings={"port": 8000})):
+    for changed in (
+        deploy(),
+        deploy(rollout=steps),
+        deploy(rollout=steps, settings={"port": 8000}),
+    ):
         assert handler.cached(changed, KEY, inputs) is None
         handler.execute(changed, KEY, inputs)
         assert handler.cached(changed, KEY, inputs) is not None

@@ -53,7 +53,9 @@ def store(tmp_path: Path) -> ContentStore:
 def summary(store: ContentStore) -> Summary:
     digest = store.put_bytes(codec.dumps(evidence_of()))
     measured = StageOutcome(
-        stage="benchmark/fp32@cpu-1t", status=StageStatus.DONE, manifest=Manifest(files={"evidence.json": digest})
+        stage="benchmark/fp32@cpu-1t",
+        status=StageStatus.DONE,
+        manifest=Manifest(files={"evidence.json": digest}),
     )
     choice = Choice(target="cpu-1t", variant="fp32", verdict=Verdict.PASS, reason="it passes")
     return Summary(
@@ -69,7 +71,9 @@ def summary(store: ContentStore) -> Summary:
     )
 
 
-def test_find_base_on_branch_returns_last_measured_common_commit(root: Path, store: ContentStore) -> None:
+def test_find_base_on_branch_returns_last_measured_common_commit(
+    root: Path, store: ContentStore
+) -> None:
     measured = git(root, "rev-parse", "HEAD")
     record_commit(root, store, summary(store))
     commit(root, "a commit that touches no model")
@@ -91,7 +95,9 @@ def test_find_base_on_recorded_commit_excludes_that_commit(root: Path, store: Co
     assert find_base(root, store, PIPELINE, "main").why == ""
 
 
-def test_record_commit_with_uncommitted_changes_records_nothing(root: Path, store: ContentStore) -> None:
+def test_record_commit_with_uncommitted_changes_records_nothing(
+    root: Path, store: ContentStore
+) -> None:
     (root / "file.txt").write_text("not committed")
     record_commit(root, store, summary(store))
     assert "Nothing is recorded" in find_base(root, store, PIPELINE, "main").why
@@ -118,12 +124,16 @@ def test_run_with_failing_commit_record_succeeds(
     assert len(refused) == 1
 
 
-def test_find_base_with_unknown_commit_returns_explanation(root: Path, store: ContentStore, tmp_path: Path) -> None:
+def test_find_base_with_unknown_commit_returns_explanation(
+    root: Path, store: ContentStore, tmp_path: Path
+) -> None:
     assert "git knows no commit 'nope'" in find_base(root, store, PIPELINE, "nope").why
     assert "git knows no commit" in find_base(tmp_path, store, PIPELINE, "main").why
 
 
-def test_import_commits_from_exported_folder_restores_base(root: Path, store: ContentStore, tmp_path: Path) -> None:
+def test_import_commits_from_exported_folder_restores_base(
+    root: Path, store: ContentStore, tmp_path: Path
+) -> None:
     record_commit(root, store, summary(store))
     export_commit(root, store, PIPELINE, tmp_path / "figures")
     other = ContentStore(LocalObjects(tmp_path / "other"), tmp_path / "other-cache")
@@ -133,14 +143,19 @@ def test_import_commits_from_exported_folder_restores_base(root: Path, store: Co
     assert find_base(root, other, PIPELINE, "main").evidence == (evidence_of(),)
 
 
-def test_export_commit_into_full_folder_keeps_newest_commits(root: Path, store: ContentStore, tmp_path: Path) -> None:
+def test_export_commit_into_full_folder_keeps_newest_commits(
+    root: Path, store: ContentStore, tmp_path: Path
+) -> None:
     folder = tmp_path / "figures"
     for age in range(30):
         (folder / str(age)).mkdir(parents=True)
         os.utime(folder / str(age), (1000 - age, 1000 - age))
     record_commit(root, store, summary(store))
     export_commit(root, store, PIPELINE, folder)
-    assert {path.name for path in folder.iterdir()} == {git(root, "rev-parse", "HEAD"), *map(str, range(19))}
+    assert {path.name for path in folder.iterdir()} == {
+        git(root, "rev-parse", "HEAD"),
+        *map(str, range(19)),
+    }
 
 
 def test_read_provenance_returns_author_of_commit_or_service(root: Path, tmp_path: Path) -> None:
@@ -148,7 +163,9 @@ def test_read_provenance_returns_author_of_commit_or_service(root: Path, tmp_pat
     head = git(root, "rev-parse", "HEAD")
     assert (made.at, made.author, made.commit) == ("1970-01-01 00:00 UTC", "Ada Example", head)
     assert (made.branch, made.changed) == ("main", False)
-    provenance = read_provenance(tmp_path, 0.0, {"GITHUB_ACTOR": "ada", "GITHUB_SHA": "abc", "GITHUB_REF_NAME": "main"})
+    provenance = read_provenance(
+        tmp_path, 0.0, {"GITHUB_ACTOR": "ada", "GITHUB_SHA": "abc", "GITHUB_REF_NAME": "main"}
+    )
     assert (provenance.author, provenance.commit, provenance.branch) == ("ada", "abc", "main")
 
 
@@ -171,5 +188,7 @@ def test_read_provenance_of_merged_pull_request_returns_its_head(root: Path) -> 
         ({"SYSTEM_PULLREQUEST_TARGETBRANCH": "refs/heads/main"}, "main"),
     ],
 )
-def test_read_base_branch_of_each_ci_service_returns_target_branch(environ: dict[str, str], branch: str) -> None:
+def test_read_base_branch_of_each_ci_service_returns_target_branch(
+    environ: dict[str, str], branch: str
+) -> None:
     assert read_base_branch(environ) == branch

@@ -101,7 +101,9 @@ def executed(worker: Project, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return Manifest(files={"evidence.json": evidence})
 
     monkeypatch.setattr("onnx_ops.app.execution.execute", execute)
-    monkeypatch.setattr("onnx_ops.app.execution.run_in_subprocess", lambda _, stage, *rest: execute(stage))
+    monkeypatch.setattr(
+        "onnx_ops.app.execution.run_in_subprocess", lambda _, stage, *rest: execute(stage)
+    )
     return stages
 
 
@@ -113,12 +115,23 @@ def worker(tmp_path: Path) -> Project:
 def placed(kind: StageKind, *, hints: Mapping[str, Json] | None = None, **settings: Json) -> Stage:
     """A stage for workers of the pool `gpu`."""
     settings = {"revision": REVISIONS[kind], **settings}
-    return Stage(id=kind.value, kind=kind, settings=settings, hints={"pool": "gpu", **(hints or {})}, own_process=True)
+    return Stage(
+        id=kind.value,
+        kind=kind,
+        settings=settings,
+        hints={"pool": "gpu", **(hints or {})},
+        own_process=True,
+    )
 
 
 def train_stage(asker: Project, function: str = "train") -> Stage:
     code = digest_of(collect_user_code(("training",), asker.settings.root, ("seed.txt",)).files)
-    settings: dict[str, Json] = {"run": f"training:{function}", "with_": {}, "framework": "sklearn", "code": code}
+    settings: dict[str, Json] = {
+        "run": f"training:{function}",
+        "with_": {},
+        "framework": "sklearn",
+        "code": code,
+    }
     return placed(StageKind.TRAIN, hints={"depends": ["seed.txt"]}, **settings)
 
 
@@ -169,14 +182,18 @@ def test_remote_stage_that_fails_raises_its_error_locally(asker: Project, worker
     assert caught.value.exit_code == 2
 
 
-def test_remote_stage_with_code_changed_after_plan_raises_conflict_error(asker: Project, worker: Project) -> None:
+def test_remote_stage_with_code_changed_after_plan_raises_conflict_error(
+    asker: Project, worker: Project
+) -> None:
     stage = train_stage(asker)
     (asker.settings.root / "helpers.py").write_text("def scale(number): return 4 * number\n")
     with pytest.raises(ConflictError, match="its code changed after the plan"):
         asked(Nearby(worker), asker, stage)
 
 
-def test_remote_stage_with_other_store_raises_error_naming_both(asker: Project, tmp_path: Path) -> None:
+def test_remote_stage_with_other_store_raises_error_naming_both(
+    asker: Project, tmp_path: Path
+) -> None:
     other = project(tmp_path / "worker", store="elsewhere")
     with pytest.raises(MeasurementError, match="did not execute it") as caught:
         asked(Nearby(other), asker, train_stage(asker))
@@ -256,7 +273,9 @@ def test_remote_benchmark_receives_all_files_of_champion(
     def execute(_: object, stage: Stage, *rest: object) -> Manifest:
         hints: Any = stage.hints
         place = Path(hints["champion"]["location"])
-        seen.extend((place / name).read_bytes() for name in ("model.onnx", "custom_ops/board/lib.so"))
+        seen.extend(
+            (place / name).read_bytes() for name in ("model.onnx", "custom_ops/board/lib.so")
+        )
         raise MeasurementError("enough")
 
     monkeypatch.setattr("onnx_ops.app.execution.run_in_subprocess", execute)
@@ -273,7 +292,10 @@ def test_remote_benchmark_from_unaccepted_machine_is_not_reused(
     evidence = make_evidence()
     digest = worker.context.store.put_bytes(codec.dumps(evidence))
     worker.context.store.record(KEY, Manifest(files={"evidence.json": digest}))
-    for cores, runs in ((evidence.hardware.cores, list[str]()), (evidence.hardware.cores + 1, ["benchmark"])):
+    for cores, runs in (
+        (evidence.hardware.cores, list[str]()),
+        (evidence.hardware.cores + 1, ["benchmark"]),
+    ):
         target: Json = {"name": "board", "pool": "gpu", "requires": {"cores": cores}}
         stage = placed(StageKind.BENCHMARK, hints={"target": target, "champion": None}, model="")
         if runs:

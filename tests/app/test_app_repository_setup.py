@@ -21,7 +21,9 @@ from onnx_ops.app.repository_setup import choose_name
 from onnx_ops.cli.main import app
 
 ROOT = Path(__file__).parents[2]
-_TABLE = "Monthly Charges,age,label\n" + "".join(f"{40 + 20 * (row % 2)}.5,{20 + row},{row % 2}\n" for row in range(60))
+_TABLE = "Monthly Charges,age,label\n" + "".join(
+    f"{40 + 20 * (row % 2)}.5,{20 + row},{row % 2}\n" for row in range(60)
+)
 _TRAINING = """
 from sklearn.linear_model import LogisticRegression
 
@@ -39,7 +41,9 @@ def fit(*, depth):
     table = pandas.read_csv(Path(__file__).parents[1] / "train.csv")
     return DecisionTreeClassifier(max_depth=depth).fit(table[["Monthly Charges", "age"]], table["label"])
 """
-_WORKFLOW = "name: test\non: push\njobs:\n  test:\n    runs-on: ubuntu-latest\n    steps: [{run: pytest}]\n"
+_WORKFLOW = (
+    "name: test\non: push\njobs:\n  test:\n    runs-on: ubuntu-latest\n    steps: [{run: pytest}]\n"
+)
 
 
 def write(root: Path, **files: str) -> Path:
@@ -68,7 +72,9 @@ def make_src_layout(root: Path) -> list[str]:
 
 
 def make_flat_layout(root: Path) -> list[str]:
-    project = '[build-system]\nrequires = ["setuptools"]\n[project]\nname = "churn"\nversion = "1"\n'
+    project = (
+        '[build-system]\nrequires = ["setuptools"]\n[project]\nname = "churn"\nversion = "1"\n'
+    )
     write(
         root,
         **{
@@ -82,11 +88,27 @@ def make_flat_layout(root: Path) -> list[str]:
             "holdout.csv": _TABLE,
         },
     )
-    return ["--from", "churn.model:fit", "--with", "depth=3", "--data", "test=holdout.csv", "--label", "label"]
+    return [
+        "--from",
+        "churn.model:fit",
+        "--with",
+        "depth=3",
+        "--data",
+        "test=holdout.csv",
+        "--label",
+        "label",
+    ]
 
 
 def make_model_repository(root: Path) -> list[str]:
-    write(root, **{"README.md": "A model\n", "Makefile": "test:\n\ttrue\n", ".github/workflows/ci.yml": _WORKFLOW})
+    write(
+        root,
+        **{
+            "README.md": "A model\n",
+            "Makefile": "test:\n\ttrue\n",
+            ".github/workflows/ci.yml": _WORKFLOW,
+        },
+    )
     (root / "models").mkdir()
     shutil.copyfile(ROOT / "examples" / "models" / "iris.onnx", root / "models" / "iris.onnx")
     return ["--from", "models/iris.onnx"]
@@ -100,14 +122,31 @@ LAYOUTS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
 
 
 def digest_files(root: Path) -> dict[str, str]:
-    paths = (path for path in root.rglob("*") if path.is_file() and not {"__pycache__", ".onnx-ops"} & {*path.parts})
-    return {path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    paths = (
+        path
+        for path in root.rglob("*")
+        if path.is_file() and not {"__pycache__", ".onnx-ops"} & {*path.parts}
+    )
+    return {
+        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in paths
+    }
 
 
 def run(root: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "", "ONNX_OPS_SIGNING": "off"}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PYTEST_ADDOPTS": "",
+        "ONNX_OPS_SIGNING": "off",
+    }
     return subprocess.run(
-        [sys.executable, "-m", *command], cwd=root, env=environ, capture_output=True, text=True, check=False
+        [sys.executable, "-m", *command],
+        cwd=root,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -146,11 +185,19 @@ def test_init_into_repository_leaves_tests_and_build_unchanged(tmp_path: Path, l
     find = "import json, setuptools; from setuptools.config.pyprojecttoml import read_configuration as read; "
     find += "print(json.dumps(read('pyproject.toml')['tool']['setuptools'].get('packages', [])))"
     packages = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", find], cwd=root, capture_output=True, text=True, check=False
+        [sys.executable, "-W", "ignore", "-c", find],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     add(root, arguments)
     after = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", find], cwd=root, capture_output=True, text=True, check=False
+        [sys.executable, "-W", "ignore", "-c", find],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (after.returncode, after.stdout) == (packages.returncode, packages.stdout)
     assert after.returncode == 0, after.stderr
@@ -160,16 +207,27 @@ def test_init_into_repository_leaves_tests_and_build_unchanged(tmp_path: Path, l
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_init_into_repository_creates_pipeline_whose_gates_pass(tmp_path: Path, layout: str) -> None:
+def test_init_into_repository_creates_pipeline_whose_gates_pass(
+    tmp_path: Path, layout: str
+) -> None:
     root = tmp_path / layout
     root.mkdir()
     subprocess.run(["git", "init", "--quiet", str(root)], check=True)
     document = add(root, LAYOUTS[layout][0](root))
     done = run(root, "onnx_ops", "run", document["pipeline"], "--until", "gate", "--json")
-    assert done.returncode in (0, 3), done.stdout + done.stderr  # a shared machine can measure nothing conclusive
-    assert {choice["verdict"] for choice in json.loads(done.stdout)["choices"]} <= {"pass", "inconclusive"}
+    assert done.returncode in (0, 3), (
+        done.stdout + done.stderr
+    )  # a shared machine can measure nothing conclusive
+    assert {choice["verdict"] for choice in json.loads(done.stdout)["choices"]} <= {
+        "pass",
+        "inconclusive",
+    }
     listed = subprocess.run(
-        ["git", "status", "--porcelain", "--untracked-files=all"], cwd=root, check=True, capture_output=True, text=True
+        ["git", "status", "--porcelain", "--untracked-files=all"],
+        cwd=root,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     assert ".onnx-ops" not in listed.stdout
 
@@ -202,7 +260,10 @@ def test_init_into_repository_writes_deployments_of_package_flows(tmp_path: Path
         (["--from", "fraud.training:train", "--with", "weight=2"], "takes no parameter 'weight'"),
         (["--from", "fraud.training:train", "--data", "test=none.csv"], "no such file"),
         (["--from", "fraud.training:train", "--data", "none.csv"], "is not SET=FILE"),
-        (["--from", "fraud.training:train", "--data", "train=data/train.csv"], "--data test=data/test.csv"),
+        (
+            ["--from", "fraud.training:train", "--data", "train=data/train.csv"],
+            "--data test=data/test.csv",
+        ),
         (["--from", "README.md"], "README.md"),
         ([], "--into needs --from"),
     ],

@@ -55,14 +55,18 @@ def root(tmp_path: Path, environments: Path) -> Path:
     (tmp_path / "onnx-ops.toml").write_text("signing = 'auto'\n")
     (tmp_path / ".onnx-ops").mkdir()
     (tmp_path / ".onnx-ops/environments").symlink_to(environments)
-    (tmp_path / "configs/targets/apart.yaml").write_text(f"name: apart\nenv: {{requirements: [{HERE}]}}\n")
+    (tmp_path / "configs/targets/apart.yaml").write_text(
+        f"name: apart\nenv: {{requirements: [{HERE}]}}\n"
+    )
     lend_this_interpreter(environments)
     return tmp_path
 
 
 def lend_this_interpreter(environments: Path) -> None:
     """An environment that is whole already: which packages it installs is not what is tested here."""
-    place = PythonEnvironments(folder=environments, uv=find_uv()).place(Environment(requirements=(HERE,)))
+    place = PythonEnvironments(folder=environments, uv=find_uv()).place(
+        Environment(requirements=(HERE,))
+    )
     (place / "bin").mkdir(parents=True, exist_ok=True)
     python = place / "bin/python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
@@ -87,7 +91,9 @@ def evidence(project: Project, result: Any, target: str) -> Evidence:
 def measured(root: Path, pipeline: str, *targets: str) -> dict[str, str | None]:
     """Every target has verdicts and its own choice, and its evidence names its origin; return the choices."""
     project, result, summary = run(root, pipeline, *targets)
-    assert [(o.stage, o.reason) for o in result.outcomes.values() if o.status is StageStatus.FAILED] == []
+    assert [
+        (o.stage, o.reason) for o in result.outcomes.values() if o.status is StageStatus.FAILED
+    ] == []
     assert {decision.target for decision in summary.decisions if decision.results} == set(targets)
     found = {target: evidence(project, result, target) for target in targets}
     assert len({e.target_digest for e in found.values()}) == len(targets)
@@ -115,7 +121,10 @@ def test_openvino_target_is_measured_in_separate_environment(root: Path) -> None
     targets = ("cpu-1t", "cpu-all", "node", "browser-wasm")
     assert all(measured(root, "digits-cnn", *targets, "openvino-cpu").values())
     project, result, _ = run(root, "digits-cnn", *targets, "openvino-cpu")
-    found = {target: differing(evidence(project, result, target)) for target in (*targets, "openvino-cpu")}
+    found = {
+        target: differing(evidence(project, result, target))
+        for target in (*targets, "openvino-cpu")
+    }
     # What OpenVINO computes for NaN is its own; the data holds none, so that nothing is refused for it.
     openvino = found.pop("openvino-cpu")
     assert ("missing", False) in openvino
@@ -140,7 +149,11 @@ def of_node(process: psutil.Process) -> bool:
 def of_browser(process: psutil.Process) -> bool:
     """The browser itself, once it has a page."""
     command = process.cmdline()
-    if "--headless" not in command or "chrom" not in command[0] or any("--type=" in part for part in command):
+    if (
+        "--headless" not in command
+        or "chrom" not in command[0]
+        or any("--type=" in part for part in command)
+    ):
         return False
     return any("--type=renderer" in child.cmdline() for child in process.children(recursive=True))
 
@@ -170,7 +183,9 @@ def test_run_with_killed_runtimes_reports_errors_and_continues(root: Path, sweep
         assert re.search(words[target], failed[f"benchmark/fp32@{target}"])
     verdicts = {decision.target: decision.verdict for decision in summary.decisions}
     assert verdicts == dict.fromkeys(victims, Verdict.ERROR) | {"cpu-1t": Verdict.PASS}
-    assert {choice.target: choice.variant for choice in summary.choices} == dict.fromkeys(victims) | {"cpu-1t": "fp32"}
+    assert {choice.target: choice.variant for choice in summary.choices} == dict.fromkeys(
+        victims
+    ) | {"cpu-1t": "fp32"}
     assert summary.exit_code == 4
 
 

@@ -41,10 +41,14 @@ TOP = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("template", PROJECTS)
-def test_scaffold_of_each_template_creates_project_whose_tests_pass(template: TemplateName, tmp_path: Path) -> None:
+def test_scaffold_of_each_template_creates_project_whose_tests_pass(
+    template: TemplateName, tmp_path: Path
+) -> None:
     folder = tmp_path / "fraud"
     files = scaffold(folder, "fraud", template)
-    assert {name.partition("/")[0] for name in files} == TOP | ({"data"} if template == "table" else set())
+    assert {name.partition("/")[0] for name in files} == TOP | (
+        {"data"} if template == "table" else set()
+    )
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"],
         cwd=folder,
@@ -58,15 +62,35 @@ def test_scaffold_of_each_template_creates_project_whose_tests_pass(template: Te
 
 
 @pytest.mark.parametrize("template", PROJECTS)
-def test_scaffold_with_project_name_leaves_no_placeholders_in_files(template: TemplateName, tmp_path: Path) -> None:
+def test_scaffold_with_project_name_leaves_no_placeholders_in_files(
+    template: TemplateName, tmp_path: Path
+) -> None:
     folder = tmp_path / "fraud"
     scaffold(folder, "fraud", template)
-    for path in (path for path in folder.rglob("*") if path.is_file() and path.suffix in (".toml", ".yaml", ".md")):
+    for path in (
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix in (".toml", ".yaml", ".md")
+    ):
         text = path.read_text(encoding="utf-8")
-        for word in ("{name}", "{version}", "{extras}", "{models}", "{change}", "examples", "digits-", "iris-onnx"):
+        for word in (
+            "{name}",
+            "{version}",
+            "{extras}",
+            "{models}",
+            "{change}",
+            "examples",
+            "digits-",
+            "iris-onnx",
+        ):
             assert word not in text or "infra" in path.parts or "schema" in path.parts, (path, word)
-    assert tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"] == "fraud"
-    deployments = yaml.safe_load((folder / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
+    assert (
+        tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
+        == "fraud"
+    )
+    deployments = yaml.safe_load((folder / "prefect.yaml").read_text(encoding="utf-8"))[
+        "deployments"
+    ]
     for one in deployments:
         assert (folder / one["entrypoint"].partition(":")[0]).is_file()
 
@@ -92,22 +116,35 @@ def test_scaffold_with_invalid_name_raises_user_error(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["class", "import", "onnx", "onnx-ops", "scikit-learn", "models"])
-def test_scaffold_with_name_of_installed_package_raises_user_error(name: str, tmp_path: Path) -> None:
+def test_scaffold_with_name_of_installed_package_raises_user_error(
+    name: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match="cannot name a project"):
         scaffold(tmp_path / "new", name, "sklearn")
     assert not (tmp_path / "new").exists()
 
 
 def test_write_wheel_contains_build_files_and_is_reproducible(tmp_path: Path) -> None:
-    one, other = (write_wheel(distribution("onnx-ops"), tmp_path / name) for name in ("one", "other"))
+    one, other = (
+        write_wheel(distribution("onnx-ops"), tmp_path / name) for name in ("one", "other")
+    )
     assert one.read_bytes() == other.read_bytes()
     with zipfile.ZipFile(one) as archive:
         names = set(archive.namelist())
         (record,) = [name for name in names if name.endswith("/RECORD")]
-        assert {line.partition(",")[0] for line in archive.read(record).decode().splitlines()} == names
-        assert archive.read("onnx_ops/templates/constraints.txt") == (ROOT / "constraints.txt").read_bytes()
-        assert b"onnx-ops = onnx_ops.cli.main:main" in archive.read(record.replace("RECORD", "entry_points.txt"))
-    assert not [name for name in names if "__pycache__" in name or "templates/examples/digits_keras" in name]
+        assert {
+            line.partition(",")[0] for line in archive.read(record).decode().splitlines()
+        } == names
+        assert (
+            archive.read("onnx_ops/templates/constraints.txt")
+            == (ROOT / "constraints.txt").read_bytes()
+        )
+        assert b"onnx-ops = onnx_ops.cli.main:main" in archive.read(
+            record.replace("RECORD", "entry_points.txt")
+        )
+    assert not [
+        name for name in names if "__pycache__" in name or "templates/examples/digits_keras" in name
+    ]
 
 
 def test_scaffold_from_wheel_writes_same_files_as_checkout(tmp_path: Path) -> None:
@@ -117,7 +154,11 @@ def test_scaffold_from_wheel_writes_same_files_as_checkout(tmp_path: Path) -> No
         from_checkout = scaffold(tmp_path / "checkout" / template, "fraud", template)
         call = f"print(*scaffold(Path('{template}'), 'fraud', '{template}'))"
         done = subprocess.run(
-            [sys.executable, "-c", f"from pathlib import Path; from onnx_ops.app.scaffold import scaffold; {call}"],
+            [
+                sys.executable,
+                "-c",
+                f"from pathlib import Path; from onnx_ops.app.scaffold import scaffold; {call}",
+            ],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
             capture_output=True,

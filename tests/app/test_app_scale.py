@@ -66,30 +66,44 @@ def led(synthetic: Any, project: Project, file: Path) -> tuple[str, ...]:
     return summary.executed
 
 
-def test_run_of_later_pipeline_costs_as_much_as_third(synthetic: Any, counts: Counter[str], tmp_path: Path) -> None:
-    files = synthetic.write_project(tmp_path / "many", pipelines=6, variants=VARIANTS, targets=TARGETS)
+def test_run_of_later_pipeline_costs_as_much_as_third(
+    synthetic: Any, counts: Counter[str], tmp_path: Path
+) -> None:
+    files = synthetic.write_project(
+        tmp_path / "many", pipelines=6, variants=VARIANTS, targets=TARGETS
+    )
     project, each = open_project(tmp_path / "many"), []
     for file in files:
         counts.clear()
         executed = led(synthetic, project, file)
         each.append((len(executed), dict(counts)))
-    assert {one for one, _ in each[1:]} == {3 + (VARIANTS - 1) + 2 * PAIRS}, "the data sets are shared"
+    assert {one for one, _ in each[1:]} == {3 + (VARIANTS - 1) + 2 * PAIRS}, (
+        "the data sets are shared"
+    )
     third = each[2][1]  # the second one still looks at what it shares with the first
     assert all(found == third for _, found in each[3:]), each
     later = each[-1][1]
     assert later.get("metadata", 0) == 0, "versions of distributions are read once"
-    assert later["parsed"] == 1 + 2 * TARGETS, "its own file, and each target's for the check and for the plan"
+    assert later["parsed"] == 1 + 2 * TARGETS, (
+        "its own file, and each target's for the check and for the plan"
+    )
     assert later["written"] <= 8 * each[-1][0]
 
 
 def test_run_without_changes_writes_nothing_and_hashes_each_file_once(
     synthetic: Any, counts: Counter[str], tmp_path: Path
 ) -> None:
-    (file,) = synthetic.write_project(tmp_path / "one", pipelines=1, variants=VARIANTS, targets=TARGETS)
+    (file,) = synthetic.write_project(
+        tmp_path / "one", pipelines=1, variants=VARIANTS, targets=TARGETS
+    )
     led(synthetic, open_project(tmp_path / "one"), file)
     counts.clear()
     assert led(synthetic, open_project(tmp_path / "one"), file) == ()
-    stored = sum(1 for path in (tmp_path / "one" / ".onnx-ops" / "store" / "blobs").rglob("*") if path.is_file())
+    stored = sum(
+        1
+        for path in (tmp_path / "one" / ".onnx-ops" / "store" / "blobs").rglob("*")
+        if path.is_file()
+    )
     assert counts["written"] == 0
     assert 0 < counts["hashed"] <= stored
 
@@ -99,9 +113,13 @@ def test_prepare_reads_endpoints_of_other_files_once_until_changed(
 ) -> None:
     files = synthetic.write_project(tmp_path / "few", pipelines=5, variants=1, targets=1)
     target = tmp_path / "few" / "configs" / "targets" / "machine-0.yaml"
-    target.write_text(target.read_text().replace("synthetic", "onnxruntime"))  # which a local endpoint serves
+    target.write_text(
+        target.read_text().replace("synthetic", "onnxruntime")
+    )  # which a local endpoint serves
     for number, file in enumerate(files):
-        sections = f"register: {{model: m{number}}}\ndeploy: {{endpoint: e{number}, target: machine-0}}\n"
+        sections = (
+            f"register: {{model: m{number}}}\ndeploy: {{endpoint: e{number}, target: machine-0}}\n"
+        )
         file.write_text(file.read_text() + sections)
     project = open_project(tmp_path / "few")
     prepare(project, files[0], until=StageKind.GATE)
@@ -123,4 +141,6 @@ def test_content_store_with_many_digests_remembers_limited_number(
     for digest in digests:
         store.path(digest)
     assert len(store._verified) == 10
-    assert [store.read(digest) for digest in digests] == [str(number).encode() for number in range(50)]
+    assert [store.read(digest) for digest in digests] == [
+        str(number).encode() for number in range(50)
+    ]

@@ -57,7 +57,9 @@ class Listening(Observer):
 def write_project(root: Path) -> None:
     """A perceptron of two wide layers, and rows that it answers right."""
     rng = np.random.default_rng(0)
-    first, second = (rng.normal(size=shape).astype(np.float32) / 8 for shape in ((64, 256), (256, 4)))
+    first, second = (
+        rng.normal(size=shape).astype(np.float32) / 8 for shape in ((64, 256), (256, 4))
+    )
     model = onnx.parser.parse_model("""
         <ir_version: 10, opset_import: ["": 18]>
         searched (float[batch, 64] x) => (float[batch, 4] scores) {
@@ -71,7 +73,9 @@ def write_project(root: Path) -> None:
     onnx.save(model, root / "model.onnx")
     for name, count in (("train", 64), ("tune", 200), ("test", 400)):
         x = rng.normal(size=(count, 64)).astype(np.float32)
-        np.savez(root / f"{name}.npz", x=x, label=(np.maximum(x @ first, 0) @ second).argmax(axis=1))
+        np.savez(
+            root / f"{name}.npz", x=x, label=(np.maximum(x @ first, 0) @ second).argmax(axis=1)
+        )
     copy_parts(root, "configs/targets")
     (root / "configs/pipelines").mkdir()
     (root / "configs/pipelines/searched.yaml").write_text(PIPELINE)
@@ -84,8 +88,12 @@ def project(tmp_path: Path) -> Project:
     return open_project(tmp_path)
 
 
-def run(project: Project, observer: Observer | None = None, *overrides: str) -> tuple[RunResult, Summary]:
-    prepared = prepare(project, project.settings.root / "configs/pipelines/searched.yaml", overrides=overrides)
+def run(
+    project: Project, observer: Observer | None = None, *overrides: str
+) -> tuple[RunResult, Summary]:
+    prepared = prepare(
+        project, project.settings.root / "configs/pipelines/searched.yaml", overrides=overrides
+    )
     result = execute(project, prepared, observer=observer)
     return result, summarize(prepared.pipeline, result, project.context)
 
@@ -98,7 +106,9 @@ def of_kind(result: RunResult, kind: StageKind) -> list[StageOutcome]:
 def test_run_with_search_registers_variant_and_report(project: Project) -> None:
     heard = Listening()
     result, summary = run(project, heard)
-    failed = [(o.stage, o.reason) for o in result.outcomes.values() if o.status is StageStatus.FAILED]
+    failed = [
+        (o.stage, o.reason) for o in result.outcomes.values() if o.status is StageStatus.FAILED
+    ]
     assert failed == []
     read = project.context.store.read
     manifest = must(result.outcomes["search/best"].manifest)
@@ -141,7 +151,9 @@ def test_run_with_search_registers_variant_and_report(project: Project) -> None:
     assert "Search best" in page
     assert "What the search best saw on cpu-1t" in page
     assert codec.loads(registry.document(version, SEARCH_FILE), SearchRecord) == record
-    assert b'"objective":"size"' in registry.document(version, "evidence/cpu-1t.choice.json").replace(b" ", b"")
+    assert b'"objective":"size"' in registry.document(
+        version, "evidence/cpu-1t.choice.json"
+    ).replace(b" ", b"")
 
     again, _ = run(project)
     assert again.executed() == ()
@@ -151,7 +163,11 @@ def test_run_with_search_registers_variant_and_report(project: Project) -> None:
 @pytest.mark.nightly
 def test_run_with_unreachable_search_budget_selects_fp32(project: Project) -> None:
     result, lines = run(
-        project, None, "quantize[0].budget.size=1 B", "quantize[0].variants=[fast]", "objective=latency"
+        project,
+        None,
+        "quantize[0].budget.size=1 B",
+        "quantize[0].variants=[fast]",
+        "objective=latency",
     )
     (slot,) = of_kind(result, StageKind.QUANTIZE)
     assert slot.status is StageStatus.SKIPPED

@@ -47,13 +47,17 @@ def test_find_memory_shortages_names_the_replica_that_lacks_memory() -> None:
 
 
 @pytest.mark.parametrize(("available_mib", "count"), [(449, 1), (450, 0)])
-def test_find_memory_shortages_at_the_limit_counts_the_reserve(available_mib: int, count: int) -> None:
+def test_find_memory_shortages_at_the_limit_counts_the_reserve(
+    available_mib: int, count: int
+) -> None:
     assert len(find(serving("a"), replace(SMALL, available_bytes=available_mib * MIB))) == count
 
 
 def test_find_memory_shortages_with_measured_peak_uses_the_larger_value() -> None:
     peaks = (150 * MIB, 200 * MIB, 180 * MIB)
-    starts = ColdStartMeasurement(batch=1, requests=2, load_s=(0.5,) * 3, first_s=(0.5,) * 3, peak_bytes=peaks)
+    starts = ColdStartMeasurement(
+        batch=1, requests=2, load_s=(0.5,) * 3, first_s=(0.5,) * 3, peak_bytes=peaks
+    )
     (shortage,) = find(serving("a"), LARGE, evidence=replace(INT8, starts=starts))
     assert "4 workers × 180 MiB" in shortage
 

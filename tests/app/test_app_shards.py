@@ -44,7 +44,9 @@ gates:
   - {kind: metric, name: top_k, k: 2, max_drop: 10%}
 """
 
-SHARDS = tuple(f"score/{variant}@cpu-1t#{number}" for variant in ("fp32", "half") for number in (1, 2, 3))
+SHARDS = tuple(
+    f"score/{variant}@cpu-1t#{number}" for variant in ("fp32", "half") for number in (1, 2, 3)
+)
 
 
 @pytest.fixture
@@ -70,7 +72,9 @@ def project(tmp_path: Path) -> Project:
 
 def run(project: Project, *overrides: str) -> RunResult:
     file = project.settings.root / "pipeline.yaml"
-    result = execute(project, prepare(project, file, overrides=overrides, until=StageKind.BENCHMARK), jobs=2)
+    result = execute(
+        project, prepare(project, file, overrides=overrides, until=StageKind.BENCHMARK), jobs=2
+    )
     assert not result.errors
     return result
 

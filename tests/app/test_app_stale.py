@@ -65,7 +65,9 @@ deploy:
 """,
 }
 
-EVERY_GATE = {f"gate/{variant}@{target}" for variant in ("fp32", "int8", "half") for target in ("cpu", "edge")}
+EVERY_GATE = {
+    f"gate/{variant}@{target}" for variant in ("fp32", "int8", "half") for target in ("cpu", "edge")
+}
 JUDGED = EVERY_GATE | {"register"}
 MEASURED = JUDGED | {gate.replace("gate", "benchmark") for gate in EVERY_GATE}
 EXPORTED = MEASURED | {"export", "validate", "quantize/int8", "quantize/half"}
@@ -92,7 +94,9 @@ def on(target: str, stages: set[str]) -> set[str]:
 
 def of(variant: str, stages: set[str]) -> set[str]:
     return {
-        stage for stage in stages if stage == "register" or f"/{variant}@" in stage or stage.endswith(f"/{variant}")
+        stage
+        for stage in stages
+        if stage == "register" or f"/{variant}@" in stage or stage.endswith(f"/{variant}")
     }
 
 
@@ -113,10 +117,16 @@ class World:
         for name, text in FILES.items():
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             (self.root / name).write_text(text.replace("FRAMEWORK", self.framework))
-        (self.root / "net.bin").write_text(f"cshop.net\nNet\nc{NAMED.get(self.framework, 'shop.net')}\nBase\n.")
+        (self.root / "net.bin").write_text(
+            f"cshop.net\nNet\nc{NAMED.get(self.framework, 'shop.net')}\nBase\n."
+        )
         if self.framework == BROUGHT:
             path = self.root / "shop.yaml"
-            path.write_text(re.sub("train: {run.*", "model: net.bin", path.read_text()).replace(BROUGHT, "torch"))
+            path.write_text(
+                re.sub("train: {run.*", "model: net.bin", path.read_text()).replace(
+                    BROUGHT, "torch"
+                )
+            )
         (self.root / "shop" / "added.py").unlink(missing_ok=True)
         for name in ("train", "test"):
             self.save(name, 0.0)
@@ -134,7 +144,9 @@ class World:
             if stage.kind is StageKind.DATA:
                 return perform_stage(stage, key, inputs, context)
             if stage.kind is StageKind.TRAIN:
-                return Manifest(files={"trained/model": context.store.put_file(self.root / "net.bin")})
+                return Manifest(
+                    files={"trained/model": context.store.put_file(self.root / "net.bin")}
+                )
             return Manifest(files={"evidence.json": context.store.put_bytes(key.encode())})
 
         plan = prepare(self.project, self.root / "shop.yaml", until=StageKind.REGISTER).plan
@@ -165,7 +177,9 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
             assert made[framework].run() == {"data/train", "data/test"} | TRAINED
         versions = made[framework].versions
         patch.setattr(plugins, "version", lambda name: versions.get(name) or real(name))
-        patch.setattr(platform, "python_version_tuple", lambda: versions.get("python", "3.11.0").split("."))
+        patch.setattr(
+            platform, "python_version_tuple", lambda: versions.get("python", "3.11.0").split(".")
+        )
         return made[framework]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -206,7 +220,10 @@ EDITS: dict[str, tuple[Edit, set[str]]] = {
     # Code.
     "the class": (text("shop/net.py", "= FACTOR", "= 3 * FACTOR"), TRAINED),
     "a constant that the class imports": (text("shop/constants.py", "2", "3"), TRAINED),
-    "the package around the class": (text("shop/__init__.py", "import Net", "import Net as Net"), TRAINED),
+    "the package around the class": (
+        text("shop/__init__.py", "import Net", "import Net as Net"),
+        TRAINED,
+    ),
     "the training function": (text("shop/training.py", "return", "pass; return"), {"train"}),
     "a file that code reads": (text("shop/table.json", "{}", "[]"), TRAINED),
     "an own metric": (text("judging/score.py", "1.0", "2.0"), MEASURED),
@@ -217,7 +234,8 @@ EDITS: dict[str, tuple[Edit, set[str]]] = {
     "test labels": (lambda world: world.save("test", 0.0, 1.0), {"data/test"} | EXPORTED),
     "which array is the label": (
         pipeline(
-            "test: {file: test.npz, inputs: {x: x}, label: y}", "test: {file: test.npz, inputs: {x: x}, label: y2}"
+            "test: {file: test.npz, inputs: {x: x}, label: y}",
+            "test: {file: test.npz, inputs: {x: x}, label: y2}",
         ),
         {"data/test"} | EXPORTED,
     ),
@@ -226,14 +244,26 @@ EDITS: dict[str, tuple[Edit, set[str]]] = {
         {"data/test"} | EXPORTED,
     ),
     # Options.
-    "a parameter of training": (text("params.yaml", "rate: 0.5", "rate: 0.7"), {"train", "register"}),
+    "a parameter of training": (
+        text("params.yaml", "rate: 0.5", "rate: 0.7"),
+        {"train", "register"},
+    ),
     "what code depends on": (pipeline("[shop/table.json]", "[]"), TRAINED),
     "the opset": (pipeline("opset: 18", "opset: 17"), EXPORTED),
     "the IR version": (pipeline("ir_version: 10", "ir_version: 9"), EXPORTED),
     "free axes": (pipeline("ir_version: 10", "ir_version: 10, dynamic: {x: {0: rows}}"), EXPORTED),
-    "an option of the exporter": (pipeline("ir_version: 10", "ir_version: 10, options: {convert: true}"), EXPORTED),
-    "what callers send": (pipeline("objective: latency", "objective: latency\ninputs: {x: {min: -9}}"), EXPORTED),
-    "how long the source may answer": (pipeline("limit: 20}", "limit: 20}, source_time: 5 s"), EXPORTED),
+    "an option of the exporter": (
+        pipeline("ir_version: 10", "ir_version: 10, options: {convert: true}"),
+        EXPORTED,
+    ),
+    "what callers send": (
+        pipeline("objective: latency", "objective: latency\ninputs: {x: {min: -9}}"),
+        EXPORTED,
+    ),
+    "how long the source may answer": (
+        pipeline("limit: 20}", "limit: 20}, source_time: 5 s"),
+        EXPORTED,
+    ),
     "what parity does with a group": (
         pipeline("{kind: parity}", "{kind: parity, groups: {beyond_range: ignore}}"),
         JUDGED,
@@ -255,15 +285,28 @@ EDITS: dict[str, tuple[Edit, set[str]]] = {
     ),
     "a gate": (pipeline("max: 1 MB", "max: 2 MB"), JUDGED),
     "the limit of a metric": (pipeline("max_drop: 1%", "max_drop: 2%"), JUDGED),
-    "another metric": (pipeline("{kind: size", "{kind: metric, name: f1, min: 10%}\n  - {kind: size"), MEASURED),
-    "throughput": (pipeline("{kind: size", "{kind: throughput, min: 1}\n  - {kind: size"), MEASURED),
+    "another metric": (
+        pipeline("{kind: size", "{kind: metric, name: f1, min: 10%}\n  - {kind: size"),
+        MEASURED,
+    ),
+    "throughput": (
+        pipeline("{kind: size", "{kind: throughput, min: 1}\n  - {kind: size"),
+        MEASURED,
+    ),
     "a gate of a target": (
-        text("configs/targets/edge.yaml", "name: edge", "name: edge\ngates: [{kind: size, max: 3 MB}]"),
+        text(
+            "configs/targets/edge.yaml",
+            "name: edge",
+            "name: edge\ngates: [{kind: size, max: 3 MB}]",
+        ),
         on("edge", JUDGED),
     ),
     "what is preferred": (pipeline("objective: latency", "objective: size"), {"register"}),
     "the registered model": (pipeline("model: shop", "model: shop2"), MEASURED),
-    "the exporter's environment": (pipeline("ir_version: 10", "ir_version: 10, env: {requirements: [a==1]}"), TRAINED),
+    "the exporter's environment": (
+        pipeline("ir_version: 10", "ir_version: 10, env: {requirements: [a==1]}"),
+        TRAINED,
+    ),
     # Versions.
     "Python": (version("python"), {"data/train", "data/test"} | TRAINED),
     "onnx-ops": (version("onnx-ops"), {"data/train", "data/test"} | TRAINED),
@@ -273,21 +316,40 @@ EDITS: dict[str, tuple[Edit, set[str]]] = {
     # Nothing may run again.
     "another module": (text("other.py", "...", "pass"), set()),
     "a comment in another module": (text("other.py", "def", "# trains\ndef"), set()),
-    "a module of the package that nothing imports": (text("shop/unused.py", "Net", "Net  # 2"), set()),
-    "a new module of the package": (lambda world: (world.root / "shop" / "added.py").write_text("A = 1\n"), set()),
+    "a module of the package that nothing imports": (
+        text("shop/unused.py", "Net", "Net  # 2"),
+        set(),
+    ),
+    "a new module of the package": (
+        lambda world: (world.root / "shop" / "added.py").write_text("A = 1\n"),
+        set(),
+    ),
     "another pipeline's file": (text("configs/pipelines/other.yaml", "other", "another"), set()),
-    "another pipeline's target": (text("configs/targets/far.yaml", "far", "far\ndescription: away"), set()),
+    "another pipeline's target": (
+        text("configs/targets/far.yaml", "far", "far\ndescription: away"),
+        set(),
+    ),
     "times of files": (touch, set()),
     "the README": (text("README.md", "Shop", "Shops"), set()),
     "an unused parameter": (text("params.yaml", "other: 1", "other: 2"), set()),
     "comments and order of the pipeline file": (
-        pipeline("{file: test.npz, inputs: {x: x}, label: y}", "{label: y, file: test.npz, inputs: {x: x}}  # test"),
+        pipeline(
+            "{file: test.npz, inputs: {x: x}, label: y}",
+            "{label: y, file: test.npz, inputs: {x: x}}  # test",
+        ),
         set(),
     ),
     "the description": (pipeline("Things.", "All things."), set()),
-    "retries and time-outs": (pipeline("limit: 20}", "limit: 20}, retries: 2, timeout: 9 min"), set()),
+    "retries and time-outs": (
+        pipeline("limit: 20}", "limit: 20}, retries: 2, timeout: 9 min"),
+        set(),
+    ),
     "a target's description and price": (
-        text("configs/targets/edge.yaml", "name: edge", "name: edge\ndescription: small\nprice_per_hour: 0.5"),
+        text(
+            "configs/targets/edge.yaml",
+            "name: edge",
+            "name: edge\ndescription: small\nprice_per_hour: 0.5",
+        ),
         set(),
     ),
     "where it is deployed": (pipeline("steps: [10%, 100%]", "steps: [50%, 100%]"), set()),
@@ -297,7 +359,11 @@ ISOLATED = ("paddle", "tensorflow", "tflite")
 QUANTIZED = {"quantize/int8", "quantize/half"} | of("int8", MEASURED) | of("half", MEASURED)
 OTHERWISE: dict[tuple[str, str], set[str]] = {
     # An ONNX file holds all that it computes, and the runtime answers for its source.
-    **{("onnx", edit): {"train"} for edit, (_, again) in EDITS.items() if "class" in edit and again == TRAINED},
+    **{
+        ("onnx", edit): {"train"}
+        for edit, (_, again) in EDITS.items()
+        if "class" in edit and again == TRAINED
+    },
     ("onnx", "a file that code reads"): {"train"} | MEASURED,
     ("onnx", "what code depends on"): {"train"} | MEASURED,
     ("onnx", "numpy"): QUANTIZED,
@@ -311,7 +377,8 @@ OTHERWISE: dict[tuple[str, str], set[str]] = {
 def each_exporter(default: str) -> list[object]:
     """The others in the nightly tier."""
     return [
-        pytest.param(name, marks=() if name == default else pytest.mark.nightly) for name in plugins.names("exporters")
+        pytest.param(name, marks=() if name == default else pytest.mark.nightly)
+        for name in plugins.names("exporters")
     ]
 
 
@@ -330,19 +397,27 @@ def check_edit(world: World, change: Edit, expected: set[str]) -> None:
 def test_run_after_edit_executes_only_dependent_stages(
     worlds: Callable[[str], World], framework: str, edit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(type(plugins.load("exporters", framework)), "options", ("convert",))  # few have any
+    monkeypatch.setattr(
+        type(plugins.load("exporters", framework)), "options", ("convert",)
+    )  # few have any
     change, expected = EDITS[edit]
     check_edit(worlds(framework), change, OTHERWISE.get((framework, edit), expected))
 
 
 @pytest.mark.parametrize("framework", each_exporter("torch"))
-def test_run_after_tool_update_executes_stages_that_use_it(worlds: Callable[[str], World], framework: str) -> None:
+def test_run_after_tool_update_executes_stages_that_use_it(
+    worlds: Callable[[str], World], framework: str
+) -> None:
     exporter, world = plugins.load("exporters", framework), worlds(framework)
     here = framework not in ISOLATED
     for tool in set(exporter.tools) - {"numpy"}:
-        check_edit(world, version(tool), (TRAINED if here else QUANTIZED & used_by_quantizers(tool)))
+        check_edit(
+            world, version(tool), (TRAINED if here else QUANTIZED & used_by_quantizers(tool))
+        )
     for tool in set(exporter.converters) - {"onnxruntime"}:
-        check_edit(world, version(tool), (EXPORTED if here else QUANTIZED & used_by_quantizers(tool)))
+        check_edit(
+            world, version(tool), (EXPORTED if here else QUANTIZED & used_by_quantizers(tool))
+        )
 
 
 def used_by_quantizers(tool: str) -> set[str]:
@@ -352,8 +427,12 @@ def used_by_quantizers(tool: str) -> set[str]:
 CLASS = ("the class", "a constant that the class imports", "the package around the class")
 
 
-@pytest.mark.parametrize("edit", [*CLASS, "the model", "a package that its file names", "another module", "PyTorch"])
-def test_run_of_user_model_after_class_edit_exports_again(worlds: Callable[[str], World], edit: str) -> None:
+@pytest.mark.parametrize(
+    "edit", [*CLASS, "the model", "a package that its file names", "another module", "PyTorch"]
+)
+def test_run_of_user_model_after_class_edit_exports_again(
+    worlds: Callable[[str], World], edit: str
+) -> None:
     world = worlds(BROUGHT)
     edits: dict[str, tuple[Edit, set[str]]] = {
         **EDITS,

@@ -122,11 +122,13 @@ def answers(model, x):
     return FACTOR * x
 """
 NETS = {
-    "sklearn": SKLEARN.replace("ESTIMATOR", "from sklearn.linear_model import LinearRegression as Estimator"),
-    "xgboost": SKLEARN.replace("ESTIMATOR", "from xgboost import XGBRegressor as Estimator"),
-    "lightgbm": SKLEARN.replace("ESTIMATOR", "from lightgbm import LGBMRegressor as Estimator").replace(
-        "Estimator()", "Estimator(min_child_samples=2, verbose=-1)"
+    "sklearn": SKLEARN.replace(
+        "ESTIMATOR", "from sklearn.linear_model import LinearRegression as Estimator"
     ),
+    "xgboost": SKLEARN.replace("ESTIMATOR", "from xgboost import XGBRegressor as Estimator"),
+    "lightgbm": SKLEARN.replace(
+        "ESTIMATOR", "from lightgbm import LGBMRegressor as Estimator"
+    ).replace("Estimator()", "Estimator(min_child_samples=2, verbose=-1)"),
     "torch": TORCH,
     "keras": KERAS,
     "huggingface": HUGGINGFACE,
@@ -205,13 +207,17 @@ def source_answers(root: Path) -> np.ndarray:
         pytest.param(
             framework,
             edit,
-            marks=() if (framework, edit) == ("sklearn", "a constant that the class imports") else pytest.mark.nightly,
+            marks=()
+            if (framework, edit) == ("sklearn", "a constant that the class imports")
+            else pytest.mark.nightly,
         )
         for framework in NETS
         for edit in EDITS
     ],
 )
-def test_export_after_class_edit_computes_edited_function(framework: str, edit: str, tmp_path: Path) -> None:
+def test_export_after_class_edit_computes_edited_function(
+    framework: str, edit: str, tmp_path: Path
+) -> None:
     project = make_project(framework, tmp_path)
     first = run(project, "first")[1]
     (tmp_path / "other.py").write_text("class Net:\n    pass\n")

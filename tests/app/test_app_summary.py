@@ -8,16 +8,32 @@ from onnx_ops.app.results import _exit_code
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind
 from onnx_ops.domain.release import Choice
-from onnx_ops.errors import MeasurementError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
+from onnx_ops.errors import (
+    MeasurementError,
+    OnnxOpsError,
+    RefusedError,
+    ServiceUnavailableError,
+    UserError,
+)
 from onnx_ops.pipeline import RunResult
 
-STAGES = (StageKind.TRAIN, StageKind.QUANTIZE, StageKind.BENCHMARK, StageKind.REGISTER, StageKind.PROMOTE)
-PLAN = Plan(pipeline="p", stages=tuple(Stage(id=kind.value, kind=kind, settings={}) for kind in STAGES))
+STAGES = (
+    StageKind.TRAIN,
+    StageKind.QUANTIZE,
+    StageKind.BENCHMARK,
+    StageKind.REGISTER,
+    StageKind.PROMOTE,
+)
+PLAN = Plan(
+    pipeline="p", stages=tuple(Stage(id=kind.value, kind=kind, settings={}) for kind in STAGES)
+)
 
 
 def choice(verdict: Verdict) -> Choice:
     passed = verdict is Verdict.PASS
-    return Choice(target=f"t-{verdict.value}", variant="fp32" if passed else None, verdict=verdict, reason="")
+    return Choice(
+        target=f"t-{verdict.value}", variant="fp32" if passed else None, verdict=verdict, reason=""
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,13 @@ MB = 1 << 20
 Make = Callable[..., ServerFamily]
 
 
-def post(body: bytes = GOOD, *, path: str = INFER, length: int | None = None, **headers: str) -> bytes:
+def post(
+    body: bytes = GOOD, *, path: str = INFER, length: int | None = None, **headers: str
+) -> bytes:
     """A request's bytes. `length` is announced instead of the body's; -1 announces none."""
-    lines = {"host": "x", "content-type": "application/json"} | {k.replace("_", "-"): v for k, v in headers.items()}
+    lines = {"host": "x", "content-type": "application/json"} | {
+        k.replace("_", "-"): v for k, v in headers.items()
+    }
     if length != -1:
         lines["content-length"] = str(len(body) if length is None else length)
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
@@ -49,7 +53,9 @@ class Patient:
     def sent(self, data: bytes, *, half_close: bool = False) -> int | None:
         """The status of the answer to these bytes; None if the connection is closed without one."""
         with self.connect() as client:
-            with suppress(ConnectionResetError, BrokenPipeError):  # it may answer and close before all is sent
+            with suppress(
+                ConnectionResetError, BrokenPipeError
+            ):  # it may answer and close before all is sent
                 client.sendall(data)
                 if half_close:
                     client.shutdown(socket.SHUT_WR)

@@ -39,7 +39,9 @@ def family(tmp_path: Path) -> Iterator[Make]:
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Patient]:
     """One server for all tests of a file that only call it: they hurt it one after the other."""
     root = tmp_path_factory.mktemp("patient")
-    with ServerFamily(folder=root / "state", options=("--read-timeout", "2 s", "--allowed-hosts", "x")) as server:
+    with ServerFamily(
+        folder=root / "state", options=("--read-timeout", "2 s", "--allowed-hosts", "x")
+    ) as server:
         assert server.publish(state_of(scaled(root, "blue"), blue=100), 1).status == 200
         yield Patient(server)
         assert server.stop() == 0

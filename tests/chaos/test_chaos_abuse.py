@@ -29,7 +29,10 @@ def test_abuse_kinds_number_at_least_forty() -> None:
 @pytest.mark.nightly
 def test_abusive_requests_fail_no_request_of_other_clients(tmp_path: Path) -> None:
     with ServerFamily(folder=tmp_path / "state", options=OPTIONS) as server:
-        assert server.publish(state_of(deploy(write_model(tmp_path / "model")), blue=100), 1).status == 200
+        assert (
+            server.publish(state_of(deploy(write_model(tmp_path / "model")), blue=100), 1).status
+            == 200
+        )
         seed = random.SystemRandom().getrandbits(32)
         print(f"seed {seed}")  # noqa: T201 (shown with a failure)
         result = run_abuses(server, shuffle_kinds(seed))

@@ -53,9 +53,13 @@ def test_slow_reader_of_responses_uses_bounded_memory(patient: Patient) -> None:
 
 
 @pytest.mark.nightly
-def test_server_with_10_000_connections_answers_all_requests(many_files: int, family: Make, blue: Deployment) -> None:
+def test_server_with_10_000_connections_answers_all_requests(
+    many_files: int, family: Make, blue: Deployment
+) -> None:
     if many_files < CONNECTIONS + SPARE_FILES:
-        pytest.skip(f"this system allows {many_files} open files: {CONNECTIONS} connections were NOT tried")
+        pytest.skip(
+            f"this system allows {many_files} open files: {CONNECTIONS} connections were NOT tried"
+        )
     patient = Patient(family("--allowed-hosts", "x"))
     assert patient.server.publish(state_of(blue, blue=100), 1).status == 200
     with patient.bounded(400 * MB), ExitStack() as stack:

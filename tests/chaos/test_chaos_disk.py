@@ -38,7 +38,9 @@ def is_healed(server: ServerFamily, blue: Deployment, green: Deployment) -> None
     assert stored.state.generation == 2
 
 
-@pytest.mark.parametrize(("limit", "after_audit"), [(0, False), (1, False), (100, False), (500, False), (400, True)])
+@pytest.mark.parametrize(
+    ("limit", "after_audit"), [(0, False), (1, False), (100, False), (500, False), (400, True)]
+)
 def test_publish_with_file_size_limit_is_refused_until_limit_is_raised(
     family: Make, blue: Deployment, green: Deployment, limit: int, after_audit: bool
 ) -> None:
@@ -49,7 +51,9 @@ def test_publish_with_file_size_limit_is_refused_until_limit_is_raised(
     server = family()
     assert server.publish(state_of(blue, blue=100), 1).status == 200
     limit += (server.folder / AUDIT_FILE).stat().st_size if after_audit else 0
-    before = resource.prlimit(server.supervisor, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    before = resource.prlimit(
+        server.supervisor, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY)
+    )
     refuses_until_room_is_made(server, blue, green)
     resource.prlimit(server.supervisor, resource.RLIMIT_FSIZE, before)
     is_healed(server, blue, green)
@@ -61,10 +65,15 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", place], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", place],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if mounted.returncode:
-        pytest.skip(f"a full disk was NOT tried, as no disk can be mounted here: {mounted.stderr.strip()}")
+        pytest.skip(
+            f"a full disk was NOT tried, as no disk can be mounted here: {mounted.stderr.strip()}"
+        )
     yield place
     subprocess.run(["umount", "--lazy", place], check=True)
 
@@ -89,7 +98,9 @@ def test_publish_on_full_disk_is_refused_until_space_is_freed(
     server.stop()
 
 
-def test_server_start_on_full_disk_serves_or_reports_error(family: Make, small_disk: Path, blue: Deployment) -> None:
+def test_server_start_on_full_disk_serves_or_reports_error(
+    family: Make, small_disk: Path, blue: Deployment
+) -> None:
     server = family(folder=small_disk / "state")
     assert server.publish(state_of(blue, blue=100), 1).status == 200
     server.kill()

@@ -29,7 +29,9 @@ def server(family: Make, blue: Deployment) -> ServerFamily:
     return server
 
 
-def test_worker_killed_under_load_fails_only_its_requests_and_is_replaced(server: ServerFamily, plan: Plan) -> None:
+def test_worker_killed_under_load_fails_only_its_requests_and_is_replaced(
+    server: ServerFamily, plan: Plan
+) -> None:
     connections = 8
     with LoadProcess(plan(server, connections=connections)) as load:
         for turn in range(1, 4):
@@ -37,7 +39,10 @@ def test_worker_killed_under_load_fails_only_its_requests_and_is_replaced(server
             assert len(before) == 2
             os.kill(before[0], signal.SIGKILL)
             until(lambda: len(set(server.workers()) - {before[0]}) == 2, "another worker")  # noqa: B023
-            until(lambda: server.call("GET", "/v2/health/ready").status == 200, f"readiness after kill {turn}")
+            until(
+                lambda: server.call("GET", "/v2/health/ready").status == 200,
+                f"readiness after kill {turn}",
+            )
             text = server.call("GET", "/metrics").body.decode()
             assert re.search(rf"^onnx_ops_worker_restarts_total{{.*}} {turn}$", text, re.MULTILINE)
         records = load.stop()
@@ -82,7 +87,9 @@ def test_supervisor_killed_twice_leaves_no_orphaned_process(server: ServerFamily
     assert server.processes() == []
 
 
-def test_sigterm_under_load_completes_requests_in_progress(server: ServerFamily, plan: Plan) -> None:
+def test_sigterm_under_load_completes_requests_in_progress(
+    server: ServerFamily, plan: Plan
+) -> None:
     with LoadProcess(plan(server)) as load:
         until(lambda: _answered(server) > 50, "load")
         reported_at = time.monotonic_ns()

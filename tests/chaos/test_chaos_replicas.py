@@ -30,7 +30,15 @@ from onnx_ops.protocol.server_process import list_workers
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.release.reconcile import reconcile_until_stable
 from tests.adapters.replica_site import ReplicaProcesses, ask_replica, report_feedback
-from tests.chaos.test_live_rollouts import CANARY, ENDPOINT, MODEL, SHADOW, TIMEOUT_S, Site, payloads
+from tests.chaos.test_live_rollouts import (
+    CANARY,
+    ENDPOINT,
+    MODEL,
+    SHADOW,
+    TIMEOUT_S,
+    Site,
+    payloads,
+)
 from tests.release.release_parts import TARGET_DIGEST, roll_back
 from tests.support.endpoints import endpoint_config
 from tests.support.load import LoadPlan, LoadProcess, Records
@@ -58,8 +66,14 @@ class ReplicatedSite(Site):
         )
         self.provider = ReplicaEndpoints(trusted=keys)
         self.provider.sign_with(lambda: self.world.signer)
-        settings = {"control": self.replicas.control_url, "reports": self.replicas.reports_url, "replicas": len(NAMES)}
-        self.config = endpoint_config(ENDPOINT, provider="replicas", target_digest=TARGET_DIGEST, settings=settings)
+        settings = {
+            "control": self.replicas.control_url,
+            "reports": self.replicas.reports_url,
+            "replicas": len(NAMES),
+        }
+        self.config = endpoint_config(
+            ENDPOINT, provider="replicas", target_digest=TARGET_DIGEST, settings=settings
+        )
         self.local = self.provider  # type: ignore[assignment]
         self.context = replace(
             self.world.context(root=self.folder),
@@ -95,7 +109,9 @@ def site(tmp_path: Path) -> Iterator[ReplicatedSite]:
     made.replicas.stop_all()
 
 
-def roll_out(site: ReplicatedSite, policy: RolloutPolicy, **other: float) -> tuple[str, list[Records]]:
+def roll_out(
+    site: ReplicatedSite, policy: RolloutPolicy, **other: float
+) -> tuple[str, list[Records]]:
     """How the rollout of a candidate ended, in which some things are other than before, and what clients saw."""
     bind_endpoint(site.context, site.config, policy)
     site.release("first")
@@ -117,11 +133,17 @@ def test_rollout_of_healthy_candidate_finishes_on_all_replicas(site: ReplicatedS
     assert all(set(each.by_deployment()) == {"v1", "v2"} for each in records)
 
 
-def test_rollout_of_candidate_with_three_percent_errors_is_rolled_back(site: ReplicatedSite) -> None:
+def test_rollout_of_candidate_with_three_percent_errors_is_rolled_back(
+    site: ReplicatedSite,
+) -> None:
     why, records = roll_out(site, CANARY, table=4)
     assert site.traffic() == {"v1": 100}
     assert why.startswith("errors: canary")
-    assert 0 < sum(each.failed for each in records) <= 0.1 * sum(each.by_deployment()["v2"] for each in records) + 10
+    assert (
+        0
+        < sum(each.failed for each in records)
+        <= 0.1 * sum(each.by_deployment()["v2"] for each in records) + 10
+    )
 
 
 def test_rollout_of_slower_candidate_is_rolled_back(site: ReplicatedSite) -> None:
@@ -140,16 +162,26 @@ def clients_that_report(site: ReplicatedSite, shares: Mapping[str, float]) -> It
     """
     stop, body = threading.Event(), payloads()[50].body
     first, second = (site.replicas.address(name) for name in NAMES)
-    shown = {name: itertools.cycle([number < 10 * share for number in range(10)]) for name, share in shares.items()}
+    shown = {
+        name: itertools.cycle([number < 10 * share for number in range(10)])
+        for name, share in shares.items()
+    }
 
     def work() -> None:
         for start in itertools.count(step=20):
             if stop.is_set():
                 return
             users = [f"user-{number}" for number in range(start, start + 20)]
-            answers = [ask_replica(first, user, f"/v2/models/{MODEL}/infer", body) for user in users]
-            drawn = [each for each in answers if FEEDBACK_HEADER in each]  # without a lease, nothing is drawn
-            report_feedback(second, {each[FEEDBACK_HEADER]: next(shown[each[DEPLOYMENT_HEADER]]) for each in drawn})
+            answers = [
+                ask_replica(first, user, f"/v2/models/{MODEL}/infer", body) for user in users
+            ]
+            drawn = [
+                each for each in answers if FEEDBACK_HEADER in each
+            ]  # without a lease, nothing is drawn
+            report_feedback(
+                second,
+                {each[FEEDBACK_HEADER]: next(shown[each[DEPLOYMENT_HEADER]]) for each in drawn},
+            )
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -164,7 +196,11 @@ def clients_that_report(site: ReplicatedSite, shares: Mapping[str, float]) -> It
 def test_split_test_with_feedback_at_other_replicas_chooses_better_version(
     site: ReplicatedSite, candidate: float, expected: str
 ) -> None:
-    bind_endpoint(site.context, site.config, RolloutPolicy(steps=(1.0,), ab_test=SplitTest(duration=TIMEOUT_S)))
+    bind_endpoint(
+        site.context,
+        site.config,
+        RolloutPolicy(steps=(1.0,), ab_test=SplitTest(duration=TIMEOUT_S)),
+    )
     site.release("first")
     site.start()
     with clients_that_report(site, {"v1": 0.5, "v2": candidate}):
@@ -188,13 +224,21 @@ class TestUnreachableReplica:
         yield site
         site.replicas.processes["r2"].send_signal(signal.SIGCONT)
 
-    def test_candidate_on_unreachable_replica_loses_traffic_within_lease(self, cut: ReplicatedSite) -> None:
+    def test_candidate_on_unreachable_replica_loses_traffic_within_lease(
+        self, cut: ReplicatedSite
+    ) -> None:
         began = time.monotonic()
         with pytest.raises(StillPendingError, match="replica r2 serves table"):
             roll_back(cut.context, ENDPOINT, reason="it is bad", candidate_only=True)
         assert ask(cut, "r1") == {"v1"}
-        until(lambda: ask(cut, "r2") == {"v1"}, "the end of the lease", seconds=LEASE_S + DEADLINE_S)
-        until(lambda: reconcile(cut).pending_rollback is None, "the debt", seconds=2 * (LEASE_S + DEADLINE_S))
+        until(
+            lambda: ask(cut, "r2") == {"v1"}, "the end of the lease", seconds=LEASE_S + DEADLINE_S
+        )
+        until(
+            lambda: reconcile(cut).pending_rollback is None,
+            "the debt",
+            seconds=2 * (LEASE_S + DEADLINE_S),
+        )
         assert time.monotonic() - began > LEASE_S
         cut.replicas.processes["r2"].send_signal(signal.SIGCONT)
         until(lambda: cut.replicas.adopted("r2") == cut.replicas.adopted("r1"))
@@ -209,7 +253,11 @@ class TestKilledReplicas:
 
     @contextmanager
     def killed(
-        self, site: ReplicatedSite, names: Sequence[str], pause_s: float, is_due: Callable[[], bool] = lambda: True
+        self,
+        site: ReplicatedSite,
+        names: Sequence[str],
+        pause_s: float,
+        is_due: Callable[[], bool] = lambda: True,
     ) -> Iterator[None]:
         """Kill each start of some replicas `pause_s` after it serves, while it is due, and start another one."""
         ended = threading.Event()
@@ -241,13 +289,17 @@ class TestKilledReplicas:
             site.load_all(stack)
             time.sleep(120)  # in which none ends
             site.release("second")
-            stack.enter_context(self.killed(site, NAMES, 1, lambda: site.state().roles.candidate is not None))
+            stack.enter_context(
+                self.killed(site, NAMES, 1, lambda: site.state().roles.candidate is not None)
+            )
             why = site.drive()
         assert site.traffic() == {"v1": 100}, why
         assert why.startswith("ends: ")
         assert why.endswith("-> ROLL BACK")
 
-    def test_frequently_restarted_replica_ends_no_rollout_of_healthy_candidate(self, site: ReplicatedSite) -> None:
+    def test_frequently_restarted_replica_ends_no_rollout_of_healthy_candidate(
+        self, site: ReplicatedSite
+    ) -> None:
         bind_endpoint(site.context, site.config, self.POLICY)
         site.release("first")
         site.start()
@@ -264,7 +316,10 @@ def kill(site: ReplicatedSite, name: str) -> None:
     """Kill a replica's follower, server and workers, as the end of its container does."""
     record = site.replicas.read_record(name)
     site.replicas.stop(name, signal.SIGKILL)
-    for pid in [*([] if record is None else [record.pid]), *list_workers(site.replicas.folder / name)]:
+    for pid in [
+        *([] if record is None else [record.pid]),
+        *list_workers(site.replicas.folder / name),
+    ]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
@@ -286,7 +341,11 @@ def test_replica_past_lease_refuses_requests_and_rollback_completes_without_it(
     assert ask(site, "r2") == {"v2"}  # a balancer takes it out meanwhile
     until(lambda: refuses(site, "r2"), "the end of the lease", seconds=LEASE_S)
     assert reconcile(site).pending_rollback is not None
-    until(lambda: reconcile(site).pending_rollback is None, "the debt", seconds=2 * (LEASE_S + DEADLINE_S))
+    until(
+        lambda: reconcile(site).pending_rollback is None,
+        "the debt",
+        seconds=2 * (LEASE_S + DEADLINE_S),
+    )
     assert (refuses(site, "r2"), is_ready(site, "r1"), ask(site, "r1")) == (True, True, {"v1"})
     site.replicas.processes["r2"].send_signal(signal.SIGCONT)
     until(lambda: is_ready(site, "r2"))

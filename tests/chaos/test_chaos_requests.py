@@ -37,7 +37,9 @@ BAD_BODIES = {
 
 @pytest.mark.parametrize("path", [INFER, "/invocations"])
 @pytest.mark.parametrize("body", BAD_BODIES.values(), ids=BAD_BODIES)
-def test_malformed_body_returns_400_with_bounded_memory(patient: Patient, body: bytes, path: str) -> None:
+def test_malformed_body_returns_400_with_bounded_memory(
+    patient: Patient, body: bytes, path: str
+) -> None:
     with patient.bounded(64 * MB):
         assert patient.sent(post(body, path=path)) == 400
 

@@ -61,7 +61,13 @@ def one_thread() -> ort.SessionOptions:
 
 
 def write_model(
-    path: Path, name: str, *, layers: int = 200, table: int = 8, scale: float = 1.0, weights_mb: int = 0
+    path: Path,
+    name: str,
+    *,
+    layers: int = 200,
+    table: int = 8,
+    scale: float = 1.0,
+    weights_mb: int = 0,
 ) -> Path:
     """One layer run `layers` times, and an entry of a table that the request names: one beyond its end fails the run.
 
@@ -77,7 +83,10 @@ def write_model(
     }
     end = "end = Identity(last)"
     if wide:
-        arrays |= {"there": draw.standard_normal((WIDTH, wide)).astype(np.float32), "nothing": np.zeros(1, np.float32)}
+        arrays |= {
+            "there": draw.standard_normal((WIDTH, wide)).astype(np.float32),
+            "nothing": np.zeros(1, np.float32),
+        }
         end = "wide = MatMul(last, there) mean = ReduceMean(wide) zero = Mul(mean, nothing) end = Add(last, zero)"
     model = onnx.parser.parse_model(f"""
         <ir_version: 10, opset_import: ["": 18]>
@@ -92,7 +101,9 @@ def write_model(
             picked = Gather(table, pick)
             y = Mul(end, picked)
         }}""")
-    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in arrays.items())
+    model.graph.initializer.extend(
+        numpy_helper.from_array(array, name) for name, array in arrays.items()
+    )
     path.parent.mkdir(parents=True)
     onnx.save(model, path)
     return path
@@ -132,7 +143,9 @@ class Site:
     def release(self, seed: str, **model: float) -> str:
         """Register a model and ask for it; the first one serves at once."""
         path = write_model(self.folder / seed / "model.onnx", seed, **model)  # type: ignore[arg-type]
-        version = publish_file(self.world, path, digest_bytes(seed.encode()), model=MODEL, execution=Execution())
+        version = publish_file(
+            self.world, path, digest_bytes(seed.encode()), model=MODEL, execution=Execution()
+        )
         promote(self.context, MODEL, version, TARGET)
         reconcile_until_stable(self.context, ENDPOINT)
         return f"v{version}"
@@ -155,7 +168,9 @@ class Site:
             assert time.monotonic() < deadline, reconcile_until_stable(self.context, ENDPOINT)[-1]
             reconcile_until_stable(self.context, ENDPOINT)
             time.sleep(0.2)
-        actions = [e.body.action for e in self.world.ledger.read(ENDPOINT) if isinstance(e.body, Intent)]
+        actions = [
+            e.body.action for e in self.world.ledger.read(ENDPOINT) if isinstance(e.body, Intent)
+        ]
         return [action.why for action in actions if action.kind is not ActionKind.CLEAN_UP][-1]
 
     def state(self) -> ReleaseState:
@@ -207,7 +222,9 @@ def test_rollout_of_equal_model_near_event_loop_limit_finishes(site: Site) -> No
     """Two versions that are the same were run in two places, and one was rolled back for that."""
     import onnxruntime as ort
 
-    session = ort.InferenceSession(write_model(site.folder / "timed" / "model.onnx", "timed", layers=100), one_thread())
+    session = ort.InferenceSession(
+        write_model(site.folder / "timed" / "model.onnx", "timed", layers=100), one_thread()
+    )
     feed = {"x": np.ones((1, WIDTH), np.float32), "pick": np.zeros(1, np.int64)}
     times = []
     for _ in range(300):
@@ -232,7 +249,9 @@ def test_rollout_of_equal_model_with_queued_requests_finishes(site: Site, share:
 @pytest.mark.nightly
 def test_rollout_of_equal_model_with_cold_caches_finishes(site: Site) -> None:
     """12 MB of weights are gone from the processor's caches when their version gets a tenth of the traffic."""
-    why, records = rolled_out(site, replace(CANARY, steps=(0.1, 1.0)), stable={"layers": 1, "weights_mb": 12})
+    why, records = rolled_out(
+        site, replace(CANARY, steps=(0.1, 1.0)), stable={"layers": 1, "weights_mb": 12}
+    )
     assert site.traffic() == {"v2": 100}, why
     assert records.failed == 0
 
@@ -265,14 +284,24 @@ def test_shadow_candidate_with_wrong_answers_is_rejected_before_traffic(site: Si
 
 @pytest.mark.nightly
 def test_candidate_with_slow_cold_start_gets_no_traffic(site: Site) -> None:
-    bind_endpoint(site.context, site.config, RolloutPolicy(guardrails=(Guardrail(name="cold_start", max=1e-4),)))
+    bind_endpoint(
+        site.context,
+        site.config,
+        RolloutPolicy(guardrails=(Guardrail(name="cold_start", max=1e-4),)),
+    )
     site.release("first", layers=5)
     site.release("second", layers=5)
     assert site.drive().endswith("at most 0.0001 s; evidence 256:1 (limit 20:1) -> ROLL BACK")
     assert site.traffic() == {"v1": 100}
-    readings = [e.body.reading for e in site.world.ledger.read(ENDPOINT) if isinstance(e.body, MetricsRecorded)]
+    readings = [
+        e.body.reading
+        for e in site.world.ledger.read(ENDPOINT)
+        if isinstance(e.body, MetricsRecorded)
+    ]
     assert {name: len(loads) for name, loads in readings[-1].cold_s.items()} == {"v1": 8, "v2": 8}
-    assert all(0 < seconds < TIMEOUT_S for loads in readings[-1].cold_s.values() for seconds in loads)
+    assert all(
+        0 < seconds < TIMEOUT_S for loads in readings[-1].cold_s.values() for seconds in loads
+    )
 
 
 def test_roll_back_under_load_fails_no_request(site: Site) -> None:
@@ -282,7 +311,9 @@ def test_roll_back_under_load_fails_no_request(site: Site) -> None:
     with site.load() as load:
         time.sleep(1)
         for turn in range(10):
-            roll_back(site.context, ENDPOINT, to=f"v{1 + turn % 2}", reason=f"turn {turn}", force=True)
+            roll_back(
+                site.context, ENDPOINT, to=f"v{1 + turn % 2}", reason=f"turn {turn}", force=True
+            )
         time.sleep(1)
         records = load.stop()
     assert records.failed == 0
@@ -294,11 +325,15 @@ def test_reconcile_of_endpoint_without_supervisor_under_load_restores_it(site: S
     """The workers answer all the time; the reconciler restarts the supervisor under load, and no request is dropped."""
     bind_endpoint(site.context, site.config, RolloutPolicy())
     site.release("first", layers=5)
-    record = codec.loads((site.folder / "endpoints" / ENDPOINT / SERVER_FILE).read_bytes(), ServerRecord)
+    record = codec.loads(
+        (site.folder / "endpoints" / ENDPOINT / SERVER_FILE).read_bytes(), ServerRecord
+    )
     with site.load() as load:
         time.sleep(1)
         os.kill(record.pid, signal.SIGKILL)
-        until(lambda: read_status(site.context, ENDPOINT).unsupervised, "workers without a supervisor")
+        until(
+            lambda: read_status(site.context, ENDPOINT).unsupervised, "workers without a supervisor"
+        )
         assert read_status(site.context, ENDPOINT).actual is None
         time.sleep(0.5)
         reports = reconcile_until_stable(site.context, ENDPOINT)

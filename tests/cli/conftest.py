@@ -17,8 +17,12 @@ from tests.measure.scripted import Scripted
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A runtime, a machine and its load whose figures are always the same, for the files of `tool_files`."""
     runtime = Scripted({Path("good.onnx"): 1.0, Path("wrong.onnx"): 1.2, Path("int8.onnx"): 0.6})
-    machine = replace(runtime.fingerprint(Target(name="cpu-1t")), cpu_model="a CPU", cores=2, runtime_version="1")
+    machine = replace(
+        runtime.fingerprint(Target(name="cpu-1t")), cpu_model="a CPU", cores=2, runtime_version="1"
+    )
     monkeypatch.setattr(Scripted, "fingerprint", lambda *_: machine)
     load = plugins.load
-    monkeypatch.setattr(plugins, "load", lambda kind, *rest: runtime if kind == "runtimes" else load(kind, *rest))
+    monkeypatch.setattr(
+        plugins, "load", lambda kind, *rest: runtime if kind == "runtimes" else load(kind, *rest)
+    )
     monkeypatch.setattr(context, "read_conditions", lambda: {"load": "0.10 0.20 0.30"})

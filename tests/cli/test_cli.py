@@ -25,7 +25,18 @@ from tests.support.command import PROGRAM, Result, clean, run_command
 from tests.support.golden import Golden
 from tests.support.processes import ROOT
 
-HEAVY = {"prefect", "mlflow", "torch", "onnxruntime", "onnx", "sklearn", "scipy", "numpy", "pydantic", "uvicorn"}
+HEAVY = {
+    "prefect",
+    "mlflow",
+    "torch",
+    "onnxruntime",
+    "onnx",
+    "sklearn",
+    "scipy",
+    "numpy",
+    "pydantic",
+    "uvicorn",
+}
 
 
 def commands(command: Any, name: str = "") -> Iterator[str]:
@@ -72,7 +83,9 @@ def modules_after(arguments: list[str]) -> set[str]:
         "except SystemExit:\n    pass\n"
         "sys.stderr.write('MODULES ' + json.dumps(sorted({m.partition('.')[0] for m in sys.modules})))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
     return set(json.loads(done.stderr.rpartition("MODULES ")[2]))
 
 
@@ -92,7 +105,10 @@ def test_inspect_imports_no_heavy_module(tmp_path: Path) -> None:
     [
         (["check", "configs/pipelines/digits-mlp.yaml"], {}, 0),
         pytest.param(
-            ["judge", "good.onnx", "wrong.onnx", "--only", "parity", "--quiet"], {}, 1, marks=pytest.mark.nightly
+            ["judge", "good.onnx", "wrong.onnx", "--only", "parity", "--quiet"],
+            {},
+            1,
+            marks=pytest.mark.nightly,
         ),
         (["rol"], {}, 2),
         pytest.param(["run", "nowhere.yaml", "--json"], {}, 2, marks=pytest.mark.nightly),
@@ -116,7 +132,13 @@ def test_command_process_gives_same_result_as_call(
     environ = {"ONNX_OPS_NOTIFY_WEBHOOK": "http://127.0.0.1:9/none", **environ}
     called = run_command(*arguments, cwd=project, environ=environ)
     done = subprocess.run(
-        [PROGRAM, *arguments], cwd=project, env=clean(environ), capture_output=True, text=True, timeout=120, check=False
+        [PROGRAM, *arguments],
+        cwd=project,
+        env=clean(environ),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert (called.code, done.returncode) == (code, code), called.stderr + done.stderr
     if code != 3:  # figures differ
@@ -135,9 +157,19 @@ def test_completion_in_each_shell_offers_commands(shell: str, project: Path) -> 
         if shell == "bash"
         else {"_TYPER_COMPLETE_ARGS": "onnx-ops rol"}
     )
-    asked = {"_ONNX_OPS_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_FISH_ACTION": "get-args", **typed}
+    asked = {
+        "_ONNX_OPS_COMPLETE": f"complete_{shell}",
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+        **typed,
+    }
     done = subprocess.run(
-        [PROGRAM], cwd=project, env=clean(asked), capture_output=True, text=True, timeout=120, check=False
+        [PROGRAM],
+        cwd=project,
+        env=clean(asked),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert "rollback" in done.stdout
     assert "rollout" in done.stdout
@@ -156,13 +188,20 @@ def error_text(done: Result) -> str:
     return f"exit {done.code}\n{done.stdout}{done.stderr}"
 
 
-def test_check_of_wrong_yaml_reports_all_problems_with_places(project: Path, golden: Golden) -> None:
+def test_check_of_wrong_yaml_reports_all_problems_with_places(
+    project: Path, golden: Golden
+) -> None:
     (project / "wrong.yaml").write_text(WRONG, encoding="utf-8")
     done = run_command("check", "wrong.yaml", "--json", cwd=project)
     places = {(one["line"], one["column"], one["path"]) for one in done.document()["problems"]}
     assert done.code == 2
     # A key that comes twice, one that is unknown, a wrong unit, and a gate without what it needs.
-    assert places >= {(3, 1, ""), (8, 30, "export"), (11, 37, "gates[0].max_regression"), (13, 5, "gates[2]")}, places
+    assert places >= {
+        (3, 1, ""),
+        (8, 30, "export"),
+        (11, 37, "gates[0].max_regression"),
+        (13, 5, "gates[2]"),
+    }, places
     golden("errors", error_text(run_command("check", "wrong.yaml", cwd=project)))
 
 
@@ -186,7 +225,9 @@ def test_check_of_wrong_yaml_reports_all_problems_with_places(project: Path, gol
         "rol",
     ],
 )
-def test_command_with_user_mistake_prints_error_and_exits_with_2(project: Path, arguments: str, golden: Golden) -> None:
+def test_command_with_user_mistake_prints_error_and_exits_with_2(
+    project: Path, arguments: str, golden: Golden
+) -> None:
     done = run_command(*arguments.split(), cwd=project)
     assert (done.code, done.stdout) == (2, "")
     golden("errors", error_text(done))
@@ -197,9 +238,14 @@ def test_check_of_rollout_policy_notes_traffic_it_needs(project: Path, golden: G
     policy = "{steps: [10%, 100%], guardrails: [errors], slo: {error_rate: 2%}}"
     right = re.sub(r"{steps: .*}", policy, text).replace("endpoint: ", "endpoint: other-")
     shadowed = right.replace("slo: ", "shadow: {}, slo: ")
-    for name, changed, about in (("mine", right, ["step 10%"]), ("shadowed", shadowed, ["shadow", "step 10%"])):
+    for name, changed, about in (
+        ("mine", right, ["step 10%"]),
+        ("shadowed", shadowed, ["shadow", "step 10%"]),
+    ):
         (project / f"{name}.yaml").write_text(changed)
-        notes = json.loads(run_command("check", f"{name}.yaml", "--json", cwd=project).stdout)["notes"]
+        notes = json.loads(run_command("check", f"{name}.yaml", "--json", cwd=project).stdout)[
+            "notes"
+        ]
         assert [note.split(": ")[1] for note in notes] == about
         done = run_command("check", f"{name}.yaml", cwd=project)
         assert done.code == 0
@@ -223,8 +269,12 @@ def test_command_with_unwritable_disk_exits_with_4(
     golden("errors", said.err + said.out)
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), ValueError("could not be broadcast")])
-def test_command_with_unexpected_exception_exits_with_4(error: Exception, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "Input/output error"), ValueError("could not be broadcast")]
+)
+def test_command_with_unexpected_exception_exits_with_4(
+    error: Exception, capfd: pytest.CaptureFixture[str]
+) -> None:
     @handle_errors
     def judge(as_json: bool = False) -> None:
         raise error
@@ -239,7 +289,9 @@ def test_command_with_unexpected_exception_exits_with_4(error: Exception, capfd:
 
 
 @pytest.mark.parametrize(("given", "meant"), [("prmote", "promote"), ("Gate", "gate"), ("zzz", "")])
-def test_command_with_misspelt_choice_suggests_similar_one(project: Path, given: str, meant: str) -> None:
+def test_command_with_misspelt_choice_suggests_similar_one(
+    project: Path, given: str, meant: str
+) -> None:
     done = run_command("run", "configs/pipelines/digits-mlp.yaml", "--until", given, cwd=project)
     text = " ".join(done.stderr.replace("│", " ").split())
     assert done.code == 2

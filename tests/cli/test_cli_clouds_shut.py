@@ -30,7 +30,10 @@ from tests.support.extras import require
 from tests.support.must import must
 from tests.support.processes import end_all
 
-require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
+require(
+    "azure.ai.ml",
+    reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all",
+)
 
 AZURE: Mapping[str, Json] = {
     "subscription": "00000000-0000-0000-0000-000000000001",
@@ -57,19 +60,31 @@ def deployment(version: str, signer: Signer) -> Deployment:
 
 
 @pytest.fixture(params=REMEDIES)
-def stranger(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def stranger(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
     """A project whose endpoint has gone from version 1 to 2, on a machine that has lost its credentials or region."""
     monkeypatch.chdir(tmp_path)
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION"):
+    for name in (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_PROFILE",
+        "AWS_REGION",
+        "AWS_DEFAULT_REGION",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
         monkeypatch.setenv(name, "/dev/null")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AZURE_TOKEN_CREDENTIALS", "EnvironmentCredential")
-    monkeypatch.setenv("AZUREML_CURRENT_CLOUD", "AzureCloud")  # the SDK would set it, and not restore it
+    monkeypatch.setenv(
+        "AZUREML_CURRENT_CLOUD", "AzureCloud"
+    )  # the SDK would set it, and not restore it
     for name in ("azure.ai.ml", "azure.identity") if request.param == "azureml" else ("boto3",):
         with warnings.catch_warnings(action="ignore"):
-            importlib.import_module(name)  # a rollback reports after four seconds: a busy machine takes them for this
+            importlib.import_module(
+                name
+            )  # a rollback reports after four seconds: a busy machine takes them for this
     settings = AZURE if request.param == "azureml" else SETTINGS
     if request.param == "region":
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
@@ -82,7 +97,10 @@ def stranger(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
     bind_endpoint(context, config, RolloutPolicy())
     signer = must(context.signer())
     one, two = deployment("1", signer), deployment("2", signer)
-    for kind, roles in ((ActionKind.FIRST, Roles(stable=one)), (ActionKind.FINISH, Roles(stable=two, previous=one))):
+    for kind, roles in (
+        (ActionKind.FIRST, Roles(stable=one)),
+        (ActionKind.FINISH, Roles(stable=two, previous=one)),
+    ):
         state = build_split_state(None, must(roles.stable), 100)
         action = Action(kind=kind, state=state, roles=roles, why="test")
         perform_action(Journal.open(context, "digits"), action)
@@ -94,7 +112,10 @@ def stranger(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
 def test_command_without_cloud_access_shows_remedy(
     name: str, stranger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name in ("prune", "reconcile"):  # those that ask the registry too, whose database takes seconds to make
+    if name in (
+        "prune",
+        "reconcile",
+    ):  # those that ask the registry too, whose database takes seconds to make
         here = open_project()
         there = replace(here, context=replace(here.context, registry=FakeRegistry))
         monkeypatch.setattr("onnx_ops.app.context.open_project", lambda: there)
@@ -109,5 +130,7 @@ def test_command_without_cloud_access_shows_remedy(
     assert name == "doctor" or "digits" in said
 
 
-def test_status_as_json_without_cloud_access_prints_one_document(stranger: str, tmp_path: Path) -> None:
+def test_status_as_json_without_cloud_access_prints_one_document(
+    stranger: str, tmp_path: Path
+) -> None:
     json.loads(run_command("status", "digits", "--json", cwd=tmp_path).stdout)

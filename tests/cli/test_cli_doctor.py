@@ -40,16 +40,22 @@ def test_doctor_reports_endpoint_whose_pipeline_file_is_missing(
     for pipeline in ("kept", "renamed"):
         config = replace(config_of(pipeline), provider="local", pipeline=pipeline)
         bind_endpoint(open_project().context, config, RolloutPolicy())
-    found = {one.check: one for one in diagnose(open_project()) if one.check.startswith("pipeline of")}
+    found = {
+        one.check: one for one in diagnose(open_project()) if one.check.startswith("pipeline of")
+    }
     assert found.keys() == {"pipeline of renamed"}
     assert found["pipeline of renamed"].found.endswith("onnx-ops delete renamed")
 
 
-def test_doctor_reports_exporter_with_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_exporter_with_missing_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     real = plugins.absent
     monkeypatch.setattr(
-        plugins, "absent", lambda packages: tuple(p for p in packages if p == "skl2onnx") or real(packages)
+        plugins,
+        "absent",
+        lambda packages: tuple(p for p in packages if p == "skl2onnx") or real(packages),
     )
     begun: list[str] = []
     found = {one.check: one for one in diagnose(open_project(), begun.append)}

@@ -14,13 +14,18 @@ from tests.support.clouds.azureml import AzureCloud
 from tests.support.command import run_command
 from tests.support.extras import require
 
-require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
+require(
+    "azure.ai.ml",
+    reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all",
+)
 
 
 def look(folder: Path, provider: str) -> tuple[int, Mapping[str, Mapping[str, object]]]:
     done = run_command("doctor", "--provider", provider, "--json", cwd=folder)
     document = json.loads(done.stdout)
-    return done.code, {one["check"]: one for one in document} if isinstance(document, list) else document
+    return done.code, {one["check"]: one for one in document} if isinstance(
+        document, list
+    ) else document
 
 
 def test_doctor_with_azureml_provider_checks_its_endpoints_only(tmp_path: Path) -> None:

@@ -36,7 +36,10 @@ def account(cloud: FakeSageMaker, monkeypatch: pytest.MonkeyPatch) -> FakeSageMa
 
 
 def found(**settings: Json) -> dict[str, Diagnosis]:
-    return {finding.check: finding for finding in SageMakerEndpoints().diagnose({"digits": {**SETTINGS, **settings}})}
+    return {
+        finding.check: finding
+        for finding in SageMakerEndpoints().diagnose({"digits": {**SETTINGS, **settings}})
+    }
 
 
 def test_sagemaker_diagnosis_of_complete_account_reports_no_problem(
@@ -51,7 +54,9 @@ def test_sagemaker_diagnosis_of_complete_account_reports_no_problem(
 
 
 @pytest.mark.parametrize("kind", ["page", pytest.param("page-error", marks=pytest.mark.nightly)])
-def test_sagemaker_diagnosis_with_html_response_reports_failed_check(account: FakeSageMaker, kind: str) -> None:
+def test_sagemaker_diagnosis_with_html_response_reports_failed_check(
+    account: FakeSageMaker, kind: str
+) -> None:
     account.fault()
     found()
     names = list(dict.fromkeys(account.calls()))
@@ -73,17 +78,26 @@ def push(account: FakeSageMaker) -> None:
     manifest = {
         "schemaVersion": 2,
         "mediaType": "application/vnd.docker.distribution.manifest.v2+json",
-        "config": {"mediaType": "application/vnd.docker.container.image.v1+json", "size": 1, "digest": digest},
+        "config": {
+            "mediaType": "application/vnd.docker.container.image.v1+json",
+            "size": 1,
+            "digest": digest,
+        },
         "layers": [],
     }
     ecr.create_repository(repositoryName="onnx-ops")
     ecr.put_image(repositoryName="onnx-ops", imageManifest=json.dumps(manifest), imageTag="1")
 
 
-def test_sagemaker_diagnosis_of_image_checks_existence_and_pull_role(account: FakeSageMaker, golden: Golden) -> None:
+def test_sagemaker_diagnosis_of_image_checks_existence_and_pull_role(
+    account: FakeSageMaker, golden: Golden
+) -> None:
     image = str(SETTINGS["image"])
     missing = found(image=image.replace("onnx-ops:1", "other:1"))["image"]
-    assert (missing.ok, "create-repository --repository-name other" in missing.remedy) == (False, True)
+    assert (missing.ok, "create-repository --repository-name other" in missing.remedy) == (
+        False,
+        True,
+    )
     client(account, "ecr").create_repository(repositoryName="empty")
     empty = found(image=image.replace("onnx-ops:1", "empty:7"))["image"]
     assert (empty.found, empty.remedy[:11]) == ("empty has no 7", "docker push")
@@ -100,18 +114,24 @@ def test_sagemaker_diagnosis_of_image_checks_existence_and_pull_role(account: Fa
         account.behave(denied=[])
     elsewhere = {"image": image.replace("123456789012", "999999999999")}
     assert not found(**elsewhere)["pull"].ok
-    assert "999999999999" in found(**elsewhere, role=str(SETTINGS["role"]) + "-of-all")["pull"].found
+    assert (
+        "999999999999" in found(**elsewhere, role=str(SETTINGS["role"]) + "-of-all")["pull"].found
+    )
 
 
 def test_sagemaker_diagnosis_with_wrong_settings_reports_remedies(account: FakeSageMaker) -> None:
     trust = {"Version": "2012-10-17", "Statement": []}
-    client(account, "iam").create_role(RoleName="stranger", AssumeRolePolicyDocument=json.dumps(trust))
+    client(account, "iam").create_role(
+        RoleName="stranger", AssumeRolePolicyDocument=json.dumps(trust)
+    )
     role = str(SETTINGS["role"])
     findings = found(role=role.replace("onnx-ops-sagemaker", "stranger"), bucket="nowhere")
     assert "does not trust" in findings["role"].found
     assert "sagemaker.amazonaws.com" in findings["role"].remedy
     assert "aws s3 mb s3://nowhere" in findings["bucket"].remedy
-    findings = found(role=role.replace("onnx-ops-sagemaker", "nobody"), strategy="guarded", alarms=["none"])
+    findings = found(
+        role=role.replace("onnx-ops-sagemaker", "nobody"), strategy="guarded", alarms=["none"]
+    )
     assert "does not exist" in findings["role"].found
     assert "none: does not exist" in findings["alarms"].found
     findings = found(instance_count=2)
@@ -143,7 +163,10 @@ def _missing(_: str) -> str:
 
 
 def test_doctor_with_sagemaker_provider_checks_it_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], golden: Golden
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    golden: Golden,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AWS_DEFAULT_REGION", str(SETTINGS["region"]))

@@ -29,12 +29,17 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def export(released: Path, tmp_path: Path) -> Callable[..., Result]:
-    return partial(run_command, "export-dvc", cwd=tmp_path, environ={"ONNX_OPS_ROOT": str(released)})
+    return partial(
+        run_command, "export-dvc", cwd=tmp_path, environ={"ONNX_OPS_ROOT": str(released)}
+    )
 
 
 def test_export_dvc_writes_metrics_and_plots(export: Callable[..., Result], tmp_path: Path) -> None:
     done = export("iris-onnx/1")
-    assert (done.code, done.stdout.split()) == (0, ["metrics.json", "plots/latency.json", "plots/size.json"])
+    assert (done.code, done.stdout.split()) == (
+        0,
+        ["metrics.json", "plots/latency.json", "plots/size.json"],
+    )
     figures = json.loads((tmp_path / "metrics.json").read_text())["fp32"]["cpu-1t"]
     assert figures["verdict"] == "pass"
     assert figures["size_bytes"] > 0
@@ -42,12 +47,16 @@ def test_export_dvc_writes_metrics_and_plots(export: Callable[..., Result], tmp_
 
 
 @pytest.mark.nightly
-def test_export_dvc_files_are_readable_by_dvc(export: Callable[..., Result], tmp_path: Path) -> None:
+def test_export_dvc_files_are_readable_by_dvc(
+    export: Callable[..., Result], tmp_path: Path
+) -> None:
     assert export("iris-onnx/1").code == 0
     figures = json.loads((tmp_path / "metrics.json").read_text())["fp32"]["cpu-1t"]
     repository = Repository(tmp_path)
     repository.git("init", "--quiet", "--initial-branch", "main")
-    repository.write("dvc.yaml", "metrics: [metrics.json]\nplots:\n- plots/latency.json: {x: quantile, y: ms}\n")
+    repository.write(
+        "dvc.yaml", "metrics: [metrics.json]\nplots:\n- plots/latency.json: {x: quantile, y: ms}\n"
+    )
     environments = source(tmp_path).environments
     dvc(repository, environments, ("init", "-q"))
     repository.commit("v1")
@@ -58,7 +67,9 @@ def test_export_dvc_files_are_readable_by_dvc(export: Callable[..., Result], tmp
     assert '"quantile"' in (tmp_path / "page/index.html").read_text()
 
 
-def test_export_dvc_with_paths_writes_there_and_prints_json(export: Callable[..., Result], tmp_path: Path) -> None:
+def test_export_dvc_with_paths_writes_there_and_prints_json(
+    export: Callable[..., Result], tmp_path: Path
+) -> None:
     done = export("iris-onnx/v1", "--metrics", "a/m.json", "--plots", "b", "--json")
     assert done.parsed()["files"] == ["a/m.json", "b/latency.json", "b/size.json"]
     points = json.loads((tmp_path / "b/latency.json").read_text())

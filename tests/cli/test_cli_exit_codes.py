@@ -21,9 +21,12 @@ SILENT = StepReport(endpoint="digits", did="", why="waits", stable=True, registr
 
 
 @pytest.mark.parametrize(
-    ("steps", "code"), [([REFUSED, QUIET], 5), ([SILENT], 4), ([REFUSED, SILENT], 5), ([SILENT, QUIET], 0)]
+    ("steps", "code"),
+    [([REFUSED, QUIET], 5), ([SILENT], 4), ([REFUSED, SILENT], 5), ([SILENT, QUIET], 0)],
 )
-def test_exit_after_steps_with_refused_or_failed_step_exits_with_its_code(steps: list[StepReport], code: int) -> None:
+def test_exit_after_steps_with_refused_or_failed_step_exits_with_its_code(
+    steps: list[StepReport], code: int
+) -> None:
     if not code:
         exit_after_steps({"digits": steps, "letters": [QUIET]})
         return
@@ -44,7 +47,9 @@ def test_rollout_status_watch_of_aborted_rollout_exits_with_1(
 ) -> None:
     scene = begun()
     monkeypatch.setattr("time.sleep", lambda seconds: scene.abort())
-    monkeypatch.setattr("onnx_ops.app.context.open_project", lambda: SimpleNamespace(context=scene.context))
+    monkeypatch.setattr(
+        "onnx_ops.app.context.open_project", lambda: SimpleNamespace(context=scene.context)
+    )
     with pytest.raises(typer.Exit) as ended:
         rollouts.rollout_status("digits", watch=True, interval="1s")
     assert ended.value.exit_code == 1
@@ -55,7 +60,9 @@ def test_status_of_endpoint_without_supervisor_exits_with_4(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     scene = begun()
-    monkeypatch.setattr("onnx_ops.app.context.open_project", lambda: SimpleNamespace(context=scene.context))
+    monkeypatch.setattr(
+        "onnx_ops.app.context.open_project", lambda: SimpleNamespace(context=scene.context)
+    )
     monkeypatch.setattr(type(scene.world.provider), "is_unsupervised", lambda *_: True)
     scene.world.provider.down = True
     with pytest.raises(typer.Exit) as ended:

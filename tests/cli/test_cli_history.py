@@ -10,7 +10,16 @@ from onnx_ops.release.status import HistoryLine
 
 def moved(at: str, why: str, **traffic: int) -> HistoryLine:
     when = f"2026-11-25T{at}+00:00"
-    return HistoryLine(endpoint="m", sequence=1, at=when, actor="al[i]ce", kind="k", what="w", why=why, traffic=traffic)
+    return HistoryLine(
+        endpoint="m",
+        sequence=1,
+        at=when,
+        actor="al[i]ce",
+        kind="k",
+        what="w",
+        why=why,
+        traffic=traffic,
+    )
 
 
 def test_traffic_chart_prints_bar_for_each_change(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,9 @@ def command(folder: Path, *arguments: str) -> Result:
         ("good.onnx wrong.onnx --cold-start --only latency --batch 1,8", 1),
     ],
 )
-def test_judge_prints_verdict_first_with_reason(folder: Path, arguments: str, code: int, golden: Golden) -> None:
+def test_judge_prints_verdict_first_with_reason(
+    folder: Path, arguments: str, code: int, golden: Golden
+) -> None:
     x = np.random.default_rng(0).standard_normal((3000, 8)).astype(np.float32)
     np.savez(folder / "scored.npz", x=x, y=np.zeros(3000, np.int64))
     done = command(folder, *arguments.split(), "--quiet")
@@ -55,16 +57,33 @@ def test_judge_prints_verdict_first_with_reason(folder: Path, arguments: str, co
 
 @pytest.mark.processor
 def test_judge_writes_same_verdict_to_json_page_and_report(folder: Path, golden: Golden) -> None:
-    arguments = ("good.onnx", "int8.onnx", "--html", "report.html", "--markdown", "page.md", "--json", "--quiet")
+    arguments = (
+        "good.onnx",
+        "int8.onnx",
+        "--html",
+        "report.html",
+        "--markdown",
+        "page.md",
+        "--json",
+        "--quiet",
+    )
     found = command(folder, *arguments).document()
-    assert (found["verdict"], found["exit_code"], found["kind"]["precision"]) == ("inconclusive", 3, "int8")
+    assert (found["verdict"], found["exit_code"], found["kind"]["precision"]) == (
+        "inconclusive",
+        3,
+        "int8",
+    )
     assert found["baseline"]["bytes"] == (folder / "good.onnx").stat().st_size
     (target,) = found["targets"]
-    assert {"weights", "function", "agreement", "latency"} <= {result["metric"] for result in target["results"]}
+    assert {"weights", "function", "agreement", "latency"} <= {
+        result["metric"] for result in target["results"]
+    }
     assert len(target["timings"][0]["evidence"]["comparisons"]) == 1
     page = (folder / "page.md").read_text(encoding="utf-8")
     golden("tables", without_figures(page))
-    assert command(folder, *arguments[:2], "--markdown", "-", "--quiet").stdout.startswith("### ⚪ INCONCLUSIVE")
+    assert command(folder, *arguments[:2], "--markdown", "-", "--quiet").stdout.startswith(
+        "### ⚪ INCONCLUSIVE"
+    )
     report = (folder / "report.html").read_text(encoding="utf-8")
     assert found["reason"].split(":")[0] in report
     assert "<svg" in report
@@ -89,7 +108,11 @@ def test_judge_of_float16_inputs_adds_casts(tmp_path: Path, operator: str, code:
     for name, kind, made in (("a", "float", "Relu"), ("b", "float16", operator)):
         text = f'<ir_version: 9, opset_import: ["" : 18]> g ({kind}[N,4] x) => ({kind}[N,3] y) {{ z = MatMul(x, w)\n'
         model = onnx.parser.parse_model(f"{text} y = {made}(z) }}")
-        weight = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32 if name == "a" else np.float16)
+        weight = (
+            np.random.default_rng(0)
+            .standard_normal((4, 3))
+            .astype(np.float32 if name == "a" else np.float16)
+        )
         model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
         onnx.save(model, tmp_path / f"{name}.onnx")
     found = command(tmp_path, "a.onnx", "b.onnx", "--only", "parity", "--json")
@@ -98,7 +121,9 @@ def test_judge_of_float16_inputs_adds_casts(tmp_path: Path, operator: str, code:
     assert document["notes"][0] == "B has x, y: float16, run with casts from and to float32"
     assert document["candidate"]["bytes"] == (tmp_path / "b.onnx").stat().st_size
     assert document["kind"]["precision"] == "float16"
-    assert command(tmp_path, "b.onnx", "a.onnx", "--only", "parity", "--json").code == (0 if code == 3 else 1)
+    assert command(tmp_path, "b.onnx", "a.onnx", "--only", "parity", "--json").code == (
+        0 if code == 3 else 1
+    )
 
 
 def test_judge_of_bfloat16_inputs_adds_casts(tmp_path: Path) -> None:
@@ -157,14 +182,21 @@ def test_judge_imports_no_heavy_module(folder: Path) -> None:
         "print(sorted({name.partition('.')[0] for name in sys.modules} & {'mlflow', 'prefect', 'torch', 'sklearn'}))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
 def test_judge_of_models_without_comparable_outputs_is_inconclusive(tmp_path: Path) -> None:
     empty = "=> (optional(seq(float[5])) {0}) {{ {0} = Optional <type: type_proto = seq(float[5])> () }}"
-    branches = ", ".join(f"{side}_branch: graph = {side} () {empty.format(side[0])}" for side in ("then", "else"))
+    branches = ", ".join(
+        f"{side}_branch: graph = {side} () {empty.format(side[0])}" for side in ("then", "else")
+    )
     text = '<ir_version: 8, opset_import: ["" : 16]> g (bool c) => (optional(seq(float[5])) y)'
     onnx.save(onnx.parser.parse_model(f"{text} {{ y = If (c) <{branches}> }}"), tmp_path / "a.onnx")
     done = command(tmp_path, "a.onnx", "a.onnx", "--only", "parity")
@@ -175,8 +207,21 @@ def test_judge_of_models_without_comparable_outputs_is_inconclusive(tmp_path: Pa
 def test_judge_of_stateful_model_requires_fixed_rate(folder: Path) -> None:
     write_voice_detector(folder / "voice.onnx")
     np.savez(folder / "voice.npz", allow_pickle=False, **make_voice_rows(40))
-    arguments = ("voice.onnx", "voice.onnx", "--data", "voice.npz", "--only", "parity", "--json", "--quiet")
-    assert command(folder, *arguments, "--fix", "sr=8000").document()["rows"].startswith("40 of voice.npz")
+    arguments = (
+        "voice.onnx",
+        "voice.onnx",
+        "--data",
+        "voice.npz",
+        "--only",
+        "parity",
+        "--json",
+        "--quiet",
+    )
+    assert (
+        command(folder, *arguments, "--fix", "sr=8000")
+        .document()["rows"]
+        .startswith("40 of voice.npz")
+    )
     assert "--fix sr=VALUE" in command(folder, *arguments).document()["remedy"]
     refused = command(folder, *arguments, "--fix", "sr=1").document()
     assert (refused["verdict"], refused["exit_code"]) == ("error", 4)
@@ -185,6 +230,8 @@ def test_judge_of_stateful_model_requires_fixed_rate(folder: Path) -> None:
 def test_judge_of_model_refusing_generated_rows_suggests_fix_option(folder: Path) -> None:
     text = "(float[n,4] x, int64 parts) => (float[n,m] y) { shape = Mul(parts, sizes) y = Reshape(x, shape) }"
     write_graph(folder / "parts.onnx", text, sizes=[0, 7])
-    found = command(folder, "parts.onnx", "parts.onnx", "--only", "parity", "--json", "--quiet").document()
+    found = command(
+        folder, "parts.onnx", "parts.onnx", "--only", "parity", "--json", "--quiet"
+    ).document()
     assert (found["verdict"], found["exit_code"]) == ("error", 4)
     assert "--fix parts=VALUE" in found["targets"][0]["remedy"]

@@ -59,15 +59,23 @@ def test_keys_rotate_keeps_old_key_trusted_in_list(project: Path) -> None:
     assert f"decisions by key {short_digest(old)} stay valid" in output.stdout
     new = signing_key(project).key
     listed = keys("list").stdout.splitlines()[:2]
-    assert [line.split()[:2] for line in listed] == [[short_digest(new), "signs"], [short_digest(old), "trusted"]]
+    assert [line.split()[:2] for line in listed] == [
+        [short_digest(new), "signs"],
+        [short_digest(old), "trusted"],
+    ]
     document = keys("list", "--json").parsed()
     roles = ["gate", "release"]
-    assert [(one["key"], one["signs"], one["roles"]) for one in document] == [(new, True, roles), (old, False, roles)]
+    assert [(one["key"], one["signs"], one["roles"]) for one in document] == [
+        (new, True, roles),
+        (old, False, roles),
+    ]
 
 
 def test_keys_commands_never_print_private_key(project: Path) -> None:
     words = ("new", "list", "rotate", "list --json", "new --out other.pem --json")
-    outputs = "".join(f"{done.stdout}{done.stderr}" for done in (keys(*line.split()) for line in words))
+    outputs = "".join(
+        f"{done.stdout}{done.stderr}" for done in (keys(*line.split()) for line in words)
+    )
     assert "PRIVATE" not in outputs
     for secret in ((project / ".onnx-ops" / "keys" / "signing.pem"), project / "other.pem"):
         body = secret.read_text().splitlines()[1]
@@ -85,7 +93,9 @@ def test_keys_retire_reports_versions_that_lose_their_decision(project: Path) ->
     assert f"digits/{version} as champion-{TARGET}" in refused.stderr
     foreseen = keys("retire", short_digest(old), "--dry-run", "--json").parsed()
     assert foreseen["retired"] is False
-    assert foreseen["lost"] == [{"alias": f"champion-{TARGET}", "model": "digits", "version": version}]
+    assert foreseen["lost"] == [
+        {"alias": f"champion-{TARGET}", "model": "digits", "version": version}
+    ]
     assert short_digest(old) in keys("list").stdout.replace("retired", "")
     forced = keys("retire", short_digest(old), "--force")
     assert forced.code == 0

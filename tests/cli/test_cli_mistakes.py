@@ -68,7 +68,9 @@ def test_check_of_mistake_reports_it_once_with_place(
     is_importable = functions._is_importable
     hide(monkeypatch, *mistake.hidden)
     monkeypatch.setattr(
-        functions, "_is_importable", lambda name, root: name not in mistake.hidden and is_importable(name, root)
+        functions,
+        "_is_importable",
+        lambda name, root: name not in mistake.hidden and is_importable(name, root),
     )
     for name in [*os.environ]:
         if name.startswith(("AWS_", "AZURE_")):
@@ -76,39 +78,63 @@ def test_check_of_mistake_reports_it_once_with_place(
     environ = {"HOME": str(tmp_path), **mistake.environ}
     done = run_command("check", mistake.file, "--json", cwd=tmp_path, environ=environ)
     (problem,) = done.document()["problems"]
-    assert (done.code, problem["path"], problem["line"]) == (mistake.code, mistake.path, line_of(mistake, tmp_path))
+    assert (done.code, problem["path"], problem["line"]) == (
+        mistake.code,
+        mistake.path,
+        line_of(mistake, tmp_path),
+    )
     assert problem["column"] > 0
     assert problem["environment"] == (mistake.code == 4)
-    golden("mistakes", f"{problem['line']}:{problem['column']}: {problem['path']}: {problem['message']}")
+    golden(
+        "mistakes",
+        f"{problem['line']}:{problem['column']}: {problem['path']}: {problem['message']}",
+    )
 
 
 def test_check_of_doubtful_values_adds_notes(project: Path, tmp_path: Path) -> None:
     labels = np.arange(ROWS) % 5
-    mistake = Mistake(name="notes", change=rows(x=np.full((ROWS, FEATURES), np.nan, np.float32), y=labels))
+    mistake = Mistake(
+        name="notes", change=rows(x=np.full((ROWS, FEATURES), np.nan, np.float32), y=labels)
+    )
     make(mistake, project, tmp_path)
     environ = {"ONNX_OPS_NOTIFY": "github:owner/shop", "HOME": str(tmp_path)}
     notes = run_command("check", SHOP, "--json", cwd=tmp_path, environ=environ).parsed()["notes"]
-    assert [note.partition(": ")[0] for note in notes] == ["data.test", "data.test", "notifier github:owner/shop"]
+    assert [note.partition(": ")[0] for note in notes] == [
+        "data.test",
+        "data.test",
+        "notifier github:owner/shop",
+    ]
     assert f"input x is NaN or infinite in {ROWS} of {ROWS} rows" in notes[0]
     assert "label 3, 4 occurs in no set that the model is trained on" in notes[1]
     assert "GITHUB_TOKEN" in notes[2]
 
 
-@pytest.mark.parametrize("name", ["a data file that is missing", "an unknown parameter of training"])
-def test_run_with_mistake_prints_same_error_as_check(name: str, project: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["a data file that is missing", "an unknown parameter of training"]
+)
+def test_run_with_mistake_prints_same_error_as_check(
+    name: str, project: Path, tmp_path: Path
+) -> None:
     mistake = next(one for one in FILES if one.name == name)
     make(mistake, project, tmp_path)
-    checked, ran = (run_command(command, mistake.file, cwd=tmp_path) for command in ("check", "run"))
+    checked, ran = (
+        run_command(command, mistake.file, cwd=tmp_path) for command in ("check", "run")
+    )
     assert (ran.code, ran.stderr, ran.stdout) == (checked.code, checked.stderr, "")
 
 
 @pytest.mark.parametrize("mistake", COMMANDS, ids=lambda mistake: mistake.name)
-def test_command_with_mistake_prints_one_error(mistake: Mistake, project: Path, tmp_path: Path) -> None:
+def test_command_with_mistake_prints_one_error(
+    mistake: Mistake, project: Path, tmp_path: Path
+) -> None:
     make(mistake, project, tmp_path)
     done = run_command(*mistake.command, cwd=tmp_path)
     assert (done.code, done.stdout) == (mistake.code, "")
     assert "Traceback" not in done.stderr
-    assert len(re.findall(r"^error: |^╭─ Error|^--set |^\S+:\d+:\d+: ", done.stderr, re.MULTILINE)) == 1, done.stderr
+    assert (
+        len(re.findall(r"^error: |^╭─ Error|^--set |^\S+:\d+:\d+: ", done.stderr, re.MULTILINE))
+        == 1
+    ), done.stderr
 
 
 def test_check_of_taken_port_reports_problem(project: Path, tmp_path: Path) -> None:
@@ -116,7 +142,11 @@ def test_check_of_taken_port_reports_problem(project: Path, tmp_path: Path) -> N
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        mistake = Mistake(name="a port", old="rollout: {steps", new=f"settings: {{port: {port}}}, rollout: {{steps")
+        mistake = Mistake(
+            name="a port",
+            old="rollout: {steps",
+            new=f"settings: {{port: {port}}}, rollout: {{steps",
+        )
         make(mistake, project, tmp_path)
         done = run_command("check", SHOP, "--json", cwd=tmp_path)
     (problem,) = done.document()["problems"]
@@ -125,8 +155,14 @@ def test_check_of_taken_port_reports_problem(project: Path, tmp_path: Path) -> N
     assert run_command("check", SHOP, cwd=tmp_path).code == 0
 
 
-def test_run_with_failing_training_shows_error_once_with_line(project: Path, tmp_path: Path) -> None:
-    make(Mistake(name="training", change=coded("return None", "numpy.linalg.inv([[0.0]])")), project, tmp_path)
+def test_run_with_failing_training_shows_error_once_with_line(
+    project: Path, tmp_path: Path
+) -> None:
+    make(
+        Mistake(name="training", change=coded("return None", "numpy.linalg.inv([[0.0]])")),
+        project,
+        tmp_path,
+    )
     done = run_command("run", SHOP, "--until", "train", cwd=tmp_path)
     shown = " ".join(f"{done.stdout} {done.stderr}".split())
     assert done.code == 2
@@ -135,8 +171,12 @@ def test_run_with_failing_training_shows_error_once_with_line(project: Path, tmp
     assert "site-packages" not in shown
 
 
-@pytest.mark.parametrize("labels", [np.arange(ROWS) % 2, np.arange(ROWS) % 2 * 1.0], ids=["integers", "floats"])
-def test_run_with_unsuitable_metric_suggests_others(labels: object, project: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "labels", [np.arange(ROWS) % 2, np.arange(ROWS) % 2 * 1.0], ids=["integers", "floats"]
+)
+def test_run_with_unsuitable_metric_suggests_others(
+    labels: object, project: Path, tmp_path: Path
+) -> None:
     """Two labels fit one score per row: only the answers show that it is not a probability."""
 
     def change(root: Path) -> None:

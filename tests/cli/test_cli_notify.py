@@ -40,7 +40,9 @@ def test_notify_test_with_webhook_sends_message(inbox: WebhookSink) -> None:
     assert "notifications arrive here" in inbox.requests[0].document["text"]
 
 
-def test_notify_test_with_failing_webhook_exits_with_4(inbox: WebhookSink, capfd: pytest.CaptureFixture[str]) -> None:
+def test_notify_test_with_failing_webhook_exits_with_4(
+    inbox: WebhookSink, capfd: pytest.CaptureFixture[str]
+) -> None:
     inbox.answer = lambda _: Reply(status=404)
     result = CliRunner().invoke(app, ["notify", "--test", "--json"])
     assert result.exit_code == 4
@@ -77,7 +79,9 @@ def test_notify_with_wrong_settings_exits_with_2(
 
 
 @pytest.mark.usefixtures("inbox")
-def test_doctor_checks_each_notifier(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_doctor_checks_each_notifier(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("ONNX_OPS_NOTIFY", "webhook, github:acme/models")
     for name in ("ONNX_OPS_NOTIFY_GITHUB_TOKEN", "GITHUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
@@ -105,11 +109,18 @@ def test_watch_sends_notifications_while_running_and_at_end(tmp_path: Path) -> N
     watcher = WatchLoop(scene.context, ReconcileQueue(), interval_s=3600.0, on_event=hear)
     scene.bind()
     scene.serve(scene.publish("a"))
-    with _notify(Project(settings=load_settings(tmp_path), context=scene.context), watcher, (), 3600.0):
+    with _notify(
+        Project(settings=load_settings(tmp_path), context=scene.context), watcher, (), 3600.0
+    ):
         assert heard.wait(TIMEOUT_S)
         scene.serve(scene.publish("b"))
-    assert [notice.headline for notice in chat.received] == ["first deployment: v1", "v2 has all traffic"]
-    assert [(report.kind, report.did) for report in events] == [(WatchEventKind.NOTIFIED, "chat")] * 2
+    assert [notice.headline for notice in chat.received] == [
+        "first deployment: v1",
+        "v2 has all traffic",
+    ]
+    assert [(report.kind, report.did) for report in events] == [
+        (WatchEventKind.NOTIFIED, "chat")
+    ] * 2
     assert events[-1].why == "digits: v2 has all traffic"
 
 
@@ -117,11 +128,15 @@ def test_watch_without_notifier_starts_no_thread(tmp_path: Path) -> None:
     scene = Scene()
     watcher = WatchLoop(scene.context, ReconcileQueue(), interval_s=1.0, on_event=lambda _: None)
     before = threading.active_count()
-    with _notify(Project(settings=load_settings(tmp_path), context=scene.context), watcher, (), 1.0):
+    with _notify(
+        Project(settings=load_settings(tmp_path), context=scene.context), watcher, (), 1.0
+    ):
         assert threading.active_count() == before
 
 
-def test_rollback_that_moved_no_traffic_sends_no_notification(inbox: WebhookSink, tmp_path: Path) -> None:
+def test_rollback_that_moved_no_traffic_sends_no_notification(
+    inbox: WebhookSink, tmp_path: Path
+) -> None:
     """Those that did not move have nothing to report, and no process is started for them."""
     result = CliRunner().invoke(app, ["rollback", "nowhere", "--reason", "slow", "--wait"])
     assert result.exit_code == 2

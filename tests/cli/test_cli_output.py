@@ -50,7 +50,11 @@ RESULT = GateResult(
 @pytest.mark.parametrize("width", [24, 40, 60, 80, 120])
 def test_gate_report_at_any_width_keeps_words_whole(sink: io.StringIO) -> None:
     results = (RESULT, replace(RESULT, gate="latency", metric="ratio vs fp32"))
-    gate_report(result_table([Decision(variant="int8-dynamic-percentile", target="cpu-1t", results=results)]))
+    gate_report(
+        result_table(
+            [Decision(variant="int8-dynamic-percentile", target="cpu-1t", results=results)]
+        )
+    )
     words = set(sink.getvalue().split())
     assert {"int8-dynamic-percentile", "accuracy", "latency", "FAIL", PATH, ":torch:"} <= words
     assert "[-0.0782, 0.67]%" in sink.getvalue()
@@ -73,7 +77,9 @@ def test_print_text_without_terminal_writes_one_line() -> None:
 @pytest.mark.parametrize("width", range(24, 60, 5))
 def test_print_text_at_any_width_keeps_intervals_whole(sink: io.StringIO) -> None:
     print_text(
-        "[bold]{}[/bold], and {}", "1.349x [1.26, 1.445] the latency, of [0.02588 ms, 0.1 ms]", "[x] is not a tag"
+        "[bold]{}[/bold], and {}",
+        "1.349x [1.26, 1.445] the latency, of [0.02588 ms, 0.1 ms]",
+        "[x] is not a tag",
     )
     assert "[1.26, 1.445]" in sink.getvalue()
     assert "[0.02588 ms, 0.1 ms]" in sink.getvalue()
@@ -100,14 +106,24 @@ def make_view(judged: AnalysisResult, next_action: str) -> RolloutView:
 
 def test_rollout_view_prints_reason_once(capsys: pytest.CaptureFixture[str]) -> None:
     guard = GuardrailResult(name="errors", limit=1.0, evidence=2.0, holds=True)
-    judged = AnalysisResult(started_at=0.0, guardrails=(guard, replace(guard, name="slow", evidence=0.0)))
-    common.console().print(_render(make_view(judged, f"v2 holds 10 % and is paused: {guard.summary}")))
+    judged = AnalysisResult(
+        started_at=0.0, guardrails=(guard, replace(guard, name="slow", evidence=0.0))
+    )
+    common.console().print(
+        _render(make_view(judged, f"v2 holds 10 % and is paused: {guard.summary}"))
+    )
     output = capsys.readouterr().out
-    assert (output.count(guard.summary), output.count("slow:"), len(output.splitlines())) == (1, 1, 3)
+    assert (output.count(guard.summary), output.count("slow:"), len(output.splitlines())) == (
+        1,
+        1,
+        3,
+    )
 
 
 def test_rollout_view_names_outliers(capsys: pytest.CaptureFixture[str]) -> None:
-    outlier = ServerOutlier(server="r3", deployment="v2", place="slow", own=(90, 100), others=(5, 1000), evidence=8.0)
+    outlier = ServerOutlier(
+        server="r3", deployment="v2", place="slow", own=(90, 100), others=(5, 1000), evidence=8.0
+    )
     view = make_view(AnalysisResult(started_at=0.0, outliers=(outlier,)), "v2 holds 10 %")
     common.console().print(_render(view))
     assert capsys.readouterr().out.splitlines()[1].strip() == outlier.summary

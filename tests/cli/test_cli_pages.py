@@ -24,7 +24,10 @@ def test_docs_without_page_lists_pages_with_titles() -> None:
 
 def test_docs_with_page_prints_it_unchanged() -> None:
     shown = run_command("docs", "runbooks/disk-full", cwd=Path())
-    assert (shown.code, shown.stdout) == (0, (PAGES / "runbooks" / "disk-full.md").read_text(encoding="utf-8"))
+    assert (shown.code, shown.stdout) == (
+        0,
+        (PAGES / "runbooks" / "disk-full.md").read_text(encoding="utf-8"),
+    )
     assert run_command("docs", "docs/runbooks/disk-full.md", cwd=Path()).stdout == shown.stdout
 
 
@@ -35,7 +38,15 @@ def test_docs_with_unknown_page_exits_with_2(topic: str) -> None:
 
 
 def test_messages_refer_to_existing_pages() -> None:
-    texts = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py") if "templates" not in path.parts}
-    named = {page for text in texts.values() for page in re.findall(r"`onnx-ops docs ([a-z0-9/_-]+)`", text)}
+    texts = {
+        path: path.read_text(encoding="utf-8")
+        for path in PACKAGE.rglob("*.py")
+        if "templates" not in path.parts
+    }
+    named = {
+        page
+        for text in texts.values()
+        for page in re.findall(r"`onnx-ops docs ([a-z0-9/_-]+)`", text)
+    }
     assert len(named) >= 10
     assert [page for page in sorted(named) if not (PAGES / f"{page}.md").is_file()] == []

@@ -50,7 +50,9 @@ WORKER = WorkerStatus(
 
 def placed(stage: str, state: Any, age: float, worker: str = "", why: str = "") -> PlacedRun:
     kind = stage.partition("/")[0]
-    return PlacedRun(run=stage, stage=stage, kind=kind, state=state, since=1000.0 - age, worker=worker, why=why)
+    return PlacedRun(
+        run=stage, stage=stage, kind=kind, state=state, since=1000.0 - age, worker=worker, why=why
+    )
 
 
 BUSY = PoolStatus(
@@ -61,7 +63,9 @@ BUSY = PoolStatus(
         placed("benchmark/int8-dynamic@board", "waiting", 124, why="all workers are busy"),
     ),
 )
-EMPTY = PoolStatus(pool="gpu", runs=(placed("train", "waiting", 40, why="no worker of the pool is running"),))
+EMPTY = PoolStatus(
+    pool="gpu", runs=(placed("train", "waiting", 40, why="no worker of the pool is running"),)
+)
 
 
 @pytest.fixture
@@ -91,16 +95,24 @@ PLAN = (
         needs=("export", "validate", "quantize/int8-dynamic", "data/test"),
         would="run",
     ),
-    PlannedStage(stage="promote@board", needs=("register",), would="skip: needs register, which was not planned"),
+    PlannedStage(
+        stage="promote@board",
+        needs=("register",),
+        would="skip: needs register, which was not planned",
+    ),
 )
 
 
-def test_plan_table_without_pools_and_history_omits_their_columns(screen: io.StringIO, golden: Golden) -> None:
+def test_plan_table_without_pools_and_history_omits_their_columns(
+    screen: io.StringIO, golden: Golden
+) -> None:
     plan_table("digits", PLAN)
     golden("tables", screen.getvalue())
 
 
-def test_plan_table_with_pools_and_times_fits_80_columns(screen: io.StringIO, golden: Golden) -> None:
+def test_plan_table_with_pools_and_times_fits_80_columns(
+    screen: io.StringIO, golden: Golden
+) -> None:
     data, train, quantize, benchmark, promote = PLAN
     train = replace(train, pool="gpu", seconds=412.3)
     benchmark = replace(benchmark, pool="boards", seconds=38.0, price=38 / 3600 * 0.9)
@@ -112,7 +124,9 @@ def test_plan_table_with_pools_and_times_fits_80_columns(screen: io.StringIO, go
 def test_plan_shows_times_of_last_execution_and_prices_of_targets(tmp_path: Path) -> None:
     (tmp_path / "onnx-ops.toml").write_text('pools = "quantize=gpu"\n')
     (tmp_path / "configs" / "targets").mkdir(parents=True)
-    (tmp_path / "configs" / "targets" / "board.yaml").write_text("name: board\npool: boards\nprice_per_hour: 0.9\n")
+    (tmp_path / "configs" / "targets" / "board.yaml").write_text(
+        "name: board\npool: boards\nprice_per_hour: 0.9\n"
+    )
     (tmp_path / "configs" / "targets" / "cpu.yaml").write_text("name: cpu\n")
     (tmp_path / "p.yaml").write_text(
         "pipeline: p\ndata: {test: {file: rows.npz, inputs: {x: x}}}\nmodel: model.onnx\nexport: {framework: onnx}\n"
@@ -134,7 +148,9 @@ def test_plan_shows_times_of_last_execution_and_prices_of_targets(tmp_path: Path
     assert found["gate/int8@board"] == ("", None, None)
 
 
-def test_status_runs_shows_running_and_waiting_stages(pools: Mock, tmp_path: Path, golden: Golden) -> None:
+def test_status_runs_shows_running_and_waiting_stages(
+    pools: Mock, tmp_path: Path, golden: Golden
+) -> None:
     pools.read_status.return_value = (BUSY, EMPTY)
     result = run_command("status", "--runs", cwd=tmp_path)
     assert result.code == 4  # no process takes `train`
@@ -158,20 +174,27 @@ def test_status_runs_with_available_workers_exits_with_0(
 def test_status_runs_without_prefect_server_exits_with_2(tmp_path: Path) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    with temporary_settings(restore_defaults={PREFECT_API_URL}):  # other tests of this process may have set one
+    with temporary_settings(
+        restore_defaults={PREFECT_API_URL}
+    ):  # other tests of this process may have set one
         nowhere = run_command("status", "--runs", "--json", cwd=tmp_path)
     assert (nowhere.code, json.loads(nowhere.stdout)["where"]) == (2, "PREFECT_API_URL")
     assert run_command("status", "digits", "--runs", cwd=tmp_path).code == 2
 
 
-def test_doctor_reports_workers_of_each_pool(pools: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_workers_of_each_pool(
+    pools: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "onnx-ops.toml").write_text('store = "s3://bucket/onnx-ops"\npools = "train=gpu"\n')
     (tmp_path / "configs" / "targets").mkdir(parents=True)
     (tmp_path / "configs" / "targets" / "board.yaml").write_text("name: board\npool: boards\n")
     (tmp_path / "configs" / "targets" / "wrong.yaml").write_text("name: 1\n")
     plain = WorkerStatus(pool="boards", name="old")
-    pools.read_status.return_value = (PoolStatus(pool="boards", workers=(WORKER, plain)), PoolStatus(pool="theirs"))
+    pools.read_status.return_value = (
+        PoolStatus(pool="boards", workers=(WORKER, plain)),
+        PoolStatus(pool="theirs"),
+    )
     found = {one.check: one for one in diagnose(open_project()) if one.check.startswith("pool")}
     assert found.keys() == {"pool boards", "pool gpu", "pool theirs"}
     assert found["pool boards"].found == (
@@ -180,7 +203,11 @@ def test_doctor_reports_workers_of_each_pool(pools: Mock, tmp_path: Path, monkey
         "old runs, but has published no description"
     )
     states = {check: (one.ok, one.absent) for check, one in found.items()}
-    assert states == {"pool boards": (True, False), "pool gpu": (False, False), "pool theirs": (True, True)}
+    assert states == {
+        "pool boards": (True, False),
+        "pool gpu": (False, False),
+        "pool theirs": (True, True),
+    }
     assert found["pool gpu"].remedy.endswith("onnx-ops work --pool gpu")
 
 
@@ -203,4 +230,6 @@ def test_doctor_with_unreachable_prefect_fails_if_project_uses_pools(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "onnx-ops.toml").write_text('pools = "train=gpu"\n' if named else "")
     pools.read_status.side_effect = error
-    assert [(one.ok, one.absent) for one in diagnose(open_project()) if one.check.startswith("pool")] == states
+    assert [
+        (one.ok, one.absent) for one in diagnose(open_project()) if one.check.startswith("pool")
+    ] == states

@@ -44,7 +44,9 @@ def test_step_progress_with_known_durations_shows_time_left(clock: list[float]) 
     ]
 
 
-def test_step_progress_with_damaged_durations_shows_no_time_left(clock: list[float], tmp_path: Path) -> None:
+def test_step_progress_with_damaged_durations_shows_no_time_left(
+    clock: list[float], tmp_path: Path
+) -> None:
     shown(clock, ["a"], [10])
     (tmp_path / "onnx-ops" / "durations.json").write_text("{")
     assert shown(clock, ["a"], [1]) == ["a … 1 s"]
@@ -119,7 +121,9 @@ def test_step_progress_with_parallel_jobs_divides_time_left(clock: list[float]) 
     progress.end()
 
 
-def test_step_progress_of_concurrent_stages_without_terminal_prints_lines(clock: list[float], tmp_path: Path) -> None:
+def test_step_progress_of_concurrent_stages_without_terminal_prints_lines(
+    clock: list[float], tmp_path: Path
+) -> None:
     console = Console(file=io.StringIO(), width=80)
     run_side_by_side(console, clock)
     assert isinstance(console.file, io.StringIO)
@@ -135,7 +139,9 @@ def test_step_progress_of_concurrent_stages_without_terminal_prints_lines(clock:
     assert not list(tmp_path.iterdir())
 
 
-def test_show_progress_without_terminal_prints_each_step_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_progress_without_terminal_prints_each_step_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with show_progress("judge", "a.onnx", quiet=False) as report:
         for text in ("reading", "reading", "timing", "reading"):
             report(text)

@@ -36,7 +36,10 @@ def run(*arguments: str, code: int = 0) -> str:
 
 def test_quantize_writes_variant_and_explains_it(folder: Path) -> None:
     said = run("model.onnx", "int8.onnx", "--method", "static", "--data", "rows.npz")
-    assert read_model_info(folder / "int8.onnx").inputs == read_model_info(folder / "model.onnx").inputs
+    assert (
+        read_model_info(folder / "int8.onnx").inputs
+        == read_model_info(folder / "model.onnx").inputs
+    )
     assert "times the size" in said
     assert "recipe: activations uint8" in said
     assert "cpu-1t: 3 of 3 MatMul/Conv/Gemm run in int8" in said
@@ -44,8 +47,19 @@ def test_quantize_writes_variant_and_explains_it(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["int8.onnx", "model.onnx", "rows.npz"]
 
 
-def test_quantize_as_json_reports_size_coverage_and_recipe(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    arguments = ["model.onnx", "int8.onnx", "--method", "dynamic", "--exclude", "third", "--target", "cpu-1t"]
+def test_quantize_as_json_reports_size_coverage_and_recipe(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "model.onnx",
+        "int8.onnx",
+        "--method",
+        "dynamic",
+        "--exclude",
+        "third",
+        "--target",
+        "cpu-1t",
+    ]
     run(*arguments, "--target", "cpu-all", "--json")
     found = json.loads(capfd.readouterr().out)
     assert found["variant"]["bytes"] == (folder / "int8.onnx").stat().st_size
@@ -67,14 +81,19 @@ def test_quantize_to_slow_variant_prints_advice_with_setting(folder: Path) -> No
 @pytest.mark.parametrize("method", ["onnxslim", "onnxoptimizer"])
 def test_quantize_with_graph_pass_reports_size_and_time(folder: Path, method: str) -> None:
     said = run("model.onnx", "tidy.onnx", "--method", method)
-    assert read_model_info(folder / "tidy.onnx").inputs == read_model_info(folder / "model.onnx").inputs
+    assert (
+        read_model_info(folder / "tidy.onnx").inputs
+        == read_model_info(folder / "model.onnx").inputs
+    )
     assert f"recipe: {method} " in said
     assert "times the size" in said
     assert "cpu-1t: " in said
     assert "times the time (" in said
 
 
-def test_quantize_with_untimeable_pass_reports_reason(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_quantize_with_untimeable_pass_reports_reason(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     write_softsign(folder / "model.onnx")
     run("model.onnx", "tidy.onnx", "--method", "onnxoptimizer", "--json")
     why = json.loads(capfd.readouterr().out)["times"]["cpu-1t"]["why"]
@@ -86,8 +105,14 @@ def test_quantize_with_untimeable_pass_reports_reason(folder: Path, capfd: pytes
     [
         (["--method", "static"], "calibration rows"),
         (["--method", "static", "--data", "none.npz"], "no such file"),
-        (["--method", "static", "--data", "rows.npz", "--calibration-method", "distribution"], "destroys a model"),
-        (["--method", "static", "--data", "rows.npz", "--calibration-method", "median"], "minmax, entropy, percentile"),
+        (
+            ["--method", "static", "--data", "rows.npz", "--calibration-method", "distribution"],
+            "destroys a model",
+        ),
+        (
+            ["--method", "static", "--data", "rows.npz", "--calibration-method", "median"],
+            "minmax, entropy, percentile",
+        ),
         (["--method", "dynamyc"], "Did you mean 'dynamic'"),
         (["--method", "dynamic", "--exclude", "thrid"], "did you mean 'third'"),
         (["--method", "dynamic", "--option", "reduce_range"], "NAME=VALUE"),
@@ -109,14 +134,21 @@ def test_quantize_to_existing_file_does_not_overwrite_it(folder: Path) -> None:
     run("model.onnx", "nowhere/out.onnx", "--method", "dynamic", code=2)
 
 
-def test_quantize_of_large_weights_writes_external_data_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantize_of_large_weights_writes_external_data_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "EXTERNAL_LIMIT", 200)
     run("model.onnx", "large.onnx", "--method", "graph")
     written = onnx.load(folder / "large.onnx", load_external_data=False)
-    places = {e.value for t in written.graph.initializer for e in t.external_data if e.key == "location"}
+    places = {
+        e.value for t in written.graph.initializer for e in t.external_data if e.key == "location"
+    }
     assert places == {"large.onnx.data"}
     onnx.checker.check_model(str(folder / "large.onnx"), full_check=True)
-    assert sorted(path.name for path in folder.iterdir() if "large" in path.name) == ["large.onnx", "large.onnx.data"]
+    assert sorted(path.name for path in folder.iterdir() if "large" in path.name) == [
+        "large.onnx",
+        "large.onnx.data",
+    ]
 
 
 def test_quantize_with_existing_external_data_file_does_not_overwrite_it(folder: Path) -> None:

@@ -32,7 +32,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         )
         lineage = Lineage(pipeline="p", release=digest_bytes(b"release"))
         world.registry.publish(Publication(model="digits", lineage=lineage, variants=(record,)))
-    monkeypatch.setattr(context, "open_project", lambda: SimpleNamespace(context=world.context(root=tmp_path)))
+    monkeypatch.setattr(
+        context, "open_project", lambda: SimpleNamespace(context=world.context(root=tmp_path))
+    )
     work = tmp_path / "work"
     work.mkdir()
     return work
@@ -42,7 +44,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("arguments", "file"),
     [(["digits/v1"], "digits-1.html"), (["digits/1", "--output", "out.html"], "out.html")],
 )
-def test_report_writes_page_and_prints_its_path(here: Path, arguments: list[str], file: str) -> None:
+def test_report_writes_page_and_prints_its_path(
+    here: Path, arguments: list[str], file: str
+) -> None:
     done = run_command("report", *arguments, cwd=here)
     assert (done.code, done.stdout) == (0, f"{file}\n")
     assert (here / file).read_text(encoding="utf-8") == PAGE

@@ -21,7 +21,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONNX_OPS_ROOT", str(tmp_path))
 
 
-@pytest.mark.parametrize("arguments", [[], ["a", "--all"], ["--all"], ["a", "--model", "m"], ["--target", "cpu"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["a", "--all"], ["--all"], ["a", "--model", "m"], ["--target", "cpu"]]
+)
 def test_rollback_without_clear_endpoint_selection_exits_with_2(arguments: list[str]) -> None:
     result = CliRunner().invoke(app, ["rollback", *arguments, "--reason", "slow"])
     assert result.exit_code == 2
@@ -29,12 +31,16 @@ def test_rollback_without_clear_endpoint_selection_exits_with_2(arguments: list[
 
 
 def test_rollback_of_model_without_endpoint_exits_with_2() -> None:
-    result = CliRunner().invoke(app, ["rollback", "--all", "--model", "m", "--target", "cpu", "--reason", "slow"])
+    result = CliRunner().invoke(
+        app, ["rollback", "--all", "--model", "m", "--target", "cpu", "--reason", "slow"]
+    )
     assert result.exit_code == 2
     assert "no endpoint serves m" in result.output
 
 
-def test_rollback_of_unknown_endpoint_prompts_for_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollback_of_unknown_endpoint_prompts_for_no_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("typer.prompt", lambda *_, **__: pytest.fail("a reason is asked for"))
     with pytest.raises(typer.Exit) as ended:
@@ -42,7 +48,9 @@ def test_rollback_of_unknown_endpoint_prompts_for_no_reason(monkeypatch: pytest.
     assert ended.value.exit_code == 2
 
 
-def test_rollback_of_several_endpoints_reports_error_of_each(capfd: pytest.CaptureFixture[str], golden: Golden) -> None:
+def test_rollback_of_several_endpoints_reports_error_of_each(
+    capfd: pytest.CaptureFixture[str], golden: Golden
+) -> None:
     result = CliRunner().invoke(app, ["rollback", "a", "b", "--reason", "slow", "--json"])
     assert result.exit_code == 2
     documents = json.loads(capfd.readouterr().out)

@@ -36,14 +36,18 @@ def summary_of(decisions: Sequence[Decision], *executed: str, exit_code: int = 0
 
 
 def unmeasured(variant: str, target: str, reason: str) -> Decision:
-    result = GateResult(gate="measurement", metric="", limit="", verdict=Verdict.ERROR, reason=reason)
+    result = GateResult(
+        gate="measurement", metric="", limit="", verdict=Verdict.ERROR, reason=reason
+    )
     return Decision(variant=variant, target=target, results=(result,))
 
 
 def test_summary_report_prints_stage_error_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: Golden
 ) -> None:
-    error = UserError("it answers differently each time", where="train", remedy="Switch off dropout.")
+    error = UserError(
+        "it answers differently each time", where="train", remedy="Switch off dropout."
+    )
     decisions = [unmeasured(name, "cpu", f"export: {error}") for name in ("fp32", "int8")]
     summary = summary_of(decisions, "export", exit_code=2)
     for details in (False, True):
@@ -53,7 +57,9 @@ def test_summary_report_prints_stage_error_once(
         assert printed.count("it answers differently each time") == 1
 
 
-def test_summary_report_prints_sampled_rows_once_per_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary_report_prints_sampled_rows_once_per_target(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sampled = SampledRows(data="test", used=512, total=1000)
     evidence = [replace(evidence_of(name), sampled=sampled) for name in ("fp32", "int8-static")]
     summary = summary_of([judge((SizeGate(max=10**9),), one) for one in evidence], "export")
@@ -65,9 +71,13 @@ def test_summary_report_prints_sampled_rows_once_per_target(tmp_path: Path, caps
 def test_summary_report_groups_stages_with_same_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: Golden
 ) -> None:
-    error = MeasurementError("no GPU", where="target cuda", why="none is there", remedy="Take another machine.")
+    error = MeasurementError(
+        "no GPU", where="target cuda", why="none is there", remedy="Take another machine."
+    )
     stages = {f"benchmark/{name}@cuda": error for name in ("fp32", "int8")}
-    decisions = [unmeasured(name, "cuda", f"benchmark/{name}@cuda: {error}") for name in ("fp32", "int8")]
+    decisions = [
+        unmeasured(name, "cuda", f"benchmark/{name}@cuda: {error}") for name in ("fp32", "int8")
+    ]
     summary = summary_of(decisions, *stages, exit_code=4)
     summary_report(summary, stages, open_project(tmp_path), {}, details=False)
     golden("errors", capsys.readouterr().out)

@@ -24,7 +24,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_perceptron(tmp_path / "model.onnx")
     tune: dict[str, Any] = rows(200, seed=1)
     arrays: dict[str, Any] = rows(64)
-    (answers,) = load("runtimes", "onnxruntime").run(tmp_path / "model.onnx", Target(name="cpu-1t"), (tune,))
+    (answers,) = load("runtimes", "onnxruntime").run(
+        tmp_path / "model.onnx", Target(name="cpu-1t"), (tune,)
+    )
     scores = next(array for array in answers.values() if array.ndim == 2)
     np.savez(tmp_path / "tune.npz", **tune, label=scores.argmax(axis=1))
     np.savez(tmp_path / "bare.npz", **tune)
@@ -40,9 +42,22 @@ def run(*arguments: str, code: int = 0) -> str:
 
 
 @pytest.mark.nightly
-def test_quantize_auto_writes_best_variant_and_all_trials(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_quantize_auto_writes_best_variant_and_all_trials(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     budget = ["--budget", "metric_drop=40%", "--budget", "max_builds=9", "--budget", "size=1MB"]
-    run("--method", "auto", "--data", "rows.npz", "--tuning-data", "tune.npz", "--select", "exact", *budget, "--json")
+    run(
+        "--method",
+        "auto",
+        "--data",
+        "rows.npz",
+        "--tuning-data",
+        "tune.npz",
+        "--select",
+        "exact",
+        *budget,
+        "--json",
+    )
     found = json.loads(capfd.readouterr().out)
     record = codec.loads((folder / "best.onnx.search.json").read_bytes(), SearchRecord)
     assert (folder / "best.onnx").stat().st_size == found["variant"]["bytes"]
@@ -55,8 +70,13 @@ def test_quantize_auto_writes_best_variant_and_all_trials(folder: Path, capfd: p
 def test_quantize_auto_with_unreachable_budget_writes_closest_variant(folder: Path) -> None:
     said = run("--method", "auto", "--tuning-data", "tune.npz", "--budget", "size=1B", code=2)
     assert "nothing keeps the budget" in said
-    assert sorted(path.name for path in folder.glob("best*")) == ["best.closest.onnx", "best.onnx.search.json"]
-    assert "best.onnx.search.json contains all trials, and best.closest.onnx is the closest: " in said
+    assert sorted(path.name for path in folder.glob("best*")) == [
+        "best.closest.onnx",
+        "best.onnx.search.json",
+    ]
+    assert (
+        "best.onnx.search.json contains all trials, and best.closest.onnx is the closest: " in said
+    )
     read_model(folder / "best.closest.onnx")
 
 
@@ -81,4 +101,6 @@ def test_quantize_auto_with_wrong_arguments_exits_with_2(arguments: list[str], s
 
 @pytest.mark.usefixtures("folder")
 def test_quantize_with_search_option_for_other_method_exits_with_2() -> None:
-    assert "They are for --method auto" in run("--method", "dynamic", "--tuning-data", "tune.npz", code=2)
+    assert "They are for --method auto" in run(
+        "--method", "dynamic", "--tuning-data", "tune.npz", code=2
+    )

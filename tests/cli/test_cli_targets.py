@@ -56,7 +56,8 @@ def test_targets_marks_profiles_that_were_never_measured(project: Path) -> None:
     statuses = listed(project)
     measured = {name: statuses[name]["measured"] for name in profile_names()}
     assert measured == {
-        name: None if name in ("cpu-1t", "node") else name not in UNMEASURED for name in profile_names()
+        name: None if name in ("cpu-1t", "node") else name not in UNMEASURED
+        for name in profile_names()
     }
     lines = run_command("targets", cwd=project, environ={"COLUMNS": "200"}).stdout.splitlines()
     marked = {line.split()[0] for line in lines if "shipped, never measured" in line}
@@ -65,7 +66,9 @@ def test_targets_marks_profiles_that_were_never_measured(project: Path) -> None:
 
 def test_targets_with_missing_provider_reports_why_not_measurable(project: Path) -> None:
     found = listed(project)
-    for provider in set(map(str, (one["provider"] for one in found.values()))) - set(list_providers()) - {""}:
+    for provider in (
+        set(map(str, (one["provider"] for one in found.values()))) - set(list_providers()) - {""}
+    ):
         for one in found.values():
             is_explained = one["here"] is None or (one["here"] is False and one["remedy"])
             assert one["provider"] != provider or (is_explained and one["why"])
@@ -83,7 +86,11 @@ def test_doctor_reports_devices(tmp_path: Path) -> None:
 
 def test_check_with_unmeasurable_target_exits_with_4(project: Path) -> None:
     shutil.copyfile(ROOT / "examples" / "models" / "iris.onnx", project / "iris.onnx")
-    text = (ROOT / "configs" / "pipelines" / "iris-onnx.yaml").read_text().replace("examples/models/", "")
+    text = (
+        (ROOT / "configs" / "pipelines" / "iris-onnx.yaml")
+        .read_text()
+        .replace("examples/models/", "")
+    )
     (project / "p.yaml").write_text(text.replace("[cpu-1t]", "[cpu-1t, boards, coreml]"))
     done = run_command("check", "p.yaml", cwd=project)
     assert done.code == 4
@@ -94,9 +101,15 @@ def test_check_with_unmeasurable_target_exits_with_4(project: Path) -> None:
 
 
 def test_check_with_target_of_other_hardware_exits_with_4(project: Path) -> None:
-    (project / "configs" / "targets" / "arm.yaml").write_text("name: arm\nrequires: {cpu: Neoverse}\n")
+    (project / "configs" / "targets" / "arm.yaml").write_text(
+        "name: arm\nrequires: {cpu: Neoverse}\n"
+    )
     shutil.copyfile(ROOT / "examples" / "models" / "iris.onnx", project / "iris.onnx")
-    text = (ROOT / "configs" / "pipelines" / "iris-onnx.yaml").read_text().replace("examples/models/", "")
+    text = (
+        (ROOT / "configs" / "pipelines" / "iris-onnx.yaml")
+        .read_text()
+        .replace("examples/models/", "")
+    )
     (project / "p.yaml").write_text(text.replace("[cpu-1t]", "[arm]"))
     done = run_command("check", "p.yaml", cwd=project)
     assert done.code == 4

@@ -48,7 +48,9 @@ class TestInspect:
         assert found["valid"] is True
         assert found["targets"]["cpu-all"] == {"accepts": True, "reason": ""}
 
-    def test_inspect_of_invalid_model_shows_it_and_exits_with_2(self, folder: Path, golden: Golden) -> None:
+    def test_inspect_of_invalid_model_shows_it_and_exits_with_2(
+        self, folder: Path, golden: Golden
+    ) -> None:
         proto = onnx.load(folder / "good.onnx")
         proto.graph.node[0].input[0] = "nowhere"
         onnx.save(proto, folder / "broken.onnx")
@@ -59,13 +61,23 @@ class TestInspect:
     def test_inspect_with_batch_reports_cost_for_it(self, folder: Path, golden: Golden) -> None:
         found = command(folder, "inspect", "good.onnx", "--batch", "2", "--json").document()
         assert found["flops"] == 2 * found["macs"] == 2 * 2 * (8 * 16 + 16 * 16 + 16 * 3)
-        golden("tables", without_digest(command(folder, "inspect", "good.onnx", "--batch", "2").stdout))
+        golden(
+            "tables", without_digest(command(folder, "inspect", "good.onnx", "--batch", "2").stdout)
+        )
 
     def test_inspect_with_metadata_options_writes_copy(self, folder: Path, golden: Golden) -> None:
         before = (folder / "good.onnx").read_bytes()
-        values = ("author=A. Person", "license=MIT", "version=3", "description=digits", "team=vision")
+        values = (
+            "author=A. Person",
+            "license=MIT",
+            "version=3",
+            "description=digits",
+            "team=vision",
+        )
         options = [word for value in values for word in ("--set", value)]
-        done = command(folder, "inspect", "good.onnx", *options, "--output", "narrow.onnx", "--json")
+        done = command(
+            folder, "inspect", "good.onnx", *options, "--output", "narrow.onnx", "--json"
+        )
         found = done.document()
         assert (folder / "good.onnx").read_bytes() == before
         assert found["written"] == ["narrow.onnx"]
@@ -76,7 +88,10 @@ class TestInspect:
             "digits",
         ]
         assert found["metadata"]["team"] == "vision"
-        assert command(folder, "judge", "good.onnx", "narrow.onnx", "--only", "parity", "--quiet").code == 0
+        assert (
+            command(folder, "judge", "good.onnx", "narrow.onnx", "--only", "parity", "--quiet").code
+            == 0
+        )
         for wrong in (
             "--set version=3",
             "--set x --output a.onnx",
@@ -91,7 +106,9 @@ class TestInspect:
     def test_inspect_copy_includes_external_weights(self, folder: Path) -> None:
         write_external(folder / "external.onnx", "weights.bin")
         (folder / "copy").mkdir()
-        done = command(folder, "inspect", "external.onnx", "--set", "license=MIT", "--output", "copy/e.onnx")
+        done = command(
+            folder, "inspect", "external.onnx", "--set", "license=MIT", "--output", "copy/e.onnx"
+        )
         assert done.code == 0, done.stderr
         assert (folder / "copy/weights.bin").read_bytes() == (folder / "weights.bin").read_bytes()
 
@@ -99,10 +116,17 @@ class TestInspect:
         done = command(folder, "inspect", "good.onnx", "--as-python", "source.py")
         assert done.code == 0
         assert "source.py.weights" in done.stdout
-        subprocess.run([sys.executable, "source.py", "again.onnx"], cwd=folder, check=True, timeout=60)
+        subprocess.run(
+            [sys.executable, "source.py", "again.onnx"], cwd=folder, check=True, timeout=60
+        )
         assert onnx.load(folder / "again.onnx") == onnx.load(folder / "good.onnx")
         alone = subprocess.run(
-            [sys.executable, "source.py"], cwd=folder, check=False, timeout=60, capture_output=True, text=True
+            [sys.executable, "source.py"],
+            cwd=folder,
+            check=False,
+            timeout=60,
+            capture_output=True,
+            text=True,
         )
         assert (alone.returncode, alone.stderr) == (1, "usage: python source.py MODEL.onnx\n")
 
@@ -151,14 +175,26 @@ class TestOperatorsOfOtherDomains:
         assert tuple(result.code for result in results) == codes
         for result in results:
             document = result.document()
-            of_targets = [target["remedy"] for target in document.get("targets", ())] if result.code == 4 else []
-            assert result.code == 0 or document.get("remedy") or (of_targets and all(of_targets)), document
+            of_targets = (
+                [target["remedy"] for target in document.get("targets", ())]
+                if result.code == 4
+                else []
+            )
+            assert result.code == 0 or document.get("remedy") or (of_targets and all(of_targets)), (
+                document
+            )
 
 
 class TestBench:
     def test_bench_as_json_reports_latency_percentiles(self, folder: Path) -> None:
-        found = command(folder, "bench", "good.onnx", "--runs", "30", "--batch", "3", "--json").document()
-        assert (found["batch"], found["runs"], list(found["figures"])) == (3, 30, ["p50", "p90", "p99"])
+        found = command(
+            folder, "bench", "good.onnx", "--runs", "30", "--batch", "3", "--json"
+        ).document()
+        assert (found["batch"], found["runs"], list(found["figures"])) == (
+            3,
+            30,
+            ["p50", "p90", "p99"],
+        )
         assert found["figures"]["p50"]["value"] > 0
 
     @pytest.mark.nightly
@@ -168,20 +204,34 @@ class TestBench:
         monkeypatch.setattr(speed, "ROUNDS_ALONE", 1)
         arguments = ("--runs", "20", "--concurrency", "2", "--cold-start", "--json")
         found = command(folder, "bench", "good.onnx", *arguments).document()
-        assert list(found["figures"]) == ["p50", "p90", "p99", "concurrency 2", "load", "first", "peak"]
+        assert list(found["figures"]) == [
+            "p50",
+            "p90",
+            "p99",
+            "concurrency 2",
+            "load",
+            "first",
+            "peak",
+        ]
         assert all(figure["value"] > 0 for figure in found["figures"].values())
 
     @pytest.mark.usefixtures("scripted")
     @pytest.mark.parametrize(
         ("arguments", "code"),
-        [("good.onnx --runs 30", 0), ("good.onnx --runs 30 --batch 4 --concurrency 2 --cold-start", 0)],
+        [
+            ("good.onnx --runs 30", 0),
+            ("good.onnx --runs 30 --batch 4 --concurrency 2 --cold-start", 0),
+        ],
     )
     def test_bench_with_options_prints_table_of_metrics(
         self, folder: Path, arguments: str, code: int, golden: Golden
     ) -> None:
         done = command(folder, "bench", *arguments.split())
         assert done.code == code, done.stderr
-        golden("tables", done.stdout.replace(f"onnxruntime {version('onnxruntime')}", "onnxruntime VERSION"))
+        golden(
+            "tables",
+            done.stdout.replace(f"onnxruntime {version('onnxruntime')}", "onnxruntime VERSION"),
+        )
         golden("tables", done.stderr, "progress")
 
 
@@ -196,9 +246,18 @@ def test_tools_leave_no_files_behind(folder: Path) -> None:
 def test_judge_with_target_of_project_loads_it(folder: Path) -> None:
     (folder / "configs" / "targets").mkdir(parents=True)
     (folder / "configs" / "targets" / "mine.yaml").write_text("name: mine\n", encoding="utf-8")
-    assert command(folder, "judge", "good.onnx", "good.onnx", "--only", "parity", "--target", "mine").code == 0
-    (folder / "configs" / "targets" / "mine.yaml").write_text("name: mine\nsesion: 1\n", encoding="utf-8")
-    done = command(folder, "judge", "good.onnx", "good.onnx", "--only", "parity", "--target", "mine")
+    assert (
+        command(
+            folder, "judge", "good.onnx", "good.onnx", "--only", "parity", "--target", "mine"
+        ).code
+        == 0
+    )
+    (folder / "configs" / "targets" / "mine.yaml").write_text(
+        "name: mine\nsesion: 1\n", encoding="utf-8"
+    )
+    done = command(
+        folder, "judge", "good.onnx", "good.onnx", "--only", "parity", "--target", "mine"
+    )
     assert done.code == 2
     assert "mine.yaml:2:1" in done.stderr
 
@@ -260,7 +319,9 @@ class TestExternalWeights:
     @pytest.mark.parametrize(
         "words", ["inspect m.onnx", "judge m.onnx m.onnx", "quantize m.onnx v.onnx --method graph"]
     )
-    def test_tool_with_missing_external_weights_names_file_and_remedy(self, folder: Path, words: str) -> None:
+    def test_tool_with_missing_external_weights_names_file_and_remedy(
+        self, folder: Path, words: str
+    ) -> None:
         write_external(folder / "m.onnx", "m.onnx.data")
         (folder / "m.onnx.data").unlink()
         done = command(folder, *words.split(), "--json")
@@ -271,6 +332,12 @@ class TestExternalWeights:
 
 def test_bench_of_bfloat16_inputs_adds_casts(tmp_path: Path) -> None:
     text = '<ir_version: 9, opset_import: ["" : 18]> g (bfloat16[N,4] x) => (float[N,4] y) {'
-    onnx.save(onnx.parser.parse_model(f"{text} z = Cast<to: int = 1>(x)\n y = Tanh(z) }}"), tmp_path / "b.onnx")
+    onnx.save(
+        onnx.parser.parse_model(f"{text} z = Cast<to: int = 1>(x)\n y = Tanh(z) }}"),
+        tmp_path / "b.onnx",
+    )
     done = run_command("bench", "b.onnx", "--runs", "20", cwd=tmp_path)
-    assert (done.code, "x: bfloat16, run with casts from and to float32" in done.stderr) == (0, True), done.stderr
+    assert (done.code, "x: bfloat16, run with casts from and to float32" in done.stderr) == (
+        0,
+        True,
+    ), done.stderr

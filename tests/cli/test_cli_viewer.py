@@ -71,9 +71,14 @@ def test_view_after_block_stops_server(tmp_path: Path) -> None:
         page(address)
 
 
-def test_view_without_netron_names_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_view_without_netron_names_missing_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hide(monkeypatch, "netron")
-    with pytest.raises(MissingPackageError, match=r"onnx-ops\[view\]"), view(tmp_path / "mine.onnx", 0):
+    with (
+        pytest.raises(MissingPackageError, match=r"onnx-ops\[view\]"),
+        view(tmp_path / "mine.onnx", 0),
+    ):
         pass
 
 

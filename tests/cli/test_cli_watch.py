@@ -27,7 +27,9 @@ pytestmark = pytest.mark.services
 
 OPEN = {"MLFLOW_WEBHOOK_ALLOWED_SCHEMES": "http,https", "MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS": "true"}
 SECRET = "a secret of some length"  # noqa: S105 (of a test)
-listening = partial(WebhookReceiver, "127.0.0.1", 0, secret=SECRET, metrics=str, clock=SystemClock())
+listening = partial(
+    WebhookReceiver, "127.0.0.1", 0, secret=SECRET, metrics=str, clock=SystemClock()
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,10 @@ def mlflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(mlflow: Path) -> Iterator[str]:
     from cryptography.fernet import Fernet
 
-    key = {"MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY": Fernet.generate_key().decode(), "MLFLOW_WEBHOOK_CACHE_TTL": "1"}
+    key = {
+        "MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY": Fernet.generate_key().decode(),
+        "MLFLOW_WEBHOOK_CACHE_TTL": "1",
+    }
     with mlflow_server(mlflow, environ=OPEN | key) as url:
         yield url
 
@@ -67,7 +72,10 @@ def test_reconcile_watch_after_webhook_applies_or_reverts_alias(site: Site) -> N
     with watching(site, "--interval", "1h", "--listen", f"127.0.0.1:{port}") as watch:
         until(lambda: "webhook" in watch.kinds(), "a word about the webhook")
         assert "works" in next(r["why"] for r in watch.reports if r["kind"] == "webhook")
-        findings = {finding["check"]: finding for finding in json.loads(site.command("doctor", "--json").stdout)}
+        findings = {
+            finding["check"]: finding
+            for finding in json.loads(site.command("doctor", "--json").stdout)
+        }
         assert findings["webhook"]["ok"]
         assert findings["webhook"]["found"] == f"{url}: 4 of 4 test deliveries arrived"
         registry.set_alias(site.model, CHALLENGER, "1")
@@ -81,16 +89,26 @@ def test_reconcile_watch_after_webhook_applies_or_reverts_alias(site: Site) -> N
                 return f"refused {alias} 3" in site.done()
 
             until(refused, f"the refusal of {alias}")
-        assert "cpu-1t is FAIL" in registry.version(site.model, "3").tags[f"onnxops.rejected.{CHAMPION}"]
+        assert (
+            "cpu-1t is FAIL"
+            in registry.version(site.model, "3").tags[f"onnxops.rejected.{CHAMPION}"]
+        )
         assert {k: v for k, v in registry.aliases(site.model).items() if v == "3"} == {}
         assert "refused" in watch.kinds()
         assert watch.end(signal.SIGTERM) == 0
         assert watch.kinds()[-1] == "stopped"
     assert site.traffic() == {"v2": 100, "v1": 0}
     assert site.ever_deployed() == {"1", "2"}
-    assert site.done() == ["first-deployment", "finish", f"refused {CHALLENGER} 3", f"refused {CHAMPION} 3"]
+    assert site.done() == [
+        "first-deployment",
+        "finish",
+        f"refused {CHALLENGER} 3",
+        f"refused {CHAMPION} 3",
+    ]
     secret = read_secret(site.settings.webhook_secret, {})
-    assert all(secret not in text for text in (done.stdout, (site.folder / "watch.log").read_text()))
+    assert all(
+        secret not in text for text in (done.stdout, (site.folder / "watch.log").read_text())
+    )
     assert secret not in json.dumps(watch.reports)
 
 
@@ -128,7 +146,9 @@ def test_webhooks_repair_of_changed_webhook_restores_it(server: str, tmp_path: P
         assert ours.check().ok
         assert woken
         (webhook,) = [w for w in client.list_webhooks() if w.name == "tested"]
-        client.update_webhook(webhook.webhook_id, status="DISABLED", events=["registered_model.created"])
+        client.update_webhook(
+            webhook.webhook_id, status="DISABLED", events=["registered_model.created"]
+        )
         assert ours.check().problem == "wrong: events, disabled"
         repaired = must(ours.repair(SECRET))
         assert (repaired.did, repaired.ok) == (("events", "disabled"), True)
@@ -143,7 +163,9 @@ def test_webhooks_repair_of_changed_webhook_restores_it(server: str, tmp_path: P
 
 
 @pytest.mark.nightly
-def test_webhooks_install_on_closed_server_names_settings_to_change(server: str, mlflow: Path, tmp_path: Path) -> None:
+def test_webhooks_install_on_closed_server_names_settings_to_change(
+    server: str, mlflow: Path, tmp_path: Path
+) -> None:
     """And one that has lost its key cannot read its webhooks."""
     with listening(wake=print, refused=print) as receiver, mlflow_server(tmp_path) as url:
         ours = MlflowWebhooks(url)
@@ -167,7 +189,9 @@ def test_webhooks_check_without_server_key_raises_error_after_restart(tmp_path: 
     with listening(wake=print, refused=print) as receiver:
         with mlflow_server(tmp_path, environ=OPEN) as url:
             assert MlflowWebhooks(url).install(receiver.address, SECRET).ok
-        unread = pytest.raises(ServiceUnavailableError, match="MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY")
+        unread = pytest.raises(
+            ServiceUnavailableError, match="MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY"
+        )
         with mlflow_server(tmp_path, environ=OPEN) as url, unread:
             MlflowWebhooks(url).check()
 

@@ -44,12 +44,16 @@ class Site:
 
     def bind(self) -> None:
         digest = digest_bytes(TARGET.encode())
-        config = replace(config_of(self.endpoint), provider="local", model=self.model, target=TARGET)
+        config = replace(
+            config_of(self.endpoint), provider="local", model=self.model, target=TARGET
+        )
         bind_endpoint(self.context, replace(config, target_digest=digest), RolloutPolicy())
 
     def publish(self, seed: str, verdict: Verdict = Verdict.PASS) -> str:
         """A version with a decision that this project's key has signed."""
-        release = publication(self.folder / "built", model=self.model, seed=seed, verdict=verdict, target=TARGET)
+        release = publication(
+            self.folder / "built", model=self.model, seed=seed, verdict=verdict, target=TARGET
+        )
         (variant,) = release.variants
         signed = sign_record(variant.signed[TARGET].record, must(self.context.signer()))
         variant = replace(variant, signed={TARGET: signed})
@@ -63,19 +67,32 @@ class Site:
         return {**kept, "ONNX_OPS_ACTOR": "watcher"}
 
     def traffic(self) -> Mapping[str, int]:
-        config = next(e.body.config for e in self.context.ledger.read(self.endpoint) if e.body.kind == "endpoint-bound")
+        config = next(
+            e.body.config
+            for e in self.context.ledger.read(self.endpoint)
+            if e.body.kind == "endpoint-bound"
+        )
         found = self.context.provider("local").observe(config)
         return {} if found is None else dict(found.split.weights)
 
     def ever_deployed(self) -> set[str]:
         """Every version that any intent would have given traffic."""
         bodies = [entry.body for entry in self.context.ledger.read(self.endpoint)]
-        return {d.version for body in bodies if isinstance(body, Intent) for d in body.action.state.deployments}
+        return {
+            d.version
+            for body in bodies
+            if isinstance(body, Intent)
+            for d in body.action.state.deployments
+        }
 
     def done(self) -> list[str]:
         """Kinds of the actions that have ended well, and refusals, in order."""
         entries = self.context.ledger.read(self.endpoint)
-        ended = {entry.body.of for entry in entries if isinstance(entry.body, ActionOutcome) and entry.body.ok}
+        ended = {
+            entry.body.of
+            for entry in entries
+            if isinstance(entry.body, ActionOutcome) and entry.body.ok
+        }
         lines = []
         for entry in entries:
             if entry.sequence in ended and isinstance(entry.body, Intent):
@@ -117,7 +134,12 @@ def watching(site: Site, *arguments: str) -> Iterator[Watching]:
     command: list[str | Path] = [PROGRAM, "reconcile", "--watch", "--json", *arguments]
     with (site.folder / "watch.log").open("ab") as log:
         process = subprocess.Popen(
-            command, cwd=site.folder, env=site.environ(), stdout=subprocess.PIPE, stderr=log, text=True
+            command,
+            cwd=site.folder,
+            env=site.environ(),
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
         )
     try:
         yield Watching(process)

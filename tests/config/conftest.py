@@ -43,7 +43,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for folder in ("configs/targets", "configs/pipelines", "models"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "configs/targets/cpu-1t.yaml").write_text("name: cpu-1t\n")
-    (tmp_path / "configs/targets/old.yaml").write_text("name: old\nmax_opset: 15\nmax_ir_version: 9\n")
+    (tmp_path / "configs/targets/old.yaml").write_text(
+        "name: old\nmax_opset: 15\nmax_ir_version: 9\n"
+    )
     (tmp_path / "models/toy.py").write_text(
         "import nowhere\n\ndef train(data, epochs=1, **others):\n    raise SystemExit\n"
     )
@@ -64,7 +66,9 @@ def load(project: Path) -> Callable[..., Pipeline]:
 
     def load(text: str = PIPELINE, **options: Any) -> Pipeline:
         (project / "toy.yaml").write_text(text, encoding="utf-8")
-        return load_pipeline(project / "toy.yaml", root=project, **{"environ": {}, "reach": reach, **options})
+        return load_pipeline(
+            project / "toy.yaml", root=project, **{"environ": {}, "reach": reach, **options}
+        )
 
     return load
 
@@ -95,6 +99,8 @@ def problems_after(problems: Callable[..., list[str]]) -> Callable[..., list[str
 
     def replaced(old: str, new: str) -> list[str]:
         assert PIPELINE.count(old) == 1
-        return [problem.removeprefix("toy.yaml:") for problem in problems(PIPELINE.replace(old, new))]
+        return [
+            problem.removeprefix("toy.yaml:") for problem in problems(PIPELINE.replace(old, new))
+        ]
 
     return replaced

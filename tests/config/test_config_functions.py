@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.config.functions import check_arguments, explain_missing_function, find_missing_imports, parse_python
+from onnx_ops.config.functions import (
+    check_arguments,
+    explain_missing_function,
+    find_missing_imports,
+    parse_python,
+)
 
 SOURCE = """\
 import json
@@ -65,7 +70,10 @@ def test_explain_missing_function_of_module_on_path_checks_its_names(root: Path)
     [
         ("code.many:frist", "no function 'frist' in code/many.py; did you mean 'first'?"),
         ("code.many:nothing", "no function 'nothing' in code/many.py"),
-        ("code.mani:first", "no module 'code.mani' in the project or on sys.path; did you mean 'code.many'?"),
+        (
+            "code.mani:first",
+            "no module 'code.mani' in the project or on sys.path; did you mean 'code.many'?",
+        ),
         ("nowhere.to.go:f", "no module 'nowhere.to.go' in the project or on sys.path"),
         ("code.broken:f", "code/broken.py, line 1, is not valid Python: invalid syntax"),
         ("code.many.first", "'code.many.first' is not of the form package.module:function"),
@@ -73,7 +81,9 @@ def test_explain_missing_function_of_module_on_path_checks_its_names(root: Path)
         ("code.many:first()", "'code.many:first()' is not of the form package.module:function"),
     ],
 )
-def test_explain_missing_function_of_wrong_reference_returns_problem(root: Path, reference: str, problem: str) -> None:
+def test_explain_missing_function_of_wrong_reference_returns_problem(
+    root: Path, reference: str, problem: str
+) -> None:
     assert explain_missing_function(reference, root) == problem
 
 
@@ -107,7 +117,9 @@ def test_parse_python_in_concurrent_threads_returns_whole_trees() -> None:
         gc.set_threshold(*threshold)
 
 
-@pytest.mark.parametrize(("table", "message"), [("models.toy:tran", "no function 'tran'"), ("3", "is not of the form")])
+@pytest.mark.parametrize(
+    ("table", "message"), [("models.toy:tran", "no function 'tran'"), ("3", "is not of the form")]
+)
 def test_load_pipeline_with_missing_translation_table_reports_problem(
     problems: Callable[..., list[str]], pipeline_text: str, table: str, message: str
 ) -> None:
@@ -158,12 +170,16 @@ def test_check_arguments_against_signature_runs_no_module(
     assert all(part in text for (_, text), (_, part) in zip(found, problems, strict=True)), found
 
 
-def test_find_missing_imports_lists_missing_modules_of_all_imports(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_missing_imports_lists_missing_modules_of_all_imports(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (root / "code/top.py").write_text(
         "import json, nowhere.at.all\nfrom code.below import x\nfrom . import many\nfrom .absent import y\n"
         "try:\n    import optional\nexcept ImportError:\n    optional = None\n"
     )
-    (root / "code/below.py").write_text("import numpy\nimport heavy\nimport elsewhere\nimport code.top\n")
+    (root / "code/below.py").write_text(
+        "import numpy\nimport heavy\nimport elsewhere\nimport code.top\n"
+    )
     site = root / "venv/lib/site-packages/heavy"
     site.mkdir(parents=True)
     (site / "__init__.py").write_text("import what_it_may_do_without\n")
@@ -174,11 +190,15 @@ def test_find_missing_imports_lists_missing_modules_of_all_imports(root: Path, m
     assert "code/below.py, line 3," in found["elsewhere"]
 
 
-def test_find_missing_imports_of_package_in_src_folder_is_empty(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_missing_imports_of_package_in_src_folder_is_empty(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = root / "src/shop"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "net.py").touch()
-    (package / "training.py").write_text("from . import net\nfrom .net import Net\nfrom shop.net import Other\n")
+    (package / "training.py").write_text(
+        "from . import net\nfrom .net import Net\nfrom shop.net import Other\n"
+    )
     monkeypatch.syspath_prepend(str(root / "src"))
     assert find_missing_imports("shop.training:train", root) == []

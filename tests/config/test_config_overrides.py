@@ -43,7 +43,9 @@ def test_override_that_is_repeated_uses_last_value(load: Load, pipeline_text: st
 
 def test_override_of_index_0_changes_single_deployment(load: Load, pipeline_text: str) -> None:
     lone = pipeline_text.replace("  - {endpoint", "  {endpoint")
-    assert load(lone, overrides=["deploy[0].rollout.steps=[100%]"]).deploy[0].rollout.steps == (1.0,)
+    assert load(lone, overrides=["deploy[0].rollout.steps=[100%]"]).deploy[0].rollout.steps == (
+        1.0,
+    )
 
 
 WRONG = (
@@ -66,7 +68,9 @@ WRONG = (
 )
 
 
-def test_override_with_wrong_value_reports_its_place(problems: Problems, pipeline_text: str, golden: Golden) -> None:
+def test_override_with_wrong_value_reports_its_place(
+    problems: Problems, pipeline_text: str, golden: Golden
+) -> None:
     lines = []
     for override in WRONG:
         found = problems(pipeline_text, overrides=[override])
@@ -79,7 +83,9 @@ def test_override_and_file_problems_are_reported_together(
     problems: Problems, pipeline_text: str, golden: Golden
 ) -> None:
     text = pipeline_text.replace("epochs: 3", "epochs: 012").replace("max_drop: 1%", "max_drop: 1")
-    golden("errors", "\n".join(problems(text, overrides=["gates[9].kind=x", "train.with.epochs=12"])))
+    golden(
+        "errors", "\n".join(problems(text, overrides=["gates[9].kind=x", "train.with.epochs=12"]))
+    )
 
 
 @given(
@@ -92,7 +98,9 @@ def test_parse_path_of_printed_path_returns_it(first: str, rest: list[str | int]
 
 
 def test_environment_variable_in_allowed_place_is_replaced(load: Load, pipeline_text: str) -> None:
-    text = pipeline_text.replace("{sklearn: digits, split: train}", "{file: '${env:ROOT}/a.npz', inputs: {x: x}}")
+    text = pipeline_text.replace(
+        "{sklearn: digits, split: train}", "{file: '${env:ROOT}/a.npz', inputs: {x: x}}"
+    )
     text = text.replace("{model: toy}", "{model: 'toy-${env:STAGE}'}")
     text = text.replace("{endpoint: toy", "{endpoint: toy, settings: {region: '${env:STAGE}-1'}")
     pipeline = load(text, environ={"ROOT": "/data", "STAGE": "dev"})
@@ -119,6 +127,8 @@ def test_environment_variable_in_wrong_place_reports_problem(
 
 
 def test_environment_variable_value_is_not_expanded_again(load: Load, pipeline_text: str) -> None:
-    text = pipeline_text.replace("test: {sklearn: digits, split: test}", "test: {file: '${env:A}', label: y}")
+    text = pipeline_text.replace(
+        "test: {sklearn: digits, split: test}", "test: {file: '${env:A}', label: y}"
+    )
     pipeline = load(text, environ={"A": "$B 012"})
     assert pipeline.data["test"].file == "$B 012"  # type: ignore[union-attr]

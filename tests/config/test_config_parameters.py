@@ -40,8 +40,12 @@ def params(project: Path) -> Path:
     return path
 
 
-def test_parameter_as_whole_value_keeps_its_type(load: Load, params: Path, pipeline_text: str) -> None:
-    text = pipeline_text.replace("epochs: 3", "epochs: '${params:train.epochs}', all: '${params:train}'")
+def test_parameter_as_whole_value_keeps_its_type(
+    load: Load, params: Path, pipeline_text: str
+) -> None:
+    text = pipeline_text.replace(
+        "epochs: 3", "epochs: '${params:train.epochs}', all: '${params:train}'"
+    )
     text = text.replace("max_drop: 1%", "max_drop: '${params:drop}'")
     text = text.replace("framework: sklearn", "framework: sklearn\n  opset: ${params:opset}")
     pipeline = load(text)
@@ -55,24 +59,33 @@ def test_parameter_as_whole_value_keeps_its_type(load: Load, params: Path, pipel
     assert set(pipeline.parameters) == {"train.epochs", "train", "opset", "drop"}
 
 
-def test_parameter_within_text_is_converted_to_text(load: Load, params: Path, pipeline_text: str) -> None:
+def test_parameter_within_text_is_converted_to_text(
+    load: Load, params: Path, pipeline_text: str
+) -> None:
     text = pipeline_text.replace(
-        "epochs: 3", "tag: 'v${params:train.epochs}-${params:train.rates[1]}-${params:yes}', other: '${x}'"
+        "epochs: 3",
+        "tag: 'v${params:train.epochs}-${params:train.rates[1]}-${params:yes}', other: '${x}'",
     )
     pipeline = load(text)
     assert pipeline.train.with_ == {"tag": "v12-0.2-true", "other": "${x}"}
     assert pipeline.parameters == {"train.epochs": 12, "train.rates[1]": 0.2, "yes": True}
 
 
-def test_parameters_file_without_references_is_not_read(load: Load, project: Path, pipeline_text: str) -> None:
+def test_parameters_file_without_references_is_not_read(
+    load: Load, project: Path, pipeline_text: str
+) -> None:
     (project / "params.yaml").write_text("[")
     assert load(pipeline_text).parameters == {}
 
 
-def test_parameter_in_override_is_resolved_or_replaced(load: Load, params: Path, pipeline_text: str) -> None:
+def test_parameter_in_override_is_resolved_or_replaced(
+    load: Load, params: Path, pipeline_text: str
+) -> None:
     text = pipeline_text.replace("epochs: 3", "epochs: '${params:train.epochs}'")
     assert load(text, overrides=["train.with.epochs=5"]).train.with_ == {"epochs": 5}
-    assert load(pipeline_text, overrides=["train.with.epochs=${params:opset}"]).train.with_ == {"epochs": 17}
+    assert load(pipeline_text, overrides=["train.with.epochs=${params:opset}"]).train.with_ == {
+        "epochs": 17
+    }
 
 
 @pytest.mark.parametrize(
@@ -120,7 +133,9 @@ def test_parameters_file_that_is_missing_or_invalid_reports_problem(
     assert problems(text) == ["toy.yaml:7:18: train.with.epochs: params.yaml has no 'train.epochs'"]
 
 
-def test_pipeline_with_parameters_key_reports_unknown_key(problems: Problems, pipeline_text: str) -> None:
+def test_pipeline_with_parameters_key_reports_unknown_key(
+    problems: Problems, pipeline_text: str
+) -> None:
     (said,) = problems(pipeline_text + "parameters: {a: 1}\n")
     assert "unknown key 'parameters'" in said
 
@@ -128,7 +143,9 @@ def test_pipeline_with_parameters_key_reports_unknown_key(problems: Problems, pi
 def test_parameter_change_updates_keys_of_stages_that_use_it(
     load: Load, project: Path, params: Path, pipeline_text: str
 ) -> None:
-    text = pipeline_text.replace("epochs: 3", "epochs: '${params:train.epochs}', rate: '${params:train.rates[1]}'")
+    text = pipeline_text.replace(
+        "epochs: 3", "epochs: '${params:train.epochs}', rate: '${params:train.rates[1]}'"
+    )
     targets = {"cpu-1t": TargetFiles(project).load("cpu-1t")}
     before = plan(load(text), targets, TableProbe())
     params.write_text(PARAMS.replace("epochs: 12", "epochs: 13").replace("opset: 17", "opset: 16"))
@@ -144,12 +161,19 @@ def test_parameter_change_updates_keys_of_stages_that_use_it(
 
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-1000, 1000) | st.text("abc xyz:#-", max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abc", min_size=1), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text("abc", min_size=1), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(value=_VALUES)
 def test_parameter_of_any_value_is_loaded_unchanged(
     load: Load, project: Path, pipeline_text: str, value: object

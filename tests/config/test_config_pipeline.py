@@ -18,7 +18,11 @@ from tests.support.golden import Golden
 Load = Callable[..., Pipeline]
 Problems = Callable[..., list[str]]
 FindProblems = Callable[..., tuple[Problem, ...]]
-PLUGINS = {"exporters": ("sklearn", "torch"), "optimizers": ("dynamic", "static"), "endpoints": ("local",)}
+PLUGINS = {
+    "exporters": ("sklearn", "torch"),
+    "optimizers": ("dynamic", "static"),
+    "endpoints": ("local",),
+}
 
 
 def test_load_pipeline_of_valid_file_returns_domain_objects(load: Load) -> None:
@@ -29,14 +33,21 @@ def test_load_pipeline_of_valid_file_returns_domain_objects(load: Load) -> None:
     assert pipeline.quantize[0].calibrate == Calibrate(data="train")
     assert pipeline.benchmark.targets == ("cpu-1t",)
     assert pipeline.gates == (ParityGate(), MetricGate(max_drop=0.01), LatencyGate(p99=0.005))
-    assert pipeline.deploy == (Deploy(endpoint="toy", target="cpu-1t", rollout=RolloutPolicy(steps=(0.1, 1.0))),)
+    assert pipeline.deploy == (
+        Deploy(endpoint="toy", target="cpu-1t", rollout=RolloutPolicy(steps=(0.1, 1.0))),
+    )
     hash(pipeline.gates)
 
 
 def _cases() -> list[Any]:
     """Blocks of `wrong_files.txt`: what is replaced in the right file, and by what."""
     cases = []
-    for block in (Path(__file__).parent / "wrong_files.txt").read_text(encoding="utf-8").strip().split("\n\n"):
+    for block in (
+        (Path(__file__).parent / "wrong_files.txt")
+        .read_text(encoding="utf-8")
+        .strip()
+        .split("\n\n")
+    ):
         old, new = (line[2:].replace("\\n", "\n") for line in block.split("\n"))
         cases.append(pytest.param(old, new, id=f"{old} -> {new}"))
     return cases
@@ -51,7 +62,9 @@ def test_load_pipeline_with_wrong_value_reports_problem(
     golden("errors", "\n".join(found))
 
 
-def test_load_pipeline_reports_all_problems_with_line_and_column(problems: Problems, golden: Golden) -> None:
+def test_load_pipeline_reports_all_problems_with_line_and_column(
+    problems: Problems, golden: Golden
+) -> None:
     text = """\
 pipeline: toy
 data:
@@ -75,7 +88,9 @@ deploy:
     golden("errors", "\n".join(problems(text)))
 
 
-def test_load_pipeline_with_wrong_part_reports_it_only(problems_after: Problems, golden: Golden) -> None:
+def test_load_pipeline_with_wrong_part_reports_it_only(
+    problems_after: Problems, golden: Golden
+) -> None:
     found = [
         *problems_after("calibrate: {data: train}", "calibrate: {data: train, samples: many}"),
         *problems_after("targets: [cpu-1t]", "targets: [3]"),
@@ -91,14 +106,19 @@ def test_load_pipeline_of_empty_file_reports_it(problems: Problems, text: str) -
     assert problem.endswith("the file is empty")
 
 
-def test_load_pipeline_of_file_without_mapping_reports_it(problems: Problems, golden: Golden) -> None:
+def test_load_pipeline_of_file_without_mapping_reports_it(
+    problems: Problems, golden: Golden
+) -> None:
     golden("errors", "\n".join(problems("- a\n")))
 
 
 @pytest.mark.parametrize(
     ("version", "problem"),
     [
-        ("2", "1:9: schema: this file needs a newer onnx-ops: it has schema 2, this release reads up to 1"),
+        (
+            "2",
+            "1:9: schema: this file needs a newer onnx-ops: it has schema 2, this release reads up to 1",
+        ),
         ("0", "1:9: schema: must be at least 1, got the number 0"),
         ("one", "1:9: schema: expected a whole number, got the text 'one'"),
         ("true", "1:9: schema: expected a whole number, got true"),
@@ -116,8 +136,12 @@ def test_load_pipeline_of_newer_schema_reports_version_only(problems: Problems) 
     assert "needs a newer onnx-ops" in problem
 
 
-def test_load_pipeline_with_blank_list_or_single_deployment_normalizes_it(load: Load, pipeline_text: str) -> None:
-    text = pipeline_text.replace("  - {name: small, method: static, calibrate: {data: train}}\n", "")
+def test_load_pipeline_with_blank_list_or_single_deployment_normalizes_it(
+    load: Load, pipeline_text: str
+) -> None:
+    text = pipeline_text.replace(
+        "  - {name: small, method: static, calibrate: {data: train}}\n", ""
+    )
     pipeline = load(text.replace("  - {endpoint", "  {endpoint"))
     assert pipeline.quantize == ()
     assert [entry.endpoint for entry in pipeline.deploy] == ["toy"]
@@ -126,7 +150,9 @@ def test_load_pipeline_with_blank_list_or_single_deployment_normalizes_it(load: 
 def test_load_pipeline_with_wrong_single_deployment_reports_path_without_index(
     problems: Problems, pipeline_text: str, golden: Golden
 ) -> None:
-    text = pipeline_text.replace("  - {endpoint: toy,", "  {endpoint: toy, setings: 1,").replace("10%", "1.5%")
+    text = pipeline_text.replace("  - {endpoint: toy,", "  {endpoint: toy, setings: 1,").replace(
+        "10%", "1.5%"
+    )
     golden("errors", "\n".join(problems(text)))
 
 
@@ -139,7 +165,9 @@ def test_load_pipeline_without_parity_gate_puts_one_first(load: Load, pipeline_t
 
 
 def test_load_pipeline_of_missing_file_raises_not_found_error(project: Path) -> None:
-    with pytest.raises(NotFoundError, match=r"toi\.yaml: no such file\. Did you mean .*toy\.yaml\?"):
+    with pytest.raises(
+        NotFoundError, match=r"toi\.yaml: no such file\. Did you mean .*toy\.yaml\?"
+    ):
         load_pipeline(project / "toi.yaml", root=project)
 
 
@@ -155,10 +183,15 @@ def test_load_pipeline_with_unknown_plugins_reports_them(
 ) -> None:
     (project / "configs/targets/web.yaml").write_text("name: web\nruntime: browser\n")
     assert problems(pipeline_text, plugins=PLUGINS) == []
-    text = pipeline_text.replace("framework: sklearn", "framework: sklaern").replace("method: static", "method: statik")
+    text = pipeline_text.replace("framework: sklearn", "framework: sklaern").replace(
+        "method: static", "method: statik"
+    )
     text = text.replace("{endpoint: toy", "{endpoint: toy, provider: aws").replace("{sklearn: digits, split: train}",
         "{use: lake, inputs: {x: x}}").replace("[cpu-1t]", "[cpu-1t, web]")  # fmt: skip
-    golden("errors", "\n".join(problems(text, plugins={**PLUGINS, "data": (), "runtimes": ("onnxruntime",)})))
+    golden(
+        "errors",
+        "\n".join(problems(text, plugins={**PLUGINS, "data": (), "runtimes": ("onnxruntime",)})),
+    )
 
 
 def test_load_pipeline_with_endpoint_of_other_pipeline_reports_it(
@@ -180,7 +213,10 @@ def test_load_pipeline_with_endpoint_of_other_pipeline_reports_it(
     [
         ("{source: prometheus, url: http://p}", []),
         ("{}", []),
-        ("{source: promethius}", ["no metric plugin is called 'promethius'; did you mean 'prometheus'?"]),
+        (
+            "{source: promethius}",
+            ["no metric plugin is called 'promethius'; did you mean 'prometheus'?"],
+        ),
         ("{url: http://p}", ["metrics need a source: one of prometheus"]),
         ("{source: prometheus}", ["there is no url. Write one."]),
     ],
@@ -194,18 +230,25 @@ def test_load_pipeline_validates_settings_of_metrics_source(
             raise UserError("there is no url", remedy="Write one.")
 
     text = pipeline_text.replace("{endpoint: toy", f"{{endpoint: toy, metrics: {metrics}")
-    problems = find_problems(text, plugins={**PLUGINS, "metrics": ("prometheus",)}, metrics=needs_a_url)
+    problems = find_problems(
+        text, plugins={**PLUGINS, "metrics": ("prometheus",)}, metrics=needs_a_url
+    )
     assert [problem.message for problem in problems] == found
 
 
-def test_load_pipeline_validates_settings_of_provider(find_problems: FindProblems, pipeline_text: str) -> None:
+def test_load_pipeline_validates_settings_of_provider(
+    find_problems: FindProblems, pipeline_text: str
+) -> None:
     def only_ports(provider: str, settings: Mapping[str, object]) -> None:
         assert provider == "local"
         for name in settings:
             if name != "port":
                 raise UserError(f"there is no setting {name!r}", remedy="did you mean 'port'?")
 
-    for settings, found in (("port: 8080", []), ("prot: 8080", ["there is no setting 'prot'. did you mean 'port'?"])):
+    for settings, found in (
+        ("port: 8080", []),
+        ("prot: 8080", ["there is no setting 'prot'. did you mean 'port'?"]),
+    ):
         text = pipeline_text.replace("{endpoint: toy", f"{{endpoint: toy, settings: {{{settings}}}")
         problems = find_problems(text, plugins=PLUGINS, settings=only_ports)
         assert [problem.message for problem in problems] == found
@@ -222,7 +265,9 @@ class PartedQuantizer(Optimizer):
         raise NotImplementedError
 
 
-@pytest.mark.parametrize(("calibrate", "lines"), [("", [11]), (", calibrate: {data: train, shards: 4}", [])])
+@pytest.mark.parametrize(
+    ("calibrate", "lines"), [("", [11]), (", calibrate: {data: train, shards: 4}", [])]
+)
 def test_load_pipeline_checks_calibration_by_optimizer_attributes(
     find_problems: FindProblems,
     pipeline_text: str,

@@ -54,7 +54,9 @@ def test_load_policy_without_overrides_names_file_as_place(tmp_path: Path) -> No
         ("rules: [{aliases: x, users: [a]}]\nrules: []", ":2:1"),
     ],
 )
-def test_load_policy_with_wrong_rule_reports_its_place(tmp_path: Path, text: str, problem: str) -> None:
+def test_load_policy_with_wrong_rule_reports_its_place(
+    tmp_path: Path, text: str, problem: str
+) -> None:
     with pytest.raises(ConfigError) as refusal:
         load(tmp_path, text)
     assert problem in str(refusal.value)

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.config.schema import target_schema
-from onnx_ops.config.targets import PROFILES, UNMEASURED, TargetFiles, load_provider_options, profile_names
+from onnx_ops.config.targets import (
+    PROFILES,
+    UNMEASURED,
+    TargetFiles,
+    load_provider_options,
+    profile_names,
+)
 from onnx_ops.config.yaml_reader import read_text
 from onnx_ops.domain.execution import PROVIDER_PACKAGES
 from onnx_ops.errors import ConfigError, NotFoundError
@@ -44,8 +50,12 @@ def test_shipped_profile_is_valid_target(name: str, tmp_path: Path) -> None:
     Draft202012Validator(target_schema()).validate(read_text(text, source=name).value)
 
 
-@pytest.mark.parametrize(("name", "provider", "option"), SET, ids=["-".join(parts) for parts in SET])
-def test_profile_with_misspelt_option_reports_its_place(name: str, provider: str, option: str, project: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "provider", "option"), SET, ids=["-".join(parts) for parts in SET]
+)
+def test_profile_with_misspelt_option_reports_its_place(
+    name: str, provider: str, option: str, project: Path
+) -> None:
     text = (PROFILES / f"{name}.yaml").read_text(encoding="utf-8")
     before, named, after = text.partition(f"name: {provider}")
     changed = before + named + after.replace(f"{option}:", f"{wrong(option)}:", 1)
@@ -53,35 +63,52 @@ def test_profile_with_misspelt_option_reports_its_place(name: str, provider: str
     with pytest.raises(ConfigError) as caught:
         TargetFiles(project).load(name)
     (problem,) = caught.value.problems
-    assert problem.message == f"{provider} has no option '{wrong(option)}'; did you mean '{option}'?"
+    assert (
+        problem.message == f"{provider} has no option '{wrong(option)}'; did you mean '{option}'?"
+    )
     assert changed.splitlines()[problem.line - 1][problem.column - 1 :].startswith(wrong(option))
 
 
 @pytest.mark.parametrize(
     ("provider", "option"),
-    [(provider, option) for provider, names in load_provider_options().items() for option in sorted(names)],
+    [
+        (provider, option)
+        for provider, names in load_provider_options().items()
+        for option in sorted(names)
+    ],
 )
-def test_provider_option_with_extra_letter_raises_config_error(provider: str, option: str, project: Path) -> None:
+def test_provider_option_with_extra_letter_raises_config_error(
+    provider: str, option: str, project: Path
+) -> None:
     path = project / "configs/targets/one.yaml"
     path.write_text(f"name: one\nproviders: [{{name: {provider}, options: {{{option}: '1'}}}}]\n")
     assert TargetFiles(project).load("one").providers[0].options == {option: "1"}
-    path.write_text(f"name: one\nproviders: [{{name: {provider}, options: {{{wrong(option)}: '1'}}}}]\n")
+    path.write_text(
+        f"name: one\nproviders: [{{name: {provider}, options: {{{wrong(option)}: '1'}}}}]\n"
+    )
     with pytest.raises(ConfigError, match=rf"has no option '{wrong(option)}'; did you mean"):
         TargetFiles(project).load("one")
 
 
 def test_provider_options_of_unknown_provider_are_not_checked(project: Path) -> None:
     path = project / "configs/targets/one.yaml"
-    path.write_text("name: one\nproviders: [{name: AcmeExecutionProvider, options: {speed: '9'}}]\n")
+    path.write_text(
+        "name: one\nproviders: [{name: AcmeExecutionProvider, options: {speed: '9'}}]\n"
+    )
     assert TargetFiles(project).load("one").providers[0].options == {"speed": "9"}
     path.write_text("name: one\nproviders: [{name: CPUExecutionProvider, options: {speed: '9'}}]\n")
-    with pytest.raises(ConfigError, match=r"one\.yaml:2:52: .*CPUExecutionProvider has no option 'speed'; it has none"):
+    with pytest.raises(
+        ConfigError,
+        match=r"one\.yaml:2:52: .*CPUExecutionProvider has no option 'speed'; it has none",
+    ):
         TargetFiles(project).load("one")
 
 
 def test_target_file_of_project_overrides_profile_of_same_name(project: Path) -> None:
     assert TargetFiles(project).load("cpu-all").session.intra_op_threads == 0
-    (project / "configs/targets/cpu-all.yaml").write_text("name: cpu-all\nsession: {intra_op_threads: 3}\n")
+    (project / "configs/targets/cpu-all.yaml").write_text(
+        "name: cpu-all\nsession: {intra_op_threads: 3}\n"
+    )
     assert TargetFiles(project).load("cpu-all").session.intra_op_threads == 3
     with pytest.raises(NotFoundError, match=r"Did you mean 'tensorrt'\?"):
         TargetFiles(project).load("tensorr")
@@ -114,11 +141,19 @@ def test_target_digest_depends_on_plugin_package() -> None:
 
 def test_target_profiles_page_lists_each_profile() -> None:
     text = (ROOT / "docs/target-profiles.md").read_text(encoding="utf-8")
-    rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| `")}
+    rows = {
+        line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| `")
+    }
     assert set(rows) == {f"`{name}`" for name in profile_names()}
     for name, _, option in SET:
-        assert f"`{option}`" in rows[f"`{name}`"], f"{name} sets {option}, and its row does not say why"
-    assert {name for name in profile_names() if rows[f"`{name}`"].split("|")[-2].strip().startswith("no")} == UNMEASURED
+        assert f"`{option}`" in rows[f"`{name}`"], (
+            f"{name} sets {option}, and its row does not say why"
+        )
+    assert {
+        name
+        for name in profile_names()
+        if rows[f"`{name}`"].split("|")[-2].strip().startswith("no")
+    } == UNMEASURED
 
 
 def test_unmeasured_profiles_state_it_in_one_comment_of_their_file() -> None:
@@ -131,6 +166,10 @@ def test_unmeasured_profiles_state_it_in_one_comment_of_their_file() -> None:
 
 def test_is_measured_target_file_of_a_project_returns_none(project: Path) -> None:
     files = TargetFiles(project)
-    assert [files.is_measured(name) for name in ("cuda", "tensorrt", "nowhere")] == [True, False, None]
+    assert [files.is_measured(name) for name in ("cuda", "tensorrt", "nowhere")] == [
+        True,
+        False,
+        None,
+    ]
     (project / "configs/targets/tensorrt.yaml").write_text("name: tensorrt\n")
     assert files.is_measured("tensorrt") is None

@@ -51,7 +51,11 @@ def test_parse_quantity_with_unit_returns_value(written: str, unit: str, value: 
         ([1], "B", "expected a size, e.g. 2 MB, got a list"),
         ("5 MS", "s", "unknown unit 'MS' in '5 MS'; did you mean 'ms'?"),
         ("20m", "s", "unknown unit 'm' in '20m'; did you mean 'min'?"),
-        ("5 weeks", "s", "unknown unit 'weeks' in '5 weeks'; write one of us, ms, s, min, h, d, e.g. 5 ms"),
+        (
+            "5 weeks",
+            "s",
+            "unknown unit 'weeks' in '5 weeks'; write one of us, ms, s, min, h, d, e.g. 5 ms",
+        ),
         ("2 Mb", "B", "unknown unit 'Mb' in '2 Mb'; did you mean 'MB'?"),
         ("0.5 B", "B", "'0.5 B' is not a whole number of bytes"),
         ("1e9 GB", "B", "expected a size, e.g. 2 MB, got the text '1e9 GB'"),
@@ -59,7 +63,9 @@ def test_parse_quantity_with_unit_returns_value(written: str, unit: str, value: 
         ("9" * 50 + " s", "s", f"expected a duration, e.g. 5 ms, got the text '{'9' * 50} s'"),
     ],
 )
-def test_parse_quantity_of_wrong_value_explains_expected_format(written: object, unit: str, message: str) -> None:
+def test_parse_quantity_of_wrong_value_explains_expected_format(
+    written: object, unit: str, message: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(message) + "$"):
         parse_quantity(written, unit)
 
@@ -81,14 +87,22 @@ def test_parse_quantity_of_formatted_value_returns_it(
 
 
 @given(st.sampled_from(sorted(SCALES)), st.integers(0, 10**6), st.data())
-def test_parse_quantity_of_each_unit_multiplies_exactly(base: str, count: int, data: st.DataObject) -> None:
+def test_parse_quantity_of_each_unit_multiplies_exactly(
+    base: str, count: int, data: st.DataObject
+) -> None:
     unit, factor = data.draw(st.sampled_from(sorted(SCALES[base].units.items())))
     assert parse_quantity(f"{count} {unit}", base) == float(count * factor)
 
 
 @pytest.mark.parametrize(
     ("value", "unit", "text"),
-    [(0.005, "s", "5 ms"), (86400.0, "s", "1 d"), (0.0, "s", "0 s"), (0.5, "1", "50%"), (2_000_000, "B", "2 MB")],
+    [
+        (0.005, "s", "5 ms"),
+        (86400.0, "s", "1 d"),
+        (0.0, "s", "0 s"),
+        (0.5, "1", "50%"),
+        (2_000_000, "B", "2 MB"),
+    ],
 )
 def test_format_quantity_uses_readable_unit(value: float, unit: str, text: str) -> None:
     assert format_quantity(value, unit) == text

@@ -22,13 +22,19 @@ def root(tmp_path: Path) -> Path:
     for name in ("root/data/own.csv", "elsewhere/rows.csv", "elsewhere-too/rows.csv"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    for link, place in {"linked.csv": "elsewhere/rows.csv", "linked": "elsewhere", "inside": "root/data"}.items():
+    for link, place in {
+        "linked.csv": "elsewhere/rows.csv",
+        "linked": "elsewhere",
+        "inside": "root/data",
+    }.items():
         (tmp_path / "root" / link).symlink_to(tmp_path / place)
     (tmp_path / "root" / "loop").symlink_to("loop")
     return tmp_path / "root"
 
 
-@pytest.mark.parametrize("text", ["data/own.csv", "inside/own.csv", "./data/../data/own.csv", "data/none.csv", "loop"])
+@pytest.mark.parametrize(
+    "text", ["data/own.csv", "inside/own.csv", "./data/../data/own.csv", "data/none.csv", "loop"]
+)
 def test_explain_path_within_project_returns_empty_text(root: Path, text: str) -> None:
     assert PROJECT_ONLY.explain_path(text, root) == ""
 
@@ -66,19 +72,29 @@ def test_explain_path_outside_project_names_setting(root: Path, text: str) -> No
         ("/", "/etc/passwd", True),
     ],
 )
-def test_explain_path_with_allowed_path_ends_at_its_border(root: Path, allowed: str, text: str, expected: bool) -> None:
+def test_explain_path_with_allowed_path_ends_at_its_border(
+    root: Path, allowed: str, text: str, expected: bool
+) -> None:
     assert (Reach(paths=(allowed,)).explain_path(text, root) == "") is expected
 
 
 def test_explain_package_of_allowed_package_includes_its_modules() -> None:
     reach = Reach(packages=("company.metrics",))
-    assert reach.explain_package("company.metrics") == reach.explain_package("company.metrics.gain") == ""
+    assert (
+        reach.explain_package("company.metrics")
+        == reach.explain_package("company.metrics.gain")
+        == ""
+    )
     for module in ("company", "company.metrics_of_others", "metrics", "os"):
         assert "allowed_packages" in reach.explain_package(module)
 
 
-@pytest.mark.parametrize("reference", ["os:system", "subprocess:run", "sklearn.metrics:f1_score", "pickle:loads"])
-def test_load_pipeline_with_function_of_foreign_package_raises_config_error(load: Load, reference: str) -> None:
+@pytest.mark.parametrize(
+    "reference", ["os:system", "subprocess:run", "sklearn.metrics:f1_score", "pickle:loads"]
+)
+def test_load_pipeline_with_function_of_foreign_package_raises_config_error(
+    load: Load, reference: str
+) -> None:
     with pytest.raises(ConfigError, match="allowed_packages"):
         load(overrides=[f"train.run={reference}"])
 
@@ -98,7 +114,11 @@ def test_load_pipeline_with_forbidden_variable_raises_config_error(load: Load) -
 def test_load_pipeline_error_shows_variable_name_instead_of_value(load: Load) -> None:
     overrides = ["data.train={file: '${env:FOLDER_OF_DATA}/x.csv'}"]
     with pytest.raises(ConfigError) as caught:
-        load(overrides=overrides, environ={"FOLDER_OF_DATA": f"/{SECRET}"}, reach=Reach(variables=("FOLDER_*",)))
+        load(
+            overrides=overrides,
+            environ={"FOLDER_OF_DATA": f"/{SECRET}"},
+            reach=Reach(variables=("FOLDER_*",)),
+        )
     assert SECRET not in str(caught.value)
     assert show(f"opened /{SECRET}/x.csv") == "opened ${env:FOLDER_OF_DATA}/x.csv"
 

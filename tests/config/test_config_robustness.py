@@ -29,13 +29,22 @@ json_values = st.recursive(
     | st.integers(-(10**6), 10**6)
     | st.floats(-1e6, 1e6)
     | st.text("ab5% ms${}:", max_size=6),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abkind", max_size=4), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text("abkind", max_size=4), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
 
 def locations(value: Any, loc: Loc = ()) -> list[Loc]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [loc, *(below for part, item in items for below in locations(item, (*loc, part)))]
 
 
@@ -94,11 +103,20 @@ def test_load_pipeline_of_odd_bytes_raises_own_error(project: Path, data: bytes)
 def test_load_pipeline_of_shipped_pipelines_succeeds(tmp_path: Path, name: str) -> None:
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     (tmp_path / "examples").mkdir()
-    (tmp_path / f"examples/{name.replace('-', '_')}.py").write_text("def train(data, **parameters): ...\n")
+    (tmp_path / f"examples/{name.replace('-', '_')}.py").write_text(
+        "def train(data, **parameters): ...\n"
+    )
     pipeline = load_pipeline(tmp_path / f"configs/pipelines/{name}.yaml", root=tmp_path, environ={})
     assert pipeline.pipeline == name
     assert pipeline.variants() == ("fp32", "int8-dynamic", "int8-static")
-    assert [gate.kind for gate in pipeline.gates] == ["parity", "metric", "metric", "latency", "latency", "size"]
+    assert [gate.kind for gate in pipeline.gates] == [
+        "parity",
+        "metric",
+        "metric",
+        "latency",
+        "latency",
+        "size",
+    ]
     assert pipeline.deploy[0].rollout.steps[-1] == 1
 
 
@@ -108,5 +126,7 @@ def test_load_pipeline_imports_no_heavy_module(project: Path) -> None:
         "load_pipeline(Path('toy.yaml'), root=Path('.'))\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])\n"
     )
-    shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=project)
+    shown = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=project
+    )
     assert shown.stdout.strip() == "[]"

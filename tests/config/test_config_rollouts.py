@@ -7,7 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from onnx_ops.domain.pipeline import Deploy, Pipeline
-from onnx_ops.domain.rollout_policy import Guardrail, PlannedStep, RolloutPolicy, ServiceLevel, ShadowTrial, SplitTest
+from onnx_ops.domain.rollout_policy import (
+    Guardrail,
+    PlannedStep,
+    RolloutPolicy,
+    ServiceLevel,
+    ShadowTrial,
+    SplitTest,
+)
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import Problem
 from onnx_ops.statistics.rollout.judge import describe_policy
@@ -57,7 +64,9 @@ def test_rollout_policy_with_all_keys_is_loaded_and_planned(load: Load, pipeline
     )
 
 
-def test_rollout_policy_with_one_request_count_uses_it_for_all_steps(load: Load, pipeline_text: str) -> None:
+def test_rollout_policy_with_one_request_count_uses_it_for_all_steps(
+    load: Load, pipeline_text: str
+) -> None:
     """The example of the design."""
     rails = "guardrails: [errors, latency_p50, latency_p99]"
     rollout = f"{{steps: [10%, 50%, 100%], min_requests: 300, {rails}, scale_down_delay: 24h}}"
@@ -82,7 +91,9 @@ def test_rollout_policy_without_guardrails_is_not_analyzed(load: Load) -> None:
         (
             "{shadow: {}}",
             "split sticky",
-            ["shadow: provider 'local' cannot compare answers on copies of requests; it can: 'split', 'sticky'"],
+            [
+                "shadow: provider 'local' cannot compare answers on copies of requests; it can: 'split', 'sticky'"
+            ],
         ),
         (
             "{ab_test: {duration: 1 d}}",
@@ -96,14 +107,22 @@ def test_rollout_policy_without_guardrails_is_not_analyzed(load: Load) -> None:
         (
             "{steps: [10%, 100%], guardrails: [latency_p50, latency_p95]}",
             "split",
-            ["guardrails: provider 'local' cannot count requests over any latency; it can: 'split'"],
+            [
+                "guardrails: provider 'local' cannot count requests over any latency; it can: 'split'"
+            ],
         ),
-        ("{steps: [10%, 100%], guardrails: [{name: latency, max_latency_increase: 5%}]}", "split exceedances", []),
+        (
+            "{steps: [10%, 100%], guardrails: [{name: latency, max_latency_increase: 5%}]}",
+            "split exceedances",
+            [],
+        ),
         ("{guardrails: [{name: cold_start, max: 2 s}]}", "cold_starts", []),
         (
             "{guardrails: [{name: cold_start, max_latency_increase: 50%}]}",
             "quantiles",
-            ["guardrails: provider 'local' cannot measure a cold start before traffic; it can: 'quantiles'"],
+            [
+                "guardrails: provider 'local' cannot measure a cold start before traffic; it can: 'quantiles'"
+            ],
         ),
         ("{shadow: {}, ab_test: {duration: 1 d}}", "split sticky shadow feedback", []),
     ],
@@ -128,11 +147,16 @@ def test_deployment_that_cannot_run_target_reports_problem(find_problems: FindPr
 
     (problem,) = find_problems(plugins=PLUGINS, unservable=unservable)
     assert (problem.line, problem.path) == (20, "deploy[0].target")
-    assert problem.message == "provider 'local' cannot serve what target 'cpu-1t' measures: no such device"
+    assert (
+        problem.message
+        == "provider 'local' cannot serve what target 'cpu-1t' measures: no such device"
+    )
     assert asked == [("toy", Target(name="cpu-1t"))]
 
 
-@pytest.mark.parametrize(("alone", "blamed"), [("split shadow", "source 'foreign'"), ("split", "provider 'local'")])
+@pytest.mark.parametrize(
+    ("alone", "blamed"), [("split shadow", "source 'foreign'"), ("split", "provider 'local'")]
+)
 def test_rollout_policy_problem_names_incapable_source_or_provider(
     find_problems: FindProblems, pipeline_text: str, alone: str, blamed: str
 ) -> None:

@@ -40,13 +40,19 @@ def find_difference(stored: object, generated: object) -> str | None:
     match stored, generated:
         case dict(), dict():
             keys = [*stored, *(key for key in generated if key not in stored)]
-            pairs = [(f".{key}", stored.get(key, MISSING), generated.get(key, MISSING)) for key in keys]
+            pairs = [
+                (f".{key}", stored.get(key, MISSING), generated.get(key, MISSING)) for key in keys
+            ]
         case list(), list():
             values = zip_longest(stored, generated, fillvalue=MISSING)
             pairs = [(f"[{index}]", old, new) for index, (old, new) in enumerate(values)]
         case _:
             return ""
-    return next(f"{step}{below}" for step, old, new in pairs if (below := find_difference(old, new)) is not None)
+    return next(
+        f"{step}{below}"
+        for step, old, new in pairs
+        if (below := find_difference(old, new)) is not None
+    )
 
 
 MISSING = object()
@@ -64,17 +70,25 @@ MISSING = object()
         ({"a": [1]}, {"a": 1}, ".a"),
     ],
 )
-def test_find_difference_returns_the_first_path(stored: object, generated: object, path: str | None) -> None:
+def test_find_difference_returns_the_first_path(
+    stored: object, generated: object, path: str | None
+) -> None:
     assert find_difference(stored, generated) == path
 
 
 @pytest.mark.parametrize("name", ["pipeline", "target"])
 def test_committed_schema_equals_generated_one(name: str, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "onnx_ops.config.schema", str(tmp_path)], check=True, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, "-m", "onnx_ops.config.schema", str(tmp_path)], check=True, cwd=ROOT
+    )
     file = f"{name}.schema.json"
-    stored, written = ((folder / file).read_text() for folder in (ROOT / "configs/schema", tmp_path))
+    stored, written = (
+        (folder / file).read_text() for folder in (ROOT / "configs/schema", tmp_path)
+    )
     require_current(name, json.loads(stored), json.loads(written))
-    is_same_text = stored == written  # no assertion on texts, whose report would be the whole schema
+    is_same_text = (
+        stored == written
+    )  # no assertion on texts, whose report would be the whole schema
     assert is_same_text, f"configs/schema/{file} differs in its layout; write it with: {COMMAND}"
     require_current(name, json.loads(written), schema_of(name))
 
@@ -160,14 +174,18 @@ def test_schema_rejects_files_invalid_for_loader(pipeline_text: str, old: str, n
 def test_schema_accepts_parameter_reference_where_loader_does(
     pipeline_text: str, old: str, new: str, fits: bool
 ) -> None:
-    text = pipeline_text.replace("register: {model: toy}", "register: {model: toy, promote: manual}")
+    text = pipeline_text.replace(
+        "register: {model: toy}", "register: {model: toy, promote: manual}"
+    )
     assert text.count(old) == 1
     assert accepts(schema_of("pipeline"), text.replace(old, new)) is fits
 
 
 def test_schema_contains_descriptions_units_and_defaults() -> None:
     definitions = schema_of("pipeline")["$defs"]
-    assert definitions["Deploy"]["properties"]["target"]["description"].startswith("Target whose champion is served")
+    assert definitions["Deploy"]["properties"]["target"]["description"].startswith(
+        "Target whose champion is served"
+    )
     assert definitions["RolloutPolicy"]["properties"]["scale_down_delay"]["default"] == "1 d"
     assert definitions["SklearnData"]["properties"]["test_size"]["default"] == "50%"
     assert definitions["SizeGate"]["properties"]["max"]["examples"] == ["2 MB", "512 KiB"]

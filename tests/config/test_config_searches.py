@@ -64,7 +64,9 @@ def test_search_with_budget_is_loaded_with_its_limits(root: Path) -> None:
 
 
 def test_objective_with_target_entry_overrides_default(root: Path) -> None:
-    pipeline = checked(root, TEXT.replace("objective: size", "objective: {default: latency, targets: {cpu: cost}}"))
+    pipeline = checked(
+        root, TEXT.replace("objective: size", "objective: {default: latency, targets: {cpu: cost}}")
+    )
     assert [pipeline.objective.on(name) for name in ("cpu", "edge")] == ["cost", "latency"]
     assert checked(root, TEXT.replace("objective: size\n", "")).objective.on("cpu") == "latency"
 
@@ -73,28 +75,54 @@ def test_objective_with_target_entry_overrides_default(root: Path) -> None:
     ("old", "new", "said"),
     [
         ("tuning_data: {data: tune}, ", "", "needs 'tuning_data', the rows for its decisions"),
-        ("tuning_data: {data: tune}", "tuning_data: {data: tun}", "no data set is called 'tun'; did you mean 'tune'?"),
+        (
+            "tuning_data: {data: tune}",
+            "tuning_data: {data: tun}",
+            "no data set is called 'tun'; did you mean 'tune'?",
+        ),
         (
             "tuning_data: {data: tune}",
             "tuning_data: {data: test}",
             "'test' shares rows with 'test', which validate.samples scores",
         ),
-        (TUNE, "  tune: {sklearn: digits, split: train, seed: 4}", "'tune' shares rows with 'test'"),
+        (
+            TUNE,
+            "  tune: {sklearn: digits, split: train, seed: 4}",
+            "'tune' shares rows with 'test'",
+        ),
         (TUNE, "  tune: {sklearn: digits}", "'tune' shares rows with 'test'"),
-        ("tuning_data: {data: tune}", "tuning_data: {data: bare}", "needs labels, but 'bare' names no 'label'"),
+        (
+            "tuning_data: {data: tune}",
+            "tuning_data: {data: bare}",
+            "needs labels, but 'bare' names no 'label'",
+        ),
         ("method: auto,", "method: auto, exclude: [head],", "method: auto finds its own 'exclude'"),
-        ("method: auto,", "method: auto, options: {bits: 4},", "method: auto finds its own 'options'"),
+        (
+            "method: auto,",
+            "method: auto, options: {bits: 4},",
+            "method: auto finds its own 'options'",
+        ),
         ("method: auto,", "method: auto, env: {timeout: 1 min},", "leave 'env' out"),
         ("method: auto,", "method: dynamic,", "'budget' is for method: auto"),
         ("method: auto,", "method: auto, variants: [best],", "variants"),
         ("method: auto,", "method: auto, variants: [],", "variants"),
         ("objective: size", "objective: speed", "objective"),
-        ("objective: size", "objective: cost", "objective: cost needs the price of 'edge': set price_per_hour"),
-        ("objective: size", "objective: {targets: {egde: size}}", "target 'egde' is not among benchmark.targets"),
+        (
+            "objective: size",
+            "objective: cost",
+            "objective: cost needs the price of 'edge': set price_per_hour",
+        ),
+        (
+            "objective: size",
+            "objective: {targets: {egde: size}}",
+            "target 'egde' is not among benchmark.targets",
+        ),
         ("0.5%", "0.5", "metric_drop"),
     ],
 )
-def test_search_with_wrong_setting_reports_problem(root: Path, old: str, new: str, said: str) -> None:
+def test_search_with_wrong_setting_reports_problem(
+    root: Path, old: str, new: str, said: str
+) -> None:
     found = problems(root, old, new)
     assert any(said in line for line in found), found
 
@@ -109,7 +137,9 @@ def test_search_with_pool_of_no_target_reports_problem(root: Path) -> None:
 
 def test_deployment_to_ort_format_target_reports_problem(root: Path) -> None:
     (root / "configs/targets/phone.yaml").write_text("name: phone\nort_format: {platform: arm}\n")
-    deployed = "benchmark: {targets: [phone]}\nregister: {model: m}\ndeploy: {endpoint: e, target: phone}"
+    deployed = (
+        "benchmark: {targets: [phone]}\nregister: {model: m}\ndeploy: {endpoint: e, target: phone}"
+    )
     found = problems(root, "benchmark: {targets: [cpu, edge]}", deployed)
     assert [line for line in found if "'phone' runs .ort files" in line], found
 
@@ -123,7 +153,10 @@ def test_variant_with_name_of_search_result_reports_problem(root: Path) -> None:
     ("entry", "said"),
     [
         ("{name: v, method: bf16}", "no optimizer plugin is called 'bf16'"),
-        ("{name: v, method: static, calibrate: {data: train, method: distribution}}", "silently destroys a model"),
+        (
+            "{name: v, method: static, calibrate: {data: train, method: distribution}}",
+            "silently destroys a model",
+        ),
         (
             "{name: v, method: dynamic, calibrate: {data: train, shards: 2}}",
             "ranges are read in shards",

@@ -49,15 +49,26 @@ def test_bind_options_of_formatted_flags_returns_same_options(options: ServerOpt
     ("settings", "message"),
     [
         ({"worker": 2}, "digits: unknown key 'worker'; did you mean 'workers'?"),
-        ({"workers": "2"}, "digits: workers: expected a whole number, got the text '2'; leave out the quotes"),
+        (
+            {"workers": "2"},
+            "digits: workers: expected a whole number, got the text '2'; leave out the quotes",
+        ),
         ({"workers": True}, "digits: workers: expected a whole number, got true"),
         ({"workers": 0}, "digits: workers: must be at least 1, got the number 0"),
-        ({"deadline": 5}, "digits: deadline: expected a duration, got the number 5; write it with a unit, e.g. 5 ms"),
+        (
+            {"deadline": 5},
+            "digits: deadline: expected a duration, got the number 5; write it with a unit, e.g. 5 ms",
+        ),
         ({"deadline": "3601 s"}, "digits: deadline: must be at most 1 h, got the text '3601 s'"),
-        ({"workers": 0, "queue": "x"}, "must be at least 1, got the number 0; queue: expected a whole number"),
+        (
+            {"workers": 0, "queue": "x"},
+            "must be at least 1, got the number 0; queue: expected a whole number",
+        ),
     ],
 )
-def test_bind_options_with_wrong_settings_reports_each_problem(settings: dict[str, Json], message: str) -> None:
+def test_bind_options_with_wrong_settings_reports_each_problem(
+    settings: dict[str, Json], message: str
+) -> None:
     with pytest.raises(SettingsError) as caught:
         bind_options(settings)
     assert message in str(caught.value)
@@ -70,7 +81,9 @@ def test_load_pipeline_with_wrong_server_settings_reports_their_places(
     settings = "{max_body: 1 MB, deadline: 5, read_timeout: 1 week, worker: 2}"
     text = pipeline_text.replace("{endpoint: toy,", f"{{endpoint: toy, settings: {settings},")
     problems = find_problems(
-        text, plugins={"endpoints": ("local",)}, settings=lambda _, given: bind_settings(given, ServerOptions)
+        text,
+        plugins={"endpoints": ("local",)},
+        settings=lambda _, given: bind_settings(given, ServerOptions),
     )
     line = text.splitlines()[-1]
     assert [(problem.path, problem.column) for problem in problems] == [

@@ -29,7 +29,9 @@ def test_load_settings_without_file_uses_state_folder(tmp_path: Path) -> None:
 
 
 def test_load_settings_with_relative_paths_resolves_them_against_root(tmp_path: Path) -> None:
-    settings = load(tmp_path, "store = 's3://bucket/store'\nledger = 'shared/ledger'\nstate = '/var/onnx-ops'\n")
+    settings = load(
+        tmp_path, "store = 's3://bucket/store'\nledger = 'shared/ledger'\nstate = '/var/onnx-ops'\n"
+    )
     assert settings.store == "s3://bucket/store"
     assert settings.ledger == str(tmp_path / "shared" / "ledger")
     assert settings.state == Path("/var/onnx-ops")
@@ -58,7 +60,9 @@ def test_load_settings_with_profile_named_in_file_uses_it(tmp_path: Path) -> Non
 
 
 def test_load_settings_with_environment_variable_overrides_profile(tmp_path: Path) -> None:
-    settings = load(tmp_path, PROFILES, ONNX_OPS_PROFILE="prod", ONNX_OPS_TRACKING_URI="http://environ")
+    settings = load(
+        tmp_path, PROFILES, ONNX_OPS_PROFILE="prod", ONNX_OPS_TRACKING_URI="http://environ"
+    )
     assert settings.tracking_uri == "http://environ"
 
 
@@ -121,7 +125,9 @@ def test_load_settings_from_to_environ_returns_same_settings(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["production", "prodction"])
-def test_load_settings_with_profile_and_no_file_raises_user_error(tmp_path: Path, name: str) -> None:
+def test_load_settings_with_profile_and_no_file_raises_user_error(
+    tmp_path: Path, name: str
+) -> None:
     with pytest.raises(UserError, match=f"no profile '{name}', and no settings file"):
         load(tmp_path, ONNX_OPS_PROFILE=name)
     assert load(tmp_path, ONNX_OPS_PROFILE="default").profile == "default"

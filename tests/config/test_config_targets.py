@@ -51,14 +51,20 @@ def test_load_target_with_several_problems_reports_all(project: Path, golden: Go
 
 def test_load_target_with_other_name_than_file_raises_config_error(project: Path) -> None:
     write(project, "one", "name: two\n")
-    with pytest.raises(ConfigError, match=r"one\.yaml:1:7: name: 'two' is not the name of its file, 'one'"):
+    with pytest.raises(
+        ConfigError, match=r"one\.yaml:1:7: name: 'two' is not the name of its file, 'one'"
+    ):
         TargetFiles(project).load("one")
 
 
 def test_load_target_with_unknown_name_suggests_similar_one(project: Path) -> None:
-    with pytest.raises(NotFoundError, match=r"no target is called 'cpu-1'\. Did you mean 'cpu-1t'\?"):
+    with pytest.raises(
+        NotFoundError, match=r"no target is called 'cpu-1'\. Did you mean 'cpu-1t'\?"
+    ):
         TargetFiles(project).load("cpu-1")
-    with pytest.raises(NotFoundError, match=r"Targets there: cpu-1t, old\. Shipped: browser-wasm, coreml, cpu-1t,"):
+    with pytest.raises(
+        NotFoundError, match=r"Targets there: cpu-1t, old\. Shipped: browser-wasm, coreml, cpu-1t,"
+    ):
         TargetFiles(project).load("desktop")
 
 
@@ -68,7 +74,9 @@ def test_load_target_with_path_as_name_raises_not_found_error(project: Path, nam
         TargetFiles(project).load(name)
 
 
-def test_load_target_of_shared_folder_is_overridden_by_project(project: Path, tmp_path: Path) -> None:
+def test_load_target_of_shared_folder_is_overridden_by_project(
+    project: Path, tmp_path: Path
+) -> None:
     shared = tmp_path / "fleet"
     shared.mkdir()
     for name in ("cpu-1t", "t4", "cpu-all"):
@@ -99,7 +107,9 @@ def test_load_target_with_environment_variable_raises_config_error(project: Path
 
 def test_load_target_with_gates_does_not_change_digest(project: Path) -> None:
     write(
-        project, "phone", "name: phone\ngates:\n  - {kind: parity, noise_factor: 100}\n  - {kind: memory, max: 64 MB}\n"
+        project,
+        "phone",
+        "name: phone\ngates:\n  - {kind: parity, noise_factor: 100}\n  - {kind: memory, max: 64 MB}\n",
     )
     target = TargetFiles(project).load("phone")
     assert target.gates == (ParityGate(noise_factor=100.0), MemoryGate(max=64_000_000))
@@ -110,11 +120,16 @@ def test_load_target_with_gates_does_not_change_digest(project: Path) -> None:
     ("entry", "said"),
     [
         ("{kind: memory}", "3:5: gates[0]: a memory gate needs 'max' or 'max_regression'"),
-        ("{kind: latency, max_regression: 0%}", "3:37: gates[0].max_regression: 0% cannot be shown"),
+        (
+            "{kind: latency, max_regression: 0%}",
+            "3:37: gates[0].max_regression: 0% cannot be shown",
+        ),
         ("{kind: metric, min: 90%}", "'metric'"),
     ],
 )
-def test_load_target_with_wrong_gate_reports_its_place(project: Path, entry: str, said: str) -> None:
+def test_load_target_with_wrong_gate_reports_its_place(
+    project: Path, entry: str, said: str
+) -> None:
     write(project, "phone", f"name: phone\ngates:\n  - {entry}\n")
     with pytest.raises(ConfigError) as caught:
         TargetFiles(project).load("phone")

@@ -187,7 +187,9 @@ def test_read_text_of_any_text_returns_value_or_located_problems(text: str) -> N
     assert all(problem.startswith("x.yaml:") for problem in refusals(text))
 
 
-def test_read_file_of_missing_pipeline_lists_existing_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_file_of_missing_pipeline_lists_existing_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "configs" / "pipelines"
     folder.mkdir(parents=True)
     (folder / "digits.yaml").touch()

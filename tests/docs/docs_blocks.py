@@ -73,7 +73,9 @@ def blocks_of(page: Path) -> tuple[Block, ...]:
             end = next(i for i in range(number + 1, len(lines)) if lines[i].strip() == "```")
             text = "\n".join(lines[number + 1 : end])
             notes = tuple(_notes(lines, number))
-            found.append(Block(page=page, line=number + 1, language=opening[1], text=text, notes=notes))
+            found.append(
+                Block(page=page, line=number + 1, language=opening[1], text=text, notes=notes)
+            )
             number = end
         number += 1
     return tuple(found)
@@ -100,7 +102,9 @@ def commands_of(block: Block) -> tuple[Command, ...]:
 def _joined(lines: list[str]) -> list[str]:
     """Lines that end in a backslash with their next ones; empty lines and comments left out."""
     text = "\n".join(lines).replace("\\\n", " ")
-    return [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("# ")]
+    return [
+        line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("# ")
+    ]
 
 
 def calls(text: str) -> Iterator[list[str]]:

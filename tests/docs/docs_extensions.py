@@ -47,7 +47,9 @@ def run_suite(folder: Path, *arguments: str) -> str:
     """Run tests of a page in a process of their own; return its output. They must pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT)))}
-    result = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -67,4 +69,8 @@ def _list_members() -> set[str]:
     page = (ROOT / "docs" / "ports.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^::: (\S+)\n    options:\n((?:      .*\n)+)", page, re.MULTILINE)
     options = {module: yaml.safe_load(text) for module, text in blocks}
-    return {f"{module}.{name}" for module, values in options.items() for name in values.get("members", ())}
+    return {
+        f"{module}.{name}"
+        for module, values in options.items()
+        for name in values.get("members", ())
+    }

@@ -40,7 +40,9 @@ def stop(project: Path) -> None:
 def stop_endpoints(project: Path) -> None:
     opened = open_project(project)
     for endpoint in list_bound_endpoints(opened.context):
-        LocalEndpoints(opened.settings.endpoints).stop(Journal.open(opened.context, endpoint).config)
+        LocalEndpoints(opened.settings.endpoints).stop(
+            Journal.open(opened.context, endpoint).config
+        )
 
 
 @contextlib.contextmanager
@@ -75,7 +77,9 @@ def there(what: str, project: Path, shell: Shell) -> Iterator[None]:
     match what:
         case "a webhook for notifications":
             with WebhookSink().open() as inbox:
-                shell.run(f"export ONNX_OPS_NOTIFY=webhook ONNX_OPS_NOTIFY_WEBHOOK={inbox.url}/hook")
+                shell.run(
+                    f"export ONNX_OPS_NOTIFY=webhook ONNX_OPS_NOTIFY_WEBHOOK={inbox.url}/hook"
+                )
                 yield
                 assert inbox.requests
         case "a repository with a remote, and a change that is not pushed":
@@ -93,7 +97,9 @@ def there(what: str, project: Path, shell: Shell) -> Iterator[None]:
                 yield
         case "an installed webhook of an MLflow server":
             with webhook_server(project, shell):
-                shell.run("onnx-ops webhooks install --url http://127.0.0.1:8650/webhooks/mlflow")  # makes the secret
+                shell.run(
+                    "onnx-ops webhooks install --url http://127.0.0.1:8650/webhooks/mlflow"
+                )  # makes the secret
                 yield
         case "rows.json":
             (project / what).write_text(json.dumps([[0.0] * 64]), encoding="utf-8")
@@ -129,7 +135,9 @@ def iris_server(project: Path) -> Iterator[None]:
     data = load_iris()
     rows = data.data.astype(np.float32)
     fitted = LogisticRegression(max_iter=1000).fit(rows, data.target)
-    model = to_onnx(fitted, rows[:1], options={"zipmap": False}, target_opset={"": 18, "ai.onnx.ml": 3})
+    model = to_onnx(
+        fitted, rows[:1], options={"zipmap": False}, target_opset={"": 18, "ai.onnx.ml": 3}
+    )
     onnx.save(model, project / "model.onnx")
     folder = project / "iris"
     folder.mkdir()
@@ -164,6 +172,8 @@ def kill_server(project: Path) -> None:
     """SIGKILL to the supervisor and its workers, found by their state folder."""
     folder = project / ".onnx-ops" / "endpoints" / "digits"
     for process in psutil.process_iter(["cmdline", "cwd"]):
-        if folder in [Path(process.info["cwd"] or "/", word) for word in process.info["cmdline"] or ()]:
+        if folder in [
+            Path(process.info["cwd"] or "/", word) for word in process.info["cmdline"] or ()
+        ]:
             process.send_signal(signal.SIGKILL)
             process.wait(timeout=10)

@@ -34,7 +34,9 @@ class Shell:
         variables: further ones.
     """
 
-    def __init__(self, folder: Path, *, path: str | None = None, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, path: str | None = None, variables: Mapping[str, str] | None = None
+    ) -> None:
         environ = {name: text for name, text in os.environ.items() if not name.startswith(_OWN)}
         path = path or f"{Path(sys.executable).parent}:{environ['PATH']}"
         self._process = subprocess.Popen(
@@ -55,7 +57,9 @@ class Shell:
         timer = threading.Timer(TIMEOUT_S, os.killpg, (self._process.pid, signal.SIGKILL))
         timer.start()
         try:
-            self._process.stdin.write(f"{{ {text}\n}} </dev/null\nended=$?; echo; echo '{_MARK}' $ended\n")
+            self._process.stdin.write(
+                f"{{ {text}\n}} </dev/null\nended=$?; echo; echo '{_MARK}' $ended\n"
+            )
             self._process.stdin.flush()
             lines: list[str] = []
             for line in self._process.stdout:
@@ -64,11 +68,15 @@ class Shell:
                 lines.append(line)
         finally:
             timer.cancel()
-        raise AssertionError(f"{text}: the shell ended, or it took longer than {TIMEOUT_S:g} s\n{''.join(lines)}")
+        raise AssertionError(
+            f"{text}: the shell ended, or it took longer than {TIMEOUT_S:g} s\n{''.join(lines)}"
+        )
 
     def begin(self, text: str, log: Path) -> psutil.Process:
         """Start a command that runs on, with its output in a file."""
-        output, code = self.run(f"bash -c {shlex.quote(text)} </dev/null >>{shlex.quote(str(log))} 2>&1 & echo $!")
+        output, code = self.run(
+            f"bash -c {shlex.quote(text)} </dev/null >>{shlex.quote(str(log))} 2>&1 & echo $!"
+        )
         assert code == 0
         return psutil.Process(int(output))
 
@@ -87,7 +95,11 @@ class Shell:
 def wait_for(sign: str, log: Path, process: psutil.Process, *, may_end: bool = False) -> bool:
     """Wait until an address answers, or a text stands in the log; False if the process has ended before, as it may."""
     deadline = time.monotonic() + TIMEOUT_S
-    while not (_answers(sign) if "://" in sign else sign in log.read_text(encoding="utf-8", errors="replace")):
+    while not (
+        _answers(sign)
+        if "://" in sign
+        else sign in log.read_text(encoding="utf-8", errors="replace")
+    ):
         text = log.read_text(encoding="utf-8", errors="replace")[-3000:]
         if not process.is_running():
             assert may_end, f"it ended before {sign!r}:\n{text}"
@@ -123,7 +135,9 @@ def without_ports(line: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:0", line)).strip()
 
 
-def missing(shown: tuple[str, ...], output: str, plain: Callable[[str], str] = without_figures) -> list[str]:
+def missing(
+    shown: tuple[str, ...], output: str, plain: Callable[[str], str] = without_figures
+) -> list[str]:
     """Lines that a page shows and a command did not print, in this order, both as `plain` makes them.
 
     `…` in a line stands for any text, and a line of it for any lines.
@@ -133,7 +147,9 @@ def missing(shown: tuple[str, ...], output: str, plain: Callable[[str], str] = w
     for line in shown:
         if line.strip(" …"):
             pattern = ".*".join(re.escape(part) for part in plain(line).split("…"))
-            found = next((i for i in range(begin, len(printed)) if re.fullmatch(pattern, printed[i])), None)
+            found = next(
+                (i for i in range(begin, len(printed)) if re.fullmatch(pattern, printed[i])), None
+            )
             lost += [line] if found is None else []
             begin = begin if found is None else found + 1
     return lost

@@ -49,14 +49,18 @@ def test_page_has_no_commands_in_indented_blocks(page: Path) -> None:
 def test_page_uses_existing_commands_and_options(page: Path) -> None:
     blocks = blocks_of(page)
     texts = [block.text for block in blocks if block.language == "bash"]
-    texts += [one.text for block in blocks if block.language == "console" for one in commands_of(block)]
+    texts += [
+        one.text for block in blocks if block.language == "console" for one in commands_of(block)
+    ]
     prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     texts += [" ".join(found.split()) for found in re.findall(r"`(onnx-ops [^`]+)`", prose)]
     wrong = [found for text in texts for words in calls(text) if (found := unknown(words))]
     assert not wrong
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in IN_A_CHECKOUT], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page not in IN_A_CHECKOUT], ids=lambda page: page.name
+)
 def test_page_imports_no_test_module(page: Path) -> None:
     texts = [block.text for block in blocks_of(page) if block.language in (*SHELL, "python")]
     assert not [text for text in texts if re.search(r"(-m |import |from )tests\b", text)]
@@ -72,7 +76,11 @@ def unknown(words: list[str]) -> str:
     if name not in COMMANDS:
         return f"no command {name!r}"
     known = flags(COMMANDS[name])
-    strange = [word for word in words[2:] if re.match(r"--?[a-z]", word) and word.partition("=")[0] not in known]
+    strange = [
+        word
+        for word in words[2:]
+        if re.match(r"--?[a-z]", word) and word.partition("=")[0] not in known
+    ]
     return f"{name}: {', '.join(strange)}" if strange else ""
 
 
@@ -129,12 +137,18 @@ def check_pipeline_part(block: Block, value: dict[str, Any], project: Path, fold
     if "pipeline" in value:
         file.write_text(block.text, encoding="utf-8")
     else:
-        whole = yaml.safe_load((ROOT / "configs" / "pipelines" / "digits-mlp.yaml").read_text(encoding="utf-8"))
+        whole = yaml.safe_load(
+            (ROOT / "configs" / "pipelines" / "digits-mlp.yaml").read_text(encoding="utf-8")
+        )
         written = yaml.safe_load(block.text)
         written["data"] = {**whole["data"], **written.get("data", {})}
         measured = {"benchmark": {"targets": ["cpu-1t", "browser-wasm"]}}
-        file.write_text(yaml.safe_dump({**whole, **measured, **written}, sort_keys=False), encoding="utf-8")
-    load_pipeline(file, root=project, reach=Reach(paths=(str(ROOT),)))  # which the project's files are links to
+        file.write_text(
+            yaml.safe_dump({**whole, **measured, **written}, sort_keys=False), encoding="utf-8"
+        )
+    load_pipeline(
+        file, root=project, reach=Reach(paths=(str(ROOT),))
+    )  # which the project's files are links to
 
 
 @pytest.mark.parametrize("block", shaped("json"))

@@ -104,7 +104,9 @@ def load(folder: Path, text: str = PIPELINE) -> Pipeline:
     return load_pipeline(folder / "prices.yaml", root=folder, plugins=installed)
 
 
-def test_extensions_of_page_are_measured_judged_and_reported(folder: Path, source: Path, dataset: Dataset) -> None:
+def test_extensions_of_page_are_measured_judged_and_reported(
+    folder: Path, source: Path, dataset: Dataset
+) -> None:
     (block,) = (block for block in BLOCKS if block.language == "yaml")
     pipeline = load(folder, PIPELINE + block.text)
     entry = pipeline.quantize[0]
@@ -117,7 +119,9 @@ def test_extensions_of_page_are_measured_judged_and_reported(folder: Path, sourc
     x: Any = dataset.inputs["x"]
     label: Any = dataset.label
     single, double = (x @ WEIGHT @ WEIGHT @ LAST, x.astype(np.float64) @ WEIGHT @ WEIGHT @ LAST)
-    reference = ReferenceGroup(name=REAL, inputs={"x": x}, single={"y": single}, double={"y": double})
+    reference = ReferenceGroup(
+        name=REAL, inputs={"x": x}, single={"y": single}, double={"y": double}
+    )
     parity = measure_parity(RUNTIME, path, TARGET, [reference])
     definitions = [gate.definition() for gate in pipeline.gates if isinstance(gate, MetricGate)]
     models = {CANDIDATE: path, "fp32": source}
@@ -142,14 +146,20 @@ def test_extensions_of_page_are_measured_judged_and_reported(folder: Path, sourc
     ]
     assert decision.verdict is Verdict.PASS, decision.reason
     page = release_report([decision], [evidence], [choose([decision])], None, {})
-    assert all(text in page for text in ("mape", "node_count", "the runtime runs 3 nodes, limit 3", "1 model"))
+    assert all(
+        text in page
+        for text in ("mape", "node_count", "the runtime runs 3 nodes, limit 3", "1 model")
+    )
 
 
 @pytest.mark.usefixtures("folder")
 def test_pipeline_schema_includes_extensions_of_page() -> None:
     definitions = pipeline_schema()["$defs"]
     assert _find_enum(definitions["MetricGate"]["properties"]["name"])[-1] == "mape"
-    assert definitions["NodeCountGate"]["properties"]["max"]["description"] == "Largest tolerated number."
+    assert (
+        definitions["NodeCountGate"]["properties"]["max"]["description"]
+        == "Largest tolerated number."
+    )
 
 
 def _find_enum(schema: dict[str, Any]) -> list[str]:
@@ -177,7 +187,10 @@ def test_optimizer_of_page_with_unknown_option_raises_user_error() -> None:
     optimizer: Optimizer = plugins.load("optimizers", "shared-weights")
     assert optimizer.options is not None
     with pytest.raises(UserError, match="did you mean 'min_bytes'"):
-        read_options(Quantize(name="shared", method="shared-weights", options={"min_byte": 1}), optimizer.options)
+        read_options(
+            Quantize(name="shared", method="shared-weights", options={"min_byte": 1}),
+            optimizer.options,
+        )
 
 
 def test_optimizer_of_page_passes_conformance_suite(folder: Path) -> None:
@@ -189,7 +202,9 @@ def test_optimizer_of_page_imports_only_functions_documented_on_ports_page() -> 
 
 
 def test_metrics_page_has_row_for_each_metric() -> None:
-    rows = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (`[^|]+) \|", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert METRICS.keys() <= {name for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 

@@ -53,7 +53,9 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_in(folder: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from onnx_ops.cli.main import main; main()", *arguments]
     environ = {**os.environ, "PYTHONPATH": str(folder)}
-    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=cwd, env=environ, capture_output=True, text=True, check=False
+    )
 
 
 def test_command_of_page_runs_and_is_listed_in_help(copy: Path, tmp_path: Path) -> None:
@@ -69,12 +71,18 @@ def test_command_of_page_runs_and_is_listed_in_help(copy: Path, tmp_path: Path) 
 def test_command_of_page_passes_its_test_and_gets_golden_help(copy: Path) -> None:
     (test,) = (name for name in FILES if name.startswith("tests/"))
     assert " passed" in run_suite(copy, test)
-    run_suite(copy, "tests/cli/test_cli.py", "-k", "help_of_each_command and operators", "--regenerate")
-    assert "Example: onnx-ops operators model.onnx" in (copy / "tests/golden/help.txt").read_text(encoding="utf-8")
+    run_suite(
+        copy, "tests/cli/test_cli.py", "-k", "help_of_each_command and operators", "--regenerate"
+    )
+    assert "Example: onnx-ops operators model.onnx" in (copy / "tests/golden/help.txt").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_command_of_page_imports_only_light_modules_at_top() -> None:
     (module,) = (text for name, text in FILES.items() if name.startswith("onnx_ops/"))
     names = {node.module for node in ast.parse(module).body if isinstance(node, ast.ImportFrom)}
-    assert {name for name in names if name and name.startswith("onnx_ops.")} == {"onnx_ops.cli.common"}
+    assert {name for name in names if name and name.startswith("onnx_ops.")} == {
+        "onnx_ops.cli.common"
+    }
     assert "operators" not in main._COMMANDS

@@ -41,16 +41,23 @@ def test_runbook_message_exists_in_source(page: Path, messages: list[re.Pattern[
             assert any(message.search(line) for message in messages), f"{block.place}: {line}"
 
 
-@pytest.mark.parametrize("page", [page for page in RUNBOOKS if page.stem != "index"], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [page for page in RUNBOOKS if page.stem != "index"], ids=lambda page: page.stem
+)
 def test_runbook_has_four_required_sections(page: Path) -> None:
     headings = re.findall(r"^## (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert headings == SECTIONS
 
 
 def test_runbook_index_links_each_page() -> None:
-    linked = re.findall(r"\]\(([a-z-]+\.md)\)", (ROOT / "docs" / "runbooks" / "index.md").read_text(encoding="utf-8"))
+    linked = re.findall(
+        r"\]\(([a-z-]+\.md)\)",
+        (ROOT / "docs" / "runbooks" / "index.md").read_text(encoding="utf-8"),
+    )
     assert sorted(linked) == sorted(page.name for page in RUNBOOKS if page.stem != "index")
 
 
 def test_invented_message_matches_no_source_text(messages: list[re.Pattern[str]]) -> None:
-    assert not any(message.search("  v4 rests upon 20 %: come back tomorrow") for message in messages)
+    assert not any(
+        message.search("  v4 rests upon 20 %: come back tomorrow") for message in messages
+    )

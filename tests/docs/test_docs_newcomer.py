@@ -30,12 +30,26 @@ ALIAS = "challenger-cpu-1t"
 def machine(tmp_path: Path) -> Iterator[Shell]:
     """A shell in an empty home, beside the wheel of this tree; nothing that it starts lives on."""
     wheels = tmp_path / "wheels"
-    built = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), str(ROOT)]
+    built = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--wheel-dir",
+        str(wheels),
+        str(ROOT),
+    ]
     subprocess.run(built, check=True)
     home = tmp_path / "home"
     home.mkdir()
     (wheel,) = wheels.iterdir()
-    person = {f"GIT_{role}_{what}": "ada@example.org" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    person = {
+        f"GIT_{role}_{what}": "ada@example.org"
+        for role in ("AUTHOR", "COMMITTER")
+        for what in ("NAME", "EMAIL")
+    }
     shell = Shell(
         home,
         path=path_without_this_installation(),
@@ -57,7 +71,9 @@ def machine(tmp_path: Path) -> Iterator[Shell]:
 
 def path_without_this_installation() -> str:
     here = Path(sys.executable).parent
-    return os.pathsep.join(part for part in os.environ["PATH"].split(os.pathsep) if Path(part) != here)
+    return os.pathsep.join(
+        part for part in os.environ["PATH"].split(os.pathsep) if Path(part) != here
+    )
 
 
 @pytest.mark.nightly  # five minutes: it builds a wheel and installs it into an environment
@@ -99,7 +115,11 @@ def add_alias(address: str) -> None:
     """What the page asks the reader to click."""
     from playwright.sync_api import sync_playwright
 
-    browser = next(found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name)))
+    browser = next(
+        found
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (found := shutil.which(name))
+    )
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
         page = opened.new_page(viewport={"width": 1280, "height": 900})
@@ -115,7 +135,9 @@ def add_alias(address: str) -> None:
 
 def act_as_github(project: Path) -> None:
     """The last commit, pushed: the steps of the project's own action, and a server that stands for GitHub."""
-    action = yaml.safe_load((project / ".github" / "actions" / "onnx-ops" / "action.yml").read_text(encoding="utf-8"))
+    action = yaml.safe_load(
+        (project / ".github" / "actions" / "onnx-ops" / "action.yml").read_text(encoding="utf-8")
+    )
     summary = project / ".git" / "summary.md"
     with WebhookSink(lambda _: Reply(status=201, document={})).open() as github:
         head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=project, text=True).strip()
@@ -133,15 +155,27 @@ def act_as_github(project: Path) -> None:
             "SINCE": "",
             "REPORTS": "https://reports.example.org",
         }
-        evaluated, folder = (str(project / ".onnx-ops" / name) for name in ("action-evaluated", "action"))
-        variables = ({"FOLDER": evaluated, "ONNX_OPS_SIGNING": "off"}, {"FOLDER": folder, "EVALUATED": evaluated})
+        evaluated, folder = (
+            str(project / ".onnx-ops" / name) for name in ("action-evaluated", "action")
+        )
+        variables = (
+            {"FOLDER": evaluated, "ONNX_OPS_SIGNING": "off"},
+            {"FOLDER": folder, "EVALUATED": evaluated},
+        )
         scripts = [step["run"] for step in action["runs"]["steps"] if "run" in step]
         for script, own in zip(scripts, variables, strict=True):
             assert "${{" not in script
             shell = ["bash", "-euo", "pipefail", "-c", script]
             subprocess.run(shell, cwd=project, env={**environ, **own}, check=True)
         python = str(project.parent / ".venv" / "bin" / "python")
-        publish = [python, "-I", "-m", "onnx_ops.integrations.github_action", "publish", f"--folder={folder}"]
+        publish = [
+            python,
+            "-I",
+            "-m",
+            "onnx_ops.integrations.github_action",
+            "publish",
+            f"--folder={folder}",
+        ]
         subprocess.run(publish, cwd=project, env=environ, check=True)
     (check,) = github.requests
     assert check.path == "/repos/acme/shop/check-runs"

@@ -29,7 +29,11 @@ def beginning(page: Path) -> str:
     return next((said for block in blocks_of(page) if (said := block.note("scratch"))), "project")
 
 
-RUNNING = [page for page in PAGES if any(block.runs for block in blocks_of(page)) and beginning(page) != "machine"]
+RUNNING = [
+    page
+    for page in PAGES
+    if any(block.runs for block in blocks_of(page)) and beginning(page) != "machine"
+]
 FRESH = [page for page in RUNNING if beginning(page) == "empty"]
 INCONCLUSIVE, TRIES = 3, 4
 
@@ -47,9 +51,13 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, P
     text = file.read_text(encoding="utf-8").replace("endpoint: digits-mlp", "endpoint: digits")
     variants, rest = text.index("quantize:"), text.index("benchmark:")
     # Wide enough for any machine that these tests may share: they are about the pages, not about its noise.
-    file.write_text((text[:variants] + text[rest:]).replace("max_regression: 5%", "max_regression: 80%"))
+    file.write_text(
+        (text[:variants] + text[rest:]).replace("max_regression: 5%", "max_regression: 80%")
+    )
     for seed in (7, 8):
-        subprocess.run([ONNX_OPS, "run", PIPELINE, "--set", f"train.with.seed={seed}"], cwd=project, check=True)
+        subprocess.run(
+            [ONNX_OPS, "run", PIPELINE, "--set", f"train.with.seed={seed}"], cwd=project, check=True
+        )
     bring_files(project)
     stop(project)
     rest_of_it = project.with_name("at-rest")
@@ -106,7 +114,9 @@ def test_page_blocks_run_in_empty_folder(page: Path, tmp_path: Path) -> None:
 
 def follow(page: Path, folder: Path, project: Path) -> None:
     with contextlib.ExitStack() as stack:
-        shell = Shell(folder, variables={"PREFECT_HOME": str(project.parent / f"prefect-{page.stem}")})
+        shell = Shell(
+            folder, variables={"PREFECT_HOME": str(project.parent / f"prefect-{page.stem}")}
+        )
         stack.callback(shell.close)
         for block in blocks_of(page):
             if block.runs:

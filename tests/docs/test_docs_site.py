@@ -42,11 +42,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_decision_pages_have_status_and_date_and_are_listed() -> None:
     folder = ROOT / "docs" / "adr"
     listed = dict(
-        re.findall(r"^- \[\d{4}\]\((\S+)\) .*: (.+)$", (folder / "README.md").read_text("utf-8"), re.MULTILINE)
+        re.findall(
+            r"^- \[\d{4}\]\((\S+)\) .*: (.+)$",
+            (folder / "README.md").read_text("utf-8"),
+            re.MULTILINE,
+        )
     )
     statuses = {}
     for page in folder.glob("[0-9]*.md"):
-        head = re.match(r"# .+\n\n- Status: (.+)\n- Date: \d{4}-\d\d-\d\d\n\n", page.read_text("utf-8"))
+        head = re.match(
+            r"# .+\n\n- Status: (.+)\n- Date: \d{4}-\d\d-\d\d\n\n", page.read_text("utf-8")
+        )
         assert head, page.name
         statuses[page.name] = re.sub(r"\[(\d{4})\]\(\S+\)", r"\1", head[1])
     assert listed == statuses
@@ -54,11 +60,15 @@ def test_decision_pages_have_status_and_date_and_are_listed() -> None:
 
 def test_cli_reference_documents_each_option_of_each_command(site: Path) -> None:
     text = (site / "reference" / "cli.html").read_text(encoding="utf-8")
-    sections = dict(re.findall(r'<h2 id="onnx-ops-([a-z-]+)">(.*?)(?=<h2 |</article>)', text, re.DOTALL))
+    sections = dict(
+        re.findall(r'<h2 id="onnx-ops-([a-z-]+)">(.*?)(?=<h2 |</article>)', text, re.DOTALL)
+    )
     for name, command in commands():
         section = html.unescape(sections[name.replace(" ", "-")])
         assert all(f"<code>{flag}</code>" in section for flag in flags(command)), name
-        assert f"onnx-ops {name}" in re.sub(r"<[^>]+>", "", section.partition('class="highlight"')[2]), name
+        assert f"onnx-ops {name}" in re.sub(
+            r"<[^>]+>", "", section.partition('class="highlight"')[2]
+        ), name
         assert "|" not in re.sub(r"<code>[^<]*</code>", "", section).replace("<td>|</td>", ""), name
 
 
@@ -77,7 +87,9 @@ def test_file_reference_documents_each_key_with_meaning_and_example(name: str, s
         assert takes, key
         assert meaning, key
         value = read_text(example, source=key).value[key]
-        Draft202012Validator({"$defs": schema["$defs"], **described[section]["properties"][key]}).validate(value)
+        Draft202012Validator(
+            {"$defs": schema["$defs"], **described[section]["properties"][key]}
+        ).validate(value)
 
 
 def test_site_navigation_includes_each_page() -> None:
@@ -88,7 +100,10 @@ def test_site_navigation_includes_each_page() -> None:
 
 
 def test_site_loads_nothing_from_other_hosts(site: Path) -> None:
-    sources, sheets = r"<(?:script|img|iframe)[^>]+src", r'<link[^>]+rel="?(?:stylesheet|preconnect)"?[^>]+href'
+    sources, sheets = (
+        r"<(?:script|img|iframe)[^>]+src",
+        r'<link[^>]+rel="?(?:stylesheet|preconnect)"?[^>]+href',
+    )
     loads = re.compile(rf'(?:{sources}|{sheets})="?(http[^" >]+)')
     for page in site.rglob("*.html"):
         assert not loads.findall(page.read_text(encoding="utf-8")), page

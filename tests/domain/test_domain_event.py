@@ -43,9 +43,10 @@ def test_events_of_rollout_include_each_step() -> None:
         ("2", "2"),
     ]
     assert found[2].payload["what"] == "v2 is at step 2"
-    assert [notice.what for notice in derive(*bodies)] == [NotificationKind.FINISHED, NotificationKind.FINISHED], (
-        "people are spared the steps"
-    )
+    assert [notice.what for notice in derive(*bodies)] == [
+        NotificationKind.FINISHED,
+        NotificationKind.FINISHED,
+    ], "people are spared the steps"
 
 
 def test_build_event_of_rollback_names_version_and_reason() -> None:
@@ -66,7 +67,10 @@ def test_events_of_repeated_abort_within_hour_have_distinct_keys() -> None:
     once = (ALARM, START)
     bodies = (*ON_TRIAL, *once, ALARM, START)
     found = [build_event(notice) for notice in followed(*bodies)]
-    assert [event.event.rpartition(".")[2] for event in found[1:]] == ["started", "rolled-back"] * 2 + ["started"]
+    assert [event.event.rpartition(".")[2] for event in found[1:]] == [
+        "started",
+        "rolled-back",
+    ] * 2 + ["started"]
     assert len({event.key for event in found}) == len(found)
 
 

@@ -48,7 +48,9 @@ CONFIG = endpoint_config("digits", model="digits", pipeline="digits")
 
 def version(number: int, *, release: str = "") -> Deployment:
     manifest = digest_bytes(f"manifest {number}".encode())
-    return fileless_deployment(f"v{number}", release or f"release {number}", model="digits", manifest=manifest)
+    return fileless_deployment(
+        f"v{number}", release or f"release {number}", model="digits", manifest=manifest
+    )
 
 
 def log(*bodies: EntryBody | Action) -> list[LedgerEntry]:
@@ -83,7 +85,9 @@ def at_rest(
     command: OperatorCommand | None = None,
 ) -> Any:
     """What is due at an endpoint that is what its roles say."""
-    ask = partial(choose_next_action, desired=wanted, roles=roles, policy=policy, target="cpu", now=now)
+    ask = partial(
+        choose_next_action, desired=wanted, roles=roles, policy=policy, target="cpu", now=now
+    )
     restored = ask(observed=None, command=None)
     return ask(observed=restored.state if isinstance(restored, Action) else None, command=command)
 
@@ -167,7 +171,10 @@ def test_operator_command_is_cleared_by_successful_action() -> None:
     said = (*SERVING, START, OperatorCommandSent(command=OperatorCommand.ADVANCE))
     assert folded(*said).command is OperatorCommand.ADVANCE
     assert folded(*said, intent(ADVANCE)).command is OperatorCommand.ADVANCE
-    assert folded(*said, intent(ADVANCE), ActionOutcome(of=7, ok=False)).command is OperatorCommand.ADVANCE
+    assert (
+        folded(*said, intent(ADVANCE), ActionOutcome(of=7, ok=False)).command
+        is OperatorCommand.ADVANCE
+    )
     assert folded(*said, ADVANCE).command is None
 
 
@@ -204,7 +211,11 @@ def given(what: Deployment, reason: str) -> OverrideRecorded:
     """What a person signed for a version."""
     envelope = Envelope(payload=reason, payloadType="text/plain", signatures=())
     return OverrideRecorded(
-        release=what.release, manifest=what.manifest, version=what.version, reason=reason, signed=envelope
+        release=what.release,
+        manifest=what.manifest,
+        version=what.version,
+        reason=reason,
+        signed=envelope,
     )
 
 
@@ -255,7 +266,10 @@ def test_choose_next_action_without_versions_waits() -> None:
 
 def test_fold_of_known_entries_matches_digest_of_fold_version() -> None:
     """Snapshots of another fold must not be used: a change of this digest needs another FOLD_VERSION."""
-    entries = [build_entry(sequence, body) for sequence, body in enumerate([*one_of_each(), *one_of_each()], start=1)]
+    entries = [
+        build_entry(sequence, body)
+        for sequence, body in enumerate([*one_of_each(), *one_of_each()], start=1)
+    ]
     states = [fold("digits", entries[:length]) for length in range(len(entries) + 1)]
     assert (FOLD_VERSION, digest_bytes(b"".join(codec.dumps(state) for state in states))) == (
         4,

@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from onnx_ops.domain.ledger import ActionOutcome, EntryBody, RollbackRequested, RolloutPaused, VersionRefused
+from onnx_ops.domain.ledger import (
+    ActionOutcome,
+    EntryBody,
+    RollbackRequested,
+    RolloutPaused,
+    VersionRefused,
+)
 from onnx_ops.domain.notification import (
     REPEAT_INTERVAL_S,
     Notification,
@@ -35,11 +41,19 @@ def only(*bodies: EntryBody | Action) -> Notification:
     return found
 
 
-def test_notification_of_automatic_rollback_is_critical_with_reason_and_undo(golden: Golden) -> None:
+def test_notification_of_automatic_rollback_is_critical_with_reason_and_undo(
+    golden: Golden,
+) -> None:
     found = only(ALARM)
-    assert (found.what, found.severity, found.sequence) == (NotificationKind.ROLLED_BACK, Severity.CRITICAL, 7)
+    assert (found.what, found.severity, found.sequence) == (
+        NotificationKind.ROLLED_BACK,
+        Severity.CRITICAL,
+        7,
+    )
     assert found.why == LINE
-    assert found.commands == {"Undo": 'onnx-ops promote digits/2 --target cpu --override --reason "..."'}
+    assert found.commands == {
+        "Undo": 'onnx-ops promote digits/2 --target cpu --override --reason "..."'
+    }
     golden("tables", "\n".join([found.title, *found.lines]))
 
 
@@ -51,7 +65,9 @@ def test_notification_of_automatic_rollback_is_critical_with_reason_and_undo(gol
     ],
     ids=["at once", "finished by a driver"],
 )
-def test_notification_of_abort_by_operator_is_warning(bodies: tuple[EntryBody | Action, ...]) -> None:
+def test_notification_of_abort_by_operator_is_warning(
+    bodies: tuple[EntryBody | Action, ...],
+) -> None:
     found = only(*bodies)
     assert (found.what, found.severity) == (NotificationKind.OPERATOR, Severity.WARNING)
     assert "by an operator" in found.headline
@@ -71,7 +87,10 @@ def test_notification_of_withdrawn_candidate_is_info() -> None:
 
 def test_notification_of_finished_rollout_includes_undo_command() -> None:
     found = only(FINISH)
-    assert (found.what, found.commands) == (NotificationKind.FINISHED, {"Undo": "onnx-ops rollback digits"})
+    assert (found.what, found.commands) == (
+        NotificationKind.FINISHED,
+        {"Undo": "onnx-ops rollback digits"},
+    )
     assert derive(*ON_TRIAL)[0].headline == "first deployment: v1"
     assert len(derive(*ON_TRIAL)) == 1, "a start is no news"
 
@@ -94,7 +113,11 @@ def test_notification_of_paused_rollout_includes_advance_and_abort_commands(
 
 
 def test_notification_of_refused_alias_gives_reason_and_command(golden: Golden) -> None:
-    found = only(VersionRefused(alias="champion-cpu", version="9", reason="gate size failed", restored_to="1"))
+    found = only(
+        VersionRefused(
+            alias="champion-cpu", version="9", reason="gate size failed", restored_to="1"
+        )
+    )
     assert (found.what, found.why) == (NotificationKind.REFUSED, "gate size failed")
     golden("tables", found.headline)
     assert found.commands["See"] == "onnx-ops explain digits/9 --target cpu"
@@ -109,12 +132,17 @@ def test_notification_of_failed_rollback_is_critical() -> None:
 
 
 def test_notification_of_restored_endpoint_is_trouble() -> None:
-    repair = replace(START, kind=ActionKind.RESTORE, why="the endpoint differs from its expected state")
+    repair = replace(
+        START, kind=ActionKind.RESTORE, why="the endpoint differs from its expected state"
+    )
     assert only(repair).what is NotificationKind.TROUBLE
 
 
 def test_outcome_of_superseded_intent_causes_no_notification() -> None:
-    assert derive(*ON_TRIAL, intent(FINISH), intent(ALARM), ActionOutcome(of=6, ok=True), after=5) == []
+    assert (
+        derive(*ON_TRIAL, intent(FINISH), intent(ALARM), ActionOutcome(of=6, ok=True), after=5)
+        == []
+    )
 
 
 def test_repeated_failures_notify_once_per_hour_and_rollbacks_each_time() -> None:
@@ -124,7 +152,10 @@ def test_repeated_failures_notify_once_per_hour_and_rollbacks_each_time() -> Non
     assert len(derive(*ON_TRIAL, *failing, after=5)) == 1
     entries = log(*ON_TRIAL, *failing)
     late = [replace(e, at=e.at + (REPEAT_INTERVAL_S if e.sequence > 9 else 0)) for e in entries]
-    assert [found.sequence for found in list_pending_notifications("digits", late, after=5)] == [7, 11]
+    assert [found.sequence for found in list_pending_notifications("digits", late, after=5)] == [
+        7,
+        11,
+    ]
     again = (ALARM, START)
     assert len(derive(*ON_TRIAL, *again, ALARM, after=5)) == 2
 
@@ -135,14 +166,18 @@ def test_repeated_pause_causes_no_second_notification() -> None:
 
 
 def test_notification_reason_is_one_line_of_limited_length() -> None:
-    found = only(RolloutPaused(wait=WaitKind.INCONCLUSIVE, step=0, why="a\n\nb  c " + "word " * 500))
+    found = only(
+        RolloutPaused(wait=WaitKind.INCONCLUSIVE, step=0, why="a\n\nb  c " + "word " * 500)
+    )
     assert "\n" not in found.why
     assert found.why.startswith("a b c word")
     assert len(found.why) <= 400
 
 
 def test_notification_before_configuration_has_no_commands() -> None:
-    (found,) = derive(VersionRefused(alias="champion-cpu", version="9", reason="no", restored_to=None))
+    (found,) = derive(
+        VersionRefused(alias="champion-cpu", version="9", reason="no", restored_to=None)
+    )
     assert found.commands == {}
     assert found.headline.endswith("the alias was removed")
 

@@ -16,7 +16,10 @@ from onnx_ops.domain.quantization import (
 )
 from onnx_ops.domain.target import HardwareFingerprint, Target
 
-CPU, GPU = Target(name="cpu"), Target(name="gpu", providers=(Provider(name="CUDAExecutionProvider"),))
+CPU, GPU = (
+    Target(name="cpu"),
+    Target(name="gpu", providers=(Provider(name="CUDAExecutionProvider"),)),
+)
 
 MACHINES = st.lists(
     st.builds(
@@ -56,8 +59,16 @@ def machine(name: str, *flags: str) -> HardwareFingerprint:
     [
         (machine("x86_64", "avx2"), CPU, Arithmetic(family="x86", saturates=True)),
         (machine("x86_64", "avx2", "avx_vnni"), CPU, Arithmetic(family="x86")),
-        (machine("x86_64", "avx512f", "avx512bw"), CPU, Arithmetic(family="x86", saturates=True, wide=True)),
-        (machine("AMD64", "avx512f", "avx512bw", "avx512_vnni"), CPU, Arithmetic(family="x86", wide=True)),
+        (
+            machine("x86_64", "avx512f", "avx512bw"),
+            CPU,
+            Arithmetic(family="x86", saturates=True, wide=True),
+        ),
+        (
+            machine("AMD64", "avx512f", "avx512bw", "avx512_vnni"),
+            CPU,
+            Arithmetic(family="x86", wide=True),
+        ),
         (machine("x86_64", "avx512_vnni", "avx512_fp16"), CPU, Arithmetic(family="x86", fp16=True)),
         (machine("aarch64", "asimddp", "asimdhp"), CPU, Arithmetic(family="arm", fp16=True)),
         (machine("arm64"), CPU, Arithmetic(family="arm")),
@@ -72,9 +83,14 @@ def test_detect_arithmetic_uses_cpu_flags_and_provider(
 
 
 @given(options=OPTIONS, machines=MACHINES)
-def test_choose_static_recipe_keeps_given_options(options: dict[str, object], machines: list[Arithmetic]) -> None:
+def test_choose_static_recipe_keeps_given_options(
+    options: dict[str, object], machines: list[Arithmetic]
+) -> None:
     recipe = choose_static_recipe(options, machines)
-    chosen = {name: getattr(recipe, name) for name in ("activations", "weights", "reduce_range", "symmetric")}
+    chosen = {
+        name: getattr(recipe, name)
+        for name in ("activations", "weights", "reduce_range", "symmetric")
+    }
     assert chosen | options == chosen
     assert all(note == note.strip() != "" for note in recipe.notes)
 
@@ -99,7 +115,9 @@ def test_quantization_recipes_ignore_order_of_machines(machines: list[Arithmetic
 
 
 @given(machines=MACHINES)
-def test_choose_static_recipe_uses_int8_activations_only_if_all_machines_accept_it(machines: list[Arithmetic]) -> None:
+def test_choose_static_recipe_uses_int8_activations_only_if_all_machines_accept_it(
+    machines: list[Arithmetic],
+) -> None:
     families = {one.family for one in machines}
     signed = bool(machines) and not families & {"x86", "other"}
     assert (choose_static_recipe({}, machines).activations == "int8") is signed

@@ -62,13 +62,17 @@ class Rollouts(RuleBasedStateMachine):
         self.replaced = False
 
     def append(self, body: EntryBody) -> None:
-        entry = LedgerEntry(endpoint="digits", sequence=self.state.head + 1, at=self.now, actor="a", body=body)
+        entry = LedgerEntry(
+            endpoint="digits", sequence=self.state.head + 1, at=self.now, actor="a", body=body
+        )
         self.state = apply_entry(self.state, entry)
 
     def due(self) -> Action | Wait:
         if self.state.pending_rollback is not None:
             return self.state.pending_rollback.action
-        refused = self.wanted is None or self.state.find_rejection(self.wanted) is not None  # as `desired` does
+        refused = (
+            self.wanted is None or self.state.find_rejection(self.wanted) is not None
+        )  # as `desired` does
         return choose_next_action(
             desired=None if refused else self.wanted,
             observed=self.actual,
@@ -80,7 +84,10 @@ class Rollouts(RuleBasedStateMachine):
         )
 
     def perform(self, action: Action, *, reaches: bool = True, ok: bool = True) -> None:
-        if action.kind in (ActionKind.ABORT, ActionKind.ROLLBACK) and self.state.pending_rollback is None:
+        if (
+            action.kind in (ActionKind.ABORT, ActionKind.ROLLBACK)
+            and self.state.pending_rollback is None
+        ):
             self.append(RollbackRequested(action=action))
             self.nothing_rejected_has_a_way_forward()
         self.append(Intent(action=action, holder="h", expires_at=self.now + 120))
@@ -140,7 +147,10 @@ class Rollouts(RuleBasedStateMachine):
         """Whatever is due, it gives no traffic to what was rejected; a pending rollback leads away from it."""
         action = self.due()
         if isinstance(action, Action):
-            assert action.roles.candidate is None or self.state.find_rejection(action.roles.candidate) is None
+            assert (
+                action.roles.candidate is None
+                or self.state.find_rejection(action.roles.candidate) is None
+            )
             for deployment in action.state.deployments:
                 if action.state.split.weights.get(deployment.name):
                     assert self.state.find_rejection(deployment) is None
@@ -162,7 +172,9 @@ class Rollouts(RuleBasedStateMachine):
         assert self.state.rejected == pending.rejected_before
         self.wanted = self.state.roles.stable
 
-    @precondition(lambda self: self.state.roles.stable is not None and self.state.pending_rollback is None)
+    @precondition(
+        lambda self: self.state.roles.stable is not None and self.state.pending_rollback is None
+    )
     @rule(data=st.data())
     def roll_back(self, data: st.DataObject) -> None:
         roles = self.state.roles
@@ -205,7 +217,10 @@ class Rollouts(RuleBasedStateMachine):
         if roles.stable is None:
             assert roles == Roles()
             return
-        assert self.state.pending_rollback is not None or self.state.find_rejection(roles.stable) is None
+        assert (
+            self.state.pending_rollback is not None
+            or self.state.find_rejection(roles.stable) is None
+        )
         assert roles.stable.version in self.state.known
         for other in (roles.candidate, roles.previous):
             assert other is None or other.manifest != roles.stable.manifest
@@ -226,7 +241,10 @@ class Rollouts(RuleBasedStateMachine):
 
 TestRollouts = Rollouts.TestCase
 TestRollouts.settings = settings(
-    max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=150,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 
 

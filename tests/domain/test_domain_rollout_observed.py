@@ -34,8 +34,13 @@ V1, V2, V3 = version(1), version(2), version(3)
 LIMITS = LatencyThresholds(p50_s=0.001, p99_s=0.01, requests=500)
 
 
-def reading(mine: int, theirs: int, *, origin: str = "a", at: float = 1e6, errors: int = 0) -> MetricsReading:
-    tallies = {"v2": RequestCounts(requests=mine, errors=errors), "v1": RequestCounts(requests=theirs)}
+def reading(
+    mine: int, theirs: int, *, origin: str = "a", at: float = 1e6, errors: int = 0
+) -> MetricsReading:
+    tallies = {
+        "v2": RequestCounts(requests=mine, errors=errors),
+        "v1": RequestCounts(requests=theirs),
+    }
     return MetricsReading(origin=origin, at=at, tallies=tallies)
 
 
@@ -60,7 +65,14 @@ def test_diff_readings_returns_difference_of_counts() -> None:
         (reading(10, 90), reading(30, 270, errors=21)),
         (reading(10, 90, errors=3), reading(30, 270, errors=2)),
     ],
-    ids=["first", "restarted", "back in time", "fewer", "more errors than requests", "fewer errors"],
+    ids=[
+        "first",
+        "restarted",
+        "back in time",
+        "fewer",
+        "more errors than requests",
+        "fewer errors",
+    ],
 )
 def test_diff_readings_of_inconsistent_readings_returns_none(
     before: MetricsReading | None, now: MetricsReading
@@ -87,19 +99,33 @@ def test_request_counts_minus_subtracts_timed_requests_separately() -> None:
 
 def test_diff_readings_with_new_deployment_counts_from_zero() -> None:
     later = MetricsReading(
-        origin="a", at=1.0, tallies={"v2": RequestCounts(requests=5, over_p50=2), "v1": RequestCounts(requests=9)}
+        origin="a",
+        at=1.0,
+        tallies={"v2": RequestCounts(requests=5, over_p50=2), "v1": RequestCounts(requests=9)},
     )
-    found = must(between(MetricsReading(origin="a", at=0.0, tallies={"v1": RequestCounts(requests=4)}), later))
+    found = must(
+        between(
+            MetricsReading(origin="a", at=0.0, tallies={"v1": RequestCounts(requests=4)}), later
+        )
+    )
     assert found.canary == RequestCounts(requests=5, over_p50=2)
     assert found.stable == RequestCounts(requests=5)
-    timed = replace(later, tallies={**later.tallies, "v2": RequestCounts(requests=5, over_p50=2, timed=3)})
-    found = must(between(MetricsReading(origin="a", at=0.0, tallies={"v1": RequestCounts(requests=4)}), timed))
+    timed = replace(
+        later, tallies={**later.tallies, "v2": RequestCounts(requests=5, over_p50=2, timed=3)}
+    )
+    found = must(
+        between(
+            MetricsReading(origin="a", at=0.0, tallies={"v1": RequestCounts(requests=4)}), timed
+        )
+    )
     assert found.canary == RequestCounts(requests=5, over_p50=2, timed=3)
 
 
 @given(steps=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=8))
 def test_observations_intervals_sum_to_total_counts(steps: list[tuple[int, int]]) -> None:
-    seen = Observations(candidate=V2.manifest).with_reading(reading(7, 8), stable="v1", candidate="v2")
+    seen = Observations(candidate=V2.manifest).with_reading(
+        reading(7, 8), stable="v1", candidate="v2"
+    )
     mine, theirs = 7, 8
     for more, others in steps:
         mine, theirs = mine + more, theirs + others
@@ -124,11 +150,20 @@ FROZEN = ThresholdsFixed(candidate=V2.manifest, thresholds=LIMITS)
 def test_observations_of_new_rollout_use_thresholds_of_candidate() -> None:
     raised = replace(LIMITS, p50_s=0.0011)
     split = GenerationUnits(generation=2, step=0, percent=10, is_drawn=False)
-    begun = Observations(candidate=V2.manifest, started_at=3.0, split_at=3.0, thresholds=LIMITS, generations=(split,))
-    assert folded(replace(FROZEN, slower=raised), START).observations == replace(begun, slower=raised)
-    assert folded(FROZEN, START).observations == replace(begun, slower=LIMITS), "ledgers of before had one pair"
+    begun = Observations(
+        candidate=V2.manifest, started_at=3.0, split_at=3.0, thresholds=LIMITS, generations=(split,)
+    )
+    assert folded(replace(FROZEN, slower=raised), START).observations == replace(
+        begun, slower=raised
+    )
+    assert folded(FROZEN, START).observations == replace(begun, slower=LIMITS), (
+        "ledgers of before had one pair"
+    )
     assert folded(START).observations == Observations(
-        candidate=V2.manifest, started_at=2.0, split_at=2.0, generations=(replace(split, generation=1),)
+        candidate=V2.manifest,
+        started_at=2.0,
+        split_at=2.0,
+        generations=(replace(split, generation=1),),
     )
     other = must(folded(FROZEN, NEXT).observations)
     assert other.thresholds is None
@@ -136,15 +171,24 @@ def test_observations_of_new_rollout_use_thresholds_of_candidate() -> None:
 
 def test_observations_keep_thresholds_during_rollout() -> None:
     later = ThresholdsFixed(candidate=V2.manifest, thresholds=replace(LIMITS, p50_s=9.0))
-    trial = must(folded(FROZEN, START, later, MetricsRecorded(reading=reading(1, 9)), ADVANCE).observations)
+    trial = must(
+        folded(FROZEN, START, later, MetricsRecorded(reading=reading(1, 9)), ADVANCE).observations
+    )
     assert trial.thresholds == LIMITS
 
 
 def test_observations_keep_earlier_intervals_and_start_anew_at_each_step() -> None:
-    first, second = MetricsRecorded(reading=reading(0, 0)), MetricsRecorded(reading=reading(20, 180))
+    first, second = (
+        MetricsRecorded(reading=reading(0, 0)),
+        MetricsRecorded(reading=reading(20, 180)),
+    )
     state = folded(START, first, second, ADVANCE)
     assert state.observations is not None
-    assert (state.observations.step, state.observations.started_at, state.observations.reading) == (1, 6.0, None)
+    assert (state.observations.step, state.observations.started_at, state.observations.reading) == (
+        1,
+        6.0,
+        None,
+    )
     assert [one.canary.requests for one in state.observations.intervals] == [20]
     on = folded(
         START,
@@ -155,7 +199,10 @@ def test_observations_keep_earlier_intervals_and_start_anew_at_each_step() -> No
         MetricsRecorded(reading=reading(80, 240)),
     )
     assert on.observations is not None
-    assert [(one.step, one.canary.requests) for one in on.observations.intervals] == [(0, 20), (1, 50)]
+    assert [(one.step, one.canary.requests) for one in on.observations.intervals] == [
+        (0, 20),
+        (1, 50),
+    ]
 
 
 def test_observations_with_intent_between_readings_make_no_interval() -> None:
@@ -172,7 +219,9 @@ def test_observations_with_intent_between_readings_make_no_interval() -> None:
 def test_observations_ignore_reading_from_before_split_change() -> None:
     """A monitor reports late: entry 2 is the outcome that changed the split."""
     early, first, later = (reading(n, 9 * n, at=at) for n, at in ((10, 1.0), (20, 3.0), (30, 4.0)))
-    trial = must(folded(START, *(MetricsRecorded(reading=one) for one in (early, first, later))).observations)
+    trial = must(
+        folded(START, *(MetricsRecorded(reading=one) for one in (early, first, later))).observations
+    )
     assert [one.canary.requests for one in trial.intervals] == [10]
     assert folded(START, MetricsRecorded(reading=early)).observations == folded(START).observations
 

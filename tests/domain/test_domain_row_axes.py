@@ -21,7 +21,10 @@ from onnx_ops.domain.row_axes import (
     ("shapes", "expected"),
     [
         ({"x": ("batch", 3)}, {"x": 0}),
-        ({"x": ("batch", "seq", 4), "h": (1, "batch", 8), "c": (1, "batch", 8)}, {"x": 0, "h": 1, "c": 1}),
+        (
+            {"x": ("batch", "seq", 4), "h": (1, "batch", 8), "c": (1, "batch", 8)},
+            {"x": 0, "h": 1, "c": 1},
+        ),
         ({"x": ("seq", "batch", 4), "h": (1, "batch", 8)}, {"x": 1, "h": 1}),
         ({"x": ("s0", "s1", 4), "h": (1, "s0", 8)}, {"x": 0, "h": 1}),
         ({"input": ("N", 512), "state": (2, "N", 128), "sr": ()}, {"input": 0, "state": 1}),
@@ -43,7 +46,9 @@ from onnx_ops.domain.row_axes import (
         ({"step": ()}, {}),
     ],
 )
-def test_find_row_axes_returns_axis_shared_by_inputs(shapes: Mapping[str, Shape], expected: Mapping[str, int]) -> None:
+def test_find_row_axes_returns_axis_shared_by_inputs(
+    shapes: Mapping[str, Shape], expected: Mapping[str, int]
+) -> None:
     assert find_row_axes(shapes) == expected
 
 
@@ -63,14 +68,20 @@ def test_find_row_axes_pools_first_axes_of_different_names_only_if_allowed() -> 
         ({"x": ("batch", 4), "table": (7, 4)}, 0),
     ],
 )
-def test_find_fixed_batch_returns_size_of_shared_axis(shapes: Mapping[str, Shape], expected: int) -> None:
+def test_find_fixed_batch_returns_size_of_shared_axis(
+    shapes: Mapping[str, Shape], expected: int
+) -> None:
     assert find_fixed_batch(shapes) == expected
 
 
 @pytest.mark.parametrize(
     ("shapes", "sizes", "expected"),
     [
-        ({"x": ("?", 512), "state": (2, "?", 128)}, {"x": (60, 512), "state": (2, 60, 128)}, {"x": 0, "state": 1}),
+        (
+            {"x": ("?", 512), "state": (2, "?", 128)},
+            {"x": (60, 512), "state": (2, 60, 128)},
+            {"x": 0, "state": 1},
+        ),
         ({"x": ("unk__1", 3), "edges": (2, "unk__2")}, {"x": (9, 3), "edges": (2, 20)}, {}),
         ({"x": ("nodes", 3), "edges": (2, "edges")}, {"x": (9, 3), "edges": (2, 9)}, {}),
         ({"x": (4, 3)}, {"x": (4, 3)}, {}),

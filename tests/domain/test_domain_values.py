@@ -35,7 +35,14 @@ ORDER = (Verdict.PASS, Verdict.INCONCLUSIVE, Verdict.ERROR, Verdict.FAIL)
 
 
 def result(verdict: Verdict, *, gate: str = "size", advisory: bool = False) -> GateResult:
-    return GateResult(gate=gate, metric="m", limit="l", verdict=verdict, reason=f"{gate} said so", advisory=advisory)
+    return GateResult(
+        gate=gate,
+        metric="m",
+        limit="l",
+        verdict=verdict,
+        reason=f"{gate} said so",
+        advisory=advisory,
+    )
 
 
 def test_verdicts_sort_from_pass_to_fail() -> None:
@@ -60,7 +67,9 @@ def test_combine_verdicts_of_empty_list_is_inconclusive() -> None:
 
 
 @given(st.lists(verdicts, min_size=1), verdicts)
-def test_combine_verdicts_returns_worst_and_more_never_improve_it(some: list[Verdict], another: Verdict) -> None:
+def test_combine_verdicts_returns_worst_and_more_never_improve_it(
+    some: list[Verdict], another: Verdict
+) -> None:
     worst = combine_verdicts(some)
     assert worst in some
     assert not any(worst < verdict for verdict in some)
@@ -69,7 +78,9 @@ def test_combine_verdicts_returns_worst_and_more_never_improve_it(some: list[Ver
 
 
 @given(st.lists(verdicts, min_size=1), verdicts)
-def test_decision_verdict_ignores_advisory_results(binding: list[Verdict], advisory: Verdict) -> None:
+def test_decision_verdict_ignores_advisory_results(
+    binding: list[Verdict], advisory: Verdict
+) -> None:
     results = (*(result(v) for v in binding), result(advisory, gate="latency", advisory=True))
     decision = Decision(variant="fp32", target="cpu", results=results)
     assert decision.verdict is combine_verdicts(binding)
@@ -78,18 +89,24 @@ def test_decision_verdict_ignores_advisory_results(binding: list[Verdict], advis
 
 def test_decision_reason_names_worst_gate() -> None:
     decision = Decision(
-        variant="fp32", target="cpu", results=(result(Verdict.ERROR), result(Verdict.FAIL, gate="parity"))
+        variant="fp32",
+        target="cpu",
+        results=(result(Verdict.ERROR), result(Verdict.FAIL, gate="parity")),
     )
     assert decision.reason == "parity: parity said so"
 
 
 def test_decision_without_binding_results_is_inconclusive() -> None:
-    decision = Decision(variant="fp32", target="cpu", results=(result(Verdict.PASS, advisory=True),))
+    decision = Decision(
+        variant="fp32", target="cpu", results=(result(Verdict.PASS, advisory=True),)
+    )
     assert decision.verdict is Verdict.INCONCLUSIVE
     assert "nothing was judged" in decision.reason
 
 
-@pytest.mark.parametrize("weights", [{}, {"a": 99}, {"a": 101}, {"a": 110, "b": -10}, {"a": 50, "b": 51}])
+@pytest.mark.parametrize(
+    "weights", [{}, {"a": 99}, {"a": 101}, {"a": 110, "b": -10}, {"a": 50, "b": 51}]
+)
 def test_traffic_split_not_summing_to_100_raises_value_error(weights: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="sum to 100"):
         TrafficSplit(weights=weights)
@@ -103,31 +120,51 @@ def test_select_gates_with_target_gate_replaces_gates_of_same_kind() -> None:
 
 @pytest.mark.parametrize(
     ("user", "users", "expected"),
-    [("ann", ("ann",), True), ("ann", ("bob",), False), ("", ("ann",), False), ("", ("",), False), ("", ("*",), True)],
+    [
+        ("ann", ("ann",), True),
+        ("ann", ("bob",), False),
+        ("", ("ann",), False),
+        ("", ("",), False),
+        ("", ("*",), True),
+    ],
 )
-def test_is_among_accepts_unknown_user_only_with_wildcard(user: str, users: tuple[str, ...], expected: bool) -> None:
+def test_is_among_accepts_unknown_user_only_with_wildcard(
+    user: str, users: tuple[str, ...], expected: bool
+) -> None:
     assert is_among(user, users) is expected
 
 
 def test_endpoint_state_with_repeated_or_missing_deployment_raises_value_error() -> None:
     whole = TrafficSplit(weights={"v1": 100})
     with pytest.raises(ValueError, match="repeat"):
-        EndpointState(deployments=(fileless_deployment("v1"), fileless_deployment("v1")), split=whole)
+        EndpointState(
+            deployments=(fileless_deployment("v1"), fileless_deployment("v1")), split=whole
+        )
     with pytest.raises(ValueError, match="do not exist"):
         EndpointState(deployments=(fileless_deployment("v2"),), split=whole)
 
 
 def test_endpoint_state_is_equivalent_ignores_generation_and_order() -> None:
     one, two = fileless_deployment("v1"), fileless_deployment("v2")
-    left = EndpointState(deployments=(one, two), split=TrafficSplit(weights={"v1": 100}), generation=3)
-    right = EndpointState(deployments=(two, one), split=TrafficSplit(weights={"v1": 100, "v2": 0}), generation=4)
+    left = EndpointState(
+        deployments=(one, two), split=TrafficSplit(weights={"v1": 100}), generation=3
+    )
+    right = EndpointState(
+        deployments=(two, one), split=TrafficSplit(weights={"v1": 100, "v2": 0}), generation=4
+    )
     assert left.is_equivalent(right)
-    assert not left.is_equivalent(EndpointState(deployments=(one,), split=TrafficSplit(weights={"v1": 100})))
     assert not left.is_equivalent(
-        EndpointState(deployments=(one, two), split=TrafficSplit(weights={"v1": 90, "v2": 10}), generation=3)
+        EndpointState(deployments=(one,), split=TrafficSplit(weights={"v1": 100}))
+    )
+    assert not left.is_equivalent(
+        EndpointState(
+            deployments=(one, two), split=TrafficSplit(weights={"v1": 90, "v2": 10}), generation=3
+        )
     )
     ten, five = (
-        EndpointState(deployments=(one, two), split=TrafficSplit(weights={"v1": 100}, shadow={"v2": percent}))
+        EndpointState(
+            deployments=(one, two), split=TrafficSplit(weights={"v1": 100}, shadow={"v2": percent})
+        )
         for percent in (10, 5)
     )
     assert not left.is_equivalent(ten)
@@ -156,7 +193,11 @@ def test_digest_file_matches_digest_of_content(tmp_path: Path) -> None:
 
 
 def test_canonical_json_ignores_order_of_keys() -> None:
-    assert canonical_json({"b": 1, "a": "ü"}) == canonical_json({"a": "ü", "b": 1}) == '{"a":"ü","b":1}'.encode()
+    assert (
+        canonical_json({"b": 1, "a": "ü"})
+        == canonical_json({"a": "ü", "b": 1})
+        == '{"a":"ü","b":1}'.encode()
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -172,14 +213,18 @@ def test_manifest_subset_and_digest_ignore_order_of_files() -> None:
     assert list(manifest) == ["lineage.json", "onnx/model.onnx", "onnx/weights.bin"]
     assert "lineage.json" in manifest
     assert manifest["lineage.json"] == b
-    assert manifest.digest() == Manifest(files=dict(reversed(list(manifest.files.items())))).digest()
+    assert (
+        manifest.digest() == Manifest(files=dict(reversed(list(manifest.files.items())))).digest()
+    )
     assert manifest.digest() != manifest.subset("onnx/").digest()
 
 
 def test_target_digest_ignores_description() -> None:
     plain = Target(name="cpu")
     assert Target(name="cpu", description="the old one").digest() == plain.digest()
-    assert Target(name="cpu", session=SessionSettings(intra_op_threads=2)).digest() != plain.digest()
+    assert (
+        Target(name="cpu", session=SessionSettings(intra_op_threads=2)).digest() != plain.digest()
+    )
     assert Target(name="cpu", dedicated=True).digest() != plain.digest()
 
 
@@ -192,8 +237,13 @@ def test_target_digest_changes_with_each_session_setting() -> None:
         "config": {"session.set_denormal_as_zero": "1"},
     }
     assert list(changes) == [field.name for field in fields(SessionSettings)]
-    settings = [SessionSettings(), *(SessionSettings(**{name: value}) for name, value in changes.items())]
-    assert len({Target(name="cpu", session=session).digest() for session in settings}) == len(settings)
+    settings = [
+        SessionSettings(),
+        *(SessionSettings(**{name: value}) for name, value in changes.items()),
+    ]
+    assert len({Target(name="cpu", session=session).digest() for session in settings}) == len(
+        settings
+    )
 
 
 def test_hardware_fingerprint_digest_ignores_order_of_flags() -> None:
@@ -212,6 +262,10 @@ def test_hardware_fingerprint_digest_ignores_order_of_flags() -> None:
     assert of("avx2").digest() != of("avx2", cores=4).digest()
 
 
-@given(st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5) | st.none(), max_size=5))
+@given(
+    st.dictionaries(
+        st.text(max_size=5), st.integers() | st.text(max_size=5) | st.none(), max_size=5
+    )
+)
 def test_digest_json_of_equal_documents_is_equal(document: dict[str, object]) -> None:
     assert digest_json(document) == digest_json(dict(sorted(document.items(), reverse=True)))

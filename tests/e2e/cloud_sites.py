@@ -119,7 +119,9 @@ class Local(Site):
     def ask(self, config: EndpointConfig, body: bytes) -> Answered:
         address = must(self.provider.address(config))
         answer, document = post(self.kept, address, "/invocations", body, {})
-        return Answered(deployment=answer.headers["x-onnx-ops-deployment"], **read(answer.status, document))
+        return Answered(
+            deployment=answer.headers["x-onnx-ops-deployment"], **read(answer.status, document)
+        )
 
     def stop(self) -> None:
         stop_endpoints(self._folder)
@@ -139,13 +141,17 @@ class SageMaker(Site):
 
         runtime = client(self._fake, "sagemaker-runtime")
         try:
-            answer = runtime.invoke_endpoint(EndpointName=config.endpoint, ContentType="application/json", Body=body)
+            answer = runtime.invoke_endpoint(
+                EndpointName=config.endpoint, ContentType="application/json", Body=body
+            )
         except ClientError as error:
             if error.response["Error"]["Code"] != "ModelError":
                 raise
             headers = error.response["ResponseMetadata"]["HTTPHeaders"]
             return Answered(deployment=headers["x-amzn-invoked-production-variant"], ok=False)
-        return Answered(deployment=answer["InvokedProductionVariant"], **read(200, answer["Body"].read()))
+        return Answered(
+            deployment=answer["InvokedProductionVariant"], **read(200, answer["Body"].read())
+        )
 
     def wind(self, seconds: float) -> None:
         self._fake.shift(seconds)
@@ -166,7 +172,9 @@ class AzureMl(Site):
             address = must(self.provider.address(config))
             self._known[config.endpoint] = (f"{address}/invocations", key_of(config))
         address, key = self._known[config.endpoint]
-        answer, document = post(self.kept, address, urlsplit(address).path, body, {"authorization": key})
+        answer, document = post(
+            self.kept, address, urlsplit(address).path, body, {"authorization": key}
+        )
         name = answer.headers["azureml-model-deployment"].rpartition("-")[0]
         return Answered(deployment=name, **read(answer.status, document))
 
@@ -183,7 +191,9 @@ def post(
     if connection is None or (connection.host, connection.port) != (place.hostname, place.port):
         host = place.hostname or ""
         connection = kept.connection = (
-            http.client.HTTPSConnection(host, place.port, timeout=60, context=ssl.create_default_context())
+            http.client.HTTPSConnection(
+                host, place.port, timeout=60, context=ssl.create_default_context()
+            )
             if place.scheme == "https"
             else http.client.HTTPConnection(host, place.port, timeout=60)
         )

@@ -48,11 +48,19 @@ class Project:
         """Run a command in a process of its own: where variables count that are read once, at the start."""
         given = self.environment(environ)
         done = subprocess.run(
-            [PROGRAM, *arguments], cwd=self.root, env=given, capture_output=True, text=True, timeout=600, check=False
+            [PROGRAM, *arguments],
+            cwd=self.root,
+            env=given,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
         )
         return Result(done.returncode, done.stdout, done.stderr)
 
-    def start(self, *arguments: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    def start(
+        self, *arguments: str, environ: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [PROGRAM, *arguments],
             cwd=self.root,
@@ -63,7 +71,9 @@ class Project:
             start_new_session=True,
         )
 
-    def document(self, *arguments: str, code: int = 0, environ: Mapping[str, str] | None = None) -> Any:
+    def document(
+        self, *arguments: str, code: int = 0, environ: Mapping[str, str] | None = None
+    ) -> Any:
         """The JSON document that a command prints, which must end with that exit code."""
         return self.command(*arguments, "--json", environ=environ).parsed(code)
 
@@ -72,14 +82,20 @@ class Project:
         (status,) = self.document("status", endpoint)
         return status
 
-    def run(self, *overrides: str, code: int = 0, options: Sequence[str] = (), pipeline: str = MLP) -> Any:
+    def run(
+        self, *overrides: str, code: int = 0, options: Sequence[str] = (), pipeline: str = MLP
+    ) -> Any:
         sets = [part for override in overrides for part in ("--set", override)]
         return self.document("run", pipeline, *sets, *options, code=code)
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-        return clean({"ONNX_OPS_ACTOR": "tester", "COLUMNS": "200", **self.environ, **(extra or {})})
+        return clean(
+            {"ONNX_OPS_ACTOR": "tester", "COLUMNS": "200", **self.environ, **(extra or {})}
+        )
 
-    def ask(self, endpoint: str, path: str, body: object, content_type: str = "application/json") -> Any:
+    def ask(
+        self, endpoint: str, path: str, body: object, content_type: str = "application/json"
+    ) -> Any:
         """What an endpoint answers to one request of bytes, or of a document as JSON."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         url = f"{self.status(endpoint)['address']}/{path}"
@@ -93,7 +109,9 @@ class Project:
         from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 
         state = self.root / ".onnx-ops"
-        return MlflowRegistry(f"sqlite:///{state / 'mlflow.db'}", artifact_root=str(state / "mlartifacts"))
+        return MlflowRegistry(
+            f"sqlite:///{state / 'mlflow.db'}", artifact_root=str(state / "mlartifacts")
+        )
 
     def serve(self) -> None:
         """Start the endpoint of a project that was copied, by a pass of the reconciler in this process."""
@@ -110,7 +128,9 @@ class Project:
         """A process in the background that would bring an endpoint back as soon as it is stopped."""
         for place in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended, or is a stranger's
-                if b"\0onnx_ops\0" in (place / "cmdline").read_bytes() and (place / "cwd").samefile(self.root):
+                if b"\0onnx_ops\0" in (place / "cmdline").read_bytes() and (place / "cwd").samefile(
+                    self.root
+                ):
                     os.kill(int(place.name), signal.SIGKILL)
 
 
@@ -119,8 +139,12 @@ def make_project(folder: Path) -> Project:
     for pipeline in (folder / "configs" / "pipelines").glob("*.yaml"):
         # Tests share their machine with each other, and send no load that a canary could be judged by; where latency
         # or the rollout is the subject, a test sets it itself.
-        text = pipeline.read_text(encoding="utf-8").replace("max_regression: 5%", "max_regression: 100%")
-        pipeline.write_text(re.sub(r"rollout: {steps: .*}", "rollout: {steps: [100%]}", text), encoding="utf-8")
+        text = pipeline.read_text(encoding="utf-8").replace(
+            "max_regression: 5%", "max_regression: 100%"
+        )
+        pipeline.write_text(
+            re.sub(r"rollout: {steps: .*}", "rollout: {steps: [100%]}", text), encoding="utf-8"
+        )
     (folder / "onnx-ops.toml").write_text("# settings of the tests' project\n", encoding="utf-8")
     return Project(folder)
 
@@ -169,4 +193,8 @@ class Releases:
     def _keep(self, name: str) -> None:
         """Copy the project as it is, without what belongs to its running server."""
         shutil.rmtree(self._folder / name, ignore_errors=True)
-        shutil.copytree(self._origin, self._folder / name, ignore=shutil.ignore_patterns("endpoints", "__pycache__"))
+        shutil.copytree(
+            self._origin,
+            self._folder / name,
+            ignore=shutil.ignore_patterns("endpoints", "__pycache__"),
+        )

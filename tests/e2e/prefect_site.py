@@ -89,7 +89,11 @@ class PrefectSite:
     @property
     def client(self) -> dict[str, str]:
         """The variables by which a command reaches the server."""
-        return {"PREFECT_HOME": str(self.home), "PREFECT_API_URL": self.api, "PREFECT_API_AUTH_STRING": PASSWORD}
+        return {
+            "PREFECT_HOME": str(self.home),
+            "PREFECT_API_URL": self.api,
+            "PREFECT_API_AUTH_STRING": PASSWORD,
+        }
 
     @contextlib.contextmanager
     def http(self) -> Iterator[httpx.Client]:
@@ -103,7 +107,9 @@ class PrefectSite:
         Its SQLite may be locked for a minute by a transaction of the server's own. It answers 503 then, or nothing, or
         ends the connection, and Prefect's own client asks again. So does this, where a second request changes nothing.
         """
-        may_repeat = method == "GET" or path.endswith("/filter") or "idempotency_key" in (document or {})
+        may_repeat = (
+            method == "GET" or path.endswith("/filter") or "idempotency_key" in (document or {})
+        )
         with self.http() as client:
             for left in reversed(range(5)):
                 with contextlib.suppress(*[httpx.TransportError] if may_repeat and left else []):
@@ -124,7 +130,9 @@ class PrefectSite:
         except httpx.TransportError:
             return False
 
-    def flow_run(self, deployment: str, *, ends: str = "COMPLETED", **parameters: Any) -> dict[str, Any]:
+    def flow_run(
+        self, deployment: str, *, ends: str = "COMPLETED", **parameters: Any
+    ) -> dict[str, Any]:
         """Run a deployment, `FLOW/NAME`, and return its flow run, which must end in a state of that type."""
         found = self.call("GET", f"/deployments/name/{deployment}")
         asked = {"parameters": parameters, "idempotency_key": uuid.uuid4().hex}
@@ -132,7 +140,11 @@ class PrefectSite:
 
         def final() -> dict[str, Any] | None:
             seen: dict[str, Any] = self.call("GET", f"/flow_runs/{run['id']}")
-            return seen if seen["state_type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED") else None
+            return (
+                seen
+                if seen["state_type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+                else None
+            )
 
         seen: dict[str, Any] = until(final, seconds=300, what=f"the end of {deployment}")
         assert seen["state_type"] == ends, f"{seen['state']}\n{self.log()}"
@@ -144,7 +156,9 @@ class PrefectSite:
         A schedule's runs do not count: the server creates them days ahead and at any moment, also during another run.
         """
         runs: list[dict[str, Any]] = self.ask("/flow_runs/filter", flows={"name": {"any_": [flow]}})
-        return max((run for run in runs if not run["auto_scheduled"]), key=lambda run: str(run["created"]))
+        return max(
+            (run for run in runs if not run["auto_scheduled"]), key=lambda run: str(run["created"])
+        )
 
     def wait_until_quiet(self) -> None:
         """Wait until no run of a schedule is under way: a worker fetches them ahead of time, so some outlive it.
@@ -155,7 +169,9 @@ class PrefectSite:
 
         def unfinished() -> list[dict[str, Any]]:
             kinds = ["SCHEDULED", "PENDING", "RUNNING", "CANCELLING"]
-            runs: list[dict[str, Any]] = self.ask("/flow_runs/filter", flow_runs={"state": {"type": {"any_": kinds}}})
+            runs: list[dict[str, Any]] = self.ask(
+                "/flow_runs/filter", flow_runs={"state": {"type": {"any_": kinds}}}
+            )
             return [run for run in runs if run["auto_scheduled"]]
 
         def quiet() -> bool:
@@ -167,12 +183,17 @@ class PrefectSite:
         try:
             until(quiet, seconds=300, what="the end of every scheduled run")
         except AssertionError as error:
-            kept = [(run["name"], run["state_name"], run["created"], run["start_time"]) for run in unfinished()]
+            kept = [
+                (run["name"], run["state_name"], run["created"], run["start_time"])
+                for run in unfinished()
+            ]
             raise AssertionError(
                 f"{error}: {kept}\n{self.ask('/logs/filter', sort='TIMESTAMP_DESC', limit=20)}"
             ) from None
 
-    def task_runs(self, flow_run: Mapping[str, Any], expected: Set[str]) -> dict[str, dict[str, Any]]:
+    def task_runs(
+        self, flow_run: Mapping[str, Any], expected: Set[str]
+    ) -> dict[str, dict[str, Any]]:
         """Finished task runs by name, those that are expected among them: they reach the API after they happened."""
         wanted = {"id": {"any_": [flow_run["id"]]}}
 
@@ -209,7 +230,9 @@ def served(home: Path, **environ: str) -> Iterator[str]:
     """The URL of the API of a healthy server; its SQLite database lies in `home`."""
     port = free_port()
     server = PrefectSite(Project(home, environ), home, f"http://127.0.0.1:{port}/api")
-    server.started.append(server.start("server", "start", "--host", "127.0.0.1", "--port", str(port)))
+    server.started.append(
+        server.start("server", "start", "--host", "127.0.0.1", "--port", str(port))
+    )
     try:
         until(server.healthy, seconds=120, what="a healthy Prefect server")
         yield server.api

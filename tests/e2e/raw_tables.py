@@ -49,7 +49,11 @@ class RawTable:
 
 
 def _encode(
-    names: Sequence[str], rows: Sequence[Sequence[Any]], *, separator: str = ",", quote_all: bool = False
+    names: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    *,
+    separator: str = ",",
+    quote_all: bool = False,
 ) -> str:
     stream = io.StringIO()
     quoting: Literal[0, 1] = csv.QUOTE_ALL if quote_all else csv.QUOTE_MINIMAL
@@ -69,8 +73,18 @@ def _telco(draw: Draw, count: int) -> bytes:
         total = " " if tenure == 0 else f"{tenure * monthly:.2f}"
         contract = str(draw.choice(["Month-to-month", "One year", "Two year"]))
         churn = "Yes" if gone else "No"
-        rows.append([f"{row:04d}-ABCDE", int(draw.random() < 0.2), tenure, contract, monthly, total, churn])
-    names = ["customerID", "SeniorCitizen", "tenure", "Contract", "MonthlyCharges", "TotalCharges", "Churn"]
+        rows.append(
+            [f"{row:04d}-ABCDE", int(draw.random() < 0.2), tenure, contract, monthly, total, churn]
+        )
+    names = [
+        "customerID",
+        "SeniorCitizen",
+        "tenure",
+        "Contract",
+        "MonthlyCharges",
+        "TotalCharges",
+        "Churn",
+    ]
     return _encode(names, rows).encode()
 
 
@@ -81,7 +95,15 @@ def _adult(draw: Draw, count: int) -> bytes:
         age, hours = int(draw.integers(17, 90)), int(draw.integers(10, 80))
         work = str(draw.choice(["Private", "Self-emp-not-inc", "?", "State-gov"]))
         gain = "?" if draw.random() < 0.1 else int(draw.exponential(900))
-        rows.append([age, work, gain, hours, ">50K" if age / 40 + hours / 40 + draw.normal(0, 0.4) > 2 else "<=50K"])
+        rows.append(
+            [
+                age,
+                work,
+                gain,
+                hours,
+                ">50K" if age / 40 + hours / 40 + draw.normal(0, 0.4) > 2 else "<=50K",
+            ]
+        )
     return _encode(["age", "work-class", "capital.gain", "hours per week", "income"], rows).encode()
 
 
@@ -90,7 +112,9 @@ def _wine(draw: Draw, count: int) -> bytes:
     values = draw.normal([8, 0.5, 10.4], [1.7, 0.2, 1.0], (count, 3)).round(3)
     good = (values[:, 2] - values[:, 1] * 3 + draw.normal(0, 0.5, count) > 9).astype(int)
     rows = [[*row, label] for row, label in zip(values.tolist(), good.tolist(), strict=True)]
-    return _encode(["fixed acidity", "volatile acidity", "alcohol", "good"], rows, separator=";").encode()
+    return _encode(
+        ["fixed acidity", "volatile acidity", "alcohol", "good"], rows, separator=";"
+    ).encode()
 
 
 def _bikes(draw: Draw, count: int) -> bytes:
@@ -100,7 +124,15 @@ def _bikes(draw: Draw, count: int) -> bytes:
         hour, warm = row % 24, float(draw.normal(14, 9))
         many = hour / 24 + warm / 20 + draw.normal(0, 0.2) > 1.2
         day = f"{row // 24 % 28 + 1:02d}/{row // 672 % 12 + 1:02d}/2018"
-        rows.append([day, hour, f"{warm:.1f}".replace(".", ","), str(draw.choice(["Winter", "Été"])), int(many)])
+        rows.append(
+            [
+                day,
+                hour,
+                f"{warm:.1f}".replace(".", ","),
+                str(draw.choice(["Winter", "Été"])),
+                int(many),
+            ]
+        )
     text = _encode(["Date", "Hour", "Temperature(°C)", "Seasons", "many"], rows, separator=";")
     return text.encode("utf-16")
 
@@ -111,19 +143,41 @@ def _patients(draw: Draw, count: int) -> bytes:
     for row in range(count):
         pressure = round(float(draw.normal(120, 15)), 1)
         ill = pressure > 122 + draw.normal(0, 6)
-        note = " ".join(draw.choice(["pain", "none, since May", 'he said "fine"', "cough"], int(draw.integers(1, 4))))
+        note = " ".join(
+            draw.choice(
+                ["pain", "none, since May", 'he said "fine"', "cough"], int(draw.integers(1, 4))
+            )
+        )
         cell = "" if draw.random() < 0.1 else pressure
-        rows.append([row, (1 << 62) + row * 3, f"0{int(draw.integers(1000, 1009))}", cell, note, str(bool(ill))])
+        rows.append(
+            [
+                row,
+                (1 << 62) + row * 3,
+                f"0{int(draw.integers(1000, 1009))}",
+                cell,
+                note,
+                str(bool(ill)),
+            ]
+        )
     names = ["", "patient id", "zip", "Blood Pressure [mmHg]", "note", "ill"]
     return gzip.compress(_encode(names, rows, quote_all=True).encode())
 
 
 TABLES = {
     "telco": RawTable(
-        "telco.csv", "Churn", ("SeniorCitizen", "tenure", "Contract", "MonthlyCharges", "TotalCharges"), _telco
+        "telco.csv",
+        "Churn",
+        ("SeniorCitizen", "tenure", "Contract", "MonthlyCharges", "TotalCharges"),
+        _telco,
     ),
-    "adult": RawTable("adult.csv", "income", ("age", "work-class", "capital.gain", "hours per week"), _adult),
-    "wine": RawTable("winequality.csv", "good", ("fixed acidity", "volatile acidity", "alcohol"), _wine),
+    "adult": RawTable(
+        "adult.csv", "income", ("age", "work-class", "capital.gain", "hours per week"), _adult
+    ),
+    "wine": RawTable(
+        "winequality.csv", "good", ("fixed acidity", "volatile acidity", "alcohol"), _wine
+    ),
     "bikes": RawTable("SeoulBikeData.csv", "many", ("Hour", "Temperature(°C)", "Seasons"), _bikes),
-    "patients": RawTable("patients.csv.gz", "ill", ("zip", "Blood Pressure [mmHg]", "note"), _patients),
+    "patients": RawTable(
+        "patients.csv.gz", "ill", ("zip", "Blood Pressure [mmHg]", "note"), _patients
+    ),
 }

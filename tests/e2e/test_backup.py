@@ -23,7 +23,9 @@ def traffic(project: Project) -> dict[str, int]:
     return {name: share for name, share in weights.items() if share}
 
 
-def test_moved_project_after_reconcile_serves_and_rolls_back(twice: Project, tmp_path: Path) -> None:
+def test_moved_project_after_reconcile_serves_and_rolls_back(
+    twice: Project, tmp_path: Path
+) -> None:
     twice.stop_endpoints()
     moved = Project(twice.root.rename(tmp_path / "another name"), twice.environ)
     try:
@@ -39,7 +41,9 @@ def test_moved_project_after_reconcile_serves_and_rolls_back(twice: Project, tmp
 
 
 @pytest.mark.parametrize("forgets", [False, True])
-def test_commands_with_older_ledger_backup_exit_4_until_adoption(twice: Project, forgets: bool) -> None:
+def test_commands_with_older_ledger_backup_exit_4_until_adoption(
+    twice: Project, forgets: bool
+) -> None:
     ledger, backup = twice.root / ".onnx-ops" / "ledger", twice.root / "backup"
     shutil.copytree(ledger, backup)
     assert twice.command("rollback", ENDPOINT, "--reason", "wrong on sevens").code == 0
@@ -61,7 +65,11 @@ def test_commands_with_older_ledger_backup_exit_4_until_adoption(twice: Project,
     assert twice.command("reconcile", ENDPOINT).code == 0
     # The lost rollback is still in the registry: the champion's alias is a request like that of any user.
     assert traffic(twice) == {"v1": 100}
-    assert [twice.command(name, ENDPOINT).code for name in ("status", "history", "reconcile")] == [0, 0, 0]
+    assert [twice.command(name, ENDPOINT).code for name in ("status", "history", "reconcile")] == [
+        0,
+        0,
+        0,
+    ]
 
 
 def test_second_machine_can_delete_endpoint_only_after_admission_of_its_key(
@@ -132,7 +140,9 @@ def test_status_of_ledger_with_newer_schema_exits_4(twice: Project) -> None:
 
 
 @pytest.mark.parametrize("has_key", [True, False])
-def test_rollback_after_repair_of_damaged_ledger_moves_traffic(twice: Project, has_key: bool) -> None:
+def test_rollback_after_repair_of_damaged_ledger_moves_traffic(
+    twice: Project, has_key: bool
+) -> None:
     folder = twice.root / ".onnx-ops" / "ledger" / ENDPOINT
     last = sorted(folder.glob("0*.jsonl"))[-1]
     last.write_bytes(last.read_bytes()[:40])

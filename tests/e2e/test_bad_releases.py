@@ -66,9 +66,13 @@ def test_run_output_of_failed_release_names_gate_and_target(released: Project) -
 
 def test_run_with_lossy_variant_registers_but_does_not_choose_it(released: Project) -> None:
     document = released.run("quantize=[{name: lossy, method: lossy}]")
-    assert any(r["gate"] == "metric" and "accuracy" in r["metric"] for r in failing(document, "lossy"))
+    assert any(
+        r["gate"] == "metric" and "accuracy" in r["metric"] for r in failing(document, "lossy")
+    )
     assert document["choices"][0]["variant"] == "fp32"
-    assert "lossy" in document["registration"]["versions"], "failed variants are registered with their evidence"
+    assert "lossy" in document["registration"]["versions"], (
+        "failed variants are registered with their evidence"
+    )
 
 
 def test_run_without_passing_variant_exits_1(released: Project) -> None:
@@ -106,10 +110,17 @@ def test_promote_of_tampered_registry_artifact_is_refused(released: Project) -> 
     after = state_of(released)
     assert after[0] == before[0]
     assert after[1] == before[1], "the alias was put back"
-    assert any("refused" in line["what"] for line in released.document("history", "digits", "--since", "1d"))
+    assert any(
+        "refused" in line["what"]
+        for line in released.document("history", "digits", "--since", "1d")
+    )
 
 
 def test_run_without_signing_stops_at_gates(released: Project) -> None:
-    document = released.document("run", MLP, "--set", ONLY_FP32, "--set", SECOND, environ={"ONNX_OPS_SIGNING": "off"})
+    document = released.document(
+        "run", MLP, "--set", ONLY_FP32, "--set", SECOND, environ={"ONNX_OPS_SIGNING": "off"}
+    )
     assert document["registration"] is None
-    assert {stage.partition("/")[0] for stage in document["executed"]}.isdisjoint({"register", "promote", "deploy"})
+    assert {stage.partition("/")[0] for stage in document["executed"]}.isdisjoint(
+        {"register", "promote", "deploy"}
+    )

@@ -28,7 +28,11 @@ onnxruntime.InferenceSession.run = otherwise
 def champion(done: Result, code: int) -> dict[str, Any]:
     drift: dict[str, Any]
     (drift,) = done.parsed(code)
-    assert (drift["model"], drift["target"], drift["pipeline"]) == ("digits-mlp", "cpu-1t", "digits-mlp")
+    assert (drift["model"], drift["target"], drift["pipeline"]) == (
+        "digits-mlp",
+        "cpu-1t",
+        "digits-mlp",
+    )
     return drift
 
 
@@ -36,7 +40,10 @@ def test_drift_check_of_unchanged_champion_reports_no_drift(released: Project) -
     found = champion(released.command("drift", "check", "digits-mlp", "--json"), 0)
     assert found["verdict"] in ("pass", "inconclusive"), found
     assert found["changed"] == []
-    assert any(result["metric"] == "accuracy since" and result["estimate"] == 0 for result in found["results"])
+    assert any(
+        result["metric"] == "accuracy since" and result["estimate"] == 0
+        for result in found["results"]
+    )
 
 
 def test_run_after_drift_check_executes_nothing(released: Project) -> None:
@@ -45,15 +52,22 @@ def test_run_after_drift_check_executes_nothing(released: Project) -> None:
 
 
 @pytest.mark.nightly
-def test_drift_check_with_wrong_runtime_results_reports_failure(released: Project, tmp_path: Path) -> None:
+def test_drift_check_with_wrong_runtime_results_reports_failure(
+    released: Project, tmp_path: Path
+) -> None:
     (tmp_path / "sitecustomize.py").write_text(OTHERWISE, encoding="utf-8")
     metadata = tmp_path / "onnxruntime-99.0.dist-info" / "METADATA"
     metadata.parent.mkdir()
-    metadata.write_text("Metadata-Version: 2.1\nName: onnxruntime\nVersion: 99.0\n", encoding="utf-8")
+    metadata.write_text(
+        "Metadata-Version: 2.1\nName: onnxruntime\nVersion: 99.0\n", encoding="utf-8"
+    )
     inherited = released.environment().get("PYTHONPATH", "")
     environ = {"PYTHONPATH": f"{tmp_path}:{inherited}"}
     found = champion(released.process("drift", "check", "--json", environ=environ), 1)
     assert (found["verdict"], found["measured"]) == ("fail", 2)
-    assert any(change.startswith("runtime onnxruntime 99.0, was onnxruntime ") for change in found["changed"])
+    assert any(
+        change.startswith("runtime onnxruntime 99.0, was onnxruntime ")
+        for change in found["changed"]
+    )
     failed = {result["gate"] for result in found["results"] if result["verdict"] == "fail"}
     assert "metric" in failed

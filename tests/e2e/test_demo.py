@@ -22,7 +22,13 @@ def test_demo_script_runs_canary_and_both_rollbacks(tmp_path: Path) -> None:
     try:
         demo = [sys.executable, "examples/demo.py"]
         done = subprocess.run(
-            demo, cwd=tmp_path, env=project.environment(), capture_output=True, text=True, timeout=600, check=False
+            demo,
+            cwd=tmp_path,
+            env=project.environment(),
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         moved = [

@@ -39,7 +39,9 @@ def stages(project: Project) -> list[str]:
 def check_ledger(root: Path) -> None:
     """No effect without an outcome, and exactly one outcome that counts for each action on the endpoint."""
     trusted = TrustedKeys(root / ".onnx-ops" / "keys", role="release")
-    ledger = ObjectLedger(LocalObjects(root / ".onnx-ops" / "ledger"), LedgerKeys(lambda: trusted, lambda: None))
+    ledger = ObjectLedger(
+        LocalObjects(root / ".onnx-ops" / "ledger"), LedgerKeys(lambda: trusted, lambda: None)
+    )
     entries = ledger.read("digits")
     assert fold("digits", entries).open_intent is None
     done = {e.body.of for e in entries if isinstance(e.body, ActionOutcome) and e.body.ok}
@@ -49,14 +51,20 @@ def check_ledger(root: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_run_killed_in_each_stage_continues_from_finished_stages(fresh_project: Project, sweep: Sweep) -> None:
+def test_run_killed_in_each_stage_continues_from_finished_stages(
+    fresh_project: Project, sweep: Sweep
+) -> None:
     names = stages(fresh_project)
     assert names[-1] == "deploy/digits"
     for stage in sweep(names):
         assert killed_run(fresh_project, stage), f"{stage} did not begin"
         foreseen = fresh_project.document("plan", MLP, *OVERRIDES)
         would = {entry["stage"]: entry["would"] for entry in foreseen["stages"]}
-        finished = [name for name in names[: names.index(stage)] if not name.startswith(("promote", "deploy"))]
+        finished = [
+            name
+            for name in names[: names.index(stage)]
+            if not name.startswith(("promote", "deploy"))
+        ]
         assert {would[name] for name in finished} <= {"unchanged"}, f"killed in {stage}: {would}"
     ended = fresh_project.run(ONLY_FP32)
     assert set(ended["executed"]) <= {"register", "promote@cpu-1t", "deploy/digits"}

@@ -45,7 +45,9 @@ def test_endpoint_answers_open_inference_and_invocations(project: Project) -> No
     assert scored["predictions"]["label"] == labels
 
 
-def test_registry_after_run_contains_variant_versions_and_champion(first: Any, project: Project) -> None:
+def test_registry_after_run_contains_variant_versions_and_champion(
+    first: Any, project: Project
+) -> None:
     from onnx_ops.attestation import TrustedKeys, verify_envelope
     from onnx_ops.domain.decision import DecisionRecord
 
@@ -69,7 +71,11 @@ def test_second_run_without_changes_executes_no_stage(project: Project) -> None:
     done = project.process("run", MLP, environ={"PYTHONPROFILEIMPORTTIME": "1"})
     assert done.code == 0
     assert "no stage was executed" in done.stdout
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    imported = {
+        line.rpartition("|")[2].strip()
+        for line in done.stderr.splitlines()
+        if line.startswith("import time:")
+    }
     heavy = {"prefect", "torch", "onnxruntime", "onnx", "sklearn", "skl2onnx"}
     assert not heavy & {name.partition(".")[0] for name in imported}
 
@@ -89,7 +95,9 @@ def test_explain_of_registered_version_reproduces_decision(first: Any, project: 
     (explained,) = project.document("explain", f"digits-mlp/{version}")
     assert explained["reproduced"] is True
     assert explained["signature"] == "valid"
-    assert explained["decision"]["results"] == next(d["results"] for d in first["decisions"] if d["variant"] == "fp32")
+    assert explained["decision"]["results"] == next(
+        d["results"] for d in first["decisions"] if d["variant"] == "fp32"
+    )
 
 
 def test_plan_with_changed_setting_shows_stages_to_run(project: Project) -> None:
@@ -101,7 +109,9 @@ def test_plan_with_changed_setting_shows_stages_to_run(project: Project) -> None
 
 def test_run_with_tampered_store_file_executes_its_stage_again(project: Project) -> None:
     blobs = [p for p in (project.root / ".onnx-ops" / "store" / "blobs").rglob("*") if p.is_file()]
-    model = max(blobs, key=lambda p: p.stat().st_size if p.read_bytes()[:4] == b"\x08\x0a\x12\x08" else 0)
+    model = max(
+        blobs, key=lambda p: p.stat().st_size if p.read_bytes()[:4] == b"\x08\x0a\x12\x08" else 0
+    )
     victim = model if model.read_bytes()[:2] == b"\x08\x0a" else blobs[0]
     victim.chmod(0o644)
     content = bytearray(victim.read_bytes())

@@ -47,7 +47,9 @@ def project(fresh_project: Project) -> Project:
 
 def answer(project: Project) -> list[float]:
     found: list[list[float]]
-    found = project.ask("softsign", "invocations", {"inputs": {"x": [[-1.0, 0.0, 3.0]]}})["predictions"]["y"]
+    found = project.ask("softsign", "invocations", {"inputs": {"x": [[-1.0, 0.0, 3.0]]}})[
+        "predictions"
+    ]["y"]
     return found[0]
 
 
@@ -80,12 +82,17 @@ def test_custom_operators_are_released_and_restored_with_model(project: Project)
     write_softsign(project.root / "models/softsign.onnx", scale=4.0)
     project.run(pipeline=PIPELINE)
     assert answer(project) == [-2.0, 0.0, 3.0]
-    (project.root / "lib/libsoftsign.so").unlink()  # neither a rollback nor a server needs the project's file
+    (
+        project.root / "lib/libsoftsign.so"
+    ).unlink()  # neither a rollback nor a server needs the project's file
     project.document("rollback", "softsign", "--reason", "test")
     assert answer(project) == [-1.0, 0.0, 1.5]
     stored, copies = find_libraries(project)
     assert (len(stored), len(copies)) == (1, 1)
-    until(lambda: not project.status("softsign")["registry_pending"], what="the rollback in the registry")
+    until(
+        lambda: not project.status("softsign")["registry_pending"],
+        what="the rollback in the registry",
+    )
     project.stop_endpoints()
     tamper(stored[0])
     project.document("reconcile", "softsign")  # its private copy is intact
@@ -94,7 +101,10 @@ def test_custom_operators_are_released_and_restored_with_model(project: Project)
     tamper(copies[0])
     project.document("reconcile", "softsign")  # they are fetched from the registry
     assert answer(project) == [-1.0, 0.0, 1.5]
-    libraries = [*itertools.chain(*find_libraries(project)), *find_libraries_of_the_registry(project, stored[0].name)]
+    libraries = [
+        *itertools.chain(*find_libraries(project)),
+        *find_libraries_of_the_registry(project, stored[0].name),
+    ]
     project.stop_endpoints()
     for library in libraries:
         tamper(library)

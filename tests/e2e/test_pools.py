@@ -38,7 +38,9 @@ requires: {{cores: 1}}
 
 
 @pytest.fixture(scope="module")
-def site(released: Project, prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectSite]:
+def site(
+    released: Project, prefect_api: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PrefectSite]:
     """A project whose release is measured on this machine's target, and a worker of the pool of another one."""
     for name, pool in ((POOL, POOL), (NOWHERE, "nobody")):
         path = released.root / "configs" / "targets" / f"{name}.yaml"
@@ -63,7 +65,9 @@ def run(site: PrefectSite, *overrides: str, code: int = 0) -> Any:
 
 
 def command(*overrides: str) -> list[str]:
-    sets = [part for override in (ONLY_FP32, "deploy=[]", *overrides) for part in ("--set", override)]
+    sets = [
+        part for override in (ONLY_FP32, "deploy=[]", *overrides) for part in ("--set", override)
+    ]
     return ["run", "configs/pipelines/digits-mlp.yaml", "--until", "gate", *sets]
 
 
@@ -87,7 +91,9 @@ def test_run_with_all_kinds_of_targets_chooses_variant_for_each(site: PrefectSit
     assert all(chosen.values()), found["choices"]
     versions = found["registration"]["versions"]
     registry = site.project.registry
-    assert registry.aliases("digits-cnn") == {f"champion-{target}": versions[chosen[target]] for target in targets}
+    assert registry.aliases("digits-cnn") == {
+        f"champion-{target}": versions[chosen[target]] for target in targets
+    }
     version = registry.version("digits-cnn", versions["fp32"])
     assert registry.document(version, "packages/mobile-ort/model.ort")[4:8] == b"ORTM"
 
@@ -135,9 +141,14 @@ def lab(site: PrefectSite) -> Iterator[PoolSite]:
 
 
 def test_stages_on_pool_worker_have_same_results_as_local_run(lab: PoolSite) -> None:
-    placed = lab.manifests(lab.result(lab.ask("train.with.mark=one", until="validate", environ=PLACED)))
+    placed = lab.manifests(
+        lab.result(lab.ask("train.with.mark=one", until="validate", environ=PLACED))
+    )
     here = {"ONNX_OPS_STORE": str(lab.folder / "other-store")}
-    assert lab.manifests(lab.result(lab.ask("train.with.mark=one", until="validate", environ=here))) == placed
+    assert (
+        lab.manifests(lab.result(lab.ask("train.with.mark=one", until="validate", environ=here)))
+        == placed
+    )
     assert {"lab/export", "lab/train", "lab/validate"} <= {run["name"] for run in lab.runs()}
     assert not list(lab.workers[0].folder.glob("*.py"))
     outcomes = lab.result(lab.ask("train.with.mark=one", environ=PLACED))["outcomes"]
@@ -160,10 +171,14 @@ def test_concurrent_runs_share_placed_stage_after_kill_of_first_run(lab: PoolSit
 
 
 @pytest.mark.parametrize("victim", ["worker", "stage", "worker and stage"])
-def test_placed_stage_after_kill_of_worker_or_stage_finishes_once(lab: PoolSite, victim: str) -> None:
+def test_placed_stage_after_kill_of_worker_or_stage_finishes_once(
+    lab: PoolSite, victim: str
+) -> None:
     (worker,) = lab.workers
     mark = victim.replace(" ", "-")
-    asked = lab.ask(f"train.with.mark={mark}", "train.with.seconds=4", until="export", environ=PLACED)
+    asked = lab.ask(
+        f"train.with.mark={mark}", "train.with.seconds=4", until="export", environ=PLACED
+    )
     until(lambda: lab.marked(mark)["begins"], what="the training")
     (fork,) = worker.forks()
     if victim.startswith("worker"):
@@ -190,7 +205,9 @@ def test_interrupted_run_ends_its_processes_on_pool_worker(lab: PoolSite, asker:
     below = [fork, *worker.stages()]
     assert len(below) == 2
     os.killpg(asked.pid, signal.SIGINT if asker == "command" else signal.SIGTERM)
-    until(lambda: not any(map(psutil.pid_exists, below)), seconds=10, what="the end of every process")
+    until(
+        lambda: not any(map(psutil.pid_exists, below)), seconds=10, what="the end of every process"
+    )
     asked.communicate(timeout=60)
     assert asked.returncode == (130 if asker == "command" else -signal.SIGTERM)
     until(lambda: lab.runs("train")[-1]["state_type"] == "CANCELLED", what="a cancelled flow run")
@@ -211,7 +228,10 @@ def test_run_with_pool_without_suitable_worker_fails_at_once(lab: PoolSite) -> N
 
 def test_run_with_pool_worker_of_other_store_names_both_stores(lab: PoolSite) -> None:
     lab.work("far", settings=f'store = "{lab.folder / "far-store"}"\n')
-    found = lab.result(lab.ask("train.with.mark=far", until="train", environ={"ONNX_OPS_POOLS": "train=far"}), code=4)
+    found = lab.result(
+        lab.ask("train.with.mark=far", until="train", environ={"ONNX_OPS_POOLS": "train=far"}),
+        code=4,
+    )
     why = found["errors"]["train"]["why"]
     assert str(lab.folder / "store") in why
     assert str(lab.folder / "far-store") in why
@@ -226,16 +246,30 @@ def test_prefect_worker_executes_pool_deployment(lab: PoolSite) -> None:
     before = polled()
     with (worker.folder / "log").open("ab") as log:
         worker.process = subprocess.Popen(
-            [PROGRAM.with_name("prefect"), "worker", "start", "--pool", "plain", "--install-policy", "never"],
+            [
+                PROGRAM.with_name("prefect"),
+                "worker",
+                "start",
+                "--pool",
+                "plain",
+                "--install-policy",
+                "never",
+            ],
             cwd=worker.folder,
             env=lab.environment(worker.folder, PREFECT_WORKER_QUERY_SECONDS="1"),
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
-    until(lambda: "Worker" in worker.log and "started" in worker.log, what="Prefect's worker", seconds=120)
+    until(
+        lambda: "Worker" in worker.log and "started" in worker.log,
+        what="Prefect's worker",
+        seconds=120,
+    )
     until(lambda: polled() != before, what="a poll of the queue")
-    lab.result(lab.ask("train.with.mark=plain", until="train", environ={"ONNX_OPS_POOLS": "train=plain"}))
+    lab.result(
+        lab.ask("train.with.mark=plain", until="train", environ={"ONNX_OPS_POOLS": "train=plain"})
+    )
     assert len(lab.marked("plain")["ends"]) == 1
 
 
@@ -243,7 +277,9 @@ def test_search_and_custom_operators_run_on_pool_worker(lab: PoolSite) -> None:
     root = lab.asker
     (root / "lib").mkdir()
     library = build_library(ROOT / "examples/custom_ops/softsign.c", root / "lib/libsoftsign.so")
-    np.savez(root / "rows.npz", x=np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32))
+    np.savez(
+        root / "rows.npz", x=np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32)
+    )
     write_softsign(root / "softsign.onnx")
     (root / "configs/targets/acme.yaml").write_text(
         "name: acme\npool: lab\n"

@@ -23,7 +23,12 @@ def traffic(project: Project) -> dict[str, int]:
 
 
 def promote_by_command(project: Project) -> None:
-    assert project.command("promote", "digits-mlp/1", "--target", TARGET, "--reason", "better on zeros").code == 0
+    assert (
+        project.command(
+            "promote", "digits-mlp/1", "--target", TARGET, "--reason", "better on zeros"
+        ).code
+        == 0
+    )
 
 
 def promote_by_alias(project: Project) -> None:
@@ -32,13 +37,19 @@ def promote_by_alias(project: Project) -> None:
 
 def promote_by_workflow(project: Project) -> None:
     """Run the step of the workflow `promote` in a shell, with the variables that GitHub gives it."""
-    workflow = yaml.safe_load((ROOT / "onnx_ops" / "templates" / "workflows" / "promote.yml").read_text())
-    (step,) = [s for s in workflow["jobs"]["promote"]["steps"] if "onnx-ops promote" in s.get("run", "")]
+    workflow = yaml.safe_load(
+        (ROOT / "onnx_ops" / "templates" / "workflows" / "promote.yml").read_text()
+    )
+    (step,) = [
+        s for s in workflow["jobs"]["promote"]["steps"] if "onnx-ops promote" in s.get("run", "")
+    ]
     given = {"MODEL": "digits-mlp", "VERSION": "1", "TARGET": TARGET, "REASON": "better on zeros"}
     given |= {"GITHUB_ACTOR": "ada", "GITHUB_RUN_ID": "1", "GITHUB_STEP_SUMMARY": "/dev/null"}
     environ = project.environment({**{name: given.get(name, "") for name in step["env"]}, **given})
     path = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
-    subprocess.run(["bash", "-euc", step["run"]], cwd=project.root, env={**environ, "PATH": path}, check=True)
+    subprocess.run(
+        ["bash", "-euc", step["run"]], cwd=project.root, env={**environ, "PATH": path}, check=True
+    )
 
 
 @pytest.mark.nightly
@@ -58,16 +69,29 @@ def test_fifty_unchanged_runs_after_manual_promotion_move_no_traffic(
 
 
 @pytest.mark.parametrize("by_hand", [promote_by_command, promote_by_alias])
-def test_unchanged_run_after_manual_promotion_moves_no_traffic(twice: Project, by_hand: object) -> None:
+def test_unchanged_run_after_manual_promotion_moves_no_traffic(
+    twice: Project, by_hand: object
+) -> None:
     assert callable(by_hand)
     by_hand(twice)
     assert twice.command("reconcile", "digits").code == 0
     assert traffic(twice) == {"v1": 100}
     done = twice.run(ONLY_FP32, SECOND)
-    assert [(one["version"], one["left"], one["target"]) for one in done["left"]] == [("2", "1", TARGET)]
-    assert not [stage for stage in done["executed"] if stage.startswith(("train", "benchmark", "gate", "register"))]
-    shown = twice.command("run", "configs/pipelines/digits-mlp.yaml", "--set", ONLY_FP32, "--set", SECOND)
-    assert (shown.code, "v1 has taken its place since" in " ".join(shown.stdout.split())) == (0, True)
+    assert [(one["version"], one["left"], one["target"]) for one in done["left"]] == [
+        ("2", "1", TARGET)
+    ]
+    assert not [
+        stage
+        for stage in done["executed"]
+        if stage.startswith(("train", "benchmark", "gate", "register"))
+    ]
+    shown = twice.command(
+        "run", "configs/pipelines/digits-mlp.yaml", "--set", ONLY_FP32, "--set", SECOND
+    )
+    assert (shown.code, "v1 has taken its place since" in " ".join(shown.stdout.split())) == (
+        0,
+        True,
+    )
     assert traffic(twice) == {"v1": 100}
     assert "left version 2" in twice.command("history", "digits").stdout
     # The way that the message names.

@@ -62,7 +62,11 @@ def inbox(site: PrefectSite) -> Iterator[WebhookSink]:
 @pytest.fixture(scope="module")
 def automations(site: PrefectSite, inbox: WebhookSink) -> Iterator[dict[str, dict[str, Any]]]:
     """Made by the commands in the file, with a shorter silence; by name."""
-    commands = [line.removeprefix("#   ") for line in FILE.read_text().splitlines() if line.startswith("#   ")]
+    commands = [
+        line.removeprefix("#   ")
+        for line in FILE.read_text().splitlines()
+        if line.startswith("#   ")
+    ]
     shortened = f"sed -i 's/within: 90/within: {SILENCE_S}/' automations.yaml"
     script = "\n".join(["set -e", *commands[:-1], shortened, commands[-1]])
     (site.project.root / "infra" / "prefect").mkdir(parents=True)
@@ -70,22 +74,31 @@ def automations(site: PrefectSite, inbox: WebhookSink) -> Iterator[dict[str, dic
     done = subprocess.run(
         ["bash", "-c", script.replace("slack-webhook/ops", "custom-webhook/ops")],
         cwd=site.project.root,
-        env=site.environment() | {"PATH": f"{PREFECT.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        env=site.environment()
+        | {"PATH": f"{PREFECT.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    listed: list[dict[str, Any]] = [one for one in site.ask("/automations/filter") if one["name"] in (GATE, DEAD)]
+    listed: list[dict[str, Any]] = [
+        one for one in site.ask("/automations/filter") if one["name"] in (GATE, DEAD)
+    ]
     yield {automation["name"]: automation for automation in listed}
     for automation in listed:  # other tests have runs at this server
         site.call("DELETE", f"/automations/{automation['id']}")
 
 
 @pytest.mark.nightly
-def test_automations_are_listed_and_enabled(automations: dict[str, dict[str, Any]], site: PrefectSite) -> None:
-    assert set(automations) == {GATE, DEAD} == {one["name"] for one in yaml.safe_load(FILE.read_text())["automations"]}
+def test_automations_are_listed_and_enabled(
+    automations: dict[str, dict[str, Any]], site: PrefectSite
+) -> None:
+    assert (
+        set(automations)
+        == {GATE, DEAD}
+        == {one["name"] for one in yaml.safe_load(FILE.read_text())["automations"]}
+    )
     assert all(automation["enabled"] for automation in automations.values())
     assert GATE in site.done("automation", "ls")
 
@@ -94,7 +107,10 @@ def test_automations_are_listed_and_enabled(automations: dict[str, dict[str, Any
 def test_post_of_events_with_wrong_password_raises_service_unavailable(site: PrefectSite) -> None:
     from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
 
-    with temporary_settings({PREFECT_API_AUTH_STRING: "admin:wrong"}), pytest.raises(ServiceUnavailableError) as caught:
+    with (
+        temporary_settings({PREFECT_API_AUTH_STRING: "admin:wrong"}),
+        pytest.raises(ServiceUnavailableError) as caught,
+    ):
         post([beat("nobody")])
     assert "of-the-tests" not in str(caught.value)
 
@@ -110,7 +126,11 @@ def test_gate_automation_for_unserved_target_sends_message(
             name="digits-mlp",
             at=CLOCK.now(),
             labels={"onnx-ops.target": "cpu-1t", "onnx-ops.served": served_by},
-            payload={"what": f"{variant} failed on cpu-1t", "why": "latency: 21% slower", "link": "https://x.example"},
+            payload={
+                "what": f"{variant} failed on cpu-1t",
+                "why": "latency: 21% slower",
+                "link": "https://x.example",
+            },
         )
         post([event])
     until(lambda: inbox.requests, seconds=60, what="a message about the gate")
@@ -128,10 +148,17 @@ def test_dead_run_automation_marks_only_silent_run_as_crashed(
     from prefect.states import Failed, Running
 
     with get_client(sync_client=True) as client:
-        silent, ended = [client.create_flow_run(flow(name="beating")(lambda: None), state=Running()) for _ in range(2)]
+        silent, ended = [
+            client.create_flow_run(flow(name="beating")(lambda: None), state=Running())
+            for _ in range(2)
+        ]
         post([beat(str(run.id)) for run in (silent, ended)])
         client.set_flow_run_state(ended.id, Failed(name="GateFailed"))
-        until(lambda: client.read_flow_run(silent.id).state_type == "CRASHED", seconds=120, what="a crashed run")
+        until(
+            lambda: client.read_flow_run(silent.id).state_type == "CRASHED",
+            seconds=120,
+            what="a crashed run",
+        )
         state = client.read_flow_run(silent.id).state
         assert client.read_flow_run(ended.id).state_name == "GateFailed"
     assert state is not None
@@ -140,4 +167,6 @@ def test_dead_run_automation_marks_only_silent_run_as_crashed(
 
 def beat(run: str) -> ReleaseEvent:
     name = "prefect.flow-run.heartbeat"
-    return ReleaseEvent(event=name, resource=f"prefect.flow-run.{run}", name="beating", at=CLOCK.now(), payload={})
+    return ReleaseEvent(
+        event=name, resource=f"prefect.flow-run.{run}", name="beating", at=CLOCK.now(), payload={}
+    )

@@ -16,11 +16,16 @@ from tests.support.processes import ROOT
 pytestmark = pytest.mark.services
 
 POOLS = ROOT / "infra" / "pools"
-WRONG = {"job_configuration": {"command": "{{ nothing }}"}, "variables": {"type": "object", "properties": {}}}
+WRONG = {
+    "job_configuration": {"command": "{{ nothing }}"},
+    "variables": {"type": "object", "properties": {}},
+}
 
 
 @pytest.fixture(scope="module")
-def site(project: Project, prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectSite]:
+def site(
+    project: Project, prefect_api: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PrefectSite]:
     with site_of(project, tmp_path_factory.mktemp("prefect"), prefect_api) as made:
         yield made
 
@@ -33,10 +38,18 @@ def database() -> Iterator[str]:
 
 
 @pytest.fixture
-def production(project: Project, database: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectSite]:
+def production(
+    project: Project, database: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PrefectSite]:
     """As `site`, with a server of its own that keeps its records in the database."""
-    home, url = tmp_path_factory.mktemp("prefect"), database.replace("postgresql://", "postgresql+asyncpg://")
-    with served(home, PREFECT_API_DATABASE_CONNECTION_URL=url) as api, site_of(project, home, api) as made:
+    home, url = (
+        tmp_path_factory.mktemp("prefect"),
+        database.replace("postgresql://", "postgresql+asyncpg://"),
+    )
+    with (
+        served(home, PREFECT_API_DATABASE_CONNECTION_URL=url) as api,
+        site_of(project, home, api) as made,
+    ):
         yield made
 
 
@@ -55,7 +68,12 @@ def rows(database: str, query: str) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("kind", ["process", "docker", "kubernetes"])
 def test_work_pool_template_is_accepted_by_prefect(site: PrefectSite, kind: str) -> None:
     template = json.loads((POOLS / f"{kind}.json").read_text())
-    pool = {"name": f"of-{kind}", "type": kind, "base_job_template": template, "concurrency_limit": 2}
+    pool = {
+        "name": f"of-{kind}",
+        "type": kind,
+        "base_job_template": template,
+        "concurrency_limit": 2,
+    }
     site.call("POST", "/work_pools/", pool)
     created = site.call("GET", f"/work_pools/of-{kind}")
     assert (created["type"], created["concurrency_limit"]) == (kind, 2)
@@ -64,16 +82,30 @@ def test_work_pool_template_is_accepted_by_prefect(site: PrefectSite, kind: str)
 
 def test_work_pool_template_with_unknown_variable_returns_422(site: PrefectSite) -> None:
     with site.http() as client:
-        answer = client.post("/work_pools/", json={"name": "wrong", "type": "process", "base_job_template": WRONG})
+        answer = client.post(
+            "/work_pools/", json={"name": "wrong", "type": "process", "base_job_template": WRONG}
+        )
     assert answer.status_code == 422
 
 
 @pytest.mark.nightly
-def test_pipeline_on_process_pool_with_postgres_completes(production: PrefectSite, database: str) -> None:
+def test_pipeline_on_process_pool_with_postgres_completes(
+    production: PrefectSite, database: str
+) -> None:
     site = production
-    site.done("work-pool", "create", "here", "--type", "process", "--base-job-template", str(POOLS / "process.json"))
+    site.done(
+        "work-pool",
+        "create",
+        "here",
+        "--type",
+        "process",
+        "--base-job-template",
+        str(POOLS / "process.json"),
+    )
     site.done("deploy", "flows/pipeline.py:pipeline", "--name", "on-postgres", "--pool", "here")
-    worker = site.start("worker", "start", "--pool", "here", "--limit", "1", "--install-policy", "never")
+    worker = site.start(
+        "worker", "start", "--pool", "here", "--limit", "1", "--install-policy", "never"
+    )
     site.started.append(worker)
     parameters = json.dumps({"file": "configs/pipelines/digits-mlp.yaml", "until": "export"})
     site.done("deployment", "run", "pipeline/on-postgres", "--params", parameters, "--watch")

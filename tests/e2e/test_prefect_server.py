@@ -11,14 +11,21 @@ from tests.e2e.e2e_project import MLP, ONLY_FP32, SECOND, Project
 from tests.e2e.prefect_site import PrefectSite, site_of
 from tests.support.processes import until
 
-pytestmark = [pytest.mark.services, pytest.mark.in_order, pytest.mark.nightly, pytest.mark.usefixtures("first")]
+pytestmark = [
+    pytest.mark.services,
+    pytest.mark.in_order,
+    pytest.mark.nightly,
+    pytest.mark.usefixtures("first"),
+]
 
 VARIANTS = ("fp32", "int8-dynamic")
 STATIC = "  - {name: int8-static, method: static, calibrate: {data: train, samples: 256, method: minmax}}\n"
 
 
 @pytest.fixture(scope="module")
-def site(released: Project, prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectSite]:
+def site(
+    released: Project, prefect_api: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PrefectSite]:
     """The deployments of a project that serves a release of float32 alone, and a worker for them."""
     file = released.root / MLP
     text = file.read_text(encoding="utf-8")
@@ -27,7 +34,9 @@ def site(released: Project, prefect_api: str, tmp_path_factory: pytest.TempPathF
     with site_of(released, tmp_path_factory.mktemp("prefect"), prefect_api) as made:
         made.call("POST", "/work_pools/", {"name": "local", "type": "process"})
         made.done("deploy", "--all")
-        made.started.append(made.start("worker", "start", "--pool", "local", "--install-policy", "never"))
+        made.started.append(
+            made.start("worker", "start", "--pool", "local", "--install-policy", "never")
+        )
         yield made
 
 
@@ -42,15 +51,28 @@ def test_pipeline_flow_run_completes_and_names_serving_variant(first: dict[str, 
     assert "cpu-1t: serves " in first["state"]["message"]
 
 
-def test_pipeline_flow_run_has_task_run_for_each_stage(first: dict[str, Any], site: PrefectSite) -> None:
-    judged = {f"{stage} {variant} @ cpu-1t" for stage in ("benchmark", "gate") for variant in VARIANTS}
-    others = {"data train", "data test", "train", "export fp32", "register", "deploy digits @ cpu-1t"}
+def test_pipeline_flow_run_has_task_run_for_each_stage(
+    first: dict[str, Any], site: PrefectSite
+) -> None:
+    judged = {
+        f"{stage} {variant} @ cpu-1t" for stage in ("benchmark", "gate") for variant in VARIANTS
+    }
+    others = {
+        "data train",
+        "data test",
+        "train",
+        "export fp32",
+        "register",
+        "deploy digits @ cpu-1t",
+    }
     runs = site.task_runs(first, judged | others)
     upstream = {entry["id"] for entry in runs["gate fp32 @ cpu-1t"]["task_inputs"]["wait_for"]}
     assert upstream == {runs["benchmark fp32 @ cpu-1t"]["id"]}
 
 
-def test_pipeline_flow_run_publishes_gate_and_choice_tables(first: dict[str, Any], site: PrefectSite) -> None:
+def test_pipeline_flow_run_publishes_gate_and_choice_tables(
+    first: dict[str, Any], site: PrefectSite
+) -> None:
     gates = site.table("digits-mlp-gates", first)
     assert {row["variant"] for row in gates} == set(VARIANTS)
     assert all(row["verdict"] for row in gates)
@@ -59,10 +81,21 @@ def test_pipeline_flow_run_publishes_gate_and_choice_tables(first: dict[str, Any
 
 
 def test_scheduled_flow_run_starts_and_completes(first: dict[str, Any], site: PrefectSite) -> None:
-    site.done("deployment", "schedule", "create", "pipeline/digits-mlp", "--interval", "30", "--replace", "-y")
+    site.done(
+        "deployment",
+        "schedule",
+        "create",
+        "pipeline/digits-mlp",
+        "--interval",
+        "30",
+        "--replace",
+        "-y",
+    )
 
     def fired() -> dict[str, Any] | None:
-        runs = site.ask("/flow_runs/filter", flow_runs={"state": {"type": {"any_": ["COMPLETED", "FAILED"]}}})
+        runs = site.ask(
+            "/flow_runs/filter", flow_runs={"state": {"type": {"any_": ["COMPLETED", "FAILED"]}}}
+        )
         return next((run for run in runs if run["auto_scheduled"]), None)
 
     run = until(fired, seconds=120, what="a scheduled run")
@@ -72,7 +105,9 @@ def test_scheduled_flow_run_starts_and_completes(first: dict[str, Any], site: Pr
     assert "nothing changed" in run["state"]["message"]
 
 
-def test_flow_run_with_failed_gate_fails_with_its_task_run(first: dict[str, Any], site: PrefectSite) -> None:
+def test_flow_run_with_failed_gate_fails_with_its_task_run(
+    first: dict[str, Any], site: PrefectSite
+) -> None:
     run = site.flow_run("pipeline/digits-mlp", ends="FAILED", overrides=["gates[5].max=1 kB"])
     assert run["state_name"] == "GateFailed"
     assert "size" in run["state"]["message"]
@@ -83,7 +118,9 @@ def test_flow_run_with_failed_gate_fails_with_its_task_run(first: dict[str, Any]
     assert runs["deploy digits @ cpu-1t"]["state_name"] == "Skipped"
 
 
-def test_rollback_deployment_is_recorded_in_ledger(first: dict[str, Any], site: PrefectSite) -> None:
+def test_rollback_deployment_is_recorded_in_ledger(
+    first: dict[str, Any], site: PrefectSite
+) -> None:
     before = site.project.status()
     site.project.run(ONLY_FP32, SECOND)
     between = site.project.status()
@@ -97,7 +134,9 @@ def test_rollback_deployment_is_recorded_in_ledger(first: dict[str, Any], site: 
     assert f"tester via prefect flow run {run['id']}" in actors
 
 
-def test_reconcile_deployment_reports_each_endpoint(first: dict[str, Any], site: PrefectSite) -> None:
+def test_reconcile_deployment_reports_each_endpoint(
+    first: dict[str, Any], site: PrefectSite
+) -> None:
     run = site.flow_run("reconcile/reconcile")
     assert run["state"]["message"].startswith("digits: ")
     assert site.task_runs(run, {"reconcile digits"}).keys() == {"reconcile digits"}

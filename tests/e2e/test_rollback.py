@@ -24,7 +24,9 @@ ROWS = {"inputs": [{"name": "x", "shape": [1, 64], "datatype": "FP32", "data": [
 def load(project: Project) -> LoadProcess:
     """One client that asks the endpoint again and again."""
     url = f"{project.status()['address']}/v2/models/digits-mlp/infer"
-    return LoadProcess(LoadPlan(url=url, payloads=[Payload(body=json.dumps(ROWS).encode())], seconds=300.0))
+    return LoadProcess(
+        LoadPlan(url=url, payloads=[Payload(body=json.dumps(ROWS).encode())], seconds=300.0)
+    )
 
 
 def answered(records: Records, *, after_ns: int) -> set[str]:
@@ -34,7 +36,10 @@ def answered(records: Records, *, after_ns: int) -> set[str]:
 
 def wait_for_answers(project: Project, name: str) -> None:
     """Wait until a deployment has answered twenty more requests, by the server's counts."""
-    page, line = f"{project.status()['address']}/metrics", f'onnx_ops_requests_total{{.*deployment="{name}".*}} (.*)'
+    page, line = (
+        f"{project.status()['address']}/metrics",
+        f'onnx_ops_requests_total{{.*deployment="{name}".*}} (.*)',
+    )
 
     def count() -> float:
         with urllib.request.urlopen(page, timeout=10) as answer:
@@ -54,13 +59,17 @@ def test_rollback_under_load_fails_no_request_and_serves_old_version(twice: Proj
     old, new = names(twice)
     with load(twice) as clients:
         wait_for_answers(twice, new)
-        rolled = twice.document("rollback", "digits", "--reason", "wrong on sevens", "--actor", "night shift")
+        rolled = twice.document(
+            "rollback", "digits", "--reason", "wrong on sevens", "--actor", "night shift"
+        )
         rolled_ns = time.monotonic_ns()
         wait_for_answers(twice, old)
         records = clients.stop()
     assert records.failures() == {}
     assert set(records.by_deployment()) == {old, new}
-    assert answered(records, after_ns=rolled_ns) == {old}, "no request goes to the version that was rolled back"
+    assert answered(records, after_ns=rolled_ns) == {old}, (
+        "no request goes to the version that was rolled back"
+    )
     assert (rolled["moved_from"], rolled["moved_to"]) == (new, old)
     (line,) = [e for e in twice.document("history", "digits") if e["what"].startswith("rollback")]
     assert line["actor"] == "night shift"
@@ -113,5 +122,7 @@ def test_rollback_with_stopped_registry_writes_aliases_later(twice: Project) -> 
         assert "challenger-cpu-1t" not in aliases
         assert twice.status()["registry_pending"] == {}
         refused = twice.run(ONLY_FP32, SECOND, code=5)
-        assert any("rolled this release back" in error["what"] for error in refused["errors"].values())
+        assert any(
+            "rolled this release back" in error["what"] for error in refused["errors"].values()
+        )
         assert registry.aliases("digits-mlp")["champion-cpu-1t"] == old.removeprefix("v")

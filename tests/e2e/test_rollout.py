@@ -34,7 +34,12 @@ def test_run_of_torch_pipeline_serves_accurate_model(fresh_project: Project) -> 
     assert fresh_project.status("digits-cnn")["traffic"] == {"v1": 100}
     digits = load_digits()
     images = (digits.images[:40, None] / 16).astype(np.float32)
-    tensor = {"name": "image", "shape": [40, 1, 8, 8], "datatype": "FP32", "data": images.ravel().tolist()}
+    tensor = {
+        "name": "image",
+        "shape": [40, 1, 8, 8],
+        "datatype": "FP32",
+        "data": images.ravel().tolist(),
+    }
     answer = fresh_project.ask("digits-cnn", "v2/models/digits-cnn/infer", {"inputs": [tensor]})
     scores = np.array(answer["outputs"][0]["data"]).reshape(40, 10)
     assert np.mean(scores.argmax(axis=1) == digits.target[:40]) >= 0.85

@@ -96,11 +96,17 @@ def _write_project(root: Path) -> None:
     url = f"https://user:{_secret('password of a URL')}@127.0.0.1:9/model.onnx?sig={_secret('signature of a URL')}"
     sections = f'model: "{url}"\nexport: {{framework: onnx}}\nbenchmark: {{targets: [cpu-1t]}}\n'
     remote = shop.partition("train:\n")[0] + sections
-    path = shop.partition("deploy:\n")[0].replace("{sklearn: digits, split: test", "{file: '${env:FOLDER}/x.npz'")
+    path = shop.partition("deploy:\n")[0].replace(
+        "{sklearn: digits, split: test", "{file: '${env:FOLDER}/x.npz'"
+    )
     for name, text in {"remote": remote, "path": path}.items():
-        (folder / f"{name}.yaml").write_text(text.replace("pipeline: shop", f"pipeline: {name}"), encoding="utf-8")
+        (folder / f"{name}.yaml").write_text(
+            text.replace("pipeline: shop", f"pipeline: {name}"), encoding="utf-8"
+        )
     with (root / "onnx-ops.toml").open("a", encoding="utf-8") as stream:
-        stream.write('allowed_variables = "FOLDER"\nallowed_paths = "https://user, /"\nnotify = "webhook"\n')
+        stream.write(
+            'allowed_variables = "FOLDER"\nallowed_paths = "https://user, /"\nnotify = "webhook"\n'
+        )
     commit_all(root)
 
 
@@ -126,9 +132,16 @@ def test_secrets_appear_in_no_output_file_or_process_list(tmp_path: Path) -> Non
     command = [sys.executable, "-m", "onnx_ops"]
     try:
         with _watched_processes() as lines:
-            for arguments, given in [(one, environ) for one in COMMANDS] + [(one, broken) for one in BROKEN]:
+            for arguments, given in [(one, environ) for one in COMMANDS] + [
+                (one, broken) for one in BROKEN
+            ]:
                 done = subprocess.run(
-                    [*command, *arguments.split()], cwd=root, env=given, capture_output=True, text=True, check=False
+                    [*command, *arguments.split()],
+                    cwd=root,
+                    env=given,
+                    capture_output=True,
+                    text=True,
+                    check=False,
                 )
                 assert "Traceback" not in done.stderr, done.stderr
                 outputs.append(f"$ {arguments}\n{done.stdout}{done.stderr}")
@@ -141,12 +154,19 @@ def test_secrets_appear_in_no_output_file_or_process_list(tmp_path: Path) -> Non
     assert len(secrets) >= 12
     shown = "\n".join(outputs)
     assert "v1" in shown, "nothing was released"
-    found = [line for line in shown.splitlines() for secret in [*secrets, private] if secret in line]
+    found = [
+        line for line in shown.splitlines() for secret in [*secrets, private] if secret in line
+    ]
     assert found == []
     assert [line for line in lines for secret in [*secrets, private] if secret in line] == []
     written_by_hand = {root / "configs/pipelines/remote.yaml"}
     for file in tmp_path.rglob("*"):
-        if not file.is_file() or file.is_symlink() or file in written_by_hand or ".git" in file.parts:
+        if (
+            not file.is_file()
+            or file.is_symlink()
+            or file in written_by_hand
+            or ".git" in file.parts
+        ):
             continue
         content = file.read_bytes()
         assert [secret for secret in secrets if secret.encode() in content] == [], file

@@ -19,7 +19,14 @@ PIPELINE = "configs/pipelines/churn-table.yaml"
 COLUMNS = ("age", "income", "visits", "city", "plan", "member")
 ROWS: list[dict[str, Any]] = [
     {"age": 41.5, "income": 30000.0, "visits": 3, "city": "Oslo", "plan": "basic", "member": True},
-    {"age": None, "income": 52000.25, "visits": None, "city": "São Paulo", "plan": "pro", "member": False},
+    {
+        "age": None,
+        "income": 52000.25,
+        "visits": None,
+        "city": "São Paulo",
+        "plan": "pro",
+        "member": False,
+    },
     {"age": 23.0, "income": None, "visits": 11, "city": "Bergen", "plan": "plus", "member": True},
     {"age": None, "income": None, "visits": None, "city": "", "plan": "", "member": False},
 ]
@@ -41,7 +48,10 @@ def test_endpoint_of_table_model_answers_like_source(fresh_project: Project) -> 
                                        for c in COLUMNS) for row in ROWS)]
     )  # fmt: skip
 
-    for body, kind in (({"dataframe_records": ROWS}, "application/json"), (csv.encode(), "text/csv")):
+    for body, kind in (
+        ({"dataframe_records": ROWS}, "application/json"),
+        (csv.encode(), "text/csv"),
+    ):
         answers = fresh_project.ask("churn", "invocations", body, kind)["predictions"]
         np.testing.assert_allclose([row["probabilities"] for row in answers], expected, atol=1e-5)
         assert [row["label"] for row in answers] == source.predict(frame).tolist()
@@ -63,10 +73,21 @@ def test_endpoint_of_raw_table_answers_like_source(fresh_project: Project, name:
     (root / "raw.yaml").write_text(
         "\n".join(
             [
-                *("schema: 1", "pipeline: raw", "data:", *sets, 'train: {run: "raw_training:train"}'),
+                *(
+                    "schema: 1",
+                    "pipeline: raw",
+                    "data:",
+                    *sets,
+                    'train: {run: "raw_training:train"}',
+                ),
                 *("export: {framework: sklearn}", "validate: {samples: {data: test}}"),
                 *("benchmark: {targets: [cpu-1t]}", "gates: [{kind: parity}]"),
-                *("register: {model: raw, promote: auto}", "deploy:", "  - endpoint: raw", "    provider: local"),
+                *(
+                    "register: {model: raw, promote: auto}",
+                    "deploy:",
+                    "  - endpoint: raw",
+                    "    provider: local",
+                ),
                 *("    target: cpu-1t", "    rollout: {steps: [100%]}"),
             ]
         )
@@ -74,7 +95,10 @@ def test_endpoint_of_raw_table_answers_like_source(fresh_project: Project, name:
     checked = fresh_project.command("check", "raw.yaml")
     assert checked.code == 0, checked.stderr
     fresh_project.run(pipeline="raw.yaml")
-    sets_of = {part: FileSource().load(FileData(file=f"raw/{part}-{table.file}"), root) for part in ("train", "test")}
+    sets_of = {
+        part: FileSource().load(FileData(file=f"raw/{part}-{table.file}"), root)
+        for part in ("train", "test")
+    }
     inputs = {part: {c: arrays[c] for c in table.columns} for part, arrays in sets_of.items()}
     namespace: dict[str, Any] = {}
     exec(TRAINING, namespace)  # noqa: S102 (the project's own code)
@@ -85,7 +109,9 @@ def test_endpoint_of_raw_table_answers_like_source(fresh_project: Project, name:
         {column: None if value != value else value for column, value in row.items()}  # noqa: PLR0124 (NaN)
         for row in frame.to_dict("records")
     ]
-    answers = fresh_project.ask("raw", "invocations", {"dataframe_records": records}, "application/json")["predictions"]
+    answers = fresh_project.ask(
+        "raw", "invocations", {"dataframe_records": records}, "application/json"
+    )["predictions"]
     expected = source.predict_proba(frame)
     np.testing.assert_allclose([row["probabilities"] for row in answers], expected, atol=1e-4)
     predicted = source.predict(frame)

@@ -43,13 +43,18 @@ from tests.support.clouds.sagemaker import fake_sagemaker
 from tests.support.extras import require
 from tests.support.must import must
 
-require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so no cloud is tested end to end")
+require(
+    "azure.ai.ml",
+    reason="LOUD: the extra `azure` is not installed, so no cloud is tested end to end",
+)
 
 pytestmark = pytest.mark.services
 
 PROVIDERS = ("local", "sagemaker", "azureml")
 TARGET = "cpu"
-JUDGED = RolloutPolicy(steps=(0.2, 0.5, 1.0), min_requests=(60,), guardrails=(Guardrail(name="errors"),), epoch=0.25)
+JUDGED = RolloutPolicy(
+    steps=(0.2, 0.5, 1.0), min_requests=(60,), guardrails=(Guardrail(name="errors"),), epoch=0.25
+)
 BURST = 200
 """Requests between two looks."""
 LOOKS = 40
@@ -80,14 +85,27 @@ class World:
 
     def release(self, model: str, seed: str, *, scale: float, table: int = 8) -> str:
         """Register a version and ask for it; what it is called on its endpoints."""
-        path = write_model(self.project.root / "made" / model / seed / "model.onnx", scale=scale, table=table)
+        path = write_model(
+            self.project.root / "made" / model / seed / "model.onnx", scale=scale, table=table
+        )
         record = VariantRecord(
-            variant="fp32", files={"model.onnx": path}, manifest=Manifest(files={"model.onnx": digest_file(path)})
+            variant="fp32",
+            files={"model.onnx": path},
+            manifest=Manifest(files={"model.onnx": digest_file(path)}),
         )
         lineage = Lineage(pipeline=model, release=digest_bytes(f"{model} {seed}".encode()))
-        published = self.context.registry().publish(Publication(model=model, lineage=lineage, variants=(record,)))
+        published = self.context.registry().publish(
+            Publication(model=model, lineage=lineage, variants=(record,))
+        )
         version = published["fp32"]
-        promote(self.context, model, version, TARGET, override=True, reason="its gates are not what is tried")
+        promote(
+            self.context,
+            model,
+            version,
+            TARGET,
+            override=True,
+            reason="its gates are not what is tried",
+        )
         return f"v{version}"
 
     def wind(self) -> None:
@@ -106,7 +124,9 @@ class World:
 
     def reconcile_all(self, *configs: EndpointConfig) -> str:
         """What is due at each of them, in this order; why nothing more is at the last one."""
-        return [reconcile_until_stable(self.context, config.endpoint)[-1].why for config in configs][-1]
+        return [
+            reconcile_until_stable(self.context, config.endpoint)[-1].why for config in configs
+        ][-1]
 
     def answers(self, *configs: EndpointConfig) -> list[tuple[str, float]]:
         """Who answers a request at each endpoint, and with which factor."""
@@ -172,7 +192,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_release_on_each_provider_deploys_rolls_out_and_rolls_back(world: World, provider: str) -> None:
+def test_release_on_each_provider_deploys_rolls_out_and_rolls_back(
+    world: World, provider: str
+) -> None:
     model = f"alone-{provider}"
     config = world.config(provider, model=model)
     bind_endpoint(world.context, config, JUDGED)
@@ -212,7 +234,9 @@ def test_staged_release_over_all_providers_is_rolled_back_by_one_command(world: 
     bind_endpoint(world.context, near, RolloutPolicy())
     bind_endpoint(world.context, region, RolloutPolicy(depends_on=(near.endpoint,)))
     bind_endpoint(
-        world.context, far, RolloutPolicy(depends_on=(near.endpoint, region.endpoint), depends_on_soak=LATE_S)
+        world.context,
+        far,
+        RolloutPolicy(depends_on=(near.endpoint, region.endpoint), depends_on_soak=LATE_S),
     )
     first = world.release(model, "first", scale=1.0)
     world.reconcile_all(near, region)
@@ -221,17 +245,25 @@ def test_staged_release_over_all_providers_is_rolled_back_by_one_command(world: 
     assert world.answers(near, region, far) == [(first, 1.0)] * 3
     second = world.release(model, "second", scale=2.0)
     for one in (far, region):
-        assert world.reconcile_all(one).startswith(f"{second} waits for endpoint {near.endpoint}: it does not serve ")
+        assert world.reconcile_all(one).startswith(
+            f"{second} waits for endpoint {near.endpoint}: it does not serve "
+        )
     world.reconcile_all(near, region)
     assert world.reconcile_all(far).endswith(f"for less than {LATE_S:g} s")
     assert world.answers(near, region, far) == [(second, 2.0), (second, 2.0), (first, 1.0)]
     world.wind()
     world.reconcile_all(far, near, region)
     assert world.answers(near, region, far) == [(second, 2.0)] * 3
-    assert world.context.registry().aliases(model)[format_alias("champion", TARGET)] == second.removeprefix("v")
-    world.project.document("rollback", "--all", "--model", model, "--reason", "wrong everywhere", "--wait")
+    assert world.context.registry().aliases(model)[
+        format_alias("champion", TARGET)
+    ] == second.removeprefix("v")
+    world.project.document(
+        "rollback", "--all", "--model", model, "--reason", "wrong everywhere", "--wait"
+    )
     assert world.answers(near, region, far) == [(first, 1.0)] * 3
-    assert world.context.registry().aliases(model)[format_alias("champion", TARGET)] == first.removeprefix("v")
+    assert world.context.registry().aliases(model)[
+        format_alias("champion", TARGET)
+    ] == first.removeprefix("v")
     for config in (near, region, far):
         assert world.traffic(config) == {first: 100}
         assert world.history(config)[-1]["actor"] == "tester"
@@ -252,4 +284,6 @@ def audited(lines: list[Any], first: str, good: str, bad: str) -> None:
     ]
     assert (moves[-1]["actor"], moves[-1]["why"]) == ("night", "twos are wrong")
     evidence = [line["why"] for line in lines if line["kind"] == "metrics-recorded"]
-    assert all(f"{good} 0 of " in line for line in evidence), "what was counted stands before what rests on it"
+    assert all(f"{good} 0 of " in line for line in evidence), (
+        "what was counted stands before what rests on it"
+    )

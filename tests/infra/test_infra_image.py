@@ -65,13 +65,17 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for copied in [line.split()[1:] for line in first_stage if line.startswith("COPY ")]:
         for name in copied[:-1]:
             if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, source / copied[-1], ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(
+                    ROOT / name, source / copied[-1], ignore=shutil.ignore_patterns("__pycache__")
+                )
             else:
                 shutil.copy(ROOT / name, source / copied[-1])
     places = (source, source / "constraints.txt", venv, venv.parent / "reports")
     command = [str(source / "infra" / "docker" / "install.sh"), *map(str, places)]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return venv
 
@@ -92,7 +96,12 @@ def files_below(folder: Path) -> set[tuple[str, int]]:
 def healthy(image: Path, environ: Mapping[str, str]) -> bool:
     python, _ = instruction("HEALTHCHECK --interval=10s --timeout=3s --start-period=60s CMD")
     command = [python.replace(IN_THE_IMAGE, str(image)), str(INFRA / "docker" / "healthcheck.py")]
-    return subprocess.run(command, env=environ, capture_output=True, timeout=30, check=False).returncode == 0
+    return (
+        subprocess.run(
+            command, env=environ, capture_output=True, timeout=30, check=False
+        ).returncode
+        == 0
+    )
 
 
 @contextmanager
@@ -110,7 +119,9 @@ def running(image: Path, folder: Path, given: Mapping[str, str]) -> Iterator[Non
     command = [word.replace(IN_THE_IMAGE, str(image)) for word in instruction("ENTRYPOINT")]
     command += instruction("CMD")
     log, is_ready = folder / "log", partial(healthy, image, environ)
-    with running_process(command, log, is_ready, env=environ, cwd="/", start_new_session=True) as process:
+    with running_process(
+        command, log, is_ready, env=environ, cwd="/", start_new_session=True
+    ) as process:
         yield
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 0, log.read_text(encoding="utf-8")
@@ -159,13 +170,22 @@ def test_serving_image_contains_no_platform_and_loads_few_modules(installed: Pat
         f"[name for name in {NEVER_LOADED!r} if name in sys.modules])"
     )
     done = subprocess.run(
-        [f"{installed}/bin/python", "-P", "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd="/"
+        [f"{installed}/bin/python", "-P", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd="/",
     )
     assert done.stdout.strip() == "[] []", done.stderr
 
 
 def test_base_image_is_pinned_by_digest() -> None:
-    (base,) = [line.removeprefix("ARG PYTHON_IMAGE=") for line in LINES if line.startswith("ARG PYTHON_IMAGE=")]
+    (base,) = [
+        line.removeprefix("ARG PYTHON_IMAGE=")
+        for line in LINES
+        if line.startswith("ARG PYTHON_IMAGE=")
+    ]
     assert re.fullmatch(r"python:3\.11\.\d+-slim-bookworm@sha256:[0-9a-f]{64}", base)
     stages = [line.split()[1] for line in LINES if line.startswith("FROM ")]
     assert stages
@@ -193,7 +213,9 @@ def test_bill_of_materials_includes_hashes_and_system_packages(tmp_path: Path) -
     python, system = found["components"]
     assert python["hashes"] == [{"alg": "SHA-256", "content": "ab" * 32}]
     assert system["purl"] == "pkg:deb/debian/libc6@2.36-9%2Bdeb12u9?arch=amd64"
-    assert found["metadata"]["properties"] == [{"name": "onnx-ops:base-image", "value": "python:3.11@sha256:1"}]
+    assert found["metadata"]["properties"] == [
+        {"name": "onnx-ops:base-image", "value": "python:3.11@sha256:1"}
+    ]
     report.write_text('{"install": []}', encoding="utf-8")
     assert "KeyError: 'typing-extensions'" in complete(bill, STATUS, report)
 
@@ -201,7 +223,12 @@ def test_bill_of_materials_includes_hashes_and_system_packages(tmp_path: Path) -
 @pytest.mark.nightly
 def test_bill_of_materials_lists_all_installed_packages(installed: Path, tmp_path: Path) -> None:
     done = tool(
-        "cyclonedx-py", "environment", "--output-reproducible", "--output-file", tmp_path / "sbom.json", installed
+        "cyclonedx-py",
+        "environment",
+        "--output-reproducible",
+        "--output-file",
+        tmp_path / "sbom.json",
+        installed,
     )
     assert done.returncode == 0, done.stderr
     reports = sorted((installed.parent / "reports").glob("*.json"))
@@ -209,6 +236,9 @@ def test_bill_of_materials_lists_all_installed_packages(installed: Path, tmp_pat
     components = [one for one in found if not one.get("purl", "").startswith("pkg:deb/")]
     assert len(components) == len(found) - 1
     assert all(len(one["hashes"][0]["content"]) == 64 for one in components)
-    distributions = {path.name.partition("-")[0].lower() for path in installed.glob("lib/*/site-packages/*.dist-info")}
+    distributions = {
+        path.name.partition("-")[0].lower()
+        for path in installed.glob("lib/*/site-packages/*.dist-info")
+    }
     assert {one["name"].replace("-", "_").lower() for one in components} == distributions
     assert {"onnxruntime", "onnx_ops", "httptools"} <= distributions

@@ -90,7 +90,9 @@ def called(text: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.JoinedStr):
             parts = [part.value if isinstance(part, ast.Constant) else None for part in node.values]
-            yield from ("".join(noun if part is None else str(part) for part in parts) for noun in NOUNS)
+            yield from (
+                "".join(noun if part is None else str(part) for part in parts) for noun in NOUNS
+            )
         if isinstance(node, ast.Attribute):
             yield node.attr
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -127,7 +129,9 @@ def test_aws_policy_limits_resources_where_possible() -> None:
 def test_aws_policy_passes_role_to_sagemaker_only() -> None:
     (statement,) = [one for one in caller() if "iam:PassRole" in actions(one)]
     assert statement["Resource"] == ROLE
-    assert statement["Condition"] == {"StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}}
+    assert statement["Condition"] == {
+        "StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}
+    }
 
 
 @pytest.mark.parametrize(
@@ -139,8 +143,21 @@ def test_aws_policy_passes_role_to_sagemaker_only() -> None:
         (Request("sagemaker:DeleteEndpoint", f"{ENDPOINT}/digits", {OURS: "digits"}), True),
         (Request("sagemaker:DeleteEndpoint", f"{ENDPOINT}/theirs"), False),
         (Request("sagemaker:DeleteEndpoint", f"{ENDPOINT}/theirs", {OURS: ""}), False),
-        (Request("sagemaker:DeleteEndpoint", f"{ENDPOINT}/theirs", {"aws:RequestTag/onnx-ops.endpoint": "us"}), False),
-        (Request("sagemaker:CreateTrainingJob", "arn:aws:sagemaker:us-east-1:123456789012:training-job/1"), False),
+        (
+            Request(
+                "sagemaker:DeleteEndpoint",
+                f"{ENDPOINT}/theirs",
+                {"aws:RequestTag/onnx-ops.endpoint": "us"},
+            ),
+            False,
+        ),
+        (
+            Request(
+                "sagemaker:CreateTrainingJob",
+                "arn:aws:sagemaker:us-east-1:123456789012:training-job/1",
+            ),
+            False,
+        ),
         (Request("iam:PassRole", ROLE, {"iam:PassedToService": "ec2.amazonaws.com"}), False),
         (Request("iam:PassRole", "arn:aws:iam::123456789012:role/admin", PASSED), False),
         (Request("iam:PassRole", ROLE, PASSED), True),
@@ -182,6 +199,8 @@ def test_aws_template_defines_no_endpoint_resources(kind: str) -> None:
         ("workspaces/listKeys/action", "workspace", False),
     ],
 )
-def test_azure_role_permits_endpoint_operations_of_workspace_only(action: str, scope: str, allowed: bool) -> None:
+def test_azure_role_permits_endpoint_operations_of_workspace_only(
+    action: str, scope: str, allowed: bool
+) -> None:
     request = azureml_roles.Request(f"Microsoft.MachineLearningServices/{action}", scope)
     assert azureml_roles.is_allowed(request) is allowed

@@ -52,7 +52,11 @@ def job() -> dict[str, Any]:
     found = template("kubernetes")
     properties = found["variables"]["properties"]
     values = {name: one["default"] for name, one in properties.items() if "default" in one}
-    values |= {"name": "brave-run", "command": ["prefect", "flow-run", "execute"], "labels": {"a": "b"}}
+    values |= {
+        "name": "brave-run",
+        "command": ["prefect", "flow-run", "execute"],
+        "labels": {"a": "b"},
+    }
     values["env"] = [{"name": name, "value": value} for name, value in values["env"].items()]
     made: dict[str, Any] = filled(found["job_configuration"]["job_manifest"], values)
     return made
@@ -118,8 +122,15 @@ def test_kubernetes_pods_have_no_unneeded_privileges() -> None:
 def test_kubernetes_worker_role_permits_jobs_only() -> None:
     (role,) = [one for one in manifests() if one["kind"].endswith("Role")]
     assert role["kind"] == "Role"
-    may = {(verb, resource) for rule in role["rules"] for verb in rule["verbs"] for resource in rule["resources"]}
-    assert {resource for verb, resource in may if verb in ("create", "delete", "update", "patch")} == {"jobs"}
+    may = {
+        (verb, resource)
+        for rule in role["rules"]
+        for verb in rule["verbs"]
+        for resource in rule["resources"]
+    }
+    assert {
+        resource for verb, resource in may if verb in ("create", "delete", "update", "patch")
+    } == {"jobs"}
     assert not any("*" in part for pair in may for part in pair)
     assert "secrets" not in {resource for _, resource in may}
 
@@ -131,21 +142,37 @@ def test_pool_and_manifest_files_contain_no_secret() -> None:
             secret = re.search("PASSWORD|AUTH|SECRET|TOKEN|ACCESS_KEY", entry["name"])
             if secret and not entry["name"].endswith("_FILE"):
                 assert set(entry["valueFrom"]) == {"secretKeyRef"}, (name, entry["name"])
-        addresses = [entry.get("value", "") for entry in container.get("env", ()) if "://" in entry.get("value", "")]
-        assert all(re.fullmatch(r"[^:]+://([^@]*:\$\(\w+\)@)?[^@]+", address) for address in addresses)
+        addresses = [
+            entry.get("value", "")
+            for entry in container.get("env", ())
+            if "://" in entry.get("value", "")
+        ]
+        assert all(
+            re.fullmatch(r"[^:]+://([^@]*:\$\(\w+\)@)?[^@]+", address) for address in addresses
+        )
     for path in POOLS.values():
-        assert not re.search(r"(?i)password|secret_key|api_key|auth_string", path.read_text(encoding="utf-8"))
+        assert not re.search(
+            r"(?i)password|secret_key|api_key|auth_string", path.read_text(encoding="utf-8")
+        )
 
 
 def test_measurer_pod_runs_one_stage_at_once_without_key() -> None:
     (pod,) = [pod for name, pod in pods() if name == "measurer"]
     (container,) = pod["containers"]
     assert container["command"] == ["onnx-ops", "work", "--pool", "boards", "--limit", "1"]
-    assert container["resources"]["requests"] == container["resources"]["limits"], "cores of its own"
+    assert container["resources"]["requests"] == container["resources"]["limits"], (
+        "cores of its own"
+    )
     (source,) = container["envFrom"]
-    (settings,) = [one for one in manifests() if one["metadata"]["name"] == source["configMapRef"]["name"]]
+    (settings,) = [
+        one for one in manifests() if one["metadata"]["name"] == source["configMapRef"]["name"]
+    ]
     assert settings["data"]["ONNX_OPS_SIGNING"] == "off"
-    shared = next(one for one in manifests() if one["kind"] == "ConfigMap" and one["metadata"]["name"] == "onnx-ops")
+    shared = next(
+        one
+        for one in manifests()
+        if one["kind"] == "ConfigMap" and one["metadata"]["name"] == "onnx-ops"
+    )
     assert settings["data"]["ONNX_OPS_STORE"] == shared["data"]["ONNX_OPS_STORE"]
 
 
@@ -156,13 +183,23 @@ def test_reconciler_pod_uses_ledger_of_runs_without_private_key(tmp_path: Path) 
     assert (manifest["spec"]["replicas"], manifest["spec"]["strategy"]) == (1, {"type": "Recreate"})
     assert container["command"][:3] == ["onnx-ops", "reconcile", "--watch"]
     assert pod["serviceAccountName"] == "onnx-ops-reconciler"
-    shared = next(one for one in manifests() if one["kind"] == "ConfigMap" and one["metadata"]["name"] == "onnx-ops")
+    shared = next(
+        one
+        for one in manifests()
+        if one["kind"] == "ConfigMap" and one["metadata"]["name"] == "onnx-ops"
+    )
     assert container["envFrom"] == [{"configMapRef": {"name": "onnx-ops"}}]
-    settings = load_settings(tmp_path, {**shared["data"], **{one["name"]: one["value"] for one in container["env"]}})
+    settings = load_settings(
+        tmp_path, {**shared["data"], **{one["name"]: one["value"] for one in container["env"]}}
+    )
     assert (settings.signing, settings.ledger) == ("off", shared["data"]["ONNX_OPS_LEDGER"])
     (keys,) = [volume for volume in pod["volumes"] if volume["name"] == "keys"]
-    assert set(keys) == {"name", "configMap"}, "public keys are no secret, and no private one is here"
-    assert {"name": "keys", "mountPath": str(settings.trusted_keys), "readOnly": True} in container["volumeMounts"]
+    assert set(keys) == {"name", "configMap"}, (
+        "public keys are no secret, and no private one is here"
+    )
+    assert {"name": "keys", "mountPath": str(settings.trusted_keys), "readOnly": True} in container[
+        "volumeMounts"
+    ]
 
 
 @pytest.mark.parametrize("kind", POOLS)
@@ -198,7 +235,9 @@ def _list_images(value: object) -> list[str]:
     if isinstance(value, dict):
         own = [value["image"]] if isinstance(value.get("image"), str) else []
         return own + [image for item in value.values() for image in _list_images(item)]
-    return [image for item in value for image in _list_images(item)] if isinstance(value, list) else []
+    return (
+        [image for item in value for image in _list_images(item)] if isinstance(value, list) else []
+    )
 
 
 def test_images_are_pinned_by_digest() -> None:
@@ -206,12 +245,20 @@ def test_images_are_pinned_by_digest() -> None:
     of_jobs = template("kubernetes")["variables"]["properties"]["image"]["default"]
     images = {of_jobs, *_list_images(manifests()), *_list_images(compose)}
     built_here = {image for image in images if image.startswith("${")}
-    by_tag = {image for image in images - built_here if not re.fullmatch(r"[^@]+@sha256:[0-9a-f]{64}", image)}
+    by_tag = {
+        image
+        for image in images - built_here
+        if not re.fullmatch(r"[^@]+@sha256:[0-9a-f]{64}", image)
+    }
     assert by_tag == {"prefecthq/prefect:3.8.8-python3.11-kubernetes"}
 
 
 def test_network_policy_blocks_private_addresses_outside_namespace() -> None:
-    rules = {one["metadata"]["name"]: one["spec"] for one in manifests() if one["kind"] == "NetworkPolicy"}
+    rules = {
+        one["metadata"]["name"]: one["spec"]
+        for one in manifests()
+        if one["kind"] == "NetworkPolicy"
+    }
     outside = rules["out"]
     assert (outside["podSelector"], outside["policyTypes"]) == ({}, ["Egress"])
     blocks = [to["ipBlock"] for rule in outside["egress"] for to in rule["to"] if "ipBlock" in to]
@@ -219,7 +266,10 @@ def test_network_policy_blocks_private_addresses_outside_namespace() -> None:
     for address in ("169.254.169.254", "10.0.0.1", "172.20.0.1", "192.168.1.1", "100.100.100.200"):
         assert any(ip_address(address) in ip_network(network) for network in blocks[0]["except"])
     namespaces = [
-        to["namespaceSelector"] for rule in outside["egress"] for to in rule["to"] if "namespaceSelector" in to
+        to["namespaceSelector"]
+        for rule in outside["egress"]
+        for to in rule["to"]
+        if "namespaceSelector" in to
     ]
     assert namespaces == [{"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}]
     assert rules["api"]["podSelector"] == {"matchLabels": {"app.kubernetes.io/name": "worker"}}

@@ -18,7 +18,11 @@ from packaging.utils import parse_wheel_filename
 from onnx_ops.app.scaffold import PROJECTS, scaffold
 from tests.infra.infra_tools import ROOT, steps, tool
 
-EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"])
+EXTRAS = set(
+    tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+)
 INSTALL = "pip install --quiet --requirement requirements.txt"
 
 
@@ -31,27 +35,53 @@ def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def scripts(project: Path) -> list[str]:
     """List the texts of the project that hold commands."""
-    files = [yaml.safe_load(file.read_text(encoding="utf-8")) for file in project.glob(".github/*/**/*.yml")]
+    files = [
+        yaml.safe_load(file.read_text(encoding="utf-8"))
+        for file in project.glob(".github/*/**/*.yml")
+    ]
     found = [step for file in files for step in steps(file)]
     texts = [str(step.get("run", "")) for step in found]
-    return [*texts, *((project / name).read_text(encoding="utf-8") for name in ("Makefile", "README.md"))]
+    return [
+        *texts,
+        *((project / name).read_text(encoding="utf-8") for name in ("Makefile", "README.md")),
+    ]
 
 
 def test_workflow_steps_refer_to_existing_actions_and_modules(project: Path) -> None:
-    found = [step for file in project.glob(".github/*/**/*.yml") for step in steps(yaml.safe_load(file.read_text()))]
+    found = [
+        step
+        for file in project.glob(".github/*/**/*.yml")
+        for step in steps(yaml.safe_load(file.read_text()))
+    ]
     uses = [step["uses"] for step in found if "uses" in step]
     own = [name for name in uses if name.startswith(".")]
     assert own
     assert all((project / name / "action.yml").is_file() for name in own)
-    assert all(re.fullmatch(r"[\w-]+(/[\w-]+)+@[0-9a-f]{40}", name) for name in set(uses) - set(own))
-    modules = {match for text in scripts(project) for match in re.findall(r"python -m (onnx_ops[\w.]*)", text)}
+    assert all(
+        re.fullmatch(r"[\w-]+(/[\w-]+)+@[0-9a-f]{40}", name) for name in set(uses) - set(own)
+    )
+    modules = {
+        match
+        for text in scripts(project)
+        for match in re.findall(r"python -m (onnx_ops[\w.]*)", text)
+    }
     assert modules
     assert all(importlib.util.find_spec(module) for module in modules)
 
 
 def test_install_commands_use_pinned_requirements(project: Path) -> None:
-    lines = [line.strip() for text in scripts(project) for line in text.splitlines() if "pip install" in line]
-    lines += [line for text in scripts(project) for line in text.splitlines() if re.search(r"pip .*install ", line)]
+    lines = [
+        line.strip()
+        for text in scripts(project)
+        for line in text.splitlines()
+        if "pip install" in line
+    ]
+    lines += [
+        line
+        for text in scripts(project)
+        for line in text.splitlines()
+        if re.search(r"pip .*install ", line)
+    ]
     assert lines
     pinned = re.compile(r"--requirement requirements\.txt\b|--constraint constraints\.txt ")
     assert all(map(pinned.search, lines)), lines
@@ -90,7 +120,11 @@ def test_dockerfile_copies_existing_files_and_is_built_by_compose(project: Path)
     file = project / "infra" / "docker" / "Dockerfile"
     text = file.read_text(encoding="utf-8")
     ignored = (file.with_name("Dockerfile.dockerignore")).read_text(encoding="utf-8").splitlines()
-    copied = [word for line in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE) for word in line.split()]
+    copied = [
+        word
+        for line in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE)
+        for word in line.split()
+    ]
     assert {"vendor", "requirements.txt", "constraints.txt"} <= set(copied)
     for name in copied:
         assert (project / name).exists(), name

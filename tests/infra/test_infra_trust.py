@@ -18,7 +18,10 @@ from tests.infra.infra_tools import INFRA, ROOT, tool
 from tests.support.clouds.iam import REPOSITORY, may_assume
 
 WORKFLOWS = ROOT / ".github" / "workflows"
-AUDIENCE = {"aws-actions/configure-aws-credentials": "sts.amazonaws.com", "azure/login": "api://AzureADTokenExchange"}
+AUDIENCE = {
+    "aws-actions/configure-aws-credentials": "sts.amazonaws.com",
+    "azure/login": "api://AzureADTokenExchange",
+}
 """For whom an action asks for its token."""
 READ_ONLY = {"id-token": "none"}
 
@@ -61,7 +64,9 @@ def jobs(folder: Path) -> Iterator[Job]:
                         name=f"{file.name}:{name}",
                         event=event,
                         environment=str(job.get("environment", "")),
-                        has_token=job.get("permissions", workflow.get("permissions", READ_ONLY)).get("id-token")
+                        has_token=job.get(
+                            "permissions", workflow.get("permissions", READ_ONLY)
+                        ).get("id-token")
                         == "write",
                         audiences=tuple(
                             AUDIENCE[action]
@@ -143,4 +148,6 @@ def test_cloud_roles_trust_no_other_job_or_repository(folder: Path) -> None:
 
 def test_workflow_jobs_read_no_secret_outside_environment(folder: Path) -> None:
     done = tool("zizmor", "--offline", "--quiet", "--persona=auditor", "--format=json", folder)
-    assert [found for found in json.loads(done.stdout) if found["ident"] == "secrets-outside-env"] == []
+    assert [
+        found for found in json.loads(done.stdout) if found["ident"] == "secrets-outside-env"
+    ] == []

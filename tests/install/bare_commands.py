@@ -64,12 +64,18 @@ class Call:
 CALLS = (
     Call("--version", 0, "onnx-ops"),
     Call("init fraud --template sklearn", 0, "Created"),
-    Call("check --static alone.yaml released.yaml cloud.yaml tidied.yaml trained.yaml", 0, "no problems"),
+    Call(
+        "check --static alone.yaml released.yaml cloud.yaml tidied.yaml trained.yaml",
+        0,
+        "no problems",
+    ),
     Call("check released.yaml", 4, "needs mlflow, not installed"),
     Call("plan trained.yaml", 0, "register"),
     Call("run alone.yaml --quiet", 0, "PASS cpu-1t", works=True),
     Call("run released.yaml", 4, "deploy/released needs httptools", extras="mlflow,serve"),
-    Call("run released.yaml --until gate", 4, "benchmark/fp32@cpu-1t needs mlflow", extras="mlflow"),
+    Call(
+        "run released.yaml --until gate", 4, "benchmark/fp32@cpu-1t needs mlflow", extras="mlflow"
+    ),
     Call("run cloud.yaml", 4, "deploy/cloud needs boto3", extras="aws,mlflow"),
     Call("run tidied.yaml", 4, "quantize/tidy needs onnxslim", extras="passes"),
     Call("run trained.yaml", 4, "export needs skl2onnx", extras="mlflow,sklearn"),
@@ -79,12 +85,24 @@ CALLS = (
     Call("report m/1", 4, "onnx-ops report, registry: package mlflow", extras="mlflow"),
     Call("export-dvc m/1", 4, "onnx-ops export-dvc, registry: package mlflow", extras="mlflow"),
     Call("drift check", 4, "onnx-ops drift check, registry: package mlflow", extras="mlflow"),
-    Call("promote digits/1 -t cpu", 4, "onnx-ops promote, registry: package mlflow", extras="mlflow"),
+    Call(
+        "promote digits/1 -t cpu", 4, "onnx-ops promote, registry: package mlflow", extras="mlflow"
+    ),
     Call("rollout status digits", 0, "no rollout in progress"),
-    Call("rollout pause digits", 4, "onnx-ops rollout pause, registry: package mlflow", extras="mlflow"),
+    Call(
+        "rollout pause digits",
+        4,
+        "onnx-ops rollout pause, registry: package mlflow",
+        extras="mlflow",
+    ),
     Call("rollout abort digits", 2, "no rollout is in progress"),
     Call("reconcile", 4, "onnx-ops reconcile, registry: package mlflow", extras="mlflow"),
-    Call("reconcile digits --watch", 4, "onnx-ops reconcile, registry: package mlflow", extras="mlflow"),
+    Call(
+        "reconcile digits --watch",
+        4,
+        "onnx-ops reconcile, registry: package mlflow",
+        extras="mlflow",
+    ),
     Call("webhooks check", 4, "onnx-ops webhooks check, registry: package mlflow", extras="mlflow"),
     Call("notify", 2, "no notifier is set"),
     Call(
@@ -95,19 +113,44 @@ CALLS = (
         environ={"ONNX_OPS_NOTIFY": "prefect-events"},
     ),
     Call("status", 4, "digits"),
-    Call("plan alone.yaml", 4, "s3://b/x: package s3fs", extras="s3", environ={"ONNX_OPS_STORE": "s3://b/x"}),
+    Call(
+        "plan alone.yaml",
+        4,
+        "s3://b/x: package s3fs",
+        extras="s3",
+        environ={"ONNX_OPS_STORE": "s3://b/x"},
+    ),
     Call("history digits", 0, "digits"),
     Call("prune digits", 4, "onnx-ops prune, registry: package mlflow", extras="mlflow"),
-    Call("rollback digits --reason slow --wait", 4, "accepted, still pending: all traffic to v1", extras="serve"),
-    Call("reconcile digits", 4, "onnx-ops reconcile, endpoint digits: packages httptools", extras="serve"),
+    Call(
+        "rollback digits --reason slow --wait",
+        4,
+        "accepted, still pending: all traffic to v1",
+        extras="serve",
+    ),
+    Call(
+        "reconcile digits",
+        4,
+        "onnx-ops reconcile, endpoint digits: packages httptools",
+        extras="serve",
+    ),
     Call("rollback --withdraw digits --reason no", 0, "is withdrawn"),
     Call("delete digits --yes", 0, "digits: deleted"),
     Call("inspect model.onnx", 0, "opset"),
-    Call("inspect model.onnx --serve", 4, "onnx-ops inspect, --serve: package netron", extras="view"),
-    Call("judge model.onnx model.onnx --only parity --html judgement.html --quiet", 0, "PASS", works=True),
+    Call(
+        "inspect model.onnx --serve", 4, "onnx-ops inspect, --serve: package netron", extras="view"
+    ),
+    Call(
+        "judge model.onnx model.onnx --only parity --html judgement.html --quiet",
+        0,
+        "PASS",
+        works=True,
+    ),
     Call("bench model.onnx --runs 20 --quiet", 0, "p50", works=True),
     Call("quantize model.onnx small.onnx --method dynamic", 0, "int8"),
-    Call("quantize model.onnx slim.onnx --method onnxslim", 4, "onnx-ops quantize", extras="passes"),
+    Call(
+        "quantize model.onnx slim.onnx --method onnxslim", 4, "onnx-ops quantize", extras="passes"
+    ),
     Call("serve --state-dir served", 4, "onnx-ops serve: packages httptools", extras="serve"),
     Call("doctor", 0, "onnx-ops[mlflow]"),
     Call("targets", 0, "cpu-1t"),
@@ -130,10 +173,14 @@ def make_project(folder: Path) -> None:
     (folder / "trained.yaml").write_text(TRAINED, encoding="utf-8")
     (folder / "code.py").write_text("import sklearn\n\n\ndef train(data): ...\n", encoding="utf-8")
     config = release_parts.config_of("digits")
-    local = type(config)(**{**{name: getattr(config, name) for name in config.__slots__}, "provider": "local"})
+    local = type(config)(
+        **{**{name: getattr(config, name) for name in config.__slots__}, "provider": "local"}
+    )
     keys = folder / ".onnx-ops" / "keys"
     keys.mkdir(parents=True)
-    (folder / ".onnx-ops" / "endpoints" / "digits").mkdir(parents=True)  # of a server that has ended
+    (folder / ".onnx-ops" / "endpoints" / "digits").mkdir(
+        parents=True
+    )  # of a server that has ended
     (keys / "signing.pub.pem").write_bytes(FakeSigner().public_pem())
     write_durably(keys / "signing.pem", FakeSigner().private_pem())
     with on_disk(folder), patch.object(release_parts, "config_of", lambda _: local):

@@ -18,7 +18,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+    "project"
+]
 
 
 def requirements_of(extra: str) -> tuple[Requirement, ...]:
@@ -76,14 +78,25 @@ def _entry_points() -> Iterator[str]:
 def install_base(folder: Path) -> Path:
     """Build the wheel and install it into a new environment; return its interpreter."""
     source = folder / "source"  # where no earlier build has left anything
-    shutil.copytree(ROOT / "onnx_ops", source / "onnx_ops", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "onnx_ops", source / "onnx_ops", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    _call([sys.executable, "-m", "build", "--wheel", "--outdir", str(folder / "wheel"), str(source)])
+    _call(
+        [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder / "wheel"), str(source)]
+    )
     (wheel,) = (folder / "wheel").glob("*.whl")
     _call(["uv", "venv", "--quiet", "--python", sys.executable, str(folder / "environment")])
     python = folder / "environment" / "bin" / "python"
-    options = ["--quiet", "--compile-bytecode", "--python", str(python), "--constraint", str(ROOT / "constraints.txt")]
+    options = [
+        "--quiet",
+        "--compile-bytecode",
+        "--python",
+        str(python),
+        "--constraint",
+        str(ROOT / "constraints.txt"),
+    ]
     _call(["uv", "pip", "install", *options, str(wheel)])
     return python
 
@@ -108,7 +121,12 @@ def environ_of(folder: Path) -> dict[str, str]:
 def _call(command: list[str]) -> str:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        command, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=900, check=False
+        command,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

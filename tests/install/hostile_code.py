@@ -14,7 +14,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-PLACE = Path(json.loads(Path(__file__).with_name("attack.json").read_text(encoding="utf-8"))["place"])
+PLACE = Path(
+    json.loads(Path(__file__).with_name("attack.json").read_text(encoding="utf-8"))["place"]
+)
 TRIED: list[str] = []
 
 
@@ -51,18 +53,33 @@ def attack_machine(home: Path, temp: Path, checkout: Path) -> None:
     """Plant programs, start files, hooks and packages on the machine."""
     evil = temp / "evil"
     for program in ("python", "python3", "git", "pip", "bash", "sh", "curl"):
-        plant(f"program {program}", evil / program, f"#!/bin/sh\n{shell(f'program {program}')}exit 1\n", runs=True)
+        plant(
+            f"program {program}",
+            evil / program,
+            f"#!/bin/sh\n{shell(f'program {program}')}exit 1\n",
+            runs=True,
+        )
     plant("sitecustomize elsewhere", evil / "sitecustomize.py", looter("sitecustomize elsewhere"))
     plant("start file", evil / "start", shell("start file"))
     for name in (".bashrc", ".profile", ".bash_profile"):
         plant(name, home / name, shell(name), adds=True)
-    config = f'[core]\nhooksPath = {evil}\nfsmonitor = {evil}/git\n[filter "x"]\nsmudge = {evil}/sh\n'
+    config = (
+        f'[core]\nhooksPath = {evil}\nfsmonitor = {evil}/git\n[filter "x"]\nsmudge = {evil}/sh\n'
+    )
     plant("git config", home / ".gitconfig", config)
-    plant("git hook", checkout / ".git" / "hooks" / "post-checkout", f"#!/bin/sh\n{shell('git hook')}", runs=True)
+    plant(
+        "git hook",
+        checkout / ".git" / "hooks" / "post-checkout",
+        f"#!/bin/sh\n{shell('git hook')}",
+        runs=True,
+    )
     plant("git attributes", checkout / ".git" / "info" / "attributes", "* filter=x\n")
     plant("build settings", home / ".pydistutils.cfg", f"[install]\nprefix = {evil}\n")
     plant("network settings", home / ".netrc", "machine github.com login x password y\n")
-    packages = [home / ".local" / "lib" / "python3.11" / "site-packages", *temp.glob("venv/lib/python*/site-packages")]
+    packages = [
+        home / ".local" / "lib" / "python3.11" / "site-packages",
+        *temp.glob("venv/lib/python*/site-packages"),
+    ]
     for number, folder in enumerate(packages):
         plant(f"path file {number}", folder / "evil.pth", looter(f"path file {number}"))
 
@@ -81,7 +98,12 @@ def attack_runner(temp: Path) -> None:
         if variable in os.environ:
             plant(variable, Path(os.environ[variable]), text, adds=True)
     plant("event", Path(os.environ["GITHUB_EVENT_PATH"]), json.dumps(event))
-    commands = ("::add-path::/e", "::set-env name=PYTHONPATH::/e", "::set-output name=verdict::pass", "##[add-path]/e")
+    commands = (
+        "::add-path::/e",
+        "::set-env name=PYTHONPATH::/e",
+        "::set-output name=verdict::pass",
+        "##[add-path]/e",
+    )
     for line in (*commands, "::stop-commands::x", "::x::", "\x1b]0;owned\x07", "\u202e::error::"):
         os.write(1, f"{line}\n".encode())
         TRIED.append(f"output {line[:12]}")
@@ -89,10 +111,21 @@ def attack_runner(temp: Path) -> None:
 
 def attack_artifact(folder: Path) -> None:
     """Plant modules, links, pipes and large files among the results, and change these after they are written."""
-    modules = ("typing_extensions", "sitecustomize", "conftest", "__main__", "onnx_ops/integrations/github_action")
+    modules = (
+        "typing_extensions",
+        "sitecustomize",
+        "conftest",
+        "__main__",
+        "onnx_ops/integrations/github_action",
+    )
     for name in modules:
         plant(f"artifact {name}", folder / f"{name}.py", looter(f"artifact {name}"))
-    plant("artifact interpreter", folder / "publish" / "bin" / "python", shell("artifact interpreter"), runs=True)
+    plant(
+        "artifact interpreter",
+        folder / "publish" / "bin" / "python",
+        shell("artifact interpreter"),
+        runs=True,
+    )
     plant("artifact path file", folder / "evil.pth", looter("artifact path file"))
     plant("artifact deep", folder / "deep.json", "[" * 100_000)
     plant("artifact large", folder / "large.html", "x" * (64 << 20))
@@ -106,7 +139,9 @@ def attack_artifact(folder: Path) -> None:
             make(folder / f"{kind}.html")
             TRIED.append(f"artifact {kind}")
     command = [sys.executable, __file__, str(folder / "results.json")]
-    subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.Popen(
+        command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     TRIED.append("results changed after the run")
 
 
@@ -117,7 +152,11 @@ def change_results(file: Path) -> None:
         time.sleep(0.001)
         with suppress(OSError, ValueError):
             results = json.loads(file.read_text(encoding="utf-8"))
-    forged = {"verdict": "pass", "choices": [], "made_by": "[approved](https://evil.example) @everyone <img src=x>"}
+    forged = {
+        "verdict": "pass",
+        "choices": [],
+        "made_by": "[approved](https://evil.example) @everyone <img src=x>",
+    }
     file.write_text(json.dumps([{**one, **forged} for one in results]), encoding="utf-8")
     (PLACE / "results changed").touch()
 

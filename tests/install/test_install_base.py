@@ -82,7 +82,9 @@ def project(tmp_path: Path) -> Path:
     return tmp_path / "project"
 
 
-def run(command: list[str], folder: Path, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str], folder: Path, stdin: str = "", **environ: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
         input=stdin,
@@ -117,8 +119,12 @@ def test_command_without_extras_works_or_names_extra_to_install(bare: Path, proj
     done = run([str(bare), str(Path(__file__).with_name("run_commands.py"))], project, lines)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])
-    assert [(call.line, one["error"]) for call, one in zip(calls, results, strict=True) if one["error"]] == []
-    problems = [check(call, one["code"], one["output"]) for call, one in zip(calls, results, strict=True)]
+    assert [
+        (call.line, one["error"]) for call, one in zip(calls, results, strict=True) if one["error"]
+    ] == []
+    problems = [
+        check(call, one["code"], one["output"]) for call, one in zip(calls, results, strict=True)
+    ]
     assert "\n".join(problem for messages in problems for problem in messages) == ""
 
 
@@ -128,9 +134,17 @@ def test_import_without_extras_fails_only_for_modules_of_extras(bare: Path, tmp_
     failed: dict[str, str] = json.loads(done.stdout)
     assert failed, "the environment holds more than the base"
     for module, package in failed.items():
-        rooms = [packages for room, packages in ROOMS.items() if f"{module}.".startswith(f"{room}.")]
-        assert any(plugins.distribution_of(package) in packages for packages in rooms), (module, package)
-    assert not any(name.startswith("onnx_ops.testing.fakes") or name.endswith("testing.models") for name in failed)
+        rooms = [
+            packages for room, packages in ROOMS.items() if f"{module}.".startswith(f"{room}.")
+        ]
+        assert any(plugins.distribution_of(package) in packages for packages in rooms), (
+            module,
+            package,
+        )
+    assert not any(
+        name.startswith("onnx_ops.testing.fakes") or name.endswith("testing.models")
+        for name in failed
+    )
 
 
 def test_base_installation_contains_only_allowed_packages() -> None:
@@ -145,7 +159,9 @@ def test_project_extras_equal_extras_named_in_code() -> None:
     }
     pins = {"fastapi", "sqlalchemy"}  # of Prefect, which imports them
     found = {
-        extra: {name.removesuffix("-cpu") for name in names} - {"onnx-ops"} - (pins if extra == "prefect" else set())
+        extra: {name.removesuffix("-cpu") for name in names}
+        - {"onnx-ops"}
+        - (pins if extra == "prefect" else set())
         for extra, names in extras.items()
     }
     assert found == {extra: set(names) for extra, names in plugins.EXTRAS.items()}
@@ -154,7 +170,9 @@ def test_project_extras_equal_extras_named_in_code() -> None:
 def test_install_page_lists_each_extra() -> None:
     page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     table = page.partition("| extra | for |")[2].partition("\n\n")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(PROJECT["optional-dependencies"])
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(
+        PROJECT["optional-dependencies"]
+    )
 
 
 def test_constraints_file_pins_each_base_package() -> None:
@@ -164,15 +182,23 @@ def test_constraints_file_pins_each_base_package() -> None:
 
 
 def test_install_page_gives_number_of_base_packages() -> None:
-    found = re.search(r"has (\d+) further packages", (ROOT / "docs" / "install.md").read_text(encoding="utf-8"))
+    found = re.search(
+        r"has (\d+) further packages", (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    )
     assert found is not None
     assert int(found[1]) == len(base_distributions())
 
 
 def test_readme_lists_commands_without_json_option() -> None:
-    found = re.search(r"all but (.*) have `--json`", (ROOT / "README.md").read_text(encoding="utf-8"))
+    found = re.search(
+        r"all but (.*) have `--json`", (ROOT / "README.md").read_text(encoding="utf-8")
+    )
     assert found is not None
-    lacking = [name for name, command in list_commands(typer.main.get_command(app)) if not has_json(command)]
+    lacking = [
+        name
+        for name, command in list_commands(typer.main.get_command(app))
+        if not has_json(command)
+    ]
     assert re.findall(r"`([^`]+)`", found[1]) == lacking
 
 
@@ -197,12 +223,20 @@ def test_wheel_installs_only_base_packages(installed: Path) -> None:
 
 @pytest.mark.nightly
 def test_install_page_gives_size_of_base(installed: Path) -> None:
-    found = re.search(r"about (\d+) MB on Linux", (ROOT / "docs" / "install.md").read_text(encoding="utf-8"))
+    found = re.search(
+        r"about (\d+) MB on Linux", (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    )
     assert found is not None
     (packages,) = installed.parents[1].glob("lib/python*/site-packages")
     files = [path for path in packages.rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    own = [path for path in files if path.relative_to(packages).parts[0].partition("-")[0] in ("onnx_ops", "pip")]
-    size_mb = (sum(path.stat().st_size for path in files) - sum(path.stat().st_size for path in own)) / 1e6
+    own = [
+        path
+        for path in files
+        if path.relative_to(packages).parts[0].partition("-")[0] in ("onnx_ops", "pip")
+    ]
+    size_mb = (
+        sum(path.stat().st_size for path in files) - sum(path.stat().st_size for path in own)
+    ) / 1e6
     assert abs(size_mb / int(found[1]) - 1) < 0.15
 
 

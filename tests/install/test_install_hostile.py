@@ -16,7 +16,10 @@ from tests.support.git import git
 
 pytestmark = pytest.mark.nightly  # installs a project into new environments
 
-SECRETS = {"ONNX_OPS_SIGNING_PEM": "PEM-of-the-release-key", "MLFLOW_TRACKING_TOKEN": "token-of-the-registry"}
+SECRETS = {
+    "ONNX_OPS_SIGNING_PEM": "PEM-of-the-release-key",
+    "MLFLOW_TRACKING_TOKEN": "token-of-the-registry",
+}
 """What the repository holds; none of it is for a job that runs code of a pull request."""
 
 CODE = Path(__file__).with_name("hostile_code.py")
@@ -69,7 +72,8 @@ def attack(root: Path, place: Path) -> list[str]:
         file.write_text(text, encoding="utf-8")
     train = models / "train.py"
     code = train.read_text(encoding="utf-8").replace(
-        "from __future__ import annotations\n", "from __future__ import annotations\nfrom models.attack import attack\n"
+        "from __future__ import annotations\n",
+        "from __future__ import annotations\nfrom models.attack import attack\n",
     )
     train.write_text(f"{code}\n\nattack()\n", encoding="utf-8")
     # What the job that publishes would install, if it took it from the commit.
@@ -81,7 +85,13 @@ def attack(root: Path, place: Path) -> list[str]:
     vendored.write_text(f"./vendor/evil\n{vendored.read_text(encoding='utf-8')}", encoding="utf-8")
     (root / ".gitattributes").write_text("* filter=x diff=x merge=x\n", encoding="utf-8")
     (root / "configs" / "pipelines" / "link.yaml").symlink_to("/etc/passwd")
-    return [*(f"module {module}" for module in MODULES), "setup", "vendored release", "attributes", "linked pipeline"]
+    return [
+        *(f"module {module}" for module in MODULES),
+        "setup",
+        "vendored release",
+        "attributes",
+        "linked pipeline",
+    ]
 
 
 def test_hostile_pull_request_gets_no_token_key_or_verdict(world: World, tmp_path: Path) -> None:
@@ -90,7 +100,14 @@ def test_hostile_pull_request_gets_no_token_key_or_verdict(world: World, tmp_pat
     base = git(world.origin, "rev-parse", "HEAD")
     names = attack(world.origin, place)
     head = world.commit(was="max: 2 MB", becomes="max: 3 MB")
-    pull = {"pull_request": {"number": 7, "title": "$(id) `id` \u202e", "head": {"sha": head}, "base": {"sha": base}}}
+    pull = {
+        "pull_request": {
+            "number": 7,
+            "title": "$(id) `id` \u202e",
+            "head": {"sha": head},
+            "base": {"sha": base},
+        }
+    }
     judge = world.run("judge", "pull_request", pull, secrets=SECRETS)
     judged = {path.name: path.read_text(encoding="utf-8") for path in place.iterdir()}
     tried = [*names, *json.loads(judged["tried.json"])]
@@ -109,10 +126,14 @@ def test_hostile_pull_request_gets_no_token_key_or_verdict(world: World, tmp_pat
     posts = [letter for letter in world.github.requests if letter.method != "GET"]
     checks = [letter.document for letter in posts if letter.path.endswith("/check-runs")]
     assert [(check["head_sha"], check["name"]) for check in checks] == [(head, "onnx-ops")]
-    assert all("/issues/7/" in letter.path for letter in posts if not letter.path.endswith("/check-runs"))
+    assert all(
+        "/issues/7/" in letter.path for letter in posts if not letter.path.endswith("/check-runs")
+    )
     assert checks[0]["conclusion"] == "action_required", "the forged pass was believed"
     shown = json.dumps([letter.document for letter in posts]) + publish.summary
     assert not re.search(r"<(?:script|img)|@everyone|root:x:0|(?<!\\)\]\(https://evil", shown)
-    assert not any(line.lstrip().startswith(("::add", "::set", "##[add")) for line in log(publish).splitlines())
+    assert not any(
+        line.lstrip().startswith(("::add", "::set", "##[add")) for line in log(publish).splitlines()
+    )
     state = judge.checkout / ".onnx-ops"
     assert not [state / name for name in ("ledger", "keys") if (state / name).exists()]

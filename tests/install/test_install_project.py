@@ -19,7 +19,9 @@ from tests.install.workflow_runner import bare_path
 from tests.install.workflow_world import MACHINE, World, log, open_world
 from tests.support.git import git
 
-pytestmark = pytest.mark.nightly  # installs the platform into new environments: minutes for each template
+pytestmark = (
+    pytest.mark.nightly
+)  # installs the platform into new environments: minutes for each template
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +70,15 @@ def test_workflows_of_new_project_run_on_bare_machine(world: World) -> None:
         runner = world.push(first, hosted=False)
         assert "Nothing was registered or released" not in log(runner)
         inputs = {"model": "fraud", "version": version, "target": "cpu-1t", "reason": "it's better"}
-        runner = world.run("promote", "workflow_dispatch", {}, workflow="promote.yml", hosted=False, inputs=inputs)
+        runner = world.run(
+            "promote", "workflow_dispatch", {}, workflow="promote.yml", hosted=False, inputs=inputs
+        )
         found = world.status(runner)
         assert (found["answers"], f"v{version}" in found["traffic"]) == (True, True), found
     inputs = {"endpoint": "fraud", "to": "", "reason": "wrong on sevens", "force": "false"}
-    runner = world.run("rollback", "workflow_dispatch", {}, workflow="rollback.yml", hosted=False, inputs=inputs)
+    runner = world.run(
+        "rollback", "workflow_dispatch", {}, workflow="rollback.yml", hosted=False, inputs=inputs
+    )
     assert "wrong on sevens" in runner.summary
     assert world.status(runner)["traffic"] == {"v1": 100}
 
@@ -82,15 +88,23 @@ STAGES = ("build", "platform")
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_dockerfile_stage_commands_run_without_container_engine(stage: str, onnx_ops: Path, tmp_path: Path) -> None:
+def test_dockerfile_stage_commands_run_without_container_engine(
+    stage: str, onnx_ops: Path, tmp_path: Path
+) -> None:
     """No engine builds it here: what a stage copies is copied, and what it runs is run, below a folder."""
     init = [str(onnx_ops), "init", "fraud"]
-    subprocess.run(init, cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}, check=True)
+    subprocess.run(
+        init, cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}, check=True
+    )
     project, root = tmp_path / "fraud", tmp_path / "root"
     work = root / "src"
     for folder in (work, root / "opt", root / "tmp"):
         folder.mkdir(parents=True)
-    text = (project / "infra" / "docker" / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    text = (
+        (project / "infra" / "docker" / "Dockerfile")
+        .read_text(encoding="utf-8")
+        .replace("\\\n", " ")
+    )
     lines = text[text.index(f" AS {stage}") :].split("\nFROM ")[0].splitlines()
     environ = {name: value for name, value in os.environ.items() if MACHINE.match(name)} | {
         "PATH": bare_path(tmp_path / "tools"),
@@ -109,7 +123,13 @@ def test_dockerfile_stage_commands_run_without_container_engine(stage: str, onnx
         elif instruction == "RUN":
             script = re.sub(r"(?<![\w.])/(opt|tmp|state)\b", rf"{root}/\1", rest)
             done = subprocess.run(
-                ["sh", "-c", script], cwd=work, env=environ, capture_output=True, text=True, timeout=1200, check=False
+                ["sh", "-c", script],
+                cwd=work,
+                env=environ,
+                capture_output=True,
+                text=True,
+                timeout=1200,
+                check=False,
             )
             assert done.returncode == 0, done.stdout + done.stderr
     python = root / "opt" / "onnx-ops" / "bin" / "python"
@@ -120,6 +140,14 @@ def test_dockerfile_stage_commands_run_without_container_engine(stage: str, onnx
         bill = json.loads((root / "opt" / "onnx-ops" / "sbom.cdx.json").read_text(encoding="utf-8"))
         assert "onnx-ops" in {component["name"] for component in bill["components"]}
     else:
-        assert {"onnx-ops", "mlflow", "prefect", "boto3", "psycopg2-binary", "scikit-learn", "fraud"} <= packages
+        assert {
+            "onnx-ops",
+            "mlflow",
+            "prefect",
+            "boto3",
+            "psycopg2-binary",
+            "scikit-learn",
+            "fraud",
+        } <= packages
         check = [str(python.with_name("onnx-ops")), "check", "configs/pipelines/fraud.yaml"]
         subprocess.run(check, cwd=work, env=environ, check=True)

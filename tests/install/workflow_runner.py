@@ -19,7 +19,11 @@ import yaml
 FOREIGN = {"actions/setup-python", "actions/cache/restore", "actions/cache/save"}
 """Actions whose work is done before a job begins, or makes no difference here: `python` is on the path, and the first
 job of a repository finds an empty cache."""
-CHECKOUT, UPLOAD, DOWNLOAD = "actions/checkout", "actions/upload-artifact", "actions/download-artifact"
+CHECKOUT, UPLOAD, DOWNLOAD = (
+    "actions/checkout",
+    "actions/upload-artifact",
+    "actions/download-artifact",
+)
 _TOKEN = re.compile(r"'[^']*'|[a-z]+(?:\.[\w-]+)+|&&|\|\||[=!]=|\s+")
 _PYTHON = {"&&": "and", "||": "or", "==": "==", "!=": "!="}
 
@@ -87,7 +91,9 @@ class Runner:
             word, rest = match[0], rest[match.end() :]
             if word.strip():
                 words.append(_PYTHON.get(word, word if word.startswith("'") else f"look({word!r})"))
-        return eval(" ".join(words), {"look": lambda name: self._look(name, contexts or self.contexts)})  # noqa: S307
+        return eval(
+            " ".join(words), {"look": lambda name: self._look(name, contexts or self.contexts)}
+        )  # noqa: S307
 
     def _look(self, name: str, contexts: Mapping[str, Any]) -> Any:
         found: Any = contexts
@@ -95,7 +101,9 @@ class Runner:
             found = found.get(part, "") if isinstance(found, Mapping) else ""
         return found
 
-    def _texts(self, values: Mapping[str, Any], contexts: Mapping[str, Any] | None = None) -> dict[str, str]:
+    def _texts(
+        self, values: Mapping[str, Any], contexts: Mapping[str, Any] | None = None
+    ) -> dict[str, str]:
         return {name: self.text(str(value), contexts) for name, value in values.items()}
 
     def text(self, text: str, contexts: Mapping[str, Any] | None = None) -> str:
@@ -107,7 +115,9 @@ class Runner:
 
         return re.sub(r"\$\{\{(.+?)\}\}", replaced, text)
 
-    def _run_steps(self, steps: list[Any], environ: Mapping[str, str], contexts: Mapping[str, Any]) -> int:
+    def _run_steps(
+        self, steps: list[Any], environ: Mapping[str, str], contexts: Mapping[str, Any]
+    ) -> int:
         contexts = {**contexts, "steps": {}}
         for step in steps:
             if "if" in step and not self.value(str(step["if"]), contexts):
@@ -117,7 +127,9 @@ class Runner:
             if name.startswith("./"):
                 code = self._run_action(name, own, self._texts(step.get("with", {}), contexts))
             elif name in (CHECKOUT, UPLOAD, DOWNLOAD):
-                self._move_files(name, self._texts(step["with"], contexts), optional="continue-on-error" in step)
+                self._move_files(
+                    name, self._texts(step["with"], contexts), optional="continue-on-error" in step
+                )
                 continue
             elif name:
                 assert name in FOREIGN, f"{name} is beyond this runner"
@@ -138,7 +150,9 @@ class Runner:
             subprocess.run(["git", "-C", folder, "checkout", "--quiet", given["ref"]], check=True)
         elif action == UPLOAD:
             assert any(Path(given["path"]).iterdir())
-            shutil.copytree(given["path"], self.artifacts / given["name"], symlinks=True, ignore=_list_pipes)
+            shutil.copytree(
+                given["path"], self.artifacts / given["name"], symlinks=True, ignore=_list_pipes
+            )
         elif action == DOWNLOAD:
             found = self.artifacts / given["name"]
             assert optional or found.exists()
@@ -147,17 +161,26 @@ class Runner:
 
     def _run_action(self, name: str, environ: Mapping[str, str], given: Mapping[str, str]) -> int:
         action = load(self.checkout / name / "action.yml")
-        defaults = {key: self.text(str(about.get("default", ""))) for key, about in action["inputs"].items()}
+        defaults = {
+            key: self.text(str(about.get("default", ""))) for key, about in action["inputs"].items()
+        }
         contexts = {**self.contexts, "inputs": {**defaults, **given}}
         return self._run_steps(action["runs"]["steps"], environ, contexts)
 
-    def run_script(self, step: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[int, dict[str, str]]:
+    def run_script(
+        self, step: Mapping[str, Any], environ: Mapping[str, str]
+    ) -> tuple[int, dict[str, str]]:
         """Run the shell of a step; return its code and its outputs."""
         assert "${{" not in step["run"]
-        files = {name: self.temp / name.lower() for name in ("GITHUB_PATH", "GITHUB_ENV", "GITHUB_OUTPUT")}
+        files = {
+            name: self.temp / name.lower()
+            for name in ("GITHUB_PATH", "GITHUB_ENV", "GITHUB_OUTPUT")
+        }
         for file in files.values():
             file.write_text("", encoding="utf-8")
-        options = ["--noprofile", "--norc", "-eo", "pipefail"] if step.get("shell") == "bash" else ["-e"]
+        options = (
+            ["--noprofile", "--norc", "-eo", "pipefail"] if step.get("shell") == "bash" else ["-e"]
+        )
         done = subprocess.run(
             ["bash", *options, "-c", step["run"]],
             cwd=self.checkout / self.text(step.get("working-directory", "")),

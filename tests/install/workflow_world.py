@@ -123,7 +123,13 @@ class World:
         """Return what the endpoint does after a job, whose processes the runner has ended."""
         command = [str(runner.temp / "venv" / "bin" / "onnx-ops"), "status", "--json"]
         done = subprocess.run(
-            command, cwd=runner.checkout, env=runner.environ, capture_output=True, text=True, check=False, timeout=120
+            command,
+            cwd=runner.checkout,
+            env=runner.environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         (endpoint,) = json.loads(done.stdout)
@@ -139,7 +145,9 @@ def open_world(onnx_ops: Path, folder: Path, template: TemplateName) -> Iterator
         onnx_ops: the command of an installed release, which makes the project.
     """
     environ = {"PATH": "/usr/bin:/bin", "HOME": str(folder)}
-    subprocess.run([onnx_ops, "init", "fraud", "--template", template], cwd=folder, env=environ, check=True)
+    subprocess.run(
+        [onnx_ops, "init", "fraud", "--template", template], cwd=folder, env=environ, check=True
+    )
     with WebhookSink(answer).open() as github:
         made = World(name="fraud", origin=folder / "fraud", folder=folder, github=github)
         made.commit()
@@ -151,9 +159,13 @@ def open_world(onnx_ops: Path, folder: Path, template: TemplateName) -> Iterator
 
 def answer(letter: ReceivedRequest) -> Reply:
     """Answer as GitHub does for a repository without comments."""
-    return Reply(status=200, document=[]) if letter.method == "GET" else Reply(status=201, document={})
+    return (
+        Reply(status=200, document=[]) if letter.method == "GET" else Reply(status=201, document={})
+    )
 
 
 def log(runner: Runner) -> str:
     """Return what the steps of a job printed."""
-    return "\n".join(f"--- {step.name} ended with {step.code}\n{step.output}" for step in runner.done)
+    return "\n".join(
+        f"--- {step.name} ended with {step.code}\n{step.output}" for step in runner.done
+    )

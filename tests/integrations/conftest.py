@@ -44,7 +44,9 @@ def veto_server(veto_home: Path) -> Iterator[GuardedServer]:
     with running_process(command, veto_home / "log", is_ready, cwd=veto_home, env=environ):
         for user in ("alice", "bob"):
             asked = {"username": user, "password": PASSWORD}
-            status, answer = server.call("release-bot", "POST", "/api/2.0/mlflow/users/create", asked)
+            status, answer = server.call(
+                "release-bot", "POST", "/api/2.0/mlflow/users/create", asked
+            )
             assert status == 200, answer
         yield server
 

@@ -32,7 +32,9 @@ RELEASES = {
     "nothing": replace(REGISTERED, register=None),
     "registered": REGISTERED,
     "local": replace(REGISTERED, deploy=(Deploy(endpoint="iris", target="cpu-1t"),)),
-    "cloud": replace(REGISTERED, deploy=(Deploy(endpoint="iris", provider="sagemaker", target="cpu-1t"),)),
+    "cloud": replace(
+        REGISTERED, deploy=(Deploy(endpoint="iris", provider="sagemaker", target="cpu-1t"),)
+    ),
 }
 SHARED = {"tracking_uri": "https://mlflow.example.org", "ledger": "s3://models/ledger"}
 
@@ -57,7 +59,8 @@ def _read_only(folder: Path) -> Checked:
 
 
 @pytest.mark.parametrize(
-    "error", [ServiceUnavailableError("no answer"), RefusedError("not ours"), UserError("no such model")]
+    "error",
+    [ServiceUnavailableError("no answer"), RefusedError("not ours"), UserError("no such model")],
 )
 def test_release_change_with_registry_failure_records_error(
     error: OnnxOpsError, evaluated: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -74,16 +77,25 @@ def test_release_change_with_registry_failure_records_error(
     assert error.what in checked.error
 
 
-def test_release_change_with_unwritable_measurements_folder_writes_results(evaluated: Project, tmp_path: Path) -> None:
+def test_release_change_with_unwritable_measurements_folder_writes_results(
+    evaluated: Project, tmp_path: Path
+) -> None:
     not_a_folder = tmp_path / "figures"
     not_a_folder.write_text("")
-    lines = list(release_change(tmp_path / "results", "", tmp_path / "evaluated", figures=not_a_folder))
+    lines = list(
+        release_change(tmp_path / "results", "", tmp_path / "evaluated", figures=not_a_folder)
+    )
     assert _read_only(tmp_path / "results").verdict is Verdict.PASS
-    assert any("pull requests will not have the measurements" in line and "figures" in line for line in lines)
+    assert any(
+        "pull requests will not have the measurements" in line and "figures" in line
+        for line in lines
+    )
     assert any(line.startswith("PASS ") for line in lines)
 
 
-def test_release_change_of_unevaluated_pipeline_records_error(evaluated: Project, tmp_path: Path) -> None:
+def test_release_change_of_unevaluated_pipeline_records_error(
+    evaluated: Project, tmp_path: Path
+) -> None:
     shutil.rmtree(next(path for path in (tmp_path / "evaluated").iterdir() if path.is_dir()))
     list(release_change(tmp_path / "results", "", tmp_path / "evaluated"))
     checked = _read_only(tmp_path / "results")
@@ -99,18 +111,30 @@ def test_release_change_of_unevaluated_pipeline_records_error(evaluated: Project
         ("registered", {"tracking_uri": "postgresql+psycopg2://user@host/mlflow"}, True, ()),
         ("local", {}, True, ("registry", "ledger", "server of endpoint iris")),
         ("local", SHARED, True, ("server of endpoint iris",)),
-        ("local", {"tracking_uri": SHARED["tracking_uri"], "ledger": "file:///srv/ledger"}, False, ("server",)),
+        (
+            "local",
+            {"tracking_uri": SHARED["tracking_uri"], "ledger": "file:///srv/ledger"},
+            False,
+            ("server",),
+        ),
         ("cloud", SHARED, True, ()),
         ("cloud", {**SHARED, "ledger": "ledger"}, True, ("ledger",)),
         ("local", {}, False, ("registry", "ledger", "server of endpoint iris")),
         ("local", {"state": "/srv/onnx-ops"}, False, ()),
-        ("local", {"state": "/srv/onnx-ops"}, True, ("registry", "ledger", "server of endpoint iris")),
+        (
+            "local",
+            {"state": "/srv/onnx-ops"},
+            True,
+            ("registry", "ledger", "server of endpoint iris"),
+        ),
     ],
 )
 def test_lost_with_job_names_places_on_disk_of_job(
     tmp_path: Path, section: str, places: dict[str, str], hosted: bool, lost: tuple[str, ...]
 ) -> None:
-    settings = load_settings(tmp_path, {f"ONNX_OPS_{key.upper()}": text for key, text in places.items()})
+    settings = load_settings(
+        tmp_path, {f"ONNX_OPS_{key.upper()}": text for key, text in places.items()}
+    )
     message = lost_with_job(settings, RELEASES[section], hosted=hosted)
     assert bool(message) == bool(lost)
     for what in ("registry", "ledger", "server of endpoint iris"):

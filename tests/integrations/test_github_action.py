@@ -111,7 +111,10 @@ class Runner:
     def release(self) -> tuple[int, int, int]:
         """Exit codes of the steps of a push, which are jobs of their own."""
         evaluated = self.root.parent / "evaluated"
-        codes = self.step("evaluate", folder="evaluated"), self.step("release", "--evaluated", str(evaluated))
+        codes = (
+            self.step("evaluate", folder="evaluated"),
+            self.step("release", "--evaluated", str(evaluated)),
+        )
         return *codes, self.step("publish")
 
     def results(self) -> tuple[Checked, ...]:
@@ -128,7 +131,10 @@ def runner(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     with WebhookSink(github).open() as inbox:
         made = Runner(root, github)
         made.write("configs/pipelines/iris.yaml", pipeline_text(TRAIN))
-        made.write("configs/targets/cpu-1t.yaml", (ROOT / "configs/targets/cpu-1t.yaml").read_text(encoding="utf-8"))
+        made.write(
+            "configs/targets/cpu-1t.yaml",
+            (ROOT / "configs/targets/cpu-1t.yaml").read_text(encoding="utf-8"),
+        )
         made.write("code/__init__.py", "")
         made.write("code/model.py", MODEL.format(module="rounds"))
         made.write("code/rounds.py", "ROUNDS = 200\n")
@@ -155,7 +161,11 @@ def test_action_for_changed_pipeline_code_judges_it_and_keeps_one_comment(runner
     assert runner.judge() == (0, 0)
     (check,) = runner.github.checks
     assert (check["conclusion"], check["output"]["title"]) == ("success", "1 passed")
-    assert (runner.root.parent / "out" / "iris.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert (
+        (runner.root.parent / "out" / "iris.html")
+        .read_text(encoding="utf-8")
+        .startswith("<!doctype html>")
+    )
     runner.propose({"configs/pipelines/iris.yaml": pipeline_text(TRAIN, "1 B")})
     assert runner.judge() == (0, 1)
     assert runner.github.checks[1]["conclusion"] == "failure"
@@ -163,7 +173,10 @@ def test_action_for_changed_pipeline_code_judges_it_and_keeps_one_comment(runner
     assert comment["body"].startswith(MARK)
     assert "iris.yaml: FAIL" in comment["body"]
     assert comment["body"].removeprefix(f"{MARK}\n") in runner.summary()
-    assert Path(os.environ["GITHUB_OUTPUT"]).read_text().splitlines() == ["verdict=pass", "verdict=fail"]
+    assert Path(os.environ["GITHUB_OUTPUT"]).read_text().splitlines() == [
+        "verdict=pass",
+        "verdict=fail",
+    ]
 
 
 def test_action_for_unrelated_change_skips_check_and_comment(runner: Runner) -> None:
@@ -183,7 +196,10 @@ def test_action_with_missing_provider_reports_action_required(runner: Runner) ->
     )
     assert runner.judge() == (0, 1)
     (check,) = runner.github.checks
-    assert (check["conclusion"], check["output"]["title"]) == ("action_required", "1 could not be measured")
+    assert (check["conclusion"], check["output"]["title"]) == (
+        "action_required",
+        "1 could not be measured",
+    )
     assert "CUDAExecutionProvider" in check["output"]["summary"]
 
 
@@ -208,7 +224,9 @@ def test_publish_of_inconclusive_result_is_neutral_and_keeps_user_comments(runne
     assert runner.github.comments[0] == quoted
 
 
-def test_action_with_read_only_token_writes_only_summary(runner: Runner, capsys: pytest.CaptureFixture[str]) -> None:
+def test_action_with_read_only_token_writes_only_summary(
+    runner: Runner, capsys: pytest.CaptureFixture[str]
+) -> None:
     runner.github.read_only = True
     runner.propose({"code/rounds.py": "ROUNDS = 300\n"})
     assert runner.judge() == (0, 0)
@@ -227,7 +245,9 @@ def test_action_for_push_compares_with_previous_commit(runner: Runner) -> None:
 
 
 @pytest.mark.parametrize("before", ["0" * 40, "f" * 40], ids=["first push", "force push"])
-def test_action_for_push_without_known_previous_commit_evaluates_all_pipelines(runner: Runner, before: str) -> None:
+def test_action_for_push_without_known_previous_commit_evaluates_all_pipelines(
+    runner: Runner, before: str
+) -> None:
     runner.event({"before": before})
     assert runner.step("evaluate") == 0
     assert [one.file for one in runner.results()] == ["configs/pipelines/iris.yaml"]
@@ -235,7 +255,10 @@ def test_action_for_push_without_known_previous_commit_evaluates_all_pipelines(r
 
 @pytest.mark.parametrize("environment", ["github-hosted", "self-hosted"])
 def test_action_for_release_onto_disk_of_job_stops_at_gates(
-    runner: Runner, environment: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    runner: Runner,
+    environment: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("RUNNER_ENVIRONMENT", environment)
@@ -263,25 +286,36 @@ def test_action_without_token_writes_summary_and_warnings(
     assert runner.judge() == (0, 0)
     output = capsys.readouterr().out
     for what in ("check", "comment"):
-        assert f"::warning title=onnx-ops::The {what} could not be written: GITHUB_TOKEN: no token was given" in output
+        assert (
+            f"::warning title=onnx-ops::The {what} could not be written: GITHUB_TOKEN: no token was given"
+            in output
+        )
     assert "no pipeline is affected" in runner.summary()
 
 
-@pytest.mark.parametrize("document", [{"before": "--output=/etc/passwd"}, {"before": "main; rm -rf /"}])
-def test_read_event_with_invalid_commit_raises_user_error(runner: Runner, document: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "document", [{"before": "--output=/etc/passwd"}, {"before": "main; rm -rf /"}]
+)
+def test_read_event_with_invalid_commit_raises_user_error(
+    runner: Runner, document: dict[str, Any]
+) -> None:
     runner.event(document)
     with pytest.raises(UserError, match="is not a commit"):
         read_event(os.environ)
 
 
-def test_changed_since_without_repository_or_commit_raises_user_error(tmp_path: Path, runner: Runner) -> None:
+def test_changed_since_without_repository_or_commit_raises_user_error(
+    tmp_path: Path, runner: Runner
+) -> None:
     with pytest.raises(UserError, match="is not a git repository"):
         changed_since(tmp_path, "main")
     with pytest.raises(UserError, match="knows no commit 'nope'"):
         changed_since(runner.root, "nope")
 
 
-def test_evaluate_prints_user_output_between_stop_commands(runner: Runner, capfd: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_prints_user_output_between_stop_commands(
+    runner: Runner, capfd: pytest.CaptureFixture[str]
+) -> None:
     runner.propose({"code/rounds.py": "ROUNDS = 300\nprint('::add-path::/tmp/evil')\n"})
     assert runner.step("evaluate") == 0
     first, *lines, last = capfd.readouterr().out.splitlines()
@@ -292,7 +326,9 @@ def test_evaluate_prints_user_output_between_stop_commands(runner: Runner, capfd
     assert word not in "".join(lines)
 
 
-def test_publish_without_results_reports_error(runner: Runner, capsys: pytest.CaptureFixture[str]) -> None:
+def test_publish_without_results_reports_error(
+    runner: Runner, capsys: pytest.CaptureFixture[str]
+) -> None:
     runner.event({"before": "0" * 40})
     assert runner.step("publish") == 1
     assert "::error title=onnx-ops::" in capsys.readouterr().out
@@ -302,10 +338,14 @@ def test_publish_without_results_reports_error(runner: Runner, capsys: pytest.Ca
 
 def _passed(**changes: Any) -> dict[str, Any]:
     """The JSON of one pipeline whose only variant passed."""
-    result = GateResult(gate="size", metric="size", limit="≤ 1 MB", verdict=Verdict.PASS, reason="small")
+    result = GateResult(
+        gate="size", metric="size", limit="≤ 1 MB", verdict=Verdict.PASS, reason="small"
+    )
     decision = Decision(variant="fp32", target="cpu-1t", results=(result,))
     choice = Choice(target="cpu-1t", variant="fp32", verdict=Verdict.PASS, reason="the only one")
-    one = Checked(file="p.yaml", because=(), verdict=Verdict.PASS, choices=(choice,), decisions=(decision,))
+    one = Checked(
+        file="p.yaml", because=(), verdict=Verdict.PASS, choices=(choice,), decisions=(decision,)
+    )
     return {**codec.to_json(one), **changes}
 
 
@@ -342,7 +382,9 @@ def test_publish_of_forged_results_reports_action_required(runner: Runner, forge
 
 
 @pytest.mark.parametrize("kind", ["link", "folder", "pipe", "link in a loop"])
-def test_publish_of_results_other_than_plain_file_reports_action_required(runner: Runner, kind: str) -> None:
+def test_publish_of_results_other_than_plain_file_reports_action_required(
+    runner: Runner, kind: str
+) -> None:
     runner.propose({})
     place, secret = runner.root.parent / "out" / RESULTS, runner.root.parent / "secret"
     place.parent.mkdir()
@@ -362,10 +404,18 @@ def test_publish_of_results_other_than_plain_file_reports_action_required(runner
 
 def test_publish_of_hostile_results_uses_own_event_and_escapes_text(runner: Runner) -> None:
     runner.propose({})
-    head = json.loads(Path(os.environ["GITHUB_EVENT_PATH"]).read_text())["pull_request"]["head"]["sha"]
+    head = json.loads(Path(os.environ["GITHUB_EVENT_PATH"]).read_text())["pull_request"]["head"][
+        "sha"
+    ]
     (runner.root.parent / "out").mkdir()
     text = "](https://evil.example) <img src=x> @admin `${{ secrets.KEY }}` ::error::x\r\n::add-mask::y\x1b[2J"
-    forged = _passed(file=f"{text}.yaml", made_by=text * 10_000, because=[text] * 50, error="", withheld=text * 20_000)
+    forged = _passed(
+        file=f"{text}.yaml",
+        made_by=text * 10_000,
+        because=[text] * 50,
+        error="",
+        withheld=text * 20_000,
+    )
     (runner.root.parent / "out" / RESULTS).write_bytes(json.dumps([forged]).encode())
     assert runner.step("publish") == 0
     (check,), (comment,) = runner.github.checks, runner.github.comments
@@ -377,14 +427,20 @@ def test_publish_of_hostile_results_uses_own_event_and_escapes_text(runner: Runn
 
 def test_action_steps_run_script_and_write_results(runner: Runner, tmp_path: Path) -> None:
     """The composite action's own lines, run by the shell that it names."""
-    action = yaml.safe_load((ROOT / ".github/actions/onnx-ops/action.yml").read_text(encoding="utf-8"))
+    action = yaml.safe_load(
+        (ROOT / ".github/actions/onnx-ops/action.yml").read_text(encoding="utf-8")
+    )
     steps = [step["run"] for step in action["runs"]["steps"] if "run" in step]
     runner.event({"before": "0" * 40})
     runner.commit()
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environ = {**os.environ, "FIGURES": str(tmp_path / "figures"), "SINCE": "", "PATH": path}
     for folder, step in zip(("evaluated", "out"), steps, strict=True):
-        own = {**environ, "FOLDER": str(tmp_path / folder), "EVALUATED": str(tmp_path / "evaluated")}
+        own = {
+            **environ,
+            "FOLDER": str(tmp_path / folder),
+            "EVALUATED": str(tmp_path / "evaluated"),
+        }
         done = subprocess.run(["bash", "-ec", step], env=own, check=False)
         assert done.returncode == 0
         assert (tmp_path / folder / RESULTS).is_file()

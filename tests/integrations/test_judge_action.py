@@ -40,11 +40,17 @@ def ran(folder: Path, code: int, **inputs: str) -> tuple[int, list[str], str, st
     action = yaml.safe_load(ACTION.read_text(encoding="utf-8"))
     values = {name: str(one.get("default", "")) for name, one in action["inputs"].items()} | inputs
     variables = {
-        name: text.replace("${{ inputs.", "").replace(" }}", "") if "inputs." in text else str(folder / "out")
+        name: text.replace("${{ inputs.", "").replace(" }}", "")
+        if "inputs." in text
+        else str(folder / "out")
         for name, text in step()["env"].items()
     }
     environ = {name: values.get(key, key) for name, key in variables.items()}
-    places = {"SEEN": folder / "seen", "GITHUB_OUTPUT": folder / "output", "GITHUB_STEP_SUMMARY": folder / "summary"}
+    places = {
+        "SEEN": folder / "seen",
+        "GITHUB_OUTPUT": folder / "output",
+        "GITHUB_STEP_SUMMARY": folder / "summary",
+    }
     environ |= {name: str(path) for name, path in places.items()}
     environ |= {"CODE": str(code), "PATH": f"{program.parent}:{os.environ['PATH']}"}
     script = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step()["run"]]
@@ -56,7 +62,9 @@ def ran(folder: Path, code: int, **inputs: str) -> tuple[int, list[str], str, st
 @pytest.mark.parametrize(
     ("code", "verdict"), [(0, "pass"), (1, "fail"), (2, "error"), (3, "inconclusive"), (4, "error")]
 )
-def test_judge_action_writes_verdict_as_output_and_table_as_summary(tmp_path: Path, code: int, verdict: str) -> None:
+def test_judge_action_writes_verdict_as_output_and_table_as_summary(
+    tmp_path: Path, code: int, verdict: str
+) -> None:
     done, arguments, output, summary = ran(tmp_path, code, baseline="a.onnx", candidate="b.onnx")
     assert (done, output, summary) == (code, f"verdict={verdict}\n", "### table\n")
     assert arguments[-3:] == ["--", "a.onnx", "b.onnx"]
@@ -79,9 +87,12 @@ def test_judge_action_with_hostile_inputs_passes_them_as_arguments(tmp_path: Pat
     done, arguments, _, _ = ran(tmp_path, 0, **hostile)
     assert done == 0
     assert arguments[-2:] == ["--help", "$(touch broken); b.onnx"]
-    assert {"--data=rows of mine.npz", "--labels=`touch broken`", "--target=cpu-1t", "--target=cpu-all"} <= set(
-        arguments
-    )
+    assert {
+        "--data=rows of mine.npz",
+        "--labels=`touch broken`",
+        "--target=cpu-1t",
+        "--target=cpu-all",
+    } <= set(arguments)
     assert not (tmp_path / "broken").exists()
 
 

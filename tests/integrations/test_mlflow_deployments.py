@@ -47,7 +47,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     """Versions 1 and 2 passed; 3 failed. Of another model, version 1 passed."""
     root = tmp_path_factory.mktemp("project")
     (root / "configs" / "targets").mkdir(parents=True)
-    (root / "configs" / "targets" / f"{TARGET}.yaml").write_text(f"name: {TARGET}\nruntime: onnxruntime\n")
+    (root / "configs" / "targets" / f"{TARGET}.yaml").write_text(
+        f"name: {TARGET}\nruntime: onnxruntime\n"
+    )
     (root / "onnx-ops.toml").write_text("")
     project = open_project(root)
     for seed, verdict in (("a", Verdict.PASS), ("b", Verdict.PASS), ("c", Verdict.FAIL)):
@@ -81,13 +83,19 @@ def slope(version: str, project: Project) -> float:
     return 1.0 + int(digest_bytes(seed.encode())[-4:], 16) + len("fp32")
 
 
-def test_get_deploy_client_with_any_uri_form_returns_plugin(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_get_deploy_client_with_any_uri_form_returns_plugin(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mlflow.deployments import get_deploy_client
 
     from onnx_ops.integrations import mlflow_deployments
 
     monkeypatch.chdir(project.settings.root)
-    for uri in ("onnx-ops", f"onnx-ops:{project.settings.root}", f"onnx-ops://{project.settings.root}"):
+    for uri in (
+        "onnx-ops",
+        f"onnx-ops:{project.settings.root}",
+        f"onnx-ops://{project.settings.root}",
+    ):
         found = get_deploy_client(uri)  # type: ignore[no-untyped-call]
         assert isinstance(found, mlflow_deployments.OnnxOpsDeployments)
         assert found.list_deployments() == []
@@ -97,10 +105,16 @@ def test_get_deploy_client_with_any_uri_form_returns_plugin(project: Project, mo
 def test_deployment_client_creates_updates_and_deletes_endpoint(
     client: mlflow_deployments.OnnxOpsDeployments, project: Project
 ) -> None:
-    made = client.create_deployment("first", f"models:/{MODEL}/1", config={"target": TARGET, "reason": "new"})
+    made = client.create_deployment(
+        "first", f"models:/{MODEL}/1", config={"target": TARGET, "reason": "new"}
+    )
     assert made == {"name": "first", "flavor": "onnx"}
     described = client.get_deployment("first")
-    assert (described["name"], described["version"], described["traffic"]) == ("first", "1", {"v1": 100})
+    assert (described["name"], described["version"], described["traffic"]) == (
+        "first",
+        "1",
+        {"v1": 100},
+    )
     assert [entry["name"] for entry in client.list_deployments()] == ["first"]
     rows = np.array([[1.0, 2.0]], np.float32)
     for inputs in ({"x": rows}, {"x": rows.tolist()}):
@@ -108,8 +122,13 @@ def test_deployment_client_creates_updates_and_deletes_endpoint(
         assert answer["predictions"]["y"] == (rows * np.float32(slope("1", project))).tolist()
     assert client.update_deployment("first", f"models:/{MODEL}/2")["name"] == "first"
     assert client.get_deployment("first")["version"] == "2"
-    assert client.predict("first", {"x": rows})["predictions"]["y"] == (rows * np.float32(slope("2", project))).tolist()
-    assert client.update_deployment("first", f"models:/{MODEL}@champion-{TARGET}")["name"] == "first"
+    assert (
+        client.predict("first", {"x": rows})["predictions"]["y"]
+        == (rows * np.float32(slope("2", project))).tolist()
+    )
+    assert (
+        client.update_deployment("first", f"models:/{MODEL}@champion-{TARGET}")["name"] == "first"
+    )
     client.delete_deployment("first")
     client.delete_deployment("first")
     assert client.list_deployments() == []
@@ -118,17 +137,31 @@ def test_deployment_client_creates_updates_and_deletes_endpoint(
 @pytest.mark.parametrize(
     ("uri", "config", "code", "expected"),
     [
-        (f"models:/{MODEL}/3", {"target": TARGET}, "PERMISSION_DENIED", "its verdict on cpu-1t is FAIL"),
+        (
+            f"models:/{MODEL}/3",
+            {"target": TARGET},
+            "PERMISSION_DENIED",
+            "its verdict on cpu-1t is FAIL",
+        ),
         (f"models:/{MODEL}/9", {"target": TARGET}, "RESOURCE_DOES_NOT_EXIST", "has no version"),
         (f"models:/{MODEL}@nobody", {"target": TARGET}, "RESOURCE_DOES_NOT_EXIST", "no alias"),
-        ("runs:/1234/model", {"target": TARGET}, "INVALID_PARAMETER_VALUE", "names no registered version"),
+        (
+            "runs:/1234/model",
+            {"target": TARGET},
+            "INVALID_PARAMETER_VALUE",
+            "names no registered version",
+        ),
         (f"models:/{MODEL}/1", {}, "INVALID_PARAMETER_VALUE", "needs a target"),
         (f"models:/{MODEL}/1", {"target": "tpu"}, "RESOURCE_DOES_NOT_EXIST", "tpu"),
         (f"models:/{MODEL}/1", {"target": TARGET, "prot": "1"}, "INVALID_PARAMETER_VALUE", "prot"),
     ],
 )
 def test_create_deployment_with_invalid_request_binds_nothing(
-    client: mlflow_deployments.OnnxOpsDeployments, uri: str, config: dict[str, str], code: str, expected: str
+    client: mlflow_deployments.OnnxOpsDeployments,
+    uri: str,
+    config: dict[str, str],
+    code: str,
+    expected: str,
 ) -> None:
     from mlflow.exceptions import MlflowException
 
@@ -144,7 +177,10 @@ def test_update_deployment_with_other_model_or_target_raises_mlflow_exception(
     from mlflow.exceptions import MlflowException
 
     client.create_deployment("fixed", f"models:/{MODEL}/1", config={"target": TARGET})
-    for config, expected in (({"target": "cuda"}, "keeps its target"), ({"port": "80"}, "settings of fixed")):
+    for config, expected in (
+        ({"target": "cuda"}, "keeps its target"),
+        ({"port": "80"}, "settings of fixed"),
+    ):
         with pytest.raises(MlflowException, match=expected):
             client.update_deployment("fixed", f"models:/{MODEL}/1", config=config)
     with pytest.raises(MlflowException, match="its verdict"):
@@ -161,13 +197,18 @@ def test_deployment_client_with_unknown_endpoint_raises_resource_does_not_exist(
 ) -> None:
     from mlflow.exceptions import MlflowException
 
-    for call in (lambda: client.get_deployment("nothing"), lambda: client.predict("nothing", {"x": [[1.0, 2.0]]})):
+    for call in (
+        lambda: client.get_deployment("nothing"),
+        lambda: client.predict("nothing", {"x": [[1.0, 2.0]]}),
+    ):
         with pytest.raises(MlflowException) as caught:
             call()
         assert caught.value.error_code == "RESOURCE_DOES_NOT_EXIST"
 
 
-def test_predict_with_unknown_input_raises_mlflow_exception(client: mlflow_deployments.OnnxOpsDeployments) -> None:
+def test_predict_with_unknown_input_raises_mlflow_exception(
+    client: mlflow_deployments.OnnxOpsDeployments,
+) -> None:
     import pandas as pd
     from mlflow.exceptions import MlflowException
 

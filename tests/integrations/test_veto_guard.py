@@ -19,7 +19,12 @@ from onnx_ops.attestation import TrustedKeys, read_envelope, sign_record
 from onnx_ops.domain.attestation import Envelope, OverrideRecord
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.errors import OnnxOpsError, RefusedError
-from onnx_ops.integrations.mlflow_app.guard import Configuration, folded, guarded, read_configuration
+from onnx_ops.integrations.mlflow_app.guard import (
+    Configuration,
+    folded,
+    guarded,
+    read_configuration,
+)
 from onnx_ops.release.decision_policy import read_override
 from tests.integrations.veto_parts import (
     CHALLENGER,
@@ -45,10 +50,13 @@ def ruled(tmp_path: Path) -> Guarded:
 
 
 @pytest.mark.parametrize("alias", [CHAMPION, CHALLENGER, PREVIOUS])
-def test_set_alias_on_version_without_passing_decision_is_refused(plain: Guarded, alias: str) -> None:
+def test_set_alias_on_version_without_passing_decision_is_refused(
+    plain: Guarded, alias: str
+) -> None:
     plain.set_alias(alias, "1")
     with pytest.raises(
-        RefusedError, match=rf"{alias} was not set on version 2 of {MODEL}: its verdict on cpu-1t is FAIL"
+        RefusedError,
+        match=rf"{alias} was not set on version 2 of {MODEL}: its verdict on cpu-1t is FAIL",
     ):
         plain.set_alias(alias, "2")
     with pytest.raises(RefusedError, match="onnx-ops did not register this version"):
@@ -80,15 +88,30 @@ REFUSED: list[tuple[Attempt, str]] = [
     *((aliasing(spelling, "1"), "write it champion-cpu-1t") for spelling in SPELLINGS),
     (lambda scene: scene.guard.rename_model(MODEL), "signed for this name"),
     (give_earlier, "the version has a later decision"),
-    (tagging(DECISION_TAG.replace("decision", "Decision"), ""), re.escape(f"write it {DECISION_TAG}")),
+    (
+        tagging(DECISION_TAG.replace("decision", "Decision"), ""),
+        re.escape(f"write it {DECISION_TAG}"),
+    ),
     *((tagging(DECISION_TAG, value), "not about this version and target") for value in RUBBISH),
-    (lambda scene: scene.guard.delete_tag("", MODEL, "2", DECISION_TAG), "signed decision whose verdict is FAIL"),
+    (
+        lambda scene: scene.guard.delete_tag("", MODEL, "2", DECISION_TAG),
+        "signed decision whose verdict is FAIL",
+    ),
 ]
 RULED_OUT: list[tuple[Attempt, str]] = [
-    (aliasing(CHAMPION, "2", "alice"), "is FAIL.*set tag override.cpu-1t with the reason, then this alias again"),
+    (
+        aliasing(CHAMPION, "2", "alice"),
+        "is FAIL.*set tag override.cpu-1t with the reason, then this alias again",
+    ),
     (aliasing(CHALLENGER, "2", "bob"), "ask alice to override it"),
-    (tagging(REASON_TAG, "sure", "bob"), r"policy\.yaml:6 lets only alice override, and you are bob"),
-    (lambda scene: scene.guard.delete_tag("bob", MODEL, "2", REASON_TAG), "lets only alice override"),
+    (
+        tagging(REASON_TAG, "sure", "bob"),
+        r"policy\.yaml:6 lets only alice override, and you are bob",
+    ),
+    (
+        lambda scene: scene.guard.delete_tag("bob", MODEL, "2", REASON_TAG),
+        "lets only alice override",
+    ),
     (tagging(REASON_TAG, " ", "alice"), "an override needs a reason"),
     (tagging(REASON_TAG, "x" * 1001, "alice"), "1001 characters, of at most 1000"),
     (tagging(f"{REASON_TAG}.by", "{}", "alice"), "only the server itself writes it"),
@@ -98,18 +121,24 @@ RULED_OUT: list[tuple[Attempt, str]] = [
 
 
 @pytest.mark.parametrize(("attempt", "reason"), REFUSED)
-def test_change_without_matching_decision_is_refused(plain: Guarded, attempt: Attempt, reason: str) -> None:
+def test_change_without_matching_decision_is_refused(
+    plain: Guarded, attempt: Attempt, reason: str
+) -> None:
     with pytest.raises(RefusedError, match=reason):
         attempt(plain)
 
 
 @pytest.mark.parametrize(("attempt", "reason"), RULED_OUT)
-def test_change_reserved_by_policy_for_other_users_is_refused(ruled: Guarded, attempt: Attempt, reason: str) -> None:
+def test_change_reserved_by_policy_for_other_users_is_refused(
+    ruled: Guarded, attempt: Attempt, reason: str
+) -> None:
     with pytest.raises(RefusedError, match=reason):
         attempt(ruled)
 
 
-@pytest.mark.parametrize("alias", ["prod", "champion", "champion_cpu", "my-champion-cpu-1t", "latest-good"])
+@pytest.mark.parametrize(
+    "alias", ["prod", "champion", "champion_cpu", "my-champion-cpu-1t", "latest-good"]
+)
 def test_set_alias_with_unguarded_name_is_allowed(plain: Guarded, alias: str) -> None:
     for version in "123":
         plain.set_alias(alias, version)
@@ -153,7 +182,9 @@ def test_set_alias_with_unreadable_key_file_is_refused(plain: Guarded) -> None:
 
 def test_set_alias_after_replacement_of_trusted_key_is_refused(plain: Guarded) -> None:
     create_key(plain.folder / "other" / "new.pem")
-    (plain.folder / "keys" / "signing.pub.pem").write_bytes((plain.folder / "other" / "new.pub.pem").read_bytes())
+    (plain.folder / "keys" / "signing.pub.pem").write_bytes(
+        (plain.folder / "other" / "new.pub.pem").read_bytes()
+    )
     with pytest.raises(RefusedError, match="is not trusted"):
         plain.set_alias(CHAMPION, "1")
 
@@ -180,8 +211,12 @@ class TestDecisionTags:
         plain.set_tag("2", DECISION_TAG, codec.dumps(later.envelope).decode())
         plain.set_alias(CHAMPION, "2")
 
-    @pytest.mark.parametrize("verdict", [verdict for verdict in Verdict if verdict is not Verdict.PASS])
-    def test_delete_tag_of_decision_other_than_pass_is_refused(self, plain: Guarded, verdict: Verdict) -> None:
+    @pytest.mark.parametrize(
+        "verdict", [verdict for verdict in Verdict if verdict is not Verdict.PASS]
+    )
+    def test_delete_tag_of_decision_other_than_pass_is_refused(
+        self, plain: Guarded, verdict: Verdict
+    ) -> None:
         plain.versions.put("2", tags_of(sign_record(decision_record("b", verdict), plain.signer)))
         with pytest.raises(RefusedError):
             plain.guard.delete_tag("", MODEL, "2", DECISION_TAG)
@@ -191,7 +226,11 @@ class TestDecisionTags:
 
     def test_set_tag_over_forged_decision_is_allowed(self, plain: Guarded) -> None:
         plain.versions.change("2", **{DECISION_TAG: "{}"})
-        plain.set_tag("2", DECISION_TAG, codec.dumps(sign_record(decision_record("b"), plain.signer).envelope).decode())
+        plain.set_tag(
+            "2",
+            DECISION_TAG,
+            codec.dumps(sign_record(decision_record("b"), plain.signer).envelope).decode(),
+        )
 
     @pytest.mark.parametrize("key", [DIGEST, RELEASE, VARIANT])
     def test_change_of_registration_tag_is_refused(self, plain: Guarded, key: str) -> None:
@@ -218,7 +257,8 @@ class TestPolicy:
         ruled.set_alias(CHAMPION, "1", user="alice")
         ruled.set_alias(CHALLENGER, "1", user="bob")
         with pytest.raises(
-            RefusedError, match=r"policy.yaml:3 lets only alice, release-bot move champion-\*, and you are bob"
+            RefusedError,
+            match=r"policy.yaml:3 lets only alice, release-bot move champion-\*, and you are bob",
         ):
             ruled.set_alias(CHAMPION, "1", user="bob")
         with pytest.raises(RefusedError, match="and you are not known"):
@@ -228,7 +268,8 @@ class TestPolicy:
 
     def test_set_guarded_alias_without_matching_rule_is_refused(self, tmp_path: Path) -> None:
         scene = Guarded(
-            tmp_path, policy='rules: [{aliases: "prod", users: [alice]}, {aliases: "champion-*", users: ["*"]}]'
+            tmp_path,
+            policy='rules: [{aliases: "prod", users: [alice]}, {aliases: "champion-*", users: ["*"]}]',
         )
         with pytest.raises(RefusedError, match="no rule of the promotion policy"):
             scene.set_alias(CHALLENGER, "1", user="alice")
@@ -243,7 +284,9 @@ class TestOverride:
         ruled.set_tag("2", REASON_TAG, "the old one is worse", user="alice")
         ruled.set_alias(CHAMPION, "2", user="alice")
         ruled.set_alias(CHAMPION, "2", user="release-bot")
-        signed = read_envelope(ruled.versions.kept[MODEL, "2"].tags[f"{REASON_TAG}.by"].encode(), OverrideRecord)
+        signed = read_envelope(
+            ruled.versions.kept[MODEL, "2"].tags[f"{REASON_TAG}.by"].encode(), OverrideRecord
+        )
         assert (signed.record.by, signed.record.reason) == ("alice", "the old one is worse")
         assert signed.record.at == "2023-11-14T22:13:20.000+00:00"
 
@@ -272,7 +315,9 @@ class TestOverride:
         ruled.set_tag("2", REASON_TAG, "sure", user="alice")
         tags = ruled.versions.kept[MODEL, "2"].tags
         envelope = codec.loads(tags[f"{REASON_TAG}.by"].encode(), Envelope)
-        payload = base64.b64encode(base64.b64decode(envelope.payload).replace(b"alice", b"bobby")).decode()
+        payload = base64.b64encode(
+            base64.b64decode(envelope.payload).replace(b"alice", b"bobby")
+        ).decode()
         forged = codec.dumps(replace(envelope, payload=payload)).decode()
         ruled.versions.change("2", **{f"{REASON_TAG}.by": forged})
         with pytest.raises(RefusedError, match="is FAIL"):
@@ -300,7 +345,9 @@ def test_read_configuration_with_invalid_setting_raises_error(
     monkeypatch.chdir(tmp_path)
     create_key(tmp_path / "keys" / "signing.pem")
     (tmp_path / "policy.yaml").write_text(POLICY, encoding="utf-8")
-    (tmp_path / "wrong.yaml").write_text("rules:\n  - {alias: x, users: [alice]}\n", encoding="utf-8")
+    (tmp_path / "wrong.yaml").write_text(
+        "rules:\n  - {alias: x, users: [alice]}\n", encoding="utf-8"
+    )
     right = {
         "ONNX_OPS_BASIC_AUTH": "TRUE",
         "ONNX_OPS_PROMOTION_POLICY": "policy.yaml",

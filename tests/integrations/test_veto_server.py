@@ -25,17 +25,27 @@ from onnx_ops.errors import RefusedError
 from onnx_ops.release.decision_policy import read_override
 from onnx_ops.testing.registries import publication
 from tests.integrations.veto_parts import CHALLENGER, CHAMPION, SLOW, TARGET, judged
-from tests.integrations.veto_process import PASSWORD, GuardedServer, server_command, server_environment
+from tests.integrations.veto_process import (
+    PASSWORD,
+    GuardedServer,
+    server_command,
+    server_environment,
+)
 
 pytestmark = pytest.mark.services
 
 ALIAS = "/api/2.0/mlflow/registered-models/alias"
-SET_TAG, DELETE_TAG = "/api/2.0/mlflow/model-versions/set-tag", "/api/2.0/mlflow/model-versions/delete-tag"
+SET_TAG, DELETE_TAG = (
+    "/api/2.0/mlflow/model-versions/set-tag",
+    "/api/2.0/mlflow/model-versions/delete-tag",
+)
 UI = "/ajax-api"
 
 
 @pytest.fixture
-def registry(veto_server: GuardedServer, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], MlflowRegistry]:
+def registry(
+    veto_server: GuardedServer, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], MlflowRegistry]:
     """The registry as a user reaches it."""
 
     def reach(user: str) -> MlflowRegistry:
@@ -83,7 +93,10 @@ def test_set_alias_through_ui_and_api_returns_same_refusal(
     model, number = failed.model, failed.version
     for part in (CHAMPION, f"version {number} of {model}", "cpu-1t is FAIL", f"latency: {SLOW}"):
         assert part in answer["message"]
-    for remedy in (f"`onnx-ops explain {model}/{number} --target cpu-1t`", "set tag override.cpu-1t"):
+    for remedy in (
+        f"`onnx-ops explain {model}/{number} --target cpu-1t`",
+        "set tag override.cpu-1t",
+    ):
         assert remedy in answer["message"]
     status, answer = veto_server.call("bob", "POST", path, alias(passed))
     assert (status, answer["error_code"]) == (403, "PERMISSION_DENIED")
@@ -99,12 +112,20 @@ def test_set_alias_with_other_request_spelling_is_refused(
     """What MLflow's handler would understand, the guard understands too."""
     _, failed = versions
     asked = alias(failed)
-    for document in (json.dumps(asked), {**asked, "version": f"0{failed.version}"}, {**asked, "more": 1}):
+    for document in (
+        json.dumps(asked),
+        {**asked, "version": f"0{failed.version}"},
+        {**asked, "more": 1},
+    ):
         status, answer = veto_server.call("alice", "POST", ALIAS, document)
         assert status in (400, 403), answer
-    status, answer = veto_server.call("alice", "POST", "//api/2.0/mlflow/registered-models/alias", asked)
+    status, answer = veto_server.call(
+        "alice", "POST", "//api/2.0/mlflow/registered-models/alias", asked
+    )
     assert status != 200
-    _, found = veto_server.call("alice", "GET", f"/api/2.0/mlflow/registered-models/get?name={failed.model}")
+    _, found = veto_server.call(
+        "alice", "GET", f"/api/2.0/mlflow/registered-models/get?name={failed.model}"
+    )
     assert "aliases" not in found["registered_model"]
 
 
@@ -137,13 +158,19 @@ def test_set_tag_with_forged_decision_returns_403(
 
 
 def test_set_alias_on_copied_version_with_earlier_pass_returns_403(
-    veto_server: GuardedServer, versions: tuple[VersionRecord, VersionRecord], registry: Callable[[str], MlflowRegistry]
+    veto_server: GuardedServer,
+    versions: tuple[VersionRecord, VersionRecord],
+    registry: Callable[[str], MlflowRegistry],
 ) -> None:
     _, failed = versions
-    earlier = replace(failed.decisions[TARGET].record, verdict=Verdict.PASS, verdicts={}, sequence=1)
+    earlier = replace(
+        failed.decisions[TARGET].record, verdict=Verdict.PASS, verdicts={}, sequence=1
+    )
     tags = {
         **failed.tags,
-        f"{DECISION}{TARGET}": codec.dumps(sign_record(earlier, veto_server.signer).envelope).decode(),
+        f"{DECISION}{TARGET}": codec.dumps(
+            sign_record(earlier, veto_server.signer).envelope
+        ).decode(),
     }
     source = str(registry("alice")._version(failed.model, failed.version).source)
     asked = {
@@ -152,7 +179,9 @@ def test_set_alias_on_copied_version_with_earlier_pass_returns_403(
         "model_id": source.removeprefix("models:/"),
         "tags": [{"key": key, "value": value} for key, value in tags.items()],
     }
-    status, answer = veto_server.call("alice", "POST", "/api/2.0/mlflow/model-versions/create", asked)
+    status, answer = veto_server.call(
+        "alice", "POST", "/api/2.0/mlflow/model-versions/create", asked
+    )
     assert status == 200, answer
     copy = replace(failed, version=str(answer["model_version"]["version"]))
     status, answer = veto_server.call("alice", "POST", ALIAS, alias(copy))
@@ -167,19 +196,46 @@ def test_delete_rename_and_retag_of_guarded_version_return_403(
     assert veto_server.call("alice", "POST", ALIAS, alias(passed))[0] == 200
     models, number = "/api/2.0/mlflow/registered-models", "/api/2.0/mlflow/model-versions"
     ways: list[tuple[str, str, Any, str]] = [
-        ("DELETE", f"{number}/delete", {"name": passed.model, "version": passed.version}, f"it holds {CHAMPION}"),
-        ("DELETE", f"{models}/delete", {"name": passed.model}, f"{CHAMPION} on version {passed.version}"),
-        ("POST", f"{models}/rename", {"name": passed.model, "new_name": "other"}, "signed for this name"),
-        ("POST", SET_TAG, tag(passed, DIGEST, "sha256:" + "0" * 64), "keeps what it was registered as"),
+        (
+            "DELETE",
+            f"{number}/delete",
+            {"name": passed.model, "version": passed.version},
+            f"it holds {CHAMPION}",
+        ),
+        (
+            "DELETE",
+            f"{models}/delete",
+            {"name": passed.model},
+            f"{CHAMPION} on version {passed.version}",
+        ),
+        (
+            "POST",
+            f"{models}/rename",
+            {"name": passed.model, "new_name": "other"},
+            "signed for this name",
+        ),
+        (
+            "POST",
+            SET_TAG,
+            tag(passed, DIGEST, "sha256:" + "0" * 64),
+            "keeps what it was registered as",
+        ),
     ]
     for method, path, document, reason in ways:
         for prefix in ("/api", UI):
-            status, answer = veto_server.call("release-bot", method, path.replace("/api", prefix), document)
+            status, answer = veto_server.call(
+                "release-bot", method, path.replace("/api", prefix), document
+            )
             assert (status, answer["error_code"]) == (403, "PERMISSION_DENIED")
             assert reason in answer["message"]
-    status, answer = veto_server.call("bob", "DELETE", ALIAS, {"name": passed.model, "alias": CHAMPION})
+    status, answer = veto_server.call(
+        "bob", "DELETE", ALIAS, {"name": passed.model, "alias": CHAMPION}
+    )
     assert (status, "you are bob" in answer["message"]) == (403, True)
-    assert veto_server.call("alice", "DELETE", ALIAS, {"name": passed.model, "alias": CHAMPION})[0] == 200
+    assert (
+        veto_server.call("alice", "DELETE", ALIAS, {"name": passed.model, "alias": CHAMPION})[0]
+        == 200
+    )
 
 
 def test_changes_of_foreign_model_return_200(veto_server: GuardedServer) -> None:
@@ -196,7 +252,9 @@ def test_changes_of_foreign_model_return_200(veto_server: GuardedServer) -> None
 
 
 def test_override_by_permitted_user_is_signed_by_server(
-    veto_server: GuardedServer, registry: Callable[[str], MlflowRegistry], versions: tuple[VersionRecord, VersionRecord]
+    veto_server: GuardedServer,
+    registry: Callable[[str], MlflowRegistry],
+    versions: tuple[VersionRecord, VersionRecord],
 ) -> None:
     _, failed = versions
     reason = tag(failed, f"override.{TARGET}", "the old one is worse")
@@ -221,7 +279,9 @@ def test_override_by_permitted_user_is_signed_by_server(
         ({"MLFLOW_FLASK_SERVER_SECRET_KEY": ""}, "secret key"),
     ],
 )
-def test_server_start_with_invalid_configuration_exits_1(veto_home: Path, changes: dict[str, str], reason: str) -> None:
+def test_server_start_with_invalid_configuration_exits_1(
+    veto_home: Path, changes: dict[str, str], reason: str
+) -> None:
     done = subprocess.run(
         server_command(veto_home, 1),
         cwd=veto_home,
@@ -244,5 +304,7 @@ def test_graphql_schema_has_no_registry_mutation() -> None:
         "from mlflow.server.graphql.graphql_schema_extensions import schema\n"
         "print(sorted(schema.graphql_schema.mutation_type.fields))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True
+    )
     assert done.stdout.strip() == "['mlflowSearchDatasets', 'mlflowSearchRuns', 'testMutation']"

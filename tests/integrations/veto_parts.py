@@ -7,7 +7,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from onnx_ops import codec
-from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT, read_decisions
+from onnx_ops.adapters.registries.mlflow_tags import (
+    DECISION,
+    DIGEST,
+    RELEASE,
+    VARIANT,
+    read_decisions,
+)
 from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.attestation import TrustedKeys, sign_record
 from onnx_ops.config.loader import load_policy
@@ -34,7 +40,9 @@ overrides: [alice]
 """
 
 
-def decision_record(seed: str, verdict: Verdict = Verdict.PASS, *, sequence: int = 10) -> DecisionRecord:
+def decision_record(
+    seed: str, verdict: Verdict = Verdict.PASS, *, sequence: int = 10
+) -> DecisionRecord:
     """A decision about the content that `seed` names."""
     return DecisionRecord(
         model=MODEL,
@@ -62,22 +70,44 @@ def tags_of(signed: SignedDecision) -> dict[str, str]:
     }
 
 
-def judged(release: Publication, signer: Signer, verdict: Verdict, *, sequence: int = 10) -> Publication:
+def judged(
+    release: Publication, signer: Signer, verdict: Verdict, *, sequence: int = 10
+) -> Publication:
     """The same release, with real signatures and a latency gate that ended so."""
     records = []
     for variant in release.variants:
         results = (
-            GateResult(gate="parity", metric="", limit="", verdict=Verdict.PASS, reason="as close as float32"),
-            GateResult(gate="latency", metric="p50", limit="+5 %", verdict=verdict, reason=SLOW, estimate=1.31),
+            GateResult(
+                gate="parity",
+                metric="",
+                limit="",
+                verdict=Verdict.PASS,
+                reason="as close as float32",
+            ),
+            GateResult(
+                gate="latency",
+                metric="p50",
+                limit="+5 %",
+                verdict=verdict,
+                reason=SLOW,
+                estimate=1.31,
+            ),
         )
         decision = Decision(variant=variant.variant, target=TARGET, results=results)
-        about = replace(variant.signed[TARGET].record, verdict=verdict, verdicts=decision.verdicts, sequence=sequence)
+        about = replace(
+            variant.signed[TARGET].record,
+            verdict=verdict,
+            verdicts=decision.verdicts,
+            sequence=sequence,
+        )
         records.append(
             replace(
                 variant,
                 decisions={TARGET: decision},
                 signed={TARGET: sign_record(about, signer)},
-                description=version_description(variant.variant, {TARGET: decision}, release.lineage),
+                description=version_description(
+                    variant.variant, {TARGET: decision}, release.lineage
+                ),
             )
         )
     return replace(release, variants=tuple(records))
@@ -93,14 +123,25 @@ class MemoryVersions(ServerStore):
         return self.kept.get((model, version))
 
     def registered_here(self, model: str) -> bool:
-        return any(name == model and RELEASE in found.tags for (name, _), found in self.kept.items())
+        return any(
+            name == model and RELEASE in found.tags for (name, _), found in self.kept.items()
+        )
 
     def aliases(self, model: str) -> Mapping[str, str]:
-        return {alias: v for (name, v), found in self.kept.items() if name == model for alias in found.aliases}
+        return {
+            alias: v
+            for (name, v), found in self.kept.items()
+            if name == model
+            for alias in found.aliases
+        }
 
     def list_copies(self, record: VersionRecord, target: str) -> Iterator[SignedDecision]:
         for (name, version), found in self.kept.items():
-            if name == record.model and version != record.version and found.tags.get(DIGEST) == record.manifest:
+            if (
+                name == record.model
+                and version != record.version
+                and found.tags.get(DIGEST) == record.manifest
+            ):
                 signed = read_decisions(found.tags).get(target)
                 if signed is not None:
                     yield signed
@@ -108,8 +149,17 @@ class MemoryVersions(ServerStore):
     def annotate(self, found: StoredVersion, key: str, value: str) -> None:
         self.change(found.version, **{key: value})
 
-    def put(self, version: str, tags: Mapping[str, str], *, model: str = MODEL, aliases: tuple[str, ...] = ()) -> None:
-        self.kept[model, version] = StoredVersion(model=model, version=version, tags=dict(tags), aliases=aliases)
+    def put(
+        self,
+        version: str,
+        tags: Mapping[str, str],
+        *,
+        model: str = MODEL,
+        aliases: tuple[str, ...] = (),
+    ) -> None:
+        self.kept[model, version] = StoredVersion(
+            model=model, version=version, tags=dict(tags), aliases=aliases
+        )
 
     def change(self, version: str, **tags: str) -> None:
         found = self.kept[MODEL, version]
@@ -130,7 +180,9 @@ class Guarded:
         self.clock = FakeClock()
         self.versions = MemoryVersions()
         self.versions.put("1", tags_of(sign_record(decision_record("a"), self.signer)))
-        self.versions.put("2", tags_of(sign_record(decision_record("b", Verdict.FAIL), self.signer)))
+        self.versions.put(
+            "2", tags_of(sign_record(decision_record("b", Verdict.FAIL), self.signer))
+        )
         self.versions.put("3", {})
         located = None
         if self.policy:

@@ -39,7 +39,9 @@ class GuardedServer:
         word = base64.b64encode(f"{user}:{PASSWORD}".encode()).decode()
         headers = {"Authorization": f"Basic {word}", "Content-Type": "application/json"}
         data = None if document is None else json.dumps(document).encode()
-        request = urllib.request.Request(f"{self.url}{path}", data=data, headers=headers, method=method)
+        request = urllib.request.Request(
+            f"{self.url}{path}", data=data, headers=headers, method=method
+        )
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, json.loads(answer.read())
@@ -50,7 +52,11 @@ class GuardedServer:
 
 def server_environment(home: Path, **changes: str) -> dict[str, str]:
     """The environment of a guarded server; a change to nothing takes a variable away."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("ONNX_OPS_", "MLFLOW_"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ONNX_OPS_", "MLFLOW_"))
+    }
     given = {
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -65,6 +71,22 @@ def server_environment(home: Path, **changes: str) -> dict[str, str]:
 
 
 def server_command(home: Path, port: int) -> list[str]:
-    command = [sys.executable, "-m", "mlflow", "server", "--app-name", "onnx-ops", "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--workers", "1", "--backend-store-uri", f"sqlite:///{home}/mlflow.db"]
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--app-name",
+        "onnx-ops",
+        "--host",
+        "127.0.0.1",
+    ]
+    command += [
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+        "--backend-store-uri",
+        f"sqlite:///{home}/mlflow.db",
+    ]
     return [*command, "--artifacts-destination", str(home / "files")]

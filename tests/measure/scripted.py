@@ -45,27 +45,45 @@ class Scripted(OnnxRuntime):
 
     def facts(self, model: Path, target: Any) -> Any:
         found = super().facts(model, target)
-        return replace(found, used=self._used, nodes=dict.fromkeys(self._used, 3)) if self._used else found
+        return (
+            replace(found, used=self._used, nodes=dict.fromkeys(self._used, 3))
+            if self._used
+            else found
+        )
 
     def sample(self, model: Path, target: Any, feed: Any, *, runs: int, warmup: int) -> RunSamples:
-        return RunSamples(nanoseconds=np.full(runs, self._unit_ns), preempted=np.zeros(runs, dtype=bool))
+        return RunSamples(
+            nanoseconds=np.full(runs, self._unit_ns), preempted=np.zeros(runs, dtype=bool)
+        )
 
     def benchmark(
         self, models: Sequence[Path], target: Any, feed: Any, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
-        sessions = self._drawn(models, (schedule.rounds, len(models)), schedule)[:, np.newaxis, :, np.newaxis]
+        sessions = self._drawn(models, (schedule.rounds, len(models)), schedule)[
+            :, np.newaxis, :, np.newaxis
+        ]
         shape = (schedule.rounds, schedule.blocks, len(models), schedule.runs)
         times = sessions * np.exp(0.01 * self._draw.standard_normal(shape))
-        return PairedBenchmarkSamples(nanoseconds=times.astype(np.int64), preempted=np.zeros(shape, dtype=bool))
+        return PairedBenchmarkSamples(
+            nanoseconds=times.astype(np.int64), preempted=np.zeros(shape, dtype=bool)
+        )
 
-    def under_load(self, models: Sequence[Path], target: Any, feed: Any, schedule: LoadSchedule) -> LoadSamples:
+    def under_load(
+        self, models: Sequence[Path], target: Any, feed: Any, schedule: LoadSchedule
+    ) -> LoadSamples:
         times = self._drawn(models, (schedule.rounds, schedule.windows, len(models)), schedule)
         return LoadSamples(nanoseconds=times * schedule.requests, requests=schedule.requests)
 
-    def starts(self, models: Sequence[Path], target: Any, feed: Any, schedule: StartSchedule) -> StartSamples:
+    def starts(
+        self, models: Sequence[Path], target: Any, feed: Any, schedule: StartSchedule
+    ) -> StartSamples:
         shape = (schedule.rounds, len(models))
-        load, first, peak = (self._drawn(models, shape, schedule).astype(np.int64) for _ in range(3))
-        return StartSamples(load_ns=load, first_ns=first, peak_bytes=peak if self._peak else np.full(shape, -1))
+        load, first, peak = (
+            self._drawn(models, shape, schedule).astype(np.int64) for _ in range(3)
+        )
+        return StartSamples(
+            load_ns=load, first_ns=first, peak_bytes=peak if self._peak else np.full(shape, -1)
+        )
 
     def _drawn(self, models: Sequence[Path], shape: tuple[int, ...], schedule: Any) -> Any:
         if set(models) & set(self._refused):

@@ -16,7 +16,14 @@ from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.quantization import Arithmetic, Budget
 from onnx_ops.domain.target import Target
 from onnx_ops.measure.variants.trials import SearchContext
-from onnx_ops.ports import Context, Dataset, PairedBenchmarkSamples, PairedBenchmarkSchedule, RunSamples, Tensors
+from onnx_ops.ports import (
+    Context,
+    Dataset,
+    PairedBenchmarkSamples,
+    PairedBenchmarkSchedule,
+    RunSamples,
+    Tensors,
+)
 from tests.support.graphs import write_graph
 
 LAYERS = ("first", "second", "third", "head")
@@ -82,14 +89,24 @@ class Steady:
         return getattr(self._real, name)
 
     def benchmark(
-        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
+        self,
+        models: Sequence[Path],
+        target: Target,
+        feed: Tensors,
+        schedule: PairedBenchmarkSchedule,
     ) -> PairedBenchmarkSamples:
         times = np.empty((schedule.rounds, schedule.blocks, len(models), schedule.runs))
         times[:] = np.array([_time(model, target) for model in models])[:, np.newaxis]
-        return PairedBenchmarkSamples(nanoseconds=times, preempted=np.zeros(times.shape, dtype=bool))
+        return PairedBenchmarkSamples(
+            nanoseconds=times, preempted=np.zeros(times.shape, dtype=bool)
+        )
 
-    def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
-        return RunSamples(nanoseconds=np.full(runs, _time(model, target)), preempted=np.zeros(runs, dtype=bool))
+    def sample(
+        self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int
+    ) -> RunSamples:
+        return RunSamples(
+            nanoseconds=np.full(runs, _time(model, target)), preempted=np.zeros(runs, dtype=bool)
+        )
 
 
 def _time(path: Path, target: Target) -> float:
@@ -100,7 +117,9 @@ def _time(path: Path, target: Target) -> float:
     return 1000.0 * len(LAYERS) - gain * integers - 100.0 * ("MatMulNBits" in names)
 
 
-def fragile_ground(folder: Path, *, budget: Budget | None = None, calibrated: bool = False) -> SearchContext:
+def fragile_ground(
+    folder: Path, *, budget: Budget | None = None, calibrated: bool = False
+) -> SearchContext:
     """A ground below `folder`, which holds what `write_fragile` wrote to `source/model.onnx`."""
     settings = load_settings(folder, {})
     context: Context = build_context(settings)

@@ -15,7 +15,9 @@ from onnx_ops.ports import Dataset
 
 def test_put_dataset_with_texts_of_any_length_keeps_them(tmp_path: Path) -> None:
     texts = np.array([["a"], [""], ["Köln ∑ 🚀"], ["x" * 60_000]], dtype=object)
-    dataset = Dataset(inputs={"text": texts, "n": np.arange(4)[:, None]}, label=np.array([0, 1, 0, 1]))
+    dataset = Dataset(
+        inputs={"text": texts, "n": np.arange(4)[:, None]}, label=np.array([0, 1, 0, 1])
+    )
     store = ContentStore(LocalObjects(tmp_path / "store"), tmp_path / "cache")
     manifest = put_dataset(store, dataset)
     loaded = get_dataset(store, manifest)
@@ -23,7 +25,10 @@ def test_put_dataset_with_texts_of_any_length_keeps_them(tmp_path: Path) -> None
     assert loaded.inputs["text"].dtype == object
     assert loaded.inputs["text"].tolist() == texts.tolist()
     assert len(store.read(manifest["dataset.npz"])) < 70_000
-    digests = [{name: array.tolist() for name, array in digest_rows(rows).items()} for rows in (loaded, dataset)]
+    digests = [
+        {name: array.tolist() for name, array in digest_rows(rows).items()}
+        for rows in (loaded, dataset)
+    ]
     assert digests[0] == digests[1]
 
 

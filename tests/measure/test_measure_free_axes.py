@@ -23,7 +23,11 @@ from onnx_ops.errors import UserError
 from onnx_ops.measure.files import TRAINED, put_dataset, put_folder
 from onnx_ops.measure.free_axes import check_free_axes
 from onnx_ops.measure.parity import find_worst, measure_parity
-from onnx_ops.measure.reference_outputs import ReferenceGroup, ReferenceOutputs, collect_reference_outputs
+from onnx_ops.measure.reference_outputs import (
+    ReferenceGroup,
+    ReferenceOutputs,
+    collect_reference_outputs,
+)
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.pipeline.stages import export
 from onnx_ops.ports import Dataset, ExportRequest, Tensors
@@ -36,13 +40,18 @@ FREE = Export(framework="torch", dynamic={"x": {0: "batch", 1: "length"}})
 
 
 def make_reference(answered: tuple[str, ...], refused: dict[str, str]) -> ReferenceOutputs:
-    groups = [ReferenceGroup(name=name, inputs=ROWS, single=ROWS, double=None) for name in ("real", *answered)]
+    groups = [
+        ReferenceGroup(name=name, inputs=ROWS, single=ROWS, double=None)
+        for name in ("real", *answered)
+    ]
     return ReferenceOutputs(groups=groups, limits=SourceLimits(refused=refused))
 
 
 def make_info(*shape: int | str) -> ModelInfo:
     inputs = (TensorSpec(name="x", dtype="float32", shape=shape),)
-    return ModelInfo(ir_version=10, opsets={"": 18}, inputs=inputs, outputs=(), nodes=1, size_bytes=1)
+    return ModelInfo(
+        ir_version=10, opsets={"": 18}, inputs=inputs, outputs=(), nodes=1, size_bytes=1
+    )
 
 
 def test_check_free_axes_of_axis_fixed_in_model_raises_user_error() -> None:
@@ -50,10 +59,16 @@ def test_check_free_axes_of_axis_fixed_in_model_raises_user_error() -> None:
         check_free_axes(FREE, make_info("batch", 8), make_reference(("batches:1",), {}))
 
 
-@pytest.mark.parametrize("answered", [(), ("lengths:length=1,width=1",), ("lengths:lengths=1",), ("batches:1",)])
-def test_check_free_axes_without_reference_at_other_size_raises_user_error(answered: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "answered", [(), ("lengths:length=1,width=1",), ("lengths:lengths=1",), ("batches:1",)]
+)
+def test_check_free_axes_without_reference_at_other_size_raises_user_error(
+    answered: tuple[str, ...],
+) -> None:
     refused = {"lengths:length=1": "too short", "lengths:length=16": "too long"}
-    with pytest.raises(UserError, match=r"every other size of axis 1 of x \(length\).*rejected 1, 16,.*too short"):
+    with pytest.raises(
+        UserError, match=r"every other size of axis 1 of x \(length\).*rejected 1, 16,.*too short"
+    ):
         check_free_axes(FREE, make_info("batch", "length"), make_reference(answered, refused))
 
 
@@ -66,7 +81,9 @@ def test_check_free_axes_with_reference_at_one_other_size_passes() -> None:
 class RejectingExporter(TorchExporter):
     """Exports as torch does; its source rejects every length but that of the samples."""
 
-    def reference(self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]) -> Tensors | None:
+    def reference(
+        self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
+    ) -> Tensors | None:
         if inputs["x"].shape[1] != LENGTH:
             raise ValueError("the source is made for one length")
         return super().reference(model, inputs, precision)
@@ -84,10 +101,17 @@ def test_export_stage_with_unproven_free_axis_raises_user_error(tmp_path: Path) 
         "train": Manifest(files=put_folder(context.store, trained, TRAINED)),
         "data/test": put_dataset(context.store, Dataset(inputs=sequences(module, 8, LENGTH))),
     }
-    settings: dict[str, Any] = {"section": codec.to_json(FREE), "data": "test", "limit": 8, "inputs": {}}
+    settings: dict[str, Any] = {
+        "section": codec.to_json(FREE),
+        "data": "test",
+        "limit": 8,
+        "inputs": {},
+    }
     settings |= {"source_time": 10.0, "pipeline": "p", "ordered": True}
     stage = Stage(id="export", kind=StageKind.EXPORT, settings=settings)
-    with pytest.raises(UserError, match=r"every other size of axis 1 of x \(length\).*made for one length"):
+    with pytest.raises(
+        UserError, match=r"every other size of axis 1 of x \(length\).*made for one length"
+    ):
         export.execute(stage, digest_bytes(b""), inputs, context)
 
 
@@ -143,15 +167,24 @@ def cut_length(model: ModelProto, node: NodeProto) -> None:
 
 
 def reverse_steps(model: ModelProto, node: NodeProto) -> None:
-    for name, value in (("starts", -1), ("ends", np.iinfo(np.int64).min), ("axes", 0), ("steps", -1)):
-        model.graph.initializer.append(numpy_helper.from_array(np.array([value], np.int64), f"turned.{name}"))
+    for name, value in (
+        ("starts", -1),
+        ("ends", np.iinfo(np.int64).min),
+        ("axes", 0),
+        ("steps", -1),
+    ):
+        model.graph.initializer.append(
+            numpy_helper.from_array(np.array([value], np.int64), f"turned.{name}")
+        )
     inputs = [node.input[0], *(f"turned.{name}" for name in ("starts", "ends", "axes", "steps"))]
     place = list(model.graph.node).index(node)
     model.graph.node.insert(place, helper.make_node("Slice", inputs, ["turned"]))
     node.input[0] = "turned"
 
 
-def test_measure_parity_of_recurrent_export_passes_at_all_lengths(lstm: tuple[Path, ReferenceOutputs]) -> None:
+def test_measure_parity_of_recurrent_export_passes_at_all_lengths(
+    lstm: tuple[Path, ReferenceOutputs],
+) -> None:
     path, reference = lstm
     lengths = {group.inputs["x"].shape[1] for group in reference.groups}
     assert {1, 4, 5, 8, 9, 16} <= lengths
@@ -159,7 +192,9 @@ def test_measure_parity_of_recurrent_export_passes_at_all_lengths(lstm: tuple[Pa
     assert not is_wrong(path, reference)
 
 
-@pytest.mark.parametrize("plant", [forget_state, exchange_states, exchange_directions, cut_length, reverse_steps])
+@pytest.mark.parametrize(
+    "plant", [forget_state, exchange_states, exchange_directions, cut_length, reverse_steps]
+)
 def test_measure_parity_of_faulty_recurrent_export_fails(
     lstm: tuple[Path, ReferenceOutputs], plant: Callable[[Any, Any], None], tmp_path: Path
 ) -> None:

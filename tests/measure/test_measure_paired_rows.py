@@ -31,7 +31,9 @@ def store(tmp_path: Path) -> ContentStore:
     return ContentStore(LocalObjects(tmp_path / "store"), tmp_path / "cache")
 
 
-def kept(store: ContentStore, definition: MetricDefinition, answers: Any, rows: Dataset = ROWS) -> Evidence:
+def kept(
+    store: ContentStore, definition: MetricDefinition, answers: Any, rows: Dataset = ROWS
+) -> Evidence:
     arrays = {**extract_rows(definition, rows.label, answers), **digest_rows(rows)}
     return evidence_of(raw=store.put_bytes(pack_arrays(arrays)))
 
@@ -53,7 +55,9 @@ def test_compare_rows_of_rmse_matches_direct_score(store: ContentStore) -> None:
     assert found.metric == "rmse"
     assert found.ratio is not None
     assert expected.ratio is not None
-    assert (found.ratio.low, found.ratio.high) == pytest.approx((expected.ratio.low, expected.ratio.high))
+    assert (found.ratio.low, found.ratio.high) == pytest.approx(
+        (expected.ratio.low, expected.ratio.high)
+    )
 
 
 def test_compare_rows_of_named_output_reports_full_label(store: ContentStore) -> None:
@@ -62,7 +66,10 @@ def test_compare_rows_of_named_output_reports_full_label(store: ContentStore) ->
     for definition in definitions:
         arrays |= extract_rows(definition, LABEL, LABEL + RNG.standard_normal(300))
     stored = evidence_of(raw=store.put_bytes(pack_arrays(arrays)))
-    assert [found.metric for found in compare_rows(store, stored, stored)] == ["mae output:cost", "mae output:price"]
+    assert [found.metric for found in compare_rows(store, stored, stored)] == [
+        "mae output:cost",
+        "mae output:price",
+    ]
 
 
 def test_compare_rows_of_unknown_metric_omits_it(store: ContentStore) -> None:
@@ -72,9 +79,12 @@ def test_compare_rows_of_unknown_metric_omits_it(store: ContentStore) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [replace(ROWS, label=LABEL + 1), replace(ROWS, inputs={"x": ROWS.inputs["x"][::-1].copy()})]
+    "other",
+    [replace(ROWS, label=LABEL + 1), replace(ROWS, inputs={"x": ROWS.inputs["x"][::-1].copy()})],
 )
-def test_compare_rows_of_different_rows_returns_nothing(store: ContentStore, other: Dataset) -> None:
+def test_compare_rows_of_different_rows_returns_nothing(
+    store: ContentStore, other: Dataset
+) -> None:
     mine, theirs = kept(store, RMSE, LABEL), kept(store, RMSE, LABEL, other)
     assert compare_rows(store, mine, theirs) == ()
 

@@ -38,7 +38,11 @@ from onnx_ops.measure.parity import (
     measure_invariance,
     measure_parity,
 )
-from onnx_ops.measure.reference_outputs import ReferenceGroup, collect_reference_outputs, put_reference
+from onnx_ops.measure.reference_outputs import (
+    ReferenceGroup,
+    collect_reference_outputs,
+    put_reference,
+)
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.pipeline.stages import validate
 from onnx_ops.ports import Context, Dataset, Exporter, ExportRequest, Tensors, Tracer
@@ -85,7 +89,9 @@ class Source:
         return find_worst(measure_parity(OnnxRuntime(), path, target, self.reference))
 
     def located(self, path: Path, worst: ParityMeasurement, tracer: Tracer | None) -> Divergence:
-        look = FailedExport(runtime=OnnxRuntime(), target=TARGET, model=path, reference=self.reference, worst=worst)
+        look = FailedExport(
+            runtime=OnnxRuntime(), target=TARGET, model=path, reference=self.reference, worst=worst
+        )
         return locate_divergence(look, lambda _: tracer)
 
 
@@ -105,22 +111,30 @@ def faulty(source: Source, folder: Path, weight: str, fault: str) -> tuple[Path,
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "is_known"), [("batches:1", 1, True), ("batches:64", 64, False), ("range", 1, False)]
+    ("name", "rows", "is_known"),
+    [("batches:1", 1, True), ("batches:64", 64, False), ("range", 1, False)],
 )
-def test_measure_group_uses_noise_of_real_rows_in_small_batches_only(name: str, rows: int, *, is_known: bool) -> None:
+def test_measure_group_uses_noise_of_real_rows_in_small_batches_only(
+    name: str, rows: int, *, is_known: bool
+) -> None:
     real = np.ones((64, 1), np.float32)
     columns = measure_columns(real, real + 0.5, WHOLE)
     assert columns is not None
     single = np.ones((rows, 1), np.float32)
     group = ReferenceGroup(
-        name=name, inputs={"x": single}, single={"y": single}, double={"y": single.astype(np.float64)}
+        name=name,
+        inputs={"x": single},
+        single={"y": single},
+        double={"y": single.astype(np.float64)},
     )
     (measured,) = measure_group(group, {"y": single}, known={"y": columns})
     assert (measured.noise == 0.5) is is_known
 
 
 @pytest.mark.nightly
-def test_locate_divergence_names_faulty_node_or_next_in_most_cases(source: Source, tmp_path: Path) -> None:
+def test_locate_divergence_names_faulty_node_or_next_in_most_cases(
+    source: Source, tmp_path: Path
+) -> None:
     graph = onnx.load(source.path).graph
     nodes = [node.name for node in graph.node]
     named = []
@@ -139,7 +153,9 @@ def test_measure_parity_of_correct_export_finds_no_failure(source: Source, level
         assert source.worst(source.path, Target(name="reference", session=session)) is None
 
 
-def test_locate_divergence_of_replaced_operator_names_node_and_module(source: Source, tmp_path: Path) -> None:
+def test_locate_divergence_of_replaced_operator_names_node_and_module(
+    source: Source, tmp_path: Path
+) -> None:
     model = onnx.load(source.path)
     next(node for node in model.graph.node if node.name == "node_relu_1").op_type = "Sigmoid"
     path = tmp_path / "exchanged.onnx"
@@ -159,11 +175,16 @@ def test_locate_divergence_in_long_graph_searches_it_in_parts(
     assert found.node == "node_conv2d_1"
 
 
-def test_locate_divergence_without_node_explains_why(source: Source, tmp_path: Path, golden: Golden) -> None:
+def test_locate_divergence_without_node_explains_why(
+    source: Source, tmp_path: Path, golden: Golden
+) -> None:
     path, worst = faulty(source, tmp_path, "head.weight", "sign")
     golden("reasons", source.located(path, worst, None).note)
     assert source.located(path, worst, lambda *_: ({}, None)).note.startswith("no value")
-    assert "without the runtime's optimizations" in source.located(source.path, worst, source.tracer).note
+    assert (
+        "without the runtime's optimizations"
+        in source.located(source.path, worst, source.tracer).note
+    )
 
     def broken(inputs: Tensors, names: object) -> Any:
         raise StageError("cannot be exported again", where="export")
@@ -174,7 +195,9 @@ def test_locate_divergence_without_node_explains_why(source: Source, tmp_path: P
 def validated(source: Source, path: Path, exporter: Exporter, root: Path) -> tuple[Divergence, ...]:
     """What the stage stores."""
     context: Context = replace(
-        FakeWorld().context(root=root), exporter=lambda *_: exporter, runtime=lambda _: OnnxRuntime()
+        FakeWorld().context(root=root),
+        exporter=lambda *_: exporter,
+        runtime=lambda _: OnnxRuntime(),
     )
     trained = root / "trained"
     trained.mkdir()
@@ -186,27 +209,38 @@ def validated(source: Source, path: Path, exporter: Exporter, root: Path) -> tup
             "reference.npz": put_reference(context.store, source.reference),
         }
     )
-    inputs = {"export": export, "train": Manifest(files=put_folder(context.store, trained, TRAINED))}
-    stage = Stage(id="validate", kind=StageKind.VALIDATE, settings={"export": codec.to_json(SECTION)})
+    inputs = {
+        "export": export,
+        "train": Manifest(files=put_folder(context.store, trained, TRAINED)),
+    }
+    stage = Stage(
+        id="validate", kind=StageKind.VALIDATE, settings={"export": codec.to_json(SECTION)}
+    )
     done: Manifest = validate.execute(stage, digest_bytes(b""), inputs, context)
     digest: Digest = done["divergence.json"]
     return codec.loads(context.store.read(digest), tuple[Divergence, ...])
 
 
-def test_validate_stage_of_faulty_export_stores_diverging_node(source: Source, tmp_path: Path) -> None:
+def test_validate_stage_of_faulty_export_stores_diverging_node(
+    source: Source, tmp_path: Path
+) -> None:
     path, _ = faulty(source, tmp_path, "features.5.weight", "roll")
     (found,) = validated(source, path, TorchExporter(), tmp_path)
     assert (found.node, found.op_type, found.scope) == ("node_conv2d_2", "Conv", "features.5")
     assert found.ratio > 16
 
 
-def test_validate_stage_of_correct_export_does_not_load_source(source: Source, tmp_path: Path) -> None:
+def test_validate_stage_of_correct_export_does_not_load_source(
+    source: Source, tmp_path: Path
+) -> None:
     with patch.object(TorchExporter, "load") as load:
         assert validated(source, source.path, TorchExporter(), tmp_path) == ()
     load.assert_not_called()
 
 
-def test_validate_stage_without_tracer_explains_missing_node(source: Source, tmp_path: Path, golden: Golden) -> None:
+def test_validate_stage_without_tracer_explains_missing_node(
+    source: Source, tmp_path: Path, golden: Golden
+) -> None:
     path, _ = faulty(source, tmp_path, "head.bias", "sign")
     (found,) = validated(source, path, SklearnExporter(), tmp_path)
     assert found.node == ""
@@ -219,11 +253,16 @@ def test_tracer_leaves_source_model_unchanged(source: Source) -> None:
     before = {name: value.clone() for name, value in source.model.state_dict().items()}
     single, double = source.tracer(SAMPLES, {"conv2d", "output"})
     assert double is not None
-    assert (single["conv2d"].dtype, double["conv2d"].dtype) == (np.dtype("float32"), np.dtype("float64"))
+    assert (single["conv2d"].dtype, double["conv2d"].dtype) == (
+        np.dtype("float32"),
+        np.dtype("float64"),
+    )
     again, _ = source.tracer(SAMPLES, {"conv2d"})
     np.testing.assert_array_equal(single["conv2d"], again["conv2d"])
     assert set(again) == {"conv2d"}
-    assert all(torch.equal(value, before[name]) for name, value in source.model.state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in source.model.state_dict().items()
+    )
 
 
 CPU_TARGET = Target(name="cpu")
@@ -253,9 +292,14 @@ def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     section = Export(framework="sklearn" if is_perceptron else "torch", opset=18)
     exporter.export(model, ExportRequest(section=section, samples=samples, path=path))
     rows_of_training = data["train"].head(256).inputs
-    single, double = (exporter.reference(model, samples, precision) for precision in ("float32", "float64"))
+    single, double = (
+        exporter.reference(model, samples, precision) for precision in ("float32", "float64")
+    )
     return Project(
-        models={"fp32": path, **{m: derive(path, m, calibration=rows_of_training) for m in ("dynamic", "static")}},
+        models={
+            "fp32": path,
+            **{m: derive(path, m, calibration=rows_of_training) for m in ("dynamic", "static")},
+        },
         samples=samples,
         reference=[ReferenceGroup(name="real", inputs=samples, single=single, double=double)],
     )
@@ -263,7 +307,9 @@ def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def measured(project: Project, variant: str, first: int = 0) -> tuple[BatchInvariance, ...]:
     samples = {name: array[first:] for name, array in project.samples.items()}
-    return measure_invariance(OnnxRuntime(), project.models[variant], CPU_TARGET, samples, project.reference)
+    return measure_invariance(
+        OnnxRuntime(), project.models[variant], CPU_TARGET, samples, project.reference
+    )
 
 
 def judged(found: tuple[BatchInvariance, ...]) -> GateResult:
@@ -274,7 +320,9 @@ def judged(found: tuple[BatchInvariance, ...]) -> GateResult:
 @pytest.mark.sweep
 @pytest.mark.parametrize("variant", ["fp32", "static"])
 @pytest.mark.parametrize("first", range(0, 224, 32))
-def test_measure_invariance_of_float_or_static_int8_passes(project: Project, variant: str, first: int) -> None:
+def test_measure_invariance_of_float_or_static_int8_passes(
+    project: Project, variant: str, first: int
+) -> None:
     found = measured(project, variant, first)
     assert found
     assert {m.rows for m in found} == {32}
@@ -282,7 +330,9 @@ def test_measure_invariance_of_float_or_static_int8_passes(project: Project, var
 
 
 @pytest.mark.parametrize("first", range(0, 224, 32))
-def test_measure_invariance_of_dynamic_int8_adds_failing_advisory(project: Project, first: int) -> None:
+def test_measure_invariance_of_dynamic_int8_adds_failing_advisory(
+    project: Project, first: int
+) -> None:
     result = judged(measured(project, "dynamic", first))
     assert (result.verdict, result.advisory) == (Verdict.FAIL, True)
     assert "do not batch" in result.reason
@@ -313,8 +363,12 @@ class OddMachine(OnnxRuntime):
         super().__init__()
         self._weight = weight
 
-    def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
-        return super().run(write_changed(model, self._weight, lambda w: np.round(w, 2)), target, batches)
+    def run(
+        self, model: Path, target: Target, batches: tuple[Tensors, ...]
+    ) -> tuple[Mapping[str, Array], ...]:
+        return super().run(
+            write_changed(model, self._weight, lambda w: np.round(w, 2)), target, batches
+        )
 
 
 @pytest.fixture

@@ -43,17 +43,30 @@ def test_measure_activations_of_correct_variant_keeps_limits(variant: tuple[Path
     assert not list(variant[0].parent.glob("*-inside.onnx"))
 
 
-def test_measure_activations_with_reduced_range_reports_saturation(variant: tuple[Path, Path]) -> None:
+def test_measure_activations_with_reduced_range_reports_saturation(
+    variant: tuple[Path, Path],
+) -> None:
     source, derived = variant
-    assert measured((source, write_changed(derived, "x_scale", lambda scale: scale / 3)))["x"].saturated > 0.1
+    assert (
+        measured((source, write_changed(derived, "x_scale", lambda scale: scale / 3)))[
+            "x"
+        ].saturated
+        > 0.1
+    )
 
 
-def test_measure_activations_with_different_zero_point_on_read_reports_noise(variant: tuple[Path, Path]) -> None:
+def test_measure_activations_with_different_zero_point_on_read_reports_noise(
+    variant: tuple[Path, Path],
+) -> None:
     model = read_model(variant[1])
     zero = next(t for t in model.graph.initializer if t.name == "x_zero_point")
     other = np.asarray(numpy_helper.to_array(zero) + 1, np.uint8)
     model.graph.initializer.append(numpy_helper.from_array(other, "other"))
-    readers = [n for n in model.graph.node if n.op_type == "DequantizeLinear" and n.input[2] == "x_zero_point"]
+    readers = [
+        n
+        for n in model.graph.node
+        if n.op_type == "DequantizeLinear" and n.input[2] == "x_zero_point"
+    ]
     readers[0].input[2] = "other"
     write_model(model, variant[1])
     found = measured(variant)
@@ -78,7 +91,11 @@ SCALE = np.float32(0.05)
 def samples(seed: int) -> Any:
     """Rows whose features go together, which is what compensation lives on."""
     draw = np.random.default_rng(seed)
-    return {"x": (draw.standard_normal((256, 1)) + 0.2 * draw.standard_normal((256, 8))).astype(np.float32)}
+    return {
+        "x": (draw.standard_normal((256, 1)) + 0.2 * draw.standard_normal((256, 8))).astype(
+            np.float32
+        )
+    }
 
 
 def with_levels(folder: Path, levels: Any) -> tuple[Path, Path]:
@@ -88,9 +105,14 @@ def with_levels(folder: Path, levels: Any) -> tuple[Path, Path]:
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     weight = numpy_helper.to_array(stored["first.weight"]).astype(np.float64)
     model.graph.initializer.remove(stored["first.weight"])
-    for name, array in (("first.weight_quantized", levels(weight / SCALE).astype(np.int8)), ("s", SCALE)):
+    for name, array in (
+        ("first.weight_quantized", levels(weight / SCALE).astype(np.int8)),
+        ("s", SCALE),
+    ):
         model.graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
-    model.graph.node.insert(0, helper.make_node("DequantizeLinear", ["first.weight_quantized", "s"], ["first.weight"]))
+    model.graph.node.insert(
+        0, helper.make_node("DequantizeLinear", ["first.weight_quantized", "s"], ["first.weight"])
+    )
     write_model(model, derived)
     return source, derived
 
@@ -105,7 +127,11 @@ def compensated(steps: Any) -> Any:
 
 
 def measured_weights(folder: Path, levels: Any, **more: Any) -> WeightMeasurement:
-    return next(w for w in measure_weights(*with_levels(folder, levels), **more) if w.tensor == "first.weight")
+    return next(
+        w
+        for w in measure_weights(*with_levels(folder, levels), **more)
+        if w.tensor == "first.weight"
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,8 +153,13 @@ def test_measure_weights_output_error_is_small_for_compensated_rounding_only(
     assert not list(tmp_path.glob("*-layers.onnx*"))
 
 
-def test_measure_weights_of_plain_rounding_or_without_rows_omits_output_error(tmp_path: Path) -> None:
-    assert measured_weights(tmp_path, np.rint, runtime=OnnxRuntime(), samples=samples(1)).output_error is None
+def test_measure_weights_of_plain_rounding_or_without_rows_omits_output_error(
+    tmp_path: Path,
+) -> None:
+    assert (
+        measured_weights(tmp_path, np.rint, runtime=OnnxRuntime(), samples=samples(1)).output_error
+        is None
+    )
     assert measured_weights(tmp_path, np.floor).output_error is None
 
 
@@ -150,11 +181,17 @@ class TestBalancedChannels:
     def rows(seed: int) -> dict[str, np.ndarray[Any, Any]]:
         return {"x": np.random.default_rng(seed).standard_normal((64, CHANNELS)).astype(np.float32)}
 
-    def test_quantization_with_balanced_channels_keeps_answers_close(self, variant: tuple[Path, Path]) -> None:
+    def test_quantization_with_balanced_channels_keeps_answers_close(
+        self, variant: tuple[Path, Path]
+    ) -> None:
         for exact, found in zip(*map(answers, variant), strict=True):
-            assert float(np.sqrt(np.mean((found - exact) ** 2)) / exact.std()) < 0.05, "without: a quarter to a third"
+            assert float(np.sqrt(np.mean((found - exact) ** 2)) / exact.std()) < 0.05, (
+                "without: a quarter to a third"
+            )
 
-    def test_measure_weights_and_activations_of_balanced_variant_keep_limits(self, variant: tuple[Path, Path]) -> None:
+    def test_measure_weights_and_activations_of_balanced_variant_keep_limits(
+        self, variant: tuple[Path, Path]
+    ) -> None:
         assert max(one.steps for one in measure_weights(*variant)) <= 0.51
         for one in measure_activations(OnnxRuntime(), *variant, self.rows(1)):
             assert one.noise <= 1.74
@@ -183,7 +220,9 @@ def test_is_compensating_of_bias_accepts_only_mean_error_of_its_weight(
     error = np.rint(weights["first.weight"] / SCALE) * SCALE - weights["first.weight"]
     shift = share * feeds["x"].mean(0) @ error
     changed = write_changed(derived, "first.bias", lambda bias: bias - shift)
-    found = {one.tensor: one for one in measure_weights(source, changed, OnnxRuntime(), feeds)}["first.bias"]
+    found = {one.tensor: one for one in measure_weights(source, changed, OnnxRuntime(), feeds)}[
+        "first.bias"
+    ]
     assert found.bias
     assert found.steps > 100
     assert is_compensating(found) is sound

@@ -49,7 +49,9 @@ from tests.support.pairs import write_changed
 TARGET = Target(name="cpu")
 
 
-def exported(exporter: Exporter, model: Any, section: Export, samples: Tensors, path: Path) -> ReferenceOutputs:
+def exported(
+    exporter: Exporter, model: Any, section: Export, samples: Tensors, path: Path
+) -> ReferenceOutputs:
     exporter.export(model, ExportRequest(section=section, samples=samples, path=path))
     return collect_reference_outputs(exporter, model, path, samples)
 
@@ -78,7 +80,9 @@ def pooled() -> Any:
 
 
 @pytest.fixture(scope="module")
-def free(images: Tensors, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ReferenceOutputs]:
+def free(
+    images: Tensors, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, ReferenceOutputs]:
     path = tmp_path_factory.mktemp("free") / "model.onnx"
     return path, exported(TorchExporter(), pooled(), FREE, images, path)
 
@@ -102,7 +106,9 @@ def test_measure_parity_of_export_fixed_to_one_size_reports_mismatch(
     model.graph.initializer.append(numpy_helper.from_array(np.array([0, 1, 6, 8]), "frozen.size"))
     for node in model.graph.node:
         node.input[:] = ["frozen" if name == "image" else name for name in node.input]
-    model.graph.node.insert(0, onnx.helper.make_node("Reshape", ["image", "frozen.size"], ["frozen"]))
+    model.graph.node.insert(
+        0, onnx.helper.make_node("Reshape", ["image", "frozen.size"], ["frozen"])
+    )
     onnx.save(model, tmp_path / "frozen.onnx")
     found = worst(tmp_path / "frozen.onnx", free[1])
     assert found.group.startswith("lengths:")
@@ -195,7 +201,10 @@ def test_parity_gate_of_recurrent_export_with_nan_difference_is_advisory(tmp_pat
     departed = {m.group: m.inside for m in found if m.mismatch or m.ratio > 10}
     assert departed == {"missing": False}
     results = list(judge_parity(ParityGate(), evidence(parity=found)))
-    assert [(r.verdict, r.advisory) for r in results] == [(Verdict.PASS, False), (Verdict.FAIL, True)]
+    assert [(r.verdict, r.advisory) for r in results] == [
+        (Verdict.PASS, False),
+        (Verdict.FAIL, True),
+    ]
     strict = ParityGate(groups={"missing": "fail"})
     (refused,) = judge_parity(strict, evidence(parity=found))
     assert refused.verdict is Verdict.FAIL
@@ -210,7 +219,9 @@ def test_measure_group_of_output_without_row_axis_compares_it() -> None:
     samples = rows(40)
     wide = {"state": np.zeros((60, 3), dtype=np.float32)}
     group = ReferenceGroup(name="real", inputs=samples, single=wide, double=None)
-    (found,) = measure_group(group, {"state": wide["state"] + np.eye(60, 3, k=-57, dtype=np.float32)})
+    (found,) = measure_group(
+        group, {"state": wide["state"] + np.eye(60, 3, k=-57, dtype=np.float32)}
+    )
     assert found.ratio > 10
     assert not found.example
 
@@ -258,11 +269,16 @@ def test_reference_of_outputs_in_ranked_order_includes_bounds(tmp_path: Path) ->
         r = Gather<axis=1>(x, turned)
         y = GatherElements<axis=1>(r, i)
     }"""
-    path = write_graph(tmp_path / "model.onnx", text, k=np.array([2]), turned=np.array([3, 2, 1, 0]))
+    path = write_graph(
+        tmp_path / "model.onnx", text, k=np.array([2]), turned=np.array([3, 2, 1, 0])
+    )
     x = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
     x[7] = (2, 2, 1, -9)
     source: Any = Ranked()
-    groups = {group.name: group for group in collect_reference_outputs(source, None, path, {"x": x}).groups}
+    groups = {
+        group.name: group
+        for group in collect_reference_outputs(source, None, path, {"x": x}).groups
+    }
     bounds = groups["real"].bounds
     assert bounds is not None
     assert set(bounds) == {"y"}
@@ -275,7 +291,9 @@ RANDOM: dict[str, Callable[[Any, Any], Any]] = {
     "noise no larger than rounding to float32": lambda torch, x: x + 1e-7 * torch.randn_like(x),
     "dropout": lambda torch, x: torch.nn.functional.dropout(x, 0.1, training=True),
     "sampling": lambda torch, x: torch.multinomial(torch.softmax(x, 1), 1),
-    "any number of columns": lambda torch, x: (torch.rand(()) * x[:, :1]).expand(-1, int(torch.randint(1, 1000, ()))),
+    "any number of columns": lambda torch, x: (torch.rand(()) * x[:, :1]).expand(
+        -1, int(torch.randint(1, 1000, ()))
+    ),
 }
 
 
@@ -343,10 +361,16 @@ def reciprocal(sound: Path, path: Path) -> Path:
     return write_changed(path, node.input[1], lambda deviation: 1 / deviation)
 
 
-def test_measure_parity_of_forest_allows_flips_explained_by_jitter(scaled_forest: Forest, tmp_path: Path) -> None:
+def test_measure_parity_of_forest_allows_flips_explained_by_jitter(
+    scaled_forest: Forest, tmp_path: Path
+) -> None:
     model, samples, sound, asked = scaled_forest
-    thresholds = np.concatenate([tree.tree_.threshold[tree.tree_.feature >= 0] for tree in model[-1].estimators_])
-    features = np.concatenate([tree.tree_.feature[tree.tree_.feature >= 0] for tree in model[-1].estimators_])
+    thresholds = np.concatenate(
+        [tree.tree_.threshold[tree.tree_.feature >= 0] for tree in model[-1].estimators_]
+    )
+    features = np.concatenate(
+        [tree.tree_.feature[tree.tree_.feature >= 0] for tree in model[-1].estimators_]
+    )
     x = np.repeat(samples["x"][:1], len(thresholds), axis=0).astype(np.float64)
     middle = thresholds * model[0].scale_[features] + model[0].mean_[features]
     x[np.arange(len(x)), features] = middle
@@ -354,7 +378,11 @@ def test_measure_parity_of_forest_allows_flips_explained_by_jitter(scaled_forest
     path = reciprocal(sound, tmp_path / "model.onnx")
     groups = collect_reference_outputs(SklearnExporter(), model, path, on_the_edge).groups
     real = next(group for group in groups if group.name == "real")
-    (explained,) = [m for m in measure_parity(OnnxRuntime(), path, TARGET, [real]) if m.output == "probabilities"]
+    (explained,) = [
+        m
+        for m in measure_parity(OnnxRuntime(), path, TARGET, [real])
+        if m.output == "probabilities"
+    ]
     assert explained.explained > 0
     assert explained.unexplained == 0
     assert explained.ratio <= 10
@@ -363,7 +391,9 @@ def test_measure_parity_of_forest_allows_flips_explained_by_jitter(scaled_forest
     assert worst(path, asked).ratio <= 10
 
 
-@pytest.mark.parametrize("fault", ["features swapped", "tree dropped", "classes permuted", "scaler mean rolled"])
+@pytest.mark.parametrize(
+    "fault", ["features swapped", "tree dropped", "classes permuted", "scaler mean rolled"]
+)
 def test_measure_parity_of_faulty_forest_exceeds_limit_despite_jitter(
     scaled_forest: Forest, fault: str, tmp_path: Path
 ) -> None:
@@ -375,16 +405,22 @@ def test_measure_parity_of_faulty_forest_exceeds_limit_despite_jitter(
         order[[2, 5]] = order[[5, 2]]
         broken.graph.initializer.append(numpy_helper.from_array(order, "order"))
         broken.graph.node[0].input[0] = "swapped"
-        broken.graph.node.insert(0, onnx.helper.make_node("Gather", ["x", "order"], ["swapped"], axis=1))
+        broken.graph.node.insert(
+            0, onnx.helper.make_node("Gather", ["x", "order"], ["swapped"], axis=1)
+        )
     elif fault == "scaler mean rolled":
         name = next(node.input[1] for node in broken.graph.node if node.op_type == "Sub")
         broken = onnx.load(write_changed(sound, name, lambda mean: np.roll(mean, 1)))
     else:
-        attributes = next(n for n in broken.graph.node if n.op_type.startswith("TreeEnsemble")).attribute
+        attributes = next(
+            n for n in broken.graph.node if n.op_type.startswith("TreeEnsemble")
+        ).attribute
         weights = next(a for a in attributes if a.name == "class_weights")
         trees = next(a for a in attributes if a.name == "class_treeids").ints
         if fault == "tree dropped":
-            weights.floats[:] = [0.0 if tree == 3 else w for tree, w in zip(trees, weights.floats, strict=True)]
+            weights.floats[:] = [
+                0.0 if tree == 3 else w for tree, w in zip(trees, weights.floats, strict=True)
+            ]
         else:
             weights.floats[:] = [1 / 12 - w for w in weights.floats]
     onnx.save(broken, path)
@@ -393,10 +429,14 @@ def test_measure_parity_of_faulty_forest_exceeds_limit_despite_jitter(
     assert max(m.ratio for m in measured if m.group == "real") > 10
 
 
-def test_export_and_validate_stages_store_limits_bounds_and_trees(scaled_forest: Forest, tmp_path: Path) -> None:
+def test_export_and_validate_stages_store_limits_bounds_and_trees(
+    scaled_forest: Forest, tmp_path: Path
+) -> None:
     model, samples, _, _ = scaled_forest
     context = replace(
-        FakeWorld().context(root=tmp_path), exporter=lambda *_: SklearnExporter(), runtime=lambda _: OnnxRuntime()
+        FakeWorld().context(root=tmp_path),
+        exporter=lambda *_: SklearnExporter(),
+        runtime=lambda _: OnnxRuntime(),
     )
     trained = tmp_path / "trained"
     trained.mkdir()
@@ -406,7 +446,14 @@ def test_export_and_validate_stages_store_limits_bounds_and_trees(scaled_forest:
         "data/test": put_dataset(context.store, Dataset(inputs=samples)),
     }
     section = codec.to_json(SKLEARN)
-    settings = {"section": section, "data": "test", "limit": 64, "inputs": {}, "ordered": False, "source_time": 10.0}
+    settings = {
+        "section": section,
+        "data": "test",
+        "limit": 64,
+        "inputs": {},
+        "ordered": False,
+        "source_time": 10.0,
+    }
     settings["pipeline"] = "p"
     stage = Stage(id="export", kind=StageKind.EXPORT, settings=settings)
     done = export.execute(stage, digest_bytes(b""), inputs, context)
@@ -420,7 +467,9 @@ def test_export_and_validate_stages_store_limits_bounds_and_trees(scaled_forest:
     assert (trees.trees, trees.changed) == (12, 0)
 
 
-def test_put_reference_then_get_reference_returns_same_groups(scaled_forest: Forest, tmp_path: Path) -> None:
+def test_put_reference_then_get_reference_returns_same_groups(
+    scaled_forest: Forest, tmp_path: Path
+) -> None:
     asked = scaled_forest.asked
     store = FakeWorld().context(root=tmp_path).store
     found = get_reference(store, put_reference(store, asked.groups))
@@ -448,7 +497,9 @@ def test_build_probes_of_fixed_batch_uses_its_size_and_runs(tmp_path: Path) -> N
     feeds = tuple(probe.inputs for probe in probes.values())
     assert {tensors["x"].shape for tensors in feeds} == {(2, 8)}
     assert len(OnnxRuntime().run(path, TARGET, feeds)) == len(probes)
-    repeated = build_probes(write_perceptron(tmp_path / "model.onnx", batch=5), rows(3))["real"].inputs["x"]
+    repeated = build_probes(write_perceptron(tmp_path / "model.onnx", batch=5), rows(3))[
+        "real"
+    ].inputs["x"]
     np.testing.assert_array_equal(repeated, rows(3)["x"][[0, 1, 2, 0, 1]])
 
 

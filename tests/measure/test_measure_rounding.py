@@ -57,15 +57,21 @@ def test_measure_parity_of_correct_heads_of_different_scale_passes(tmp_path: Pat
 
 @pytest.mark.parametrize("head", range(3))
 @pytest.mark.parametrize("share", [0.01, 0.05, 1e-4])
-def test_measure_parity_of_wrong_head_exceeds_limit_at_its_scale(tmp_path: Path, head: int, share: float) -> None:
-    (measured, *_) = measure_parity(OnnxRuntime(), write_heads(tmp_path / "m.onnx", head, share), TARGET, GROUPS)
+def test_measure_parity_of_wrong_head_exceeds_limit_at_its_scale(
+    tmp_path: Path, head: int, share: float
+) -> None:
+    (measured, *_) = measure_parity(
+        OnnxRuntime(), write_heads(tmp_path / "m.onnx", head, share), TARGET, GROUPS
+    )
     assert measured.ratio > LIMIT
     assert measured.column == f"column {head}"
     assert [column.column for column in measured.columns] == ["column 0", "column 1", "column 2"]
 
 
 @pytest.mark.parametrize("head", range(3))
-@pytest.mark.parametrize(("share", "verdict"), [(0.05, Verdict.FAIL), (0.01, Verdict.FAIL), (1e-5, Verdict.PASS)])
+@pytest.mark.parametrize(
+    ("share", "verdict"), [(0.05, Verdict.FAIL), (0.01, Verdict.FAIL), (1e-5, Verdict.PASS)]
+)
 def test_compare_of_two_files_on_supplied_rows_judges_each_head(
     tmp_path: Path, head: int, share: float, verdict: Verdict
 ) -> None:
@@ -87,8 +93,13 @@ def test_measure_parity_of_sigmoid_with_rare_events_detects_small_error(
     weight, bias = WEIGHT / np.abs(WEIGHT).max() / 4, np.full(3, logit, dtype=np.float32)
     off = np.array([0, error, 0], dtype=np.float32)
     path = write_graph(tmp_path / "m.onnx", RARE, w=weight, b=bias, off=off)
-    exact, single = (1 / (1 + np.exp(-(ROWS.astype(t) @ weight.astype(t) + bias.astype(t)))) for t in (float, "f4"))
-    group = ReferenceGroup(name="real", inputs={"x": ROWS}, single={"y": single}, double={"y": exact})
+    exact, single = (
+        1 / (1 + np.exp(-(ROWS.astype(t) @ weight.astype(t) + bias.astype(t))))
+        for t in (float, "f4")
+    )
+    group = ReferenceGroup(
+        name="real", inputs={"x": ROWS}, single={"y": single}, double={"y": exact}
+    )
     (measured,) = measure_parity(OnnxRuntime(), path, TARGET, [group])
     assert (measured.ratio > LIMIT) is is_seen
 
@@ -106,7 +117,9 @@ def test_measure_parity_of_exchanged_index_fails_unless_scores_tie(
     indices = np.argsort(-rows, axis=1, kind="stable")[:, :3]
     indices[5, :2] = indices[5, 1::-1]  # the source has the other order
     path = write_graph(tmp_path / "m.onnx", TOP, k=np.array([3]))
-    group = ReferenceGroup(name="real", inputs={"x": rows}, single={"i": indices}, double={"i": indices})
+    group = ReferenceGroup(
+        name="real", inputs={"x": rows}, single={"i": indices}, double={"i": indices}
+    )
     (measured,) = measure_parity(OnnxRuntime(), path, TARGET, [group])
     assert (measured.ratio > LIMIT) is is_seen
 
@@ -116,7 +129,9 @@ def feeds(rows: Array = ROWS) -> dict[str, tuple[Tensors, ...]]:
 
 
 def test_measure_roundings_of_several_runs_joins_floors(tmp_path: Path) -> None:
-    rounding = measure_roundings(OnnxRuntime(), write_heads(tmp_path / "m.onnx"), feeds())["real"]["y"]
+    rounding = measure_roundings(OnnxRuntime(), write_heads(tmp_path / "m.onnx"), feeds())["real"][
+        "y"
+    ]
     assert rounding.floor is not None
     assert rounding.floor.shape == (128, 3)
     assert rounding.floor.max(axis=0) == pytest.approx(np.array([2e4, 15, 0.3]) * 2.0**-23, rel=1)
@@ -128,7 +143,12 @@ def test_measure_roundings_of_unsupported_graph_or_rows_returns_nothing(tmp_path
     model.graph.node[0].domain = "own"
     onnx.save(model, path)
     assert measure_roundings(OnnxRuntime(), path, feeds()) == {}
-    assert measure_roundings(OnnxRuntime(), write_heads(tmp_path / "m.onnx"), {"real": ({"x": ROWS[:, :3]},)}) == {}
+    assert (
+        measure_roundings(
+            OnnxRuntime(), write_heads(tmp_path / "m.onnx"), {"real": ({"x": ROWS[:, :3]},)}
+        )
+        == {}
+    )
 
 
 def test_measure_roundings_leaves_model_and_folder_unchanged(tmp_path: Path) -> None:

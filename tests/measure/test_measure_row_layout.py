@@ -12,7 +12,13 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.config.targets import PROFILES, TargetFiles
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.errors import UserError
-from onnx_ops.measure.row_layout import RowLayout, arrange_runtime, fit_value, read_constants, read_layout
+from onnx_ops.measure.row_layout import (
+    RowLayout,
+    arrange_runtime,
+    fit_value,
+    read_constants,
+    read_layout,
+)
 from onnx_ops.onnx_graph.model_info import read_model_info
 from tests.support.voice import HIDDEN, make_voice_rows, write_voice_detector
 
@@ -71,7 +77,10 @@ def test_fit_value_returns_type_and_shape_of_input(
     value: object, dtype: str, shape: tuple[int | str, ...], expected: object
 ) -> None:
     array = fit_value(value, TensorSpec(name="x", dtype=dtype, shape=shape))
-    assert (array.tolist(), array.dtype.name[:3]) == (expected, np.dtype("U2" if dtype == "string" else dtype).name[:3])
+    assert (array.tolist(), array.dtype.name[:3]) == (
+        expected,
+        np.dtype("U2" if dtype == "string" else dtype).name[:3],
+    )
 
 
 @pytest.mark.parametrize(

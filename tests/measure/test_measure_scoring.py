@@ -28,7 +28,13 @@ from onnx_ops.measure.predictions import (
     read_positive_scores,
     read_prediction,
 )
-from onnx_ops.measure.scoring import ScoringRequest, TaskMetrics, join_parts, measure_metrics, read_predictions
+from onnx_ops.measure.scoring import (
+    ScoringRequest,
+    TaskMetrics,
+    join_parts,
+    measure_metrics,
+    read_predictions,
+)
 from onnx_ops.metric_formulas import MetricStatistic
 from onnx_ops.ports import Dataset
 from onnx_ops.statistics.scores import CANDIDATE
@@ -54,10 +60,16 @@ def scores(model: Path) -> Any:
 
 
 def measured(
-    models: Mapping[str, Path], label: Any, *definitions: MetricDefinition, data: Any = None, **more: Any
+    models: Mapping[str, Path],
+    label: Any,
+    *definitions: MetricDefinition,
+    data: Any = None,
+    **more: Any,
 ) -> TaskMetrics:
     dataset = Dataset(inputs=rows(ROWS), label=label, **(data or {}))
-    scorer = ScoringRequest(runtime=RUNTIME, target=TARGET, models=models, dataset=dataset, seed=0, **more)
+    scorer = ScoringRequest(
+        runtime=RUNTIME, target=TARGET, models=models, dataset=dataset, seed=0, **more
+    )
     return measure_metrics(scorer, definitions)
 
 
@@ -81,11 +93,15 @@ def labels_of(scores: Any) -> Any:
 
 
 @pytest.mark.parametrize("batch", [1, 7, ROWS, 128])
-def test_read_answers_of_fixed_batch_returns_each_row_once(tmp_path: Path, model: Path, batch: int) -> None:
+def test_read_answers_of_fixed_batch_returns_each_row_once(
+    tmp_path: Path, model: Path, batch: int
+) -> None:
     """100 rows fill neither batches of 7 nor one of 128."""
     fixed = write_perceptron(tmp_path / "fixed.onnx", batch=batch)
     one, other = (
-        np.concatenate(read_answers(RUNTIME, path, TARGET, rows(ROWS), lambda outputs: outputs["scores"]))
+        np.concatenate(
+            read_answers(RUNTIME, path, TARGET, rows(ROWS), lambda outputs: outputs["scores"])
+        )
         for path in (fixed, model)
     )
     np.testing.assert_allclose(one, other, atol=1e-5)
@@ -94,7 +110,9 @@ def test_read_answers_of_fixed_batch_returns_each_row_once(tmp_path: Path, model
 def test_read_answers_bounds_memory_by_chunks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onnx_ops.measure.answers._INPUT_BYTES", 8 * 4 * 9)
     sizes: list[int] = []
-    found = read_answers(RUNTIME, model, TARGET, rows(ROWS), lambda outputs: sizes.append(len(outputs["scores"])))
+    found = read_answers(
+        RUNTIME, model, TARGET, rows(ROWS), lambda outputs: sizes.append(len(outputs["scores"]))
+    )
     assert len(found) == len(sizes) == 12
     assert (max(sizes), sum(sizes)) == (9, ROWS)
 
@@ -106,12 +124,22 @@ def test_read_predictions_in_shards_matches_whole(
     """Of 12 batches, most of 40 shards get none."""
     monkeypatch.setattr("onnx_ops.measure.answers._INPUT_BYTES", 8 * 4 * 9)
     fixed = write_perceptron(tmp_path / "fixed.onnx", batch=9)
-    definitions = [ACCURACY, MetricDefinition(name="top_k", k=2), MetricDefinition(name="cosine"), RMSE]
+    definitions = [
+        ACCURACY,
+        MetricDefinition(name="top_k", k=2),
+        MetricDefinition(name="cosine"),
+        RMSE,
+    ]
     for path in (model, fixed):
         dataset = Dataset(inputs=rows(ROWS), label=labels_of(scores))
-        request = ScoringRequest(runtime=RUNTIME, target=TARGET, models={CANDIDATE: path}, dataset=dataset, seed=0)
+        request = ScoringRequest(
+            runtime=RUNTIME, target=TARGET, models={CANDIDATE: path}, dataset=dataset, seed=0
+        )
         whole = read_predictions(request, CANDIDATE, definitions)
-        shards = [read_predictions(request, CANDIDATE, definitions, (number, count)) for number in range(count)]
+        shards = [
+            read_predictions(request, CANDIDATE, definitions, (number, count))
+            for number in range(count)
+        ]
         joined = join_parts([shard for shard in shards if shard])
         for label, prediction in whole.items():
             found = joined[label]
@@ -125,16 +153,24 @@ def test_read_predictions_in_shards_matches_whole(
         assert not isinstance(whole["rmse"], Prediction)
 
 
-def test_measure_metrics_of_accuracy_and_top_k_returns_counts(model: Path, scores: Any, tmp_path: Path) -> None:
+def test_measure_metrics_of_accuracy_and_top_k_returns_counts(
+    model: Path, scores: Any, tmp_path: Path
+) -> None:
     from sklearn import metrics as reference
 
     fixed = write_perceptron(tmp_path / "fixed.onnx", batch=16)
     label = labels_of(scores)
-    found = measured({CANDIDATE: model, "fp32": fixed}, label, ACCURACY, MetricDefinition(name="top_k", k=2))
+    found = measured(
+        {CANDIDATE: model, "fp32": fixed}, label, ACCURACY, MetricDefinition(name="top_k", k=2)
+    )
     assert found.scores == ()
-    right = int(reference.top_k_accuracy_score(label, scores, k=2, labels=range(CLASSES), normalize=False))
+    right = int(
+        reference.top_k_accuracy_score(label, scores, k=2, labels=range(CLASSES), normalize=False)
+    )
     assert found.counts == tuple(
-        PairedCounts(metric=name, against=against, n=ROWS, both=both, only_baseline=0, only_candidate=0)
+        PairedCounts(
+            metric=name, against=against, n=ROWS, both=both, only_baseline=0, only_candidate=0
+        )
         for name, both in (("accuracy", 90), ("top_2", right))
         for against in ("", "fp32")
     )
@@ -170,7 +206,9 @@ class TestEqualOutputs:
     def test_measure_metrics_of_other_outputs_with_equal_classes_keeps_interval_open(
         self, model: Path, scores: Any, tmp_path: Path
     ) -> None:
-        near = write_changed(model, "third.bias", lambda bias: bias + np.float32(1e-6), name="near.onnx")
+        near = write_changed(
+            model, "third.bias", lambda bias: bias + np.float32(1e-6), name="near.onnx"
+        )
         found = measured({CANDIDATE: model, "fp32": near}, self.rare(scores), *self.DEFINITIONS)
         assert not any(one.equal for one in found.counts)
         changes = [one.difference for one in found.scores if one.against]
@@ -180,7 +218,9 @@ class TestEqualOutputs:
         classes: dict[str, Any] = {"label": np.array([0, 1, 0])}
         scored = {**classes, "p": np.array([[0.1], [0.9], [0.2]], dtype=np.float32)}
         other = {**scored, "p": scored["p"] + np.float32(1e-7)}
-        one, same, near, discrete = (read_prediction(ACCURACY, outputs) for outputs in (scored, scored, other, classes))
+        one, same, near, discrete = (
+            read_prediction(ACCURACY, outputs) for outputs in (scored, scored, other, classes)
+        )
         assert one.has_equal_outputs(same)
         assert not one.has_equal_outputs(near)
         assert not discrete.has_equal_outputs(discrete)
@@ -195,7 +235,9 @@ def test_measure_metrics_of_f1_matches_scikit_learn(model: Path, scores: Any, av
 
     label = labels_of(scores)
     positive = 2 if average == "binary" else None
-    found = measured({CANDIDATE: model}, label, MetricDefinition(name="f1", average=average, positive=positive))
+    found = measured(
+        {CANDIDATE: model}, label, MetricDefinition(name="f1", average=average, positive=positive)
+    )
     said = scores.argmax(axis=1)
     truth, seen, how = (label == 2, said == 2, "binary") if positive else (label, said, average)
     assert estimate(found) == pytest.approx(reference.f1_score(truth, seen, average=how))
@@ -208,24 +250,33 @@ def test_measure_metrics_of_auc_reads_column_of_positive_label(
     from sklearn import metrics as reference
 
     label = np.array(names)[labels_of(scores)]
-    found = measured({CANDIDATE: model}, label, ACCURACY, MetricDefinition(name="auc", positive=positive))
+    found = measured(
+        {CANDIDATE: model}, label, ACCURACY, MetricDefinition(name="auc", positive=positive)
+    )
     assert found.counts[0].both == 90
-    assert estimate(found) == pytest.approx(reference.roc_auc_score(label == positive, scores[:, 1]))
+    assert estimate(found) == pytest.approx(
+        reference.roc_auc_score(label == positive, scores[:, 1])
+    )
 
 
 def _make_median_error(label: Any, answers: Any, _: Options) -> MetricStatistic:
     errors = np.abs(label - answers)
     return MetricStatistic(
-        statistic=lambda weights: np.array([np.median(np.repeat(errors, row.astype(int))) for row in weights]),
+        statistic=lambda weights: np.array(
+            [np.median(np.repeat(errors, row.astype(int))) for row in weights]
+        ),
         reads=answers,
     )
 
 
 NEW_METRICS = {
     "within_half": TaskMetric(
-        reads="numbers", method=CountedRows(is_right=lambda label, answers, _: abs(label - answers) < 0.5)
+        reads="numbers",
+        method=CountedRows(is_right=lambda label, answers, _: abs(label - answers) < 0.5),
     ),
-    "median_error": TaskMetric(reads="numbers", method=Resampled(make=_make_median_error), higher_is_better=False),
+    "median_error": TaskMetric(
+        reads="numbers", method=Resampled(make=_make_median_error), higher_is_better=False
+    ),
     "above_zero": TaskMetric(
         reads="positive",
         method=CountedRows(is_right=lambda label, answers, _: (answers > 0) == label),
@@ -261,28 +312,44 @@ def test_measure_metrics_with_new_metric_computes_it_by_its_method(
     assert metrics == [definition.label]
 
 
-def test_measure_metrics_of_cosine_without_labels_compares_with_other_model(model: Path, tmp_path: Path) -> None:
+def test_measure_metrics_of_cosine_without_labels_compares_with_other_model(
+    model: Path, tmp_path: Path
+) -> None:
     same = write_perceptron(tmp_path / "same.onnx", batch=16)
-    (entry,) = measured({CANDIDATE: model, "fp32": same}, None, ACCURACY, MetricDefinition(name="cosine")).scores
+    (entry,) = measured(
+        {CANDIDATE: model, "fp32": same}, None, ACCURACY, MetricDefinition(name="cosine")
+    ).scores
     assert entry.against == "fp32"
     assert entry.candidate is not None
     assert entry.candidate.estimate == pytest.approx(1)
 
 
-def test_measure_metrics_of_user_metric_passes_predictions_and_labels(model: Path, scores: Any) -> None:
+def test_measure_metrics_of_user_metric_passes_predictions_and_labels(
+    model: Path, scores: Any
+) -> None:
     def share(predictions: Any, labels: Any) -> float:
         return float((predictions.argmax(axis=1) == labels).mean())
 
     definition = MetricDefinition(use="own:share")
-    found = measured({CANDIDATE: model}, labels_of(scores), definition, functions={"own:share": share})
+    found = measured(
+        {CANDIDATE: model}, labels_of(scores), definition, functions={"own:share": share}
+    )
     assert estimate(found) == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize(
     ("definition", "label", "why"),
     [
-        (MetricDefinition(name="mae"), np.zeros(ROWS), "no output can be read as one number per row"),
-        (MetricDefinition(name="accuracy", output="logits"), np.zeros(ROWS, int), "no output 'logits'"),
+        (
+            MetricDefinition(name="mae"),
+            np.zeros(ROWS),
+            "no output can be read as one number per row",
+        ),
+        (
+            MetricDefinition(name="accuracy", output="logits"),
+            np.zeros(ROWS, int),
+            "no output 'logits'",
+        ),
         (MetricDefinition(name="auc"), np.arange(ROWS) % 3, "which one is positive"),
         (ACCURACY, np.arange(ROWS), "do not fit 3 columns"),
         (ACCURACY, np.linspace(0, 1, ROWS), "not fractions"),
@@ -299,7 +366,9 @@ def test_measure_metrics_of_unreadable_answers_reports_failure(
     assert score.candidate is None
 
 
-def test_measure_metrics_with_incompatible_champion_reports_it(model: Path, scores: Any, tmp_path: Path) -> None:
+def test_measure_metrics_with_incompatible_champion_reports_it(
+    model: Path, scores: Any, tmp_path: Path
+) -> None:
     other = write_convolution(tmp_path / "other.onnx")
     found = measured({CANDIDATE: model, "champion": other}, labels_of(scores), ACCURACY)
     assert [c.against for c in found.counts] == [""]
@@ -312,8 +381,13 @@ def test_measure_metrics_of_answers_with_nan_returns_no_value(model: Path, score
     spoilt = scores.copy()
     spoilt[3, 1] = np.nan
     definitions = (ACCURACY, MetricDefinition(name="top_k", k=2))
-    readings = {definition.label: read_prediction(definition, {"scores": spoilt}) for definition in definitions}
-    found = measured({CANDIDATE: model}, labels_of(scores), *definitions, known={CANDIDATE: readings})
+    readings = {
+        definition.label: read_prediction(definition, {"scores": spoilt})
+        for definition in definitions
+    }
+    found = measured(
+        {CANDIDATE: model}, labels_of(scores), *definitions, known={CANDIDATE: readings}
+    )
     assert found.counts == ()
     assert [(entry.metric, bool(entry.broken), entry.candidate) for entry in found.scores] == [
         (definition.label, True, None) for definition in definitions
@@ -333,14 +407,22 @@ class TestReading:
     def test_read_prediction_with_nan_score_counts_broken_row(self) -> None:
         scores = self.SCORES.copy()
         scores[1, 2] = np.nan
-        for definition in (ACCURACY, MetricDefinition(name="top_k", k=1), MetricDefinition(name="auc")):
+        for definition in (
+            ACCURACY,
+            MetricDefinition(name="top_k", k=1),
+            MetricDefinition(name="auc"),
+        ):
             assert read_prediction(definition, {"scores": scores}).broken == 1
-        tokens = read_prediction(MetricDefinition(name="token_agreement", ignore=0), {"logits": scores[:, None, :]})
+        tokens = read_prediction(
+            MetricDefinition(name="token_agreement", ignore=0), {"logits": scores[:, None, :]}
+        )
         assert (tokens.broken, tokens.values.shape) == (1, (3, 1))
 
     def test_read_classes_of_one_column_applies_probability_threshold(self) -> None:
         label = np.array([1, 0, 1])
-        reading = read_prediction(ACCURACY, {"p": np.array([[0.9], [0.2], [0.4]], dtype=np.float32)})
+        reading = read_prediction(
+            ACCURACY, {"p": np.array([[0.9], [0.2], [0.4]], dtype=np.float32)}
+        )
         assert read_classes(label, reading, ACCURACY).tolist() == [1, 0, 0]
         with pytest.raises(UserError, match="between 0 and 1"):
             read_classes(label, Prediction(values=np.array([0.2, 3.0, -1.0]), columns=1), ACCURACY)
@@ -359,18 +441,25 @@ class TestReading:
             read_classes(np.array([0, 1]), reading, ACCURACY)
 
     @pytest.mark.parametrize(
-        ("label", "positive"), [([0, 1], 1), ([0, 0], 1), ([-1, 1], 1), ([1, 2], 2), (["no", "yes"], "yes")]
+        ("label", "positive"),
+        [([0, 1], 1), ([0, 0], 1), ([-1, 1], 1), ([1, 2], 2), (["no", "yes"], "yes")],
     )
-    def test_find_positive_label_returns_greater_label(self, label: list[Any], positive: object) -> None:
+    def test_find_positive_label_returns_greater_label(
+        self, label: list[Any], positive: object
+    ) -> None:
         assert find_positive_label(MetricDefinition(name="auc"), np.array(label)) == positive
 
     @given(st.lists(st.integers(0, 4), min_size=1), st.integers(5, 9))
-    def test_find_column_labels_of_integers_returns_column_numbers(self, label: list[int], count: int) -> None:
+    def test_find_column_labels_of_integers_returns_column_numbers(
+        self, label: list[int], count: int
+    ) -> None:
         assert find_column_labels(np.array(label), count, "").tolist() == list(range(count))
 
     def test_join_predictions_of_other_shapes_fails_and_prepare_label_makes_integers(self) -> None:
         with pytest.raises(UserError, match="from batch to batch"):
-            join_predictions([Prediction(values=np.ones((2, 3))), Prediction(values=np.ones((2, 4)))])
+            join_predictions(
+                [Prediction(values=np.ones((2, 3))), Prediction(values=np.ones((2, 4)))]
+            )
         found = prepare_label(ACCURACY, np.array([[1.0], [0.0]]))
         assert found is not None
         assert (found.dtype.kind, found.tolist()) == ("i", [1, 0])
@@ -379,13 +468,19 @@ class TestReading:
 class TestGroups:
     """Rows of one group count as fewer independent ones."""
 
-    def test_measure_metrics_with_named_groups_counts_them_without_warning(self, model: Path, scores: Any) -> None:
+    def test_measure_metrics_with_named_groups_counts_them_without_warning(
+        self, model: Path, scores: Any
+    ) -> None:
         both, group = {CANDIDATE: model, "fp32": model}, np.arange(ROWS) // 4
         found = measured(both, labels_of(scores), ACCURACY, data={"group": group})
-        assert [(c.groups, c.change_effect > 1, c.value_effect > 1) for c in found.counts] == [(25, True, True)] * 2
+        assert [(c.groups, c.change_effect > 1, c.value_effect > 1) for c in found.counts] == [
+            (25, True, True)
+        ] * 2
         assert found.grouped == ()
 
-    def test_measure_metrics_with_groups_resamples_them_unless_few(self, model: Path, scores: Any) -> None:
+    def test_measure_metrics_with_groups_resamples_them_unless_few(
+        self, model: Path, scores: Any
+    ) -> None:
         plain, by_group = (
             alone(measured({CANDIDATE: model}, labels_of(scores), F1, data={"group": group}))
             for group in (None, np.arange(ROWS) // 4)
@@ -395,10 +490,14 @@ class TestGroups:
         assert by_group.candidate is not None
         assert by_group.candidate.estimate == plain.candidate.estimate
         assert by_group.candidate.low < plain.candidate.low
-        few = measured({CANDIDATE: model}, labels_of(scores), F1, data={"group": np.arange(ROWS) // 10})
+        few = measured(
+            {CANDIDATE: model}, labels_of(scores), F1, data={"group": np.arange(ROWS) // 10}
+        )
         assert "10 groups are too few" in alone(few).undefined
 
-    def test_measure_metrics_with_unused_id_column_reports_it(self, model: Path, scores: Any) -> None:
+    def test_measure_metrics_with_unused_id_column_reports_it(
+        self, model: Path, scores: Any
+    ) -> None:
         both, columns = {CANDIDATE: model, "fp32": model}, {"patient": np.arange(ROWS) // 4}
         found = measured(both, labels_of(scores), ACCURACY, data={"columns": columns})
         assert any("'patient'" in sign for sign in found.grouped)

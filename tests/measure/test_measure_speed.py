@@ -60,19 +60,25 @@ def scripted(models: dict[str, Path], *, noise: float = 0.001, **changes: Any) -
     return Scripted({path: COSTS[name] for name, path in models.items()}, noise=noise, **changes)
 
 
-def measured(runtime: Scripted, models: dict[str, Path], asked: MeasurementRequest, *names: str) -> SpeedMeasurements:
+def measured(
+    runtime: Scripted, models: dict[str, Path], asked: MeasurementRequest, *names: str
+) -> SpeedMeasurements:
     baselines = {name: models[name] for name in names}
     return measure_speed(runtime, CPU, models["candidate"], baselines, rows(2), asked, seed=1)
 
 
-EVERYTHING = MeasurementRequest(throughput=(2, 8), starts=True, tolerances={"latency": (0.05,), "throughput": (0.05,)})
+EVERYTHING = MeasurementRequest(
+    throughput=(2, 8), starts=True, tolerances={"latency": (0.05,), "throughput": (0.05,)}
+)
 
 
 def ratio(pairs: tuple[tuple[float, ...], ...]) -> float:
     return math.exp(float(np.median(np.array(pairs))))
 
 
-def test_measure_speed_without_further_request_measures_latency_only(models: dict[str, Path]) -> None:
+def test_measure_speed_without_further_request_measures_latency_only(
+    models: dict[str, Path],
+) -> None:
     runtime = scripted(models)
     found = measured(runtime, models, MeasurementRequest(), "fp32")
     assert (found.throughput, found.starts, found.ratios) == ((), None, ())
@@ -80,10 +86,18 @@ def test_measure_speed_without_further_request_measures_latency_only(models: dic
     assert found.latency.batch == 2
 
 
-def test_measure_speed_times_each_baseline_and_compares_rest_with_last(models: dict[str, Path]) -> None:
+def test_measure_speed_times_each_baseline_and_compares_rest_with_last(
+    models: dict[str, Path],
+) -> None:
     found = measured(scripted(models), models, EVERYTHING, "fp32", "champion")
     assert [c.against for c in found.comparisons] == ["fp32", "champion"]
-    assert [r.figure for r in found.ratios] == ["concurrency 2", "concurrency 8", "load", "first", "peak"]
+    assert [r.figure for r in found.ratios] == [
+        "concurrency 2",
+        "concurrency 8",
+        "load",
+        "first",
+        "peak",
+    ]
     for r in found.ratios:
         assert r.against == "champion"
         assert ratio(r.log_ratios) == pytest.approx(1.2 / 1.1, rel=0.01)
@@ -92,17 +106,29 @@ def test_measure_speed_times_each_baseline_and_compares_rest_with_last(models: d
     assert found.throughput[0].per_second[0] == pytest.approx(1e9 / 1.2e6, rel=0.01)
     assert found.starts is not None
     assert len(found.starts.load_s) == len(found.starts.peak_bytes) == 10
-    assert {"throughput/8/champion/nanoseconds", "starts/champion/peak", "starts/alone/load"} <= set(found.raw)
+    assert {
+        "throughput/8/champion/nanoseconds",
+        "starts/champion/peak",
+        "starts/alone/load",
+    } <= set(found.raw)
 
 
-def test_measure_speed_with_incompatible_champion_omits_it_but_requires_export(models: dict[str, Path]) -> None:
-    found = measured(scripted(models, refused=(models["champion"],)), models, EVERYTHING, "fp32", "champion")
+def test_measure_speed_with_incompatible_champion_omits_it_but_requires_export(
+    models: dict[str, Path],
+) -> None:
+    found = measured(
+        scripted(models, refused=(models["champion"],)), models, EVERYTHING, "fp32", "champion"
+    )
     assert [c.against for c in found.comparisons] == ["fp32"]
     assert found.ratios == ()
     with pytest.raises(MeasurementError):
         measured(scripted(models, refused=(models["fp32"],)), models, EVERYTHING, "fp32")
     first_release = measured(scripted(models), models, EVERYTHING)
-    assert (first_release.comparisons, first_release.ratios, len(first_release.throughput)) == ((), (), 2)
+    assert (first_release.comparisons, first_release.ratios, len(first_release.throughput)) == (
+        (),
+        (),
+        2,
+    )
     assert first_release.starts is not None
 
 
@@ -114,8 +140,13 @@ def test_measure_speed_continues_until_limits_are_decided(models: dict[str, Path
     asked = MeasurementRequest(throughput=(4,), tolerances={"throughput": (0.05,)})
     assert pairs(scripted(models), asked) == LOOKS[0]
     assert pairs(scripted(models, noise=2.0), asked) >= FULL_RUN
-    assert pairs(scripted(models, noise=0.5), replace(asked, tolerances={})) == LOOKS[0], "no limit, nothing to decide"
-    assert pairs(scripted(models, noise=0.01), replace(asked, tolerances={"throughput": (0.2,)})) > LOOKS[0]
+    assert pairs(scripted(models, noise=0.5), replace(asked, tolerances={})) == LOOKS[0], (
+        "no limit, nothing to decide"
+    )
+    assert (
+        pairs(scripted(models, noise=0.01), replace(asked, tolerances={"throughput": (0.2,)}))
+        > LOOKS[0]
+    )
 
 
 def test_measure_speed_without_peak_memory_omits_it(models: dict[str, Path]) -> None:
@@ -128,12 +159,20 @@ def test_measure_speed_without_peak_memory_omits_it(models: dict[str, Path]) -> 
     assert found.starts.peak_bytes == ()
 
 
-@pytest.mark.parametrize(("unit_ns", "concurrency"), [(1.0, 1), (1e3, 256), (5e3, 4), (1e6, 4), (5e8, 16)])
-def test_measure_throughput_at_any_speed_keeps_window_limits(unit_ns: float, concurrency: int) -> None:
+@pytest.mark.parametrize(
+    ("unit_ns", "concurrency"), [(1.0, 1), (1e3, 256), (5e3, 4), (1e6, 4), (5e8, 16)]
+)
+def test_measure_throughput_at_any_speed_keeps_window_limits(
+    unit_ns: float, concurrency: int
+) -> None:
     runtime = Scripted({MODEL: 1.0}, unit_ns=unit_ns)
     measure_throughput(runtime, MODEL, CPU, rows(1), concurrency, 0)
     (schedule,) = runtime.asked
-    assert FEWEST_EACH * concurrency <= schedule.requests <= max(FEWEST_EACH * concurrency, MOST_REQUESTS)
+    assert (
+        FEWEST_EACH * concurrency
+        <= schedule.requests
+        <= max(FEWEST_EACH * concurrency, MOST_REQUESTS)
+    )
     assert FEWEST_WINDOWS <= schedule.windows <= MOST_WINDOWS
 
 
@@ -145,12 +184,15 @@ def test_measure_starts_and_throughput_without_duration_raise_measurement_error(
 
 
 @pytest.mark.parametrize(
-    ("lost", "kept"), [((0, 3), (20, 30)), ((), (10, 20, 30, 1000)), ((0, 1, 2, 3), (10, 20, 30, 1000))]
+    ("lost", "kept"),
+    [((0, 3), (20, 30)), ((), (10, 20, 30, 1000)), ((0, 1, 2, 3), (10, 20, 30, 1000))],
 )
 def test_measure_latency_with_preempted_runs_excludes_them_from_quantiles(
     lost: tuple[int, ...], kept: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    samples = RunSamples(nanoseconds=np.array([10, 30, 20, 1000]), preempted=np.isin(np.arange(4), lost))
+    samples = RunSamples(
+        nanoseconds=np.array([10, 30, 20, 1000]), preempted=np.isin(np.arange(4), lost)
+    )
     monkeypatch.setattr(Scripted, "sample", lambda *_, **__: samples)
     latency, _ = measure_latency(Scripted({}), MODEL, CPU, rows(1))
     assert (latency.runs, latency.preempted, latency.sorted_ns) == (4, len(lost), kept)
@@ -158,7 +200,9 @@ def test_measure_latency_with_preempted_runs_excludes_them_from_quantiles(
 
 
 def test_derive_measurement_request_returns_measurements_and_tolerances_of_gates() -> None:
-    assert derive_measurement_request([SizeGate(max=1), LatencyGate(p99=0.1)]) == MeasurementRequest()
+    assert (
+        derive_measurement_request([SizeGate(max=1), LatencyGate(p99=0.1)]) == MeasurementRequest()
+    )
     found = derive_measurement_request(
         [
             LatencyGate(max_regression=0.05, faster_than="fp32", min_speedup=0.25),
@@ -190,7 +234,9 @@ def test_measure_speed_beyond_time_limit_ends_undecided(
     # Only for this module: threads that other tests have left read the real clock.
     patched = SimpleNamespace(**{**vars(time), "monotonic": lambda: float(next(clock))})
     monkeypatch.setattr("onnx_ops.measure.timing.time", patched)
-    asked = MeasurementRequest(throughput=(4,), tolerances={"latency": (0.05,), "throughput": (0.0,)})
+    asked = MeasurementRequest(
+        throughput=(4,), tolerances={"latency": (0.05,), "throughput": (0.0,)}
+    )
     found = measured(scripted(models, noise=2.0), models, asked, "fp32")
     assert len(found.ratios[0].log_ratios) == LOOKS[1]
 
@@ -232,7 +278,16 @@ def test_measure_scheduling_divides_rows_among_threads(tmp_path: Path) -> None:
         ({"session": SessionSettings(intra_op_threads=0)}, [(1, 1), (1, 16)]),
         ({"cores": 2, "batch": 3}, [(1, 3), (2, 3)]),
     ],
-    ids=["on the event loop", "too slow", "refused", "no server", "one core", "two threads", "all threads", "fixed"],
+    ids=[
+        "on the event loop",
+        "too slow",
+        "refused",
+        "no server",
+        "one core",
+        "two threads",
+        "all threads",
+        "fixed",
+    ],
 )
 def test_measure_scheduling_measures_only_settings_of_server(
     tmp_path: Path, how: dict[str, Any], ways: list[tuple[int, int]]

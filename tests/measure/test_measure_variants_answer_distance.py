@@ -37,7 +37,10 @@ def test_describe_far_answers_returns_distance_only_if_answers_are_far(
 ) -> None:
     weights = _DRAW.normal(size=(8, 4)).astype(np.float32) * (0.02 if "Softmax" in text else 1)
     other = weights + noise * weights.std() * _DRAW.normal(size=weights.shape).astype(np.float32)
-    source, variant = write(tmp_path / "a.onnx", text, weights), write(tmp_path / "b.onnx", text, other)
+    source, variant = (
+        write(tmp_path / "a.onnx", text, weights),
+        write(tmp_path / "b.onnx", text, other),
+    )
     rows = {"x": _DRAW.normal(size=(40, 8)).astype(np.float32)}
     said = describe_far_answers(OnnxRuntime(), source, variant, rows)
     assert distance in said

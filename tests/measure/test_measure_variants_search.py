@@ -33,7 +33,9 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def searched(context: SearchContext, report: Reporter = lambda _: None, journal: str = "journal") -> SearchResult:
+def searched(
+    context: SearchContext, report: Reporter = lambda _: None, journal: str = "journal"
+) -> SearchResult:
     return search(context, FileJournal(context.source.parents[1] / journal), report)
 
 
@@ -83,7 +85,9 @@ def test_search_with_size_or_p99_budget_applies_it(root: Path) -> None:
     shutil.rmtree(root / "trials")
     late = Budget(metric_drop=0.1, p99=2.4e-6)
     found = searched(fragile_ground(root, budget=late), journal="other").record
-    assert [t.p99 for t in found.trials if t.recipe == "dynamic" and t.excluded] == [{"cpu-1t": pytest.approx(2.5e-6)}]
+    assert [t.p99 for t in found.trials if t.recipe == "dynamic" and t.excluded] == [
+        {"cpu-1t": pytest.approx(2.5e-6)}
+    ]
     assert all(slot.trial is None for slot in found.slots)
 
 
@@ -104,7 +108,10 @@ def test_search_for_two_targets_times_each_and_returns_one_variant(root: Path) -
     times = {name: one.estimate for name, one in trial.ratios.items()}
     assert times == {"cpu-1t": pytest.approx(2500 / 4000), SLOW: pytest.approx(4600 / 4000)}
     contribution = next(one for one in record.contributions if one.node == "first")
-    assert contribution.time == {"cpu-1t": pytest.approx(2500 / 2000), SLOW: pytest.approx(4600 / 4800)}
+    assert contribution.time == {
+        "cpu-1t": pytest.approx(2500 / 2000),
+        SLOW: pytest.approx(4600 / 4800),
+    }
 
 
 def test_search_for_two_targets_applies_p99_budget_to_each(root: Path) -> None:
@@ -112,7 +119,11 @@ def test_search_for_two_targets_applies_p99_budget_to_each(root: Path) -> None:
     record = searched(for_two_targets(fragile_ground(root, budget=late))).record
     (kept,) = [t for t in record.trials if t.recipe == "dynamic" and t.excluded == ("first",)]
     assert kept.p99 == {"cpu-1t": pytest.approx(2.5e-6), SLOW: pytest.approx(4.6e-6)}
-    assert all(record.trials[slot.trial].recipe != "dynamic" for slot in record.slots if slot.trial is not None)
+    assert all(
+        record.trials[slot.trial].recipe != "dynamic"
+        for slot in record.slots
+        if slot.trial is not None
+    )
 
 
 def test_search_repeated_after_finish_starts_again(root: Path) -> None:
@@ -121,7 +132,9 @@ def test_search_repeated_after_finish_starts_again(root: Path) -> None:
     said: list[str] = []
     again = searched(fragile_ground(root), said.append).record
     assert not any("resuming" in line for line in said)
-    assert [(t.recipe, t.excluded) for t in again.trials] == [(t.recipe, t.excluded) for t in first.trials]
+    assert [(t.recipe, t.excluded) for t in again.trials] == [
+        (t.recipe, t.excluded) for t in first.trials
+    ]
 
 
 def test_search_resumed_with_different_model_file_raises_stage_error(root: Path) -> None:
@@ -170,7 +183,11 @@ def test_search_resumed_after_kill_repeats_no_step(root: Path, steps: int) -> No
     assert done.stdout.startswith(f"resuming after {len(before)} steps")
     after = FileJournal(root / "journal").read()
     assert after[: len(before)] == before
-    trials = [(line["trial"]["recipe"], tuple(line["trial"]["excluded"])) for line in after if line.get("trial")]
+    trials = [
+        (line["trial"]["recipe"], tuple(line["trial"]["excluded"]))
+        for line in after
+        if line.get("trial")
+    ]
     assert len(trials) == len(set(trials))
     record = json.loads((root / "record.json").read_text())
     assert record["slots"][0]["trial"] is not None

@@ -19,4 +19,6 @@ def abort_at_opset_23(data: Any) -> None:
     layer = paddle.jit.to_static(paddle.nn.Linear(4, 2), input_spec=spec, full_graph=True)
     with tempfile.TemporaryDirectory() as folder:
         paddle.jit.save(layer, f"{folder}/m")
-        paddle2onnx.export(f"{folder}/m.json", f"{folder}/m.pdiparams", f"{folder}/m.onnx", opset_version=23)
+        paddle2onnx.export(
+            f"{folder}/m.json", f"{folder}/m.pdiparams", f"{folder}/m.onnx", opset_version=23
+        )

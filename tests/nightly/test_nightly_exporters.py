@@ -32,7 +32,9 @@ class TestTensorflow(ExporterSuite):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def trained(cls, exporter: IsolatedExporter, digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    def trained(
+        cls, exporter: IsolatedExporter, digits: Dataset, tmp_path_factory: pytest.TempPathFactory
+    ) -> Path:
         folder = tmp_path_factory.mktemp("trained")
         exporter.train(cls.run, {"train": digits}, cls.settings, folder)
         return folder
@@ -49,7 +51,9 @@ class TestTensorflow(ExporterSuite):
     def samples(self, digits: Dataset) -> Tensors:
         return digits.head(32).inputs
 
-    def test_export_of_trained_model_is_accurate(self, exported: tuple[object, Path], digits: Dataset) -> None:
+    def test_export_of_trained_model_is_accurate(
+        self, exported: tuple[object, Path], digits: Dataset
+    ) -> None:
         (answers,) = OnnxRuntime().run(exported[1], Target(name="cpu"), (digits.inputs,))
         assert list(answers) == ["output"]
         assert np.mean(answers["output"].argmax(axis=1) == digits.label) > 0.9
@@ -60,7 +64,9 @@ class TestTensorflow(ExporterSuite):
     ) -> None:
         section = Export(framework=self.framework, opset=23)
         with pytest.raises(UserError, match=r"writes opsets .*, not 23") as refused:
-            exporter.export(model, ExportRequest(section=section, samples=samples, path=tmp_path / "m.onnx"))
+            exporter.export(
+                model, ExportRequest(section=section, samples=samples, path=tmp_path / "m.onnx")
+            )
         assert "Set export.opset: " in refused.value.remedy
 
 
@@ -78,7 +84,9 @@ def test_train_that_returns_foreign_model_raises_error(isolated: Isolated, tmp_p
             isolated(framework).train("tests.nightly.strange:train", {}, {}, tmp_path)
 
 
-def test_train_with_aborting_converter_raises_stage_error(isolated: Isolated, tmp_path: Path) -> None:
+def test_train_with_aborting_converter_raises_stage_error(
+    isolated: Isolated, tmp_path: Path
+) -> None:
     """Paddle2ONNX at an opset that it does not know ends its process."""
     with pytest.raises(StageError, match=r"signal SIGABRT|exit code") as failure:
         isolated("paddle").train("tests.nightly.strange:abort_at_opset_23", {}, {}, tmp_path)

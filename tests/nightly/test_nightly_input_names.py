@@ -46,7 +46,9 @@ def test_export_of_two_inputs_binds_them_by_name_in_any_order(
         np.testing.assert_allclose(answers, ANSWERS, atol=1e-6)
         np.testing.assert_allclose(expected, ANSWERS, atol=1e-6)
     for wrong in ({"user": ROWS["user"], "itm": ROWS["item"]}, {"user": ROWS["user"]}):
-        request = ExportRequest(section=section, samples=wrong, path=tmp_path / "wrong.onnx", ordered=True)
+        request = ExportRequest(
+            section=section, samples=wrong, path=tmp_path / "wrong.onnx", ordered=True
+        )
         with pytest.raises(UserError, match="'item'"):
             exporter.export(model, request)
 
@@ -57,7 +59,9 @@ def test_export_of_subclassed_keras_model_with_dictionary_input_keeps_weights(
     exporter = isolated("tensorflow")
     exporter.train("tests.nightly.keras_dictionary:train", {}, {}, tmp_path)
     model, path = exporter.load(tmp_path), tmp_path / "model.onnx"
-    exporter.export(model, ExportRequest(section=Export(framework="tensorflow"), samples=ROWS, path=path))
+    exporter.export(
+        model, ExportRequest(section=Export(framework="tensorflow"), samples=ROWS, path=path)
+    )
     for answers in (run(path, ROWS), reference(exporter, model, ROWS)):
         (array,) = answers.values()
         np.testing.assert_allclose(array, ANSWERS / 2, atol=1e-6)

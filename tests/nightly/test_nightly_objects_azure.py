@@ -19,7 +19,10 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def container(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with azurite(tmp_path_factory.mktemp("npm"), "onnx-ops") as opened, pytest.MonkeyPatch.context() as patch:
+    with (
+        azurite(tmp_path_factory.mktemp("npm"), "onnx-ops") as opened,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setenv("AZURE_STORAGE_CONNECTION_STRING", opened)
         yield "abfs://onnx-ops"
 

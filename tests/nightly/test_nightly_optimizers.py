@@ -36,7 +36,9 @@ def olive(environments: PythonEnvironments) -> IsolatedOptimizer:
 
 def section_of(one: dict[str, Any]) -> Quantize:
     config = {"passes": {"only": one}}
-    return Quantize(name="narrow", method="olive", calibrate=Calibrate(samples=40), options={"config": config})
+    return Quantize(
+        name="narrow", method="olive", calibrate=Calibrate(samples=40), options={"config": config}
+    )
 
 
 class TestOliveDynamic(OptimizerSuite):
@@ -72,7 +74,10 @@ class TestOliveStatic(TestOliveDynamic):
 def request_for(folder: Path, one: dict[str, Any]) -> OptimizeRequest:
     write_perceptron(folder / "source.onnx")
     return OptimizeRequest(
-        section=section_of(one), source=folder / "source.onnx", path=folder / "made.onnx", calibration=rows(37)
+        section=section_of(one),
+        source=folder / "source.onnx",
+        path=folder / "made.onnx",
+        calibration=rows(37),
     )
 
 
@@ -88,8 +93,14 @@ def test_olive_float_pass_changes_no_weight(olive: IsolatedOptimizer, tmp_path: 
         ({"type": "Nonsense"}, "'nonsense' not found"),
         ({"type": "OnnxDynamicQuantization", "precision": "int3"}, "precision"),
         # of a bias that is one row of a matrix, ONNX Runtime's quantizer asks whether it is true
-        ({"type": "OnnxStaticQuantization", "data_config": "x", "per_channel": True}, "The truth value of an array"),
-        ({"type": "DynamicToFixedShape", "dim_param": ["batch"], "dim_value": [5]}, "changed the model's inputs"),
+        (
+            {"type": "OnnxStaticQuantization", "data_config": "x", "per_channel": True},
+            "The truth value of an array",
+        ),
+        (
+            {"type": "DynamicToFixedShape", "dim_param": ["batch"], "dim_value": [5]},
+            "changed the model's inputs",
+        ),
     ],
 )
 def test_olive_pass_that_fails_or_changes_interface_raises_stage_error(
@@ -99,7 +110,11 @@ def test_olive_pass_that_fails_or_changes_interface_raises_stage_error(
         olive.optimize(request_for(tmp_path, one))
 
 
-def test_olive_with_lost_exclusion_raises_user_error(olive: IsolatedOptimizer, tmp_path: Path) -> None:
-    request = request_for(tmp_path, {"type": "OnnxDynamicQuantization"})  # prepares, which joins product and sum
+def test_olive_with_lost_exclusion_raises_user_error(
+    olive: IsolatedOptimizer, tmp_path: Path
+) -> None:
+    request = request_for(
+        tmp_path, {"type": "OnnxDynamicQuantization"}
+    )  # prepares, which joins product and sum
     with pytest.raises(UserError, match="Olive quantized first, which `exclude` names"):
         olive.optimize(replace(request, section=replace(request.section, exclude=("first",))))

@@ -47,7 +47,9 @@ def canary(tmp_path: Path) -> Iterator[ReplicaSite]:
 def ask_all(address: str, users: Sequence[str]) -> Mapping[str, str]:
     """The version that answers each user at one replica."""
     versions, body = {}, b'{"inputs": {"x": [[1.0, 1.0]]}}'
-    with closing(http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)) as connection:
+    with closing(
+        http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)
+    ) as connection:
         for user in users:
             headers = {"content-type": "application/json", USER_KEY_HEADER: user}
             connection.request("POST", "/invocations", body, headers)
@@ -89,6 +91,8 @@ def test_user_of_four_replicas_gets_one_version_and_is_one_unit(canary: ReplicaS
     assert share == pytest.approx(SHARE, abs=4 * math.sqrt(SHARE * (1 - SHARE) / len(USERS)))
     router = TrafficRouter.from_table(canary.read_table(2).table)
     cells = {router.get_cell(user.encode()): versions for user, versions in met.items()}
-    units = until(lambda: read_epoch(canary, epoch), "the end of the epoch", seconds=2 * EPOCH_S).units["errors"]
+    units = until(
+        lambda: read_epoch(canary, epoch), "the end of the epoch", seconds=2 * EPOCH_S
+    ).units["errors"]
     assert sum(units.candidate) == sum(versions == {"green"} for versions in cells.values())
     assert sum(units.stable) == sum(versions == {"blue"} for versions in cells.values())

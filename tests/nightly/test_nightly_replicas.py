@@ -27,7 +27,10 @@ def bucket() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def container(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with azurite(tmp_path_factory.mktemp("npm"), CONTAINER) as opened, pytest.MonkeyPatch.context() as patch:
+    with (
+        azurite(tmp_path_factory.mktemp("npm"), CONTAINER) as opened,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setenv("AZURE_STORAGE_CONNECTION_STRING", opened)
         yield f"abfs://{CONTAINER}"
 

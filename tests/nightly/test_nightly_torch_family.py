@@ -21,7 +21,9 @@ from onnx_ops.testing.exporters import ExporterSuite
 
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras and numpy 2
+    pytest.mark.filterwarnings(
+        "ignore:__array__ implementation:DeprecationWarning"
+    ),  # Keras and numpy 2
 ]
 
 
@@ -99,20 +101,27 @@ class TestText(TestVision):
         return {"input_ids": rows, "attention_mask": np.ones_like(rows)}
 
     def test_export_of_text_model_has_free_length(self, exported: tuple[object, Path]) -> None:
-        assert [spec.shape for spec in read_model_info(exported[1]).inputs] == [("batch", "length")] * 2
+        assert [spec.shape for spec in read_model_info(exported[1]).inputs] == [
+            ("batch", "length")
+        ] * 2
 
 
 class TestEncoderAndDecoder(TestVision):
     @pytest.fixture(scope="class")
     @classmethod
     def model(cls) -> object:
-        return fitted(t5(), lambda model, rows, labels: model(input_ids=rows, labels=labels[:, None]).loss)
+        return fitted(
+            t5(), lambda model, rows, labels: model(input_ids=rows, labels=labels[:, None]).loss
+        )
 
     @pytest.fixture
     def section(self) -> Export:
         return Export(
             framework="huggingface",
-            dynamic={"input_ids": {0: "batch", 1: "length"}, "decoder_input_ids": {0: "batch", 1: "written"}},
+            dynamic={
+                "input_ids": {0: "batch", 1: "length"},
+                "decoder_input_ids": {0: "batch", 1: "written"},
+            },
         )
 
     @pytest.fixture
@@ -137,15 +146,24 @@ def fitted(model: Any, loss: Callable[[Any, Any, Any], Any]) -> Any:
 
 def bert() -> Any:
     transformers = importlib.import_module("transformers")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    config = transformers.BertConfig(vocab_size=17, num_labels=10, attn_implementation="eager", **sizes)
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+    }
+    config = transformers.BertConfig(
+        vocab_size=17, num_labels=10, attn_implementation="eager", **sizes
+    )
     return transformers.BertForSequenceClassification(config)
 
 
 def t5() -> Any:
     transformers = importlib.import_module("transformers")
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-    config = transformers.T5Config(vocab_size=17, decoder_start_token_id=0, attn_implementation="eager", **sizes)
+    config = transformers.T5Config(
+        vocab_size=17, decoder_start_token_id=0, attn_implementation="eager", **sizes
+    )
     return transformers.T5ForConditionalGeneration(config)
 
 
@@ -176,8 +194,12 @@ def test_export_of_keras_model_with_fixed_length_names_layer(tmp_path: Path) -> 
     x = keras.Input((None, 3), name="x")
     model = keras.Model(x, keras.layers.Dense(2)(keras.layers.LSTM(4, name="memory")(x)))
     section = Export(framework="keras", dynamic={"x": {0: "batch", 1: "length"}})
-    request = ExportRequest(section=section, samples={"x": np.ones((4, 9, 3), np.float32)}, path=tmp_path / "m.onnx")
-    with pytest.raises(UserError, match=r"axis 1 of x \(length\) at 9.*layer memory \(LSTM\), rnn.py"):
+    request = ExportRequest(
+        section=section, samples={"x": np.ones((4, 9, 3), np.float32)}, path=tmp_path / "m.onnx"
+    )
+    with pytest.raises(
+        UserError, match=r"axis 1 of x \(length\) at 9.*layer memory \(LSTM\), rnn.py"
+    ):
         KerasExporter().export(model, request)
 
 

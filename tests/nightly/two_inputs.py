@@ -53,9 +53,14 @@ def tflite_without_signature(data: Any) -> bytes:
     tf = importlib.import_module("tensorflow")
     v1 = tf.compat.v1
     with tf.Graph().as_default(), v1.Session() as session:
-        user, item = v1.placeholder("float32", [None, 3], "user"), v1.placeholder("float32", [None, 3], "item")
+        user, item = (
+            v1.placeholder("float32", [None, 3], "user"),
+            v1.placeholder("float32", [None, 3], "item"),
+        )
         answer = tf.reduce_sum(user - 2.0 * item, axis=1, keepdims=True)
-        written: bytes = v1.lite.TFLiteConverter.from_session(session, [user, item], [answer]).convert()
+        written: bytes = v1.lite.TFLiteConverter.from_session(
+            session, [user, item], [answer]
+        ).convert()
     return written
 
 

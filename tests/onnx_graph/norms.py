@@ -23,7 +23,10 @@ def write_norm(path: Path, form: str = "norm", *, loud: float = 60.0) -> Path:
     gain = np.ones(CHANNELS, dtype=np.float32)
     gain[list(LOUD)] = loud
     shift = draw.standard_normal(CHANNELS).astype(np.float32) * gain
-    first, second = (draw.standard_normal((CHANNELS, OUTPUTS)).astype(np.float32) / gain[:, None] for _ in range(2))
+    first, second = (
+        draw.standard_normal((CHANNELS, OUTPUTS)).astype(np.float32) / gain[:, None]
+        for _ in range(2)
+    )
     weights = {"gain": gain, "shift": shift, "first": first, "second": second.T.copy()}
     norm = [helper.make_node("LayerNormalization", ["x", "gain", "shift"], ["n"], axis=-1)]
     if form == "steps":
@@ -33,17 +36,24 @@ def write_norm(path: Path, form: str = "norm", *, loud: float = 60.0) -> Path:
             helper.make_node("Add", ["m", "shift"], ["n"]),
         ]
     elif form == "no shift":
-        norm = [helper.make_node("LpNormalization", ["x"], ["u"]), helper.make_node("Mul", ["u", "gain"], ["n"])]
+        norm = [
+            helper.make_node("LpNormalization", ["x"], ["u"]),
+            helper.make_node("Mul", ["u", "gain"], ["n"]),
+        ]
     nodes = [
         *norm,
         helper.make_node("MatMul", ["n", "first"], ["a"], name="a"),
         helper.make_node("Gemm", ["n", "second"], ["b"], name="b", transB=1),
     ]
     ends = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", CHANNELS])]
-    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", OUTPUTS]) for name in "ab"]
+    outputs = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", OUTPUTS]) for name in "ab"
+    ]
     initializers = [numpy_helper.from_array(array, name) for name, array in weights.items()]
     graph = helper.make_graph(nodes, "norm", ends, outputs, initializers)
-    write_model(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), path)
+    write_model(
+        helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), path
+    )
     return path
 
 

@@ -14,13 +14,20 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops.errors import MeasurementError
-from onnx_ops.onnx_graph.channel_balance import PROPERTY, balance_channels, write_balanced, write_balanced_like
+from onnx_ops.onnx_graph.channel_balance import (
+    PROPERTY,
+    balance_channels,
+    write_balanced,
+    write_balanced_like,
+)
 from onnx_ops.onnx_graph.files import read_model, write_model
 from tests.onnx_graph.norms import CHANNELS, LOUD, OUTPUTS, answers, write_norm
 
 
 def constants(path: Path) -> dict[str, np.ndarray[Any, Any]]:
-    return {tensor.name: numpy_helper.to_array(tensor) for tensor in read_model(path).graph.initializer}
+    return {
+        tensor.name: numpy_helper.to_array(tensor) for tensor in read_model(path).graph.initializer
+    }
 
 
 @pytest.mark.parametrize("form", ["norm", "steps", "no shift"])
@@ -66,11 +73,15 @@ def shares_a_weight(model: onnx.ModelProto) -> None:
 
 
 def takes_a_weight_as_input(model: onnx.ModelProto) -> None:
-    model.graph.input.append(helper.make_tensor_value_info("first", TensorProto.FLOAT, [CHANNELS, OUTPUTS]))
+    model.graph.input.append(
+        helper.make_tensor_value_info("first", TensorProto.FLOAT, [CHANNELS, OUTPUTS])
+    )
 
 
 def transposes_rows(model: onnx.ModelProto) -> None:
-    next(node for node in model.graph.node if node.name == "b").attribute.append(helper.make_attribute("transA", 1))
+    next(node for node in model.graph.node if node.name == "b").attribute.append(
+        helper.make_attribute("transA", 1)
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,7 +101,9 @@ def test_write_balanced_with_shared_constants_copies_them(tmp_path: Path) -> Non
     """An exporter stores equal constants once."""
     source, balanced = write_norm(tmp_path / "model.onnx"), tmp_path / "balanced.onnx"
     model = read_model(source)
-    model.graph.node.insert(1, helper.make_node("LayerNormalization", ["x", "gain", "shift"], ["other"], axis=-1))
+    model.graph.node.insert(
+        1, helper.make_node("LayerNormalization", ["x", "gain", "shift"], ["other"], axis=-1)
+    )
     model.graph.output.add(name="other")
     write_model(model, source)
     assert write_balanced(source, balanced)
@@ -111,7 +124,10 @@ def read_through_identities(source: Path, *, chained: bool) -> None:
     for node in model.graph.node:
         if node.op_type != "Identity":
             node.input[:] = [copies.get(name, name) for name in node.input]
-    order = sorted(model.graph.node, key=lambda node: (node.op_type != "Identity", node.output[0].endswith("_again")))
+    order = sorted(
+        model.graph.node,
+        key=lambda node: (node.op_type != "Identity", node.output[0].endswith("_again")),
+    )
     del model.graph.node[:]
     model.graph.node.extend(order)
     write_model(model, source)
@@ -119,8 +135,14 @@ def read_through_identities(source: Path, *, chained: bool) -> None:
 
 @pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("form", ["norm", "steps", "no shift"])
-def test_write_balanced_of_constants_behind_identities_keeps_outputs(tmp_path: Path, form: str, chained: bool) -> None:
-    source, balanced, again = write_norm(tmp_path / "model.onnx", form), tmp_path / "balanced.onnx", tmp_path / "2.onnx"
+def test_write_balanced_of_constants_behind_identities_keeps_outputs(
+    tmp_path: Path, form: str, chained: bool
+) -> None:
+    source, balanced, again = (
+        write_norm(tmp_path / "model.onnx", form),
+        tmp_path / "balanced.onnx",
+        tmp_path / "2.onnx",
+    )
     expected = answers(source)
     read_through_identities(source, chained=chained)
     assert write_balanced(source, balanced)
@@ -133,7 +155,11 @@ def test_write_balanced_of_constants_behind_identities_keeps_outputs(tmp_path: P
 
 
 def test_write_balanced_like_derived_model_writes_same_constants(tmp_path: Path) -> None:
-    source, balanced, again = write_norm(tmp_path / "model.onnx"), tmp_path / "balanced.onnx", tmp_path / "again.onnx"
+    source, balanced, again = (
+        write_norm(tmp_path / "model.onnx"),
+        tmp_path / "balanced.onnx",
+        tmp_path / "again.onnx",
+    )
     write_balanced(source, balanced)
     assert write_balanced_like(source, balanced, again)
     for name, values in constants(balanced).items():
@@ -149,7 +175,9 @@ def test_write_balanced_like_derived_model_writes_same_constants(tmp_path: Path)
         json.dumps({"n": {"0": None}}), "[" * 10_000,
     ],
 )  # fmt: skip
-def test_write_balanced_like_with_invalid_record_raises_measurement_error(tmp_path: Path, recorded: str) -> None:
+def test_write_balanced_like_with_invalid_record_raises_measurement_error(
+    tmp_path: Path, recorded: str
+) -> None:
     source, derived = write_norm(tmp_path / "model.onnx"), tmp_path / "derived.onnx"
     model = read_model(source)
     model.metadata_props.add(key=PROPERTY, value=recorded)

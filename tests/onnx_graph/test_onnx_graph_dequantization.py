@@ -18,7 +18,12 @@ from onnx_ops.onnx_graph.quantized_weights import read_quantized_weights
 from onnx_ops.testing.models import rows, write_perceptron
 from tests.support.pairs import derive, write_changed
 
-METHODS: dict[str, dict[str, int]] = {"static": {}, "dynamic": {}, "fp16": {}, "weight-only": {"bits": 4, "block": 16}}
+METHODS: dict[str, dict[str, int]] = {
+    "static": {},
+    "dynamic": {},
+    "fp16": {},
+    "weight-only": {"bits": 4, "block": 16},
+}
 
 
 def distance(source: Path, derived: Path) -> float:
@@ -35,7 +40,9 @@ def distance(source: Path, derived: Path) -> float:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_write_dequantized_of_variant_matches_source_with_its_weights(perceptron: Path, method: str) -> None:
+def test_write_dequantized_of_variant_matches_source_with_its_weights(
+    perceptron: Path, method: str
+) -> None:
     assert distance(perceptron, derive(perceptron, method, METHODS[method])) < 1e-5
 
 
@@ -66,11 +73,15 @@ def test_write_dequantized_of_faulty_graph_differs_from_source(
     assert distance(perceptron, derived) > 0.1
 
 
-def test_write_dequantized_with_relu_missing_from_range_differs_from_source(perceptron: Path) -> None:
+def test_write_dequantized_with_relu_missing_from_range_differs_from_source(
+    perceptron: Path,
+) -> None:
     """The range of a variant without that ReLU reaches below 0."""
     derived = derive(perceptron, "static")
     nodes = onnx.load(derived).graph.node
-    pair = next(node for node in nodes if node.op_type == "QuantizeLinear" and "first" in node.input[0])
+    pair = next(
+        node for node in nodes if node.op_type == "QuantizeLinear" and "first" in node.input[0]
+    )
     changed = write_changed(derived, pair.input[2], lambda _: np.array(128, np.uint8))
     assert distance(perceptron, changed) > 0.1
 
@@ -85,7 +96,9 @@ def test_write_dequantized_of_unknown_operator_raises_measurement_error(perceptr
 
 
 @pytest.mark.parametrize("format_", ["QDQ", "QOperator"])
-def test_write_dequantized_of_clip_folded_into_range_restores_it(tmp_path: Path, format_: str) -> None:
+def test_write_dequantized_of_clip_folded_into_range_restores_it(
+    tmp_path: Path, format_: str
+) -> None:
     """A bound of the Clip is a constant that the variant no longer has; a residual sum is cut off too."""
     from onnxruntime.quantization import QuantFormat, quantize_static
 
@@ -99,7 +112,8 @@ def test_write_dequantized_of_clip_folded_into_range_restores_it(tmp_path: Path,
             node.op_type = "Clip"
             node.input.extend(["least", "most"])
     model.graph.initializer.extend(
-        numpy_helper.from_array(np.array(value, np.float32), name) for name, value in (("least", 0), ("most", 6))
+        numpy_helper.from_array(np.array(value, np.float32), name)
+        for name, value in (("least", 0), ("most", 6))
     )
     onnx.save(model, source)
     reader = BatchReader(rows(256), read_model_info(source))

@@ -37,7 +37,12 @@ from onnx_ops.onnx_graph.files import (
 )
 from onnx_ops.onnx_graph.input_bounds import read_input_bounds
 from onnx_ops.onnx_graph.instrumentation import list_computed_values, write_with_outputs
-from onnx_ops.onnx_graph.model_info import count_operators, read_lineage, read_model_info, write_lineage
+from onnx_ops.onnx_graph.model_info import (
+    count_operators,
+    read_lineage,
+    read_model_info,
+    write_lineage,
+)
 from onnx_ops.onnx_graph.model_kind import read_candidate_kind
 from onnx_ops.onnx_graph.quantized_activations import find_bounded_values, find_folded_values
 from onnx_ops.onnx_graph.rewrites import (
@@ -67,15 +72,20 @@ def test_read_model_info_of_external_weights_counts_their_bytes(tmp_path: Path) 
     path = tmp_path / "model.onnx"
     write_external(path, "weights.bin")
     assert read_model_info(path).size_bytes == path.stat().st_size + 8
-    assert [entry.name for entry in resolve_external_files(read_structure(path), tmp_path)] == ["weights.bin"]
+    assert [entry.name for entry in resolve_external_files(read_structure(path), tmp_path)] == [
+        "weights.bin"
+    ]
     factor = read_model(path).graph.initializer[0]
     np.testing.assert_array_equal(numpy_helper.to_array(factor), np.array([2, 3], dtype=np.float32))
 
 
 @pytest.mark.parametrize(
-    "location", ["/etc/passwd", "../secret", "a/../../secret", "..", "", "..\\secret", "C:\\secret", "link"]
+    "location",
+    ["/etc/passwd", "../secret", "a/../../secret", "..", "", "..\\secret", "C:\\secret", "link"],
 )
-def test_read_of_external_weights_outside_folder_raises_refused_error(tmp_path: Path, location: str) -> None:
+def test_read_of_external_weights_outside_folder_raises_refused_error(
+    tmp_path: Path, location: str
+) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (tmp_path / "secret").write_bytes(b"\0" * 8)
@@ -93,7 +103,9 @@ def test_read_of_external_weights_outside_folder_raises_refused_error(tmp_path: 
         write_with_outputs(path, ["y"], path.with_name("copy.onnx"))
 
 
-def test_share_structure_after_change_parses_file_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_share_structure_after_change_parses_file_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "_SETTLED_NS", 0)
     path = tmp_path / "model.onnx"
     write_external(path, "weights.bin")
@@ -127,7 +139,9 @@ SHARING: tuple[Callable[[Path], object], ...] = (
     lambda path: explain_incompatibility(path, Target(name="cpu", providers=())),
     lambda path: list_shape_nodes(share_structure(path)),
     lambda path: read_candidate_kind(path, path),
-    lambda path: write_with_boundary_casts(path, {"x": onnx.TensorProto.FLOAT16}, path.with_name("cast.onnx")),
+    lambda path: write_with_boundary_casts(
+        path, {"x": onnx.TensorProto.FLOAT16}, path.with_name("cast.onnx")
+    ),
 )
 
 
@@ -159,9 +173,13 @@ def test_read_model_info_of_missing_file_or_weights_raises_not_found_error(tmp_p
         read_model_info(path)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
-def test_read_of_damaged_file_raises_only_project_errors(perceptron: Path, data: st.DataObject) -> None:
+def test_read_of_damaged_file_raises_only_project_errors(
+    perceptron: Path, data: st.DataObject
+) -> None:
     good = perceptron.parent / "good.onnx"
     if not good.exists():
         good.write_bytes(perceptron.read_bytes())
@@ -187,7 +205,8 @@ def unfit_shape(model: onnx.ModelProto) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "why"), [(no_outputs, "no outputs"), (unknown_input, "nobody"), (unfit_shape, "ShapeInferenceError")]
+    ("change", "why"),
+    [(no_outputs, "no outputs"), (unknown_input, "nobody"), (unfit_shape, "ShapeInferenceError")],
 )
 def test_check_model_of_invalid_graph_raises_user_error_with_reason(
     perceptron: Path, change: Callable[[onnx.ModelProto], None], why: str
@@ -208,7 +227,9 @@ def test_explain_version_limits_beyond_target_limit_names_remedy(
     tmp_path: Path, opset: int, ir_version: int, word: str
 ) -> None:
     path = write_perceptron(tmp_path / "model.onnx", opset=opset, ir_version=ir_version)
-    reason = explain_version_limits(read_model_info(path), Target(name="old", max_opset=18, max_ir_version=10))
+    reason = explain_version_limits(
+        read_model_info(path), Target(name="old", max_opset=18, max_ir_version=10)
+    )
     assert word in reason
     assert bool(reason) is bool(word)
 
@@ -254,7 +275,9 @@ def test_restore_metadata_of_derived_model_matches_source(perceptron: Path) -> N
     derived.graph.value_info.add(name="first.sum")
     derived.opset_import.add(domain="unused", version=3)
     restore_metadata(derived, source)
-    assert derived.SerializeToString(deterministic=True) == source.SerializeToString(deterministic=True)
+    assert derived.SerializeToString(deterministic=True) == source.SerializeToString(
+        deterministic=True
+    )
 
 
 def test_flatten_biases_makes_unshared_row_biases_vectors() -> None:
@@ -268,13 +291,18 @@ def test_flatten_biases_makes_unshared_row_biases_vectors() -> None:
 def test_renumber_names_numbers_and_orders_weights_by_first_use() -> None:
     made = []
     for first, second in (("w__7", "w__3"), ("w__3", "w__7")):
-        weights: dict[str, Any] = dict(sorted({first: np.float32(1), second: np.float32(2)}.items()))
+        weights: dict[str, Any] = dict(
+            sorted({first: np.float32(1), second: np.float32(2)}.items())
+        )
         text = f"(float x) => (float y) {{ h = Add(x, {first}) y = Mul(h, {second}) }}"
         made.append(parse_graph(text, **weights))
         renumber_names(made[-1], r"__(\d+)")
     assert made[0] == made[1]
     assert [weight.name for weight in made[0].graph.initializer] == ["w__0", "w__1"]
-    assert [float(numpy_helper.to_array(weight)) for weight in made[0].graph.initializer] == [1.0, 2.0]
+    assert [float(numpy_helper.to_array(weight)) for weight in made[0].graph.initializer] == [
+        1.0,
+        2.0,
+    ]
 
 
 def test_renumber_names_in_branches_keeps_names_distinct() -> None:
@@ -294,9 +322,13 @@ def test_renumber_names_in_branches_keeps_names_distinct() -> None:
 
 def test_count_operators_names_version_of_operator_definition() -> None:
     domains = {"com.microsoft": 1, "ai.onnx.ml": 3, "acme": 1}
-    nodes = "a = Relu(x) b = Relu(a) c = com.microsoft.Gelu(b) d = ai.onnx.ml.Scaler(c) y = acme.Own(d)"
+    nodes = (
+        "a = Relu(x) b = Relu(a) c = com.microsoft.Gelu(b) d = ai.onnx.ml.Scaler(c) y = acme.Own(d)"
+    )
     function = '<domain: "acme", opset_import: ["" : 18]> Own (x) => (y) { y = Relu(x) }'
-    model = parse_graph(f"(float[1] x) => (float[1] y) {{ {nodes} }} {function}", opset=13, domains=domains)
+    model = parse_graph(
+        f"(float[1] x) => (float[1] y) {{ {nodes} }} {function}", opset=13, domains=domains
+    )
     counts = {"Relu-13": 3, "acme::Own": 1, "ai.onnx.ml::Scaler-1": 1, "com.microsoft::Gelu": 1}
     assert count_operators(model) == counts
 
@@ -327,7 +359,10 @@ def test_write_model_writes_operator_sets_once_and_sorted(perceptron: Path) -> N
     model.opset_import.insert(0, helper.make_opsetid("own", 1))
     model.opset_import.add(domain="", version=18)
     write_model(model, perceptron)
-    assert [(entry.domain, entry.version) for entry in read_model(perceptron).opset_import] == [("", 18), ("own", 1)]
+    assert [(entry.domain, entry.version) for entry in read_model(perceptron).opset_import] == [
+        ("", 18),
+        ("own", 1),
+    ]
 
 
 def test_list_shape_nodes_returns_nodes_computed_from_shapes_only() -> None:
@@ -346,7 +381,9 @@ def test_list_shape_nodes_returns_nodes_computed_from_shapes_only() -> None:
 
 def test_read_model_with_git_lfs_pointer_as_weights_raises_refused_error(tmp_path: Path) -> None:
     write_external(tmp_path / "m.onnx", "weights.bin")
-    (tmp_path / "weights.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 9\n" * 99)
+    (tmp_path / "weights.bin").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 9\n" * 99
+    )
     with pytest.raises(RefusedError, match=r"'weights\.bin' is a pointer of Git LFS") as caught:
         read_model(tmp_path / "m.onnx")
     assert caught.value.remedy == "Fetch the file: git lfs pull"

@@ -36,13 +36,23 @@ def attribute(node: onnx.NodeProto, kind: Any = AttributeProto.TENSOR) -> onnx.A
 
 PLACES: dict[str, Callable[[onnx.ModelProto], TensorProto]] = {
     "training": lambda m: m.training_info.add().algorithm.initializer.add(),
-    "default of a function": lambda m: own_function(m).attribute_proto.add(name="v", type=AttributeProto.TENSOR).t,
-    "branch of a function": lambda m: attribute(own_function(m).node.add(), AttributeProto.GRAPH).g.initializer.add(),
-    "sparse attribute": lambda m: attribute(m.graph.node.add(), AttributeProto.SPARSE_TENSOR).sparse_tensor.values,
+    "default of a function": lambda m: (
+        own_function(m).attribute_proto.add(name="v", type=AttributeProto.TENSOR).t
+    ),
+    "branch of a function": lambda m: attribute(
+        own_function(m).node.add(), AttributeProto.GRAPH
+    ).g.initializer.add(),
+    "sparse attribute": lambda m: (
+        attribute(m.graph.node.add(), AttributeProto.SPARSE_TENSOR).sparse_tensor.values
+    ),
     "attribute of a false type": lambda m: attribute(m.graph.node.add(), AttributeProto.INT).t,
-    "list of graphs": lambda m: attribute(m.graph.node.add(), AttributeProto.GRAPHS).graphs.add().initializer.add(),
+    "list of graphs": lambda m: (
+        attribute(m.graph.node.add(), AttributeProto.GRAPHS).graphs.add().initializer.add()
+    ),
     "constant of a branch": lambda m: (
-        attribute(attribute(m.graph.node.add(), AttributeProto.GRAPH).g.node.add(op_type="Constant")).t
+        attribute(
+            attribute(m.graph.node.add(), AttributeProto.GRAPH).g.node.add(op_type="Constant")
+        ).t
     ),
     "constant of a function": lambda m: attribute(own_function(m).node.add(op_type="Constant")).t,
     "sparse initializer": lambda m: m.graph.sparse_initializer.add().indices,
@@ -50,7 +60,9 @@ PLACES: dict[str, Callable[[onnx.ModelProto], TensorProto]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_read_model_info_with_hidden_external_data_raises_refused_error(place: str, perceptron: Path) -> None:
+def test_read_model_info_with_hidden_external_data_raises_refused_error(
+    place: str, perceptron: Path
+) -> None:
     model = read_structure(perceptron)
     PLACES[place](model).CopyFrom(external(("location", "../secret"), size=1))
     perceptron.write_bytes(model.SerializeToString())
@@ -59,7 +71,9 @@ def test_read_model_info_with_hidden_external_data_raises_refused_error(place: s
 
 
 @pytest.mark.parametrize("location", ["zero\0byte", "long" * 2000, "circle"])
-def test_read_structure_with_invalid_location_or_link_loop_raises_error(location: str, tmp_path: Path) -> None:
+def test_read_structure_with_invalid_location_or_link_loop_raises_error(
+    location: str, tmp_path: Path
+) -> None:
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
     with pytest.raises((RefusedError, NotFoundError)):
         read_structure(write_with(tmp_path, external(("location", location))))
@@ -78,18 +92,24 @@ def test_read_model_info_with_ai_onnx_domain_returns_default_opset(tmp_path: Pat
     model.opset_import[0].domain = "ai.onnx"
     path.write_bytes(model.SerializeToString())
     assert read_model_info(path).opsets == {"": 22}
-    assert "opset <= 21" in explain_version_limits(read_model_info(path), Target(name="old", max_opset=21))
+    assert "opset <= 21" in explain_version_limits(
+        read_model_info(path), Target(name="old", max_opset=21)
+    )
 
 
 def test_iterate_nodes_and_graphs_visit_branches_once() -> None:
-    branches = "then_branch = then () => (a) { a = Relu(x) }, else_branch = else () => (b) { b = Neg(x) }"
+    branches = (
+        "then_branch = then () => (a) { a = Relu(x) }, else_branch = else () => (b) { b = Neg(x) }"
+    )
     model = parse_graph(f"(bool c, float x) => (float y) {{ y = If<{branches}>(c) }}")
     assert sorted(node.op_type for node in iterate_nodes(model)) == ["If", "Neg", "Relu"]
     assert sorted(graph.name for graph in iterate_graphs(model)) == ["else", "g", "then"]
 
 
 def external(*entries: tuple[str, str], name: str = "factor", size: int = 2) -> TensorProto:
-    tensor = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=[size], data_location=TensorProto.EXTERNAL)
+    tensor = TensorProto(
+        name=name, data_type=TensorProto.FLOAT, dims=[size], data_location=TensorProto.EXTERNAL
+    )
     for key, value in entries:
         tensor.external_data.add(key=key, value=value)
     return tensor
@@ -112,7 +132,10 @@ WRONG_PLACES = {
     "beyond the end": ([external(W, ("offset", "60"), ("length", "8"))], "beyond the end"),
     "shape beyond the end": ([external(W, ("offset", "60"))], "beyond the end"),
     "far away": ([external(W, ("offset", FAR), ("length", "8"))], "beyond the end"),
-    "sum that overflows": ([external(W, ("offset", FAR), ("length", FAR), size=1 << 61)], "bytes, its shape needs"),
+    "sum that overflows": (
+        [external(W, ("offset", FAR), ("length", FAR), size=1 << 61)],
+        "bytes, its shape needs",
+    ),
     "enormous": ([external(W, ("length", FAR), size=1 << 61)], "bytes, its shape needs"),
     "enormous shape": ([external(W, size=1 << 61)], "beyond the end"),
     "negative offset": ([external(W, ("offset", "-8"))], "not a number"),
@@ -126,22 +149,37 @@ WRONG_PLACES = {
     "two files": ([external(W, ("location", "../secret"))], "twice"),
     "no file": ([external(("offset", "0"))], "without the name of a file"),
     "nothing at all": ([external()], "without the name of a file"),
-    "overlap": ([external(W, ("length", "8")), external(W, ("offset", "4"), name="b")], "overlaps that of tensor"),
-    "within another": ([external(W, size=8), external(W, ("offset", "8"), name="b")], "overlaps that of tensor"),
+    "overlap": (
+        [external(W, ("length", "8")), external(W, ("offset", "4"), name="b")],
+        "overlaps that of tensor",
+    ),
+    "within another": (
+        [external(W, size=8), external(W, ("offset", "8"), name="b")],
+        "overlaps that of tensor",
+    ),
     "the model itself": ([external(("location", "model.onnx"))], "to the model file itself"),
-    "the model itself by a detour": ([external(("location", "./model.onnx"))], "to the model file itself"),
+    "the model itself by a detour": (
+        [external(("location", "./model.onnx"))],
+        "to the model file itself",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", WRONG_PLACES)
-def test_read_structure_with_invalid_weight_range_raises_refused_error(case: str, tmp_path: Path) -> None:
+def test_read_structure_with_invalid_weight_range_raises_refused_error(
+    case: str, tmp_path: Path
+) -> None:
     weights, said = WRONG_PLACES[case]
     with pytest.raises(RefusedError, match=said):
         read_structure(write_with(tmp_path, *weights))
 
 
 def test_read_model_with_tied_or_adjacent_weights_reads_them(tmp_path: Path) -> None:
-    weights = [external(W, size=2), external(W, name="tied"), external(W, ("offset", "8"), name="next")]
+    weights = [
+        external(W, size=2),
+        external(W, name="tied"),
+        external(W, ("offset", "8"), name="next"),
+    ]
     empty = external(W, ("offset", "4"), name="empty", size=0)
     model = read_model(write_with(tmp_path, *weights, empty))
     assert [len(tensor.raw_data) for tensor in model.graph.initializer] == [8, 8, 8, 0]
@@ -168,15 +206,26 @@ def test_read_structure_of_file_of_2_gib_raises_too_large_error(tmp_path: Path) 
         read_structure(path)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    spans=st.lists(st.tuples(st.integers(-4, 80), st.one_of(st.none(), st.integers(-4, 80))), min_size=1, max_size=4)
+    spans=st.lists(
+        st.tuples(st.integers(-4, 80), st.one_of(st.none(), st.integers(-4, 80))),
+        min_size=1,
+        max_size=4,
+    )
 )
 def test_read_structure_accepts_only_disjoint_ranges_within_file(
     tmp_path: Path, spans: list[tuple[int, int | None]]
 ) -> None:
     weights = [
-        external(W, ("offset", str(start)), *([("length", str(size))] if size is not None else []), name=f"t{i}")
+        external(
+            W,
+            ("offset", str(start)),
+            *([("length", str(size))] if size is not None else []),
+            name=f"t{i}",
+        )
         for i, (start, size) in enumerate(spans)
     ]
     path = write_with(tmp_path, *weights)
@@ -187,7 +236,9 @@ def test_read_structure_accepts_only_disjoint_ranges_within_file(
     starts = sorted(start for start, _ in spans)
     assert all(0 <= start <= 56 for start in starts)
     assert all(size in (None, 8) for _, size in spans)
-    assert all(after == before or after >= before + 8 for before, after in itertools.pairwise(starts))
+    assert all(
+        after == before or after >= before + 8 for before, after in itertools.pairwise(starts)
+    )
 
 
 def test_summarize_model_of_large_external_weights_uses_little_memory(tmp_path: Path) -> None:
@@ -201,7 +252,9 @@ def test_summarize_model_of_large_external_weights_uses_little_memory(tmp_path: 
         "import onnx.checker, onnx.shape_inference; peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
         "before = peak(); found = summarize_model(Path(sys.argv[1])); print(found.info.size_bytes, peak() - before)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True
+    )
     size, kilobytes = map(int, done.stdout.split())
     assert size > 3 << 30
     assert kilobytes < 32 << 10

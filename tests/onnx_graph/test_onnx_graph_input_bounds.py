@@ -12,7 +12,12 @@ from onnx_ops.onnx_graph.input_bounds import InputBounds, read_index_bounds, rea
 from tests.support.graphs import write_graph
 from tests.support.voice import write_voice_detector
 
-STORED = {"table": np.zeros((7, 2), np.float32), "small": np.zeros((3, 2), np.float32), "depth": 5, "flat": [-1]}
+STORED = {
+    "table": np.zeros((7, 2), np.float32),
+    "small": np.zeros((3, 2), np.float32),
+    "depth": 5,
+    "flat": [-1],
+}
 
 
 def write(folder: Path, nodes: str, kind: str = "int64") -> Path:
@@ -41,7 +46,9 @@ def test_read_input_bounds_of_index_returns_range_of_indexed_table(
 
 
 TREE = "y = ai.onnx.ml.TreeEnsembleRegressor<nodes_missing_value_tracks_true = [0, {}]>(x)"
-COLOURS = 'y = ai.onnx.ml.LabelEncoder<keys_strings = ["red", "blue"], values_floats = [1.0, 2.0]>(x)'
+COLOURS = (
+    'y = ai.onnx.ml.LabelEncoder<keys_strings = ["red", "blue"], values_floats = [1.0, 2.0]>(x)'
+)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +68,9 @@ def test_read_input_bounds_reports_sizes_texts_and_missing_values(
     assert read_input_bounds(write(tmp_path, nodes, kind))["x"] == expected
 
 
-@pytest.mark.parametrize(("shape", "expected"), [("n,seq,3", "seq"), ("n,,3", "values[1]"), ("n,5,3", 5)])
+@pytest.mark.parametrize(
+    ("shape", "expected"), [("n,seq,3", "seq"), ("n,,3", "values[1]"), ("n,5,3", 5)]
+)
 def test_read_input_bounds_of_index_into_each_row_returns_row_length(
     shape: str, expected: int | str, tmp_path: Path
 ) -> None:
@@ -114,4 +123,9 @@ def test_read_input_bounds_of_compared_number_returns_constants(
 
 
 def test_read_input_bounds_includes_constants_of_branches(tmp_path: Path) -> None:
-    assert read_input_bounds(write_voice_detector(tmp_path / "m.onnx"))["sr"].compared == (16000, 16001, 8000, 8001)
+    assert read_input_bounds(write_voice_detector(tmp_path / "m.onnx"))["sr"].compared == (
+        16000,
+        16001,
+        8000,
+        8001,
+    )

@@ -41,15 +41,22 @@ def covered(
 
 
 @pytest.mark.parametrize("method", ["static", "dynamic"])
-def test_int8_coverage_of_perceptron_lists_excluded_node_in_float(method: str, perceptron: Path) -> None:
+def test_int8_coverage_of_perceptron_lists_excluded_node_in_float(
+    method: str, perceptron: Path
+) -> None:
     found = covered(perceptron, method, rows(64), ("third",))
     assert found.int8 == ("first", "second")
-    assert [(one.name, one.op_type, one.reason) for one in found.floats] == [("third", "Gemm", "excluded")]
+    assert [(one.name, one.op_type, one.reason) for one in found.floats] == [
+        ("third", "Gemm", "excluded")
+    ]
     assert found.unheeded == ()
 
 
 def test_int8_coverage_of_convolutions_is_complete(tmp_path: Path) -> None:
-    assert covered(write_convolution(tmp_path / "model.onnx"), "static", images(32)).int8 == ("first", "second")
+    assert covered(write_convolution(tmp_path / "model.onnx"), "static", images(32)).int8 == (
+        "first",
+        "second",
+    )
 
 
 def test_int8_coverage_of_excluded_node_quantized_by_runtime_reports_it(perceptron: Path) -> None:
@@ -82,14 +89,27 @@ BACK = "p = QuantizeLinear(o, s, z) y = DequantizeLinear(p, s, z)"
         ("y = ConvTranspose(x, k)", np.uint8(0), "no int8 kernel"),
     ],
 )
-def test_measure_int8_coverage_of_float_node_gives_reason(nodes: str, zero: Any, reason: str, tmp_path: Path) -> None:
-    stored = {"w": np.ones((4, 4), "f4"), "k": np.ones((4, 4, 1, 1), "f4"), "s": np.float32(0.1), "z": zero}
-    path = write_graph(tmp_path / "rewritten.onnx", f"(float[batch,4] x) => (float y) {{ {nodes} }}", **stored)
+def test_measure_int8_coverage_of_float_node_gives_reason(
+    nodes: str, zero: Any, reason: str, tmp_path: Path
+) -> None:
+    stored = {
+        "w": np.ones((4, 4), "f4"),
+        "k": np.ones((4, 4, 1, 1), "f4"),
+        "s": np.float32(0.1),
+        "z": zero,
+    }
+    path = write_graph(
+        tmp_path / "rewritten.onnx", f"(float[batch,4] x) => (float y) {{ {nodes} }}", **stored
+    )
     (found,) = measure_int8_coverage(path, path).floats
     assert reason in found.reason
 
 
-VNNI, OLD, ARM = Arithmetic(family="x86"), Arithmetic(family="x86", saturates=True), Arithmetic(family="arm")
+VNNI, OLD, ARM = (
+    Arithmetic(family="x86"),
+    Arithmetic(family="x86", saturates=True),
+    Arithmetic(family="arm"),
+)
 
 
 class Maker:
@@ -106,13 +126,28 @@ class Maker:
         return self
 
     def make(
-        self, optimizer: Optimizer, exclude: tuple[str, ...] = (), per_channel: bool = True, **options: Any
+        self,
+        optimizer: Optimizer,
+        exclude: tuple[str, ...] = (),
+        per_channel: bool = True,
+        **options: Any,
     ) -> None:
         section = Quantize(
-            name="v", method="plugin", calibrate=Calibrate(), exclude=exclude, per_channel=per_channel, options=options
+            name="v",
+            method="plugin",
+            calibrate=Calibrate(),
+            exclude=exclude,
+            per_channel=per_channel,
+            options=options,
         )
         optimizer.optimize(
-            OptimizeRequest(section=section, source=self.source, path=self.path, calibration=self.rows, machines=(OLD,))
+            OptimizeRequest(
+                section=section,
+                source=self.source,
+                path=self.path,
+                calibration=self.rows,
+                machines=(OLD,),
+            )
         )
 
     def advice(
@@ -147,7 +182,9 @@ def test_advise_on_recipe_for_target_returns_nothing(maker: Maker) -> None:
 @pytest.mark.parametrize(
     ("part", "written", "advised"), [("activations", "int8", "uint8"), ("weights", "uint8", "int8")]
 )
-def test_advise_on_types_slow_on_x86_suggests_others(maker: Maker, part: str, written: str, advised: str) -> None:
+def test_advise_on_types_slow_on_x86_suggests_others(
+    maker: Maker, part: str, written: str, advised: str
+) -> None:
     types: dict[str, Any] = {part: written}
     maker.make(StaticQuantizer(), **types)
     found = about(maker.advice(VNNI), f"{part} are {written}")
@@ -163,7 +200,9 @@ def test_advise_on_uint16_activations_suggests_uint8_on_any_machine(maker: Maker
 
 
 @pytest.mark.parametrize("optimizer", [StaticQuantizer(), DynamicQuantizer()])
-def test_advise_on_8_bit_weights_without_vnni_suggests_reduce_range(maker: Maker, optimizer: Optimizer) -> None:
+def test_advise_on_8_bit_weights_without_vnni_suggests_reduce_range(
+    maker: Maker, optimizer: Optimizer
+) -> None:
     maker.make(optimizer, reduce_range=False)
     assert "reduce_range: true" in about(maker.advice(OLD), "saturate").setting
     assert maker.advice(VNNI) == ()
@@ -173,11 +212,16 @@ def test_advise_on_8_bit_weights_without_vnni_suggests_reduce_range(maker: Maker
 def test_quantizers_with_extreme_values_keep_sums_right_on_this_machine(tmp_path: Path) -> None:
     """Products at the ends of their ranges, where a CPU without VNNI cuts sums of two of them to 16 bits."""
     text = "(float[batch,64] x) => (float[batch,8] y) { [product] y = MatMul(x, w) }"
-    source, path = write_graph(tmp_path / "ends.onnx", text, w=np.ones((64, 8), np.float32)), tmp_path / "int8.onnx"
+    source, path = (
+        write_graph(tmp_path / "ends.onnx", text, w=np.ones((64, 8), np.float32)),
+        tmp_path / "int8.onnx",
+    )
     data = {"x": np.ones((4, 64), np.float32)}
     machine = detect_arithmetic(OnnxRuntime().fingerprint(TARGET), TARGET)
     section = Quantize(name="v", method="static", calibrate=Calibrate())
-    request = OptimizeRequest(section=section, source=source, path=path, calibration=data, machines=(machine,))
+    request = OptimizeRequest(
+        section=section, source=source, path=path, calibration=data, machines=(machine,)
+    )
     for optimizer in (StaticQuantizer(), DynamicQuantizer()):
         optimizer.optimize(request)
         answer: np.ndarray[Any, Any] = OnnxRuntime().run(path, TARGET, (data,))[0]["y"]
@@ -203,7 +247,9 @@ def test_advise_on_float_operators_groups_them_by_reason(maker: Maker) -> None:
     rewritten = maker.path.with_name("rewritten.onnx")
     OnnxRuntime().rewritten(maker.path, TARGET, rewritten)
     found = advise(maker.path, rewritten, TARGET, VNNI, coverage)
-    assert found == (Advice(finding="2 left in float: no pair", setting="name Gemm", nodes=("a", "b")),)
+    assert found == (
+        Advice(finding="2 left in float: no pair", setting="name Gemm", nodes=("a", "b")),
+    )
 
 
 def test_advise_on_unfused_pairs_omits_setting_already_in_use(tmp_path: Path) -> None:
@@ -231,7 +277,9 @@ def test_advise_on_excluded_node_reports_it_only_if_it_runs_in_int8(maker: Maker
 def test_advise_on_method_that_saves_no_time_reports_it(maker: Maker) -> None:
     maker.make(WeightOnlyQuantizer())
     assert "saves memory" in about(maker.advice(), "blocks").finding
-    assert not [one for one in maker.advice(Arithmetic(family="accelerator")) if "blocks" in one.finding]
+    assert not [
+        one for one in maker.advice(Arithmetic(family="accelerator")) if "blocks" in one.finding
+    ]
     maker.convolution().make(DynamicQuantizer(), per_channel=False, op_types=["Conv"])
     assert about(maker.advice(), "convolutions compute their ranges").setting == "method: static"
 
@@ -243,7 +291,9 @@ def test_advise_on_method_that_saves_no_time_reports_it(maker: Maker) -> None:
         ("e = Identity(b)", ()),
     ],
 )
-def test_advise_on_float16_reports_casts_only_inside_graph(nodes: str, told: tuple[str, ...], tmp_path: Path) -> None:
+def test_advise_on_float16_reports_casts_only_inside_graph(
+    nodes: str, told: tuple[str, ...], tmp_path: Path
+) -> None:
     text = f"[enters] a = Cast<to = 10>(x) b = Add(a, half) {nodes} f = Add(e, half) [leaves] y = Cast<to = 1>(f)"
     path = tmp_path / "half.onnx"
     write_graph(path, f"(float[batch,4] x) => (float[batch,4] y) {{ {text} }}", half=np.float16(1))
@@ -291,4 +341,7 @@ def test_measure_int8_coverage_counts_recurrent_layer_in_float(tmp_path: Path) -
     onnx.save(parse_graph(text, **weights, axis=np.array([0])), str(tmp_path / "lstm.onnx"))
     coverage = measure_int8_coverage(tmp_path / "lstm.onnx", tmp_path / "lstm.onnx")
     assert coverage.summary == "0 of 2 MatMul/Conv/Gemm/LSTM run in int8"
-    assert ["recurrent layers stay in float" in one.reason for one in coverage.floats] == [True, False]
+    assert ["recurrent layers stay in float" in one.reason for one in coverage.floats] == [
+        True,
+        False,
+    ]

@@ -14,23 +14,37 @@ from tests.support.external import write_external
 from tests.support.graphs import write_graph
 
 
-def cost_of(folder: Path, nodes: str, shape: str = "batch,4,6", batch: int = 1, **sizes: tuple[int, ...]) -> ModelCost:
+def cost_of(
+    folder: Path, nodes: str, shape: str = "batch,4,6", batch: int = 1, **sizes: tuple[int, ...]
+) -> ModelCost:
     """The cost of nodes from `x` to `y`; weights are zeros."""
     stored: dict[str, Any] = {name: np.zeros(size, np.float32) for name, size in sizes.items()}
     text = f"(float[{shape}] x) => (float y) {{ {nodes} }}"
     if "own.F" in nodes:
         text += ' <domain: "own", opset_import: ["" : 18]> F (a, b) => (c) { c = MatMul(a, b) }'
-    return estimate_cost(write_graph(folder / "m.onnx", text, domains={"own": 1}, **stored), batch=batch)
+    return estimate_cost(
+        write_graph(folder / "m.onnx", text, domains={"own": 1}, **stored), batch=batch
+    )
 
 
 @pytest.mark.parametrize("batch", [1, 5])
-def test_estimate_cost_of_perceptron_counts_macs_flops_and_bytes(perceptron: Path, batch: int) -> None:
+def test_estimate_cost_of_perceptron_counts_macs_flops_and_bytes(
+    perceptron: Path, batch: int
+) -> None:
     found = estimate_cost(perceptron, batch=batch)
-    assert found.macs == {"MatMul": batch * FEATURES * HIDDEN, "Gemm": batch * (HIDDEN * HIDDEN + HIDDEN * CLASSES)}
+    assert found.macs == {
+        "MatMul": batch * FEATURES * HIDDEN,
+        "Gemm": batch * (HIDDEN * HIDDEN + HIDDEN * CLASSES),
+    }
     assert found.flops == 2 * batch * (FEATURES * HIDDEN + HIDDEN * HIDDEN + HIDDEN * CLASSES)
     assert found.weight_bytes == 4 * 467
     assert found.activation_bytes == 4 * batch * 2 * HIDDEN
-    assert (found.uncounted, found.unknown_values, found.problem, found.dims) == ({}, 0, "", {"batch": batch})
+    assert (found.uncounted, found.unknown_values, found.problem, found.dims) == (
+        {},
+        0,
+        "",
+        {"batch": batch},
+    )
 
 
 def test_estimate_cost_of_convolution_counts_macs(tmp_path: Path) -> None:
@@ -40,17 +54,27 @@ def test_estimate_cost_of_convolution_counts_macs(tmp_path: Path) -> None:
 
 
 def test_estimate_cost_of_lstm_transposed_product_and_function_counts_macs(tmp_path: Path) -> None:
-    lstm = cost_of(tmp_path, "y = LSTM<hidden_size = 3>(x, w, r)", batch=2, w=(1, 12, 6), r=(1, 12, 3))
+    lstm = cost_of(
+        tmp_path, "y = LSTM<hidden_size = 3>(x, w, r)", batch=2, w=(1, 12, 6), r=(1, 12, 3)
+    )
     assert lstm.macs == {"LSTM": 2 * 4 * (12 * 6 + 12 * 3)}
-    assert cost_of(tmp_path, "y = ConvTranspose(x, w)", w=(4, 2, 3)).macs == {"ConvTranspose": 4 * 6 * 2 * 3}
-    assert cost_of(tmp_path, "y = Gemm<transA = 1>(x, w)", "7,2", w=(7, 3)).macs == {"Gemm": 7 * 2 * 3}
+    assert cost_of(tmp_path, "y = ConvTranspose(x, w)", w=(4, 2, 3)).macs == {
+        "ConvTranspose": 4 * 6 * 2 * 3
+    }
+    assert cost_of(tmp_path, "y = Gemm<transA = 1>(x, w)", "7,2", w=(7, 3)).macs == {
+        "Gemm": 7 * 2 * 3
+    }
     in_a_function = cost_of(tmp_path, "y = own.F(x, w)", w=(6, 2))
     assert in_a_function.macs == {"MatMul": 4 * 6 * 2}
 
 
 def test_estimate_cost_of_unsupported_operators_lists_them(tmp_path: Path) -> None:
     found = cost_of(tmp_path, 'z = Einsum<equation = "bij,bij->b">(x, x) y = own.Secret(z)')
-    assert (found.macs, found.uncounted, found.unknown_values) == ({}, {"Einsum": 1, "Secret": 1}, 1)
+    assert (found.macs, found.uncounted, found.unknown_values) == (
+        {},
+        {"Einsum": 1, "Secret": 1},
+        1,
+    )
     unfit = cost_of(tmp_path, "y = Gemm(x, w)", w=(9, 2))
     assert (unfit.macs, unfit.uncounted) == ({}, {"Gemm": 1})
 
@@ -85,10 +109,17 @@ def test_summarize_model_lists_inputs_and_outputs_without_declared_shape(tmp_pat
 
 
 @pytest.mark.parametrize(("block", "runs"), [(32, True), (48, False), (8, False)])
-def test_summarize_model_lists_block_sizes_without_kernel(tmp_path: Path, block: int, runs: bool) -> None:
+def test_summarize_model_lists_block_sizes_without_kernel(
+    tmp_path: Path, block: int, runs: bool
+) -> None:
     node = f"y = com.microsoft.MatMulNBits<K = 96, N = 2, bits = 4, block_size = {block}>(x, w, s)"
-    stored = {"w": np.zeros((2, 96 // block, block // 2), np.uint8), "s": np.ones(2 * 96 // block, np.float32)}
+    stored = {
+        "w": np.zeros((2, 96 // block, block // 2), np.uint8),
+        "s": np.ones(2 * 96 // block, np.float32),
+    }
     found = summarize_model(
-        write_graph(tmp_path / "m.onnx", f"(float[N,96] x) => (float[N,2] y) {{ {node} }}", **stored)
+        write_graph(
+            tmp_path / "m.onnx", f"(float[N,96] x) => (float[N,2] y) {{ {node} }}", **stored
+        )
     )
     assert (found.blocks == {}) is runs

@@ -36,7 +36,11 @@ def test_read_model_info_of_ort_file_matches_source(stored: Path) -> None:
     assert is_ort_format(stored)
     assert not is_ort_format(stored.with_name("model.onnx"))
     found, source = read_model_info(stored), read_model_info(stored.with_name("model.onnx"))
-    assert (found.inputs, found.outputs, found.ir_version) == (source.inputs, source.outputs, source.ir_version)
+    assert (found.inputs, found.outputs, found.ir_version) == (
+        source.inputs,
+        source.outputs,
+        source.ir_version,
+    )
     assert found.opsets[""] == source.opsets[""]
     graph = read_structure(stored).graph
     assert {node.op_type for node in graph.node} >= {"Gemm"}
@@ -54,8 +58,12 @@ def test_ort_file_named_onnx_runs_but_cannot_be_quantized(stored: Path, tmp_path
     path = tmp_path / "model.onnx"
     path.write_bytes(stored.read_bytes())
     runtime, target = OnnxRuntime(), TargetFiles(PROFILES).load("cpu-1t")
-    ((answer,), (expected,)) = (runtime.run(p, target, (rows(4),)) for p in (path, stored.with_name("model.onnx")))
-    np.testing.assert_allclose(np.float32(answer["scores"]), np.float32(expected["scores"]), rtol=1e-5, atol=1e-6)
+    ((answer,), (expected,)) = (
+        runtime.run(p, target, (rows(4),)) for p in (path, stored.with_name("model.onnx"))
+    )
+    np.testing.assert_allclose(
+        np.float32(answer["scores"]), np.float32(expected["scores"]), rtol=1e-5, atol=1e-6
+    )
     with pytest.raises(UserError, match="cannot be rewritten"):
         check_paths(path, tmp_path / "variant.onnx")
 

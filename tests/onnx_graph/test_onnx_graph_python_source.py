@@ -22,11 +22,15 @@ def rebuilt(path: Path) -> tuple[list[str], onnx.ModelProto]:
     """The files of its source, and the model that it builds."""
     files = write_python_source(path, path.with_name("source.py"))
     subprocess.run([sys.executable, files[0], path.with_name("n.onnx")], check=True, timeout=60)
-    return [file.name for file in files], onnx.load(path.with_name("n.onnx"), load_external_data=False)
+    return [file.name for file in files], onnx.load(
+        path.with_name("n.onnx"), load_external_data=False
+    )
 
 
 @pytest.mark.parametrize("write", [write_perceptron, write_convolution])
-def test_write_python_source_rebuilds_same_model(write: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_write_python_source_rebuilds_same_model(
+    write: Callable[[Path], Path], tmp_path: Path
+) -> None:
     path = write(tmp_path / "m.onnx")
     assert rebuilt(path) == (["source.py", "source.py.weights"], onnx.load(path))
     assert "op_type='Relu'" in (tmp_path / "source.py").read_text()
@@ -34,13 +38,18 @@ def test_write_python_source_rebuilds_same_model(write: Callable[[Path], Path], 
 
 def test_write_python_source_of_external_weights_keeps_their_file(tmp_path: Path) -> None:
     write_external(tmp_path / "m.onnx", "weights.bin")
-    assert rebuilt(tmp_path / "m.onnx") == (["source.py"], onnx.load(tmp_path / "m.onnx", load_external_data=False))
+    assert rebuilt(tmp_path / "m.onnx") == (
+        ["source.py"],
+        onnx.load(tmp_path / "m.onnx", load_external_data=False),
+    )
 
 
 def test_write_python_source_keeps_branches_functions_and_special_numbers(tmp_path: Path) -> None:
     branches = "then_branch = a () => (a) { a = Relu(x) }, else_branch = b () => (b) { b = Neg(x) }"
     text = f'(bool c, float x) => (float y) {{ y = If<{branches}>(c) }} <domain: "own"> F (a) => (b) {{ b = Neg(a) }}'
-    odd = helper.make_tensor("odd", TensorProto.FLOAT, [4], [float("nan"), float("inf"), -float("inf"), 1e-45])
+    odd = helper.make_tensor(
+        "odd", TensorProto.FLOAT, [4], [float("nan"), float("inf"), -float("inf"), 1e-45]
+    )
     path = write_graph(tmp_path / "m.onnx", text, odd=odd)
     assert rebuilt(path)[1].SerializeToString() == onnx.load(path).SerializeToString()
 
@@ -50,7 +59,9 @@ def test_write_python_source_escapes_names_that_contain_code(tmp_path: Path) -> 
     evil = '"""\nopen("owned", "w")\n\'\'\'{0}'
     model = parse_graph("(float x) => (float y) { y = Relu(x) }")
     node = model.graph.node[0]
-    node.name = node.domain = node.doc_string = model.graph.name = model.graph.doc_string = model.producer_name = evil
+    node.name = node.domain = node.doc_string = model.graph.name = model.graph.doc_string = (
+        model.producer_name
+    ) = evil
     path = tmp_path / 'm"""\nopen("owned", "w")\n.onnx'.replace("/", "")
     onnx.save(model, path)
     assert rebuilt(path)[1] == model

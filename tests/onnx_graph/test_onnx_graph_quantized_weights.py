@@ -11,7 +11,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops.errors import MeasurementError
 from onnx_ops.onnx_graph.files import read_model, write_model
-from onnx_ops.onnx_graph.quantized_weights import pair_quantized_weights, read_float_weights, read_quantized_weights
+from onnx_ops.onnx_graph.quantized_weights import (
+    pair_quantized_weights,
+    read_float_weights,
+    read_quantized_weights,
+)
 from onnx_ops.statistics.quantization import compute_weight_error
 from onnx_ops.testing.models import HIDDEN
 from tests.measure.search_parts import write_words
@@ -27,7 +31,12 @@ def quantize(weight: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def derive(
-    source: Path, *, transposed: bool, factor: float = 1.0, shift: int = 0, dtype: type[np.integer[Any]] = np.int8
+    source: Path,
+    *,
+    transposed: bool,
+    factor: float = 1.0,
+    shift: int = 0,
+    dtype: type[np.integer[Any]] = np.int8,
 ) -> Path:
     """The perceptron with `second.weight` in int8 or uint8: behind a DequantizeLinear as it was, or transposed for a
     MatMulInteger. The zero point is in the middle of the type, or `shift` beside it."""
@@ -89,7 +98,9 @@ def test_read_quantized_weights_pairs_numbered_copy_with_original(perceptron: Pa
         tensor.name = tensor.name.replace("second.weight_", "second.weight12_")
     for node in model.graph.node:
         node.input[:] = [name.replace("second.weight_", "second.weight12_") for name in node.input]
-        node.output[:] = [name.replace("second.weight_", "second.weight12_") for name in node.output]
+        node.output[:] = [
+            name.replace("second.weight_", "second.weight12_") for name in node.output
+        ]
     write_model(model, derived)
     (pair,) = read_quantized_weights(perceptron, derived)
     assert pair.name == "second.weight12"
@@ -115,19 +126,30 @@ def test_read_quantized_weights_pairs_renamed_weight_by_its_place(perceptron: Pa
 def test_read_quantized_weights_without_original_raises_measurement_error(perceptron: Path) -> None:
     derived = derive(perceptron, transposed=False)
     model = read_model(derived)
-    model.graph.initializer.append(numpy_helper.from_array(np.ones((5, 7), np.int8), "other_quantized"))
+    model.graph.initializer.append(
+        numpy_helper.from_array(np.ones((5, 7), np.int8), "other_quantized")
+    )
     model.graph.initializer.append(numpy_helper.from_array(np.asarray(1, np.float32), "one"))
-    model.graph.node.insert(0, helper.make_node("DequantizeLinear", ["other_quantized", "one"], ["other"]))
+    model.graph.node.insert(
+        0, helper.make_node("DequantizeLinear", ["other_quantized", "one"], ["other"])
+    )
     write_model(model, derived)
     paired = pair_quantized_weights(perceptron, derived)
-    assert ([pair.origin for pair in paired.pairs], paired.unpaired) == (["second.weight"], ("other",))
+    assert ([pair.origin for pair in paired.pairs], paired.unpaired) == (
+        ["second.weight"],
+        ("other",),
+    )
     with pytest.raises(MeasurementError, match="other"):
         read_quantized_weights(perceptron, derived)
 
 
-def test_read_quantized_weights_in_unknown_layout_raises_measurement_error(perceptron: Path) -> None:
+def test_read_quantized_weights_in_unknown_layout_raises_measurement_error(
+    perceptron: Path,
+) -> None:
     model = read_model(perceptron)
-    model.graph.initializer.append(helper.make_tensor("strange_quantized", TensorProto.INT8, [2], [1, 2]))
+    model.graph.initializer.append(
+        helper.make_tensor("strange_quantized", TensorProto.INT8, [2], [1, 2])
+    )
     derived = perceptron.parent / "derived.onnx"
     write_model(model, derived)
     with pytest.raises(MeasurementError, match="strange"):
@@ -143,11 +165,15 @@ def test_read_quantized_weights_scale_is_at_least_float32_resolution(perceptron:
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     bias = numpy_helper.to_array(stored["second.bias"])
     scale = np.float32(1e-9)
-    levels = np.clip(np.round(bias.astype(np.float64) / scale), -(2**31), 2**31 - 1).astype(np.int32)
+    levels = np.clip(np.round(bias.astype(np.float64) / scale), -(2**31), 2**31 - 1).astype(
+        np.int32
+    )
     levels[np.abs(bias) > 2] = 0
     model.graph.initializer.remove(stored["second.bias"])
     model.graph.initializer.append(numpy_helper.from_array(levels, "second.bias_quantized"))
-    model.graph.initializer.append(numpy_helper.from_array(scale.reshape(1), "second.bias_quantized_scale"))
+    model.graph.initializer.append(
+        numpy_helper.from_array(scale.reshape(1), "second.bias_quantized_scale")
+    )
     parts = ["second.bias_quantized", "second.bias_quantized_scale"]
     model.graph.node.insert(0, helper.make_node("DequantizeLinear", parts, ["second.bias"]))
     derived = perceptron.parent / "derived.onnx"
@@ -161,7 +187,8 @@ def test_read_quantized_weights_scale_is_at_least_float32_resolution(perceptron:
 
 def other_steps(source: Path, derived: Path) -> dict[str, float]:
     return {
-        w.name: compute_weight_error(w.original, w.dequantized, w.scale) for w in read_float_weights(source, derived)
+        w.name: compute_weight_error(w.original, w.dequantized, w.scale)
+        for w in read_float_weights(source, derived)
     }
 
 
@@ -182,9 +209,14 @@ def test_read_quantized_weights_of_embedding_table_behind_gather_returns_it(tmp_
     stored = next(t for t in model.graph.initializer if t.name == "table_w")
     table = numpy_helper.to_array(stored)
     step = np.float32(np.abs(table).max() / 127)
-    stored.CopyFrom(numpy_helper.from_array(np.round(table / step).astype(np.int8), "table_w_quantized"))
+    stored.CopyFrom(
+        numpy_helper.from_array(np.round(table / step).astype(np.int8), "table_w_quantized")
+    )
     model.graph.initializer.append(numpy_helper.from_array(np.asarray(step), "table_w_scale"))
-    model.graph.node[0].input[0], model.graph.node[0].output[0] = "table_w_quantized", "rows_quantized"
+    model.graph.node[0].input[0], model.graph.node[0].output[0] = (
+        "table_w_quantized",
+        "rows_quantized",
+    )
     read = helper.make_node("DequantizeLinear", ["rows_quantized", "table_w_scale"], ["rows"])
     model.graph.node.insert(1, read)
     write_model(model, derived)

@@ -13,7 +13,11 @@ from onnx import helper, numpy_helper, parser
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.target import Target
-from onnx_ops.onnx_graph.rounding_errors import RoundingOutputs, list_ranked_outputs, write_with_rounding_errors
+from onnx_ops.onnx_graph.rounding_errors import (
+    RoundingOutputs,
+    list_ranked_outputs,
+    write_with_rounding_errors,
+)
 from onnx_ops.onnx_graph.rounding_operators import EPSILON, KERNEL_ERRORS
 
 Array = npt.NDArray[Any]
@@ -25,13 +29,21 @@ X = np.random.default_rng(0).normal(size=(ROWS, FEATURES)).astype(np.float32)
 
 
 def write(
-    path: Path, body: str, *, outputs: str = "float[N, M] y", opset: int = 18, ml: bool = False, **tensors: Any
+    path: Path,
+    body: str,
+    *,
+    outputs: str = "float[N, M] y",
+    opset: int = 18,
+    ml: bool = False,
+    **tensors: Any,
 ) -> Path:
     """Write a graph of one input `x [N, 12]` from the text of its nodes."""
     domains = f'"": {opset}' + (', "ai.onnx.ml": 3' if ml else "")
     text = f"<ir_version: 9, opset_import: [{domains}]> g (float[N, {FEATURES}] x) => ({outputs}) {{ {body} }}"
     model = parser.parse_model(text)
-    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in tensors.items())
+    model.graph.initializer.extend(
+        numpy_helper.from_array(array, name) for name, array in tensors.items()
+    )
     onnx.save(model, path)
     return path
 
@@ -128,7 +140,9 @@ def test_rounding_error_bounds_float32_loss(tmp_path: Path, body: str, exact: An
         "g": np.ones(3, dtype=np.float32),
     }
     path = write(
-        tmp_path / "m.onnx", f"z = MatMul(x, w) {body}", **{k: v for k, v in tensors.items() if k in body + "w"}
+        tmp_path / "m.onnx",
+        f"z = MatMul(x, w) {body}",
+        **{k: v for k, v in tensors.items() if k in body + "w"},
     )
     described, answers = run(path)
     error = answers[described["y"].error].astype(np.float64)
@@ -138,8 +152,12 @@ def test_rounding_error_bounds_float32_loss(tmp_path: Path, body: str, exact: An
 
 
 @pytest.mark.parametrize("opset", [9, 13, 18, 20])
-def test_write_with_rounding_errors_supports_reductions_of_each_opset(tmp_path: Path, opset: int) -> None:
-    path = write(tmp_path / "m.onnx", "z = MatMul(x, w) y = Softmax<axis=1>(z)", opset=opset, w=WEIGHT)
+def test_write_with_rounding_errors_supports_reductions_of_each_opset(
+    tmp_path: Path, opset: int
+) -> None:
+    path = write(
+        tmp_path / "m.onnx", "z = MatMul(x, w) y = Softmax<axis=1>(z)", opset=opset, w=WEIGHT
+    )
     assert error_of(path).max() < 1e-5
 
 
@@ -160,7 +178,10 @@ def test_rounding_error_of_convolution_has_channel_axis_and_kernel_bound(tmp_pat
     )
     described, answers = run(path)
     assert described["y"].axis == 1
-    assert answers[described["y"].error].max() <= 1.01 * ROUNDOFF * np.abs(X).max() * np.abs(kernels).sum(axis=2).max()
+    assert (
+        answers[described["y"].error].max()
+        <= 1.01 * ROUNDOFF * np.abs(X).max() * np.abs(kernels).sum(axis=2).max()
+    )
 
 
 def test_rounding_outputs_of_transposed_channels_return_moved_axis(tmp_path: Path) -> None:
@@ -195,7 +216,9 @@ def test_rounding_error_of_instance_norm_grows_for_constant_row(tmp_path: Path) 
     assert error_of(path, constant).max() > 20 * error_of(path).max()
 
 
-def test_rounding_error_of_operator_without_rule_is_two_epsilon_of_largest_answer(tmp_path: Path) -> None:
+def test_rounding_error_of_operator_without_rule_is_two_epsilon_of_largest_answer(
+    tmp_path: Path,
+) -> None:
     path = write(tmp_path / "m.onnx", "z = MatMul(x, w) y = Hardmax(z)", w=WEIGHT)
     np.testing.assert_allclose(error_of(path), np.full((ROWS, 3), 2 * EPSILON), rtol=1e-5)
 
@@ -214,7 +237,9 @@ def test_rounding_outputs_of_copied_values_have_no_error(tmp_path: Path) -> None
     ],
     ids=["argmax", "cast argmin", "topk"],
 )
-def test_rounding_outputs_of_indices_include_ranked_scores(tmp_path: Path, body: str, outputs: str, axis: int) -> None:
+def test_rounding_outputs_of_indices_include_ranked_scores(
+    tmp_path: Path, body: str, outputs: str, axis: int
+) -> None:
     count: dict[str, Any] = {"k": np.array([2])} if "TopK" in body else {}
     path = write(tmp_path / "m.onnx", body, outputs=outputs, w=WEIGHT, **count)
     described, answers = run(path)
@@ -227,7 +252,9 @@ def test_rounding_outputs_of_indices_include_ranked_scores(tmp_path: Path, body:
 
 def test_rounding_outputs_of_classes_include_labels(tmp_path: Path) -> None:
     body = "z = MatMul(x, w) a = ArgMax<axis=1>(z) i = ai.onnx.ml.ArrayFeatureExtractor(c, a)"
-    path = write(tmp_path / "m.onnx", body, outputs="int64[A, B] i", ml=True, w=WEIGHT, c=np.array([7, 8, 9]))
+    path = write(
+        tmp_path / "m.onnx", body, outputs="int64[A, B] i", ml=True, w=WEIGHT, c=np.array([7, 8, 9])
+    )
     labels = run(path)[0]["i"].labels
     assert labels is not None
     assert labels.tolist() == [7, 8, 9]
@@ -236,13 +263,19 @@ def test_rounding_outputs_of_classes_include_labels(tmp_path: Path) -> None:
 def test_list_ranked_outputs_returns_outputs_in_ranked_order(tmp_path: Path) -> None:
     body = "z = MatMul(x, w) v, i = TopK(z, k) y = GatherElements<axis=1>(x, i)"
     path = write(
-        tmp_path / "m.onnx", body, outputs="float[N, K] v, int64[N, K] i, float[N, K] y", w=WEIGHT, k=np.array([2])
+        tmp_path / "m.onnx",
+        body,
+        outputs="float[N, K] v, int64[N, K] i, float[N, K] y",
+        w=WEIGHT,
+        k=np.array([2]),
     )
     assert list_ranked_outputs(path) == {"y"}
 
 
 @pytest.mark.parametrize("transform", ["NONE", "SOFTMAX"])
-def test_rounding_error_of_linear_classifier_is_bounded_by_coefficients(tmp_path: Path, transform: str) -> None:
+def test_rounding_error_of_linear_classifier_is_bounded_by_coefficients(
+    tmp_path: Path, transform: str
+) -> None:
     node = helper.make_node(
         "LinearClassifier",
         ["x"],

@@ -24,7 +24,9 @@ from tests.support.processor import saturates_here
 
 Array = npt.NDArray[Any]
 
-levels = st.lists(st.integers(-128, 127), min_size=2, max_size=8).map(lambda found: np.array(found, np.int8)[:, None])
+levels = st.lists(st.integers(-128, 127), min_size=2, max_size=8).map(
+    lambda found: np.array(found, np.int8)[:, None]
+)
 
 
 def build(text: str, weight: Array, **stored: Any) -> onnx.ModelProto:
@@ -38,7 +40,9 @@ PRODUCT = "(uint8[N,K] x) => (int32[N,M] y) { y = MatMulInteger(x, w) }"
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("inner", [1, 2, 3, 64])
 @pytest.mark.parametrize("weight", [64, 65, 127, -64, -65, -128])
-def test_processor_product_matches_detected_saturation(tmp_path: Path, weight: int, inner: int, rows: int) -> None:
+def test_processor_product_matches_detected_saturation(
+    tmp_path: Path, weight: int, inner: int, rows: int
+) -> None:
     weights = np.full((inner, 16), weight, np.int8)
     write_model(build(PRODUCT, weights), tmp_path / "product.onnx")
     x = np.full((rows, inner), 255, np.uint8)
@@ -48,7 +52,9 @@ def test_processor_product_matches_detected_saturation(tmp_path: Path, weight: i
 
 @settings(max_examples=300)
 @given(weights=levels, seed=st.integers(0, 99))
-def test_find_saturating_weights_returns_every_weight_with_inexact_sums(weights: Array, seed: int) -> None:
+def test_find_saturating_weights_returns_every_weight_with_inexact_sums(
+    weights: Array, seed: int
+) -> None:
     x = np.random.default_rng(seed).choice([0, 1, 254, 255], (4, len(weights))).astype(np.uint8)
     exact, computed = (multiply(x, weights, saturates=saturates) for saturates in (False, True))
     if not np.array_equal(exact, computed):
@@ -68,9 +74,21 @@ FLAT, IMAGE = "(uint8[2,2] x) => (float[2,2] y)", "(uint8[1,2,1,1] x) => (float 
         (f"{IMAGE} {{ {PAIR} y = Conv(a, b) }}", (2, 2, 1, 1), True),
         (f"{IMAGE} {{ {PAIR} y = Conv<group = 2>(a, b) }}", (2, 1, 1, 1), False),
         ("(uint8[2,2] x) => (uint8 y) { y = QLinearMatMul(x, s, z, w, s, t, s, z) }", (2, 2), True),
-        ("(uint8[2,2] x) => (uint8 y) { y = com.microsoft.QGemm(x, s, z, w, s, t, , s, z) }", (2, 2), True),
-        ("(uint8[1,2,1,1] x) => (uint8 y) { y = QLinearConv(x, s, z, w, s, t, s, z) }", (2, 2, 1, 1), True),
-        ("(float[2,2] x) => (float y) { y = com.microsoft.DynamicQuantizeMatMul(x, w, s) }", (2, 2), True),
+        (
+            "(uint8[2,2] x) => (uint8 y) { y = com.microsoft.QGemm(x, s, z, w, s, t, , s, z) }",
+            (2, 2),
+            True,
+        ),
+        (
+            "(uint8[1,2,1,1] x) => (uint8 y) { y = QLinearConv(x, s, z, w, s, t, s, z) }",
+            (2, 2, 1, 1),
+            True,
+        ),
+        (
+            "(float[2,2] x) => (float y) { y = com.microsoft.DynamicQuantizeMatMul(x, w, s) }",
+            (2, 2),
+            True,
+        ),
         ("(float[2,2] x, float[2,2] w) => (float y) { y = MatMul(x, w) }", (2, 2), False),
     ],
 )
@@ -84,7 +102,9 @@ def test_find_saturating_weights_detects_each_form_of_product(
 def test_find_saturating_weights_of_int8_activations_or_uint8_weights_is_empty() -> None:
     text = "(int8[2,2] x) => (float[2,2] y) { a = DequantizeLinear(x, s, z)\n b = DequantizeLinear(w, s)\n"
     for zero, weight in ((np.int8(0), np.int8(127)), (np.uint8(0), np.uint8(255))):
-        model = build(f"{text} y = MatMul(a, b) }}", np.full((2, 2), weight), s=np.float32(1), z=zero)
+        model = build(
+            f"{text} y = MatMul(a, b) }}", np.full((2, 2), weight), s=np.float32(1), z=zero
+        )
         assert find_saturating_weights(model) == ()
 
 

@@ -42,7 +42,9 @@ def write_source(folder: Path) -> Path:
         helper.make_node("Add", ["a", "b"], ["y"]),
     ]
     return write(
-        folder / "source.onnx", nodes, [numpy_helper.from_array(WEIGHT, "w"), numpy_helper.from_array(OTHER, "v")]
+        folder / "source.onnx",
+        nodes,
+        [numpy_helper.from_array(WEIGHT, "w"), numpy_helper.from_array(OTHER, "v")],
     )
 
 
@@ -54,23 +56,36 @@ def round_blocks(weight: np.ndarray, bits: int, *, signed: bool) -> tuple[Any, A
     scale = (np.maximum(high, -low) if signed else high - low) / most
     zero = np.zeros_like(scale) if signed else np.rint(-low / scale)
     levels = np.rint(parts / scale[:, None]) + zero[:, None]
-    return np.clip(levels, -most if signed else 0, most).reshape(weight.shape), scale.astype(np.float32), zero
+    return (
+        np.clip(levels, -most if signed else 0, most).reshape(weight.shape),
+        scale.astype(np.float32),
+        zero,
+    )
 
 
-def blocked(weight: np.ndarray, name: str, *, signed: bool, zeros: int = 0) -> tuple[list[Any], list[Any]]:
+def blocked(
+    weight: np.ndarray, name: str, *, signed: bool, zeros: int = 0
+) -> tuple[list[Any], list[Any]]:
     levels, scale, zero = round_blocks(weight, 4, signed=signed)
     kind = TensorProto.INT4 if signed else TensorProto.UINT4
     tensors = [
         helper.make_tensor(f"{name}0", kind, levels.shape, levels.astype(int).reshape(-1).tolist()),
         numpy_helper.from_array(scale, f"{name}1"),
-        helper.make_tensor(f"{name}2", kind, zero.shape, (zero.astype(int) + zeros).clip(0, 15).reshape(-1).tolist()),
+        helper.make_tensor(
+            f"{name}2",
+            kind,
+            zero.shape,
+            (zero.astype(int) + zeros).clip(0, 15).reshape(-1).tolist(),
+        ),
     ]
     inputs = [f"{name}0", f"{name}1", f"{name}2"]
     node = helper.make_node("DequantizeLinear", inputs, [f"{name}.f"], axis=0, block_size=BLOCK)
     return [node], tensors
 
 
-def write_pairs(path: Path, parts: Callable[[np.ndarray, str], tuple[list[Any], list[Any]]]) -> Path:
+def write_pairs(
+    path: Path, parts: Callable[[np.ndarray, str], tuple[list[Any], list[Any]]]
+) -> Path:
     """The source with both weights behind DequantizeLinear nodes, under names that say nothing, in exchanged order."""
     nodes, tensors = parts(OTHER, "k")
     more, others = parts(WEIGHT, "m")
@@ -83,11 +98,15 @@ def write_pairs(path: Path, parts: Callable[[np.ndarray, str], tuple[list[Any], 
 
 
 def steps(paired: PairedWeights) -> dict[str, float]:
-    return {p.origin: compute_weight_error(p.original, p.dequantized, p.scale) for p in paired.pairs}
+    return {
+        p.origin: compute_weight_error(p.original, p.dequantized, p.scale) for p in paired.pairs
+    }
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_pair_quantized_weights_of_unnamed_4_bit_blocks_pairs_by_value(tmp_path: Path, signed: bool) -> None:
+def test_pair_quantized_weights_of_unnamed_4_bit_blocks_pairs_by_value(
+    tmp_path: Path, signed: bool
+) -> None:
     source = write_source(tmp_path)
     derived = write_pairs(tmp_path / "b.onnx", lambda w, n: blocked(w, n, signed=signed))
     paired = pair_quantized_weights(source, derived)
@@ -112,7 +131,10 @@ def test_pair_quantized_weights_of_transposed_weight_records_orientation(tmp_pat
             numpy_helper.from_array(np.asarray(scale), f"{name}1"),
         ]
         read = helper.make_node("DequantizeLinear", [f"{name}0", f"{name}1"], [f"{name}.t"])
-        return [read, helper.make_node("Transpose", [f"{name}.t"], [f"{name}.f"], perm=[1, 0])], tensors
+        return [
+            read,
+            helper.make_node("Transpose", [f"{name}.t"], [f"{name}.f"], perm=[1, 0]),
+        ], tensors
 
     paired = pair_quantized_weights(source, write_pairs(tmp_path / "b.onnx", parts))
     assert {(pair.origin, pair.transposed) for pair in paired.pairs} == {("w", True), ("v", True)}
@@ -131,9 +153,15 @@ def test_pair_quantized_weights_of_constant_quantized_at_run_time_reads_it(tmp_p
         ]
         inputs = [f"{name}1", f"{name}2"]
         write = helper.make_node("QuantizeLinear", [f"{name}0", *inputs], [f"{name}.q"])
-        return [write, helper.make_node("DequantizeLinear", [f"{name}.q", *inputs], [f"{name}.f"])], tensors
+        return [
+            write,
+            helper.make_node("DequantizeLinear", [f"{name}.q", *inputs], [f"{name}.f"]),
+        ], tensors
 
-    assert max(steps(pair_quantized_weights(source, write_pairs(tmp_path / "b.onnx", parts))).values()) <= 0.51
+    assert (
+        max(steps(pair_quantized_weights(source, write_pairs(tmp_path / "b.onnx", parts))).values())
+        <= 0.51
+    )
     cut = write_pairs(tmp_path / "cut.onnx", lambda w, n: parts(w, n, 254))
     assert min(steps(pair_quantized_weights(source, cut)).values()) > 10
 
@@ -152,21 +180,35 @@ def write_fused(path: Path, operator: str) -> Path:
             numpy_helper.from_array(np.zeros(COLUMNS, np.float32), f"{name}3"),
         ]
         own = [f"{name}{number}" for number in range(4)]
-        inputs = ["x", *own] if operator != "MatMulIntegerToFloat" else ["q", own[0], "s", own[1], "z", *own[2:]]
+        inputs = (
+            ["x", *own]
+            if operator != "MatMulIntegerToFloat"
+            else ["q", own[0], "s", own[1], "z", *own[2:]]
+        )
         nodes.append(helper.make_node(operator, inputs, [result], domain="com.microsoft"))
     return write(path, [*nodes, helper.make_node("Add", ["a2", "b2"], ["y"])], tensors)
 
 
-@pytest.mark.parametrize("operator", ["MatMulIntegerToFloat", "DynamicQuantizeMatMul", "blocks", "int4 blocks"])
-def test_write_dequantized_of_fused_or_blocked_products_matches_source(tmp_path: Path, operator: str) -> None:
+@pytest.mark.parametrize(
+    "operator", ["MatMulIntegerToFloat", "DynamicQuantizeMatMul", "blocks", "int4 blocks"]
+)
+def test_write_dequantized_of_fused_or_blocked_products_matches_source(
+    tmp_path: Path, operator: str
+) -> None:
     ort = pytest.importorskip("onnxruntime")
     source, plain, exact = write_source(tmp_path), tmp_path / "plain.onnx", tmp_path / "exact.onnx"
     if "blocks" in operator:
-        derived = write_pairs(tmp_path / "b.onnx", lambda w, n: blocked(w, n, signed="int4" in operator))
+        derived = write_pairs(
+            tmp_path / "b.onnx", lambda w, n: blocked(w, n, signed="int4" in operator)
+        )
     else:
         derived = write_fused(tmp_path / "b.onnx", operator)
     paired = pair_quantized_weights(source, derived)
-    assert (len(paired.pairs), paired.unpaired, max(steps(paired).values()) <= 0.51) == (2, (), True)
+    assert (len(paired.pairs), paired.unpaired, max(steps(paired).values()) <= 0.51) == (
+        2,
+        (),
+        True,
+    )
     write_with_weights(source, paired.pairs, plain)
     write_dequantized(source, derived, exact)
     rows = {"x": np.random.default_rng(1).standard_normal((5, ROWS)).astype(np.float32)}
@@ -177,7 +219,9 @@ def test_write_dequantized_of_fused_or_blocked_products_matches_source(tmp_path:
     assert np.abs(one - other).max() < 1e-4
 
 
-def test_pair_quantized_weights_with_wrong_scale_shape_lists_them_as_unpaired(tmp_path: Path) -> None:
+def test_pair_quantized_weights_with_wrong_scale_shape_lists_them_as_unpaired(
+    tmp_path: Path,
+) -> None:
     source = write_source(tmp_path)
 
     def parts(weight: np.ndarray, name: str) -> tuple[list[Any], list[Any]]:
@@ -207,7 +251,9 @@ def test_pair_quantized_weights_of_dynamic_lstm_finds_originals(
     paired = pair_quantized_weights(path, tmp_path / "q.onnx")
     assert paired.unpaired == ()
     assert {pair.origin for pair in paired.pairs} == {"w", "r"}
-    steps = {p.origin: compute_weight_error(p.original, p.dequantized, p.scale) for p in paired.pairs}
+    steps = {
+        p.origin: compute_weight_error(p.original, p.dequantized, p.scale) for p in paired.pairs
+    }
     assert max(steps.values()) <= 0.51
 
     # Found by their places where a fault moved all values and another tool renamed them.
@@ -218,7 +264,9 @@ def test_pair_quantized_weights_of_dynamic_lstm_finds_originals(
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     tensors["w_quantized"].name, tensors["r_quantized"].name = "v1", "v2"
     for name in ("w_scale", "r_scale"):
-        tensors[name].CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensors[name]) * 3, name))
+        tensors[name].CopyFrom(
+            numpy_helper.from_array(numpy_helper.to_array(tensors[name]) * 3, name)
+        )
     onnx.save(model, tmp_path / "wide.onnx")
     after = pair_quantized_weights(path, tmp_path / "wide.onnx").pairs
     steps = {p.origin: compute_weight_error(p.original, p.dequantized, p.scale) for p in after}
@@ -227,7 +275,9 @@ def test_pair_quantized_weights_of_dynamic_lstm_finds_originals(
 
 
 @pytest.mark.parametrize("damage", ["few inputs", "flat weights", "odd scales"])
-def test_pair_quantized_weights_of_malformed_lstm_lists_them_as_unpaired(damage: str, tmp_path: Path) -> None:
+def test_pair_quantized_weights_of_malformed_lstm_lists_them_as_unpaired(
+    damage: str, tmp_path: Path
+) -> None:
     stored = {"w": np.ones((1, 12, 3), np.float32), "r": np.ones((1, 12, 3), np.float32)}
     text = "(float[T,N,3] x) => (float[T,1,N,3] y) { y = LSTM<hidden_size = 3>(x, w, r) }"
     path = write_graph(tmp_path / "m.onnx", text, **stored)

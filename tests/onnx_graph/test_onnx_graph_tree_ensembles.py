@@ -24,23 +24,45 @@ from onnx_ops.testing.models import rows, write_perceptron
 # Functions of the package `sklearn`, which takes long to import, and the names of data.
 ESTIMATORS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "tree, 3 classes": (lambda sk: sk.tree.DecisionTreeClassifier(max_depth=4), "iris"),
-    "tree, 2 classes": (lambda sk: sk.tree.DecisionTreeClassifier(max_leaf_nodes=9), "breast_cancer"),
+    "tree, 2 classes": (
+        lambda sk: sk.tree.DecisionTreeClassifier(max_leaf_nodes=9),
+        "breast_cancer",
+    ),
     "tree, numbers": (lambda sk: sk.tree.DecisionTreeRegressor(max_depth=4), "diabetes"),
-    "forest, 3 classes": (lambda sk: sk.ensemble.RandomForestClassifier(5, class_weight="balanced"), "iris"),
-    "forest, 2 classes": (lambda sk: sk.ensemble.RandomForestClassifier(5, max_leaf_nodes=9), "breast_cancer"),
+    "forest, 3 classes": (
+        lambda sk: sk.ensemble.RandomForestClassifier(5, class_weight="balanced"),
+        "iris",
+    ),
+    "forest, 2 classes": (
+        lambda sk: sk.ensemble.RandomForestClassifier(5, max_leaf_nodes=9),
+        "breast_cancer",
+    ),
     "forest, numbers": (lambda sk: sk.ensemble.RandomForestRegressor(5, max_depth=5), "diabetes"),
     "extra trees": (lambda sk: sk.ensemble.ExtraTreesClassifier(5), "iris"),
-    "boosting, 3 classes": (lambda sk: sk.ensemble.GradientBoostingClassifier(n_estimators=5), "iris"),
-    "boosting, 2 classes": (lambda sk: sk.ensemble.GradientBoostingClassifier(n_estimators=5), "breast_cancer"),
-    "boosting, numbers": (lambda sk: sk.ensemble.GradientBoostingRegressor(n_estimators=5), "diabetes"),
+    "boosting, 3 classes": (
+        lambda sk: sk.ensemble.GradientBoostingClassifier(n_estimators=5),
+        "iris",
+    ),
+    "boosting, 2 classes": (
+        lambda sk: sk.ensemble.GradientBoostingClassifier(n_estimators=5),
+        "breast_cancer",
+    ),
+    "boosting, numbers": (
+        lambda sk: sk.ensemble.GradientBoostingRegressor(n_estimators=5),
+        "diabetes",
+    ),
     "scaled forest": (
-        lambda sk: sk.pipeline.make_pipeline(sk.preprocessing.StandardScaler(), sk.ensemble.RandomForestClassifier(5)),
+        lambda sk: sk.pipeline.make_pipeline(
+            sk.preprocessing.StandardScaler(), sk.ensemble.RandomForestClassifier(5)
+        ),
         "breast_cancer",
     ),
     "pipeline in a pipeline": (
         lambda sk: sk.pipeline.make_pipeline(
             sk.preprocessing.MinMaxScaler(),
-            sk.pipeline.make_pipeline(sk.preprocessing.StandardScaler(), sk.tree.DecisionTreeClassifier(max_depth=4)),
+            sk.pipeline.make_pipeline(
+                sk.preprocessing.StandardScaler(), sk.tree.DecisionTreeClassifier(max_depth=4)
+            ),
         ),
         "iris",
     ),
@@ -77,7 +99,11 @@ def attribute(model: onnx.ModelProto, name: str) -> Any:
 
 
 def splits_of(model: onnx.ModelProto) -> list[int]:
-    return [place for place, mode in enumerate(attribute(model, "nodes_modes").strings) if mode != b"LEAF"]
+    return [
+        place
+        for place, mode in enumerate(attribute(model, "nodes_modes").strings)
+        if mode != b"LEAF"
+    ]
 
 
 def test_read_trees_with_changed_threshold_or_leaf_differs_from_source(tmp_path: Path) -> None:
@@ -87,7 +113,9 @@ def test_read_trees_with_changed_threshold_or_leaf_differs_from_source(tmp_path:
     assert trees is not None
     whole = onnx.load(path)
     splits = splits_of(whole)
-    leaves = [place for place, weight in enumerate(attribute(whole, "class_weights").floats) if weight]
+    leaves = [
+        place for place, weight in enumerate(attribute(whole, "class_weights").floats) if weight
+    ]
     for name, places in (("nodes_values", splits), ("class_weights", leaves)):
         for place in places[:: max(1, len(places) // 8)]:
             changed = onnx.load(path)
@@ -95,7 +123,9 @@ def test_read_trees_with_changed_threshold_or_leaf_differs_from_source(tmp_path:
             onnx.save(changed, tmp_path / "changed.onnx")
             found = compare_trees(read_trees(tmp_path / "changed.onnx"), trees)
             assert found.changed == 1
-            assert ("threshold" if name == "nodes_values" else "leaf weight") in found.differences[0]
+            assert ("threshold" if name == "nodes_values" else "leaf weight") in found.differences[
+                0
+            ]
 
 
 def test_read_trees_with_strict_split_differs_in_threshold(tmp_path: Path) -> None:
@@ -108,7 +138,9 @@ def test_read_trees_with_strict_split_differs_in_threshold(tmp_path: Path) -> No
 
 
 def test_trees_of_unsupported_estimator_or_model_are_absent(tmp_path: Path) -> None:
-    model, _ = exported(lambda sk: sk.ensemble.AdaBoostClassifier(n_estimators=2), "iris", tmp_path / "model.onnx")
+    model, _ = exported(
+        lambda sk: sk.ensemble.AdaBoostClassifier(n_estimators=2), "iris", tmp_path / "model.onnx"
+    )
     assert SklearnExporter().trees(model) is None
     write_perceptron(tmp_path / "other.onnx")
     assert not has_trees(tmp_path / "other.onnx")
@@ -124,7 +156,9 @@ def test_trees_of_unsupported_estimator_or_model_are_absent(tmp_path: Path) -> N
         ("nodes_modes", b"BRANCH_EQ", "asks BRANCH_EQ"),
     ],
 )
-def test_read_trees_of_inconsistent_file_raises_user_error(name: str, value: Any, message: str, tmp_path: Path) -> None:
+def test_read_trees_of_inconsistent_file_raises_user_error(
+    name: str, value: Any, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "model.onnx"
     exported(*ESTIMATORS["tree, 3 classes"], path)
     model = onnx.load(path)
@@ -135,7 +169,9 @@ def test_read_trees_of_inconsistent_file_raises_user_error(name: str, value: Any
         read_trees(path)
 
 
-@pytest.mark.parametrize("name", ["forest, 3 classes", "forest, 2 classes", "forest, numbers", "tree, 2 classes"])
+@pytest.mark.parametrize(
+    "name", ["forest, 3 classes", "forest, 2 classes", "forest, numbers", "tree, 2 classes"]
+)
 def test_tree_export_with_nan_answers_like_source(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     model, x = exported(*ESTIMATORS[name], path)
@@ -159,7 +195,9 @@ def forest(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, dict[st
     from sklearn.preprocessing import StandardScaler
 
     draw = np.random.default_rng(0)
-    x = (draw.standard_normal((300, 6)) * [1, 5, 0.1, 30, 1, 1] + [0, 9, 2, -40, 0, 1]).astype(np.float32)
+    x = (draw.standard_normal((300, 6)) * [1, 5, 0.1, 30, 1, 1] + [0, 9, 2, -40, 0, 1]).astype(
+        np.float32
+    )
     y = (x[:, 0] + x[:, 1] / 5 + draw.standard_normal(300) > 2).astype(int)
     trees = RandomForestClassifier(n_estimators=5, max_depth=5, random_state=0)
     samples: dict[str, Any] = {"x": x}
@@ -221,7 +259,9 @@ def test_build_split_probes_of_trees_behind_other_operator_returns_none(
 ) -> None:
     _, samples, path = forest
     model = onnx.load(path)
-    place, first = next((i, n) for i, n in enumerate(model.graph.node) if n.op_type not in ("Cast", "Concat"))
+    place, first = next(
+        (i, n) for i, n in enumerate(model.graph.node) if n.op_type not in ("Cast", "Concat")
+    )
     model.graph.node.insert(place, helper.make_node("Sin", [first.input[0]], ["turned"]))
     first.input[0] = "turned"
     onnx.save(model, path)

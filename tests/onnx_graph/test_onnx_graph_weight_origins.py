@@ -46,10 +46,14 @@ def test_measure_weights_with_swapped_names_pairs_by_values(tmp_path: Path) -> N
 
 def test_measure_weights_with_wrong_values_of_same_name_exceeds_limit(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source.onnx")
-    derived = write_rounded(source, tmp_path / "derived.onnx", {name: name for name in ("v1", "v2", "h1", "h2")})
+    derived = write_rounded(
+        source, tmp_path / "derived.onnx", {name: name for name in ("v1", "v2", "h1", "h2")}
+    )
     model = onnx.load(derived)
     (second,) = [t for t in model.graph.initializer if t.name == "v2_quantized"]
-    second.CopyFrom(numpy_helper.from_array(np.roll(numpy_helper.to_array(second), 3, axis=0), "v2_quantized"))
+    second.CopyFrom(
+        numpy_helper.from_array(np.roll(numpy_helper.to_array(second), 3, axis=0), "v2_quantized")
+    )
     onnx.save(model, derived)
     found = {one.tensor: one.steps for one in measure_weights(source, derived)}
     assert max(found.values()) > 10
@@ -58,7 +62,9 @@ def test_measure_weights_with_wrong_values_of_same_name_exceeds_limit(tmp_path: 
 def test_measure_weights_of_other_single_number_pairs_nothing(tmp_path: Path) -> None:
     """A factor of .5, rounded, beside one of 3 in the source: single numbers are found by their values."""
     source = write_graph(
-        tmp_path / "source.onnx", "(float[n,8] x) => (float[n,8] y) { y = Mul(x, factor) }", factor=np.float32(3)
+        tmp_path / "source.onnx",
+        "(float[n,8] x) => (float[n,8] y) { y = Mul(x, factor) }",
+        factor=np.float32(3),
     )
     derived = write_graph(
         tmp_path / "derived.onnx",

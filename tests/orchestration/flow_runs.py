@@ -44,7 +44,10 @@ def artifacts_of(run: UUID) -> dict[str, Artifact]:
     wanted = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run]))
     with get_client(sync_client=True) as client:
         found = client.read_artifacts(artifact_filter=wanted)
-    return {str(artifact.key): artifact for artifact in sorted(found, key=lambda artifact: str(artifact.created))}
+    return {
+        str(artifact.key): artifact
+        for artifact in sorted(found, key=lambda artifact: str(artifact.created))
+    }
 
 
 def task_runs_of(run: UUID) -> list[TaskRun]:
@@ -59,7 +62,9 @@ def names_of_task_runs(state: State[Any], *awaited: str) -> list[str]:
     """Names in order. The server hears of task runs by events, a moment after the flow run has ended."""
     names: list[str] = []
     for _ in range(150):
-        runs = sorted(task_runs_of(run_of(state)), key=lambda run: str(run.expected_start_time or run.created))
+        runs = sorted(
+            task_runs_of(run_of(state)), key=lambda run: str(run.expected_start_time or run.created)
+        )
         names = [run.name for run in runs]
         if set(awaited) <= set(names) and not any(name.startswith("rollout-") for name in names):
             break

@@ -18,7 +18,12 @@ from onnx_ops.errors import ConfigError, ServiceUnavailableError, UserError
 from onnx_ops.orchestration.events import NAME
 
 if TYPE_CHECKING:
-    from onnx_ops.orchestration.blocks import EndpointAccess, ModelRegistry, NotificationTarget, TargetDefinitions
+    from onnx_ops.orchestration.blocks import (
+        EndpointAccess,
+        ModelRegistry,
+        NotificationTarget,
+        TargetDefinitions,
+    )
 
 CHECKS = (
     "test_has_a_description",
@@ -45,7 +50,9 @@ class TestConformance:
 
         monkeypatch.setattr(suites, "urlopen", opened)
 
-    @pytest.mark.parametrize("name", ["ModelRegistry", "EndpointAccess", "NotificationTarget", "TargetDefinitions"])
+    @pytest.mark.parametrize(
+        "name", ["ModelRegistry", "EndpointAccess", "NotificationTarget", "TargetDefinitions"]
+    )
     @pytest.mark.parametrize("check", CHECKS)
     def test_block_passes_prefect_conformance_check(self, name: str, check: str) -> None:
         from prefect.testing.standard_test_suites import blocks as suites
@@ -57,13 +64,17 @@ class TestConformance:
     def test_checks_cover_whole_prefect_block_suite(self) -> None:
         from prefect.testing.standard_test_suites import blocks as suites
 
-        assert {name for name in dir(suites.BlockStandardTestSuite) if name.startswith("test_")} == set(CHECKS)
+        assert {
+            name for name in dir(suites.BlockStandardTestSuite) if name.startswith("test_")
+        } == set(CHECKS)
 
 
 def registry() -> ModelRegistry:
     from onnx_ops.orchestration.blocks import ModelRegistry
 
-    return ModelRegistry(tracking_uri="https://mlflow.example", username="me", password=SecretStr("hush"))
+    return ModelRegistry(
+        tracking_uri="https://mlflow.example", username="me", password=SecretStr("hush")
+    )
 
 
 def access() -> EndpointAccess:
@@ -75,7 +86,9 @@ def access() -> EndpointAccess:
 def fleet() -> TargetDefinitions:
     from onnx_ops.orchestration.blocks import TargetDefinitions
 
-    return TargetDefinitions(targets={"t4": {"providers": [{"name": "CUDAExecutionProvider"}], "pool": "t4"}})
+    return TargetDefinitions(
+        targets={"t4": {"providers": [{"name": "CUDAExecutionProvider"}], "pool": "t4"}}
+    )
 
 
 def people() -> NotificationTarget:
@@ -90,12 +103,17 @@ def test_block_environ_returns_variables_of_settings(tmp_path: Path) -> None:
         "MLFLOW_TRACKING_USERNAME": "me",
         "MLFLOW_TRACKING_PASSWORD": "hush",
     }
-    assert access().environ(tmp_path) == {"ONNX_OPS_LEDGER": "memory://b/ledger", "AWS_SECRET_ACCESS_KEY": "hush"}
+    assert access().environ(tmp_path) == {
+        "ONNX_OPS_LEDGER": "memory://b/ledger",
+        "AWS_SECRET_ACCESS_KEY": "hush",
+    }
     environ = {"ONNX_OPS_NOTIFY": "webhook", "ONNX_OPS_NOTIFY_WEBHOOK": "https://chat.example/hush"}
     assert people().environ(tmp_path) == environ
 
 
-@pytest.mark.parametrize("name", ["PATH", "PYTHONPATH", "LD_PRELOAD", "AWS_X=1", "AWS_\nA", "ONNX_OPS_SIGNING_KEY"])
+@pytest.mark.parametrize(
+    "name", ["PATH", "PYTHONPATH", "LD_PRELOAD", "AWS_X=1", "AWS_\nA", "ONNX_OPS_SIGNING_KEY"]
+)
 def test_endpoint_access_block_with_other_variable_raises_validation_error(name: str) -> None:
     from onnx_ops.orchestration.blocks import EndpointAccess
 
@@ -122,10 +140,17 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-PROD = ("onnx-ops-registry/prod", "onnx-ops-endpoints/prod", "onnx-ops-notifications/prod", "onnx-ops-targets/prod")
+PROD = (
+    "onnx-ops-registry/prod",
+    "onnx-ops-endpoints/prod",
+    "onnx-ops-notifications/prod",
+    "onnx-ops-targets/prod",
+)
 
 
-def test_project_of_blocks_applies_settings_and_restores_environment(saved: None, here: Path) -> None:
+def test_project_of_blocks_applies_settings_and_restores_environment(
+    saved: None, here: Path
+) -> None:
     from onnx_ops.orchestration.environment import project_of
 
     before = dict(os.environ)
@@ -133,7 +158,9 @@ def test_project_of_blocks_applies_settings_and_restores_environment(saved: None
         assert project.settings.tracking_uri == "https://mlflow.example"
         assert project.settings.ledger == "memory://b/ledger"
         assert list(project.context.notifiers()) == [NAME, "webhook"]
-        child = subprocess.run(["printenv", "AWS_SECRET_ACCESS_KEY"], capture_output=True, text=True, check=True)
+        child = subprocess.run(
+            ["printenv", "AWS_SECRET_ACCESS_KEY"], capture_output=True, text=True, check=True
+        )
         assert child.stdout.strip() == "hush"
         assert project.targets.names() == ("t4",)
         assert project.targets.load("t4").pool == "t4"
@@ -143,7 +170,9 @@ def test_project_of_blocks_applies_settings_and_restores_environment(saved: None
     assert dict(os.environ) == before
 
 
-def test_check_of_pipeline_with_target_block_accepts_only_its_targets(saved: None, here: Path) -> None:
+def test_check_of_pipeline_with_target_block_accepts_only_its_targets(
+    saved: None, here: Path
+) -> None:
     from onnx_ops.orchestration.environment import project_of
 
     (here / "data.npz").touch()
@@ -154,7 +183,11 @@ def test_check_of_pipeline_with_target_block_accepts_only_its_targets(saved: Non
     )
     with project_of(PROD[3:]) as project, pytest.raises(ConfigError) as refused:
         check(project, file)
-    messages = [problem.message for problem in refused.value.problems if problem.path.startswith("benchmark")]
+    messages = [
+        problem.message
+        for problem in refused.value.problems
+        if problem.path.startswith("benchmark")
+    ]
     assert messages == ["no target is called 't5'; targets here: 't4'"]
 
 
@@ -165,7 +198,11 @@ def test_check_of_pipeline_with_target_block_accepts_only_its_targets(saved: Non
         ({"custom_ops": [{"path": "x.so", "digest": "sha256:" + "0" * 64}]}, "custom_ops"),
         ({"providers": [{"name": "QNNExecutionProvider", "package": "evil"}]}, "package"),
         (
-            {"providers": [{"name": "QNNExecutionProvider", "options": {"backend_path": "/srv/evil.so"}}]},
+            {
+                "providers": [
+                    {"name": "QNNExecutionProvider", "options": {"backend_path": "/srv/evil.so"}}
+                ]
+            },
             "backend_path",
         ),
         ({"session": {"config": {"x": "evil.dll"}}}, "x 'evil.dll'"),
@@ -187,7 +224,9 @@ def test_target_block_with_code_or_invalid_target_raises_validation_error(
         TargetDefinitions(targets={"../t": {}})
 
 
-def test_collection_settings_are_used_as_defaults(saved: None, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collection_settings_are_used_as_defaults(
+    saved: None, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from onnx_ops.orchestration.environment import project_of
 
     elsewhere = here / "elsewhere"
@@ -195,7 +234,10 @@ def test_collection_settings_are_used_as_defaults(saved: None, here: Path, monke
     monkeypatch.setenv("PREFECT_INTEGRATIONS_ONNX_OPS_BLOCKS", " onnx-ops-registry/prod, ")
     monkeypatch.setenv("PREFECT_INTEGRATIONS_ONNX_OPS_ROOT", str(elsewhere))
     with project_of(()) as project:
-        assert (project.settings.root, project.settings.tracking_uri) == (elsewhere, "https://mlflow.example")
+        assert (project.settings.root, project.settings.tracking_uri) == (
+            elsewhere,
+            "https://mlflow.example",
+        )
     with project_of(PROD[1:2]) as project:
         assert project.settings.tracking_uri.startswith("sqlite:")
     monkeypatch.setenv("ONNX_OPS_ROOT", str(here))
@@ -210,7 +252,9 @@ def test_environment_of_contradicting_blocks_raises_user_error(saved: None, tmp_
     ModelRegistry(tracking_uri="https://other.example").save("other", overwrite=True)
     with pytest.raises(UserError, match="have different values of ONNX_OPS_TRACKING_URI"):
         environment(("onnx-ops-registry/prod", "onnx-ops-registry/other"), tmp_path / "one")
-    assert environment(("onnx-ops-registry/prod",) * 2, tmp_path / "two") == dict(registry().environ(tmp_path))
+    assert environment(("onnx-ops-registry/prod",) * 2, tmp_path / "two") == dict(
+        registry().environ(tmp_path)
+    )
 
 
 def test_environment_of_unknown_block_raises_user_error(saved: None, tmp_path: Path) -> None:
@@ -227,13 +271,18 @@ def test_environment_of_unknown_block_raises_user_error(saved: None, tmp_path: P
         environment(("secret/some",), tmp_path)
 
 
-def test_environment_without_prefect_server_raises_service_unavailable(saved: None, tmp_path: Path) -> None:
+def test_environment_without_prefect_server_raises_service_unavailable(
+    saved: None, tmp_path: Path
+) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     from onnx_ops.orchestration.environment import environment
 
     settings: dict[Any, Any] = {PREFECT_API_URL: "http://127.0.0.1:9/api"}
-    with temporary_settings(settings), pytest.raises(ServiceUnavailableError, match="onnx-ops-registry/prod"):
+    with (
+        temporary_settings(settings),
+        pytest.raises(ServiceUnavailableError, match="onnx-ops-registry/prod"),
+    ):
         environment(("onnx-ops-registry/prod",), tmp_path)
 
 
@@ -251,7 +300,9 @@ def test_block_document_read_without_secrets_is_masked(saved: None) -> None:
 def test_collection_module_imports_no_heavy_package() -> None:
     from onnx_ops.orchestration.blocks import ModelRegistry
 
-    pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    pyproject = tomllib.loads(
+        (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    )
     module = pyproject["project"]["entry-points"]["prefect.collections"]["onnx_ops"]
     assert module == ModelRegistry.__module__
     heavy = "{'mlflow', 'torch', 'onnxruntime', 'onnx', 'numpy', 'cattrs', 'yaml.cyaml'}"

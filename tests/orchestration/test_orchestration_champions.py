@@ -25,7 +25,11 @@ def watched(scene: ChampionScene) -> State[Any]:
 
 def table(state: State[Any]) -> list[dict[str, str]]:
     """Rows of the run's tables."""
-    return [row for artifact in artifacts_of(run_of(state)).values() for row in yaml.safe_load(str(artifact.data))]
+    return [
+        row
+        for artifact in artifacts_of(run_of(state)).values()
+        for row in yaml.safe_load(str(artifact.data))
+    ]
 
 
 def test_champions_flow_with_drift_fails_and_notifies(prefect_server: None, tmp_path: Path) -> None:
@@ -43,7 +47,10 @@ def test_champions_flow_with_drift_fails_and_notifies(prefect_server: None, tmp_
 
 @pytest.mark.parametrize(
     ("remembered", "kind", "name", "word"),
-    [(True, "COMPLETED", "Completed", "as it was"), (False, "FAILED", "EnvironmentFailed", "not measured")],
+    [
+        (True, "COMPLETED", "Completed", "as it was"),
+        (False, "FAILED", "EnvironmentFailed", "not measured"),
+    ],
 )
 def test_champions_flow_without_drift_sends_no_notification(
     prefect_server: None, remembered: bool, kind: str, name: str, word: str, tmp_path: Path

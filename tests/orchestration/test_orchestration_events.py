@@ -11,7 +11,14 @@ import pytest
 from onnx_ops.domain.notification import Notification, NotificationKind, build_test_notification
 from onnx_ops.domain.pipeline import StageOutcome, StageStatus
 from onnx_ops.errors import ServiceUnavailableError, UserError
-from onnx_ops.orchestration.events import NAME, PrefectEvents, emit_run_events, post, run_events, with_events
+from onnx_ops.orchestration.events import (
+    NAME,
+    PrefectEvents,
+    emit_run_events,
+    post,
+    run_events,
+    with_events,
+)
 from onnx_ops.ports import Notifier
 from onnx_ops.release.notify import send_pending, send_pending_each, send_test_message
 from onnx_ops.testing.fakes import FakeNotifier
@@ -23,7 +30,8 @@ from tests.release.release_parts import CANARY, Scene, roll_back
 assert PIPELINE.register is not None
 PIPE = replace(PIPELINE, register=replace(PIPELINE.register, model="digits-mlp"))
 DONE = tuple(
-    StageOutcome(stage=stage, status=StageStatus.DONE) for stage in ("gate/fp32@cpu-1t", "gate/int8@cpu-1t", "register")
+    StageOutcome(stage=stage, status=StageStatus.DONE)
+    for stage in ("gate/fp32@cpu-1t", "gate/int8@cpu-1t", "register")
 )
 
 
@@ -48,7 +56,9 @@ def events(
                 and kinds <= {event["event"] for event in found}
                 and (sequel is None or any(event["event"] == "onnx-ops.test" for event in found))
             ):
-                others = [event for event in found if sequel is None or event["event"] != "onnx-ops.test"]
+                others = [
+                    event for event in found if sequel is None or event["event"] != "onnx-ops.test"
+                ]
                 return sorted(others, key=lambda event: int(event["payload"].get("sequence", 0)))
             threading.Event().wait(0.1)
     raise AssertionError(f"no events of {resource}")
@@ -71,7 +81,9 @@ def test_rollout_events_are_sent_in_order_and_once(prefect_server: None) -> None
     roll_back(scene.context, "told", reason="wrong on sevens")
     scene.restart()
     send_pending_each(with_events(scene.context), ("told",))
-    found = events("onnx-ops.endpoint.told", sequel=build_test_notification("told", at=1.0, actor="me"))
+    found = events(
+        "onnx-ops.endpoint.told", sequel=build_test_notification("told", at=1.0, actor="me")
+    )
     assert [event["event"] for event in found if not event["event"].endswith("waiting")] == [
         "onnx-ops.rollout.finished",
         "onnx-ops.rollout.started",
@@ -82,7 +94,10 @@ def test_rollout_events_are_sent_in_order_and_once(prefect_server: None) -> None
     last = found[-1]["payload"]
     assert (last["version"], last["serving"], last["model"]) == ("2", "1", "digits")
     assert last["why"].startswith("wrong on sevens")
-    assert {"prefect.resource.id": "onnx-ops.model.digits", "prefect.resource.role": "model"} in found[0]["related"]
+    assert {
+        "prefect.resource.id": "onnx-ops.model.digits",
+        "prefect.resource.role": "model",
+    } in found[0]["related"]
 
 
 def test_event_sent_twice_is_stored_once(prefect_server: None) -> None:
@@ -97,7 +112,9 @@ def test_event_sent_twice_is_stored_once(prefect_server: None) -> None:
     send_pending(replace(scene.context, notifiers=lambda: {NAME: Copying()}), "twice")
     for notice in kept:
         PrefectEvents().send(notice)
-    found = events("onnx-ops.endpoint.twice", sequel=build_test_notification("twice", at=1.0, actor="me"))
+    found = events(
+        "onnx-ops.endpoint.twice", sequel=build_test_notification("twice", at=1.0, actor="me")
+    )
     assert len(found) == len(kept) > 3
 
 
@@ -106,16 +123,24 @@ def test_event_in_flow_run_is_related_to_it(prefect_server: None) -> None:
     run = run_of(in_flow(lambda: bool(send_test_message(context))))
     (found,) = events("onnx-ops.endpoint.onnx-ops")
     assert found["event"] == "onnx-ops.test"
-    assert found["related"] == [{"prefect.resource.id": f"prefect.flow-run.{run}", "prefect.resource.role": "flow-run"}]
+    assert found["related"] == [
+        {"prefect.resource.id": f"prefect.flow-run.{run}", "prefect.resource.role": "flow-run"}
+    ]
 
 
 def test_run_events_report_failed_gate_and_new_release() -> None:
-    found = {event.event: event for event in run_events(PIPE, summary(UNSERVED, 1, outcomes=DONE), 5.0)}
+    found = {
+        event.event: event for event in run_events(PIPE, summary(UNSERVED, 1, outcomes=DONE), 5.0)
+    }
     gate = found["onnx-ops.gate.failed"]
     assert gate.resource == "onnx-ops.model.digits-mlp"
     assert gate.labels == {"onnx-ops.target": "cpu-1t", "onnx-ops.served": "no"}
     assert gate.payload["why"] == "latency: 21% slower"
-    assert (gate.payload["variant"], gate.payload["version"], gate.payload["gates"]) == ("fp32", "4", ["latency"])
+    assert (gate.payload["variant"], gate.payload["version"], gate.payload["gates"]) == (
+        "fp32",
+        "4",
+        ["latency"],
+    )
     release = found["onnx-ops.release.registered"]
     assert release.payload["versions"] == {"fp32": "4", "int8": "5"}
 
@@ -154,9 +179,9 @@ def test_events_during_server_outage_are_sent_later(prefect_server: None) -> Non
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
         deliveries = {one.notifier: one for one in send_pending_each(context, ("late",))}
         assert "does not accept events" in deliveries[NAME].error
-        assert [notice.what for notice in chat.received if notice.what is not NotificationKind.WAITING] == [
-            NotificationKind.FINISHED
-        ] * 2
+        assert [
+            notice.what for notice in chat.received if notice.what is not NotificationKind.WAITING
+        ] == [NotificationKind.FINISHED] * 2
         emit_run_events(scene.context, PIPE, summary(UNSERVED, 1, outcomes=DONE))
         with pytest.raises(ServiceUnavailableError, match=r"127\.0\.0\.1:9"):
             post(list(run_events(PIPE, summary(UNSERVED, 1, outcomes=DONE), 5.0)))

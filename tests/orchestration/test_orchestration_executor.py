@@ -40,11 +40,36 @@ PLAN = Plan(
         stage(StageKind.TRAIN, "train", "data/train", retries=2),
         stage(StageKind.EXPORT, "export", "train", variant="fp32"),
         stage(StageKind.QUANTIZE, "quantize/int8", "export", variant="int8", retries=2),
-        stage(StageKind.BENCHMARK, f"benchmark/fp32@{TARGET}", "export", variant="fp32", target=TARGET),
-        stage(StageKind.BENCHMARK, f"benchmark/int8@{TARGET}", "quantize/int8", variant="int8", target=TARGET),
-        stage(StageKind.GATE, f"gate/fp32@{TARGET}", f"benchmark/fp32@{TARGET}", variant="fp32", target=TARGET),
-        stage(StageKind.GATE, f"gate/int8@{TARGET}", f"benchmark/int8@{TARGET}", variant="int8", target=TARGET),
-        stage(StageKind.REGISTER, "register", "train", tolerates=(f"gate/fp32@{TARGET}", f"gate/int8@{TARGET}")),
+        stage(
+            StageKind.BENCHMARK, f"benchmark/fp32@{TARGET}", "export", variant="fp32", target=TARGET
+        ),
+        stage(
+            StageKind.BENCHMARK,
+            f"benchmark/int8@{TARGET}",
+            "quantize/int8",
+            variant="int8",
+            target=TARGET,
+        ),
+        stage(
+            StageKind.GATE,
+            f"gate/fp32@{TARGET}",
+            f"benchmark/fp32@{TARGET}",
+            variant="fp32",
+            target=TARGET,
+        ),
+        stage(
+            StageKind.GATE,
+            f"gate/int8@{TARGET}",
+            f"benchmark/int8@{TARGET}",
+            variant="int8",
+            target=TARGET,
+        ),
+        stage(
+            StageKind.REGISTER,
+            "register",
+            "train",
+            tolerates=(f"gate/fp32@{TARGET}", f"gate/int8@{TARGET}"),
+        ),
         stage(StageKind.PROMOTE, f"promote@{TARGET}", "register", target=TARGET),
     ),
 )
@@ -77,7 +102,9 @@ class FakeHandler:
     def decision(self, manifest: Manifest) -> Decision | None:
         if "decision.json" not in manifest:
             return None
-        result = GateResult(gate="latency", metric="", limit="5%", verdict=Verdict.FAIL, reason=REASON)
+        result = GateResult(
+            gate="latency", metric="", limit="5%", verdict=Verdict.FAIL, reason=REASON
+        )
         return Decision(variant="fp32", target=TARGET, results=(result,))
 
     @staticmethod
@@ -103,16 +130,22 @@ def performed(handler: FakeHandler, executor: PrefectExecutor) -> FlowRunRecord:
     results: list[RunResult] = []
 
     def fake() -> None:
-        results.append(run(PLAN, handler=handler, executor=executor, observer=Observer(), clock=SystemClock()))
+        results.append(
+            run(PLAN, handler=handler, executor=executor, observer=Observer(), clock=SystemClock())
+        )
 
     state = in_flow(fake)
 
     def complete() -> bool:
         found = task_runs_of(run_of(state))
-        return len(found) == len(PLAN.stages) and all(r.state is not None and r.state.is_final() for r in found)
+        return len(found) == len(PLAN.stages) and all(
+            r.state is not None and r.state.is_final() for r in found
+        )
 
     until(complete)
-    return FlowRunRecord(result=results[0], handler=handler, runs={r.name: r for r in task_runs_of(run_of(state))})
+    return FlowRunRecord(
+        result=results[0], handler=handler, runs={r.name: r for r in task_runs_of(run_of(state))}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +184,12 @@ def test_task_run_names_contain_kind_variant_and_target(seen: FlowRunRecord) -> 
             "benchmark int8 @ cpu-1t: needs quantize/int8, which failed",
         ),
         ("gate fp32 @ cpu-1t", "FAILED", "GateFailed", f"fp32 @ cpu-1t: latency: {REASON}"),
-        ("gate int8 @ cpu-1t", "COMPLETED", "Skipped", "needs benchmark/int8@cpu-1t, which was skipped"),
+        (
+            "gate int8 @ cpu-1t",
+            "COMPLETED",
+            "Skipped",
+            "needs benchmark/int8@cpu-1t, which was skipped",
+        ),
         ("register", "COMPLETED", "Completed", "done in "),
         ("promote @ cpu-1t", "COMPLETED", "Skipped", "no variant passed"),
     ],
@@ -191,7 +229,9 @@ def test_task_run_after_retry_shows_retrying_state(seen: FlowRunRecord) -> None:
     from prefect.client.orchestration import get_client
 
     with get_client(sync_client=True) as client:
-        answer = client.request("GET", "/task_run_states/", params={"task_run_id": str(seen.runs["train"].id)})
+        answer = client.request(
+            "GET", "/task_run_states/", params={"task_run_id": str(seen.runs["train"].id)}
+        )
     names = [state["name"] for state in sorted(answer.json(), key=lambda state: state["timestamp"])]
     assert names == ["Pending", "Running", "Retrying", "Completed"]
 
@@ -204,7 +244,10 @@ def test_task_run_log_lines_name_stage_and_appear_once(seen: FlowRunRecord) -> N
     def lines(name: str) -> list[str]:
         wanted = LogFilter(task_run_id=LogFilterTaskRunId(any_=[seen.runs[name].id]))
         with get_client(sync_client=True) as client:
-            return [log.message for log in client.read_logs(log_filter=wanted, sort=LogSort.TIMESTAMP_ASC)]
+            return [
+                log.message
+                for log in client.read_logs(log_filter=wanted, sort=LogSort.TIMESTAMP_ASC)
+            ]
 
     until(lambda: len(lines("data train")) == 1 and len(lines("gate fp32 @ cpu-1t")) == 1)
     until(lambda: len(lines("quantize int8")) == 2)
@@ -223,7 +266,11 @@ def test_cached_failed_gate_is_shown_as_failed(prefect_server: None) -> None:
     handler = FakeHandler(known=frozenset(s.id for s in PLAN.stages))
     seen = performed(handler, PrefectExecutor())
     assert handler.attempts == {}
-    states = {name: task_run.state.name for name, task_run in seen.runs.items() if task_run.state is not None}
+    states = {
+        name: task_run.state.name
+        for name, task_run in seen.runs.items()
+        if task_run.state is not None
+    }
     assert states["gate fp32 @ cpu-1t"] == "GateFailed"
     assert states["benchmark fp32 @ cpu-1t"] == "Cached"
 
@@ -250,7 +297,10 @@ def test_judged_state_is_completed_only_for_pass(verdict: Verdict) -> None:
 
     result = GateResult(gate="latency", metric="", limit="", verdict=verdict, reason=REASON)
     state = judged(Decision(variant="fp32", target=TARGET, results=(result,)))
-    assert (state.is_completed(), state.is_failed()) == (verdict is Verdict.PASS, verdict is not Verdict.PASS)
+    assert (state.is_completed(), state.is_failed()) == (
+        verdict is Verdict.PASS,
+        verdict is not Verdict.PASS,
+    )
 
 
 def test_independent_stages_run_in_parallel_as_task_runs_of_flow_run(prefect_server: None) -> None:
@@ -277,5 +327,9 @@ def test_independent_stages_run_in_parallel_as_task_runs_of_flow_run(prefect_ser
         assert result.errors == {}
 
     state = in_flow(meet)
-    until(lambda: {task_run.state_name for task_run in task_runs_of(run_of(state))} == {"Completed"})
-    assert {task_run.name for task_run in task_runs_of(run_of(state))} == {f"quantize {name}" for name in "abcd"}
+    until(
+        lambda: {task_run.state_name for task_run in task_runs_of(run_of(state))} == {"Completed"}
+    )
+    assert {task_run.name for task_run in task_runs_of(run_of(state))} == {
+        f"quantize {name}" for name in "abcd"
+    }

@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 KEY = digest_bytes(b"")
 PROJECT = Path(__file__).parents[2]
-WRONG = "schema: 1\npipeline: wrong\nexprot: {framework: sklearn}\nbenchmark: {targets: [nowhere]}\n"
+WRONG = (
+    "schema: 1\npipeline: wrong\nexprot: {framework: sklearn}\nbenchmark: {targets: [nowhere]}\n"
+)
 
 PASSED = GateResult(
     gate="latency",
@@ -50,13 +52,26 @@ PASSED = GateResult(
     unit="x",
     n=400,
 )
-SLOW = GateResult(gate="latency", metric="", limit="≤ 5%", verdict=Verdict.FAIL, reason="21% slower")
-ADVICE = GateResult(gate="latency", metric="p99", limit="≤ 5 ms", verdict=Verdict.FAIL, reason="noisy", advisory=True)
+SLOW = GateResult(
+    gate="latency", metric="", limit="≤ 5%", verdict=Verdict.FAIL, reason="21% slower"
+)
+ADVICE = GateResult(
+    gate="latency",
+    metric="p99",
+    limit="≤ 5 ms",
+    verdict=Verdict.FAIL,
+    reason="noisy",
+    advisory=True,
+)
 SERVED = Choice(target="cpu-1t", variant="int8", verdict=Verdict.PASS, reason="fastest that passed")
-UNSERVED = Choice(target="cpu-1t", variant=None, verdict=Verdict.FAIL, reason="fp32: latency: 21% slower")
+UNSERVED = Choice(
+    target="cpu-1t", variant=None, verdict=Verdict.FAIL, reason="fp32: latency: 21% slower"
+)
 
 
-def summary(choice: Choice, exit_code: int, *, executed: tuple[str, ...] = ("train",), **rest: Any) -> Summary:
+def summary(
+    choice: Choice, exit_code: int, *, executed: tuple[str, ...] = ("train",), **rest: Any
+) -> Summary:
     decisions = (
         Decision(variant="int8", target="cpu-1t", results=(PASSED, ADVICE)),
         Decision(variant="fp32", target="cpu-1t", results=(SLOW,)),
@@ -96,7 +111,9 @@ gates: [{kind: parity}]
 def load(name: str) -> Flow[..., Any]:
     from prefect.flows import load_flow_from_entrypoint
 
-    return cast("Flow[..., Any]", load_flow_from_entrypoint(f"{PROJECT / 'flows' / name}.py:{name}"))
+    return cast(
+        "Flow[..., Any]", load_flow_from_entrypoint(f"{PROJECT / 'flows' / name}.py:{name}")
+    )
 
 
 def end(name: str, **parameters: Any) -> State[Any]:
@@ -114,15 +131,25 @@ def empty_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("name", "parameters", "required"),
     [
-        ("pipeline", {"file", "overrides", "until", "no_cache", "abandon", "jobs", "blocks"}, ["file"]),
+        (
+            "pipeline",
+            {"file", "overrides", "until", "no_cache", "abandon", "jobs", "blocks"},
+            ["file"],
+        ),
         ("model_commit", {"since", "until", "jobs", "blocks"}, []),
-        ("rollback", {"endpoints", "to", "reason", "force", "all", "model", "target", "blocks"}, []),
+        (
+            "rollback",
+            {"endpoints", "to", "reason", "force", "all", "model", "target", "blocks"},
+            [],
+        ),
         ("rollout", {"endpoint", "limit", "interval", "blocks"}, ["endpoint"]),
         ("reconcile", {"endpoints", "blocks"}, []),
         ("champions", {"pipelines", "blocks"}, []),
     ],
 )
-def test_flow_has_name_and_parameters_of_deployments(name: str, parameters: set[str], required: list[str]) -> None:
+def test_flow_has_name_and_parameters_of_deployments(
+    name: str, parameters: set[str], required: list[str]
+) -> None:
     found = load(name)
     assert found.name == name
     assert set(found.parameters.properties) == parameters
@@ -134,7 +161,9 @@ def test_pipeline_flow_parameters_list_stage_kinds_by_name() -> None:
     assert "benchmark" in definitions["StageKind"]["enum"]
 
 
-def test_pipeline_flow_with_invalid_file_fails_with_all_problems(prefect_server: None, empty_project: Path) -> None:
+def test_pipeline_flow_with_invalid_file_fails_with_all_problems(
+    prefect_server: None, empty_project: Path
+) -> None:
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.objects import StateType
 
@@ -166,38 +195,60 @@ def repository(empty_project: Path) -> Path:
     return empty_project
 
 
-def test_model_commit_flow_runs_only_affected_pipelines(prefect_server: None, repository: Path) -> None:
+def test_model_commit_flow_runs_only_affected_pipelines(
+    prefect_server: None, repository: Path
+) -> None:
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
     untouched = end("model_commit")
-    assert (untouched.name, untouched.message) == ("Completed", "no pipeline is affected by this change")
-    (repository / "configs" / "targets" / "cpu-1t.yaml").write_text("name: cpu-1t\ndescription: changed\n")
+    assert (untouched.name, untouched.message) == (
+        "Completed",
+        "no pipeline is affected by this change",
+    )
+    (repository / "configs" / "targets" / "cpu-1t.yaml").write_text(
+        "name: cpu-1t\ndescription: changed\n"
+    )
     (repository / "configs" / "pipelines" / "wrong.yaml").write_text("pipeline: wrong\n")
     commit_all(repository)
     touched = end("model_commit", until="gate")
     assert touched.name == "WrongInput"
     assert "configs/pipelines/brought.yaml: cpu-1t: serves fp32" in str(touched.message)
     assert "configs/pipelines/wrong.yaml:" in str(touched.message)
-    wanted = ArtifactFilter(key=ArtifactFilterKey(any_=["brought-progress", "brought-cpu-1t-variants"]))
+    wanted = ArtifactFilter(
+        key=ArtifactFilterKey(any_=["brought-progress", "brought-cpu-1t-variants"])
+    )
     with get_client(sync_client=True) as client:
-        found = {artifact.key: artifact for artifact in client.read_artifacts(artifact_filter=wanted)}
+        found = {
+            artifact.key: artifact for artifact in client.read_artifacts(artifact_filter=wanted)
+        }
     assert found["brought-progress"].data == 100.0
-    picture = base64.b64decode(str(found["brought-cpu-1t-variants"].data).removeprefix("data:image/svg+xml;base64,"))
+    picture = base64.b64decode(
+        str(found["brought-cpu-1t-variants"].data).removeprefix("data:image/svg+xml;base64,")
+    )
     assert ElementTree.fromstring(picture).tag == "{http://www.w3.org/2000/svg}svg"  # noqa: S314 (ours)
     assert b"fp32" in picture
 
 
-def test_pipeline_flow_with_dropped_endpoint_requires_abandon_reason(prefect_server: None, repository: Path) -> None:
+def test_pipeline_flow_with_dropped_endpoint_requires_abandon_reason(
+    prefect_server: None, repository: Path
+) -> None:
     context = open_project(repository).context
-    bind_endpoint(context, endpoint_config("old", target="cpu-1t", pipeline="brought"), RolloutPolicy())
+    bind_endpoint(
+        context, endpoint_config("old", target="cpu-1t", pipeline="brought"), RolloutPolicy()
+    )
     served = fileless_deployment("v1", location=str(repository))
     first = Action(
-        kind=ActionKind.FIRST, state=build_split_state(None, served, 100), roles=Roles(stable=served), why="new"
+        kind=ActionKind.FIRST,
+        state=build_split_state(None, served, 100),
+        roles=Roles(stable=served),
+        why="new",
     )
     for body in (Intent(action=first, holder="h", expires_at=0.0), ActionOutcome(of=2, ok=True)):
         Journal.open(context, "old").append(body)
-    (repository / "configs" / "pipelines" / "brought.yaml").write_text(f"{BROUGHT}register: {{model: m}}\n")
+    (repository / "configs" / "pipelines" / "brought.yaml").write_text(
+        f"{BROUGHT}register: {{model: m}}\n"
+    )
     np.savez(repository / "rows.npz", x=np.zeros((4, FEATURES), np.float32))
     write_perceptron(repository / "model.onnx")
     refused = end("pipeline", file="configs/pipelines/brought.yaml")
@@ -216,22 +267,29 @@ def test_publish_progress_without_server_fails_no_run() -> None:
 
     plan = Plan(pipeline="lonely", stages=())
     with (
-        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api", PREFECT_CLIENT_MAX_RETRIES: 0}),
+        temporary_settings(
+            {PREFECT_API_URL: "http://127.0.0.1:9/api", PREFECT_CLIENT_MAX_RETRIES: 0}
+        ),
         publish_progress() as progress,
     ):
         progress.planned(plan)
         progress.finished(
-            Stage(id="train", kind=StageKind.TRAIN, settings={}), StageOutcome(stage="train", status=StageStatus.DONE)
+            Stage(id="train", kind=StageKind.TRAIN, settings={}),
+            StageOutcome(stage="train", status=StageStatus.DONE),
         )
 
 
-def test_model_commit_flow_with_unknown_commit_fails_as_wrong_input(prefect_server: None, repository: Path) -> None:
+def test_model_commit_flow_with_unknown_commit_fails_as_wrong_input(
+    prefect_server: None, repository: Path
+) -> None:
     unknown = end("model_commit", since="no-such-branch")
     assert unknown.name == "WrongInput"
     assert "git knows no commit 'no-such-branch'" in str(unknown.message)
 
 
-def test_rollback_flow_of_unknown_endpoint_lists_known_endpoints(prefect_server: None, empty_project: Path) -> None:
+def test_rollback_flow_of_unknown_endpoint_lists_known_endpoints(
+    prefect_server: None, empty_project: Path
+) -> None:
     from prefect.client.schemas.objects import StateType
 
     state = end("rollback", endpoints=["nowhere"])
@@ -239,13 +297,17 @@ def test_rollback_flow_of_unknown_endpoint_lists_known_endpoints(prefect_server:
     assert "Known endpoints: none" in (state.message or "")
 
 
-def test_reconcile_flow_without_endpoints_completes(prefect_server: None, empty_project: Path) -> None:
+def test_reconcile_flow_without_endpoints_completes(
+    prefect_server: None, empty_project: Path
+) -> None:
     state = end("reconcile")
     assert state.is_completed()
     assert "no endpoints yet" in (state.message or "")
 
 
-def test_reconcile_flow_of_unknown_endpoint_fails(prefect_server: None, empty_project: Path) -> None:
+def test_reconcile_flow_of_unknown_endpoint_fails(
+    prefect_server: None, empty_project: Path
+) -> None:
     from prefect.client.schemas.objects import StateType
 
     state = end("reconcile", endpoints=["nowhere"])
@@ -253,7 +315,9 @@ def test_reconcile_flow_of_unknown_endpoint_fails(prefect_server: None, empty_pr
 
 
 @pytest.mark.parametrize("down", [False, True])
-def test_reconcile_as_task_fails_only_without_registry(down: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reconcile_as_task_fails_only_without_registry(
+    down: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from onnx_ops.orchestration import flows
 
     scene = serving("a")
@@ -270,13 +334,16 @@ def test_aggregate_state_of_several_endpoints_contains_all_messages() -> None:
 
     from onnx_ops.orchestration.flows import aggregate_state
 
-    state = aggregate_state({"a": Completed(message="serves"), "b": Failed(name="Refused", message="not signed")})
+    state = aggregate_state(
+        {"a": Completed(message="serves"), "b": Failed(name="Refused", message="not signed")}
+    )
     assert (state.type, state.name) == (StateType.FAILED, "Refused")
     assert state.message == "a: serves\nb: not signed"
 
 
 @pytest.mark.parametrize(
-    ("code", "name"), [(1, "GateFailed"), (2, "WrongInput"), (3, "Inconclusive"), (4, "EnvironmentFailed")]
+    ("code", "name"),
+    [(1, "GateFailed"), (2, "WrongInput"), (3, "Inconclusive"), (4, "EnvironmentFailed")],
 )
 def test_final_state_without_release_is_failed(code: int, name: str) -> None:
     from prefect.client.schemas.objects import StateType
@@ -328,7 +395,12 @@ def test_publish_tables_contain_all_gates_and_choices(prefect_server: None) -> N
 def test_publish_tables_without_decisions_creates_no_artifact(prefect_server: None) -> None:
     from onnx_ops.orchestration.artifacts import publish_tables
 
-    assert artifacts_of(run_of(in_flow(lambda: publish_tables(summary(SERVED, 0, decisions=(), choices=()))))) == {}
+    assert (
+        artifacts_of(
+            run_of(in_flow(lambda: publish_tables(summary(SERVED, 0, decisions=(), choices=()))))
+        )
+        == {}
+    )
 
 
 def test_prefect_yaml_deployments_match_existing_flows_and_pipelines() -> None:

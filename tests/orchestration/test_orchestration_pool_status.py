@@ -65,7 +65,9 @@ def start_worker(client: SyncPrefectClient, pool: str, name: str, *kinds: StageK
     return worker
 
 
-@pytest.mark.parametrize("call", ["create_work_pool", "create_deployment", "send_worker_heartbeat", "create_variable"])
+@pytest.mark.parametrize(
+    "call", ["create_work_pool", "create_deployment", "send_worker_heartbeat", "create_variable"]
+)
 def test_worker_started_during_server_restart_enters_its_pool(
     client: SyncPrefectClient, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,7 +75,10 @@ def test_worker_started_during_server_restart_enters_its_pool(
 
     from onnx_ops.orchestration.pool_worker import PoolWorker
 
-    real, failures = getattr(client, call), [httpx.ConnectError("refused"), httpx.ReadError("reset")]
+    real, failures = (
+        getattr(client, call),
+        [httpx.ConnectError("refused"), httpx.ReadError("reset")],
+    )
 
     def refuse(*arguments: object, **named: object) -> object:
         if failures:
@@ -87,13 +92,17 @@ def test_worker_started_during_server_restart_enters_its_pool(
     assert not failures
 
 
-def test_worker_without_server_raises_connect_error(client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_without_server_raises_connect_error(
+    client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import httpx
 
     from onnx_ops.orchestration import pool_worker
 
     monkeypatch.setattr(pool_worker, "_START_S", 0.0)
-    refused = mock.patch.object(client, "create_work_pool", side_effect=httpx.ConnectError("refused"))
+    refused = mock.patch.object(
+        client, "create_work_pool", side_effect=httpx.ConnectError("refused")
+    )
     with refused, pytest.raises(httpx.ConnectError):
         pool_worker.PoolWorker(pool="none", name="alone")._enter_pool(client)
 
@@ -139,11 +148,15 @@ def test_worker_announcement_describes_its_machine(pool: str, client: SyncPrefec
     assert worker.machine.cores == len(os.sched_getaffinity(0))
 
 
-def test_announcement_of_removed_worker_is_deleted_by_next_worker(pool: str, client: SyncPrefectClient) -> None:
+def test_announcement_of_removed_worker_is_deleted_by_next_worker(
+    pool: str, client: SyncPrefectClient
+) -> None:
     from onnx_ops.orchestration.pool_records import read_announcements
 
     def announced() -> set[str]:
-        return {worker.name for worker in read_announcements(client).values() if worker.pool == pool}
+        return {
+            worker.name for worker in read_announcements(client).values() if worker.pool == pool
+        }
 
     start_worker(client, pool, "first")
     start_worker(client, pool, "first")  # again, as in a container
@@ -155,7 +168,9 @@ def test_announcement_of_removed_worker_is_deleted_by_next_worker(pool: str, cli
     assert announced() == {"second"}
 
 
-def test_require_workers_waits_for_late_worker_but_not_for_dead_one(pool: str, client: SyncPrefectClient) -> None:
+def test_require_workers_waits_for_late_worker_but_not_for_dead_one(
+    pool: str, client: SyncPrefectClient
+) -> None:
     from onnx_ops.orchestration import pools
     from onnx_ops.orchestration.prefect_client import server_time
 
@@ -164,7 +179,9 @@ def test_require_workers_waits_for_late_worker_but_not_for_dead_one(pool: str, c
     now = server_time(client)
     for late, sleeps in ((20, 2), (90, 0)):
         clock = mock.patch.object(
-            pools, "server_time", side_effect=[now + timedelta(seconds=late)] * max(sleeps, 1) + [now]
+            pools,
+            "server_time",
+            side_effect=[now + timedelta(seconds=late)] * max(sleeps, 1) + [now],
         )
         with clock, mock.patch("time.sleep") as slept:
             if sleeps:
@@ -181,13 +198,17 @@ def test_announcement_of_other_release_is_ignored(pool: str, client: SyncPrefect
     from onnx_ops.orchestration.pool_records import ANNOUNCEMENT
 
     name = f"onnx_ops_worker_{uuid.uuid4().hex}"
-    client.create_variable(VariableCreate(name=name, value={"pool": pool, "speed": 3}, tags=[ANNOUNCEMENT]))
+    client.create_variable(
+        VariableCreate(name=name, value={"pool": pool, "speed": 3}, tags=[ANNOUNCEMENT])
+    )
     client.send_worker_heartbeat(pool, "newer", 5.0)
     assert status_of(pool).workers == (WorkerStatus(pool=pool, name="newer"),)
     assert status_of(pool).list_takers("train") == status_of(pool).workers
 
 
-def test_pool_status_shows_worker_or_wait_reason_of_each_run(pool: str, client: SyncPrefectClient) -> None:
+def test_pool_status_shows_worker_or_wait_reason_of_each_run(
+    pool: str, client: SyncPrefectClient
+) -> None:
     from prefect.client.schemas.actions import WorkPoolUpdate
 
     def seen() -> dict[str, tuple[str, str, str]]:
@@ -215,7 +236,9 @@ def test_pool_status_shows_worker_or_wait_reason_of_each_run(pool: str, client: 
     assert seen()["train"] == ("running", "trainer", "its worker sends no heartbeat")
 
 
-def test_pool_status_omits_ended_runs_and_workers_of_deleted_pool(pool: str, client: SyncPrefectClient) -> None:
+def test_pool_status_omits_ended_runs_and_workers_of_deleted_pool(
+    pool: str, client: SyncPrefectClient
+) -> None:
     from prefect.states import Completed
 
     ended = ask_for(client, pool, "train")
@@ -225,12 +248,20 @@ def test_pool_status_omits_ended_runs_and_workers_of_deleted_pool(pool: str, cli
     assert status_of(pool) == PoolStatus(pool=pool)
 
 
-def test_pool_run_after_cancellation_requests_no_further_flow_run(pool: str, client: SyncPrefectClient) -> None:
+def test_pool_run_after_cancellation_requests_no_further_flow_run(
+    pool: str, client: SyncPrefectClient
+) -> None:
     from onnx_ops.orchestration.pools import PrefectPools
 
     start_worker(client, pool, "trainer")._waiting(client)
     stage = PlacedStage(
-        pool=pool, kind=StageKind.TRAIN, title="train", pipeline="p", key=uuid.uuid4().hex, parameters={}, timeout=None
+        pool=pool,
+        kind=StageKind.TRAIN,
+        title="train",
+        pipeline="p",
+        key=uuid.uuid4().hex,
+        parameters={},
+        timeout=None,
     )
     pools = PrefectPools()
     with ThreadPoolExecutor(1) as threads:

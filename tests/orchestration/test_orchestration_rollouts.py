@@ -41,7 +41,11 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch, *deeds: Callable[[], object]) -> 
 def driven(scene: Scene, limit: str = "1 d") -> State[Any]:
     from onnx_ops.orchestration import rollouts
 
-    return in_flow(lambda: rollouts.run_rollout(scene.context, "digits", by="flow", limit=limit, interval="10 s"))
+    return in_flow(
+        lambda: rollouts.run_rollout(
+            scene.context, "digits", by="flow", limit=limit, interval="10 s"
+        )
+    )
 
 
 def page_of(state: State[Any]) -> str:
@@ -49,7 +53,9 @@ def page_of(state: State[Any]) -> str:
     return str(artifacts_of(run_of(state))["digits-rollout"].data)
 
 
-def test_rollout_flow_of_healthy_candidate_completes(prefect_server: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollout_flow_of_healthy_candidate_completes(
+    prefect_server: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scene = promoted()
     scene.world.notifiers["chat"] = chat = FakeNotifier()
     meanwhile(monkeypatch, *[lambda: scene.say(OperatorCommand.ADVANCE)] * 2)
@@ -115,7 +121,9 @@ def test_rollout_flow_with_provider_outage_shows_it_once_and_retries(
 
 
 @pytest.mark.parametrize(("limit", "error"), [("soon", UserError), ("1 d", NotFoundError)])
-def test_run_rollout_with_invalid_limit_or_endpoint_raises_error(limit: str, error: type[Exception]) -> None:
+def test_run_rollout_with_invalid_limit_or_endpoint_raises_error(
+    limit: str, error: type[Exception]
+) -> None:
     from onnx_ops.orchestration import rollouts
 
     scene = promoted() if error is UserError else Scene()
@@ -131,7 +139,9 @@ def test_roll_back_endpoints_runs_one_task_run_per_endpoint(prefect_server: None
 
     def story() -> State[Any]:
         names = ("digits", "nowhere")
-        states = roll_back_endpoints(scene.context, names, to=None, reason="slow", by="me", force=False, pin=True)
+        states = roll_back_endpoints(
+            scene.context, names, to=None, reason="slow", by="me", force=False, pin=True
+        )
         return aggregate_state(states)
 
     state, expected = in_flow(story), {"rollback digits", "rollback nowhere"}
@@ -167,18 +177,26 @@ def test_prefect_notifier_sends_message_through_block(block: WebhookSink, tmp_pa
     assert "Undo: onnx-ops promote digits-mlp/3" in letter.document["body"]
 
 
-def test_prefect_notifier_with_unknown_block_raises_user_error(prefect_server: None, tmp_path: Any) -> None:
+def test_prefect_notifier_with_unknown_block_raises_user_error(
+    prefect_server: None, tmp_path: Any
+) -> None:
     with pytest.raises(UserError, match="no such block"):
         PrefectNotifier("custom-webhook/nobody", tmp_path).check()
     with pytest.raises(UserError, match="names no block"):
         PrefectNotifier("slack", tmp_path)
 
 
-def test_prefect_notifier_with_failing_block_raises_service_unavailable(prefect_server: None, tmp_path: Any) -> None:
+def test_prefect_notifier_with_failing_block_raises_service_unavailable(
+    prefect_server: None, tmp_path: Any
+) -> None:
     from prefect.blocks.notifications import CustomWebhookNotificationBlock
 
     made = CustomWebhookNotificationBlock(
-        name="gone", url="http://127.0.0.1:9/hidden", json_data={"a": "{{body}}"}, headers=None, cookies=None
+        name="gone",
+        url="http://127.0.0.1:9/hidden",
+        json_data={"a": "{{body}}"},
+        headers=None,
+        cookies=None,
     )
     made.save("gone", overwrite=True)
     with pytest.raises(ServiceUnavailableError) as caught:

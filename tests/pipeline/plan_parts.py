@@ -55,7 +55,12 @@ PIPELINE = Pipeline(
     gates=(SizeGate(max=1000), LatencyGate(max_regression=0.05)),
     register=Register(model="digits", promote="auto"),
     deploy=(
-        Deploy(endpoint="digits", target="cpu", rollout=RolloutPolicy(steps=(0.1, 1.0)), settings={"port": 8000}),
+        Deploy(
+            endpoint="digits",
+            target="cpu",
+            rollout=RolloutPolicy(steps=(0.1, 1.0)),
+            settings={"port": 8000},
+        ),
         Deploy(endpoint="digits-edge", target="edge"),
     ),
 )
@@ -78,12 +83,16 @@ class TableProbe(ProjectProbe):
 
     def code(self, reference: str, depends: tuple[str, ...] = ()) -> UserCode:
         digest = digest_json([reference, list(depends), self.world.get("code", "")])
-        return UserCode(files={"code": digest}, packages={"library": self.world.get("library", "1.0")})
+        return UserCode(
+            files={"code": digest}, packages={"library": self.world.get("library", "1.0")}
+        )
 
     def model(self, path: str) -> Digest:
         return digest_bytes(path.encode())
 
-    def tools(self, kind: str, name: str, env: Environment | None = None, *, trains: bool = False) -> Mapping[str, str]:
+    def tools(
+        self, kind: str, name: str, env: Environment | None = None, *, trains: bool = False
+    ) -> Mapping[str, str]:
         return {name: self.world.get(f"{kind}/{name}", "1.0"), "trains": str(trains)}
 
     def inline_files(self, entry: Quantize) -> Quantize:
@@ -96,7 +105,9 @@ class TableProbe(ProjectProbe):
         return digest_bytes(self.world.get("hardware", "h").encode())
 
     def arithmetic(self, target: Target) -> Arithmetic:
-        return Arithmetic(family="x86", saturates=self.world.get(f"{target.name}/vnni", "yes") == "no")
+        return Arithmetic(
+            family="x86", saturates=self.world.get(f"{target.name}/vnni", "yes") == "no"
+        )
 
     def signer(self) -> Digest | None:
         return self.key
@@ -145,10 +156,14 @@ class Watching(Observer):
         self.shown: list[str] = []
         self.events: list[str] = []
 
-    def run(self, stage: Stage, work: Work, decide: Callable[[Manifest], Decision | None]) -> Manifest:
+    def run(
+        self, stage: Stage, work: Work, decide: Callable[[Manifest], Decision | None]
+    ) -> Manifest:
         return work()
 
-    def show(self, stage: Stage, outcome: StageOutcome, decide: Callable[[Manifest], Decision | None]) -> None:
+    def show(
+        self, stage: Stage, outcome: StageOutcome, decide: Callable[[Manifest], Decision | None]
+    ) -> None:
         self.shown.append(f"{stage.id} {outcome.status.value}")
 
     def planned(self, plan: object) -> None:

@@ -60,13 +60,17 @@ def test_gated_metric_with_different_variant_output_is_measured(tmp_path: Path) 
     write_perceptron(tmp_path / "export.onnx")
     write_perceptron(tmp_path / "model.onnx")
     write_regressor(tmp_path)
-    assert ("accuracy", True) in measured(tmp_path, "export.onnx", np.arange(9) % CLASSES, "accuracy")
+    assert ("accuracy", True) in measured(
+        tmp_path, "export.onnx", np.arange(9) % CLASSES, "accuracy"
+    )
 
 
 def measured(root: Path, export: str, label: Any, *judged: str) -> list[tuple[str, bool]]:
     """Each metric of `model.onnx` alone, and whether it has no value."""
     settings: Any = {"metrics": [{"definition": codec.to_json(ACCURACY)}]}
-    stage = Stage(id="benchmark", kind=StageKind.BENCHMARK, settings=settings, hints={"judged": judged})
+    stage = Stage(
+        id="benchmark", kind=StageKind.BENCHMARK, settings=settings, hints={"judged": judged}
+    )
     scorer = ScoringRequest(
         runtime=OnnxRuntime(),
         target=Target(name="cpu"),

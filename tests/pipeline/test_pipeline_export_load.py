@@ -33,7 +33,9 @@ def open_context(root: Path) -> Context:
 
 @pytest.fixture
 def stage() -> Stage:
-    return next(stage for stage in plan(PIPELINE, TARGETS, TableProbe()).stages if stage.id == "export")
+    return next(
+        stage for stage in plan(PIPELINE, TARGETS, TableProbe()).stages if stage.id == "export"
+    )
 
 
 def test_require_loadable_with_valid_file_passes(tmp_path: Path, stage: Stage) -> None:
@@ -42,10 +44,16 @@ def test_require_loadable_with_valid_file_passes(tmp_path: Path, stage: Stage) -
 
 
 @pytest.mark.parametrize("fault", ["unknown input", "types", "no kernel"])
-def test_require_loadable_with_invalid_file_names_node(tmp_path: Path, stage: Stage, fault: str) -> None:
+def test_require_loadable_with_invalid_file_names_node(
+    tmp_path: Path, stage: Stage, fault: str
+) -> None:
     kind = TensorProto.BFLOAT16 if fault == "no kernel" else TensorProto.FLOAT
     operator = "Det" if fault == "no kernel" else "Sub"
-    given = {"unknown input": ["x", "Tenure__months_"], "types": ["x", "whole"], "no kernel": ["x"]}[fault]
+    given = {
+        "unknown input": ["x", "Tenure__months_"],
+        "types": ["x", "whole"],
+        "no kernel": ["x"],
+    }[fault]
     whole = helper.make_tensor("whole", TensorProto.INT64, [1], np.array([1], np.int64))
     graph = helper.make_graph(
         [helper.make_node(operator, given, ["y"], name="column_3")],
@@ -80,14 +88,22 @@ def quantize_with_a_lost_input(tmp_path: Path, family: str) -> Manifest:
     export = Manifest(
         files={
             **put_folder(context.store, tmp_path / "onnx", MODEL),
-            "info.json": put_document(context.store, read_model_info(tmp_path / "onnx" / "model.onnx")),
+            "info.json": put_document(
+                context.store, read_model_info(tmp_path / "onnx" / "model.onnx")
+            ),
         }
     )
     stages = plan(PIPELINE, TARGETS, TableProbe()).stages
     stage = next(stage for stage in stages if stage.id == "quantize/int8-static")
     written = cast("dict[str, Any]", stage.settings["section"])
-    settings = {**stage.settings, "section": {**written, "calibrate": None}, "machines": [{"family": family}]}
-    return quantize.execute(replace(stage, settings=settings), digest_bytes(b"key"), {"export": export}, context)
+    settings = {
+        **stage.settings,
+        "section": {**written, "calibrate": None},
+        "machines": [{"family": family}],
+    }
+    return quantize.execute(
+        replace(stage, settings=settings), digest_bytes(b"key"), {"export": export}, context
+    )
 
 
 def test_quantize_with_unloadable_variant_names_node(tmp_path: Path) -> None:

@@ -36,7 +36,9 @@ STAGE = Stage(
 )
 
 
-def record_of(world: FakeWorld, root: Path, *invariance: BatchInvariance, **measured_too: Any) -> DecisionRecord:
+def record_of(
+    world: FakeWorld, root: Path, *invariance: BatchInvariance, **measured_too: Any
+) -> DecisionRecord:
     context = world.context(root=root)
     evidence = make_evidence("fp32", batch_invariance=invariance, **measured_too)
     measured = Manifest(files={"evidence.json": put_document(context.store, evidence)})
@@ -62,7 +64,10 @@ def test_gate_record_is_batchable_only_with_passed_batch_invariance(
 def test_gate_record_contains_measured_number_of_threads(tmp_path: Path) -> None:
     independent = BatchInvariance(output="y", rows=32, error=1e-7, ratio=1.0, changed=0.0)
     rates = {(1, 1): 50.0, (1, 16): 100.0, (2, 1): 60.0, (2, 10): 85.0}
-    ways = tuple(SchedulingMeasurement(threads=t, rows=rows, rows_per_s=rate) for (t, rows), rate in rates.items())
+    ways = tuple(
+        SchedulingMeasurement(threads=t, rows=rows, rows_per_s=rate)
+        for (t, rows), rate in rates.items()
+    )
     record = record_of(FakeWorld(), tmp_path, independent, scheduling=ways)
     assert (record.batchable, record.threads) == (True, 1)
 
@@ -74,7 +79,12 @@ def test_gate_with_metric_that_failed_in_evidence_raises_user_error(tmp_path: Pa
     inputs = {"benchmark/fp32@cpu": Manifest(files={"evidence.json": evidence})}
     judged = codec.to_json((MetricGate(name="accuracy", min=0.8),))
     with pytest.raises(UserError, match="accuracy is of classes"):
-        execute(replace(STAGE, settings={**STAGE.settings, "gates": judged}), digest_bytes(b"key"), inputs, context)
+        execute(
+            replace(STAGE, settings={**STAGE.settings, "gates": judged}),
+            digest_bytes(b"key"),
+            inputs,
+            context,
+        )
     execute(STAGE, digest_bytes(b"key"), inputs, context)
 
 

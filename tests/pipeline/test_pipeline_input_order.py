@@ -39,7 +39,10 @@ def load(root: Path, section: FileData) -> tuple[Manifest, Dataset]:
     """The data set as a stage stores it that another process read from canonical JSON, which sorts keys."""
     world = context(root)
     stage = planned(section)["data/test"]
-    settings = {**json.loads(codec.dumps(stage.settings)), "fingerprint": FileSource().fingerprint(section, root)}
+    settings = {
+        **json.loads(codec.dumps(stage.settings)),
+        "fingerprint": FileSource().fingerprint(section, root),
+    }
     manifest = execute(replace(stage, settings=settings), digest_bytes(b"key"), {}, world)
     return manifest, get_dataset(world.store, manifest)
 
@@ -74,13 +77,33 @@ def test_load_of_table_keeps_column_order(tmp_path: Path) -> None:
         ([FileData(file="t.csv", columns=("b", "a"))], True),
         ([FileData(file="t.npz", inputs={"b": "x", "a": "y"})], True),
         ([PluginData(use="lake", columns=("b", "a"))], True),
-        ([FileData(file="t.csv", columns=("b", "a")), FileData(file="u.csv", columns=("b", "a"))], True),
-        ([FileData(file="t.csv", columns=("b", "a")), FileData(file="u.npz", inputs={"b": "x", "a": "y"})], True),
-        ([FileData(file="t.csv", columns=("b", "a")), FileData(file="u.csv", columns=("a", "b"))], False),
+        (
+            [
+                FileData(file="t.csv", columns=("b", "a")),
+                FileData(file="u.csv", columns=("b", "a")),
+            ],
+            True,
+        ),
+        (
+            [
+                FileData(file="t.csv", columns=("b", "a")),
+                FileData(file="u.npz", inputs={"b": "x", "a": "y"}),
+            ],
+            True,
+        ),
+        (
+            [
+                FileData(file="t.csv", columns=("b", "a")),
+                FileData(file="u.csv", columns=("a", "b")),
+            ],
+            False,
+        ),
         ([FileData(file="t.csv", columns=("b", "a")), FileData(file="u.csv")], False),
     ],
 )
-def test_export_is_ordered_only_if_all_data_sets_list_same_order(sections: list[DataSection], declared: bool) -> None:
+def test_export_is_ordered_only_if_all_data_sets_list_same_order(
+    sections: list[DataSection], declared: bool
+) -> None:
     assert planned(*sections)["export"].settings["ordered"] is declared
 
 
@@ -104,7 +127,9 @@ def test_get_dataset_for_export_returns_columns_in_its_order(tmp_path: Path) -> 
     store = context(tmp_path).store
     rows: dict[str, Any] = {"x": np.array([[1, 2]], np.float32)}
     manifest = put_dataset(store, Dataset(inputs=rows, features={"x": ("age", "income")}))
-    info = codec.dumps(ModelInfo(ir_version=10, opsets={}, inputs=(), outputs=(), nodes=0, size_bytes=0))
+    info = codec.dumps(
+        ModelInfo(ir_version=10, opsets={}, inputs=(), outputs=(), nodes=0, size_bytes=0)
+    )
     export = Manifest(
         files={
             "info.json": store.put_bytes(info),
@@ -127,9 +152,13 @@ def test_train_with_differently_ordered_tables_receives_one_order(tmp_path: Path
     )
     sets = {
         f"data/{name}": put_dataset(
-            world.store, Dataset(inputs={"x": np.array([values], np.float32)}, features={"x": columns})
+            world.store,
+            Dataset(inputs={"x": np.array([values], np.float32)}, features={"x": columns}),
         )
-        for name, values, columns in (("a", (1, 2), ("income", "age")), ("b", (2, 1), ("age", "income")))
+        for name, values, columns in (
+            ("a", (1, 2), ("income", "age")),
+            ("b", (2, 1), ("age", "income")),
+        )
     }
     stage = Stage(
         id="train",

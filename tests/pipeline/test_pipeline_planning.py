@@ -12,7 +12,15 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.decision import Objective
 from onnx_ops.domain.execution import SessionSettings
-from onnx_ops.domain.gate import ColdStartGate, Gate, LatencyGate, MemoryGate, MetricGate, SizeGate, ThroughputGate
+from onnx_ops.domain.gate import (
+    ColdStartGate,
+    Gate,
+    LatencyGate,
+    MemoryGate,
+    MetricGate,
+    SizeGate,
+    ThroughputGate,
+)
 from onnx_ops.domain.pipeline import (
     Calibrate,
     Export,
@@ -34,14 +42,24 @@ from tests.pipeline.plan_parts import PIPELINE, TARGETS, CountingHandler, TableP
 VARIANTS = ("fp32", "int8-dynamic", "int8-static")
 
 
-def planned(pipeline: Pipeline = PIPELINE, probe: TableProbe | None = None, until: StageKind | None = None) -> Plan:
+def planned(
+    pipeline: Pipeline = PIPELINE, probe: TableProbe | None = None, until: StageKind | None = None
+) -> Plan:
     return plan(pipeline, TARGETS, probe or TableProbe(), until=until)
 
 
 def keys(some: Plan) -> dict[str, Digest]:
     """The key of every stage of a run from scratch."""
-    result = run(some, handler=CountingHandler(), executor=InlineExecutor(), observer=Observer(), clock=FakeClock())
-    return {name: outcome.key for name, outcome in result.outcomes.items() if outcome.key is not None}
+    result = run(
+        some,
+        handler=CountingHandler(),
+        executor=InlineExecutor(),
+        observer=Observer(),
+        clock=FakeClock(),
+    )
+    return {
+        name: outcome.key for name, outcome in result.outcomes.items() if outcome.key is not None
+    }
 
 
 def changed(before: Plan, after: Plan) -> set[str]:
@@ -97,7 +115,10 @@ def test_plan_with_user_model_needs_no_training_data() -> None:
 
 def test_plan_without_key_or_registry_has_no_release_stages() -> None:
     last = (StageKind.REGISTER, StageKind.PROMOTE, StageKind.DEPLOY)
-    for some in (planned(probe=TableProbe(key=None)), planned(replace(PIPELINE, register=None, deploy=()))):
+    for some in (
+        planned(probe=TableProbe(key=None)),
+        planned(replace(PIPELINE, register=None, deploy=())),
+    ):
         assert not [stage for stage in some.stages if stage.kind in last]
 
 
@@ -111,14 +132,18 @@ def test_plan_with_manual_promotion_has_no_promote_stage() -> None:
 def test_plan_until_stage_omits_later_stages(until: StageKind) -> None:
     order = list(StageKind)
     kinds = {stage.kind for stage in planned(until=until).stages}
-    assert kinds == set(order[: order.index(until) + 1]) & {stage.kind for stage in planned().stages}
+    assert kinds == set(order[: order.index(until) + 1]) & {
+        stage.kind for stage in planned().stages
+    }
 
 
 def with_section(name: str, **values: object) -> Pipeline:
     return replace(PIPELINE, **{name: replace(getattr(PIPELINE, name), **values)})
 
 
-@pytest.mark.parametrize("section", ["train", "export", "validate", "benchmark", "register", "quantize", "deploy"])
+@pytest.mark.parametrize(
+    "section", ["train", "export", "validate", "benchmark", "register", "quantize", "deploy"]
+)
 def test_stage_key_ignores_retries_and_timeout(section: str) -> None:
     attempts: dict[str, Any] = {"retries": 3, "timeout": 60.0}
     entries: Any = getattr(PIPELINE, section)
@@ -135,7 +160,9 @@ RELEASE = {"register", "promote@cpu", "promote@edge", "deploy/digits", "deploy/d
 
 
 def pairs_of(*kinds: str) -> set[str]:
-    return {f"{kind}/{variant}@{target}" for kind in kinds for variant in VARIANTS for target in TARGETS}
+    return {
+        f"{kind}/{variant}@{target}" for kind in kinds for variant in VARIANTS for target in TARGETS
+    }
 
 
 def plan_with(*gates: Gate, probe: TableProbe | None = None) -> Plan:
@@ -162,14 +189,20 @@ def own(**limits: Any) -> MetricGate:
         (MetricGate(name="auc", min=0.5), MetricGate(name="auc", output="scores", min=0.5), True),
     ],
 )
-def test_benchmark_key_changes_with_metric_but_not_with_limits(before: Gate, after: Gate, again: bool) -> None:
-    assert changed(plan_with(before), plan_with(after)) & BENCHMARKS == (BENCHMARKS if again else set())
+def test_benchmark_key_changes_with_metric_but_not_with_limits(
+    before: Gate, after: Gate, again: bool
+) -> None:
+    assert changed(plan_with(before), plan_with(after)) & BENCHMARKS == (
+        BENCHMARKS if again else set()
+    )
 
 
 def test_benchmark_settings_depend_on_code_of_custom_metric() -> None:
     gate = own(higher_is_better=True, min=0.5)
     edited = TableProbe(world={"code": "edited"})
-    before, after = (plan_with(gate, probe=probe)["benchmark/fp32@cpu"] for probe in (TableProbe(), edited))
+    before, after = (
+        plan_with(gate, probe=probe)["benchmark/fp32@cpu"] for probe in (TableProbe(), edited)
+    )
     assert before.settings["metrics"] != after.settings["metrics"]
 
 
@@ -186,36 +219,54 @@ def test_changed_gates_change_gate_keys_but_no_benchmark_keys() -> None:
 def test_benchmark_settings_follow_kinds_of_gates_but_not_limits() -> None:
     without = plan_with(SizeGate(max=9))
     assert not {"throughput", "starts"} & set(without["benchmark/fp32@cpu"].settings)
-    loaded = plan_with(SizeGate(max=9), ThroughputGate(concurrency=8, min=5.0), ThroughputGate(min=1.0))
+    loaded = plan_with(
+        SizeGate(max=9), ThroughputGate(concurrency=8, min=5.0), ThroughputGate(min=1.0)
+    )
     assert loaded["benchmark/fp32@cpu"].settings["throughput"] == [4, 8]
     assert changed(without, loaded) == pairs_of("benchmark", "gate") | RELEASE
     started = plan_with(SizeGate(max=9), MemoryGate(max=5))
     assert started["benchmark/fp32@cpu"].settings["starts"] is True
-    assert changed(started, plan_with(MemoryGate(max=6, max_regression=0.1))) == pairs_of("gate") | RELEASE
+    assert (
+        changed(started, plan_with(MemoryGate(max=6, max_regression=0.1)))
+        == pairs_of("gate") | RELEASE
+    )
     both = plan_with(ColdStartGate(load=1.0), MemoryGate(max=6))
     assert not changed(started, both) & pairs_of("benchmark"), "the same processes serve both"
 
 
 def test_gates_of_target_apply_only_to_that_target() -> None:
-    limited = TARGETS | {"edge": replace(TARGETS["edge"], gates=(SizeGate(max=5), MemoryGate(max=7)))}
+    limited = TARGETS | {
+        "edge": replace(TARGETS["edge"], gates=(SizeGate(max=5), MemoryGate(max=7)))
+    }
     plain, found = planned(), plan(PIPELINE, limited, TableProbe())
     there: Any = found["gate/fp32@edge"].settings["gates"]
-    assert [(gate["kind"], gate.get("max")) for gate in there] == [("latency", None), ("size", 5), ("memory", 7)]
+    assert [(gate["kind"], gate.get("max")) for gate in there] == [
+        ("latency", None),
+        ("size", 5),
+        ("memory", 7),
+    ]
     assert found["gate/fp32@cpu"].settings == plain["gate/fp32@cpu"].settings
     assert found["benchmark/fp32@edge"].settings["starts"] is True
     assert {name for name in changed(plain, found) if name.endswith("@cpu")} <= RELEASE
-    looser = TARGETS | {"edge": replace(TARGETS["edge"], gates=(SizeGate(max=6), MemoryGate(max=8)))}
+    looser = TARGETS | {
+        "edge": replace(TARGETS["edge"], gates=(SizeGate(max=6), MemoryGate(max=8)))
+    }
     again = changed(found, plan(PIPELINE, looser, TableProbe()))
     assert not again & pairs_of("benchmark"), "a limit measures nothing again"
 
 
 def test_benchmark_hints_contain_tolerances_of_gates() -> None:
-    stage = plan_with(LatencyGate(max_regression=0.05), ThroughputGate(max_regression=0.1))["benchmark/fp32@cpu"]
+    stage = plan_with(LatencyGate(max_regression=0.05), ThroughputGate(max_regression=0.1))[
+        "benchmark/fp32@cpu"
+    ]
     assert stage.hints["tolerances"] == {"latency": [0.05], "throughput": [0.1]}
 
 
 def test_gate_keys_change_with_signer() -> None:
-    assert changed(planned(), planned(probe=TableProbe(key=Digest("sha256:other")))) == pairs_of("gate") | RELEASE
+    assert (
+        changed(planned(), planned(probe=TableProbe(key=Digest("sha256:other"))))
+        == pairs_of("gate") | RELEASE
+    )
 
 
 def test_export_key_depends_on_code_of_translation_table() -> None:
@@ -236,11 +287,16 @@ def test_changed_training_code_changes_all_later_keys() -> None:
 @pytest.mark.parametrize(
     ("world", "again"),
     [
-        ({"optimizers/static": "2.0"}, {"quantize/int8-static", "benchmark/int8-static@cpu", "gate/int8-static@edge"}),
+        (
+            {"optimizers/static": "2.0"},
+            {"quantize/int8-static", "benchmark/int8-static@cpu", "gate/int8-static@edge"},
+        ),
         ({"hardware": "another machine"}, pairs_of("benchmark", "gate")),
     ],
 )
-def test_changed_tool_or_hardware_changes_only_dependent_keys(world: dict[str, str], again: set[str]) -> None:
+def test_changed_tool_or_hardware_changes_only_dependent_keys(
+    world: dict[str, str], again: set[str]
+) -> None:
     found = changed(planned(), planned(probe=TableProbe(world=world)))
     assert found >= again | RELEASE
     assert not found & {"train", "export", "quantize/int8-dynamic"}
@@ -253,7 +309,9 @@ def test_changed_tool_or_hardware_changes_only_dependent_keys(world: dict[str, s
         lambda: with_section("export", opset=19),
         lambda: with_section("benchmark", batch=2),
         lambda: replace(PIPELINE, validate=Validate(samples=Samples(limit=7))),
-        lambda: replace(PIPELINE, data={**PIPELINE.data, "train": FileData(file="t.npz", inputs={"x": "x"})}),
+        lambda: replace(
+            PIPELINE, data={**PIPELINE.data, "train": FileData(file="t.npz", inputs={"x": "x"})}
+        ),
     ],
 )
 def test_plan_keys_change_with_settings(change: Callable[[], Pipeline]) -> None:
@@ -261,7 +319,10 @@ def test_plan_keys_change_with_settings(change: Callable[[], Pipeline]) -> None:
 
 
 def test_changed_target_changes_only_its_benchmark_keys() -> None:
-    targets = {**TARGETS, "edge": replace(TARGETS["edge"], session=SessionSettings(intra_op_threads=4))}
+    targets = {
+        **TARGETS,
+        "edge": replace(TARGETS["edge"], session=SessionSettings(intra_op_threads=4)),
+    }
     found = changed(planned(), plan(PIPELINE, targets, TableProbe()))
     assert found & BENCHMARKS == {f"benchmark/{v}@edge" for v in VARIANTS}
 
@@ -271,7 +332,10 @@ def test_stage_key_depends_on_its_inputs() -> None:
     handler = CountingHandler()
     one = handler.execute(stage, Digest("a"), {})
     two = handler.execute(stage, Digest("b"), {})
-    assert len({stage.key({}), stage.key({"x": one}), stage.key({"x": two}), stage.key({"y": one})}) == 4
+    assert (
+        len({stage.key({}), stage.key({"x": one}), stage.key({"x": two}), stage.key({"y": one})})
+        == 4
+    )
 
 
 def test_quantize_settings_list_machine_kinds_of_targets() -> None:
@@ -284,14 +348,23 @@ def test_quantize_settings_list_machine_kinds_of_targets() -> None:
     assert settings(**{"cpu/vnni": "no"}) == mixed
 
 
-ENTRY = Quantize(name="best", method="auto", tuning_data=TuningData(data="extra"), calibrate=Calibrate(data="train"))
-SEARCHED = replace(PIPELINE, quantize=(ENTRY,), gates=(*PIPELINE.gates, MetricGate(name="rmse", max_increase=0.1)))
+ENTRY = Quantize(
+    name="best",
+    method="auto",
+    tuning_data=TuningData(data="extra"),
+    calibrate=Calibrate(data="train"),
+)
+SEARCHED = replace(
+    PIPELINE, quantize=(ENTRY,), gates=(*PIPELINE.gates, MetricGate(name="rmse", max_increase=0.1))
+)
 
 
 def test_plan_with_search_has_one_search_stage_and_variant_per_role() -> None:
     stages = planned(SEARCHED)
     assert ids(stages.stages, StageKind.SEARCH) == ["search/best"]
-    assert ids(stages.stages, StageKind.QUANTIZE) == [f"quantize/best-{role}" for role in ("fast", "small", "exact")]
+    assert ids(stages.stages, StageKind.QUANTIZE) == [
+        f"quantize/best-{role}" for role in ("fast", "small", "exact")
+    ]
     assert stages["search/best"].needs == ("export", "data/extra", "data/train")
     assert stages["search/best"].own_process
     assert stages["quantize/best-fast"].needs == ("export", "search/best", "data/train")
@@ -306,7 +379,10 @@ def test_plan_with_selected_search_roles_has_only_their_variants() -> None:
 
 
 def test_search_settings_contain_gated_metric() -> None:
-    for gates, expected in ((SEARCHED.gates, ("rmse", True)), (PIPELINE.gates, ("accuracy", False))):
+    for gates, expected in (
+        (SEARCHED.gates, ("rmse", True)),
+        (PIPELINE.gates, ("accuracy", False)),
+    ):
         metric: Any = planned(replace(SEARCHED, gates=gates))["search/best"].settings["metric"]
         assert (metric["definition"]["name"], metric["lower"]) == expected
 
@@ -317,12 +393,19 @@ def test_search_key_changes_with_budget_metric_data_and_machine() -> None:
     assert {"search/best", "quantize/best-fast"} <= changed(before, planned(again))
     again = replace(SEARCHED, gates=(*PIPELINE.gates, MetricGate(name="mae", max_increase=0.1)))
     assert "search/best" in changed(before, planned(again))
-    for world in ({"data": "other"}, {"optimizers/dynamic": "2.0"}, {"hardware": "other"}, {"cpu/vnni": "no"}):
+    for world in (
+        {"data": "other"},
+        {"optimizers/dynamic": "2.0"},
+        {"hardware": "other"},
+        {"cpu/vnni": "no"},
+    ):
         assert "search/best" in changed(before, planned(SEARCHED, TableProbe(world=world))), world
 
 
 def test_changed_objective_changes_only_release_keys() -> None:
-    preferring = planned(replace(PIPELINE, objective=Objective(default="size", targets={"edge": "accuracy"})))
+    preferring = planned(
+        replace(PIPELINE, objective=Objective(default="size", targets={"edge": "accuracy"}))
+    )
     assert changed(planned(), preferring) == RELEASE
     policies: Any = preferring["register"].settings["policies"]
     assert [policies[name]["objective"] for name in ("cpu", "edge")] == ["size", "accuracy"]

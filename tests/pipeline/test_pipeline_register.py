@@ -45,14 +45,25 @@ VARIANTS = ("fp32", "int8-static")
 def decision_of(variant: str) -> Decision:
     verdict = Verdict.PASS if variant == "fp32" else Verdict.FAIL
     result = GateResult(
-        gate="parity", metric="outputs", limit="error ≤ 10x noise", verdict=verdict, reason="as measured"
+        gate="parity",
+        metric="outputs",
+        limit="error ≤ 10x noise",
+        verdict=verdict,
+        reason="as measured",
     )
     return Decision(variant=variant, target="cpu-1t", results=(result,))
 
 
 def evidence_of(variant: str) -> Evidence:
     manifest = digest_bytes(variant.encode())
-    return make_evidence(variant, target="cpu-1t", quantized=False, release=RELEASE, manifest=manifest, size_bytes=1000)
+    return make_evidence(
+        variant,
+        target="cpu-1t",
+        quantized=False,
+        release=RELEASE,
+        manifest=manifest,
+        size_bytes=1000,
+    )
 
 
 def test_register_stores_release_report_with_each_version(tmp_path: Path) -> None:
@@ -93,7 +104,10 @@ def test_register_stores_release_report_with_each_version(tmp_path: Path) -> Non
             "policies": {"cpu-1t": {"objective": "latency"}},
             "parameters": {},
             "measured_on": "test",
-            "variants": [{"name": "fp32", "stage": "export"}, {"name": "int8-static", "stage": "quantize/int8-static"}],
+            "variants": [
+                {"name": "fp32", "stage": "export"},
+                {"name": "int8-static", "stage": "quantize/int8-static"},
+            ],
         },
     )
     with patch.object(world.registry, "publish", wraps=world.registry.publish) as publish:
@@ -112,7 +126,9 @@ def test_register_stores_release_report_with_each_version(tmp_path: Path) -> Non
 
 
 def test_choose_variants_for_unmeasured_target_returns_error_verdict() -> None:
-    found = choose_variants({"cpu-1t": TargetObjective(), "gpu": TargetObjective()}, (decision_of("fp32"),))
+    found = choose_variants(
+        {"cpu-1t": TargetObjective(), "gpu": TargetObjective()}, (decision_of("fp32"),)
+    )
     assert [(c.target, c.variant, c.verdict) for c in found] == [
         ("cpu-1t", "fp32", Verdict.PASS),
         ("gpu", None, Verdict.ERROR),
@@ -122,9 +138,17 @@ def test_choose_variants_for_unmeasured_target_returns_error_verdict() -> None:
 def test_plain_figures_of_evidence_contain_quantiles_and_medians() -> None:
     evidence = replace(
         evidence_of("fp32"),
-        throughput=(ThroughputMeasurement(concurrency=4, batch=1, requests=9, per_second=(210.0, 190.0, 205.0)),),
-        starts=ColdStartMeasurement(batch=1, requests=2, load_s=(0.5, 0.25, 1.0), first_s=(0.5,) * 3, peak_bytes=()),
-        latency=LatencySamples(batch=1, runs=200, preempted=0, quantiles_ns={"p50": 2.5e6, "p99": 4e6}),
+        throughput=(
+            ThroughputMeasurement(
+                concurrency=4, batch=1, requests=9, per_second=(210.0, 190.0, 205.0)
+            ),
+        ),
+        starts=ColdStartMeasurement(
+            batch=1, requests=2, load_s=(0.5, 0.25, 1.0), first_s=(0.5,) * 3, peak_bytes=()
+        ),
+        latency=LatencySamples(
+            batch=1, runs=200, preempted=0, quantiles_ns={"p50": 2.5e6, "p99": 4e6}
+        ),
     )
     assert plain_figures(evidence) == {
         "size_bytes": 1000.0,
@@ -144,7 +168,9 @@ def test_plain_figures_of_scores_are_named_after_metrics() -> None:
         ScoreComparison(metric="cosine", against="fp32", n=9, candidate=value),
         ScoreComparison(metric="mae", against="", n=9, failed="NaN"),
     )
-    counts = (PairedCounts(metric="top_5", against="", n=10, both=7, only_baseline=0, only_candidate=1),)
+    counts = (
+        PairedCounts(metric="top_5", against="", n=10, both=7, only_baseline=0, only_candidate=1),
+    )
     assert plain_figures(replace(evidence_of("fp32"), metrics=counts, scores=scores)) == {
         "size_bytes": 1000.0,
         "top_5": 0.8,
@@ -158,7 +184,9 @@ def store(tmp_path: Path) -> Store:
     return ContentStore(LocalObjects(tmp_path / "objects"), tmp_path / "cache")
 
 
-def exported(store: Store, array: np.ndarray, batch: int | str = "batch", group: str = "real") -> Manifest:
+def exported(
+    store: Store, array: np.ndarray, batch: int | str = "batch", group: str = "real"
+) -> Manifest:
     info = ModelInfo(
         ir_version=10,
         opsets={"": 18},
@@ -168,15 +196,24 @@ def exported(store: Store, array: np.ndarray, batch: int | str = "batch", group:
         size_bytes=1,
     )
     reference = ReferenceGroup(name=group, inputs={"x": array}, single={"y": array}, double=None)
-    return Manifest(files={"info.json": put_document(store, info), "reference.npz": put_reference(store, [reference])})
+    return Manifest(
+        files={
+            "info.json": put_document(store, info),
+            "reference.npz": put_reference(store, [reference]),
+        }
+    )
 
 
 ROWS = np.array([[1.5, 2], [3, 4], [5, 6]], np.float32)
 
 
 @pytest.mark.parametrize(("batch", "rows"), [("batch", [[1.5, 2]]), (2, [[1.5, 2], [3, 4]])])
-def test_build_request_example_has_one_row_or_fixed_batch(store: Store, batch: Any, rows: list[list[float]]) -> None:
-    assert json.loads(build_request_example(exported(store, ROWS, batch=batch), store)) == {"inputs": {"x": rows}}
+def test_build_request_example_has_one_row_or_fixed_batch(
+    store: Store, batch: Any, rows: list[list[float]]
+) -> None:
+    assert json.loads(build_request_example(exported(store, ROWS, batch=batch), store)) == {
+        "inputs": {"x": rows}
+    }
 
 
 def test_build_request_example_has_axes_and_values_of_model(store: Store, tmp_path: Path) -> None:

@@ -41,7 +41,9 @@ OTHER_GATES = plan(replace(PIPELINE, gates=(SizeGate(max=5),)), TARGETS, TablePr
 
 def go(handler: CountingHandler, some: Plan = PLAN, **options: Any) -> RunResult:
     executor, observer = InlineExecutor(), Observer()
-    return run(some, handler=handler, executor=executor, observer=observer, clock=FakeClock(), **options)
+    return run(
+        some, handler=handler, executor=executor, observer=observer, clock=FakeClock(), **options
+    )
 
 
 def statuses(result: RunResult) -> set[StageStatus]:
@@ -61,7 +63,11 @@ def test_second_run_without_changes_executes_nothing() -> None:
 @pytest.mark.parametrize(
     ("some", "no_cache", "kinds"),
     [
-        (OTHER_GATES, (), {StageKind.GATE, StageKind.REGISTER, StageKind.PROMOTE, StageKind.DEPLOY}),
+        (
+            OTHER_GATES,
+            (),
+            {StageKind.GATE, StageKind.REGISTER, StageKind.PROMOTE, StageKind.DEPLOY},
+        ),
         (PLAN, (StageKind.BENCHMARK,), {StageKind.BENCHMARK}),
     ],
     ids=["other gates", "fresh kinds"],
@@ -77,7 +83,9 @@ def test_run_after_change_executes_only_changed_or_uncached_stages(
 
 
 def test_failed_stage_skips_only_dependent_stages() -> None:
-    handler = CountingHandler(errors={"quantize/int8-static": [StageError("crashed", where="here")]})
+    handler = CountingHandler(
+        errors={"quantize/int8-static": [StageError("crashed", where="here")]}
+    )
     result = go(handler)
     by_status = {
         status: {name for name, outcome in result.outcomes.items() if outcome.status is status}
@@ -90,13 +98,18 @@ def test_failed_stage_skips_only_dependent_stages() -> None:
     assert "register" in by_status[StageStatus.DONE]
     assert result.errors["quantize/int8-static"].where == "here"
     assert result.outcomes["quantize/int8-static"].reason == "here: crashed"
-    assert result.outcomes["gate/int8-static@cpu"].reason == "needs benchmark/int8-static@cpu, which was skipped"
+    assert (
+        result.outcomes["gate/int8-static@cpu"].reason
+        == "needs benchmark/int8-static@cpu, which was skipped"
+    )
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
 def test_run_with_unusable_disk_raises_storage_error(number: int) -> None:
     """The release would leave out a variant that is not to blame."""
-    handler = CountingHandler(errors={"quantize/int8-static": [OSError(number, os.strerror(number))]})
+    handler = CountingHandler(
+        errors={"quantize/int8-static": [OSError(number, os.strerror(number))]}
+    )
     with pytest.raises(StorageError) as stopped:
         go(handler)
     assert stopped.value.where == "quantize/int8-static"
@@ -138,13 +151,17 @@ def test_deploy_after_refused_promotion_binds_endpoint() -> None:
 
 
 def test_corrupt_cached_result_fails_only_its_stage() -> None:
-    result = go(CountingHandler(unreadable={"deploy/digits": CorruptStateError("torn", where="ledger")}))
+    result = go(
+        CountingHandler(unreadable={"deploy/digits": CorruptStateError("torn", where="ledger")})
+    )
     assert result.outcomes["deploy/digits"].status is StageStatus.FAILED
     assert isinstance(result.errors["deploy/digits"], CorruptStateError)
     assert result.outcomes["deploy/digits-edge"].status is StageStatus.DONE
 
 
-@pytest.mark.parametrize("spoilt", [None, "train", "quantize/int8-dynamic", "gate/fp32@cpu", "register"])
+@pytest.mark.parametrize(
+    "spoilt", [None, "train", "quantize/int8-dynamic", "gate/fp32@cpu", "register"]
+)
 def test_preview_predicts_stages_that_run_executes(spoilt: str | None) -> None:
     handler = CountingHandler()
     assert set(preview(PLAN, handler=handler).values()) == {None}
@@ -158,7 +175,11 @@ def test_preview_predicts_stages_that_run_executes(spoilt: str | None) -> None:
     result = go(handler)
     would_run = {name for name, outcome in foreseen.items() if outcome is None}
     assert set(handler.calls) <= would_run
-    assert all(result.outcomes[name] == outcome for name, outcome in foreseen.items() if outcome is not None)
+    assert all(
+        result.outcomes[name] == outcome
+        for name, outcome in foreseen.items()
+        if outcome is not None
+    )
     assert spoilt in would_run if spoilt else not would_run
 
 
@@ -187,11 +208,19 @@ def test_run_notifies_observer_and_executor_of_all_stages() -> None:
     ],
 )
 def test_inline_executor_retries_only_environment_failures(
-    retries: int, errors: list[OnnxOpsError | OSError], calls: int, raised: type[OnnxOpsError] | None
+    retries: int,
+    errors: list[OnnxOpsError | OSError],
+    calls: int,
+    raised: type[OnnxOpsError] | None,
 ) -> None:
-    stage, handler = replace(PLAN["train"], retries=retries), CountingHandler(errors={"train": list(errors)})
+    stage, handler = (
+        replace(PLAN["train"], retries=retries),
+        CountingHandler(errors={"train": list(errors)}),
+    )
     with pytest.raises(raised) if raised else nullcontext():
-        InlineExecutor().run(stage, lambda: handler.execute(stage, stage.key({}), {}), handler.decision)
+        InlineExecutor().run(
+            stage, lambda: handler.execute(stage, stage.key({}), {}), handler.decision
+        )
     assert len(handler.calls) == calls
 
 
@@ -239,7 +268,9 @@ def ends(outcomes: Mapping[str, StageOutcome]) -> dict[str, tuple[StageStatus, s
     return {name: (one.status, one.reason, one.key) for name, one in outcomes.items()}
 
 
-@pytest.mark.parametrize("failing", [(), ("export",), ("quantize/int8-static", "benchmark/fp32@cpu")])
+@pytest.mark.parametrize(
+    "failing", [(), ("export",), ("quantize/int8-static", "benchmark/fp32@cpu")]
+)
 def test_parallel_run_has_same_outcomes_as_sequential_run(failing: tuple[str, ...]) -> None:
     alone, together = Busy(failing=frozenset(failing)), Busy(failing=frozenset(failing))
     one, many = go(alone), go(together, jobs=4)
@@ -260,17 +291,29 @@ def plans(draw: st.DrawFn) -> Plan:
         cut = draw(st.integers(0, len(chosen)))
         kind = draw(st.sampled_from(list(StageKind)))
         stages.append(
-            Stage(id=f"s{number}", kind=kind, settings={}, needs=tuple(chosen[:cut]), tolerates=tuple(chosen[cut:]))
+            Stage(
+                id=f"s{number}",
+                kind=kind,
+                settings={},
+                needs=tuple(chosen[:cut]),
+                tolerates=tuple(chosen[cut:]),
+            )
         )
     return Plan(pipeline="any", stages=tuple(stages))
 
 
-@given(some=plans(), jobs=st.integers(2, 5), failing=st.frozensets(st.integers(0, 11).map("s{}".format)))
+@given(
+    some=plans(),
+    jobs=st.integers(2, 5),
+    failing=st.frozensets(st.integers(0, 11).map("s{}".format)),
+)
 def test_parallel_run_of_random_plan_has_same_outcomes_as_sequential_run(
     some: Plan, jobs: int, failing: frozenset[str]
 ) -> None:
     together = Busy(failing=failing)
-    assert ends(go(together, some, jobs=jobs).outcomes) == ends(go(Busy(failing=failing), some).outcomes)
+    assert ends(go(together, some, jobs=jobs).outcomes) == ends(
+        go(Busy(failing=failing), some).outcomes
+    )
     assert together.most <= jobs
 
 

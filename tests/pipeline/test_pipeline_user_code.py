@@ -47,7 +47,9 @@ def project(tmp_path: Path) -> Path:
     return write_sources(tmp_path)
 
 
-def edited(project: Path, name: str, reference: str = "model:train", depends: tuple[str, ...] = ()) -> bool:
+def edited(
+    project: Path, name: str, reference: str = "model:train", depends: tuple[str, ...] = ()
+) -> bool:
     """Whether editing a file changes the digest."""
     before = collect_user_code((reference,), project, depends).digest()
     (project / name).write_text(SOURCES[name] + "\n# edited\n")
@@ -57,12 +59,27 @@ def edited(project: Path, name: str, reference: str = "model:train", depends: tu
 @pytest.mark.parametrize(
     ("reference", "imported"),
     [
-        ("model", {"model", "helper", "tools/__init__", "tools/shapes", "tools/colours", "tools/deep/inner"}),
-        ("tools.deep.inner", {"tools/__init__", "tools/deep/__init__"}),  # which run when it is imported
+        (
+            "model",
+            {
+                "model",
+                "helper",
+                "tools/__init__",
+                "tools/shapes",
+                "tools/colours",
+                "tools/deep/inner",
+            },
+        ),
+        (
+            "tools.deep.inner",
+            {"tools/__init__", "tools/deep/__init__"},
+        ),  # which run when it is imported
         ("space.code", {"space/code", "helper"}),  # in a folder without __init__, within a function
     ],
 )
-def test_collect_user_code_includes_imported_modules(project: Path, reference: str, imported: set[str]) -> None:
+def test_collect_user_code_includes_imported_modules(
+    project: Path, reference: str, imported: set[str]
+) -> None:
     for name in imported:
         assert edited(project, f"{name}.py", f"{reference}:train"), name
 
@@ -78,7 +95,9 @@ def test_collect_user_code_with_depends_includes_declared_files(project: Path) -
         collect_user_code(("model:train",), project, ("missing.txt",))
 
 
-@pytest.mark.parametrize("file", ["onnx_ops/__init__.py", "tools.py"], ids=["of this product", "beside a package"])
+@pytest.mark.parametrize(
+    "file", ["onnx_ops/__init__.py", "tools.py"], ids=["of this product", "beside a package"]
+)
 def test_collect_user_code_ignores_shadowed_module(project: Path, file: str) -> None:
     (project / "onnx_ops").mkdir()
     (project / "model.py").write_text("import onnx_ops, tools\n\ndef train(): ...\n")
@@ -91,17 +110,27 @@ def test_collect_user_code_ignores_function_name_and_folder(
     project: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     other = write_sources(tmp_path_factory.mktemp("other"))
-    assert collect_user_code(("model:train",), project) == collect_user_code(("model:other",), other)
+    assert collect_user_code(("model:train",), project) == collect_user_code(
+        ("model:other",), other
+    )
 
 
-@pytest.mark.parametrize("reference", ["nowhere:train", "tools.nowhere:train", ":train", "", "../model:train", "a b:c"])
-def test_collect_user_code_of_missing_module_raises_not_found_error(project: Path, reference: str) -> None:
+@pytest.mark.parametrize(
+    "reference", ["nowhere:train", "tools.nowhere:train", ":train", "", "../model:train", "a b:c"]
+)
+def test_collect_user_code_of_missing_module_raises_not_found_error(
+    project: Path, reference: str
+) -> None:
     with pytest.raises(NotFoundError):
         collect_user_code((reference,), project)
 
 
-@pytest.mark.parametrize("source", [b"def (:\n", b"x = '\x00'\n", b"\xff\xfe\n", b"# coding: nonsense\n"])
-def test_collect_user_code_with_invalid_source_raises_user_error(project: Path, source: bytes) -> None:
+@pytest.mark.parametrize(
+    "source", [b"def (:\n", b"x = '\x00'\n", b"\xff\xfe\n", b"# coding: nonsense\n"]
+)
+def test_collect_user_code_with_invalid_source_raises_user_error(
+    project: Path, source: bytes
+) -> None:
     (project / "helper.py").write_bytes(source)
     with pytest.raises(UserError, match="not Python") as caught:
         collect_user_code(("model:train",), project)
@@ -126,7 +155,10 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def instance() -> object:
-    return {"model": importlib.import_module("shop_nets.scaled").Scaled(), "rows": np.arange(1000.0)}
+    return {
+        "model": importlib.import_module("shop_nets.scaled").Scaled(),
+        "rows": np.arange(1000.0),
+    }
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
@@ -135,7 +167,9 @@ def test_find_referenced_modules_of_pickle_returns_class_modules(shop: Path, pro
     assert find_referenced_modules(shop / "model.pkl", shop) == {"shop_nets.scaled", "numpy"}
 
 
-@pytest.mark.parametrize("compress", [0, 3, ("gzip", 3), ("bz2", 3), ("lzma", 3), ("xz", 3)], ids=str)
+@pytest.mark.parametrize(
+    "compress", [0, 3, ("gzip", 3), ("bz2", 3), ("lzma", 3), ("xz", 3)], ids=str
+)
 def test_find_referenced_modules_of_compressed_pickle_returns_class_modules(
     shop: Path, compress: int | tuple[str, int]
 ) -> None:
@@ -144,7 +178,9 @@ def test_find_referenced_modules_of_compressed_pickle_returns_class_modules(
 
 
 def test_find_referenced_modules_of_archive_and_json_returns_class_modules(shop: Path) -> None:
-    document = json.dumps({"module": "shop_nets.scaled", "class_name": "Scaled", "other": "numpy.linalg"})
+    document = json.dumps(
+        {"module": "shop_nets.scaled", "class_name": "Scaled", "other": "numpy.linalg"}
+    )
     (shop / "config.json").write_text(document)
     with zipfile.ZipFile(shop / "model.pt", "w") as archive:
         archive.writestr("model/data.pkl", pickle.dumps(instance(), 2))
@@ -167,7 +203,9 @@ def test_find_referenced_modules_with_name_in_any_bytes_returns_it(
 
 
 @pytest.fixture
-def library(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def library(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
     """Source outside the project that is on the path, as an editable installation puts it there."""
     folder = tmp_path_factory.mktemp("library")
     (folder / "shop_library").mkdir()
@@ -189,22 +227,40 @@ def test_collect_user_code_follows_package_under_development(project: Path, libr
     assert set(collect_user_code(("shop_alone:train",), project).files) == {"shop_alone.py"}
 
 
-def test_find_referenced_modules_includes_package_under_development(project: Path, library: Path) -> None:
-    objects = [importlib.import_module("shop_library.layers").Layer(), importlib.import_module("shop_alone").Alone()]
+def test_find_referenced_modules_includes_package_under_development(
+    project: Path, library: Path
+) -> None:
+    objects = [
+        importlib.import_module("shop_library.layers").Layer(),
+        importlib.import_module("shop_alone").Alone(),
+    ]
     (project / "model.pkl").write_bytes(pickle.dumps(objects))
-    assert find_referenced_modules(project / "model.pkl", project) == {"shop_library.layers", "shop_alone"}
+    assert find_referenced_modules(project / "model.pkl", project) == {
+        "shop_library.layers",
+        "shop_alone",
+    }
 
 
 @pytest.mark.parametrize(
     ("file", "source", "imported"),
     [
         ("helper.py", "import importlib\nimportlib.import_module('unrelated')\n", "unrelated.py"),
-        ("helper.py", "from importlib import import_module\nimport_module('unrelated')\n", "unrelated.py"),
+        (
+            "helper.py",
+            "from importlib import import_module\nimport_module('unrelated')\n",
+            "unrelated.py",
+        ),
         ("helper.py", "__import__('unrelated')\n", "unrelated.py"),
-        ("tools/shapes.py", "import importlib\nimportlib.import_module('.unused', __package__)\n", "tools/unused.py"),
+        (
+            "tools/shapes.py",
+            "import importlib\nimportlib.import_module('.unused', __package__)\n",
+            "tools/unused.py",
+        ),
     ],
 )
-def test_collect_user_code_follows_import_by_literal_name(project: Path, file: str, source: str, imported: str) -> None:
+def test_collect_user_code_follows_import_by_literal_name(
+    project: Path, file: str, source: str, imported: str
+) -> None:
     (project / file).write_text(source)
     assert edited(project, imported)
 

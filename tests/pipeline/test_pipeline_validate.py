@@ -29,16 +29,24 @@ def test_validate_of_unloadable_export_records_mismatch(tmp_path: Path) -> None:
         }
     )
     stage = Stage(id="validate", kind=StageKind.VALIDATE, settings={})
-    result = execute(stage, digest_bytes(b"key"), {"export": export, "train": Manifest(files={})}, context)
-    (measured,) = codec.loads(context.store.read(result["parity.json"]), tuple[ParityMeasurement, ...])
+    result = execute(
+        stage, digest_bytes(b"key"), {"export": export, "train": Manifest(files={})}, context
+    )
+    (measured,) = codec.loads(
+        context.store.read(result["parity.json"]), tuple[ParityMeasurement, ...]
+    )
     assert measured.mismatch
 
 
 def test_measure_parity_with_only_nan_outputs_records_mismatch(tmp_path: Path) -> None:
-    path = write_graph(tmp_path / "m.onnx", "(float[batch,2] x) => (float[batch,2] y) { y = Log(x) }")
+    path = write_graph(
+        tmp_path / "m.onnx", "(float[batch,2] x) => (float[batch,2] y) { y = Log(x) }"
+    )
     for value, mismatches in ((-1, 1), (1, 0)):
         rows = np.full((3, 2), value, np.float32)
         with np.errstate(invalid="ignore"):
-            group = ReferenceGroup(name=REAL, inputs={"x": rows}, single={"y": np.log(rows)}, double=None)
+            group = ReferenceGroup(
+                name=REAL, inputs={"x": rows}, single={"y": np.log(rows)}, double=None
+            )
         found = measure_parity(OnnxRuntime(), path, REFERENCE_TARGET, [group])
         assert len([one for one in found if "NaN" in one.mismatch]) == mismatches

@@ -37,7 +37,11 @@ def write_project(folder: Path, pipeline: str = PIPELINE, **arrays: Any) -> None
     (folder / "configs" / "pipelines").mkdir(parents=True)
     write_voice_detector(folder / "voice.onnx")
     rows = make_voice_rows(48)
-    np.savez(folder / "data" / "test.npz", allow_pickle=False, **{**rows, "y": np.arange(48) % 2, **arrays})
+    np.savez(
+        folder / "data" / "test.npz",
+        allow_pickle=False,
+        **{**rows, "y": np.arange(48) % 2, **arrays},
+    )
     np.savez(folder / "data" / "train.npz", allow_pickle=False, **rows, rate=np.array(16000))
     (folder / "configs" / "pipelines" / "voice.yaml").write_text(pipeline, encoding="utf-8")
 
@@ -59,7 +63,9 @@ def test_run_of_model_with_state_and_scalar_input_succeeds(tmp_path: Path) -> No
         ("values: {sr: 16000}, ", "", "data.test.inputs"),
     ],
 )
-def test_check_with_unfit_input_value_reports_its_path(old: str, new: str, path: str, tmp_path: Path) -> None:
+def test_check_with_unfit_input_value_reports_its_path(
+    old: str, new: str, path: str, tmp_path: Path
+) -> None:
     write_project(tmp_path, PIPELINE.replace(old, new))
     done = run_command("check", "configs/pipelines/voice.yaml", "--json", cwd=tmp_path)
     assert [problem["path"] for problem in done.document()["problems"]] == [path]
@@ -67,11 +73,16 @@ def test_check_with_unfit_input_value_reports_its_path(old: str, new: str, path:
 
 def test_check_with_undeclared_row_axis_reports_export_dynamic(tmp_path: Path) -> None:
     declared = "export: {framework: torch, opset: 18, dynamic: {state: {1: batch}}}"
-    for export, paths in ((declared, []), ("export: {framework: torch, opset: 18}", ["export.dynamic"])):
+    for export, paths in (
+        (declared, []),
+        ("export: {framework: torch, opset: 18}", ["export.dynamic"]),
+    ):
         text = PIPELINE.replace("model: voice.onnx", 'train: {run: "net:train"}')
         folder = tmp_path / str(len(paths))
         folder.mkdir()
-        write_project(folder, text.replace("export: {framework: onnx, opset: 18, ir_version: 10}", export))
+        write_project(
+            folder, text.replace("export: {framework: onnx, opset: 18, ir_version: 10}", export)
+        )
         (folder / "net.py").write_text("def train(data): ...\n", encoding="utf-8")
         done = run_command("check", "configs/pipelines/voice.yaml", "--json", cwd=folder)
         assert [problem["path"] for problem in json.loads(done.stdout)["problems"]] == paths
@@ -80,7 +91,9 @@ def test_check_with_undeclared_row_axis_reports_export_dynamic(tmp_path: Path) -
 def test_stored_dataset_with_values_and_other_row_axis_is_restored(tmp_path: Path) -> None:
     rows = {**make_voice_rows(9), "y": np.arange(9), "rate": np.array(8000)}
     inputs = {"input": "input", "state": "state"}
-    section = FileData(file="rows.npz", inputs=inputs, label="y", values={"sr": "rate", "gain": 0.5})
+    section = FileData(
+        file="rows.npz", inputs=inputs, label="y", values={"sr": "rate", "gain": 0.5}
+    )
     store = FakeWorld().context(root=tmp_path).store
     dataset = get_dataset(store, put_dataset(store, build_dataset(rows, section, "data/test")))
     assert (len(dataset), dataset.inputs["state"].shape) == (9, (2, 9, 5))

@@ -23,7 +23,9 @@ def test_alive_of_own_holder_returns_true() -> None:
 
 def test_alive_of_killed_holder_returns_false() -> None:
     command = [sys.executable, "-c", HOLDER]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         holder = process.stdout.readline().strip()
         assert LocalHost().alive(holder)
@@ -39,7 +41,9 @@ def test_alive_of_reused_process_id_returns_false() -> None:
     assert not LocalHost().alive(f"{host}:{process}:{int(started) - 1}")
 
 
-@pytest.mark.parametrize("holder", ["another-machine:1:1", f"{socket.gethostname()}:me:1", "", "nonsense"])
+@pytest.mark.parametrize(
+    "holder", ["another-machine:1:1", f"{socket.gethostname()}:me:1", "", "nonsense"]
+)
 def test_alive_of_unknown_holder_returns_true(holder: str) -> None:
     assert LocalHost().alive(holder)
 

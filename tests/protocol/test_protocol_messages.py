@@ -2,7 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from onnx_ops.errors import ConflictError, DigestMismatchError, OnnxOpsError, ServiceUnavailableError
+from onnx_ops.errors import (
+    ConflictError,
+    DigestMismatchError,
+    OnnxOpsError,
+    ServiceUnavailableError,
+)
 from onnx_ops.protocol.messages import error_from_bytes, error_to_bytes
 
 
@@ -14,7 +19,9 @@ def test_error_bytes_keep_type_and_texts(kind: type[OnnxOpsError]) -> None:
     assert back.as_document() == error.as_document()
 
 
-@pytest.mark.parametrize("data", [b"", b"<html>", b"[]", b'{"error":"internal error"}', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "data", [b"", b"<html>", b"[]", b'{"error":"internal error"}', b"\xff\xfe"]
+)
 def test_error_from_bytes_of_foreign_data_returns_service_unavailable(data: bytes) -> None:
     assert type(error_from_bytes(data)) is ServiceUnavailableError
 

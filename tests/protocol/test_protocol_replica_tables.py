@@ -36,7 +36,9 @@ ENDPOINT = "digits"
 SIGNER, THIEF = FakeSigner(b"release"), FakeSigner(b"thief")
 
 
-def make_state(weights: Mapping[str, int], shadow: Mapping[str, int] | None = None) -> EndpointState:
+def make_state(
+    weights: Mapping[str, int], shadow: Mapping[str, int] | None = None
+) -> EndpointState:
     return EndpointState(
         deployments=tuple(map(fileless_deployment, weights)),
         split=TrafficSplit(weights=weights, shadow=shadow or {}),
@@ -49,20 +51,26 @@ def plan(
     before: ReplicaTable | None = None,
     shadow: Mapping[str, int] | None = None,
 ) -> tuple[ReplicaTable | None, ReplicaTable]:
-    return plan_tables(ENDPOINT, make_state(weights, shadow), sequence, before, digest=None, limits_s={})
+    return plan_tables(
+        ENDPOINT, make_state(weights, shadow), sequence, before, digest=None, limits_s={}
+    )
 
 
 @st.composite
 def splits(draw: st.DrawFn) -> dict[str, int]:
     """Weights of one to three deployments of four."""
     names = draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=3, unique=True))
-    cuts = sorted(draw(st.lists(st.integers(0, 100), min_size=len(names) - 1, max_size=len(names) - 1)))
+    cuts = sorted(
+        draw(st.lists(st.integers(0, 100), min_size=len(names) - 1, max_size=len(names) - 1))
+    )
     edges = [0, *cuts, 100]
     return {name: edges[place + 1] - edges[place] for place, name in enumerate(names)}
 
 
 @given(st.lists(splits(), min_size=1, max_size=5))
-def test_plan_tables_gives_traffic_only_to_already_loaded_deployments(history: list[dict[str, int]]) -> None:
+def test_plan_tables_gives_traffic_only_to_already_loaded_deployments(
+    history: list[dict[str, int]],
+) -> None:
     before: ReplicaTable | None = None
     for sequence, weights in enumerate(history, 1):
         prepared, table = plan(sequence, weights, before)
@@ -73,13 +81,17 @@ def test_plan_tables_gives_traffic_only_to_already_loaded_deployments(history: l
             assert {d for d in table.table.state.deployments if weights[d.name]} <= loaded
         if prepared is not None and before is not None:
             assert before.number < prepared.number < table.number
-            served = {name: weight for name, weight in before.table.state.split.weights.items() if weight}
+            served = {
+                name: weight for name, weight in before.table.state.split.weights.items() if weight
+            }
             assert {n: w for n, w in prepared.table.state.split.weights.items() if w} == served
         before = table
 
 
 @given(st.lists(splits(), min_size=1, max_size=5))
-def test_plan_tables_with_two_serving_deployments_names_fallback(history: list[dict[str, int]]) -> None:
+def test_plan_tables_with_two_serving_deployments_names_fallback(
+    history: list[dict[str, int]],
+) -> None:
     before: ReplicaTable | None = None
     for sequence, weights in enumerate(history, 1):
         stable = None if before is None else give_way(before.table).leader().name
@@ -110,11 +122,21 @@ def test_plan_tables_with_replaced_files_has_no_prepared_table() -> None:
 
 
 def test_plan_tables_with_lease_keeps_it_in_prepared_and_rollback_tables() -> None:
-    _, stable = plan_tables("digits", make_state({"a": 100}), 1, None, digest=None, limits_s={}, is_leased=True)
-    prepared, canary = plan_tables(
-        "digits", make_state({"b": 10, "a": 90}), 2, stable, digest=None, limits_s={}, is_leased=True
+    _, stable = plan_tables(
+        "digits", make_state({"a": 100}), 1, None, digest=None, limits_s={}, is_leased=True
     )
-    back = resolve(WayBack(endpoint="digits", number=TableNumber(3), to=canary.number), lambda _: canary)
+    prepared, canary = plan_tables(
+        "digits",
+        make_state({"b": 10, "a": 90}),
+        2,
+        stable,
+        digest=None,
+        limits_s={},
+        is_leased=True,
+    )
+    back = resolve(
+        WayBack(endpoint="digits", number=TableNumber(3), to=canary.number), lambda _: canary
+    )
     assert prepared is not None
     assert [each.table.is_leased for each in (stable, prepared, canary, back)] == [True] * 4
 
@@ -130,14 +152,19 @@ def test_has_same_traffic_with_other_weights_or_files_returns_false() -> None:
 
 
 @given(splits(), st.integers(1, 10**6))
-def test_decode_table_of_signed_table_returns_equal_table(weights: dict[str, int], sequence: int) -> None:
+def test_decode_table_of_signed_table_returns_equal_table(
+    weights: dict[str, int], sequence: int
+) -> None:
     _, table = plan(sequence, weights)
     assert decode_table(encode_table(table, SIGNER), table.number, ENDPOINT, SIGNER) == table
 
 
 @pytest.mark.parametrize(
     ("number", "endpoint", "what"),
-    [(TableNumber(6), ENDPOINT, "it is table"), (TableNumber(5), "letters", "it is a table of endpoint")],
+    [
+        (TableNumber(6), ENDPOINT, "it is table"),
+        (TableNumber(5), "letters", "it is a table of endpoint"),
+    ],
 )
 def test_decode_table_of_other_number_or_endpoint_raises_corrupt_state_error(
     number: TableNumber, endpoint: str, what: str
@@ -172,12 +199,16 @@ class TestFindNewest:
     def stored(self) -> dict[TableNumber, StoredTable]:
         before: ReplicaTable | None = None
         stored: dict[TableNumber, StoredTable] = {}
-        for sequence, weights in enumerate(({"a": 100}, {"b": 10, "a": 90}, {"b": 100, "a": 0}, {"c": 10, "b": 90}), 1):
+        for sequence, weights in enumerate(
+            ({"a": 100}, {"b": 10, "a": 90}, {"b": 100, "a": 0}, {"c": 10, "b": 90}), 1
+        ):
             prepared, before = plan(sequence, weights, before)
             stored |= {table.number: table for table in (prepared, before) if table is not None}
         return stored
 
-    def find(self, stored: Mapping[TableNumber, StoredTable], above: TableNumber | None = None) -> ReplicaTable | None:
+    def find(
+        self, stored: Mapping[TableNumber, StoredTable], above: TableNumber | None = None
+    ) -> ReplicaTable | None:
         def read(number: TableNumber) -> StoredTable:
             if number not in stored:
                 raise NotFoundError("it was deleted")
@@ -185,7 +216,9 @@ class TestFindNewest:
 
         return find_newest([f"{number}.json" for number in stored], read, above)[0]
 
-    def test_find_newest_returns_table_with_highest_number(self, stored: dict[TableNumber, StoredTable]) -> None:
+    def test_find_newest_returns_table_with_highest_number(
+        self, stored: dict[TableNumber, StoredTable]
+    ) -> None:
         found = self.find(stored)
         assert found is not None
         assert found.number == TableNumber(4, 1)
@@ -196,7 +229,9 @@ class TestFindNewest:
         self, stored: dict[TableNumber, StoredTable], to: int, leader: str
     ) -> None:
         number = TableNumber(9)
-        found = self.find({**stored, number: WayBack(endpoint=ENDPOINT, number=number, to=TableNumber(to))})
+        found = self.find(
+            {**stored, number: WayBack(endpoint=ENDPOINT, number=number, to=TableNumber(to))}
+        )
         assert found is not None
         assert found.number == number
         assert found.table.state.generation == number.generation
@@ -211,7 +246,13 @@ class TestFindNewest:
             for number, to in ((TableNumber(7), TableNumber(2)), (TableNumber(8), TableNumber(7)))
         }
         found = self.find(
-            {**stored, **ways, TableNumber(9): WayBack(endpoint=ENDPOINT, number=TableNumber(9), to=TableNumber(5))}
+            {
+                **stored,
+                **ways,
+                TableNumber(9): WayBack(
+                    endpoint=ENDPOINT, number=TableNumber(9), to=TableNumber(5)
+                ),
+            }
         )
         assert found is not None
         assert found.number == TableNumber(7)
@@ -237,18 +278,26 @@ def test_plan_tables_keeps_feedback_key_of_first_table() -> None:
     table: ReplicaTable | None = None
     for sequence, weights in enumerate(({"a": 100}, {"a": 90, "b": 10}, {"c": 50, "a": 50}), 1):
         state, key = make_state(weights), f"{sequence:032x}"
-        prepared, table = plan_tables(ENDPOINT, state, sequence, table, digest=None, limits_s={}, new_key=key)
-        assert {one.table.feedback_key for one in (prepared, table) if one is not None} == {f"{1:032x}"}
+        prepared, table = plan_tables(
+            ENDPOINT, state, sequence, table, digest=None, limits_s={}, new_key=key
+        )
+        assert {one.table.feedback_key for one in (prepared, table) if one is not None} == {
+            f"{1:032x}"
+        }
 
 
 def test_plan_tables_after_table_without_feedback_key_sets_new_key() -> None:
     _, first = plan(1, {"a": 100})
-    _, second = plan_tables(ENDPOINT, make_state({"a": 100}), 2, first, digest=None, limits_s={}, new_key=KEY)
+    _, second = plan_tables(
+        ENDPOINT, make_state({"a": 100}), 2, first, digest=None, limits_s={}, new_key=KEY
+    )
     assert (first.table.feedback_key, second.table.feedback_key) == ("", KEY)
 
 
 def test_find_newest_with_rollback_entry_keeps_feedback_key() -> None:
-    _, first = plan_tables(ENDPOINT, make_state({"a": 100}), 1, None, digest=None, limits_s={}, new_key=KEY)
+    _, first = plan_tables(
+        ENDPOINT, make_state({"a": 100}), 1, None, digest=None, limits_s={}, new_key=KEY
+    )
     back = WayBack(endpoint=ENDPOINT, number=TableNumber(5), to=first.number)
     tables: dict[TableNumber, StoredTable] = {one.number: one for one in (first, back)}
     newest, _ = find_newest([f"{one}.json" for one in tables], tables.__getitem__)
@@ -256,6 +305,8 @@ def test_find_newest_with_rollback_entry_keeps_feedback_key() -> None:
 
 
 def test_feedback_key_does_not_appear_in_text_of_table() -> None:
-    _, table = plan_tables(ENDPOINT, make_state({"a": 100}), 1, None, digest=None, limits_s={}, new_key=KEY)
+    _, table = plan_tables(
+        ENDPOINT, make_state({"a": 100}), 1, None, digest=None, limits_s={}, new_key=KEY
+    )
     assert table.table.feedback_key == KEY
     assert KEY not in f"{table} {table!r} {table.table}"

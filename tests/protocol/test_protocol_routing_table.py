@@ -35,9 +35,13 @@ def state(weights: dict[str, int], generation: int = 1) -> EndpointState:
 @st.composite
 def states(draw: st.DrawFn) -> EndpointState:
     names = draw(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4, unique=True))
-    cuts = sorted(draw(st.lists(st.integers(0, 100), min_size=len(names) - 1, max_size=len(names) - 1)))
+    cuts = sorted(
+        draw(st.lists(st.integers(0, 100), min_size=len(names) - 1, max_size=len(names) - 1))
+    )
     edges = [0, *cuts, 100]
-    return state({name: edges[i + 1] - edges[i] for i, name in enumerate(names)}, draw(st.integers(0, 10**9)))
+    return state(
+        {name: edges[i + 1] - edges[i] for i, name in enumerate(names)}, draw(st.integers(0, 10**9))
+    )
 
 
 @given(st.lists(states(), min_size=1, max_size=4))
@@ -49,7 +53,9 @@ def test_decode_table_restores_table_and_slots_match_split(history: list[Endpoin
     assert decode_table(encode_table(table)) == table
     percent = table.list_slots()
     assert len(percent) == 100
-    assert {n: percent.count(n) for n in table.layout} == {n: table.state.split.weights.get(n, 0) for n in table.layout}
+    assert {n: percent.count(n) for n in table.layout} == {
+        n: table.state.split.weights.get(n, 0) for n in table.layout
+    }
 
 
 def test_build_next_table_puts_new_deployments_first() -> None:
@@ -70,7 +76,8 @@ def test_build_next_table_with_two_new_deployments_puts_smaller_first() -> None:
 def test_build_next_table_with_changed_manifest_treats_deployment_as_new() -> None:
     first = build_next_table(None, state({"a": 90, "b": 10}))
     changed = replace(
-        state({"a": 10, "b": 90}), deployments=(fileless_deployment("a", "other"), fileless_deployment("b"))
+        state({"a": 10, "b": 90}),
+        deployments=(fileless_deployment("a", "other"), fileless_deployment("b")),
     )
     assert build_next_table(first, changed).layout == ("a", "b")
 
@@ -121,7 +128,9 @@ def history() -> list[RoutingTable]:
     return [first, second, build_next_table(second, state({"a": 0, "b": 100}, 3))]
 
 
-def test_table_file_read_returns_last_written_table(tmp_path: Path, history: list[RoutingTable]) -> None:
+def test_table_file_read_returns_last_written_table(
+    tmp_path: Path, history: list[RoutingTable]
+) -> None:
     tables = TableFile(tmp_path)
     assert tables.read() is None
     for number, table in enumerate(history):

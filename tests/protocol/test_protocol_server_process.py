@@ -33,9 +33,18 @@ PROVIDERS = (LocalEndpoints, SageMakerEndpoints, AzureEndpoints)
     ("target", "why"),
     [
         (Target(name="node", runtime="javascript"), "the server runs 'onnxruntime'"),
-        (Target(name="own", env=Environment(requirements=("onnxruntime==1.20",))), "an isolated environment"),
+        (
+            Target(name="own", env=Environment(requirements=("onnxruntime==1.20",))),
+            "an isolated environment",
+        ),
         (Target(name="phone", ort_format=OrtFormat()), ".ort files"),
-        (Target(name="npu", providers=(Provider(name="QNNExecutionProvider", package="onnxruntime_qnn"),)), "plug-in"),
+        (
+            Target(
+                name="npu",
+                providers=(Provider(name="QNNExecutionProvider", package="onnxruntime_qnn"),),
+            ),
+            "plug-in",
+        ),
         (ON_CUDA, "has no CUDAExecutionProvider; it has CPUExecutionProvider"),
     ],
     ids=lambda value: value.name if isinstance(value, Target) else "",
@@ -51,7 +60,9 @@ def test_explain_unservable_accepts_threads_and_available_providers() -> None:
 
 
 @pytest.mark.parametrize("kind", PROVIDERS)
-def test_explain_unservable_of_endpoint_provider_names_missing_execution_provider(kind: type, tmp_path: object) -> None:
+def test_explain_unservable_of_endpoint_provider_names_missing_execution_provider(
+    kind: type, tmp_path: object
+) -> None:
     provider = kind(tmp_path)
     assert provider.explain_unservable(Target(name="cpu-1t")) == ""
     assert CUDA.name in provider.explain_unservable(ON_CUDA)
@@ -80,7 +91,9 @@ ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0) 
 
 def test_read_start_time_without_first_thread_is_unchanged_until_last_ends() -> None:
     """As for a moment after a SIGKILL, when its threads end one by one; its port is taken until then."""
-    with subprocess.Popen([sys.executable, "-c", FIRST_THREAD_ENDS], stdin=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", FIRST_THREAD_ENDS], stdin=subprocess.PIPE
+    ) as process:
         started = read_start_time(process.pid)
         while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
             assert process.poll() is None

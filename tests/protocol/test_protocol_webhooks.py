@@ -21,10 +21,14 @@ from onnx_ops.protocol.webhooks import (
 )
 
 SECRET, NOW = "a secret of some length", 1_700_000_000.0
-BODY = json.dumps({"entity": "model_version_alias", "action": "created", "data": {"name": "digits"}}).encode()
+BODY = json.dumps(
+    {"entity": "model_version_alias", "action": "created", "data": {"name": "digits"}}
+).encode()
 
 
-def headers(body: bytes = BODY, *, delivery: str = "d-1", at: float = NOW, secret: str = SECRET) -> Mapping[str, str]:
+def headers(
+    body: bytes = BODY, *, delivery: str = "d-1", at: float = NOW, secret: str = SECRET
+) -> Mapping[str, str]:
     timestamp = str(int(at))
     return {
         ID_HEADER: delivery,
@@ -58,8 +62,12 @@ def test_verify_delivery_outside_tolerance_is_refused(age: float) -> None:
 
 @pytest.mark.parametrize("name", [ID_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER])
 @pytest.mark.parametrize("value", [None, "", "x", "v1,", "v1,AAAA", "ÿ", "9" * 5000])
-def test_verify_delivery_with_changed_header_raises_invalid_signature(name: str, value: str | None) -> None:
-    given_headers = {key: text for key, text in headers().items() if key != name or value is not None}
+def test_verify_delivery_with_changed_header_raises_invalid_signature(
+    name: str, value: str | None
+) -> None:
+    given_headers = {
+        key: text for key, text in headers().items() if key != name or value is not None
+    }
     if value is not None:
         given_headers[name] = value
     with pytest.raises(InvalidSignatureError):
@@ -83,7 +91,9 @@ def test_verify_delivery_with_other_secret_raises_invalid_signature() -> None:
 
 
 @given(st.binary(max_size=200), st.integers(0, 199), st.integers(1, 255))
-def test_verify_delivery_with_changed_body_raises_invalid_signature(body: bytes, place: int, change: int) -> None:
+def test_verify_delivery_with_changed_body_raises_invalid_signature(
+    body: bytes, place: int, change: int
+) -> None:
     if place >= len(body):
         return
     changed = body[:place] + bytes([body[place] ^ change]) + body[place + 1 :]
@@ -92,15 +102,28 @@ def test_verify_delivery_with_changed_body_raises_invalid_signature(body: bytes,
 
 
 @given(
-    st.dictionaries(st.sampled_from([ID_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER]), st.text(max_size=40)),
+    st.dictionaries(
+        st.sampled_from([ID_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER]), st.text(max_size=40)
+    ),
     st.binary(max_size=80),
 )
-def test_verify_delivery_without_valid_signature_raises_error(given_headers: dict[str, str], body: bytes) -> None:
+def test_verify_delivery_without_valid_signature_raises_error(
+    given_headers: dict[str, str], body: bytes
+) -> None:
     with pytest.raises(OnnxOpsError):
         verify_delivery(given_headers, body, secret=SECRET, now=NOW)
 
 
-NAMELESS = [b"", b"[]", b"{}", b"null", b'{"data":{}}', b'{"data":{"name":3}}', b'{"data":{"name":""}}', b"\xff"]
+NAMELESS = [
+    b"",
+    b"[]",
+    b"{}",
+    b"null",
+    b'{"data":{}}',
+    b'{"data":{"name":3}}',
+    b'{"data":{"name":""}}',
+    b"\xff",
+]
 
 
 @pytest.mark.parametrize("body", [*NAMELESS, b"[" * 100_000], ids=[*map(repr, NAMELESS), "deep"])

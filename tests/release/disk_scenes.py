@@ -98,7 +98,9 @@ def damage(root: Path) -> list[str]:
         except OnnxOpsError as error:
             found.append(str(error))
     folders = [one.digest for one in models.list_folders() if one.digest is not None]
-    found += [f"model folder {digest} is damaged" for digest in folders if models.location(digest) is None]
+    found += [
+        f"model folder {digest} is damaged" for digest in folders if models.location(digest) is None
+    ]
     for one in store.contents():
         try:
             if one.digest is not None:

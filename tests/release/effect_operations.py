@@ -31,7 +31,9 @@ PLUGINS = Path(__file__).resolve().parents[2] / "benchmarks" / "synthetic"
 MONTH = 30 * DAY
 _ALL = (*OF_FILES, *OF_CALLS)
 
-_RELEASE = "register: {model: digits, promote: auto}\ndeploy: {endpoint: digits, target: machine-0}\n"
+_RELEASE = (
+    "register: {model: digits, promote: auto}\ndeploy: {endpoint: digits, target: machine-0}\n"
+)
 
 
 @contextmanager
@@ -96,7 +98,9 @@ def judged() -> Scene:
 
 def end_of_run(scene: Scene) -> Mapping[str, Any]:
     """With what the registry holds, and what a further run does."""
-    versions = [(one.version, one.variant, one.manifest) for one in scene.world.registry.versions(MODEL)]
+    versions = [
+        (one.version, one.variant, one.manifest) for one in scene.world.registry.versions(MODEL)
+    ]
     return {**comparable_end(scene), "versions": sorted(versions), "executed": run(scene)}
 
 
@@ -159,7 +163,9 @@ OPERATIONS: Mapping[str, Operation] = {
         end=end_of_deletion,
         kinds=_ALL,
     ),
-    "prune": Operation(setup=full_house, act=prune_all, follow=prune_all, end=end_of_pruning, kinds=_ALL),
+    "prune": Operation(
+        setup=full_house, act=prune_all, follow=prune_all, end=end_of_pruning, kinds=_ALL
+    ),
     "release": Operation(setup=judged, act=run, end=end_of_run, kinds=_ALL),
     "run": Operation(setup=pipeline, act=run, end=end_of_run),
 }

@@ -14,7 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from onnx_ops.domain.ledger import AliasesWritten, LeaseRenewed, LedgerEntry, MetricsRecorded, NotificationSent
+from onnx_ops.domain.ledger import (
+    AliasesWritten,
+    LeaseRenewed,
+    LedgerEntry,
+    MetricsRecorded,
+    NotificationSent,
+)
 from onnx_ops.domain.rollout import Roles
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, StillPendingError
 from onnx_ops.release.effects import LEASE_S
@@ -37,17 +43,28 @@ def comparable_end(scene: Scene) -> dict[str, Any]:
     when an override was given differ. `unshown` are entries that the registry should show to people, and does not."""
     end, shown = end_of(scene), scene.world.registry.mirrored
     roles = {
-        name: {role: one.manifest for role in ("stable", "previous", "candidate") if (one := getattr(found, role))}
+        name: {
+            role: one.manifest
+            for role in ("stable", "previous", "candidate")
+            if (one := getattr(found, role))
+        }
         for name, found in cast("Mapping[str, Roles]", end["roles"]).items()
     }
-    return {**end, "roles": roles, "unshown": [entry for entry in _to_show(scene) if entry not in shown]}
+    return {
+        **end,
+        "roles": roles,
+        "unshown": [entry for entry in _to_show(scene) if entry not in shown],
+    }
 
 
 def _to_show(scene: Scene) -> Iterator[LedgerEntry]:
     """The entries before the last note of each endpoint that the registry says what the ledger says."""
     for name in scene.world.ledger.endpoints():
         entries = scene.world.ledger.read(name)
-        last = max((entry.sequence for entry in entries if isinstance(entry.body, AliasesWritten)), default=0)
+        last = max(
+            (entry.sequence for entry in entries if isinstance(entry.body, AliasesWritten)),
+            default=0,
+        )
         for entry in entries[: last - 1] if last else ():
             if not isinstance(entry.body, MetricsRecorded | NotificationSent | LeaseRenewed):
                 yield entry
@@ -84,7 +101,9 @@ def sweep_effects(
         counted, scene = Faults(), copies()
         with _disturbed(scene, root, counted, kinds[0]):
             operation.act(scene)
-        points += [(one, at) for one in kinds if one in operation.kinds for at in range(counted.moments)]
+        points += [
+            (one, at) for one in kinds if one in operation.kinds for at in range(counted.moments)
+        ]
     whole = copies()
     operation.act(whole)
     operation.follow(whole)
@@ -97,7 +116,9 @@ def sweep_effects(
     return tally
 
 
-def _disturbed(scene: Scene, root: Path, faults: Faults, kind: FaultKind) -> AbstractContextManager[None]:
+def _disturbed(
+    scene: Scene, root: Path, faults: Faults, kind: FaultKind
+) -> AbstractContextManager[None]:
     if kind in OF_FILES:
         return faults.in_folder(root)
     scene.faults = faults
@@ -113,7 +134,9 @@ def _faults(kind: FaultKind, moment: int) -> Faults:
     return Faults(at=moment, error=OSError(number, os.strerror(number)))
 
 
-def _try(operation: Operation, scene: Scene, root: Path, point: Point, expected: Mapping[str, Any]) -> list[str]:
+def _try(
+    operation: Operation, scene: Scene, root: Path, point: Point, expected: Mapping[str, Any]
+) -> list[str]:
     """A process that meets an error has ended; one that meets a closed folder lives until its lease has expired."""
     kind, moment = point
     repeat = True
@@ -142,6 +165,8 @@ def _try(operation: Operation, scene: Scene, root: Path, point: Point, expected:
     except Exception as error:
         return [f"what followed failed: {error!r}", *damage(root)]
     end = operation.end(scene)
-    return [f"{key}: {end[key]} instead of {expected[key]}" for key in expected if end[key] != expected[key]] + damage(
-        root
-    )
+    return [
+        f"{key}: {end[key]} instead of {expected[key]}"
+        for key in expected
+        if end[key] != expected[key]
+    ] + damage(root)

@@ -12,7 +12,12 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_file
-from onnx_ops.domain.attestation import Envelope, OverrideRecord, override_reason_tag, override_record_tag
+from onnx_ops.domain.attestation import (
+    Envelope,
+    OverrideRecord,
+    override_reason_tag,
+    override_record_tag,
+)
 from onnx_ops.domain.decision import DecisionRecord, Verdict
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.execution import Execution, SessionSettings
@@ -59,7 +64,9 @@ def decision_record(release: Digest, variant: str, manifest: Digest) -> Decision
     )
 
 
-def publish_file(world: FakeWorld, file: Path, release: Digest, *, variant: str = "fp32", **about: Any) -> str:
+def publish_file(
+    world: FakeWorld, file: Path, release: Digest, *, variant: str = "fp32", **about: Any
+) -> str:
     """Register a model file as a version with a signed decision, in which `about` stands in place of the defaults."""
     manifest = Manifest(files={"model.onnx": digest_file(file)})
     decided = replace(decision_record(release, variant, manifest.digest()), **about)
@@ -70,19 +77,27 @@ def publish_file(world: FakeWorld, file: Path, release: Digest, *, variant: str 
         signed={decided.target: sign_record(decided, world.signer)},
     )
     lineage = Lineage(pipeline="p", release=release)
-    return world.registry.publish(Publication(model=decided.model, lineage=lineage, variants=(record,)))[variant]
+    return world.registry.publish(
+        Publication(model=decided.model, lineage=lineage, variants=(record,))
+    )[variant]
 
 
 def override_record(record: VersionRecord | Deployment, **changes: Any) -> OverrideRecord:
     """An override of exactly this version by alice, in which `changes` stand in place of the defaults."""
-    about = {name: getattr(record, name) for name in ("model", "version", "release", "variant", "manifest")}
+    about = {
+        name: getattr(record, name)
+        for name in ("model", "version", "release", "variant", "manifest")
+    }
     given = {"target": TARGET, "reason": "sure", "by": "alice", "at": "2026-01-01T00:00:00+00:00"}
     return OverrideRecord(**{**about, **given, **changes})
 
 
 def override_tags(envelope: Envelope, reason: str = "sure") -> dict[str, str]:
     """The tags of a version that hold an override."""
-    return {override_reason_tag(TARGET): reason, override_record_tag(TARGET): codec.dumps(envelope).decode()}
+    return {
+        override_reason_tag(TARGET): reason,
+        override_record_tag(TARGET): codec.dumps(envelope).decode(),
+    }
 
 
 new_world: ContextVar[Callable[[], FakeWorld]] = ContextVar("new_world", default=FakeWorld)
@@ -126,13 +141,17 @@ class Scene:
         self.processes += 1
         self.faults = None
 
-    def publish(self, seed: str, *, variant: str = "fp32", verdict: Verdict = Verdict.PASS, **decided: Any) -> str:
+    def publish(
+        self, seed: str, *, variant: str = "fp32", verdict: Verdict = Verdict.PASS, **decided: Any
+    ) -> str:
         """A version of release `seed` with a signed decision; versions count from 1."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "model.onnx"
             file.write_text(f"{seed} {variant}")
             about = {"verdict": verdict, "verdicts": {"size": verdict}, **decided}
-            return publish_file(self.world, file, digest_bytes(seed.encode()), variant=variant, **about)
+            return publish_file(
+                self.world, file, digest_bytes(seed.encode()), variant=variant, **about
+            )
 
     def forge(self, version: str, **changes: object) -> VersionRecord:
         """Let the registry say something else about a version."""
@@ -146,8 +165,12 @@ class Scene:
     def bind(self, endpoint: str = "digits", policy: RolloutPolicy = AT_ONCE) -> None:
         bind_endpoint(self.context, config_of(endpoint), policy)
 
-    def promote(self, version: str, *, override: bool = False, reason: str = "", actor: str = "") -> PromotionResult:
-        return promote(self.context, MODEL, version, TARGET, override=override, reason=reason, actor=actor)
+    def promote(
+        self, version: str, *, override: bool = False, reason: str = "", actor: str = ""
+    ) -> PromotionResult:
+        return promote(
+            self.context, MODEL, version, TARGET, override=override, reason=reason, actor=actor
+        )
 
     def reconcile(self, endpoint: str = "digits") -> list[StepReport]:
         reports = reconcile_until_stable(self.context, endpoint)
@@ -178,14 +201,22 @@ class Scene:
 
     def abort(self, endpoint: str = "digits") -> RollbackResult:
         """What an operator does who takes a candidate back."""
-        return roll_back(self.context, endpoint, reason="aborted by an operator", candidate_only=True)
+        return roll_back(
+            self.context, endpoint, reason="aborted by an operator", candidate_only=True
+        )
 
-    def roll_back(self, endpoint: str = "digits", *, to: str | None = None, force: bool = False) -> RollbackResult:
+    def roll_back(
+        self, endpoint: str = "digits", *, to: str | None = None, force: bool = False
+    ) -> RollbackResult:
         return roll_back(self.context, endpoint, to=to, reason="it is slow", force=force)
 
-    def give_override(self, version: str, reason: str, *, by: str = "alice", signer: FakeSigner | None = None) -> None:
+    def give_override(
+        self, version: str, reason: str, *, by: str = "alice", signer: FakeSigner | None = None
+    ) -> None:
         """What the registry's own server writes when a person who may override sets the tag."""
-        signed = sign_record(override_record(self.record(version), reason=reason, by=by), signer or self.world.signer)
+        signed = sign_record(
+            override_record(self.record(version), reason=reason, by=by), signer or self.world.signer
+        )
         self.world.registry.annotate(MODEL, version, override_tags(signed.envelope, reason))
 
     def set_alias(self, alias: str, version: str) -> None:

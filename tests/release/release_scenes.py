@@ -19,7 +19,11 @@ from tests.release.release_parts import CANARY, CHALLENGER, CHAMPION, MODEL, Sce
 GUARDED = RolloutPolicy(
     steps=(0.1, 0.5, 1.0),
     min_requests=(200,),
-    guardrails=(Guardrail(name="errors"), Guardrail(name="latency_p50"), Guardrail(name="latency_p99")),
+    guardrails=(
+        Guardrail(name="errors"),
+        Guardrail(name="latency_p50"),
+        Guardrail(name="latency_p99"),
+    ),
 )
 
 

@@ -83,5 +83,7 @@ def test_bind_endpoint_with_changed_immutable_setting_raises_user_error(scene: S
 
 
 def test_abandon_endpoint_during_another_change_is_refused(scene: Scene) -> None:
-    refused_while_at_work(scene, lambda context: bind_endpoint(context, here(region="b"), AT_ONCE, abandon="it moves"))
+    refused_while_at_work(
+        scene, lambda context: bind_endpoint(context, here(region="b"), AT_ONCE, abandon="it moves")
+    )
     assert bind_endpoint(scene.context, here(region="b"), AT_ONCE, abandon="it moves")

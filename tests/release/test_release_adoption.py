@@ -66,13 +66,17 @@ class Site:
 
     def __init__(self) -> None:
         self.objects = MemoryObjects()
-        self.scene = Scene(world=FakeWorld(ledger=ObjectLedger(self.objects, open_keys(MAIN, MAIN))))
+        self.scene = Scene(
+            world=FakeWorld(ledger=ObjectLedger(self.objects, open_keys(MAIN, MAIN)))
+        )
         serving("a", "b", world=self.scene.world)
         on_trial_in(self.scene)
 
     def open(self, signer: FakeSigner | None, *trusted: FakeSigner) -> Context:
         """Return the context of a machine that has read nothing yet."""
-        world = replace(self.scene.world, ledger=ObjectLedger(self.objects, open_keys(signer, *trusted)))
+        world = replace(
+            self.scene.world, ledger=ObjectLedger(self.objects, open_keys(signer, *trusted))
+        )
         return replace(world.context(f"machine {len(trusted)}"), signer=lambda: signer)
 
     def read(self, *trusted: FakeSigner) -> ReleaseState:
@@ -86,7 +90,9 @@ class Site:
         """Append what only the signature can tell from an honest entry."""
         names = sorted(name for name in self.objects.data if name.startswith(f"{ENDPOINT}/0"))
         previous = decode(ENDPOINT, len(names), self.objects.data[names[-1]]).digest
-        entry = LedgerEntry(endpoint=ENDPOINT, sequence=len(names) + 1, at=0.0, actor="alice", body=body)
+        entry = LedgerEntry(
+            endpoint=ENDPOINT, sequence=len(names) + 1, at=0.0, actor="alice", body=body
+        )
         data = encode(ChainedEntry(previous=previous, snapshot=None, entry=entry))
         signatures = codec.dumps(sign_bytes(PAYLOAD_TYPE, data, signer))
         self.objects.data[f"{ENDPOINT}/{entry.sequence:08d}.jsonl"] = data + b"\n" + signatures
@@ -106,7 +112,10 @@ def test_bind_endpoint_first_entry_names_project_place_and_keys(site: Site) -> N
     first = site.scene.world.ledger.read(ENDPOINT)[0].body
     assert isinstance(first, EndpointBound)
     assert first.origin is not None
-    assert (first.origin.place, dict(first.origin.keys)) == ("/nowhere", {MAIN.key: MAIN.trusted_keys})
+    assert (first.origin.place, dict(first.origin.keys)) == (
+        "/nowhere",
+        {MAIN.key: MAIN.trusted_keys},
+    )
     assert first.origin.project == site.scene.context.root.resolve().name
 
 
@@ -133,7 +142,9 @@ def test_admit_key_makes_its_grants_readable_to_other_machines(site: Site) -> No
 
 
 def test_roll_back_with_unadmitted_key_succeeds(site: Site) -> None:
-    assert roll_back(site.open(OTHER, MAIN, OTHER), ENDPOINT, candidate_only=True).moved_from == "v3"
+    assert (
+        roll_back(site.open(OTHER, MAIN, OTHER), ENDPOINT, candidate_only=True).moved_from == "v3"
+    )
     assert site.read(MAIN).roles.candidate is None
 
 
@@ -152,7 +163,9 @@ def test_withdraw_key_preserves_state_for_machines_without_that_key(site: Site) 
     assert kept == before
     assert set(state.keys) == {OTHER.key}
     # The chain leads from the new key's entry to the first.
-    assert [one.sequence for one in site.open(None, OTHER).ledger.read(ENDPOINT)] == list(range(1, state.head + 1))
+    assert [one.sequence for one in site.open(None, OTHER).ledger.read(ENDPOINT)] == list(
+        range(1, state.head + 1)
+    )
     for name in (f"{ENDPOINT}/snapshot.json", f"{ENDPOINT}/00000001.jsonl"):
         site.objects.data.pop(name, None)
     assert site.read(OTHER) == state
@@ -182,7 +195,10 @@ def test_withdraw_key_by_unadmitted_machine_writes_nothing(site: Site) -> None:
     assert isinstance(errors[ENDPOINT], MissingKeyError)
     with pytest.raises(MissingKeyError):
         admit_key(site.open(OTHER, MAIN, OTHER), {OTHER.key: OTHER.trusted_keys})
-    assert admit_key(site.open(OTHER, MAIN, OTHER), {OTHER.key: OTHER.trusted_keys}, by=OTHER.key) == ()
+    assert (
+        admit_key(site.open(OTHER, MAIN, OTHER), {OTHER.key: OTHER.trusted_keys}, by=OTHER.key)
+        == ()
+    )
     assert site.objects.data == before
 
 
@@ -201,7 +217,9 @@ def steal(site: Site) -> int:
     site.forge(RESUME, MAIN)
     admit_key(site.open(MAIN, MAIN), {THIEF.key: THIEF.trusted_keys})
     state = site.read(MAIN)
-    site.forge(LedgerAdopted(keys={THIEF.key: THIEF.trusted_keys}, state=replace(state, rejected={})), MAIN)
+    site.forge(
+        LedgerAdopted(keys={THIEF.key: THIEF.trusted_keys}, state=replace(state, rejected={})), MAIN
+    )
     site.forge(RESUME, THIEF)
     assert not site.read(MAIN).rejected
     return last
@@ -284,10 +302,15 @@ def test_adopt_after_damage_of_already_read_entry_succeeds(
         roll_back(site.open(MAIN, MAIN), ENDPOINT, candidate_only=True)
         reconcile_until_stable(site.open(MAIN, MAIN), ENDPOINT)
         assert f"{ENDPOINT}/snapshot.json" in site.objects.data
-    assert ObjectLedger(site.objects, open_keys(MAIN, MAIN), tmp_path).state(ENDPOINT).adopted == seen.head + 1
+    assert (
+        ObjectLedger(site.objects, open_keys(MAIN, MAIN), tmp_path).state(ENDPOINT).adopted
+        == seen.head + 1
+    )
 
 
-def test_adopt_of_older_backup_is_detected_by_machine_with_newer_state(site: Site, tmp_path: Path) -> None:
+def test_adopt_of_older_backup_is_detected_by_machine_with_newer_state(
+    site: Site, tmp_path: Path
+) -> None:
     backup = dict(site.objects.data)
     roll_back(site.scene.context, ENDPOINT, candidate_only=True)
     ObjectLedger(site.objects, open_keys(MAIN, MAIN), tmp_path).state(ENDPOINT)
@@ -370,7 +393,9 @@ def test_adopt_after_adoption_by_other_process_raises_conflict_error(site: Site)
 
 
 def adopt_unsigned(site: Site, state: ReleaseState) -> None:
-    append_raw(site.objects, ENDPOINT, LedgerAdopted(keys={THIEF.key: THIEF.trusted_keys}, state=state))
+    append_raw(
+        site.objects, ENDPOINT, LedgerAdopted(keys={THIEF.key: THIEF.trusted_keys}, state=state)
+    )
 
 
 def adopt_by_thief(site: Site, state: ReleaseState) -> None:
@@ -402,7 +427,9 @@ def test_forged_adoption_pointer_raises_corrupt_state_error(site: Site, pointer:
     operator = site.open(MAIN, MAIN)
     adopt(operator, Adoption(state=site.read(MAIN), count=site.count, damage=""))
     first = site.count
-    fresh = Scene(world=replace(site.scene.world, ledger=ObjectLedger(site.objects, open_keys(MAIN, MAIN))))
+    fresh = Scene(
+        world=replace(site.scene.world, ledger=ObjectLedger(site.objects, open_keys(MAIN, MAIN)))
+    )
     roll_back(fresh.context, ENDPOINT, candidate_only=True)
     state = site.read(MAIN)
     rejected = state.rejected

@@ -91,7 +91,9 @@ class Loading(FakeProvider):
         for one in state.deployments:
             if held is None or one not in held.deployments:
                 copy = self._copies.fetch(one)
-                self.loaded += [digest_file(copy / name) for name in ("model.onnx", *one.custom_ops)]
+                self.loaded += [
+                    digest_file(copy / name) for name in ("model.onnx", *one.custom_ops)
+                ]
 
 
 @dataclass
@@ -151,7 +153,9 @@ class Site:
         scale: float | None = None,
     ) -> str:
         folder = self.root / "built" / model / str(number)
-        scaling_deployment(folder, name="x", version=str(number), scale=scale or float(number), model=model)
+        scaling_deployment(
+            folder, name="x", version=str(number), scale=scale or float(number), model=model
+        )
         return publish_file(
             self.world,
             folder / "model.onnx",
@@ -190,24 +194,36 @@ class Site:
     def rewrite(self, change: Callable[[Any], Any]) -> None:
         """Every document of the ledger is replaced by what `change` makes of it."""
         for path in sorted((self.root / "ledger" / ENDPOINT).iterdir()):
-            path.write_text("\n".join(json.dumps(change(json.loads(line))) for line in path.read_text().splitlines()))
+            path.write_text(
+                "\n".join(
+                    json.dumps(change(json.loads(line))) for line in path.read_text().splitlines()
+                )
+            )
 
     def deployment(self, version: str, **changes: Any) -> Deployment:
         """A deployment of a version as the ledger would have it, with the authority that the attacker gives it."""
         record = self.record(version)
         known = self.state().known["1"]
         there = {"location": str(self.root / "built" / MODEL / version), "authority": None}
-        about = {name: getattr(record, name) for name in ("version", "release", "variant", "manifest")}
+        about = {
+            name: getattr(record, name) for name in ("version", "release", "variant", "manifest")
+        }
         return replace(known, name=f"v{version}", **{**about, **there, **changes})
 
     def drive(self) -> None:
         """Everything that an unsuspecting operator does next."""
         for act in (
-            lambda: self.messages.extend(r.why for r in reconcile_until_stable(self.context, ENDPOINT)),
+            lambda: self.messages.extend(
+                r.why for r in reconcile_until_stable(self.context, ENDPOINT)
+            ),
             lambda: promote(self.context, MODEL, "3", TARGET),
-            lambda: self.messages.extend(r.why for r in reconcile_until_stable(self.context, ENDPOINT)),
+            lambda: self.messages.extend(
+                r.why for r in reconcile_until_stable(self.context, ENDPOINT)
+            ),
             lambda: roll_back(self.context, ENDPOINT, reason="what is this?"),
-            lambda: self.messages.extend(r.why for r in reconcile_until_stable(self.context, ENDPOINT)),
+            lambda: self.messages.extend(
+                r.why for r in reconcile_until_stable(self.context, ENDPOINT)
+            ),
         ):
             try:
                 act()
@@ -225,18 +241,24 @@ class Site:
 
 
 def all_to(deployment: Deployment) -> EndpointState:
-    return EndpointState(deployments=(deployment,), split=TrafficSplit(weights={deployment.name: 100}))
+    return EndpointState(
+        deployments=(deployment,), split=TrafficSplit(weights={deployment.name: 100})
+    )
 
 
 def bringing(deployment: Deployment, kind: ActionKind = ActionKind.FINISH) -> Action:
-    return Action(kind=kind, state=all_to(deployment), roles=Roles(stable=deployment), why="looks good")
+    return Action(
+        kind=kind, state=all_to(deployment), roles=Roles(stable=deployment), why="looks good"
+    )
 
 
 def begun(action: Action) -> Intent:
     return Intent(action=action, holder="a process that died", expires_at=0.0)
 
 
-def decision_of(site: Site, version: str = "1", target: str = TARGET, model: str = MODEL) -> SignedDecision:
+def decision_of(
+    site: Site, version: str = "1", target: str = TARGET, model: str = MODEL
+) -> SignedDecision:
     return site.record(version, model).decisions[target]
 
 
@@ -252,7 +274,9 @@ def override_of(site: Site, version: str) -> Envelope:
 
 
 def past_override(site: Site) -> OverrideRecorded:
-    (given,) = [e.body for e in site.ledger().read(ENDPOINT) if isinstance(e.body, OverrideRecorded)]
+    (given,) = [
+        e.body for e in site.ledger().read(ENDPOINT) if isinstance(e.body, OverrideRecorded)
+    ]
     return given
 
 
@@ -297,7 +321,12 @@ def release_of_the_overridden(site: Site) -> None:
 
 def tags_of_the_overridden(site: Site) -> None:
     two = site.record("2")
-    site.forge("3", tags={tag: two.tags[tag] for tag in (override_reason_tag(TARGET), override_record_tag(TARGET))})
+    site.forge(
+        "3",
+        tags={
+            tag: two.tags[tag] for tag in (override_reason_tag(TARGET), override_record_tag(TARGET))
+        },
+    )
     site.ask_for("3")
 
 
@@ -311,7 +340,9 @@ def identity_of_the_approved(site: Site) -> None:
 
 def replaced_artifact(site: Site) -> None:
     site.world.registry.tamper(site.record("4"), "model.onnx")
-    decision = sign_record(replace(decision_of(site, "4", GPU).record, target=TARGET), site.world.signer)
+    decision = sign_record(
+        replace(decision_of(site, "4", GPU).record, target=TARGET), site.world.signer
+    )
     site.forge("4", decisions={TARGET: decision})
     site.ask_for("4")
 
@@ -332,13 +363,17 @@ def begun_rollout(site: Site) -> None:
 
 def begun_rollout_with_the_authority_of_another(site: Site) -> None:
     one = site.state().known["1"]
-    site.append(begun(bringing(site.deployment("3", authority=one.authority, evidence=one.evidence))))
+    site.append(
+        begun(bringing(site.deployment("3", authority=one.authority, evidence=one.evidence)))
+    )
 
 
 def other_files_under_an_approved_name(site: Site) -> None:
     """All that is said is approved; only the files are others."""
     one = site.state().known["1"]
-    site.append(begun(bringing(replace(one, name="v7", location=str(site.root / "built" / MODEL / "3")))))
+    site.append(
+        begun(bringing(replace(one, name="v7", location=str(site.root / "built" / MODEL / "3"))))
+    )
 
 
 def added_library(site: Site) -> None:
@@ -348,7 +383,9 @@ def added_library(site: Site) -> None:
     (folder / "custom_ops" / TARGET).mkdir(parents=True)
     (folder / "custom_ops" / TARGET / "evil.so").write_bytes(b"\x7fELF")
     library = f"custom_ops/{TARGET}/evil.so"
-    site.append(begun(bringing(replace(one, name="v7", location=str(folder), custom_ops=(library,)))))
+    site.append(
+        begun(bringing(replace(one, name="v7", location=str(folder), custom_ops=(library,))))
+    )
 
 
 def finished_rollout(site: Site) -> None:
@@ -359,7 +396,9 @@ def finished_rollout(site: Site) -> None:
 
 def begun_canary(site: Site) -> None:
     one = site.state().known["1"]
-    mixed = EndpointState(deployments=(one, site.deployment("3")), split=TrafficSplit(weights={"v1": 50, "v3": 50}))
+    mixed = EndpointState(
+        deployments=(one, site.deployment("3")), split=TrafficSplit(weights={"v1": 50, "v3": 50})
+    )
     roles = Roles(stable=one, candidate=site.deployment("3"))
     site.append(begun(Action(kind=ActionKind.START, state=mixed, roles=roles, why="step 1")))
 
@@ -381,7 +420,11 @@ def previous_version_replaced(site: Site) -> None:
 def forged_override_in_the_ledger(site: Site) -> None:
     record = site.record("3")
     given = OverrideRecorded(
-        release=record.release, manifest=record.manifest, version="3", reason="sure", signed=override_of(site, "3")
+        release=record.release,
+        manifest=record.manifest,
+        version="3",
+        reason="sure",
+        signed=override_of(site, "3"),
     )
     site.append(given)
     site.ask_for("3")
@@ -412,7 +455,9 @@ def snapshot_with_other_files(site: Site) -> None:
     """The snapshot says that version 3 serves and that nothing was ever rejected."""
     three = codec.to_json(site.deployment("3"))
     while site.state().head % SNAPSHOT_EVERY != 1:
-        Journal.open(site.context, ENDPOINT).append(OperatorCommandSent(command=OperatorCommand.ADVANCE))
+        Journal.open(site.context, ENDPOINT).append(
+            OperatorCommandSent(command=OperatorCommand.ADVANCE)
+        )
     folder = site.root / "ledger" / ENDPOINT
     snapshot = json.loads((folder / "snapshot.json").read_text())
     state = snapshot["state"]
@@ -430,7 +475,9 @@ def bound_to_another_target(site: Site) -> None:
 
 def bound_to_trust_nobody(site: Site) -> None:
     config = replace(site.config, settings={"trusted_keys": ""})
-    site.append(EndpointBound(config=config, policy=RolloutPolicy()), begun(bringing(site.deployment("3"))))
+    site.append(
+        EndpointBound(config=config, policy=RolloutPolicy()), begun(bringing(site.deployment("3")))
+    )
 
 
 def everything_rewritten(site: Site) -> None:
@@ -492,7 +539,9 @@ UNSIGNED = "has no signature|does not follow|does not fit|v1 serves all traffic"
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-@pytest.mark.parametrize("has_release_key", [False, True], ids=["without a key", "with the release key"])
+@pytest.mark.parametrize(
+    "has_release_key", [False, True], ids=["without a key", "with the release key"]
+)
 def test_attack_loads_only_approved_files(
     attack: Callable[[Site], None], has_release_key: bool, tmp_path: Path
 ) -> None:
@@ -509,7 +558,9 @@ def test_attack_loads_only_approved_files(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-def test_attack_on_real_server_loads_only_approved_files(attack: Callable[[Site], None], tmp_path: Path) -> None:
+def test_attack_on_real_server_loads_only_approved_files(
+    attack: Callable[[Site], None], tmp_path: Path
+) -> None:
     site = Site(tmp_path, real=True, has_release_key=True)
     try:
         approved = {site.record("1").manifest}

@@ -19,7 +19,13 @@ from onnx_ops.domain.rollout_policy import DAY
 from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.ports import Context
 from onnx_ops.release.journal import Journal
-from onnx_ops.release.prune import find_digests, find_reachable, find_unreferenced, plan_pruning, prune
+from onnx_ops.release.prune import (
+    find_digests,
+    find_reachable,
+    find_unreferenced,
+    plan_pruning,
+    prune,
+)
 from tests.release.release_parts import MODEL, TARGET, Scene, decision_record
 from tests.release.release_scenes import serving
 
@@ -38,10 +44,14 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Scene, Contex
     scene.world.clock.advance((tmp_path / "now").stat().st_mtime - scene.world.clock.now())
     local = ContentStore(LocalObjects(tmp_path / "store"), tmp_path)
     context = scene.world.context(root=tmp_path)
-    return scene, replace(context, open_store=lambda: local) if request.param == "folder" else context
+    return scene, replace(
+        context, open_store=lambda: local
+    ) if request.param == "folder" else context
 
 
-def test_find_unreferenced_lists_unused_content_without_deleting_it(world: tuple[Scene, Context]) -> None:
+def test_find_unreferenced_lists_unused_content_without_deleting_it(
+    world: tuple[Scene, Context],
+) -> None:
     scene, context = world
     used, unused = context.store.put_bytes(b"used"), context.store.put_bytes(b"unused")
     key = digest_bytes(b"key")
@@ -66,31 +76,41 @@ def test_find_unreferenced_with_zero_age_skips_young_content(world: tuple[Scene,
     assert collectable(context) == []
 
 
-def test_find_unreferenced_keeps_transitively_referenced_content(world: tuple[Scene, Context]) -> None:
+def test_find_unreferenced_keeps_transitively_referenced_content(
+    world: tuple[Scene, Context],
+) -> None:
     scene, context = world
     put = context.store.put_bytes
     samples, weights = put(b"samples"), put(b"weights")
     evidence = put(canonical_json({"raw": samples}))
-    request = put(canonical_json({"inputs": {"export": {"model.onnx": weights}, "seen": [evidence]}}))
+    request = put(
+        canonical_json({"inputs": {"export": {"model.onnx": weights}, "seen": [evidence]}})
+    )
     context.store.record(digest_bytes(b"key"), Manifest(files={"request.json": request}))
     gone = put(canonical_json({"raw": samples}) + b" ")
     scene.world.clock.advance(MONTH + 60)
     assert collectable(context) == [gone]
 
 
-def test_find_unreferenced_keeps_content_named_by_ledger_or_decision(world: tuple[Scene, Context]) -> None:
+def test_find_unreferenced_keeps_content_named_by_ledger_or_decision(
+    world: tuple[Scene, Context],
+) -> None:
     scene, context = world
     put = context.store.put_bytes
     by_ledger, by_decision, by_nobody = put(b"in the ledger"), put(b"evidence"), put(b"nobody's")
     Journal.open(context, "digits").append(ThresholdsFixed(candidate=by_ledger, thresholds=None))
     record = scene.record("1")
-    decided = replace(decision_record(record.release, record.variant, record.manifest), evidence=by_decision)
+    decided = replace(
+        decision_record(record.release, record.variant, record.manifest), evidence=by_decision
+    )
     scene.forge("1", decisions={TARGET: sign_record(decided, scene.world.signer)})
     scene.world.clock.advance(MONTH + 60)
     assert collectable(context) == [by_nobody]
 
 
-def test_find_unreferenced_without_registry_raises_service_unavailable(world: tuple[Scene, Context]) -> None:
+def test_find_unreferenced_without_registry_raises_service_unavailable(
+    world: tuple[Scene, Context],
+) -> None:
     scene, context = world
     context.store.put_bytes(b"unused")
     scene.world.clock.advance(MONTH)
@@ -99,7 +119,9 @@ def test_find_unreferenced_without_registry_raises_service_unavailable(world: tu
         find_unreferenced(context, older_than_s=DAY)
 
 
-def test_prune_deletes_unreferenced_content_unless_stored_again(world: tuple[Scene, Context]) -> None:
+def test_prune_deletes_unreferenced_content_unless_stored_again(
+    world: tuple[Scene, Context],
+) -> None:
     scene, context = world
     unused = context.store.put_bytes(b"unused")
     scene.world.clock.advance(MONTH + 60)
@@ -113,10 +135,15 @@ def test_prune_deletes_unreferenced_content_unless_stored_again(world: tuple[Sce
     assert context.store.contents() == ()
 
 
-def test_find_unreferenced_with_damaged_content_succeeds(world: tuple[Scene, Context], tmp_path: Path) -> None:
+def test_find_unreferenced_with_damaged_content_succeeds(
+    world: tuple[Scene, Context], tmp_path: Path
+) -> None:
     scene, context = world
     lost = context.store.put_bytes(b"lost")
-    context.store.record(digest_bytes(b"key"), Manifest(files={"file.json": lost, "never there": digest_bytes(b"no")}))
+    context.store.record(
+        digest_bytes(b"key"),
+        Manifest(files={"file.json": lost, "never there": digest_bytes(b"no")}),
+    )
     for path in tmp_path.rglob(hex_digits(lost)):
         path.chmod(0o600)
         path.write_bytes(b"spoilt")
@@ -139,5 +166,7 @@ def test_find_reachable_from_roots_returns_exactly_linked_digests(
 
 
 @given(st.lists(nodes), st.binary(max_size=40).filter(lambda data: b"sha256" not in data))
-def test_find_digests_in_document_with_noise_returns_all(digests: list[Digest], noise: bytes) -> None:
+def test_find_digests_in_document_with_noise_returns_all(
+    digests: list[Digest], noise: bytes
+) -> None:
     assert find_digests(noise.join([codec.dumps(digests), noise])) == set(digests)

@@ -25,7 +25,15 @@ from onnx_ops.release.rollback import roll_back_each, select_endpoints
 from onnx_ops.release.status import HistoryFilter, filter_endpoints, read_history, read_statuses
 from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchEventKind, WatchLoop
 from onnx_ops.testing.fakes import FakeNotifier, FakeSigner, FakeWorld, make_ledger_keys
-from tests.release.release_parts import CHALLENGER, CHAMPION, MODEL, PREVIOUS, Scene, config_of, roll_back
+from tests.release.release_parts import (
+    CHALLENGER,
+    CHAMPION,
+    MODEL,
+    PREVIOUS,
+    Scene,
+    config_of,
+    roll_back,
+)
 
 FACES = replace(config_of("faces"), provider="local", model="faces", target="gpu")
 
@@ -35,7 +43,9 @@ class Site:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.scene = Scene(world=FakeWorld(ledger=ObjectLedger(LocalObjects(folder), make_ledger_keys())))
+        self.scene = Scene(
+            world=FakeWorld(ledger=ObjectLedger(LocalObjects(folder), make_ledger_keys()))
+        )
         self.scene.bind("digits")
         for name in ("faces", "faces-eu"):
             bind_endpoint(self.scene.context, replace(FACES, endpoint=name), RolloutPolicy())
@@ -75,7 +85,9 @@ def test_damaged_old_entry_permits_rollback_and_is_reported_by_history(site: Sit
 
 
 @pytest.mark.parametrize("number", [1, 2], ids=["nothing of it can be read", "a part can be read"])
-def test_pending_aliases_beside_damaged_ledger_of_other_model_are_written(site: Site, number: int) -> None:
+def test_pending_aliases_beside_damaged_ledger_of_other_model_are_written(
+    site: Site, number: int
+) -> None:
     site.serve("a", "b")
     site.scene.world.registry.down = True
     roll_back(site.context, "digits")
@@ -115,10 +127,19 @@ def test_watch_with_one_damaged_ledger_reconciles_other_endpoints(site: Site) ->
     site.break_entry("faces", 1)
     reports: list[WatchEvent] = []
     WatchLoop(
-        site.context, ReconcileQueue(), interval_s=5.0, endpoints=(), actor="", on_event=reports.append
+        site.context,
+        ReconcileQueue(),
+        interval_s=5.0,
+        endpoints=(),
+        actor="",
+        on_event=reports.append,
     ).reconcile_all()
     assert site.scene.aliases()[CHAMPION] == "2"
-    trouble = [(one.endpoint, "not JSON" in one.why) for one in reports if one.kind is WatchEventKind.TROUBLE]
+    trouble = [
+        (one.endpoint, "not JSON" in one.why)
+        for one in reports
+        if one.kind is WatchEventKind.TROUBLE
+    ]
     assert trouble == [("faces", True)]
 
 
@@ -143,7 +164,11 @@ def test_champion_alias_beside_damaged_ledger_follows_observed_traffic(pair: Sit
     scene.world.registry.down = False
     provider = scene.world.provider
     its_own, back = (provider.observe(config_of(name)) for name in ("digits-eu", "digits"))
-    for shown, champion in ((its_own, "2"), (None, "2"), (back, "1")):  # version 2, no answer, and version 1
+    for shown, champion in (
+        (its_own, "2"),
+        (None, "2"),
+        (back, "1"),
+    ):  # version 2, no answer, and version 1
         provider.interfere("digits-eu", shown)
         reconcile_until_stable(pair.context, "digits")
         assert scene.aliases()[CHAMPION] == champion
@@ -178,7 +203,10 @@ def test_notification_loop_with_damaged_ledger_notifies_about_others(site: Site)
     site.break_entry("faces", 1)
     reports: list[DeliveryResult] = []
     loop = NotificationLoop(
-        site.context, interval_s=5.0, endpoints=lambda: ("faces", "digits"), on_result=reports.append
+        site.context,
+        interval_s=5.0,
+        endpoints=lambda: ("faces", "digits"),
+        on_result=reports.append,
     )
     loop.send_all()
     loop.send_all()

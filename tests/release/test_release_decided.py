@@ -12,7 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from onnx_ops import codec
-from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT, read_decisions, read_record
+from onnx_ops.adapters.registries.mlflow_tags import (
+    DECISION,
+    DIGEST,
+    RELEASE,
+    VARIANT,
+    read_decisions,
+    read_record,
+)
 from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.attestation import EnvelopeSignature, override_reason_tag, override_record_tag
@@ -20,7 +27,12 @@ from onnx_ops.domain.decision import DecisionRecord, SignedDecision, Verdict
 from onnx_ops.domain.execution import Execution, SessionSettings
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import InvalidSignatureError, RefusedError
-from onnx_ops.release.decision_policy import build_override, is_valid_for, read_override, require_passing_decision
+from onnx_ops.release.decision_policy import (
+    build_override,
+    is_valid_for,
+    read_override,
+    require_passing_decision,
+)
 from onnx_ops.testing.fakes import FakeSigner
 from tests.release.release_parts import TARGET, decision_record, override_record, override_tags
 from tests.support.must import must
@@ -31,7 +43,9 @@ names = st.sampled_from(["cpu", "cuda", "digits", "faces"])
 verdicts = st.sampled_from(list(Verdict))
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -66,11 +80,22 @@ def test_require_passing_decision_with_signed_pass_returns_decision() -> None:
 
 @given(
     field=st.sampled_from(
-        ["verdict", "verdicts", "sequence", "manifest", "model", "target_digest", "batchable", "threads"]
+        [
+            "verdict",
+            "verdicts",
+            "sequence",
+            "manifest",
+            "model",
+            "target_digest",
+            "batchable",
+            "threads",
+        ]
     ),
     data=st.data(),
 )
-def test_signed_decision_with_altered_field_raises_refused_error(field: str, data: st.DataObject) -> None:
+def test_signed_decision_with_altered_field_raises_refused_error(
+    field: str, data: st.DataObject
+) -> None:
     values: dict[str, st.SearchStrategy[Any]] = {
         "verdict": verdicts,
         "verdicts": st.dictionaries(names, verdicts, max_size=3),
@@ -105,7 +130,9 @@ def test_signed_pass_for_other_version_or_target_raises_invalid_signature(**abou
 
 
 @given(st.binary(min_size=64, max_size=64), st.booleans())
-def test_decision_signed_by_untrusted_key_raises_invalid_signature(noise: bytes, claims_trusted: bool) -> None:
+def test_decision_signed_by_untrusted_key_raises_invalid_signature(
+    noise: bytes, claims_trusted: bool
+) -> None:
     genuine = signed(record(), STRANGER)
     key = (SIGNER if claims_trusted else STRANGER).key
     noisy = EnvelopeSignature(keyid=key, sig=base64.b64encode(noise).decode())
@@ -125,7 +152,10 @@ def test_require_passing_decision_uses_worst_verdict_of_highest_sequence(
     latest = max([own, *(number for number, _ in others)])
     worst = max([v.rank for n, v in others if n == latest] + [0] * (own == latest))
     if worst == Verdict.PASS.rank:
-        assert require_passing_decision(here, TARGET, SIGNER, others=elsewhere).record.sequence == latest
+        assert (
+            require_passing_decision(here, TARGET, SIGNER, others=elsewhere).record.sequence
+            == latest
+        )
     else:
         with pytest.raises(RefusedError, match="its verdict on cpu is"):
             require_passing_decision(here, TARGET, SIGNER, others=elsewhere)
@@ -215,19 +245,37 @@ def test_read_override_for_other_version_or_target_returns_none() -> None:
     assert read_override(version(tags=given_override()), TARGET, SIGNER) is not None
     assert read_override(version(tags=given_override()), "cuda", SIGNER) is None
     assert read_override(version(tags=given_override(STRANGER)), TARGET, SIGNER) is None
-    others = {"version": "2", "model": "faces", "target": "cuda", "reason": "other", "variant": "int8"}
+    others = {
+        "version": "2",
+        "model": "faces",
+        "target": "cuda",
+        "reason": "other",
+        "variant": "int8",
+    }
     for name, value in others.items():
         changes: dict[str, Any] = {name: value}
         assert read_override(version(tags=given_override(**changes)), TARGET, SIGNER) is None
 
 
 @pytest.mark.parametrize(("verifier", "judged"), [(SIGNER, True), (STRANGER, False), (None, False)])
-def test_build_override_copies_execution_only_from_trusted_decision(verifier: FakeSigner | None, judged: bool) -> None:
-    library, execution = digest_bytes(b"library"), Execution(session=SessionSettings(intra_op_threads=4))
+def test_build_override_copies_execution_only_from_trusted_decision(
+    verifier: FakeSigner | None, judged: bool
+) -> None:
+    library, execution = (
+        digest_bytes(b"library"),
+        Execution(session=SessionSettings(intra_op_threads=4)),
+    )
     failed = signed(record(verdict=Verdict.FAIL, custom_ops=(library,), execution=execution))
     about = build_override(version(failed), TARGET, verifier, reason="sure", by="alice", now=0.0)
-    assert (about.custom_ops, about.execution) == (((library,), execution) if judged else ((), Execution()))
-    assert (about.model, about.version, about.manifest, about.target) == ("digits", "1", record().manifest, TARGET)
+    assert (about.custom_ops, about.execution) == (
+        ((library,), execution) if judged else ((), Execution())
+    )
+    assert (about.model, about.version, about.manifest, about.target) == (
+        "digits",
+        "1",
+        record().manifest,
+        TARGET,
+    )
 
 
 @given(st.text(max_size=60) | json_values.map(json.dumps))

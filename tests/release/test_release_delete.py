@@ -59,7 +59,9 @@ def test_delete_endpoint_after_kill_is_completed_once(finish: Callable[[Scene], 
         finish(scene)
         assert scene.traffic() == {}
         assert not scene.state().deleting
-        done = [e for e in scene.world.ledger.read("digits") if e.body == EndpointDeleted(done=True)]
+        done = [
+            e for e in scene.world.ledger.read("digits") if e.body == EndpointDeleted(done=True)
+        ]
         assert len(done) == 1
 
 

@@ -27,11 +27,15 @@ def check(name: str, root: Path, choose: Callable[[Iterable[Point]], Sequence[Po
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_operation_disturbed_at_sampled_effect_ends_as_undisturbed(name: str, tmp_path: Path, sweep: Sweep) -> None:
+def test_operation_disturbed_at_sampled_effect_ends_as_undisturbed(
+    name: str, tmp_path: Path, sweep: Sweep
+) -> None:
     check(name, tmp_path / "project", lambda points: list(points)[sweep.part * 7 :: SOME[name]])
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_operation_disturbed_at_any_effect_ends_as_undisturbed(name: str, tmp_path: Path, sweep: Sweep) -> None:
+def test_operation_disturbed_at_any_effect_ends_as_undisturbed(
+    name: str, tmp_path: Path, sweep: Sweep
+) -> None:
     check(name, tmp_path / "project", sweep)

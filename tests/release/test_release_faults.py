@@ -61,7 +61,9 @@ def advance(scene: Scene) -> None:
 
 
 def said(scene: Scene) -> bool:
-    return any(isinstance(entry.body, OperatorCommandSent) for entry in scene.world.ledger.read("digits"))
+    return any(
+        isinstance(entry.body, OperatorCommandSent) for entry in scene.world.ledger.read("digits")
+    )
 
 
 def went_back(scene: Scene) -> bool:
@@ -69,9 +71,9 @@ def went_back(scene: Scene) -> bool:
 
 
 def overridden(scene: Scene) -> bool:
-    return any(isinstance(entry.body, OverrideRecorded) for entry in scene.world.ledger.read("digits")) and (
-        scene.aliases().get(CHALLENGER) == "2" or scene.traffic().get("v2") == 100
-    )
+    return any(
+        isinstance(entry.body, OverrideRecorded) for entry in scene.world.ledger.read("digits")
+    ) and (scene.aliases().get(CHALLENGER) == "2" or scene.traffic().get("v2") == 100)
 
 
 def overridden_in_registry() -> Scene:
@@ -82,7 +84,9 @@ def overridden_in_registry() -> Scene:
 
 
 SCENARIOS: Mapping[str, Scenario] = {
-    "first deployment": Scenario(lambda: with_candidate(serving()), lambda scene: scene.promote("1")),
+    "first deployment": Scenario(
+        lambda: with_candidate(serving()), lambda scene: scene.promote("1")
+    ),
     "all at once": Scenario(lambda: with_candidate(serving("a")), lambda scene: scene.promote("2")),
     "start": Scenario(
         lambda: with_candidate(on_trial(OperatorCommand.ADVANCE, OperatorCommand.ADVANCE)),
@@ -92,11 +96,16 @@ SCENARIOS: Mapping[str, Scenario] = {
     "finish": Scenario(
         lambda: on_trial(OperatorCommand.ADVANCE),
         advance,
-        lambda scene: sum(isinstance(e.body, OperatorCommandSent) for e in scene.world.ledger.read("digits")) == 2,
+        lambda scene: (
+            sum(isinstance(e.body, OperatorCommandSent) for e in scene.world.ledger.read("digits"))
+            == 2
+        ),
     ),
     "abort by word": Scenario(on_trial, Scene.abort, went_back),
     "abort by alias": Scenario(withdrawn),
-    "replace a candidate": Scenario(lambda: with_candidate(on_trial()), lambda scene: scene.promote("4")),
+    "replace a candidate": Scenario(
+        lambda: with_candidate(on_trial()), lambda scene: scene.promote("4")
+    ),
     "refuse a challenger": Scenario(lambda: misled(CHALLENGER)),
     "refuse a champion": Scenario(lambda: misled(CHAMPION)),
     "champion by hand": Scenario(moved_by_hand),
@@ -115,7 +124,9 @@ SCENARIOS: Mapping[str, Scenario] = {
         overridden,
     ),
     "override in the registry": Scenario(overridden_in_registry),
-    "without endpoint": Scenario(lambda: with_candidate(with_candidate(Scene())), lambda scene: scene.promote("1")),
+    "without endpoint": Scenario(
+        lambda: with_candidate(with_candidate(Scene())), lambda scene: scene.promote("1")
+    ),
 }
 
 
@@ -159,7 +170,9 @@ def test_operation_killed_at_any_moment_ends_as_undisturbed(name: str, sweep: Sw
     expected = play(scenario, counted)
     assert counted.moments > 4
     for moment in sweep(range(counted.moments)):
-        assert play(scenario, Faults(at=moment)) == expected, f"killed at moment {moment} of {counted.moments}"
+        assert play(scenario, Faults(at=moment)) == expected, (
+            f"killed at moment {moment} of {counted.moments}"
+        )
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -169,14 +182,19 @@ def test_operation_with_one_failed_call_ends_as_undisturbed(name: str, sweep: Sw
     counted = Faults()
     expected = without_clean_ups(play(scenario, counted))
     for moment in sweep(range(counted.moments)):
-        end = play(scenario, Faults(at=moment, error=ServiceUnavailableError("injected", where=name)))
+        end = play(
+            scenario, Faults(at=moment, error=ServiceUnavailableError("injected", where=name))
+        )
         assert without_clean_ups(end) == expected, f"moment {moment} of {counted.moments}"
 
 
 def without_clean_ups(end: dict[str, object]) -> dict[str, object]:
     """Leave out when something was cleaned up: a registry that fails for a moment lets that be done before the next
     rollout begins, and not by it."""
-    done = {name: [effect for effect in found if effect != "clean-up"] for name, found in end["effects"].items()}  # type: ignore[attr-defined]
+    done = {
+        name: [effect for effect in found if effect != "clean-up"]
+        for name, found in end["effects"].items()
+    }  # type: ignore[attr-defined]
     split = [(name, {k: v for k, v in weights.items() if v}) for name, weights in end["changes"]]  # type: ignore[attr-defined]
     return {**end, "effects": done, "changes": [change for change, _ in itertools.groupby(split)]}
 
@@ -187,7 +205,9 @@ def test_operation_killed_twice_ends_as_undisturbed(name: str, sweep: Sweep) -> 
     scenario = prepared(name)
     counted = Faults()
     expected = play(scenario, counted)
-    for first, second in sweep(itertools.product(range(0, counted.moments, 3), range(1, counted.moments, 7))):
+    for first, second in sweep(
+        itertools.product(range(0, counted.moments, 3), range(1, counted.moments, 7))
+    ):
         scene = scenario.setup()
         for moment in (first, second):
             scene.faults = Faults(at=moment)
@@ -196,10 +216,14 @@ def test_operation_killed_twice_ends_as_undisturbed(name: str, sweep: Sweep) -> 
                     scenario.act(scene)
                 scene.reconcile_all()
             scene.restart()
-        assert end_of(finish(scenario, scene)) == expected, f"killed at moments {first} and {second}"
+        assert end_of(finish(scenario, scene)) == expected, (
+            f"killed at moments {first} and {second}"
+        )
 
 
-DRIVEN = [name for name, scenario in SCENARIOS.items() if name not in ("without endpoint", "override")]
+DRIVEN = [
+    name for name, scenario in SCENARIOS.items() if name not in ("without endpoint", "override")
+]
 
 
 @pytest.mark.parametrize("name", DRIVEN)
@@ -220,11 +244,15 @@ def test_concurrent_reconcilers_apply_each_effect_once(name: str, sweep: Sweep) 
         scene.faults = Faults(between=drive)
         with contextlib.suppress(ConflictError):
             scenario.act(scene)
-        assert end_of(finish(scenario, scene)) == expected, f"at moment {moment} of {counted.moments}"
+        assert end_of(finish(scenario, scene)) == expected, (
+            f"at moment {moment} of {counted.moments}"
+        )
 
 
 @pytest.mark.parametrize("candidate", ["c", "b"], ids=["another release", "the same release"])
-def test_roll_back_at_any_moment_of_reconciliation_removes_version(candidate: str, sweep: Sweep) -> None:
+def test_roll_back_at_any_moment_of_reconciliation_removes_version(
+    candidate: str, sweep: Sweep
+) -> None:
     """What the operator rolled back does not serve in the end, and the driver's late effects do not stick."""
 
     def setup() -> Scene:

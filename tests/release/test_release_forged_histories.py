@@ -40,7 +40,14 @@ from onnx_ops.domain.ledger import (
     RollbackRequested,
     VersionRefused,
 )
-from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Roles, build_split_state, plan_rollback
+from onnx_ops.domain.rollout import (
+    Action,
+    ActionKind,
+    OperatorCommand,
+    Roles,
+    build_split_state,
+    plan_rollback,
+)
 from onnx_ops.errors import ConflictError, OnnxOpsError
 from onnx_ops.ports import Context
 from onnx_ops.release.adoption import adopt, find_adoption
@@ -48,7 +55,15 @@ from onnx_ops.release.decision_policy import rolled_back_tag
 from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.release.rollback import withdraw_request
 from onnx_ops.testing.fakes import FakeSigner, FakeWorld, make_ledger_keys
-from tests.release.release_parts import CANARY, CHALLENGER, CHAMPION, MODEL, Scene, config_of, roll_back
+from tests.release.release_parts import (
+    CANARY,
+    CHALLENGER,
+    CHAMPION,
+    MODEL,
+    Scene,
+    config_of,
+    roll_back,
+)
 from tests.support.chains import MemoryObjects, append_raw
 
 ENDPOINT = "digits"
@@ -79,7 +94,9 @@ class Attack:
             state=build_split_state(version, given, 0 if given is None else percent),
             roles=Roles(stable=version, candidate=given, step=self.draw.choice((0, 1))),
             why="forged",
-            aliases=self.draw.choice(({}, {CHAMPION: version.version}, {CHALLENGER: "5"}, {"payments": None})),
+            aliases=self.draw.choice(
+                ({}, {CHAMPION: version.version}, {CHALLENGER: "5"}, {"payments": None})
+            ),
             reject=self.draw.choice(((), (other.release,))),
         )
         intent = Intent(action=action, holder="alice", expires_at=0.0)
@@ -88,15 +105,33 @@ class Attack:
             (intent,),
             (intent, ActionOutcome(of=head + 1, ok=True)),
             (RollbackRequested(action=action),),
-            (RollbackRequested(action=action), replace(intent), ActionOutcome(of=head + 2, ok=True)),
-            (RollbackRequested(action=plan_rollback(Roles(stable=self.deployment("3")), version, "cpu", why="back")),),
-            (EndpointBound(config=replace(config_of(ENDPOINT), settings={"region": "evil"}), policy=CANARY),),
+            (
+                RollbackRequested(action=action),
+                replace(intent),
+                ActionOutcome(of=head + 2, ok=True),
+            ),
+            (
+                RollbackRequested(
+                    action=plan_rollback(
+                        Roles(stable=self.deployment("3")), version, "cpu", why="back"
+                    )
+                ),
+            ),
+            (
+                EndpointBound(
+                    config=replace(config_of(ENDPOINT), settings={"region": "evil"}), policy=CANARY
+                ),
+            ),
             (RequestWithdrawn(reason="forged"),),
             (OperatorCommandSent(command=self.draw.choice(list(OperatorCommand))),),
             (EndpointDeleted(reason="forged"), EndpointDeleted(done=True)),
             (EndpointAbandoned(reason="forged", place="memory"),),
             (AliasesWritten(aliases={CHAMPION: version.version}),),
-            (VersionRefused(alias=CHAMPION, version="3", reason="forged", restored_to=version.version),),
+            (
+                VersionRefused(
+                    alias=CHAMPION, version="3", reason="forged", restored_to=version.version
+                ),
+            ),
             (LeaseRenewed(of=head, expires_at=1e12),),
             (self.override(version),),
             (LedgerAdopted(keys=self.draw.choice(({}, THIEF.public()))), intent),
@@ -112,7 +147,17 @@ class Attack:
             return
         one, other = self.draw.choice(names), self.draw.choice(names)
         match self.draw.choice(
-            ("cut", "remove", "exchange", "repeat", "edit", "foreign", "unsign", "pointer", "snapshot")
+            (
+                "cut",
+                "remove",
+                "exchange",
+                "repeat",
+                "edit",
+                "foreign",
+                "unsign",
+                "pointer",
+                "snapshot",
+            )
         ):
             case "cut":
                 for name in names[self.draw.randrange(1, len(names) + 1) :]:
@@ -124,9 +169,15 @@ class Attack:
             case "repeat":
                 stored[f"{ENDPOINT}/{len(names) + 1:08d}.jsonl"] = stored[one]
             case "edit":
-                stored[one] = stored[one].replace(b'"version":"3"', b'"version":"5"').replace(b'"v1"', b'"v2"')
+                stored[one] = (
+                    stored[one]
+                    .replace(b'"version":"3"', b'"version":"5"')
+                    .replace(b'"v1"', b'"v2"')
+                )
             case "foreign":
-                stored[one] = stored[self.draw.choice([name for name in stored if name.startswith("faces/0")])]
+                stored[one] = stored[
+                    self.draw.choice([name for name in stored if name.startswith("faces/0")])
+                ]
             case "unsign":
                 stored[one] = stored[one].partition(b"\n")[0]
             case "pointer":
@@ -140,7 +191,9 @@ class Attack:
     def write_registry(self) -> None:
         """Move aliases and remove marks of rollbacks."""
         registry = self.scene.world.registry
-        registry.set_alias(MODEL, self.draw.choice((CHAMPION, CHALLENGER)), self.draw.choice("12345"))
+        registry.set_alias(
+            MODEL, self.draw.choice((CHAMPION, CHALLENGER)), self.draw.choice("12345")
+        )
         if self.draw.random() < 0.5:
             registry.annotate(MODEL, "2", {rolled_back_tag(ENDPOINT): ""})
 
@@ -153,12 +206,19 @@ class Attack:
         if version in known:
             return known[version]
         record = self.scene.record(version)
-        about = {name: getattr(record, name) for name in ("version", "release", "variant", "manifest")}
-        return replace(known["1"], name=f"v{version}", authority=record.decisions["cpu"].envelope, **about)
+        about = {
+            name: getattr(record, name) for name in ("version", "release", "variant", "manifest")
+        }
+        return replace(
+            known["1"], name=f"v{version}", authority=record.decisions["cpu"].envelope, **about
+        )
 
     def lifted_state(self) -> ReleaseState:
         """The state before the attack, without its rejections."""
-        return replace(ObjectLedger(MemoryObjects(dict(make_base()[1].data)), KEYS).state(ENDPOINT), rejected={})
+        return replace(
+            ObjectLedger(MemoryObjects(dict(make_base()[1].data)), KEYS).state(ENDPOINT),
+            rejected={},
+        )
 
     def override(self, version: Deployment) -> OverrideRecorded:
         assert version.authority is not None
@@ -204,7 +264,9 @@ def drive(attack: Attack, seen: Path | None) -> None:
     acts: tuple[Callable[[], object], ...] = (
         lambda: reconcile_until_stable(context(KEYS), ENDPOINT),
         lambda: reconcile_until_stable(context(KEYLESS), ENDPOINT),
-        lambda: roll_back(context(attack.draw.choice((KEYS, KEYLESS))), ENDPOINT, reason="what is this?"),
+        lambda: roll_back(
+            context(attack.draw.choice((KEYS, KEYLESS))), ENDPOINT, reason="what is this?"
+        ),
         lambda: reconcile_until_stable(context(KEYS), ENDPOINT),
         lambda: withdraw_request(context(KEYLESS), ENDPOINT, reason="no"),
         lambda: reconcile_until_stable(context(KEYS), ENDPOINT),
@@ -219,12 +281,21 @@ def drive(attack: Attack, seen: Path | None) -> None:
 
 def list_seen_traffic(scene: Scene, before: int) -> set[str]:
     """Return the versions that got traffic since then."""
-    changes = [state for endpoint, state in scene.world.provider.applied[before:] if endpoint == ENDPOINT]
-    return {name.removeprefix("v") for state in changes for name, weight in state.split.weights.items() if weight}
+    changes = [
+        state for endpoint, state in scene.world.provider.applied[before:] if endpoint == ENDPOINT
+    ]
+    return {
+        name.removeprefix("v")
+        for state in changes
+        for name, weight in state.split.weights.items()
+        if weight
+    }
 
 
 def list_loaded(scene: Scene, before: int) -> set[Digest]:
-    return {d.manifest for _, state in scene.world.provider.applied[before:] for d in state.deployments}
+    return {
+        d.manifest for _, state in scene.world.provider.applied[before:] for d in state.deployments
+    }
 
 
 def try_histories(count: int, *, registry: bool, ledger: bool, folder: Path) -> None:
@@ -242,12 +313,17 @@ def try_histories(count: int, *, registry: bool, ledger: bool, folder: Path) -> 
         ObjectLedger(objects, KEYS, seen).state(ENDPOINT)
         before = len(scene.world.provider.applied)
         for _ in range(attack.draw.randrange(1, 5)):
-            options = [attack.write_registry] * registry + [attack.forge_entries, attack.disturb_entries] * ledger
+            options = [attack.write_registry] * registry + [
+                attack.forge_entries,
+                attack.disturb_entries,
+            ] * ledger
             attack.draw.choice(options)()
         drive(attack, seen if registry or attack.draw.random() < 0.5 else None)
         allowed = SERVED | {"5"} if registry else SERVED
         assert list_seen_traffic(scene, before) <= allowed, seed
-        assert list_loaded(scene, before) <= {scene.record(version).manifest for version in "1235"}, seed
+        assert list_loaded(scene, before) <= {
+            scene.record(version).manifest for version in "1235"
+        }, seed
         settings = scene.world.provider._settings[ENDPOINT]
         assert settings == config_of(ENDPOINT).settings, seed
         if not registry:
@@ -256,7 +332,9 @@ def try_histories(count: int, *, registry: bool, ledger: bool, folder: Path) -> 
 
 
 @pytest.mark.parametrize(("registry", "ledger"), [(False, True), (True, False), (True, True)])
-def test_forged_histories_move_no_traffic_forward(registry: bool, ledger: bool, tmp_path: Path) -> None:
+def test_forged_histories_move_no_traffic_forward(
+    registry: bool, ledger: bool, tmp_path: Path
+) -> None:
     try_histories(HISTORIES, registry=registry, ledger=ledger, folder=tmp_path)
 
 

@@ -38,7 +38,9 @@ from onnx_ops.testing.fakes import FakeClock, FakeHost, FakeSigner
 from tests.release.release_parts import AT_ONCE, CANARY, CHALLENGER, CHAMPION, TARGET, Scene
 from tests.support.faults import Faults, Killed
 
-BRINGS = frozenset({ActionKind.FIRST, ActionKind.START, ActionKind.ADVANCE, ActionKind.FINISH, ActionKind.RESTORE})
+BRINGS = frozenset(
+    {ActionKind.FIRST, ActionKind.START, ActionKind.ADVANCE, ActionKind.FINISH, ActionKind.RESTORE}
+)
 VERSIONS = ("1", "2", "3", "4", "5")
 """Version 3 is of the same release as version 2; version 5 has failed its gates."""
 MOST_MOMENTS = 40
@@ -108,7 +110,9 @@ class Judge:
 
     def _reject(self, action: Action) -> None:
         self.rejected |= set(action.reject)
-        self.overridden -= {d.manifest for d in self.known.values() if {d.release, d.manifest} & set(action.reject)}
+        self.overridden -= {
+            d.manifest for d in self.known.values() if {d.release, d.manifest} & set(action.reject)
+        }
         if (stable := action.roles.stable) is not None:
             self.rejected -= {stable.release, stable.manifest}
 
@@ -123,7 +127,10 @@ class Judge:
 
 
 def _served(action: Action) -> list[Deployment]:
-    weights = {**action.state.split.weights, **{k: v for k, v in action.state.split.shadow.items() if v}}
+    weights = {
+        **action.state.split.weights,
+        **{k: v for k, v in action.state.split.shadow.items() if v},
+    }
     named = [d for d in action.state.deployments if weights.get(d.name)]
     return [*named, *(d for d in (action.roles.stable, action.roles.candidate) if d is not None)]
 
@@ -198,7 +205,9 @@ class Histories(RuleBasedStateMachine):
     @rule(version=versions, stranger=st.booleans(), reason=st.sampled_from(["sure", "really"]))
     def give_override(self, version: str, stranger: bool, reason: str) -> None:
         self.act(
-            lambda: self.scene.give_override(version, reason, signer=FakeSigner(b"stranger") if stranger else None)
+            lambda: self.scene.give_override(
+                version, reason, signer=FakeSigner(b"stranger") if stranger else None
+            )
         )
 
     @rule(version=versions, other=versions)
@@ -208,7 +217,9 @@ class Histories(RuleBasedStateMachine):
         def copy() -> None:
             tags = self.scene.record(other).tags
             names = (override_reason_tag(TARGET), override_record_tag(TARGET))
-            self.scene.world.registry.annotate("digits", version, {name: tags[name] for name in names if name in tags})
+            self.scene.world.registry.annotate(
+                "digits", version, {name: tags[name] for name in names if name in tags}
+            )
 
         self.act(copy)
 
@@ -247,7 +258,9 @@ class Histories(RuleBasedStateMachine):
         state = None
         if version is not None and version in known:
             deployment = known[version]
-            state = EndpointState(deployments=(deployment,), split=TrafficSplit(weights={deployment.name: 100}))
+            state = EndpointState(
+                deployments=(deployment,), split=TrafficSplit(weights={deployment.name: 100})
+            )
         self.scene.world.provider.interfere("digits", state)
 
     @rule(fault=faults)
@@ -260,7 +273,9 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def nothing_rejected_is_brought(self) -> None:
-        self.wrong += self.judge.read_on(self.scene.world.ledger.read("digits", after=self.judge.read))
+        self.wrong += self.judge.read_on(
+            self.scene.world.ledger.read("digits", after=self.judge.read)
+        )
         assert not self.wrong
 
     @invariant()
@@ -283,7 +298,11 @@ class Histories(RuleBasedStateMachine):
         self.what_is_owed_is_known()
         assert not self.judge.owed
         state = self.scene.state()
-        bad = [name for name, weight in self.scene.traffic().items() if weight and not self._may_serve(state, name)]
+        bad = [
+            name
+            for name, weight in self.scene.traffic().items()
+            if weight and not self._may_serve(state, name)
+        ]
         assert not bad
 
     def _may_serve(self, state: ReleaseState, name: str) -> bool:

@@ -36,14 +36,22 @@ def test_history_of_several_endpoints_is_sorted_by_time(scene: Scene) -> None:
     lines = history(scene.context)
     assert {line.endpoint for line in lines} == {"digits", "digits-eu"}
     assert lines == tuple(sorted(lines, key=lambda line: (line.at, line.endpoint, line.sequence)))
-    assert history(scene.context, "digits-eu") == tuple(line for line in lines if line.endpoint == "digits-eu")
+    assert history(scene.context, "digits-eu") == tuple(
+        line for line in lines if line.endpoint == "digits-eu"
+    )
 
 
 def test_history_line_of_change_names_stable_version(scene: Scene) -> None:
-    (first,) = (line for line in history(scene.context, "digits") if line.kind == "first-deployment")
+    (first,) = (
+        line for line in history(scene.context, "digits") if line.kind == "first-deployment"
+    )
     stable = first.versions["stable"]
     record = scene.record("1")
-    assert (stable.version, stable.release, stable.manifest) == ("1", record.release, record.manifest)
+    assert (stable.version, stable.release, stable.manifest) == (
+        "1",
+        record.release,
+        record.manifest,
+    )
 
 
 def test_history_with_traffic_filter_lists_only_traffic_changes(scene: Scene) -> None:
@@ -56,11 +64,17 @@ def test_history_with_traffic_filter_lists_only_traffic_changes(scene: Scene) ->
 
 def test_history_line_of_failed_action_has_no_traffic(scene: Scene) -> None:
     journal = Journal.open(scene.context, "digits")
-    (begun,) = (entry.body for entry in scene.world.ledger.read("digits") if isinstance(entry.body, Intent))
+    (begun,) = (
+        entry.body for entry in scene.world.ledger.read("digits") if isinstance(entry.body, Intent)
+    )
     again = journal.append(begun)
     journal.append(ActionOutcome(of=again, ok=False, detail="refused"))
     lines = history(scene.context, "digits")
-    assert [(line.sequence == again, dict(line.traffic)) for line in lines if line.kind == "first-deployment"] == [
+    assert [
+        (line.sequence == again, dict(line.traffic))
+        for line in lines
+        if line.kind == "first-deployment"
+    ] == [
         (False, {"v1": 100}),
         (True, {}),
     ]
@@ -88,7 +102,9 @@ def test_history_with_model_and_target_returns_matching_lines(scene: Scene) -> N
 def test_history_of_model_without_endpoint_lists_alias_changes() -> None:
     scene = Scene()
     scene.promote(scene.publish("a"))
-    assert [line.kind for line in history(scene.context, model=MODEL, target=TARGET)] == ["aliases-written"]
+    assert [line.kind for line in history(scene.context, model=MODEL, target=TARGET)] == [
+        "aliases-written"
+    ]
     assert history(scene.context, target="other") == ()
 
 

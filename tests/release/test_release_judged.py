@@ -15,17 +15,25 @@ from tests.release.release_scenes import GUARDED, begun
 from tests.support.golden import Golden
 from tests.support.must import must
 
-SHADOWED = RolloutPolicy(steps=(0.5, 1.0), shadow=ShadowTrial(min_requests=100), min_requests=(200,))
+SHADOWED = RolloutPolicy(
+    steps=(0.5, 1.0), shadow=ShadowTrial(min_requests=100), min_requests=(200,)
+)
 
 
-def traffic(scene: Scene, requests: int, *, errors: tuple[int, int] = (0, 0), slow: tuple[int, int] = (0, 0)) -> None:
+def traffic(
+    scene: Scene, requests: int, *, errors: tuple[int, int] = (0, 0), slow: tuple[int, int] = (0, 0)
+) -> None:
     """So many requests of both versions as they are split now; `errors` and `slow` are of stable and candidate."""
     weights = scene.traffic()
     for place, name in enumerate(("v1", "v2")):
         count = requests * weights.get(name, 0) // 100
         over = min(count, count // 2 + slow[place])
         scene.world.provider.counted.count(
-            name, requests=count, errors=min(count, errors[place]), over_p50=over, over_p99=count // 100
+            name,
+            requests=count,
+            errors=min(count, errors[place]),
+            over_p50=over,
+            over_p99=count // 100,
         )
     scene.world.clock.advance(5.0)
     scene.reconcile()
@@ -41,12 +49,19 @@ def test_reconcile_of_healthy_candidate_reaches_full_traffic() -> None:
         assert rounds < 40
     assert scene.traffic() == {"v2": 100, "v1": 0}
     assert scene.aliases()[CHAMPION] == "2"
-    assert effects(scene.world.ledger.read("digits")) == ["first-deployment", "start", "advance", "finish"]
+    assert effects(scene.world.ledger.read("digits")) == [
+        "first-deployment",
+        "start",
+        "advance",
+        "finish",
+    ]
 
 
 def test_rollout_start_records_thresholds_before_traffic_moves() -> None:
     kinds = [entry.body.kind for entry in begun().world.ledger.read("digits")]
-    assert kinds.index("thresholds-fixed") < [i for i, kind in enumerate(kinds) if kind == "intent"][1]
+    assert (
+        kinds.index("thresholds-fixed") < [i for i, kind in enumerate(kinds) if kind == "intent"][1]
+    )
 
 
 @pytest.mark.parametrize("fault", ["errors", "slow", "refused"])
@@ -55,8 +70,15 @@ def test_reconcile_of_failing_candidate_rolls_back_and_rejects_it(fault: str) ->
     for _ in range(40):
         count = 100
         if fault == "refused":
-            scene.world.provider.counted.count("v2", requests=20, refused=20, over_p50=10, over_p99=0)
-        traffic(scene, 10 * count, errors=(9, 8 if fault == "errors" else 1), slow=(0, 40 if fault == "slow" else 0))
+            scene.world.provider.counted.count(
+                "v2", requests=20, refused=20, over_p50=10, over_p99=0
+            )
+        traffic(
+            scene,
+            10 * count,
+            errors=(9, 8 if fault == "errors" else 1),
+            slow=(0, 40 if fault == "slow" else 0),
+        )
         if scene.state().roles.candidate is None:
             break
     assert scene.traffic() == {"v1": 100}
@@ -114,7 +136,11 @@ def test_rollout_without_traffic_waits_for_operator() -> None:
 
 
 def test_reconcile_records_readings_at_most_once_per_interval() -> None:
-    scene = begun(RolloutPolicy(steps=(0.1, 1.0), min_requests=(10**6,), guardrails=(Guardrail(name="errors"),)))
+    scene = begun(
+        RolloutPolicy(
+            steps=(0.1, 1.0), min_requests=(10**6,), guardrails=(Guardrail(name="errors"),)
+        )
+    )
     before = len(scene.world.ledger.read("digits"))
     for _ in range(100):
         traffic(scene, 100)
@@ -127,7 +153,11 @@ def test_reconcile_records_readings_at_most_once_per_interval() -> None:
 @pytest.mark.parametrize("restarts", [0, 1, 10, 40])
 def test_server_restarts_during_rollout_preserve_verdict(restarts: int) -> None:
     """Counters that begin anew add counts, and neither hide nor invent failures."""
-    scene = begun(RolloutPolicy(steps=(0.1, 1.0), min_requests=(10**6,), guardrails=(Guardrail(name="errors"),)))
+    scene = begun(
+        RolloutPolicy(
+            steps=(0.1, 1.0), min_requests=(10**6,), guardrails=(Guardrail(name="errors"),)
+        )
+    )
     counted = scene.world.provider.counted
     for number in range(40):
         if number < restarts:
@@ -138,7 +168,9 @@ def test_server_restarts_during_rollout_preserve_verdict(restarts: int) -> None:
     for _ in range(3):
         traffic(scene, 100, errors=(1, 5))
     assert scene.traffic() == {"v1": 100}
-    assert counted.tallies["v2"].requests == 10 * (40 - max(0, restarts - 1)) + 30, "in the same round"
+    assert counted.tallies["v2"].requests == 10 * (40 - max(0, restarts - 1)) + 30, (
+        "in the same round"
+    )
 
 
 def test_shadow_with_differing_answers_gets_no_traffic() -> None:

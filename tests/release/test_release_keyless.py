@@ -77,7 +77,9 @@ def test_abort_and_pause_without_key_stop_rollout(trial: Site) -> None:
         (lambda c: roll_back(c, ENDPOINT, to="3"), "was not stable, or is rejected"),
     ],
 )
-def test_grant_without_key_is_refused(trial: Site, grant: Callable[[Context], object], what: str) -> None:
+def test_grant_without_key_is_refused(
+    trial: Site, grant: Callable[[Context], object], what: str
+) -> None:
     before = dict(trial.objects.data)
     with pytest.raises(MissingKeyError, match=what) as caught:
         grant(trial.keyless)
@@ -119,14 +121,18 @@ def killed(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("is_begun", [True, False])
-def test_reconcile_with_forged_outcome_completes_pending_rollback(site: Site, is_begun: bool) -> None:
+def test_reconcile_with_forged_outcome_completes_pending_rollback(
+    site: Site, is_begun: bool
+) -> None:
     site.scene.world.provider.down = True
     with pytest.raises(StillPendingError):
         roll_back(site.scene.context, ENDPOINT)
     pending = site.scene.state().pending_rollback
     assert pending is not None
     if is_begun:
-        append_raw(site.objects, ENDPOINT, Intent(action=pending.action, holder="alice", expires_at=0.0))
+        append_raw(
+            site.objects, ENDPOINT, Intent(action=pending.action, holder="alice", expires_at=0.0)
+        )
     entries = ObjectLedger(site.objects, KEYS).read(ENDPOINT)
     last = max(e.sequence for e in entries if isinstance(e.body, Intent | RollbackRequested))
     append_raw(site.objects, ENDPOINT, ActionOutcome(of=last, ok=True))
@@ -142,6 +148,9 @@ def test_roll_back_with_remote_signer_requests_no_signature(site: Site) -> None:
     service = FakeSigner()
     service.is_local = False
     service.sign = asked.append  # type: ignore[assignment, method-assign]
-    world = replace(site.scene.world, ledger=ObjectLedger(site.objects, LedgerKeys(KEYS.verifier, lambda: service)))
+    world = replace(
+        site.scene.world,
+        ledger=ObjectLedger(site.objects, LedgerKeys(KEYS.verifier, lambda: service)),
+    )
     roll_back(world.context("with a service"), ENDPOINT)
     assert (site.scene.traffic()["v1"], asked) == (100, [])

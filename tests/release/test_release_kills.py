@@ -14,7 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.domain.ledger import ActionOutcome, AliasesWritten, Intent, LedgerEntry, MetricsRecorded, VersionRefused
+from onnx_ops.domain.ledger import (
+    ActionOutcome,
+    AliasesWritten,
+    Intent,
+    LedgerEntry,
+    MetricsRecorded,
+    VersionRefused,
+)
 from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchEventKind, WatchLoop
 from tests.release.release_parts import Scene
 from tests.release.release_scenes import copies_of, end_of
@@ -92,11 +99,17 @@ def reconcile_and_die(scene: Scene, file: Path, at: int) -> tuple[Scene, bool]:
 
 def entries(scene: Scene) -> dict[str, list[str]]:
     """What the ledgers say, but for readings, and for intents: of them, the outcomes."""
-    return {name: [_line(e) for e in _lasting(scene, name)] for name in scene.world.ledger.endpoints()}
+    return {
+        name: [_line(e) for e in _lasting(scene, name)] for name in scene.world.ledger.endpoints()
+    }
 
 
 def _lasting(scene: Scene, name: str) -> list[LedgerEntry]:
-    return [entry for entry in scene.world.ledger.read(name) if not isinstance(entry.body, Intent | MetricsRecorded)]
+    return [
+        entry
+        for entry in scene.world.ledger.read(name)
+        if not isinstance(entry.body, Intent | MetricsRecorded)
+    ]
 
 
 def _line(entry: LedgerEntry) -> str:
@@ -112,7 +125,9 @@ def _line(entry: LedgerEntry) -> str:
 
 
 @pytest.mark.parametrize("name", RECONCILED)
-def test_reconcile_killed_between_effects_is_completed_by_next_process(name: str, tmp_path: Path, sweep: Sweep) -> None:
+def test_reconcile_killed_between_effects_is_completed_by_next_process(
+    name: str, tmp_path: Path, sweep: Sweep
+) -> None:
     copies = asked(name)
     whole = copies()
     moments = moments_of_effects(whole)
@@ -127,7 +142,9 @@ def test_reconcile_killed_between_effects_is_completed_by_next_process(name: str
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", RECONCILED)
-def test_reconcile_killed_twice_is_completed_by_third_process(name: str, tmp_path: Path, sweep: Sweep) -> None:
+def test_reconcile_killed_twice_is_completed_by_third_process(
+    name: str, tmp_path: Path, sweep: Sweep
+) -> None:
     copies = asked(name)
     whole = copies()
     moments = moments_of_effects(whole)

@@ -31,7 +31,9 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
 
 
 def renewals(scene: Scene) -> list[LedgerEntry]:
-    return [entry for entry in scene.world.ledger.read("digits") if isinstance(entry.body, LeaseRenewed)]
+    return [
+        entry for entry in scene.world.ledger.read("digits") if isinstance(entry.body, LeaseRenewed)
+    ]
 
 
 def during_an_update(scene: Scene, every_half_lease: Callable[[int], object]) -> None:
@@ -68,13 +70,18 @@ def test_lease_during_long_update_is_renewed(scene: Scene, golden: Golden) -> No
     assert {entry.body.of for entry in found} == {intents[-1]}  # type: ignore[union-attr]
 
 
-def test_lease_of_stopped_holder_expires(scene: Scene, monkeypatch: pytest.MonkeyPatch, golden: Golden) -> None:
+def test_lease_of_stopped_holder_expires(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, golden: Golden
+) -> None:
     """A process that was stopped does not renew; it is overtaken, and what it does then is refused."""
     monkeypatch.setattr(lease, "LEASE_CHECK_INTERVAL_S", 3600.0)
 
     def look(turn: int) -> None:
         if turn == 2:
-            golden("reasons", reconcile_until_stable(scene.world.context("another driver"), "digits")[0].why)
+            golden(
+                "reasons",
+                reconcile_until_stable(scene.world.context("another driver"), "digits")[0].why,
+            )
 
     during_an_update(scene, look)
     scene.reconcile()

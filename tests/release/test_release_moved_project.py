@@ -40,7 +40,9 @@ def test_roll_back_in_moved_project_serves_previous_version(tmp_path: Path, case
         assert site.serving() == {"v5": 100}
         # Entries name no folder, except where the ledger was begun, which is for people to read.
         origin = f'"place":"{old}/ledger"'
-        texts = [path.read_text().replace(origin, "") for path in (old / "ledger" / ENDPOINT).iterdir()]
+        texts = [
+            path.read_text().replace(origin, "") for path in (old / "ledger" / ENDPOINT).iterdir()
+        ]
         assert not any(str(old) in text for text in texts)
         if case != "running":
             kill_server(old / "endpoints" / ENDPOINT)

@@ -10,12 +10,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnx_ops.domain.ledger import LedgerEntry, NotificationSent, OperatorCommandSent, RolloutPaused, fold
-from onnx_ops.domain.notification import REPEAT_INTERVAL_S, Notification, NotificationKind, list_pending_notifications
+from onnx_ops.domain.ledger import (
+    LedgerEntry,
+    NotificationSent,
+    OperatorCommandSent,
+    RolloutPaused,
+    fold,
+)
+from onnx_ops.domain.notification import (
+    REPEAT_INTERVAL_S,
+    Notification,
+    NotificationKind,
+    list_pending_notifications,
+)
 from onnx_ops.domain.rollout import ActionKind, OperatorCommand, Wait, WaitKind, plan_abort
 from onnx_ops.errors import LedgerConflictError, OnnxOpsError, ServiceUnavailableError
 from onnx_ops.release.journal import Journal
-from onnx_ops.release.notify import DeliveryResult, NotificationLoop, send_pending, send_pending_each, send_test_message
+from onnx_ops.release.notify import (
+    DeliveryResult,
+    NotificationLoop,
+    send_pending,
+    send_pending_each,
+    send_test_message,
+)
 from onnx_ops.release.reconcile import reconcile_until_stable, record_pause
 from onnx_ops.release.rollback import request_and_carry_out
 from onnx_ops.testing.fakes import FakeNotifier
@@ -58,7 +75,9 @@ def test_send_pending_after_rollback_notifies_once_and_records_it() -> None:
     assert [notice.what for notice in deliveries.sent] == [NotificationKind.ROLLED_BACK]
     assert len(chat.received) == before + 1
     assert scene.state().notified == {CHAT: deliveries.sent[0].sequence}
-    assert send_pending(scene.context, "digits") == (DeliveryResult(endpoint="digits", notifier=CHAT),)
+    assert send_pending(scene.context, "digits") == (
+        DeliveryResult(endpoint="digits", notifier=CHAT),
+    )
 
 
 def test_send_pending_without_notifier_writes_nothing() -> None:
@@ -99,7 +118,10 @@ def test_send_pending_with_one_failed_notifier_reaches_others() -> None:
     mail.down = True
     alarm(scene)
     deliveries = send_pending(scene.context, "digits")
-    assert [(one.notifier, bool(one.error)) for one in deliveries] == [(CHAT, False), ("mail", True)]
+    assert [(one.notifier, bool(one.error)) for one in deliveries] == [
+        (CHAT, False),
+        ("mail", True),
+    ]
     count = len(chat.received)
     mail.down = False
     send_pending(scene.context, "digits")
@@ -117,7 +139,9 @@ def test_send_pending_without_registry_sends_rollback_notification() -> None:
 
 def test_notification_link_points_to_registry_page(monkeypatch: pytest.MonkeyPatch) -> None:
     scene, chat = with_chat(on_trial())
-    monkeypatch.setattr(scene.world.registry, "where", lambda model: f"https://registry.example/{model}")
+    monkeypatch.setattr(
+        scene.world.registry, "where", lambda model: f"https://registry.example/{model}"
+    )
     send_pending(scene.context, "digits")
     assert chat.received[-1].link == "https://registry.example/digits"
 
@@ -193,7 +217,9 @@ def play(scene: Scene, chat: FakeNotifier, deed: str) -> None:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(story=STORIES)
-def test_automatic_rollback_in_random_history_is_notified(story: list[tuple[str, int | None]]) -> None:
+def test_automatic_rollback_in_random_history_is_notified(
+    story: list[tuple[str, int | None]],
+) -> None:
     """Whatever else happens, whichever process is killed where, and however long the notifier is down."""
     scene, chat = with_chat(TRIALS()())
     send_pending(scene.context, "digits")
@@ -224,8 +250,15 @@ def automatic(entries: tuple[LedgerEntry, ...]) -> set[int]:
     found, state = set(), fold("digits", ())
     for number, entry in enumerate(entries):
         body, opened = entry.body, state.open_intent
-        if body.kind == "outcome" and opened is not None and body.of == state.generation and body.ok:
-            alarmed = opened.action.kind is ActionKind.ABORT and opened.action.why.startswith("alarm")
+        if (
+            body.kind == "outcome"
+            and opened is not None
+            and body.of == state.generation
+            and body.ok
+        ):
+            alarmed = opened.action.kind is ActionKind.ABORT and opened.action.why.startswith(
+                "alarm"
+            )
             pending = state.pending_rollback
             if alarmed and pending is not None and not pending.by_operator:
                 found.add(entry.sequence)
@@ -236,7 +269,10 @@ def automatic(entries: tuple[LedgerEntry, ...]) -> set[int]:
 def test_concurrent_send_pending_loses_no_notification() -> None:
     scene, chat = with_chat(on_trial())
     alarm(scene)
-    threads = [threading.Thread(target=send_pending, args=(scene.world.context(f"p{n}"), "digits")) for n in range(4)]
+    threads = [
+        threading.Thread(target=send_pending, args=(scene.world.context(f"p{n}"), "digits"))
+        for n in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -320,7 +356,10 @@ def test_send_test_message_calls_all_notifiers() -> None:
     scene.world.notifiers["mail"] = mail = FakeNotifier()
     mail.down = True
     deliveries = send_test_message(scene.context)
-    assert [(one.notifier, bool(one.error)) for one in deliveries] == [(CHAT, False), ("mail", True)]
+    assert [(one.notifier, bool(one.error)) for one in deliveries] == [
+        (CHAT, False),
+        ("mail", True),
+    ]
     assert whats(chat) == [NotificationKind.TEST]
 
 
@@ -330,7 +369,10 @@ class Passes:
     def __init__(self, scene: Scene) -> None:
         self.deliveries: list[DeliveryResult] = []
         self.loop = NotificationLoop(
-            scene.context, interval_s=5.0, endpoints=lambda: ("digits",), on_result=self.deliveries.append
+            scene.context,
+            interval_s=5.0,
+            endpoints=lambda: ("digits",),
+            on_result=self.deliveries.append,
         )
 
     def __call__(self, times: int) -> None:
@@ -360,10 +402,14 @@ def test_notifier_outage_is_retried_with_backoff_and_reported_once(
     assert passes.deliveries[-1].sent
 
 
-def test_notification_loop_after_bug_sends_pending_when_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notification_loop_after_bug_sends_pending_when_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     scene, chat = with_chat(on_trial())
     stopped = threading.Event()
-    loop = NotificationLoop(scene.context, interval_s=3600.0, endpoints=lambda: ("digits",), on_result=lambda _: None)
+    loop = NotificationLoop(
+        scene.context, interval_s=3600.0, endpoints=lambda: ("digits",), on_result=lambda _: None
+    )
     calls: list[int] = []
     look = loop.send_all
 

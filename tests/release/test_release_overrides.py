@@ -24,7 +24,11 @@ def scene() -> Scene:
 
 
 def overrides(scene: Scene) -> list[LedgerEntry]:
-    return [entry for entry in scene.world.ledger.read("digits") if isinstance(entry.body, OverrideRecorded)]
+    return [
+        entry
+        for entry in scene.world.ledger.read("digits")
+        if isinstance(entry.body, OverrideRecorded)
+    ]
 
 
 def test_reconcile_with_signed_override_records_its_author(scene: Scene) -> None:

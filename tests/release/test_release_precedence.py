@@ -11,7 +11,12 @@ import pytest
 
 from onnx_ops.domain.ledger import ReleaseLeft
 from onnx_ops.errors import OnnxOpsError, RefusedError
-from onnx_ops.release.promote import PromotionResult, delete_endpoint, find_successor, promote_release
+from onnx_ops.release.promote import (
+    PromotionResult,
+    delete_endpoint,
+    find_successor,
+    promote_release,
+)
 from onnx_ops.release.status import HistoryFilter, read_history
 from tests.release.release_parts import CANARY, CHALLENGER, CHAMPION, MODEL, TARGET, Scene
 
@@ -21,7 +26,9 @@ ENDPOINT = "digits"
 def run(scene: Scene, version: str, *, always: bool = False) -> PromotionResult:
     """Do what a run does whose release has this version."""
     release = scene.record(version).release
-    done = promote_release(scene.context, MODEL, version, TARGET, release=release, always=always, expects=(ENDPOINT,))
+    done = promote_release(
+        scene.context, MODEL, version, TARGET, release=release, always=always, expects=(ENDPOINT,)
+    )
     scene.reconcile_all()
     return done
 
@@ -109,7 +116,9 @@ def test_repeated_run_after_manual_promotion_moves_no_traffic(
 
 
 @pytest.mark.parametrize("by_hand", BY_HAND)
-def test_manual_promotion_of_left_release_serves_it(scene: Scene, by_hand: Callable[[Scene, str], None]) -> None:
+def test_manual_promotion_of_left_release_serves_it(
+    scene: Scene, by_hand: Callable[[Scene, str], None]
+) -> None:
     run(scene, "1")
     by_hand(scene, "1")
     assert scene.traffic()["v1"] == 100
@@ -174,13 +183,17 @@ def test_run_without_endpoint_keeps_manually_set_champion() -> None:
     scene = Scene()
     for seed in ("a", "b"):
         version = scene.publish(seed)
-        promote_release(scene.context, MODEL, version, TARGET, release=scene.record(version).release)
+        promote_release(
+            scene.context, MODEL, version, TARGET, release=scene.record(version).release
+        )
     scene.set_alias(CHAMPION, "1")
     for _ in range(2):
         done = promote_release(scene.context, MODEL, "2", TARGET, release=scene.record("2").release)
         assert (done.did, done.left) == ("left", "1")
     assert scene.aliases()[CHAMPION] == "1"
-    promote_release(scene.context, MODEL, "2", TARGET, release=scene.record("2").release, always=True)
+    promote_release(
+        scene.context, MODEL, "2", TARGET, release=scene.record("2").release, always=True
+    )
     assert scene.aliases()[CHAMPION] == "2"
 
 
@@ -200,7 +213,9 @@ def test_run_of_older_release_requested_by_alias_is_not_left(scene: Scene) -> No
 def test_find_successor_of_reused_version_number_returns_none(scene: Scene) -> None:
     other = scene.record(scene.publish("z")).release
     assert find_successor(scene.state(), "1", other) is None
-    assert find_successor(scene.state(), "1", scene.record("1").release) == scene.state().roles.stable
+    assert (
+        find_successor(scene.state(), "1", scene.record("1").release) == scene.state().roles.stable
+    )
 
 
 def test_run_with_one_of_two_endpoints_promoted_manually_leaves_both(scene: Scene) -> None:

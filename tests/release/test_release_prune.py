@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from onnx_ops.domain.artifact import StoredObject
 from onnx_ops.domain.endpoint import OrphanedResource
 from onnx_ops.domain.rollout_policy import DAY
-from onnx_ops.release.prune import Orphan, OrphanSurvey, PrunePlan, find_orphans, plan_pruning, prune
+from onnx_ops.release.prune import (
+    Orphan,
+    OrphanSurvey,
+    PrunePlan,
+    find_orphans,
+    plan_pruning,
+    prune,
+)
 from tests.release.release_parts import CANARY, MODEL, Scene
 from tests.release.release_scenes import interrupted, serving
 from tests.support.golden import Golden
@@ -39,10 +46,15 @@ def scene() -> Scene:
 def test_plan_pruning_keeps_served_and_newest_versions(scene: Scene, golden: Golden) -> None:
     found = plan(scene)
     assert versions(found) == ["1", "4"]
-    golden("reasons", "\n".join(sorted(f"{kept.version.version}: {kept.why}" for kept in found.retained)))
+    golden(
+        "reasons",
+        "\n".join(sorted(f"{kept.version.version}: {kept.why}" for kept in found.retained)),
+    )
     assert versions(plan(scene, older_than_s=3 * DAY)) == []
     assert versions(plan(scene, keep=2)) == ["1"]
-    assert plan_pruning(scene.context, ["nothing"], keep=5, older_than_s=0.0).remove == {"nothing": ()}
+    assert plan_pruning(scene.context, ["nothing"], keep=5, older_than_s=0.0).remove == {
+        "nothing": ()
+    }
 
 
 def test_prune_deletes_versions_and_their_folders(scene: Scene) -> None:
@@ -72,7 +84,8 @@ def test_prune_with_needed_folder_in_plan_keeps_folder(scene: Scene) -> None:
     found = plan(scene)
     needed = scene.record("3").manifest
     removed = prune(
-        scene.context, replace(found, folders=(StoredObject(name="3", digest=needed, size_bytes=1, at=0.0),))
+        scene.context,
+        replace(found, folders=(StoredObject(name="3", digest=needed, size_bytes=1, at=0.0),)),
     )
     assert removed.folders == ()
     assert scene.world.files.location(needed) is not None
@@ -89,12 +102,22 @@ def test_prune_keeps_versions_needed_since_plan(scene: Scene) -> None:
     scene.set_alias("somebody-elses", "4")
     scene.roll_back(to="1", force=True)
     assert versions(prune(scene.context, before)) == []
-    assert [entry.version for entry in scene.world.registry.versions(MODEL)] == ["1", "2", "3", "4", "5"]
+    assert [entry.version for entry in scene.world.registry.versions(MODEL)] == [
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+    ]
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(st.sampled_from(("publish", "serve", "trial", "back", "reconcile", "age")), min_size=1, max_size=10),
+    st.lists(
+        st.sampled_from(("publish", "serve", "trial", "back", "reconcile", "age")),
+        min_size=1,
+        max_size=10,
+    ),
     st.integers(1, 3),
 )
 def test_prune_after_random_history_keeps_versions_in_use(happened: list[str], keep: int) -> None:
@@ -136,7 +159,9 @@ def test_prune_deletes_orphaned_provider_resources(scene: Scene) -> None:
     )
     scene.world.provider.left["digits"] = [mine, theirs]
     before = plan(scene)
-    assert before.orphans == OrphanSurvey(orphans=(Orphan(endpoint="digits", provider="fake", leftover=theirs),))
+    assert before.orphans == OrphanSurvey(
+        orphans=(Orphan(endpoint="digits", provider="fake", leftover=theirs),)
+    )
     assert prune(scene.context, before).orphans == before.orphans
     assert scene.world.provider.left["digits"] == [mine]
     assert find_orphans(scene.context, ["digits"]) == OrphanSurvey()
@@ -148,7 +173,9 @@ def test_find_orphans_excludes_model_of_open_intent(scene: Scene) -> None:
     scene.world.provider.left["digits"] = [
         OrphanedResource(kind="model", name=manifest, why="no state names it", paid=True)
     ]
-    assert [orphan.leftover.name for orphan in find_orphans(scene.context, ["digits"]).orphans] == [manifest]
+    assert [orphan.leftover.name for orphan in find_orphans(scene.context, ["digits"]).orphans] == [
+        manifest
+    ]
     scene.promote(candidate)
     interrupted(scene, scene.reconcile)
     assert scene.state().open_intent is not None

@@ -31,14 +31,22 @@ from onnx_ops.release.promote import delete_endpoint
 from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.testing.fakes import FakeWorld, make_ledger_keys
 from tests.release.release_parts import AT_ONCE, CHAMPION, PREVIOUS, Scene
-from tests.release.release_scenes import end_of, on_trial, rolled_back_alone, serving, with_candidate
+from tests.release.release_scenes import (
+    end_of,
+    on_trial,
+    rolled_back_alone,
+    serving,
+    with_candidate,
+)
 from tests.support.faults import Faults
 
 DRIVERS = 4
 
 
 def beside(
-    prepare: Callable[[], Scene], other: Callable[[Context], object], command: Callable[[Scene], object]
+    prepare: Callable[[], Scene],
+    other: Callable[[Context], object],
+    command: Callable[[Scene], object],
 ) -> list[Scene]:
     """What a command leaves when another process does something once meanwhile, for every moment of the command."""
     scenes: list[Scene] = []
@@ -88,7 +96,9 @@ def test_concurrent_reconcilers_on_one_ledger_folder_write_aliases(tmp_path: Pat
         scene.roll_back(force=turn > 0, to="1" if turn % 2 == 0 else "2")
         scene.world.registry.down = False
         context = [
-            replace(scene.world, ledger=ObjectLedger(LocalObjects(tmp_path), make_ledger_keys())).context(f"driver {n}")
+            replace(
+                scene.world, ledger=ObjectLedger(LocalObjects(tmp_path), make_ledger_keys())
+            ).context(f"driver {n}")
             for n in range(DRIVERS)
         ]
         with ThreadPoolExecutor(DRIVERS) as pool:
@@ -97,7 +107,9 @@ def test_concurrent_reconcilers_on_one_ledger_folder_write_aliases(tmp_path: Pat
         assert scene.aliases()[CHAMPION] == ("1" if turn % 2 == 0 else "2")
 
 
-def test_reconcile_with_endless_conflicts_raises_ledger_conflict_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reconcile_with_endless_conflicts_raises_ledger_conflict_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     scene = rolled_back_alone()
     ledger = type(scene.world.ledger)
     append = ledger.append
@@ -141,7 +153,11 @@ def test_override_beside_operator_command_is_recorded_once() -> None:
     )
     assert len(scenes) > 6
     for scene in scenes:
-        given = [entry.body for entry in scene.world.ledger.read("digits") if isinstance(entry.body, OverrideRecorded)]
+        given = [
+            entry.body
+            for entry in scene.world.ledger.read("digits")
+            if isinstance(entry.body, OverrideRecorded)
+        ]
         assert [(one.version, one.reason) for one in given] == [("2", "by hand")]
 
 
@@ -155,7 +171,9 @@ def test_promote_without_endpoint_beside_other_writer_sets_champion() -> None:
 
 
 @pytest.mark.parametrize("other", [SPEAK, drive], ids=["operator", "driver"])
-def test_delete_endpoint_beside_other_writer_completes_once(other: Callable[[Context], object]) -> None:
+def test_delete_endpoint_beside_other_writer_completes_once(
+    other: Callable[[Context], object],
+) -> None:
     def delete(scene: Scene) -> None:
         delete_endpoint(scene.context, "digits", reason="old")
 
@@ -164,5 +182,7 @@ def test_delete_endpoint_beside_other_writer_completes_once(other: Callable[[Con
     for scene in scenes:
         assert (scene.traffic(), scene.state().config) == ({}, None)
         bodies = [entry.body for entry in scene.world.ledger.read("digits")]
-        reasons = [body.reason for body in bodies if isinstance(body, EndpointDeleted) and not body.done]
+        reasons = [
+            body.reason for body in bodies if isinstance(body, EndpointDeleted) and not body.done
+        ]
         assert reasons == ["old"]

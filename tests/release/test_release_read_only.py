@@ -21,9 +21,13 @@ def scene(tmp_path: Path) -> Scene:
         return serving("a", "b")
 
 
-def test_roll_back_with_read_only_ledger_names_runbook(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_roll_back_with_read_only_ledger_names_runbook(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> bool:
-        raise StorageError("a file or folder is not accessible", why="[Errno 30] Read-only file system")
+        raise StorageError(
+            "a file or folder is not accessible", why="[Errno 30] Read-only file system"
+        )
 
     before = dict(scene.traffic())
     monkeypatch.setattr(LocalObjects, "create", refuse)
@@ -32,8 +36,12 @@ def test_roll_back_with_read_only_ledger_names_runbook(scene: Scene, monkeypatch
     assert dict(scene.traffic()) == before
 
 
-def test_rollback_in_copied_ledger_survives_merge_into_original(scene: Scene, tmp_path: Path) -> None:
-    ledger, aside, copy = (tmp_path / "project" / STATE / name for name in ("ledger", "original", "copy"))
+def test_rollback_in_copied_ledger_survives_merge_into_original(
+    scene: Scene, tmp_path: Path
+) -> None:
+    ledger, aside, copy = (
+        tmp_path / "project" / STATE / name for name in ("ledger", "original", "copy")
+    )
     assert scene.traffic()["v2"] == 100
     shutil.copytree(ledger, aside)
     scene.roll_back()  # in the copy, which lies where the original was

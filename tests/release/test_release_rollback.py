@@ -29,7 +29,11 @@ from onnx_ops.errors import (
 from onnx_ops.release import rollback
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import bind_endpoint
-from onnx_ops.release.reconcile import reconcile_step, reconcile_until_stable, reconcile_with_retries
+from onnx_ops.release.reconcile import (
+    reconcile_step,
+    reconcile_until_stable,
+    reconcile_with_retries,
+)
 from onnx_ops.release.rollback import roll_back_each, withdraw_request
 from onnx_ops.testing.fakes import FakeWorld, make_ledger_keys
 from tests.release.release_parts import (
@@ -148,7 +152,9 @@ def test_roll_back_each_with_hanging_endpoint_returns_after_timeout(
     answers = threading.Event()
     observe = scene.world.provider.observe
     monkeypatch.setattr(rollback, "OBSERVE_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(scene.world.provider, "observe", lambda config: answers.wait() and observe(config))
+    monkeypatch.setattr(
+        scene.world.provider, "observe", lambda config: answers.wait() and observe(config)
+    )
     try:
         assert not roll_back_each(scene.context, ("digits",), timeout_s=0.01)[0]
     finally:
@@ -159,7 +165,9 @@ def test_roll_back_each_with_hanging_endpoint_returns_after_timeout(
 def test_repeated_roll_back_of_externally_changed_endpoint_repairs_it(scene: Scene) -> None:
     scene.roll_back()
     serving = must(scene.world.provider.observe(config_of("digits")))
-    scene.world.provider.interfere("digits", replace(serving, split=TrafficSplit(weights={"v3": 100, "v2": 0})))
+    scene.world.provider.interfere(
+        "digits", replace(serving, split=TrafficSplit(weights={"v3": 100, "v2": 0}))
+    )
     assert not scene.roll_back(to="2").already
     assert scene.traffic()["v2"] == 100
 
@@ -290,7 +298,9 @@ def test_pending_rollback_runs_before_later_promotion(scene: Scene) -> None:
     scene.world.provider.down = False
     assert scene.reconcile()[0].did == "rollback"
     assert scene.traffic()["v4"] == 100
-    assert [effect for effect in effects(scene.world.ledger.read("digits")) if effect != "clean-up"][-2:] == [
+    assert [
+        effect for effect in effects(scene.world.ledger.read("digits")) if effect != "clean-up"
+    ][-2:] == [
         "rollback",
         "finish",
     ]
@@ -354,7 +364,9 @@ def test_withdraw_request_of_pending_rollback_requires_reason(scene: Scene) -> N
 
 @pytest.mark.parametrize("reaches", [True, False])
 @pytest.mark.parametrize("dead", [True, False])
-def test_roll_back_during_open_intent_of_reconciler_outranks_it(scene: Scene, reaches: bool, dead: bool) -> None:
+def test_roll_back_during_open_intent_of_reconciler_outranks_it(
+    scene: Scene, reaches: bool, dead: bool
+) -> None:
     scene.promote(scene.publish("d"))
     interrupted(scene, lambda: reconcile_until_stable(scene.context, "digits"), reaches=reaches)
     if dead:
@@ -371,7 +383,9 @@ def test_roll_back_during_open_intent_of_reconciler_outranks_it(scene: Scene, re
 
 @pytest.mark.parametrize("reaches", [True, False])
 @pytest.mark.parametrize("to", [None, "2", "v2"])
-def test_repeated_roll_back_after_kill_finishes_it(scene: Scene, reaches: bool, to: str | None) -> None:
+def test_repeated_roll_back_after_kill_finishes_it(
+    scene: Scene, reaches: bool, to: str | None
+) -> None:
     interrupted(scene, scene.roll_back, reaches=reaches)
     scene.restart()
     rolled = scene.roll_back(to=to)
@@ -403,8 +417,12 @@ def test_roll_back_after_killed_abort_rejects_candidate(trial: Scene, reaches: b
         trial.promote("4")
 
 
-@pytest.mark.parametrize("end", [Scene.restart, lambda scene: scene.world.clock.advance(121.0)], ids=["death", "time"])
-def test_reconcile_after_lease_expiry_finishes_killed_rollback(scene: Scene, end: Callable[[Scene], object]) -> None:
+@pytest.mark.parametrize(
+    "end", [Scene.restart, lambda scene: scene.world.clock.advance(121.0)], ids=["death", "time"]
+)
+def test_reconcile_after_lease_expiry_finishes_killed_rollback(
+    scene: Scene, end: Callable[[Scene], object]
+) -> None:
     interrupted(scene, scene.roll_back)
     assert "is changing it" in reconcile_step(scene.context, "digits").why
     end(scene)
@@ -412,13 +430,19 @@ def test_reconcile_after_lease_expiry_finishes_killed_rollback(scene: Scene, end
     assert scene.traffic() == {"v2": 100}
 
 
-def test_roll_back_with_policy_change_before_outcome_succeeds(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_roll_back_with_policy_change_before_outcome_succeeds(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A deployment of the pipeline changes the policy between the effect and its outcome."""
     apply = scene.world.provider.apply
 
     def and_configure(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         apply(config, state, generation=generation)
-        bind_endpoint(scene.world.context("process-9"), config_of("digits"), RolloutPolicy(scale_down_delay=60.0))
+        bind_endpoint(
+            scene.world.context("process-9"),
+            config_of("digits"),
+            RolloutPolicy(scale_down_delay=60.0),
+        )
 
     monkeypatch.setattr(scene.world.provider, "roll_back", and_configure)
     assert scene.roll_back().moved_to == "v2"
@@ -485,7 +509,9 @@ def test_rollback_of_all_endpoints_without_pin_moves_champion_alias(pair: Scene)
     roll_back(pair.context, PAIR[1], reason="slow", pin=False)
     pair.reconcile_all()
     assert pair.aliases()[CHAMPION] == "1"
-    assert [(pair.traffic(name)["v1"], pair.state(name).pending_aliases) for name in PAIR] == [(100, {})] * 2
+    assert [(pair.traffic(name)["v1"], pair.state(name).pending_aliases) for name in PAIR] == [
+        (100, {})
+    ] * 2
 
 
 @pytest.mark.parametrize("moved", [False, True])
@@ -555,7 +581,13 @@ class CountedObjects(LocalObjects):
     def list_names(self, prefix: str) -> list[str]:
         self.reads += 1
         below = f"{prefix}/" if prefix else ""
-        return sorted({name.removeprefix(below).partition("/")[0] for name in self.data if name.startswith(below)})
+        return sorted(
+            {
+                name.removeprefix(below).partition("/")[0]
+                for name in self.data
+                if name.startswith(below)
+            }
+        )
 
     def write(self, name: str, data: bytes) -> None:
         self.data[name] = data
@@ -572,10 +604,15 @@ def test_roll_back_after_10_000_entries_reads_at_most_ten_objects() -> None:
     writer._heads["digits"] = Head(replace(scene.state(), head=9_995), digest_bytes(b"entry 9,995"))
     objects.data.clear()
     for sequence in range(9_996, 10_005):
-        Journal.open(scene.context, "digits").append(OperatorCommandSent(command=OperatorCommand.PAUSE))
+        Journal.open(scene.context, "digits").append(
+            OperatorCommandSent(command=OperatorCommand.PAUSE)
+        )
         if sequence >= 10_000:
             counted = CountedObjects(dict(objects.data))
-            roll_back(replace(scene.world, ledger=ObjectLedger(counted, make_ledger_keys())).context(), "digits")
+            roll_back(
+                replace(scene.world, ledger=ObjectLedger(counted, make_ledger_keys())).context(),
+                "digits",
+            )
             assert counted.reads <= 10, sequence
             assert ObjectLedger(counted, make_ledger_keys()).state("digits").head == sequence + 3
 

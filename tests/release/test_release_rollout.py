@@ -16,7 +16,13 @@ from onnx_ops.domain.ledger import VersionRefused
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import OperatorCommand, build_split_state
 from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
-from onnx_ops.errors import AlarmRollbackError, NotFoundError, RefusedError, ServiceUnavailableError, UserError
+from onnx_ops.errors import (
+    AlarmRollbackError,
+    NotFoundError,
+    RefusedError,
+    ServiceUnavailableError,
+    UserError,
+)
 from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import reconcile_step, reconcile_until_stable
 from onnx_ops.release.status import HistoryFilter, read_history, read_status
@@ -63,7 +69,9 @@ def test_first_deployment_reaches_full_traffic_at_once(scene: Scene) -> None:
 def test_deployment_uses_settings_of_signed_decision(scene: Scene, batchable: bool) -> None:
     scene.serve(scene.publish("a", batchable=batchable, threads=3))
     state = must(scene.world.provider.observe(config_of("digits")))
-    assert [(d.batchable, d.threads, d.execution) for d in state.deployments] == [(batchable, 3, EXECUTION)]
+    assert [(d.batchable, d.threads, d.execution) for d in state.deployments] == [
+        (batchable, 3, EXECUTION)
+    ]
 
 
 def test_reconcile_during_rollout_confirms_it() -> None:
@@ -243,7 +251,9 @@ SPOILT = {
 
 @pytest.mark.parametrize("reason", SPOILT)
 @pytest.mark.parametrize("alias", [CHALLENGER, CHAMPION])
-def test_alias_on_unapproved_version_is_refused_and_restored(scene: Scene, alias: str, reason: str) -> None:
+def test_alias_on_unapproved_version_is_refused_and_restored(
+    scene: Scene, alias: str, reason: str
+) -> None:
     scene.serve(scene.publish("a"))
     version = scene.publish("b")
     scene.forge(version, **SPOILT[reason](scene, scene.record(version)))
@@ -403,16 +413,18 @@ def test_reconcile_of_unreachable_endpoint_records_failed_outcome(scene: Scene) 
     with pytest.raises(ServiceUnavailableError):
         reconcile_until_stable(scene.context, "digits")
     assert scene.state().open_intent is None
-    assert [line.what for line in read_history(scene.context, HistoryFilter(endpoints=("digits",)))[0]][-1].startswith(
-        "failed"
-    )
+    assert [
+        line.what for line in read_history(scene.context, HistoryFilter(endpoints=("digits",)))[0]
+    ][-1].startswith("failed")
     scene.world.provider.down = False
     scene.reconcile()
     assert scene.traffic() == {"v1": 100}
     assert effects(scene.world.ledger.read("digits")) == ["first-deployment"]
 
 
-def test_status_and_history_follow_loss_and_restore_of_endpoint(trial: Scene, golden: Golden) -> None:
+def test_status_and_history_follow_loss_and_restore_of_endpoint(
+    trial: Scene, golden: Golden
+) -> None:
     trial.world.provider.interfere("digits", None)
     seen = read_status(trial.context, "digits")
     assert (seen.actual, seen.address) == (None, None)
@@ -430,7 +442,9 @@ def test_status_and_history_follow_loss_and_restore_of_endpoint(trial: Scene, go
 def test_reconcile_of_foreign_state_with_same_generation_replaces_it(trial: Scene) -> None:
     stable = must(trial.state().roles.stable)
     foreign = EndpointState(
-        deployments=(stable,), split=TrafficSplit(weights={"v1": 100}), generation=trial.state().generation
+        deployments=(stable,),
+        split=TrafficSplit(weights={"v1": 100}),
+        generation=trial.state().generation,
     )
     trial.world.provider.interfere("digits", foreign)
     assert trial.reconcile()[0].did == "restore"
@@ -475,7 +489,9 @@ def test_rollback_by_provider_alarm_rejects_version(
     assert applied == 1 + left_open
 
 
-def test_provider_alarm_during_restore_rejects_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_provider_alarm_during_restore_rejects_nothing(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scene.serve(scene.publish("a"))
     scene.world.provider.interfere("digits", None)
 

@@ -52,7 +52,9 @@ class SageMaker(Scene):
         return publish_file(self.world, folder / "model.onnx", digest_bytes(str(factor).encode()))
 
     def alarm(self, state: str) -> None:
-        client(self.fake, "cloudwatch").set_alarm_state(AlarmName="failing", StateValue=state, StateReason="test")
+        client(self.fake, "cloudwatch").set_alarm_state(
+            AlarmName="failing", StateValue=state, StateReason="test"
+        )
 
     def reconcile_while_the_alarm_fires(self) -> list[StepReport]:
         """Reconcile; once the update is under way, the alarm fires, and is quiet again when all is over."""

@@ -13,7 +13,13 @@ from onnx_ops.cli.endpoints import history_table, status_document, status_report
 from onnx_ops.config.settings import load_settings
 from onnx_ops.errors import StillPendingError
 from onnx_ops.release.promote import bind_endpoint, delete_endpoint
-from onnx_ops.release.status import EndpointStatus, HistoryFilter, read_history, read_status, render_pending_metrics
+from onnx_ops.release.status import (
+    EndpointStatus,
+    HistoryFilter,
+    read_history,
+    read_status,
+    render_pending_metrics,
+)
 from tests.release.release_parts import AT_ONCE, config_of
 from tests.release.release_scenes import serving
 from tests.support.golden import Golden
@@ -27,7 +33,9 @@ def seen(*, outlived: bool) -> EndpointStatus:
     return read_status(scene.context, "digits")
 
 
-def test_status_of_unsupervised_endpoint_is_not_silent(capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
+def test_status_of_unsupervised_endpoint_is_not_silent(
+    capsys: pytest.CaptureFixture[str], golden: Golden
+) -> None:
     found = seen(outlived=True)
     status_report([found], 0.0)
     golden("tables", " ".join(capsys.readouterr().out.split()))
@@ -35,16 +43,22 @@ def test_status_of_unsupervised_endpoint_is_not_silent(capsys: pytest.CaptureFix
     assert (document["answers"], document["supervised"], document["traffic"]) == (True, False, None)
 
 
-def test_status_of_unreachable_endpoint_is_silent(capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
+def test_status_of_unreachable_endpoint_is_silent(
+    capsys: pytest.CaptureFixture[str], golden: Golden
+) -> None:
     found = seen(outlived=False)
     status_report([found], 0.0)
     golden("tables", " ".join(capsys.readouterr().out.split()))
     assert status_document(found)["answers"] is False
 
 
-def test_status_of_endpoint_with_changed_settings_shows_drift(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_endpoint_with_changed_settings_shows_drift(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     scene = serving("a")
-    bind_endpoint(scene.context, replace(config_of("digits"), settings={"instance_count": 2}), AT_ONCE)
+    bind_endpoint(
+        scene.context, replace(config_of("digits"), settings={"instance_count": 2}), AT_ONCE
+    )
     found = read_status(scene.context, "digits")
     status_report([found], 0.0)
     shown = " ".join(capsys.readouterr().out.split())
@@ -76,14 +90,20 @@ def test_pending_rollback_is_shown_by_status_history_doctor_and_metrics(
     scene.world.provider.down = False
     scene.reconcile()
     assert "rollback of digits" not in {finding.check for finding in diagnose(project)}
-    assert 'onnx_ops_rollback_pending_seconds{endpoint="digits"} 0\n' in render_pending_metrics(scene.context)
+    assert 'onnx_ops_rollback_pending_seconds{endpoint="digits"} 0\n' in render_pending_metrics(
+        scene.context
+    )
     scene.world.provider.down = True
     with pytest.raises(StillPendingError):
         delete_endpoint(scene.context, "digits")
-    assert 'onnx_ops_deletion_pending{endpoint="digits"} 1\n' in render_pending_metrics(scene.context)
+    assert 'onnx_ops_deletion_pending{endpoint="digits"} 1\n' in render_pending_metrics(
+        scene.context
+    )
 
 
-def test_history_table_without_entries_prints_one_line(capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
+def test_history_table_without_entries_prints_one_line(
+    capsys: pytest.CaptureFixture[str], golden: Golden
+) -> None:
     history_table(read_history(serving().context, HistoryFilter(model="other"))[0])
     golden("tables", capsys.readouterr().out)
     history_table(read_history(serving().context, HistoryFilter())[0])

@@ -20,9 +20,15 @@ def scene() -> Scene:
     """Three endpoints that serve version 1 and get what comes next in order, the last two after an hour each."""
     scene = Scene()
     scene.bind(policy=CANARY)
-    bind_endpoint(scene.context, config_of("region"), RolloutPolicy(depends_on=("digits",), depends_on_soak=SOAK_S))
     bind_endpoint(
-        scene.context, config_of("world"), RolloutPolicy(depends_on=("digits", "region"), depends_on_soak=SOAK_S)
+        scene.context,
+        config_of("region"),
+        RolloutPolicy(depends_on=("digits",), depends_on_soak=SOAK_S),
+    )
+    bind_endpoint(
+        scene.context,
+        config_of("world"),
+        RolloutPolicy(depends_on=("digits", "region"), depends_on_soak=SOAK_S),
     )
     scene.promote(scene.publish("first"))
     scene.reconcile_all()
@@ -54,7 +60,9 @@ def test_first_deployment_of_dependent_endpoint_waits_for_its_dependency(golden:
     assert scene.traffic("region") == {"v1": 100}
 
 
-def test_dependent_endpoint_waits_for_predecessors_and_soak_time(scene: Scene, golden: Golden) -> None:
+def test_dependent_endpoint_waits_for_predecessors_and_soak_time(
+    scene: Scene, golden: Golden
+) -> None:
     scene.reconcile("digits")
     golden("reasons", scene.reconcile("region")[-1].why, "in progress")
     finish_the_first(scene)
@@ -85,7 +93,9 @@ def test_release_rolled_back_on_first_endpoint_reaches_no_other(scene: Scene) ->
 
 
 def test_started_dependent_rollout_continues_after_rollback_of_first(scene: Scene) -> None:
-    bind_endpoint(scene.context, config_of("region"), RolloutPolicy(steps=(0.1, 1.0), depends_on=("digits",)))
+    bind_endpoint(
+        scene.context, config_of("region"), RolloutPolicy(steps=(0.1, 1.0), depends_on=("digits",))
+    )
     finish_the_first(scene)
     scene.reconcile("region")
     assert scene.traffic("region") == {"v2": 10, "v1": 90}
@@ -107,7 +117,9 @@ def test_roll_back_each_of_staged_release_moves_all_reached_endpoints(scene: Sce
     scene.reconcile_all()
     assert stable(scene) == ["1", "1", "1"]
     assert scene.aliases()[CHAMPION] == "1"
-    assert select_endpoints(scene.context, (), every=True, model=MODEL) == names, "asked again, it is the same rollback"
+    assert select_endpoints(scene.context, (), every=True, model=MODEL) == names, (
+        "asked again, it is the same rollback"
+    )
     again, errors = roll_back_each(scene.context, names, reason="it is slow", pin=False)
     assert ([one.already for one in again.values()], errors) == ([True, True], {})
     assert stable(scene) == ["1", "1", "1"]

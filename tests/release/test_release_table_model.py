@@ -91,7 +91,10 @@ def list_steps(world: World, rules: Rules) -> Iterator[World]:
     """Yield the worlds that one step of one process leads to."""
     serving = sum(one.serves_candidate for one in world.replicas)
     for step in _list_next(world, rules):
-        is_late = step.since_intent > LEASE and sum(one.serves_candidate for one in step.replicas) > serving
+        is_late = (
+            step.since_intent > LEASE
+            and sum(one.serves_candidate for one in step.replicas) > serving
+        )
         yield step._replace(began_late=is_late)
 
 
@@ -100,7 +103,9 @@ def _list_next(world: World, rules: Rules) -> Iterator[World]:
     for place, replica in enumerate(world.replicas):
         yield from _follow(world, place, replica, rules)
     if world.ticks < _TICKS:
-        aged = tuple(sorted(one._replace(age=min(one.age + 1, LEASE + 1)) for one in world.replicas))
+        aged = tuple(
+            sorted(one._replace(age=min(one.age + 1, LEASE + 1)) for one in world.replicas)
+        )
         since_abort = world.since_abort + (world.since_abort >= 0)
         since_intent = world.since_intent + (world.since_intent >= 0)
         ticked = world._replace(ticks=world.ticks + 1, replicas=aged)
@@ -109,7 +114,9 @@ def _list_next(world: World, rules: Rules) -> Iterator[World]:
 
 def _reconcile(world: World, rules: Rules) -> Iterator[World]:
     """Yield what reconcilers do: write an intent, create an object, write the hint, record that the debt is paid."""
-    is_ready = all(one.reported >= PREPARE for one in world.replicas) or not rules.weight_waits_for_reports
+    is_ready = (
+        all(one.reported >= PREPARE for one in world.replicas) or not rules.weight_waits_for_reports
+    )
     if world.intents < ABORT and (world.intents != PREPARE or is_ready):
         since_intent = 0 if world.intents + 1 == ABORT else -1
         yield world._replace(intents=world.intents + 1, since_intent=since_intent)
@@ -122,7 +129,11 @@ def _reconcile(world: World, rules: Rules) -> Iterator[World]:
         elif number != world.head:
             yield world._replace(head=number)
     has_reports = all(one.reported >= ABORT for one in world.replicas)
-    if ABORT in world.objects and not world.paid and (has_reports or world.since_abort >= rules.debt_ticks):
+    if (
+        ABORT in world.objects
+        and not world.paid
+        and (has_reports or world.since_abort >= rules.debt_ticks)
+    ):
         yield world._replace(paid=True)
 
 
@@ -130,22 +141,30 @@ def _follow(world: World, place: int, replica: Replica, rules: Rules) -> Iterato
     """Yield what a replica does: list the objects, look at the hint, report, start again."""
     for number in world.objects if rules.late_objects_count else [max(world.objects, default=0)]:
         if number:
-            yield world.with_replica(place, _hear(world, replica, rules)._replace(adopted=number, age=0))
+            yield world.with_replica(
+                place, _hear(world, replica, rules)._replace(adopted=number, age=0)
+            )
     if world.head:
         age = 0 if rules.head_renews_lease else replica.age
-        yield world.with_replica(place, replica._replace(adopted=max(replica.adopted, world.head), age=age))
+        yield world.with_replica(
+            place, replica._replace(adopted=max(replica.adopted, world.head), age=age)
+        )
     if replica.adopted > replica.reported:
         yield world.with_replica(place, replica._replace(reported=replica.adopted))
     if world.restarts < rules.restarts:  # what it followed is on its disk, its clock is not
         adopted, age = (replica.adopted, 0) if rules.restart_keeps_lease else (0, LEASE + 1)
-        again = world.with_replica(place, Replica(adopted=adopted, age=age, reported=replica.reported))
+        again = world.with_replica(
+            place, Replica(adopted=adopted, age=age, reported=replica.reported)
+        )
         yield again._replace(restarts=world.restarts + 1)
 
 
 def _hear(world: World, replica: Replica, rules: Rules) -> Replica:
     """Return a replica that has read how often the judge has looked."""
     is_gap = replica.age > LEASE and rules.gap_needs_look
-    is_confirmed = not is_gap and (replica.is_confirmed or world.looks != replica.heard or not rules.gap_needs_look)
+    is_confirmed = not is_gap and (
+        replica.is_confirmed or world.looks != replica.heard or not rules.gap_needs_look
+    )
     return replica._replace(heard=world.looks, is_confirmed=is_confirmed)
 
 
@@ -179,7 +198,8 @@ def find_fault(rules: Rules) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("looks", "restarts"), [(1, 0), *(pytest.param(looks, 1, marks=pytest.mark.nightly) for looks in (1, 2))]
+    ("looks", "restarts"),
+    [(1, 0), *(pytest.param(looks, 1, marks=pytest.mark.nightly) for looks in (1, 2))],
 )
 def test_find_fault_with_intact_rules_returns_no_fault(looks: int, restarts: int) -> None:
     fault, worlds = find_fault(Rules(looks=looks, restarts=restarts))

@@ -34,7 +34,11 @@ def test_trace_of_endpoint_without_steps_is_none() -> None:
 def test_trace_of_rollout_lists_steps_from_start_to_finish() -> None:
     scene = on_trial(OperatorCommand.ADVANCE)
     found = must(traced(scene))
-    assert (found.candidate.name, found.stable and found.stable.name, found.end) == ("v3", "v2", None)
+    assert (found.candidate.name, found.stable and found.stable.name, found.end) == (
+        "v3",
+        "v2",
+        None,
+    )
     waits = "waiting-for-approval"
     assert whats(found) == ["start", waits, "operator command advance", "advance", waits]
     assert [step.percent for step in found.steps if step.percent is not None] == [10, 50]

@@ -60,7 +60,9 @@ class Watch:
         self.registry = Counting(self.scene.world.registry)
         self.context = replace(self.scene.context, registry=lambda: cast("Registry", self.registry))
         self.queue = ReconcileQueue()
-        self.watcher = WatchLoop(self.context, self.queue, interval_s=5.0, on_event=self.events.append)
+        self.watcher = WatchLoop(
+            self.context, self.queue, interval_s=5.0, on_event=self.events.append
+        )
 
     def look(self) -> list[str]:
         """One pass; what the registry was asked in it."""
@@ -93,8 +95,12 @@ def test_watch_pass_without_changes_sends_one_registry_request(count: int) -> No
     assert watch.kinds() == []
 
 
-@pytest.mark.parametrize(("scene", "weights"), [(lost, {"v2": 90, "v3": 10}), (past_its_time, {"v2": 100})])
-def test_watch_pass_without_alias_change_restores_and_cleans_up(scene: Any, weights: Mapping[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("scene", "weights"), [(lost, {"v2": 90, "v3": 10}), (past_its_time, {"v2": 100})]
+)
+def test_watch_pass_without_alias_change_restores_and_cleans_up(
+    scene: Any, weights: Mapping[str, int]
+) -> None:
     watch = Watch(scene())
     watch.look()
     assert watch.scene.traffic() == weights
@@ -151,10 +157,14 @@ def test_watch_with_failing_endpoint_reconciles_others() -> None:
     watch.look()
     assert scene.traffic("digits-1") == {"v2": 100, "v1": 0}
     assert scene.traffic("digits-0") == {"v1": 100}
-    assert [r.why for r in watch.events if r.kind is WatchEventKind.TROUBLE] == ["unexpected: ZeroDivisionError: a bug"]
+    assert [r.why for r in watch.events if r.kind is WatchEventKind.TROUBLE] == [
+        "unexpected: ZeroDivisionError: a bug"
+    ]
 
 
-def test_watch_without_ledger_access_reports_once_and_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_without_ledger_access_reports_once_and_recovers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     watch = Watch(serving("a"))
 
     def gone() -> tuple[str, ...]:
@@ -281,9 +291,9 @@ def test_reconcile_pass_without_due_change_writes_nothing() -> None:
     )
     assert len(events) == 1
     assert len(scene.world.ledger.read("digits")) == before
-    assert ReconcilePass(scene.context, lambda: read_registry(scene.context)).state("digits").config == config_of(
+    assert ReconcilePass(scene.context, lambda: read_registry(scene.context)).state(
         "digits"
-    )
+    ).config == config_of("digits")
 
 
 def test_reconcile_pass_with_outdated_state_reads_ledger_again() -> None:
@@ -292,12 +302,16 @@ def test_reconcile_pass_with_outdated_state_reads_ledger_again() -> None:
     reconcile_pass.state("digits")
     scene.set_alias(CHALLENGER, "2")
     reconcile_until_stable(scene.context, "digits", actor="another process")
-    assert [(report.did, report.stable) for report in reconcile_pass.reconcile("digits")] == [("", True)]
+    assert [(report.did, report.stable) for report in reconcile_pass.reconcile("digits")] == [
+        ("", True)
+    ]
 
 
 def test_reconcile_pass_with_waiting_aliases_sends_one_registry_request() -> None:
     watch = Watch(pair())
-    reports = ReconcilePass(watch.context, lambda: read_registry(watch.context)).reconcile("digits-a")
+    reports = ReconcilePass(watch.context, lambda: read_registry(watch.context)).reconcile(
+        "digits-a"
+    )
     assert [(report.did, report.stable) for report in reports] == [("", True)]
     assert watch.scene.state("digits-a").pending_aliases
     assert watch.registry.asked == ["all_aliases"]
@@ -336,11 +350,15 @@ def test_find_step_with_due_change_writes_nothing(setup: Callable[[], Scene]) ->
     assert (registry.asked, files.asked) == ([], [])
 
 
-def test_read_registry_after_refusal_reports_registry_as_down(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_registry_after_refusal_reports_registry_as_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     scene = serving("a")
 
     def forbidden() -> Mapping[str, Mapping[str, str]]:
         raise RefusedError("MLflow refused", where="all models")
 
     monkeypatch.setattr(scene.world.registry, "all_aliases", forbidden)
-    assert read_registry(scene.context) == RegistrySnapshot(aliases={}, down="all models: MLflow refused")
+    assert read_registry(scene.context) == RegistrySnapshot(
+        aliases={}, down="all models: MLflow refused"
+    )

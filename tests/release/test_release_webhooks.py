@@ -17,7 +17,13 @@ from hypothesis import strategies as st
 
 from onnx_ops.adapters.webhooks.receiver import WebhookReceiver
 from onnx_ops.domain.decision import Verdict
-from onnx_ops.protocol.webhooks import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, TOLERANCE_S, sign_delivery
+from onnx_ops.protocol.webhooks import (
+    ID_HEADER,
+    SIGNATURE_HEADER,
+    TIMESTAMP_HEADER,
+    TOLERANCE_S,
+    sign_delivery,
+)
 from onnx_ops.release.endpoint_calls import MAX_PAUSE_S
 from onnx_ops.release.watch import ReconcileQueue, WatchLoop
 from onnx_ops.testing.fakes import FakeClock
@@ -35,7 +41,9 @@ Step = tuple[str, int | str]
 
 moves = st.tuples(st.just("move"), st.sampled_from(["1", "2", FAILED, ""]))
 deliveries = st.tuples(st.just("deliver"), st.integers(0, 9))
-forgeries = st.tuples(st.just("forge"), st.sampled_from(["secret", "body", "id", "time", "unsigned"]))
+forgeries = st.tuples(
+    st.just("forge"), st.sampled_from(["secret", "body", "id", "time", "unsigned"])
+)
 pauses = st.tuples(st.just("wait"), st.sampled_from([1, 200, 301]))
 looks = st.tuples(st.just("look"), st.just(0))
 
@@ -72,7 +80,12 @@ class Stage:
     def __post_init__(self) -> None:
         self.watchers = [
             # With the longest interval, no pass is skipped after refusals: a wake-up skips none either.
-            WatchLoop(scene.context, ReconcileQueue(), interval_s=MAX_PAUSE_S, on_event=lambda report: None)
+            WatchLoop(
+                scene.context,
+                ReconcileQueue(),
+                interval_s=MAX_PAUSE_S,
+                on_event=lambda report: None,
+            )
             for scene in (self.listening, self.other)
         ]
 
@@ -85,7 +98,9 @@ class Stage:
                 scene.world.registry.delete_alias(MODEL, CHALLENGER)
         self.asked.add(version)
         data = {"name": MODEL, "alias": CHALLENGER, "version": version}
-        self.sent.append(Delivery(next(_NUMBERS), self.clock.now(), json.dumps({"data": data}).encode()))
+        self.sent.append(
+            Delivery(next(_NUMBERS), self.clock.now(), json.dumps({"data": data}).encode())
+        )
 
     def deliver(self, number: int) -> None:
         if not self.sent:
@@ -95,7 +110,11 @@ class Stage:
         assert self.post(delivery.body, delivery.headers()) == (400 if old else 204)
 
     def forge(self, how: str) -> None:
-        last = self.sent[-1] if self.sent else Delivery(0, self.clock.now(), b'{"data": {"name": "digits"}}')
+        last = (
+            self.sent[-1]
+            if self.sent
+            else Delivery(0, self.clock.now(), b'{"data": {"name": "digits"}}')
+        )
         body, headers = last.body, last.headers("another secret" if how == "secret" else SECRET)
         if how == "body":
             body = body.replace(b'"version": "', b'"version": "9') + b" "
@@ -157,7 +176,11 @@ def heard() -> Iterator[Heard]:
     )
     with receiver, httpx.Client() as client:
         yield Heard(
-            bells, clock, lambda body, headers: client.post(receiver.address, content=body, headers=headers).status_code
+            bells,
+            clock,
+            lambda body, headers: (
+                client.post(receiver.address, content=body, headers=headers).status_code
+            ),
         )
 
 
@@ -169,8 +192,14 @@ def test_webhook_deliveries_of_any_kind_only_trigger_reconciliation(
 
     # A few random examples may hold no delivery that leads to anything.
     @settings(max_examples=examples, deadline=None, derandomize=examples < 100)
-    @example([step for n, v in enumerate("331") for step in (("move", v), ("deliver", n), ("look", 0))])
-    @given(steps=st.lists(st.one_of(moves, deliveries, forgeries, pauses, looks), min_size=8, max_size=25))
+    @example(
+        [step for n, v in enumerate("331") for step in (("move", v), ("deliver", n), ("look", 0))]
+    )
+    @given(
+        steps=st.lists(
+            st.one_of(moves, deliveries, forgeries, pauses, looks), min_size=8, max_size=25
+        )
+    )
     def holds(steps: list[Step]) -> None:
         nonlocal woken
         heard.bells.append(ReconcileQueue())
@@ -178,7 +207,11 @@ def test_webhook_deliveries_of_any_kind_only_trigger_reconciliation(
         for name, about in (*steps, ("look", 0)):
             getattr(stage, name)(about)
         assert end_of(stage.listening) == end_of(stage.other)
-        applied = {d.version for _, state in stage.listening.world.provider.applied for d in state.deployments}
+        applied = {
+            d.version
+            for _, state in stage.listening.world.provider.applied
+            for d in state.deployments
+        }
         assert applied <= stage.asked - {FAILED}
         woken += len(applied)
 

@@ -37,8 +37,20 @@ class Servers:
 def servers() -> Servers:
     servers = Servers()
     servers.add(
-        EndpointServer(name="r1", state="reports", table="00000003-1", age_s=2, versions={"onnxruntime": "1.31.1"}),
-        EndpointServer(name="r2", state="reports", table="00000003-1", age_s=3, versions={"onnxruntime": "1.30.0"}),
+        EndpointServer(
+            name="r1",
+            state="reports",
+            table="00000003-1",
+            age_s=2,
+            versions={"onnxruntime": "1.31.1"},
+        ),
+        EndpointServer(
+            name="r2",
+            state="reports",
+            table="00000003-1",
+            age_s=3,
+            versions={"onnxruntime": "1.30.0"},
+        ),
         EndpointServer(name="r3", state="silent", table="00000002-1", age_s=600),
     )
     return servers
@@ -56,7 +68,11 @@ def test_write_off_server_records_reason_and_ends_server(scene: Scene, servers: 
     assert write_off_server(scene.context, "digits", "r3", reason="disk crashed", actor="ada")
     assert servers.listed["r3"].state == "ended"
     lines, _ = read_history(scene.context, HistoryFilter(endpoints=("digits",)))
-    assert (lines[-1].actor, lines[-1].what, lines[-1].why) == ("ada", "wrote off replica r3", "disk crashed")
+    assert (lines[-1].actor, lines[-1].what, lines[-1].why) == (
+        "ada",
+        "wrote off replica r3",
+        "disk crashed",
+    )
     entries = len(lines)
     assert not write_off_server(scene.context, "digits", "r3", reason="again")
     assert len(read_history(scene.context, HistoryFilter(endpoints=("digits",)))[0]) == entries
@@ -78,7 +94,9 @@ def test_write_off_server_that_reports_or_is_unknown_is_refused(
     assert sorted(servers.listed) == ["r1", "r2", "r3"]
 
 
-def test_status_after_write_off_shows_written_off_server(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_after_write_off_shows_written_off_server(
+    scene: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_off_server(scene.context, "digits", "r3", reason="gone")
     status_report([read_status(scene.context, "digits")], 0.0)
     assert "r3 written off" in " ".join(capsys.readouterr().out.split())
@@ -123,7 +141,9 @@ def test_status_with_failing_replica_names_outlier(
     status = read_status(scene.context, "digits")
     status_report([status], 0.0)
     shown = " ".join(capsys.readouterr().out.split())
-    assert ("replicas differ: replica r2: 90/1000 (9.00%) requests to v1 failed, 2/1000" in shown) is bool(expected)
+    assert (
+        "replicas differ: replica r2: 90/1000 (9.00%) requests to v1 failed, 2/1000" in shown
+    ) is bool(expected)
     assert [outlier["server"] for outlier in status_document(status)["outliers"]] == expected
 
 

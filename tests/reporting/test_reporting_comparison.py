@@ -9,7 +9,13 @@ import pytest
 
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.decision import Verdict
-from onnx_ops.domain.evidence import ChampionFacts, Evidence, Interval, PairedCounts, ScoreComparison
+from onnx_ops.domain.evidence import (
+    ChampionFacts,
+    Evidence,
+    Interval,
+    PairedCounts,
+    ScoreComparison,
+)
 from onnx_ops.domain.release import BaseRelease, Choice, Provenance
 from onnx_ops.reporting.comparison import (
     ComparedMetric,
@@ -33,8 +39,17 @@ MINE = evidence_of(
     baseline="champion",
     champion=CHAMPION,
     metrics=(
-        PairedCounts(metric="accuracy", against="", n=2000, both=1960, only_baseline=0, only_candidate=0),
-        PairedCounts(metric="accuracy", against="champion", n=2000, both=1940, only_baseline=10, only_candidate=20),
+        PairedCounts(
+            metric="accuracy", against="", n=2000, both=1960, only_baseline=0, only_candidate=0
+        ),
+        PairedCounts(
+            metric="accuracy",
+            against="champion",
+            n=2000,
+            both=1940,
+            only_baseline=10,
+            only_candidate=20,
+        ),
     ),
     scores=(
         ScoreComparison(metric="rmse", against="", n=2000, candidate=ERROR),
@@ -49,8 +64,12 @@ MINE = evidence_of(
     ),
     comparisons=(comparison(-0.1, "champion"),),
 )
-BASE = BaseRelease(branch="main", commit="0123456789abcdef", choices=(CHOICE,), evidence=(evidence_of(),))
-MADE = Provenance(at="2026-11-25 10:41 UTC", author="Ada Example", commit="0123456789abcdef", branch="main")
+BASE = BaseRelease(
+    branch="main", commit="0123456789abcdef", choices=(CHOICE,), evidence=(evidence_of(),)
+)
+MADE = Provenance(
+    at="2026-11-25 10:41 UTC", author="Ada Example", commit="0123456789abcdef", branch="main"
+)
 
 
 def rows_of(found: tuple[ModelComparison, ...]) -> dict[str, ComparedMetric]:
@@ -67,7 +86,9 @@ def test_champion_comparisons_use_paired_evidence() -> None:
     assert found["accuracy"].change == "+0.5 [+0.0519, +0.988] points"
     assert found["rmse"].change == "0.953× [0.93, 0.98]×"
     assert found["median latency"].change.startswith("0.905× [")
-    assert found["size"] == ComparedMetric(metric="size", ours="40 kB", theirs="50 kB", change="0.8×")
+    assert found["size"] == ComparedMetric(
+        metric="size", ours="40 kB", theirs="50 kB", change="0.8×"
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,12 +111,16 @@ def test_base_comparisons_without_pairs_compare_values_side_by_side() -> None:
     mine = changed(size_bytes=30_000, scores=MINE.scores[:1])
     found = rows_of(base_comparisons([CHOICE], [mine], BASE))
     assert found["accuracy"].change == "0 points"
-    assert found["rmse"] == ComparedMetric(metric="rmse", ours="57.3 [52.1, 64.3]", theirs="not measured", change="–")
+    assert found["rmse"] == ComparedMetric(
+        metric="rmse", ours="57.3 [52.1, 64.3]", theirs="not measured", change="–"
+    )
     assert (found["median latency"].change, found["size"].change) == ("1×", "0.75×")
 
 
 def test_base_comparisons_of_same_rows_are_paired() -> None:
-    counts = PairedCounts(metric="accuracy", against="base", n=2000, both=1940, only_baseline=10, only_candidate=20)
+    counts = PairedCounts(
+        metric="accuracy", against="base", n=2000, both=1940, only_baseline=10, only_candidate=20
+    )
     found = rows_of(base_comparisons([CHOICE], [changed()], BASE, lambda mine, theirs: (counts,)))
     assert found["accuracy"].change == "+0.5 [+0.0519, +0.988] points"
 
@@ -105,15 +130,25 @@ def test_base_comparisons_of_same_rows_are_paired() -> None:
     [
         (evidence_of(), BASE, "the same files as fp32 of main at 0123456789ab"),
         (changed(), replace(BASE, choices=()), "Nothing is recorded on cpu-1t"),
-        (changed(), BaseRelease(branch="main", why="git knows no commit 'main'"), "git knows no commit"),
         (
-            replace(MINE, manifest=digest_bytes(b"n"), champion=replace(CHAMPION, manifest=evidence_of().manifest)),
+            changed(),
+            BaseRelease(branch="main", why="git knows no commit 'main'"),
+            "git knows no commit",
+        ),
+        (
+            replace(
+                MINE,
+                manifest=digest_bytes(b"n"),
+                champion=replace(CHAMPION, manifest=evidence_of().manifest),
+            ),
             BASE,
             "is the champion (version 3), which is compared above",
         ),
     ],
 )
-def test_base_comparisons_without_other_base_evidence_give_reason(mine: Evidence, base: BaseRelease, part: str) -> None:
+def test_base_comparisons_without_other_base_evidence_give_reason(
+    mine: Evidence, base: BaseRelease, part: str
+) -> None:
     (found,) = base_comparisons([CHOICE], [mine], base)
     assert found.rows == ()
     assert part in found.note
@@ -128,7 +163,10 @@ def test_base_comparisons_from_another_machine_name_it() -> None:
 def test_variant_rows_show_metrics_of_each_variant_and_champion() -> None:
     quantized = evidence_of("int8-static")
     rows = variant_rows([judge(GATES, one) for one in (MINE, quantized)], [MINE, quantized])
-    figures = {(row.variant, row.version): {name: one.figure for name, one in row.metrics.items()} for row in rows}
+    figures = {
+        (row.variant, row.version): {name: one.figure for name, one in row.metrics.items()}
+        for row in rows
+    }
     assert figures["fp32", ""] == {"accuracy": "98% [97.4, 98.5]%", "rmse": "57.3 [52.1, 64.3]"}
     assert figures["int8-static", ""] == {"accuracy": "98% [97.4, 98.5]%"}
     assert figures["champion", "3"] == {"accuracy": "97.5% [96.8, 98]%", "rmse": "60.1"}
@@ -155,19 +193,29 @@ def test_figures_of_version_fit_one_sentence_of_description(golden: Golden) -> N
     text = version_description(
         "fp32", {"cpu-1t": judge(GATES, MINE)}, LINEAGE, figures=[figures_of(MINE)], provenance=MADE
     )
-    assert text.index("PASS on cpu-1t") < text.index("- cpu-1t: accuracy") < text.index("| gate |") < text.index("Ada")
+    assert (
+        text.index("PASS on cpu-1t")
+        < text.index("- cpu-1t: accuracy")
+        < text.index("| gate |")
+        < text.index("Ada")
+    )
 
 
 def test_made_by_without_provenance_shows_unknown_fields() -> None:
     assert made_by(Provenance()) == "date unknown · author unknown · commit unknown"
-    assert made_by(replace(MADE, changed=True)).endswith("commit 0123456789ab (main), with uncommitted changes")
+    assert made_by(replace(MADE, changed=True)).endswith(
+        "commit 0123456789ab (main), with uncommitted changes"
+    )
 
 
 def test_report_and_pull_request_comment_include_comparisons(golden: Golden) -> None:
     decision = judge(GATES, MINE)
     mine = replace(MINE, manifest=digest_bytes(b"new"))
     html = release_report([decision], [mine], [CHOICE], LINEAGE, {}, provenance=MADE, base=BASE)
-    assert all(part in html for part in ("Ada Example", "Against the champion", "Against main", "serves now"))
+    assert all(
+        part in html
+        for part in ("Ada Example", "Against the champion", "Against main", "serves now")
+    )
     comment = page(
         [
             Checked(

@@ -33,7 +33,9 @@ from onnx_ops.reporting.formatting import format_figure, format_interval, number
         (math.inf, "1", "inf%"),
     ],
 )
-def test_format_figure_returns_value_with_scaled_unit(value: float | None, unit: str, shown: str) -> None:
+def test_format_figure_returns_value_with_scaled_unit(
+    value: float | None, unit: str, shown: str
+) -> None:
     assert format_figure(value, unit) == shown
 
 
@@ -61,7 +63,8 @@ def test_number_is_accurate_to_three_digits(value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"), [(99_960, "99960"), (123_456, "1.23e+05"), (0.0009996, "0.001"), (12345, "12345")]
+    ("value", "shown"),
+    [(99_960, "99960"), (123_456, "1.23e+05"), (0.0009996, "0.001"), (12345, "12345")],
 )
 def test_number_of_large_or_rounded_value_returns_short_text(value: float, shown: str) -> None:
     assert number(value) == shown

@@ -51,7 +51,10 @@ GATES: tuple[Gate, ...] = (
     SizeGate(max=2_000_000),
 )
 LINEAGE = Lineage(
-    pipeline="digits", release=digest_bytes(b"release"), git_sha="0123abcd", data={"test": digest_bytes(b"t")}
+    pipeline="digits",
+    release=digest_bytes(b"release"),
+    git_sha="0123abcd",
+    data={"test": digest_bytes(b"t")},
 )
 VOID = {"meta", "br"}
 TARGETS = ("cpu-1t", "cpu-4t")
@@ -60,7 +63,13 @@ TARGETS = ("cpu-1t", "cpu-4t")
 def parity(ratio: float, *, mismatch: str = "") -> tuple[ParityMeasurement, ...]:
     return tuple(
         ParityMeasurement(
-            output="y", group=group, rows=512, error=r * 1e-7, noise=1e-7, ratio=r, mismatch=mismatch if i == 0 else ""
+            output="y",
+            group=group,
+            rows=512,
+            error=r * 1e-7,
+            noise=1e-7,
+            ratio=r,
+            mismatch=mismatch if i == 0 else "",
         )
         for i, (group, r) in enumerate((("real", ratio), ("zeros", 0.0), ("spikes", ratio / 2)))
     )
@@ -86,16 +95,31 @@ def evidence_of(variant: str = "fp32", target: str = "cpu-1t", **changes: Any) -
         export_parity=parity(1.5),
         weights=(WeightMeasurement(tensor="w", steps=0.5, elements=64),) if quantized else (),
         metrics=(
-            PairedCounts(metric="accuracy", against="", n=2000, both=1960, only_baseline=0, only_candidate=0),
+            PairedCounts(
+                metric="accuracy", against="", n=2000, both=1960, only_baseline=0, only_candidate=0
+            ),
             *(
-                (PairedCounts(metric="accuracy", against="fp32", n=2000, both=1955, only_baseline=5, only_candidate=5),)
+                (
+                    PairedCounts(
+                        metric="accuracy",
+                        against="fp32",
+                        n=2000,
+                        both=1955,
+                        only_baseline=5,
+                        only_candidate=5,
+                    ),
+                )
                 if quantized
                 else ()
             ),
         ),
         comparisons=(comparison(shift),) if quantized else (),
         latency=LatencySamples(
-            batch=1, runs=810, preempted=10, quantiles_ns={"p50": float(sorted_ns[400])}, sorted_ns=sorted_ns
+            batch=1,
+            runs=810,
+            preempted=10,
+            quantiles_ns={"p50": float(sorted_ns[400])},
+            sorted_ns=sorted_ns,
         ),
     )
     return replace(found, **changes)
@@ -124,7 +148,11 @@ def ratios(figure: str, shift: float) -> PairedRatios:
     )
 
 
-def page_of(evidence: list[Evidence], gates: tuple[Gate, ...] = GATES, versions: dict[str, str] | None = None) -> str:
+def page_of(
+    evidence: list[Evidence],
+    gates: tuple[Gate, ...] = GATES,
+    versions: dict[str, str] | None = None,
+) -> str:
     decisions = [judge(gates, e) for e in evidence]
     targets = dict.fromkeys(e.target for e in evidence)
     choices = [choose([d for d in decisions if d.target == target]) for target in targets]
@@ -132,7 +160,9 @@ def page_of(evidence: list[Evidence], gates: tuple[Gate, ...] = GATES, versions:
 
 
 def release() -> list[Evidence]:
-    return [evidence_of(variant, target) for target in TARGETS for variant in ("fp32", "int8-static")]
+    return [
+        evidence_of(variant, target) for target in TARGETS for variant in ("fp32", "int8-static")
+    ]
 
 
 class Page(HTMLParser):
@@ -168,7 +198,10 @@ class Page(HTMLParser):
 def test_release_report_begins_with_verdict_of_each_target() -> None:
     text = Page(page_of(release(), versions={"fp32": "1", "int8-static": "2"})).text
     for target in TARGETS:
-        assert f"PASS {target} : int8-static (version 2) is chosen, because int8-static passes, 0.74" in text
+        assert (
+            f"PASS {target} : int8-static (version 2) is chosen, because int8-static passes, 0.74"
+            in text
+        )
         assert text.index(f"{target} : int8-static") < text.index("Gates")
     assert f"A variant is chosen for {', '.join(TARGETS)}." in text
 
@@ -188,10 +221,13 @@ def test_release_report_shows_unit_interval_and_count_of_each_value() -> None:
 def test_release_report_shows_each_verdict_and_reason() -> None:
     evidence = [
         evidence_of(
-            parity=parity(300.0), divergence=Divergence(node="conv1", op_type="Conv", scope="body.0", ratio=77.0)
+            parity=parity(300.0),
+            divergence=Divergence(node="conv1", op_type="Conv", scope="body.0", ratio=77.0),
         ),
         evidence_of("int8-static", comparisons=()),
-        evidence_of("int8-late", failure="the provider is missing", latency=None, comparisons=(), metrics=()),
+        evidence_of(
+            "int8-late", failure="the provider is missing", latency=None, comparisons=(), metrics=()
+        ),
         evidence_of("int8-good"),
     ]
     page = page_of(evidence)
@@ -209,7 +245,11 @@ def test_release_report_shows_each_verdict_and_reason() -> None:
 
 def test_release_report_without_choice_gives_reason() -> None:
     page = release_report(
-        [], [], [Choice(target="gpu", variant=None, verdict=Verdict.ERROR, reason="no GPU")], None, {}
+        [],
+        [],
+        [Choice(target="gpu", variant=None, verdict=Verdict.ERROR, reason="no GPU")],
+        None,
+        {},
     )
     text = Page(page).text
     assert "! ERROR gpu : no variant" in text
@@ -222,7 +262,17 @@ def test_release_report_without_choice_gives_reason() -> None:
 def test_release_report_uses_no_network_and_no_script() -> None:
     page = page_of(release())
     assert "//" not in page.partition("<body>")[0].replace("<!doctype html>", "")
-    for word in ("http:", "https:", "url(", "@import", "<script", "<link", "<img", "<iframe", "javascript:"):
+    for word in (
+        "http:",
+        "https:",
+        "url(",
+        "@import",
+        "<script",
+        "<link",
+        "<img",
+        "<iframe",
+        "javascript:",
+    ):
         assert word not in page
     for tag, attributes in Page(page).tags:
         assert not {"src", "href", "srcset", "data", "action"} & set(attributes), tag
@@ -238,13 +288,19 @@ def test_release_report_escapes_text_from_data() -> None:
         weights=(WeightMeasurement(tensor=evil, steps=0.5, elements=3),),
         comparisons=(comparison(-0.2, evil),),
         baseline=evil,
-        export_parity=(ParityMeasurement(output=evil, group=evil, rows=3, error=0, noise=1, ratio=0, mismatch=evil),),
+        export_parity=(
+            ParityMeasurement(
+                output=evil, group=evil, rows=3, error=0, noise=1, ratio=0, mismatch=evil
+            ),
+        ),
         divergence=Divergence(note=evil),
         failure="",
     )
     lineage = Lineage(pipeline=evil, release=LINEAGE.release, git_sha=evil, parameters={evil: evil})
     choice = Choice(target=evil, variant=evil, verdict=Verdict.PASS, reason=evil)
-    result = GateResult(gate=evil, metric=evil, limit=evil, verdict=Verdict.FAIL, reason=evil, estimate=1, unit=evil)
+    result = GateResult(
+        gate=evil, metric=evil, limit=evil, verdict=Verdict.FAIL, reason=evil, estimate=1, unit=evil
+    )
     decisions = [judge(GATES, one), Decision(variant=evil, target=evil, results=(result,))]
     page = release_report(decisions, [one], [choice], lineage, {evil: evil})
     assert "<script" not in page
@@ -267,7 +323,9 @@ def test_release_report_shows_digest_of_stored_evidence() -> None:
     page = page_of([one])
     assert short_digest(digest_bytes(codec.dumps(one))) in page
     stored = digest_bytes(b"as an older version wrote it")
-    page = release_report([judge(GATES, one)], [one], [], LINEAGE, {}, digests={("fp32", "cpu-1t"): stored})
+    page = release_report(
+        [judge(GATES, one)], [one], [], LINEAGE, {}, digests={("fp32", "cpu-1t"): stored}
+    )
     assert stored in page
     assert short_digest(digest_bytes(codec.dumps(one))) not in page
 
@@ -288,23 +346,42 @@ def test_release_report_shows_digest_of_stored_evidence() -> None:
         {"ratios": (replace(ratios("load", 0.0), log_ratios=((math.nan,),)),)},
         {"ratios": (replace(ratios("concurrency 4", 0.0), log_ratios=()),)},
         {"weights": (WeightMeasurement(tensor="w", steps=LARGEST, elements=1),)},
-        {"weights": tuple(WeightMeasurement(tensor=f"w{i}", steps=0.0, elements=0) for i in range(40))},
-        {"metrics": (PairedCounts(metric="accuracy", against="", n=3, both=5, only_baseline=0, only_candidate=0),)},
+        {
+            "weights": tuple(
+                WeightMeasurement(tensor=f"w{i}", steps=0.0, elements=0) for i in range(40)
+            )
+        },
+        {
+            "metrics": (
+                PairedCounts(
+                    metric="accuracy", against="", n=3, both=5, only_baseline=0, only_candidate=0
+                ),
+            )
+        },
         {"runtime": None, "size_bytes": 0},
     ],
 )
-def test_release_report_of_incomplete_or_extreme_evidence_is_well_formed(changes: dict[str, Any]) -> None:
-    one = evidence_of("int8-static", **changes) if "parity" not in changes else evidence_of(**changes)
+def test_release_report_of_incomplete_or_extreme_evidence_is_well_formed(
+    changes: dict[str, Any],
+) -> None:
+    one = (
+        evidence_of("int8-static", **changes) if "parity" not in changes else evidence_of(**changes)
+    )
     decision = judge(GATES, one)
     digests = {(one.variant, one.target): digest_bytes(b"evidence")}
     page = release_report([decision], [one], [], LINEAGE, {}, digests=digests)
     assert Page(page).open == []
-    assert "nan" not in "".join(str(a) for tag, a in Page(page).tags if tag in ("polyline", "circle"))
+    assert "nan" not in "".join(
+        str(a) for tag, a in Page(page).tags if tag in ("polyline", "circle")
+    )
 
 
 def test_release_report_plots_show_measurements_and_limits(golden: Golden) -> None:
     page = Page(page_of(release()))
-    golden("tables", "\n".join(str(attributes["aria-label"]) for tag, attributes in page.tags if tag == "svg"))
+    golden(
+        "tables",
+        "\n".join(str(attributes["aria-label"]) for tag, attributes in page.tags if tag == "svg"),
+    )
     for target in TARGETS:
         assert f"Latency ratio: int8-static against fp32 on {target}" in page.text
     assert "limit 1.05×" in page.text
@@ -318,10 +395,16 @@ def test_release_report_has_rows_and_plots_of_throughput_cold_start_and_memory()
         "int8-static",
         ratios=figures,
         throughput=(
-            ThroughputMeasurement(concurrency=4, batch=1, requests=500, per_second=(200.0, 210.0, 190.0, 205.0, 195.0)),
+            ThroughputMeasurement(
+                concurrency=4, batch=1, requests=500, per_second=(200.0, 210.0, 190.0, 205.0, 195.0)
+            ),
         ),
         starts=ColdStartMeasurement(
-            batch=1, requests=20, load_s=(0.1,) * 6, first_s=(0.01,) * 6, peak_bytes=(12_000_000,) * 6
+            batch=1,
+            requests=20,
+            load_s=(0.1,) * 6,
+            first_s=(0.01,) * 6,
+            peak_bytes=(12_000_000,) * 6,
         ),
     )
     gates = (

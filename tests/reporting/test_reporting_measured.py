@@ -18,7 +18,9 @@ CLOSE = Interval(estimate=0.9, low=0.8, high=1.0)
 
 
 def test_headline_returns_metric_of_metric_gate() -> None:
-    scored = replace(evidence_of(), scores=(ScoreComparison(metric="mae", against="", n=900, candidate=ERROR),))
+    scored = replace(
+        evidence_of(), scores=(ScoreComparison(metric="mae", against="", n=900, candidate=ERROR),)
+    )
     gates: tuple[Gate, ...] = (SizeGate(max=10**9), MetricGate(name="mae", max=3.0))
     assert headline([judge(gates, scored)], [scored]) == "mae"
     assert headline([judge(gates[:1], scored)], [scored]) == headline([], []) == "accuracy"
@@ -45,11 +47,21 @@ def test_task_metric_of_baseline_comparison_returns_its_value() -> None:
     assert found is not None
     assert found.text() == "90% [80, 100]% (n = 50 rows)"
     failed = replace(entry, candidate=None, failed="NaN")
-    assert task_metric(replace(evidence_of(), baseline="champion", scores=(failed,)), "cosine") is None
+    assert (
+        task_metric(replace(evidence_of(), baseline="champion", scores=(failed,)), "cosine") is None
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "unit"), [("accuracy", "1"), ("f1 macro", "1"), ("r2", "1"), ("mae", ""), ("rmse", ""), ("own:score", "")]
+    ("name", "unit"),
+    [
+        ("accuracy", "1"),
+        ("f1 macro", "1"),
+        ("r2", "1"),
+        ("mae", ""),
+        ("rmse", ""),
+        ("own:score", ""),
+    ],
 )
 def test_unit_of_metric_is_one_for_shares_and_empty_for_errors(name: str, unit: str) -> None:
     assert unit_of(name) == unit

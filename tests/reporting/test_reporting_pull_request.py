@@ -15,16 +15,25 @@ from tests.support.golden import Golden
 RESULT = GateResult(gate="size", metric="", limit="1 MB", verdict=Verdict.FAIL, reason="too large")
 
 
-def checked(verdict: Verdict, reason: str = "because", results: int = 1, file: str = "a.yaml") -> Checked:
-    decision = Decision(variant="fp32", target="cpu-1t", results=(replace(RESULT, reason=reason),) * results)
+def checked(
+    verdict: Verdict, reason: str = "because", results: int = 1, file: str = "a.yaml"
+) -> Checked:
+    decision = Decision(
+        variant="fp32", target="cpu-1t", results=(replace(RESULT, reason=reason),) * results
+    )
     choice = Choice(target="cpu-1t", variant=None, verdict=verdict, reason=reason)
-    return Checked(file=file, because=("x.py",), verdict=verdict, choices=(choice,), decisions=(decision,))
+    return Checked(
+        file=file, because=("x.py",), verdict=verdict, choices=(choice,), decisions=(decision,)
+    )
 
 
 def test_pull_request_page_lists_worst_first_and_overall_returns_it(golden: Golden) -> None:
     several = [checked(verdict, file=f"{verdict.value}.yaml") for verdict in Verdict]
     rendered = page(several, commit="abc1234")
-    places = [rendered.index(f"{verdict.value}.yaml") for verdict in sorted(Verdict, key=lambda v: -v.rank)]
+    places = [
+        rendered.index(f"{verdict.value}.yaml")
+        for verdict in sorted(Verdict, key=lambda v: -v.rank)
+    ]
     assert places == sorted(places)
     assert overall(several) is Verdict.FAIL
     golden("tables", title(several))
@@ -45,4 +54,7 @@ def test_pull_request_page_escapes_mentions_and_markup(text: str) -> None:
 
 @given(st.integers(1, 40), st.integers(1, 300))
 def test_pull_request_page_stays_within_limit(pipelines: int, results: int) -> None:
-    assert len(page([checked(Verdict.FAIL, "long " * 40, results)] * pipelines, commit="abc1234")) <= LIMIT
+    assert (
+        len(page([checked(Verdict.FAIL, "long " * 40, results)] * pipelines, commit="abc1234"))
+        <= LIMIT
+    )

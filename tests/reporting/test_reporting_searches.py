@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from onnx_ops.domain.evidence import Interval
-from onnx_ops.domain.quantization import Budget, FrontierSlot, NodeContribution, SearchRecord, Sensitivity, Trial
+from onnx_ops.domain.quantization import (
+    Budget,
+    FrontierSlot,
+    NodeContribution,
+    SearchRecord,
+    Sensitivity,
+    Trial,
+)
 from onnx_ops.reporting.html import release_report
 from onnx_ops.reporting.plots import search_figure
 from tests.support.golden import Golden
@@ -20,7 +27,14 @@ def drawn(svg: str) -> None:
 
 def trial(recipe: str, drop: float, time: float, size: int, *excluded: str) -> Trial:
     ratio = Interval(estimate=time, low=0.9 * time, high=1.1 * time)
-    return Trial(recipe=recipe, excluded=excluded, drop=drop, size_bytes=size, ratios={"cpu": ratio}, why="to see")
+    return Trial(
+        recipe=recipe,
+        excluded=excluded,
+        drop=drop,
+        size_bytes=size,
+        ratios={"cpu": ratio},
+        why="to see",
+    )
 
 
 RECORD = SearchRecord(
@@ -36,7 +50,11 @@ RECORD = SearchRecord(
         Trial(recipe="fp16", failure="the library failed"),
     ),
     sensitivities=(Sensitivity(recipe="dynamic", node="head<b>", error=0.7),),
-    contributions=(NodeContribution(recipe="dynamic", node="head<b>", metric=0.11, time={"cpu": 1.04}, kept=True),),
+    contributions=(
+        NodeContribution(
+            recipe="dynamic", node="head<b>", metric=0.11, time={"cpu": 1.04}, kept=True
+        ),
+    ),
     pareto_front=(1,),
     slots=(
         FrontierSlot(role="fast", trial=1),
@@ -58,7 +76,11 @@ def test_search_figure_shows_pareto_front_budget_and_variants(golden: Golden) ->
 
 def test_search_figure_of_equal_losses_is_drawn() -> None:
     alike = replace(
-        RECORD, trials=(trial("static", 0.0, 1.0, 1000),), budget=Budget(metric_drop=0.0), slots=(), pareto_front=()
+        RECORD,
+        trials=(trial("static", 0.0, 1.0, 1000),),
+        budget=Budget(metric_drop=0.0),
+        slots=(),
+        pareto_front=(),
     )
     figure = search_figure(alike, "cpu")
     assert figure is not None

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from onnx_ops.reporting.svg import Axis, Chart, axis_around, linear_ticks, log_ticks, room_for, tick_texts
+from onnx_ops.reporting.svg import (
+    Axis,
+    Chart,
+    axis_around,
+    linear_ticks,
+    log_ticks,
+    room_for,
+    tick_texts,
+)
 
 values = st.floats(min_value=-1e9, max_value=1e9)
 positive = st.floats(min_value=1e-9, max_value=1e12)
@@ -50,7 +58,10 @@ def test_tick_texts_are_distinct_and_show_their_values(one: float, other: float)
     ticks = linear_ticks(low, high)
     texts = tick_texts(ticks)
     assert len(set(texts)) == len(ticks)
-    assert all(abs(float(text) - tick) <= 1e-4 * (high - low) for text, tick in zip(texts, ticks, strict=True))
+    assert all(
+        abs(float(text) - tick) <= 1e-4 * (high - low)
+        for text, tick in zip(texts, ticks, strict=True)
+    )
 
 
 def test_tick_texts_of_common_ranges_match_expected_labels() -> None:
@@ -61,7 +72,9 @@ def test_tick_texts_of_common_ranges_match_expected_labels() -> None:
     assert tick_texts(log_ticks(8, 70), even=False) == ("10", "20", "50")
 
 
-@pytest.mark.parametrize(("low", "high"), [(1.0, 1.0), (2.0, 1.0), (math.nan, 1.0), (0.0, math.inf)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(1.0, 1.0), (2.0, 1.0), (math.nan, 1.0), (0.0, math.inf)]
+)
 def test_axis_without_extent_raises_value_error(low: float, high: float) -> None:
     with pytest.raises(ValueError, match="axis"):
         linear_ticks(low, high)
@@ -113,12 +126,21 @@ def test_chart_render_is_well_formed_escaped_and_within_view_box() -> None:
 
 
 def test_chart_row_shows_whole_name_within_plot() -> None:
-    for name in ("short", "batches:257 · probabilities", "model.layers.11.self_attention.projection.weight" * 3):
+    for name in (
+        "short",
+        "batches:257 · probabilities",
+        "model.layers.11.self_attention.projection.weight" * 3,
+    ):
         left, height = room_for([name])
         chart = Chart(
-            x=Axis(low=0, high=1, label="x"), y=Axis(low=0.3, high=1.7, label=""), left=left, height=height + 62
+            x=Axis(low=0, high=1, label="x"),
+            y=Axis(low=0.3, high=1.7, label=""),
+            left=left,
+            height=height + 62,
         )
         chart.row(1, name, "±")
-        found = [e for e in ET.fromstring(chart.render("t")).iter("text") if (e.text or "x") in name]  # noqa: S314
+        found = [
+            e for e in ET.fromstring(chart.render("t")).iter("text") if (e.text or "x") in name
+        ]  # noqa: S314
         assert "".join(e.text or "" for e in found) == name
         assert all(0 < float(e.get("y", "0")) < height + 62 for e in found)

@@ -64,7 +64,10 @@ def save_graph(
 ) -> Path:
     """Write a model into its folder, which is made if needed; return its file."""
     given, found = (
-        [helper.make_tensor_value_info(*tensor) if isinstance(tensor, tuple) else tensor for tensor in tensors]
+        [
+            helper.make_tensor_value_info(*tensor) if isinstance(tensor, tuple) else tensor
+            for tensor in tensors
+        ]
         for tensors in (inputs, outputs)
     )
     graph = helper.make_graph(nodes, "m", given, found, weights)
@@ -76,7 +79,9 @@ def save_graph(
 
 def deploy(folder: Path, *, name: str = "blue", version: str = "1", model: str = "m") -> Deployment:
     """The deployment of whatever files a folder holds."""
-    files = {p.relative_to(folder).as_posix(): digest_file(p) for p in folder.rglob("*") if p.is_file()}
+    files = {
+        p.relative_to(folder).as_posix(): digest_file(p) for p in folder.rglob("*") if p.is_file()
+    }
     return Deployment(
         name=name,
         model=model,
@@ -100,7 +105,10 @@ def build_identity_model() -> onnx.ModelProto:
         [helper.make_node("Identity", [name], [f"{name}_out"]) for name in TYPES],
         "m",
         [helper.make_tensor_value_info(name, kind, ["n", 2]) for name, kind in TYPES.items()],
-        [helper.make_tensor_value_info(f"{name}_out", kind, ["n", 2]) for name, kind in TYPES.items()],
+        [
+            helper.make_tensor_value_info(f"{name}_out", kind, ["n", 2])
+            for name, kind in TYPES.items()
+        ],
     )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
 
@@ -109,11 +117,14 @@ def mirrored(serving: Deployment, *shadows: Deployment, **split: Any) -> Endpoin
     """Everything to one deployment, and all of it mirrored to the others."""
     shadow = {shadow.name: 100 for shadow in shadows}
     return EndpointState(
-        deployments=(serving, *shadows), split=TrafficSplit(weights={serving.name: 100}, shadow=shadow, **split)
+        deployments=(serving, *shadows),
+        split=TrafficSplit(weights={serving.name: 100}, shadow=shadow, **split),
     )
 
 
-def deploy_loop(folder: Path, *, name: str = "blue", version: str = "1", factor: int = 1) -> Deployment:
+def deploy_loop(
+    folder: Path, *, name: str = "blue", version: str = "1", factor: int = 1
+) -> Deployment:
     """The deployment of a model that adds one to `x`, `n` times `factor`."""
     text = f"""<ir_version: 10, opset_import: ["" : 18]>
     m (int64[1] n, float[b, 2] x) => (float[b, 2] y) {{
@@ -157,7 +168,9 @@ class Server(ServerFamily):
         """All registered workers, those of a supervisor that died too."""
         return list(server_process.list_workers(self.folder))
 
-    def infer(self, x: Sequence[object], headers: Mapping[str, str] | None = None, path: str = INFER) -> Answer:
+    def infer(
+        self, x: Sequence[object], headers: Mapping[str, str] | None = None, path: str = INFER
+    ) -> Answer:
         return self.call("POST", path, infer_body(x), headers)
 
     def generation(self) -> int:
@@ -170,7 +183,9 @@ class Server(ServerFamily):
 
 
 @contextmanager
-def serving(root: Path, *options: str, program: Sequence[str] = MAIN, **weights: int) -> Iterator[Server]:
+def serving(
+    root: Path, *options: str, program: Sequence[str] = MAIN, **weights: int
+) -> Iterator[Server]:
     """A server below `root` that has published deployments with these weights."""
     with Server(folder=root / "state", options=options, program=program) as server:
         deployments = [scaled(root, name) for name in weights]

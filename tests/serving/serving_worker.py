@@ -22,8 +22,18 @@ from onnx_ops.serving.http.app import PublicApp
 from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
 from onnx_ops.serving.http.protocol import HttpProtocol, serve_connections
 from onnx_ops.serving.inference.bound_runs import BoundRuns
-from onnx_ops.serving.inference.deployments import DeployedModel, LoadedDeployment, LoadedDeployments, TableRevision
-from onnx_ops.serving.inference.request_queue import MAX_BATCH, LatencyEstimator, RequestQueue, WorkerThreads
+from onnx_ops.serving.inference.deployments import (
+    DeployedModel,
+    LoadedDeployment,
+    LoadedDeployments,
+    TableRevision,
+)
+from onnx_ops.serving.inference.request_queue import (
+    MAX_BATCH,
+    LatencyEstimator,
+    RequestQueue,
+    WorkerThreads,
+)
 from onnx_ops.serving.inference.service import InferenceService
 from onnx_ops.serving.inference.shadow import ShadowQueue
 from onnx_ops.serving.metrics import REVISION, MetricsPage, MetricsRow, SharedMetrics, SlotAllocator
@@ -83,7 +93,9 @@ class Worker:
     grpc_port: int = 0
     shadow_queue: int = 1024
     feedback_key: str = ""
-    shadows: dict[int, tuple[socket.socket, threading.Thread]] = field(default_factory=dict, init=False)
+    shadows: dict[int, tuple[socket.socket, threading.Thread]] = field(
+        default_factory=dict, init=False
+    )
     table: RoutingTable | None = field(default=None, init=False)
     revision: TableRevision | None = field(default=None, init=False)
 
@@ -104,7 +116,9 @@ class Worker:
             return
         loaded = load_once(deployment)
         run = self.wrap(loaded.run) if self.wrap else loaded.run
-        model = DeployedModel(deployment=deployment, signature=loaded.signature, run=run, max_body=MAX_BODY)
+        model = DeployedModel(
+            deployment=deployment, signature=loaded.signature, run=run, max_body=MAX_BODY
+        )
         listener = listen_unix(self._shadow_path(slot))
         control, end = socket.socketpair()
 
@@ -121,7 +135,9 @@ class Worker:
 
     def _connect_shadow(self, slot: int) -> socket.socket:
         client = connect_unix(self._shadow_path(slot), timeout_s=0)
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # raised to the least that the kernel allows
+        client.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDBUF, 1
+        )  # raised to the least that the kernel allows
         return client
 
     def metrics(self) -> str:
@@ -138,7 +154,9 @@ class Worker:
             try:
                 yield self
             finally:
-                with contextlib.suppress(RuntimeError):  # the test has stopped it, and its loop is closed
+                with contextlib.suppress(
+                    RuntimeError
+                ):  # the test has stopped it, and its loop is closed
                     self.loop.call_soon_threadsafe(self.stop.set)
                 thread.join()
                 for control, shadow in self.shadows.values():
@@ -159,8 +177,15 @@ class Worker:
         )
         self.inference.monitor.watch_inline()
         self.publish(self.state)
-        usual = {"max_connections": 1000, "max_body": MAX_BODY, "read_timeout_s": 60.0, "keep_alive_s": 60.0}
-        self.connections = ConnectionLimits(**{**usual, **self.bounds}, row=self.shared.get_row(0, 0))
+        usual = {
+            "max_connections": 1000,
+            "max_body": MAX_BODY,
+            "read_timeout_s": 60.0,
+            "keep_alive_s": 60.0,
+        }
+        self.connections = ConnectionLimits(
+            **{**usual, **self.bounds}, row=self.shared.get_row(0, 0)
+        )
         self.app = PublicApp(self.inference)
         self.build_connection = partial(HttpProtocol, self.app, self.connections, self.hosts)
 
@@ -169,7 +194,11 @@ class Worker:
         self.stop = asyncio.Event()
         with listen_tcp("127.0.0.1", 0) as listener:
             self.port = listener.getsockname()[1]
-            serving = [serve_connections(self.build_connection, listener, self.connections, self.stop, drain_s=20)]
+            serving = [
+                serve_connections(
+                    self.build_connection, listener, self.connections, self.stop, drain_s=20
+                )
+            ]
             if self.grpc_port:
                 from onnx_ops.serving.grpc.server import GrpcServer
 
@@ -220,7 +249,12 @@ class Worker:
 
 
 def post(
-    path: str, body: bytes, headers: Mapping[str, str] | None = None, *, method: str = "POST", version: str = "1.1"
+    path: str,
+    body: bytes,
+    headers: Mapping[str, str] | None = None,
+    *,
+    method: str = "POST",
+    version: str = "1.1",
 ) -> bytes:
     """The bytes of a request."""
     lines = [f"{method} {path} HTTP/{version}", "host: x", f"content-length: {len(body)}"]

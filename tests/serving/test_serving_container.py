@@ -35,10 +35,18 @@ class Container:
         self._folder, self._stack = folder, stack
         self.port = free_port()
 
-    def start(self, *arguments: str, port: str = "ONNX_OPS_PORT", **given: str) -> subprocess.Popen[str]:
-        own = {"PATH": os.environ["PATH"], "TMPDIR": str(self._folder), "ONNX_OPS_HOST": "127.0.0.1"}
+    def start(
+        self, *arguments: str, port: str = "ONNX_OPS_PORT", **given: str
+    ) -> subprocess.Popen[str]:
+        own = {
+            "PATH": os.environ["PATH"],
+            "TMPDIR": str(self._folder),
+            "ONNX_OPS_HOST": "127.0.0.1",
+        }
         environment = own | {port: str(self.port)} | given
-        process = subprocess.Popen([*COMMAND, *arguments], env=environment, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [*COMMAND, *arguments], env=environment, stderr=subprocess.PIPE, text=True
+        )
         self._stack.callback(self.stop, process)
         wait_until(lambda: process.poll() is not None or self.alive())
         return process
@@ -77,7 +85,11 @@ def released(folder: Path) -> Deployment:
 
 def test_container_with_plain_model_serves_it(container: Container, tmp_path: Path) -> None:
     scaling_deployment(tmp_path / "plain", name="any", version="1", scale=3.0)
-    container.start(ONNX_OPS_MODEL_DIR=str(tmp_path / "plain"), ONNX_OPS_MODEL="scale", ONNX_OPS_SERVE_WORKERS="2")
+    container.start(
+        ONNX_OPS_MODEL_DIR=str(tmp_path / "plain"),
+        ONNX_OPS_MODEL="scale",
+        ONNX_OPS_SERVE_WORKERS="2",
+    )
     assert container.ask("/v2/models/scale")[1]["name"] == "scale"
     assert container.ask("/invocations", BODY)[1]["predictions"]["y"] == [[3.0, 6.0]]
 
@@ -86,8 +98,18 @@ def test_container_with_plain_model_serves_it(container: Container, tmp_path: Pa
     ("arguments", "environment", "code", "said"),
     [
         (["train"], {}, 2, "unknown argument: train"),
-        ([], {"ONNX_OPS_MODEL_DIR": "/unrouted"}, 2, "there is neither deployment.json nor model.onnx"),
-        ([], {"ONNX_OPS_STATE_DIR": "/proc/state"}, 4, "the folder for the server's state cannot be created"),
+        (
+            [],
+            {"ONNX_OPS_MODEL_DIR": "/unrouted"},
+            2,
+            "there is neither deployment.json nor model.onnx",
+        ),
+        (
+            [],
+            {"ONNX_OPS_STATE_DIR": "/proc/state"},
+            4,
+            "the folder for the server's state cannot be created",
+        ),
     ],
 )
 def test_container_with_invalid_start_exits_with_one_line(
@@ -98,7 +120,9 @@ def test_container_with_invalid_start_exits_with_one_line(
     assert (process.returncode, said in output, "Traceback" in output) == (code, True, False)
 
 
-def test_container_with_changed_files_exits_with_digest_mismatch(container: Container, tmp_path: Path) -> None:
+def test_container_with_changed_files_exits_with_digest_mismatch(
+    container: Container, tmp_path: Path
+) -> None:
     released(tmp_path / "ml")
     record = tmp_path / "ml" / DEPLOYMENT_FILE
     other = json.loads(record.read_bytes()) | {"manifest": digest_bytes(b"another")}
@@ -112,4 +136,7 @@ def test_container_with_unloadable_model_exits_4(container: Container, tmp_path:
     (tmp_path / "ml" / "model.onnx").write_bytes(b"no model")
     process = container.start(ONNX_OPS_MODEL_DIR=str(tmp_path / "ml"))
     output = process.communicate()[1].splitlines()[-1]
-    assert (process.returncode, output.startswith("model: the model cannot be loaded")) == (4, True), output
+    assert (process.returncode, output.startswith("model: the model cannot be loaded")) == (
+        4,
+        True,
+    ), output

@@ -13,7 +13,13 @@ import pytest
 
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.domain.endpoint import Deployment, EndpointState
-from onnx_ops.protocol.messages import CELL_REQUESTS, KEYLESS_CELL, Counts, UserCountsRequest, decode_cells
+from onnx_ops.protocol.messages import (
+    CELL_REQUESTS,
+    KEYLESS_CELL,
+    Counts,
+    UserCountsRequest,
+    decode_cells,
+)
 from onnx_ops.protocol.routing_table import build_next_table
 from onnx_ops.serving.inference.traffic_router import TrafficRouter
 from onnx_ops.testing.endpoints import state_of
@@ -57,7 +63,9 @@ def ask(server: ServerFamily, **headers: str) -> str:
 def read_closed(server: ServerFamily) -> Counts:
     """The counts once all epochs until now are closed."""
     last = int(CLOCK.now() / EPOCH_S)
-    return wait_until(lambda: counts if (counts := server.counts(WATCH)).closed_through >= last else None)
+    return wait_until(
+        lambda: counts if (counts := server.counts(WATCH)).closed_through >= last else None
+    )
 
 
 def count_requests(counts: Counts) -> Counter[tuple[int, str, int]]:
@@ -67,12 +75,17 @@ def count_requests(counts: Counts) -> Counter[tuple[int, str, int]]:
         for name, text in each.cells.items():
             cells, fields = decode_cells(text)
             requests.update(
-                {(each.epoch, name, int(c)): int(n) for c, n in zip(cells, fields[:, CELL_REQUESTS], strict=True)}
+                {
+                    (each.epoch, name, int(c)): int(n)
+                    for c, n in zip(cells, fields[:, CELL_REQUESTS], strict=True)
+                }
             )
     return requests
 
 
-def test_user_keeps_version_within_epoch_and_is_redrawn_in_next(server: ServerFamily, both: EndpointState) -> None:
+def test_user_keeps_version_within_epoch_and_is_redrawn_in_next(
+    server: ServerFamily, both: EndpointState
+) -> None:
     router = TrafficRouter.from_table(build_next_table(None, both))
     met: dict[str, set[str]] = {f"user-{number}": set() for number in range(3)}
     asked = 0
@@ -101,7 +114,9 @@ def test_requests_not_assigned_by_split_are_not_judged(server: ServerFamily) -> 
     counts = read_closed(server)
     requests = count_requests(counts)
     assert {cell for *_, cell in requests} == {KEYLESS_CELL}
-    assert {n: sum(k for (_, name, _), k in requests.items() if name == n) for n in drawn} == dict(drawn)
+    assert {n: sum(k for (_, name, _), k in requests.items() if name == n) for n in drawn} == dict(
+        drawn
+    )
     assert counts.tables[-1].deployments["green"].statuses.get("200", 0) == drawn["green"]
     assert counts.tables[-1].deployments["green"].unjudged == {"200": 12}
 
@@ -134,7 +149,10 @@ def test_server_restart_begins_new_counts_and_epochs(server: ServerFamily) -> No
     assert after.origin != before.origin
     assert [sum(count_requests(each).values()) for each in (before, after)] == [5, 5]
     assert max(each.epoch for each in before.epochs) < min(each.epoch for each in after.epochs)
-    assert [sum(one.statuses.get("200", 0) for one in c.tables[-1].deployments.values()) for c in (before, after)] == [
+    assert [
+        sum(one.statuses.get("200", 0) for one in c.tables[-1].deployments.values())
+        for c in (before, after)
+    ] == [
         5,
         5,
     ]
@@ -147,7 +165,12 @@ def test_epoch_with_changed_weights_is_excluded(server: ServerFamily, both: Endp
     while CLOCK.now() < last:
         generation += 1
         weights = {"blue": 50 + generation % 2 * 20, "green": 50 - generation % 2 * 20}
-        assert server.publish(replace(both, split=replace(both.split, weights=weights)), generation).status == 200
+        assert (
+            server.publish(
+                replace(both, split=replace(both.split, weights=weights)), generation
+            ).status
+            == 200
+        )
         ask(server)
         asked += 1
     assert generation > 5
@@ -156,6 +179,9 @@ def test_epoch_with_changed_weights_is_excluded(server: ServerFamily, both: Endp
     assert set(held.values()) <= {1}, "an epoch is of one generation"
     assert sum(count_requests(counts).values()) < asked
     totals = Counter(
-        str(table.generation) for table in counts.tables for one in table.deployments.values() if one.statuses
+        str(table.generation)
+        for table in counts.tables
+        for one in table.deployments.values()
+        if one.statuses
     )
     assert all(number == 1 for number in totals.values()), "a request counts in one generation"

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from onnx_ops import codec
-from onnx_ops.protocol.messages import DEPLOYMENT_HEADER, LEASE_PATH, TABLE_PATH, Lease, UserCountsRequest
+from onnx_ops.protocol.messages import (
+    DEPLOYMENT_HEADER,
+    LEASE_PATH,
+    TABLE_PATH,
+    Lease,
+    UserCountsRequest,
+)
 from onnx_ops.protocol.routing_table import NOTICE_S, RoutingTable
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.support.processes import until
@@ -100,7 +106,9 @@ class TestServingLease:
         assert server.admin("PUT", codec.dumps(table), TABLE_PATH).status == 200
         return server
 
-    def test_server_without_lease_is_unready_and_refuses_requests(self, leased: ServerFamily) -> None:
+    def test_server_without_lease_is_unready_and_refuses_requests(
+        self, leased: ServerFamily
+    ) -> None:
         assert leased.call("GET", "/v2/health/ready").status == 503
         assert leased.call("GET", "/v2/health/live").status == 200
         for headers in ({}, {"azureml-model-deployment": "blue"}):
@@ -110,15 +118,23 @@ class TestServingLease:
         assert leased.call("GET", "/v2/health/ready").status == 200
         assert ask(leased, 20) == {"blue": 20}
 
-    def test_server_shortly_before_lease_expiry_is_unready_but_answers(self, leased: ServerFamily) -> None:
+    def test_server_shortly_before_lease_expiry_is_unready_but_answers(
+        self, leased: ServerFamily
+    ) -> None:
         set_serving_lease(leased, NOTICE_S - 1)
         assert leased.call("GET", "/v2/health/ready").status == 503
         assert ask(leased, 5) == {"blue": 5}
 
-    def test_server_after_lease_expiry_or_restart_refuses_requests(self, leased: ServerFamily) -> None:
+    def test_server_after_lease_expiry_or_restart_refuses_requests(
+        self, leased: ServerFamily
+    ) -> None:
         set_serving_lease(leased, 1.0)
         body = {"inputs": {"x": [[1.0, 1.0]]}}
-        until(lambda: leased.call("POST", "/invocations", body).status == 503, "the end of the lease", seconds=20)
+        until(
+            lambda: leased.call("POST", "/invocations", body).status == 503,
+            "the end of the lease",
+            seconds=20,
+        )
         set_serving_lease(leased, 60)
         assert ask(leased, 5) == {"blue": 5}
         leased.destroy()
@@ -133,6 +149,8 @@ class TestServingLease:
 
 def set_serving_lease(server: ServerFamily, seconds: float) -> Lease:
     end = time.clock_gettime(time.CLOCK_BOOTTIME) + seconds
-    answer = server.admin("PUT", codec.dumps(Lease(until_ns=0, serving_until_ns=int(end * 1e9))), LEASE_PATH)
+    answer = server.admin(
+        "PUT", codec.dumps(Lease(until_ns=0, serving_until_ns=int(end * 1e9))), LEASE_PATH
+    )
     assert answer.status == 200
     return codec.loads(answer.body, Lease)

@@ -35,7 +35,12 @@ def table(*names: str, previous: RoutingTable | None = None) -> RoutingTable:
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 2), st.integers(0, 3), st.sampled_from((*STATUSES, 418)), st.floats(0, 100, width=32)),
+        st.tuples(
+            st.integers(0, 2),
+            st.integers(0, 3),
+            st.sampled_from((*STATUSES, 418)),
+            st.floats(0, 100, width=32),
+        ),
         max_size=60,
     )
 )
@@ -47,7 +52,9 @@ def test_sum_slot_returns_totals_of_all_workers(events: list[tuple[int, int, int
         mine = [(status, seconds) for _, s, status, seconds in events if s == slot]
         totals = shared.sum_slot(slot)
         by_column = Counter(get_column(status) for status, _ in mine)
-        assert totals[: metrics.INLINE_BUCKETS] == [by_column[column] for column in range(metrics.INLINE_BUCKETS)]
+        assert totals[: metrics.INLINE_BUCKETS] == [
+            by_column[column] for column in range(metrics.INLINE_BUCKETS)
+        ]
         buckets = totals[metrics.INLINE_BUCKETS : metrics.QUEUED_BUCKETS]
         assert sum(buckets) == len(mine)
         for number, bound in enumerate(BOUNDS_S):
@@ -82,15 +89,33 @@ def test_reset_gauges_after_restart_keeps_counters() -> None:
 
 def test_metric_columns_do_not_overlap() -> None:
     others = (
-        *("SLOTS", "COLUMNS", "_LABEL_BYTES", "STEPS", "REQUEST_IDS", "TOKEN_BUCKETS", "USER_CELLS", "CELLS"),
+        *(
+            "SLOTS",
+            "COLUMNS",
+            "_LABEL_BYTES",
+            "STEPS",
+            "REQUEST_IDS",
+            "TOKEN_BUCKETS",
+            "USER_CELLS",
+            "CELLS",
+        ),
         "BLOCK_CELLS",
     )
-    after = [v for name, v in vars(metrics).items() if name.isupper() and isinstance(v, int) and name not in others]
+    after = [
+        v
+        for name, v in vars(metrics).items()
+        if name.isupper() and isinstance(v, int) and name not in others
+    ]
     singles = [value for value in after if value >= metrics.INLINE_NANOSECONDS]
     assert sorted(singles) == list(range(metrics.INLINE_NANOSECONDS, metrics.UNJUDGED + 1))
     assert len(STATUSES) + 1 == metrics.COLUMNS - metrics.UNJUDGED
     assert len(STATUSES) == metrics.OTHER_STATUS
-    ends = (metrics.INLINE_BUCKETS, metrics.QUEUED_BUCKETS, metrics.SERVICE_BUCKETS, metrics.INLINE_NANOSECONDS)
+    ends = (
+        metrics.INLINE_BUCKETS,
+        metrics.QUEUED_BUCKETS,
+        metrics.SERVICE_BUCKETS,
+        metrics.INLINE_NANOSECONDS,
+    )
     assert [b - a for a, b in pairwise(ends)] == [len(BOUNDS_S) + 1] * 3
 
 
@@ -137,7 +162,11 @@ def test_histogram_sums_are_rendered_in_seconds() -> None:
     shared.set_labels(1, {"deployment": "v1", "version": "1", "variant": "fp32"})
     for worker, seconds in enumerate((0.25, 1.5)):
         count_request(shared.get_row(worker, 1), 200, seconds)
-    samples = dict(line.rsplit(" ", 1) for line in MetricsPage(shared, "e").render(None).splitlines() if line[0] != "#")
+    samples = dict(
+        line.rsplit(" ", 1)
+        for line in MetricsPage(shared, "e").render(None).splitlines()
+        if line[0] != "#"
+    )
     labels = '{endpoint="e",deployment="v1",version="1",variant="fp32"}'
     for name in ("request_duration_seconds", "service_duration_seconds"):
         found = [float(samples[f"onnx_ops_{name}_{part}{labels}"]) for part in ("count", "sum")]

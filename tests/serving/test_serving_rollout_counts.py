@@ -58,11 +58,15 @@ class Site:
             self.publish(0, epoch_s=0.0)
         self.router = self.publish(1)
 
-    def publish(self, generation: int, *, candidate: int = 10, epoch_s: float = EPOCH_S) -> TrafficRouter:
+    def publish(
+        self, generation: int, *, candidate: int = 10, epoch_s: float = EPOCH_S
+    ) -> TrafficRouter:
         """Publish another generation in the middle of the present epoch."""
         split = TrafficSplit(weights={"old": 100 - candidate, "new": candidate}, epoch_s=epoch_s)
         deployments = tuple(map(fileless_deployment, split.weights))
-        table = build_next_table(None, EndpointState(deployments=deployments, split=split, generation=generation))
+        table = build_next_table(
+            None, EndpointState(deployments=deployments, split=split, generation=generation)
+        )
         now = (max(self.epoch, START) + 0.5) * EPOCH_S
         self.counts.start_table(TableRevision(number=generation, table=table, slots=SLOTS), now)
         self.router = TrafficRouter.from_table(table)
@@ -88,7 +92,9 @@ class Site:
     def closed(self) -> dict[tuple[int, int], Counter[str]]:
         """Requests of the closed epochs, by deployment."""
         epochs = self.counts.collect(WATCH).epochs
-        return {(each.generation, each.epoch - START): total(each, CELL_REQUESTS) for each in epochs}
+        return {
+            (each.generation, each.epoch - START): total(each, CELL_REQUESTS) for each in epochs
+        }
 
 
 def fields_of(text: str) -> dict[int, list[int]]:
@@ -97,7 +103,9 @@ def fields_of(text: str) -> dict[int, list[int]]:
 
 
 def total(epoch: EpochCounts, field: int) -> Counter[str]:
-    return Counter({name: int(decode_cells(text)[1][:, field].sum()) for name, text in epoch.cells.items()})
+    return Counter(
+        {name: int(decode_cells(text)[1][:, field].sum()) for name, text in epoch.cells.items()}
+    )
 
 
 @pytest.fixture
@@ -143,7 +151,12 @@ def test_request_results_are_counted_by_field() -> None:
     (epoch,) = site.counts.collect(UserCountsRequest(limits_s=limits)).epochs
     assert fields_of(epoch.cells["old"]) == {}
     ((cell, counts),) = fields_of(epoch.cells["new"]).items()
-    assert (cell, counts[CELL_REQUESTS], counts[CELL_ERRORS], counts[CELL_REFUSED]) == (KEYLESS_CELL, 6, 1, 1)
+    assert (cell, counts[CELL_REQUESTS], counts[CELL_ERRORS], counts[CELL_REFUSED]) == (
+        KEYLESS_CELL,
+        6,
+        1,
+        1,
+    )
     assert counts[CELL_LATENCIES : CELL_LATENCIES + 4] == [1, 1, 1, 0]
 
 
@@ -186,7 +199,9 @@ def test_collect_of_fresh_server_counts_first_epoch_from_its_start() -> None:
     place = site.workers[0].begin(site.draw, 1, 6)
     opened = site.counts.collect(WATCH).open_epoch
     assert opened is not None
-    assert total(opened, CELL_REQUESTS) == Counter(new=1, old=1), "the one in progress counts as answered"
+    assert total(opened, CELL_REQUESTS) == Counter(new=1, old=1), (
+        "the one in progress counts as answered"
+    )
     assert total(opened, CELL_ERRORS) == Counter(new=1, old=0)
     assert place is not None
     site.workers[0].finish(place, 500, 0.0)
@@ -233,12 +248,18 @@ def test_epoch_is_closed_after_inline_requests_settle(monkeypatch: pytest.Monkey
 def test_requests_in_random_event_order_are_counted_once(seed: int) -> None:
     """Requests, answers, epochs, readings and deaths of workers in any order."""
     draw, site = np.random.default_rng(seed), Site()
-    steps, shares = ("inline", "queue", "answer", "turn", "read", "die"), (0.498, 0.2, 0.25, 0.01, 0.04, 0.002)
+    steps, shares = (
+        ("inline", "queue", "answer", "turn", "read", "die"),
+        (0.498, 0.2, 0.25, 0.01, 0.04, 0.002),
+    )
     site.watch()
     routed: Counter[tuple[int, str]] = Counter()
     running = []
     for _ in range(3000):
-        number, cell = int(draw.integers(2)), int(draw.choice([KEYLESS_CELL, int(draw.integers(50))]))
+        number, cell = (
+            int(draw.integers(2)),
+            int(draw.choice([KEYLESS_CELL, int(draw.integers(50))])),
+        )
         name = str(draw.choice(("old", "new")))
         match str(draw.choice(steps, p=shares)):
             case "inline":
@@ -295,7 +316,11 @@ def test_user_counts_after_rollout_end_are_stopped() -> None:
     site.workers[0].count(site.draw, 2, 5, 500, 0.0)
     site.turn()
     (epoch,) = site.counts.collect(WATCH).epochs
-    assert (epoch.generation, total(epoch, CELL_REQUESTS)["new"], total(epoch, CELL_ERRORS)["new"]) == (3, 1, 1)
+    assert (
+        epoch.generation,
+        total(epoch, CELL_REQUESTS)["new"],
+        total(epoch, CELL_ERRORS)["new"],
+    ) == (3, 1, 1)
 
 
 def test_collect_with_changed_watch_starts_at_zero() -> None:
@@ -313,7 +338,9 @@ def test_collect_with_changed_watch_starts_at_zero() -> None:
     assert [total(each, CELL_REQUESTS)["new"] for each in site.counts.collect(other).epochs] == [1]
 
 
-def test_closed_epochs_are_kept_within_time_and_memory_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_epochs_are_kept_within_time_and_memory_limits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     site = Site()
     site.watch()
     for _ in range(200):
@@ -372,7 +399,9 @@ def test_collect_keeps_counts_of_last_16_generations() -> None:
     count_request(site.shared.get_row(0, 1), 500, 0.001)
     tables = site.counts.collect().tables
     assert [table.generation for table in tables] == [*range(24, 40)]
-    assert [table.deployments["old"].statuses for table in tables] == [{"200": 1}] * 15 + [{"500": 1}]
+    assert [table.deployments["old"].statuses for table in tables] == [{"200": 1}] * 15 + [
+        {"500": 1}
+    ]
 
 
 def test_decode_cells_of_encoded_cells_returns_same_values() -> None:
@@ -406,9 +435,14 @@ def test_server_counts_sum_all_workers_and_generations(
 ) -> None:
     before = server.counts()
     answered = [ask(server) for _ in range(60)]
-    assert server.call("POST", INFER, b"{", {"x-amzn-sagemaker-target-variant": "green"}).status == 400
+    assert (
+        server.call("POST", INFER, b"{", {"x-amzn-sagemaker-target-variant": "green"}).status == 400
+    )
     state = state_of(blue, green, blue=100, green=0)
-    assert server.publish(replace(state, split=replace(state.split, shadow={"green": 100})), 2).status == 200
+    assert (
+        server.publish(replace(state, split=replace(state.split, shadow={"green": 100})), 2).status
+        == 200
+    )
     for _ in range(10):
         ask(server)
     found = server.counts()
@@ -416,7 +450,9 @@ def test_server_counts_sum_all_workers_and_generations(
     assert [table.generation for table in found.tables] == [1, 2]
     for name, total in found.deployments.items():
         parts = [table.deployments[name].statuses for table in found.tables]
-        assert sum(map(Counter, parts), Counter[str]()) == Counter(total.statuses), "each request is in one generation"
+        assert sum(map(Counter, parts), Counter[str]()) == Counter(total.statuses), (
+            "each request is in one generation"
+        )
     assert found.tables[1].deployments["blue"].statuses == {"200": 10}
     assert found.at >= before.at
     assert found.deployments["blue"].statuses == {"200": answered.count("blue") + 10}
@@ -438,7 +474,11 @@ def test_counts_without_token_return_401(server: ServerFamily) -> None:
 
 
 def test_counts_with_invalid_watch_return_400(server: ServerFamily) -> None:
-    for body in (b"{}", b'{"limits_s": {"blue": [2, 1]}}', b'{"limits_s": {"blue": [%s 1]}}' % (b"1," * 24)):
+    for body in (
+        b"{}",
+        b'{"limits_s": {"blue": [2, 1]}}',
+        b'{"limits_s": {"blue": [%s 1]}}' % (b"1," * 24),
+    ):
         assert server.admin("POST", body, COUNTS_PATH).status == 400
 
 
@@ -447,7 +487,10 @@ def test_watched_deployment_without_traffic_gets_cold_start_samples(
 ) -> None:
     asked = UserCountsRequest(limits_s={"blue": (), "green": ()})
     assert server.counts(asked).cold_s == {}
-    for generation in (2, 3):  # the second publication ends the loads that the first watch has begun
+    for generation in (
+        2,
+        3,
+    ):  # the second publication ends the loads that the first watch has begun
         assert server.publish(state_of(blue, green, blue=100, green=0), generation).status == 200
         server.counts(asked)
     loads: list[tuple[float, ...]] = [()]

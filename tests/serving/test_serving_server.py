@@ -57,14 +57,23 @@ def test_server_before_first_publication_is_live_but_not_ready(server: Server) -
 
 
 def test_server_metadata_and_readiness_describe_published_model(steady: Server) -> None:
-    for path in ("/v2/health/live", "/v2/health/ready", "/ping", "/v2/models/m/ready", "/v2/models/m/versions/2/ready"):
+    for path in (
+        "/v2/health/live",
+        "/v2/health/ready",
+        "/ping",
+        "/v2/models/m/ready",
+        "/v2/models/m/versions/2/ready",
+    ):
         assert steady.call("GET", path).status == 200
     assert steady.call("GET", "/v2").json()["name"] == "onnx-ops"
     assert steady.call("GET", "/v2/models/m").json() == {
         "name": "m",
         "versions": ["1", "2"],
         "platform": "onnxruntime_onnx",
-        "execution": {"runtime": f"onnxruntime {version('onnxruntime')}", **codec.to_json(Execution())},
+        "execution": {
+            "runtime": f"onnxruntime {version('onnxruntime')}",
+            **codec.to_json(Execution()),
+        },
         "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 2]}],
         "outputs": [{"name": "y", "datatype": "FP32", "shape": [-1, 2]}],
     }
@@ -111,7 +120,13 @@ def test_openapi_document_describes_served_model(steady: Server, server: Server)
     ],
 )
 def test_invalid_request_returns_matching_status_and_message(
-    steady: Server, method: str, path: str, body: object, headers: dict[str, str], status: int, message: str
+    steady: Server,
+    method: str,
+    path: str,
+    body: object,
+    headers: dict[str, str],
+    status: int,
+    message: str,
 ) -> None:
     answer = steady.call(method, path, body, headers)
     assert answer.status == status
@@ -129,14 +144,20 @@ def test_admin_listener_without_token_returns_401(published: Server, blue: Deplo
     assert published.admin("GET").json()["state"]["generation"] == 2
 
 
-def test_invalid_publication_changes_nothing(published: Server, blue: Deployment, green: Deployment) -> None:
+def test_invalid_publication_changes_nothing(
+    published: Server, blue: Deployment, green: Deployment
+) -> None:
     forged = replace(green, name="grey", manifest=green.release)
     for body, status, message in (
         (b"{", 400, "not JSON"),
         (b"[]", 400, "not a"),
         (b'{"deployments": [], "split": {"weights": {"a": 99}}}', 400, "not a EndpointState"),
         (codec.dumps(replace(state_of(blue, blue=100), generation=1)), 409, "older"),
-        (codec.dumps(replace(state_of(blue, forged, blue=50, grey=50), generation=3)), 422, "digest mismatch"),
+        (
+            codec.dumps(replace(state_of(blue, forged, blue=50, grey=50), generation=3)),
+            422,
+            "digest mismatch",
+        ),
         (b" " * (2 << 20), 413, "larger"),
     ):
         answer = published.admin("PUT", body)
@@ -171,7 +192,9 @@ def test_server_after_kill_restores_last_published_table(
         assert published.infer([1, 2]).status == 200
 
 
-def test_server_with_torn_table_restores_previous_table(published: Server, blue: Deployment) -> None:
+def test_server_with_torn_table_restores_previous_table(
+    published: Server, blue: Deployment
+) -> None:
     published.kill()
     (published.folder / CURRENT_FILE).write_bytes(b'{"checksum":')
     published.start()
@@ -214,10 +237,24 @@ def test_server_process_never_imports_pydantic_mlflow_prefect_or_onnx(tmp_path: 
         assert server.infer([1, 2]).status == 200
         assert server.call("GET", "/metrics").status == 200
         server.stop()
-    lines = [line.rpartition("|")[2].strip() for line in server.log().splitlines() if line.startswith("import time:")]
+    lines = [
+        line.rpartition("|")[2].strip()
+        for line in server.log().splitlines()
+        if line.startswith("import time:")
+    ]
     loaded = {line.partition(".")[0] for line in lines}
     assert {"onnxruntime", "orjson", "uvloop", "httptools"} <= loaded
-    assert not loaded & {"pydantic", "mlflow", "prefect", "onnx", "scipy", "fastapi", "httpx", "starlette", "uvicorn"}
+    assert not loaded & {
+        "pydantic",
+        "mlflow",
+        "prefect",
+        "onnx",
+        "scipy",
+        "fastapi",
+        "httpx",
+        "starlette",
+        "uvicorn",
+    }
 
 
 def test_admin_listener_is_bound_to_loopback_only(server: Server) -> None:
@@ -229,17 +266,27 @@ def test_admin_listener_is_bound_to_loopback_only(server: Server) -> None:
 
 
 def test_admin_listener_with_upgrade_offer_reads_request_body(server: Server) -> None:
-    offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAEAAEAAAAIAAAAB"}
+    offer = {
+        "connection": "Upgrade, HTTP2-Settings",
+        "upgrade": "h2c",
+        "http2-settings": "AAEAAEAAAAIAAAAB",
+    }
     token = (server.folder / TOKEN_FILE).read_text()
-    answer = server.call("PUT", STATE_PATH, b"[1]", {"authorization": f"Bearer {token}", **offer}, admin=True)
+    answer = server.call(
+        "PUT", STATE_PATH, b"[1]", {"authorization": f"Bearer {token}", **offer}, admin=True
+    )
     assert (answer.status, b"not a JSON object" in answer.body) == (400, True)
 
 
-def test_publication_after_client_disconnect_is_completed(published: Server, blue: Deployment) -> None:
+def test_publication_after_client_disconnect_is_completed(
+    published: Server, blue: Deployment
+) -> None:
     body = codec.dumps(replace(state_of(blue, blue=100), generation=9))
     token = (published.folder / TOKEN_FILE).read_text()
     port = published.record().admin_port
-    head = f"PUT {STATE_PATH} HTTP/1.1\r\nhost: localhost:{port}\r\nauthorization: Bearer {token}\r\n"
+    head = (
+        f"PUT {STATE_PATH} HTTP/1.1\r\nhost: localhost:{port}\r\nauthorization: Bearer {token}\r\n"
+    )
     with socket.create_connection(("127.0.0.1", port)) as client:
         client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
     until(lambda: published.admin("GET").json()["state"]["generation"] == 9, "the publication")

@@ -17,7 +17,9 @@ from tests.statistics.test_statistics_judge import FP32, GATES, INT8, against, c
 from tests.support.golden import Golden
 
 MS = 1_000_000
-INT8_NOW = replace(INT8, baseline="", comparisons=(against("fp32", 0.7),), metrics=(counts(""), counts("fp32")))
+INT8_NOW = replace(
+    INT8, baseline="", comparisons=(against("fp32", 0.7),), metrics=(counts(""), counts("fp32"))
+)
 """The same files measured again: a champion is compared with its export only."""
 
 
@@ -49,15 +51,21 @@ def test_judge_drift_of_unchanged_evidence_passes(then: Evidence, now: Evidence)
     ("ratio", "expected"),
     [(0.7, Verdict.PASS), (0.6, Verdict.PASS), (0.735, Verdict.INCONCLUSIVE), (0.8, Verdict.FAIL)],
 )
-def test_judge_drift_of_ratio_against_export_applies_latency_limit(ratio: float, expected: Verdict) -> None:
+def test_judge_drift_of_ratio_against_export_applies_latency_limit(
+    ratio: float, expected: Verdict
+) -> None:
     found = result(judge_drift(GATES, INT8, relative(ratio)), "ratio vs fp32 since")
     assert found.verdict is expected, found
     assert found.estimate == pytest.approx(ratio / 0.7, rel=0.01)
     assert "0.7x of fp32 then" in found.reason
 
 
-@pytest.mark.parametrize(("factor", "expected"), [(1.0, Verdict.PASS), (1.04, Verdict.PASS), (1.06, Verdict.FAIL)])
-def test_judge_drift_of_median_latency_binds_on_dedicated_machine_only(factor: float, expected: Verdict) -> None:
+@pytest.mark.parametrize(
+    ("factor", "expected"), [(1.0, Verdict.PASS), (1.04, Verdict.PASS), (1.06, Verdict.FAIL)]
+)
+def test_judge_drift_of_median_latency_binds_on_dedicated_machine_only(
+    factor: float, expected: Verdict
+) -> None:
     found = judge_drift(GATES, INT8, slower(factor))
     assert result(found, "p50 since").verdict is expected
     assert verdict(found) is expected
@@ -74,11 +82,17 @@ def test_judge_drift_with_wide_latency_interval_is_inconclusive() -> None:
 
 def test_judge_drift_without_limit_of_change_returns_no_drift_results() -> None:
     gates = (LatencyGate(p99=0.002), MetricGate(min=0.9))
-    assert not [one for one in judge_drift(gates, INT8, slower(1.5)) if one.metric.endswith("since")]
+    assert not [
+        one for one in judge_drift(gates, INT8, slower(1.5)) if one.metric.endswith("since")
+    ]
 
 
-@pytest.mark.parametrize(("lost", "expected"), [(0, Verdict.PASS), (20, Verdict.PASS), (21, Verdict.FAIL)])
-def test_judge_drift_of_accuracy_on_same_rows_compares_exact_counts(lost: int, expected: Verdict) -> None:
+@pytest.mark.parametrize(
+    ("lost", "expected"), [(0, Verdict.PASS), (20, Verdict.PASS), (21, Verdict.FAIL)]
+)
+def test_judge_drift_of_accuracy_on_same_rows_compares_exact_counts(
+    lost: int, expected: Verdict
+) -> None:
     now = replace(INT8_NOW, metrics=(replace(counts(""), both=1920 - lost), counts("fp32")))
     found = result(judge_drift(GATES, INT8, now), "accuracy since")
     assert found.verdict is expected
@@ -91,16 +105,27 @@ def test_judge_drift_with_other_rows_skips_accuracy() -> None:
 
 
 def score(value: float) -> ScoreComparison:
-    return ScoreComparison(metric="mae", against="", n=500, candidate=Interval(estimate=value, low=value, high=value))
+    return ScoreComparison(
+        metric="mae", against="", n=500, candidate=Interval(estimate=value, low=value, high=value)
+    )
 
 
 @pytest.mark.parametrize(
     ("then", "now", "expected"),
-    [(1.0, 1.05, Verdict.PASS), (1.0, 1.2, Verdict.FAIL), (1.0, 0.5, Verdict.PASS), (0.0, 1.0, None)],
+    [
+        (1.0, 1.05, Verdict.PASS),
+        (1.0, 1.2, Verdict.FAIL),
+        (1.0, 0.5, Verdict.PASS),
+        (0.0, 1.0, None),
+    ],
 )
-def test_judge_drift_of_error_metric_applies_max_increase(then: float, now: float, expected: Verdict | None) -> None:
+def test_judge_drift_of_error_metric_applies_max_increase(
+    then: float, now: float, expected: Verdict | None
+) -> None:
     gates = (MetricGate(name="mae", max_increase=0.1),)
-    old, new = (replace(one, metrics=(), scores=(score(v),)) for one, v in ((INT8, then), (INT8_NOW, now)))
+    old, new = (
+        replace(one, metrics=(), scores=(score(v),)) for one, v in ((INT8, then), (INT8_NOW, now))
+    )
     found = [one.verdict for one in judge_drift(gates, old, new) if one.metric == "mae since"]
     assert found == ([] if expected is None else [expected])
 
@@ -123,14 +148,26 @@ def test_judge_drift_of_initial_failure_against_export_is_advisory(golden: Golde
 
 
 def test_judge_drift_with_failed_or_missing_measurement_does_not_fail() -> None:
-    assert verdict(judge_drift(GATES, INT8, replace(INT8_NOW, failure="no provider here"))) is Verdict.ERROR
-    assert verdict(judge_drift(GATES, INT8, replace(INT8_NOW, comparisons=()))) is Verdict.INCONCLUSIVE
+    assert (
+        verdict(judge_drift(GATES, INT8, replace(INT8_NOW, failure="no provider here")))
+        is Verdict.ERROR
+    )
+    assert (
+        verdict(judge_drift(GATES, INT8, replace(INT8_NOW, comparisons=()))) is Verdict.INCONCLUSIVE
+    )
 
 
 def test_list_environment_changes_names_runtime_and_hardware(golden: Golden) -> None:
-    hardware = replace(INT8.hardware, runtime_version="2", cpu_model="other", memory_bytes=8 * 2**30, driver="550")
-    facts = RuntimeFacts(runtime="onnxruntime", version="2", asked=(), used=("A", "B"), nodes={}, build="b")
-    golden("reasons", "\n".join(list_environment_changes(INT8, replace(INT8, hardware=hardware, runtime=facts))))
+    hardware = replace(
+        INT8.hardware, runtime_version="2", cpu_model="other", memory_bytes=8 * 2**30, driver="550"
+    )
+    facts = RuntimeFacts(
+        runtime="onnxruntime", version="2", asked=(), used=("A", "B"), nodes={}, build="b"
+    )
+    golden(
+        "reasons",
+        "\n".join(list_environment_changes(INT8, replace(INT8, hardware=hardware, runtime=facts))),
+    )
 
 
 @given(st.floats(0.01, 100), st.floats(0.01, 100))
@@ -138,7 +175,9 @@ def test_judge_drift_of_slower_champion_never_improves_verdict(one: float, other
     """Verdicts of the movement are ordered as the ratios are."""
     ranks = {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 1, Verdict.FAIL: 2}
     low, high = sorted((one, other))
-    found = [result(judge_drift(GATES, INT8, relative(r)), "ratio vs fp32 since") for r in (low, high)]
+    found = [
+        result(judge_drift(GATES, INT8, relative(r)), "ratio vs fp32 since") for r in (low, high)
+    ]
     assert ranks[found[0].verdict] <= ranks[found[1].verdict]
     for moved in found:
         assert moved.low is not None

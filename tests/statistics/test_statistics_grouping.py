@@ -16,7 +16,12 @@ from onnx_ops.statistics.grouping import (
     find_group_columns,
     number_groups,
 )
-from onnx_ops.statistics.intervals import change_interval, change_p_value, value_interval, value_p_value
+from onnx_ops.statistics.intervals import (
+    change_interval,
+    change_p_value,
+    value_interval,
+    value_p_value,
+)
 
 
 def drawn(groups: int, rows: int, rho: float, lost: float, seed: int) -> Any:
@@ -58,7 +63,9 @@ class TestNumbers:
         [np.ones((3, 2)), np.array([1.0, np.nan]), np.array(["a", None], object), np.array([1j]),
          np.array(["2026-01-01", "NaT"], "M8[D]")],
     )  # fmt: skip
-    def test_number_groups_with_missing_or_several_values_per_row_returns_none(self, array: Any) -> None:
+    def test_number_groups_with_missing_or_several_values_per_row_returns_none(
+        self, array: Any
+    ) -> None:
         assert number_groups(array) is None
 
     def test_find_group_columns_returns_columns_with_repeated_values(self) -> None:
@@ -76,11 +83,17 @@ class TestDesignEffect:
     @pytest.mark.parametrize(
         ("change", "rows", "least", "most"),
         [
-            pytest.param(drawn(1000, 2, 0.0, 0.02, 0), 2, 1, 1.2, id="independent rows in many small groups"),
+            pytest.param(
+                drawn(1000, 2, 0.0, 0.02, 0), 2, 1, 1.2, id="independent rows in many small groups"
+            ),
             pytest.param(drawn(200, 20, 1.0, 0.2, 0), 20, 18, 24, id="rows that change as one"),
             pytest.param(np.zeros(400), 20, 20, np.inf, id="rows none of which changed"),
-            pytest.param(np.repeat([-1.0, 0.0], [25, 3975]), 1, 1.05, 1.1, id="few rows that changed"),
-            pytest.param(np.repeat([-1.0, 0.0], [1000, 3000]), 1, 1, 1.01, id="many rows that changed"),
+            pytest.param(
+                np.repeat([-1.0, 0.0], [25, 3975]), 1, 1.05, 1.1, id="few rows that changed"
+            ),
+            pytest.param(
+                np.repeat([-1.0, 0.0], [1000, 3000]), 1, 1, 1.01, id="many rows that changed"
+            ),
         ],
     )
     def test_compute_design_effect_grows_with_correlation_within_groups(
@@ -94,7 +107,9 @@ class TestDesignEffect:
         assert change_interval(found).low < -0.5
         assert value_interval(found).low < 0.3
 
-    @pytest.mark.parametrize(("groups", "rows", "rho"), [(50, 40, 0.5), (100, 20, 0.3), (400, 5, 0.3)])
+    @pytest.mark.parametrize(
+        ("groups", "rows", "rho"), [(50, 40, 0.5), (100, 20, 0.3), (400, 5, 0.3)]
+    )
     def test_change_interval_with_true_drop_at_limit_rarely_passes_or_fails(
         self, groups: int, rows: int, rho: float
     ) -> None:
@@ -116,7 +131,9 @@ class TestDesignEffect:
     def test_compute_effect_of_sums_of_several_sets_matches_effect_of_each(self) -> None:
         rng = np.random.default_rng(0)
         changes = rng.choice([-1.0, 0.0, 1.0], (3, 200, 4), p=[0.05, 0.92, 0.03])
-        found = compute_effect_of_sums(changes.sum(axis=2), np.full((3, 200), 4), np.square(changes).sum(axis=(1, 2)))
+        found = compute_effect_of_sums(
+            changes.sum(axis=2), np.full((3, 200), 4), np.square(changes).sum(axis=(1, 2))
+        )
         assert found == pytest.approx(
             [compute_design_effect(change.ravel(), np.arange(800) // 4) for change in changes]
         )
@@ -125,7 +142,10 @@ class TestDesignEffect:
 class TestSigns:
     def test_detect_grouping_of_independent_rows_rarely_alarms(self) -> None:
         """2 % are promised; more than six of a hundred are seen in one of two hundred tests like this."""
-        alarms = [detect_grouping({}, {}, [drawn(300, 1, 0.0, 0.05, seed)], None, seed) for seed in range(100)]
+        alarms = [
+            detect_grouping({}, {}, [drawn(300, 1, 0.0, 0.05, seed)], None, seed)
+            for seed in range(100)
+        ]
         assert sum(map(bool, alarms)) <= 6
 
     def test_detect_grouping_of_correlated_neighbours_alarms(self) -> None:
@@ -135,10 +155,15 @@ class TestSigns:
     def test_detect_grouping_of_weak_runs_alarms_more_if_neighbour_inputs_are_similar(self) -> None:
         rng = np.random.default_rng(0)
         changes = [drawn(50, 10, 0.1, 0.05, seed) for seed in range(40)]
-        inputs = {"x": rng.standard_normal((50, 4)).repeat(10, axis=0) + rng.standard_normal((500, 4))}
+        inputs = {
+            "x": rng.standard_normal((50, 4)).repeat(10, axis=0) + rng.standard_normal((500, 4))
+        }
         shuffled = {"x": inputs["x"][rng.permutation(500)]}
         alike, unlike = (
-            sum(bool(detect_grouping(read, {}, [change], None, seed)) for seed, change in enumerate(changes))
+            sum(
+                bool(detect_grouping(read, {}, [change], None, seed))
+                for seed, change in enumerate(changes)
+            )
             for read in (inputs, shuffled)
         )
         assert alike >= 1.3 * unlike
@@ -147,7 +172,13 @@ class TestSigns:
         rng = np.random.default_rng(1)
         inputs = {"age": np.sort(rng.random(500)), "height": rng.random(500)}
         signals = [[drawn(500, 1, 0.0, 0.05, seed)] for seed in range(40)]
-        assert sum(bool(detect_grouping(inputs, {}, signal, None, n)) for n, signal in enumerate(signals)) <= 4
+        assert (
+            sum(
+                bool(detect_grouping(inputs, {}, signal, None, n))
+                for n, signal in enumerate(signals)
+            )
+            <= 4
+        )
 
     def test_detect_grouping_of_shuffled_groups_alarms_only_with_their_column(self) -> None:
         order = np.random.default_rng(0).permutation(1000)
@@ -172,7 +203,10 @@ class TestSigns:
     def test_detect_grouping_of_repeated_continuous_or_text_rows_alarms(self) -> None:
         rng = np.random.default_rng(0)
         signal = rng.random(400)
-        measured, few = rng.random((100, 3))[np.arange(400) // 4], rng.integers(0, 3, (400, 2)).astype(np.float32)
+        measured, few = (
+            rng.random((100, 3))[np.arange(400) // 4],
+            rng.integers(0, 3, (400, 2)).astype(np.float32),
+        )
         assert "repeat" in detect_grouping({"x": measured}, {}, [signal], None, 0)[0]
         texts = np.array([f"text {value}" for value in measured[:, 0]], dtype=object)[:, None]
         assert "repeat" in detect_grouping({"x": texts}, {}, [signal], None, 0)[0]

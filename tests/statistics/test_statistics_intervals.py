@@ -34,7 +34,9 @@ class TestTango:
         ("n", "b", "c", "confidence", "low", "high"),
         [
             pytest.param(44, 1, 0, 0.90, -0.096, 0.037, id="contact lenses, Tango 1998"),
-            pytest.param(21, 7, 1, 0.95, -0.517, -0.026, id="airway reactivity, Fagerland et al. 2014"),
+            pytest.param(
+                21, 7, 1, 0.95, -0.517, -0.026, id="airway reactivity, Fagerland et al. 2014"
+            ),
             pytest.param(618, 25, 28, 0.90, -0.0148, 0.0247, id="PropCIs scoreci.mp"),
         ],
     )
@@ -61,10 +63,14 @@ class TestTango:
         n, b, c = rows
         estimate, low, high = tango_interval(n, b, c, confidence)
         assert -1 <= low <= estimate <= high <= 1
-        assert tango_interval(n, c, b, confidence) == pytest.approx((-estimate, -high, -low), abs=1e-9)
+        assert tango_interval(n, c, b, confidence) == pytest.approx(
+            (-estimate, -high, -low), abs=1e-9
+        )
 
     @pytest.mark.parametrize("bad", [(0, 0, 0), (10, -1, 0), (10, 6, 5)])
-    def test_tango_interval_of_impossible_counts_raises_value_error(self, bad: tuple[int, int, int]) -> None:
+    def test_tango_interval_of_impossible_counts_raises_value_error(
+        self, bad: tuple[int, int, int]
+    ) -> None:
         with pytest.raises(ValueError, match="do not fit"):
             tango_interval(*bad)
 
@@ -75,7 +81,9 @@ def verdict(n: int, b: int, c: int, max_drop: float) -> Verdict:
     return MetricLimit(kind="max_drop", value=max_drop, plain=False).verdict(low, high)
 
 
-def rates(n: int, drop: float, discordant: float, max_drop: float, trials: int = 20_000) -> dict[Verdict, float]:
+def rates(
+    n: int, drop: float, discordant: float, max_drop: float, trials: int = 20_000
+) -> dict[Verdict, float]:
     rng = np.random.default_rng(n)
     b, c = (discordant + drop) / 2, (discordant - drop) / 2
     rows = rng.multinomial(n, [b, c, 1 - b - c], size=trials)
@@ -88,7 +96,9 @@ def rates(n: int, drop: float, discordant: float, max_drop: float, trials: int =
 
 class TestNonInferiority:
     @pytest.mark.parametrize(("n", "discordant"), [(500, 0.03), (2000, 0.02), (2000, 0.06)])
-    def test_metric_limit_with_true_drop_at_limit_rarely_passes_or_fails(self, n: int, discordant: float) -> None:
+    def test_metric_limit_with_true_drop_at_limit_rarely_passes_or_fails(
+        self, n: int, discordant: float
+    ) -> None:
         found = rates(n, 0.01, discordant, 0.01)
         assert found[Verdict.PASS] <= 0.055
         assert found[Verdict.FAIL] <= 0.055
@@ -124,7 +134,9 @@ class TestClopperPearson:
         assert (estimate, low, high) == pytest.approx((k / n, expected.low, expected.high))
 
     @pytest.mark.parametrize("bad", [(1, 0), (-1, 3), (4, 3)])
-    def test_clopper_pearson_of_impossible_counts_raises_value_error(self, bad: tuple[int, int]) -> None:
+    def test_clopper_pearson_of_impossible_counts_raises_value_error(
+        self, bad: tuple[int, int]
+    ) -> None:
         with pytest.raises(ValueError, match="not a proportion"):
             clopper_pearson(*bad)
 
@@ -152,13 +164,18 @@ def population(name: str, rng: np.random.Generator, shape: tuple[int, int]) -> A
 
 @pytest.mark.parametrize("name", ["normal", "log-normal", "2 % x 12", "skewed"])
 @pytest.mark.parametrize("rows", [50, 500])
-def test_ratio_interval_with_true_growth_at_limit_rarely_passes_or_fails(name: str, rows: int) -> None:
+def test_ratio_interval_with_true_growth_at_limit_rarely_passes_or_fails(
+    name: str, rows: int
+) -> None:
     """6 % are promised: at most 14 of 120 trials are wrong in all but one of two hundred tests like this."""
     rng = np.random.default_rng(rows)
     base = population(name, rng, (120, rows))
     noise = population(name, rng, (120, rows)) * rng.choice([-1.0, 1.0], (120, rows))
     worse = base + (LIMIT**2 - 1) ** 0.5 * noise
-    found = [ratio_interval(mine**2, theirs**2, UNSEEN_CHANGES) for mine, theirs in zip(worse, base, strict=True)]
+    found = [
+        ratio_interval(mine**2, theirs**2, UNSEEN_CHANGES)
+        for mine, theirs in zip(worse, base, strict=True)
+    ]
     assert sum(one.high < LIMIT**2 for one in found) <= 14
     assert sum(one.low > LIMIT**2 for one in found) <= 14
 

@@ -51,7 +51,10 @@ def test_judge_gate_has_rule_for_each_gate_kind() -> None:
 
 def parity(ratio: float = 1.0, **change: Any) -> ParityMeasurement:
     return replace(
-        ParityMeasurement(output="y", group="real", rows=128, error=ratio * 1e-6, noise=1e-6, ratio=ratio), **change
+        ParityMeasurement(
+            output="y", group="real", rows=128, error=ratio * 1e-6, noise=1e-6, ratio=ratio
+        ),
+        **change,
     )
 
 
@@ -69,24 +72,35 @@ def counts(against: str, b: int = 0, c: int = 0, n: int = 2000) -> PairedCounts:
 def against(name: str, ratio: float, **change: Any) -> LatencyComparison:
     ratios = tuple((math.log(ratio) + noise,) for (noise,) in QUIET)
     comparison = LatencyComparison(
-        against=name, baseline=DIGEST, log_ratios=ratios, self_log_ratios=QUIET, runs=400, preempted=20
+        against=name,
+        baseline=DIGEST,
+        log_ratios=ratios,
+        self_log_ratios=QUIET,
+        runs=400,
+        preempted=20,
     )
     return replace(comparison, **change)
 
 
 def figure(name: str, baseline: str, ratio: float, **change: Any) -> PairedRatios:
     ratios = tuple((math.log(ratio) + noise,) for (noise,) in QUIET)
-    found = PairedRatios(figure=name, against=baseline, baseline=DIGEST, log_ratios=ratios, self_log_ratios=QUIET)
+    found = PairedRatios(
+        figure=name, against=baseline, baseline=DIGEST, log_ratios=ratios, self_log_ratios=QUIET
+    )
     return replace(found, **change)
 
 
 def rate(per_second: float, concurrency: int = 4) -> ThroughputMeasurement:
-    return ThroughputMeasurement(concurrency=concurrency, batch=1, requests=100, per_second=(per_second,) * 10)
+    return ThroughputMeasurement(
+        concurrency=concurrency, batch=1, requests=100, per_second=(per_second,) * 10
+    )
 
 
 def timed(*nanoseconds: int) -> LatencySamples:
     runs = tuple(sorted(nanoseconds))
-    return LatencySamples(batch=1, runs=len(runs), preempted=0, quantiles_ns={"p50": runs[0]}, sorted_ns=runs)
+    return LatencySamples(
+        batch=1, runs=len(runs), preempted=0, quantiles_ns={"p50": runs[0]}, sorted_ns=runs
+    )
 
 
 GATES: tuple[Gate, ...] = (
@@ -142,7 +156,12 @@ def test_judge_of_good_evidence_passes_with_estimate_and_reason_for_each_gate() 
 
 def test_decision_with_extreme_values_survives_json_round_trip() -> None:
     extreme = replace(INT8, comparisons=(against("champion", 2.0, log_ratios=((900.0,),)),))
-    for evidence in (INT8, FP32, extreme, replace(FP32, parity=(parity(math.inf), parity(math.nan)))):
+    for evidence in (
+        INT8,
+        FP32,
+        extreme,
+        replace(FP32, parity=(parity(math.inf), parity(math.nan))),
+    ):
         decision = judge(GATES, evidence)
         assert codec.loads(codec.dumps(decision), Decision) == decision
 
@@ -150,7 +169,9 @@ def test_decision_with_extreme_values_survives_json_round_trip() -> None:
 def test_judge_of_failed_measurement_returns_error_for_each_gate() -> None:
     decision = judge(GATES, replace(FP32, failure="no provider\n  here", parity=(parity(1e6),)))
     assert [r.gate for r in decision.results] == ["parity", "metric", "latency", "size"]
-    assert {(r.verdict, r.reason, r.advisory) for r in decision.results} == {(Verdict.ERROR, "no provider here", False)}
+    assert {(r.verdict, r.reason, r.advisory) for r in decision.results} == {
+        (Verdict.ERROR, "no provider here", False)
+    }
 
 
 class TestProvider:
@@ -161,20 +182,50 @@ class TestProvider:
         [
             (None, Verdict.INCONCLUSIVE),
             (replace(CPU_FACTS, asked=(CUDA, CPU)), Verdict.ERROR),
-            (replace(CPU_FACTS, asked=(CUDA, CPU), used=(CUDA, CPU), nodes={CUDA: 5, CPU: 1}), Verdict.ERROR),
             (
-                replace(CPU_FACTS, asked=(CUDA, CPU), used=(CUDA, CPU), nodes={CUDA: 5, CPU: 2}, shape_nodes={CPU: 2}),
+                replace(CPU_FACTS, asked=(CUDA, CPU), used=(CUDA, CPU), nodes={CUDA: 5, CPU: 1}),
+                Verdict.ERROR,
+            ),
+            (
+                replace(
+                    CPU_FACTS,
+                    asked=(CUDA, CPU),
+                    used=(CUDA, CPU),
+                    nodes={CUDA: 5, CPU: 2},
+                    shape_nodes={CPU: 2},
+                ),
                 None,
             ),
             (
-                replace(CPU_FACTS, asked=(CUDA, CPU), used=(CUDA, CPU), nodes={CUDA: 5, CPU: 3}, shape_nodes={CPU: 2}),
+                replace(
+                    CPU_FACTS,
+                    asked=(CUDA, CPU),
+                    used=(CUDA, CPU),
+                    nodes={CUDA: 5, CPU: 3},
+                    shape_nodes={CPU: 2},
+                ),
                 Verdict.ERROR,
             ),
-            (replace(CPU_FACTS, asked=(CUDA, CPU), used=(CUDA, CPU), nodes={}), Verdict.INCONCLUSIVE),
-            (replace(CPU_FACTS, asked=(CUDA, CPU), used=(CUDA, CPU), nodes={CUDA: 5, CPU: 0}), None),
+            (
+                replace(CPU_FACTS, asked=(CUDA, CPU), used=(CUDA, CPU), nodes={}),
+                Verdict.INCONCLUSIVE,
+            ),
+            (
+                replace(CPU_FACTS, asked=(CUDA, CPU), used=(CUDA, CPU), nodes={CUDA: 5, CPU: 0}),
+                None,
+            ),
             (replace(CPU_FACTS, asked=(CPU,), used=(CPU,), nodes={}), None),
         ],
-        ids=["unknown", "all on another", "some", "shapes", "more than shapes", "nodes unknown", "as asked", "cpu"],
+        ids=[
+            "unknown",
+            "all on another",
+            "some",
+            "shapes",
+            "more than shapes",
+            "nodes unknown",
+            "as asked",
+            "cpu",
+        ],
     )
     def test_judge_passes_only_if_compute_nodes_run_on_requested_provider(
         self, facts: RuntimeFacts | None, verdict: Verdict | None
@@ -196,7 +247,10 @@ class TestParity:
         assert "31x" in result.reason
 
     def test_parity_gate_with_difference_outside_input_domain_adds_one_advisory(self) -> None:
-        outside = [replace(parity(99.0, group=group), inside=False) for group in ("missing", "beyond_range:x1e3")]
+        outside = [
+            replace(parity(99.0, group=group), inside=False)
+            for group in ("missing", "beyond_range:x1e3")
+        ]
         evidence = replace(FP32, parity=(parity(), *outside))
         decision = judge([ParityGate()], evidence)
         assert decision.verdict is Verdict.PASS
@@ -219,10 +273,17 @@ class TestParity:
         assert "64 of 512 rows" in row_result.reason
         assert "47%" in row_result.reason
 
-    @pytest.mark.parametrize("measured", [(), (parity(rows=0, group="empty_batch"),), (parity(inside=False),)])
-    def test_parity_gate_without_measured_rows_is_inconclusive(self, measured: tuple[ParityMeasurement, ...]) -> None:
+    @pytest.mark.parametrize(
+        "measured", [(), (parity(rows=0, group="empty_batch"),), (parity(inside=False),)]
+    )
+    def test_parity_gate_without_measured_rows_is_inconclusive(
+        self, measured: tuple[ParityMeasurement, ...]
+    ) -> None:
         assert judge([ParityGate()], replace(FP32, parity=measured)).verdict is Verdict.INCONCLUSIVE
-        assert judge([ParityGate()], replace(INT8, export_parity=measured)).verdict is Verdict.INCONCLUSIVE
+        assert (
+            judge([ParityGate()], replace(INT8, export_parity=measured)).verdict
+            is Verdict.INCONCLUSIVE
+        )
 
 
 class TestMetric:
@@ -235,28 +296,40 @@ class TestMetric:
 
     @pytest.mark.parametrize("baseline", ["champion", "fp32", ""])
     def test_metric_gate_with_missing_comparison_is_inconclusive(self, baseline: str) -> None:
-        decision = judge([self.GATE, SizeGate(max=2_000_000)], replace(INT8, baseline=baseline, metrics=(counts(""),)))
+        decision = judge(
+            [self.GATE, SizeGate(max=2_000_000)],
+            replace(INT8, baseline=baseline, metrics=(counts(""),)),
+        )
         assert decision.verdict is Verdict.INCONCLUSIVE
         assert "was not measured" in decision.reason
 
     @pytest.mark.parametrize(
-        ("minimum", "verdict"), [(0.9, Verdict.PASS), (0.96, Verdict.INCONCLUSIVE), (0.98, Verdict.FAIL)]
+        ("minimum", "verdict"),
+        [(0.9, Verdict.PASS), (0.96, Verdict.INCONCLUSIVE), (0.98, Verdict.FAIL)],
     )
-    def test_metric_gate_with_minimum_compares_interval_with_limit(self, minimum: float, verdict: Verdict) -> None:
+    def test_metric_gate_with_minimum_compares_interval_with_limit(
+        self, minimum: float, verdict: Verdict
+    ) -> None:
         result = only(judge([MetricGate(min=minimum)], FP32), "metric", "accuracy")
         assert (result.verdict, result.estimate) == (verdict, 0.96)
         unlabelled = replace(FP32, metrics=())
         assert judge([MetricGate(min=minimum)], unlabelled).verdict is Verdict.INCONCLUSIVE
 
-    @pytest.mark.parametrize("bad", [counts("fp32", n=0), replace(counts("fp32"), both=5000), counts("fp32", b=-1)])
+    @pytest.mark.parametrize(
+        "bad", [counts("fp32", n=0), replace(counts("fp32"), both=5000), counts("fp32", b=-1)]
+    )
     def test_metric_gate_with_impossible_counts_never_passes(self, bad: PairedCounts) -> None:
         for gate in (self.GATE, MetricGate(min=0.1)):
             decision = judge([gate], replace(INT8, baseline="fp32", metrics=(bad,)))
             assert decision.verdict in (Verdict.ERROR, Verdict.INCONCLUSIVE)
 
     def test_metric_gate_without_rows_is_inconclusive(self) -> None:
-        decision = judge([MetricGate(max_drop=0.01, min=0.9)], replace(FP32, baseline="champion", metrics=()))
-        empty = replace(FP32, baseline="champion", metrics=(counts("", n=0), counts("champion", n=0)))
+        decision = judge(
+            [MetricGate(max_drop=0.01, min=0.9)], replace(FP32, baseline="champion", metrics=())
+        )
+        empty = replace(
+            FP32, baseline="champion", metrics=(counts("", n=0), counts("champion", n=0))
+        )
         assert judge([MetricGate(max_drop=0.01, min=0.9)], empty).results == decision.results
         assert decision.verdict is Verdict.INCONCLUSIVE
 
@@ -265,9 +338,12 @@ class TestLatency:
     GATE = LatencyGate(max_regression=0.05)
 
     @pytest.mark.parametrize(
-        ("ratio", "verdict"), [(1.02, Verdict.PASS), (1.05, Verdict.INCONCLUSIVE), (1.1, Verdict.FAIL)]
+        ("ratio", "verdict"),
+        [(1.02, Verdict.PASS), (1.05, Verdict.INCONCLUSIVE), (1.1, Verdict.FAIL)],
     )
-    def test_latency_gate_with_max_regression_compares_with_baseline(self, ratio: float, verdict: Verdict) -> None:
+    def test_latency_gate_with_max_regression_compares_with_baseline(
+        self, ratio: float, verdict: Verdict
+    ) -> None:
         evidence = replace(INT8, comparisons=(against("fp32", 3.0), against("champion", ratio)))
         result = only(judge([self.GATE], evidence), "latency", "ratio vs champion")
         assert (result.verdict, result.n) == (verdict, 40)
@@ -289,17 +365,24 @@ class TestLatency:
         found = replace(INT8, comparisons=(against("champion", 1.0, log_ratios=pairs),))
         golden("reasons", only(judge([self.GATE], found), "latency", "ratio vs champion").reason)
 
-    @pytest.mark.parametrize("comparisons", [(), (against("fp32", 0.5),), (against("champion", 1.0, log_ratios=()),)])
+    @pytest.mark.parametrize(
+        "comparisons", [(), (against("fp32", 0.5),), (against("champion", 1.0, log_ratios=()),)]
+    )
     def test_latency_gate_with_missing_comparison_is_inconclusive(
         self, comparisons: tuple[LatencyComparison, ...], golden: Golden
     ) -> None:
-        decision = judge([self.GATE, SizeGate(max=2_000_000)], replace(INT8, comparisons=comparisons))
+        decision = judge(
+            [self.GATE, SizeGate(max=2_000_000)], replace(INT8, comparisons=comparisons)
+        )
         assert decision.verdict is Verdict.INCONCLUSIVE
         golden("reasons", decision.reason)
 
     def test_latency_gate_with_absolute_limit_binds_on_dedicated_target_only(self) -> None:
         slow = replace(FP32, latency=timed(*[9_000_000] * 400))
-        gates: list[Gate] = [LatencyGate(p50=0.001, p90=0.001, p95=0.001, p99=0.002), SizeGate(max=2_000_000)]
+        gates: list[Gate] = [
+            LatencyGate(p50=0.001, p90=0.001, p95=0.001, p99=0.002),
+            SizeGate(max=2_000_000),
+        ]
         assert judge(gates, slow).verdict is Verdict.FAIL
         shared = judge(gates, replace(slow, dedicated=False))
         assert shared.verdict is Verdict.PASS
@@ -320,7 +403,11 @@ def one_row(**change: Any) -> ParityMeasurement:
 
 
 FAIL, PASS, INCONCLUSIVE = Verdict.FAIL, Verdict.PASS, Verdict.INCONCLUSIVE
-SIZE, DROP, SLOWER = SizeGate(max=2_000_000), MetricGate(max_drop=0.01), LatencyGate(max_regression=0.05)
+SIZE, DROP, SLOWER = (
+    SizeGate(max=2_000_000),
+    MetricGate(max_drop=0.01),
+    LatencyGate(max_regression=0.05),
+)
 BIASED = against("champion", 1.15, self_log_ratios=((0.1,), (0.11,)) * 20)
 
 
@@ -360,10 +447,16 @@ def test_judge_with_single_gate_returns_verdict_and_reason(
 
 
 GOOD = {
-    "parity": st.builds(parity, st.floats(0, 10), group=st.sampled_from(["real", "x10", "batches:1"])),
+    "parity": st.builds(
+        parity, st.floats(0, 10), group=st.sampled_from(["real", "x10", "batches:1"])
+    ),
     "export_parity": st.builds(parity, st.floats(0, 10)),
-    "weights": st.builds(WeightMeasurement, tensor=st.just("w"), steps=st.floats(0, 0.5), elements=st.just(3)),
-    "metrics": st.builds(counts, st.sampled_from(["", "fp32", "champion"]), b=st.integers(0, 60), c=st.integers(0, 9)),
+    "weights": st.builds(
+        WeightMeasurement, tensor=st.just("w"), steps=st.floats(0, 0.5), elements=st.just(3)
+    ),
+    "metrics": st.builds(
+        counts, st.sampled_from(["", "fp32", "champion"]), b=st.integers(0, 60), c=st.integers(0, 9)
+    ),
     "comparisons": st.builds(against, st.sampled_from(["fp32", "champion"]), st.floats(0.5, 1.5)),
     "ratios": st.builds(
         figure,
@@ -374,12 +467,20 @@ GOOD = {
     "throughput": st.builds(rate, st.floats(1, 1000), st.sampled_from([4, 8])),
 }
 FAILING: dict[str, list[Any]] = {
-    "parity": [parity(99.0), parity(0.0, mismatch="shape"), parity(99.0, group="batches:1", rows=1)],
+    "parity": [
+        parity(99.0),
+        parity(0.0, mismatch="shape"),
+        parity(99.0, group="batches:1", rows=1),
+    ],
     "export_parity": [parity(99.0)],
     "weights": [WeightMeasurement(tensor="v", steps=0.9, elements=5)],
     "metrics": [counts("champion", b=300), counts("fp32", b=300), replace(counts(""), both=100)],
     "comparisons": [against("champion", 2.0), against("fp32", 2.0)],
-    "ratios": [figure(name, to, 2.0) for name in ("concurrency 4", "load", "peak") for to in ("champion", "fp32")],
+    "ratios": [
+        figure(name, to, 2.0)
+        for name in ("concurrency 4", "load", "peak")
+        for to in ("champion", "fp32")
+    ],
     "throughput": [rate(1.0), rate(1.0, 8)],
 }
 ACTIVATION = ActivationMeasurement(tensor="relu", values=1000, noise=1.73, saturated=0.001)
@@ -399,7 +500,9 @@ KINDS = sorted(GOOD)
 
 @st.composite
 def evidences(draw: st.DrawFn) -> Evidence:
-    entries: dict[str, Any] = {kind: tuple(draw(st.lists(GOOD[kind], max_size=3))) for kind in KINDS}
+    entries: dict[str, Any] = {
+        kind: tuple(draw(st.lists(GOOD[kind], max_size=3))) for kind in KINDS
+    }
     base = draw(st.sampled_from([INT8, FP32]))
     return replace(base, baseline=draw(st.sampled_from(["", "fp32", "champion"])), **entries)
 
@@ -431,12 +534,16 @@ class TestProperties:
         self, gates: list[Gate], evidence: Evidence, random: Any
     ) -> None:
         shuffled: dict[str, Any] = {
-            kind: tuple(random.sample(getattr(evidence, kind), len(getattr(evidence, kind)))) for kind in KINDS
+            kind: tuple(random.sample(getattr(evidence, kind), len(getattr(evidence, kind))))
+            for kind in KINDS
         }
         other = judge(random.sample(gates, len(gates)), replace(evidence, **shuffled))
         first = judge(gates, evidence)
         assert other.verdict is first.verdict
-        assert (other.faster_than_export, other.latency_ratio) == (first.faster_than_export, first.latency_ratio)
+        assert (other.faster_than_export, other.latency_ratio) == (
+            first.faster_than_export,
+            first.latency_ratio,
+        )
         assert sorted(r.reason for r in other.results) == sorted(r.reason for r in first.results)
 
     @pytest.mark.parametrize(("kind", "entry"), NAN)
@@ -453,7 +560,14 @@ class TestProperties:
     @given(gate_lists)
     def test_judge_without_measurements_is_inconclusive(self, gates: list[Gate]) -> None:
         empty = replace(
-            FP32, size_bytes=0, parity=(), export_parity=(), metrics=(), latency=None, runtime=None, baseline=""
+            FP32,
+            size_bytes=0,
+            parity=(),
+            export_parity=(),
+            metrics=(),
+            latency=None,
+            runtime=None,
+            baseline="",
         )
         assert judge(gates, empty).verdict is Verdict.INCONCLUSIVE
 

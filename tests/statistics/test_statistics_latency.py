@@ -49,18 +49,23 @@ def simulate(trials: int, ratio: float, seed: int, *, flagged: float = 1.0) -> L
     rng = np.random.default_rng(seed)
     shape = (trials * FULL_RUN, BLOCKS, 3, 10)
     nanoseconds = 1e5 * np.exp(
-        rng.normal(0, RUN_SD, shape) + rng.normal(0, SESSION_SD / math.sqrt(2), (*shape[:1], 1, 3, 1))
+        rng.normal(0, RUN_SD, shape)
+        + rng.normal(0, SESSION_SD / math.sqrt(2), (*shape[:1], 1, 3, 1))
     )
     slow = rng.random(shape) < PREEMPTED_SHARE
     nanoseconds[slow] *= PREEMPTED_COST
     nanoseconds[:, :, 2] *= ratio
-    return compute_block_logs(nanoseconds, slow & (rng.random(shape) < flagged)).reshape(trials, FULL_RUN, BLOCKS, 3)
+    return compute_block_logs(nanoseconds, slow & (rng.random(shape) < flagged)).reshape(
+        trials, FULL_RUN, BLOCKS, 3
+    )
 
 
 def decide(logs: Logs, tolerance: float) -> tuple[Verdict, int]:
     """One gate run as the benchmark stage does it: verdict and the session pairs it took."""
     own, itself = ((logs[..., model] - logs[..., 0]).tolist() for model in (2, 1))
-    looks = (n for n in LOOKS if n == FULL_RUN or not should_continue(own[:n], itself[:n], [tolerance]))
+    looks = (
+        n for n in LOOKS if n == FULL_RUN or not should_continue(own[:n], itself[:n], [tolerance])
+    )
     pairs = next(looks)
     if explain_withheld_verdict(own[:pairs], itself[:pairs], tolerance) is not None:
         return Verdict.INCONCLUSIVE, pairs
@@ -76,7 +81,9 @@ class Simulation:
     def trials(self, number: int) -> int:
         return number if self.whole else number // 4
 
-    def rates(self, ratio: float, seed: int, *, trials: int = 500, flagged: float = 1.0) -> dict[Verdict, float]:
+    def rates(
+        self, ratio: float, seed: int, *, trials: int = 500, flagged: float = 1.0
+    ) -> dict[Verdict, float]:
         made = self.trials(trials)
         verdicts = [decide(logs, 0.05)[0] for logs in simulate(made, ratio, seed, flagged=flagged)]
         return {verdict: verdicts.count(verdict) / made for verdict in Verdict}
@@ -123,9 +130,9 @@ class TestHodgesLehmann:
 
         x = np.random.default_rng(3).normal(size=51)
         _, low, high = hodges_lehmann(x, 0.025)
-        assert stats.wilcoxon(x - low + 1e-9, alternative="greater", method="exact").pvalue == pytest.approx(
-            0.025, rel=0.05
-        )
+        assert stats.wilcoxon(
+            x - low + 1e-9, alternative="greater", method="exact"
+        ).pvalue == pytest.approx(0.025, rel=0.05)
         assert low < high
 
     @pytest.mark.parametrize("n", [1, 5])
@@ -133,10 +140,14 @@ class TestHodgesLehmann:
         assert hodges_lehmann(np.arange(n), 0.05 / 3)[1:] == (-math.inf, math.inf)
 
     @given(st.lists(st.floats(-10, 10), min_size=6, max_size=30), st.floats(-5, 5))
-    def test_hodges_lehmann_mirrors_and_shifts_with_values(self, x: list[float], shift: float) -> None:
+    def test_hodges_lehmann_mirrors_and_shifts_with_values(
+        self, x: list[float], shift: float
+    ) -> None:
         estimate, low, high = hodges_lehmann(x, 0.05)
         assert low <= estimate <= high
-        assert hodges_lehmann(-np.array(x), 0.05) == pytest.approx((-estimate, -high, -low), abs=1e-9)
+        assert hodges_lehmann(-np.array(x), 0.05) == pytest.approx(
+            (-estimate, -high, -low), abs=1e-9
+        )
         moved = hodges_lehmann(np.array(x) + shift, 0.05)
         assert moved == pytest.approx((estimate + shift, low + shift, high + shift), abs=1e-9)
 
@@ -166,7 +177,9 @@ class TestErrorRates:
         assert passing[0] <= found[Verdict.PASS] <= passing[1]
         assert failing[0] <= found[Verdict.FAIL] <= failing[1]
 
-    def test_latency_decision_with_slowdown_at_limit_errs_in_at_most_five_percent(self, simulation: Simulation) -> None:
+    def test_latency_decision_with_slowdown_at_limit_errs_in_at_most_five_percent(
+        self, simulation: Simulation
+    ) -> None:
         """A true slow-down equal to the limit fails, and passes, in at most one of twenty cases each."""
         found = simulation.rates(1.05, 7, trials=1000)
         assert found[Verdict.FAIL] <= 0.05
@@ -181,7 +194,9 @@ class TestUnsteadyHost:
     """A host that halves its speed for milliseconds at a time, and a probe that shows it roughly."""
 
     @staticmethod
-    def decisions(simulation: Simulation, ratio: float, seed: int, *, probed: bool) -> list[tuple[Verdict, int]]:
+    def decisions(
+        simulation: Simulation, ratio: float, seed: int, *, probed: bool
+    ) -> list[tuple[Verdict, int]]:
         rng, decided = np.random.default_rng(seed), []
         for _ in range(simulation.trials(80)):
             looks = []
@@ -191,22 +206,30 @@ class TestUnsteadyHost:
                 shape = (int(rounds), BLOCKS, 3, 10)
                 slow = (rng.random(shape).ravel() < SPELL_ENDS).cumsum().reshape(shape) % 2
                 session = rng.normal(0, SESSION_SD / math.sqrt(2), (shape[0], 1, 3, 1))
-                times = 1e5 * np.exp(rng.normal(0, RUN_SD, shape) + math.log(SLOW_SPELL) * slow + session)
+                times = 1e5 * np.exp(
+                    rng.normal(0, RUN_SD, shape) + math.log(SLOW_SPELL) * slow + session
+                )
                 times[:, :, 2] *= ratio
                 probe = 2e3 * np.exp(rng.normal(0, PROBE_SD, shape) + math.log(SLOW_SPELL) * slow)
                 looks.append(compute_block_logs(times, np.zeros(shape), probe if probed else None))
             decided.append(decide(np.concatenate(looks), 0.05))
         return decided
 
-    def test_latency_decision_with_probe_on_unsteady_host_needs_fewer_pairs(self, simulation: Simulation) -> None:
+    def test_latency_decision_with_probe_on_unsteady_host_needs_fewer_pairs(
+        self, simulation: Simulation
+    ) -> None:
         without, probed = (
             np.mean([pairs for _, pairs in self.decisions(simulation, 1.0, 21, probed=probed)])
             for probed in (False, True)
         )
         assert probed < 0.75 * without
 
-    def test_latency_decision_of_ten_percent_slowdown_on_unsteady_host_fails(self, simulation: Simulation) -> None:
-        assert {verdict for verdict, _ in self.decisions(simulation, 1.10, 22, probed=True)} == {Verdict.FAIL}
+    def test_latency_decision_of_ten_percent_slowdown_on_unsteady_host_fails(
+        self, simulation: Simulation
+    ) -> None:
+        assert {verdict for verdict, _ in self.decisions(simulation, 1.10, 22, probed=True)} == {
+            Verdict.FAIL
+        }
 
     @pytest.mark.parametrize("probed", [False, True])
     @pytest.mark.parametrize("ratio", [1.0, 1.02])
@@ -246,15 +269,22 @@ class TestCompare:
     def test_compare_of_nan_is_inconclusive(self) -> None:
         assert compare([[math.nan]] * 5, tolerance=0.05).verdict is Verdict.INCONCLUSIVE
 
-    @given(st.lists(st.lists(st.floats(-1, 1), min_size=1, max_size=4), min_size=5, max_size=12), st.floats(0.01, 0.5))
+    @given(
+        st.lists(st.lists(st.floats(-1, 1), min_size=1, max_size=4), min_size=5, max_size=12),
+        st.floats(0.01, 0.5),
+    )
     def test_compare_in_reverse_order_agrees_and_wider_limit_never_lowers_verdict(
         self, pairs: list[list[float]], tolerance: float
     ) -> None:
         found = compare(pairs, tolerance=tolerance)
         again = compare(pairs[::-1], tolerance=tolerance)
-        assert (again.estimate, again.low, again.high) == pytest.approx((found.estimate, found.low, found.high))
+        assert (again.estimate, again.low, again.high) == pytest.approx(
+            (found.estimate, found.low, found.high)
+        )
         order = [Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS]
-        assert order.index(compare(pairs, tolerance=tolerance + 0.1).verdict) >= order.index(found.verdict)
+        assert order.index(compare(pairs, tolerance=tolerance + 0.1).verdict) >= order.index(
+            found.verdict
+        )
 
 
 class TestRun:
@@ -276,7 +306,10 @@ class TestRun:
         wider = []
         for _ in range(100):
             pairs = [[float(x)] for x in draw.normal(0, 0.01, 40)]
-            (_, low, high), (_, plain_low, plain_high) = run_interval(pairs), session_interval(pairs, ALPHA / 8)
+            (_, low, high), (_, plain_low, plain_high) = (
+                run_interval(pairs),
+                session_interval(pairs, ALPHA / 8),
+            )
             wider.append((high - low) / (plain_high - plain_low))
         assert min(wider) > 0.999
         assert np.mean(wider) < 1.15
@@ -307,10 +340,15 @@ class TestRun:
 
 
 class TestPairsNeeded:
-    def test_estimate_pairs_needed_at_quarter_of_distance_returns_sixteen_times_as_many(self) -> None:
+    def test_estimate_pairs_needed_at_quarter_of_distance_returns_sixteen_times_as_many(
+        self,
+    ) -> None:
         noise = np.random.default_rng(4).normal(0, 0.03, 40)
         noise -= np.median((noise[:, None] + noise) / 2)
-        far, near = (estimate_pairs_needed([[float(x + shift)] for x in noise], 0.0) for shift in (0.008, 0.002))
+        far, near = (
+            estimate_pairs_needed([[float(x + shift)] for x in noise], 0.0)
+            for shift in (0.008, 0.002)
+        )
         assert far is not None
         assert near is not None
         assert near == pytest.approx(16 * far, rel=0.35)
@@ -324,7 +362,8 @@ class TestWithheld:
     SHIFTED = ([[0.03], [0.031], [0.029]] * 14)[:40]
 
     @pytest.mark.parametrize(
-        ("log_ratio", "withheld"), [(0.03, True), (0.06, True), (-2.0, False), (0.0, False), (2.0, False)]
+        ("log_ratio", "withheld"),
+        [(0.03, True), (0.06, True), (-2.0, False), (0.0, False), (2.0, False)],
     )
     def test_explain_withheld_verdict_on_biased_host_withholds_ratios_within_bias(
         self, log_ratio: float, withheld: bool
@@ -336,7 +375,9 @@ class TestWithheld:
         assert explain_withheld_verdict([[0.001], [-0.001]] * 20, NOISY * 8, 0.05) is None
 
     @given(st.floats(-3, 3))
-    def test_explain_withheld_verdict_without_self_measurement_withholds_all(self, log_ratio: float) -> None:
+    def test_explain_withheld_verdict_without_self_measurement_withholds_all(
+        self, log_ratio: float
+    ) -> None:
         assert explain_withheld_verdict([[log_ratio]] * 5, [], 0.05) is not None
         assert explain_withheld_verdict([[log_ratio]] * 5, [[0.0]], 0.05) is not None
 
@@ -363,23 +404,35 @@ class TestLooks:
                 True,
                 id="a longer run may decide",
             ),
-            pytest.param([[0.05], [0.047]] * 20, [[0.0]] * 40, [0.05], False, id="no longer run would"),
+            pytest.param(
+                [[0.05], [0.047]] * 20, [[0.0]] * 40, [0.05], False, id="no longer run would"
+            ),
             pytest.param([[0.06], [0.03]] * 80, [[0.0]] * 160, [0.05], False, id="after the last"),
         ],
     )
     def test_should_continue_returns_true_only_while_limit_is_undecided(
-        self, pairs: list[list[float]], itself: list[list[float]], tolerances: list[float], goes_on: bool
+        self,
+        pairs: list[list[float]],
+        itself: list[list[float]],
+        tolerances: list[float],
+        goes_on: bool,
     ) -> None:
         assert should_continue(pairs, itself, tolerances) is goes_on
 
 
 class TestQuantileGate:
     @pytest.mark.parametrize(
-        ("confidence", "expected"), [(0.95, (299, 473, 628)), (0.99, (459, 662, 838))], ids=["95", "99"]
+        ("confidence", "expected"),
+        [(0.95, (299, 473, 628)), (0.99, (459, 662, 838))],
+        ids=["95", "99"],
     )
-    def test_compute_samples_needed_matches_mlperf_counts(self, confidence: float, expected: tuple[int, ...]) -> None:
+    def test_compute_samples_needed_matches_mlperf_counts(
+        self, confidence: float, expected: tuple[int, ...]
+    ) -> None:
         """The early-stopping counts of MLPerf LoadGen at the 99th percentile for 0, 1 and 2 slow runs."""
-        found = tuple(compute_samples_needed(0.99, exceeding=k, confidence=confidence) for k in range(3))
+        found = tuple(
+            compute_samples_needed(0.99, exceeding=k, confidence=confidence) for k in range(3)
+        )
         assert found == expected
 
     @pytest.mark.parametrize(
@@ -412,11 +465,17 @@ class TestQuantileGate:
         for wrong in (Verdict.PASS, Verdict.FAIL):
             assert verdicts.count(wrong) / len(verdicts) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 2000)
 
-    @given(st.lists(st.integers(1, 10_000), min_size=5, max_size=400), st.sampled_from([0.5, 0.9, 0.99]))
-    def test_compare_latency_quantile_with_larger_limit_never_lowers_verdict(self, runs: list[int], q: float) -> None:
+    @given(
+        st.lists(st.integers(1, 10_000), min_size=5, max_size=400),
+        st.sampled_from([0.5, 0.9, 0.99]),
+    )
+    def test_compare_latency_quantile_with_larger_limit_never_lowers_verdict(
+        self, runs: list[int], q: float
+    ) -> None:
         limits = sorted({*runs, 0, 20_000})
         verdicts = [
-            compare_latency_quantile(runs, q, limit / 1e9).verdict for limit in itertools.islice(limits, 0, None, 7)
+            compare_latency_quantile(runs, q, limit / 1e9).verdict
+            for limit in itertools.islice(limits, 0, None, 7)
         ]
         order = [Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS]
         ranks = [order.index(v) for v in verdicts]
@@ -453,11 +512,15 @@ class TestMedians:
         assert logs[..., 2] - logs[..., 0] == pytest.approx(math.log(1.5))
 
     @pytest.mark.parametrize("probed", [False, True])
-    def test_compute_block_logs_with_three_runs_left_ignores_preempted_runs(self, probed: bool) -> None:
+    def test_compute_block_logs_with_three_runs_left_ignores_preempted_runs(
+        self, probed: bool
+    ) -> None:
         times, probe = race(1) if probed else (np.full(SHAPE, 1e5), None)
         lost = np.random.default_rng(2).random(SHAPE) < 0.2
         before = compute_block_logs(times, lost, probe)
-        np.testing.assert_array_equal(compute_block_logs(np.where(lost, 29 * times, times), lost, probe), before)
+        np.testing.assert_array_equal(
+            compute_block_logs(np.where(lost, 29 * times, times), lost, probe), before
+        )
 
     def test_compute_block_logs_of_fully_preempted_block_counts_all_runs(self) -> None:
         nanoseconds, lost = np.full((1, 1, 2, 5), 100), np.zeros((1, 1, 2, 5), dtype=bool)
@@ -482,11 +545,15 @@ class TestProbe:
     def test_compute_block_logs_with_probe_halves_spread_of_ratios(self) -> None:
         races = [race(seed) for seed in range(40)]
         plain = np.std([ratio_of(compute_block_logs(times, NO_LOSS)) for times, _ in races])
-        probed = np.std([ratio_of(compute_block_logs(times, NO_LOSS, probe)) for times, probe in races])
+        probed = np.std(
+            [ratio_of(compute_block_logs(times, NO_LOSS, probe)) for times, probe in races]
+        )
         assert probed < 0.5 * plain
 
     @given(seeds, st.permutations(range(3)))
-    def test_compute_block_logs_with_permuted_models_permutes_logs(self, seed: int, order: list[int]) -> None:
+    def test_compute_block_logs_with_permuted_models_permutes_logs(
+        self, seed: int, order: list[int]
+    ) -> None:
         """So that baseline and candidate exchanged negate the estimate."""
         times, probe = race(seed)
         logs = compute_block_logs(times, NO_LOSS, probe)
@@ -494,7 +561,9 @@ class TestProbe:
         np.testing.assert_allclose(swapped, logs[:, :, order], atol=1e-12)
 
     @given(seeds, st.floats(0.2, 5))
-    def test_compute_block_logs_with_probe_keeps_ratio_of_slower_model(self, seed: int, ratio: float) -> None:
+    def test_compute_block_logs_with_probe_keeps_ratio_of_slower_model(
+        self, seed: int, ratio: float
+    ) -> None:
         times, probe = race(seed)
         slower = times.copy()
         slower[:, :, 2] *= ratio
@@ -502,17 +571,23 @@ class TestProbe:
         assert after - before == pytest.approx(math.log(ratio), abs=1e-9)
 
     @given(seeds, st.floats(0.2, 5))
-    def test_compute_block_logs_with_probe_slowed_by_model_returns_same_logs(self, seed: int, factor: float) -> None:
+    def test_compute_block_logs_with_probe_slowed_by_model_returns_same_logs(
+        self, seed: int, factor: float
+    ) -> None:
         """Cold caches or a lower clock that a model leaves behind are its own doing."""
         times, probe = race(seed)
         disturbed = probe.copy()
         disturbed[:, :, 2] *= factor
         np.testing.assert_allclose(
-            compute_block_logs(times, NO_LOSS, disturbed), compute_block_logs(times, NO_LOSS, probe), atol=1e-9
+            compute_block_logs(times, NO_LOSS, disturbed),
+            compute_block_logs(times, NO_LOSS, probe),
+            atol=1e-9,
         )
 
     @pytest.mark.parametrize("share", [0.05, 0.5, 0.9, 0.95])
-    def test_compute_block_logs_with_random_slow_spells_favours_no_model(self, share: float) -> None:
+    def test_compute_block_logs_with_random_slow_spells_favours_no_model(
+        self, share: float
+    ) -> None:
         """On a machine that is nearly always slow, its few fast spells fall to one model more than to another."""
         rng = np.random.default_rng(9)
         for _ in range(20):
@@ -528,14 +603,22 @@ class TestProbe:
         assert ratio_of(compute_block_logs(times, NO_LOSS, probe)) > math.log(1.12)
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -1.0])
-    def test_compute_block_logs_with_invalid_probe_returns_plain_estimate(self, value: float) -> None:
+    def test_compute_block_logs_with_invalid_probe_returns_plain_estimate(
+        self, value: float
+    ) -> None:
         times, probe = race(7)
         probe[1, 2, 0, 3] = value
         for one in (probe, np.full(SHAPE, value)):
-            np.testing.assert_array_equal(compute_block_logs(times, NO_LOSS, one), compute_block_logs(times, NO_LOSS))
+            np.testing.assert_array_equal(
+                compute_block_logs(times, NO_LOSS, one), compute_block_logs(times, NO_LOSS)
+            )
 
-    def test_compute_block_logs_with_few_runs_or_constant_probe_returns_plain_estimate(self) -> None:
+    def test_compute_block_logs_with_few_runs_or_constant_probe_returns_plain_estimate(
+        self,
+    ) -> None:
         times, probe = race(8)
         for part, one in ((np.s_[:1, :1], probe), (np.s_[:], np.full(SHAPE, 2e3))):
             some, lost = times[part], NO_LOSS[part]
-            np.testing.assert_array_equal(compute_block_logs(some, lost, one[part]), compute_block_logs(some, lost))
+            np.testing.assert_array_equal(
+                compute_block_logs(some, lost, one[part]), compute_block_logs(some, lost)
+            )

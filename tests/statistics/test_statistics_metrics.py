@@ -69,8 +69,12 @@ def test_auc_with_and_without_ties_matches_scikit_learn(seed: int, levels: int) 
     positive = np.r_[True, False, rng.random(40) < 0.3]
     scores = rng.integers(0, levels, 42) + positive * rng.integers(0, 2, 42)
     given_weights = 1 + weights(42, seed)
-    for value, weight in zip(metrics.auc(positive, scores)(given_weights), given_weights, strict=True):
-        assert value == pytest.approx(reference.roc_auc_score(positive, scores, sample_weight=weight))
+    for value, weight in zip(
+        metrics.auc(positive, scores)(given_weights), given_weights, strict=True
+    ):
+        assert value == pytest.approx(
+            reference.roc_auc_score(positive, scores, sample_weight=weight)
+        )
 
 
 @few
@@ -110,7 +114,9 @@ def test_auc_r2_and_f1_of_rows_that_leave_them_undefined_return_nan() -> None:
     one = np.ones((1, 4))
     assert math.isnan(metrics.auc(np.ones(4, dtype=bool), np.arange(4.0))(one)[0])
     assert math.isnan(metrics.r2(np.full(4, 0.1), np.arange(4.0))(one)[0])
-    assert math.isnan(metrics.f1(np.zeros(4, dtype=int), np.zeros(4, dtype=int), 2, "binary", 1)(one)[0])
+    assert math.isnan(
+        metrics.f1(np.zeros(4, dtype=int), np.zeros(4, dtype=int), 2, "binary", 1)(one)[0]
+    )
 
 
 def test_cosine_rows_of_zero_and_tiny_vectors_returns_defined_values() -> None:
@@ -135,23 +141,44 @@ def level_of(values: Any) -> float:
 
 
 class TestInterval:
-    @pytest.mark.parametrize(("rows", "seed", "resamples", "near"), [(120, 0, 20_000, 0.008), (1500, 3, 8000, 0.003)])
-    def test_bca_interval_of_mean_matches_scipy(self, rows: int, seed: int, resamples: int, near: float) -> None:
+    @pytest.mark.parametrize(
+        ("rows", "seed", "resamples", "near"), [(120, 0, 20_000, 0.008), (1500, 3, 8000, 0.003)]
+    )
+    def test_bca_interval_of_mean_matches_scipy(
+        self, rows: int, seed: int, resamples: int, near: float
+    ) -> None:
         from scipy import stats
 
         values = np.random.default_rng(seed).exponential(size=rows)
-        found = bca_interval(replicate({"m": metrics.mean(values)}, np.arange(rows), 0, resamples)["m"])
-        settings: dict[str, Any] = {"n_resamples": resamples, "random_state": 1, "method": "BCa", "batch": 200}
+        found = bca_interval(
+            replicate({"m": metrics.mean(values)}, np.arange(rows), 0, resamples)["m"]
+        )
+        settings: dict[str, Any] = {
+            "n_resamples": resamples,
+            "random_state": 1,
+            "method": "BCa",
+            "batch": 200,
+        }
         level = level_of(values)
-        expected = stats.bootstrap((values,), np.mean, confidence_level=level, **settings).confidence_interval
+        expected = stats.bootstrap(
+            (values,), np.mean, confidence_level=level, **settings
+        ).confidence_interval
         assert found is not None
         assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=near)
 
     def test_bca_interval_with_many_undefined_resamples_returns_none(self) -> None:
         positive = np.arange(30) == 0
-        assert bca_interval(replicate({"a": metrics.auc(positive, np.arange(30.0))}, np.arange(30), 0)["a"]) is None
+        assert (
+            bca_interval(
+                replicate({"a": metrics.auc(positive, np.arange(30.0))}, np.arange(30), 0)["a"]
+            )
+            is None
+        )
 
     def test_bca_interval_with_same_seed_returns_same_interval(self) -> None:
         values = np.random.default_rng(0).random(50)
-        one, two = (bca_interval(replicate({"m": metrics.mean(values)}, np.arange(50), 7)["m"]) for _ in range(2))
+        one, two = (
+            bca_interval(replicate({"m": metrics.mean(values)}, np.arange(50), 7)["m"])
+            for _ in range(2)
+        )
         assert one == two

@@ -65,8 +65,14 @@ def measured(onnx: Array, single: Array | None, double: Array | None) -> ParityM
 class TestFloats:
     @pytest.mark.parametrize("seed", range(8))
     def test_measure_output_of_correct_export_stays_below_limit(self, seed: int) -> None:
-        weights, x = network(seed), np.random.default_rng(seed).normal(size=(64, 64)).astype(np.float32)
-        found = measured(run(weights, x, np.float32, reverse=True), *(run(weights, x, t) for t in (np.float32, float)))
+        weights, x = (
+            network(seed),
+            np.random.default_rng(seed).normal(size=(64, 64)).astype(np.float32),
+        )
+        found = measured(
+            run(weights, x, np.float32, reverse=True),
+            *(run(weights, x, t) for t in (np.float32, float)),
+        )
         assert 0 < found.ratio <= LIMIT
         assert (found.rows, found.mismatch) == (64, "")
         assert found.ratio == pytest.approx(found.error / found.noise)
@@ -117,7 +123,9 @@ class TestFloats:
         assert (found.mismatch, found.ratio) == ("", 0.0)
         assert measured(np.array([[np.nan, 1.0]]), single, double).mismatch
 
-    @pytest.mark.parametrize(("onnx", "source"), [([1e-3], [0.0]), ([-1.7e308, 1.7e308], [1.7e308, -1.7e308])])
+    @pytest.mark.parametrize(
+        ("onnx", "source"), [([1e-3], [0.0]), ([-1.7e308, 1.7e308], [1.7e308, -1.7e308])]
+    )
     def test_measure_output_with_zero_noise_or_huge_values_returns_finite_ratio(
         self, onnx: list[float], source: list[float]
     ) -> None:
@@ -127,7 +135,9 @@ class TestFloats:
         assert measured(np.zeros(3), np.zeros(3), np.zeros(3)).ratio == 0
 
     @pytest.mark.parametrize("which", ["single", "double"])
-    def test_measure_output_with_one_source_precision_uses_fixed_tolerances(self, which: str) -> None:
+    def test_measure_output_with_one_source_precision_uses_fixed_tolerances(
+        self, which: str
+    ) -> None:
         answer = np.array([[1.0, 100.0]])
         answers = {"single": None, "double": None} | {which: answer}
         at_limit = answer + np.array([2e-3, 0.0])
@@ -151,13 +161,20 @@ class TestFloats:
         self, source: list[float], export: list[float]
     ) -> None:
         double = np.array(source)
-        found = measured(np.array(export[: len(source)], dtype=np.float32), double.astype(np.float32), double)
+        found = measured(
+            np.array(export[: len(source)], dtype=np.float32), double.astype(np.float32), double
+        )
         assert all(math.isfinite(v) and v >= 0 for v in (found.error, found.noise, found.ratio))
 
 
 class TestLabels:
     @pytest.mark.parametrize(
-        "labels", [np.array([1, 2, 3, 4]), np.array(["a", "b", "c", "d"]), np.array([True, False, True, False])]
+        "labels",
+        [
+            np.array([1, 2, 3, 4]),
+            np.array(["a", "b", "c", "d"]),
+            np.array([True, False, True, False]),
+        ],
     )
     def test_measure_output_of_labels_returns_share_of_different_rows(self, labels: Array) -> None:
         onnx = labels.copy()
@@ -166,13 +183,19 @@ class TestLabels:
         found = measured(onnx, labels, labels)
         assert (found.error, found.noise, found.ratio) == (0.25, 0.0, LARGEST)
 
-    NONE, ZEROS, TEXT = np.empty((0,), dtype=np.int64), np.zeros((4, 5), dtype=np.int64), np.array(["no", "yes"])
+    NONE, ZEROS, TEXT = (
+        np.empty((0,), dtype=np.int64),
+        np.zeros((4, 5), dtype=np.int64),
+        np.array(["no", "yes"]),
+    )
 
     @pytest.mark.parametrize(
         ("onnx", "single", "double", "error"),
         [
             pytest.param([1, 2], [1, 2], [1, 3], 0, id="a row that the source itself is unsure of"),
-            pytest.param(ZEROS + (np.arange(4) == 2)[:, None], ZEROS, ZEROS, 0.25, id="a row counts once"),
+            pytest.param(
+                ZEROS + (np.arange(4) == 2)[:, None], ZEROS, ZEROS, 0.25, id="a row counts once"
+            ),
             pytest.param(TEXT.astype(object), TEXT, TEXT, 0, id="texts of several types"),
             pytest.param(NONE, NONE, NONE, 0, id="no rows"),
         ],
@@ -203,14 +226,18 @@ class TestColumns:
 
     def measure(self, onnx: Array, rounding: Rounding, *, group: str = "real") -> ParityMeasurement:
         _, single, double = answer_heads()
-        return measure_output(group=group, output="y", onnx=onnx, single=single, double=double, rounding=rounding)
+        return measure_output(
+            group=group, output="y", onnx=onnx, single=single, double=double, rounding=rounding
+        )
 
     def test_measure_output_of_columns_of_different_scale_stays_below_limit(self) -> None:
         assert self.measure(answer_heads()[0], self.FLOORS).ratio <= LIMIT / 4
 
     @pytest.mark.parametrize("head", range(3))
     @pytest.mark.parametrize("share", [0.05, 0.01, 1e-4])
-    def test_measure_output_with_wrong_column_of_any_scale_exceeds_limit(self, head: int, share: float) -> None:
+    def test_measure_output_with_wrong_column_of_any_scale_exceeds_limit(
+        self, head: int, share: float
+    ) -> None:
         onnx = answer_heads()[0]
         onnx[:, head] *= 1 + share
         measurement = self.measure(onnx, self.FLOORS)
@@ -219,7 +246,9 @@ class TestColumns:
         assert measurement.scale == pytest.approx(1.5 * HEADS[head], rel=0.05)
 
     @pytest.mark.parametrize(("head", "is_seen"), [(0, True), (2, False)])
-    def test_measure_output_without_floor_uses_scale_of_largest_column(self, head: int, is_seen: bool) -> None:
+    def test_measure_output_without_floor_uses_scale_of_largest_column(
+        self, head: int, is_seen: bool
+    ) -> None:
         onnx = answer_heads()[0]
         onnx[:, head] += 0.01 * HEADS[head]
         unknown = Rounding()
@@ -241,12 +270,20 @@ class TestColumns:
 
     def test_measure_output_lists_columns_for_real_rows_only(self) -> None:
         measurement = self.measure(answer_heads()[0], self.FLOORS)
-        assert [column.column for column in measurement.columns] == ["column 0", "column 1", "column 2"]
+        assert [column.column for column in measurement.columns] == [
+            "column 0",
+            "column 1",
+            "column 2",
+        ]
         assert all(column.noise < 1e-6 * column.scale for column in measurement.columns)
         assert self.measure(answer_heads()[0], self.FLOORS, group="range").columns == ()
 
-    @pytest.mark.parametrize(("axis", "name"), [(1, "channel 2"), (-1, "column 4"), (3, "column 4")])
-    def test_measure_output_with_column_axis_names_column_along_it(self, axis: int, name: str) -> None:
+    @pytest.mark.parametrize(
+        ("axis", "name"), [(1, "channel 2"), (-1, "column 4"), (3, "column 4")]
+    )
+    def test_measure_output_with_column_axis_names_column_along_it(
+        self, axis: int, name: str
+    ) -> None:
         double = np.ones((8, 3, 2, 5))
         onnx = double.copy()
         onnx[3, 2, 1, 4] += 0.1
@@ -292,7 +329,9 @@ class TestColumns:
         assert alone.ratio > LIMIT > with_real.ratio
 
     @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
-    def test_measure_output_with_columns_of_one_scale_shares_source_rounding(self, scale: float) -> None:
+    def test_measure_output_with_columns_of_one_scale_shares_source_rounding(
+        self, scale: float
+    ) -> None:
         double = scale * np.linspace(1, 9, 6) * np.ones((128, 1))
         single, onnx = double.copy(), double.copy()
         single[5, 0] += 1e-4 * scale
@@ -331,13 +370,20 @@ class TestColumns:
             assert (measurement.ratio > LIMIT) is is_seen
 
     @pytest.mark.parametrize("head", range(3))
-    def test_measure_output_with_one_source_applies_tolerance_to_each_column(self, head: int) -> None:
+    def test_measure_output_with_one_source_applies_tolerance_to_each_column(
+        self, head: int
+    ) -> None:
         _, single, _ = answer_heads()
         for share, is_seen in ((0.01, True), (5e-4, False)):
             onnx = single.copy()
             onnx[:, head] *= 1 + share
             measurement = measure_output(
-                group="real", output="y", onnx=onnx, single=single, double=None, rounding=self.FLOORS
+                group="real",
+                output="y",
+                onnx=onnx,
+                single=single,
+                double=None,
+                rounding=self.FLOORS,
             )
             assert (measurement.ratio > LIMIT) is is_seen
 
@@ -365,10 +411,14 @@ class TestTies:
 
     def measure(self, onnx: Array, expected: Array, **rounding: Any) -> ParityMeasurement:
         known = Rounding(**{"scores": self.SCORES_OF, "scores_error": self.ERRORS, **rounding})
-        return measure_output(group="real", output="i", onnx=onnx, single=expected, double=expected, rounding=known)
+        return measure_output(
+            group="real", output="i", onnx=onnx, single=expected, double=expected, rounding=known
+        )
 
     @pytest.mark.parametrize(("gap", "is_seen"), [(1e-6, False), (1e-4, True)])
-    def test_measure_output_with_exchanged_indices_allows_tied_scores_only(self, gap: float, is_seen: bool) -> None:
+    def test_measure_output_with_exchanged_indices_allows_tied_scores_only(
+        self, gap: float, is_seen: bool
+    ) -> None:
         expected = rank(self.SCORES_OF, 5)
         scores = self.SCORES_OF.copy()
         scores[3, expected[3, 1]] = scores[3, expected[3, 0]] - gap
@@ -402,7 +452,9 @@ class TestTies:
         assert self.measure(onnx, expected, **flat).ratio == 0
 
     @pytest.mark.parametrize("dtype", [np.str_, np.int64])
-    def test_measure_output_of_classes_allows_ties_by_scores_of_their_indices(self, dtype: Any) -> None:
+    def test_measure_output_of_classes_allows_ties_by_scores_of_their_indices(
+        self, dtype: Any
+    ) -> None:
         labels = np.arange(100, 120)[::-1].astype(dtype)
         scores = self.SCORES_OF.copy()
         first, second = rank(scores, 2)[5]
@@ -418,10 +470,19 @@ class TestTies:
         ("scores", "double", "ranks"),
         [
             pytest.param(SCORES_OF, np.arange(64) % 2, True, id="different scores"),
-            pytest.param(np.zeros((64, 20)), np.arange(64) % 2, False, id="the same score for everything"),
+            pytest.param(
+                np.zeros((64, 20)), np.arange(64) % 2, False, id="the same score for everything"
+            ),
             pytest.param(np.zeros((64, 20)), np.zeros(64, int), False, id="and one answer"),
-            pytest.param(np.arange(64.0)[:, None].repeat(20, 1), np.zeros(64, int), True, id="one answer, other rows"),
-            pytest.param(np.arange(64.0)[:, None].repeat(20, 1), np.arange(64) % 2, False, id="a lost class"),
+            pytest.param(
+                np.arange(64.0)[:, None].repeat(20, 1),
+                np.zeros(64, int),
+                True,
+                id="one answer, other rows",
+            ),
+            pytest.param(
+                np.arange(64.0)[:, None].repeat(20, 1), np.arange(64) % 2, False, id="a lost class"
+            ),
         ],
     )
     def test_is_ranked_by_scores_returns_whether_scores_explain_answers(
@@ -470,8 +531,13 @@ def test_find_first_divergence_of_rounding_only_returns_none() -> None:
 
 @pytest.mark.parametrize("double", [DOUBLE, None])
 @given(first=st.integers(0, 3))
-def test_find_first_divergence_returns_first_wrong_name_in_order(double: dict[str, object] | None, first: int) -> None:
-    wrong = {name: array + np.float32(0.5 * (i >= first)) for i, (name, array) in enumerate(SINGLE.items())}
+def test_find_first_divergence_returns_first_wrong_name_in_order(
+    double: dict[str, object] | None, first: int
+) -> None:
+    wrong = {
+        name: array + np.float32(0.5 * (i >= first))
+        for i, (name, array) in enumerate(SINGLE.items())
+    }
     found = find_first_divergence(NAMES, wrong, SINGLE, double)  # type: ignore[arg-type]
     assert found is not None
     assert found[0] == NAMES[first]
@@ -489,7 +555,9 @@ def test_find_first_divergence_skips_booleans_and_one_sided_values() -> None:
 
 
 def test_is_divergent_with_nan_ratio_returns_true() -> None:
-    measured = ParityMeasurement(output="y", group="real", rows=1, error=0.0, noise=0.0, ratio=float("nan"))
+    measured = ParityMeasurement(
+        output="y", group="real", rows=1, error=0.0, noise=0.0, ratio=float("nan")
+    )
     assert is_divergent(measured)
 
 
@@ -518,8 +586,12 @@ def test_select_rows_with_other_shape_picks_evenly() -> None:
 
 
 def reason(divergence: Divergence | None, ratio: float = 5000.0, quantized: bool = False) -> str:
-    measured = ParityMeasurement(output="y", group="real", rows=128, error=ratio * 1e-6, noise=1e-6, ratio=ratio)
-    evidence = make_evidence(quantized=quantized, parity=(measured,), export_parity=(measured,), divergence=divergence)
+    measured = ParityMeasurement(
+        output="y", group="real", rows=128, error=ratio * 1e-6, noise=1e-6, ratio=ratio
+    )
+    evidence = make_evidence(
+        quantized=quantized, parity=(measured,), export_parity=(measured,), divergence=divergence
+    )
     result = next(judge_parity(ParityGate(), evidence))
     assert result.verdict is (Verdict.PASS if ratio <= 10 else Verdict.FAIL)
     return result.reason
@@ -530,7 +602,9 @@ def test_judge_parity_with_divergence_names_node_and_module(quantized: bool) -> 
     place = Divergence(node="node_conv2d_1", op_type="Conv", scope="features.2", ratio=5e5)
     ending = "; first diverging node: node_conv2d_1 (Conv) in module features.2"
     assert reason(place, quantized=quantized).endswith(ending)
-    assert reason(Divergence(node="n", op_type="Gemm", ratio=1e3)).endswith("; first diverging node: n (Gemm)")
+    assert reason(Divergence(node="n", op_type="Gemm", ratio=1e3)).endswith(
+        "; first diverging node: n (Gemm)"
+    )
 
 
 def test_judge_parity_without_diverging_node_explains_why(golden: Golden) -> None:
@@ -582,7 +656,13 @@ MISSING = np.where(np.arange(320).reshape(32, 10) == 0, np.float32(np.nan), SCOR
 @pytest.mark.parametrize(
     ("together", "alone", "noise", "ratio"),
     [
-        pytest.param(1.01 * ONES, ONES, None, 10 * 1e-2 / (1e-3 + 1e-5), id="a tenth of the tolerance without noise"),
+        pytest.param(
+            1.01 * ONES,
+            ONES,
+            None,
+            10 * 1e-2 / (1e-3 + 1e-5),
+            id="a tenth of the tolerance without noise",
+        ),
         pytest.param(MISSING, SCORES, NOISE, LARGEST, id="finite on one side only"),
         pytest.param(MISSING, MISSING, NOISE, 0.0, id="NaN on both sides"),
     ],
@@ -600,7 +680,9 @@ def test_measure_batch_invariance_of_labels_takes_ratio_of_scores_if_present() -
     other[:8] += 1
     (alone,) = measure_batch_invariance({"label": other}, singles(label=labels))
     assert (alone.ratio, alone.changed) == (LARGEST, 0.25)
-    tie, _ = measure_batch_invariance({"label": other, "y": SCORES}, singles(label=labels, y=SCORES), NOISE)
+    tie, _ = measure_batch_invariance(
+        {"label": other, "y": SCORES}, singles(label=labels, y=SCORES), NOISE
+    )
     assert (tie.ratio, tie.changed) == (0.0, 0.25)
 
 
@@ -620,13 +702,20 @@ def test_measure_noise_returns_float32_error_and_nothing_without_float64() -> No
 @given(order=st.permutations(range(8)))
 def test_measure_batch_invariance_with_reordered_rows_is_unchanged(order: list[int]) -> None:
     together, apart = SCORES[:8] + np.float32(0.25) * SCORES[8:16], SCORES[:8]
-    first = measure_batch_invariance({"y": together}, [{"y": apart[i : i + 1]} for i in range(8)], NOISE)
-    other = measure_batch_invariance({"y": together[order]}, [{"y": apart[i : i + 1]} for i in order], NOISE)
+    first = measure_batch_invariance(
+        {"y": together}, [{"y": apart[i : i + 1]} for i in range(8)], NOISE
+    )
+    other = measure_batch_invariance(
+        {"y": together[order]}, [{"y": apart[i : i + 1]} for i in order], NOISE
+    )
     assert first == other
 
 
 def measured_in_batches(ratio: float, **change: Any) -> BatchInvariance:
-    return replace(BatchInvariance(output="y", rows=32, error=ratio * 1e-6, ratio=ratio, changed=0.0625), **change)
+    return replace(
+        BatchInvariance(output="y", rows=32, error=ratio * 1e-6, ratio=ratio, changed=0.0625),
+        **change,
+    )
 
 
 def test_judge_invariance_without_measured_rows_returns_nothing() -> None:
@@ -646,16 +735,22 @@ def test_judge_invariance_of_batch_dependence_is_advisory(golden: Golden) -> Non
     assert Decision(variant="v", target="t", results=(result,)).verdict is Verdict.INCONCLUSIVE
 
 
-@pytest.mark.parametrize("change", [{}, {"error": math.nan}, {"ratio": math.nan}, {"changed": math.nan}])
+@pytest.mark.parametrize(
+    "change", [{}, {"error": math.nan}, {"ratio": math.nan}, {"changed": math.nan}]
+)
 def test_judge_invariance_of_rounding_passes_and_of_nan_is_error(change: dict[str, Any]) -> None:
-    (result,) = invariance_results(measured_in_batches(10.0), measured_in_batches(**{"ratio": 10.0, **change}))
+    (result,) = invariance_results(
+        measured_in_batches(10.0), measured_in_batches(**{"ratio": 10.0, **change})
+    )
     assert (result.verdict, result.advisory) == (Verdict.ERROR if change else Verdict.PASS, True)
     assert "do not batch" not in result.reason
 
 
 @pytest.mark.parametrize("rows", [SCORES[:, :1], SCORES[:, 0]], ids=["one column", "numbers"])
 def test_judge_invariance_of_output_without_classes_omits_them(rows: Array) -> None:
-    (found,) = measure_batch_invariance({"y": rows}, [{"y": row[None] + np.float32(0.1)} for row in rows])
+    (found,) = measure_batch_invariance(
+        {"y": rows}, [{"y": row[None] + np.float32(0.1)} for row in rows]
+    )
     assert found.changed is None
     (result,) = invariance_results(found)
     assert "classes" not in result.reason

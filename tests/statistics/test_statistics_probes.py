@@ -29,11 +29,18 @@ IMAGES = np.random.default_rng(0).uniform(0, 16, (100, 8, 8)).astype(np.float32)
 TOKENS = np.random.default_rng(1).integers(3, 50, (100, 12))
 WORDS = np.array([f"word {i}" for i in range(100)])
 MASK = np.random.default_rng(2).random((100, 12)) < 0.5
-SAMPLES: dict[str, npt.NDArray[Any]] = {"image": IMAGES, "tokens": TOKENS, "words": WORDS, "mask": MASK}
+SAMPLES: dict[str, npt.NDArray[Any]] = {
+    "image": IMAGES,
+    "tokens": TOKENS,
+    "words": WORDS,
+    "mask": MASK,
+}
 BEYOND = {f"beyond_range:{name}" for name in ("x10", "x1e3", "x1e5", "x1e-8", "negatives", "texts")}
 
 
-def groups_of(samples: dict[str, npt.NDArray[Any]], **declared: InputValues) -> dict[str, ProbeGroup]:
+def groups_of(
+    samples: dict[str, npt.NDArray[Any]], **declared: InputValues
+) -> dict[str, ProbeGroup]:
     return make_probe_groups(samples, learn_domains(samples, declared), empty=True)
 
 
@@ -98,9 +105,13 @@ def test_make_range_inputs_keeps_whole_numbers_and_seen_categories() -> None:
 
 def test_make_range_inputs_with_declared_values_overrides_samples() -> None:
     samples = table(np.linspace(0, 1, 50), np.linspace(0, 1, 50))
-    made = make_range_inputs(samples, learn_domains(samples, {"x": InputValues(min=-7, max=3)}))["x"]
+    made = make_range_inputs(samples, learn_domains(samples, {"x": InputValues(min=-7, max=3)}))[
+        "x"
+    ]
     assert (made.min(), made.max()) == (-7, 3)
-    chosen = make_range_inputs(samples, learn_domains(samples, {"x": InputValues(values=(2.0, 4.0))}))["x"]
+    chosen = make_range_inputs(
+        samples, learn_domains(samples, {"x": InputValues(values=(2.0, 4.0))})
+    )["x"]
     assert set(chosen.reshape(-1).tolist()) == {2, 4}
 
 
@@ -115,7 +126,9 @@ def test_make_probe_groups_puts_missing_values_inside_domain_if_seen_or_declared
     holed["x"][::7, 3] = np.nan
     group = groups_of(holed)["missing"]
     assert group.inside
-    assert set(np.argwhere(np.isnan(group.inputs["x"]))[:, 1].tolist()) == {3}  # where the rows hold some, only
+    assert set(np.argwhere(np.isnan(group.inputs["x"]))[:, 1].tolist()) == {
+        3
+    }  # where the rows hold some, only
     assert not np.isnan(group.inputs["y"]).any()
     plain = {"x": IMAGES}
     assert not groups_of(plain)["missing"].inside
@@ -150,7 +163,9 @@ def test_make_probe_groups_of_texts_adds_empty_and_unseen_unless_declared() -> N
     cities = {"city": np.array([["Oslo"], ["Rome"]] * 40), "age": np.ones((80, 1), np.float32)}
     group = groups_of(cities)["beyond_range:texts"]
     assert not group.inside
-    assert {"", "unseen"} < set(group.inputs["city"][:, 0].tolist()) <= {"", "unseen", "Oslo", "Rome"}
+    assert (
+        {"", "unseen"} < set(group.inputs["city"][:, 0].tolist()) <= {"", "unseen", "Oslo", "Rome"}
+    )
     np.testing.assert_array_equal(group.inputs["age"], np.ones((32, 1)))
     declared = groups_of(cities, city=InputValues(values=("Oslo", "Rome")))["beyond_range:texts"]
     assert set(declared.inputs["city"][:, 0].tolist()) <= {"Oslo", "Rome"}
@@ -165,7 +180,9 @@ def test_make_probe_groups_of_masks_or_indices_omits_distorted_groups() -> None:
 @example(np.full((3, 1), 2**63 - 512, np.int64))
 @given(
     arrays.arrays(
-        dtype=st.sampled_from([np.float16, np.float32, np.float64, np.int8, np.int32, np.int64, np.uint8]),
+        dtype=st.sampled_from(
+            [np.float16, np.float32, np.float64, np.int8, np.int32, np.int64, np.uint8]
+        ),
         shape=arrays.array_shapes(min_dims=1, max_dims=3, max_side=5),
     )
 )
@@ -177,7 +194,9 @@ def test_make_range_inputs_of_any_array_stays_within_domain(array: npt.NDArray[A
     assert within(made, domain)
 
 
-@pytest.mark.parametrize("array", [np.ones((1,)), np.ones((3, 0)), np.full((2, 4), np.nan), np.zeros((5, 2))])
+@pytest.mark.parametrize(
+    "array", [np.ones((1,)), np.ones((3, 0)), np.full((2, 4), np.nan), np.zeros((5, 2))]
+)
 def test_make_probe_groups_of_degenerate_samples_keeps_shapes(array: npt.NDArray[Any]) -> None:
     groups = groups_of({"x": array})
     assert groups["real"].inputs["x"] is array
@@ -206,7 +225,9 @@ def test_make_probe_groups_of_same_samples_returns_same_probes() -> None:
             np.testing.assert_array_equal(first[group].inputs[name], second[group].inputs[name])
 
 
-@pytest.mark.parametrize("make", [learn_domains, make_batch_inputs, lambda empty: make_sized_inputs(empty, {})])
+@pytest.mark.parametrize(
+    "make", [learn_domains, make_batch_inputs, lambda empty: make_sized_inputs(empty, {})]
+)
 def test_probe_functions_without_samples_raise_value_error(
     make: Callable[[dict[str, npt.NDArray[Any]]], object],
 ) -> None:
@@ -239,7 +260,9 @@ def test_make_sized_inputs_with_shared_symbol_changes_inputs_together() -> None:
 
 
 def test_make_sized_inputs_with_two_axes_changes_them_alone_and_together() -> None:
-    groups = make_sized_inputs({"image": IMAGE}, {"height": [("image", 2)], "width": [("image", 3)]})
+    groups = make_sized_inputs(
+        {"image": IMAGE}, {"height": [("image", 2)], "width": [("image", 3)]}
+    )
     shapes = {made["image"].shape[2:] for made in groups.values()}
     assert {(1, 10), (16, 10), (8, 1), (8, 20), (1, 1), (16, 20)} <= shapes
     assert any(h != 8 and w != 10 and h % 2 and h > 1 for h, w in shapes)
@@ -253,4 +276,9 @@ def test_make_sized_inputs_without_free_axis_returns_no_groups() -> None:
 def test_make_sized_inputs_beyond_memory_limit_reduces_rows_or_omits_groups() -> None:
     wide = np.zeros((1, 5_000_000), dtype=np.float32)  # 2 rows of twice the size would be 76 MiB
     groups = make_sized_inputs({"x": wide}, {"length": [("x", 1)]})
-    assert {made["x"].shape for made in groups.values()} == {(32, 1), (6, 2_500_000), (6, 2_500_001), (3, 5_000_001)}
+    assert {made["x"].shape for made in groups.values()} == {
+        (32, 1),
+        (6, 2_500_000),
+        (6, 2_500_001),
+        (3, 5_000_001),
+    }

@@ -19,7 +19,9 @@ def quantize(x: Any, step: float, zero: int) -> Any:
 
 
 def look(x: Any, read: Any, *, step: float, zero: int, original: Any = None) -> Any:
-    watched = ActivationStatistics(tensor="a", step=step, low=-zero * step, high=(255 - zero) * step)
+    watched = ActivationStatistics(
+        tensor="a", step=step, low=-zero * step, high=(255 - zero) * step
+    )
     half = len(x) // 2
     for part in (slice(0, half), slice(half, None)):
         watched.update(x[part], read[part], None if original is None else original[part])
@@ -27,7 +29,9 @@ def look(x: Any, read: Any, *, step: float, zero: int, original: Any = None) -> 
 
 
 @given(st.integers(0, 2**31), st.floats(1e-3, 1e3), st.integers(0, 255))
-def test_activation_statistics_of_rounding_only_keeps_noise_limit(seed: int, scale: float, zero: int) -> None:
+def test_activation_statistics_of_rounding_only_keeps_noise_limit(
+    seed: int, scale: float, zero: int
+) -> None:
     step = float(np.float32(scale / 100))
     x = np.random.default_rng(seed).normal(0, scale, 500).astype(np.float32)
     found = look(x, quantize(x, step, zero), step=step, zero=zero)
@@ -37,7 +41,9 @@ def test_activation_statistics_of_rounding_only_keeps_noise_limit(seed: int, sca
 
 
 @pytest.mark.parametrize(("zero", "factor"), [(1, 1.0), (0, 1.02)])
-def test_activation_statistics_with_wrong_zero_point_or_scale_exceeds_noise_limit(zero: int, factor: float) -> None:
+def test_activation_statistics_with_wrong_zero_point_or_scale_exceeds_noise_limit(
+    zero: int, factor: float
+) -> None:
     x = np.linspace(0, 2, 400, dtype=np.float32)
     read = (quantize(x, 0.01, 0) - zero * 0.01) * factor
     found = look(x, read, step=0.01, zero=0)
@@ -56,7 +62,9 @@ def test_activation_statistics_of_clipped_values_returns_saturated_share() -> No
 def test_activation_statistics_of_folded_relu_reports_no_saturation() -> None:
     x = np.linspace(-1, 1, 200, dtype=np.float32)
     assert look(x, quantize(x, 0.01, 0), step=0.01, zero=0).saturated == 0
-    assert look(x, quantize(x, 0.01, 20), step=0.01, zero=20).saturated == pytest.approx(0.395, abs=0.01)
+    assert look(x, quantize(x, 0.01, 20), step=0.01, zero=20).saturated == pytest.approx(
+        0.395, abs=0.01
+    )
 
 
 def test_activation_statistics_departure_includes_errors_of_earlier_nodes() -> None:
@@ -84,7 +92,9 @@ def test_activation_statistics_with_one_fitting_end_returns_stretch_of_one() -> 
     assert look(x, x, step=0.02, zero=128).stretch == pytest.approx(1, abs=0.01)
     assert look(x, x, step=0.06, zero=128).stretch == pytest.approx(3, abs=0.03)
     assert look(0 * x, 0 * x, step=0.02, zero=128).stretch is None
-    watched = ActivationStatistics(tensor="softmax", step=1 / 256, low=0.0, high=255 / 256, bounded=True)
+    watched = ActivationStatistics(
+        tensor="softmax", step=1 / 256, low=0.0, high=255 / 256, bounded=True
+    )
     watched.update(x / 100, x / 100, None)
     assert watched.summarize().stretch is None
 

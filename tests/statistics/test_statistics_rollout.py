@@ -46,8 +46,12 @@ def test_compute_log_likelihood_matches_noncentral_hypergeometric_distribution(
 
     canary, n, stable, m = row
     law = (n + m, canary + stable, n)
-    expected = nchypergeom_fisher.logpmf(canary, *law, odds) - nchypergeom_fisher.logpmf(canary, *law, 1.0)
-    assert math.isclose(float(compute_log_likelihood(row, [odds])[0]), float(expected), rel_tol=1e-6, abs_tol=1e-6)
+    expected = nchypergeom_fisher.logpmf(canary, *law, odds) - nchypergeom_fisher.logpmf(
+        canary, *law, 1.0
+    )
+    assert math.isclose(
+        float(compute_log_likelihood(row, [odds])[0]), float(expected), rel_tol=1e-6, abs_tol=1e-6
+    )
 
 
 @quickly
@@ -61,7 +65,8 @@ def test_compute_log10_evidence_at_limit_has_mean_one_and_less_below(
     events = canary + stable
     ks = np.arange(max(0, events - m), min(n, events) + 1)
     logs = compute_log_likelihood(
-        np.stack([ks, 0 * ks + n, events - ks, 0 * ks + m], axis=-1), ev.make_alternatives(tolerated)
+        np.stack([ks, 0 * ks + n, events - ks, 0 * ks + m], axis=-1),
+        ev.make_alternatives(tolerated),
     )
     values = 10 ** ev.compute_log10_evidence(logs)
     at_limit = nchypergeom_fisher.pmf(ks, n + m, events, n, tolerated)
@@ -100,7 +105,9 @@ def test_measure_evidence_of_merged_intervals_mistakes_drift_for_regression() ->
     assert ev.measure_evidence(drifted, 1.0) < 0 < ev.measure_evidence(merged, 1.0)
 
 
-@pytest.mark.parametrize("table", [[], [(0, 0, 0, 0)], [(5, 5, 0, 0)], [(0, 9, 0, 90)], [(9, 9, 90, 90)]])
+@pytest.mark.parametrize(
+    "table", [[], [(0, 0, 0, 0)], [(5, 5, 0, 0)], [(0, 9, 0, 90)], [(9, 9, 90, 90)]]
+)
 def test_measure_evidence_without_events_to_compare_is_zero(table: list[tuple[int, ...]]) -> None:
     assert close(ev.measure_evidence(table, 1.0), 0)
     low, high = ev.bound_odds_ratio(table)
@@ -109,7 +116,9 @@ def test_measure_evidence_without_events_to_compare_is_zero(table: list[tuple[in
 
 
 @pytest.mark.parametrize("row", [(2, 1, 0, 5), (-1, 1, 0, 5), (0, 1, 6, 5)])
-def test_compute_log_likelihood_of_impossible_counts_raises_value_error(row: tuple[int, ...]) -> None:
+def test_compute_log_likelihood_of_impossible_counts_raises_value_error(
+    row: tuple[int, ...],
+) -> None:
     with pytest.raises(ValueError, match="events"):
         compute_log_likelihood(row, [2.0])
 
@@ -123,7 +132,9 @@ def test_compute_log_likelihood_of_huge_counts_stays_finite_and_decisive(count: 
     assert (logs[1] > 1000).all()
 
 
-def test_compute_log_likelihood_of_scaled_counts_is_weaker_than_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compute_log_likelihood_of_scaled_counts_is_weaker_than_exact_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     row = (300, 10_000, 200, 10_000)
     exact = compute_log_likelihood(row, [1.5])
     monkeypatch.setattr(ev, "_CELLS", 100)
@@ -171,7 +182,9 @@ def test_compute_clean_requests_returns_smallest_number_that_certifies_rate(rate
 
 @quickly
 @given(errors=st.integers(0, 50), good=st.integers(0, 2000), rate=st.floats(0.001, 0.5))
-def test_is_rate_certified_agrees_with_bound_error_rate(errors: int, good: int, rate: float) -> None:
+def test_is_rate_certified_agrees_with_bound_error_rate(
+    errors: int, good: int, rate: float
+) -> None:
     bound = ev.bound_error_rate(errors, errors + good)
     if abs(bound - rate) > 1e-6:
         assert bool(ev.is_rate_certified(errors, errors + good, rate)) == (bound < rate)
@@ -252,10 +265,15 @@ def test_count_slower_intervals_requires_traffic_and_margin() -> None:
     assert guardrails.count_slower_intervals([slower(1.05)] * 5, "latency_p50") == (0, 5)
     assert guardrails.count_slower_intervals([slower(1.2)] * 5, "latency_p50") == (5, 5)
     assert guardrails.count_slower_intervals([slower(1.2)] * 5, "latency_p99") == (0, 0)
-    assert guardrails.count_slower_intervals([slower(float("nan"), 300)] * 5, "latency_p99") == (5, 5)
+    assert guardrails.count_slower_intervals([slower(float("nan"), 300)] * 5, "latency_p99") == (
+        5,
+        5,
+    )
     assert guardrails.count_slower_intervals([ObservationInterval(step=0)], "latency_p50") == (0, 0)
     assert (
-        guardrails.compute_sign_evidence(9, 9) > ev.compute_evidence_limit(3) > guardrails.compute_sign_evidence(7, 7)
+        guardrails.compute_sign_evidence(9, 9)
+        > ev.compute_evidence_limit(3)
+        > guardrails.compute_sign_evidence(7, 7)
     )
     assert guardrails.compute_sign_evidence(0, 0) == pytest.approx(0)
 
@@ -279,12 +297,16 @@ def test_compute_block_effect_returns_variance_ratio_to_single_requests(
     mine: list[tuple[int, int]], theirs: list[tuple[int, int]]
 ) -> None:
     n, e = np.array([*mine, *theirs]).T
-    effect = design_effect.compute_block_effect([in_blocks(*zip(*side, strict=True)) for side in (mine, theirs)])
+    effect = design_effect.compute_block_effect(
+        [in_blocks(*zip(*side, strict=True)) for side in (mine, theirs)]
+    )
     rate = e.sum() / n.sum()
     if not 0 < rate < 1:
         assert effect == 1
         return
-    assert effect == pytest.approx(max(1.0, ((e - rate * n) ** 2).sum() / (rate * (1 - rate) * n.sum())))
+    assert effect == pytest.approx(
+        max(1.0, ((e - rate * n) ** 2).sum() / (rate * (1 - rate) * n.sum()))
+    )
 
 
 def test_design_effects_of_requests_without_keys_are_one() -> None:
@@ -301,7 +323,9 @@ def test_compute_block_effect_of_ten_errors_by_one_user_is_ten() -> None:
     rows = [(10, 100, 0, 900)]
     assert ev.measure_evidence(rows, 1.0) > 6
     assert ev.measure_evidence(rows, 1.0, design_effect.compute_block_effect(alone)) < 1
-    assert ev.measure_evidence(rows, 1.0, float(design_effect.estimate_dispersion(rows))) < 0.5, "nor one interval's"
+    assert ev.measure_evidence(rows, 1.0, float(design_effect.estimate_dispersion(rows))) < 0.5, (
+        "nor one interval's"
+    )
 
 
 def test_count_effective_users_with_heavy_user_returns_few() -> None:
@@ -324,9 +348,19 @@ def test_estimate_error_effect_counts_interval_as_few_requests() -> None:
 def test_estimate_dispersion_of_bunched_events_exceeds_that_of_steady_rates() -> None:
     random = np.random.default_rng(1)
     canary = np.full(60, 100)
-    steady = np.stack([random.binomial(100, 0.1, 60), canary, random.binomial(900, 0.01, 60), canary * 9], axis=-1)
+    steady = np.stack(
+        [random.binomial(100, 0.1, 60), canary, random.binomial(900, 0.01, 60), canary * 9], axis=-1
+    )
     assert float(design_effect.estimate_dispersion(steady)) < 2
-    bunched = np.stack([10 * random.binomial(10, 0.02, 60), canary, 10 * random.binomial(90, 0.02, 60), canary * 9], -1)
+    bunched = np.stack(
+        [
+            10 * random.binomial(10, 0.02, 60),
+            canary,
+            10 * random.binomial(90, 0.02, 60),
+            canary * 9,
+        ],
+        -1,
+    )
     assert 4 < float(design_effect.estimate_dispersion(bunched)) < 25
     assert float(design_effect.estimate_error_effect(bunched)) > 4
     assert float(design_effect.estimate_dispersion([(0, 5, 0, 50)])) == 1

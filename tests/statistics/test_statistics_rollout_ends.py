@@ -30,7 +30,9 @@ def is_violated(before: tuple[float, int], now: tuple[float, int]) -> bool:
         ((3600, 120), (600, 80), True),
     ],
 )
-def test_evaluate_ends_compares_rates(before: tuple[float, int], now: tuple[float, int], expected: bool) -> None:
+def test_evaluate_ends_compares_rates(
+    before: tuple[float, int], now: tuple[float, int], expected: bool
+) -> None:
     assert is_violated(before, now) is expected
 
 
@@ -50,5 +52,7 @@ def test_evaluate_ends_at_steady_rate_rarely_reaches_limit(rate: float) -> None:
     fired, rollouts = 0, 400
     for _ in range(rollouts):
         before, times = int(random.poisson(rate)), np.cumsum(random.exponential(1 / rate, 80))
-        fired += any(is_violated((1.0, before), (at, ends)) for ends, at in enumerate(times, 1) if at < 5)
+        fired += any(
+            is_violated((1.0, before), (at, ends)) for ends, at in enumerate(times, 1) if at < 5
+        )
     assert fired <= 3  # 0.1 % of them would be 0.4

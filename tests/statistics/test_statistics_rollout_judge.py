@@ -38,22 +38,39 @@ from onnx_ops.domain.rollout_policy import (
     SplitTest,
 )
 from onnx_ops.statistics.rollout.guardrails import evaluate_cold_start
-from onnx_ops.statistics.rollout.judge import analyze, compute_firing_limit, count_events, judge, trace_guardrails
+from onnx_ops.statistics.rollout.judge import (
+    analyze,
+    compute_firing_limit,
+    count_events,
+    judge,
+    trace_guardrails,
+)
 from tests.support.endpoints import fileless_deployment
 
 RAILS = (Guardrail(name="errors"), Guardrail(name="latency_p50"), Guardrail(name="latency_p99"))
-CANARY = RolloutPolicy(steps=(0.1, 0.5, 1.0), guardrails=RAILS, min_requests=(300,), step_timeout=3600.0)
+CANARY = RolloutPolicy(
+    steps=(0.1, 0.5, 1.0), guardrails=RAILS, min_requests=(300,), step_timeout=3600.0
+)
 
 
 STABLE, CANDIDATE = fileless_deployment("v1"), fileless_deployment("v2")
 
 
 def counted(
-    requests: int = 50, errors: int = 0, over_p50: int | None = 25, over_p99: int | None = 0, good: int = 0
+    requests: int = 50,
+    errors: int = 0,
+    over_p50: int | None = 25,
+    over_p99: int | None = 0,
+    good: int = 0,
 ) -> RequestCounts:
     feedback = requests if good else 0
     return RequestCounts(
-        requests=requests, errors=errors, over_p50=over_p50, over_p99=over_p99, feedback=feedback, successes=good
+        requests=requests,
+        errors=errors,
+        over_p50=over_p50,
+        over_p99=over_p99,
+        feedback=feedback,
+        successes=good,
     )
 
 
@@ -63,18 +80,24 @@ def healthy() -> ObservationInterval:
 
 
 def seen(*intervals: ObservationInterval, step: int = 0) -> Observations:
-    return Observations(candidate=CANDIDATE.manifest, step=step, started_at=0.0, intervals=intervals)
+    return Observations(
+        candidate=CANDIDATE.manifest, step=step, started_at=0.0, intervals=intervals
+    )
 
 
 def test_count_events_of_latency_uses_timed_requests_and_of_errors_all() -> None:
     one = ObservationInterval(
-        step=0, canary=replace(counted(), timed=40), stable=replace(counted(450, 1, 25, 4), timed=42)
+        step=0,
+        canary=replace(counted(), timed=40),
+        stable=replace(counted(450, 1, 25, 4), timed=42),
     )
     rows = {rail.name: count_events(rail.name, [one]) for rail in CANARY.guardrails}
     assert rows["errors"] == [(0, 50, 1, 450)]
     assert rows["latency_p50"] == [(25, 40, 25, 42)]
     judged = judge(seen(one), CANARY)
-    counts = {guard.name: (guard.canary, guard.stable, guard.compared) for guard in judged.guardrails}
+    counts = {
+        guard.name: (guard.canary, guard.stable, guard.compared) for guard in judged.guardrails
+    }
     assert counts["latency_p50"] == ((25, 40), (25, 42), 40)
     assert counts["errors"] == ((0, 50), (1, 450), 50)
 
@@ -94,7 +117,9 @@ def due(
     return choose_next_action(
         desired=CANDIDATE,
         observed=observed
-        or build_split_state(STABLE, CANDIDATE, planned.percent, mirror_percent=planned.mirror_percent),
+        or build_split_state(
+            STABLE, CANDIDATE, planned.percent, mirror_percent=planned.mirror_percent
+        ),
         roles=roles,
         policy=policy,
         target="t",
@@ -117,7 +142,10 @@ def acts(found: Action | Wait, kind: ActionKind, *words: str) -> None:
 
 def with_broken_replica(observations: Observations) -> Observations:
     """The observations, of which replica r3 has counted all errors."""
-    tallies = [{"v1": counted(450), "v2": counted(500, 250 if number == 3 else 0)} for number in range(1, 4)]
+    tallies = [
+        {"v1": counted(450), "v2": counted(500, 250 if number == 3 else 0)}
+        for number in range(1, 4)
+    ]
     counts = [
         GenerationCounts(origin=f"start{number}", generation=7, tallies=tally, server=f"r{number}")
         for number, tally in enumerate(tallies, 1)
@@ -130,14 +158,22 @@ def test_judge_with_outlier_replica_names_it_without_deciding() -> None:
     judged, without = judge(observations, CANARY), judge(seen(*[healthy()] * 6), CANARY)
     (outlier,) = judged.outliers
     assert (outlier.server, outlier.deployment, outlier.place) == ("r3", "v2", "errors")
-    assert (judged.abort_reason, judged.hold_reason, judged.guardrails) == ("", "", without.guardrails)
+    assert (judged.abort_reason, judged.hold_reason, judged.guardrails) == (
+        "",
+        "",
+        without.guardrails,
+    )
     waits(due(observations), WaitKind.ANALYZING)  # without users by block, which these counts lack
 
 
 def test_guardrail_abort_with_outlier_replica_names_it() -> None:
     bad = replace(healthy(), canary=counted(errors=10))
     observations = with_broken_replica(seen(*[bad] * 20))
-    acts(due(observations), ActionKind.ABORT, "-> ROLL BACK; replica r3: 250/500 (50.00%) requests to v2 failed")
+    acts(
+        due(observations),
+        ActionKind.ABORT,
+        "-> ROLL BACK; replica r3: 250/500 (50.00%) requests to v2 failed",
+    )
 
 
 def test_rollout_with_enough_clean_requests_advances_and_finishes() -> None:
@@ -166,12 +202,21 @@ def test_rollout_without_counts_waits_and_after_timeout_is_inconclusive() -> Non
 def test_rollout_with_counts_of_other_candidate_or_step_ignores_them() -> None:
     other = replace(seen(*[healthy()] * 9), candidate=STABLE.manifest)
     waits(due(other), WaitKind.ANALYZING, "nothing was counted")
-    roles, observed = Roles(stable=STABLE, candidate=CANDIDATE, step=1), build_split_state(STABLE, CANDIDATE, 50)
-    waits(due(seen(*[healthy()] * 9), roles=roles, observed=observed), WaitKind.ANALYZING, "nothing was counted")
+    roles, observed = (
+        Roles(stable=STABLE, candidate=CANDIDATE, step=1),
+        build_split_state(STABLE, CANDIDATE, 50),
+    )
+    waits(
+        due(seen(*[healthy()] * 9), roles=roles, observed=observed),
+        WaitKind.ANALYZING,
+        "nothing was counted",
+    )
 
 
 @pytest.mark.parametrize("command", [None, OperatorCommand.ADVANCE, OperatorCommand.PAUSE])
-def test_error_guardrail_violation_aborts_despite_operator_command(command: OperatorCommand | None) -> None:
+def test_error_guardrail_violation_aborts_despite_operator_command(
+    command: OperatorCommand | None,
+) -> None:
     bad = replace(healthy(), canary=counted(errors=3))
     acts(
         due(seen(*[bad] * 4), command=command),
@@ -191,7 +236,9 @@ def test_guardrail_with_hold_pauses_until_operator_advances() -> None:
 
 
 def test_latency_guardrail_of_any_quantile_uses_its_threshold() -> None:
-    policy = replace(CANARY, guardrails=(Guardrail(name="latency_p90"), Guardrail(name="latency_p95")))
+    policy = replace(
+        CANARY, guardrails=(Guardrail(name="latency_p90"), Guardrail(name="latency_p95"))
+    )
     alike = ObservationInterval(
         step=0,
         canary=counted().with_over({"latency_p90": 5, "latency_p95": 2}),
@@ -209,13 +256,20 @@ def test_latency_guardrail_without_quantile_detects_slowdown_at_any_quantile() -
     usual = {place: 1 - share for place, share in LATENCY_PLACES.items()}
 
     def counts(shares: Mapping[str, float]) -> ObservationInterval:
-        mine, theirs = ({k: round(n * s) for k, s in of.items()} for n, of in ((100, shares), (900, usual)))
-        return ObservationInterval(step=0, canary=counted(100).with_over(mine), stable=counted(900).with_over(theirs))
+        mine, theirs = (
+            {k: round(n * s) for k, s in of.items()} for n, of in ((100, shares), (900, usual))
+        )
+        return ObservationInterval(
+            step=0, canary=counted(100).with_over(mine), stable=counted(900).with_over(theirs)
+        )
 
     acts(due(seen(*[counts(usual)] * 40), policy), ActionKind.ADVANCE)
     bulge = {**usual, "latency@p80": 0.3, "latency@p85": 0.28, "latency@p90": 0.2}
     acts(
-        due(seen(*[counts(bulge)] * 10), policy), ActionKind.ABORT, "latency: above p85 canary 280/1000", "-> ROLL BACK"
+        due(seen(*[counts(bulge)] * 10), policy),
+        ActionKind.ABORT,
+        "latency: above p85 canary 280/1000",
+        "-> ROLL BACK",
     )
     (guard,) = judge(seen(*[counts(bulge)] * 10), policy).guardrails
     (path,) = trace_guardrails([seen(*[counts(bulge)] * n) for n in range(1, 11)], policy)
@@ -250,7 +304,9 @@ def test_gross_failure_without_stable_traffic_aborts() -> None:
 
 
 def test_guardrail_without_comparable_requests_holds_step() -> None:
-    blind = ObservationInterval(step=0, canary=counted(400, over_p50=None), stable=counted(3600, over_p50=None))
+    blind = ObservationInterval(
+        step=0, canary=counted(400, over_p50=None), stable=counted(3600, over_p50=None)
+    )
     waits(due(seen(blind)), WaitKind.ANALYZING, "latency_p50 has 0 of 300 comparisons")
     lonely = ObservationInterval(step=0, canary=counted(400))
     waits(due(seen(lonely)), WaitKind.PAUSED)
@@ -291,18 +347,26 @@ SHADOW = replace(CANARY, shadow=ShadowTrial(fraction=0.2, min_requests=400))
 
 
 def copies(compared: int = 400, differing: int = 0, failed: int = 0) -> ObservationInterval:
-    return ObservationInterval(step=0, shadow=ShadowCounts(compared=compared, differing=differing, failed=failed))
+    return ObservationInterval(
+        step=0, shadow=ShadowCounts(compared=compared, differing=differing, failed=failed)
+    )
 
 
 def test_shadow_step_precedes_traffic_and_aborts_on_differences() -> None:
-    started = due(None, SHADOW, roles=Roles(stable=STABLE), observed=build_split_state(STABLE, None, 0))
+    started = due(
+        None, SHADOW, roles=Roles(stable=STABLE), observed=build_split_state(STABLE, None, 0)
+    )
     acts(started, ActionKind.START, "step 1 of 4: a copy of 20 % to v2")
     assert isinstance(started, Action)
     assert dict(started.state.split.weights) == {"v2": 0, "v1": 100}
     assert dict(started.state.split.shadow) == {"v2": 20}
     waits(due(seen(), SHADOW), WaitKind.ANALYZING, "gets a copy of 20 %")
     acts(due(seen(copies()), SHADOW), ActionKind.ADVANCE, "step 2 of 4: 10 %")
-    acts(due(seen(copies(differing=40)), SHADOW), ActionKind.ABORT, "shadow answers: 40 of 400 differ")
+    acts(
+        due(seen(copies(differing=40)), SHADOW),
+        ActionKind.ABORT,
+        "shadow answers: 40 of 400 differ",
+    )
     acts(due(seen(copies(failed=40)), SHADOW), ActionKind.ABORT, "40 failed")
     waits(due(seen(copies(differing=3)), SHADOW), WaitKind.ANALYZING, "not below 1 %")
 
@@ -312,7 +376,9 @@ AB = RolloutPolicy(ab_test=SplitTest(duration=7200.0), min_requests=(100,), step
 
 def reported(mine: int, theirs: int) -> list[ObservationInterval]:
     """500 entries of feedback each, in five intervals: one alone cannot show a burst."""
-    part = ObservationInterval(step=0, canary=counted(100, good=mine // 5), stable=counted(100, good=theirs // 5))
+    part = ObservationInterval(
+        step=0, canary=counted(100, good=mine // 5), stable=counted(100, good=theirs // 5)
+    )
     return [part] * 5
 
 
@@ -335,7 +401,10 @@ def test_ab_test_that_stays_undecided_follows_on_inconclusive() -> None:
     few = ObservationInterval(step=0, canary=counted(40, good=5), stable=counted(40, good=5))
     waits(due(seen(few), finish), WaitKind.INCONCLUSIVE)
     acts(
-        due(seen(*reported(50, 50)), replace(AB, ab_test=SplitTest(duration=1.0, on_inconclusive="abort"))),
+        due(
+            seen(*reported(50, 50)),
+            replace(AB, ab_test=SplitTest(duration=1.0, on_inconclusive="abort")),
+        ),
         ActionKind.ABORT,
     )
     lower = replace(AB, ab_test=SplitTest(duration=1.0, goal="lower"))
@@ -353,7 +422,11 @@ def test_latency_guardrail_without_threshold_counts_compares_percentiles() -> No
         )
 
     policy = replace(CANARY, guardrails=RAILS[:2])
-    acts(due(seen(*[counts(1.3)] * 10), policy), ActionKind.ABORT, "over 10 % slower in 10 of 10 intervals")
+    acts(
+        due(seen(*[counts(1.3)] * 10), policy),
+        ActionKind.ABORT,
+        "over 10 % slower in 10 of 10 intervals",
+    )
     waits(due(seen(*[counts(1.0)] * 9), policy), WaitKind.ANALYZING, "has 9 of 10 comparisons")
     acts(due(seen(*[counts(1.0)] * 10), policy), ActionKind.ADVANCE)
 
@@ -381,7 +454,10 @@ def test_rollout_without_guardrails_waits_for_approval() -> None:
 def test_restore_after_shortened_policy_never_gives_candidate_all_traffic(
     steps: tuple[float, ...], percent: int
 ) -> None:
-    roles, observed = Roles(stable=STABLE, candidate=CANDIDATE, step=1), build_split_state(STABLE, CANDIDATE, 50)
+    roles, observed = (
+        Roles(stable=STABLE, candidate=CANDIDATE, step=1),
+        build_split_state(STABLE, CANDIDATE, 50),
+    )
     found = due(None, replace(CANARY, steps=steps), roles=roles, observed=observed)
     acts(found, ActionKind.RESTORE)
     assert isinstance(found, Action)
@@ -389,12 +465,19 @@ def test_restore_after_shortened_policy_never_gives_candidate_all_traffic(
 
 
 def cold(candidate_s: float, stable_s: float, *, loads: int = 8) -> Observations:
-    mine, theirs = ([each * (1 + 0.01 * number) for number in range(loads)] for each in (candidate_s, stable_s))
+    mine, theirs = (
+        [each * (1 + 0.01 * number) for number in range(loads)] for each in (candidate_s, stable_s)
+    )
     reading = MetricsReading(origin="o", at=1.0, cold_s={"v2": tuple(mine), "v1": tuple(theirs)})
-    return Observations(candidate=CANDIDATE.manifest).with_reading(reading, stable="v1", candidate="v2")
+    return Observations(candidate=CANDIDATE.manifest).with_reading(
+        reading, stable="v1", candidate="v2"
+    )
 
 
-SLOWER, AT_MOST = Guardrail(name="cold_start", max_latency_increase=0.5), Guardrail(name="cold_start", max=2.0)
+SLOWER, AT_MOST = (
+    Guardrail(name="cold_start", max_latency_increase=0.5),
+    Guardrail(name="cold_start", max=2.0),
+)
 
 
 @pytest.mark.parametrize(
@@ -410,17 +493,30 @@ SLOWER, AT_MOST = Guardrail(name="cold_start", max_latency_increase=0.5), Guardr
 def test_cold_start_guardrail_is_judged_before_traffic(
     rail: Guardrail, candidate_s: float, stable_s: float, fires: bool
 ) -> None:
-    policy = replace(CANARY, guardrails=(*RAILS, rail), slo=ServiceLevel(error_rate=0.02), min_step_duration=600.0)
-    assert policy.planned()[:2] == (PlannedStep(kind="cold", percent=0), replace(CANARY.planned()[0]))
+    policy = replace(
+        CANARY,
+        guardrails=(*RAILS, rail),
+        slo=ServiceLevel(error_rate=0.02),
+        min_step_duration=600.0,
+    )
+    assert policy.planned()[:2] == (
+        PlannedStep(kind="cold", percent=0),
+        replace(CANARY.planned()[0]),
+    )
     found = due(cold(candidate_s, stable_s), policy)
     if fires:
         acts(found, ActionKind.ABORT, "cold_start: candidate", "-> ROLL BACK")
         held = replace(policy, guardrails=(*RAILS, replace(rail, on_violation="hold")))
         waits(due(cold(candidate_s, stable_s), held), WaitKind.PAUSED, "-> HOLD")
-        acts(due(cold(candidate_s, stable_s), held, command=OperatorCommand.ADVANCE), ActionKind.ADVANCE)
+        acts(
+            due(cold(candidate_s, stable_s), held, command=OperatorCommand.ADVANCE),
+            ActionKind.ADVANCE,
+        )
     else:
         acts(found, ActionKind.ADVANCE, "10 % to v2; cold_start: candidate")
-    waits(due(cold(candidate_s, stable_s, loads=7), policy), WaitKind.ANALYZING, "cold_start has 7 of")
+    waits(
+        due(cold(candidate_s, stable_s, loads=7), policy), WaitKind.ANALYZING, "cold_start has 7 of"
+    )
     later = replace(cold(candidate_s, stable_s), step=1)
     waits(due(later, policy), WaitKind.ANALYZING, "0 of 300 requests")
 
@@ -431,6 +527,9 @@ def test_evaluate_cold_start_at_tolerated_increase_rarely_fires() -> None:
     for loads in np.exp(0.3 * random.standard_t(2, (600, 16))):
         mine, theirs = loads[:8] * 1.1, loads[8:]
         fired += evaluate_cold_start(
-            Guardrail(name="cold_start"), mine.tolist(), theirs.tolist(), compute_firing_limit(CANARY)
+            Guardrail(name="cold_start"),
+            mine.tolist(),
+            theirs.tolist(),
+            compute_firing_limit(CANARY),
         ).is_violated
     assert fired <= 600 / 60 + 8

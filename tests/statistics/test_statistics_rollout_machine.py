@@ -28,14 +28,27 @@ from onnx_ops.domain.ledger import (
     fold,
 )
 from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Wait, choose_next_action
-from onnx_ops.domain.rollout_observations import LatencyThresholds, MetricsReading, RequestCounts, ShadowCounts
-from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ServiceLevel, ShadowTrial, SplitTest
+from onnx_ops.domain.rollout_observations import (
+    LatencyThresholds,
+    MetricsReading,
+    RequestCounts,
+    ShadowCounts,
+)
+from onnx_ops.domain.rollout_policy import (
+    Guardrail,
+    RolloutPolicy,
+    ServiceLevel,
+    ShadowTrial,
+    SplitTest,
+)
 from onnx_ops.statistics.rollout.judge import analyze, judge
 from tests.support.endpoints import endpoint_config, fileless_deployment
 
 RAILS = (Guardrail(name="errors"), Guardrail(name="latency_p99", odds_ratio=1.5))
 POLICIES = (
-    RolloutPolicy(steps=(0.1, 0.5, 1.0), guardrails=RAILS, min_requests=(50, 100), step_timeout=600.0),
+    RolloutPolicy(
+        steps=(0.1, 0.5, 1.0), guardrails=RAILS, min_requests=(50, 100), step_timeout=600.0
+    ),
     RolloutPolicy(
         steps=(0.2, 1.0),
         guardrails=RAILS[:1],
@@ -65,7 +78,9 @@ def tallies(draw: st.DrawFn) -> RequestCounts:
     )
 
 
-copied = st.sampled_from([ShadowCounts(), ShadowCounts(compared=40), ShadowCounts(compared=40, differing=20, failed=3)])
+copied = st.sampled_from(
+    [ShadowCounts(), ShadowCounts(compared=40), ShadowCounts(compared=40, differing=20, failed=3)]
+)
 
 
 def plus(one: RequestCounts, other: RequestCounts) -> RequestCounts:
@@ -97,7 +112,9 @@ class JudgedRollouts(RuleBasedStateMachine):
         self.step()
 
     def append(self, body: EntryBody) -> None:
-        entry = LedgerEntry(endpoint="digits", sequence=self.state.head + 1, at=self.now, actor="a", body=body)
+        entry = LedgerEntry(
+            endpoint="digits", sequence=self.state.head + 1, at=self.now, actor="a", body=body
+        )
         self.entries.append(codec.loads(codec.dumps(entry), LedgerEntry))
         assert self.entries[-1] == entry
         self.state = apply_entry(self.state, self.entries[-1])
@@ -132,8 +149,15 @@ class JudgedRollouts(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(restarted=st.integers(0, 9).map(lambda n: n == 0), mine=tallies(), theirs=tallies(), more=copied)
-    def read(self, restarted: bool, mine: RequestCounts, theirs: RequestCounts, more: ShadowCounts) -> None:
+    @rule(
+        restarted=st.integers(0, 9).map(lambda n: n == 0),
+        mine=tallies(),
+        theirs=tallies(),
+        more=copied,
+    )
+    def read(
+        self, restarted: bool, mine: RequestCounts, theirs: RequestCounts, more: ShadowCounts
+    ) -> None:
         """As a source does: totals that grow, or begin anew."""
         roles = self.state.roles
         if roles.candidate is None or roles.stable is None:
@@ -148,7 +172,9 @@ class JudgedRollouts(RuleBasedStateMachine):
             failed=self.shadow.failed + more.failed,
         )
         before = self.state.observations
-        reading = MetricsReading(origin=str(self.origin), at=self.now, tallies=dict(self.totals), shadow=self.shadow)
+        reading = MetricsReading(
+            origin=str(self.origin), at=self.now, tallies=dict(self.totals), shadow=self.shadow
+        )
         self.append(MetricsRecorded(reading=reading))
         assert before is not None
         assert self.state.observations is not None
@@ -182,7 +208,10 @@ class JudgedRollouts(RuleBasedStateMachine):
         action, before = self.due(), self.state
         if isinstance(action, Wait):
             return
-        if action.kind in (ActionKind.ADVANCE, ActionKind.FINISH) and before.roles.candidate is not None:
+        if (
+            action.kind in (ActionKind.ADVANCE, ActionKind.FINISH)
+            and before.roles.candidate is not None
+        ):
             self.check_that_it_was_shown(before)
         self.append(Intent(action=action, holder="h", expires_at=self.now + 120))
         if reaches:
@@ -210,7 +239,9 @@ class JudgedRollouts(RuleBasedStateMachine):
             return
         split: TrafficSplit = self.actual.split
         assert sum(split.weights.values()) == 100
-        reached = {name for name, weight in (*split.weights.items(), *split.shadow.items()) if weight}
+        reached = {
+            name for name, weight in (*split.weights.items(), *split.shadow.items()) if weight
+        }
         assert {d.manifest for d in self.actual.deployments if d.name in reached} <= self.approved
 
     @invariant()

@@ -21,7 +21,9 @@ def count(
     server: str, requests: int, errors: int, slow: int = 0, *, origin: str = "", generation: int = 1
 ) -> GenerationCounts:
     tally = RequestCounts(requests=requests, errors=errors, timed=requests, over_p99=slow)
-    return GenerationCounts(origin=origin or server, generation=generation, tallies={"v1": tally}, server=server)
+    return GenerationCounts(
+        origin=origin or server, generation=generation, tallies={"v1": tally}, server=server
+    )
 
 
 def count_each(rows: Iterable[Sequence[int]]) -> list[GenerationCounts]:
@@ -46,7 +48,9 @@ def list_found(counts: Iterable[GenerationCounts]) -> list[tuple[str, str]]:
         ((0, 0, 0), []),
     ],
 )
-def test_find_outliers_compares_each_server_with_others(row: tuple[int, int, int], expected: list[str]) -> None:
+def test_find_outliers_compares_each_server_with_others(
+    row: tuple[int, int, int], expected: list[str]
+) -> None:
     assert list_found(count_each([*HONEST, row])) == [("r4", place) for place in expected]
 
 
@@ -65,7 +69,10 @@ def test_find_outliers_summary_names_server_deployment_and_counts() -> None:
 
 def test_find_outliers_with_several_broken_servers_names_only_them() -> None:
     bad = [(20_000, 1000), (20_000, 900)]
-    assert list_found(count_each([*[(20_000, 20)] * 6, *bad])) == [("r7", "errors"), ("r8", "errors")]
+    assert list_found(count_each([*[(20_000, 20)] * 6, *bad])) == [
+        ("r7", "errors"),
+        ("r8", "errors"),
+    ]
     assert len(list_found(count_each([*[(20_000, 20)] * 30, *bad * 10]))) == MAX_OUTLIERS
 
 
@@ -87,7 +94,9 @@ def test_find_outliers_compares_within_generation() -> None:
     before = [count(f"r{number}", 5000, 500, generation=1) for number in range(3)]
     after = [count(f"r{number}", 5000, 5, generation=2) for number in range(4)]
     assert not find_outliers([*before, *after])
-    assert list_found([*before, *after, count("r2", 2000, 200, origin="again", generation=2)]) == [("r2", "errors")]
+    assert list_found([*before, *after, count("r2", 2000, 200, origin="again", generation=2)]) == [
+        ("r2", "errors")
+    ]
 
 
 def test_find_outliers_adds_evidence_of_generations() -> None:
@@ -119,7 +128,10 @@ def test_find_outliers_of_servers_with_many_requests_scales_them() -> None:
 
 def test_find_outliers_compares_deployments_separately() -> None:
     counts = count_each(HONEST)
-    candidates = [replace(each, tallies={**each.tallies, "v2": RequestCounts(requests=1000)}) for each in counts]
+    candidates = [
+        replace(each, tallies={**each.tallies, "v2": RequestCounts(requests=1000)})
+        for each in counts
+    ]
     assert not find_outliers(candidates)
     candidates[1] = replace(candidates[1], tallies={"v2": RequestCounts(requests=1000, errors=100)})
     (outlier,) = find_outliers(candidates)
@@ -137,7 +149,10 @@ def test_find_outliers_without_names_of_servers_finds_none() -> None:
     ("tally", "expected"),
     [
         (RequestCounts(requests=10**400, errors=10**399), ["errors"]),
-        (RequestCounts(requests=10**15, errors=10**15, timed=10**15, over_p99=10**15), ["errors", "slow"]),
+        (
+            RequestCounts(requests=10**15, errors=10**15, timed=10**15, over_p99=10**15),
+            ["errors", "slow"],
+        ),
         (RequestCounts(requests=10**15, errors=10), ["errors"]),
         (RequestCounts(requests=-5, errors=-1), []),
         (RequestCounts(requests=10, errors=-(10**30)), []),
@@ -161,15 +176,26 @@ def test_find_outliers_with_huge_counts_of_one_server_names_no_other(
     random = np.random.default_rng(servers)
     honest = count_each([(20_000, int(random.binomial(20_000, share))) for _ in range(servers - 1)])
     requests = 10**15
-    assert list_found([*honest, count("r0", requests, round(requests * invented))]) == [("r0", "errors")]
+    assert list_found([*honest, count("r0", requests, round(requests * invented))]) == [
+        ("r0", "errors")
+    ]
 
 
 class Fleet:
     """Replicas that answer requests with these shares of errors and slow requests."""
 
-    def __init__(self, random: np.random.Generator, weights: npt.ArrayLike, errors: npt.ArrayLike, slow: float) -> None:
+    def __init__(
+        self,
+        random: np.random.Generator,
+        weights: npt.ArrayLike,
+        errors: npt.ArrayLike,
+        slow: float,
+    ) -> None:
         self.random, self.weights = random, np.asarray(weights, dtype=float)
-        self.shares = [np.broadcast_to(np.asarray(share, dtype=float), self.weights.shape) for share in (errors, slow)]
+        self.shares = [
+            np.broadcast_to(np.asarray(share, dtype=float), self.weights.shape)
+            for share in (errors, slow)
+        ]
         self.table = np.zeros((len(self.weights), 3), dtype=np.int64)
 
     def answer(self, requests: float) -> list[GenerationCounts]:
@@ -186,7 +212,12 @@ def test_find_outliers_of_similar_servers_finds_none_in_twenty_looks(endpoints: 
     found = 0
     for _ in range(endpoints):
         weights = random.dirichlet(np.full(random.integers(2, 51), 5.0))
-        fleet = Fleet(random, weights * len(weights), 10 ** random.uniform(-4, -0.5), 10 ** random.uniform(-3, -0.3))
+        fleet = Fleet(
+            random,
+            weights * len(weights),
+            10 ** random.uniform(-4, -0.5),
+            10 ** random.uniform(-3, -0.3),
+        )
         requests = 10 ** random.uniform(1, 5)
         found += any(find_outliers(fleet.answer(requests)) for _ in range(20))
     assert found == 0
@@ -197,5 +228,7 @@ def test_find_outliers_finds_five_percent_errors_within_requests(servers: int, n
     random = np.random.default_rng(servers)
     for _ in range(20):
         bad = int(random.integers(servers))
-        fleet = Fleet(random, np.ones(servers), np.where(np.arange(servers) == bad, 0.05, 0.001), 0.01)
+        fleet = Fleet(
+            random, np.ones(servers), np.where(np.arange(servers) == bad, 0.05, 0.001), 0.01
+        )
         assert list_found(fleet.answer(needed)) == [(f"r{bad + 1}", "errors")]

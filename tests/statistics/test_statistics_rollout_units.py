@@ -27,7 +27,9 @@ from onnx_ops.statistics.rollout.judge import judge
 from tests.support.endpoints import fileless_deployment
 
 CANDIDATE = fileless_deployment("v2").manifest
-POLICY = RolloutPolicy(steps=(0.1, 0.5, 1.0), guardrails=(Guardrail(name="errors"),), min_requests=(300, 1000))
+POLICY = RolloutPolicy(
+    steps=(0.1, 0.5, 1.0), guardrails=(Guardrail(name="errors"),), min_requests=(300, 1000)
+)
 Clients = Sequence[tuple[int, int, bool]]
 """Requests and errors of each client in an epoch, and whether the candidate answers."""
 
@@ -52,13 +54,21 @@ class Server:
 
     def serve(self, clients: Clients) -> MetricsReading:
         self.epochs.append(
-            EpochUnits(generation=self.generation, epoch=len(self.epochs), units={"errors": count_units(clients)})
+            EpochUnits(
+                generation=self.generation,
+                epoch=len(self.epochs),
+                units={"errors": count_units(clients)},
+            )
         )
         for name, side in (("v2", True), ("v1", False)):
             more = [client for client in clients if client[2] == side]
-            added = RequestCounts(requests=sum(n for n, _, _ in more), errors=sum(e for _, e, _ in more))
+            added = RequestCounts(
+                requests=sum(n for n, _, _ in more), errors=sum(e for _, e, _ in more)
+            )
             self.tallies[name] = self.tallies.get(name, RequestCounts()).plus(added)
-        counts = GenerationCounts(origin=f"a{self.starts}", generation=self.generation, tallies=dict(self.tallies))
+        counts = GenerationCounts(
+            origin=f"a{self.starts}", generation=self.generation, tallies=dict(self.tallies)
+        )
         return MetricsReading(at=self.at, counts=(counts,), epochs=tuple(self.epochs[-30:]))
 
 
@@ -71,12 +81,16 @@ def add(observations: Observations, reading: MetricsReading) -> Observations:
     return observations.with_reading(reading, stable="v1", candidate="v2")
 
 
-def run_clients(count: int, epochs: int, *, restarts: int = 0, failing: float = 1.0, seed: int = 5) -> AnalysisResult:
+def run_clients(
+    count: int, epochs: int, *, restarts: int = 0, failing: float = 1.0, seed: int = 5
+) -> AnalysisResult:
     """Judge clients who send 100 requests in each epoch, of which the candidate fails some."""
     random, server, observations = np.random.default_rng(seed), Server(), begin()
     for number in range(epochs):
         mine = random.random(count) < 0.1
-        observations = add(observations, server.serve([(100, round(100 * failing) if m else 0, m) for m in mine]))
+        observations = add(
+            observations, server.serve([(100, round(100 * failing) if m else 0, m) for m in mine])
+        )
         if number < restarts:
             server.restart()
     return judge(observations, POLICY)
@@ -100,7 +114,9 @@ def test_judge_with_too_few_units_reports_unmet_target() -> None:
     for _ in range(40):  # latencies of no epoch were compared, as during warm-up
         observations = add(observations, server.serve([(100, 0, True), *[(100, 0, False)] * 9]))
     latency = replace(POLICY, guardrails=(Guardrail(name="latency_p50"),))
-    assert judge(observations, latency).unmet_target.startswith("latency_p50 has 0 of 20 independent units")
+    assert judge(observations, latency).unmet_target.startswith(
+        "latency_p50 has 0 of 20 independent units"
+    )
     assert not judged.split_mismatch
 
 
@@ -121,7 +137,11 @@ def test_observations_count_epoch_once_and_only_in_generation_of_rollout() -> No
     assert add(once, replace(reading, counts=())).intervals == once.intervals
     other = Server(generation=6).serve([(10, 10, True)])
     ignored = add(once, other)
-    assert (ignored.generations, ignored.intervals, ignored.counts) == (once.generations, once.intervals, once.counts)
+    assert (ignored.generations, ignored.intervals, ignored.counts) == (
+        once.generations,
+        once.intervals,
+        once.counts,
+    )
     assert once.select_new(reading).epochs == ()
     assert once.select_new(other).counts == ()
 
@@ -141,7 +161,9 @@ def test_observations_with_skewed_server_clock_are_unchanged(skew_s: float) -> N
 def test_observations_assign_late_counts_to_step_of_their_generation() -> None:
     server = Server()
     before = add(begin(), server.serve([(100, 0, True)]))
-    moved = before.move_to_step(GenerationUnits(generation=9, step=1, percent=50, is_drawn=True), 50.0)
+    moved = before.move_to_step(
+        GenerationUnits(generation=9, step=1, percent=50, is_drawn=True), 50.0
+    )
     late = add(moved, server.serve([(40, 0, True)]))
     assert [(one.step, one.canary.requests) for one in late.intervals] == [(0, 100), (0, 40)]
     assert [split.epochs for split in late.generations] == [2, 0]
@@ -155,12 +177,16 @@ def test_observations_of_several_servers_add_counts() -> None:
     seen = add(begin(), reading)
     assert [(each.canary.requests, each.stable.requests) for each in seen.intervals] == [(100, 50)]
     fewer = replace(one, tallies={**one.tallies, "v2": RequestCounts(requests=90)})
-    assert add(seen, replace(reading, counts=(fewer,))).counts == seen.counts, "a reading that comes late"
+    assert add(seen, replace(reading, counts=(fewer,))).counts == seen.counts, (
+        "a reading that comes late"
+    )
 
 
 def test_judge_with_open_epoch_detects_gross_failure() -> None:
     keyless = EpochUnits(
-        generation=7, epoch=5, units={"errors": count_units([*[(1, 1, True)] * 5, *[(1, 0, False)] * 45])}
+        generation=7,
+        epoch=5,
+        units={"errors": count_units([*[(1, 1, True)] * 5, *[(1, 0, False)] * 45])},
     )
     server = Server()
     quiet = server.serve([(1, 0, True), *[(1, 0, False)] * 9])
@@ -168,7 +194,9 @@ def test_judge_with_open_epoch_detects_gross_failure() -> None:
     judged = judge(add(begin(), replace(quiet, open_epoch=keyless)), POLICY)
     assert "gross failure: 83 % of requests failed in 6 units" in judged.gross_failure
     assert not judged.guardrails[0].is_violated, "evidence takes closed epochs"
-    both = replace(keyless, units={"errors": count_units([*[(1, 1, True)] * 5, *[(1, 1, False)] * 45])})
+    both = replace(
+        keyless, units={"errors": count_units([*[(1, 1, True)] * 5, *[(1, 1, False)] * 45])}
+    )
     assert not judge(add(begin(), replace(quiet, open_epoch=both)), POLICY).gross_failure
 
 
@@ -176,7 +204,10 @@ def test_judge_with_refused_requests_of_one_client_reports_no_gross_failure() ->
     def read(clients: Clients) -> MetricsReading:
         reading = Server().serve([(10, 0, True), *[(10, 0, False)] * 9])
         return replace(
-            reading, epochs=tuple(replace(e, units={"refused": count_units(clients)}) for e in reading.epochs)
+            reading,
+            epochs=tuple(
+                replace(e, units={"refused": count_units(clients)}) for e in reading.epochs
+            ),
         )
 
     one = [(900, 900, True), *[(10, 0, True)] * 9, *[(10, 0, False)] * 90]
@@ -195,8 +226,13 @@ def judge_users(successes: int, others: int, users: int) -> AnalysisResult:
     for name, good in (("v2", successes), ("v1", others)):
         total = 100 * users
         tallies[name] = RequestCounts(requests=total, feedback=total, successes=good * users)
-        counted = UserBlocks(requests=(*[100] * users, *rest, 0), events=(*[good] * users, *rest, 0))
-        blocks[name] = {"feedback": counted, "errors": replace(counted, events=(*[0] * users, *rest, 0))}
+        counted = UserBlocks(
+            requests=(*[100] * users, *rest, 0), events=(*[good] * users, *rest, 0)
+        )
+        blocks[name] = {
+            "feedback": counted,
+            "errors": replace(counted, events=(*[0] * users, *rest, 0)),
+        }
     counts = GenerationCounts(origin="a", generation=7, tallies=tallies, blocks=blocks)
     observations = begin(percent=50, is_drawn=False)
     return judge(add(observations, MetricsReading(at=1.0, counts=(counts,))), AB)

@@ -25,7 +25,13 @@ def interval(estimate: float, half: float = 0.01) -> Interval:
 
 
 def entry(metric: str, against: str = "fp32", **figures: Any) -> ScoreComparison:
-    found = {"n": 1000, "candidate": interval(0.9), "confidence": 0.9, "method": "bootstrap", **figures}
+    found = {
+        "n": 1000,
+        "candidate": interval(0.9),
+        "confidence": 0.9,
+        "method": "bootstrap",
+        **figures,
+    }
     return ScoreComparison(metric=metric, against=against, **found)
 
 
@@ -73,7 +79,10 @@ def test_metric_gate_compares_each_limit_with_its_interval(
 
 def test_metric_gate_at_limit_decides_by_interval_bound() -> None:
     touching = entry("f1 macro", difference=Interval(estimate=0.0, low=-0.05, high=0.05))
-    assert judged(MetricGate(name="f1", max_drop=0.05), evidence(touching))[0].verdict is Verdict.INCONCLUSIVE
+    assert (
+        judged(MetricGate(name="f1", max_drop=0.05), evidence(touching))[0].verdict
+        is Verdict.INCONCLUSIVE
+    )
     exact = entry("f1 macro", "", candidate=Interval(estimate=0.95, low=0.9, high=1.0))
     assert judged(MetricGate(name="f1", min=0.9), evidence(exact))[0].verdict is Verdict.PASS
 
@@ -85,7 +94,9 @@ def test_metric_gate_with_other_settings_ignores_score(golden: Golden) -> None:
     golden("reasons", other.reason)
 
 
-@pytest.mark.parametrize("gate", [MetricGate(name="auc", max_drop=0.5), MetricGate(name="auc", min=0.1)])
+@pytest.mark.parametrize(
+    "gate", [MetricGate(name="auc", max_drop=0.5), MetricGate(name="auc", min=0.1)]
+)
 def test_metric_gate_of_score_without_value_returns_its_reason(gate: MetricGate) -> None:
     undefined = ScoreComparison(metric="auc", against="", n=9, undefined="only one class")
     failed = replace(undefined, undefined="", failed="it raised")
@@ -93,17 +104,24 @@ def test_metric_gate_of_score_without_value_returns_its_reason(gate: MetricGate)
     verdicts = {Verdict.INCONCLUSIVE: undefined, Verdict.ERROR: failed, Verdict.FAIL: broken}
     for verdict, found in verdicts.items():
         (result,) = judged(gate, evidence(found))
-        assert (result.verdict, result.reason) == (verdict, found.undefined or found.failed or found.broken)
+        assert (result.verdict, result.reason) == (
+            verdict,
+            found.undefined or found.failed or found.broken,
+        )
 
 
 def test_metric_gate_with_unscorable_baseline_judges_minimum() -> None:
     found = evidence(
         entry("auc", ""),
         entry("auc", difference=interval(0.0)),
-        ScoreComparison(metric="auc", against="champion", n=1000, undefined="champion answers with NaN"),
+        ScoreComparison(
+            metric="auc", against="champion", n=1000, undefined="champion answers with NaN"
+        ),
         baseline="champion",
     )
-    results = {r.metric: r.verdict for r in judged(MetricGate(name="auc", max_drop=0.05, min=0.5), found)}
+    results = {
+        r.metric: r.verdict for r in judged(MetricGate(name="auc", max_drop=0.05, min=0.5), found)
+    }
     assert results == {
         "auc vs fp32": Verdict.PASS, "auc vs champion": Verdict.INCONCLUSIVE, "auc": Verdict.PASS,
     }  # fmt: skip
@@ -137,7 +155,9 @@ def test_metric_gate_with_inconsistent_interval_is_error(bad: Interval) -> None:
 def test_metric_gate_with_limit_of_wrong_kind_is_inconclusive() -> None:
     for gate in (MetricGate(name="mae", max_drop=1.0), MetricGate(name="auc", max_increase=1.0)):
         name = gate.definition().label
-        figures: dict[str, Any] = {"ratio": interval(1.0)} if name == "mae" else {"difference": interval(0.0)}
+        figures: dict[str, Any] = (
+            {"ratio": interval(1.0)} if name == "mae" else {"difference": interval(0.0)}
+        )
         (result,) = judged(gate, evidence(entry(name, **figures)))
         assert result.verdict is Verdict.INCONCLUSIVE
 
@@ -186,7 +206,9 @@ def test_metric_gate_with_change_on_few_rows_passes_only_if_others_keep_limit(
     assert judged(gate, evidence(replace(few, rest=None)))[0].verdict is Verdict.INCONCLUSIVE
     assert judged(gate, evidence(replace(few, rest=math.nan)))[0].verdict is Verdict.INCONCLUSIVE
     assert judged(gate, evidence(replace(few, rest=good)))[0].verdict is Verdict.PASS
-    broken: dict[str, Any] = {change: interval(no_change + (0.2 if limit == "max_increase" else -0.2))}
+    broken: dict[str, Any] = {
+        change: interval(no_change + (0.2 if limit == "max_increase" else -0.2))
+    }
     worse = replace(few, **broken)
     assert judged(gate, evidence(worse))[0].verdict is Verdict.FAIL
 
@@ -194,17 +216,24 @@ def test_metric_gate_with_change_on_few_rows_passes_only_if_others_keep_limit(
 def test_metric_gate_with_single_heavy_row_describes_it_in_singular() -> None:
     few = entry("rmse", ratio=interval(1.001), carrying=1, rest=1.2, heavy=(17,))
     (result,) = judged(MetricGate(name="rmse", max_increase=0.05), evidence(few))
-    assert result.reason.endswith("1 of 1000 rows carries it, and in the others it changes by +20%: look at row 17")
+    assert result.reason.endswith(
+        "1 of 1000 rows carries it, and in the others it changes by +20%: look at row 17"
+    )
 
 
 def test_metric_gate_with_minimum_r2_passes_only_if_many_rows_carry_it() -> None:
     few = entry("r2", "", effective=4.2, heavy=(17,))
     assert judged(MetricGate(name="r2", min=0.5), evidence(few))[0].verdict is Verdict.INCONCLUSIVE
-    assert judged(MetricGate(name="r2", min=0.5), evidence(replace(few, effective=80.0)))[0].verdict is Verdict.PASS
+    assert (
+        judged(MetricGate(name="r2", min=0.5), evidence(replace(few, effective=80.0)))[0].verdict
+        is Verdict.PASS
+    )
 
 
 def test_metric_gate_of_equal_answers_passes_with_zero_change() -> None:
-    counts = PairedCounts(metric="accuracy", against="fp32", n=30, both=20, only_baseline=0, only_candidate=0)
+    counts = PairedCounts(
+        metric="accuracy", against="fp32", n=30, both=20, only_baseline=0, only_candidate=0
+    )
     gate = MetricGate(name="accuracy", max_drop=0.01)
     assert judged(gate, evidence(metrics=(counts,)))[0].verdict is Verdict.INCONCLUSIVE
     (equal,) = judged(gate, evidence(metrics=(replace(counts, equal=True),)))
@@ -225,7 +254,9 @@ def test_metric_gate_of_equal_answers_passes_with_zero_change() -> None:
 
 
 def test_metric_gate_with_grouped_rows_adds_advisory() -> None:
-    scored = evidence(entry("f1 macro", difference=interval(0.0, 0.001)), grouped=("the data holds 'patient'",))
+    scored = evidence(
+        entry("f1 macro", difference=interval(0.0, 0.001)), grouped=("the data holds 'patient'",)
+    )
     decision = judge([MetricGate(name="f1", max_drop=0.05)], scored)
     (result,) = (result for result in decision.results if result.metric == "f1 macro vs fp32")
     assert result.verdict is Verdict.PASS
@@ -237,7 +268,8 @@ def test_metric_gate_with_grouped_rows_adds_advisory() -> None:
 def test_metric_gate_passes_exactly_if_p_value_is_below_five_percent() -> None:
     for estimate in (-0.02, -0.035, -0.045):
         (found,) = judged(
-            MetricGate(name="f1", max_drop=0.05), evidence(entry("f1 macro", difference=interval(estimate)))
+            MetricGate(name="f1", max_drop=0.05),
+            evidence(entry("f1 macro", difference=interval(estimate))),
         )
         assert found.p_value is not None
         assert (found.p_value < 0.05) == (found.verdict is Verdict.PASS)

@@ -31,11 +31,15 @@ from tests.support.golden import Golden
 FLOAT = make_evidence(
     "fp32",
     runtime=CPU_FACTS,
-    parity=(ParityMeasurement(output="y", group="real", rows=64, error=1e-6, noise=1e-6, ratio=1.0),),
+    parity=(
+        ParityMeasurement(output="y", group="real", rows=64, error=1e-6, noise=1e-6, ratio=1.0),
+    ),
 )
 INT8 = replace(FLOAT, variant="int8", quantized=True, export_parity=FLOAT.parity, parity=())
 WEIGHT = WeightMeasurement(tensor="w", steps=0.5, elements=64)
-ACTIVATION = ActivationMeasurement(tensor="relu", values=1000, noise=1.73, saturated=0.001, departure=4.0)
+ACTIVATION = ActivationMeasurement(
+    tensor="relu", values=1000, noise=1.73, saturated=0.001, departure=4.0
+)
 
 
 def line(evidence: Evidence, metric: str, gate: ParityGate | None = None) -> GateResult | None:
@@ -52,7 +56,9 @@ def certain(evidence: Evidence, metric: str, gate: ParityGate | None = None) -> 
 
 def test_structure_entries_with_recipe_and_advice_lists_settings(golden: Golden) -> None:
     advice = Advice(finding="7 left in float", setting="options: {}", nodes=tuple("abcdefg"))
-    entries = structure_entries(replace(INT8, recipe=("weights of 7 bits", "why"), advice=(advice,)))
+    entries = structure_entries(
+        replace(INT8, recipe=("weights of 7 bits", "why"), advice=(advice,))
+    )
     golden("tables", "\n".join(f"{key}: {value}" for key, value in entries.items()))
 
 
@@ -73,7 +79,10 @@ def test_parity_gate_with_one_changed_tree_node_fails() -> None:
     same = TreeStructure(trees=3, splits=10, leaves=13, changed=0)
     good = certain(replace(FLOAT, trees=same), "trees")
     assert (good.verdict, good.estimate, good.n) == (Verdict.PASS, 0.0, 23)
-    bad = certain(replace(FLOAT, trees=replace(same, changed=1, differences=("tree 2, node 4: threshold",))), "trees")
+    bad = certain(
+        replace(FLOAT, trees=replace(same, changed=1, differences=("tree 2, node 4: threshold",))),
+        "trees",
+    )
     assert bad.verdict is Verdict.FAIL
     assert "tree 2, node 4" in bad.reason
     many = replace(same, changed=9, differences=tuple(f"tree {i}" for i in range(9)))
@@ -94,10 +103,19 @@ def test_parity_gate_judges_noise_and_saturation_by_worst_activation() -> None:
 
 @pytest.mark.parametrize(
     ("share", "verdict", "warned"),
-    [(0.03, Verdict.PASS, False), (0.05, Verdict.PASS, True), (0.1, Verdict.PASS, True), (0.11, Verdict.FAIL, False)],
+    [
+        (0.03, Verdict.PASS, False),
+        (0.05, Verdict.PASS, True),
+        (0.1, Verdict.PASS, True),
+        (0.11, Verdict.FAIL, False),
+    ],
 )
-def test_parity_gate_with_rising_saturation_warns_before_it_fails(share: float, verdict: Verdict, warned: bool) -> None:
-    found = certain(replace(INT8, activations=(replace(ACTIVATION, saturated=share),)), "saturation")
+def test_parity_gate_with_rising_saturation_warns_before_it_fails(
+    share: float, verdict: Verdict, warned: bool
+) -> None:
+    found = certain(
+        replace(INT8, activations=(replace(ACTIVATION, saturated=share),)), "saturation"
+    )
     assert found.verdict is verdict
     assert ("is suspicious" in found.reason) == warned
 
@@ -113,7 +131,9 @@ def test_parity_gate_with_int8_coverage_is_advisory(golden: Golden) -> None:
         FloatOperator(name="/fc2", op_type="Gemm", reason="excluded"),
         FloatOperator(name="/conv", op_type="Conv", reason="its input is not quantized"),
     )
-    partly = certain(replace(INT8, coverage=Int8Coverage(int8=("a", "b"), floats=operators)), "int8 coverage")
+    partly = certain(
+        replace(INT8, coverage=Int8Coverage(int8=("a", "b"), floats=operators)), "int8 coverage"
+    )
     assert partly.advisory
     assert partly.verdict is Verdict.FAIL
     assert partly.estimate == 0.5
@@ -141,12 +161,23 @@ def test_parity_gate_with_rows_explained_by_jitter_counts_them(golden: Golden) -
 
 @pytest.mark.parametrize(
     ("dtype", "off", "good"),
-    [("float32", 0.9e-3, True), ("float32", 1.2e-3, False), ("float16", 4e-3, True), ("float16", 7e-3, False)],
+    [
+        ("float32", 0.9e-3, True),
+        ("float32", 1.2e-3, False),
+        ("float16", 4e-3, True),
+        ("float16", 7e-3, False),
+    ],
 )
-def test_parity_gate_without_float64_source_names_tolerance(dtype: str, off: float, good: bool) -> None:
+def test_parity_gate_without_float64_source_names_tolerance(
+    dtype: str, off: float, good: bool
+) -> None:
     reference = np.linspace(1, 2, 64, dtype=np.float32)
     found = measure_output(
-        group="real", output="y", onnx=(reference * (1 + off)).astype(dtype), single=reference, double=None
+        group="real",
+        output="y",
+        onnx=(reference * (1 + off)).astype(dtype),
+        single=reference,
+        double=None,
     )
     rtol = "0.005" if dtype == "float16" else "0.001"
     assert found.tolerance.startswith(f"rtol {rtol} + atol")
@@ -172,9 +203,13 @@ def test_structure_entries_lists_measured_structure_only(golden: Golden) -> None
     evidence = replace(
         INT8,
         source=SourceLimits(nan="refused", refused={"nan": "Input contains NaN"}),
-        trees=TreeStructure(trees=1, splits=1, leaves=2, changed=1, differences=("tree 0, node 0: threshold",)),
+        trees=TreeStructure(
+            trees=1, splits=1, leaves=2, changed=1, differences=("tree 0, node 0: threshold",)
+        ),
         activations=(ACTIVATION,),
-        coverage=Int8Coverage(int8=("a",), floats=(FloatOperator(name="b", op_type="Conv", reason="excluded"),)),
+        coverage=Int8Coverage(
+            int8=("a",), floats=(FloatOperator(name="b", op_type="Conv", reason="excluded"),)
+        ),
     )
     entries = structure_entries(evidence)
     golden("tables", "\n".join(f"{key}: {value}" for key, value in entries.items()))
@@ -182,7 +217,9 @@ def test_structure_entries_lists_measured_structure_only(golden: Golden) -> None
 
 def test_judge_source_with_unused_inputs_adds_passing_advisory() -> None:
     evidence = replace(FLOAT, unused_inputs=("item", "age", "city", "plan"))
-    (result,) = (one for one in judge_source(ParityGate(), evidence) if one.metric == "unused inputs")
+    (result,) = (
+        one for one in judge_source(ParityGate(), evidence) if one.metric == "unused inputs"
+    )
     assert (result.advisory, result.verdict) == (True, Verdict.PASS)
     assert "item, age, city and 1 more" in result.reason
     assert not [one for one in judge_source(ParityGate(), FLOAT) if one.metric == "unused inputs"]
@@ -193,7 +230,9 @@ def test_parity_gate_with_narrow_or_wide_ranges_fails() -> None:
     sound = replace(INT8, activations=(good,), weights=(replace(WEIGHT, stretch=2.0),))
     assert certain(sound, "clipping").verdict is Verdict.PASS
     assert certain(sound, "ranges").verdict is Verdict.PASS
-    narrow = certain(replace(sound, activations=(good, replace(good, tensor="x", clipping=101.0))), "clipping")
+    narrow = certain(
+        replace(sound, activations=(good, replace(good, tensor="x", clipping=101.0))), "clipping"
+    )
     assert narrow.verdict is Verdict.FAIL
     assert "'x'" in narrow.reason
     wide = replace(sound, activations=(good, replace(good, tensor="x", stretch=2.9)))

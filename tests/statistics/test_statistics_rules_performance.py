@@ -15,7 +15,15 @@ from onnx_ops.domain.evidence import (
     PairedRatios,
     ThroughputMeasurement,
 )
-from onnx_ops.domain.gate import ColdStartGate, Gate, LatencyGate, MemoryGate, MetricGate, SizeGate, ThroughputGate
+from onnx_ops.domain.gate import (
+    ColdStartGate,
+    Gate,
+    LatencyGate,
+    MemoryGate,
+    MetricGate,
+    SizeGate,
+    ThroughputGate,
+)
 from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.latency import compare_quantile
 from tests.support.evidence import CPU_FACTS, DIGEST, QUIET, make_evidence
@@ -35,15 +43,26 @@ def shifted(ratio: float, noise: tuple[tuple[float], ...] = QUIET) -> tuple[tupl
     return tuple((math.log(ratio) + x,) for (x,) in noise)
 
 
-def figure(name: str, ratio: float, noise: tuple[tuple[float], ...] = QUIET, against: str = "fp32") -> PairedRatios:
+def figure(
+    name: str, ratio: float, noise: tuple[tuple[float], ...] = QUIET, against: str = "fp32"
+) -> PairedRatios:
     return PairedRatios(
-        figure=name, against=against, baseline=DIGEST, log_ratios=shifted(ratio, noise), self_log_ratios=noise
+        figure=name,
+        against=against,
+        baseline=DIGEST,
+        log_ratios=shifted(ratio, noise),
+        self_log_ratios=noise,
     )
 
 
 def latency(ratio: float, noise: tuple[tuple[float], ...] = QUIET) -> LatencyComparison:
     return LatencyComparison(
-        against="fp32", baseline=DIGEST, log_ratios=shifted(ratio, noise), self_log_ratios=noise, runs=400, preempted=4
+        against="fp32",
+        baseline=DIGEST,
+        log_ratios=shifted(ratio, noise),
+        self_log_ratios=noise,
+        runs=400,
+        preempted=4,
     )
 
 
@@ -57,18 +76,38 @@ def only(gate: Gate, evidence: Evidence) -> GateResult:
 class TestThroughput:
     @pytest.mark.parametrize(
         ("ratio", "verdict"),
-        [(0.9, Verdict.PASS), (1.02, Verdict.PASS), (1.2, Verdict.FAIL), (1.05, Verdict.INCONCLUSIVE)],
+        [
+            (0.9, Verdict.PASS),
+            (1.02, Verdict.PASS),
+            (1.2, Verdict.FAIL),
+            (1.05, Verdict.INCONCLUSIVE),
+        ],
     )
-    def test_throughput_gate_compares_time_per_request_with_baseline(self, ratio: float, verdict: Verdict) -> None:
+    def test_throughput_gate_compares_time_per_request_with_baseline(
+        self, ratio: float, verdict: Verdict
+    ) -> None:
         gate = ThroughputGate(concurrency=4, max_regression=0.05)
-        result = only(gate, replace(INT8, ratios=(figure("concurrency 8", 9.0), figure("concurrency 4", ratio))))
-        assert (result.verdict, result.metric, result.n, result.bound) == (verdict, "concurrency 4 vs fp32", 40, 1.05)
+        result = only(
+            gate,
+            replace(INT8, ratios=(figure("concurrency 8", 9.0), figure("concurrency 4", ratio))),
+        )
+        assert (result.verdict, result.metric, result.n, result.bound) == (
+            verdict,
+            "concurrency 4 vs fp32",
+            40,
+            1.05,
+        )
         assert result.estimate == pytest.approx(ratio, rel=1e-3)
         assert "session pairs" in result.reason
 
     @pytest.mark.parametrize(
         ("minimum", "verdict"),
-        [(190.0, Verdict.PASS), (195.0, Verdict.PASS), (205.0, Verdict.INCONCLUSIVE), (221.0, Verdict.FAIL)],
+        [
+            (190.0, Verdict.PASS),
+            (195.0, Verdict.PASS),
+            (205.0, Verdict.INCONCLUSIVE),
+            (221.0, Verdict.FAIL),
+        ],
     )
     def test_throughput_gate_with_minimum_uses_lower_bound_and_binds_if_dedicated(
         self, minimum: float, verdict: Verdict
@@ -91,14 +130,21 @@ class TestThroughput:
             assert "was not measured" in result.reason
 
     def test_throughput_gate_of_first_export_returns_no_results(self) -> None:
-        assert judge([ThroughputGate(max_regression=0.1)], replace(INT8, variant="fp32")).results == ()
+        assert (
+            judge([ThroughputGate(max_regression=0.1)], replace(INT8, variant="fp32")).results == ()
+        )
 
 
 class TestStarts:
     def test_cold_start_gate_judges_load_and_first_by_bounds_of_medians(self) -> None:
         gate = ColdStartGate(load=0.125, first=0.009)
         load, first = judge([gate], replace(INT8, starts=STARTS)).results
-        assert (load.metric, load.verdict, load.n, load.unit) == ("load", Verdict.INCONCLUSIVE, 6, "s")
+        assert (load.metric, load.verdict, load.n, load.unit) == (
+            "load",
+            Verdict.INCONCLUSIVE,
+            6,
+            "s",
+        )
         assert load.low == pytest.approx(0.1)
         assert load.high == pytest.approx(0.13)
         assert (first.verdict, first.advisory) == (Verdict.FAIL, True)
@@ -117,7 +163,11 @@ class TestStarts:
 
     @pytest.mark.parametrize(
         ("limit", "verdict"),
-        [(300_000_000, Verdict.INCONCLUSIVE), (305_000_000, Verdict.PASS), (289_000_000, Verdict.FAIL)],
+        [
+            (300_000_000, Verdict.INCONCLUSIVE),
+            (305_000_000, Verdict.PASS),
+            (289_000_000, Verdict.FAIL),
+        ],
     )
     def test_memory_gate_binds_on_any_target(self, limit: int, verdict: Verdict) -> None:
         result = only(MemoryGate(max=limit), replace(INT8, starts=STARTS))
@@ -137,8 +187,13 @@ class TestStarts:
             replace(STARTS, peak_bytes=(-1,) * 6),
         ],
     )
-    def test_cold_start_and_memory_gates_with_impossible_values_return_error(self, bad: ColdStartMeasurement) -> None:
-        decision = judge([ColdStartGate(load=1.0), MemoryGate(max=10**9)], replace(INT8, starts=bad, dedicated=True))
+    def test_cold_start_and_memory_gates_with_impossible_values_return_error(
+        self, bad: ColdStartMeasurement
+    ) -> None:
+        decision = judge(
+            [ColdStartGate(load=1.0), MemoryGate(max=10**9)],
+            replace(INT8, starts=bad, dedicated=True),
+        )
         assert decision.verdict is Verdict.ERROR
 
 
@@ -169,7 +224,9 @@ class TestFasterThanTheExport:
         assert only(LatencyGate(faster_than="fp32"), evidence).verdict is Verdict.FAIL
 
     def test_latency_gate_with_faster_than_on_noisy_host_is_inconclusive(self) -> None:
-        result = only(LatencyGate(faster_than="fp32"), replace(INT8, comparisons=(latency(0.97, LOUD),)))
+        result = only(
+            LatencyGate(faster_than="fp32"), replace(INT8, comparisons=(latency(0.97, LOUD),))
+        )
         assert result.verdict is Verdict.INCONCLUSIVE
         assert "not shown" in result.reason
 
@@ -180,7 +237,14 @@ class TestFasterThanTheExport:
 
 
 def test_gates_without_limit_are_inconclusive() -> None:
-    gates = (ThroughputGate(), ColdStartGate(), MemoryGate(), LatencyGate(), LatencyGate(min_speedup=0.1), MetricGate())
+    gates = (
+        ThroughputGate(),
+        ColdStartGate(),
+        MemoryGate(),
+        LatencyGate(),
+        LatencyGate(min_speedup=0.1),
+        MetricGate(),
+    )
     for gate in gates:
         decision = judge([gate, SizeGate(max=1)], replace(INT8, starts=STARTS))
         assert decision.verdict is Verdict.INCONCLUSIVE
@@ -189,4 +253,6 @@ def test_gates_without_limit_are_inconclusive() -> None:
 def test_compare_quantile_of_median_returns_order_statistics() -> None:
     found = compare_quantile([5, 1, 4, 2, 3], 0.5, 5)
     assert (found.estimate, found.low, found.high, found.verdict) == (3, 1, 5, Verdict.PASS)
-    assert compare_quantile([1, 2, 3, 4], 0.5, 100).verdict is Verdict.INCONCLUSIVE, "four samples bound no median"
+    assert compare_quantile([1, 2, 3, 4], 0.5, 100).verdict is Verdict.INCONCLUSIVE, (
+        "four samples bound no median"
+    )

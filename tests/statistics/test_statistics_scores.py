@@ -69,9 +69,13 @@ WORLDS: tuple[tuple[MetricDefinition, World], ...] = (
 ids = [definition.label for definition, _ in WORLDS]
 
 
-def compared(definition: MetricDefinition, rows: Rows, seed: int = 0, resamples: int = 300) -> ScoreComparison:
+def compared(
+    definition: MetricDefinition, rows: Rows, seed: int = 0, resamples: int = 300
+) -> ScoreComparison:
     label, base, candidate = rows
-    entries = score(definition, label, {CANDIDATE: candidate, "fp32": base}, seed=seed, resamples=resamples)
+    entries = score(
+        definition, label, {CANDIDATE: candidate, "fp32": base}, seed=seed, resamples=resamples
+    )
     return next((entry for entry in entries if entry.against), entries[0])
 
 
@@ -80,11 +84,15 @@ def verdict(entry: ScoreComparison, drop: float = 0.02, growth: float = 0.05) ->
         limit = MetricLimit(kind="max_increase", value=growth, plain=True)
         return limit.verdict(entry.ratio.low - 1, entry.ratio.high - 1)
     assert entry.difference is not None
-    return MetricLimit(kind="max_drop", value=drop, plain=False).verdict(entry.difference.low, entry.difference.high)
+    return MetricLimit(kind="max_drop", value=drop, plain=False).verdict(
+        entry.difference.low, entry.difference.high
+    )
 
 
 @pytest.mark.parametrize(("definition", "draw"), WORLDS, ids=ids)
-@pytest.mark.parametrize(("rows", "trials"), [(500, 100), pytest.param(2000, 25, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("rows", "trials"), [(500, 100), pytest.param(2000, 25, marks=pytest.mark.nightly)]
+)
 def test_score_with_true_change_at_limit_rarely_passes(
     definition: MetricDefinition, draw: World, rows: int, trials: int
 ) -> None:
@@ -94,7 +102,8 @@ def test_score_with_true_change_at_limit_rarely_passes(
     rng = np.random.default_rng([rows, trials])
     label, *models = draw(400_000, rng)
     base, candidate = (
-        build_metric_statistic(definition, label, said).statistic(np.ones((1, len(label))))[0] for said in models
+        build_metric_statistic(definition, label, said).statistic(np.ones((1, len(label))))[0]
+        for said in models
     )
     passed = 0
     for trial in range(trials):
@@ -104,7 +113,9 @@ def test_score_with_true_change_at_limit_rarely_passes(
 
 
 @pytest.mark.parametrize(("definition", "draw"), WORLDS, ids=ids)
-def test_score_of_2000_rows_passes_wide_and_fails_narrow_limit(definition: MetricDefinition, draw: World) -> None:
+def test_score_of_2000_rows_passes_wide_and_fails_narrow_limit(
+    definition: MetricDefinition, draw: World
+) -> None:
     """Passes where the candidate is much better than the limit asks, fails where it is much worse."""
     entry = compared(definition, draw(2000, np.random.default_rng(1)))
     assert verdict(entry, drop=0.2, growth=0.5) is Verdict.PASS
@@ -114,17 +125,26 @@ def test_score_of_2000_rows_passes_wide_and_fails_narrow_limit(definition: Metri
 @pytest.mark.parametrize(("definition", "draw"), WORLDS, ids=ids)
 @settings(max_examples=10)
 @given(seed=st.integers(0, 1000))
-def test_score_with_shuffled_rows_is_unchanged(definition: MetricDefinition, draw: World, seed: int) -> None:
+def test_score_with_shuffled_rows_is_unchanged(
+    definition: MetricDefinition, draw: World, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     rows = draw(60, rng)
     order = rng.permutation(60)
     shuffled = tuple(array[order] for array in rows)
-    one, other = (replace(compared(definition, rows_, resamples=100), heavy=()) for rows_ in (shuffled, rows))
+    one, other = (
+        replace(compared(definition, rows_, resamples=100), heavy=()) for rows_ in (shuffled, rows)
+    )
     assert one == other
 
 
 @settings(max_examples=30)
-@given(seed=st.integers(0, 1000), wrong=st.integers(0, 40), more=st.integers(1, 40), drop=st.floats(0.001, 0.3))
+@given(
+    seed=st.integers(0, 1000),
+    wrong=st.integers(0, 40),
+    more=st.integers(1, 40),
+    drop=st.floats(0.001, 0.3),
+)
 @pytest.mark.parametrize("definition", [F1, BINARY, COSINE, TOKENS], ids=lambda d: d.label)
 def test_score_with_more_wrong_rows_never_improves_verdict(
     definition: MetricDefinition, seed: int, wrong: int, more: int, drop: float
@@ -139,7 +159,9 @@ def test_score_with_more_wrong_rows_never_improves_verdict(
 
     def candidate(count: int) -> Any:
         said = reference.copy()
-        said[order[:count]] = said[order[:count]][:, ::-1] if definition is COSINE else 1 - said[order[:count]]
+        said[order[:count]] = (
+            said[order[:count]][:, ::-1] if definition is COSINE else 1 - said[order[:count]]
+        )
         return said
 
     before, after = (
@@ -151,7 +173,9 @@ def test_score_with_more_wrong_rows_never_improves_verdict(
 
 @pytest.mark.parametrize(("definition", "draw"), [*WORLDS[2:]], ids=ids[2:])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_score_with_nonfinite_answer_returns_no_interval(definition: MetricDefinition, draw: World, bad: float) -> None:
+def test_score_with_nonfinite_answer_returns_no_interval(
+    definition: MetricDefinition, draw: World, bad: float
+) -> None:
     label, base, candidate = draw(100, np.random.default_rng(0))
     spoilt = base.copy()
     spoilt[3] = bad
@@ -186,7 +210,14 @@ def test_score_of_rows_that_do_not_define_metric_is_undefined() -> None:
         assert entry.undefined
         assert entry.candidate is None
         if definition is not MAE:  # it is defined here, though its interval is not
-            assert len(score(definition, label, {CANDIDATE: said, "fp32": said}, seed=0, alike={"fp32"})) == 1
+            assert (
+                len(
+                    score(
+                        definition, label, {CANDIDATE: said, "fp32": said}, seed=0, alike={"fp32"}
+                    )
+                )
+                == 1
+            )
 
 
 class TestEqualAnswers:
@@ -200,7 +231,14 @@ class TestEqualAnswers:
         if definition in (BINARY, AUC):
             label = np.arange(rows) < positives
             label = label if definition is AUC else label.astype(int)
-        found = score(definition, label, {CANDIDATE: base, "fp32": base.copy()}, seed=0, resamples=50, alike={"fp32"})
+        found = score(
+            definition,
+            label,
+            {CANDIDATE: base, "fp32": base.copy()},
+            seed=0,
+            resamples=50,
+            alike={"fp32"},
+        )
         if definition is BINARY and not (label.any() or base.any()):
             return
         (entry,) = (entry for entry in found if entry.against)
@@ -214,7 +252,9 @@ class TestEqualAnswers:
     def test_score_of_equal_exact_or_integer_answers_returns_no_change(
         self, definition: MetricDefinition, label: Any, answers: Any
     ) -> None:
-        alone, entry = score(definition, label.astype(float), {CANDIDATE: answers, "fp32": answers}, seed=0)
+        alone, entry = score(
+            definition, label.astype(float), {CANDIDATE: answers, "fp32": answers}, seed=0
+        )
         assert (entry.difference or entry.ratio) == Interval.point(0.0 if definition is R2 else 1.0)
         assert alone.candidate is None or definition is not R2 or alone.candidate.estimate < 1
 
@@ -231,7 +271,10 @@ class TestEqualAnswers:
 
     def test_score_with_equal_errors_or_exact_baseline_is_undefined(self) -> None:
         label, error = np.random.default_rng(0).standard_normal((2, 100))
-        cases = ((label + error, label - error, "every row"), (label, label + np.linspace(0, 1, 100), "no error"))
+        cases = (
+            (label + error, label - error, "every row"),
+            (label, label + np.linspace(0, 1, 100), "no error"),
+        )
         for base, candidate, cause in cases:
             entry = compared(MAE, (label, base, candidate))
             assert entry.ratio is None
@@ -242,7 +285,11 @@ class TestWithoutLabels:
     def test_score_without_labels_compares_candidate_with_each_model(self) -> None:
         rng = np.random.default_rng(0)
         base = rng.standard_normal((300, 8))
-        answers = {CANDIDATE: base + 0.05 * rng.standard_normal(base.shape), "fp32": base, "champion": -base}
+        answers = {
+            CANDIDATE: base + 0.05 * rng.standard_normal(base.shape),
+            "fp32": base,
+            "champion": -base,
+        }
         entries = {entry.against: entry for entry in score(COSINE, None, answers, seed=0)}
         assert set(entries) == {"fp32", "champion"}
         close, far = entries["fp32"], entries["champion"]
@@ -272,7 +319,12 @@ class TestUserMetric:
             return float((np.abs(said - label) < 0.3).mean())
 
         entries = score(
-            OWN, self.LABEL, {CANDIDATE: self.SAID, "fp32": self.LABEL + 0.2}, seed=0, function=within, resamples=200
+            OWN,
+            self.LABEL,
+            {CANDIDATE: self.SAID, "fp32": self.LABEL + 0.2},
+            seed=0,
+            function=within,
+            resamples=200,
         )
         alone, other = entries
         assert alone.candidate is not None
@@ -305,19 +357,27 @@ class TestUserMetric:
                 raise ValueError("a row occurs twice")
             return 1.0
 
-        (entry,) = score(OWN, self.LABEL, {CANDIDATE: self.SAID}, seed=0, function=picky, resamples=100)
+        (entry,) = score(
+            OWN, self.LABEL, {CANDIDATE: self.SAID}, seed=0, function=picky, resamples=100
+        )
         assert "not defined" in entry.undefined
 
 
 @pytest.mark.parametrize(("definition", "world"), [(F1, classes), (RMSE, numbers), (R2, numbers)])
-def test_score_gives_baseline_same_interval_as_candidate(definition: MetricDefinition, world: World) -> None:
+def test_score_gives_baseline_same_interval_as_candidate(
+    definition: MetricDefinition, world: World
+) -> None:
     label, base, candidate = world(300, np.random.default_rng(3))
-    _, compared = score(definition, label, {CANDIDATE: candidate, "champion": base}, seed=0, resamples=300)
+    _, compared = score(
+        definition, label, {CANDIDATE: candidate, "champion": base}, seed=0, resamples=300
+    )
     (own,) = score(definition, label, {CANDIDATE: base}, seed=0, resamples=300)
     assert compared.reference is not None
     assert own.candidate is not None
     assert compared.reference.estimate == pytest.approx(own.candidate.estimate)
-    assert compared.reference.low == pytest.approx(own.candidate.low, abs=0.02 * abs(own.candidate.estimate))
+    assert compared.reference.low == pytest.approx(
+        own.candidate.low, abs=0.02 * abs(own.candidate.estimate)
+    )
 
 
 class TestHeavyRows:
@@ -351,25 +411,41 @@ class TestHeavyRows:
         assert entry.rest == pytest.approx(-0.04, abs=0.01)
 
     @pytest.mark.parametrize("definition", [MAE, RMSE], ids=lambda d: d.label)
-    def test_score_with_one_giant_error_keeps_ratio_interval_wide(self, definition: MetricDefinition) -> None:
+    def test_score_with_one_giant_error_keeps_ratio_interval_wide(
+        self, definition: MetricDefinition
+    ) -> None:
         label, error = np.random.default_rng(0).standard_normal((2, 500))
         error[0] = 1e4
-        entry = compared(definition, (label, label + error, label + np.where(np.arange(500) < 1, error, 1.2 * error)))
+        entry = compared(
+            definition,
+            (label, label + error, label + np.where(np.arange(500) < 1, error, 1.2 * error)),
+        )
         assert entry.ratio is not None
         assert entry.ratio.high > 1.15
 
     @pytest.mark.parametrize("definition", [MAE, RMSE, R2], ids=lambda d: d.label)
-    def test_score_of_ordinary_errors_reports_no_heavy_rows(self, definition: MetricDefinition) -> None:
+    def test_score_of_ordinary_errors_reports_no_heavy_rows(
+        self, definition: MetricDefinition
+    ) -> None:
         for rows in (20, 50, 500):
             entry = compared(definition, numbers(rows, np.random.default_rng(rows)))
             assert (entry.carrying, entry.rest) == (0, None)
 
 
-def test_score_with_infinite_loss_is_undefined_and_counts_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_score_with_infinite_loss_is_undefined_and_counts_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     inverse = MeanLoss(loss=lambda label, answers: abs(label - answers) / label, of_errors=False)
-    monkeypatch.setitem(METRICS, "relative", TaskMetric(reads="numbers", method=inverse, higher_is_better=False))
+    monkeypatch.setitem(
+        METRICS, "relative", TaskMetric(reads="numbers", method=inverse, higher_is_better=False)
+    )
     label = np.ones(100)
     label[:2] = 0.0
     with np.errstate(all="ignore"):
-        (entry,) = score(MetricDefinition(name="relative"), label, {CANDIDATE: label + 0.5, "fp32": label}, seed=0)
+        (entry,) = score(
+            MetricDefinition(name="relative"),
+            label,
+            {CANDIDATE: label + 0.5, "fp32": label},
+            seed=0,
+        )
     assert entry.undefined == "the loss of relative is not finite on 2 of 100 rows"

@@ -33,14 +33,24 @@ BOUNDS[0, 1], BOUNDS[1, 1] = (0.3, 0.4), (0.6, 0.7)
 def floats(onnx: Any, bounds: Any = BOUNDS, exact: Any = EXACT) -> Any:
     answer = np.asarray(onnx, dtype=np.float32)
     return measure_within_envelope(
-        group="real", output="p", onnx=answer, single=exact.astype(np.float32), double=exact, bounds=bounds
+        group="real",
+        output="p",
+        onnx=answer,
+        single=exact.astype(np.float32),
+        double=exact,
+        bounds=bounds,
     )
 
 
 def labels(onnx: Any, bounds: Any) -> Any:
     exact = np.array([1, 2, 3])
     return measure_within_envelope(
-        group="real", output="l", onnx=np.asarray(onnx), single=exact, double=exact, bounds=np.asarray(bounds)
+        group="real",
+        output="l",
+        onnx=np.asarray(onnx),
+        single=exact,
+        double=exact,
+        bounds=np.asarray(bounds),
     )
 
 
@@ -64,7 +74,13 @@ def test_measure_within_envelope_of_ranking_allows_any_order_of_ties(
     onnx = RANKED.copy()
     onnx[0] = first
     measurement = measure_within_envelope(
-        group="real", output="i", onnx=onnx, single=RANKED, double=RANKED, bounds=UNSURE, made_up=made_up
+        group="real",
+        output="i",
+        onnx=onnx,
+        single=RANKED,
+        double=RANKED,
+        bounds=UNSURE,
+        made_up=made_up,
     )
     assert (measurement.explained, measurement.unexplained) == ((1, 0) if is_explained else (0, 1))
 
@@ -74,7 +90,13 @@ def test_measure_within_envelope_of_row_without_ties_rejects_other_order(made_up
     onnx = RANKED.copy()
     onnx[1] = RANKED[1, ::-1]
     measurement = measure_within_envelope(
-        group="real", output="i", onnx=onnx, single=RANKED, double=RANKED, bounds=UNSURE, made_up=made_up
+        group="real",
+        output="i",
+        onnx=onnx,
+        single=RANKED,
+        double=RANKED,
+        bounds=UNSURE,
+        made_up=made_up,
     )
     assert measurement.ratio == LARGEST
 
@@ -89,7 +111,9 @@ def test_jitter_rows_separates_ties_only_if_requested() -> None:
 
 
 @pytest.mark.parametrize(("head", "error"), [(0, 200.0), (1, 3e-3)])
-def test_measure_within_envelope_judges_columns_of_different_scale_separately(head: int, error: float) -> None:
+def test_measure_within_envelope_judges_columns_of_different_scale_separately(
+    head: int, error: float
+) -> None:
     exact = np.array([2e4, 0.3]) * np.ones((64, 1))
     onnx = exact.copy()
     onnx[:, head] += error
@@ -115,7 +139,9 @@ def test_jitter_rows_changes_copies_by_rounding_only(seed: int, count: int) -> N
     spread = np.abs(many["x"].reshape(COPIES, count, 3).astype(np.float64) / x - 1)
     assert spread.max() <= JITTER + 2.0**-23
     assert spread.max() > 0
-    np.testing.assert_array_equal(many["token"].reshape(COPIES, count), np.tile(np.arange(count), (COPIES, 1)))
+    np.testing.assert_array_equal(
+        many["token"].reshape(COPIES, count), np.tile(np.arange(count), (COPIES, 1))
+    )
 
 
 def test_compute_envelope_spans_floats_and_lists_labels() -> None:
@@ -139,7 +165,9 @@ def test_compute_envelope_with_wide_copies_widens_by_jumps() -> None:
 
 def test_jitter_rows_of_ranking_widens_half_of_copies() -> None:
     x = np.random.default_rng(1).normal(0, 10, (4, 3)).astype(np.float32)
-    spread = np.abs(jitter_rows({"x": x}, ranks=True)["x"].reshape(COPIES, 4, 3).astype(np.float64) / x - 1)
+    spread = np.abs(
+        jitter_rows({"x": x}, ranks=True)["x"].reshape(COPIES, 4, 3).astype(np.float64) / x - 1
+    )
     narrow, wide = spread[: COPIES // 2], spread[COPIES // 2 :]
     assert narrow.max() <= JITTER + 2.0**-23
     assert INNER_JITTER / 2 < wide.max() <= INNER_JITTER + 2.0**-23
@@ -205,7 +233,13 @@ TREE = Tree(
 
 def test_compare_trees_of_same_trees_reports_no_change() -> None:
     found = compare_trees([TREE, TREE], [TREE, TREE])
-    assert (found.trees, found.splits, found.leaves, found.changed, found.differences) == (2, 4, 6, 0, ())
+    assert (found.trees, found.splits, found.leaves, found.changed, found.differences) == (
+        2,
+        4,
+        6,
+        0,
+        (),
+    )
 
 
 def test_compare_trees_allows_rounded_leaf_but_not_rounded_threshold(golden: Golden) -> None:
@@ -233,7 +267,9 @@ def test_compare_trees_with_other_feature_reports_it_once(golden: Golden) -> Non
 
 
 def test_compare_trees_with_swapped_branches_reports_difference() -> None:
-    swapped = Tree(features=TREE.features[[0, 2, 3, 4, 1]], thresholds=TREE.thresholds, weights=TREE.weights)
+    swapped = Tree(
+        features=TREE.features[[0, 2, 3, 4, 1]], thresholds=TREE.thresholds, weights=TREE.weights
+    )
     found = compare_trees([swapped], [TREE])
     assert found.changed >= 1
     assert "arranged differently" in found.differences[0]

@@ -23,9 +23,13 @@ def find_badness_bin(events: int, requests: int) -> int:
     return bisect_left(BADNESS_EDGES, events / requests)
 
 
-def split(candidate: Array, stable: Array, percent: int = 10, place: str = "errors") -> GenerationUnits:
+def split(
+    candidate: Array, stable: Array, percent: int = 10, place: str = "errors"
+) -> GenerationUnits:
     units = UnitCounts(candidate=tuple(map(int, candidate)), stable=tuple(map(int, stable)))
-    return GenerationUnits(generation=1, step=0, percent=percent, is_drawn=True, units={place: units})
+    return GenerationUnits(
+        generation=1, step=0, percent=percent, is_drawn=True, units={place: units}
+    )
 
 
 def units_at(bin_: int, count: int) -> Array:
@@ -36,17 +40,28 @@ def units_at(bin_: int, count: int) -> Array:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("percent", [1, 5, 10, 50, 90, 99])
-def test_make_log_factors_without_worse_units_has_mean_of_at_most_one(place: str, percent: int) -> None:
+def test_make_log_factors_without_worse_units_has_mean_of_at_most_one(
+    place: str, percent: int
+) -> None:
     """For each gambler and each pair of badnesses: the coin is the only thing that is random."""
     for tolerated in (1.0, 1.2, 5.0):
-        factors = np.exp(unit_evidence.make_log_factors(percent, tolerated, unit_evidence.choose_centers(place)))
+        factors = np.exp(
+            unit_evidence.make_log_factors(percent, tolerated, unit_evidence.choose_centers(place))
+        )
         assert np.isfinite(np.log(factors)).all()
         edges = np.array(BADNESS_EDGES)
         for bin_, badness in enumerate(edges):
-            worst = int(np.searchsorted(edges, min(1.0, tolerated * badness) + 1e-12, side="right")) - 1
-            mean = percent / 100 * factors[:, 0, : worst + 1] + (1 - percent / 100) * factors[:, 1, bin_, None]
+            worst = (
+                int(np.searchsorted(edges, min(1.0, tolerated * badness) + 1e-12, side="right")) - 1
+            )
+            mean = (
+                percent / 100 * factors[:, 0, : worst + 1]
+                + (1 - percent / 100) * factors[:, 1, bin_, None]
+            )
             assert mean.max() <= 1 + 1e-12
-            assert percent / 100 * factors[:, 0, 0] + (1 - percent / 100) * factors[:, 1, 0] == pytest.approx(1)
+            assert percent / 100 * factors[:, 0, 0] + (1 - percent / 100) * factors[
+                :, 1, 0
+            ] == pytest.approx(1)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -67,14 +82,20 @@ def test_measure_unit_evidence_with_further_failure_never_falls() -> None:
         events = random.binomial(requests, random.beta(0.2, 2.0, users))
         mine = random.random(users) < percent / 100
         counts = np.zeros((2, BINS))
-        np.add.at(counts, (np.where(mine, 0, 1), np.searchsorted(BADNESS_EDGES, events / requests)), 1)
-        before = unit_evidence.measure_unit_evidence([split(counts[0], counts[1], percent)], "errors", 1.0)
+        np.add.at(
+            counts, (np.where(mine, 0, 1), np.searchsorted(BADNESS_EDGES, events / requests)), 1
+        )
+        before = unit_evidence.measure_unit_evidence(
+            [split(counts[0], counts[1], percent)], "errors", 1.0
+        )
         for user in np.flatnonzero(mine)[:3]:
             worse = counts.copy()
             worse[0, find_badness_bin(events[user], requests[user])] -= 1
             worse[0, find_badness_bin(events[user] + 1, requests[user] + 1)] += 1
             assert (
-                unit_evidence.measure_unit_evidence([split(worse[0], worse[1], percent)], "errors", 1.0)
+                unit_evidence.measure_unit_evidence(
+                    [split(worse[0], worse[1], percent)], "errors", 1.0
+                )
                 >= before - 1e-9
             )
 
@@ -82,18 +103,24 @@ def test_measure_unit_evidence_with_further_failure_never_falls() -> None:
 @settings(max_examples=40, deadline=None)
 @given(percent=percents, seed=st.integers(0, 999))
 def test_measure_unit_evidence_adds_splits_of_same_share(percent: int, seed: int) -> None:
-    first, second = np.random.default_rng(seed).integers(0, 9, (2, 2, BINS)) * (np.arange(BINS) % 9 == 0)
+    first, second = np.random.default_rng(seed).integers(0, 9, (2, 2, BINS)) * (
+        np.arange(BINS) % 9 == 0
+    )
     total = first + second
     shown = unit_evidence.measure_unit_evidence([split(total[0], total[1], percent)], "errors", 1.0)
     factors = unit_evidence.make_log_factors(percent, 1.0, (0.0,))
     candidate, units = total.sum(axis=1)[0], total.sum()
     if abs(candidate / units - percent / 100) < 0.05:  # else the units show another split
         logs = np.tensordot(factors, total, axes=([1, 2], [0, 1]))
-        assert shown == pytest.approx(float(np.logaddexp.reduce(logs) - math.log(len(logs))) / math.log(10))
+        assert shown == pytest.approx(
+            float(np.logaddexp.reduce(logs) - math.log(len(logs))) / math.log(10)
+        )
 
 
 @pytest.mark.parametrize(("percent", "failing"), [(1, 2), (10, 3), (20, 4), (50, 8)])
-def test_measure_unit_evidence_of_few_failing_units_reaches_sixty_to_one(percent: int, failing: int) -> None:
+def test_measure_unit_evidence_of_few_failing_units_reaches_sixty_to_one(
+    percent: int, failing: int
+) -> None:
     """However many requests a unit has: this is what few clients take."""
     limit = math.log10(60)
     for count, expected in ((failing - 1, False), (failing, True)):
@@ -116,7 +143,9 @@ def test_measure_unit_evidence_with_one_more_failing_unit_rises() -> None:
     usual = unit_evidence.measure_unit_evidence([split(candidate, stable)], "errors", 1.0)
     candidate[find_badness_bin(3, 100)] -= 1
     candidate[-1] += 1
-    assert unit_evidence.measure_unit_evidence([split(candidate, stable)], "errors", 1.0) > usual > 3
+    assert (
+        unit_evidence.measure_unit_evidence([split(candidate, stable)], "errors", 1.0) > usual > 3
+    )
 
 
 def test_find_badness_bin_separates_rare_errors_of_busy_units() -> None:
@@ -126,7 +155,9 @@ def test_find_badness_bin_separates_rare_errors_of_busy_units() -> None:
 
 def test_measure_unit_evidence_of_wrong_split_is_negative() -> None:
     """Twice the candidate's share of units, and of their errors."""
-    alike = split(units_at(0, 360) + units_at(BINS - 1, 40), units_at(0, 1440) + units_at(BINS - 1, 160))
+    alike = split(
+        units_at(0, 360) + units_at(BINS - 1, 40), units_at(0, 1440) + units_at(BINS - 1, 160)
+    )
     assert unit_evidence.measure_unit_evidence([alike], "errors", 1.0) < 0
     factors = unit_evidence.make_log_factors(10, 1.0, (0.0,))
     assert (40 * factors[:, 0, -1] + 160 * factors[:, 1, -1]).max() > 2 * math.log(60)
@@ -144,4 +175,9 @@ def test_measure_unit_evidence_of_latency_compares_equal_shares() -> None:
 
 def test_measure_unit_evidence_without_two_versions_is_zero() -> None:
     assert unit_evidence.measure_unit_evidence([], "errors", 1.0) == 0
-    assert unit_evidence.measure_unit_evidence([split(units_at(BINS - 1, 50), units_at(0, 0), 100)], "errors", 1.0) == 0
+    assert (
+        unit_evidence.measure_unit_evidence(
+            [split(units_at(BINS - 1, 50), units_at(0, 0), 100)], "errors", 1.0
+        )
+        == 0
+    )

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.domain.decision import Decision, GateResult, Preference, RankingMetrics, TargetObjective, Verdict
+from onnx_ops.domain.decision import (
+    Decision,
+    GateResult,
+    Preference,
+    RankingMetrics,
+    TargetObjective,
+    Verdict,
+)
 from onnx_ops.domain.evidence import (
     Evidence,
     Interval,
@@ -28,18 +35,36 @@ from tests.support.golden import Golden
 
 
 def decision(
-    variant: str, verdict: Verdict, *, faster: bool | None = None, ratio: float | None = None, target: str = "cpu"
+    variant: str,
+    verdict: Verdict,
+    *,
+    faster: bool | None = None,
+    ratio: float | None = None,
+    target: str = "cpu",
 ) -> Decision:
-    result = GateResult(gate="size", metric="", limit="≤ 1 MB", verdict=verdict, reason=f"{variant} is 3 MB")
-    return Decision(variant=variant, target=target, results=(result,), faster_than_export=faster, latency_ratio=ratio)
+    result = GateResult(
+        gate="size", metric="", limit="≤ 1 MB", verdict=verdict, reason=f"{variant} is 3 MB"
+    )
+    return Decision(
+        variant=variant,
+        target=target,
+        results=(result,),
+        faster_than_export=faster,
+        latency_ratio=ratio,
+    )
 
 
 FP32 = decision("fp32", Verdict.PASS)
 
 
-SLOWER, FASTER = decision("int8", Verdict.PASS, faster=False, ratio=0.9), decision("int4", Verdict.PASS, faster=True)
+SLOWER, FASTER = (
+    decision("int8", Verdict.PASS, faster=False, ratio=0.9),
+    decision("int4", Verdict.PASS, faster=True),
+)
 UNKNOWN, FAILED = decision("fp16", Verdict.PASS), decision("fp32", Verdict.FAIL)
-FAST = [decision(n, Verdict.PASS, faster=True, ratio=r) for n, r in (("a", 0.8), ("b", 0.6), ("c", 0.6))]
+FAST = [
+    decision(n, Verdict.PASS, faster=True, ratio=r) for n, r in (("a", 0.8), ("b", 0.6), ("c", 0.6))
+]
 
 
 @pytest.mark.parametrize(
@@ -48,9 +73,18 @@ FAST = [decision(n, Verdict.PASS, faster=True, ratio=r) for n, r in (("a", 0.8),
         ([FP32, SLOWER, UNKNOWN], "fp32", "no passing variant is faster with confidence"),
         ([FP32, SLOWER, FASTER, UNKNOWN], "int4", ""),
         ([FP32, *FAST], "b", "0.6x"),
-        ([FAILED, UNKNOWN, decision("b", Verdict.PASS, faster=False, ratio=1.1)], "b", "fp32 does not pass"),
+        (
+            [FAILED, UNKNOWN, decision("b", Verdict.PASS, faster=False, ratio=1.1)],
+            "b",
+            "fp32 does not pass",
+        ),
     ],
-    ids=["the export stands", "a variant is faster", "the first of the fastest", "the export does not pass"],
+    ids=[
+        "the export stands",
+        "a variant is faster",
+        "the first of the fastest",
+        "the export does not pass",
+    ],
 )
 def test_choose_keeps_export_unless_variant_is_faster_with_confidence(
     decisions: list[Decision], variant: str, reason: str
@@ -60,11 +94,18 @@ def test_choose_keeps_export_unless_variant_is_faster_with_confidence(
     assert reason in found.reason
 
 
-def gated(variant: str, p_value: float | None, *, verdict: Verdict = Verdict.PASS, ratio: float = 0.5) -> Decision:
+def gated(
+    variant: str, p_value: float | None, *, verdict: Verdict = Verdict.PASS, ratio: float = 0.5
+) -> Decision:
     """A decision whose metric gate has a p-value."""
     found = decision(variant, Verdict.PASS, faster=True, ratio=ratio)
     result = GateResult(
-        gate="metric", metric="accuracy vs fp32", limit="", verdict=verdict, reason="r", p_value=p_value
+        gate="metric",
+        metric="accuracy vs fp32",
+        limit="",
+        verdict=verdict,
+        reason="r",
+        p_value=p_value,
     )
     return replace(found, results=(*found.results, result))
 
@@ -84,10 +125,16 @@ class TestFamily:
             pytest.param((FP32, gated("a", 0.049)), "a", id="one alone at the full level"),
             pytest.param((FP32, gated("a", 0.02), *OTHERS), "fp32", id="one of six needs more"),
             pytest.param((FP32, gated("a", 0.005), *OTHERS), "a", id="one of six has more"),
-            pytest.param((FP32, gated("a", 0.04), *SURE, *BAD), "a", id="sure and bad ones cost little"),
+            pytest.param(
+                (FP32, gated("a", 0.04), *SURE, *BAD), "a", id="sure and bad ones cost little"
+            ),
             pytest.param((EXPORT, gated("a", 0.04)), "a", id="a passing export comes first"),
-            pytest.param((UNSURE, gated("a", 0.04)), None, id="an export that does not pass is one of them"),
-            pytest.param((FP32, gated("a", None), gated("b", None)), "a", id="old evidence is no family"),
+            pytest.param(
+                (UNSURE, gated("a", 0.04)), None, id="an export that does not pass is one of them"
+            ),
+            pytest.param(
+                (FP32, gated("a", None), gated("b", None)), "a", id="old evidence is no family"
+            ),
         ],
     )
     def test_choose_among_several_variants_corrects_for_multiple_tests(
@@ -96,7 +143,10 @@ class TestFamily:
         assert choose(decisions).variant == variant
 
     def test_choose_with_variants_that_pass_only_alone_names_them_or_is_inconclusive(self) -> None:
-        assert "a passes the metric gate alone" in choose([FP32, gated("a", 0.02), *self.OTHERS]).reason
+        assert (
+            "a passes the metric gate alone"
+            in choose([FP32, gated("a", 0.02), *self.OTHERS]).reason
+        )
         found = choose([FAILED, gated("a", 0.04), gated("b", 0.04)])
         assert (found.variant, found.verdict) == (None, Verdict.INCONCLUSIVE)
 
@@ -182,7 +232,9 @@ def measured(variant: str, verdict: Verdict, found: RankingMetrics) -> Decision:
 
 EXPORT_ROW = measured("fp32", Verdict.PASS, standing_of(1000))
 QUICK = measured("fast", Verdict.PASS, standing_of(300, (0.4, 0.45, 0.5), (-0.03, -0.02, -0.015)))
-ALIKE = measured("alike", Verdict.PASS, standing_of(280, (0.42, 0.47, 0.52), (-0.05, -0.04, -0.035)))
+ALIKE = measured(
+    "alike", Verdict.PASS, standing_of(280, (0.42, 0.47, 0.52), (-0.05, -0.04, -0.035))
+)
 SMALL = measured("small", Verdict.PASS, standing_of(150, (0.9, 1.1, 1.3), (-0.01, 0.0, 0.01)))
 
 
@@ -190,7 +242,11 @@ def test_choose_with_ties_within_noise_lists_them_and_prefers_fewer_bytes(golden
     found = choose([EXPORT_ROW, QUICK, ALIKE, SMALL])
     assert (found.variant, found.tied) == ("alike", ("fast",))
     golden("reasons", found.reason)
-    equal = [replace(one, standing=replace(one.standing, size_bytes=300)) for one in (QUICK, ALIKE) if one.standing]
+    equal = [
+        replace(one, standing=replace(one.standing, size_bytes=300))
+        for one in (QUICK, ALIKE)
+        if one.standing
+    ]
     found = choose([EXPORT_ROW, *equal])
     assert (found.variant, found.tied) == ("fast", ("alike",))
     golden("reasons", found.reason, "of one size")
@@ -220,7 +276,12 @@ def test_choose_by_cost_uses_time_under_load_if_measured() -> None:
     assert "a million requests cost 0.45" in found.reason
     loads = ((0.010, 0.010, 0.011), (0.012, 0.013, 0.014))
     loaded = [
-        replace(one, standing=replace(one.standing, load=Interval(estimate=load[1], low=load[0], high=load[2])))
+        replace(
+            one,
+            standing=replace(
+                one.standing, load=Interval(estimate=load[1], low=load[0], high=load[2])
+            ),
+        )
         for one, load in zip((EXPORT_ROW, QUICK), loads, strict=True)
         if one.standing
     ]
@@ -230,13 +291,20 @@ def test_choose_by_cost_uses_time_under_load_if_measured() -> None:
 
 
 def test_choose_by_accuracy_without_measurement_reports_it() -> None:
-    found = choose([decision("a", Verdict.PASS), decision("b", Verdict.PASS)], TargetObjective(objective="accuracy"))
+    found = choose(
+        [decision("a", Verdict.PASS), decision("b", Verdict.PASS)],
+        TargetObjective(objective="accuracy"),
+    )
     assert (found.variant, found.tied) == ("a", ("b",))
     assert "accuracy was not measured" in found.reason
 
 
-spans = st.lists(st.floats(0.1, 2.0), min_size=3, max_size=3).map(lambda values: tuple(sorted(values)))
-changes = st.lists(st.floats(-0.5, 0.5), min_size=3, max_size=3).map(lambda values: tuple(sorted(values)))
+spans = st.lists(st.floats(0.1, 2.0), min_size=3, max_size=3).map(
+    lambda values: tuple(sorted(values))
+)
+changes = st.lists(st.floats(-0.5, 0.5), min_size=3, max_size=3).map(
+    lambda values: tuple(sorted(values))
+)
 contestants = st.lists(
     st.builds(
         measured,
@@ -262,7 +330,9 @@ def test_choose_with_shuffled_decisions_returns_same_variant(
 
 
 @given(decisions | contestants, preferences)
-def test_choose_by_any_objective_returns_passing_variants_only(judged: list[Decision], objective: Preference) -> None:
+def test_choose_by_any_objective_returns_passing_variants_only(
+    judged: list[Decision], objective: Preference
+) -> None:
     found = choose(judged, TargetObjective(objective=objective))
     passing = {d.variant for d in judged if d.verdict is Verdict.PASS}
     assert ({found.variant, *found.tied} <= passing) if passing else (found.variant is None)
@@ -272,7 +342,9 @@ def test_choose_by_any_objective_returns_passing_variants_only(judged: list[Deci
 
 
 @given(contestants, preferences)
-def test_choose_with_failing_variants_ignores_them(judged: list[Decision], objective: Preference) -> None:
+def test_choose_with_failing_variants_ignores_them(
+    judged: list[Decision], objective: Preference
+) -> None:
     passing = [d for d in judged if d.verdict is Verdict.PASS]
     if passing:
         policy = TargetObjective(objective=objective)
@@ -280,7 +352,9 @@ def test_choose_with_failing_variants_ignores_them(judged: list[Decision], objec
 
 
 @given(contestants)
-def test_choose_with_passing_export_replaces_it_only_by_faster_variant(judged: list[Decision]) -> None:
+def test_choose_with_passing_export_replaces_it_only_by_faster_variant(
+    judged: list[Decision],
+) -> None:
     found = choose(judged)
     chosen = next((d for d in judged if d.variant == found.variant), None)
     if chosen and any(d.variant == "fp32" and d.verdict is Verdict.PASS for d in judged):
@@ -290,7 +364,9 @@ def test_choose_with_passing_export_replaces_it_only_by_faster_variant(judged: l
 @given(contestants)
 def test_choose_by_size_returns_minimum_size_of_passing_variants(judged: list[Decision]) -> None:
     found = choose(judged, TargetObjective(objective="size"))
-    sizes = {d.variant: d.standing.size_bytes for d in judged if d.verdict is Verdict.PASS and d.standing}
+    sizes = {
+        d.variant: d.standing.size_bytes for d in judged if d.verdict is Verdict.PASS and d.standing
+    }
     if sizes:
         assert found.variant is not None
         assert sizes[found.variant] == min(sizes.values())
@@ -303,9 +379,16 @@ def evidence(variant: str, **found: object) -> Evidence:
 def test_compute_ranking_metrics_reads_size_latency_load_and_change_from_evidence() -> None:
     pairs, itself = ((-0.7,),) * 10, ((0.0,),) * 10
     ratios = LatencyComparison(
-        against="fp32", baseline=DIGEST, log_ratios=pairs, self_log_ratios=itself, runs=1, preempted=0
+        against="fp32",
+        baseline=DIGEST,
+        log_ratios=pairs,
+        self_log_ratios=itself,
+        runs=1,
+        preempted=0,
     )
-    counts = PairedCounts(metric="accuracy", against="fp32", n=100, both=90, only_baseline=4, only_candidate=1)
+    counts = PairedCounts(
+        metric="accuracy", against="fp32", n=100, both=90, only_baseline=4, only_candidate=1
+    )
     found = compute_ranking_metrics(
         [MetricGate(max_drop=0.1)],
         evidence(
@@ -313,7 +396,9 @@ def test_compute_ranking_metrics_reads_size_latency_load_and_change_from_evidenc
             comparisons=(ratios,),
             latency=LatencySamples(batch=1, runs=9, preempted=0, quantiles_ns={"p50": 2e6}),
             metrics=(counts,),
-            throughput=(ThroughputMeasurement(concurrency=4, batch=1, requests=9, per_second=(100.0,) * 9),),
+            throughput=(
+                ThroughputMeasurement(concurrency=4, batch=1, requests=9, per_second=(100.0,) * 9),
+            ),
         ),
     )
     assert found.ratio is not None
@@ -328,14 +413,34 @@ def test_compute_ranking_metrics_reads_size_latency_load_and_change_from_evidenc
 def test_compute_ranking_metrics_with_increased_error_returns_negative_change() -> None:
     growth = Interval(estimate=1.2, low=1.1, high=1.3)
     score = ScoreComparison(metric="rmse", against="fp32", n=100, ratio=growth)
-    found = compute_ranking_metrics([MetricGate(name="rmse", max_increase=0.5)], evidence("int8", scores=(score,)))
+    found = compute_ranking_metrics(
+        [MetricGate(name="rmse", max_increase=0.5)], evidence("int8", scores=(score,))
+    )
     assert found.change is not None
     assert (found.change.low, found.change.high) == pytest.approx((-0.3, -0.1))
-    assert compute_ranking_metrics([], evidence("fp32")).change == Interval(estimate=0.0, low=0.0, high=0.0)
+    assert compute_ranking_metrics([], evidence("fp32")).change == Interval(
+        estimate=0.0, low=0.0, high=0.0
+    )
 
 
-WAYS = {"memory bound": {(1, 1): 60.0, (1, 16): 100.0, (2, 1): 60.0, (2, 8): 97.0, (4, 1): 61.0, (4, 4): 80.0}}
-WAYS["compute bound"] = {(1, 1): 25.0, (1, 16): 26.0, (2, 1): 50.0, (2, 8): 52.0, (4, 1): 99.0, (4, 4): 100.0}
+WAYS = {
+    "memory bound": {
+        (1, 1): 60.0,
+        (1, 16): 100.0,
+        (2, 1): 60.0,
+        (2, 8): 97.0,
+        (4, 1): 61.0,
+        (4, 4): 80.0,
+    }
+}
+WAYS["compute bound"] = {
+    (1, 1): 25.0,
+    (1, 16): 26.0,
+    (2, 1): 50.0,
+    (2, 8): 52.0,
+    (4, 1): 99.0,
+    (4, 4): 100.0,
+}
 WAYS["better alone"] = {(1, 1): 50.0, (1, 16): 20.0, (2, 1): 100.0, (2, 8): 40.0}
 WAYS["batches on one"] = {(1, 1): 50.0, (1, 16): 100.0, (2, 1): 80.0, (2, 8): 85.0}
 WAYS["fixed batch"] = {(1, 3): 100.0, (2, 3): 104.0}
@@ -366,11 +471,17 @@ def test_choose_scheduling_selects_threads_and_batching_by_throughput(
     assert choose_scheduling(measured, independent=independent) == chosen
 
 
-@given(st.dictionaries(st.sampled_from([(t, r) for t in (1, 2, 4) for r in (1, 16 // t)]), st.floats(1e-3, 1e6)))
+@given(
+    st.dictionaries(
+        st.sampled_from([(t, r) for t in (1, 2, 4) for r in (1, 16 // t)]), st.floats(1e-3, 1e6)
+    )
+)
 def test_choose_scheduling_returns_most_threads_within_ten_percent_of_best_rate(
     rates: dict[tuple[int, int], float],
 ) -> None:
-    measured = [SchedulingMeasurement(threads=t, rows=r, rows_per_s=rate) for (t, r), rate in rates.items()]
+    measured = [
+        SchedulingMeasurement(threads=t, rows=r, rows_per_s=rate) for (t, r), rate in rates.items()
+    ]
     threads, _ = choose_scheduling(measured, independent=True)
     if rates:
         most = max(count for count, _ in rates)

@@ -46,14 +46,26 @@ class Landscape:
 
     def recipes(self) -> tuple[Recipe, ...]:
         return tuple(
-            Recipe(name=name, method=name, nodes=() if name == LATE else tuple(nodes), deferred=name == LATE)
+            Recipe(
+                name=name,
+                method=name,
+                nodes=() if name == LATE else tuple(nodes),
+                deferred=name == LATE,
+            )
             for name, nodes in self.loss.items()
         )
 
     def trial(self, action: BuildTrial) -> Trial:
         if action.recipe in self.broken:
-            return Trial(recipe=action.recipe, excluded=action.excluded, failure="the library failed", seconds=1.0)
-        lost = sum(loss for node, loss in self.loss[action.recipe].items() if node not in action.excluded)
+            return Trial(
+                recipe=action.recipe,
+                excluded=action.excluded,
+                failure="the library failed",
+                seconds=1.0,
+            )
+        lost = sum(
+            loss for node, loss in self.loss[action.recipe].items() if node not in action.excluded
+        )
         time = self.base[action.recipe] + self.price * len(action.excluded)
         ratio = Interval(estimate=time, low=time * (1 - self.noise), high=time * (1 + self.noise))
         size = self.sizes.get(action.recipe, 250) + 10 * len(action.excluded)
@@ -127,10 +139,16 @@ class Misleading(Landscape):
 
 
 def test_search_removes_exclusions_without_gain() -> None:
-    known, _ = searched(Misleading({"static": nodes(0.0, 0.0, 0.5, 0.0, 0.0, 0.0)}, {"static": 0.4}))
+    known, _ = searched(
+        Misleading({"static": nodes(0.0, 0.0, 0.5, 0.0, 0.0, 0.0)}, {"static": 0.4})
+    )
     best = min((t for t in known.trials if keeps_metric(t, known.budget)), key=compute_time_ratio)
     assert best.excluded == ("n2",)
-    assert {one.node: one.kept for one in list_node_contributions(known)} == {"n1": False, "n0": False, "n2": True}
+    assert {one.node: one.kept for one in list_node_contributions(known)} == {
+        "n1": False,
+        "n0": False,
+        "n2": True,
+    }
 
 
 def test_search_of_recipe_slower_than_float_tries_no_exclusions() -> None:
@@ -141,7 +159,9 @@ def test_search_of_recipe_slower_than_float_tries_no_exclusions() -> None:
 
 
 def test_search_with_faster_recipe_in_budget_repairs_no_slower_recipe() -> None:
-    landscape = Landscape({"static": nodes(0.2, 0.0), "dynamic": nodes(0.2, 0.0)}, {"static": 0.4, "dynamic": 0.9})
+    landscape = Landscape(
+        {"static": nodes(0.2, 0.0), "dynamic": nodes(0.2, 0.0)}, {"static": 0.4, "dynamic": 0.9}
+    )
     known, _ = searched(landscape)
     assert {t.recipe for t in known.trials if t.excluded} == {"static"}
 
@@ -153,7 +173,9 @@ def test_search_stops_exclusions_that_cost_gain_of_int8() -> None:
 
 
 def test_search_with_failing_library_reports_failure(golden: Golden) -> None:
-    known, _ = searched(Landscape({"static": nodes(0.2)}, {"static": 0.4}, broken=frozenset({"static"})))
+    known, _ = searched(
+        Landscape({"static": nodes(0.2)}, {"static": 0.4}, broken=frozenset({"static"}))
+    )
     (slot,) = assign_roles(known, "int8", ("fast",))
     golden("reasons", slot.reason)
 
@@ -161,7 +183,9 @@ def test_search_with_failing_library_reports_failure(golden: Golden) -> None:
 def test_choose_next_step_skips_steps_beyond_time_budget() -> None:
     recipes = tuple(Recipe(name=name, method=name, nodes=("a", "b")) for name in ("dear", "cheap"))
     tried = Trial(recipe="dear", drop=0.5, ratios={"t": RATIO}, seconds=50.0)
-    known = SearchState(recipes=recipes, budget=Budget(max_minutes=1.0), export_bytes=SIZE, trials=(tried,))
+    known = SearchState(
+        recipes=recipes, budget=Budget(max_minutes=1.0), export_bytes=SIZE, trials=(tried,)
+    )
     action = choose_next_step(known)
     assert isinstance(action, BuildTrial)
     assert action.recipe == "cheap"
@@ -174,7 +198,9 @@ def test_choose_next_step_skips_steps_beyond_time_budget() -> None:
 def test_choose_next_step_out_of_time_stops_and_names_untried_recipe() -> None:
     recipes = tuple(Recipe(name=name, method=name) for name in ("first", "second"))
     tried = Trial(recipe="first", drop=0.5, ratios={"t": RATIO}, seconds=70.0)
-    known = SearchState(recipes=recipes, budget=Budget(max_minutes=1.0), export_bytes=SIZE, trials=(tried,))
+    known = SearchState(
+        recipes=recipes, budget=Budget(max_minutes=1.0), export_bytes=SIZE, trials=(tried,)
+    )
     stop = choose_next_step(known)
     assert isinstance(stop, StopSearch)
     assert stop.timed_out
@@ -201,7 +227,11 @@ def test_search_at_build_or_time_budget_stops(budget: Budget, said: str) -> None
 def test_search_builds_deferred_recipe_after_repairs() -> None:
     loss = {LATE: nodes(0.0), "static": nodes(0.2, 0.0, 0.0)}
     known, _ = searched(Landscape(loss, {LATE: 1.5, "static": 0.4}, sizes={LATE: 150}))
-    assert [(t.recipe, t.excluded) for t in known.trials] == [("static", ()), ("static", ("n0",)), (LATE, ())]
+    assert [(t.recipe, t.excluded) for t in known.trials] == [
+        ("static", ()),
+        ("static", ("n0",)),
+        (LATE, ()),
+    ]
     assert [slot.trial for slot in assign_roles(known, "int8", ("fast", "small"))] == [1, 2]
 
 
@@ -232,7 +262,9 @@ def test_search_ends_without_repeated_builds_or_probes(landscape: Landscape) -> 
 
 
 @given(landscapes, st.integers(0, 40))
-def test_search_resumed_after_interruption_returns_same_result(landscape: Landscape, at: int) -> None:
+def test_search_resumed_after_interruption_returns_same_result(
+    landscape: Landscape, at: int
+) -> None:
     whole, reason = searched(landscape)
     known = start(landscape, whole.budget)
     for _ in range(at):
@@ -265,12 +297,18 @@ def test_search_of_repaired_recipe_keeps_no_needless_exclusion(landscape: Landsc
     """With losses that add up: without any one of the nodes it keeps, the budget is broken."""
     known, _ = searched(landscape)
     for recipe in known.recipes:
-        kept = [t for t in known.trials if t.recipe == recipe.name and t.excluded and keeps_metric(t, known.budget)]
+        kept = [
+            t
+            for t in known.trials
+            if t.recipe == recipe.name and t.excluded and keeps_metric(t, known.budget)
+        ]
         if kept and landscape.noise == 0.0 and landscape.price > 0.0:
             least = min(kept, key=lambda t: len(t.excluded))
             for node in least.excluded:
                 without = [name for name in least.excluded if name != node]
-                loss = sum(v for name, v in landscape.loss[recipe.name].items() if name not in without)
+                loss = sum(
+                    v for name, v in landscape.loss[recipe.name].items() if name not in without
+                )
                 assert loss > known.budget.metric_drop
 
 
@@ -291,7 +329,9 @@ def test_assign_roles_returns_trial_of_pareto_front_or_reason(landscape: Landsca
 
 
 @given(landscapes)
-def test_compute_pareto_front_with_reversed_trials_returns_same_values(landscape: Landscape) -> None:
+def test_compute_pareto_front_with_reversed_trials_returns_same_values(
+    landscape: Landscape,
+) -> None:
     known, _ = searched(landscape)
     turned = replace(known, trials=tuple(reversed(known.trials)))
 
@@ -307,13 +347,20 @@ def test_compute_pareto_front_with_reversed_trials_returns_same_values(landscape
 def test_assign_roles_gives_each_role_different_trial(golden: Golden) -> None:
     def trial(drop: float, time: float, size: int) -> Trial:
         ratio = Interval(estimate=time, low=time, high=time)
-        return Trial(recipe="r", excluded=(str(time),), drop=drop, size_bytes=size, ratios={"cpu": ratio})
+        return Trial(
+            recipe="r", excluded=(str(time),), drop=drop, size_bytes=size, ratios={"cpu": ratio}
+        )
 
     known = SearchState(
         recipes=(),
         budget=Budget(metric_drop=0.01),
         export_bytes=SIZE,
-        trials=(trial(0.009, 0.4, 300), trial(0.0, 0.6, 400), trial(0.005, 0.9, 150), trial(0.009, 0.8, 500)),
+        trials=(
+            trial(0.009, 0.4, 300),
+            trial(0.0, 0.6, 400),
+            trial(0.005, 0.9, 150),
+            trial(0.009, 0.8, 500),
+        ),
     )
     assert compute_pareto_front(known) == (0, 1, 2)
     assert [slot.trial for slot in assign_roles(known, "int8", ROLES)] == [0, 2, 1]
@@ -335,6 +382,8 @@ def test_is_eligible_applies_size_and_p99_budgets() -> None:
 def test_rank_nodes_puts_node_without_sensitivity_first() -> None:
     recipe = Recipe(name="static", method="static", nodes=("a", "b", "c"))
     errors = {"a": 1.0, "b": 2.0, "c": None}
-    found = tuple(Sensitivity(recipe="static", node=node, error=error) for node, error in errors.items())
+    found = tuple(
+        Sensitivity(recipe="static", node=node, error=error) for node, error in errors.items()
+    )
     known = SearchState(recipes=(recipe,), budget=Budget(), export_bytes=SIZE, sensitivities=found)
     assert rank_nodes(known, recipe) == ("c", "b", "a")

@@ -61,7 +61,9 @@ def build_tensor(name: str, datatype: str, shape: Sequence[int], data: object) -
     return {"name": name, "datatype": datatype, "shape": list(shape), "data": data}
 
 
-def build_inputs(n: object = 1, x: object = (1, 1), s: Sequence[float] = (1,)) -> list[dict[str, object]]:
+def build_inputs(
+    n: object = 1, x: object = (1, 1), s: Sequence[float] = (1,)
+) -> list[dict[str, object]]:
     """Return the inputs of a request."""
     return [
         build_tensor("n", "INT64", [1], [n]),
@@ -118,7 +120,9 @@ def _bomb() -> bytes:
 def _in_chunks() -> bytes:
     """Return a request whose body is in chunks of one byte."""
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in encode() * 2000) + b"0\r\n\r\n"
-    return post(chunks).replace(b"content-length: %d" % len(chunks), b"transfer-encoding: chunked", 1)
+    return post(chunks).replace(
+        b"content-length: %d" % len(chunks), b"transfer-encoding: chunked", 1
+    )
 
 
 _MANY = range(40_000)
@@ -128,11 +132,14 @@ _CLOSE = b"connection: close\r\n"
 
 REQUESTS: Mapping[str, Callable[[], bytes]] = {
     "keys of parameters": lambda: post(encode(parameters=dict.fromkeys(map(str, _MANY), 1))),
-    "two million keys": lambda: post(b'{"parameters": {%b}}' % b", ".join(b'"%d": 1' % n for n in range(2_000_000))),
+    "two million keys": lambda: post(
+        b'{"parameters": {%b}}' % b", ".join(b'"%d": 1' % n for n in range(2_000_000))
+    ),
     "keys of a tensor": lambda: post(encode(inputs=[dict.fromkeys(map(str, _MANY), 1)])),
     "keys of the request": lambda: post(json.dumps(dict.fromkeys(map(str, _MANY), 1)).encode()),
     "keys of a record": lambda: post(
-        json.dumps({"dataframe_records": [dict.fromkeys(map(str, _MANY), 1)] * 9}).encode(), "/invocations"
+        json.dumps({"dataframe_records": [dict.fromkeys(map(str, _MANY), 1)] * 9}).encode(),
+        "/invocations",
     ),
     "repeated keys": lambda: post(b'{"parameters": {' + b'"a": 1, ' * 100_000 + b'"b": 1}}'),
     "digits": lambda: post(_with_data(b"[1, %b]" % _DIGITS)),
@@ -151,9 +158,15 @@ REQUESTS: Mapping[str, Callable[[], bytes]] = {
     "a million outputs": lambda: post(encode(outputs=[{"name": "y"}] * 500_000)),
     "four million values": lambda: post(_with_data(b"[%b1]" % (b"1," * 4_100_000))),
     "ragged lists": lambda: post(_with_data(b"[%b[1]]" % (b"[1, 2], " * 200_000))),
-    "a shape that overflows": lambda: post(encode(inputs=[build_tensor("x", "FP32", [1 << 62, 1 << 62], [])])),
-    "a shape of a million sizes": lambda: post(encode(inputs=[build_tensor("x", "FP32", [1] * 1_000_000, [])])),
-    "an empty tensor of any size": lambda: post(encode(inputs=[build_tensor("x", "FP32", [0, 1 << 60], [])])),
+    "a shape that overflows": lambda: post(
+        encode(inputs=[build_tensor("x", "FP32", [1 << 62, 1 << 62], [])])
+    ),
+    "a shape of a million sizes": lambda: post(
+        encode(inputs=[build_tensor("x", "FP32", [1] * 1_000_000, [])])
+    ),
+    "an empty tensor of any size": lambda: post(
+        encode(inputs=[build_tensor("x", "FP32", [0, 1 << 60], [])])
+    ),
     "a header beyond the body": lambda: _binary(4, 1 << 30),
     "a header of many digits": lambda: _binary(4, "9" * 5000),
     "a tensor beyond the body": lambda: _binary(1 << 62, 0, bytes(4)),
@@ -161,16 +174,24 @@ REQUESTS: Mapping[str, Callable[[], bytes]] = {
     "gzip that inflates": lambda: post(_bomb(), content_encoding="gzip"),
     "gzip that ends early": lambda: post(_bomb()[:-9], content_encoding="gzip"),
     "gzip of many members": lambda: post(gzip.compress(b"") * 100_000, content_encoding="gzip"),
-    "deflate that inflates": lambda: post(zlib.compress(bytes(128 << 20)), content_encoding="deflate"),
+    "deflate that inflates": lambda: post(
+        zlib.compress(bytes(128 << 20)), content_encoding="deflate"
+    ),
     "chunks of a byte": _in_chunks,
     "a large head": lambda: b"GET / HTTP/1.1\r\nhost: x\r\nx-long: " + b"y" * (8 * _LARGE),
-    "cells of a table": lambda: post(b"a,b\n" + b"1,2\n" * 2_200_000, "/invocations", content_type="text/csv"),
+    "cells of a table": lambda: post(
+        b"a,b\n" + b"1,2\n" * 2_200_000, "/invocations", content_type="text/csv"
+    ),
     "pins to nothing": lambda: (
         post(encode(), azureml_model_deployment="none").replace(_CLOSE, b"") * 100 + post(encode())
     ),
-    "feedback": lambda: post(json.dumps([{"key": "u", "success": True}] * 25_000).encode(), "/feedback"),
+    "feedback": lambda: post(
+        json.dumps([{"key": "u", "success": True}] * 25_000).encode(), "/feedback"
+    ),
     "a loop without end": lambda: post(encode(inputs=build_inputs(n=_FOREVER))),
-    "a loop past its client": lambda: post(encode(inputs=build_inputs(n=_FOREVER)), x_request_timeout_ms=50),
+    "a loop past its client": lambda: post(
+        encode(inputs=build_inputs(n=_FOREVER)), x_request_timeout_ms=50
+    ),
     "a product of a gigabyte": lambda: _square(16_000),
     "a product beyond all memory": lambda: _square(4_000_000),
 }
@@ -181,7 +202,9 @@ def send(data: bytes, port: int) -> None:
     """Send bytes, and read what is answered until the connection ends or is silent."""
     with socket.create_connection(("127.0.0.1", port), timeout=_READ_S) as client:
         with suppress(OSError):  # the server may answer and close before all is sent
-            client.sendall(data)  # without an end of the connection: the server does not run what its client left
+            client.sendall(
+                data
+            )  # without an end of the connection: the server does not run what its client left
         with suppress(OSError):
             while client.recv(1 << 16):
                 pass
@@ -192,7 +215,9 @@ def hold(start: bytes, port: int, connections: int = 50) -> None:
     with ExitStack() as stack:
         for _ in range(connections):
             with suppress(OSError):
-                client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=_READ_S))
+                client = stack.enter_context(
+                    socket.create_connection(("127.0.0.1", port), timeout=_READ_S)
+                )
                 client.sendall(start)
         time.sleep(1)
 
@@ -245,7 +270,9 @@ class AbuseResult:
 _CONNECTIONS = 4
 
 
-def run_abuses(server: ServerFamily, kinds: Sequence[str], *, abusers: int = ABUSERS) -> AbuseResult:
+def run_abuses(
+    server: ServerFamily, kinds: Sequence[str], *, abusers: int = ABUSERS
+) -> AbuseResult:
     """Send abusive requests, some at a time, beside good ones."""
     load = LoadPlan(
         url=server.url(INFER),
@@ -279,7 +306,11 @@ def run_abuses(server: ServerFamily, kinds: Sequence[str], *, abusers: int = ABU
         time.sleep(1)
         records = clients.stop()
     with suppress(AssertionError):  # the ratio shows it
-        until(lambda: memory(server.workers()).rss <= MEMORY_RATIO * before, "memory that is given back", seconds=60)
+        until(
+            lambda: memory(server.workers()).rss <= MEMORY_RATIO * before,
+            "memory that is given back",
+            seconds=60,
+        )
     growth = (memory(server.workers()).rss - before) / len(first)
     deaths = len(watch.seen - first)
     return AbuseResult(

@@ -22,14 +22,26 @@ def azurite(packages: Path, container: str) -> Iterator[str]:
     from azure.storage.blob import BlobServiceClient
 
     found = shutil.which("azurite-blob")
-    program = found or NpmPackages(folder=packages).installed(("azurite@3.37.0",)) / "node_modules/.bin/azurite-blob"
+    program = (
+        found
+        or NpmPackages(folder=packages).installed(("azurite@3.37.0",))
+        / "node_modules/.bin/azurite-blob"
+    )
     port = free_port()
-    options = ("--silent", "--skipApiVersionCheck", "--blobPort", str(port), "--inMemoryPersistence")
+    options = (
+        "--silent",
+        "--skipApiVersionCheck",
+        "--blobPort",
+        str(port),
+        "--inMemoryPersistence",
+    )
     with subprocess.Popen([program, *options], stdout=subprocess.DEVNULL) as process:
         try:
             account = f"AccountName={ACCOUNT};AccountKey={KEY}"
             opened = f"DefaultEndpointsProtocol=http;{account};BlobEndpoint=http://127.0.0.1:{port}/{ACCOUNT}"
-            with BlobServiceClient.from_connection_string(opened, retry_total=20, retry_backoff_factor=0.1) as client:
+            with BlobServiceClient.from_connection_string(
+                opened, retry_total=20, retry_backoff_factor=0.1
+            ) as client:
                 client.create_container(container)  # asks again until the server answers
             yield opened
         finally:

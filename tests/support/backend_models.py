@@ -144,7 +144,9 @@ def hold_against_itself(model: Path) -> Outcome:
 
     def run() -> tuple[str, str]:
         samples = generate_samples(shared_inputs(model, model), count=4, dims={})
-        found = compare(GuardedRuntime(), TargetFiles(PROFILES).load("cpu-1t"), model, model, samples)
+        found = compare(
+            GuardedRuntime(), TargetFiles(PROFILES).load("cpu-1t"), model, model, samples
+        )
         return found.verdict.value, found.reason
 
     return _outcome(model, "judge", run)
@@ -157,7 +159,9 @@ def _outcome(model: Path, tool: str, run: Callable[[], tuple[str, str]]) -> Outc
         kind, text = type(error).__name__, str(error)
     except Exception as error:
         kind, text = "untyped", f"{type(error).__name__}: {error}"
-    return Outcome(model=_name(model), tool=tool, kind=kind, text=text.replace(str(model.parent), "…")[:300])
+    return Outcome(
+        model=_name(model), tool=tool, kind=kind, text=text.replace(str(model.parent), "…")[:300]
+    )
 
 
 def _looked_at_only(model: Path) -> bool:
@@ -224,7 +228,12 @@ def _main() -> None:
         model = Path(line.rstrip("\n"))
         for tool in (look,) if _looked_at_only(model) else (look, hold_against_itself):
             result = tool(model)
-            document = {"model": result.model, "tool": result.tool, "kind": result.kind, "text": result.text}
+            document = {
+                "model": result.model,
+                "tool": result.tool,
+                "kind": result.kind,
+                "text": result.text,
+            }
             sys.__stdout__.write(json.dumps(document) + "\n")  # type: ignore[union-attr]
             sys.__stdout__.flush()  # type: ignore[union-attr]
 

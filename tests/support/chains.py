@@ -24,7 +24,13 @@ class MemoryObjects(LocalObjects):
 
     def list_names(self, prefix: str) -> list[str]:
         below = f"{prefix}/" if prefix else ""
-        return sorted({name.removeprefix(below).partition("/")[0] for name in self.data if name.startswith(below)})
+        return sorted(
+            {
+                name.removeprefix(below).partition("/")[0]
+                for name in self.data
+                if name.startswith(below)
+            }
+        )
 
     def write(self, name: str, data: bytes) -> None:
         self._crash("snapshot")
@@ -42,7 +48,9 @@ class MemoryObjects(LocalObjects):
             raise StorageError(f"killed {point}")
 
 
-def append_raw(objects: ObjectStore, endpoint: str, body: EntryBody, *, actor: str = "alice", at: float = 0.0) -> None:
+def append_raw(
+    objects: ObjectStore, endpoint: str, body: EntryBody, *, actor: str = "alice", at: float = 0.0
+) -> None:
     """Append an entry that follows the last one, as far as that is possible without a key.
 
     If the last one cannot be read, it names none.
@@ -51,7 +59,9 @@ def append_raw(objects: ObjectStore, endpoint: str, body: EntryBody, *, actor: s
     previous = None
     if names:
         with contextlib.suppress(CorruptStateError):
-            previous = decode(endpoint, len(names), objects.read(f"{endpoint}/{names[-1]}") or b"").digest
+            previous = decode(
+                endpoint, len(names), objects.read(f"{endpoint}/{names[-1]}") or b""
+            ).digest
     entry = LedgerEntry(endpoint=endpoint, sequence=len(names) + 1, at=at, actor=actor, body=body)
     chained = ChainedEntry(previous=previous, snapshot=None, entry=entry)
     objects.write(f"{endpoint}/{entry.sequence:08d}.jsonl", encode(chained))

@@ -56,13 +56,17 @@ class Outcome:
         found = []
         allowed = (self.wanted,) if self.answered else (self.wanted - 1, self.wanted)
         if self.generation not in allowed:
-            found.append(f"it came back with generation {self.generation}, not {' or '.join(map(str, allowed))}")
+            found.append(
+                f"it came back with generation {self.generation}, not {' or '.join(map(str, allowed))}"
+            )
         if not self.healed:
             found.append("the next publication was refused")
         if self.stale:
             found.append(f"{self.stale} stale answers")
         failures = self.records.failures()
-        lost = sum(failures.pop(name, 0) for name in ("reset", "closed")) if victim == "worker" else 0
+        lost = (
+            sum(failures.pop(name, 0) for name in ("reset", "closed")) if victim == "worker" else 0
+        )
         if failures or lost > CONNECTIONS:
             found.append(f"requests failed: {self.records.failures()}")
         if not len(self.records):
@@ -89,7 +93,9 @@ def count_moments(folder: Path, first: Deployment, *, workers: int = 2) -> int:
         server.destroy()
 
 
-def publish_and_kill(folder: Path, first: Deployment, *, moment: int, victim: Victim, workers: int = 2) -> Outcome:
+def publish_and_kill(
+    folder: Path, first: Deployment, *, moment: int, victim: Victim, workers: int = 2
+) -> Outcome:
     """Publish under load, and kill the victim at that moment of the publication (see `fault_injection`).
 
     A killed supervisor is started again, beside the workers that it left.
@@ -98,7 +104,9 @@ def publish_and_kill(folder: Path, first: Deployment, *, moment: int, victim: Vi
     try:
         publisher, upcoming = _begun(server, first)
         payloads = [Payload(body=_BODY)]
-        plan = LoadPlan(url=server.url(_INFER), payloads=payloads, connections=CONNECTIONS, seconds=300)
+        plan = LoadPlan(
+            url=server.url(_INFER), payloads=payloads, connections=CONNECTIONS, seconds=300
+        )
         with LoadProcess(plan) as load:
             arm(point, FaultPoint(at=moment, victim=victim))
             try:

@@ -41,8 +41,14 @@ STEPS: Mapping[str, Sequence[str]] = {
 
 def list_changes(base: str, root: Path = ROOT) -> list[str]:
     """Return the files that differ from a commit, new ones included; deleted ones too, whose users must change."""
-    commands = (["git", "diff", "--name-only", "-z", base, "--"], ["git", "ls-files", "-z", "-o", "--exclude-standard"])
-    outputs = (subprocess.run(command, cwd=root, capture_output=True, text=True, check=True) for command in commands)
+    commands = (
+        ["git", "diff", "--name-only", "-z", base, "--"],
+        ["git", "ls-files", "-z", "-o", "--exclude-standard"],
+    )
+    outputs = (
+        subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+        for command in commands
+    )
     return sorted({name for output in outputs for name in output.stdout.split("\0") if name})
 
 
@@ -81,11 +87,19 @@ class NearTests:
         elif change.suffix == ".py":
             yield from ((1, path) for path in self._find_named(change))
             yield from self._find_importing(_name_module(change))
-            if change.parts[0] == PACKAGE:  # last, tests of its room: they may call a command or a plug-in by its name
-                yield from ((9, path) for path in self._list_tests() if path.parent == _find_test_folder(change))
+            if (
+                change.parts[0] == PACKAGE
+            ):  # last, tests of its room: they may call a command or a plug-in by its name
+                yield from (
+                    (9, path)
+                    for path in self._list_tests()
+                    if path.parent == _find_test_folder(change)
+                )
         else:
             pattern = re.compile(rf"\b{re.escape(change.name)}")
-            yield from ((1, path) for path in self._list_tests() if pattern.search(self._texts[path]))
+            yield from (
+                (1, path) for path in self._list_tests() if pattern.search(self._texts[path])
+            )
 
     def _list_tests(self) -> list[Path]:
         return [path for path in self._texts if _is_test(path)]
@@ -93,7 +107,10 @@ class NearTests:
     def _find_named(self, change: Path) -> Iterator[Path]:
         """Yield `tests/ROOM/**/test_*_NAME*.py` for `onnx_ops/ROOM/**/NAME.py`."""
         if change.parts[0] == PACKAGE:
-            folder, name = _find_test_folder(change), change.parent.name if change.stem == "__init__" else change.stem
+            folder, name = (
+                _find_test_folder(change),
+                change.parent.name if change.stem == "__init__" else change.stem,
+            )
             pattern = re.compile(rf"_{re.escape(name)}(_|$)")
             for path in self._list_tests():
                 is_near = path.parent == folder if folder == TESTS else folder in path.parents
@@ -107,12 +124,18 @@ class NearTests:
         """
         modules, seen, distance, has_tests = {module}, {module}, 2, False
         while modules and (distance <= 3 or not has_tests):
-            paths = [path for path in self._texts if not modules.isdisjoint(self._read_candidates(path, modules))]
+            paths = [
+                path
+                for path in self._texts
+                if not modules.isdisjoint(self._read_candidates(path, modules))
+            ]
             tests = [path for path in paths if _is_test(path)]
             yield from ((distance, path) for path in tests)
             has_tests = has_tests or bool(tests)
             helpers = {_name_module(path) for path in paths}
-            modules = (helpers | {name for one in modules for name in self._importers.get(one, ())}) - seen
+            modules = (
+                helpers | {name for one in modules for name in self._importers.get(one, ())}
+            ) - seen
             seen |= modules
             distance += 1
 
@@ -155,7 +178,9 @@ def _list_imports(text: str) -> Iterator[str]:
 def read_importers() -> dict[str, set[str]]:
     """Return the modules of the package that import each of its modules directly."""
     graph = grimp.build_graph(PACKAGE, cache_dir=str(ROOT / ".import_linter_cache"))
-    return {module: set(graph.find_modules_that_directly_import(module)) for module in graph.modules}
+    return {
+        module: set(graph.find_modules_that_directly_import(module)) for module in graph.modules
+    }
 
 
 def count_child_cpu_s() -> float:
@@ -167,10 +192,14 @@ def count_child_cpu_s() -> float:
 def run_step(name: str, command: Sequence[str]) -> bool:
     """Run a command, print its output if it fails, and return whether it succeeded."""
     before = count_child_cpu_s()
-    result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    result = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     if result.returncode:
         sys.stdout.write(result.stdout)
-    _report(f"{name}: {'failed' if result.returncode else 'ok'}, {count_child_cpu_s() - before:.1f} s of CPU")
+    _report(
+        f"{name}: {'failed' if result.returncode else 'ok'}, {count_child_cpu_s() - before:.1f} s of CPU"
+    )
     return not result.returncode
 
 
@@ -187,7 +216,9 @@ def run_tests(files: Sequence[str], cpu_s: float) -> bool:
     command = [sys.executable, "-m", "pytest", *options, *budget, *files[:MAX_TEST_FILES]]
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     has_passed = code in (0, 5)  # 5: all tests of these files start services, or take minutes
-    _report(f"tests: {'ok' if has_passed else 'failed'}, {count_child_cpu_s() - before:.1f} s of CPU")
+    _report(
+        f"tests: {'ok' if has_passed else 'failed'}, {count_child_cpu_s() - before:.1f} s of CPU"
+    )
     return has_passed
 
 
@@ -198,10 +229,18 @@ def _report(text: str) -> None:
 
 def main() -> int:
     """Check the files that have changed; return 1 if something failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", default="HEAD", help="commit that the files are compared with (default: HEAD)")
-    parser.add_argument("--cpu", type=float, default=TEST_CPU_S, metavar="S", help="CPU seconds of the tests")
-    parser.add_argument("--list", action="store_true", help="print the test files, nearest first, and run nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--base", default="HEAD", help="commit that the files are compared with (default: HEAD)"
+    )
+    parser.add_argument(
+        "--cpu", type=float, default=TEST_CPU_S, metavar="S", help="CPU seconds of the tests"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the test files, nearest first, and run nothing"
+    )
     options = parser.parse_args()
     files = NearTests(ROOT, read_importers()).choose(list_changes(options.base))
     if options.list:
@@ -210,7 +249,9 @@ def main() -> int:
     results = [run_step(name, command) for name, command in STEPS.items()]
     results.append(run_tests(files, options.cpu))
     own = os.times()
-    _report(f"{'ok' if all(results) else 'FAILED'}, {count_child_cpu_s() + own.user + own.system:.1f} s of CPU")
+    _report(
+        f"{'ok' if all(results) else 'FAILED'}, {count_child_cpu_s() + own.user + own.system:.1f} s of CPU"
+    )
     return 0 if all(results) else 1
 
 

@@ -56,7 +56,9 @@ class Result:
         return found
 
 
-def run_command(*arguments: str | Path, cwd: Path, environ: Mapping[str, str] | None = None) -> Result:
+def run_command(
+    *arguments: str | Path, cwd: Path, environ: Mapping[str, str] | None = None
+) -> Result:
     """Run `onnx-ops` with these arguments.
 
     Args:
@@ -147,8 +149,12 @@ def _streams(out: int, err: int) -> Iterator[None]:
         with (
             open(os.devnull, encoding="utf-8") as stdin,
             open(1, "w", encoding="utf-8", closefd=False) as stdout,
-            open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False) as stderr,
-            patch.multiple(sys, stdin=stdin, stdout=stdout, stderr=stderr, __stdout__=stdout, __stderr__=stderr),
+            open(
+                2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
+            ) as stderr,
+            patch.multiple(
+                sys, stdin=stdin, stdout=stdout, stderr=stderr, __stdout__=stdout, __stderr__=stderr
+            ),
         ):
             yield
     finally:

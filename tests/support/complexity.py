@@ -57,20 +57,32 @@ def measure_folders(root: Path = ROOT) -> dict[str, int]:
     }
 
 
-def find_problems(measured: Mapping[str, int], to_split: Mapping[str, int], exempt: Mapping[str, int]) -> list[str]:
+def find_problems(
+    measured: Mapping[str, int], to_split: Mapping[str, int], exempt: Mapping[str, int]
+) -> list[str]:
     """Compare the measured complexity of functions with the two parts of the table."""
     allowed = {**to_split, **exempt}
-    problems = [f"{name}: is both in to_split and in exempt" for name in sorted(set(to_split) & set(exempt))]
+    problems = [
+        f"{name}: is both in to_split and in exempt" for name in sorted(set(to_split) & set(exempt))
+    ]
     if len(exempt) > MAX_EXEMPTIONS:
         problems.append(f"exempt: {len(exempt)} functions, at most {MAX_EXEMPTIONS} are allowed")
-    for name in sorted({*allowed, *(name for name, complexity in measured.items() if complexity > LIMIT)}):
+    for name in sorted(
+        {*allowed, *(name for name, complexity in measured.items() if complexity > LIMIT)}
+    ):
         complexity = measured.get(name, 0)
         if name not in allowed:
-            problems.append(f"{name}: complexity {complexity} is above {LIMIT}; split the function into named steps")
+            problems.append(
+                f"{name}: complexity {complexity} is above {LIMIT}; split the function into named steps"
+            )
         elif complexity > allowed[name]:
-            problems.append(f"{name}: complexity rose from {allowed[name]} to {complexity}; split it into named steps")
+            problems.append(
+                f"{name}: complexity rose from {allowed[name]} to {complexity}; split it into named steps"
+            )
         elif complexity <= LIMIT:
-            problems.append(f"{name}: stale entry, the function is gone or at most {LIMIT}; run with --lower")
+            problems.append(
+                f"{name}: stale entry, the function is gone or at most {LIMIT}; run with --lower"
+            )
         elif complexity < allowed[name]:
             problems.append(
                 f"{name}: stale entry, complexity fell from {allowed[name]} to {complexity}; run with --lower"
@@ -82,7 +94,9 @@ def lower_entries(text: str, measured: Mapping[str, int]) -> str:
     """Return the table with the values that functions have reached, without those that are paid back."""
     lines = []
     for line in text.splitlines(keepends=True):
-        entry = re.match(r'"(?P<name>[^"]+)" = (?P<before>\D*)(?P<value>\d+)(?P<after>.*)', line, re.DOTALL)
+        entry = re.match(
+            r'"(?P<name>[^"]+)" = (?P<before>\D*)(?P<value>\d+)(?P<after>.*)', line, re.DOTALL
+        )
         if entry is None:
             lines.append(line)
             continue
@@ -94,12 +108,18 @@ def lower_entries(text: str, measured: Mapping[str, int]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lower", action="store_true", help="lower or remove the stale entries of complexity.toml")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--lower", action="store_true", help="lower or remove the stale entries of complexity.toml"
+    )
     arguments = parser.parse_args()
     measured = measure_folders()
     if arguments.lower:
-        TABLE.write_text(lower_entries(TABLE.read_text(encoding="utf-8"), measured), encoding="utf-8")
+        TABLE.write_text(
+            lower_entries(TABLE.read_text(encoding="utf-8"), measured), encoding="utf-8"
+        )
     table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     exempt = {name: entry["complexity"] for name, entry in table["exempt"].items()}
     problems = find_problems(measured, table["to_split"], exempt)

@@ -36,10 +36,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     return True
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """Report how many tests were left out, since a run that was cut short is no complete one."""
     left = config.stash[_LEFT]
     if left:
         files = len({name.partition("::")[0] for name in left})
         limit = f"after {config.option.cpu_limit:g} s of CPU"
-        terminalreporter.write_line(f"{len(left)} tests of {files} files did not run {limit}; `make test` runs them")
+        terminalreporter.write_line(
+            f"{len(left)} tests of {files} files did not run {limit}; `make test` runs them"
+        )

@@ -11,11 +11,21 @@ from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 def fileless_deployment(name: str, content: str = "", **fields: Any) -> Deployment:
     """A deployment of model `m` that is nowhere, with digests of its content; `v1` is of version 1."""
     digest = digest_bytes((content or name).encode())
-    usual = {"model": "m", "version": name.removeprefix("v"), "variant": "fp32", "location": f"/models/{name}"}
+    usual = {
+        "model": "m",
+        "version": name.removeprefix("v"),
+        "variant": "fp32",
+        "location": f"/models/{name}",
+    }
     return Deployment(name=name, **{"release": digest, "manifest": digest, **usual, **fields})
 
 
 def endpoint_config(endpoint: str, **fields: Any) -> EndpointConfig:
     """The settings of an endpoint of model `m`."""
-    usual = {"provider": "local", "model": "m", "target": "cpu", "target_digest": digest_bytes(b"target")}
+    usual = {
+        "provider": "local",
+        "model": "m",
+        "target": "cpu",
+        "target_digest": digest_bytes(b"target"),
+    }
     return EndpointConfig(endpoint=endpoint, **{**usual, "pipeline": "p", **fields})

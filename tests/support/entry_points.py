@@ -18,7 +18,9 @@ def pytest_configure() -> None:
     """Put the entry points of `pyproject.toml` in front of those of the installation, if they differ."""
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
     groups = {**project["entry-points"], "console_scripts": project["scripts"]}
-    wanted = {(group, name, value) for group, points in groups.items() for name, value in points.items()}
+    wanted = {
+        (group, name, value) for group, points in groups.items() for name, value in points.items()
+    }
     try:
         installed = distribution(project["name"])
     except PackageNotFoundError:
@@ -30,7 +32,13 @@ def pytest_configure() -> None:
     about = folder / f"{project['name'].replace('-', '_')}-{installed.version}.dist-info"
     about.mkdir()
     about.joinpath("METADATA").write_text(installed.read_text("METADATA") or "", encoding="utf-8")
-    lines = [line for group, points in groups.items() for line in (f"[{group}]", *map(" = ".join, points.items()))]
+    lines = [
+        line
+        for group, points in groups.items()
+        for line in (f"[{group}]", *map(" = ".join, points.items()))
+    ]
     about.joinpath("entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
     sys.path.insert(0, str(folder))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(folder), os.environ.get("PYTHONPATH", "")])
+    )

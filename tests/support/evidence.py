@@ -11,9 +11,17 @@ from onnx_ops.domain.target import HardwareFingerprint
 DIGEST = Digest("sha256:" + "0" * 64)
 CPU = "CPUExecutionProvider"
 HARDWARE = HardwareFingerprint(
-    machine="x86_64", cpu_model="cpu", cpu_flags=(), cores=2, memory_bytes=1, runtime="onnxruntime", runtime_version="1"
+    machine="x86_64",
+    cpu_model="cpu",
+    cpu_flags=(),
+    cores=2,
+    memory_bytes=1,
+    runtime="onnxruntime",
+    runtime_version="1",
 )
-CPU_FACTS = RuntimeFacts(runtime="onnxruntime", version="1", asked=(CPU,), used=(CPU,), nodes={CPU: 3})
+CPU_FACTS = RuntimeFacts(
+    runtime="onnxruntime", version="1", asked=(CPU,), used=(CPU,), nodes={CPU: 3}
+)
 QUIET = ((0.001,), (-0.001,), (0.0,), (0.002,), (-0.002,)) * 8
 """Log ratios of forty session pairs of equal models."""
 

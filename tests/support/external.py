@@ -17,7 +17,10 @@ def write_external(path: Path, location: str, *, factors: Sequence[float] = (2.0
     """
     data = np.asarray(factors, dtype=np.float32)
     factor = TensorProto(
-        name="factor", data_type=TensorProto.FLOAT, dims=data.shape, data_location=TensorProto.EXTERNAL
+        name="factor",
+        data_type=TensorProto.FLOAT,
+        dims=data.shape,
+        data_location=TensorProto.EXTERNAL,
     )
     factor.external_data.add(key="location", value=location)
     factor.external_data.add(key="length", value=str(data.nbytes))

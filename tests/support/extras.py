@@ -25,4 +25,6 @@ def require(module: str, *, reason: str) -> None:
 def hide(monkeypatch: pytest.MonkeyPatch, *distributions: str) -> None:
     """Let onnx-ops believe that distributions are not installed."""
     version = plugins.version
-    monkeypatch.setattr(plugins, "version", lambda name: plugins.MISSING if name in distributions else version(name))
+    monkeypatch.setattr(
+        plugins, "version", lambda name: plugins.MISSING if name in distributions else version(name)
+    )

@@ -98,7 +98,9 @@ class Watch:
         self._write(handle, b".")
         os.close(handle)
         if number == point.at:
-            victims = [self._owner] if point.victim == "supervisor" else children_of(self._owner)[:1]
+            victims = (
+                [self._owner] if point.victim == "supervisor" else children_of(self._owner)[:1]
+            )
             for pid in victims:
                 os.kill(pid, signal.SIGKILL)
 

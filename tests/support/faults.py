@@ -23,7 +23,18 @@ from onnx_ops.testing.endpoints import Killed
 
 __all__ = ["Faults", "Killed"]
 
-_CHANGES = ("open", "fsync", "replace", "rename", "link", "unlink", "remove", "rmdir", "mkdir", "chmod")
+_CHANGES = (
+    "open",
+    "fsync",
+    "replace",
+    "rename",
+    "link",
+    "unlink",
+    "remove",
+    "rmdir",
+    "mkdir",
+    "chmod",
+)
 """Functions of `os` that make, change or remove a file."""
 
 
@@ -35,7 +46,11 @@ class Faults:
     """
 
     def __init__(
-        self, *, at: int | None = None, between: Callable[[int], None] | None = None, error: Exception | None = None
+        self,
+        *,
+        at: int | None = None,
+        between: Callable[[int], None] | None = None,
+        error: Exception | None = None,
     ) -> None:
         self.moments = 0
         self._at = at
@@ -51,7 +66,8 @@ class Faults:
             registry=lambda: cast("Registry", _Watched(context.registry(), self)),
             provider=lambda name: cast("EndpointProvider", _Watched(context.provider(name), self)),
             notifiers=lambda: {
-                name: cast("Notifier", _Watched(notifier, self)) for name, notifier in context.notifiers().items()
+                name: cast("Notifier", _Watched(notifier, self))
+                for name, notifier in context.notifiers().items()
             },
         )
 
@@ -62,7 +78,11 @@ class Faults:
         with ExitStack() as stack:
             for module, names in ((os, _CHANGES), (io, ("open",)), (builtins, ("open",))):
                 for name in names:
-                    stack.enter_context(patch.object(module, name, self._in_folder(root, name, getattr(module, name))))
+                    stack.enter_context(
+                        patch.object(
+                            module, name, self._in_folder(root, name, getattr(module, name))
+                        )
+                    )
             yield
 
     def _in_folder(self, root: Path, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,7 +146,9 @@ def _places(arguments: tuple[Any, ...], options: dict[str, Any], root: Path) -> 
     """Whether the call is about a file below `root`, named by its path or by a descriptor."""
     about, folder = arguments[0], options.get("dir_fd", options.get("src_dir_fd"))
     try:
-        place = os.readlink(f"/proc/self/fd/{about}") if isinstance(about, int) else os.fsdecode(about)
+        place = (
+            os.readlink(f"/proc/self/fd/{about}") if isinstance(about, int) else os.fsdecode(about)
+        )
         base = os.readlink(f"/proc/self/fd/{folder}") if folder is not None else ""
     except OSError:
         return False

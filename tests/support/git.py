@@ -5,13 +5,22 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-_AUTHOR = ("-c", "user.name=Ada Example", "-c", "user.email=ada@example.org", "-c", "commit.gpgsign=false")
+_AUTHOR = (
+    "-c",
+    "user.name=Ada Example",
+    "-c",
+    "user.email=ada@example.org",
+    "-c",
+    "commit.gpgsign=false",
+)
 
 
 def git(root: Path, *arguments: str) -> str:
     """Run git as an author who needs no settings; return what it prints."""
     command = ["git", *_AUTHOR, *arguments]
-    return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        command, cwd=root, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def commit_all(root: Path, message: str = "change") -> str:

@@ -59,7 +59,11 @@ class Golden:
         if stored == found:
             return
         lines = difflib.unified_diff(
-            (stored or "").splitlines(), found.splitlines(), f"tests/golden/{surface}.txt", "found", lineterm=""
+            (stored or "").splitlines(),
+            found.splitlines(),
+            f"tests/golden/{surface}.txt",
+            "found",
+            lineterm="",
         )
         remedy = f"pytest {self.test.partition('::')[0]} --regenerate"
         what = "has another text" if stored is not None else "has no text"
@@ -134,7 +138,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     ran = {_function(item.nodeid) for item in session.items}
     options = session.config.option
-    whole = not options.keyword and not options.markexpr and not any("::" in word for word in session.config.args)
+    whole = (
+        not options.keyword
+        and not options.markexpr
+        and not any("::" in word for word in session.config.args)
+    )
     files = {name.partition("::")[0] for name in ran} if whole else set()
     for surface in made.keys() | {path.stem for path in FOLDER.glob("*.txt")}:
         stored = read(surface)

@@ -12,16 +12,26 @@ from onnx import TensorProto, numpy_helper, parser
 
 
 def parse_graph(
-    text: str, /, *, opset: int = 18, domains: Mapping[str, int] | None = None, ir_version: int = 10, **constants: Any
+    text: str,
+    /,
+    *,
+    opset: int = 18,
+    domains: Mapping[str, int] | None = None,
+    ir_version: int = 10,
+    **constants: Any,
 ) -> onnx.ModelProto:
     """Return the model of `(float[N,2] x) => (float[N,2] y) { [its name] y = Relu(x) }`, with constants by name.
 
     `domains` are further operator sets, whose operators are written `own.Softsign(x)`. Functions may follow the graph.
     """
-    imports = ", ".join(f'"{domain}" : {version}' for domain, version in {"": opset, **(domains or {})}.items())
+    imports = ", ".join(
+        f'"{domain}" : {version}' for domain, version in {"": opset, **(domains or {})}.items()
+    )
     model = parser.parse_model(f"<ir_version: {ir_version}, opset_import: [{imports}]> g {text}")
     model.graph.initializer.extend(
-        value if isinstance(value, TensorProto) else numpy_helper.from_array(np.asarray(value), name)
+        value
+        if isinstance(value, TensorProto)
+        else numpy_helper.from_array(np.asarray(value), name)
         for name, value in constants.items()
     )
     return model

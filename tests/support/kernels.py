@@ -10,7 +10,9 @@ import numpy.typing as npt
 _ENDS = np.iinfo(np.int16)
 
 
-def multiply(activations: npt.NDArray[Any], weights: npt.NDArray[Any], *, saturates: bool) -> npt.NDArray[np.int32]:
+def multiply(
+    activations: npt.NDArray[Any], weights: npt.NDArray[Any], *, saturates: bool
+) -> npt.NDArray[np.int32]:
     """Multiply uint8 activations (rows, inner) by int8 weights (inner, columns).
 
     With `saturates`, neighbouring products are added in pairs, each of which is cut to 16 bits (`vpmaddubsw`).
@@ -18,7 +20,10 @@ def multiply(activations: npt.NDArray[Any], weights: npt.NDArray[Any], *, satura
     if not saturates:
         return activations.astype(np.int32) @ weights.astype(np.int32)
     if len(weights) % 2:
-        activations, weights = np.pad(activations, ((0, 0), (0, 1))), np.pad(weights, ((0, 1), (0, 0)))
+        activations, weights = (
+            np.pad(activations, ((0, 0), (0, 1))),
+            np.pad(weights, ((0, 1), (0, 0))),
+        )
     products = activations.astype(np.int32)[:, :, None] * weights.astype(np.int32)[None]
     pairs = products[:, ::2] + products[:, 1::2]
     return np.asarray(np.clip(pairs, _ENDS.min, _ENDS.max).sum(axis=1, dtype=np.int32))

@@ -25,7 +25,9 @@ _PAUSE_S = 0.2
 def run_lock_holder(path: Path, *, shared: bool = False) -> Iterator[subprocess.Popen[str]]:
     """Run a process that holds the lock, which ends with the block at the latest."""
     command = [sys.executable, "-c", _HOLD, str(path), "shared" if shared else "exclusive"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "held\n"

@@ -38,9 +38,16 @@ def mlflow_server(
     folder.mkdir(parents=True, exist_ok=True)
     port = port or free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--workers", str(workers), "--backend-store-uri", database or f"sqlite:///{folder}/mlflow.db"]
+    command += [
+        "--workers",
+        str(workers),
+        "--backend-store-uri",
+        database or f"sqlite:///{folder}/mlflow.db",
+    ]
     command += ["--artifacts-destination", str(folder / artifacts)]
     quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     url, env = f"http://127.0.0.1:{port}", {**os.environ, **quiet, **(environ or {})}
-    with running_process(command, folder / "server.log", lambda: does_answer(f"{url}/health"), cwd=folder, env=env):
+    with running_process(
+        command, folder / "server.log", lambda: does_answer(f"{url}/health"), cwd=folder, env=env
+    ):
         yield url

@@ -124,14 +124,25 @@ class LineMap:
         numbers = set[int]()
         for scope in fault.scopes(text):
             numbers = numbers or {number for line in scope for number in by_line.get(str(line), ())}
-        costs = {ids[number]: self.expected_s(_runnable(_file_of(ids[number]), [ids[number]])) for number in numbers}
+        costs = {
+            ids[number]: self.expected_s(_runnable(_file_of(ids[number]), [ids[number]]))
+            for number in numbers
+        }
         for test in costs:
             costs[test] += 0.0 if test.startswith(tuple(room)) else ELSEWHERE_S
         cheapest = sorted(costs, key=lambda test: costs[test])[:MOST_TESTS]
-        sums = dict(zip(cheapest, itertools.accumulate(costs[test] for test in cheapest), strict=True))
+        sums = dict(
+            zip(cheapest, itertools.accumulate(costs[test] for test in cheapest), strict=True)
+        )
         selected = [test for test in ids if test in sums and sums[test] <= budget_s]
-        files = sorted({_file_of(test) for test in selected}, key=lambda file: self.expected_s([file]))
-        return [test for file in files for test in _runnable(file, [one for one in selected if _file_of(one) == file])]
+        files = sorted(
+            {_file_of(test) for test in selected}, key=lambda file: self.expected_s([file])
+        )
+        return [
+            test
+            for file in files
+            for test in _runnable(file, [one for one in selected if _file_of(one) == file])
+        ]
 
     def expected_s(self, paths: Sequence[str]) -> float:
         """Return the seconds that files, folders or single tests took when the map was recorded."""
@@ -160,7 +171,9 @@ class Tree:
         RuntimeError: programs that are started here would not import the package from the copy.
     """
 
-    def __init__(self, folder: Path, options: Sequence[str], limit_s: float, line_map: LineMap | None) -> None:
+    def __init__(
+        self, folder: Path, options: Sequence[str], limit_s: float, line_map: LineMap | None
+    ) -> None:
         self.folder = folder
         self._options = options
         self._limit_s = limit_s
@@ -168,7 +181,11 @@ class Tree:
         self._passes: dict[str, bool] = {}
         """Whether tests pass without a fault, as far as that was asked."""
         listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-        names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
+        names = (
+            subprocess.run(listed, cwd=ROOT, capture_output=True, check=True)
+            .stdout.decode()
+            .split("\0")
+        )
         for name in names:
             if name and (ROOT / name).exists():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -192,10 +209,15 @@ class Tree:
                 text=True,
                 check=True,
             )
-            if f"{self.folder / PACKAGE}/__init__.py" not in done.stderr or f"{ROOT / PACKAGE}/" in done.stderr:
+            if (
+                f"{self.folder / PACKAGE}/__init__.py" not in done.stderr
+                or f"{ROOT / PACKAGE}/" in done.stderr
+            ):
                 raise RuntimeError(f"{command[0]} does not import {PACKAGE} from {self.folder}")
 
-    def detect(self, fault: Fault, groups: Iterable[Sequence[str]], *, fallback: bool) -> FaultResult:
+    def detect(
+        self, fault: Fault, groups: Iterable[Sequence[str]], *, fallback: bool
+    ) -> FaultResult:
         """Run groups of tests until one that passes without the fault fails with it."""
         begun = time.monotonic()
         for tests in groups:
@@ -210,8 +232,17 @@ class Tree:
                 continue
             how = {_FAILED: "tests", None: "timeout"}.get(code, f"crash: exit code {code}")
             seconds = time.monotonic() - begun
-            return FaultResult(id=fault.id, detected=True, how=how, tests=failed, seconds=seconds, fallback=fallback)
-        return FaultResult(id=fault.id, detected=False, seconds=time.monotonic() - begun, fallback=fallback)
+            return FaultResult(
+                id=fault.id,
+                detected=True,
+                how=how,
+                tests=failed,
+                seconds=seconds,
+                fallback=fallback,
+            )
+        return FaultResult(
+            id=fault.id, detected=False, seconds=time.monotonic() - begun, fallback=fallback
+        )
 
     def record(self, path: Path) -> int:
         """Run tests under coverage, by any number of workers, and write the map of lines to tests.
@@ -219,12 +250,24 @@ class Tree:
         Returns:
             pytest's exit code.
         """
-        command = [sys.executable, "-m", "pytest", "-p", _PLUGIN, "-q", "-p", "no:randomly", *self._options]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            _PLUGIN,
+            "-q",
+            "-p",
+            "no:randomly",
+            *self._options,
+        ]
         with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
             environment = {**self._environment(), CONTEXTS: f"{scratch}/map"}
             code = subprocess.run(command, cwd=self.folder, env=environment, check=False).returncode
             parts = [
-                json.loads(part.read_text(encoding="utf-8")) for part in Path(scratch).iterdir() if not part.suffix
+                json.loads(part.read_text(encoding="utf-8"))
+                for part in Path(scratch).iterdir()
+                if not part.suffix
             ]
         path.write_text(json.dumps(merge(parts)), encoding="utf-8")
         return code
@@ -244,7 +287,9 @@ class Tree:
         if unknown := [test for test in tests if test not in self._passes]:
             runnable = (one for test in unknown for one in _runnable(_file_of(test), [test]))
             code, failed = self._run(list(dict.fromkeys(runnable)), "--maxfail=0")
-            self._passes |= {test: code == 0 or (code == _FAILED and test not in failed) for test in unknown}
+            self._passes |= {
+                test: code == 0 or (code == _FAILED and test not in failed) for test in unknown
+            }
         return tuple(test for test in tests if self._passes[test])
 
     def _is_collected(self, tests: Sequence[str]) -> bool:
@@ -256,13 +301,32 @@ class Tree:
         """Return pytest's exit code, None after a time-out, and the ids of the tests that failed."""
         expected_s = 0.0 if self._line_map is None else self._line_map.expected_s(tests)
         with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
-            failures, selection, token = Path(scratch, "failures"), Path(scratch, "tests"), Path(scratch).name
+            failures, selection, token = (
+                Path(scratch, "failures"),
+                Path(scratch, "tests"),
+                Path(scratch).name,
+            )
             selection.write_text(json.dumps(list(tests)), encoding="utf-8")
             files = dict.fromkeys(map(_file_of, tests))
             process = subprocess.Popen(
-                [sys.executable, "-m", "pytest", "-p", _PLUGIN, *_OPTIONS, *self._options, *options, *files],
+                [
+                    sys.executable,
+                    "-m",
+                    "pytest",
+                    "-p",
+                    _PLUGIN,
+                    *_OPTIONS,
+                    *self._options,
+                    *options,
+                    *files,
+                ],
                 cwd=self.folder,
-                env={**self._environment(), FAILURES: str(failures), SELECTION: str(selection), _RUN: token},
+                env={
+                    **self._environment(),
+                    FAILURES: str(failures),
+                    SELECTION: str(selection),
+                    _RUN: token,
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -324,7 +388,12 @@ def read_table(path: Path = TABLE) -> tuple[list[Fault], dict[str, list[str]]]:
     problems = [f"{fault.id}: {problem}" for fault in faults if (problem := _problem(fault))]
     ids = [fault.id for fault in faults]
     problems += sorted({f"{one}: the id repeats" for one in ids if ids.count(one) > 1})
-    problems += [f"{room}: there is no {path}" for room, paths in rooms.items() for path in paths if not _expand(path)]
+    problems += [
+        f"{room}: there is no {path}"
+        for room, paths in rooms.items()
+        for path in paths
+        if not _expand(path)
+    ]
     if problems:
         raise ValueError("\n".join(problems))
     return faults, rooms
@@ -351,7 +420,9 @@ def _expand(path: str) -> list[list[str]]:
     """Return the runs of one path of a room: files and folders that match, together or one by one."""
     matches = sorted(match.relative_to(ROOT).as_posix() for match in ROOT.glob(path))
     if f"{path}/" in _WHOLE_FILES:
-        return [[file.relative_to(ROOT).as_posix()] for file in sorted((ROOT / path).glob("test_*.py"))]
+        return [
+            [file.relative_to(ROOT).as_posix()] for file in sorted((ROOT / path).glob("test_*.py"))
+        ]
     return [matches] if matches else []
 
 
@@ -388,9 +459,17 @@ def read_results(path: Path | None, *, fallback: bool) -> dict[str, FaultResult]
     """Return earlier results by id, without those of faults that the tests of their room may yet detect."""
     if path is None or not path.exists():
         return {}
-    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    entries = [
+        json.loads(line)
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.endswith("}")
+    ]
     results = [FaultResult(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
-    return {result.id: result for result in results if result.detected or result.fallback or not fallback}
+    return {
+        result.id: result
+        for result in results
+        if result.detected or result.fallback or not fallback
+    }
 
 
 def _result_line(fault: Fault, result: FaultResult) -> str:
@@ -420,15 +499,36 @@ def _arguments(given: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     add = parser.add_argument
     add("--list", action="store_true", help="check the table and print it")
-    add("--record", type=Path, metavar="MAP", help="run the tests under coverage and write the map of lines to tests")
+    add(
+        "--record",
+        type=Path,
+        metavar="MAP",
+        help="run the tests under coverage and write the map of lines to tests",
+    )
     add("--map", type=Path, metavar="MAP", help="what --record wrote")
     add("--only", nargs="+", default=[], metavar="ID", help="only these faults")
     add("--rooms", nargs="+", default=[], metavar="ROOM", help="only faults of these rooms")
-    add("--out", type=Path, metavar="RESULTS", help="append results as JSON lines; skip the faults that stand there")
-    add("--tree", type=Path, metavar="FOLDER", help="where copies are made and kept; a temporary folder by default")
+    add(
+        "--out",
+        type=Path,
+        metavar="RESULTS",
+        help="append results as JSON lines; skip the faults that stand there",
+    )
+    add(
+        "--tree",
+        type=Path,
+        metavar="FOLDER",
+        help="where copies are made and kept; a temporary folder by default",
+    )
     add("--jobs", type=int, default=1, help="copies that are worked in side by side")
     add("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="longest run of pytest")
-    add("--budget", type=float, default=LIMIT_S, metavar="SECONDS", help="longest choice of tests by the map")
+    add(
+        "--budget",
+        type=float,
+        default=LIMIT_S,
+        metavar="SECONDS",
+        help="longest choice of tests by the map",
+    )
     add("--no-fallback", action="store_true", help="run only tests that executed the changed lines")
     return parser.parse_args(given[:at]), list(given[at + 1 :])
 
@@ -437,32 +537,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given, options = _arguments(sys.argv[1:] if arguments is None else arguments)
     try:
         faults, rooms = read_table()
-        if unknown := ({*given.only} - {fault.id for fault in faults}) | ({*given.rooms} - {*rooms}):
+        if unknown := ({*given.only} - {fault.id for fault in faults}) | (
+            {*given.rooms} - {*rooms}
+        ):
             raise ValueError(f"unknown: {', '.join(sorted(unknown))}")
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    faults = [f for f in faults if f.id in (given.only or [f.id]) and f.room in (given.rooms or [f.room])]
+    faults = [
+        f for f in faults if f.id in (given.only or [f.id]) and f.room in (given.rooms or [f.room])
+    ]
     if given.list:
         sys.stdout.writelines(f"{fault.room:<22} {fault.id:<55} {fault.kind}\n" for fault in faults)
         sys.stdout.write(f"{len(faults)} faults\n")
         return 0
     with contextlib.ExitStack() as stack:
-        place = given.tree or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="onnx-ops-mutants-")))
+        place = given.tree or Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="onnx-ops-mutants-"))
+        )
         if given.record is not None:
             return Tree(place.resolve() / "tree-0", options, given.limit, None).record(given.record)
-        line_map = None if given.map is None else LineMap(**json.loads(given.map.read_text(encoding="utf-8")))
-        trees = [Tree(place.resolve() / f"tree-{n}", options, given.limit, line_map) for n in range(given.jobs)]
+        line_map = (
+            None
+            if given.map is None
+            else LineMap(**json.loads(given.map.read_text(encoding="utf-8")))
+        )
+        trees = [
+            Tree(place.resolve() / f"tree-{n}", options, given.limit, line_map)
+            for n in range(given.jobs)
+        ]
         fallback = not given.no_fallback
         results = read_results(given.out, fallback=fallback)
         by_id = {fault.id: fault for fault in faults}
-        texts = {fault.path: (trees[0].folder / fault.path).read_text(encoding="utf-8") for fault in faults}
+        texts = {
+            fault.path: (trees[0].folder / fault.path).read_text(encoding="utf-8")
+            for fault in faults
+        }
 
         def groups(fault: Fault) -> Iterator[Sequence[str]]:
             runs = [run for path in rooms[fault.room] for run in _expand(path)]
             if line_map is not None:
                 room = [path for run in runs for path in run]
-                yield from filter(None, [line_map.select(fault, texts[fault.path], room, given.budget)])
+                yield from filter(
+                    None, [line_map.select(fault, texts[fault.path], room, given.budget)]
+                )
             yield from runs if fallback else ()
 
         def report(result: FaultResult) -> None:

@@ -21,7 +21,9 @@ def pytest_configure(config: Any) -> None:
     if path := os.environ.pop(FAILURES, ""):
         config.pluginmanager.register(_FailureReporter(Path(path)))
     if path := os.environ.pop(SELECTION, ""):
-        config.pluginmanager.register(_Selection(frozenset(json.loads(Path(path).read_text(encoding="utf-8")))))
+        config.pluginmanager.register(
+            _Selection(frozenset(json.loads(Path(path).read_text(encoding="utf-8"))))
+        )
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     if CONTEXTS in os.environ and (worker or not config.getoption("numprocesses", None)):
         config.pluginmanager.register(_LineRecorder(Path(os.environ.pop(CONTEXTS) + worker)))
@@ -90,6 +92,13 @@ class _LineRecorder:
         lines: dict[str, dict[str, list[int]]] = {}
         for file in sorted(data.measured_files()):
             by_line = data.contexts_by_lineno(file)
-            tests = {str(line): sorted(numbers[n] for n in by_line[line] if n in numbers) for line in sorted(by_line)}
-            lines[Path(file).relative_to(Path.cwd()).as_posix()] = {line: n for line, n in tests.items() if n}
-        self._path.write_text(json.dumps({"seconds": self._seconds, "lines": lines}), encoding="utf-8")
+            tests = {
+                str(line): sorted(numbers[n] for n in by_line[line] if n in numbers)
+                for line in sorted(by_line)
+            }
+            lines[Path(file).relative_to(Path.cwd()).as_posix()] = {
+                line: n for line, n in tests.items() if n
+            }
+        self._path.write_text(
+            json.dumps({"seconds": self._seconds, "lines": lines}), encoding="utf-8"
+        )

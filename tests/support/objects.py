@@ -63,11 +63,16 @@ class RemoteStoreSuite(StoreSuite):
     def record_of(self, key: Digest) -> bytes:
         return self.remote.read(record_name(key)) or b""
 
-    def test_content_store_put_file_is_read_by_other_store(self, place: str, tmp_path: Path) -> None:
+    def test_content_store_put_file_is_read_by_other_store(
+        self, place: str, tmp_path: Path
+    ) -> None:
         source = tmp_path / "source"
         source.write_bytes(bytes(range(256)) * 40_000)
         digest = ContentStore(open_objects(place), tmp_path / "writer").put_file(source)
-        assert ContentStore(open_objects(place), tmp_path / "reader").path(digest).read_bytes() == source.read_bytes()
+        assert (
+            ContentStore(open_objects(place), tmp_path / "reader").path(digest).read_bytes()
+            == source.read_bytes()
+        )
 
 
 class ObjectLedgerSuite(LedgerSuite):
@@ -75,7 +80,9 @@ class ObjectLedgerSuite(LedgerSuite):
 
     @pytest.fixture
     def opener(self, place: str) -> Opener:
-        environ = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "AZURE_"))}
+        environ = {
+            name: value for name, value in os.environ.items() if name.startswith(("AWS_", "AZURE_"))
+        }
         return functools.partial(open_ledger, place, environ)
 
     def test_objects_create_of_existing_name_returns_false(self, place: str) -> None:

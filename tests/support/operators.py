@@ -33,7 +33,9 @@ def build_library(source: Path, path: Path) -> CustomOps:
     """Compile a library of operators. A test without a C compiler is skipped, or fails where services are required."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        reason = "NOT TESTED: there is no C compiler, so no library of custom operators can be built"
+        reason = (
+            "NOT TESTED: there is no C compiler, so no library of custom operators can be built"
+        )
         if os.environ.get("ONNX_OPS_TEST_SERVICES") == "required":
             pytest.fail(reason)
         pytest.skip(reason)
@@ -43,13 +45,20 @@ def build_library(source: Path, path: Path) -> CustomOps:
 
 
 def released(
-    folder: Path, libraries: Mapping[str, tuple[CustomOps, ...]], *, target: str, scale: float = 2.0, version: str = "1"
+    folder: Path,
+    libraries: Mapping[str, tuple[CustomOps, ...]],
+    *,
+    target: str,
+    scale: float = 2.0,
+    version: str = "1",
 ) -> Deployment:
     """A version of the model for one target, as a release leaves it in an empty folder."""
     folder.mkdir(parents=True)
     write_softsign(folder / "model.onnx", scale=scale)
     copy_libraries(folder / "model.onnx", libraries)
-    files = {p.relative_to(folder).as_posix(): digest_file(p) for p in folder.rglob("*") if p.is_file()}
+    files = {
+        p.relative_to(folder).as_posix(): digest_file(p) for p in folder.rglob("*") if p.is_file()
+    }
     return Deployment(
         name=f"v{version}",
         model="softsign",
@@ -58,5 +67,7 @@ def released(
         release=digest_bytes(version.encode()),
         manifest=Manifest(files=files).digest(),
         location=str(folder),
-        custom_ops=tuple(sorted(name for name in files if name.startswith(f"custom_ops/{target}/"))),
+        custom_ops=tuple(
+            sorted(name for name in files if name.startswith(f"custom_ops/{target}/"))
+        ),
     )

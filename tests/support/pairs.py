@@ -26,7 +26,10 @@ _OPTIMIZERS: Mapping[str, Any] = {
 
 
 def derive(
-    source: Path, method: str, options: Mapping[str, Any] | None = None, calibration: Tensors | None = None
+    source: Path,
+    method: str,
+    options: Mapping[str, Any] | None = None,
+    calibration: Tensors | None = None,
 ) -> Path:
     """Derive a variant for this CPU, beside its source.
 
@@ -34,14 +37,20 @@ def derive(
     """
     path = source.with_name(f"{method}.onnx")
     calibrate = Calibrate() if method == "static" else None
-    section = Quantize(name="variant", method=method, calibrate=calibrate, options=dict(options or {}))
+    section = Quantize(
+        name="variant", method=method, calibrate=calibrate, options=dict(options or {})
+    )
     taken = (calibration or rows(256)) if calibrate else None
-    request = OptimizeRequest(section=section, source=source, path=path, calibration=taken, machines=(detect_here(),))
+    request = OptimizeRequest(
+        section=section, source=source, path=path, calibration=taken, machines=(detect_here(),)
+    )
     _OPTIMIZERS[method]().optimize(request)
     return path
 
 
-def write_changed(model: Path, tensor: str, change: Callable[[Any], Any], name: str = "changed.onnx") -> Path:
+def write_changed(
+    model: Path, tensor: str, change: Callable[[Any], Any], name: str = "changed.onnx"
+) -> Path:
     """Write a copy beside a model, with one of its constants changed."""
     proto = onnx.load(model)
     stored = next(one for one in proto.graph.initializer if one.name == tensor)

@@ -130,16 +130,29 @@ class PoolSite:
         self.marks = self.folder / "marks"
         entries = [f"  - {{name: v{number}, method: dynamic}}" for number in range(self.variants)]
         text = _TEXT.replace("LOG", str(self.marks)).replace("TARGETS", ", ".join(self.targets))
-        text = text.replace("quantize:\nVARIANTS\n", "quantize:\n" + "\n".join(entries) + "\n" if entries else "")
+        text = text.replace(
+            "quantize:\nVARIANTS\n", "quantize:\n" + "\n".join(entries) + "\n" if entries else ""
+        )
         for name, content in {
             PIPELINE: text,
             "lab.py": _CODE,
-            **{f"configs/targets/{name}.yaml": f"name: {name}\npool: {name}\n" for name in self.targets},
+            **{
+                f"configs/targets/{name}.yaml": f"name: {name}\npool: {name}\n"
+                for name in self.targets
+            },
         }.items():
             path = self.asker / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content, encoding="utf-8")
-        git = ["git", "-C", str(self.asker), "-c", "user.name=lab", "-c", "user.email=lab@example.org"]
+        git = [
+            "git",
+            "-C",
+            str(self.asker),
+            "-c",
+            "user.name=lab",
+            "-c",
+            "user.email=lab@example.org",
+        ]
         for arguments in (["init", "-q"], ["add", "configs", "lab.py"], ["commit", "-qm", "lab"]):
             subprocess.run([*self._before(self.asker), *git, *arguments], check=True)
 
@@ -175,14 +188,27 @@ class PoolSite:
         if not self.apart:
             return []
         number = self.networks[root]
-        user = [f"--reuid={_USERS + number}", f"--regid={_GROUP}", "--clear-groups", "--inh-caps=-all"]
+        user = [
+            f"--reuid={_USERS + number}",
+            f"--regid={_GROUP}",
+            "--clear-groups",
+            "--inh-caps=-all",
+        ]
         return ["ip", "netns", "exec", f"onnx-ops-{number}", "setpriv", *user]
 
     def environment(self, root: Path, **more: str) -> dict[str, str]:
         """Variables of a process on the machine with this folder."""
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("ONNX_OPS_")}
-        client = {**self.prefect.client, "PREFECT_HOME": str(root / "prefect"), "PREFECT_CLI_COLORS": "false"}
-        (root / "tmp").mkdir(exist_ok=True)  # its own lock for measurements, as on a machine of its own
+        environ = {
+            name: value for name, value in os.environ.items() if not name.startswith("ONNX_OPS_")
+        }
+        client = {
+            **self.prefect.client,
+            "PREFECT_HOME": str(root / "prefect"),
+            "PREFECT_CLI_COLORS": "false",
+        }
+        (root / "tmp").mkdir(
+            exist_ok=True
+        )  # its own lock for measurements, as on a machine of its own
         client["TMPDIR"] = str(root / "tmp")
         if self.apart:
             number = self.networks[root]
@@ -191,7 +217,9 @@ class PoolSite:
             os.chown(root / "tmp", _USERS + number, _GROUP)
         return {**environ, **client, "NO_COLOR": "1", "COLUMNS": "200", **more}
 
-    def work(self, pool: str, *arguments: str, before: Sequence[str] = (), settings: str = "") -> Worker:
+    def work(
+        self, pool: str, *arguments: str, before: Sequence[str] = (), settings: str = ""
+    ) -> Worker:
         """Start a worker and wait until it is there."""
         folder = self._machine(f"worker-{len(self.workers)}", settings)
         command = [*before, str(PROGRAM), "work", "--pool", pool, *arguments]
@@ -227,7 +255,17 @@ class PoolSite:
         """Start a run of a pipeline with these values."""
         overrides = [part for one in sets for part in ("--set", one)]
         return subprocess.Popen(
-            [*self._before(self.asker), PROGRAM, "run", pipeline, "--until", until, "--json", *overrides, *options],
+            [
+                *self._before(self.asker),
+                PROGRAM,
+                "run",
+                pipeline,
+                "--until",
+                until,
+                "--json",
+                *overrides,
+                *options,
+            ],
             cwd=self.asker,
             env=self.environment(self.asker, **(environ or {})),
             stdout=subprocess.PIPE,
@@ -237,7 +275,11 @@ class PoolSite:
         )
 
     def flow(
-        self, *sets: str, until: str = "gate", no_cache: Sequence[str] = (), environ: Mapping[str, str] | None = None
+        self,
+        *sets: str,
+        until: str = "gate",
+        no_cache: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[str]:
         """Start the same run as a flow run of the flow `pipeline`, as Prefect's runner does."""
         given = f"{PIPELINE!r}, overrides={sets!r}, until={until!r}, no_cache={tuple(no_cache)!r}, jobs=2"
@@ -260,13 +302,17 @@ class PoolSite:
         """Return the JSON of a run, which must end with this exit code."""
         out, errors = asked.communicate(timeout=seconds)
         logs = "\n".join(worker.log[-3000:] for worker in self.workers)
-        assert asked.returncode == code, f"exit code {asked.returncode}\n{out[-3000:]}\n{errors[-3000:]}\n{logs}"
+        assert asked.returncode == code, (
+            f"exit code {asked.returncode}\n{out[-3000:]}\n{errors[-3000:]}\n{logs}"
+        )
         return json.loads(out)
 
     def manifests(self, result: Any) -> dict[str, Digest]:
         """Return the digests of what the stages of a run have made."""
         return {
-            o["stage"]: Manifest(files=o["manifest"]["files"]).digest() for o in result["outcomes"] if o["manifest"]
+            o["stage"]: Manifest(files=o["manifest"]["files"]).digest()
+            for o in result["outcomes"]
+            if o["manifest"]
         }
 
     def runs(self, *names: str) -> list[dict[str, Any]]:
@@ -274,7 +320,11 @@ class PoolSite:
         own: dict[str, Any] = {"expected_start_time": {"after_": self.began.isoformat()}}
         if names:
             own["name"] = {"any_": [f"{NAME}/{name}" for name in names]}
-        wanted = {"flows": {"name": {"any_": ["work"]}}, "flow_runs": own, "sort": "EXPECTED_START_TIME_ASC"}
+        wanted = {
+            "flows": {"name": {"any_": ["work"]}},
+            "flow_runs": own,
+            "sort": "EXPECTED_START_TIME_ASC",
+        }
         found: list[dict[str, Any]] = self.prefect.ask("/flow_runs/filter", **wanted)
         return found
 
@@ -308,7 +358,9 @@ def flow_runs_of(worker: int) -> list[int]:
 
 def stages_of(user: int) -> list[int]:
     """Processes of stages, which monitors start that the fork server of their user has forked."""
-    monitors = [pid for child in children_of(user) if _is_fork_server(child) for pid in children_of(child)]
+    monitors = [
+        pid for child in children_of(user) if _is_fork_server(child) for pid in children_of(child)
+    ]
     return [pid for monitor in monitors for pid in children_of(monitor)]
 
 

@@ -22,7 +22,9 @@ def free_port() -> int:
     end = 32_768
     with contextlib.suppress(OSError):  # another system than Linux
         end = int(_CONNECTIONS.read_text(encoding="ascii").split()[0])
-    for port in _CHANCE.sample(range(_LOWEST, max(end, _LOWEST)), k=min(100, max(end - _LOWEST, 0))):
+    for port in _CHANCE.sample(
+        range(_LOWEST, max(end, _LOWEST)), k=min(100, max(end - _LOWEST, 0))
+    ):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

@@ -38,10 +38,40 @@ def postgres() -> Iterator[str]:
         owner = pwd.getpwnam(user)
         os.chown(folder, owner.pw_uid, owner.pw_gid)
     data = folder / "data"
-    settings = f"-c listen_addresses=127.0.0.1 -p {port} -c unix_socket_directories={folder} -c fsync=off"
+    settings = (
+        f"-c listen_addresses=127.0.0.1 -p {port} -c unix_socket_directories={folder} -c fsync=off"
+    )
     try:
-        _as(user, [programs / "initdb", "-D", data, "-U", "onnx_ops", "--auth=trust", "-E", "UTF8", "--no-sync"])
-        _as(user, [programs / "pg_ctl", "-D", data, "-w", "-t", "120", "-l", folder / "log", "-o", settings, "start"])
+        _as(
+            user,
+            [
+                programs / "initdb",
+                "-D",
+                data,
+                "-U",
+                "onnx_ops",
+                "--auth=trust",
+                "-E",
+                "UTF8",
+                "--no-sync",
+            ],
+        )
+        _as(
+            user,
+            [
+                programs / "pg_ctl",
+                "-D",
+                data,
+                "-w",
+                "-t",
+                "120",
+                "-l",
+                folder / "log",
+                "-o",
+                settings,
+                "start",
+            ],
+        )
         try:
             yield f"postgresql+psycopg2://onnx_ops@127.0.0.1:{port}/postgres"
         finally:
@@ -55,7 +85,11 @@ def _programs() -> Path | None:
     found = shutil.which("initdb")
     if found is not None:
         return Path(found).resolve().parent
-    return max(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: int(path.parent.name), default=None)
+    return max(
+        Path("/usr/lib/postgresql").glob("*/bin"),
+        key=lambda path: int(path.parent.name),
+        default=None,
+    )
 
 
 def _as(user: str, command: Sequence[str | Path]) -> None:

@@ -31,7 +31,11 @@ class Memory:
 
 
 def until(
-    condition: Callable[[], T | None], what: str = "condition", *, seconds: float = 60.0, pause_s: float = 0.02
+    condition: Callable[[], T | None],
+    what: str = "condition",
+    *,
+    seconds: float = 60.0,
+    pause_s: float = 0.02,
 ) -> T:
     """Wait for something to become true; the time is a limit of patience, not a measurement."""
     deadline = time.monotonic() + seconds
@@ -43,7 +47,12 @@ def until(
 
 @contextmanager
 def running_process(
-    command: Sequence[str], log: Path, is_ready: Callable[[], bool], *, seconds: float = 120.0, **options: Any
+    command: Sequence[str],
+    log: Path,
+    is_ready: Callable[[], bool],
+    *,
+    seconds: float = 120.0,
+    **options: Any,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process that is ready, until the end of the block; its output is appended to `log`. `options` are of Popen."""
     with log.open("ab") as stream:
@@ -141,4 +150,9 @@ def _with(place: int, value: int) -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    return (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    return (
+        (_PROC / str(pid) / "stat")
+        .read_text(encoding="utf-8", errors="replace")
+        .rpartition(")")[2]
+        .split()
+    )

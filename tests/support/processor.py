@@ -62,11 +62,17 @@ def _read_here() -> HardwareFingerprint:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--emulated", action="store_true", help="this process runs on an emulated processor without VNNI")
+    parser.addoption(
+        "--emulated",
+        action="store_true",
+        help="this process runs on an emulated processor without VNNI",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "processor: holds on x86 with and without VNNI; runs on an emulated one as well")
+    config.addinivalue_line(
+        "markers", "processor: holds on x86 with and without VNNI; runs on an emulated one as well"
+    )
     if config.option.emulated:
         # Before the tests are collected: some ask for the processor when they are imported.
         features = patch("onnx_ops.adapters.runtimes.hardware._cpu", lambda: ("Haswell", _FEATURES))
@@ -79,9 +85,26 @@ def main() -> int:
     if problem := _find_problem():
         sys.stderr.write(f"The tests of the emulated processor were NOT RUN: {problem}\n")
         return int(os.environ.get("ONNX_OPS_TEST_SERVICES") == "required")
-    files = sorted(str(file) for file in (ROOT / "tests").rglob("test_*.py") if "mark.processor" in file.read_text())
-    command = [EMULATOR, "-cpu", _MODEL, sys.executable, "-m", "pytest", "-m", "processor", "--emulated", *files]
-    return subprocess.run([*command, *sys.argv[1:]], cwd=ROOT, env=os.environ | _ENVIRONMENT, check=False).returncode
+    files = sorted(
+        str(file)
+        for file in (ROOT / "tests").rglob("test_*.py")
+        if "mark.processor" in file.read_text()
+    )
+    command = [
+        EMULATOR,
+        "-cpu",
+        _MODEL,
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "processor",
+        "--emulated",
+        *files,
+    ]
+    return subprocess.run(
+        [*command, *sys.argv[1:]], cwd=ROOT, env=os.environ | _ENVIRONMENT, check=False
+    ).returncode
 
 
 def _find_problem() -> str:

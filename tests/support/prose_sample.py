@@ -33,7 +33,9 @@ def list_docstrings() -> Texts:
                 yield from _read_docstrings(path, node)
 
 
-def _read_docstrings(path: str, node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Texts:
+def _read_docstrings(
+    path: str, node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+) -> Texts:
     """Yield the docstring of a definition, and those below assignments in a module or class."""
     if own := ast.get_docstring(node):
         yield f"{path}:{getattr(node, 'lineno', 1)} {getattr(node, 'name', 'module')}", own
@@ -41,7 +43,10 @@ def _read_docstrings(path: str, node: ast.Module | ast.ClassDef | ast.FunctionDe
         for assigned, below in zip(node.body, node.body[1:], strict=False):
             is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
             if isinstance(assigned, ast.Assign | ast.AnnAssign) and is_text:
-                yield f"{path}:{assigned.lineno} {ast.unparse(assigned)[:60]}", ast.literal_eval(below.value)  # type: ignore[attr-defined]
+                yield (
+                    f"{path}:{assigned.lineno} {ast.unparse(assigned)[:60]}",
+                    ast.literal_eval(below.value),
+                )  # type: ignore[attr-defined]
 
 
 def list_comments() -> Texts:
@@ -86,7 +91,9 @@ def _read_message(node: ast.AST) -> str:
 def list_sentences() -> Texts:
     """Yield every sentence of the docs."""
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
-        prose = re.sub(r"```.*?```|<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        prose = re.sub(
+            r"```.*?```|<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL
+        )
         for part in re.split(r"\n\n|\n(?=[-|#])", prose):
             for sentence in re.split(r"(?<=[.?!])\s+", " ".join(part.strip("-|#* ").split())):
                 if len(sentence.split()) >= _SHORTEST:
@@ -97,7 +104,9 @@ def list_test_names() -> Texts:
     """Yield the name of every test, the conformance suites included."""
     for path, text in _list_modules("tests", "onnx_ops/testing"):
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith(
+                "test_"
+            ):
                 yield f"{path}:{node.lineno}", node.name
 
 
@@ -119,7 +128,9 @@ def _list_modules(*folders: str) -> Texts:
 
 def main() -> None:
     """Print the drawn texts with their places and the seed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--count", type=int, default=60, help="texts of each kind (60)")
     parser.add_argument("--kind", choices=KINDS, action="append", help="kinds of texts (all)")

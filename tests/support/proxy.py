@@ -79,7 +79,9 @@ class Proxy:
         self._open |= {client, server}
         lost = threading.Event()
         for pump in (self._pump_requests, self._pump_answers):
-            threading.Thread(target=self._run, args=(pump, client, server, lost), daemon=True).start()
+            threading.Thread(
+                target=self._run, args=(pump, client, server, lost), daemon=True
+            ).start()
 
     def _run(
         self,
@@ -95,7 +97,9 @@ class Proxy:
                 each.shutdown(socket.SHUT_RDWR)
             self._open.discard(each)
 
-    def _pump_requests(self, client: socket.socket, server: socket.socket, lost: threading.Event) -> None:
+    def _pump_requests(
+        self, client: socket.socket, server: socket.socket, lost: threading.Event
+    ) -> None:
         while data := client.recv(1 << 16):
             if request := _REQUEST.match(data):
                 treatment = self.rule(request[1].decode(), request[2].decode())
@@ -107,7 +111,9 @@ class Proxy:
                     lost.set()
             server.sendall(data)
 
-    def _pump_answers(self, client: socket.socket, server: socket.socket, lost: threading.Event) -> None:
+    def _pump_answers(
+        self, client: socket.socket, server: socket.socket, lost: threading.Event
+    ) -> None:
         while data := server.recv(1 << 16):
             if lost.is_set():
                 return

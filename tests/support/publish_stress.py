@@ -30,7 +30,11 @@ class StressResult:
 
     def publish_ms(self, quantile: float) -> float:
         """A quantile (0 to 100) of how long a publication took."""
-        spans = [(p.returned_ns - p.begun_ns) / 1e6 for p in self.publications if p.returned_ns < FOREVER_NS]
+        spans = [
+            (p.returned_ns - p.begun_ns) / 1e6
+            for p in self.publications
+            if p.returned_ns < FOREVER_NS
+        ]
         return float(np.percentile(spans, quantile))
 
 
@@ -77,7 +81,9 @@ def _state(serving: Deployment, *held: Deployment) -> EndpointState:
     return EndpointState(deployments=held, split=TrafficSplit(weights=weights))
 
 
-def stress_publications(server: ServerFamily, first: Deployment, plan: LoadPlan, *, publications: int) -> StressResult:
+def stress_publications(
+    server: ServerFamily, first: Deployment, plan: LoadPlan, *, publications: int
+) -> StressResult:
     """Publish that many times under load, as fast as the server takes it.
 
     Raises:
@@ -96,4 +102,6 @@ def stress_publications(server: ServerFamily, first: Deployment, plan: LoadPlan,
 def _publish(publisher: Publisher, state: EndpointState) -> None:
     answer = publisher.publish(state)
     if answer.status != 200:
-        raise MeasurementError("a publication was refused", why=f"{answer.status} {answer.body[:500]!r}")
+        raise MeasurementError(
+            "a publication was refused", why=f"{answer.status} {answer.body[:500]!r}"
+        )

@@ -30,7 +30,9 @@ class Recurrent(nn.Module):
         steps, last = self.layer(x.transpose(0, 1) if self.steps_first else x, state)
         scores = self.head(steps.transpose(0, 1) if self.steps_first else steps)
         states = last if isinstance(last, tuple) else (last,)
-        return {"scores": scores} | {f"state_{place}": part.transpose(0, 1) for place, part in enumerate(states)}
+        return {"scores": scores} | {
+            f"state_{place}": part.transpose(0, 1) for place, part in enumerate(states)
+        }
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return self.answer(x, None)
@@ -78,7 +80,10 @@ class Masked(nn.Module):
 class Strided(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.layer = nn.Conv1d(FEATURES, HIDDEN, 3, stride=2), nn.LSTM(HIDDEN, HIDDEN, bidirectional=True)
+        self.conv, self.layer = (
+            nn.Conv1d(FEATURES, HIDDEN, 3, stride=2),
+            nn.LSTM(HIDDEN, HIDDEN, bidirectional=True),
+        )
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.layer(self.conv(x.transpose(1, 2)).permute(2, 0, 1))[1][0].transpose(0, 1)
@@ -147,7 +152,9 @@ class Packed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         lengths = (x[:, :, 0] > 0).sum(1).clamp(min=1)
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x, lengths.cpu(), batch_first=True, enforce_sorted=False
+        )
         return self.layer(packed)[1][-1]
 
 

@@ -20,7 +20,13 @@ from typing import Any, Self
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import CorruptStateError, MeasurementError
-from onnx_ops.protocol.messages import COUNTS_PATH, STATE_PATH, AdminState, Counts, UserCountsRequest
+from onnx_ops.protocol.messages import (
+    COUNTS_PATH,
+    STATE_PATH,
+    AdminState,
+    Counts,
+    UserCountsRequest,
+)
 from onnx_ops.protocol.server_process import SERVER_FILE, TOKEN_FILE, ServerRecord
 from onnx_ops.testing.endpoints import scaling_deployment
 from tests.support.processes import ROOT, session_of
@@ -129,7 +135,9 @@ class ServerFamily:
         """Start a server on the folder, beside whatever is left of an earlier one."""
         self.folder.mkdir(mode=0o700, exist_ok=True)
         with self._log.open("ab") as log:
-            self.process = subprocess.Popen(self.command(), cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(
+                self.command(), cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+            )
         self.sessions.append(self.process.pid)
 
     def start(self) -> ServerRecord:
@@ -205,14 +213,25 @@ class ServerFamily:
             data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
             connection.request(method, path, data, dict(headers or {}))
             response = connection.getresponse()
-            return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+            return Answer(
+                response.status, {k.lower(): v for k, v in response.getheaders()}, response.read()
+            )
         finally:
             connection.close()
 
     def admin(
-        self, method: str, body: bytes | None = None, path: str = STATE_PATH, *, token: str | None = None
+        self,
+        method: str,
+        body: bytes | None = None,
+        path: str = STATE_PATH,
+        *,
+        token: str | None = None,
     ) -> Answer:
-        shown = (self.folder / TOKEN_FILE).read_text(encoding="utf-8").strip() if token is None else token
+        shown = (
+            (self.folder / TOKEN_FILE).read_text(encoding="utf-8").strip()
+            if token is None
+            else token
+        )
         headers = {"authorization": f"Bearer {shown}", "content-type": "application/json"}
         return self.call(method, path, body, headers, admin=True)
 

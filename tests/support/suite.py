@@ -97,7 +97,9 @@ def part_of(option: str) -> int:
         return known[option]
     if option != "commit":
         raise pytest.UsageError(f"--sweep {option}: expected 'commit' or one of {', '.join(known)}")
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     return int(head.stdout, 16) % PARTS + 1 if head.returncode == 0 else 0
 
 
@@ -121,10 +123,16 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # Begun in the background by a shell without job control; the processes of the tests would ignore it as well.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    config.addinivalue_line("markers", "sweep: cases of a sweep, of which one run takes a part (--sweep)")
-    config.addinivalue_line("markers", "in_order: tests of one story, which run in the order of their file")
+    config.addinivalue_line(
+        "markers", "sweep: cases of a sweep, of which one run takes a part (--sweep)"
+    )
+    config.addinivalue_line(
+        "markers", "in_order: tests of one story, which run in the order of their file"
+    )
     part = part_of(config.option.sweep)
-    config.option.sweep = f"{part}/{PARTS}" if part else "all"  # the workers of pytest-xdist take the same
+    config.option.sweep = (
+        f"{part}/{PARTS}" if part else "all"
+    )  # the workers of pytest-xdist take the same
     # Nightly runs draw new examples. The first one of a test may import what the test needs, hence no deadline.
     settings.register_profile("suite", derandomize=part != 0, print_blob=True, deadline=None)
     settings.load_profile("suite")
@@ -202,7 +210,9 @@ def _restore_order(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("in_order"):
             stories.setdefault(item.nodeid.partition("::")[0], []).append(place)
     for places in stories.values():
-        ordered = sorted((items[place] for place in places), key=lambda item: item.reportinfo()[1] or 0)
+        ordered = sorted(
+            (items[place] for place in places), key=lambda item: item.reportinfo()[1] or 0
+        )
         for place, item in zip(places, ordered, strict=True):
             items[place] = item
 

@@ -16,11 +16,20 @@ from tests.support.publish_stress import states
 
 
 def records(*statuses: int) -> Records:
-    return Records.from_rows(np.array([(0, 0, 0, status, 0, 0, 0) for status in statuses]).reshape(-1, 7), [""])
+    return Records.from_rows(
+        np.array([(0, 0, 0, status, 0, 0, 0) for status in statuses]).reshape(-1, 7), [""]
+    )
 
 
 WELL = Outcome(
-    moment=4, reached=True, answered=True, generation=3, wanted=3, healed=True, stale=0, records=records(200, 200)
+    moment=4,
+    reached=True,
+    answered=True,
+    generation=3,
+    wanted=3,
+    healed=True,
+    stale=0,
+    records=records(200, 200),
 )
 
 
@@ -30,11 +39,19 @@ WELL = Outcome(
         (WELL, "supervisor", []),
         (replace(WELL, generation=2), "supervisor", ["it came back with generation 2, not 3"]),
         (replace(WELL, answered=False, generation=2), "worker", []),
-        (replace(WELL, answered=False, generation=1), "worker", ["it came back with generation 1, not 2 or 3"]),
+        (
+            replace(WELL, answered=False, generation=1),
+            "worker",
+            ["it came back with generation 1, not 2 or 3"],
+        ),
         (replace(WELL, healed=False), "worker", ["the next publication was refused"]),
         (replace(WELL, stale=2), "supervisor", ["2 stale answers"]),
         (replace(WELL, records=records(200, Failure.RESET)), "worker", []),
-        (replace(WELL, records=records(200, Failure.RESET)), "supervisor", ["requests failed: {'reset': 1}"]),
+        (
+            replace(WELL, records=records(200, Failure.RESET)),
+            "supervisor",
+            ["requests failed: {'reset': 1}"],
+        ),
         (replace(WELL, records=records(200, 503)), "worker", ["requests failed: {'503': 1}"]),
         (
             replace(WELL, records=records(200, *[Failure.CLOSED] * (CONNECTIONS + 1))),
@@ -44,13 +61,23 @@ WELL = Outcome(
         (replace(WELL, records=records()), "worker", ["nothing was asked meanwhile"]),
     ],
 )
-def test_outcome_broken_lists_violations_for_victim(outcome: Outcome, victim: Victim, broken: list[str]) -> None:
+def test_outcome_broken_lists_violations_for_victim(
+    outcome: Outcome, victim: Victim, broken: list[str]
+) -> None:
     assert outcome.broken(victim) == broken
 
 
 def test_states_alternate_between_new_and_first_deployment() -> None:
     digest = digest_bytes(b"")
-    first = Deployment(name="a", model="m", version="0", variant="fp32", release=digest, manifest=digest, location="/a")
+    first = Deployment(
+        name="a",
+        model="m",
+        version="0",
+        variant="fp32",
+        release=digest,
+        manifest=digest,
+        location="/a",
+    )
     seen = list(islice(states(first), 5))
     serving = [[name for name, weight in state.split.weights.items() if weight] for state in seen]
     assert serving == [["a"], ["a-1"], ["a"], ["a-2"], ["a"]]

@@ -41,10 +41,15 @@ def near(tmp_path: Path) -> NearTests:
 
 
 def name_tests(near: NearTests, *changes: str) -> list[str]:
-    return [name.rpartition("/")[2].removesuffix(".py").removeprefix("test_") for name in near.choose(changes)]
+    return [
+        name.rpartition("/")[2].removesuffix(".py").removeprefix("test_")
+        for name in near.choose(changes)
+    ]
 
 
-def test_choose_for_a_module_orders_named_tests_importing_tests_and_those_of_the_room(near: NearTests) -> None:
+def test_choose_for_a_module_orders_named_tests_importing_tests_and_those_of_the_room(
+    near: NearTests,
+) -> None:
     assert name_tests(near, "onnx_ops/release/rollback.py") == [
         "release_rollback_kills", "release_rollback", "release_watch", "release_status", "cli_rollback",
         "release_other", "release_parts_used",
@@ -78,7 +83,12 @@ def test_choose_for_several_changes_takes_the_nearest_place_of_each_test(near: N
 
 def test_choose_for_each_module_of_room_finds_near_tests() -> None:
     near = NearTests(ROOT, read_importers())
-    for module in ("release/rollback", "statistics/rules/common", "adapters/endpoints/replicas", "cli/inspect"):
+    for module in (
+        "release/rollback",
+        "statistics/rules/common",
+        "adapters/endpoints/replicas",
+        "cli/inspect",
+    ):
         tests = near.choose([f"onnx_ops/{module}.py"])
         assert all((ROOT / name).is_file() for name in tests)
         assert tests[0].startswith(f"tests/{module.partition('/')[0]}/"), module
@@ -87,7 +97,9 @@ def test_choose_for_each_module_of_room_finds_near_tests() -> None:
 def test_list_changes_has_changed_new_and_deleted_files_but_no_ignored_ones(tmp_path: Path) -> None:
     def git(*arguments: str) -> None:
         identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
+        subprocess.run(
+            ["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True
+        )
 
     git("init", "-q")
     for name in ("kept", "changed", "deleted", "staged"):
@@ -109,9 +121,25 @@ def run_pytest(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
         "    end = time.process_time() + 1\n    while time.process_time() < end:\n        pass\n"
     )
     (folder / "pytest.ini").write_text("[pytest]\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", PLUGIN, f"--rootdir={folder}"]
-    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    return subprocess.run([*command, *options, str(folder)], capture_output=True, text=True, check=False, env=environ)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        PLUGIN,
+        f"--rootdir={folder}",
+    ]
+    environ = {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": str(ROOT),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
+    return subprocess.run(
+        [*command, *options, str(folder)], capture_output=True, text=True, check=False, env=environ
+    )
 
 
 def test_cpu_limit_starts_no_further_test_and_reports_how_many_are_left(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ print(json.dumps([int(code), sorted({name.partition(".")[0] for name in sys.modu
 
 @pytest.mark.nightly
 def test_collection_imports_no_package_that_takes_long() -> None:
-    result = subprocess.run([sys.executable, "-c", COLLECT], cwd=ROOT, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", COLLECT], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     code, modules = json.loads(result.stdout.splitlines()[-1])
     assert (code, sorted(SLOW.intersection(modules))) == (0, [])

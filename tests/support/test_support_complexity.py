@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.complexity import LIMIT, MAX_EXEMPTIONS, find_problems, lower_entries, measure_text
+from tests.support.complexity import (
+    LIMIT,
+    MAX_EXEMPTIONS,
+    find_problems,
+    lower_entries,
+    measure_text,
+)
 
 SOURCE = """
 def pick(values, limit):
@@ -34,7 +40,12 @@ def test_measure_text_counts_branching_expressions() -> None:
         ({"f": LIMIT}, {"f": 20}, {}, "stale entry"),
         ({}, {"f": 20}, {}, "stale entry"),
         ({"f": 20}, {"f": 20}, {"f": 20}, "both"),
-        (dict.fromkeys("abcdefghijklmnop", 20), {}, dict.fromkeys("abcdefghijklmnop", 20), f"at most {MAX_EXEMPTIONS}"),
+        (
+            dict.fromkeys("abcdefghijklmnop", 20),
+            {},
+            dict.fromkeys("abcdefghijklmnop", 20),
+            f"at most {MAX_EXEMPTIONS}",
+        ),
     ],
 )
 def test_find_problems_with_entry_that_differs_returns_one_problem(
@@ -53,7 +64,13 @@ def test_lower_entries_lowers_or_removes_reduced_entries_only() -> None:
         '# why\n[to_split]\n"a.py: gone" = 20\n"a.py: same" = 20\n"a.py: rose" = 20\n"a.py: fell" = 20\n'
         '[exempt]\n"b.py: fell" = {complexity = 20, reason = "a match over 16 kinds"}\n'
     )
-    measured = {"a.py: gone": LIMIT, "a.py: same": 20, "a.py: rose": 21, "a.py: fell": 18, "b.py: fell": 17}
+    measured = {
+        "a.py: gone": LIMIT,
+        "a.py: same": 20,
+        "a.py: rose": 21,
+        "a.py: fell": 18,
+        "b.py: fell": 17,
+    }
     assert lower_entries(table, measured) == (
         '# why\n[to_split]\n"a.py: same" = 20\n"a.py: rose" = 20\n"a.py: fell" = 18\n'
         '[exempt]\n"b.py: fell" = {complexity = 17, reason = "a match over 16 kinds"}\n'

@@ -97,7 +97,9 @@ def test_fake_signer_verify_of_other_data_or_key_raises_invalid_signature_error(
             mine.verify(data, signature, key)
 
 
-def test_fake_model_files_admit_without_matching_files_raises_digest_mismatch_error(tmp_path: Path) -> None:
+def test_fake_model_files_admit_without_matching_files_raises_digest_mismatch_error(
+    tmp_path: Path,
+) -> None:
     release = publication(tmp_path, model="m", seed="a")
     files = FakeModelFiles()
     manifest = release.variants[0].manifest

@@ -51,7 +51,9 @@ def end(process: subprocess.Popen[bytes]) -> None:
     ("at", "exists"),
     [(0, set()), (1, {"new"}), (5, {"new"}), (6, {"new"}), (7, {"old"}), (2 * CALLS - 1, {"old"})],
 )
-def test_fault_point_kills_process_exactly_at_its_call(tmp_path: Path, at: int, exists: set[str]) -> None:
+def test_fault_point_kills_process_exactly_at_its_call(
+    tmp_path: Path, at: int, exists: set[str]
+) -> None:
     arm(tmp_path / "point.json", FaultPoint(at=at))
     process = run(tmp_path)
     assert process.wait(timeout=60) == -signal.SIGKILL
@@ -94,7 +96,9 @@ def test_process_measurements_return_cpu_time_and_memory() -> None:
     assert cpu_seconds(me) > before
     held = memory(me)
     assert 0 < held.pss <= held.rss <= peak_memory(me)
-    with mmap.mmap(-1, 64 << 20) as blob:  # pages that the process did not have before, whatever it has freed
+    with mmap.mmap(
+        -1, 64 << 20
+    ) as blob:  # pages that the process did not have before, whatever it has freed
         blob.write(b"x" * len(blob))
         assert memory(me).rss - held.rss > len(blob) // 2
     with pytest.raises(FileNotFoundError):

@@ -21,8 +21,14 @@ def test_golden_texts_belong_to_existing_tests(surface: str) -> None:
         file, *words = name.split("[")[0].split(" ")[0].split("::")
         if file not in known:
             tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-            known[file] = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-        assert known[file].issuperset(words), f"{name}: no such test; pytest {file} --regenerate removes its text"
+            known[file] = {
+                node.name
+                for node in ast.walk(tree)
+                if isinstance(node, ast.FunctionDef | ast.ClassDef)
+            }
+        assert known[file].issuperset(words), (
+            f"{name}: no such test; pytest {file} --regenerate removes its text"
+        )
 
 
 def test_golden_read_returns_written_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,4 +53,6 @@ def test_golden_with_other_text_fails_with_diff_and_command(
 
 def test_plain_and_without_figures_remove_varying_parts() -> None:
     assert plain("\x1b[1ma\x1b[0m  \n/tmp/x/b", {"/tmp/x": "FOLDER"}) == "a\nFOLDER/b"  # noqa: S108 (a text)
-    assert without_figures("p50   1.5e-3 ms ┏━━━━┓ cpu-1t [0.1, 12]") == "p50 # ms ┏━┓ cpu-#t [#, #]"
+    assert (
+        without_figures("p50   1.5e-3 ms ┏━━━━┓ cpu-1t [0.1, 12]") == "p50 # ms ┏━┓ cpu-#t [#, #]"
+    )

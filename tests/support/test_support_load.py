@@ -52,7 +52,11 @@ class Peer:
 
     def _talk(self, client: socket.socket) -> None:
         with client, client.makefile("rb") as stream:
-            while head := b"".join(iter(stream.readline, b"\r\n")) if (first := stream.peek(1)) else first:
+            while (
+                head := b"".join(iter(stream.readline, b"\r\n"))
+                if (first := stream.peek(1))
+                else first
+            ):
                 length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
                 body = stream.read(length)
                 with self._lock:
@@ -78,7 +82,11 @@ def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
 
 
 def plan(peer: Peer, **changes: object) -> LoadPlan:
-    options: dict[str, object] = {"payloads": [Payload(body=b'{"a": 1}')], "seconds": 20, "timeout_s": 5}
+    options: dict[str, object] = {
+        "payloads": [Payload(body=b'{"a": 1}')],
+        "seconds": 20,
+        "timeout_s": 5,
+    }
     return LoadPlan(url=f"http://127.0.0.1:{peer.port}/v2?x=1", **{**options, **changes})  # type: ignore[arg-type]
 
 
@@ -89,7 +97,9 @@ def played(plan: LoadPlan) -> Records:
 
 def test_load_process_sends_and_records_each_request_once(peer: Peer) -> None:
     payloads = [Payload(body=b"[1]"), Payload(body=b"[22]")]
-    records = played(plan(peer, requests=120, connections=4, keys=3, payloads=payloads, headers={"X-Trace": "t"}))
+    records = played(
+        plan(peer, requests=120, connections=4, keys=3, payloads=payloads, headers={"X-Trace": "t"})
+    )
     assert len(records) == len(peer.requests) == 120
     assert sorted(records.number.tolist()) == list(range(120))
     assert records.failed == 0
@@ -97,9 +107,16 @@ def test_load_process_sends_and_records_each_request_once(peer: Peer) -> None:
     assert np.bincount(records.key).tolist() == [40, 40, 40]
     for user in range(3):
         for body in (b"[1]", b"[22]"):
-            lines = [r for r in peer.requests if f"x-user-key: user-{user}\r\n".encode() in r and r.endswith(body)]
+            lines = [
+                r
+                for r in peer.requests
+                if f"x-user-key: user-{user}\r\n".encode() in r and r.endswith(body)
+            ]
             assert len(lines) == 20
-    assert all(r.startswith(b"POST /v2?x=1 HTTP/1.1\r\n") and b"\r\nx-trace: t\r\n" in r for r in peer.requests)
+    assert all(
+        r.startswith(b"POST /v2?x=1 HTTP/1.1\r\n") and b"\r\nx-trace: t\r\n" in r
+        for r in peer.requests
+    )
     assert (records.sent_ns >= records.due_ns).all()
     assert (records.done_ns >= records.sent_ns).all()
 
@@ -110,7 +127,10 @@ def test_load_process_sends_and_records_each_request_once(peer: Peer) -> None:
     [
         (lambda n: BUSY if n % 10 == 0 else GOOD, {"429": 3}),
         (lambda n: None if n in (5, 6) else GOOD, {"closed": 2}),
-        (lambda n: b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{}" if n == 29 else GOOD, {"timed_out": 1}),
+        (
+            lambda n: b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{}" if n == 29 else GOOD,
+            {"timed_out": 1},
+        ),
         (lambda n: b"" if n == 29 else GOOD, {"timed_out": 1}),
         (lambda n: b"SSH-2.0-OpenSSH\r\n" if n == 3 else GOOD, {"garbled": 1}),
         (lambda n: (LAST, CHUNKED, b"HTTP/1.1 100 Continue\r\n\r\n" + GOOD)[n % 3], {}),
@@ -128,7 +148,9 @@ def test_load_process_distinguishes_reset_from_refused_connection() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     load = LoadProcess(
-        LoadPlan(url=f"http://127.0.0.1:{port}/", payloads=[Payload(body=b"{}")], seconds=20, requests=3)
+        LoadPlan(
+            url=f"http://127.0.0.1:{port}/", payloads=[Payload(body=b"{}")], seconds=20, requests=3
+        )
     )
     thread = threading.Thread(target=load.start)
     thread.start()
@@ -181,7 +203,15 @@ def test_load_process_without_server_raises_measurement_error(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "changes", [{"url": "https://x/"}, {"url": "x"}, {"payloads": []}, {"connections": 0}, {"seconds": 0}, {"rate": -1}]
+    "changes",
+    [
+        {"url": "https://x/"},
+        {"url": "x"},
+        {"payloads": []},
+        {"connections": 0},
+        {"seconds": 0},
+        {"rate": -1},
+    ],
 )
 def test_load_plan_with_invalid_option_raises_user_error(changes: dict[str, object]) -> None:
     options: dict[str, object] = {"url": "http://x/", "payloads": [Payload(body=b"")], **changes}
@@ -191,13 +221,28 @@ def test_load_plan_with_invalid_option_raises_user_error(changes: dict[str, obje
 
 def test_requests_with_line_break_in_header_raises_user_error() -> None:
     with pytest.raises(UserError, match="line break"):
-        Requests(LoadPlan(url="http://x/", payloads=[Payload(body=b"", headers={"a": "b\r\nc: d"})]))
+        Requests(
+            LoadPlan(url="http://x/", payloads=[Payload(body=b"", headers={"a": "b\r\nc: d"})])
+        )
 
 
 def test_load_command_prints_json_and_exits_1_on_failures(peer: Peer, tmp_path: Path) -> None:
     (tmp_path / "body").write_bytes(b"{}")
-    command = [sys.executable, "-m", "tests.support.load", f"http://127.0.0.1:{peer.port}/", "--json"]
-    command += ["--body", str(tmp_path / "body"), "--requests", "10", "--records", str(tmp_path / "records.npz")]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.load",
+        f"http://127.0.0.1:{peer.port}/",
+        "--json",
+    ]
+    command += [
+        "--body",
+        str(tmp_path / "body"),
+        "--requests",
+        "10",
+        "--records",
+        str(tmp_path / "records.npz"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
@@ -209,7 +254,9 @@ def test_load_command_prints_json_and_exits_1_on_failures(peer: Peer, tmp_path: 
     busy.close()
     assert failing.returncode == 1
     assert json.loads(failing.stdout)["failures"] == {"429": 10}
-    nothing = subprocess.run([*command[:5], "--body", "/nowhere"], capture_output=True, text=True, check=False)
+    nothing = subprocess.run(
+        [*command[:5], "--body", "/nowhere"], capture_output=True, text=True, check=False
+    )
     assert (nothing.returncode, "Traceback" in nothing.stderr) == (4, False)
 
 
@@ -222,7 +269,8 @@ def answered(*rows: tuple[int, int, str]) -> Records:
 
 def published(*rows: tuple[int, int, str]) -> list[Publication]:
     return [
-        Publication(begun_ns=begun, returned_ns=returned, names=frozenset(names)) for begun, returned, names in rows
+        Publication(begun_ns=begun, returned_ns=returned, names=frozenset(names))
+        for begun, returned, names in rows
     ]
 
 
@@ -244,12 +292,16 @@ def test_stale_returns_answers_of_deployments_not_published_during_request() -> 
 
 def test_stale_with_unfinished_publication_accepts_both_deployments() -> None:
     publications = published((0, 10, "a"), (100, FOREVER_NS, "b"), (200, 210, "c"))
-    records = answered((150, 160, "a"), (150, 160, "b"), (250, 260, "a"), (250, 260, "b"), (250, 260, "c"))
+    records = answered(
+        (150, 160, "a"), (150, 160, "b"), (250, 260, "a"), (250, 260, "b"), (250, 260, "c")
+    )
     assert stale(records, publications).tolist() == [2, 3]
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=6), st.data())
-def test_stale_allows_switch_within_publication_but_no_late_answers(states: list[str], data: st.DataObject) -> None:
+def test_stale_allows_switch_within_publication_but_no_late_answers(
+    states: list[str], data: st.DataObject
+) -> None:
     publications = published(*((100 * k, 100 * k + 50, name) for k, name in enumerate(states)))
     flips = [100 * k + data.draw(st.integers(0, 50)) for k in range(len(states))]
     rows = []

@@ -9,7 +9,8 @@ from tests.support import processor
 
 @pytest.mark.parametrize(("required", "code"), [("", 0), ("required", 1)])
 @pytest.mark.parametrize(
-    ("machine", "program", "reason"), [("aarch64", "/bin/qemu", "aarch64"), ("x86_64", None, "apt-get")]
+    ("machine", "program", "reason"),
+    [("aarch64", "/bin/qemu", "aarch64"), ("x86_64", None, "apt-get")],
 )
 def test_processor_main_without_emulator_fails_only_if_services_are_required(
     machine: str,

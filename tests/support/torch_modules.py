@@ -15,7 +15,12 @@ class Convolution(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.layers = nn.Sequential(
-            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(144, 3)
+            nn.Conv2d(1, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Dropout(0.5),
+            nn.Flatten(),
+            nn.Linear(144, 3),
         )
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:

@@ -48,15 +48,29 @@ FAULTS = {
 
 
 def write_voice_detector(
-    path: Path, fault: str = "", *, rows: str = "N", state_rows: str = "N", other_slow_branch: bool = False
+    path: Path,
+    fault: str = "",
+    *,
+    rows: str = "N",
+    state_rows: str = "N",
+    other_slow_branch: bool = False,
 ) -> Path:
     """Write the model: input [N, 12], state [2, N, 5], a scalar `sr` that must be 16000 or 8000."""
     draw = np.random.default_rng(5)
-    shapes = {"fast_weight": (12, 5), "slow_weight": (12, 5), "hidden_weight": (5, 5), "out_weight": (5, 1)}
-    weights = {name: draw.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    shapes = {
+        "fast_weight": (12, 5),
+        "slow_weight": (12, 5),
+        "hidden_weight": (5, 5),
+        "out_weight": (5, 1),
+    }
+    weights = {
+        name: draw.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()
+    }
     if other_slow_branch:
         weights["slow_weight"] = -weights["slow_weight"]
-    text = _TEXT.format(rows=rows, state_rows=state_rows, state=FAULTS.get(fault, "Identity(state)"))
+    text = _TEXT.format(
+        rows=rows, state_rows=state_rows, state=FAULTS.get(fault, "Identity(state)")
+    )
     if fault == "state of row 0":
         lines = "state_of_first = Slice(state, first, one_row, row_axis) state_shape = Shape(state) state_taken"
         text = text.replace("state_taken =", f"{lines} =", 1)

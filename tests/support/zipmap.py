@@ -9,12 +9,16 @@ from onnx import TensorProto, helper
 def zipped(keys: list[int]) -> onnx.ModelProto:
     """Return the softmax of `x` (N, 3) as output `probabilities`: one map for each row, under these keys."""
     maps = helper.make_sequence_type_proto(
-        helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, []))
+        helper.make_map_type_proto(
+            TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, [])
+        )
     )
     graph = helper.make_graph(
         [
             helper.make_node("Softmax", ["x"], ["p"]),
-            helper.make_node("ZipMap", ["p"], ["probabilities"], domain="ai.onnx.ml", classlabels_int64s=keys),
+            helper.make_node(
+                "ZipMap", ["p"], ["probabilities"], domain="ai.onnx.ml", classlabels_int64s=keys
+            ),
         ],
         "classifier",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 3])],

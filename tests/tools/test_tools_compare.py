@@ -58,7 +58,9 @@ def test_compare_of_forest_with_itself_passes(forest: Path) -> None:
 
 def with_thresholds(forest: Path, change: Callable[[list[float]], Sequence[float]]) -> Path:
     model = onnx.load(forest)
-    values = next(a for node in model.graph.node for a in node.attribute if a.name == "nodes_values")
+    values = next(
+        a for node in model.graph.node for a in node.attribute if a.name == "nodes_values"
+    )
     values.floats[:] = change(list(values.floats))
     onnx.save(model, forest.with_name("moved.onnx"))
     return forest.with_name("moved.onnx")
@@ -66,7 +68,10 @@ def with_thresholds(forest: Path, change: Callable[[list[float]], Sequence[float
 
 def test_compare_of_forest_with_threshold_moved_by_one_float_fails(forest: Path) -> None:
     inf = np.float32(np.inf)
-    found = compared(forest, with_thresholds(forest, lambda v: [float(np.nextafter(np.float32(v[0]), inf)), *v[1:]]))
+    found = compared(
+        forest,
+        with_thresholds(forest, lambda v: [float(np.nextafter(np.float32(v[0]), inf)), *v[1:]]),
+    )
     assert found.verdict is Verdict.FAIL
     assert "tree 0, node 0: threshold" in found.reason
     assert "A has" in found.reason
@@ -91,7 +96,9 @@ def test_compare_of_forest_with_its_ort_format_passes(forest: Path) -> None:
 def test_compare_of_quantized_file_reports_int8_coverage(tmp_path: Path) -> None:
     source, derived = write_perceptron(tmp_path / "source.onnx"), tmp_path / "derived.onnx"
     section = Quantize(name="int8", method="static", calibrate=Calibrate(), exclude=("third",))
-    StaticQuantizer().optimize(OptimizeRequest(section=section, source=source, path=derived, calibration=rows(64)))
+    StaticQuantizer().optimize(
+        OptimizeRequest(section=section, source=source, path=derived, calibration=rows(64))
+    )
     found = compared(source, derived)
     assert found.coverage is not None
     assert found.coverage.int8 == ("first", "second")
@@ -121,7 +128,9 @@ _NEGATED = "(float[N,4] x) => (optional(float[N,4]) y) { z = Neg(x)\n y = Option
     ],
     ids=["sequence", "longer", "shorter", "as-long-as-the-batch", "optional", "other-optional"],
 )
-def test_compare_of_sequences_uses_elements_and_length(tmp_path: Path, a: str, b: str, verdict: Verdict) -> None:
+def test_compare_of_sequences_uses_elements_and_length(
+    tmp_path: Path, a: str, b: str, verdict: Verdict
+) -> None:
     constants = {"two": 2, "begin": [0], "end": [2], "axis": [1]}
     paths = [
         write_graph(tmp_path / name, text, **{k: v for k, v in constants.items() if k in text})
@@ -131,9 +140,12 @@ def test_compare_of_sequences_uses_elements_and_length(tmp_path: Path, a: str, b
 
 
 @pytest.mark.parametrize(
-    ("keys", "verdict"), [([0, 1, 2], Verdict.PASS), ([1, 2, 3], Verdict.FAIL), ([2, 0, 1], Verdict.FAIL)]
+    ("keys", "verdict"),
+    [([0, 1, 2], Verdict.PASS), ([1, 2, 3], Verdict.FAIL), ([2, 0, 1], Verdict.FAIL)],
 )
-def test_compare_of_maps_uses_keys_and_values(tmp_path: Path, keys: list[int], verdict: Verdict) -> None:
+def test_compare_of_maps_uses_keys_and_values(
+    tmp_path: Path, keys: list[int], verdict: Verdict
+) -> None:
     onnx.save(zipped([0, 1, 2]), tmp_path / "a.onnx")
     onnx.save(zipped(keys), tmp_path / "b.onnx")
     assert compared(tmp_path / "a.onnx", tmp_path / "b.onnx").verdict is verdict
@@ -179,7 +191,9 @@ TROUBLE = {
 
 SAMPLE = {
     name: operator
-    for line in (Path(__file__).parent / "backend_sample.txt").read_text(encoding="utf-8").splitlines()
+    for line in (Path(__file__).parent / "backend_sample.txt")
+    .read_text(encoding="utf-8")
+    .splitlines()
     for name, _, operator in [line.partition(" ")]
 }
 """Forty models that chance has chosen, and those of `TROUBLE`; with the module of the onnx package that makes them."""
@@ -191,15 +205,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"/".join(path.parts[-3:-1]): path for path in found}
 
 
-def test_tools_on_backend_models_end_in_verdicts_or_typed_errors(models: dict[str, Path], sweep: Sweep) -> None:
-    found = tuple(outcomes([models[name] for name in sweep(name for name in SAMPLE if name not in TROUBLE)]))
+def test_tools_on_backend_models_end_in_verdicts_or_typed_errors(
+    models: dict[str, Path], sweep: Sweep
+) -> None:
+    found = tuple(
+        outcomes([models[name] for name in sweep(name for name in SAMPLE if name not in TROUBLE)])
+    )
     assert [one for one in found if one.fault] == []
     assert {one.tool for one in found} == {"inspect", "judge"}
     assert {"pass", "valid"} <= {one.kind for one in found}
 
 
 @pytest.mark.parametrize("name", TROUBLE)
-def test_compare_of_data_dependent_shapes_with_itself_raises_user_error(name: str, models: dict[str, Path]) -> None:
+def test_compare_of_data_dependent_shapes_with_itself_raises_user_error(
+    name: str, models: dict[str, Path]
+) -> None:
     kind, said = TROUBLE[name]
     assert look(models[name]).kind == "valid"
     found = hold_against_itself(models[name])
@@ -207,7 +227,9 @@ def test_compare_of_data_dependent_shapes_with_itself_raises_user_error(name: st
     assert said in found.text
 
 
-def test_outcomes_with_dying_process_report_crash_and_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outcomes_with_dying_process_report_crash_and_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Here every process dies at once, since its interpreter ends with 3."""
     dying = tmp_path / "python"
     dying.write_text("#!/bin/sh\nread line\nexit 3\n")
@@ -215,5 +237,6 @@ def test_outcomes_with_dying_process_report_crash_and_continue(tmp_path: Path, m
     monkeypatch.setattr(sys, "executable", str(dying))
     paths = [tmp_path / "node" / name / "model.onnx" for name in ("a", "b")]
     assert list(outcomes(paths)) == [
-        Outcome(model=f"node/{name}", tool="inspect", kind="crashed", text="exit 3") for name in ("a", "b")
+        Outcome(model=f"node/{name}", tool="inspect", kind="crashed", text="exit 3")
+        for name in ("a", "b")
     ]

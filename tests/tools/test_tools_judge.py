@@ -54,7 +54,9 @@ def dataset_of(source: Path, count: int = 3000, *, labels: bool = True) -> Datas
     return Dataset(inputs=inputs, label=label if labels else None)
 
 
-def judged(source: Path, candidate: Path, dataset: Dataset | None = None, **changes: Any) -> Judgement:
+def judged(
+    source: Path, candidate: Path, dataset: Dataset | None = None, **changes: Any
+) -> Judgement:
     inputs = shared_inputs(source, candidate)
     samples = (
         generate_samples(inputs, count=64, dims={}, bounds=read_input_bounds(source))
@@ -92,7 +94,11 @@ def without_relu(path: Path) -> Path:
 @pytest.mark.parametrize(
     ("method", "options", "metrics"),
     [
-        ("static", {}, {"weights", "activations", "saturation", "clipping", "ranges", "function", "accuracy"}),
+        (
+            "static",
+            {},
+            {"weights", "activations", "saturation", "clipping", "ranges", "function", "accuracy"},
+        ),
         ("dynamic", {}, {"weights", "ranges", "function", "accuracy"}),
         ("fp16", {}, {"weights", "function", "outputs", "accuracy"}),
         ("weight-only", {"bits": 8, "block": 16}, {"weights", "function", "accuracy"}),
@@ -101,7 +107,9 @@ def without_relu(path: Path) -> Path:
 def test_judge_of_sound_variant_passes_by_rules_of_its_kind(
     source: Path, method: str, options: dict[str, int], metrics: set[str]
 ) -> None:
-    lenient = build_metric_gate(None, 0.05, lower_is_better=False)  # its scores are near to one another
+    lenient = build_metric_gate(
+        None, 0.05, lower_is_better=False
+    )  # its scores are near to one another
     found = judged(source, derive(source, method, options), dataset_of(source), metric=lenient)
     assert found.verdict is Verdict.PASS, found.targets[0].decision.reason
     assert set(results_of(found)) - {"int8 coverage"} == metrics
@@ -125,7 +133,9 @@ def test_judge_of_variant_without_layer_fails_by_function(source: Path, method: 
 def test_judge_of_variant_with_wrong_weight_fails_by_weights(
     source: Path, method: str, tensor: str, change: Callable[[Any], Any]
 ) -> None:
-    found = judged(source, write_changed(derive(source, method), tensor, change), dataset_of(source))
+    found = judged(
+        source, write_changed(derive(source, method), tensor, change), dataset_of(source)
+    )
     assert results_of(found)["weights"].verdict is Verdict.FAIL
     assert found.verdict is Verdict.FAIL
 
@@ -134,7 +144,9 @@ def test_judge_of_quantized_variant_on_generated_rows_is_inconclusive(source: Pa
     found = judged(source, derive(source, "static"))
     assert found.verdict is Verdict.INCONCLUSIVE
     results = results_of(found)
-    assert {name for name, result in results.items() if result.verdict is Verdict.INCONCLUSIVE} == {"agreement"}
+    assert {name for name, result in results.items() if result.verdict is Verdict.INCONCLUSIVE} == {
+        "agreement"
+    }
     assert "--data" in results["agreement"].reason
     assert "saturation" not in results
 
@@ -187,7 +199,9 @@ def test_judge_of_failing_quantized_variant_names_saturation(source: Path) -> No
 
 
 @pytest.mark.parametrize("method", ["dynamic", "static"])
-def test_judge_of_8_bit_weights_passes_unless_processor_saturates(tmp_path: Path, method: str) -> None:
+def test_judge_of_8_bit_weights_passes_unless_processor_saturates(
+    tmp_path: Path, method: str
+) -> None:
     """Each class adds 64 inputs; those of the first are neighbours, and the sums of their products saturate."""
     weight = np.zeros((128, 2), np.float32)
     weight[:64, 0] = weight[::2, 1] = 1
@@ -196,7 +210,9 @@ def test_judge_of_8_bit_weights_passes_unless_processor_saturates(tmp_path: Path
     x = np.random.default_rng(0).random((2000, 128), dtype=np.float32)
     dataset = Dataset(inputs={"x": x}, label=(x @ weight).argmax(axis=1))
     derived = derive(source, method, EIGHT_BITS, calibration={"x": x[:256]})
-    found = judged(source, derived, dataset, metric=build_metric_gate(None, 0.02, lower_is_better=False))
+    found = judged(
+        source, derived, dataset, metric=build_metric_gate(None, 0.02, lower_is_better=False)
+    )
     result = results_of(found)["accuracy"]
     assert (result.verdict is Verdict.PASS) is not saturates_here(), result.reason
     assert ("saturates" in result.reason) is saturates_here()
@@ -207,8 +223,13 @@ def test_judge_with_saturating_baseline_reports_saturation(source: Path) -> None
     assert judged(baseline, baseline).verdict is Verdict.PASS
     wrong = write_changed(baseline, "third.weight_quantized", lambda a: np.roll(a, 1, axis=0))
     found = judged(baseline, wrong)
-    assert found.verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE if detect_here().saturates else Verdict.FAIL)
-    assert ("saturates sums of A's" in results_of(found)["outputs"].reason) is detect_here().saturates
+    assert found.verdict in (
+        Verdict.FAIL,
+        Verdict.INCONCLUSIVE if detect_here().saturates else Verdict.FAIL,
+    )
+    assert (
+        "saturates sums of A's" in results_of(found)["outputs"].reason
+    ) is detect_here().saturates
 
 
 def test_judge_with_unavailable_target_is_error_and_judges_others(source: Path) -> None:
@@ -226,7 +247,9 @@ def test_judge_of_latency_covers_each_batch_size_of_sweep(source: Path) -> None:
         source,
         slow,
         runtime=lambda _: Scripted({source: 1.0, slow: 1.2}),
-        settings=tuple(SweepPoint(name=f"batch {size}", batch=size, samples=samples) for size in (1, 8)),
+        settings=tuple(
+            SweepPoint(name=f"batch {size}", batch=size, samples=samples) for size in (1, 8)
+        ),
         only="latency",
     )
     results = results_of(found)
@@ -243,13 +266,17 @@ def halve(source: Path, name: str, factor: float = 1.0) -> Path:
     stored.CopyFrom(numpy_helper.from_array(values, f"{name}.half"))
     for node in model.graph.node:
         node.input[:] = [f"{name}.float" if given == name else given for given in node.input]
-    model.graph.node.insert(0, helper.make_node("Cast", [f"{name}.half"], [f"{name}.float"], to=onnx.TensorProto.FLOAT))
+    model.graph.node.insert(
+        0, helper.make_node("Cast", [f"{name}.half"], [f"{name}.float"], to=onnx.TensorProto.FLOAT)
+    )
     onnx.save(model, source.with_name("half.onnx"))
     return source.with_name("half.onnx")
 
 
 @pytest.mark.parametrize(("factor", "verdict"), [(1.0, Verdict.PASS), (1.02, Verdict.FAIL)])
-def test_judge_of_partly_float16_file_uses_noise_of_float16(source: Path, factor: float, verdict: Verdict) -> None:
+def test_judge_of_partly_float16_file_uses_noise_of_float16(
+    source: Path, factor: float, verdict: Verdict
+) -> None:
     found = judged(source, halve(source, "second.weight", factor), dataset_of(source))
     assert found.kind.candidate.precision == "float16"
     assert results_of(found)["outputs"].verdict is verdict
@@ -282,7 +309,9 @@ def rename_all(candidate: Path) -> Path:
     """The candidate with names that say nothing, of nodes, values and constants alike."""
     model = onnx.load(candidate)
     ends = {value.name for value in (*model.graph.input, *model.graph.output)}
-    names = {name for node in model.graph.node for name in (*node.input, *node.output)} - ends - {""}
+    names = (
+        {name for node in model.graph.node for name in (*node.input, *node.output)} - ends - {""}
+    )
     short = {name: f"t{number}" for number, name in enumerate(sorted(names))}
     for number, node in enumerate(model.graph.node):
         node.name = f"n{number}"
@@ -298,12 +327,23 @@ def rename_all(candidate: Path) -> Path:
 @pytest.mark.parametrize("method", ["static", "dynamic", "weight-only"])
 def test_judge_of_variant_with_meaningless_names_keeps_verdict(source: Path, method: str) -> None:
     lenient = build_metric_gate(None, 0.05, lower_is_better=False)
-    renamed = rename_all(derive(source, method, {"bits": 8, "block": 16} if method == "weight-only" else {}))
+    renamed = rename_all(
+        derive(source, method, {"bits": 8, "block": 16} if method == "weight-only" else {})
+    )
     found = judged(source, renamed, dataset_of(source), metric=lenient)
     assert found.verdict is Verdict.PASS, found.targets[0].decision.reason
     assert {"weights", "function"} <= set(results_of(found))
-    scale = next(t for t in onnx.load(renamed).graph.initializer if t.data_type == onnx.TensorProto.FLOAT and t.dims)
-    found = judged(source, write_changed(renamed, scale.name, lambda a: 1.5 * a), dataset_of(source), metric=lenient)
+    scale = next(
+        t
+        for t in onnx.load(renamed).graph.initializer
+        if t.data_type == onnx.TensorProto.FLOAT and t.dims
+    )
+    found = judged(
+        source,
+        write_changed(renamed, scale.name, lambda a: 1.5 * a),
+        dataset_of(source),
+        metric=lenient,
+    )
     assert found.verdict is Verdict.FAIL
 
 
@@ -329,11 +369,15 @@ class WrongOptimizer(OnnxRuntime):
             return answers
         if self.raises:
             raise MeasurementError("ONNX Runtime cannot run the model", where=model.name)
-        return tuple({name: np.multiply(array, 1.1) for name, array in answer.items()} for answer in answers)
+        return tuple(
+            {name: np.multiply(array, 1.1) for name, array in answer.items()} for answer in answers
+        )
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_judge_with_graph_optimization_fault_suggests_lower_graph_level(source: Path, raises: bool) -> None:
+def test_judge_with_graph_optimization_fault_suggests_lower_graph_level(
+    source: Path, raises: bool
+) -> None:
     copy = write_changed(source, "third.bias", lambda a: a, "copy.onnx")
     found = judged(source, copy, runtime=lambda _: WrongOptimizer(raises=raises)).targets[0]
     assert found.decision.verdict is (Verdict.ERROR if raises else Verdict.FAIL)
@@ -345,7 +389,9 @@ def test_judge_with_graph_optimization_fault_suggests_lower_graph_level(source: 
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "f1", "auc"])
-def test_judge_of_copied_model_passes_with_zero_change_on_few_labels(source: Path, metric: str) -> None:
+def test_judge_of_copied_model_passes_with_zero_change_on_few_labels(
+    source: Path, metric: str
+) -> None:
     dataset = dataset_of(source, 40)
     assert dataset.label is not None
     dataset = replace(dataset, label=(np.arange(40) < 2).astype(np.int64))

@@ -66,7 +66,12 @@ NETWORK_FAULTS = {
 
 
 def write_network(
-    path: Path, fault: str = "", *, opset: int = 18, nodes: str = "num_nodes", edges: str = "num_edges"
+    path: Path,
+    fault: str = "",
+    *,
+    opset: int = 18,
+    nodes: str = "num_nodes",
+    edges: str = "num_edges",
 ) -> Path:
     """Write the graph network of a fixed seed, with one fault."""
     draw = np.random.default_rng(7)
@@ -74,15 +79,31 @@ def write_network(
     if fault:
         reader, change = NETWORK_FAULTS[fault]
         readers |= {reader: "changed", "before": f"changed = {change}"}
-    numbers = {"zero": 0, "one": 1, "four": 4, "axis": [1], "last": [-1], "beyond": [-(1 << 30)], "first_axis": [0]}
-    weights = {"first": draw.standard_normal((3, 5)), "second": draw.standard_normal((5, 2)), "nothing": 0}
+    numbers = {
+        "zero": 0,
+        "one": 1,
+        "four": 4,
+        "axis": [1],
+        "last": [-1],
+        "beyond": [-(1 << 30)],
+        "first_axis": [0],
+    }
+    weights = {
+        "first": draw.standard_normal((3, 5)),
+        "second": draw.standard_normal((5, 2)),
+        "nothing": 0,
+    }
     constants: dict[str, Any] = {name: np.array(value, np.int64) for name, value in numbers.items()}
     constants |= {name: np.array(value, np.float32) for name, value in weights.items()}
-    return write_graph(path, NETWORK.format(**readers, nodes=nodes, edges=edges), opset=opset, **constants)
+    return write_graph(
+        path, NETWORK.format(**readers, nodes=nodes, edges=edges), opset=opset, **constants
+    )
 
 
 def samples_of(model: Path, **options: Any) -> SampleRows:
-    return generate_samples(shared_inputs(model), count=40, dims={}, bounds=read_input_bounds(model), **options)
+    return generate_samples(
+        shared_inputs(model), count=40, dims={}, bounds=read_input_bounds(model), **options
+    )
 
 
 def compared(a: Path, b: Path, samples: SampleRows | None = None) -> ParityResult:
@@ -95,7 +116,9 @@ def voice(tmp_path: Path) -> Path:
     return write_voice_detector(tmp_path / "voice.onnx")
 
 
-@pytest.mark.parametrize("names", [("N", "N"), ("unk__1", "unk__2")], ids=["one name", "generated names"])
+@pytest.mark.parametrize(
+    "names", [("N", "N"), ("unk__1", "unk__2")], ids=["one name", "generated names"]
+)
 @pytest.mark.parametrize("fault", ["", *FAULTS, "other branch"])
 def test_compare_of_voice_detector_fails_for_each_fault_and_passes_for_copy(
     fault: str, names: tuple[str, str], tmp_path: Path
@@ -118,18 +141,24 @@ def test_generate_samples_varies_state_and_sets_scalar_to_compared_constants(voi
 
 def test_check_samples_reads_rows_from_axis_named_by_model(voice: Path) -> None:
     rows = make_voice_rows(60)
-    samples = check_samples(shared_inputs(voice), rows, where="rows.npz", limit=50, fix={"sr": 8000})
+    samples = check_samples(
+        shared_inputs(voice), rows, where="rows.npz", limit=50, fix={"sr": 8000}
+    )
     np.testing.assert_array_equal(samples.rows["state"], np.moveaxis(rows["state"], 1, 0)[:50])
     assert samples.fixed == {"sr": 8000}
     assert compared(voice, voice, samples).verdict is Verdict.PASS
-    with_scalar = check_samples(shared_inputs(voice), {**rows, "sr": np.array(8000)}, where="rows.npz", limit=50)
+    with_scalar = check_samples(
+        shared_inputs(voice), {**rows, "sr": np.array(8000)}, where="rows.npz", limit=50
+    )
     assert with_scalar.fixed["sr"].shape == ()
     assert with_scalar.fixed == samples.fixed
 
 
 def test_check_samples_without_dimension_names_infers_row_axis(tmp_path: Path) -> None:
     path = write_voice_detector(tmp_path / "m.onnx", rows="unk__1", state_rows="unk__2")
-    samples = check_samples(shared_inputs(path), make_voice_rows(40), where="rows.npz", limit=30, fix={"sr": 8000})
+    samples = check_samples(
+        shared_inputs(path), make_voice_rows(40), where="rows.npz", limit=30, fix={"sr": 8000}
+    )
     assert (samples.axes, len(samples)) == ({"input": 0, "state": 1}, 30)
     assert compared(path, path, samples).verdict is Verdict.PASS
 
@@ -137,7 +166,10 @@ def test_check_samples_without_dimension_names_infers_row_axis(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"sr": np.array(8000), "state": np.zeros((2, 59, HIDDEN), np.float32)}, "same number of rows"),
+        (
+            {"sr": np.array(8000), "state": np.zeros((2, 59, HIDDEN), np.float32)},
+            "same number of rows",
+        ),
         ({"state": np.zeros((60, 2, HIDDEN), np.float32)}, "has shape"),
         ({}, "no array 'sr'"),
     ],
@@ -147,7 +179,9 @@ def test_check_samples_with_wrong_rows_raises_user_error_naming_input(
     voice: Path, change: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(UserError, match=expected) as caught:
-        check_samples(shared_inputs(voice), {**make_voice_rows(60), **change}, where="rows.npz", limit=50)
+        check_samples(
+            shared_inputs(voice), {**make_voice_rows(60), **change}, where="rows.npz", limit=50
+        )
     if not change:
         assert "--fix sr=VALUE" in caught.value.remedy
 
@@ -176,7 +210,9 @@ def test_generated_indices_reach_each_node_of_graph(chosen: str, tmp_path: Path)
 
 
 def test_generate_samples_varies_size_of_each_free_dimension(tmp_path: Path) -> None:
-    path = write_graph(tmp_path / "m.onnx", "(float[batch,seq,4] x) => (float[batch,seq,4] y) { y = Relu(x) }")
+    path = write_graph(
+        tmp_path / "m.onnx", "(float[batch,seq,4] x) => (float[batch,seq,4] y) { y = Relu(x) }"
+    )
     runs = {group.name: group.runs[0] for group in build_groups(samples_of(path))}
     sizes = {name: run["x"].shape[1] for name, run in runs.items() if name.startswith("lengths:")}
     assert sizes == {f"lengths:seq={size}": size for size in (1, 2, 3, 17)}
@@ -201,10 +237,15 @@ def test_generate_samples_with_unnamed_rows_uses_equal_and_different_sizes() -> 
 
 
 def test_check_samples_of_independent_sizes_returns_single_request() -> None:
-    specs = [TensorSpec(name=name, dtype="float32", shape=(f"num_{name}", 2)) for name in ("a", "b")]
+    specs = [
+        TensorSpec(name=name, dtype="float32", shape=(f"num_{name}", 2)) for name in ("a", "b")
+    ]
     arrays = {"a": np.zeros((5, 2)), "b": np.zeros((9, 2))}
     samples = check_samples(specs, arrays, where="rows.npz", limit=100)
-    assert (samples.rows, {name: len(array) for name, array in samples.fixed.items()}) == ({}, {"a": 5, "b": 9})
+    assert (samples.rows, {name: len(array) for name, array in samples.fixed.items()}) == (
+        {},
+        {"a": 5, "b": 9},
+    )
 
 
 @pytest.mark.parametrize("fault", NETWORK_FAULTS)
@@ -247,19 +288,27 @@ def test_generate_samples_with_indices_into_unnamed_rows_reaches_each_entry(tabl
         TensorSpec(name="x", dtype="float32", shape=("?", "?", 4)),
         TensorSpec(name="place", dtype="int64", shape=("?",)),
     )
-    samples = generate_samples(inputs, count=64, dims={}, bounds={"place": InputBounds(tables=(table,))})
+    samples = generate_samples(
+        inputs, count=64, dims={}, bounds={"place": InputBounds(tables=(table,))}
+    )
     runs = [samples.rows, *samples.further.values()]
     assert all(run["place"].max() < run["x"].shape[1] for run in runs)
     assert max(run["place"].max() for run in runs) > 4
 
 
-@pytest.mark.parametrize(("dims", "fewest"), [({"E": 17}, 1), ({"E": 17, "N": 9}, 9), ({"N": 3, "E": 1}, 3)])
-def test_generate_samples_keeps_indices_of_rows_valid_in_each_run(dims: dict[str, int], fewest: int) -> None:
+@pytest.mark.parametrize(
+    ("dims", "fewest"), [({"E": 17}, 1), ({"E": 17, "N": 9}, 9), ({"N": 3, "E": 1}, 3)]
+)
+def test_generate_samples_keeps_indices_of_rows_valid_in_each_run(
+    dims: dict[str, int], fewest: int
+) -> None:
     inputs = (
         TensorSpec(name="x", dtype="float32", shape=("N", 4)),
         TensorSpec(name="edges", dtype="int64", shape=(2, "E")),
     )
-    samples = generate_samples(inputs, count=64, dims=dims, bounds={"edges": InputBounds(tables=("N",))})
+    samples = generate_samples(
+        inputs, count=64, dims=dims, bounds={"edges": InputBounds(tables=("N",))}
+    )
     assert samples.fixed["edges"].shape == (2, dims["E"])
     assert samples.fixed["edges"].max() < fewest
     assert all(run["edges"].max() < len(run["x"]) for run in samples.further.values())

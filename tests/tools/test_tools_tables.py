@@ -59,7 +59,9 @@ def load(context: Context, text: str, *, later: str | None = None, **section: An
     }
     if later is not None:
         (context.root / "rows.csv").write_text(later, encoding="utf-8")
-    return data.execute(Stage(id="data/train", kind=StageKind.DATA, settings=settings), KEY, {}, context)
+    return data.execute(
+        Stage(id="data/train", kind=StageKind.DATA, settings=settings), KEY, {}, context
+    )
 
 
 def test_load_table_that_changed_after_plan_raises_conflict_error(context: Context) -> None:
@@ -85,9 +87,13 @@ def test_load_table_with_columns_takes_only_these(context: Context) -> None:
 
 
 def test_load_table_with_star_joins_columns(context: Context) -> None:
-    rows = get_dataset(context.store, load(context, TABLE, columns=("age", "visits"), inputs={"x": "*"}))
+    rows = get_dataset(
+        context.store, load(context, TABLE, columns=("age", "visits"), inputs={"x": "*"})
+    )
 
-    np.testing.assert_array_equal(rows.inputs["x"], np.array([[40.5, 3], [np.nan, 4], [20, 5]], np.float32))
+    np.testing.assert_array_equal(
+        rows.inputs["x"], np.array([[40.5, 3], [np.nan, 4], [20, 5]], np.float32)
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,7 +137,9 @@ def exported(context: Context) -> Callable[[str, str], Manifest]:
             "pipeline": "p",
         }
         stage = Stage(id="export", kind=StageKind.EXPORT, settings=settings)
-        return export.execute(stage, KEY, {"train": model, "data/test": load(context, tested)}, context)
+        return export.execute(
+            stage, KEY, {"train": model, "data/test": load(context, tested)}, context
+        )
 
     return make
 
@@ -144,7 +152,11 @@ WHOLE, HOLED = "visits,y\n3,1\n4,0\n5,1\n", "visits,y\n3,1\n,0\n5,1\n"
     [(WHOLE, WHOLE, "int64"), (HOLED, WHOLE, "float32"), (WHOLE, HOLED, "float32")],
 )
 def test_export_of_table_with_missing_cells_expects_float32(
-    context: Context, exported: Callable[[str, str], Manifest], trained: str, tested: str, dtype: str
+    context: Context,
+    exported: Callable[[str, str], Manifest],
+    trained: str,
+    tested: str,
+    dtype: str,
 ) -> None:
     manifest = exported(trained, tested)
 
@@ -159,5 +171,8 @@ def test_get_dataset_with_missing_cells_for_int64_model_raises_user_error(
 ) -> None:
     manifest = exported(WHOLE, WHOLE)
 
-    with pytest.raises(UserError, match="column 'visits' has missing cells or fractions, but the model expects int64"):
+    with pytest.raises(
+        UserError,
+        match="column 'visits' has missing cells or fractions, but the model expects int64",
+    ):
         get_dataset(context.store, load(context, HOLED), manifest)

@@ -17,7 +17,13 @@ from onnx_ops.config.targets import PROFILES, TargetFiles
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import ParityMeasurement
-from onnx_ops.domain.gate import Gate, LatencyGate, MeasurementRequest, ParityGate, derive_measurement_request
+from onnx_ops.domain.gate import (
+    Gate,
+    LatencyGate,
+    MeasurementRequest,
+    ParityGate,
+    derive_measurement_request,
+)
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure import speed
 from onnx_ops.onnx_graph.input_bounds import read_input_bounds
@@ -54,13 +60,17 @@ def model(tmp_path: Path) -> Path:
 
 
 def compared(a: Path, b: Path, *, count: int = 64, sizes: Sequence[str] = ()) -> ParityResult:
-    samples = generate_samples(shared_inputs(a, b), count=count, dims={}, bounds=read_input_bounds(a))
+    samples = generate_samples(
+        shared_inputs(a, b), count=count, dims={}, bounds=read_input_bounds(a)
+    )
     return compare(RUNTIME, CPU, a, b, samples, sizes=sizes)
 
 
 class TestProbing:
     def test_generate_samples_with_same_seed_returns_same_rows(self, model: Path) -> None:
-        first, second = (generate_samples(shared_inputs(model), count=10, dims={}, seed=3) for _ in range(2))
+        first, second = (
+            generate_samples(shared_inputs(model), count=10, dims={}, seed=3) for _ in range(2)
+        )
         np.testing.assert_array_equal(first.rows["x"], second.rows["x"])
         assert first.rows["x"].shape == (10, FEATURES)
         assert first.rows["x"].dtype == np.float32
@@ -70,12 +80,24 @@ class TestProbing:
         samples = generate_samples(shared_inputs(path), count=32, dims={})
         found = build_groups(samples)
         assert {len(feed["x"]) for group in found for feed in group.runs} == {5}
-        assert {group.name for group in found} >= {"real", "range", "beyond_range:x1e5", "missing", "infinite"}
+        assert {group.name for group in found} >= {
+            "real",
+            "range",
+            "beyond_range:x1e5",
+            "missing",
+            "infinite",
+        }
         assert len(samples.feed(1)["x"]) == 5
 
-    def test_shared_inputs_of_fixed_and_free_batch_are_fixed(self, model: Path, tmp_path: Path) -> None:
+    def test_shared_inputs_of_fixed_and_free_batch_are_fixed(
+        self, model: Path, tmp_path: Path
+    ) -> None:
         fixed = write_perceptron(tmp_path / "fixed.onnx", batch=4)
-        assert shared_inputs(model, fixed)[0].shape == shared_inputs(fixed, model)[0].shape == (4, FEATURES)
+        assert (
+            shared_inputs(model, fixed)[0].shape
+            == shared_inputs(fixed, model)[0].shape
+            == (4, FEATURES)
+        )
         assert compared(fixed, model).verdict is Verdict.PASS
         alike = compared(model, fixed, sizes=["batch"])
         assert alike.verdict is Verdict.PASS
@@ -86,43 +108,68 @@ class TestProbing:
 
     def test_generate_samples_with_named_dimension_uses_its_size(self) -> None:
         spec = TensorSpec(name="x", dtype="float32", shape=("batch", 3, "height", "?"))
-        assert generate_samples([spec], count=2, dims={"height": 20}).rows["x"].shape == (2, 3, 20, 8)
+        assert generate_samples([spec], count=2, dims={"height": 20}).rows["x"].shape == (
+            2,
+            3,
+            20,
+            8,
+        )
         with pytest.raises(UserError, match="Named ones: batch, height"):
             generate_samples([spec], count=2, dims={"hieght": 20})
 
-    @pytest.mark.parametrize("dtype", ["float16", "float64", "int64", "int8", "uint8", "bool", "string"])
+    @pytest.mark.parametrize(
+        "dtype", ["float16", "float64", "int64", "int8", "uint8", "bool", "string"]
+    )
     def test_generate_samples_supports_each_tensor_type(self, dtype: str) -> None:
-        samples = generate_samples([TensorSpec(name="x", dtype=dtype, shape=("n", 2))], count=40, dims={})
+        samples = generate_samples(
+            [TensorSpec(name="x", dtype=dtype, shape=("n", 2))], count=40, dims={}
+        )
         arrays = [feed["x"] for group in build_groups(samples) for feed in group.runs]
-        assert {"string" if array.dtype.kind == "U" else array.dtype.name for array in arrays} == {dtype}
+        assert {"string" if array.dtype.kind == "U" else array.dtype.name for array in arrays} == {
+            dtype
+        }
         assert {array.shape[1] for array in arrays} == {2}
 
     @pytest.mark.parametrize(
         ("dtype", "remedy"),
         [
-            *((dtype, "Inputs") for dtype in ("undefined", "float8e4m3fn", "complex64", "object", "nonsense")),
+            *(
+                (dtype, "Inputs")
+                for dtype in ("undefined", "float8e4m3fn", "complex64", "object", "nonsense")
+            ),
             *((dtype, "Export") for dtype in ("map", "optional", "sequence")),
             ("bfloat16", "NumPy"),
         ],
     )
-    def test_generate_samples_of_unsupported_type_raises_user_error_with_remedy(self, dtype: str, remedy: str) -> None:
+    def test_generate_samples_of_unsupported_type_raises_user_error_with_remedy(
+        self, dtype: str, remedy: str
+    ) -> None:
         with pytest.raises(UserError, match=f"is of type {dtype}") as caught:
             generate_samples([TensorSpec(name="x", dtype=dtype, shape=("n",))], count=4, dims={})
         assert caught.value.remedy.partition(" ")[0] == remedy
 
     def test_generate_samples_of_huge_shape_raises_user_error(self) -> None:
         with pytest.raises(UserError, match="one row of the model's inputs takes"):
-            generate_samples([TensorSpec(name="x", dtype="float32", shape=("n", 1 << 40, 1 << 40))], count=4, dims={})
+            generate_samples(
+                [TensorSpec(name="x", dtype="float32", shape=("n", 1 << 40, 1 << 40))],
+                count=4,
+                dims={},
+            )
 
     def test_generate_samples_of_large_rows_reduces_rows_and_groups(self) -> None:
-        samples = generate_samples([TensorSpec(name="x", dtype="uint8", shape=("n", 1 << 22))], count=500, dims={})
+        samples = generate_samples(
+            [TensorSpec(name="x", dtype="uint8", shape=("n", 1 << 22))], count=500, dims={}
+        )
         found = build_groups(samples)
         assert (len(samples), samples.large) == (16, True)
         assert [group.name for group in found] == ["real", "batches:1", "batches:2", "batches:3"]
         assert max(len(feed["x"]) for group in found for feed in group.runs) == 4
 
     def test_generate_samples_of_different_fixed_sizes_draws_whole_inputs(self) -> None:
-        specs = [TensorSpec(name=name, dtype="float32", shape=(size, 2)) for name, size in (("x", 1), ("h", 4))]
+        specs = [
+            TensorSpec(name=name, dtype="float32", shape=(size, 2))
+            for name, size in (("x", 1), ("h", 4))
+        ]
         samples = generate_samples(specs, count=3, dims={})
         shapes = {"x": (1, 2), "h": (4, 2)}
         assert {name: array.shape for name, array in samples.fixed.items()} == shapes
@@ -134,19 +181,26 @@ class TestProbing:
 
     def test_check_samples_with_constant_column_for_scalar_returns_its_value(self) -> None:
         for column in (np.full(5, 16000), np.full((5, 1), 16000)):
-            samples = check_samples(VOICE, {"x": np.zeros((5, 4)), "rate": column}, where="rows.npz", limit=5)
+            samples = check_samples(
+                VOICE, {"x": np.zeros((5, 4)), "rate": column}, where="rows.npz", limit=5
+            )
             assert (samples.fixed["rate"].shape, samples.fixed["rate"].item()) == ((), 16000)
 
     def test_check_samples_with_different_values_for_scalar_raises_user_error(self) -> None:
         arrays = {"x": np.zeros((5, 4)), "rate": np.array([8000, 16000, 8000, 8000, 8000])}
-        with pytest.raises(UserError, match="array 'rate' has 2 different values, the model takes a scalar") as caught:
+        with pytest.raises(
+            UserError, match="array 'rate' has 2 different values, the model takes a scalar"
+        ) as caught:
             check_samples(VOICE, arrays, where="rows.npz", limit=5)
         assert "--fix rate=VALUE" in caught.value.remedy
 
     def test_find_input_problems_with_column_for_scalar_suggests_values(self) -> None:
         arrays = {"x": np.zeros((5, 4), np.float32), "rate": np.full(5, 16000)}
         ((name, problem),) = find_input_problems(VOICE, arrays, {})
-        assert (name, problem.endswith("the model takes a scalar. Give its one value under `values:`")) == (
+        assert (
+            name,
+            problem.endswith("the model takes a scalar. Give its one value under `values:`"),
+        ) == (
             "rate",
             True,
         )
@@ -179,8 +233,15 @@ class TestCompare:
     def test_compare_of_model_with_itself_passes_on_all_groups(self, model: Path) -> None:
         found = compared(model, model)
         assert found.verdict is Verdict.PASS
-        assert {d.group for d in found.differences} == {"real", "range", *(f"batches:{n}" for n in BATCH_SIZES)}
-        assert "identical answers on 8 groups" in found.reason or "within tolerance on 8 groups" in found.reason
+        assert {d.group for d in found.differences} == {
+            "real",
+            "range",
+            *(f"batches:{n}" for n in BATCH_SIZES),
+        }
+        assert (
+            "identical answers on 8 groups" in found.reason
+            or "within tolerance on 8 groups" in found.reason
+        )
         assert not found.notes
 
     @pytest.mark.parametrize(
@@ -192,7 +253,9 @@ class TestCompare:
             ("third.bias", np.zeros_like),
         ],
     )
-    def test_compare_of_changed_weight_fails_and_names_output(self, model: Path, tensor: str, change: Any) -> None:
+    def test_compare_of_changed_weight_fails_and_names_output(
+        self, model: Path, tensor: str, change: Any
+    ) -> None:
         found = compared(model, write_changed(model, tensor, change))
         assert found.verdict is Verdict.FAIL
         assert "output 'scores'" in found.reason
@@ -209,19 +272,27 @@ class TestCompare:
                 )
                 for d in found.differences
             )  # fmt: skip
-            assert [r.verdict for r in judge_parity(ParityGate(), evidence(parity=measured))] == [found.verdict]
+            assert [r.verdict for r in judge_parity(ParityGate(), evidence(parity=measured))] == [
+                found.verdict
+            ]
 
     def test_compare_of_labels_counts_different_rows(self, tmp_path: Path) -> None:
         best = "(float[n,3] x) => (int64[n] label) { label = ArgMax<axis: int = 1, keepdims: int = 0>(x) }"
-        coarse = best.replace("{", "{ q = QuantizeLinear(x, step, zero)\n r = DequantizeLinear(q, step, zero)\n ")
+        coarse = best.replace(
+            "{", "{ q = QuantizeLinear(x, step, zero)\n r = DequantizeLinear(q, step, zero)\n "
+        )
         rounding = {"step": np.float32(2), "zero": np.int8(0)}
         a = write_graph(tmp_path / "a.onnx", best)
-        found = compared(a, write_graph(tmp_path / "b.onnx", coarse.replace("(x) }", "(r) }"), **rounding))
+        found = compared(
+            a, write_graph(tmp_path / "b.onnx", coarse.replace("(x) }", "(r) }"), **rounding)
+        )
         assert found.verdict is Verdict.FAIL
         assert found.worst.labels
         assert "answers differ in" in found.reason
 
-    def test_compare_with_missing_output_or_rejected_inputs_fails(self, tmp_path: Path, golden: Golden) -> None:
+    def test_compare_with_missing_output_or_rejected_inputs_fails(
+        self, tmp_path: Path, golden: Golden
+    ) -> None:
         two = "(float[n,2] x) => (float[n,2] y, float[n,2] z) { y = Relu(x)\n z = Neg(x) }"
         pairs = "p = Reshape(x, shape)\n old = Shape(x)\n same = Reshape(p, old)\n y = Relu(same)"
         a, b = write_graph(tmp_path / "a.onnx", two), write_graph(tmp_path / "b.onnx", RELU)
@@ -230,14 +301,21 @@ class TestCompare:
         assert "output 'z'" in missing.reason
         assert "B lacks this output" in missing.reason
         golden("reasons", "\n".join(compared(b, a).notes))
-        picky = write_graph(tmp_path / "picky.onnx", RELU.replace("y = Relu(x)", pairs), shape=[-1, 4])
+        picky = write_graph(
+            tmp_path / "picky.onnx", RELU.replace("y = Relu(x)", pairs), shape=[-1, 4]
+        )
         found = compared(b, picky)
         assert found.verdict is Verdict.FAIL
         assert "B rejects these inputs" in found.reason
-        assert {d.group for d in found.differences if d.verdict is Verdict.FAIL} >= {"batches:1", "batches:3"}
+        assert {d.group for d in found.differences if d.verdict is Verdict.FAIL} >= {
+            "batches:1",
+            "batches:3",
+        }
         assert any("A rejects them" in note for note in compared(picky, b).notes)
 
-    def test_compare_of_lookup_and_clock_models_detects_rare_differences(self, tmp_path: Path) -> None:
+    def test_compare_of_lookup_and_clock_models_detects_rare_differences(
+        self, tmp_path: Path
+    ) -> None:
         table = np.random.default_rng(0).standard_normal((400, 3)).astype(np.float32)
         lookup = "(int64[n,4] tokens) => (float[n,4,3] y) { y = Gather(table, tokens) }"
         right = write_graph(tmp_path / "right.onnx", lookup, table=table)
@@ -257,7 +335,9 @@ class TestCompare:
     def test_compare_of_difference_beyond_range_passes_with_note(self, tmp_path: Path) -> None:
         a = write_graph(tmp_path / "a.onnx", RELU.replace("Relu(x)", "Identity(x)"))
         clip = RELU.replace("Relu(x)", "Clip(x, low, high)")
-        found = compared(a, write_graph(tmp_path / "b.onnx", clip, low=np.float32(-100), high=np.float32(100)))
+        found = compared(
+            a, write_graph(tmp_path / "b.onnx", clip, low=np.float32(-100), high=np.float32(100))
+        )
         assert found.verdict is Verdict.PASS
         assert "beyond_range:x1e3" in found.notes[0]
 
@@ -266,11 +346,15 @@ class TestCompare:
         with pytest.raises(MeasurementError, match="differs each time"):
             compared(path, path)
 
-    def test_compare_of_models_with_different_inputs_raises_user_error(self, model: Path, tmp_path: Path) -> None:
+    def test_compare_of_models_with_different_inputs_raises_user_error(
+        self, model: Path, tmp_path: Path
+    ) -> None:
         with pytest.raises(UserError, match="do not take the same inputs"):
             compared(model, write_convolution(tmp_path / "other.onnx"))
 
-    def test_compare_of_invalid_file_or_unknown_operator_raises_user_error(self, tmp_path: Path) -> None:
+    def test_compare_of_invalid_file_or_unknown_operator_raises_user_error(
+        self, tmp_path: Path
+    ) -> None:
         broken = write_graph(tmp_path / "b.onnx", RELU.replace("Relu(x)", "Relu(nowhere)"))
         with pytest.raises(UserError, match="not valid ONNX"):
             compared(broken, broken)
@@ -282,7 +366,9 @@ class TestCompare:
             compared(own, own)
 
 
-def raced(runtime: Scripted, a: Path, b: Path, gates: Sequence[Gate] = FIVE, **more: Any) -> ComparisonResult:
+def raced(
+    runtime: Scripted, a: Path, b: Path, gates: Sequence[Gate] = FIVE, **more: Any
+) -> ComparisonResult:
     return benchmark_pair(runtime, CPU, a, b, rows(1), gates=gates, conditions=dict, **more)
 
 
@@ -299,23 +385,43 @@ class TestBench:
         self, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(speed, "ROUNDS_ALONE", 1)
-        found = benchmark(RUNTIME, CPU, model, rows(1), runs=20, conditions=dict, request=EVERYTHING)
+        found = benchmark(
+            RUNTIME, CPU, model, rows(1), runs=20, conditions=dict, request=EVERYTHING
+        )
         for name in ("concurrency 2", "load", "first", "peak"):
             assert found.figures[name].value > 0
 
     def test_benchmark_returns_unit_count_and_interval_of_each_value(self, model: Path) -> None:
         runtime = Scripted({model: 1.0})
-        found = benchmark(runtime, CPU, model, rows(1), runs=20, conditions=dict, request=EVERYTHING)
-        assert list(found.figures) == ["p50", "p90", "p99", "concurrency 2", "load", "first", "peak"]
-        assert [found.figures[name].unit for name in ("concurrency 2", "load", "peak")] == ["req/s", "s", "B"]
+        found = benchmark(
+            runtime, CPU, model, rows(1), runs=20, conditions=dict, request=EVERYTHING
+        )
+        assert list(found.figures) == [
+            "p50",
+            "p90",
+            "p99",
+            "concurrency 2",
+            "load",
+            "first",
+            "peak",
+        ]
+        assert [found.figures[name].unit for name in ("concurrency 2", "load", "peak")] == [
+            "req/s",
+            "s",
+            "B",
+        ]
         for name in ("concurrency 2", "load", "first", "peak"):
             figure = found.figures[name]
             assert figure.n == 10
             assert figure.high is not None
             assert 0 < figure.low <= figure.value <= figure.high
 
-    @pytest.mark.parametrize(("slower", "verdict"), [(1.0, Verdict.PASS), (0.5, Verdict.PASS), (1.2, Verdict.FAIL)])
-    def test_benchmark_pair_verdict_follows_latency_ratio(self, model: Path, slower: float, verdict: Verdict) -> None:
+    @pytest.mark.parametrize(
+        ("slower", "verdict"), [(1.0, Verdict.PASS), (0.5, Verdict.PASS), (1.2, Verdict.FAIL)]
+    )
+    def test_benchmark_pair_verdict_follows_latency_ratio(
+        self, model: Path, slower: float, verdict: Verdict
+    ) -> None:
         other = write_changed(model, "third.bias", np.zeros_like)
         found = raced(Scripted({model: 1.0, other: slower}), model, other)
         assert found.verdict is verdict
@@ -329,7 +435,9 @@ class TestBench:
         assert b / a == pytest.approx(slower, rel=0.02)
         assert one.n == 5
 
-    def test_benchmark_pair_applies_limit_per_value_and_returns_worst_verdict(self, model: Path) -> None:
+    def test_benchmark_pair_applies_limit_per_value_and_returns_worst_verdict(
+        self, model: Path
+    ) -> None:
         other = write_changed(model, "third.bias", np.zeros_like)
         runtime = Scripted({model: 1.0, other: 1.15})
         gates = build_pair_gates(None, concurrency=4, cold=True)
@@ -350,12 +458,16 @@ class TestBench:
         }
         assert found.verdict is Verdict.FAIL
         a, b = found.medians["concurrency 4"]
-        assert b / a == pytest.approx(1 / 1.15, rel=0.02), "requests per second fall as the time per request grows"
-        assert derive_measurement_request(build_pair_gates(0.3, concurrency=1, cold=True)).tolerances == dict.fromkeys(
-            ("cold_start", "latency", "memory", "throughput"), (0.3,)
+        assert b / a == pytest.approx(1 / 1.15, rel=0.02), (
+            "requests per second fall as the time per request grows"
         )
+        assert derive_measurement_request(
+            build_pair_gates(0.3, concurrency=1, cold=True)
+        ).tolerances == dict.fromkeys(("cold_start", "latency", "memory", "throughput"), (0.3,))
 
-    def test_benchmark_pair_on_noisy_machine_is_inconclusive_after_all_looks(self, model: Path) -> None:
+    def test_benchmark_pair_on_noisy_machine_is_inconclusive_after_all_looks(
+        self, model: Path
+    ) -> None:
         lines: list[str] = []
         found = raced(Scripted({model: 1.0}, noise=0.4), model, model, report=lines.append)
         assert found.verdict is Verdict.INCONCLUSIVE
@@ -365,11 +477,17 @@ class TestBench:
         assert pairs >= FULL_RUN
         assert len(lines) == LOOKS.index(pairs) + 1
 
-    def test_benchmark_pair_with_provider_fallback_raises_measurement_error(self, model: Path) -> None:
+    def test_benchmark_pair_with_provider_fallback_raises_measurement_error(
+        self, model: Path
+    ) -> None:
         runtime = Scripted({model: 1.0}, used=("OtherProvider",))
-        with pytest.raises(MeasurementError, match="CPUExecutionProvider was requested, OtherProvider ran"):
+        with pytest.raises(
+            MeasurementError, match="CPUExecutionProvider was requested, OtherProvider ran"
+        ):
             raced(runtime, model, model)
 
     def test_benchmark_of_too_new_opset_raises_user_error(self, model: Path) -> None:
-        with pytest.raises(UserError, match="accepts opset <= 9, IR version <= 13; this model has opset 18"):
+        with pytest.raises(
+            UserError, match="accepts opset <= 9, IR version <= 13; this model has opset 18"
+        ):
             benchmark(RUNTIME, replace(CPU, max_opset=9), model, rows(1), runs=20, conditions=dict)

@@ -52,19 +52,29 @@ class PlainProtocol(asyncio.Protocol):
         kind, lines = b"application/json", b""
         output: dict[str, Any] = {"name": "y", "datatype": "FP32", "shape": y.shape}
         if length is None:
-            body = orjson.dumps({"outputs": [{**output, "data": y.ravel()}]}, option=orjson.OPT_SERIALIZE_NUMPY)
+            body = orjson.dumps(
+                {"outputs": [{**output, "data": y.ravel()}]}, option=orjson.OPT_SERIALIZE_NUMPY
+            )
         else:
-            header = orjson.dumps({"outputs": [{**output, "parameters": {"binary_data_size": y.nbytes}}]})
+            header = orjson.dumps(
+                {"outputs": [{**output, "parameters": {"binary_data_size": y.nbytes}}]}
+            )
             body = header + y.tobytes()
-            kind, lines = b"application/octet-stream", b"inference-header-content-length: %d\r\n" % len(header)
+            kind, lines = (
+                b"application/octet-stream",
+                b"inference-header-content-length: %d\r\n" % len(header),
+            )
         self.transport.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n%bcontent-length: %d\r\n\r\n%b" % (kind, lines, len(body), body)
+            b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n%bcontent-length: %d\r\n\r\n%b"
+            % (kind, lines, len(body), body)
         )
 
 
 async def serve(port: int) -> None:
     session = open_session(Path(os.environ["MODEL"]))
-    server = await asyncio.get_running_loop().create_server(lambda: PlainProtocol(session), "127.0.0.1", port)
+    server = await asyncio.get_running_loop().create_server(
+        lambda: PlainProtocol(session), "127.0.0.1", port
+    )
     await server.serve_forever()
 
 

@@ -24,7 +24,11 @@ from urllib.parse import urlsplit
 from onnx_ops import codec
 from onnx_ops.adapters.data.file import read_arrays, sample_arrays
 from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv
-from onnx_ops.adapters.isolation.process import IsolatedProcess, ProcessLimits, build_interpreter_command
+from onnx_ops.adapters.isolation.process import (
+    IsolatedProcess,
+    ProcessLimits,
+    build_interpreter_command,
+)
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.pipeline import DataSection, PluginData
@@ -63,7 +67,14 @@ _FOLDER_SUFFIX = ".dir"
 
 _MD5 = re.compile(r"[0-9a-f]{32}(\.dir)?")
 _SCP_LIKE = re.compile(r"[^/\\:]+@[^/\\:]+:.*|[A-Za-z][A-Za-z0-9+.-]+::.*")
-_GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR")
+_GIT_VARIABLES = (
+    "GIT_DIR",
+    "GIT_WORK_TREE",
+    "GIT_INDEX_FILE",
+    "GIT_PREFIX",
+    "GIT_OBJECT_DIRECTORY",
+    "GIT_COMMON_DIR",
+)
 """Set inside hooks; they would select another repository."""
 
 _RESTORE = "Restore it with `git checkout`, or recreate it with `dvc add`, and commit."
@@ -176,7 +187,9 @@ class DvcSource(DataSource):
             return None
         self._find(section, root)
         copy = root / settings.repo / settings.path
-        return None if settings.rev or not copy.is_file() else sample_arrays(copy, where=settings.path)
+        return (
+            None if settings.rev or not copy.is_file() else sample_arrays(copy, where=settings.path)
+        )
 
     def load(self, section: DataSection, root: Path) -> Mapping[str, Array]:
         """Read the file from DVC's cache or remote, after checking it against its MD5."""
@@ -187,7 +200,9 @@ class DvcSource(DataSource):
             if str(pointer.md5).endswith(_FOLDER_SUFFIX):
                 copy, _ = self._copy_object(tracked, _find_in_folder(tracked, copy, place), folder)
             elif pointer.size not in (-1, copy.stat().st_size):
-                raise _wrong_pointer(pointer, f"it says {pointer.size} bytes; {place} has {copy.stat().st_size}")
+                raise _wrong_pointer(
+                    pointer, f"it says {pointer.size} bytes; {place} has {copy.stat().st_size}"
+                )
             where = f"{tracked.settings.path} at {tracked.commit[:12]}"
             return read_arrays(copy, where=where, name=tracked.settings.path)
 
@@ -196,13 +211,17 @@ class DvcSource(DataSource):
         folder, inner = root / settings.repo, ""
         if settings.is_url:
             folder = self._refresh_mirror(settings)
-        commit = _find_commit(folder, settings.rev, settings.repo if settings.is_url else str(folder))
+        commit = _find_commit(
+            folder, settings.rev, settings.repo if settings.is_url else str(folder)
+        )
         top = _git(folder, "rev-parse", "--show-toplevel")
         if is_checkout := not (settings.is_url or top.returncode):
             inner = folder.resolve().relative_to(Path(_text(top)).resolve()).as_posix()
         path = posixpath.normpath(posixpath.join(inner, settings.path))
         pointer = self._find_pointer(settings, folder, commit, path)
-        tracked = _TrackedFile(settings=settings, folder=folder, commit=commit, path=path, pointer=pointer)
+        tracked = _TrackedFile(
+            settings=settings, folder=folder, commit=commit, path=path, pointer=pointer
+        )
         if is_checkout and commit == _find_commit(folder, "", str(folder)):
             self._check_checkout(tracked, Path(_text(top)))
         if settings.md5 and settings.md5 != pointer.md5:
@@ -214,14 +233,20 @@ class DvcSource(DataSource):
             )
         return tracked
 
-    def _find_pointer(self, settings: DvcSettings, folder: Path, commit: str, path: str) -> DvcPointer:
+    def _find_pointer(
+        self, settings: DvcSettings, folder: Path, commit: str, path: str
+    ) -> DvcPointer:
         """Request the pointer of a commit from DVC, once: a commit never changes."""
         key = json.dumps([str(folder.resolve()), commit, path, settings.remote])
-        stored = self.repositories / "pointers" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+        stored = (
+            self.repositories / "pointers" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+        )
         with suppress(OSError, ValueError, OnnxOpsError):
             return codec.loads(stored.read_bytes(), DvcPointer)
         place = str(folder.resolve())
-        answers = self._ask(settings, (), "find", repo=place, rev=commit, path=path, remote=settings.remote)
+        answers = self._ask(
+            settings, (), "find", repo=place, rev=commit, path=path, remote=settings.remote
+        )
         if not answers:
             raise NotFoundError(
                 f"DVC knows no {path}",
@@ -250,13 +275,22 @@ class DvcSource(DataSource):
     def _check_checkout(self, tracked: _TrackedFile, top: Path) -> None:
         """Refuse a pointer that was changed in the checkout of the very commit that is used."""
         file, path = tracked.pointer.file, tracked.path
-        if not (top / file).is_file() or not _git(top, "diff", "--quiet", tracked.commit, "--", file).returncode:
+        if (
+            not (top / file).is_file()
+            or not _git(top, "diff", "--quiet", tracked.commit, "--", file).returncode
+        ):
             return
         place = str(tracked.folder.resolve())
         answers = self._ask(tracked.settings, (), "find", repo=place, rev="", path=path, remote="")
         changed = [codec.from_json(pointer, DvcPointer) for pointer in answers]
-        if [(pointer.md5, pointer.size) for pointer in changed] != [(tracked.pointer.md5, tracked.pointer.size)]:
-            stated = f"{changed[0].md5} ({changed[0].size} bytes)" if changed else f"nothing of {tracked.pointer.out}"
+        if [(pointer.md5, pointer.size) for pointer in changed] != [
+            (tracked.pointer.md5, tracked.pointer.size)
+        ]:
+            stated = (
+                f"{changed[0].md5} ({changed[0].size} bytes)"
+                if changed
+                else f"nothing of {tracked.pointer.out}"
+            )
             raise DigestMismatchError(
                 f"the DVC pointer of {tracked.pointer.out} was changed and not committed",
                 where=file,
@@ -269,14 +303,18 @@ class DvcSource(DataSource):
         pointer, copy = tracked.pointer, scratch / md5
         cached = Path(pointer.cache) / md5[:2] / md5[2:]
         if pointer.cache and _copy_cached(cached, copy):
-            _check_object(copy, pointer, "DVC cache file", str(cached), "Delete that file, then `dvc fetch`")
+            _check_object(
+                copy, pointer, "DVC cache file", str(cached), "Delete that file, then `dvc fetch`"
+            )
             return copy, str(cached)
         answer = self._ask(
             tracked.settings,
             (_PLUGINS[pointer.scheme],) if pointer.scheme in _PLUGINS else (),
             "fetch",
             repo=str(tracked.folder.resolve()),
-            rev="" if pointer.cache else tracked.commit,  # the configuration of a checkout has the credentials
+            rev=""
+            if pointer.cache
+            else tracked.commit,  # the configuration of a checkout has the credentials
             remote=tracked.settings.remote or pointer.remote,
             md5=md5,
             legacy=pointer.legacy,
@@ -294,11 +332,15 @@ class DvcSource(DataSource):
         _check_object(copy, pointer, "object in the DVC remote", answer["place"], remedy)
         return copy, str(answer["place"])
 
-    def _ask(self, settings: DvcSettings, packages: tuple[str, ...], do: str, **arguments: object) -> Any:
+    def _ask(
+        self, settings: DvcSettings, packages: tuple[str, ...], do: str, **arguments: object
+    ) -> Any:
         """Send one request to DVC in a new process of its environment."""
         requirements = settings.requirements or (*self.requirements, *packages)
         environments = PythonEnvironments(folder=self.environments.resolve(), base=(), uv=find_uv())
-        command = build_interpreter_command(environments.python(Environment(requirements=requirements)), _WORKER)
+        command = build_interpreter_command(
+            environments.python(Environment(requirements=requirements)), _WORKER
+        )
         process = IsolatedProcess(command, ProcessLimits(), "data")
         try:
             return process.ask(do, timeout=_TIMEOUT_S, **arguments)
@@ -310,7 +352,9 @@ class DvcSource(DataSource):
         mirror = self.repositories / hashlib.sha256(settings.repo.encode()).hexdigest()[:16]
         with hold_lock(mirror.with_suffix(".lock")):
             if not (mirror / "HEAD").is_file():
-                done = _git(mirror.parent, "clone", "--bare", "--quiet", "--", settings.repo, str(mirror))
+                done = _git(
+                    mirror.parent, "clone", "--bare", "--quiet", "--", settings.repo, str(mirror)
+                )
             elif (
                 len(settings.rev) in (40, 64)
                 and not _git(mirror, "cat-file", "-e", f"{settings.rev}^{{commit}}").returncode
@@ -333,7 +377,10 @@ def _read_settings(section: DataSection) -> DvcSettings:
     if not isinstance(section, PluginData) or section.use != "dvc":
         raise UserError("this data source reads `use: dvc`", where=type(section).__name__)
     settings = bind_settings(
-        section.with_, DvcSettings, where="data.with", remedy="For example: with: {path: data/train.npz}."
+        section.with_,
+        DvcSettings,
+        where="data.with",
+        remedy="For example: with: {path: data/train.npz}.",
     )
     path = PurePosixPath(settings.path)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in settings.path:
@@ -356,7 +403,9 @@ def _find_in_folder(tracked: _TrackedFile, listing: Path, place: str) -> str:
     """Return the MD5 of the file within a tracked folder, by the list of files that the folder's pointer names."""
     pointer = tracked.pointer
     try:
-        files = {str(entry["relpath"]): str(entry["md5"]) for entry in json.loads(listing.read_bytes())}
+        files = {
+            str(entry["relpath"]): str(entry["md5"]) for entry in json.loads(listing.read_bytes())
+        }
     except (ValueError, TypeError, KeyError) as error:
         raise _wrong_pointer(pointer, f"what it names is not a list of files: {place}") from error
     if unclear := [md5 for md5 in files.values() if not _MD5.fullmatch(md5)]:
@@ -373,7 +422,9 @@ def _find_in_folder(tracked: _TrackedFile, listing: Path, place: str) -> str:
 
 
 def _wrong_pointer(pointer: DvcPointer, why: str) -> DigestMismatchError:
-    return DigestMismatchError("the DVC pointer is not what DVC writes", where=pointer.file, why=why, remedy=_RESTORE)
+    return DigestMismatchError(
+        "the DVC pointer is not what DVC writes", where=pointer.file, why=why, remedy=_RESTORE
+    )
 
 
 def _check_object(copy: Path, pointer: DvcPointer, what: str, place: str, remedy: str) -> None:
@@ -412,8 +463,17 @@ def _find_commit(folder: Path, rev: str, place: str) -> str:
     repository = _git(folder, "rev-parse", "--git-dir")
     if repository.returncode:
         remedy = "`repo` is a folder of a checkout, relative to the project's root, or a URL."
-        raise NotFoundError("this is not a git repository", where=place, why=_last_error(repository), remedy=remedy)
-    done = _git(folder, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{rev or 'HEAD'}^{{commit}}")
+        raise NotFoundError(
+            "this is not a git repository", where=place, why=_last_error(repository), remedy=remedy
+        )
+    done = _git(
+        folder,
+        "rev-parse",
+        "--verify",
+        "--quiet",
+        "--end-of-options",
+        f"{rev or 'HEAD'}^{{commit}}",
+    )
     if done.returncode:
         raise NotFoundError(
             f"there is no revision {rev!r}" if rev else "nothing was committed yet",
@@ -430,7 +490,12 @@ def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
     environ |= {"GIT_NO_REPLACE_OBJECTS": "1", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     try:
         return subprocess.run(
-            ["git", *arguments], cwd=folder, env=environ, stdin=subprocess.DEVNULL, capture_output=True, check=False
+            ["git", *arguments],
+            cwd=folder,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
         )
     except FileNotFoundError as error:
         if not folder.is_dir():

@@ -37,7 +37,9 @@ class DvcWorker:
         with _open_repository(repo, rev) as opened:
             top = opened.scm.root_dir if not rev else opened.fs.root_marker
             try:
-                outs = opened.find_outs_by_path(opened.fs.join(top, *path.split("/")), recursive=False, strict=False)
+                outs = opened.find_outs_by_path(
+                    opened.fs.join(top, *path.split("/")), recursive=False, strict=False
+                )
             except OutputNotFoundError:
                 return []
             default = opened.config["core"].get("remote", "")
@@ -45,7 +47,9 @@ class DvcWorker:
                 {
                     # A pipeline's stage is in `dvc.yaml`; `dvc.lock` beside it states the MD5.
                     "file": re.sub(
-                        r"(^|/)dvc\.yaml\Z", r"\1dvc.lock", opened.fs.relpath(opened.fs.abspath(out.stage.path), top)
+                        r"(^|/)dvc\.yaml\Z",
+                        r"\1dvc.lock",
+                        opened.fs.relpath(opened.fs.abspath(out.stage.path), top),
                     ),
                     "out": opened.fs.relpath(out.fs_path, top),
                     "md5": out.hash_info.value if out.hash_info else None,
@@ -58,7 +62,9 @@ class DvcWorker:
                 for out in outs
             ]
 
-    def fetch(self, repo: str, rev: str, remote: str, md5: str, legacy: bool, copy: str) -> dict[str, Any]:
+    def fetch(
+        self, repo: str, rev: str, remote: str, md5: str, legacy: bool, copy: str
+    ) -> dict[str, Any]:
         """Copy an object from the remote; return its place, and whether it exists."""
         from dvc.config import ConfigError, RemoteConfigError
 
@@ -69,11 +75,17 @@ class DvcWorker:
                 unchecked = place.worktree or place.fs.version_aware
             except (ConfigError, RemoteConfigError) as error:
                 remedy = "`dvc remote list` shows the remotes; `dvc remote default NAME` sets the default."
-                raise UserError("the DVC remote cannot be used", where=where, why=str(error), remedy=remedy) from error
+                raise UserError(
+                    "the DVC remote cannot be used", where=where, why=str(error), remedy=remedy
+                ) from error
             except ImportError as error:
-                remedy = "List it beside DVC: `with: {requirements: ['dvc==3.67.1', 'dvc-s3==3.3.0']}`."
+                remedy = (
+                    "List it beside DVC: `with: {requirements: ['dvc==3.67.1', 'dvc-s3==3.3.0']}`."
+                )
                 what = "DVC lacks a package for this remote"
-                raise MissingPackageError(what, where=where, why=str(error)[:300], remedy=remedy) from error
+                raise MissingPackageError(
+                    what, where=where, why=str(error)[:300], remedy=remedy
+                ) from error
             except Exception as error:  # each cloud's package raises its own
                 raise _unreachable(where, error) from error
             if unchecked:
@@ -113,7 +125,9 @@ def _open_repository(repo: str, rev: str) -> Iterator[Any]:
     try:
         yield Repo(repo, rev=rev or None)
     except NotDvcRepoError as error:
-        raise NotFoundError("this is not a DVC repository", where=repo, remedy="`dvc init` makes one.") from error
+        raise NotFoundError(
+            "this is not a DVC repository", where=repo, remedy="`dvc init` makes one."
+        ) from error
     except OutputDuplicationError as error:
         raise RefusedError(
             f"several DVC pointers claim {error.output}",

@@ -46,10 +46,15 @@ class FileSource(DataSource):
 def sample_arrays(path: Path, *, where: str) -> Sample:
     """Read the first rows of a file, all if it is small; raises as `read_arrays`."""
     whole = path.stat().st_size <= _SMALL_BYTES
-    return Sample(arrays=read_arrays(path, where=where, most_bytes=None if whole else _HEAD_BYTES), whole=whole)
+    return Sample(
+        arrays=read_arrays(path, where=where, most_bytes=None if whole else _HEAD_BYTES),
+        whole=whole,
+    )
 
 
-def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | None = None) -> Mapping[str, Array]:
+def read_arrays(
+    path: Path, *, where: str, name: str = "", most_bytes: int | None = None
+) -> Mapping[str, Array]:
     """Read the arrays of a `.npz` file or the columns of a table.
 
     Nothing is unpickled. The suffix of `name`, the file's original name, gives
@@ -62,7 +67,11 @@ def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | Non
     shapes, arrays = _read_archive(path, where, most_bytes)
     empty = [name for name, shape in shapes.items() if 0 in shape]
     if empty or not shapes:
-        what = f"its array {empty[0]!r} is empty: shape {shapes[empty[0]]}" if empty else "it holds no array"
+        what = (
+            f"its array {empty[0]!r} is empty: shape {shapes[empty[0]]}"
+            if empty
+            else "it holds no array"
+        )
         raise UserError(what, where=where, remedy="Write at least one row.")
     return arrays
 
@@ -73,9 +82,13 @@ def _require_data(path: Path, where: str) -> None:
         head = stream.read(len(_POINTER))
     if head == _POINTER:
         remedy = "Fetch the file: git lfs pull"
-        raise UserError("the file is a pointer of Git LFS, not the data", where=where, remedy=remedy)
+        raise UserError(
+            "the file is a pointer of Git LFS, not the data", where=where, remedy=remedy
+        )
     if not head:
-        raise UserError("the file is empty", where=where, remedy="Recreate the file, or fetch it again.")
+        raise UserError(
+            "the file is empty", where=where, remedy="Recreate the file, or fetch it again."
+        )
 
 
 def _read_archive(
@@ -86,7 +99,9 @@ def _read_archive(
 
     try:
         with path.open("rb") as stream:
-            if stream.peek(2)[:2] != b"PK":  # the first bytes of a zip archive; `numpy.savez` writes one
+            if (
+                stream.peek(2)[:2] != b"PK"
+            ):  # the first bytes of a zip archive; `numpy.savez` writes one
                 raise ValueError(f"it is not an archive: it begins with {stream.peek(16)[:16]!r}")
             archive = np.load(stream, allow_pickle=False)
             if most_bytes is None:
@@ -94,7 +109,9 @@ def _read_archive(
                 shapes = {name: getattr(array, "shape", ()) for name, array in arrays.items()}
             else:
                 shapes, arrays = _read_head(archive, most_bytes)
-            if strange := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
+            if strange := [
+                name for name, array in arrays.items() if not isinstance(array, np.ndarray)
+            ]:
                 raise ValueError(f"{strange[0]} in it is not an array")
             return shapes, arrays
     except Exception as error:  # a damaged archive makes the libraries below raise almost anything
@@ -102,7 +119,9 @@ def _read_archive(
         raise UserError(
             "not an .npz file of plain arrays",
             where=where,
-            why="an array of objects, which only a pickle can hold" if is_pickled else describe_error(error),
+            why="an array of objects, which only a pickle can hold"
+            if is_pickled
+            else describe_error(error),
             remedy="Write it with numpy.savez, without arrays of objects; a table's name ends in "
             f"{', '.join(SUFFIXES)}.",
         ) from error
@@ -171,7 +190,9 @@ def _path(section: DataSection, root: Path) -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # a circle of links, a zero byte
         raise NotFoundError("no such file", where=section.file, why=str(error)) from error
     if os.path.isdir(path):
-        raise NotFoundError("a folder, not a file", where=str(path), remedy="Name one .npz file or table.")
+        raise NotFoundError(
+            "a folder, not a file", where=str(path), remedy="Name one .npz file or table."
+        )
     if os.path.isfile(path):  # unlike Path.is_file, it takes a name that is too long
         return path
     remedy = "`file:` is relative to the project's root."

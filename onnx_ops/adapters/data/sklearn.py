@@ -16,7 +16,13 @@ DIGIT_LEVELS = 16.0
 """Grey levels of a pixel of the digits; images are scaled to [0, 1]."""
 
 
-_SHAPES = {"digits": (64, 10), "iris": (4, 3), "wine": (13, 3), "breast_cancer": (30, 2), "diabetes": (10, 0)}
+_SHAPES = {
+    "digits": (64, 10),
+    "iris": (4, 3),
+    "wine": (13, 3),
+    "breast_cancer": (30, 2),
+    "diabetes": (10, 0),
+}
 """Features and classes of each data set; a quantity has no classes."""
 
 
@@ -44,7 +50,10 @@ class SklearnSource(DataSource):
         wanted = _section(section)
         features, classes = _SHAPES[wanted.sklearn]
         target = np.arange(classes, dtype=np.int64) if classes else np.zeros(1, np.float32)
-        arrays: dict[str, Any] = {"data": np.zeros((len(target), features), np.float32), "target": target}
+        arrays: dict[str, Any] = {
+            "data": np.zeros((len(target), features), np.float32),
+            "target": target,
+        }
         if wanted.sklearn == "digits":
             arrays["images"] = np.zeros((len(target), 1, 8, 8), np.float32)
         return Sample(arrays=arrays, whole=False)
@@ -63,7 +72,9 @@ class SklearnSource(DataSource):
         if wanted.split != "all":
             stratify = bunch.target if classes else None
             try:
-                sides = train_test_split(rows, test_size=wanted.test_size, random_state=wanted.seed, stratify=stratify)
+                sides = train_test_split(
+                    rows, test_size=wanted.test_size, random_state=wanted.seed, stratify=stratify
+                )
             except ValueError as error:
                 raise UserError(
                     f"{wanted.sklearn} cannot be split at {wanted.test_size:g}",

@@ -34,7 +34,20 @@ _HEAD_RECORDS = 50
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 
 _MISSING = (
-    *("", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "N/A", "NA"),
+    *(
+        "",
+        "#N/A",
+        "#N/A N/A",
+        "#NA",
+        "-1.#IND",
+        "-1.#QNAN",
+        "-NaN",
+        "-nan",
+        "1.#IND",
+        "1.#QNAN",
+        "N/A",
+        "NA",
+    ),
     *("NULL", "NaN", "n/a", "nan", "null", "None", "none", "?", "-", "--", ".", " ", "  ", "   "),
 )
 """Cells that stand for a missing value in a column of numbers; in a column of text they are texts."""
@@ -63,7 +76,9 @@ def find_table_suffix(name: str) -> str:
     return next((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), "")
 
 
-def read_table(path: Path, suffix: str, *, where: str, most_bytes: int | None = None) -> Mapping[str, Array]:
+def read_table(
+    path: Path, suffix: str, *, where: str, most_bytes: int | None = None
+) -> Mapping[str, Array]:
     """Read the columns of a table by name; `most_bytes` limits the rows.
 
     Whole numbers are int64, fractions float32, booleans bool, everything else text: categories, dates, and identifiers,
@@ -100,13 +115,18 @@ def read_table(path: Path, suffix: str, *, where: str, most_bytes: int | None = 
     columns = dict(zip(names, table.columns, strict=True))
     del table  # each column is freed once it is an array
     arrow.default_memory_pool().release_unused()  # of the file's text
-    return {name: _convert_column(arrow, columns.pop(name), f"{where}: column {name!r}") for name in names}
+    return {
+        name: _convert_column(arrow, columns.pop(name), f"{where}: column {name!r}")
+        for name in names
+    }
 
 
 def _describe_format(suffix: str) -> str:
     if suffix in (".jsonl", ".ndjson"):
         return "Each line is one JSON object with a value per column, in UTF-8."
-    return "The first line of a CSV file names the columns, every other has as many cells, in UTF-8."
+    return (
+        "The first line of a CSV file names the columns, every other has as many cells, in UTF-8."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +143,9 @@ def _read_csv(arrow: Any, path: Path, suffix: str, most_bytes: int | None) -> An
     content = _read_compressed(path, most_bytes) if suffix.endswith(".gz") else None
     size = path.stat().st_size if content is None else len(content)
     if size >= _MOST_CSV_BYTES:
-        raise ValueError(f"it has {size / 1e9:.3g} GB; a CSV file may have 2 GB; write it as Parquet")
+        raise ValueError(
+            f"it has {size / 1e9:.3g} GB; a CSV file may have 2 GB; write it as Parquet"
+        )
     head = _read_head(path) if content is None else content[:_HEAD_BYTES]
     dialect = _find_dialect(head)
     source = str(path) if content is None else content
@@ -176,14 +198,18 @@ def _find_dialect(head: bytes) -> _Dialect:
     except UnicodeDecodeError as error:
         first_line_end = head.find(b"\n")
         if encoding == "utf-16" or (0 <= first_line_end < error.start):
-            text = head.decode(encoding, "replace")  # pyarrow finds out whether that column is used as text
+            text = head.decode(
+                encoding, "replace"
+            )  # pyarrow finds out whether that column is used as text
         else:
             raise ValueError(_describe_undecodable(head)) from error
     records = {separator: _split_records(text, separator) for separator in _SEPARATORS}
     separator = _find_separator(records)
     names = next(iter(records[separator]), [])
     if len(names) > _MOST_COLUMNS:
-        raise ValueError(f"its first line names {len(names)} columns; a table may have {_MOST_COLUMNS}")
+        raise ValueError(
+            f"its first line names {len(names)} columns; a table may have {_MOST_COLUMNS}"
+        )
     return _Dialect(
         encoding="utf16" if encoding == "utf-16" else "utf8",
         separator=separator,
@@ -195,7 +221,9 @@ def _split_records(text: str, separator: str) -> list[list[str]]:
     """Return the first complete records of a CSV text."""
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
     records: list[list[str]] = []
-    with contextlib.suppress(csv.Error):  # a cell of more than 128 KiB; the records before it are enough
+    with contextlib.suppress(
+        csv.Error
+    ):  # a cell of more than 128 KiB; the records before it are enough
         records.extend(record for record in itertools.islice(reader, _HEAD_RECORDS) if record)
     return records[:-1] if len(records) > 2 else records
 
@@ -222,17 +250,26 @@ def _find_decimal_mark(records: Sequence[Sequence[str]]) -> str:
 
 
 def _parse_csv(
-    arrow: Any, source: str | bytes, size: int, dialect: _Dialect, most_bytes: int | None, texts: Sequence[str] = ()
+    arrow: Any,
+    source: str | bytes,
+    size: int,
+    dialect: _Dialect,
+    most_bytes: int | None,
+    texts: Sequence[str] = (),
 ) -> Any:
     """Return the table of a CSV file with pyarrow's types; the columns `texts` stay text."""
     arrow_csv = importlib.import_module("pyarrow.csv")
     read = arrow_csv.read_csv if most_bytes is None else arrow_csv.open_csv
-    text_bytes = size + 1 if dialect.encoding == "utf8" else 2 * size  # a character of UTF-16 can take 3 bytes in UTF-8
+    text_bytes = (
+        size + 1 if dialect.encoding == "utf8" else 2 * size
+    )  # a character of UTF-16 can take 3 bytes in UTF-8
     block_bytes = max(min(text_bytes, most_bytes or text_bytes), 1 << 16)
     result = read(
         source if isinstance(source, str) else arrow.BufferReader(source),
         read_options=arrow_csv.ReadOptions(
-            block_size=min(block_bytes, _MOST_CSV_BYTES - 1), use_threads=False, encoding=dialect.encoding
+            block_size=min(block_bytes, _MOST_CSV_BYTES - 1),
+            use_threads=False,
+            encoding=dialect.encoding,
         ),
         parse_options=arrow_csv.ParseOptions(newlines_in_values=True, delimiter=dialect.separator),
         convert_options=arrow_csv.ConvertOptions(
@@ -255,15 +292,25 @@ def _find_text_columns(
     """Return the columns that stay text though pyarrow converts them: dates, and whole numbers that are identifiers."""
     kinds = arrow.types
     fields = list(table.schema)
-    texts = [field.name for field in fields if kinds.is_temporal(field.type)]  # callers send the text
-    texts += [f.name for f in fields if kinds.is_floating(f.type) and _exceeds_int64(arrow, table.column(f.name))]
+    texts = [
+        field.name for field in fields if kinds.is_temporal(field.type)
+    ]  # callers send the text
+    texts += [
+        f.name
+        for f in fields
+        if kinds.is_floating(f.type) and _exceeds_int64(arrow, table.column(f.name))
+    ]
     whole = [field.name for field in fields if kinds.is_integer(field.type)]
     if whole and _has_leading_zero(source, dialect, most_bytes):
         size = len(source) if isinstance(source, bytes) else Path(source).stat().st_size
         written = _parse_csv(arrow, source, size, dialect, most_bytes, whole)
         compute = importlib.import_module("pyarrow.compute")
         pattern = r"^\s*[+-]?0[0-9]"
-        texts += [n for n in whole if compute.any(compute.match_substring_regex(written.column(n), pattern)).as_py()]
+        texts += [
+            n
+            for n in whole
+            if compute.any(compute.match_substring_regex(written.column(n), pattern)).as_py()
+        ]
     return texts
 
 
@@ -312,7 +359,9 @@ def _read_json(arrow: Any, path: Path, most_bytes: int | None) -> Any:
     arrow_json = importlib.import_module("pyarrow.json")
     size = path.stat().st_size
     if size >= _MOST_CSV_BYTES:
-        raise ValueError(f"it has {size / 1e9:.3g} GB; a JSON Lines file may have 2 GB; write it as Parquet")
+        raise ValueError(
+            f"it has {size / 1e9:.3g} GB; a JSON Lines file may have 2 GB; write it as Parquet"
+        )
     with path.open("rb") as stream:
         content = stream.read() if most_bytes is None else stream.read(most_bytes)
     if len(content) < size:
@@ -321,7 +370,9 @@ def _read_json(arrow: Any, path: Path, most_bytes: int | None) -> Any:
     def read(schema: Any = None) -> Any:
         return arrow_json.read_json(
             arrow.BufferReader(content),
-            read_options=arrow_json.ReadOptions(block_size=max(len(content) + 1, 1 << 16), use_threads=False),
+            read_options=arrow_json.ReadOptions(
+                block_size=max(len(content) + 1, 1 << 16), use_threads=False
+            ),
             parse_options=arrow_json.ParseOptions(explicit_schema=schema, newlines_in_values=True),
         )
 
@@ -329,21 +380,32 @@ def _read_json(arrow: Any, path: Path, most_bytes: int | None) -> Any:
     if table.num_columns > _MOST_COLUMNS:
         raise ValueError(f"it has {table.num_columns} columns; a table may have {_MOST_COLUMNS}")
     dates = [field.name for field in table.schema if arrow.types.is_temporal(field.type)]
-    return read(arrow.schema([(name, arrow.string()) for name in dates])).select(table.column_names) if dates else table
+    return (
+        read(arrow.schema([(name, arrow.string()) for name in dates])).select(table.column_names)
+        if dates
+        else table
+    )
 
 
 def _read_parquet(arrow: Any, path: Path, most_bytes: int | None) -> Any:
     parquet = importlib.import_module("pyarrow.parquet")
     with parquet.ParquetFile(path) as file:
         if len(file.schema_arrow.names) > _MOST_COLUMNS:
-            raise ValueError(f"it has {len(file.schema_arrow.names)} columns; a table may have {_MOST_COLUMNS}")
+            raise ValueError(
+                f"it has {len(file.schema_arrow.names)} columns; a table may have {_MOST_COLUMNS}"
+            )
         if most_bytes is None or not file.metadata.num_rows:
             table = file.read()
         else:
-            row_bytes = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
+            row_bytes = sum(
+                file.metadata.row_group(i).total_byte_size
+                for i in range(file.metadata.num_row_groups)
+            )
             rows = max(1, most_bytes * file.metadata.num_rows // max(1, row_bytes))
             table = arrow.Table.from_batches([next(file.iter_batches(batch_size=rows))])
-    return table.drop_columns([name for name in table.column_names if name.startswith("__index_level_")])
+    return table.drop_columns(
+        [name for name in table.column_names if name.startswith("__index_level_")]
+    )
 
 
 def _convert_column(arrow: Any, column: Any, where: str) -> Array:
@@ -357,7 +419,9 @@ def _convert_column(arrow: Any, column: Any, where: str) -> Array:
     has_gaps = column.null_count and (kinds.is_integer(kind) or kinds.is_boolean(kind))
     if kinds.is_floating(kind) or kinds.is_null(kind) or has_gaps:
         values = column.cast(arrow.float64() if not kinds.is_boolean(kind) else arrow.int8())
-        return _convert_fractions(np.asarray(values.cast(arrow.float64()).to_numpy()), where)[:, None]
+        return _convert_fractions(np.asarray(values.cast(arrow.float64()).to_numpy()), where)[
+            :, None
+        ]
     if kinds.is_boolean(kind):
         return np.asarray(column.to_numpy(), dtype=np.bool_)[:, None]
     if kinds.is_integer(kind):
@@ -395,7 +459,11 @@ def _convert_fractions(numbers: Any, where: str) -> Array:
     if too_large.any():
         row = int(too_large.argmax())
         remedy = "Scale the column, or leave it out: columns are read as float32."
-        raise UserError(f"row {row + 1} holds {numbers[row]:g}, which float32 cannot", where=where, remedy=remedy)
+        raise UserError(
+            f"row {row + 1} holds {numbers[row]:g}, which float32 cannot",
+            where=where,
+            remedy=remedy,
+        )
     return np.asarray(numbers, dtype=np.float32)
 
 
@@ -404,17 +472,25 @@ def _convert_texts(arrow: Any, column: Any, where: str) -> Array:
     import numpy as np
 
     compute = importlib.import_module("pyarrow.compute")
-    column = column.cast(arrow.large_string()) if arrow.types.is_string_view(column.type) else column
+    column = (
+        column.cast(arrow.large_string()) if arrow.types.is_string_view(column.type) else column
+    )
     column = column.fill_null("") if column.null_count else column
     if compute.any(compute.match_substring(column, "\0")).as_py():
         raise UserError("a text holds a zero byte", where=where)
     longest = compute.max(compute.utf8_length(column)).as_py()
     fixed_bytes = 4 * max(1, longest) * len(column)
-    if fixed_bytes > max(1 << 20, _WIDTH_RATIO * compute.sum(compute.binary_length(column)).as_py()):
-        encoded = column.cast(arrow.large_string()).combine_chunks().dictionary_encode()  # equal texts are one object
+    if fixed_bytes > max(
+        1 << 20, _WIDTH_RATIO * compute.sum(compute.binary_length(column)).as_py()
+    ):
+        encoded = (
+            column.cast(arrow.large_string()).combine_chunks().dictionary_encode()
+        )  # equal texts are one object
         texts = np.array([*encoded.dictionary.to_pylist()], dtype=object)
         return np.asarray(texts[encoded.indices.to_numpy()])[:, None]
     array = np.empty((len(column), 1), dtype=f"U{max(1, longest)}")
-    for start in range(0, len(column), _CHUNK_ROWS):  # as Python objects, all texts at once take 57 bytes each
+    for start in range(
+        0, len(column), _CHUNK_ROWS
+    ):  # as Python objects, all texts at once take 57 bytes each
         array[start : start + _CHUNK_ROWS, 0] = column.slice(start, _CHUNK_ROWS).to_pylist()
     return array

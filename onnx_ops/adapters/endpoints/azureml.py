@@ -46,7 +46,9 @@ class AzureEndpoints(CloudEndpoints):
     tools = plugins.EXTRAS["azure"]
     metrics_plugin = "azuremonitor"
 
-    def __init__(self, folder: Path, trusted: Path | None = None, *, policy: RetryPolicy | None = None) -> None:
+    def __init__(
+        self, folder: Path, trusted: Path | None = None, *, policy: RetryPolicy | None = None
+    ) -> None:
         super().__init__(trusted)
         self._folder = folder
         self._policy = policy or RetryPolicy()
@@ -67,7 +69,10 @@ class AzureEndpoints(CloudEndpoints):
 
     def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
         """Refuse a change of authentication or identity, which Azure does not support."""
-        old, new = (read_azure_settings(config.settings, where=config.endpoint) for config in (before, after))
+        old, new = (
+            read_azure_settings(config.settings, where=config.endpoint)
+            for config in (before, after)
+        )
         for name in ("auth", "identity"):
             if (was := getattr(old, name)) != (desired := getattr(new, name)):
                 raise UserError(
@@ -106,7 +111,9 @@ class AzureEndpoints(CloudEndpoints):
             observed, names = None, {}
         if observed is not None and observed.find_deployment(state.leader()) is not None:
             goal = build_rollback_state(observed, state)
-            plan = plan_traffic(goal, generation=generation, name=lambda d: names[d.name], where=config.endpoint)
+            plan = plan_traffic(
+                goal, generation=generation, name=lambda d: names[d.name], where=config.endpoint
+            )
             self._connect(config).route(plan)
             return
         self.apply(config, drop_idle_deployments(state), generation=generation)
@@ -120,7 +127,9 @@ class AzureEndpoints(CloudEndpoints):
         """Delete the endpoint, its deployments and the files of their models."""
         self._connect(config).remove()
 
-    def list_orphans(self, config: EndpointConfig, needed: frozenset[Digest]) -> tuple[OrphanedResource, ...]:
+    def list_orphans(
+        self, config: EndpointConfig, needed: frozenset[Digest]
+    ) -> tuple[OrphanedResource, ...]:
         """List unused deployments without traffic, and unused models."""
         endpoint = self._connect(config)
         _, names = self._observe(config)
@@ -139,7 +148,9 @@ class AzureEndpoints(CloudEndpoints):
     def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
         """Delete an orphan; raise ConflictError if a deployment has traffic again."""
         endpoint = self._connect(config)
-        (endpoint.deployments if orphan.kind == "deployment" else endpoint.models).delete(orphan.name)
+        (endpoint.deployments if orphan.kind == "deployment" else endpoint.models).delete(
+            orphan.name
+        )
 
     def _observe(self, config: EndpointConfig) -> tuple[EndpointState | None, Mapping[str, str]]:
         """Return the endpoint's state, and its deployments' names in Azure by their names in onnx-ops."""
@@ -151,13 +162,16 @@ class AzureEndpoints(CloudEndpoints):
         records = {
             name: record
             for name, deployment in deployments.items()
-            if has_succeeded(deployment) and (record := read_record(deployment.tags or {})) is not None
+            if has_succeeded(deployment)
+            and (record := read_record(deployment.tags or {})) is not None
         }
         state = read_state(resource.tags or {}, resource.traffic or {}, records)
         if state is None:
             return None, {}
         names = {records[name].name: name for name in read_deployment_names(resource.tags or {})}
-        drift = [endpoint.deployments.drift(deployments[names[d.name]], d) for d in state.deployments]
+        drift = [
+            endpoint.deployments.drift(deployments[names[d.name]], d) for d in state.deployments
+        ]
         return replace(state, drift=tuple(itertools.chain(*drift))), names
 
     def _connect(self, config: EndpointConfig) -> AzureEndpoint:
@@ -184,7 +198,11 @@ def _find_unused_models(
     manifests: Mapping[str, str], own_tags: Mapping[str, Mapping[str, str]], needed: Set[Digest]
 ) -> Iterator[OrphanedResource]:
     """Yield the stored models, given by their manifests, that no deployment of ours serves and that are not needed."""
-    served = {build_azure_name(record) for record in map(read_record, own_tags.values()) if record is not None}
+    served = {
+        build_azure_name(record)
+        for record in map(read_record, own_tags.values())
+        if record is not None
+    }
     for name, manifest in manifests.items():
         if manifest not in needed and name not in served:
             why = "no deployment serves it" if manifest else "its upload was interrupted"

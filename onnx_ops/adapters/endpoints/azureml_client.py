@@ -25,7 +25,13 @@ from onnx_ops.adapters.azure import (
 )
 from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings
 from onnx_ops.adapters.retry import attempts, converge
-from onnx_ops.errors import ConflictError, InfrastructureError, OnnxOpsError, RefusedError, ServiceUnavailableError
+from onnx_ops.errors import (
+    ConflictError,
+    InfrastructureError,
+    OnnxOpsError,
+    RefusedError,
+    ServiceUnavailableError,
+)
 from onnx_ops.plugins import EXTRAS, require
 
 if TYPE_CHECKING:
@@ -39,7 +45,9 @@ SPARE = 1.2
 _TERMINAL_STATES = frozenset({"succeeded", "failed", "canceled"})
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _QUOTA = re.compile(r"quota|OutOfCapacity|not enough (cores|capacity)", re.IGNORECASE)
-_NO_CONNECTION = re.compile(r"timed out|connection (aborted|refused|reset)|failed to establish", re.IGNORECASE)
+_NO_CONNECTION = re.compile(
+    r"timed out|connection (aborted|refused|reset)|failed to establish", re.IGNORECASE
+)
 _BUSY = re.compile(r"provisioning state|another operation|is in progress", re.IGNORECASE)
 
 
@@ -112,7 +120,9 @@ class AzureClient:
 
     def deployments(self) -> dict[str, ManagedOnlineDeployment]:
         """Read the deployments by name; empty if there is no such endpoint."""
-        listed: Any = self.read(self.where, lambda: list(self.ml.online_deployments.list(self.name)))
+        listed: Any = self.read(
+            self.where, lambda: list(self.ml.online_deployments.list(self.name))
+        )
         return {deployment.name: deployment for deployment in listed or ()}
 
     def settled_endpoint(self) -> ManagedOnlineEndpoint | None:
@@ -123,7 +133,9 @@ class AzureClient:
         """Return a deployment once Azure no longer changes it, as `settled_endpoint` does."""
         where = f"deployment {name}"
         deployments = self.ml.online_deployments
-        return self._wait_until_settled(where, lambda: self.read(where, lambda: deployments.get(name, self.name)))
+        return self._wait_until_settled(
+            where, lambda: self.read(where, lambda: deployments.get(name, self.name))
+        )
 
     def write(self, where: str, begin: Callable[[], Any], *, instances: int = 1) -> None:
         """Start an operation and wait until it ends. Callers then read its result.
@@ -138,11 +150,16 @@ class AzureClient:
             with translate_errors(where, instances=instances):
                 poller = begin()
         except ServiceUnavailableError as error:
-            throttled = getattr(error.__cause__, "status_code", None) == HTTPStatus.TOO_MANY_REQUESTS
+            throttled = (
+                getattr(error.__cause__, "status_code", None) == HTTPStatus.TOO_MANY_REQUESTS
+            )
             kind = BusyError if throttled else UnansweredWriteError
             raise kind(error.what, where=where, why=error.why, remedy=error.remedy) from error
         # The operation continues; an error of a poll is no error of the operation.
-        with contextlib.suppress(GoneError, ServiceUnavailableError), translate_errors(where, instances=instances):
+        with (
+            contextlib.suppress(GoneError, ServiceUnavailableError),
+            translate_errors(where, instances=instances),
+        ):
             poller.wait(self.policy.operation_s)
             if poller.done():
                 poller.result()
@@ -162,16 +179,22 @@ class AzureClient:
                 return (request(),)
 
         tries = self.policy.attempts(self.policy.answer_s)
-        return converge(send, tries, lambda: make_unanswered_error(where), retried=(ServiceUnavailableError,))[0]
+        return converge(
+            send, tries, lambda: make_unanswered_error(where), retried=(ServiceUnavailableError,)
+        )[0]
 
-    def converge(self, step: Callable[[], T | None], where: str = "", *, retry_reads: bool = False) -> T:
+    def converge(
+        self, step: Callable[[], T | None], where: str = "", *, retry_reads: bool = False
+    ) -> T:
         """Repeat a step until it returns something, while Azure is busy, for `policy.operation_s` seconds.
 
         With `retry_reads` it is also repeated when a read was not answered for `policy.answer_s` seconds.
         """
         retried = (BusyError, ServiceUnavailableError if retry_reads else UnansweredWriteError)
         tries = self.policy.attempts(self.policy.operation_s)
-        return converge(step, tries, lambda: make_timeout_error(where or self.owner), retried=retried)
+        return converge(
+            step, tries, lambda: make_timeout_error(where or self.owner), retried=retried
+        )
 
     def _wait_until_settled(self, where: str, get: Callable[[], T | None]) -> T | None:
         def read_settled() -> tuple[T | None] | None:
@@ -201,7 +224,9 @@ def translate_errors(where: str, *, instances: int = 1) -> Iterator[None]:
 
 def make_unanswered_error(where: str, why: str = "") -> ServiceUnavailableError:
     """Return the error of a service that does not answer."""
-    return ServiceUnavailableError("Azure does not answer", where=where, why=why, remedy="Try again.")
+    return ServiceUnavailableError(
+        "Azure does not answer", where=where, why=why, remedy="Try again."
+    )
 
 
 def make_timeout_error(where: str) -> ServiceUnavailableError:
@@ -211,13 +236,25 @@ def make_timeout_error(where: str) -> ServiceUnavailableError:
 
 
 def _explain(error: BaseException, where: str, instances: int) -> OnnxOpsError:
-    from azure.core.exceptions import ClientAuthenticationError, HttpResponseError, ServiceRequestError
+    from azure.core.exceptions import (
+        ClientAuthenticationError,
+        HttpResponseError,
+        ServiceRequestError,
+    )
 
     status, why = getattr(error, "status_code", None), summarize_error(error)
-    if isinstance(error, ClientAuthenticationError) and status is None and _NO_CONNECTION.search(str(error)):
-        return ServiceUnavailableError("the token service does not answer", where=where, why=why, remedy="Try again.")
+    if (
+        isinstance(error, ClientAuthenticationError)
+        and status is None
+        and _NO_CONNECTION.search(str(error))
+    ):
+        return ServiceUnavailableError(
+            "the token service does not answer", where=where, why=why, remedy="Try again."
+        )
     if isinstance(error, ClientAuthenticationError) or status == 401:
-        return RefusedError("Azure does not accept the credentials", where=where, why=why, remedy=LOGIN_REMEDY)
+        return RefusedError(
+            "Azure does not accept the credentials", where=where, why=why, remedy=LOGIN_REMEDY
+        )
     if status == 403:
         return RefusedError("Azure does not permit this", where=where, why=why, remedy=ROLE_REMEDY)
     if _QUOTA.search(f"{getattr(getattr(error, 'error', None), 'code', '')} {why}"):
@@ -228,10 +265,16 @@ def _explain(error: BaseException, where: str, instances: int) -> OnnxOpsError:
         )
         return InfrastructureError("there is not enough quota", where=where, why=why, remedy=remedy)
     if status == 409 or (status == 400 and _BUSY.search(why)):
-        return BusyError("Azure is changing it", where=where, why=why, remedy="Try again when that is done.")
+        return BusyError(
+            "Azure is changing it", where=where, why=why, remedy="Try again when that is done."
+        )
     if status == 404:
         return GoneError("it does not exist", where=where, why=why)
-    if status in _TRANSIENT or not isinstance(error, HttpResponseError) or isinstance(error, ServiceRequestError):
+    if (
+        status in _TRANSIENT
+        or not isinstance(error, HttpResponseError)
+        or isinstance(error, ServiceRequestError)
+    ):
         return make_unanswered_error(where, why)
     remedy = f"See its log: az ml online-deployment get-logs (or the portal), under {where}."
     return InfrastructureError("the operation failed", where=where, why=why, remedy=remedy)

@@ -10,7 +10,12 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from onnx_ops.adapters.azure import request_resource
-from onnx_ops.adapters.endpoints.azureml_client import AzureClient, BusyError, GoneError, has_succeeded
+from onnx_ops.adapters.endpoints.azureml_client import (
+    AzureClient,
+    BusyError,
+    GoneError,
+    has_succeeded,
+)
 from onnx_ops.adapters.endpoints.azureml_models import AzureModels
 from onnx_ops.adapters.endpoints.azureml_plan import (
     NOT_SCALED,
@@ -31,7 +36,9 @@ if TYPE_CHECKING:
 SCORING_ROUTE = "/invocations"
 _API = "api-version=2024-04-01"
 _MONITOR_API = "api-version=2022-10-01"
-_MONITOR_REMEDY = "Give it the role Monitoring Contributor on the resource group; see `onnx-ops docs azureml`."
+_MONITOR_REMEDY = (
+    "Give it the role Monitoring Contributor on the resource group; see `onnx-ops docs azureml`."
+)
 
 
 class AzureDeployments:
@@ -55,14 +62,18 @@ class AzureDeployments:
         requests, variables = resource.request_settings, resource.environment_variables or {}
         actual = {
             "instance_type": resource.instance_type,
-            "max_concurrent_requests_per_instance": getattr(requests, "max_concurrent_requests_per_instance", None),
+            "max_concurrent_requests_per_instance": getattr(
+                requests, "max_concurrent_requests_per_instance", None
+            ),
             "request_timeout": (getattr(requests, "request_timeout_ms", None) or 0) / 1e3,
         }
         desired = dict(self._settings.immutable)
         if not str(resource.environment).endswith(f"/{self._environment_name()}/versions/1"):
             yield f"image of {resource.name}: another one, not {desired['image']}"
         desired.pop("image")
-        options = {name: value for name, value in variables.items() if name.startswith(OPTION_PREFIX)}
+        options = {
+            name: value for name, value in variables.items() if name.startswith(OPTION_PREFIX)
+        }
         options.pop(TRUSTED_KEYS_VARIABLE, None)
         for key in sorted({*desired, *options}):
             value = actual.get(key, options.get(key))
@@ -76,7 +87,9 @@ class AzureDeployments:
         def step() -> bool | None:
             resource = self._client.settled_deployment(name)
             if resource is not None and has_succeeded(resource):
-                if (resource.tags or {}).get(OWNER) != self._client.owner or read_record(resource.tags or {}) is None:
+                if (resource.tags or {}).get(OWNER) != self._client.owner or read_record(
+                    resource.tags or {}
+                ) is None:
                     raise RefusedError(
                         f"a deployment {name} exists that is not ours",
                         where=self._client.owner,
@@ -131,7 +144,9 @@ class AzureDeployments:
         if client.read(where, lambda: environments.get(image, "1")) is None:
             live, scoring = {"port": 8080, "path": "/ping"}, {"port": 8080, "path": SCORING_ROUTE}
             routes = {"liveness_route": live, "readiness_route": live, "scoring_route": scoring}
-            environment = Environment(name=image, version="1", image=settings.image, inference_config=routes)
+            environment = Environment(
+                name=image, version="1", image=settings.image, inference_config=routes
+            )
             client.retry(where, lambda: environments.create_or_update(environment))
         desired = ManagedOnlineDeployment(
             name=name,
@@ -145,11 +160,17 @@ class AzureDeployments:
                 max_concurrent_requests_per_instance=settings.concurrency,
                 request_timeout_ms=round(settings.request_timeout * 1e3),
             ),
-            tags={OWNER: client.owner, **build_record_tags(deployment), SCALING: self._autoscaling.tag},
+            tags={
+                OWNER: client.owner,
+                **build_record_tags(deployment),
+                SCALING: self._autoscaling.tag,
+            },
         )
         deployments = client.ml.online_deployments
         client.write(
-            f"deployment {name}", lambda: deployments.begin_create_or_update(desired), instances=settings.instances
+            f"deployment {name}",
+            lambda: deployments.begin_create_or_update(desired),
+            instances=settings.instances,
         )
 
     def _environment_name(self) -> str:
@@ -187,16 +208,24 @@ class Autoscaling:
         A deployment with an autoscale setting always has the tag. For one without the tag, no request to Azure Monitor
         is needed.
         """
-        if (resource.tags or {}).get(SCALING, NOT_SCALED) == self.tag and not self._is_miscounted(resource):
+        if (resource.tags or {}).get(SCALING, NOT_SCALED) == self.tag and not self._is_miscounted(
+            resource
+        ):
             if self._settings.scaled and self._monitor_drift(resource.name) is not None:
-                self._request(self._setting_path(resource.name), method="PUT", document=self._setting(resource.name))
+                self._request(
+                    self._setting_path(resource.name),
+                    method="PUT",
+                    document=self._setting(resource.name),
+                )
             return True
         if not self._settings.scaled:
             self.remove(resource)
         document: dict[str, Any] = {"tags": {**(resource.tags or {}), SCALING: self.tag}}
         if not self._settings.scaled:
             document["sku"] = {"name": "Default", "capacity": self._settings.instances}
-        self._request(f"{self._deployment_path(resource.name)}?{_API}", method="PATCH", document=document)
+        self._request(
+            f"{self._deployment_path(resource.name)}?{_API}", method="PATCH", document=document
+        )
         return False
 
     def remove(self, resource: ManagedOnlineDeployment) -> None:
@@ -212,7 +241,10 @@ class Autoscaling:
             listed = self._request(f"{self._settings_path}?{_MONITOR_API}")
         except RefusedError:  # without autoscaling no permission to read it is needed
             return True
-        targets = (item["properties"].get("targetResourceUri", "") for item in (listed or {}).get("value", ()))
+        targets = (
+            item["properties"].get("targetResourceUri", "")
+            for item in (listed or {}).get("value", ())
+        )
         return self._deployment_path(resource.name).lower() not in map(str.lower, targets)
 
     def _monitor_drift(self, name: str) -> str | None:
@@ -223,7 +255,10 @@ class Autoscaling:
         desired = self._setting(name)["properties"]
         profiles = actual["properties"].get("profiles") or [{}]
         enabled = actual["properties"].get("enabled")
-        if len(profiles) == 1 and (enabled, *_limits(profiles[0])) == (True, *_limits(desired["profiles"][0])):
+        if len(profiles) == 1 and (enabled, *_limits(profiles[0])) == (
+            True,
+            *_limits(desired["profiles"][0]),
+        ):
             return None
         capacity = profiles[0].get("capacity", {})
         return f"{capacity.get('minimum')} to {capacity.get('maximum')} instances by other rules"
@@ -231,7 +266,11 @@ class Autoscaling:
     def _setting(self, name: str) -> dict[str, Any]:
         settings, target = self._settings, self._deployment_path(name)
         workspace: Any = self._request(f"{self._client.workspace.path}?{_API}") or {}
-        counts = {"minimum": settings.min_instances, "maximum": settings.max_instances, "default": settings.instances}
+        counts = {
+            "minimum": settings.min_instances,
+            "maximum": settings.max_instances,
+            "default": settings.instances,
+        }
         profile = {
             "name": "onnx-ops",
             "capacity": {key: str(value) for key, value in counts.items()},
@@ -256,7 +295,9 @@ class Autoscaling:
         return f"{self._settings_path}/{self._client.workspace.workspace}--{self._client.name}--{name}?{_MONITOR_API}"
 
     def _deployment_path(self, name: str) -> str:
-        return f"{self._client.workspace.path}/onlineEndpoints/{self._client.name}/deployments/{name}"
+        return (
+            f"{self._client.workspace.path}/onlineEndpoints/{self._client.name}/deployments/{name}"
+        )
 
     def _request(self, path: str, *, method: str = "GET", document: object = None) -> Any:
         """Return Azure Resource Manager's answer; None if the resource does not exist."""
@@ -268,9 +309,13 @@ class Autoscaling:
                 if error.why.startswith("HTTP 404"):
                     return None
                 if error.why.startswith("HTTP 409"):
-                    raise BusyError("Azure is changing it", where=self._client.owner, why=error.why) from error
+                    raise BusyError(
+                        "Azure is changing it", where=self._client.owner, why=error.why
+                    ) from error
                 what = "Azure does not permit scaling a deployment"
-                raise RefusedError(what, where=self._client.owner, why=error.why, remedy=_MONITOR_REMEDY) from error
+                raise RefusedError(
+                    what, where=self._client.owner, why=error.why, remedy=_MONITOR_REMEDY
+                ) from error
 
         return self._client.retry(self._client.owner, send)
 
@@ -279,7 +324,10 @@ def _limits(profile: Mapping[str, Any]) -> tuple[object, ...]:
     """Return the relevant part of a profile: capacities, and thresholds by direction."""
     capacity = profile.get("capacity", {})
     rules = {
-        rule["scaleAction"]["direction"]: (rule["metricTrigger"]["metricName"], rule["metricTrigger"]["threshold"])
+        rule["scaleAction"]["direction"]: (
+            rule["metricTrigger"]["metricName"],
+            rule["metricTrigger"]["threshold"],
+        )
         for rule in profile.get("rules", ())
     }
     return capacity.get("minimum"), capacity.get("maximum"), sorted(rules.items())
@@ -297,5 +345,10 @@ def _rule(target: str, operator: str, threshold: float, direction: str) -> dict[
             "operator": operator,
             "threshold": threshold,
         },
-        "scaleAction": {"direction": direction, "type": "ChangeCount", "value": "1", "cooldown": "PT5M"},
+        "scaleAction": {
+            "direction": direction,
+            "type": "ChangeCount",
+            "value": "1",
+            "cooldown": "PT5M",
+        },
     }

@@ -8,7 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from onnx_ops.adapters.azure import LOGIN_REMEDY, ROLE_REMEDY, fetch_token, get_management_url, request_resource
+from onnx_ops.adapters.azure import (
+    LOGIN_REMEDY,
+    ROLE_REMEDY,
+    fetch_token,
+    get_management_url,
+    request_resource,
+)
 from onnx_ops.adapters.endpoints.azureml_client import SPARE
 from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings, read_azure_settings
 from onnx_ops.adapters.endpoints.cloud import Finding, run_check
@@ -28,11 +34,15 @@ ACTIONS = (
     "Microsoft.Insights/metrics/read",
 )
 """Actions of the provider and its metrics source."""
-_SCALING_ACTIONS = tuple(f"Microsoft.Insights/autoscaleSettings/{verb}" for verb in ("read", "write", "delete"))
+_SCALING_ACTIONS = tuple(
+    f"Microsoft.Insights/autoscaleSettings/{verb}" for verb in ("read", "write", "delete")
+)
 """Additional actions if the settings request autoscaling."""
 _API = "api-version=2024-04-01"
 _REGISTRY_SUFFIX = ".azurecr.io"
-_PULL_ROLES = frozenset({"7f951dda-4ed3-4680-a7ca-43fe172d538d", "8311e382-0749-4cb8-b61a-304f252e45ec"})
+_PULL_ROLES = frozenset(
+    {"7f951dda-4ed3-4680-a7ca-43fe172d538d", "8311e382-0749-4cb8-b61a-304f252e45ec"}
+)
 """Azure's ids of the roles AcrPull and AcrPush."""
 _VERSIONS_IN_ROLLOUT = 2
 """The old and the new version run side by side."""
@@ -43,7 +53,9 @@ def diagnose(endpoints: Sequence[Mapping[str, Json]]) -> Iterator[Diagnosis]:
     packages = EXTRAS["azure"]
     missing = absent(packages)
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
-    yield Diagnosis(check="azure packages", ok=not missing, found=versions, remedy=install_hint(*packages))
+    yield Diagnosis(
+        check="azure packages", ok=not missing, found=versions, remedy=install_hint(*packages)
+    )
     if missing:
         return
     try:
@@ -93,14 +105,19 @@ def _check_role(settings: AzureSettings) -> Finding:
     granted = request_resource(f"{path}?api-version=2022-04-01")
     needed = ACTIONS + _SCALING_ACTIONS * settings.scaled
     missing = [action for action in needed if not is_allowed(action, granted.get("value", ()))]
-    found = f"not permitted: {', '.join(missing)}" if missing else f"all {len(needed)} permissions that are needed"
+    found = (
+        f"not permitted: {', '.join(missing)}"
+        if missing
+        else f"all {len(needed)} permissions that are needed"
+    )
     return not missing, found, ROLE_REMEDY
 
 
 def is_allowed(action: str, granted: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether one of the roles grants the action and does not exclude it."""
     return any(
-        _matches(action, role.get("actions", ())) and not _matches(action, role.get("notActions", ()))
+        _matches(action, role.get("actions", ()))
+        and not _matches(action, role.get("notActions", ()))
         for role in granted
     )
 
@@ -118,7 +135,11 @@ def _check_image(settings: AzureSettings, registries: list[str]) -> Finding:
         return True, found, ""
     path = f"/subscriptions/{settings.place.subscription}/providers/Microsoft.ContainerRegistry/registries"
     listed = request_resource(f"{path}?api-version=2023-07-01").get("value", ())
-    registries += [str(one["id"]) for one in listed if str(one["properties"]["loginServer"]).lower() == host.lower()]
+    registries += [
+        str(one["id"])
+        for one in listed
+        if str(one["properties"]["loginServer"]).lower() == host.lower()
+    ]
     if registries:
         return True, f"{host} exists", ""
     name = host.removesuffix(_REGISTRY_SUFFIX)
@@ -130,8 +151,14 @@ def _check_pull(settings: AzureSettings, registry: str, attached: str) -> Findin
     if not settings.identity:
         if registry.lower() == attached.lower():
             return True, "it is the workspace's registry, which its endpoints may use", ""
-        return True, "the endpoint's own identity needs the role AcrPull once the endpoint exists", ""
-    principal = request_resource(f"{settings.identity}?api-version=2023-01-31")["properties"]["principalId"]
+        return (
+            True,
+            "the endpoint's own identity needs the role AcrPull once the endpoint exists",
+            "",
+        )
+    principal = request_resource(f"{settings.identity}?api-version=2023-01-31")["properties"][
+        "principalId"
+    ]
     path = f"{registry}/providers/Microsoft.Authorization/roleAssignments?api-version=2022-04-01"
     roles = {
         str(assignment["properties"]["roleDefinitionId"]).rpartition("/")[2]
@@ -148,16 +175,23 @@ def _check_pull(settings: AzureSettings, registry: str, attached: str) -> Findin
 def _check_quota(settings: AzureSettings, location: str) -> Finding:
     subscription = settings.place.subscription
     region = f"/subscriptions/{subscription}/providers/Microsoft.MachineLearningServices/locations/{location}"
-    sizes = {size["name"].lower(): size for size in request_resource(f"{region}/vmSizes?{_API}")["value"]}
+    sizes = {
+        size["name"].lower(): size for size in request_resource(f"{region}/vmSizes?{_API}")["value"]
+    }
     size = sizes.get(settings.instance_type.lower())
     if size is None:
         remedy = f"Choose one of: az ml compute list-sizes --location {location}."
         return False, f"there is no such size in {location}", remedy
-    usages = {usage["name"]["value"].lower(): usage for usage in request_resource(f"{region}/usages?{_API}")["value"]}
+    usages = {
+        usage["name"]["value"].lower(): usage
+        for usage in request_resource(f"{region}/usages?{_API}")["value"]
+    }
     usage = usages.get(str(size["family"]).lower(), {"limit": 0, "currentValue": 0})
     free = int(usage["limit"]) - int(usage["currentValue"])
     instances = math.ceil((settings.max_instances or settings.instances) * SPARE)
     needed = _VERSIONS_IN_ROLLOUT * instances * int(size["vCPUs"])
-    found = f"{free} of {usage['limit']} cores of {size['family']} are free; a rollout needs {needed}"
+    found = (
+        f"{free} of {usage['limit']} cores of {size['family']} are free; a rollout needs {needed}"
+    )
     remedy = "Request more in the portal (Quotas, Machine learning); Azure keeps 20% of the instances in reserve."
     return free >= needed, found, remedy

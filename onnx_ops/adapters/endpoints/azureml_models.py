@@ -54,7 +54,9 @@ class AzureModels:
             for folder in container.walk_blobs(name_starts_with=prefix, delimiter="/"):
                 name = folder.name.removeprefix(prefix).rstrip("/")
                 try:
-                    text: bytes = container.download_blob(self._path(name, DEPLOYMENT_FILE)).readall()
+                    text: bytes = container.download_blob(
+                        self._path(name, DEPLOYMENT_FILE)
+                    ).readall()
                     manifests[name] = codec.loads(text, Deployment).manifest
                 except (ResourceNotFoundError, OnnxOpsError):
                     manifests[name] = ""
@@ -71,7 +73,9 @@ class AzureModels:
 
         def delete_files() -> None:
             container = self._container
-            blobs = [blob.name for blob in container.list_blobs(name_starts_with=f"{self._path(name)}/")]
+            blobs = [
+                blob.name for blob in container.list_blobs(name_starts_with=f"{self._path(name)}/")
+            ]
             # deployment.json first, so that a folder that is half deleted never counts as a whole model.
             for blob in sorted(blobs, key=lambda blob: not blob.endswith(f"/{DEPLOYMENT_FILE}")):
                 with contextlib.suppress(ResourceNotFoundError):
@@ -91,7 +95,9 @@ class AzureModels:
                 self._client.retry(model_where, functools.partial(self._upload, blob, path))
             record = codec.dumps(replace(deployment, location=""))
             md5 = hashlib.md5(record, usedforsecurity=False).digest()
-            self._client.retry(model_where, lambda: self._send(f"{name}/{DEPLOYMENT_FILE}", record, md5))
+            self._client.retry(
+                model_where, lambda: self._send(f"{name}/{DEPLOYMENT_FILE}", record, md5)
+            )
         asset = f"{self._endpoint}--{name}"
         where, models = f"model {asset}", self._client.ml.models
         if self._client.read(where, lambda: models.get(asset, _VERSION)) is None:
@@ -115,7 +121,10 @@ class AzureModels:
         from azure.ai.ml.entities import WorkspaceModelReference
 
         client, registry, model = self._client, self._settings.registry, f"onnx-ops--{name}"
-        where, path = f"registry {registry}", f"azureml://registries/{registry}/models/{model}/versions/{_VERSION}"
+        where, path = (
+            f"registry {registry}",
+            f"azureml://registries/{registry}/models/{model}/versions/{_VERSION}",
+        )
         try:
             models: Any = client.retry(where, lambda: client.registry(registry).models)
         except GoneError as error:
@@ -151,7 +160,9 @@ class AzureModels:
         for _ in client.policy.attempts(client.policy.lag_s):
             if read() is not None:
                 return path
-        raise ServiceUnavailableError("the model was copied but does not appear", where=where, remedy="Try again.")
+        raise ServiceUnavailableError(
+            "the model was copied but does not appear", where=where, remedy="Try again."
+        )
 
     def _upload(self, blob: str, path: Path) -> None:
         with path.open("rb") as stream:
@@ -190,7 +201,10 @@ class AzureModels:
         from azure.storage.blob import ContainerClient
 
         store: Any = self._client.ml.datastores.get(self._settings.models_path[0])
-        url = self._settings.blob_url or f"{store.protocol}://{store.account_name}.blob.{store.endpoint}"
+        url = (
+            self._settings.blob_url
+            or f"{store.protocol}://{store.account_name}.blob.{store.endpoint}"
+        )
         answer_s = self._settings.api_timeout
         return ContainerClient(
             url,

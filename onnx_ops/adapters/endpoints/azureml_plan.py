@@ -44,14 +44,20 @@ class TrafficPlan:
 
 
 def plan_traffic(
-    state: EndpointState, *, generation: int, name: Callable[[Deployment], str] | None = None, where: str = ""
+    state: EndpointState,
+    *,
+    generation: int,
+    name: Callable[[Deployment], str] | None = None,
+    where: str = "",
 ) -> TrafficPlan:
     """Return an endpoint's desired traffic and tags for a state; raise UserError if it has copies of requests.
 
     `name` returns the name of a deployment in Azure, `build_azure_name` by default.
     """
     if any(state.split.shadow.values()):
-        raise UserError("Azure mirrors requests, but the answers would not be compared", where=where)
+        raise UserError(
+            "Azure mirrors requests, but the answers would not be compared", where=where
+        )
     names = {d.name: (name or build_azure_name)(d) for d in state.deployments}
     traffic = {names[name]: weight for name, weight in state.split.weights.items() if weight}
     deployments = {names[d.name]: d for d in state.deployments}
@@ -70,9 +76,14 @@ def build_azure_name(deployment: Deployment, immutable: Mapping[str, Json] | Non
         deployment: what it serves. A model is named by that alone.
         immutable: settings that a deployment in Azure was made with.
     """
-    slug = re.sub(r"[^a-z0-9]+", "-", deployment.name.lower()).strip("-")[:_SLUG_CHARACTERS].strip("-")
+    slug = (
+        re.sub(r"[^a-z0-9]+", "-", deployment.name.lower()).strip("-")[:_SLUG_CHARACTERS].strip("-")
+    )
     slug = slug if slug[:1].isalpha() and slug[:1].isascii() else f"d{slug}"
-    content = [getattr(deployment, name) for name in ("name", "model", "version", "variant", "manifest", "batchable")]
+    content = [
+        getattr(deployment, name)
+        for name in ("name", "model", "version", "variant", "manifest", "batchable")
+    ]
     execution = [dict(immutable)] if immutable is not None else []
     if deployment.threads:
         execution.append({"threads": deployment.threads})
@@ -118,7 +129,9 @@ def read_state(
         if {name for name, weight in traffic.items() if weight} - set(listed):
             return None
         split = TrafficSplit(weights=weights)
-        return EndpointState(deployments=tuple(deployments.values()), split=split, generation=read_generation(tags))
+        return EndpointState(
+            deployments=tuple(deployments.values()), split=split, generation=read_generation(tags)
+        )
     except (KeyError, ValueError, TypeError):
         return None
 

@@ -32,17 +32,23 @@ class AzureSettings(ContainerOptions):
     resource_group: PlaceName
     workspace: PlaceName
     image: Annotated[str, Pattern(_IMAGE, "REGISTRY/NAME:TAG or REGISTRY/NAME@sha256:DIGEST")]
-    instance_type: Annotated[str, Pattern(r"(?a)[A-Z][A-Za-z]+_\w+", "a size, such as Standard_F4s_v2")]
+    instance_type: Annotated[
+        str, Pattern(r"(?a)[A-Z][A-Za-z]+_\w+", "a size, such as Standard_F4s_v2")
+    ]
     instances: Annotated[int, Ge(1), Le(500)] = 1
     min_instances: _Instances = None
     max_instances: _Instances = None
     cpu_percent: Annotated[int, Ge(1), Le(100)] = 70
-    registry: Annotated[str, Pattern(r"(?a)([A-Za-z0-9][\w-]{2,32})?", "the name of an Azure ML registry")] = ""
+    registry: Annotated[
+        str, Pattern(r"(?a)([A-Za-z0-9][\w-]{2,32})?", "the name of an Azure ML registry")
+    ] = ""
     models: Annotated[str, Pattern(_DATASTORE, "azureml://datastores/NAME/paths/FOLDER")] = (
         "azureml://datastores/workspaceblobstore/paths/onnx-ops"
     )
     auth: Literal["key", "aml_token", "aad_token"] = "key"
-    identity: Annotated[str, Pattern("(/subscriptions/.*)?", "the resource id of a user-assigned identity")] = ""
+    identity: Annotated[
+        str, Pattern("(/subscriptions/.*)?", "the resource id of a user-assigned identity")
+    ] = ""
     name: EndpointName | None = None
     request_timeout: Annotated[float, Unit("s"), Ge(0.001), Le(180)] = 60.0
     max_concurrent_requests_per_instance: Annotated[int | None, Ge(1), Le(10_000)] = None
@@ -53,7 +59,11 @@ class AzureSettings(ContainerOptions):
     @property
     def place(self) -> Workspace:
         """The workspace."""
-        return Workspace(subscription=self.subscription, resource_group=self.resource_group, workspace=self.workspace)
+        return Workspace(
+            subscription=self.subscription,
+            resource_group=self.resource_group,
+            workspace=self.workspace,
+        )
 
     @property
     def models_path(self) -> tuple[str, str]:
@@ -90,13 +100,25 @@ class AzureSettings(ContainerOptions):
 
 def read_azure_settings(given: Mapping[str, Json], *, where: str = "") -> AzureSettings:
     """Return the settings of an endpoint; raise SettingsError if they are wrong or contradict each other."""
-    remedy = "" if {"image", "instance_type"} <= set(given) else "See `onnx-ops docs azureml` for an example."
+    remedy = (
+        ""
+        if {"image", "instance_type"} <= set(given)
+        else "See `onnx-ops docs azureml` for an example."
+    )
 
     def find_contradictions(settings: AzureSettings) -> Iterator[tuple[str, str]]:
         low, high = settings.min_instances, settings.max_instances
         if (low is None) != (high is None) or ("cpu_percent" in given and high is None):
-            yield "max_instances", "autoscaling needs min_instances and max_instances, and cpu_percent needs both"
+            yield (
+                "max_instances",
+                "autoscaling needs min_instances and max_instances, and cpu_percent needs both",
+            )
         elif low is not None and high is not None and not low <= settings.instances <= high:
-            yield "instances", f"must be from min_instances to max_instances, not {settings.instances}"
+            yield (
+                "instances",
+                f"must be from min_instances to max_instances, not {settings.instances}",
+            )
 
-    return bind_settings(given, AzureSettings, where=where, remedy=remedy, rules=find_contradictions)
+    return bind_settings(
+        given, AzureSettings, where=where, remedy=remedy, rules=find_contradictions
+    )

@@ -120,7 +120,9 @@ class AzureEndpoint:
         """Raise RefusedError if onnx-ops did not create an endpoint."""
         owners = {(endpoint.tags or {}).get(OWNER)}
         if owners == {None}:  # another tool wrote its tags; then those of its deployments count
-            owners = {(resource.tags or {}).get(OWNER) for resource in self.client.deployments().values()}
+            owners = {
+                (resource.tags or {}).get(OWNER) for resource in self.client.deployments().values()
+            }
         if self._owner in owners and owners <= {self._owner, None}:
             return
         raise RefusedError(
@@ -146,7 +148,9 @@ class AzureEndpoint:
 
         tries = self.client.policy.attempts(self.client.policy.operation_s)
         # Only deployments from before the change: a client with a later generation may be creating others now.
-        for name, resource in converge(step, tries, lambda: make_timeout_error(self._owner)).items():
+        for name, resource in converge(
+            step, tries, lambda: make_timeout_error(self._owner)
+        ).items():
             if name in plan.deployments or (resource.tags or {}).get(OWNER) != self._owner:
                 continue
             try:
@@ -171,7 +175,9 @@ class AzureEndpoint:
                     return True
                 self._send(plan)
                 lag_s = self.client.policy.lag_s
-                return any(self._has_arrived(plan) for _ in self.client.policy.attempts(lag_s)) or None
+                return (
+                    any(self._has_arrived(plan) for _ in self.client.policy.attempts(lag_s)) or None
+                )
 
         self.client.converge(step, retry_reads=True)
 
@@ -185,7 +191,9 @@ class AzureEndpoint:
                 self.client.settled_endpoint()
                 self.deployments.remove_autoscaling()
                 endpoints = self.client.ml.online_endpoints
-                self.client.write(self.client.where, lambda: endpoints.begin_delete(self.client.name))
+                self.client.write(
+                    self.client.where, lambda: endpoints.begin_delete(self.client.name)
+                )
             except (BusyError, UnansweredWriteError):
                 self._sent.store(None)
                 raise
@@ -201,7 +209,11 @@ class AzureEndpoint:
 
     def _ensure_exists(self, plan: TrafficPlan) -> None:
         """Create the endpoint, without traffic, if it does not exist."""
-        from azure.ai.ml.entities import IdentityConfiguration, ManagedIdentityConfiguration, ManagedOnlineEndpoint
+        from azure.ai.ml.entities import (
+            IdentityConfiguration,
+            ManagedIdentityConfiguration,
+            ManagedOnlineEndpoint,
+        )
 
         def step() -> bool | None:
             endpoint = self.read()
@@ -214,12 +226,18 @@ class AzureEndpoint:
             identity = IdentityConfiguration(type="system_assigned")
             if settings.identity:
                 assigned = [ManagedIdentityConfiguration(resource_id=settings.identity)]
-                identity = IdentityConfiguration(type="user_assigned", user_assigned_identities=assigned)
+                identity = IdentityConfiguration(
+                    type="user_assigned", user_assigned_identities=assigned
+                )
             tags, endpoints = {OWNER: self._owner}, self.client.ml.online_endpoints
-            desired = ManagedOnlineEndpoint(name=name, auth_mode=settings.auth, identity=identity, tags=tags)
+            desired = ManagedOnlineEndpoint(
+                name=name, auth_mode=settings.auth, identity=identity, tags=tags
+            )
             with self._sent.lock():
                 self._sent.raise_to(0)
-                self.client.write(self.client.where, lambda: endpoints.begin_create_or_update(desired))
+                self.client.write(
+                    self.client.where, lambda: endpoints.begin_create_or_update(desired)
+                )
             return None
 
         self.client.converge(step)
@@ -232,12 +250,18 @@ class AzureEndpoint:
     def _send(self, plan: TrafficPlan) -> None:
         if self.client.settled_endpoint() is None:
             raise GoneError("the endpoint does not exist", where=self._owner)
-        running = {name for name, resource in self.client.deployments().items() if has_succeeded(resource)}
+        running = {
+            name for name, resource in self.client.deployments().items() if has_succeeded(resource)
+        }
         if lost := sorted(set(plan.deployments) - running):
             raise GoneError(f"{', '.join(lost)} does not run", where=self._owner)
         endpoint = self._require()
         self._fence(endpoint, plan)
-        foreign = {key: value for key, value in (endpoint.tags or {}).items() if not key.startswith("onnx-ops-")}
+        foreign = {
+            key: value
+            for key, value in (endpoint.tags or {}).items()
+            if not key.startswith("onnx-ops-")
+        }
         endpoint.tags = {**foreign, OWNER: self._owner, **plan.tags}
         endpoint.traffic = dict(plan.traffic)
         endpoint.mirror_traffic = {}  # which only a person can have set
@@ -262,14 +286,23 @@ class AzureEndpoint:
             what = f"generation {generation} was applied already, later than {plan.generation}"
             raise ConflictError(what, where=self._owner)
         if generation == plan.generation and (endpoint.tags or {}).get(STATE) != plan.tags[STATE]:
-            raise ConflictError(f"another state of generation {generation} was applied already", where=self._owner)
+            raise ConflictError(
+                f"another state of generation {generation} was applied already", where=self._owner
+            )
 
 
 def _matches(endpoint: ManagedOnlineEndpoint, plan: TrafficPlan) -> bool:
     tags = endpoint.tags or {}
-    traffic = {name: int(percent) for name, percent in (endpoint.traffic or {}).items() if int(percent)}
+    traffic = {
+        name: int(percent) for name, percent in (endpoint.traffic or {}).items() if int(percent)
+    }
     same_tags = all(tags.get(key) == value for key, value in plan.tags.items())
-    return same_tags and has_succeeded(endpoint) and not is_mirrored(endpoint) and traffic == dict(plan.traffic)
+    return (
+        same_tags
+        and has_succeeded(endpoint)
+        and not is_mirrored(endpoint)
+        and traffic == dict(plan.traffic)
+    )
 
 
 def is_mirrored(endpoint: ManagedOnlineEndpoint) -> bool:

@@ -65,12 +65,18 @@ def verify_files(deployment: Deployment) -> dict[str, Path]:
 def split_text(name: str, text: str, characters: int) -> dict[str, str]:
     """Cut a text into pieces for tags or variables, called `name` with 0, 1, …"""
     starts = range(0, len(text), characters)
-    return {f"{name}{number}": text[start : start + characters] for number, start in enumerate(starts)}
+    return {
+        f"{name}{number}": text[start : start + characters] for number, start in enumerate(starts)
+    }
 
 
 def join_text(name: str, pieces: Mapping[str, str]) -> str:
     """Return the text that `split_text` cut; empty if there are no pieces."""
-    return "".join(itertools.takewhile(bool, (pieces.get(f"{name}{number}", "") for number in itertools.count())))
+    return "".join(
+        itertools.takewhile(
+            bool, (pieces.get(f"{name}{number}", "") for number in itertools.count())
+        )
+    )
 
 
 Finding = tuple[bool, str, str]
@@ -89,6 +95,11 @@ def run_check(check: str, find: Callable[[], Finding], *, cloud: str) -> Diagnos
         ok, found, remedy = True, f"not permitted to check: {error.why}", ""
     except OnnxOpsError as error:
         ok, found, remedy = False, f"{error.what} {error.why}".strip(), error.remedy or proxy
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a success without the expected content
+    except (
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ) as error:  # a success without the expected content
         ok, found, remedy = False, f"the answer is not what {cloud} answers: {error!r}", proxy
     return Diagnosis(check=check, ok=ok, found=found, remedy=remedy)

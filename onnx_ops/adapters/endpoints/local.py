@@ -32,7 +32,13 @@ from onnx_ops.domain.target import Target
 from onnx_ops.errors import CorruptStateError, OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.plugins import EXTRAS, require
 from onnx_ops.ports import EndpointProvider
-from onnx_ops.protocol.messages import COUNTS_PATH, AdminState, Counts, UserCountsRequest, error_from_bytes
+from onnx_ops.protocol.messages import (
+    COUNTS_PATH,
+    AdminState,
+    Counts,
+    UserCountsRequest,
+    error_from_bytes,
+)
 from onnx_ops.protocol.routing_table import TableFile, build_next_table
 from onnx_ops.protocol.server_process import (
     AUDIT_FILE,
@@ -69,10 +75,14 @@ class LocalSettings(ContainerOptions):
     port: Annotated[int | None, Ge(1), Le(65_535), doc("Port that clients call.")] = None
     grpc_port: Annotated[int, Ge(0), Le(65_535), doc("Port that gRPC clients call; 0: none.")] = 0
     access_log: Annotated[
-        str, doc("File in the endpoint's folder that gets one JSON line per inference, such as access.log.")
+        str,
+        doc(
+            "File in the endpoint's folder that gets one JSON line per inference, such as access.log."
+        ),
     ] = ""
     admin_socket: Annotated[
-        str, doc("Unix socket of a second admin listener in the endpoint's folder, such as admin.sock.")
+        str,
+        doc("Unix socket of a second admin listener in the endpoint's folder, such as admin.sock."),
     ] = ""
     endpoint: Annotated[str, doc("Name of the endpoint in metrics.")] = ""
 
@@ -85,7 +95,9 @@ class LocalEndpoints(EndpointProvider):
 
     tools = EXTRAS["serve"]
 
-    def __init__(self, folder: Path, trusted: Path | None = None, *, python: str = sys.executable) -> None:
+    def __init__(
+        self, folder: Path, trusted: Path | None = None, *, python: str = sys.executable
+    ) -> None:
         self._folder = folder
         self._trusted = trusted
         self._python = python
@@ -103,9 +115,13 @@ class LocalEndpoints(EndpointProvider):
         server = self._server(config)
         record = server.record()
         if record is None:
-            raise ServiceUnavailableError("the endpoint's server does not run", where=config.endpoint)
+            raise ServiceUnavailableError(
+                "the endpoint's server does not run", where=config.endpoint
+            )
         method, body = ("GET", None) if request is None else ("POST", codec.dumps(request))
-        status, answer = server.request(record, method, body, path=COUNTS_PATH, timeout_s=_OBSERVE_S)
+        status, answer = server.request(
+            record, method, body, path=COUNTS_PATH, timeout_s=_OBSERVE_S
+        )
         if status != 200:
             raise error_from_bytes(answer)
         return codec.loads(answer, Counts)
@@ -127,7 +143,9 @@ class LocalEndpoints(EndpointProvider):
         server, port = self._server(config), _read_settings(config.settings, config.endpoint).port
         record = server.record()
         is_own = server.is_orphaned() or (record is not None and record.port == port)
-        return None if port is None or is_own or _is_free(port) else _port_taken(port, config, server)
+        return (
+            None if port is None or is_own or _is_free(port) else _port_taken(port, config, server)
+        )
 
     def place(self, config: EndpointConfig) -> str:
         """Return where the endpoint runs."""
@@ -139,13 +157,18 @@ class LocalEndpoints(EndpointProvider):
         record, answer = server.record(), _read_state(server)
         if record is None or answer.failed or answer.state is None:
             return None
-        port, options = _read_settings(config.settings, config.endpoint).port, _server_options(config)
+        port, options = (
+            _read_settings(config.settings, config.endpoint).port,
+            _server_options(config),
+        )
         values = [("port", record.port, record.port if port is None else port)] + [
             (name, getattr(record.options, name), getattr(options, name))
             for name in file_fields(ServerOptions)
             if name != "trusted_keys"
         ]
-        drift = [f"{name}: {value}, not {desired}" for name, value, desired in values if value != desired]
+        drift = [
+            f"{name}: {value}, not {desired}" for name, value, desired in values if value != desired
+        ]
         out_of_service = tuple(f"{name}: {why}" for name, why in answer.out_of_service.items())
         return replace(answer.state, drift=tuple(drift), out_of_service=out_of_service)
 
@@ -157,13 +180,21 @@ class LocalEndpoints(EndpointProvider):
     def explain_elsewhere(self, config: EndpointConfig) -> str:
         """Return that the server runs from another state folder: one that is started here has none of its clients."""
         folder = self._server(config).folder
-        return "" if folder.is_dir() else f"its server was never started from this state folder: there is no {folder}"
+        return (
+            ""
+            if folder.is_dir()
+            else f"its server was never started from this state folder: there is no {folder}"
+        )
 
     def is_unsupervised(self, config: EndpointConfig) -> bool:
         """Return whether workers answer whose supervisor died."""
         server = self._server(config)
         port = self._known_port(server, config)
-        return port is not None and server.is_orphaned() and bool(server.is_ready(port, timeout_s=_OBSERVE_S))
+        return (
+            port is not None
+            and server.is_orphaned()
+            and bool(server.is_ready(port, timeout_s=_OBSERVE_S))
+        )
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Start the server if needed, publish the state, and wait until it is served."""
@@ -171,12 +202,16 @@ class LocalEndpoints(EndpointProvider):
         body = codec.dumps(replace(state, generation=generation))
         with server.lock():
             try:
-                status, answer = server.request(self._ensure_running(server, config), "PUT", body, timeout_s=_APPLY_S)
+                status, answer = server.request(
+                    self._ensure_running(server, config), "PUT", body, timeout_s=_APPLY_S
+                )
             except ServiceUnavailableError:
                 if not server.wait_until_stopped(_DEATH_S):
                     raise
                 # It has died; publishing the same generation again is safe.
-                status, answer = server.request(self._ensure_running(server, config), "PUT", body, timeout_s=_APPLY_S)
+                status, answer = server.request(
+                    self._ensure_running(server, config), "PUT", body, timeout_s=_APPLY_S
+                )
         if status != 200:
             raise error_from_bytes(answer)
 
@@ -191,13 +226,17 @@ class LocalEndpoints(EndpointProvider):
             return
         server.kill(self._known_port(server, config))
         with server.lock(_ROLLBACK_S):
-            if self._publish_rollback(server, state):  # the process that held the lock has started it again
+            if self._publish_rollback(
+                server, state
+            ):  # the process that held the lock has started it again
                 return
             tables = TableFile(server.folder)
             tables.write(build_next_table(tables.read(), drop_idle_deployments(state)))
             self._ensure_running(server, config)
             if not self._publish_rollback(server, state):
-                raise ServiceUnavailableError("the endpoint server does not answer", where=config.endpoint)
+                raise ServiceUnavailableError(
+                    "the endpoint server does not answer", where=config.endpoint
+                )
 
     def address(self, config: EndpointConfig) -> str | None:
         """Return the address that clients call; None if the endpoint has no port yet."""
@@ -233,10 +272,16 @@ class LocalEndpoints(EndpointProvider):
         try:
             status, answer = server.request(record, "GET", timeout_s=_ROLLBACK_S)
             current = codec.loads(answer, AdminState).state if status == 200 else None
-            desired = drop_idle_deployments(state) if current is None else build_rollback_state(current, state)
+            desired = (
+                drop_idle_deployments(state)
+                if current is None
+                else build_rollback_state(current, state)
+            )
             must_load = current is None or current.find_deployment(state.leader()) is None
             timeout_s = _APPLY_S if must_load else _ROLLBACK_S
-            status, answer = server.request(record, "PUT", codec.dumps(desired), timeout_s=timeout_s)
+            status, answer = server.request(
+                record, "PUT", codec.dumps(desired), timeout_s=timeout_s
+            )
         except (ServiceUnavailableError, CorruptStateError):
             return False
         if status != 200:
@@ -253,7 +298,11 @@ class LocalEndpoints(EndpointProvider):
             if port is None:
                 raise ServiceUnavailableError("no port is free", where=server.folder.name)
         # Relative to the server's folder, in which it runs: both may be moved while it does.
-        trusted = "" if self._trusted is None else os.path.relpath(self._trusted.resolve(), server.folder.resolve())
+        trusted = (
+            ""
+            if self._trusted is None
+            else os.path.relpath(self._trusted.resolve(), server.folder.resolve())
+        )
         options = replace(_server_options(config), trusted_keys=trusted)
         record = server.record()
         if record is not None and (record.port, record.options) == (port, options):
@@ -318,7 +367,10 @@ def _check_files(settings: LocalSettings) -> Iterator[tuple[str, str]]:
     for key, ending in (("access_log", ".log"), ("admin_socket", ".sock")):
         name = getattr(settings, key)
         if name and (not _FILE.fullmatch(name) or not name.endswith(ending) or name == LOG_FILE):
-            yield key, f"'{name[:80]}' must be a name in the endpoint's folder that ends with {ending}"
+            yield (
+                key,
+                f"'{name[:80]}' must be a name in the endpoint's folder that ends with {ending}",
+            )
 
 
 def _server_options(config: EndpointConfig) -> ServerOptions:

@@ -48,7 +48,9 @@ class LocalServer:
     id is ever trusted, or sent the token.
     """
 
-    def __init__(self, folder: Path, python: str, *, host: str = LOOPBACK, log: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, python: str, *, host: str = LOOPBACK, log: Path | None = None
+    ) -> None:
         self.folder = folder
         self._python = python
         self._host = host
@@ -78,7 +80,9 @@ class LocalServer:
     def is_ready(self, port: int, *, timeout_s: float) -> bool | None:
         """Return whether the server on a port is ready; None if it does not answer."""
         try:
-            with closing(http.client.HTTPConnection(LOOPBACK, port, timeout=timeout_s)) as connection:
+            with closing(
+                http.client.HTTPConnection(LOOPBACK, port, timeout=timeout_s)
+            ) as connection:
                 connection.request("GET", "/v2/health/ready")
                 return connection.getresponse().status == 200
         except (OSError, http.client.HTTPException):
@@ -90,7 +94,11 @@ class LocalServer:
         if not token.exists():
             write_durably(token, secrets.token_urlsafe(32).encode())
         if token.stat().st_mode & 0o077:
-            raise RefusedError("others may read the admin token", where=str(token), remedy=f"Run: chmod 600 {token}")
+            raise RefusedError(
+                "others may read the admin token",
+                where=str(token),
+                remedy=f"Run: chmod 600 {token}",
+            )
         command = [self._python, "-P", "-m", "onnx_ops.serving.main", "--state-dir", "."]
         with self.log.open("ab") as log:
             process = subprocess.Popen(
@@ -99,7 +107,11 @@ class LocalServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self.folder,
-                env={k: v for k, v in os.environ.items() if k in _VARIABLES or k.startswith(_PREFIXES)},
+                env={
+                    k: v
+                    for k, v in os.environ.items()
+                    if k in _VARIABLES or k.startswith(_PREFIXES)
+                },
                 start_new_session=True,
             )
         # Reaps the server should it die before this process does.
@@ -109,7 +121,9 @@ class LocalServer:
             if record is not None and record.pid == process.pid:
                 return record
             if process.poll() is not None:
-                raise self._failure(f"the endpoint server ended at once (exit code {process.returncode})")
+                raise self._failure(
+                    f"the endpoint server ended at once (exit code {process.returncode})"
+                )
         process.kill()
         raise self._failure(f"the endpoint server was not ready within {_START_S:.0f} s")
 
@@ -123,7 +137,9 @@ class LocalServer:
     def kill(self, port: int | None) -> None:
         """Kill the supervisor, if any, and its workers if the port does not answer."""
         self.kill_supervisor()
-        if list_workers(self.folder) and (port is None or self.is_ready(port, timeout_s=_KILLED_S) is None):
+        if list_workers(self.folder) and (
+            port is None or self.is_ready(port, timeout_s=_KILLED_S) is None
+        ):
             self._signal_workers(signal.SIGKILL, _KILLED_S)
 
     def stop(self) -> None:
@@ -140,13 +156,21 @@ class LocalServer:
         return wait_until(lambda: self._pid() is None, timeout_s)
 
     def request(
-        self, record: ServerRecord, method: str, body: bytes | None = None, *, path: str = STATE_PATH, timeout_s: float
+        self,
+        record: ServerRecord,
+        method: str,
+        body: bytes | None = None,
+        *,
+        path: str = STATE_PATH,
+        timeout_s: float,
     ) -> tuple[int, bytes]:
         """Return status and body of the answer to an admin request."""
         try:
             token = (self.folder / TOKEN_FILE).read_text(encoding="utf-8").strip()
             headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-            with closing(http.client.HTTPConnection(LOOPBACK, record.admin_port, timeout=timeout_s)) as connection:
+            with closing(
+                http.client.HTTPConnection(LOOPBACK, record.admin_port, timeout=timeout_s)
+            ) as connection:
                 connection.request(method, path, body, headers)
                 response = connection.getresponse()
                 return response.status, response.read()
@@ -175,7 +199,11 @@ class LocalServer:
         wait_until(lambda: not list_workers(self.folder), timeout_s)
 
     def _failure(self, what: str) -> ServiceUnavailableError:
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:] if self.log.is_file() else []
+        lines = (
+            self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:]
+            if self.log.is_file()
+            else []
+        )
         return ServiceUnavailableError(
             what,
             where=self.folder.name,

@@ -13,7 +13,9 @@ SAME_MOMENT_S = 2 * REPORT_S
 
 
 def find_ends(
-    starts: Mapping[ReportSource, tuple[Counts, float]], statuses: Mapping[str, tuple[ReplicaStatus, float]], now: float
+    starts: Mapping[ReportSource, tuple[Counts, float]],
+    statuses: Mapping[str, tuple[ReplicaStatus, float]],
+    now: float,
 ) -> set[ReportSource]:
     """Return the starts that ended without a last report, one of each moment.
 
@@ -40,11 +42,16 @@ def find_ends(
     return _select_moments(ended)
 
 
-def _has_successor(source: ReportSource, starts: Mapping[ReportSource, tuple[Counts, float]]) -> bool:
+def _has_successor(
+    source: ReportSource, starts: Mapping[ReportSource, tuple[Counts, float]]
+) -> bool:
     """Return whether the server outlived this follower, and reports by a later one."""
     counts, at = starts[source]
     return any(
-        other.origin == counts.origin and other_at > at and each.replica == source.replica and each != source
+        other.origin == counts.origin
+        and other_at > at
+        and each.replica == source.replica
+        and each != source
         for each, (other, other_at) in starts.items()
     )
 

@@ -113,8 +113,13 @@ _Item = TypeVar("_Item")
 class ReplicaSettings:
     """Settings of an endpoint whose servers follow tables. URLs are those of fsspec, or paths."""
 
-    control: Annotated[str, doc("Location of tables and models, which replicas read: s3://bucket/prefix or a folder.")]
-    reports: Annotated[str, doc("Location of the reports, which replicas write; with separate rights.")]
+    control: Annotated[
+        str,
+        doc("Location of tables and models, which replicas read: s3://bucket/prefix or a folder."),
+    ]
+    reports: Annotated[
+        str, doc("Location of the reports, which replicas write; with separate rights.")
+    ]
     replicas: Annotated[int, Ge(1), Le(10_000), doc("Number of replicas that should run.")] = 1
     address: Annotated[str, doc("Address that clients call, such as that of a load balancer.")] = ""
     judge_timeout: Annotated[
@@ -122,11 +127,15 @@ class ReplicaSettings:
         Unit("s"),
         Ge(0),
         Le(604_800),
-        doc("Time without a look at the rollout after which a candidate loses its traffic; 0 s: never."),
+        doc(
+            "Time without a look at the rollout after which a candidate loses its traffic; 0 s: never."
+        ),
     ] = 1800.0
     lease: Annotated[
         Literal["serve", "leave"],
-        doc("What a replica does that has not heard from the store for 30 s: serve the stable version, or refuse."),
+        doc(
+            "What a replica does that has not heard from the store for 30 s: serve the stable version, or refuse."
+        ),
     ] = "serve"
 
 
@@ -220,8 +229,12 @@ class ReplicaEndpoints(EndpointProvider):
         live = [one.status for one in seen.replicas if one.is_live]
         settings = _read_settings(config.settings, config.endpoint)
         expected, lease = settings.replicas, "leave" if seen.newest.table.is_leased else "serve"
-        out_of_service = [] if len(live) >= expected else [f"{len(live)} of {expected} replicas report"]
-        out_of_service += [f"object {FOLDER}/{name} does not count: {why}" for name, why in seen.skipped.items()]
+        out_of_service = (
+            [] if len(live) >= expected else [f"{len(live)} of {expected} replicas report"]
+        )
+        out_of_service += [
+            f"object {FOLDER}/{name} does not count: {why}" for name, why in seen.skipped.items()
+        ]
         out_of_service += [
             f"{name} on replica {status.replica}: {why}"
             for status in live
@@ -253,7 +266,11 @@ class ReplicaEndpoints(EndpointProvider):
         number = TableNumber(generation)
         is_published = self._is_published(config, seen, replace(desired, generation=generation))
         newest = seen.newest
-        if newest is not None and newest.number > TableNumber(state.generation) and not is_published:
+        if (
+            newest is not None
+            and newest.number > TableNumber(state.generation)
+            and not is_published
+        ):
             is_published = newest.table.state.is_equivalent(desired)
             number = newest.number if is_published else number  # its age says when leases are over
         if not is_published:
@@ -267,7 +284,9 @@ class ReplicaEndpoints(EndpointProvider):
         if seen.newest is not None:
             self._write_head(config, seen.newest.number)
 
-    def _publish(self, config: EndpointConfig, seen: _Place, state: EndpointState, generation: int) -> None:
+    def _publish(
+        self, config: EndpointConfig, seen: _Place, state: EndpointState, generation: int
+    ) -> None:
         """Create the table of a state, after that which has its new models loaded."""
         settings = _read_settings(config.settings, config.endpoint)
         self._upload(config, seen, state.deployments)
@@ -288,17 +307,27 @@ class ReplicaEndpoints(EndpointProvider):
         if prepared is not None:
             self._create(config, prepared)
         elif before is not None and list_receivers(state) - list_receivers(before.table.state):
-            loading = before  # an attempt before has had it loaded, and need not have waited for all
+            loading = (
+                before  # an attempt before has had it loaded, and need not have waited for all
+            )
         if loading is not None:
             self._wait_until_loaded(config, loading, settings.replicas)
         self._create(config, table)
 
-    def _publish_way_back(self, config: EndpointConfig, seen: _Place, state: EndpointState, generation: int) -> None:
+    def _publish_way_back(
+        self, config: EndpointConfig, seen: _Place, state: EndpointState, generation: int
+    ) -> None:
         goal = state.leader()
         self._upload(config, seen, (goal,))
         is_leased = _read_settings(config.settings, config.endpoint).lease == "leave"
         _, table = plan_tables(
-            config.endpoint, state, generation, seen.newest, digest=seen.digest, limits_s={}, is_leased=is_leased
+            config.endpoint,
+            state,
+            generation,
+            seen.newest,
+            digest=seen.digest,
+            limits_s={},
+            is_leased=is_leased,
         )
         try:
             self._create(config, table)
@@ -306,7 +335,9 @@ class ReplicaEndpoints(EndpointProvider):
             known = self._find_way_back(config, seen, goal.manifest)
             self._create(config, WayBack(endpoint=config.endpoint, number=table.number, to=known))
 
-    def _upload(self, config: EndpointConfig, seen: _Place, deployments: Iterable[Deployment]) -> None:
+    def _upload(
+        self, config: EndpointConfig, seen: _Place, deployments: Iterable[Deployment]
+    ) -> None:
         """Store the files of deployments that the newest table does not have."""
         for deployment in deployments:
             if seen.newest is None or seen.newest.table.state.find_deployment(deployment) is None:
@@ -347,20 +378,31 @@ class ReplicaEndpoints(EndpointProvider):
         for source, entry in entries.items():
             if source.replica in servers:
                 starts.setdefault(source.replica, []).append((entry.at, source))
-        wanted = [source for each in starts.values() for _, source in sorted(each)[-_COMPARED_STARTS:]]
-        read = _read_each(lambda source: (source, _read_report(reports, entries[source], Counts)), wanted)
+        wanted = [
+            source for each in starts.values() for _, source in sorted(each)[-_COMPARED_STARTS:]
+        ]
+        read = _read_each(
+            lambda source: (source, _read_report(reports, entries[source], Counts)), wanted
+        )
         counts = [
             replace(_convert_counts(one, (), is_live=False, now=one.at), server=source.replica)
             for source, one in read
             if one is not None
         ]
-        return count_by_server([replace(one, tables=one.tables[-_COMPARED_TABLES:]) for one in counts], deployments)
+        return count_by_server(
+            [replace(one, tables=one.tables[-_COMPARED_TABLES:]) for one in counts], deployments
+        )
 
     def forget_server(self, config: EndpointConfig, name: str) -> None:
         """Write that the replica has ended. If it reports again, that replaces this."""
-        reports, known = self._reports(config), {one.status.replica: one.status for one in self.list_replicas(config)}
+        reports, known = (
+            self._reports(config),
+            {one.status.replica: one.status for one in self.list_replicas(config)},
+        )
         if (status := known.get(name)) is not None:
-            reports.write(f"{STATUS_FOLDER}/{name}.json", codec.dumps(replace(status, is_final=True)))
+            reports.write(
+                f"{STATUS_FOLDER}/{name}.json", codec.dumps(replace(status, is_final=True))
+            )
 
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterator[Diagnosis]:
         """Check the release key, the rights on both locations, the replicas and their clocks."""
@@ -395,27 +437,49 @@ class ReplicaEndpoints(EndpointProvider):
             )
         trusted = () if self._keys is None else self._keys.keys()
         found = f"{short_digest(signer.key)} signs tables"
-        return signer.key in trusted, found, "Trust its public key: put NAME.pub.pem into the folder `trusted_keys`."
+        return (
+            signer.key in trusted,
+            found,
+            "Trust its public key: put NAME.pub.pem into the folder `trusted_keys`.",
+        )
 
     def _check_tables(self, config: EndpointConfig) -> Finding:
         seen = self._look(config, with_replicas=False)
         if seen.skipped:
             listed = "; ".join(f"{name}: {why}" for name, why in seen.skipped.items())
             return False, f"do not count: {listed}", "Look at who may write there, and delete them."
-        newest = "no table yet" if seen.newest is None else f"table {seen.newest.number} is the newest"
+        newest = (
+            "no table yet" if seen.newest is None else f"table {seen.newest.number} is the newest"
+        )
         return True, newest, ""
 
     def _check_replicas(self, config: EndpointConfig) -> Finding:
         settings = _read_settings(config.settings, config.endpoint)
         live = [one.status for one in self.list_replicas(config) if one.is_live]
-        why = [f"{one.replica}: {one.refused or '; '.join(one.failed.values())}" for one in live if not one.is_healthy]
+        why = [
+            f"{one.replica}: {one.refused or '; '.join(one.failed.values())}"
+            for one in live
+            if not one.is_healthy
+        ]
         found = "; ".join([f"{len(live)} of {settings.replicas} report", *why])
-        return len(live) >= settings.replicas and not why, found, "Start the others, or correct `replicas`."
+        return (
+            len(live) >= settings.replicas and not why,
+            found,
+            "Start the others, or correct `replicas`.",
+        )
 
     def _check_clocks(self, config: EndpointConfig) -> Finding:
         live = [one for one in self.list_replicas(config) if one.is_live]
-        apart = [f"{one.status.replica} by {one.ahead_s:+.0f} s" for one in live if abs(one.ahead_s) > _CLOCKS_S]
-        found = f"apart from the store's: {', '.join(apart)}" if apart else f"within {_CLOCKS_S:g} s of the store's"
+        apart = [
+            f"{one.status.replica} by {one.ahead_s:+.0f} s"
+            for one in live
+            if abs(one.ahead_s) > _CLOCKS_S
+        ]
+        found = (
+            f"apart from the store's: {', '.join(apart)}"
+            if apart
+            else f"within {_CLOCKS_S:g} s of the store's"
+        )
         remedy = "Run NTP there: a user may meet both versions in an epoch on replicas whose clocks are apart."
         return not apart, found, remedy
 
@@ -424,12 +488,17 @@ class ReplicaEndpoints(EndpointProvider):
         newest = seen.newest
         if newest is None:
             return
-        expected, count = _read_settings(config.settings, config.endpoint).replicas, len(seen.replicas)
+        expected, count = (
+            _read_settings(config.settings, config.endpoint).replicas,
+            len(seen.replicas),
+        )
         if count < expected:  # reports were deleted, or their location is not mounted here
             yield f"{count} of {expected} replicas have ever reported to {self._reports(config).place}"
         for one in _list_registered(seen.replicas, expected):
             status = one.status
-            if (status.adopted or TableNumber(0)) >= newest.number or self._has_fallen_back(config, seen, one):
+            if (status.adopted or TableNumber(0)) >= newest.number or self._has_fallen_back(
+                config, seen, one
+            ):
                 continue
             what = "no table" if status.adopted is None else f"table {status.adopted}"
             why = status.refused or f"last heard {one.age_s:.0f} s ago"
@@ -442,13 +511,21 @@ class ReplicaEndpoints(EndpointProvider):
         """
         is_over = min(seen.age_s, one.age_s) > LEASE_S + DEADLINE_S
         adopted, newest = one.status.adopted, seen.newest
-        if one.is_live or not is_over or adopted is None or newest is None or adopted not in seen.numbers:
+        if (
+            one.is_live
+            or not is_over
+            or adopted is None
+            or newest is None
+            or adopted not in seen.numbers
+        ):
             return False
         for number in seen.numbers:
             if not adopted <= number < newest.number:
                 continue
             try:
-                table = resolve(self._read_table(config, number), partial(self._read_signed, config)).table
+                table = resolve(
+                    self._read_table(config, number), partial(self._read_signed, config)
+                ).table
             except (CorruptStateError, InvalidSignatureError):
                 if number == adopted:
                     return False
@@ -502,7 +579,9 @@ class ReplicaEndpoints(EndpointProvider):
             tables = {entry.name.rpartition("/")[2]: entry for entry in listed.result()}
             newest, skipped = find_newest(tables, lambda number: self._read_table(config, number))
             replicas, now = ((), 0.0) if seen is None else seen.result()
-        numbers = tuple(sorted(number for name in tables if (number := TableNumber.parse(name)) is not None))
+        numbers = tuple(
+            sorted(number for name in tables if (number := TableNumber.parse(name)) is not None)
+        )
         digest, age_s = None, 0.0
         if newest is not None:
             digest = digest_bytes(self._tables[control.place, newest.number])
@@ -529,7 +608,9 @@ class ReplicaEndpoints(EndpointProvider):
         now = max((entry.at for entry in entries), default=0.0)
         listed = [entry for entry in entries if entry.name.startswith(f"{STATUS_FOLDER}/")]
 
-        found = _read_each(lambda entry: (entry, _read_report(reports, entry, ReplicaStatus)), listed)
+        found = _read_each(
+            lambda entry: (entry, _read_report(reports, entry, ReplicaStatus)), listed
+        )
         return [
             SeenReplica(status=status, age_s=now - entry.at, ahead_s=status.at - entry.at)
             for entry, status in found
@@ -547,7 +628,9 @@ class ReplicaEndpoints(EndpointProvider):
                 where=config.endpoint,
                 remedy="Observe the endpoint again and decide again.",
             )
-        is_same = newest.number == TableNumber(state.generation) and newest.table.state.is_equivalent(state)
+        is_same = newest.number == TableNumber(
+            state.generation
+        ) and newest.table.state.is_equivalent(state)
         if is_same:
             self._write_head(config, newest.number)
         return is_same
@@ -572,7 +655,9 @@ class ReplicaEndpoints(EndpointProvider):
         try:
             signer = self._signer()
         except OnnxOpsError as error:
-            raise MissingKeyError(error.what, where=config.endpoint, why=error.why, remedy=error.remedy) from error
+            raise MissingKeyError(
+                error.what, where=config.endpoint, why=error.why, remedy=error.remedy
+            ) from error
         if signer is None:
             raise MissingKeyError(
                 "a table needs a signature, and signing is off",
@@ -584,13 +669,18 @@ class ReplicaEndpoints(EndpointProvider):
     def _write_head(self, config: EndpointConfig, number: TableNumber) -> None:
         """Name the newest table, and show that it is judged. The tables themselves count, so it may fail."""
         with suppress(OnnxOpsError):
-            self._control(config).write(HEAD, codec.dumps(TableHead(number=number, beat=time.time_ns())))
+            self._control(config).write(
+                HEAD, codec.dumps(TableHead(number=number, beat=time.time_ns()))
+            )
 
     def _find_way_back(self, config: EndpointConfig, seen: _Place, manifest: Digest) -> TableNumber:
         for number in reversed(seen.numbers):
             with suppress(OnnxOpsError):
                 table = self._read_table(config, number)
-                if isinstance(table, ReplicaTable) and give_way(table.table).leader().manifest == manifest:
+                if (
+                    isinstance(table, ReplicaTable)
+                    and give_way(table.table).leader().manifest == manifest
+                ):
                     return number
         raise MissingKeyError(
             "no signed table leads back to that version, and no key here can sign one",
@@ -598,7 +688,9 @@ class ReplicaEndpoints(EndpointProvider):
             remedy="Run it where a trusted release key is: `onnx-ops keys list` shows the keys.",
         )
 
-    def _wait_until_loaded(self, config: EndpointConfig, table: ReplicaTable, expected: int) -> None:
+    def _wait_until_loaded(
+        self, config: EndpointConfig, table: ReplicaTable, expected: int
+    ) -> None:
         """Wait until every registered replica has loaded a table.
 
         Raises:
@@ -615,12 +707,16 @@ class ReplicaEndpoints(EndpointProvider):
                 if status.refused.startswith(f"table {table.number}:") or (
                     status.adopted == table.number and status.failed
                 ):
-                    why = status.refused or "; ".join(f"{name}: {text}" for name, text in status.failed.items())
+                    why = status.refused or "; ".join(
+                        f"{name}: {text}" for name, text in status.failed.items()
+                    )
                     raise InfrastructureError(
                         f"replica {status.replica} cannot load it", where=config.endpoint, why=why
                     )
             missing[:] = [
-                one.status.replica for one in registered if (one.status.adopted or TableNumber(0)) < table.number
+                one.status.replica
+                for one in registered
+                if (one.status.adopted or TableNumber(0)) < table.number
             ]
             if not registered:
                 missing.append("no replica reports")
@@ -634,12 +730,16 @@ class ReplicaEndpoints(EndpointProvider):
                 remedy="Start these replicas, or wait until they count as gone: see `onnx-ops status`.",
             )
 
-    def _wait_until_adopted(self, config: EndpointConfig, number: TableNumber, timeout_s: float) -> None:
+    def _wait_until_adopted(
+        self, config: EndpointConfig, number: TableNumber, timeout_s: float
+    ) -> None:
         """Wait until the replicas that report serve a table. Those that do not are stragglers."""
 
         def is_adopted() -> bool:
             live = [one for one in self._read_replicas(config)[0] if one.is_live]
-            return bool(live) and all((one.status.adopted or TableNumber(0)) >= number for one in live)
+            return bool(live) and all(
+                (one.status.adopted or TableNumber(0)) >= number for one in live
+            )
 
         wait_until(is_adopted, timeout_s, self._get_pause_s(config))
 
@@ -656,7 +756,9 @@ class ReplicaEndpoints(EndpointProvider):
                 if now - entry.at > _KEPT_REPORTS_S:
                     reports.delete(entry.name)
 
-    def _read_counts(self, config: EndpointConfig, request: UserCountsRequest | None) -> Sequence[Counts]:
+    def _read_counts(
+        self, config: EndpointConfig, request: UserCountsRequest | None
+    ) -> Sequence[Counts]:
         """Return the counts of every start of every replica, by the generations of the ledger."""
         seen = self._look(config)
         reporting = {
@@ -668,30 +770,45 @@ class ReplicaEndpoints(EndpointProvider):
         found = self._read_starts(config, seen.replicas)
         statuses = {one.status.replica: (one.status, seen.now - one.age_s) for one in seen.replicas}
         ended = find_ends(found, statuses, seen.now)
-        uptimes = self._list_uptimes(config, found, ended, () if request is None else tuple(request.limits_s))
+        uptimes = self._list_uptimes(
+            config, found, ended, () if request is None else tuple(request.limits_s)
+        )
         epochs = self._read_epochs(config)
         now = time.time()  # noqa: TID251 (counts are until now, whatever the clocks of replicas say)
         counts = [
             replace(
                 _convert_counts(
-                    one, epochs.get(source, []), is_live=source in live, is_ended=source not in reporting, now=now
+                    one,
+                    epochs.get(source, []),
+                    is_live=source in live,
+                    is_ended=source not in reporting,
+                    now=now,
                 ),
                 uptimes=uptimes.get(source, ()),
                 server=source.replica,
             )
             # In the order of time: a later follower of one server knows more of an epoch.
-            for source, (one, _) in sorted(found.items(), key=lambda each: (each[0] in live, each[1][1]))
+            for source, (one, _) in sorted(
+                found.items(), key=lambda each: (each[0] in live, each[1][1])
+            )
             if one.bounds_s  # else there is no table yet
         ]
         if not counts:
             raise ServiceUnavailableError("no replica has reported counts", where=config.endpoint)
         missing = [*self._list_left_out(config, seen)]
-        missing += [f"replica {source.replica} has no counts that can be read" for source in sorted(live - set(found))]
-        return [replace(one, failure="; ".join(filter(None, (one.failure, *missing)))) for one in counts]
+        missing += [
+            f"replica {source.replica} has no counts that can be read"
+            for source in sorted(live - set(found))
+        ]
+        return [
+            replace(one, failure="; ".join(filter(None, (one.failure, *missing)))) for one in counts
+        ]
 
     def _list_left_out(self, config: EndpointConfig, seen: _Place) -> Iterator[str]:
         """Yield the registered replicas that are no evidence at present, with the reason."""
-        for one in _list_registered(seen.replicas, _read_settings(config.settings, config.endpoint).replicas):
+        for one in _list_registered(
+            seen.replicas, _read_settings(config.settings, config.endpoint).replicas
+        ):
             if not (one.is_live and one.status.is_healthy):
                 yield f"replica {one.status.replica} is left out: it is silent, or could not load everything"
 
@@ -703,13 +820,23 @@ class ReplicaEndpoints(EndpointProvider):
         present = {ReportSource(one.status.replica, one.status.start) for one in replicas}
         entries = _list_starts(reports)
         known = self._starts.setdefault(reports.place, {})
-        wanted = [source for source, entry in entries.items() if source in present or (source, entry.at) not in known]
-        read = _read_each(lambda source: (source, _read_report(reports, entries[source], Counts)), wanted)
+        wanted = [
+            source
+            for source, entry in entries.items()
+            if source in present or (source, entry.at) not in known
+        ]
+        read = _read_each(
+            lambda source: (source, _read_report(reports, entries[source], Counts)), wanted
+        )
         fresh = {
-            (source, entries[source].at): one for source, one in read if one is not None and has_possible_counts(one)
+            (source, entries[source].at): one
+            for source, one in read
+            if one is not None and has_possible_counts(one)
         }
         listed = {(source, entry.at) for source, entry in entries.items()}
-        self._starts[reports.place] = found = {key: one for key, one in {**known, **fresh}.items() if key in listed}
+        self._starts[reports.place] = found = {
+            key: one for key, one in {**known, **fresh}.items() if key in listed
+        }
         return {source: (one, at) for (source, at), one in found.items()}
 
     def _list_uptimes(
@@ -741,7 +868,9 @@ class ReplicaEndpoints(EndpointProvider):
             )
         return found
 
-    def _is_alone(self, config: EndpointConfig, names: Sequence[str], generation: int) -> bool | None:
+    def _is_alone(
+        self, config: EndpointConfig, names: Sequence[str], generation: int
+    ) -> bool | None:
         """Return whether only the stable version got requests, and the candidate was not loaded.
 
         None for a table that had models loaded only, and for one of other versions, or that is not kept any more.
@@ -750,7 +879,9 @@ class ReplicaEndpoints(EndpointProvider):
         if len(names) != 2 or not number.phase:
             return None
         try:
-            state = resolve(self._read_table(config, number), partial(self._read_signed, config)).table.state
+            state = resolve(
+                self._read_table(config, number), partial(self._read_signed, config)
+            ).table.state
         except OnnxOpsError:
             return None
         candidate, stable = names
@@ -764,10 +895,13 @@ class ReplicaEndpoints(EndpointProvider):
         wanted = [
             (entry, parsed[2])
             for entry in reports.list_objects(EPOCHS_FOLDER)
-            if (parsed := parse_epoch_name(entry.name.rpartition("/")[2])) is not None and parsed[0] % 2
+            if (parsed := parse_epoch_name(entry.name.rpartition("/")[2])) is not None
+            and parsed[0] % 2
         ]
         new = [entry for entry, _ in wanted if (reports.place, entry.name) not in self._epochs]
-        for entry, epoch in _read_each(lambda entry: (entry, _read_report(reports, entry, EpochCounts)), new):
+        for entry, epoch in _read_each(
+            lambda entry: (entry, _read_report(reports, entry, EpochCounts)), new
+        ):
             if epoch is not None and has_possible_cells(epoch.cells):
                 self._epochs[reports.place, entry.name] = epoch
         found: dict[ReportSource, list[EpochCounts]] = {}
@@ -801,7 +935,10 @@ def _check_locations(settings: ReplicaSettings) -> Iterator[tuple[str, str]]:
     """Yield why replicas that may write reports could write tables."""
     control, reports = settings.control.rstrip("/"), settings.reports.rstrip("/")
     if control == reports or control.startswith(f"{reports}/") or reports.startswith(f"{control}/"):
-        yield "reports", "must not contain `control`, nor be in it: replicas write there, and must not write tables"
+        yield (
+            "reports",
+            "must not contain `control`, nor be in it: replicas write there, and must not write tables",
+        )
 
 
 def _answers_alike(table: RoutingTable, newest: RoutingTable) -> bool:
@@ -810,7 +947,9 @@ def _answers_alike(table: RoutingTable, newest: RoutingTable) -> bool:
     if not serves_only(newest.state, leader):
         return False
     state = give_way(table) if table.fallback else table.state
-    return [d.manifest for d in state.deployments if state.split.weights.get(d.name)] == [leader.manifest]
+    return [d.manifest for d in state.deployments if state.split.weights.get(d.name)] == [
+        leader.manifest
+    ]
 
 
 def _list_registered(replicas: Sequence[SeenReplica], expected: int) -> list[SeenReplica]:
@@ -823,13 +962,20 @@ def _list_registered(replicas: Sequence[SeenReplica], expected: int) -> list[See
     silent = [
         one
         for one in replicas
-        if not one.status.is_final and not one.is_live and not (is_complete and one.age_s > LEASE_S + DEADLINE_S)
+        if not one.status.is_final
+        and not one.is_live
+        and not (is_complete and one.age_s > LEASE_S + DEADLINE_S)
     ]
     return [*live, *silent]
 
 
 def _convert_counts(
-    counts: Counts, epochs: Sequence[EpochCounts], *, is_live: bool, is_ended: bool = False, now: float
+    counts: Counts,
+    epochs: Sequence[EpochCounts],
+    *,
+    is_live: bool,
+    is_ended: bool = False,
+    now: float,
 ) -> Counts:
     """Return a replica's counts by generations of the ledger, without those of tables that only had models loaded.
 
@@ -845,12 +991,18 @@ def _convert_counts(
         epochs=(*opened, *closed) if is_ended else closed,
         open_epoch=next(iter(opened), None),
     )
-    return converted if is_live else replace(converted, open_epoch=None, closed_through=0, cold_s={}, failure="")
+    return (
+        converted
+        if is_live
+        else replace(converted, open_epoch=None, closed_through=0, cold_s={}, failure="")
+    )
 
 
 def _halve_generations(items: Iterable[_Counted]) -> tuple[_Counted, ...]:
     """Return the counts of tables with traffic, by generations of the ledger."""
-    return tuple(replace(one, generation=one.generation // 2) for one in items if one.generation % 2)
+    return tuple(
+        replace(one, generation=one.generation // 2) for one in items if one.generation % 2
+    )
 
 
 def _list_starts(reports: ObjectStore) -> dict[ReportSource, ListedObject]:

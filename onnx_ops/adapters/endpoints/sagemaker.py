@@ -21,7 +21,12 @@ from onnx_ops.adapters.aws import (
     read_access,
 )
 from onnx_ops.adapters.endpoints.cloud import CloudEndpoints
-from onnx_ops.adapters.endpoints.sagemaker_client import IN_PROGRESS, NOT_FOUND, GenerationFence, SageMakerClient
+from onnx_ops.adapters.endpoints.sagemaker_client import (
+    IN_PROGRESS,
+    NOT_FOUND,
+    GenerationFence,
+    SageMakerClient,
+)
 from onnx_ops.adapters.endpoints.sagemaker_diagnosis import diagnose
 from onnx_ops.adapters.endpoints.sagemaker_layout import (
     EndpointLayout,
@@ -59,7 +64,11 @@ class SageMakerEndpoints(CloudEndpoints):
     metrics_plugin = "cloudwatch"
 
     def __init__(
-        self, folder: Path | None = None, trusted: Path | None = None, *, part_bytes: int = PART_BYTES
+        self,
+        folder: Path | None = None,
+        trusted: Path | None = None,
+        *,
+        part_bytes: int = PART_BYTES,
     ) -> None:
         super().__init__(trusted)
         self._part_bytes = part_bytes
@@ -103,7 +112,9 @@ class SageMakerEndpoints(CloudEndpoints):
             drift = tuple(VariantScaling(client).drift(description))
             if claimed is not None:
                 layout = self._layout(client, claimed)
-                if layout.has_config(description["EndpointConfigName"]) and has_weights(description, layout.weights):
+                if layout.has_config(description["EndpointConfigName"]) and has_weights(
+                    description, layout.weights
+                ):
                     return replace(claimed, drift=drift)
             state = _read_state(client, description, claimed)
             if state is None:
@@ -119,9 +130,14 @@ class SageMakerEndpoints(CloudEndpoints):
         """
         self._apply(self._connect(config), replace(state, generation=generation))
 
-    def _apply(self, client: SageMakerClient, state: EndpointState, *, is_rollback: bool = False) -> None:
+    def _apply(
+        self, client: SageMakerClient, state: EndpointState, *, is_rollback: bool = False
+    ) -> None:
         layout = self._layout(client, state)
-        fence, resources = GenerationFence(client), EndpointResources(client, part_bytes=self._part_bytes)
+        fence, resources = (
+            GenerationFence(client),
+            EndpointResources(client, part_bytes=self._part_bytes),
+        )
         fence.take(state)
         for deployment in state.deployments:
             resources.ensure_archive(deployment)
@@ -138,7 +154,11 @@ class SageMakerEndpoints(CloudEndpoints):
         client = self._connect(config)
         fence, state = GenerationFence(client), replace(state, generation=generation)
         claimed = fence.latest()
-        if claimed is None or claimed.find_deployment(state.leader()) is None or client.settings.guarded:
+        if (
+            claimed is None
+            or claimed.find_deployment(state.leader()) is None
+            or client.settings.guarded
+        ):
             self._apply(client, drop_idle_deployments(state), is_rollback=True)
             return
         fence.take(build_rollback_state(claimed, state))
@@ -152,7 +172,11 @@ class SageMakerEndpoints(CloudEndpoints):
         client = self._connect(config)
         try:
             description = client.describe()
-            if description is None or description["EndpointStatus"] == "Deleting" or not client.is_ours(description):
+            if (
+                description is None
+                or description["EndpointStatus"] == "Deleting"
+                or not client.is_ours(description)
+            ):
                 return None
         except InfrastructureError:
             return None
@@ -171,7 +195,12 @@ class SageMakerEndpoints(CloudEndpoints):
             if description["EndpointStatus"] != "Deleting":
                 VariantScaling(client).remove(description)
                 ignored = (*IN_PROGRESS, *NOT_FOUND)
-                client.call("sagemaker", "delete_endpoint", ignored_messages=ignored, EndpointName=config.endpoint)
+                client.call(
+                    "sagemaker",
+                    "delete_endpoint",
+                    ignored_messages=ignored,
+                    EndpointName=config.endpoint,
+                )
             return None
 
         client.converge(step, "the endpoint did not end in time")
@@ -180,7 +209,9 @@ class SageMakerEndpoints(CloudEndpoints):
             resources.delete_orphan(orphan)
         GenerationFence(client).delete()
 
-    def list_orphans(self, config: EndpointConfig, needed: frozenset[Digest]) -> tuple[OrphanedResource, ...]:
+    def list_orphans(
+        self, config: EndpointConfig, needed: frozenset[Digest]
+    ) -> tuple[OrphanedResource, ...]:
         """List unused configs, models, archives and unfinished uploads."""
         return tuple(EndpointResources(self._connect(config)).orphans(needed))
 
@@ -194,7 +225,9 @@ class SageMakerEndpoints(CloudEndpoints):
             yield from diagnose({})
         for name, settings in endpoints.items():
             prefix = f"{name}: " if len(endpoints) > 1 else ""
-            yield from (replace(finding, check=f"{prefix}{finding.check}") for finding in diagnose(settings))
+            yield from (
+                replace(finding, check=f"{prefix}{finding.check}") for finding in diagnose(settings)
+            )
 
     def _config_drift(
         self, client: SageMakerClient, description: Mapping[str, Any], state: EndpointState
@@ -207,11 +240,16 @@ class SageMakerEndpoints(CloudEndpoints):
         if layout.has_config(description["EndpointConfigName"]):
             return ()
         config = client.describe_config(description["EndpointConfigName"])
-        models = {name: client.describe_model(name) for name in {v["ModelName"] for v in list_variants(config)}}
+        models = {
+            name: client.describe_model(name)
+            for name in {v["ModelName"] for v in list_variants(config)}
+        }
         return tuple(find_config_drift(config, models, layout))
 
     def _layout(self, client: SageMakerClient, state: EndpointState) -> EndpointLayout:
-        return build_layout(client.endpoint, state, client.settings, trusted_keys=self._trusted_keys())
+        return build_layout(
+            client.endpoint, state, client.settings, trusted_keys=self._trusted_keys()
+        )
 
     def _connect(self, config: EndpointConfig) -> SageMakerClient:
         settings = read_sagemaker_settings(config.settings, where=config.endpoint)
@@ -229,5 +267,8 @@ def _read_state(
         variant["VariantName"]: read_deployment(client.describe_model(variant["ModelName"]))
         for variant in config["ProductionVariants"]
     }
-    weights = {v["VariantName"]: float(v.get("CurrentWeight", 0.0)) for v in description.get("ProductionVariants", ())}
+    weights = {
+        v["VariantName"]: float(v.get("CurrentWeight", 0.0))
+        for v in description.get("ProductionVariants", ())
+    }
     return read_state(variants, weights, 0 if claimed is None else claimed.generation)

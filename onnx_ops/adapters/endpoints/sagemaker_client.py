@@ -12,7 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from onnx_ops import codec
-from onnx_ops.adapters.aws import Clients, create_once, get_error_code, get_error_message, translate_errors
+from onnx_ops.adapters.aws import (
+    Clients,
+    create_once,
+    get_error_code,
+    get_error_message,
+    translate_errors,
+)
 from onnx_ops.adapters.endpoints.sagemaker_layout import ENDPOINT_TAG
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings
 from onnx_ops.adapters.retry import attempts, converge
@@ -57,7 +63,9 @@ class SageMakerClient:
                 return getattr(self.clients(service), operation)(**request)
             except ClientError as error:
                 message = get_error_message(error).lower()
-                if get_error_code(error) in ignored_codes or any(text in message for text in ignored_messages):
+                if get_error_code(error) in ignored_codes or any(
+                    text in message for text in ignored_messages
+                ):
                     return None
                 raise
 
@@ -69,7 +77,9 @@ class SageMakerClient:
 
     def keys(self, prefix: str) -> list[str]:
         """Return the keys of the bucket with this prefix, sorted."""
-        objects = self.list_all("s3", "list_objects_v2", "Contents", Bucket=self.settings.bucket, Prefix=prefix)
+        objects = self.list_all(
+            "s3", "list_objects_v2", "Contents", Bucket=self.settings.bucket, Prefix=prefix
+        )
         return sorted(item["Key"] for item in objects)
 
     def describe(self) -> dict[str, Any] | None:
@@ -94,7 +104,10 @@ class SageMakerClient:
 
     def tag_of(self, arn: str) -> str | None:
         """Return the endpoint that a resource belongs to, from its tag."""
-        tags = {tag["Key"]: tag["Value"] for tag in self.list_all("sagemaker", "list_tags", "Tags", ResourceArn=arn)}
+        tags = {
+            tag["Key"]: tag["Value"]
+            for tag in self.list_all("sagemaker", "list_tags", "Tags", ResourceArn=arn)
+        }
         return tags.get(ENDPOINT_TAG)
 
     def converge(self, step: Callable[[], T | None], what: str) -> T:
@@ -102,7 +115,9 @@ class SageMakerClient:
 
         def timeout() -> ServiceUnavailableError:
             remedy = "The change continues at AWS; run the command again, or raise `timeout`."
-            return ServiceUnavailableError(what, where=self.endpoint, why=f"it is {self._status}", remedy=remedy)
+            return ServiceUnavailableError(
+                what, where=self.endpoint, why=f"it is {self._status}", remedy=remedy
+            )
 
         return converge(step, attempts(self.settings.timeout, self.settings.poll_interval), timeout)
 
@@ -126,7 +141,9 @@ class GenerationFence:
         if not keys:
             return None
         body = self._read(keys[-1], ignored_codes=()) or b""
-        return codec.loads(body, EndpointState, where=f"s3://{self._client.settings.bucket}/{keys[-1]}")
+        return codec.loads(
+            body, EndpointState, where=f"s3://{self._client.settings.bucket}/{keys[-1]}"
+        )
 
     def take(self, state: EndpointState) -> None:
         """Claim the state's generation.
@@ -137,7 +154,11 @@ class GenerationFence:
         self.check(state.generation)
         self._create(self._key(state.generation), codec.dumps(state))
         claimed = self.latest()
-        if claimed is None or claimed.generation != state.generation or not claimed.is_equivalent(state):
+        if (
+            claimed is None
+            or claimed.generation != state.generation
+            or not claimed.is_equivalent(state)
+        ):
             raise self._conflict(state.generation)
 
     def check(self, generation: int) -> None:
@@ -148,7 +169,9 @@ class GenerationFence:
 
     def delete_older(self, generation: int) -> None:
         """Delete the claims before this one."""
-        self._delete([key for key in self._client.keys(self._claims) if key < self._key(generation)])
+        self._delete(
+            [key for key in self._client.keys(self._claims) if key < self._key(generation)]
+        )
 
     def record_reached(self, config_name: str) -> None:
         """Record that a guarded endpoint has reached a config."""
@@ -175,11 +198,15 @@ class GenerationFence:
 
     def delete(self) -> None:
         """Delete all records of an endpoint that is gone."""
-        self._delete([self._reached, *self._client.keys(self._updates), *self._client.keys(self._claims)])
+        self._delete(
+            [self._reached, *self._client.keys(self._updates), *self._client.keys(self._claims)]
+        )
 
     def _read(self, key: str, *, ignored_codes: tuple[str, ...] = MISSING_OBJECT) -> bytes | None:
         bucket = self._client.settings.bucket
-        answer = self._client.call("s3", "get_object", ignored_codes=ignored_codes, Bucket=bucket, Key=key)
+        answer = self._client.call(
+            "s3", "get_object", ignored_codes=ignored_codes, Bucket=bucket, Key=key
+        )
         with translate_errors(self._client.endpoint):
             body: bytes | None = None if answer is None else answer["Body"].read()
         return body

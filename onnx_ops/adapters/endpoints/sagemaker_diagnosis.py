@@ -8,9 +8,19 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from onnx_ops.adapters.aws import Clients, describe_alarms, get_error_code, make_clients, read_access, translate_errors
+from onnx_ops.adapters.aws import (
+    Clients,
+    describe_alarms,
+    get_error_code,
+    make_clients,
+    read_access,
+    translate_errors,
+)
 from onnx_ops.adapters.endpoints.cloud import Finding, run_check
-from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings, read_sagemaker_settings
+from onnx_ops.adapters.endpoints.sagemaker_settings import (
+    SageMakerSettings,
+    read_sagemaker_settings,
+)
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Diagnosis
 from onnx_ops.errors import OnnxOpsError
@@ -22,7 +32,11 @@ _ECR = re.compile(
     r"(?P<account>\d{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?/(?P<repository>[a-z0-9._/-]+)"
     r"(@(?P<digest>sha256:[0-9a-f]{64})|:(?P<tag>[\w.-]+))?"
 )
-_PULL_ACTIONS = ("ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer", "ecr:BatchCheckLayerAvailability")
+_PULL_ACTIONS = (
+    "ecr:BatchGetImage",
+    "ecr:GetDownloadUrlForLayer",
+    "ecr:BatchCheckLayerAvailability",
+)
 
 
 def diagnose(given: Mapping[str, Json]) -> Iterator[Diagnosis]:
@@ -30,17 +44,26 @@ def diagnose(given: Mapping[str, Json]) -> Iterator[Diagnosis]:
     try:
         yield Diagnosis(check="boto3", ok=True, found=version("boto3"))
     except PackageNotFoundError:
-        yield Diagnosis(check="boto3", ok=False, found="not installed", remedy=install_hint("boto3"))
+        yield Diagnosis(
+            check="boto3", ok=False, found="not installed", remedy=install_hint("boto3")
+        )
         return
     try:
         settings = read_sagemaker_settings(given) if given else None
     except OnnxOpsError as error:
-        yield Diagnosis(check="settings", ok=False, found=error.what, remedy=error.remedy or f"See {_DOCS}.")
+        yield Diagnosis(
+            check="settings", ok=False, found=error.what, remedy=error.remedy or f"See {_DOCS}."
+        )
         return
     try:
         connect = make_clients(read_access(given))
     except OnnxOpsError as error:
-        yield Diagnosis(check="credentials", ok=False, found=f"{error.what} {error.why}".strip(), remedy=error.remedy)
+        yield Diagnosis(
+            check="credentials",
+            ok=False,
+            found=f"{error.what} {error.why}".strip(),
+            remedy=error.remedy,
+        )
         return
 
     def check_credentials() -> Finding:
@@ -92,7 +115,11 @@ def _check_role(iam: Any, arn: str) -> Finding:
 def _check_bucket(s3: Any, bucket: str) -> Finding:
     _, code = _ask(lambda: s3.head_bucket(Bucket=bucket), "404", "NoSuchBucket", "403")
     if code == "403":
-        return False, f"s3://{bucket} is not permitted", "Permit s3:ListBucket, s3:GetObject and s3:PutObject on it."
+        return (
+            False,
+            f"s3://{bucket} is not permitted",
+            "Permit s3:ListBucket, s3:GetObject and s3:PutObject on it.",
+        )
     if code:
         return False, f"s3://{bucket} does not exist", f"aws s3 mb s3://{bucket}"
     return True, f"s3://{bucket}", ""
@@ -111,12 +138,16 @@ def _check_image(connect: Clients, image: str) -> Finding:
     tag, repository = match["tag"] or "latest", match["repository"]
     ids = [{"imageDigest": match["digest"]} if match["digest"] else {"imageTag": tag}]
     answer, code = _ask(
-        lambda: ecr.describe_images(registryId=match["account"], repositoryName=repository, imageIds=ids),
+        lambda: ecr.describe_images(
+            registryId=match["account"], repositoryName=repository, imageIds=ids
+        ),
         "RepositoryNotFoundException",
         "ImageNotFoundException",
     )
     if code == "RepositoryNotFoundException":
-        remedy = f"aws ecr create-repository --repository-name {repository}, then docker push {image}"
+        remedy = (
+            f"aws ecr create-repository --repository-name {repository}, then docker push {image}"
+        )
         return False, f"there is no {repository}", remedy
     if code:
         return False, f"{repository} has no {match['digest'] or tag}", f"docker push {image}"
@@ -129,7 +160,9 @@ def _check_pull(iam: Any, role: str, image: str) -> Finding:
     if match is None:
         return True, "not checked for an image that is not in ECR", ""
     _, partition, _, _, account, *_ = role.split(":")
-    arn = f"arn:{partition}:ecr:{match['region']}:{match['account']}:repository/{match['repository']}"
+    arn = (
+        f"arn:{partition}:ecr:{match['region']}:{match['account']}:repository/{match['repository']}"
+    )
     denied = [
         result["EvalActionName"]
         for actions, resource in ((("ecr:GetAuthorizationToken",), "*"), (_PULL_ACTIONS, arn))
@@ -139,7 +172,11 @@ def _check_pull(iam: Any, role: str, image: str) -> Finding:
         if result["EvalDecision"] != "allowed"
     ]
     if denied:
-        return False, f"the role lacks the permission {', '.join(denied)}", f"Permit that to the role, on {arn} and *."
+        return (
+            False,
+            f"the role lacks the permission {', '.join(denied)}",
+            f"Permit that to the role, on {arn} and *.",
+        )
     if account != match["account"]:
         found = f"the role may; whether account {match['account']} lets account {account} cannot be checked here"
         return True, found, ""
@@ -147,7 +184,9 @@ def _check_pull(iam: Any, role: str, image: str) -> Finding:
 
 
 def _check_alarms(cloudwatch: Any, names: tuple[str, ...]) -> Finding:
-    states = {name: alarm["StateValue"] for name, alarm in describe_alarms(cloudwatch, names).items()}
+    states = {
+        name: alarm["StateValue"] for name, alarm in describe_alarms(cloudwatch, names).items()
+    }
     found = ", ".join(f"{name}: {states.get(name, 'does not exist')}" for name in names)
     return set(names) <= set(states), found, "Create them in CloudWatch, or correct `alarms`."
 
@@ -156,7 +195,9 @@ def _check_quota(quotas: Any, settings: SageMakerSettings) -> Finding:
     """Check the quota: an update runs old and new instances side by side; with `ab` two variants of them."""
     name = f"{settings.instance_type} for endpoint usage"
     pages = quotas.get_paginator("list_service_quotas").paginate(ServiceCode="sagemaker")
-    limits = [quota["Value"] for page in pages for quota in page["Quotas"] if quota["QuotaName"] == name]
+    limits = [
+        quota["Value"] for page in pages for quota in page["Quotas"] if quota["QuotaName"] == name
+    ]
     needed = (settings.max_instances or settings.instance_count) * (2 if settings.guarded else 3)
     remedy = f"Request {needed} of '{name}' in the console of Service Quotas; an update needs room for both fleets."
     if not limits:

@@ -28,7 +28,9 @@ _VALUE_CHARACTERS = 1000
 """A variable's value has at most 1,024."""
 _STEM_CHARACTERS = 30
 _LAYOUT_DIGITS, _WEIGHTS_DIGITS, _MODEL_DIGITS = 16, 10, 20
-_OWN_SUFFIX = re.compile(rf"-[0-9a-f]{{{_MODEL_DIGITS}}}|-[0-9a-f]{{{_LAYOUT_DIGITS}}}-[0-9a-f]{{{_WEIGHTS_DIGITS}}}")
+_OWN_SUFFIX = re.compile(
+    rf"-[0-9a-f]{{{_MODEL_DIGITS}}}|-[0-9a-f]{{{_LAYOUT_DIGITS}}}-[0-9a-f]{{{_WEIGHTS_DIGITS}}}"
+)
 _COMPARED_IN_VARIANT = (
     "InstanceType",
     "ServerlessConfig",
@@ -103,7 +105,10 @@ def build_layout(
     """
     stem = build_name_stem(endpoint)
     _require_possible(endpoint, state, settings)
-    tags = [{"Key": key, "Value": value} for key, value in sorted({**settings.tags, ENDPOINT_TAG: endpoint}.items())]
+    tags = [
+        {"Key": key, "Value": value}
+        for key, value in sorted({**settings.tags, ENDPOINT_TAG: endpoint}.items())
+    ]
     models: dict[str, Mapping[str, Any]] = {}
     model_names: dict[str, str] = {}
     for deployment in state.deployments:
@@ -115,7 +120,10 @@ def build_layout(
         variants = {GUARDED_VARIANT: (state.leader().name, 100.0)}
     else:
         weight_of = state.split.weights
-        variants = {build_variant_name(d.name): (d.name, float(weight_of.get(d.name, 0))) for d in state.deployments}
+        variants = {
+            build_variant_name(d.name): (d.name, float(weight_of.get(d.name, 0)))
+            for d in state.deployments
+        }
     production = [
         _variant_request(model_names[name], variant, weight, settings)
         for variant, (name, weight) in sorted(variants.items())
@@ -126,7 +134,10 @@ def build_layout(
     weights = {variant: weight for variant, (_, weight) in variants.items()}
     name = f"{stem}-{layout}-{hex_digits(digest_json(weights))[:_WEIGHTS_DIGITS]}"
     return EndpointLayout(
-        models=models, config_name=name, config={**config, "EndpointConfigName": name, "Tags": tags}, weights=weights
+        models=models,
+        config_name=name,
+        config={**config, "EndpointConfigName": name, "Tags": tags},
+        weights=weights,
     )
 
 
@@ -151,7 +162,8 @@ def _model_request(
 ) -> dict[str, Any]:
     if len(trusted_keys) > _VALUE_CHARACTERS:
         raise UserError(
-            "there are more trusted keys than fit into the environment of a container", remedy="Retire old ones."
+            "there are more trusted keys than fit into the environment of a container",
+            remedy="Retire old ones.",
         )
     options = format_option_variables(settings)
     if trusted_keys:
@@ -171,10 +183,19 @@ def _model_request(
     return request
 
 
-def _variant_request(model: str, variant: str, weight: float, settings: SageMakerSettings) -> dict[str, Any]:
-    request: dict[str, Any] = {"VariantName": variant, "ModelName": model, "InitialVariantWeight": weight}
+def _variant_request(
+    model: str, variant: str, weight: float, settings: SageMakerSettings
+) -> dict[str, Any]:
+    request: dict[str, Any] = {
+        "VariantName": variant,
+        "ModelName": model,
+        "InitialVariantWeight": weight,
+    }
     if settings.serverless:
-        serverless = {"MemorySizeInMB": settings.memory_mib, "MaxConcurrency": settings.max_concurrency}
+        serverless = {
+            "MemorySizeInMB": settings.memory_mib,
+            "MaxConcurrency": settings.max_concurrency,
+        }
         if settings.provisioned_concurrency:
             serverless["ProvisionedConcurrency"] = settings.provisioned_concurrency
         return {**request, "ServerlessConfig": serverless}
@@ -212,26 +233,38 @@ def read_state(
         weights: the current ones by variant.
         generation: of the last claim.
     """
-    deployments = {variant: deployment for variant, deployment in variants.items() if deployment is not None}
+    deployments = {
+        variant: deployment for variant, deployment in variants.items() if deployment is not None
+    }
     total = sum(weights.values())
     if len(deployments) != len(variants) or not set(weights) <= set(deployments) or not total:
         return None
     percent = {variant: round(100 * weight / total) for variant, weight in weights.items()}
     largest = max(percent, key=lambda variant: (percent[variant], variant))
     percent[largest] += 100 - sum(percent.values())  # what rounding leaves
-    split = TrafficSplit(weights={deployments[variant].name: share for variant, share in percent.items()})
-    return EndpointState(deployments=tuple(deployments.values()), split=split, generation=generation)
+    split = TrafficSplit(
+        weights={deployments[variant].name: share for variant, share in percent.items()}
+    )
+    return EndpointState(
+        deployments=tuple(deployments.values()), split=split, generation=generation
+    )
 
 
 def has_weights(description: Mapping[str, Any], desired: Mapping[str, float]) -> bool:
     """Return whether traffic has these weights, and is not being changed."""
     desired_total = sum(desired.values())
     for key in ("CurrentWeight", "DesiredWeight"):
-        weights = {v["VariantName"]: float(v.get(key, 0.0)) for v in description.get("ProductionVariants", ())}
+        weights = {
+            v["VariantName"]: float(v.get(key, 0.0))
+            for v in description.get("ProductionVariants", ())
+        }
         total = sum(weights.values())
         if set(weights) != set(desired) or not total:
             return False
-        if any(abs(weights[name] / total - weight / desired_total) >= 1e-3 for name, weight in desired.items()):
+        if any(
+            abs(weights[name] / total - weight / desired_total) >= 1e-3
+            for name, weight in desired.items()
+        ):
             return False
     return True
 
@@ -240,16 +273,24 @@ def find_config_drift(
     config: Mapping[str, Any], models: Mapping[str, Mapping[str, Any]], layout: EndpointLayout
 ) -> Iterator[str]:
     """Yield how an endpoint's config, with its models by name, differs from a layout of its deployments."""
-    yield from _differences("", _pick(config, _COMPARED_IN_CONFIG), _pick(layout.config, _COMPARED_IN_CONFIG))
-    actual, desired = ({v["VariantName"]: v for v in list_variants(each)} for each in (config, layout.config))
+    yield from _differences(
+        "", _pick(config, _COMPARED_IN_CONFIG), _pick(layout.config, _COMPARED_IN_CONFIG)
+    )
+    actual, desired = (
+        {v["VariantName"]: v for v in list_variants(each)} for each in (config, layout.config)
+    )
     if set(actual) != set(desired):  # the strategy is another
         yield f"variants: {', '.join(sorted(actual))}, not {', '.join(sorted(desired))}"
         return
     for name, variant in actual.items():
         wanted = desired[name]
-        yield from _differences(f"{name}.", _pick(variant, _COMPARED_IN_VARIANT), _pick(wanted, _COMPARED_IN_VARIANT))
+        yield from _differences(
+            f"{name}.", _pick(variant, _COMPARED_IN_VARIANT), _pick(wanted, _COMPARED_IN_VARIANT)
+        )
         model, wanted_model = models[variant["ModelName"]], layout.models[wanted["ModelName"]]
-        yield from _differences(f"{name}.", _compared_in_model(model), _compared_in_model(wanted_model))
+        yield from _differences(
+            f"{name}.", _compared_in_model(model), _compared_in_model(wanted_model)
+        )
 
 
 def list_variants(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -271,12 +312,16 @@ def _pick(document: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]
     return {name: document[name] for name in names if document.get(name)}
 
 
-def _differences(place: str, actual: Mapping[str, Any], desired: Mapping[str, Any]) -> Iterator[str]:
+def _differences(
+    place: str, actual: Mapping[str, Any], desired: Mapping[str, Any]
+) -> Iterator[str]:
     """Yield values that differ. Of a nested one, SageMaker describes more than was requested."""
     for name in sorted({*actual, *desired}):
         value, wanted = actual.get(name), desired.get(name)
         if isinstance(value, Mapping) and isinstance(wanted, Mapping):
-            yield from _differences(f"{place}{name}.", {key: value.get(key) for key in wanted}, wanted)
+            yield from _differences(
+                f"{place}{name}.", {key: value.get(key) for key in wanted}, wanted
+            )
         elif value != wanted:
             shown = ("none" if one is None else str(one) for one in (value, wanted))
             yield f"{place}{name}: {', not '.join(shown)}"

@@ -73,7 +73,12 @@ class EndpointResources:
         key = build_archive_key(self._client.settings.prefix, self._client.endpoint, deployment)
         where = f"s3://{self._bucket}/{key}"
         named: dict[str, Any] = {"Bucket": self._bucket, "Key": key}
-        if self._client.call("s3", "head_object", ignored_codes=MISSING_OBJECT, where=where, **named) is not None:
+        if (
+            self._client.call(
+                "s3", "head_object", ignored_codes=MISSING_OBJECT, where=where, **named
+            )
+            is not None
+        ):
             return
         with tempfile.TemporaryFile() as packed:
             pack_archive(deployment, packed)
@@ -108,7 +113,9 @@ class EndpointResources:
         for model in manifests:
             if model not in kept:
                 yield OrphanedResource(kind="model", name=model, why=_UNUSED, paid=False)
-        kept_manifests = {manifest for model, manifest in manifests.items() if model in kept and manifest}
+        kept_manifests = {
+            manifest for model, manifest in manifests.items() if model in kept and manifest
+        }
         yield from self._find_unused_archives(needed | kept_manifests)
         yield from self._find_open_uploads()
 
@@ -140,7 +147,10 @@ class EndpointResources:
         kind, name = orphan.kind, orphan.name
         configs = self._live_configs()
         models = {model for config in configs for model in self._models_of(config)}
-        urls = [str(self._client.describe_model(model)["PrimaryContainer"]["ModelDataUrl"]) for model in models]
+        urls = [
+            str(self._client.describe_model(model)["PrimaryContainer"]["ModelDataUrl"])
+            for model in models
+        ]
         archives = [url.removeprefix(f"s3://{self._bucket}/") for url in urls]
         if name in {"endpoint-config": configs, "model": models, "archive": archives}.get(kind, ()):
             raise ConflictError(f"{kind} {name} is in use by now", where=self._client.endpoint)
@@ -151,9 +161,13 @@ class EndpointResources:
         elif kind == "upload" and name.startswith(self._archives):
             key, upload = name.rsplit(_UPLOAD, 1)
             named: dict[str, Any] = {"Bucket": self._bucket, "Key": key, "UploadId": upload}
-            self._client.call("s3", "abort_multipart_upload", ignored_codes=("NoSuchUpload",), **named)
+            self._client.call(
+                "s3", "abort_multipart_upload", ignored_codes=("NoSuchUpload",), **named
+            )
         else:
-            raise UserError(f"this endpoint has no orphan {kind} {name}", where=self._client.endpoint)
+            raise UserError(
+                f"this endpoint has no orphan {kind} {name}", where=self._client.endpoint
+            )
 
     @property
     def _upload_options(self) -> dict[str, str]:
@@ -164,15 +178,26 @@ class EndpointResources:
 
     def _send_parts(self, named: Mapping[str, str], packed: IO[bytes]) -> None:
         s3 = self._client.clients("s3")
-        upload = {**named, "UploadId": s3.create_multipart_upload(**named, **self._upload_options)["UploadId"]}
+        upload = {
+            **named,
+            "UploadId": s3.create_multipart_upload(**named, **self._upload_options)["UploadId"],
+        }
         try:
             parts = []
-            for number, data in enumerate(iter(lambda: packed.read(self._part_bytes), b""), start=1):
+            for number, data in enumerate(
+                iter(lambda: packed.read(self._part_bytes), b""), start=1
+            ):
                 checksum = _sha256(data)
-                sent = s3.upload_part(**upload, PartNumber=number, Body=data, ChecksumSHA256=checksum)
-                parts.append({"PartNumber": number, "ETag": sent["ETag"], "ChecksumSHA256": checksum})
+                sent = s3.upload_part(
+                    **upload, PartNumber=number, Body=data, ChecksumSHA256=checksum
+                )
+                parts.append(
+                    {"PartNumber": number, "ETag": sent["ETag"], "ChecksumSHA256": checksum}
+                )
             create_once(
-                lambda: s3.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts}, IfNoneMatch="*")
+                lambda: s3.complete_multipart_upload(
+                    **upload, MultipartUpload={"Parts": parts}, IfNoneMatch="*"
+                )
             )
         except Exception:
             s3.abort_multipart_upload(**upload)
@@ -203,11 +228,15 @@ class EndpointResources:
         return [name for name in names if is_own_name(name, self._client.endpoint)]
 
     def _models_of(self, config: str) -> list[str]:
-        return [variant["ModelName"] for variant in list_variants(self._client.describe_config(config))]
+        return [
+            variant["ModelName"] for variant in list_variants(self._client.describe_config(config))
+        ]
 
     def _delete(self, noun: str, name: str) -> None:
         named: dict[str, Any] = {f"{_NAMES[noun]}Name": name}
-        resource = self._client.call("sagemaker", f"describe_{noun}", ignored_messages=NOT_FOUND, **named)
+        resource = self._client.call(
+            "sagemaker", f"describe_{noun}", ignored_messages=NOT_FOUND, **named
+        )
         if resource is None:
             return
         if self._client.tag_of(resource[f"{_NAMES[noun]}Arn"]) != self._client.endpoint:
@@ -222,7 +251,13 @@ def _sha256(data: bytes) -> str:
 def _contains(actual: Any, desired: Any) -> bool:
     """Return whether the description, which has more fields, contains all desired ones."""
     if isinstance(desired, Mapping) and isinstance(actual, Mapping):
-        return all(key in actual and _contains(actual[key], value) for key, value in desired.items())
-    if isinstance(desired, Sequence) and not isinstance(desired, str) and isinstance(actual, Sequence):
+        return all(
+            key in actual and _contains(actual[key], value) for key, value in desired.items()
+        )
+    if (
+        isinstance(desired, Sequence)
+        and not isinstance(desired, str)
+        and isinstance(actual, Sequence)
+    ):
         return len(desired) == len(actual) and all(map(_contains, actual, desired))
     return bool(desired == actual)

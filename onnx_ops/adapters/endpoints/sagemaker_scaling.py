@@ -10,12 +10,17 @@ from onnx_ops.adapters.endpoints.sagemaker_layout import EndpointLayout
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings
 from onnx_ops.errors import RefusedError
 
-_DIMENSION = {"ServiceNamespace": "sagemaker", "ScalableDimension": "sagemaker:variant:DesiredInstanceCount"}
+_DIMENSION = {
+    "ServiceNamespace": "sagemaker",
+    "ScalableDimension": "sagemaker:variant:DesiredInstanceCount",
+}
 _POLICY = "onnx-ops-invocations"
 _UNREGISTERED = ("ObjectNotFoundException", "ValidationException")
 
 
-def find_instance_drift(description: Mapping[str, Any], settings: SageMakerSettings) -> Iterator[str]:
+def find_instance_drift(
+    description: Mapping[str, Any], settings: SageMakerSettings
+) -> Iterator[str]:
     """Yield the variants whose desired instance count is not that of the settings."""
     for variant in description.get("ProductionVariants", ()):
         count = variant.get("DesiredInstanceCount")
@@ -53,7 +58,9 @@ class VariantScaling:
         """Return whether another policy scales a variant that the settings do not scale."""
         if self._settings.scaled:
             return False
-        return any(self._policy(name) is None for name in self._targets(_variant_names(description)))
+        return any(
+            self._policy(name) is None for name in self._targets(_variant_names(description))
+        )
 
     def apply(self, layout: EndpointLayout) -> None:
         """Scale every production variant if the settings declare it. Idempotent."""
@@ -94,7 +101,9 @@ class VariantScaling:
         if not self._settings.scaled:
             return
         config = self._client.describe_config(description["EndpointConfigName"])
-        types = {v["VariantName"]: v.get("InstanceType") for v in layout.config["ProductionVariants"]}
+        types = {
+            v["VariantName"]: v.get("InstanceType") for v in layout.config["ProductionVariants"]
+        }
         for variant in config["ProductionVariants"]:
             if types.get(variant["VariantName"], "") != variant.get("InstanceType"):
                 self._deregister(variant["VariantName"])
@@ -110,7 +119,9 @@ class VariantScaling:
         if not resources:
             return {}
         try:
-            answer = self._call("describe_scalable_targets", **_DIMENSION, ResourceIds=list(resources))
+            answer = self._call(
+                "describe_scalable_targets", **_DIMENSION, ResourceIds=list(resources)
+            )
         except RefusedError:
             if self._settings.scaled:
                 raise
@@ -119,12 +130,19 @@ class VariantScaling:
 
     def _policy(self, variant: str) -> Mapping[str, Any] | None:
         """Return the metric tracked by our policy of a variant."""
-        answer = self._call("describe_scaling_policies", **self._resource(variant), PolicyNames=[_POLICY])
-        policies = [policy["TargetTrackingScalingPolicyConfiguration"] for policy in answer["ScalingPolicies"]]
+        answer = self._call(
+            "describe_scaling_policies", **self._resource(variant), PolicyNames=[_POLICY]
+        )
+        policies = [
+            policy["TargetTrackingScalingPolicyConfiguration"]
+            for policy in answer["ScalingPolicies"]
+        ]
         return policies[0] if policies else None
 
     def _deregister(self, variant: str) -> None:
-        self._call("deregister_scalable_target", ignored_codes=_UNREGISTERED, **self._resource(variant))
+        self._call(
+            "deregister_scalable_target", ignored_codes=_UNREGISTERED, **self._resource(variant)
+        )
 
     def _call(self, operation: str, **request: Any) -> Any:
         return self._client.call("application-autoscaling", operation, **request)

@@ -25,14 +25,17 @@ _Shift = Annotated[int, Ge(0), Le(50)]
 class SageMakerSettings(AwsAccess, ContainerOptions):
     """Settings of one endpoint, and options of its server; see docs/sagemaker.md. Limits are those of the service."""
 
-    role: Annotated[str, Pattern(r"arn:aws[a-z-]*:iam::\d{12}:role/?[a-zA-Z_0-9+=,.@\-_/]+", "the ARN of a role")]
+    role: Annotated[
+        str,
+        Pattern(r"arn:aws[a-z-]*:iam::\d{12}:role/?[a-zA-Z_0-9+=,.@\-_/]+", "the ARN of a role"),
+    ]
     image: Annotated[str, Pattern(r"\S{1,255}", "an image")]
     bucket: Annotated[str, Pattern(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", "the name of a bucket")]
     prefix: str = "onnx-ops"
     strategy: Literal["ab", "guarded"] = "ab"
-    instance_type: Annotated[str, Pattern(r"ml\.[a-z0-9-]+\.[a-z0-9-]+", "an instance type, such as ml.c6i.large")] = (
-        "ml.c6i.large"
-    )
+    instance_type: Annotated[
+        str, Pattern(r"ml\.[a-z0-9-]+\.[a-z0-9-]+", "an instance type, such as ml.c6i.large")
+    ] = "ml.c6i.large"
     instance_count: Annotated[int, Ge(1), Le(1000)] = 1
     memory: Annotated[int | None, Unit("B"), Ge(1024 * _MIB), Le(6144 * _MIB)] = None
     max_concurrency: Annotated[int, Ge(1), Le(200)] = 5
@@ -89,8 +92,14 @@ class SageMakerSettings(AwsAccess, ContainerOptions):
 
 def read_sagemaker_settings(given: Mapping[str, Json], *, where: str = "") -> SageMakerSettings:
     """Return the settings of an endpoint; raise SettingsError if they are wrong or contradict each other."""
-    remedy = "" if {"role", "image", "bucket"} <= set(given) else "See `onnx-ops docs sagemaker` for how to make them."
-    return bind_settings(given, SageMakerSettings, where=where, remedy=remedy, rules=_find_contradictions)
+    remedy = (
+        ""
+        if {"role", "image", "bucket"} <= set(given)
+        else "See `onnx-ops docs sagemaker` for how to make them."
+    )
+    return bind_settings(
+        given, SageMakerSettings, where=where, remedy=remedy, rules=_find_contradictions
+    )
 
 
 def _find_contradictions(settings: SageMakerSettings) -> Iterator[tuple[str, str]]:
@@ -122,11 +131,27 @@ def _find_contradictions(settings: SageMakerSettings) -> Iterator[tuple[str, str
 def _find_serverless_contradictions(settings: SageMakerSettings) -> Iterator[tuple[str, str]]:
     """Yield what the service refuses for an endpoint without instances."""
     rules = (
-        ("memory", "a serverless endpoint has one variant: strategy must be guarded", not settings.guarded),
+        (
+            "memory",
+            "a serverless endpoint has one variant: strategy must be guarded",
+            not settings.guarded,
+        ),
         ("memory", "must be a multiple of 1 GiB", settings.memory_mib % 1024 != 0),
-        ("subnets", "a serverless endpoint has no VPC", bool(settings.subnets or settings.security_groups)),
+        (
+            "subnets",
+            "a serverless endpoint has no VPC",
+            bool(settings.subnets or settings.security_groups),
+        ),
         ("isolated", "a serverless endpoint has no network isolation", settings.isolated),
-        ("capture_percent", "a serverless endpoint has no data capture", settings.capture_percent > 0),
-        ("max_instances", "a serverless endpoint scales automatically; leave it out", settings.scaled),
+        (
+            "capture_percent",
+            "a serverless endpoint has no data capture",
+            settings.capture_percent > 0,
+        ),
+        (
+            "max_instances",
+            "a serverless endpoint scales automatically; leave it out",
+            settings.scaled,
+        ),
     )
     yield from ((name, text) for name, text, wrong in rules if wrong)

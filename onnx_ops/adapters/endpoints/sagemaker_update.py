@@ -10,14 +10,22 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from onnx_ops.adapters.aws import describe_alarms, translate_errors
-from onnx_ops.adapters.endpoints.sagemaker_client import IN_PROGRESS, NOT_FOUND, GenerationFence, SageMakerClient
+from onnx_ops.adapters.endpoints.sagemaker_client import (
+    IN_PROGRESS,
+    NOT_FOUND,
+    GenerationFence,
+    SageMakerClient,
+)
 from onnx_ops.adapters.endpoints.sagemaker_layout import EndpointLayout, has_weights
 from onnx_ops.adapters.endpoints.sagemaker_scaling import VariantScaling, find_instance_drift
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings
 from onnx_ops.errors import AlarmRollbackError, InfrastructureError, NotFoundError, RefusedError
 
 _BUSY = frozenset({"Creating", "Updating", "SystemUpdating", "RollingBack", "Deleting"})
-_NOT_RETAINED = [{"VariantPropertyType": "DesiredWeight"}, {"VariantPropertyType": "DataCaptureConfig"}]
+_NOT_RETAINED = [
+    {"VariantPropertyType": "DesiredWeight"},
+    {"VariantPropertyType": "DataCaptureConfig"},
+]
 """Weights and capture come from the new config."""
 _COUNT_NOT_RETAINED = {"VariantPropertyType": "DesiredInstanceCount"}
 """Nor are instance counts retained, unless autoscaling sets them."""
@@ -35,7 +43,12 @@ class EndpointUpdate:
     """
 
     def __init__(
-        self, client: SageMakerClient, fence: GenerationFence, generation: int, *, is_rollback: bool = False
+        self,
+        client: SageMakerClient,
+        fence: GenerationFence,
+        generation: int,
+        *,
+        is_rollback: bool = False,
     ) -> None:
         self._client = client
         self._settings = client.settings
@@ -62,7 +75,9 @@ class EndpointUpdate:
         def step() -> bool | None:
             description = self._client.describe()
             if description is not None and description["EndpointStatus"] == "InService":
-                has_counts = not (self._sets_counts and any(find_instance_drift(description, self._settings)))
+                has_counts = not (
+                    self._sets_counts and any(find_instance_drift(description, self._settings))
+                )
                 has_config = layout.has_config(description.get("EndpointConfigName", ""))
                 if has_counts and has_config and has_weights(description, layout.weights):
                     return True
@@ -82,7 +97,9 @@ class EndpointUpdate:
         def step() -> bool | None:
             nonlocal reads
             description = self._client.describe()
-            names = [one["VariantName"] for one in (description or {}).get("ProductionVariants", ())]
+            names = [
+                one["VariantName"] for one in (description or {}).get("ProductionVariants", ())
+            ]
             if description is None or variant not in names or not self._client.is_ours(description):
                 raise NotFoundError(f"no variant {variant} runs", where=self._client.endpoint)
             weights = {name: 100.0 if name == variant else 0.0 for name in names}
@@ -97,15 +114,24 @@ class EndpointUpdate:
 
         self._client.converge(step, "the endpoint did not get its weights in time")
 
-    def _set_weights(self, weights: Mapping[str, float], count: Mapping[str, int] | None = None) -> bool:
+    def _set_weights(
+        self, weights: Mapping[str, float], count: Mapping[str, int] | None = None
+    ) -> bool:
         """Request weights; return whether the endpoint was not busy."""
-        desired = [{"VariantName": name, "DesiredWeight": weight, **(count or {})} for name, weight in weights.items()]
-        return self._request("update_endpoint_weights_and_capacities", DesiredWeightsAndCapacities=desired)
+        desired = [
+            {"VariantName": name, "DesiredWeight": weight, **(count or {})}
+            for name, weight in weights.items()
+        ]
+        return self._request(
+            "update_endpoint_weights_and_capacities", DesiredWeightsAndCapacities=desired
+        )
 
     def _request(self, operation: str, *ignored: str, **request: Any) -> bool:
         """Make a request about the endpoint; return whether it was accepted."""
         request["EndpointName"] = self._client.endpoint
-        answer = self._client.call("sagemaker", operation, ignored_messages=ignored or IN_PROGRESS, **request)
+        answer = self._client.call(
+            "sagemaker", operation, ignored_messages=ignored or IN_PROGRESS, **request
+        )
         return answer is not None
 
     def _advance(self, description: Mapping[str, Any] | None, layout: EndpointLayout) -> None:
@@ -114,7 +140,10 @@ class EndpointUpdate:
             self._refuse_alarmed(layout, description)
         if description is None:
             if not self._requested or self._is_deleted or self._was_ignored():
-                config = {"EndpointConfigName": layout.config_name, "Tags": list(layout.config["Tags"])}
+                config = {
+                    "EndpointConfigName": layout.config_name,
+                    "Tags": list(layout.config["Tags"]),
+                }
                 self._request("create_endpoint", "already existing", **config)
                 self._requested, self._is_deleted, self._unchanged_reads = "create", False, 0
             return
@@ -140,7 +169,10 @@ class EndpointUpdate:
     def _update(self, description: Mapping[str, Any], layout: EndpointLayout) -> None:
         settings = self._settings
         self._modified = description.get("LastModifiedTime")
-        if layout.has_config(description["EndpointConfigName"]) and description["EndpointStatus"] == "InService":
+        if (
+            layout.has_config(description["EndpointConfigName"])
+            and description["EndpointStatus"] == "InService"
+        ):
             count = {"DesiredInstanceCount": settings.instance_count} if self._sets_counts else {}
             accepted = self._set_weights(layout.weights, count)
         else:
@@ -149,18 +181,31 @@ class EndpointUpdate:
             if not settings.serverless:
                 excluded = _NOT_RETAINED + [_COUNT_NOT_RETAINED] * self._sets_counts
                 request["ExcludeRetainedVariantProperties"] = excluded
-            variants = {variant["VariantName"] for variant in description.get("ProductionVariants", ())}
-            if settings.guarded and variants == set(layout.weights):  # no update that brings others is guarded
+            variants = {
+                variant["VariantName"] for variant in description.get("ProductionVariants", ())
+            }
+            if settings.guarded and variants == set(
+                layout.weights
+            ):  # no update that brings others is guarded
                 request["DeploymentConfig"] = self._guard(layout)
-            accepted = self._request("update_endpoint", EndpointConfigName=layout.config_name, **request)
+            accepted = self._request(
+                "update_endpoint", EndpointConfigName=layout.config_name, **request
+            )
         if accepted:
-            self._requested, self._has_begun, self._unchanged_reads, self._failures = "update", False, 0, 0
+            self._requested, self._has_begun, self._unchanged_reads, self._failures = (
+                "update",
+                False,
+                0,
+                0,
+            )
 
     def _guard(self, layout: EndpointLayout) -> dict[str, Any]:
         """Return how the traffic is shifted, and under which alarms, none of which may be firing."""
         states = self._alarm_states()
         firing = [name for name, state in states.items() if state.startswith("ALARM")]
-        if self._fence.has_reached(layout.config_name):  # restores what was there: nothing new to guard
+        if self._fence.has_reached(
+            layout.config_name
+        ):  # restores what was there: nothing new to guard
             quiet = [name for name in states if name not in firing]
             return build_deployment_config(self._settings, quiet, at_once=bool(firing))
         if firing:
@@ -174,7 +219,9 @@ class EndpointUpdate:
             self._fence.begin_update(layout.config_name, states)
         return build_deployment_config(self._settings, list(states), at_once=self._is_rollback)
 
-    def _refuse_alarmed(self, layout: EndpointLayout, description: Mapping[str, Any] | None) -> None:
+    def _refuse_alarmed(
+        self, layout: EndpointLayout, description: Mapping[str, Any] | None
+    ) -> None:
         """Raise AlarmRollbackError if an update to this layout was started, and an alarm has changed its state since.
 
         The update was not finished, or the layout would be in service. An alarm that is quiet again counts, too: in
@@ -206,7 +253,9 @@ class EndpointUpdate:
             )
         states = {}
         for name in self._alarms:
-            since = alarms[name].get("StateTransitionedTimestamp") or alarms[name].get("StateUpdatedTimestamp", "")
+            since = alarms[name].get("StateTransitionedTimestamp") or alarms[name].get(
+                "StateUpdatedTimestamp", ""
+            )
             states[name] = f"{alarms[name]['StateValue']} {since}"
         return states
 
@@ -231,7 +280,9 @@ class EndpointUpdate:
                 )
             if self._alarms:
                 self._fence.end_update(layout.config_name)
-            raise InfrastructureError("SageMaker reverted the update", where=endpoint, why=why, remedy=_TAKEN_BACK)
+            raise InfrastructureError(
+                "SageMaker reverted the update", where=endpoint, why=why, remedy=_TAKEN_BACK
+            )
         if self._was_ignored():
             self._requested = ""
         return not self._requested
@@ -241,9 +292,14 @@ class EndpointUpdate:
         return self._unchanged_reads >= _STALE_READS
 
 
-def build_deployment_config(settings: SageMakerSettings, alarms: list[str], *, at_once: bool) -> dict[str, Any]:
+def build_deployment_config(
+    settings: SageMakerSettings, alarms: list[str], *, at_once: bool
+) -> dict[str, Any]:
     """Return how SageMaker shifts the traffic: at once, or by the settings."""
-    routing: dict[str, Any] = {"Type": "ALL_AT_ONCE", "WaitIntervalInSeconds": 0 if at_once else int(settings.wait)}
+    routing: dict[str, Any] = {
+        "Type": "ALL_AT_ONCE",
+        "WaitIntervalInSeconds": 0 if at_once else int(settings.wait),
+    }
     if settings.canary_percent and not at_once:
         size = {"Type": "CAPACITY_PERCENT", "Value": settings.canary_percent}
         routing |= {"Type": "CANARY", "CanarySize": size}

@@ -16,7 +16,11 @@ from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.export import ExportRequest
 
-_CLASSIFIER_OPTIONS = {"nocl": [True, False], "zipmap": [True, False, "columns"], "raw_scores": [True, False]}
+_CLASSIFIER_OPTIONS = {
+    "nocl": [True, False],
+    "zipmap": [True, False, "columns"],
+    "raw_scores": [True, False],
+}
 
 
 class _BoostedExporter(SklearnExporter):
@@ -32,14 +36,18 @@ class _BoostedExporter(SklearnExporter):
     """Names of classes, and whether they classify."""
 
     def export(self, model: object, request: ExportRequest) -> None:
-        if type(model).__name__ == "Booster" or type(model).__module__.startswith(f"{self._package}.basic"):
+        if type(model).__name__ == "Booster" or type(model).__module__.startswith(
+            f"{self._package}.basic"
+        ):
             raise UserError(
                 f"{self._package}'s Booster does not contain the type of its answers",
                 where="export",
                 remedy=f"`train.run` must return {self._native}, or a pipeline that ends in one.",
             )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # onnxmltools tries to import all frameworks, and reports missing ones
+            warnings.simplefilter(
+                "ignore"
+            )  # onnxmltools tries to import all frameworks, and reports missing ones
             from skl2onnx import update_registered_converter
             from skl2onnx.common import shape_calculator as shapes
 
@@ -100,7 +108,9 @@ class LightgbmExporter(_BoostedExporter):
             warnings.simplefilter("ignore")  # see above
             converter: Any = importlib.import_module(f"onnxmltools.convert.{self._converter[0]}")
         strict = converter.json
-        converter.json = SimpleNamespace(**{**vars(strict), "loads": functools.partial(strict.loads, strict=False)})
+        converter.json = SimpleNamespace(
+            **{**vars(strict), "loads": functools.partial(strict.loads, strict=False)}
+        )
         try:
             super().export(model, request)
         finally:

@@ -37,7 +37,9 @@ class CallBinding:
 
     def pack(self, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and keyword arguments from values by input."""
-        return tuple(values[name] for name in self.positional), {name: values[name] for name in self.keyword}
+        return tuple(values[name] for name in self.positional), {
+            name: values[name] for name in self.keyword
+        }
 
     def by_parameter(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return values by input as values by parameter, a tuple for the `*parameter`."""
@@ -48,7 +50,12 @@ class CallBinding:
 
 
 def bind_call(
-    function: Callable[..., Any], inputs: Collection[str], *, owner: str, ordered: bool, renamed: bool = True
+    function: Callable[..., Any],
+    inputs: Collection[str],
+    *,
+    owner: str,
+    ordered: bool,
+    renamed: bool = True,
 ) -> CallBinding:
     """Bind inputs to the parameters of their names.
 
@@ -66,10 +73,16 @@ def bind_call(
     parameters = inspect.signature(function).parameters
     named = _list_named(parameters)
     required = [name for name, parameter in named.items() if parameter.default is Parameter.empty]
-    variadic = next((name for name, p in parameters.items() if p.kind is Parameter.VAR_POSITIONAL), "")
+    variadic = next(
+        (name for name, p in parameters.items() if p.kind is Parameter.VAR_POSITIONAL), ""
+    )
     if variadic and not required and not named.keys() & set(inputs):
-        check_order(inputs, ordered=ordered, owner=owner, why=f"it takes all of its inputs in `*{variadic}`")
-        return CallBinding(positional=dict.fromkeys(inputs, variadic), keyword=(), variadic=variadic)
+        check_order(
+            inputs, ordered=ordered, owner=owner, why=f"it takes all of its inputs in `*{variadic}`"
+        )
+        return CallBinding(
+            positional=dict.fromkeys(inputs, variadic), keyword=(), variadic=variadic
+        )
     if renamed and (only := _find_only(named, required, inputs)):
         return CallBinding(positional=dict.fromkeys(inputs, only), keyword=())
     if variadic and (unnamed := [name for name in inputs if name not in named]):
@@ -86,13 +99,19 @@ def bind_call(
 def _list_named(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
     """Return the parameters that take one argument of their name."""
     variadic_kinds = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-    return {name: parameter for name, parameter in parameters.items() if parameter.kind not in variadic_kinds}
+    return {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.kind not in variadic_kinds
+    }
 
 
 def _bind_by_name(named: Mapping[str, Parameter], inputs: Collection[str]) -> CallBinding:
     """Bind inputs to the parameters of the same names, by keyword wherever possible."""
     positional = [
-        name for name, parameter in named.items() if name in inputs and parameter.kind is Parameter.POSITIONAL_ONLY
+        name
+        for name, parameter in named.items()
+        if name in inputs and parameter.kind is Parameter.POSITIONAL_ONLY
     ]
     return CallBinding(
         positional={name: name for name in positional},
@@ -100,7 +119,9 @@ def _bind_by_name(named: Mapping[str, Parameter], inputs: Collection[str]) -> Ca
     )
 
 
-def _find_only(named: Mapping[str, Parameter], required: Sequence[str], inputs: Collection[str]) -> str:
+def _find_only(
+    named: Mapping[str, Parameter], required: Sequence[str], inputs: Collection[str]
+) -> str:
     """Return the parameter that takes a single input of another name; empty if there is none."""
     if len(inputs) != 1 or len(required) > 1 or named.keys() & set(inputs):
         return ""
@@ -109,7 +130,11 @@ def _find_only(named: Mapping[str, Parameter], required: Sequence[str], inputs: 
 
 
 def check_names(
-    inputs: Collection[str], names: Collection[str], *, owner: str, required: Collection[str] | None = None
+    inputs: Collection[str],
+    names: Collection[str],
+    *,
+    owner: str,
+    required: Collection[str] | None = None,
 ) -> None:
     """Check that each input is a name that the model takes, and that none is missing.
 
@@ -130,7 +155,9 @@ def check_names(
             remedy=suggest(unknown[0], [name for name in names if name not in inputs], remedy),
         )
     remedy += f" One that is the same for all rows is a value: `values: {{{missing[0]}: VALUE}}`."
-    raise UserError(f"{owner} also takes {missing[0]!r}", where=WHERE, why=f"it takes {listed}", remedy=remedy)
+    raise UserError(
+        f"{owner} also takes {missing[0]!r}", where=WHERE, why=f"it takes {listed}", remedy=remedy
+    )
 
 
 def _format_names(names: Collection[str]) -> str:

@@ -48,7 +48,10 @@ def load_keras(file: Path) -> Any:
 
 def _import_classes(path: Path) -> None:
     """Import the modules of a `.keras` file's custom classes, to register them: Keras imports only its own."""
-    with contextlib.suppress(zipfile.BadZipFile, KeyError, ValueError), zipfile.ZipFile(path) as archive:
+    with (
+        contextlib.suppress(zipfile.BadZipFile, KeyError, ValueError),
+        zipfile.ZipFile(path) as archive,
+    ):
         for module in sorted(set(_own_modules(json.loads(archive.read("config.json"))))):
             importlib.import_module(module)
 
@@ -103,6 +106,12 @@ def _read_names(model: Any) -> list[str] | None:
 
 def _names_parameters(model: Any, names: Collection[str]) -> bool:
     """Return whether `call` of a subclassed model has a parameter of an input's name, or needs several arguments."""
-    parameters = [p for name, p in inspect.signature(model.call).parameters.items() if name not in _CONTEXT]
-    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    parameters = [
+        p for name, p in inspect.signature(model.call).parameters.items() if name not in _CONTEXT
+    ]
+    required = [
+        p
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     return len(required) > 1 or any(p.name in names for p in parameters)

@@ -35,7 +35,9 @@ def check_convertible(parts: list[object], *, last: object) -> None:
         package = type(part).__module__.partition(".")[0]
         faults = {"xgboost": _xgboost, "lightgbm": _lightgbm, "sklearn": _sklearn}.get(package)
         for what, why, remedy in () if faults is None else faults(part):
-            raise UserError(f"{what} cannot be converted faithfully", where="export", why=why, remedy=remedy)
+            raise UserError(
+                f"{what} cannot be converted faithfully", where="export", why=why, remedy=remedy
+            )
 
 
 def _xgboost(part: Any) -> Iterator[ConversionDefect]:
@@ -49,7 +51,11 @@ def _xgboost(part: Any) -> Iterator[ConversionDefect]:
             "Boost single trees (`num_parallel_tree: 1`), or use a forest of scikit-learn or LightGBM.",
         )
     if (booster := settings.get("booster")) in ("dart", "gblinear"):
-        yield f"{name} with booster {booster}", "onnxmltools reads only plain trees", "Use booster gbtree."
+        yield (
+            f"{name} with booster {booster}",
+            "onnxmltools reads only plain trees",
+            "Use booster gbtree.",
+        )
     others = {
         "survival:cox": "Train with another objective, such as reg:squarederror on the logarithm of the target.",
         "reg:logistic": "Train an XGBClassifier with binary:logistic.",
@@ -75,8 +81,17 @@ def _lightgbm(part: Any) -> Iterator[ConversionDefect]:
     settings = {**part.get_params(), **getattr(part, "_other_params", {})}
     name = type(part).__name__
     if "rf" in (settings.get("boosting_type"), settings.get("boosting")):
-        yield f"{name} with boosting rf", _DIFFERS, "Use boosting gbdt or dart, or a forest of scikit-learn."
-    if settings.get("objective") in ("cross_entropy", "xentropy", "cross_entropy_lambda", "xentlambda"):
+        yield (
+            f"{name} with boosting rf",
+            _DIFFERS,
+            "Use boosting gbdt or dart, or a forest of scikit-learn.",
+        )
+    if settings.get("objective") in (
+        "cross_entropy",
+        "xentropy",
+        "cross_entropy_lambda",
+        "xentlambda",
+    ):
         yield (
             f"{name} with objective {settings['objective']}",
             "onnxmltools does not know this objective",
@@ -93,7 +108,12 @@ def _lightgbm(part: Any) -> Iterator[ConversionDefect]:
     if settings.get("zero_as_missing"):
         remedy = "Replace 0 by NaN in the data and leave out zero_as_missing."
         yield f"{name} with zero_as_missing", _DIFFERS, remedy
-    if str(getattr(part, "objective_", settings.get("objective"))) in ("multiclassova", "multiclass_ova", "ova", "ovr"):
+    if str(getattr(part, "objective_", settings.get("objective"))) in (
+        "multiclassova",
+        "multiclass_ova",
+        "ova",
+        "ovr",
+    ):
         yield f"{name} with objective multiclassova", _DIFFERS, "Use objective multiclass."
 
 
@@ -108,7 +128,11 @@ def _histogram_boosting(part: Any) -> Iterator[ConversionDefect]:
         remedy = "Encode the column in a ColumnTransformer, and set categorical_features=None."
         yield f"{name} with categorical_features", _DIFFERS, remedy
     if getattr(part, "loss", "") in ("poisson", "gamma"):
-        yield f"{name} with loss {part.loss}", _DIFFERS, "Train with squared_error on the logarithm of the target."
+        yield (
+            f"{name} with loss {part.loss}",
+            _DIFFERS,
+            "Train with squared_error on the logarithm of the target.",
+        )
 
 
 def _neighbors(part: Any) -> Iterator[ConversionDefect]:
@@ -131,7 +155,11 @@ def _stochastic_gradient(part: Any) -> Iterator[ConversionDefect]:
 
 def _imputer(part: Any) -> Iterator[ConversionDefect]:
     if part.add_indicator:
-        yield "SimpleImputer with add_indicator", "skl2onnx leaves the indicators out", "Leave out add_indicator."
+        yield (
+            "SimpleImputer with add_indicator",
+            "skl2onnx leaves the indicators out",
+            "Leave out add_indicator.",
+        )
 
 
 def _one_hot(part: Any) -> Iterator[ConversionDefect]:
@@ -151,7 +179,11 @@ def _bins(part: Any) -> Iterator[ConversionDefect]:
 
 def _tree_embedding(part: Any) -> Iterator[ConversionDefect]:
     if part.sparse_output:
-        yield "RandomTreesEmbedding with sparse output", _SPARSE, "Use sparse_output=False: the same numbers."
+        yield (
+            "RandomTreesEmbedding with sparse output",
+            _SPARSE,
+            "Use sparse_output=False: the same numbers.",
+        )
 
 
 def _cluster_step(part: Any) -> Iterator[ConversionDefect]:

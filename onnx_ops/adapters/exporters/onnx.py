@@ -22,7 +22,13 @@ from onnx_ops.onnx_graph.compatibility import (
     explain_version_limits,
     suggest_versions,
 )
-from onnx_ops.onnx_graph.files import copy_model, find_model_file, read_model, read_structure, write_model
+from onnx_ops.onnx_graph.files import (
+    copy_model,
+    find_model_file,
+    read_model,
+    read_structure,
+    write_model,
+)
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.rewrites import restore_metadata
 from onnx_ops.ports import Exporter
@@ -31,7 +37,9 @@ from onnx_ops.ports.export import ExportRequest
 
 FILE = "model.onnx"
 
-_THIS_BUILD = Target(name="this-build", description="What the ONNX Runtime of this installation accepts.")
+_THIS_BUILD = Target(
+    name="this-build", description="What the ONNX Runtime of this installation accepts."
+)
 
 
 class OnnxExporter(Exporter):
@@ -76,7 +84,10 @@ class OnnxExporter(Exporter):
         converts = section.options.get(CONVERT, False)
         if not isinstance(converts, bool):
             raise UserError(f"{CONVERT} must be true or false", where="export.options")
-        if converts and (model_info.opsets.get("", 0), model_info.ir_version) != (section.opset, section.ir_version):
+        if converts and (model_info.opsets.get("", 0), model_info.ir_version) != (
+            section.opset,
+            section.ir_version,
+        ):
             convert_opset(source, request.path, section)
             return
         if why := explain_newer_version(model_info, section):
@@ -95,19 +106,25 @@ class OnnxExporter(Exporter):
         check_libraries(self._custom_ops, "the target")
         path = Path(str(model))
         newer = explain_version_limits(read_model_info(path), _THIS_BUILD)
-        with convert_refusals("the model", Exception):  # numpy kernels raise many types of exceptions
+        with convert_refusals(
+            "the model", Exception
+        ):  # numpy kernels raise many types of exceptions
             if newer:
                 from onnx.reference import ReferenceEvaluator
 
                 evaluator = ReferenceEvaluator(read_model(path))
-                return dict(zip(evaluator.output_names, evaluator.run(None, dict(inputs)), strict=True))
+                return dict(
+                    zip(evaluator.output_names, evaluator.run(None, dict(inputs)), strict=True)
+                )
             ort = importlib.import_module("onnxruntime")
             options = ort.SessionOptions()
             options.log_severity_level = 3
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
             for library in self._custom_ops:
                 options.register_custom_ops_library(library.path)
-            session: Any = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            session: Any = ort.InferenceSession(
+                str(path), options, providers=["CPUExecutionProvider"]
+            )
             names = [output.name for output in session.get_outputs()]
             return dict(zip(names, session.run(names, dict(inputs)), strict=True))
 

@@ -42,7 +42,13 @@ class PaddleExporter(Exporter):
     tools: tuple[str, ...] = ("paddlepaddle", "numpy")
     options: tuple[str, ...] = ()
     converters: tuple[str, ...] = ("paddle2onnx", "onnx")
-    requirements = ("numpy==2.4.6", "onnx==1.23.2", "paddle2onnx==2.0.1", "paddlepaddle==3.3.1", "setuptools==80.9.0")
+    requirements = (
+        "numpy==2.4.6",
+        "onnx==1.23.2",
+        "paddle2onnx==2.0.1",
+        "paddlepaddle==3.3.1",
+        "setuptools==80.9.0",
+    )
 
     def save(self, model: object, folder: Path) -> None:
         """Save a static layer with `paddle.jit.save`."""
@@ -53,7 +59,9 @@ class PaddleExporter(Exporter):
         )
         if not static:
             remedy = "Return paddle.jit.to_static(layer, input_spec=[InputSpec([None, …], 'float32', 'x')])."
-            raise UserError(f"{type(model).__name__} is not a static layer", where="train.run", remedy=remedy)
+            raise UserError(
+                f"{type(model).__name__} is not a static layer", where="train.run", remedy=remedy
+            )
         model.eval()  # type: ignore[attr-defined]
         paddle.jit.save(model, str(folder / STEM))
 
@@ -78,7 +86,10 @@ class PaddleExporter(Exporter):
             path = folder / "converted.onnx"
             with convert_failures("paddle2onnx cannot convert the layer"):
                 importlib.import_module("paddle2onnx").export(
-                    str(source), str(source.with_suffix(".pdiparams")), str(path), opset_version=section.opset
+                    str(source),
+                    str(source.with_suffix(".pdiparams")),
+                    str(path),
+                    opset_version=section.opset,
                 )
                 converted = read_model(path)
         inputs = list(converted.graph.input)
@@ -116,4 +127,6 @@ def _call(model: Any, inputs: Tensors) -> Any:
     paddle: Any = importlib.import_module("paddle")
     places = _find_places(model, inputs)
     with paddle.no_grad():
-        return model(*(paddle.to_tensor(inputs[name]) for name in sorted(inputs, key=places.__getitem__)))
+        return model(
+            *(paddle.to_tensor(inputs[name]) for name in sorted(inputs, key=places.__getitem__))
+        )

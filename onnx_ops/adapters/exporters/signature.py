@@ -37,13 +37,21 @@ def name_outputs(answer: object) -> dict[str, Any]:
 
 def find_file(folder: Path, name: str) -> Path:
     """Return the file of that name, else the only file of the folder."""
-    files = [folder / name] if (folder / name).is_file() else [path for path in folder.iterdir() if path.is_file()]
+    files = (
+        [folder / name]
+        if (folder / name).is_file()
+        else [path for path in folder.iterdir() if path.is_file()]
+    )
     if len(files) != 1:
-        raise NotFoundError(f"there is no {name}, and the folder does not hold exactly one file", where=str(folder))
+        raise NotFoundError(
+            f"there is no {name}, and the folder does not hold exactly one file", where=str(folder)
+        )
     return files[0]
 
 
-def find_file_with_suffix(folder: Path, suffix: str, remedy: str = "There must be exactly one.") -> Path:
+def find_file_with_suffix(
+    folder: Path, suffix: str, remedy: str = "There must be exactly one."
+) -> Path:
     """Return the only file of the folder with that suffix."""
     files = sorted(folder.glob(f"*{suffix}"))
     if len(files) != 1:
@@ -86,7 +94,8 @@ def rename_values(graph: Any, names: Mapping[str, str]) -> None:
 
 @contextmanager
 def convert_failures(
-    what: str, remedy: str = "Look for the operator that it names; another opset, or other layers, may be convertible."
+    what: str,
+    remedy: str = "Look for the operator that it names; another opset, or other layers, may be convertible.",
 ) -> Iterator[None]:
     """Raise any exception of a converter as UserError, with the converter's own message."""
     try:
@@ -135,7 +144,10 @@ def find_section_problems(
     for name, axes in section.dynamic.items():
         if name not in samples:
             remedy = suggest(name, samples, f"There are {', '.join(samples)}.")
-            yield ("dynamic", name), UserError(f"no input is called {name!r}", where="export.dynamic", remedy=remedy)
+            yield (
+                ("dynamic", name),
+                UserError(f"no input is called {name!r}", where="export.dynamic", remedy=remedy),
+            )
             continue
         rank = samples[name].ndim
         for axis, symbol in axes.items():
@@ -143,8 +155,14 @@ def find_section_problems(
                 text = f"input {name} has axes 0 to {rank - 1}, not {axis}"
                 yield ("dynamic", name, axis), UserError(text, where="export.dynamic")
             if not symbol.isidentifier():
-                text, remedy = f"{symbol!r} is not the name of a dimension", "Write it like `batch`."
-                yield ("dynamic", name, axis), UserError(text, where="export.dynamic", remedy=remedy)
+                text, remedy = (
+                    f"{symbol!r} is not the name of a dimension",
+                    "Write it like `batch`.",
+                )
+                yield (
+                    ("dynamic", name, axis),
+                    UserError(text, where="export.dynamic", remedy=remedy),
+                )
     for name in section.options:
         if name not in options:
             what = f"exporter {section.framework} has no option {name!r}"

@@ -115,17 +115,25 @@ def _interpolate_calibration() -> Iterator[None]:
     name = "_transform_isotonic"
     original = getattr(module, name)
 
-    def transform(scope: Any, container: Any, model: Any, scores: str, k: int, _: Any, proto_type: int) -> str:
+    def transform(
+        scope: Any, container: Any, model: Any, scores: str, k: int, _: Any, proto_type: int
+    ) -> str:
         value = scope.get_unique_variable_name("calibration_scores")
         shape = scope.get_unique_variable_name("calibration_shape")
         container.add_initializer(shape, 7, [2], [-1, 1])  # int64
-        container.add_node("Reshape", [scores, shape], value, name=scope.get_unique_operator_name("Reshape"))
+        container.add_node(
+            "Reshape", [scores, shape], value, name=scope.get_unique_operator_name("Reshape")
+        )
         calibrator = model.calibrators[k]
         for operator, array in interpolate(calibrator.X_thresholds_, calibrator.y_thresholds_):
             constant = scope.get_unique_variable_name("calibration")
-            container.add_initializer(constant, proto_type, list(array.shape), array.ravel().tolist())
+            container.add_initializer(
+                constant, proto_type, list(array.shape), array.ravel().tolist()
+            )
             result = scope.get_unique_variable_name("calibrated")
-            container.add_node(operator, [value, constant], result, name=scope.get_unique_operator_name(operator))
+            container.add_node(
+                operator, [value, constant], result, name=scope.get_unique_operator_name(operator)
+            )
             value = result
         return str(value)
 

@@ -25,7 +25,12 @@ from onnx_ops.adapters.exporters.sklearn_signature import (
     get_last_step,
     tidy_outputs,
 )
-from onnx_ops.adapters.exporters.sklearn_wrappers import Step, list_estimators, rewrite_model, unwrap_search
+from onnx_ops.adapters.exporters.sklearn_wrappers import (
+    Step,
+    list_estimators,
+    rewrite_model,
+    unwrap_search,
+)
 from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.files import write_model
 from onnx_ops.onnx_graph.rewrites import renumber_names
@@ -80,7 +85,9 @@ class SklearnExporter(TreeExporter):
                 remedy="It must be written by joblib or pickle, with the versions installed here.",
             ) from error
 
-    def _convert_loadable(self, model: object, layout: InputLayout, opset: int) -> tuple[Any, InputLayout]:
+    def _convert_loadable(
+        self, model: object, layout: InputLayout, opset: int
+    ) -> tuple[Any, InputLayout]:
         """Return a graph that loads, and its layout: in float32 if the operators that it needs have no other type.
 
         Trees, nearest neighbours, kernels and others have no float64, and scalers before them no integers.
@@ -132,7 +139,9 @@ class SklearnExporter(TreeExporter):
         rows = build_rows(model, {name: array[:1] for name, array in samples.items()}, "float64")
         for value in converted.graph.output:
             dimensions = value.type.tensor_type.shape.dim
-            if value.name == VARIABLE and len(dimensions) == 2:  # converters of ensembles always declare one target
+            if (
+                value.name == VARIABLE and len(dimensions) == 2
+            ):  # converters of ensembles always declare one target
                 dimensions[1].dim_value = _answers(model, rows)[VARIABLE].shape[1]
         route_missing_values(converted, rewritten)
         renumber_names(converted, _GENERATED)
@@ -144,7 +153,9 @@ class SklearnExporter(TreeExporter):
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
         """Run the estimator; for float32 with rounded weights, so that their rounding counts as noise of the source."""
-        estimator: Any = _round_in_place(copy.deepcopy(model), set()) if precision == "float32" else model
+        estimator: Any = (
+            _round_in_place(copy.deepcopy(model), set()) if precision == "float32" else model
+        )
         rows = build_rows(model, inputs, precision)
         try:
             with warnings.catch_warnings():
@@ -178,7 +189,9 @@ def list_outputs(model: object) -> tuple[str, ...]:
     if is_regressor(model) or is_ranker or not hasattr(model, "predict"):
         return (VARIABLE,)
     if is_outlier_detector(model):
-        return (SCORES,) if type(get_last_step(model)).__name__ == "OneClassSVM" else (LABEL, SCORES)
+        return (
+            (SCORES,) if type(get_last_step(model)).__name__ == "OneClassSVM" else (LABEL, SCORES)
+        )
     return (LABEL, PROBABILITIES) if hasattr(model, "predict_proba") else (LABEL,)
 
 
@@ -214,8 +227,14 @@ def _check_estimator(model: object) -> None:
 
     name = type(get_last_step(model)).__name__
     if not hasattr(model, "predict") and not hasattr(model, "transform"):
-        what = f"{name} has neither `predict` nor `transform`, so that it gives no answer for new rows"
-        remedy = "Set novelty=True." if name == "LocalOutlierFactor" else "Return a fitted estimator that has one."
+        what = (
+            f"{name} has neither `predict` nor `transform`, so that it gives no answer for new rows"
+        )
+        remedy = (
+            "Set novelty=True."
+            if name == "LocalOutlierFactor"
+            else "Return a fitted estimator that has one."
+        )
         raise UserError(what, where="export", remedy=remedy)
     if is_classifier(model) and isinstance(getattr(model, "classes_", None), list):
         remedy = "Make a pipeline for each label."
@@ -240,7 +259,9 @@ def _append_steps(graph: Any, output: str, steps: Sequence[Step]) -> None:
             constant = np.asarray(array, dtype=np.float64 if is_double else np.float32)
             graph.initializer.append(numpy_helper.from_array(constant, inputs[1]))
         value = output if place == len(steps) - 1 else f"{output}_step{place}"
-        graph.node.append(helper.make_node(operator, inputs, [value], name=f"{output}_{place}_{operator}"))
+        graph.node.append(
+            helper.make_node(operator, inputs, [value], name=f"{output}_{place}_{operator}")
+        )
 
 
 def _set_locale(graph: Any) -> None:
@@ -248,7 +269,9 @@ def _set_locale(graph: Any) -> None:
     from onnx import helper
 
     for node in graph.node:
-        if node.op_type == "StringNormalizer" and not any(entry.name == "locale" for entry in node.attribute):
+        if node.op_type == "StringNormalizer" and not any(
+            entry.name == "locale" for entry in node.attribute
+        ):
             node.attribute.append(helper.make_attribute("locale", b"C.UTF-8"))
 
 
@@ -279,19 +302,29 @@ def _convert(model: object, layout: InputLayout, opset: int, own: str) -> Any:
     remedy = _REMEDY
     if layout.is_table and getattr(model, "steps", None) is None:
         remedy = f"Put the columns first: make_pipeline(columns, {type(model).__name__}(estimator)), around one matrix."
-    if others := [package for package in packages if package in ("xgboost", "lightgbm") and package != own]:
-        remedy = f"Set export.framework: {others[0]}, which converts pipelines with its estimators too."
+    if others := [
+        package for package in packages if package in ("xgboost", "lightgbm") and package != own
+    ]:
+        remedy = (
+            f"Set export.framework: {others[0]}, which converts pipelines with its estimators too."
+        )
     what = f"skl2onnx cannot convert {type(model).__name__}"
     with (
         convert_failures(what, remedy),
         warnings.catch_warnings(),
         repair_converters(list_estimators(model)),
     ):
-        warnings.simplefilter("ignore", FutureWarning)  # skl2onnx reads attributes that scikit-learn deprecates
-        warnings.simplefilter("ignore", RuntimeWarning)  # and casts NaN, which an imputer of integers looks for
+        warnings.simplefilter(
+            "ignore", FutureWarning
+        )  # skl2onnx reads attributes that scikit-learn deprecates
+        warnings.simplefilter(
+            "ignore", RuntimeWarning
+        )  # and casts NaN, which an imputer of integers looks for
         return skl2onnx.to_onnx(
             model,
-            initial_types=[(name, kinds[kind]([None, columns])) for name, kind, columns in layout.types],
+            initial_types=[
+                (name, kinds[kind]([None, columns])) for name, kind, columns in layout.types
+            ],
             # The newest version of `ai.onnx.ml` that every runtime build in the field accepts is 3.
             target_opset={"": opset, "ai.onnx.ml": 3},
             options=options,
@@ -306,7 +339,9 @@ def _loads(converted: Any) -> bool:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     try:
-        onnxruntime.InferenceSession(converted.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        onnxruntime.InferenceSession(
+            converted.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
     except Exception:  # it raises several types, without a common one
         return False
     return True
@@ -320,12 +355,16 @@ def _options(model: object) -> dict[Any, Any]:
 
     options: dict[Any, Any] = {}
     last = get_last_step(model)
-    if is_classifier(last):  # LinearSVC has no ZipMap, and in a pipeline takes the default of one without own options
+    if is_classifier(
+        last
+    ):  # LinearSVC has no ZipMap, and in a pipeline takes the default of one without own options
         options[id(last)] = {"nocl": False} if isinstance(last, LinearSVC) else {"zipmap": False}
     for part in list_estimators(model):
         if isinstance(part, StandardScaler):
             options[id(part)] = {"div": "div"}
-        if hasattr(part, "get_support"):  # RFE calls itself a classifier, and would get a classifier's options
+        if hasattr(
+            part, "get_support"
+        ):  # RFE calls itself a classifier, and would get a classifier's options
             options[id(part)] = {}
         if hasattr(part, "build_analyzer"):
             _check_analyzer(part)

@@ -41,7 +41,9 @@ class InputLayout:
 
     def as_float32(self, *kinds: str) -> InputLayout:
         """Return the layout in which inputs of these kinds are cast to float32 before the converter's graph."""
-        types = tuple((name, "f4" if kind in kinds else kind, columns) for name, kind, columns in self.types)
+        types = tuple(
+            (name, "f4" if kind in kinds else kind, columns) for name, kind, columns in self.types
+        )
         return replace(self, types=types)
 
 
@@ -68,7 +70,9 @@ def choose_layout(model: object, parts: list[object], request: ExportRequest) ->
     return _choose_column_layout(model, ordered, by_column=by_column)
 
 
-def _choose_matrix_layout(request: ExportRequest, names: list[str] | None, *, by_column: bool) -> InputLayout:
+def _choose_matrix_layout(
+    request: ExportRequest, names: list[str] | None, *, by_column: bool
+) -> InputLayout:
     """Choose the layout of a single input: the matrix itself, or its columns where the model selects them by name."""
     ((name, rows),) = request.samples.items()
     if rows.ndim != 2 and _kind(rows) != "U":
@@ -81,7 +85,9 @@ def _choose_matrix_layout(request: ExportRequest, names: list[str] | None, *, by
     if not by_column or not names:
         return InputLayout(types=((name, kind, columns),), order=(name,))
     if columns > 1:
-        return InputLayout(types=tuple((column, kind, 1) for column in names), order=(name,), split=True)
+        return InputLayout(
+            types=tuple((column, kind, 1) for column in names), order=(name,), split=True
+        )
     return InputLayout(types=((names[0], kind, columns),), order=(name,))
 
 
@@ -143,7 +149,12 @@ def _check_positions(model: Any, samples: Tensors, *, ordered: bool) -> None:
             where=WHERE,
             remedy="List the columns of the fit in their order, by `columns: [age, income]`, in every data set.",
         )
-    check_order(samples, ordered=ordered, owner=name, why="it was fitted on an array, whose columns have no names")
+    check_order(
+        samples,
+        ordered=ordered,
+        owner=name,
+        why="it was fitted on an array, whose columns have no names",
+    )
 
 
 def build_rows(model: object, inputs: Tensors, precision: Precision) -> Any:
@@ -201,7 +212,9 @@ def connect_inputs(converted: Any, layout: InputLayout, samples: Tensors) -> Non
     if layout.joined:
         front = _join_columns(layout, declared, inner)
     elif layout.split:
-        front = [helper.make_node("Split", list(layout.order), inner, axis=1, num_outputs=len(inner))]
+        front = [
+            helper.make_node("Split", list(layout.order), inner, axis=1, num_outputs=len(inner))
+        ]
     else:
         front = _connect_each(graph, layout, declared, inner)
     nodes = [*front, *graph.node]
@@ -263,18 +276,25 @@ def _declare_inputs(samples: Tensors) -> dict[str, Any]:
     return declared
 
 
-def _join_columns(layout: InputLayout, declared: Mapping[str, Any], inner: Sequence[str]) -> list[Any]:
+def _join_columns(
+    layout: InputLayout, declared: Mapping[str, Any], inner: Sequence[str]
+) -> list[Any]:
     """Return nodes that join the inputs into the converter's matrix."""
     from onnx import helper
 
     ((_, kind, _),) = layout.types
     wanted = _get_element_types()[kind]
     front: list[Any] = []
-    parts = [_cast(helper, front, name, declared[name].type.tensor_type.elem_type, wanted) for name in layout.order]
+    parts = [
+        _cast(helper, front, name, declared[name].type.tensor_type.elem_type, wanted)
+        for name in layout.order
+    ]
     return [*front, helper.make_node("Concat", parts, list(inner), name="join_columns", axis=1)]
 
 
-def _connect_each(graph: Any, layout: InputLayout, declared: Mapping[str, Any], inner: Sequence[str]) -> list[Any]:
+def _connect_each(
+    graph: Any, layout: InputLayout, declared: Mapping[str, Any], inner: Sequence[str]
+) -> list[Any]:
     """Connect each input to its column of the converter; return nodes that cast or reshape inputs where needed."""
     from onnx import TensorProto, helper
 
@@ -288,7 +308,11 @@ def _connect_each(graph: Any, layout: InputLayout, declared: Mapping[str, Any], 
         elif len(tensor.shape.dim) == 1:
             shape = f"{name}_column_shape"
             graph.initializer.append(helper.make_tensor(shape, TensorProto.INT64, [2], [-1, 1]))
-            front.append(helper.make_node("Reshape", [name, shape], [f"{name}{_INNER}"], name=f"{name}_column"))
+            front.append(
+                helper.make_node(
+                    "Reshape", [name, shape], [f"{name}{_INNER}"], name=f"{name}_column"
+                )
+            )
             renamed[column] = f"{name}{_INNER}"
         else:
             renamed[column] = name
@@ -299,7 +323,9 @@ def _connect_each(graph: Any, layout: InputLayout, declared: Mapping[str, Any], 
 def _cast(helper: Any, front: list[Any], name: str, have: int, want: int) -> str:
     if have == want:
         return name
-    front.append(helper.make_node("Cast", [name], [f"{name}{_INNER}"], name=f"{name}_cast", to=want))
+    front.append(
+        helper.make_node("Cast", [name], [f"{name}{_INNER}"], name=f"{name}_cast", to=want)
+    )
     return f"{name}{_INNER}"
 
 
@@ -345,7 +371,11 @@ def _as_precision(array: Any, precision: str) -> Any:
     if array.dtype.kind == "f":
         return array.astype(precision)
     # The export adds and scales whole numbers in float32, where they are exact up to this.
-    if array.dtype.kind in "iu" and precision == "float32" and np.abs(array).max(initial=0) <= float(1 << 24):
+    if (
+        array.dtype.kind in "iu"
+        and precision == "float32"
+        and np.abs(array).max(initial=0) <= float(1 << 24)
+    ):
         return array.astype(np.float32)
     return array
 

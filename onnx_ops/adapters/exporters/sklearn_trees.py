@@ -12,7 +12,12 @@ from onnx_ops.adapters.exporters.sklearn_signature import get_last_step
 from onnx_ops.onnx_graph.tree_ensembles import ENSEMBLES, order_nodes
 from onnx_ops.ports.export import Tree
 
-_FORESTS = ("RandomForestClassifier", "RandomForestRegressor", "ExtraTreesClassifier", "ExtraTreesRegressor")
+_FORESTS = (
+    "RandomForestClassifier",
+    "RandomForestRegressor",
+    "ExtraTreesClassifier",
+    "ExtraTreesRegressor",
+)
 _BOOSTED = ("GradientBoostingClassifier", "GradientBoostingRegressor")
 
 
@@ -96,8 +101,12 @@ def route_missing_values(converted: Any, model: object) -> None:
     grown = [estimator.tree_ for estimator in _estimators(model)]
     if len(ensembles) != 1 or not grown:
         return
-    lists = [a for a in ensembles[0].attribute if a.name.startswith("nodes_") and a.name.endswith("ids")]
-    values = {a.name: list(importlib.import_module("onnx").helper.get_attribute_value(a)) for a in lists}
+    lists = [
+        a for a in ensembles[0].attribute if a.name.startswith("nodes_") and a.name.endswith("ids")
+    ]
+    values = {
+        a.name: list(importlib.import_module("onnx").helper.get_attribute_value(a)) for a in lists
+    }
     tracks = _find_tracks(grown, values)
     for attribute in ensembles[0].attribute:
         if attribute.name == "nodes_missing_value_tracks_true":
@@ -125,6 +134,10 @@ def _find_tracks(trees: Sequence[Any], values: Mapping[str, Sequence[int]]) -> l
                 continue
             place = places[number, node]
             tracks[place] = int(goes_low[source_node])
-            waiting.append((int(tree.children_left[source_node]), values["nodes_truenodeids"][place]))
-            waiting.append((int(tree.children_right[source_node]), values["nodes_falsenodeids"][place]))
+            waiting.append(
+                (int(tree.children_left[source_node]), values["nodes_truenodeids"][place])
+            )
+            waiting.append(
+                (int(tree.children_right[source_node]), values["nodes_falsenodeids"][place])
+            )
     return tracks

@@ -49,7 +49,11 @@ def unwrap_search(model: object) -> object:
     while hasattr(model, "best_params_"):
         if not hasattr(model, "best_estimator_"):
             what = f"{type(model).__name__} holds no estimator, since `refit` is off"
-            raise UserError(what, where="export", remedy="Leave out `refit=False`, or return a fitted estimator.")
+            raise UserError(
+                what,
+                where="export",
+                remedy="Leave out `refit=False`, or return a fitted estimator.",
+            )
         model = model.best_estimator_
     return model
 
@@ -57,7 +61,11 @@ def unwrap_search(model: object) -> object:
 def _rewrite_pipeline(model: Any) -> tuple[object, tuple[Step, ...]]:
     name, last = model.steps[-1]
     rewritten, steps = rewrite_model(last)
-    return (model, ()) if rewritten is last else (_make_pipeline([*model.steps[:-1], (name, rewritten)]), steps)
+    return (
+        (model, ())
+        if rewritten is last
+        else (_make_pipeline([*model.steps[:-1], (name, rewritten)]), steps)
+    )
 
 
 def _rewrite_selection(model: Any) -> tuple[object, tuple[Step, ...]]:
@@ -114,7 +122,9 @@ def _average(models: list[object], classes: Any) -> object:
     from sklearn.ensemble import VotingClassifier
     from sklearn.preprocessing import LabelEncoder
 
-    voting = VotingClassifier([(f"fold{place}", model) for place, model in enumerate(models)], voting="soft")
+    voting = VotingClassifier(
+        [(f"fold{place}", model) for place, model in enumerate(models)], voting="soft"
+    )
     voting.estimators_ = models
     voting.le_ = LabelEncoder().fit(classes)
     voting.classes_ = classes
@@ -193,7 +203,12 @@ def _rewrite_fourier(model: Any) -> tuple[object, tuple[Step, ...]]:
     from sklearn.preprocessing import FunctionTransformer
 
     scale = (2.0 / model.random_weights_.shape[1]) ** 0.5
-    steps = (("MatMul", model.random_weights_), ("Add", model.random_offset_), ("Cos", None), ("Mul", scale))
+    steps = (
+        ("MatMul", model.random_weights_),
+        ("Add", model.random_offset_),
+        ("Cos", None),
+        ("Mul", scale),
+    )
     return FunctionTransformer(), steps
 
 
@@ -202,7 +217,11 @@ def _make_pipeline(steps: list[tuple[str, Any]]) -> object:
     from sklearn.pipeline import Pipeline
 
     names = {name for name, _ in steps}
-    return Pipeline(steps if len(names) == len(steps) else [(f"{at}-{name}", s) for at, (name, s) in enumerate(steps)])
+    return Pipeline(
+        steps
+        if len(names) == len(steps)
+        else [(f"{at}-{name}", s) for at, (name, s) in enumerate(steps)]
+    )
 
 
 def _invert(transformer: Any) -> tuple[Step, ...]:
@@ -214,7 +233,9 @@ def _invert(transformer: Any) -> tuple[Step, ...]:
     name = type(transformer).__name__
     if name == "FunctionTransformer":
         function = transformer.inverse_func
-        steps = _FUNCTIONS.get(getattr(function, "__name__", "") if _is_from_numpy(function) else str(function))
+        steps = _FUNCTIONS.get(
+            getattr(function, "__name__", "") if _is_from_numpy(function) else str(function)
+        )
         if steps is not None:
             return steps
         name = f"the inverse function {getattr(function, '__name__', function)}"
@@ -261,7 +282,8 @@ def _list_affine(scale: Any, offset: Any) -> tuple[Step, ...]:
 _SCALERS: Mapping[str, Callable[[Any], tuple[Step, ...]]] = {
     "StandardScaler": lambda scaler: _list_affine(scaler.scale_, scaler.mean_),
     "RobustScaler": lambda scaler: _list_affine(
-        scaler.scale_ if scaler.with_scaling else None, scaler.center_ if scaler.with_centering else None
+        scaler.scale_ if scaler.with_scaling else None,
+        scaler.center_ if scaler.with_centering else None,
     ),
     "MaxAbsScaler": lambda scaler: _list_affine(scaler.scale_, None),
     "MinMaxScaler": lambda scaler: (("Sub", scaler.min_), ("Div", scaler.scale_)),
@@ -276,10 +298,13 @@ _REWRITES: Mapping[str, Callable[[Any], tuple[object, tuple[Step, ...]]]] = {
     "CalibratedClassifierCV": _rewrite_calibration,
     **dict.fromkeys(("MeanShift", "AffinityPropagation"), _rewrite_centers),
     **dict.fromkeys(
-        ("MultiOutputRegressor", "OneVsRestClassifier", "StackingClassifier", "StackingRegressor"), _rewrite_ensemble
+        ("MultiOutputRegressor", "OneVsRestClassifier", "StackingClassifier", "StackingRegressor"),
+        _rewrite_ensemble,
     ),
     "IsotonicRegression": _rewrite_isotonic,
     "RBFSampler": _rewrite_fourier,
     "Birch": _rewrite_subclusters,
-    **dict.fromkeys(("FastICA", "FactorAnalysis", "SparsePCA", "MiniBatchSparsePCA"), _rewrite_projection),
+    **dict.fromkeys(
+        ("FastICA", "FactorAnalysis", "SparsePCA", "MiniBatchSparsePCA"), _rewrite_projection
+    ),
 }

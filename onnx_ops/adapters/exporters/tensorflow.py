@@ -91,7 +91,10 @@ class TensorflowExporter(Exporter):
         _check_inputs(model, request)
         specs = [
             tf.TensorSpec(
-                [None if axis in get_free_axes(section, name) else size for axis, size in enumerate(array.shape)],
+                [
+                    None if axis in get_free_axes(section, name) else size
+                    for axis, size in enumerate(array.shape)
+                ],
                 tf.as_dtype(array.dtype),
                 name=name,
             )
@@ -106,7 +109,9 @@ class TensorflowExporter(Exporter):
 
         with convert_failures(_FAILED):
             converted, _ = importlib.import_module("tf2onnx").convert.from_function(
-                tf.function(answer, input_signature=specs), input_signature=specs, opset=section.opset
+                tf.function(answer, input_signature=specs),
+                input_signature=specs,
+                opset=section.opset,
             )
         _write_converted(converted, names, request)
 
@@ -147,7 +152,9 @@ class TfliteExporter(Exporter):
         tf = import_tensorflow()
         tensors = _find_input_tensors(tf.lite.Interpreter(model_path=str(model)), request.samples)
         with convert_failures(_FAILED):
-            converted, _ = importlib.import_module("tf2onnx").convert.from_tflite(str(model), opset=section.opset)
+            converted, _ = importlib.import_module("tf2onnx").convert.from_tflite(
+                str(model), opset=section.opset
+            )
         graph = converted.graph
         inputs = {value.name: value for value in graph.input}
         declared = [inputs[tensor] for tensor in tensors.values()]
@@ -156,7 +163,9 @@ class TfliteExporter(Exporter):
         for name, value in zip(tensors, declared, strict=True):
             value.name = name
             graph.input.append(value)
-        _write_converted(converted, list(name_outputs([None] * len(converted.graph.output))), request)
+        _write_converted(
+            converted, list(name_outputs([None] * len(converted.graph.output))), request
+        )
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
         """Run the interpreter without its accelerated kernels.
@@ -173,10 +182,14 @@ class TfliteExporter(Exporter):
             raise ValueError("LiteRT's kernels do not define their result for NaN and infinity")
         tf = import_tensorflow()
         interpreter = tf.lite.Interpreter(
-            model_path=str(model), experimental_op_resolver_type=tf.lite.experimental.OpResolverType.BUILTIN_REF
+            model_path=str(model),
+            experimental_op_resolver_type=tf.lite.experimental.OpResolverType.BUILTIN_REF,
         )
         places = {detail["name"]: detail["index"] for detail in interpreter.get_input_details()}
-        index = {name: places[tensor] for name, tensor in _find_input_tensors(interpreter, inputs).items()}
+        index = {
+            name: places[tensor]
+            for name, tensor in _find_input_tensors(interpreter, inputs).items()
+        }
         with convert_refusals("the model", RuntimeError):
             for name, array in inputs.items():
                 interpreter.resize_tensor_input(index[name], array.shape, strict=True)
@@ -184,7 +197,9 @@ class TfliteExporter(Exporter):
             for name, array in inputs.items():
                 interpreter.set_tensor(index[name], array)
             interpreter.invoke()
-        return name_outputs([interpreter.get_tensor(detail["index"]) for detail in interpreter.get_output_details()])
+        return name_outputs(
+            [interpreter.get_tensor(detail["index"]) for detail in interpreter.get_output_details()]
+        )
 
 
 def import_tensorflow() -> Any:
@@ -211,7 +226,9 @@ def _find_input_tensors(interpreter: Any, names: Collection[str]) -> dict[str, s
     signatures = interpreter.get_signature_list()
     key = SIGNATURE if SIGNATURE in signatures else next(iter(signatures), None)
     if key is None:
-        known = {str(detail["name"]): str(detail["name"]) for detail in interpreter.get_input_details()}
+        known = {
+            str(detail["name"]): str(detail["name"]) for detail in interpreter.get_input_details()
+        }
     else:
         details = interpreter.get_signature_runner(key).get_input_details()
         known = {str(name): str(detail["name"]) for name, detail in details.items()}

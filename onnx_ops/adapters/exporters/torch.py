@@ -39,7 +39,9 @@ _NOISY = ("torch", "onnxscript", "onnx_ir")
 """Roots of the loggers that report the exporter's own steps; relevant messages are raised."""
 
 
-_UNTRANSLATED = re.compile(r"No ONNX function found for <OpOverload\(op='([^']+)', overload='([^']+)'\)>")
+_UNTRANSLATED = re.compile(
+    r"No ONNX function found for <OpOverload\(op='([^']+)', overload='([^']+)'\)>"
+)
 """Message of torch 2.13 about an operator that it cannot translate; only the text names it."""
 
 
@@ -77,7 +79,9 @@ class TorchExporter(TracingExporter):
         module = self._module(model, request)
         proto = _export(importlib.import_module("torch"), module, request).model_proto
         # Below its own lowest opset the exporter converts the file, and keeps the newer one if that fails.
-        written = max(entry.version for entry in proto.opset_import if entry.domain in DEFAULT_DOMAINS)
+        written = max(
+            entry.version for entry in proto.opset_import if entry.domain in DEFAULT_DOMAINS
+        )
         if written != section.opset:
             raise UserError(
                 f"the exporter wrote opset {written}, not {section.opset}",
@@ -89,13 +93,23 @@ class TorchExporter(TracingExporter):
         proto.producer_version = ""
         for node in iterate_nodes(proto):
             # The module path of a node stays; the other properties hold stack traces with paths of this machine.
-            scopes = [(p.key, p.value) for p in node.metadata_props if p.key == "pkg.torch.onnx.name_scopes"]
+            scopes = [
+                (p.key, p.value)
+                for p in node.metadata_props
+                if p.key == "pkg.torch.onnx.name_scopes"
+            ]
             del node.metadata_props[:]
             node.doc_string = ""
             for key, value in scopes:
                 node.metadata_props.add(key=key, value=value)
         for graph in iterate_graphs(proto):
-            for value in (graph, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
+            for value in (
+                graph,
+                *graph.input,
+                *graph.output,
+                *graph.value_info,
+                *graph.initializer,
+            ):
                 del value.metadata_props[:]
         write_model(proto, request.path)
 
@@ -103,7 +117,10 @@ class TorchExporter(TracingExporter):
         """Return a tracer of the exported program, whose names the file keeps."""
         torch = importlib.import_module("torch")
         module = self._module(model, request)
-        program, binding = _export(torch, module, request).exported_program, _bind(module, request.samples)
+        program, binding = (
+            _export(torch, module, request).exported_program,
+            _bind(module, request.samples),
+        )
 
         def trace(inputs: Tensors, names: Collection[str]) -> tuple[Tensors, Tensors | None]:
             rows = {name: inputs[name] for name in binding.names}
@@ -148,7 +165,9 @@ class TorchExporter(TracingExporter):
 def _export(torch: Any, model: object, request: ExportRequest) -> Any:
     if not isinstance(model, torch.nn.Module):
         remedy = "`train.run` must return a module."
-        raise UserError(f"{type(model).__name__} is not a torch.nn.Module", where="export", remedy=remedy)
+        raise UserError(
+            f"{type(model).__name__} is not a torch.nn.Module", where="export", remedy=remedy
+        )
     section = request.section
     check_section(section, request.samples, (TRANSLATIONS,))
     table = _load_translations(section)
@@ -179,7 +198,9 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
             raise _explain_failure(error, module, binding, rows, free) from error
 
 
-def _choose_rows(torch: Any, module: Any, binding: CallBinding, request: ExportRequest) -> tuple[Any, list[str]]:
+def _choose_rows(
+    torch: Any, module: Any, binding: CallBinding, request: ExportRequest
+) -> tuple[Any, list[str]]:
     """Return the rows to trace with, and the names of the module's outputs: two rows, which are the fastest.
 
     Raises:
@@ -227,7 +248,9 @@ def _explain_failure(
     watch = importlib.import_module("onnx_ops.adapters.exporters.torch_fixed_axes")
     shapes = binding.by_parameter(free)
     is_traced = type(error).__name__ != "TorchExportError"  # what failed is a later step
-    for fixed in () if is_traced else watch.find_fixed_axes(module, *binding.pack(rows), shapes, free):
+    for fixed in (
+        () if is_traced else watch.find_fixed_axes(module, *binding.pack(rows), shapes, free)
+    ):
         return UserError(
             f"the module fixes axis {fixed.axis} of {fixed.name} ({free[fixed.name][fixed.axis]}) at {fixed.size}",
             where="export.dynamic",
@@ -249,7 +272,9 @@ def _load_translations(section: Export) -> Mapping[Any, Any] | None:
         return None
     where = f"export.options.{TRANSLATIONS}"
     table: Any = load_function(section.translations, where)
-    if not isinstance(table, Mapping) or not all(callable(entry) for pair in table.items() for entry in pair):
+    if not isinstance(table, Mapping) or not all(
+        callable(entry) for pair in table.items() for entry in pair
+    ):
         raise UserError(
             f"{section.translations} is not a table of translations",
             where=where,
@@ -259,7 +284,9 @@ def _load_translations(section: Export) -> Mapping[Any, Any] | None:
     return table
 
 
-def _traced(torch: Any, program: Any, inputs: Tensors, names: Collection[str], dtype: Any) -> dict[str, Array]:
+def _traced(
+    torch: Any, program: Any, inputs: Tensors, names: Collection[str], dtype: Any
+) -> dict[str, Array]:
     """Return named values of one run; other values are released once nothing needs them."""
     values: dict[str, Array] = {}
 
@@ -273,7 +300,9 @@ def _traced(torch: Any, program: Any, inputs: Tensors, names: Collection[str], d
     rows = [_tensor(torch, array, dtype) for array in inputs.values()]
     with convert_refusals("the program", RuntimeError, AssertionError, IndexError, TypeError):
         with _quiet():
-            module = copy.deepcopy(program.module())  # the program shares its weights with the model
+            module = copy.deepcopy(
+                program.module()
+            )  # the program shares its weights with the model
         with torch.no_grad():
             answer = Watcher(module if dtype is None else module.to(dtype)).run(*rows)
     outputs = name_outputs(answer).items()
@@ -287,10 +316,14 @@ def _tensor(torch: Any, array: Any, dtype: Any) -> Any:
 
 def _bind(module: Any, inputs: Collection[str], *, ordered: bool = True) -> CallBinding:
     """Bind inputs to the parameters of `forward`; the order of nameless ones is checked before an export only."""
-    return bind_call(module.forward, inputs, owner=f"`forward` of {type(module).__name__}", ordered=ordered)
+    return bind_call(
+        module.forward, inputs, owner=f"`forward` of {type(module).__name__}", ordered=ordered
+    )
 
 
-def _try_out(torch: Any, module: Any, positional: tuple[Any, ...], keyword: Mapping[str, Any]) -> list[str]:
+def _try_out(
+    torch: Any, module: Any, positional: tuple[Any, ...], keyword: Mapping[str, Any]
+) -> list[str]:
     """Return the names of the module's outputs for the samples.
 
     They must be tensors of types that the exporter does not write as something else, and that clients can read.
@@ -348,17 +381,29 @@ def _quiet() -> Iterator[None]:
     """Suppress the exporter's progress output, its warnings about its own internals, and its log messages."""
     known = [name for name in logging.Logger.manager.loggerDict if name.partition(".")[0] in _NOISY]
     # Other loggers, and later ones, inherit the level of their root. Setting one empties the caches of all loggers.
-    loggers = [logger for name in {*_NOISY, *known} if (logger := logging.getLogger(name)).level or name in _NOISY]
+    loggers = [
+        logger
+        for name in {*_NOISY, *known}
+        if (logger := logging.getLogger(name)).level or name in _NOISY
+    ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
         quiet = io.StringIO()
-        with warnings.catch_warnings(), contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(quiet),
+            contextlib.redirect_stderr(quiet),
+        ):
             warnings.simplefilter("ignore", FutureWarning)
             warnings.simplefilter("ignore", DeprecationWarning)
-            warnings.filterwarnings("ignore", message="The tensor attributes? .* assigned during export")
-            warnings.filterwarnings("ignore", message="# The axis name: .* will not be used, since it shares")
+            warnings.filterwarnings(
+                "ignore", message="The tensor attributes? .* assigned during export"
+            )
+            warnings.filterwarnings(
+                "ignore", message="# The axis name: .* will not be used, since it shares"
+            )
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
@@ -395,7 +440,9 @@ class KerasExporter(TorchExporter):
 
     def _module(self, model: Any, request: ExportRequest) -> Any:
         check_keras_inputs(model, request.samples)
-        return model if len(request.samples) == 1 else _wrap(model, tuple(request.samples), self._call)
+        return (
+            model if len(request.samples) == 1 else _wrap(model, tuple(request.samples), self._call)
+        )
 
 
 def _keras() -> Any:
@@ -403,8 +450,12 @@ def _keras() -> Any:
     os.environ.setdefault("KERAS_BACKEND", KERAS_BACKEND)
     keras = importlib.import_module("keras")
     if keras.backend.backend() != KERAS_BACKEND:
-        remedy = "Set KERAS_BACKEND=torch before Keras is imported, or set export.framework: tensorflow."
-        raise UserError(f"Keras runs on {keras.backend.backend()} here", where="export.framework", remedy=remedy)
+        remedy = (
+            "Set KERAS_BACKEND=torch before Keras is imported, or set export.framework: tensorflow."
+        )
+        raise UserError(
+            f"Keras runs on {keras.backend.backend()} here", where="export.framework", remedy=remedy
+        )
     return keras
 
 
@@ -423,8 +474,14 @@ class HuggingfaceExporter(TorchExporter):
         """Write the model with `save_pretrained`."""
         if not isinstance(model, importlib.import_module("transformers").PreTrainedModel):
             remedy = "It must return a PreTrainedModel; export.framework: torch takes any module."
-            raise UserError(f"{type(model).__name__} is not a model of transformers", where="train.run", remedy=remedy)
-        if getattr(importlib.import_module("transformers"), type(model).__name__, None) is not type(model):
+            raise UserError(
+                f"{type(model).__name__} is not a model of transformers",
+                where="train.run",
+                remedy=remedy,
+            )
+        if getattr(importlib.import_module("transformers"), type(model).__name__, None) is not type(
+            model
+        ):
             raise UserError(
                 f"{type(model).__name__} is not a class of transformers",
                 where="train.run",
@@ -438,15 +495,23 @@ class HuggingfaceExporter(TorchExporter):
         transformers = importlib.import_module("transformers")
         if not (folder / TRANSFORMERS_CONFIG).is_file():
             raise NotFoundError(
-                "no config.json", where=str(folder), remedy="Name a folder that save_pretrained has written."
+                "no config.json",
+                where=str(folder),
+                remedy="Name a folder that save_pretrained has written.",
             )
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         names = config.architectures or []
         if len(names) != 1 or not hasattr(transformers, names[0]):
             remedy = "Install the version that wrote it."
-            raise UserError(f"transformers has no architecture {names}", where="config.json", remedy=remedy)
+            raise UserError(
+                f"transformers has no architecture {names}", where="config.json", remedy=remedy
+            )
         model_class = getattr(transformers, names[0])
-        return model_class.from_pretrained(folder, local_files_only=True, attn_implementation="eager").eval()
+        return model_class.from_pretrained(
+            folder, local_files_only=True, attn_implementation="eager"
+        ).eval()
 
     def _call(self, module: Any, rows: Mapping[str, Any]) -> Any:
         """Call the model without a cache, and return its tensors by name."""
@@ -458,5 +523,7 @@ class HuggingfaceExporter(TorchExporter):
     def _module(self, model: Any, request: ExportRequest) -> Any:
         """Check that `forward` names every input: it takes others in `**kwargs` and ignores them."""
         owner = f"`forward` of {type(model).__name__}"
-        bind_call(model.forward, request.samples, owner=owner, ordered=request.ordered, renamed=False)
+        bind_call(
+            model.forward, request.samples, owner=owner, ordered=request.ordered, renamed=False
+        )
         return _wrap(model, tuple(request.samples), self._call)

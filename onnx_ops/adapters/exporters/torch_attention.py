@@ -18,13 +18,26 @@ class AttentionOperators(TorchFunctionMode):
     """Context in which attention of rank 3 (batch, steps, features) is computed with one head."""
 
     def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Add an axis of heads to the arguments, and take it from the answer."""
         given = dict(kwargs or {})
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **given)
-        named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | given
+        named = (
+            dict(
+                zip(
+                    ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
+                    args,
+                    strict=False,
+                )
+            )
+            | given
+        )
         if named["query"].dim() != _MATRIX_RANK:
             return func(*args, **given)
         tensors = {

@@ -40,7 +40,11 @@ def find_fixed_axes(
     watch = _AxisWatch(module, free, tuple(keyword))
     with contextlib.suppress(Exception), watch.watching():
         torch.export.export(
-            module, tuple(positional), dict(keyword), dynamic_shapes=_permit_fixed(dynamic_shapes), strict=False
+            module,
+            tuple(positional),
+            dict(keyword),
+            dynamic_shapes=_permit_fixed(dynamic_shapes),
+            strict=False,
         )
     return watch.fixed
 
@@ -60,7 +64,9 @@ class _AxisWatch:
     `fixed` are the axes whose size is a number, in the order in which they became one.
     """
 
-    def __init__(self, module: Any, free: Mapping[str, Mapping[int, str]], keywords: tuple[str, ...]) -> None:
+    def __init__(
+        self, module: Any, free: Mapping[str, Mapping[int, str]], keywords: tuple[str, ...]
+    ) -> None:
         self.fixed: list[FixedAxis] = []
         self._module, self._free, self._keywords = module, free, keywords
         self._sizes: dict[tuple[str, int], Any] = {}
@@ -71,7 +77,9 @@ class _AxisWatch:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the layers by hooks, and the lines by the interpreter's trace function."""
-        handles = [self._module.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)]
+        handles = [
+            self._module.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
+        ]
         for name, layer in self._module.named_modules():
             text = _describe_layer(name, layer)
             handles.append(layer.register_forward_pre_hook(lambda *_, text=text: self._enter(text)))
@@ -120,7 +128,9 @@ class _AxisWatch:
             number = size if isinstance(size, int) else size.node.maybe_as_int()
             if number is not None:
                 del self._sizes[name, axis]
-                place = ", ".join(part for part in (self._layers[-1] if self._layers else "", self._line) if part)
+                place = ", ".join(
+                    part for part in (self._layers[-1] if self._layers else "", self._line) if part
+                )
                 self.fixed.append(FixedAxis(name, axis, number, place))
 
 

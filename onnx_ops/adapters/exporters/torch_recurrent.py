@@ -35,7 +35,11 @@ class RecurrentOperators(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Replace a call of a recurrent function."""
         if getattr(func, "__name__", "") == "_pack_padded_sequence":  # torch names no public one
@@ -71,7 +75,9 @@ def _register(function: Callable[..., Any], state: str, outputs: str) -> Any:
     """Register an operator that computes what the function of torch does."""
     name = function.__name__
     schema = _SIGNATURE.format(state=state, outputs=outputs)
-    torch.library.custom_op(f"onnx_ops::{name}", function, mutates_args=(), schema=schema).register_fake(_infer_shapes)
+    torch.library.custom_op(
+        f"onnx_ops::{name}", function, mutates_args=(), schema=schema
+    ).register_fake(_infer_shapes)
     return getattr(torch.ops.onnx_ops, name).default
 
 
@@ -95,7 +101,9 @@ def _translate(
         bidirectional: bool,
         batch_first: bool,
     ) -> tuple[Any, ...]:
-        states = hx if isinstance(hx, list | tuple) else [hx]  # (layers * directions, batch, hidden) each
+        states = (
+            hx if isinstance(hx, list | tuple) else [hx]
+        )  # (layers * directions, batch, hidden) each
         directions, hidden = 2 if bidirectional else 1, states[0].shape[2]
         direction = "bidirectional" if bidirectional else "forward"
         activations = {"activations": [activation] * directions} if activation else {}
@@ -103,11 +111,15 @@ def _translate(
         weights = _stack_weights(params, gates, directions, hidden, has_biases=has_biases)
         answer = _swap_first_axes(steps) if batch_first else steps
         finals = []
-        for layer_weights, first in zip(weights, range(0, num_layers * directions, directions), strict=True):
+        for layer_weights, first in zip(
+            weights, range(0, num_layers * directions, directions), strict=True
+        ):
             layer_states = [op.Slice(state, [first], [first + directions], [0]) for state in states]
             computed, *last = layer(answer, *layer_weights, None, *layer_states, **attributes)
             # (length, directions, batch, hidden) to (length, batch, directions * hidden)
-            answer = op.Reshape(op.Transpose(computed, perm=[0, 2, 1, 3]), [0, 0, directions * hidden])
+            answer = op.Reshape(
+                op.Transpose(computed, perm=[0, 2, 1, 3]), [0, 0, directions * hidden]
+            )
             finals.append(last)
         final_states = (op.Concat(*parts, axis=0) for parts in zip(*finals, strict=True))
         return (_swap_first_axes(answer) if batch_first else answer, *final_states)
@@ -154,7 +166,9 @@ _OPERATORS: Mapping[Any, Any] = {
 }
 TRANSLATIONS: Mapping[Any, Callable[..., Any]] = {
     _OPERATORS[torch.lstm]: _translate(op.LSTM, (0, 3, 1, 2)),  # iofc, in torch ifgo
-    _OPERATORS[torch.gru]: _translate(op.GRU, (1, 0, 2), linear_before_reset=1),  # zrh, in torch rzn
+    _OPERATORS[torch.gru]: _translate(
+        op.GRU, (1, 0, 2), linear_before_reset=1
+    ),  # zrh, in torch rzn
     _OPERATORS[torch.rnn_tanh]: _translate(op.RNN, (0,), activation="Tanh"),
     _OPERATORS[torch.rnn_relu]: _translate(op.RNN, (0,), activation="Relu"),
 }

@@ -50,7 +50,10 @@ def prepare(module: str) -> None:
 
 
 def run_guarded(
-    work: Callable[..., T], *arguments: object, timeout: float = DEFAULT_TIMEOUT_S, memory: int | None = None
+    work: Callable[..., T],
+    *arguments: object,
+    timeout: float = DEFAULT_TIMEOUT_S,
+    memory: int | None = None,
 ) -> T:
     """Call a function in a forked process and return its result.
 
@@ -66,7 +69,9 @@ def run_guarded(
     context = multiprocessing.get_context("forkserver")
     answers, theirs = context.Pipe(duplex=False)
     output, printed = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(theirs, printed, work, arguments, timeout, limit), daemon=True)
+    process = context.Process(
+        target=_child, args=(theirs, printed, work, arguments, timeout, limit), daemon=True
+    )
     with _children:
         _start_without_main(process)
     began = time.monotonic()
@@ -90,7 +95,9 @@ def run_guarded(
     if isinstance(value, OnnxOpsError):
         raise value
     raise ProcessCrashError(
-        _explain(kind, value, process.exitcode or 0, timeout, limit), tail.summary(), timed_out=kind == "late"
+        _explain(kind, value, process.exitcode or 0, timeout, limit),
+        tail.summary(),
+        timed_out=kind == "late",
     )
 
 
@@ -137,7 +144,12 @@ def _explain(kind: str, value: str | None, code: int, timeout: float, limit: int
 
 
 def _child(
-    answers: Connection, output: Connection, work: Callable[..., object], arguments: Any, timeout: float, memory: int
+    answers: Connection,
+    output: Connection,
+    work: Callable[..., object],
+    arguments: Any,
+    timeout: float,
+    memory: int,
 ) -> None:
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)

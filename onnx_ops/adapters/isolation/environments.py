@@ -21,7 +21,11 @@ from onnx_ops.errors import MeasurementError, NotFoundError, StageError, UserErr
 from onnx_ops.file_locks import hold_lock
 from onnx_ops.scratch import write_durably
 
-BASE = (*(f"{name}=={version(name)}" for name in ("annotated-types", "cattrs")), "numpy>=2", "onnx>=1.16")
+BASE = (
+    *(f"{name}=={version(name)}" for name in ("annotated-types", "cattrs")),
+    "numpy>=2",
+    "onnx>=1.16",
+)
 """Requirements of the inner side of the protocol, besides this package; the framework decides on the loose ones."""
 
 _LAYOUT = 1
@@ -48,10 +52,10 @@ class PythonEnvironments:
         """Return the folder of an environment, which need not exist."""
         for requirement in wanted.requirements:
             if not requirement.strip() or requirement.lstrip().startswith("-"):
-                remedy = (
-                    "Write each in the format of pip: `package==1.2`. Configure indexes in the settings of pip or uv."
+                remedy = "Write each in the format of pip: `package==1.2`. Configure indexes in the settings of pip or uv."
+                raise UserError(
+                    f"{requirement!r} is not a requirement", where="env.requirements", remedy=remedy
                 )
-                raise UserError(f"{requirement!r} is not a requirement", where="env.requirements", remedy=remedy)
         python = wanted.python or f"{sys.version_info.major}.{sys.version_info.minor}"
         requirements = sorted({*self.base, *wanted.requirements})
         return self.folder / hex_digits(digest_json([_LAYOUT, python, requirements]))[:16]
@@ -60,14 +64,32 @@ class PythonEnvironments:
         requirements = [*self.base, *wanted.requirements]
         python, clean = str(place / "bin" / "python"), build_clean_environ()
         if self.uv:
-            run_installer([self.uv, "venv", "--quiet", "--python", wanted.python or sys.executable, str(place)], clean)
-            run_installer([self.uv, "pip", "install", "--quiet", "--python", python, *requirements], clean)
+            run_installer(
+                [
+                    self.uv,
+                    "venv",
+                    "--quiet",
+                    "--python",
+                    wanted.python or sys.executable,
+                    str(place),
+                ],
+                clean,
+            )
+            run_installer(
+                [self.uv, "pip", "install", "--quiet", "--python", python, *requirements], clean
+            )
             freeze = run_installer([self.uv, "pip", "freeze", "--quiet", "--python", python], clean)
         else:
-            interpreter = shutil.which(f"python{wanted.python}") if wanted.python is not None else sys.executable
+            interpreter = (
+                shutil.which(f"python{wanted.python}")
+                if wanted.python is not None
+                else sys.executable
+            )
             if interpreter is None:
                 remedy = "Install it, or install uv, which downloads it."
-                raise NotFoundError(f"there is no python{wanted.python} here", where="env.python", remedy=remedy)
+                raise NotFoundError(
+                    f"there is no python{wanted.python} here", where="env.python", remedy=remedy
+                )
             run_installer([interpreter, "-m", "venv", str(place)], clean)
             pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
             run_installer([*pip, "install", "--quiet", *requirements], clean)
@@ -80,7 +102,9 @@ def find_uv() -> str | None:
     return shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
 
 
-_PINNED = re.compile(r"(?P<name>(@[a-z0-9~][\w.~-]*/)?[a-z0-9~][\w.~-]*)@(?P<version>\d+\.\d+\.\d+[\w.+-]*)")
+_PINNED = re.compile(
+    r"(?P<name>(@[a-z0-9~][\w.~-]*/)?[a-z0-9~][\w.~-]*)@(?P<version>\d+\.\d+\.\d+[\w.+-]*)"
+)
 
 _NPM_LAYOUT = 1
 """Increased when folders of an older release cannot be used any more."""
@@ -101,7 +125,9 @@ class NpmPackages:
         exists.
         """
         parse_pins(requirements)
-        place = self.folder / ("npm-" + hex_digits(digest_json([_NPM_LAYOUT, sorted(requirements)]))[:16])
+        place = self.folder / (
+            "npm-" + hex_digits(digest_json([_NPM_LAYOUT, sorted(requirements)]))[:16]
+        )
         make_once(place, place / "node_modules", lambda: _install(place, requirements))
         return place
 
@@ -124,13 +150,24 @@ def parse_pins(requirements: Sequence[str]) -> Mapping[str, str]:
 def _install(place: Path, requirements: Sequence[str]) -> Mapping[str, Json]:
     npm = shutil.which("npm")
     if npm is None:
-        raise MeasurementError("there is no npm here to install its packages", why="", remedy=NPM_REMEDY)
+        raise MeasurementError(
+            "there is no npm here to install its packages", why="", remedy=NPM_REMEDY
+        )
     place.mkdir()
     (place / "package.json").write_text('{"private": true}\n', encoding="utf-8")
-    quiet = ("--ignore-scripts", "--no-audit", "--no-fund", "--no-progress", "--save-exact", "--loglevel=error")
+    quiet = (
+        "--ignore-scripts",
+        "--no-audit",
+        "--no-fund",
+        "--no-progress",
+        "--save-exact",
+        "--loglevel=error",
+    )
     run_installer([npm, "install", *quiet, *sorted(requirements)], os.environ, place)
     lock = json.loads((place / "package-lock.json").read_text(encoding="utf-8"))
-    installed = {name: str(entry.get("version", "")) for name, entry in lock["packages"].items() if name}
+    installed = {
+        name: str(entry.get("version", "")) for name, entry in lock["packages"].items() if name
+    }
     return {"requirements": sorted(requirements), "installed": installed}
 
 
@@ -149,7 +186,9 @@ def make_once(place: Path, needed: Path, make: Callable[[], Mapping[str, Json]])
         write_durably(place / MARKER, json.dumps(document, indent=1).encode())
 
 
-def run_installer(command: list[str], environ: Mapping[str, str], folder: Path | None = None) -> str:
+def run_installer(
+    command: list[str], environ: Mapping[str, str], folder: Path | None = None
+) -> str:
     """Run an installer and return its output."""
     done = subprocess.run(
         command,

@@ -70,11 +70,18 @@ class IsolatedExporter(IsolatedTool, TrainingExporter):
 
     root: Path
 
-    def train(self, run: str, data: Mapping[str, Dataset], parameters: Mapping[str, Json], folder: Path) -> None:
+    def train(
+        self, run: str, data: Mapping[str, Dataset], parameters: Mapping[str, Json], folder: Path
+    ) -> None:
         """Run the training function in the environment and save its model."""
         process = self._start_exporter("train")
         try:
-            arguments = {"run": run, "data": data, "parameters": parameters, "folder": folder.resolve()}
+            arguments = {
+                "run": run,
+                "data": data,
+                "parameters": parameters,
+                "folder": folder.resolve(),
+            }
             process.ask("train", timeout=self.limits.timeout, **arguments)
         finally:
             process.stop()
@@ -105,12 +112,16 @@ class IsolatedExporter(IsolatedTool, TrainingExporter):
     ) -> Mapping[str, Array] | None:
         """Run the loaded model in its process; return None if the precision is not available."""
         process, arguments = _process_of(model), {"inputs": inputs, "precision": precision}
-        answers: Mapping[str, Array] | None = process.ask("answer", timeout=self.timeout, **arguments)
+        answers: Mapping[str, Array] | None = process.ask(
+            "answer", timeout=self.timeout, **arguments
+        )
         return answers
 
     def _start_exporter(self, where: str) -> IsolatedProcess:
         process = self.start("run_exporter", where)
-        process.ask("start", timeout=self.timeout, exporter=self.place, root=str(self.root.resolve()))
+        process.ask(
+            "start", timeout=self.timeout, exporter=self.place, root=str(self.root.resolve())
+        )
         return process
 
 
@@ -146,7 +157,9 @@ class IsolatedOptimizer(IsolatedTool, Optimizer):
         process = self.start("run_optimizer", f"variant {request.section.name}")
         try:
             request = replace(request, source=request.source.resolve(), path=request.path.resolve())
-            return tuple(process.ask("optimize", timeout=self.timeout, optimizer=self.place, request=request))
+            return tuple(
+                process.ask("optimize", timeout=self.timeout, optimizer=self.place, request=request)
+            )
         finally:
             process.stop()
 
@@ -163,7 +176,9 @@ class ExporterWorker:
         sys.path.insert(0, root)
         self._exporter = _make(exporter)
 
-    def train(self, run: str, data: Mapping[str, Dataset], parameters: Mapping[str, Any], folder: Path) -> None:
+    def train(
+        self, run: str, data: Mapping[str, Dataset], parameters: Mapping[str, Any], folder: Path
+    ) -> None:
         """Call the training function and save its model."""
         self._exporter.save(call_training(run, data, parameters), folder)
 

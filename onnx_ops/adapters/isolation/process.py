@@ -95,7 +95,9 @@ class IsolatedProcess:
     def folder(self) -> Path:
         """Folder that both processes see."""
         if not self._end.alive:
-            raise StageError("its process has ended before", where=self._where, remedy="Load the model again.")
+            raise StageError(
+                "its process has ended before", where=self._where, remedy="Load the model again."
+            )
         return self._scratch.path
 
     @contextlib.contextmanager
@@ -112,7 +114,9 @@ class IsolatedProcess:
             OnnxOpsError: the callee's error; StageError if the process crashed, or took longer than `timeout`.
         """
         with self.shared_folder() as folder:
-            request = dump({"do": do, "timeout": timeout, "scratch": str(folder), **arguments}, folder)
+            request = dump(
+                {"do": do, "timeout": timeout, "scratch": str(folder), **arguments}, folder
+            )
             answer = load(self._exchange(request.encode(), do, timeout))
         if "refused" in answer:
             raise ValueError(answer["refused"])
@@ -131,7 +135,9 @@ class IsolatedProcess:
             ready, _, _ = select.select([self._answers], [], [], left)
             part = self._answers.read(1 << 16) if ready else None
             if not part:
-                self._fail(do, timeout if deadline is not None and time.monotonic() >= deadline else None)
+                self._fail(
+                    do, timeout if deadline is not None and time.monotonic() >= deadline else None
+                )
             received += part
         return received
 
@@ -174,7 +180,9 @@ def _end(process: subprocess.Popen[bytes], answers: Any, scratch: Scratch) -> No
         # WNOWAIT leaves its exit code, so that no other process gets the number of its group.
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         with contextlib.suppress(ChildProcessError):
-            wait_until(lambda: os.waitid(os.P_PID, process.pid, flags) is not None, GRACE_S, _STEP_S)
+            wait_until(
+                lambda: os.waitid(os.P_PID, process.pid, flags) is not None, GRACE_S, _STEP_S
+            )
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -184,7 +192,9 @@ def _end(process: subprocess.Popen[bytes], answers: Any, scratch: Scratch) -> No
         shutil.rmtree(scratch.path, ignore_errors=True)
         return not scratch.path.exists()
 
-    if wait_until(is_removed, GRACE_S, _STEP_S):  # processes of other groups may still write into it
+    if wait_until(
+        is_removed, GRACE_S, _STEP_S
+    ):  # processes of other groups may still write into it
         scratch.remove()
 
 
@@ -271,8 +281,12 @@ class OutputTail:
                     continue
                 *lines, rest = (rest + chunk).split(b"\n")
                 for line in [line for line in lines if line.startswith(self._mark)]:
-                    self._on_progress(line.removeprefix(self._mark).decode("utf-8", errors="replace"))
-                self._keep(b"".join(line + b"\n" for line in lines if not line.startswith(self._mark)))
+                    self._on_progress(
+                        line.removeprefix(self._mark).decode("utf-8", errors="replace")
+                    )
+                self._keep(
+                    b"".join(line + b"\n" for line in lines if not line.startswith(self._mark))
+                )
                 if len(rest) > KEPT_BYTES:  # an endless line is no progress line
                     self._keep(rest)
                     rest = b""

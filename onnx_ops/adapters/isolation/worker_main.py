@@ -66,7 +66,11 @@ def _answer(
         faulthandler.dump_traceback_later(timeout, exit=True)
     try:
         kinds = get_type_hints(work)
-        return {"done": work(**{name: _structure(value, kinds[name]) for name, value in request.items()})}
+        return {
+            "done": work(
+                **{name: _structure(value, kinds[name]) for name, value in request.items()}
+            )
+        }
     except OnnxOpsError as error:
         return {"error": error.as_document()}
     except MemoryError:
@@ -107,7 +111,9 @@ def dump(value: object, folder: Path) -> str:
         array = np.asarray(part)
         handle, file = tempfile.mkstemp(suffix=".npy", dir=folder)
         with os.fdopen(handle, "wb") as stream:
-            np.save(stream, array.astype(str) if array.dtype == object else array, allow_pickle=False)
+            np.save(
+                stream, array.astype(str) if array.dtype == object else array, allow_pickle=False
+            )
         return {_ARRAY: file}
 
     return json.dumps(value, default=encode)
@@ -132,4 +138,6 @@ def require_tensors(answers: Mapping[str, Any]) -> None:
     for name, array in answers.items():
         if type(array).__module__ != "numpy":
             remedy = "Export the model with tensors, for example without ZipMap."
-            raise MeasurementError(f"{name} is not a tensor, and only tensors can be compared", remedy=remedy)
+            raise MeasurementError(
+                f"{name} is not a tensor, and only tensors can be compared", remedy=remedy
+            )

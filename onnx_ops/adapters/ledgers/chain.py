@@ -15,7 +15,13 @@ from onnx_ops import codec
 from onnx_ops.attestation import TrustedKeys, sign_bytes, verify_bytes
 from onnx_ops.domain.artifact import Digest, digest_bytes
 from onnx_ops.domain.attestation import EnvelopeSignature
-from onnx_ops.domain.ledger import LEDGER_SCHEMA, LedgerAdopted, LedgerEntry, ReleaseState, apply_entry
+from onnx_ops.domain.ledger import (
+    LEDGER_SCHEMA,
+    LedgerAdopted,
+    LedgerEntry,
+    ReleaseState,
+    apply_entry,
+)
 from onnx_ops.domain.ledger_authority import explain_grant
 from onnx_ops.errors import CorruptStateError, InvalidSignatureError, MissingKeyError, OnnxOpsError
 from onnx_ops.ports import Signer, Verifier
@@ -139,11 +145,15 @@ class LedgerKeys:
             return None
         where = f"ledger {format_name(stored.entry.endpoint, stored.entry.sequence)}"
         if not stored.signatures:
-            raise CorruptStateError(f"the entry {grant}, and has no signature", where=where, remedy=_REMEDY)
+            raise CorruptStateError(
+                f"the entry {grant}, and has no signature", where=where, remedy=_REMEDY
+            )
         # A machine's own keys can take a ledger back from a stolen key.
         may_be_own = bool(admitted) and isinstance(stored.entry.body, LedgerAdopted)
         try:
-            verify_bytes(PAYLOAD_TYPE, stored.signed, stored.signatures, self._choose_verifier(admitted))
+            verify_bytes(
+                PAYLOAD_TYPE, stored.signed, stored.signatures, self._choose_verifier(admitted)
+            )
         except InvalidSignatureError as error:
             if may_be_own:
                 return self.verify(stored, grant, {})
@@ -183,7 +193,9 @@ def decode(endpoint: str, sequence: int, data: bytes) -> StoredEntry:
         if (chained.entry.endpoint, chained.entry.sequence) != (endpoint, sequence):
             raise CorruptStateError("the entry is not where it belongs", where=where)
         if chained.entry.schema != LEDGER_SCHEMA:
-            raise CorruptStateError(f"the entry has schema {chained.entry.schema}, not {LEDGER_SCHEMA}", where=where)
+            raise CorruptStateError(
+                f"the entry has schema {chained.entry.schema}, not {LEDGER_SCHEMA}", where=where
+            )
     except CorruptStateError as error:
         error.remedy = _NEWER if _is_newer(signed) else _REMEDY
         raise
@@ -199,8 +211,16 @@ def follow(head: Head, stored: StoredEntry, keys: LedgerKeys | None) -> Head:
     entry = stored.entry
     if stored.chained.previous != head.digest:
         where = f"ledger {format_name(entry.endpoint, entry.sequence)}"
-        what = f"the entry does not follow entry {head.state.head}" if head.state.head else "the entry is not the first"
-        why = "one of the two was changed, or written to a copy of the ledger" if head.state.head else ""
+        what = (
+            f"the entry does not follow entry {head.state.head}"
+            if head.state.head
+            else "the entry is not the first"
+        )
+        why = (
+            "one of the two was changed, or written to a copy of the ledger"
+            if head.state.head
+            else ""
+        )
         raise CorruptStateError(what, where=where, why=why, remedy=_REMEDY)
     if keys is not None:
         keys.verify(stored, explain_grant(head.state, entry.body), head.state.keys)
@@ -223,12 +243,16 @@ def adopt(stored: StoredEntry, keys: LedgerKeys) -> Head | None:
 def build_changed_error(endpoint: str, sequence: int) -> CorruptStateError:
     """Return the error of an entry that the one after it does not name."""
     where = f"ledger {format_name(endpoint, sequence)}"
-    return CorruptStateError("the entry was changed after the next one was written", where=where, remedy=_REMEDY)
+    return CorruptStateError(
+        "the entry was changed after the next one was written", where=where, remedy=_REMEDY
+    )
 
 
 def build_missing_error(endpoint: str, sequence: int) -> CorruptStateError:
     """Return the error of an entry that is missing though later ones exist."""
-    return CorruptStateError("the entry is missing", where=f"ledger {format_name(endpoint, sequence)}", remedy=_REMEDY)
+    return CorruptStateError(
+        "the entry is missing", where=f"ledger {format_name(endpoint, sequence)}", remedy=_REMEDY
+    )
 
 
 def _is_newer(data: bytes) -> bool:

@@ -105,7 +105,9 @@ class ObjectLedger(Ledger):
         for following, stored in self._follow_from(head):
             head = following
             entries.append(stored.entry)
-        if len(entries) < head.state.head:  # an adoption passed over some: those that the chain leads to are shown
+        if (
+            len(entries) < head.state.head
+        ):  # an adoption passed over some: those that the chain leads to are shown
             with suppress(CorruptStateError):
                 return self._read_back(head, 0)
         return tuple(entries)
@@ -121,7 +123,9 @@ class ObjectLedger(Ledger):
     @override
     def count(self, endpoint: str) -> int:
         names = [name for name in self._objects.list_names(endpoint) if _NAME.fullmatch(name)]
-        return max([int(max(names, default="0").partition(".")[0]), *self._seen.list_fixed(endpoint)])
+        return max(
+            [int(max(names, default="0").partition(".")[0]), *self._seen.list_fixed(endpoint)]
+        )
 
     @override
     def append(self, entry: LedgerEntry) -> None:
@@ -134,9 +138,15 @@ class ObjectLedger(Ledger):
         if head.state.head != entry.sequence - 1:
             raise _build_conflict(entry)
         grant = explain_grant(head.state, entry.body)
-        snapshot = None if head.state.head % SNAPSHOT_EVERY or not head.state.head else _take_snapshot(head.state)
+        snapshot = (
+            None
+            if head.state.head % SNAPSHOT_EVERY or not head.state.head
+            else _take_snapshot(head.state)
+        )
         digest = None if snapshot is None else digest_bytes(snapshot)
-        is_signed = self._create(ChainedEntry(previous=head.digest, snapshot=digest, entry=entry), grant, head.state)
+        is_signed = self._create(
+            ChainedEntry(previous=head.digest, snapshot=digest, entry=entry), grant, head.state
+        )
         if snapshot is not None and is_signed:
             self._keep_snapshot(entry, snapshot)
 
@@ -145,7 +155,9 @@ class ObjectLedger(Ledger):
         empty = ReleaseState(endpoint=entry.endpoint)
         before = self._objects.read(format_name(entry.endpoint, entry.sequence - 1))
         previous = None if before is None else digest_bytes(before.partition(b"\n")[0])
-        self._create(ChainedEntry(previous=previous, snapshot=None, entry=entry), "sets the state", empty)
+        self._create(
+            ChainedEntry(previous=previous, snapshot=None, entry=entry), "sets the state", empty
+        )
         self._objects.write(f"{entry.endpoint}/{_ADOPTED}", codec.dumps(entry.sequence))
 
     def _create(self, chained: ChainedEntry, grant: str, before: ReleaseState) -> bool:
@@ -157,7 +169,9 @@ class ObjectLedger(Ledger):
             is_created = self._objects.create(name, encode(chained, signatures))
         except StorageError as error:
             remedy = f"{error.remedy} To roll back meanwhile, see `onnx-ops docs runbooks/ledger-read-only`."
-            raise StorageError(error.what, where=f"ledger {name}", why=error.why, remedy=remedy) from error
+            raise StorageError(
+                error.what, where=f"ledger {name}", why=error.why, remedy=remedy
+            ) from error
         if not is_created:
             raise _build_conflict(entry)
         self._set_head(entry.endpoint, Head(apply_entry(before, entry), digest_bytes(signed)))
@@ -187,7 +201,9 @@ class ObjectLedger(Ledger):
         self._set_head(endpoint, head)
         return head
 
-    def _follow_from(self, head: Head, *, signed: bool = True) -> Iterator[tuple[Head, StoredEntry]]:
+    def _follow_from(
+        self, head: Head, *, signed: bool = True
+    ) -> Iterator[tuple[Head, StoredEntry]]:
         """Yield each further entry and the head after it. Damage before an adoption is passed over.
 
         Args:

@@ -32,7 +32,9 @@ class FixedEntry:
     path: Path
 
 
-def require_fixed(endpoint: str, fixed: Mapping[int, FixedEntry], sequence: int, digest: Digest | None) -> None:
+def require_fixed(
+    endpoint: str, fixed: Mapping[int, FixedEntry], sequence: int, digest: Digest | None
+) -> None:
     """Raise CorruptStateError if a ledger holds another entry than it must, or none (None)."""
     expected = fixed.get(sequence)
     if expected is None or expected.digest == digest:
@@ -88,7 +90,9 @@ class SeenHeads:
         except FileNotFoundError:
             return None
         except (OSError, CorruptStateError) as error:
-            _log.warning("what this machine has seen of ledger %s cannot be read: %s", endpoint, error)
+            _log.warning(
+                "what this machine has seen of ledger %s cannot be read: %s", endpoint, error
+            )
             return None
 
 

@@ -11,11 +11,21 @@ import statistics
 from collections.abc import Mapping, Sequence
 from urllib.parse import quote, urlencode
 
-from onnx_ops.adapters.azure import find_missing_credentials, read_endpoint_name, read_workspace, request_resource
+from onnx_ops.adapters.azure import (
+    find_missing_credentials,
+    read_endpoint_name,
+    read_workspace,
+    request_resource,
+)
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.quantities import Json
-from onnx_ops.domain.rollout_observations import LatencyQuantiles, LatencyThresholds, MetricsReading, RequestCounts
+from onnx_ops.domain.rollout_observations import (
+    LatencyQuantiles,
+    LatencyThresholds,
+    MetricsReading,
+    RequestCounts,
+)
 from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError, UserError, quoted
 from onnx_ops.ports import Clock, MetricsSource
 from onnx_ops.protocol.messages import FAILURE_STATUSES
@@ -40,7 +50,9 @@ class AzureMonitorMetrics(MetricsSource):
 
     def __init__(self, settings: Mapping[str, Json], clock: Clock | None = None) -> None:
         if settings:
-            raise UserError(f"azuremonitor has no setting {sorted(settings)[0]!r}", remedy="It takes none.")
+            raise UserError(
+                f"azuremonitor has no setting {sorted(settings)[0]!r}", remedy="It takes none."
+            )
         self._clock = clock or SystemClock()
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
@@ -51,30 +63,49 @@ class AzureMonitorMetrics(MetricsSource):
         """Return `quantiles`."""
         return frozenset({"quantiles"})
 
-    def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
+    def read(
+        self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]
+    ) -> MetricsReading:
         """Return the counts of the day, by the deployments' names in Azure."""
         until = (self._clock.now() - _SETTLED) // _MINUTE * _MINUTE
         day = until // _DAY * _DAY
-        counts = self._series(config, "RequestsPerMinute", ("statusCode", "modelStatusCode"), day, until)
+        counts = self._series(
+            config, "RequestsPerMinute", ("statusCode", "modelStatusCode"), day, until
+        )
         latencies = self._series(config, f"{_P50},{_P99}", (), max(day, until - _WINDOW), until)
         tallies, quantiles = {}, {}
         for name in deployments:
-            by_status = [(status, round(sum(values))) for _, status, values in _rows_of(counts, name)]
+            by_status = [
+                (status, round(sum(values))) for _, status, values in _rows_of(counts, name)
+            ]
             tallies[name] = RequestCounts(
                 requests=sum(count for _, count in by_status),
-                errors=sum(count for status, count in by_status if status >= "500" or status in FAILURE_STATUSES),
+                errors=sum(
+                    count
+                    for status, count in by_status
+                    if status >= "500" or status in FAILURE_STATUSES
+                ),
                 refused=sum(
-                    count for status, count in by_status if "400" <= status < "500" and status not in FAILURE_STATUSES
+                    count
+                    for status, count in by_status
+                    if "400" <= status < "500" and status not in FAILURE_STATUSES
                 ),
             )
-            minutes_ms = {metric: values for metric, _, values in _rows_of(latencies, name) if values}
+            minutes_ms = {
+                metric: values for metric, _, values in _rows_of(latencies, name) if values
+            }
             if _P50 in minutes_ms and _P99 in minutes_ms:
                 p50_ms, p99_ms = (statistics.median(minutes_ms[metric]) for metric in (_P50, _P99))
                 quantiles[name] = LatencyQuantiles(p50_s=p50_ms / 1e3, p99_s=p99_ms / 1e3)
         return MetricsReading(origin=_text(day), at=until, tallies=tallies, quantiles=quantiles)
 
     def _series(
-        self, config: EndpointConfig, metrics: str, dimensions: Sequence[str], first: float, until: float
+        self,
+        config: EndpointConfig,
+        metrics: str,
+        dimensions: Sequence[str],
+        first: float,
+        until: float,
     ) -> list[tuple[str, str, str, list[float]]]:
         """Return metric, deployment, status and the values of all minutes."""
         if until <= first:
@@ -103,24 +134,39 @@ class AzureMonitorMetrics(MetricsSource):
             ) from error
         rows = []
         try:
-            for metric, series in ((m["name"]["value"], s) for m in answer["value"] for s in m["timeseries"]):
-                labels = {m["name"]["value"].lower(): str(m["value"]) for m in series.get("metadatavalues", ())}
-                values = [float(point["average"]) for point in series["data"] if point.get("average") is not None]
+            for metric, series in (
+                (m["name"]["value"], s) for m in answer["value"] for s in m["timeseries"]
+            ):
+                labels = {
+                    m["name"]["value"].lower(): str(m["value"])
+                    for m in series.get("metadatavalues", ())
+                }
+                values = [
+                    float(point["average"])
+                    for point in series["data"]
+                    if point.get("average") is not None
+                ]
                 status = labels.get("statuscode", "")
                 if status == _MODEL_ERROR:
                     status = labels.get("modelstatuscode", status)
                 rows.append((metric, labels.get("deployment", ""), status, values))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             what = "Azure Monitor did not answer as expected"
-            raise ServiceUnavailableError(what, where=config.endpoint, why=quoted(repr(answer))) from error
+            raise ServiceUnavailableError(
+                what, where=config.endpoint, why=quoted(repr(answer))
+            ) from error
         return rows
 
 
-def _rows_of(rows: Sequence[tuple[str, str, str, list[float]]], deployment: str) -> list[tuple[str, str, list[float]]]:
+def _rows_of(
+    rows: Sequence[tuple[str, str, str, list[float]]], deployment: str
+) -> list[tuple[str, str, list[float]]]:
     """Return the rows of a deployment, whose name in Azure is its own and a digest."""
     prefix = f"{deployment.lower()}-"
     return [
-        (metric, status, values) for metric, name, status, values in rows if name.rpartition("-")[0] + "-" == prefix
+        (metric, status, values)
+        for metric, name, status, values in rows
+        if name.rpartition("-")[0] + "-" == prefix
     ]
 
 

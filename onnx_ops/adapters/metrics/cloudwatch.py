@@ -25,7 +25,12 @@ from onnx_ops.adapters.aws import (
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.quantities import Json
-from onnx_ops.domain.rollout_observations import LatencyQuantiles, LatencyThresholds, MetricsReading, RequestCounts
+from onnx_ops.domain.rollout_observations import (
+    LatencyQuantiles,
+    LatencyThresholds,
+    MetricsReading,
+    RequestCounts,
+)
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, quoted
 from onnx_ops.ports import MetricsSource
 
@@ -43,7 +48,9 @@ _MICROSECONDS = 1e-6
 class CloudWatchSettings(AwsAccess):
     """Settings of section `metrics`; access is the provider's where left out."""
 
-    delay: Annotated[float, Unit("s"), Ge(0), doc("Time after which the counts of a minute are complete.")] = 120.0
+    delay: Annotated[
+        float, Unit("s"), Ge(0), doc("Time after which the counts of a minute are complete.")
+    ] = 120.0
 
 
 class CloudWatchMetrics(MetricsSource):
@@ -60,13 +67,17 @@ class CloudWatchMetrics(MetricsSource):
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
         """Return the error of missing credentials."""
-        return find_missing_credentials(read_access(config.settings, self._settings), where=config.endpoint)
+        return find_missing_credentials(
+            read_access(config.settings, self._settings), where=config.endpoint
+        )
 
     def capabilities(self) -> frozenset[str]:
         """Return `quantiles`."""
         return frozenset({"quantiles"})
 
-    def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
+    def read(
+        self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]
+    ) -> MetricsReading:
         """Return the counts since the last change; none of a guarded endpoint."""
         access = read_access(config.settings, self._settings, where=config.endpoint)
         if access not in self._connected:
@@ -77,7 +88,9 @@ class CloudWatchMetrics(MetricsSource):
             if (status := description["EndpointStatus"]) != "InService":
                 what = "the endpoint is being changed; its counts restart"
                 raise ServiceUnavailableError(what, where=config.endpoint, why=status)
-            now = parsedate_to_datetime(description["ResponseMetadata"]["HTTPHeaders"]["date"]).astimezone(UTC)
+            now = parsedate_to_datetime(
+                description["ResponseMetadata"]["HTTPHeaders"]["date"]
+            ).astimezone(UTC)
             began = description["LastModifiedTime"].astimezone(UTC)
             until = _minute(now - self._delay)
             origin = f"{config.endpoint} {began.isoformat()}"
@@ -87,28 +100,44 @@ class CloudWatchMetrics(MetricsSource):
             if until <= begin or not variants:
                 empty = {name: RequestCounts() for name in variants}
                 return MetricsReading(origin=origin, at=until.timestamp(), tallies=empty)
-            period_s = _MINUTE if (until - begin).total_seconds() <= _DAY else _HOUR  # at most some thousand values
+            period_s = (
+                _MINUTE if (until - begin).total_seconds() <= _DAY else _HOUR
+            )  # at most some thousand values
             queries = _queries(config.endpoint, variants, _COUNTS, period_s)
             counts = _read_values(connect("cloudwatch"), queries, begin, until)
             queries = _queries(config.endpoint, variants, _PERCENTILES, _MINUTE)
-            latest = _read_values(connect("cloudwatch"), queries, until - timedelta(minutes=1), until)
+            latest = _read_values(
+                connect("cloudwatch"), queries, until - timedelta(minutes=1), until
+            )
         tallies, quantiles = {}, {}
         for index, name in enumerate(variants):
-            requests, refused, errors = (round(sum(counts.get(f"{key}{index}", ()))) for key in _COUNTS)
+            requests, refused, errors = (
+                round(sum(counts.get(f"{key}{index}", ()))) for key in _COUNTS
+            )
             tallies[name] = RequestCounts(requests=requests, refused=refused, errors=errors)
             p50, p99 = (latest.get(f"{key}{index}", ()) for key in _PERCENTILES)
             if p50 and p99:
-                quantiles[name] = LatencyQuantiles(p50_s=p50[-1] * _MICROSECONDS, p99_s=p99[-1] * _MICROSECONDS)
-        return MetricsReading(origin=origin, at=until.timestamp(), tallies=tallies, quantiles=quantiles)
+                quantiles[name] = LatencyQuantiles(
+                    p50_s=p50[-1] * _MICROSECONDS, p99_s=p99[-1] * _MICROSECONDS
+                )
+        return MetricsReading(
+            origin=origin, at=until.timestamp(), tallies=tallies, quantiles=quantiles
+        )
 
 
 def _queries(
-    endpoint: str, variants: Mapping[str, str], statistics: Mapping[str, tuple[str, str]], period_s: int
+    endpoint: str,
+    variants: Mapping[str, str],
+    statistics: Mapping[str, tuple[str, str]],
+    period_s: int,
 ) -> list[dict[str, Any]]:
     """Return a query for each variant and statistic, with the id KEY and the variant's number."""
 
     def metric(name: str, variant: str) -> dict[str, Any]:
-        dimensions = [{"Name": "EndpointName", "Value": endpoint}, {"Name": "VariantName", "Value": variant}]
+        dimensions = [
+            {"Name": "EndpointName", "Value": endpoint},
+            {"Name": "VariantName", "Value": variant},
+        ]
         return {"Namespace": "AWS/SageMaker", "MetricName": name, "Dimensions": dimensions}
 
     return [
@@ -133,7 +162,9 @@ def _read_values(
     for page in pages:
         for result in page["MetricDataResults"]:
             if result.get("StatusCode") not in ("Complete", "PartialData"):
-                raise ServiceUnavailableError("CloudWatch answered in part", why=quoted(result.get("Messages", "")))
+                raise ServiceUnavailableError(
+                    "CloudWatch answered in part", why=quoted(result.get("Messages", ""))
+                )
             values.setdefault(result["Id"], []).extend(map(float, result["Values"]))
     return values
 

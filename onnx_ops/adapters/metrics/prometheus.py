@@ -20,7 +20,12 @@ from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.artifact import digest_bytes, short_digest
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.quantities import Json, Pattern
-from onnx_ops.domain.rollout_observations import LatencyThresholds, MetricsReading, RequestCounts, ShadowCounts
+from onnx_ops.domain.rollout_observations import (
+    LatencyThresholds,
+    MetricsReading,
+    RequestCounts,
+    ShadowCounts,
+)
 from onnx_ops.errors import RefusedError, ServiceUnavailableError, quoted
 from onnx_ops.ports import MetricsSource
 from onnx_ops.protocol.messages import FAILURE_STATUSES, REJECTION_STATUSES
@@ -28,7 +33,11 @@ from onnx_ops.protocol.messages import FAILURE_STATUSES, REJECTION_STATUSES
 VARIABLE = "ONNX_OPS_PROMETHEUS_TOKEN"
 _SCRAPED = "onnx_ops_scraped"
 """Label that marks the times of scrapes."""
-_SHADOW = ("onnx_ops_shadow_answered_total", "onnx_ops_shadow_differing_total", "onnx_ops_shadow_failed_total")
+_SHADOW = (
+    "onnx_ops_shadow_answered_total",
+    "onnx_ops_shadow_differing_total",
+    "onnx_ops_shadow_failed_total",
+)
 _FEEDBACK = ("onnx_ops_feedback_total", "onnx_ops_feedback_successes_total")
 
 _Metric = Annotated[str, Pattern("[a-zA-Z_:][a-zA-Z0-9_:]*", "the name of a metric")]
@@ -61,7 +70,11 @@ class PrometheusSettings:
         """Return a query for all series of an endpoint, and for the times of their scrapes."""
         selected = [f"{label}={_quoted(value)}" for label, value in self.select.items()]
         matchers = [f"{self.endpoint_label}={_quoted(endpoint)}", *selected]
-        metrics = [self.requests, f"{self.histogram}_bucket", *((*_SHADOW, *_FEEDBACK) if self.is_own_server else ())]
+        metrics = [
+            self.requests,
+            f"{self.histogram}_bucket",
+            *((*_SHADOW, *_FEEDBACK) if self.is_own_server else ()),
+        ]
         origin = f"{self.origin}{{{','.join(matchers if self.is_own_server else selected)}}}"
         named = f"__name__=~{_quoted('|'.join(metrics))}"
         series = f"{{{','.join([named, *matchers])}}}"
@@ -74,9 +87,15 @@ class _Page:
 
     scraped_at: float = math.inf
     origins: list[str] = field(default_factory=list)
-    statuses: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(int)))
-    buckets: dict[str, dict[float, int]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(int)))
-    counters: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(int)))
+    statuses: dict[str, dict[str, int]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(int))
+    )
+    buckets: dict[str, dict[float, int]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(int))
+    )
+    counters: dict[str, dict[str, int]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(int))
+    )
 
 
 class PrometheusMetrics(MetricsSource):
@@ -93,9 +112,13 @@ class PrometheusMetrics(MetricsSource):
 
     def capabilities(self) -> frozenset[str]:
         """Return `exceedances`, and what else an onnx-ops server counts."""
-        return frozenset({"exceedances", "shadow", "feedback"} if self._names.is_own_server else {"exceedances"})
+        return frozenset(
+            {"exceedances", "shadow", "feedback"} if self._names.is_own_server else {"exceedances"}
+        )
 
-    def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
+    def latencies(
+        self, config: EndpointConfig, deployment: str
+    ) -> tuple[Sequence[float], Sequence[int]] | None:
         """Return the histogram of all requests since the present instances started."""
         bounds = self._page(config).buckets.get(deployment)
         if not bounds:
@@ -105,25 +128,41 @@ class PrometheusMetrics(MetricsSource):
         counts = [later - earlier for earlier, later in pairwise(below)]
         return [bound for bound in ordered if math.isfinite(bound)], counts
 
-    def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
+    def read(
+        self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]
+    ) -> MetricsReading:
         """Return the counts of the last scrape."""
         page = self._page(config)
-        copies = [sum(page.counters[name][deployment] for deployment in deployments) for name in _SHADOW]
+        copies = [
+            sum(page.counters[name][deployment] for deployment in deployments) for name in _SHADOW
+        ]
         tallies = {}
         for name, thresholds in deployments.items():
             if name not in page.statuses:
                 continue
             limits = {} if thresholds is None else thresholds.by_guardrail()
-            statuses, buckets = page.statuses[name], page.buckets.get(name, {})  # bounds have six digits
+            statuses, buckets = (
+                page.statuses[name],
+                page.buckets.get(name, {}),
+            )  # bounds have six digits
             timed = max(buckets.values(), default=None)
             tallies[name] = RequestCounts(
                 requests=sum(statuses.values()),
-                errors=sum(count for status, count in statuses.items() if status in FAILURE_STATUSES),
-                refused=sum(count for status, count in statuses.items() if status in REJECTION_STATUSES),
+                errors=sum(
+                    count for status, count in statuses.items() if status in FAILURE_STATUSES
+                ),
+                refused=sum(
+                    count for status, count in statuses.items() if status in REJECTION_STATUSES
+                ),
                 feedback=page.counters[_FEEDBACK[0]][name],
                 successes=page.counters[_FEEDBACK[1]][name],
                 timed=timed,
-            ).with_over({place: count_slower(buckets, timed or 0, limit_s, 1e-4) for place, limit_s in limits.items()})
+            ).with_over(
+                {
+                    place: count_slower(buckets, timed or 0, limit_s, 1e-4)
+                    for place, limit_s in limits.items()
+                }
+            )
         return MetricsReading(
             origin=short_digest(digest_bytes("\n".join(sorted(page.origins)).encode())),
             at=page.scraped_at,
@@ -164,7 +203,11 @@ class PrometheusMetrics(MetricsSource):
 
     def _query(self, config: EndpointConfig) -> list[Any]:
         token = os.environ.get(VARIABLE, "").strip()
-        host = require_https(self._url, "prometheus' url") if token else str(urlsplit(self._url).hostname)
+        host = (
+            require_https(self._url, "prometheus' url")
+            if token
+            else str(urlsplit(self._url).hostname)
+        )
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         url = f"{self._url}/api/v1/query?query={quote(self._names.build_query(config.endpoint), safe='')}"
         try:
@@ -177,7 +220,9 @@ class PrometheusMetrics(MetricsSource):
         except (AttributeError, KeyError, TypeError) as error:
             raise _invalid_answer(config, answer) from error
         if partial:  # some stores are missing, so the counts are too low
-            raise ServiceUnavailableError("Prometheus answered in part", where=config.endpoint, why=quoted(partial))
+            raise ServiceUnavailableError(
+                "Prometheus answered in part", where=config.endpoint, why=quoted(partial)
+            )
         if not isinstance(samples, list):
             raise _invalid_answer(config, answer)
         return samples

@@ -43,7 +43,9 @@ class SeveralServers(ServerMetrics):
         self._hosts = {url: require_https(url, "an address in urls") for url in urls}
         super().__init__(self._read_all)
 
-    def _read_all(self, config: EndpointConfig, request: UserCountsRequest | None) -> Sequence[Counts]:
+    def _read_all(
+        self, config: EndpointConfig, request: UserCountsRequest | None
+    ) -> Sequence[Counts]:
         counts = [self._read_counts(url, request) for url in self._hosts]
         _check(counts, config)
         return counts
@@ -60,11 +62,18 @@ class SeveralServers(ServerMetrics):
         method, body = ("GET", None) if request is None else ("POST", codec.to_json(request))
         try:
             answer = request_json(
-                method, f"{url}{COUNTS_PATH}", body, host=host, headers=headers, max_bytes=MAX_COUNTS_BYTES
+                method,
+                f"{url}{COUNTS_PATH}",
+                body,
+                host=host,
+                headers=headers,
+                max_bytes=MAX_COUNTS_BYTES,
             )
             return codec.from_json(answer, Counts, where=host)
         except (RefusedError, CorruptStateError) as error:
-            raise ServiceUnavailableError("a server does not return its counts", where=host, why=str(error)) from error
+            raise ServiceUnavailableError(
+                "a server does not return its counts", where=host, why=str(error)
+            ) from error
 
 
 def _check(counts: Sequence[Counts], config: EndpointConfig) -> None:
@@ -76,7 +85,9 @@ def _check(counts: Sequence[Counts], config: EndpointConfig) -> None:
     elif any(len(splits) > 1 for splits in _find_splits(counts).values()):
         why = "they split users differently"
     if why:
-        raise ServiceUnavailableError("the servers' counts cannot be added", where=config.endpoint, why=why)
+        raise ServiceUnavailableError(
+            "the servers' counts cannot be added", where=config.endpoint, why=why
+        )
 
 
 def _find_splits(counts: Sequence[Counts]) -> Mapping[int, set[str]]:

@@ -32,7 +32,9 @@ class GitHubNotifier(Notifier):
     def __init__(self, place: str, state: Path) -> None:
         match = _PLACE.fullmatch(place)
         if match is None:
-            raise UserError(f"github:{place} names no repository", remedy="Write github:owner/repository.")
+            raise UserError(
+                f"github:{place} names no repository", remedy="Write github:owner/repository."
+            )
         name, self._issue = match.groups()
         self._repository = GitHubRepository(name=name, token=self._token)
         self._file = state / "notify.github"
@@ -50,7 +52,9 @@ class GitHubNotifier(Notifier):
             self._repository.request("POST", f"issues/{issue}/comments", {"body": text})
             return
         title, body = f"{LABEL}: endpoint {endpoint}", f"{_mark(endpoint)}\n{text}"
-        self._repository.request("POST", "issues", {"title": title, "body": body, "labels": [LABEL]})
+        self._repository.request(
+            "POST", "issues", {"title": title, "body": body, "labels": [LABEL]}
+        )
 
     def check(self) -> str:
         """Return repository and host; raise if there is no token."""

@@ -17,7 +17,11 @@ from onnx_ops.ports import Notifier
 
 VARIABLE = "ONNX_OPS_NOTIFY_WEBHOOK"
 _WHAT = "the notification webhook"
-_SIGNS = {Severity.CRITICAL: ":rotating_light:", Severity.WARNING: ":warning:", Severity.INFO: ":white_check_mark:"}
+_SIGNS = {
+    Severity.CRITICAL: ":rotating_light:",
+    Severity.WARNING: ":warning:",
+    Severity.INFO: ":white_check_mark:",
+}
 _LONGEST = 2900
 """Characters that Slack takes in one block, less some."""
 
@@ -30,7 +34,9 @@ class WebhookNotifier(Notifier):
 
     def __init__(self, place: str, state: Path) -> None:
         if place:
-            raise UserError("webhook takes no name", remedy=f"Write `webhook`, and its address into {VARIABLE}.")
+            raise UserError(
+                "webhook takes no name", remedy=f"Write `webhook`, and its address into {VARIABLE}."
+            )
         self._file = state / "notify.webhook"
 
     def send(self, notification: Notification) -> None:
@@ -59,13 +65,18 @@ def format_message(notification: Notification) -> dict[str, Any]:
     """Return Slack's message: `text` for a lock screen, blocks for the channel."""
     title = f"{_SIGNS[notification.severity]} *{_escaped(notification.title)}*"
     lines = [f"*Why:* {_escaped(notification.why)}"] if notification.why else []
-    lines += [f"*{purpose}:* `{_escaped(command)}`" for purpose, command in notification.commands.items()]
+    lines += [
+        f"*{purpose}:* `{_escaped(command)}`" for purpose, command in notification.commands.items()
+    ]
     lines += [f"<{_escaped(notification.link)}|Open the registry>"] if notification.link else []
     foot = f"entry {notification.sequence} of the ledger, by {_escaped(notification.actor)}"
     return {
         "text": _cut(_escaped("\n".join([notification.title, *notification.lines]))),
         "blocks": [
-            {"type": "section", "text": {"type": "mrkdwn", "text": _cut("\n".join([title, *lines]))}},
+            {
+                "type": "section",
+                "text": {"type": "mrkdwn", "text": _cut("\n".join([title, *lines]))},
+            },
             {"type": "context", "elements": [{"type": "mrkdwn", "text": _cut(foot)}]},
         ],
     }

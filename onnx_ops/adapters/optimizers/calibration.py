@@ -50,7 +50,9 @@ class Histogram:
         import numpy as np
 
         top = 2.0**self.exponent
-        return np.linspace(0 if self.is_absolute else -top, top, len(self.counts) + 1, dtype=self.highest.dtype)
+        return np.linspace(
+            0 if self.is_absolute else -top, top, len(self.counts) + 1, dtype=self.highest.dtype
+        )
 
     def widen(self, exponent: int) -> Any:
         """Return the counts in as many bins up to a higher power of two."""
@@ -73,9 +75,13 @@ def count_values(values: Array, bins: int, *, is_absolute: bool = False) -> Hist
     top = max(-lowest, highest)
     exponent = int(np.frexp(top)[1]) if top else _LEAST
     counts, _ = np.histogram(
-        np.abs(values) if is_absolute else values, bins, range=(0 if is_absolute else -(2.0**exponent), 2.0**exponent)
+        np.abs(values) if is_absolute else values,
+        bins,
+        range=(0 if is_absolute else -(2.0**exponent), 2.0**exponent),
     )
-    return Histogram(counts=counts, exponent=exponent, is_absolute=is_absolute, lowest=lowest, highest=highest)
+    return Histogram(
+        counts=counts, exponent=exponent, is_absolute=is_absolute, lowest=lowest, highest=highest
+    )
 
 
 def add_histograms(one: Histogram, other: Histogram) -> Histogram:
@@ -125,7 +131,8 @@ def _make_collector(*, is_part: bool) -> Any:
                     for name, h in self.histogram_dict.items()
                 }
             self.histogram_dict = {
-                name: (h.counts, h.edges(), h.lowest, h.highest) for name, h in self.histogram_dict.items()
+                name: (h.counts, h.edges(), h.lowest, h.highest)
+                for name, h in self.histogram_dict.items()
             }
             return super().compute_collection_result()
 
@@ -159,5 +166,9 @@ def join_ranges(parts: Sequence[Path], path: Path) -> Path:
 def _read_histogram(found: Any) -> Histogram:
     exponent, is_absolute = map(int, found.bins)
     return Histogram(
-        counts=found.hist, exponent=exponent, is_absolute=bool(is_absolute), lowest=found.lowest, highest=found.highest
+        counts=found.hist,
+        exponent=exponent,
+        is_absolute=bool(is_absolute),
+        lowest=found.lowest,
+        highest=found.highest,
     )

@@ -12,8 +12,18 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, MinLen
 
-from onnx_ops.adapters.isolation.crash_guard import DEFAULT_TIMEOUT_S, ProcessCrashError, run_guarded
-from onnx_ops.adapters.optimizers.library import Names, check_interface, convert_failures, read_options, suppress_output
+from onnx_ops.adapters.isolation.crash_guard import (
+    DEFAULT_TIMEOUT_S,
+    ProcessCrashError,
+    run_guarded,
+)
+from onnx_ops.adapters.optimizers.library import (
+    Names,
+    check_interface,
+    convert_failures,
+    read_options,
+    suppress_output,
+)
 from onnx_ops.errors import StageError, UserError
 from onnx_ops.onnx_graph.files import (
     EXTERNAL_LIMIT,
@@ -63,7 +73,10 @@ class GraphOptimizer(Optimizer):
         """Save the graph after ONNX Runtime's optimizations."""
         level = str(read_options(request.section, self.options).get("level", "extended"))
         source = _checked(request, read_structure(request.source))
-        if level == "all" and len({(machine.family, machine.wide) for machine in request.machines}) > 1:
+        if (
+            level == "all"
+            and len({(machine.family, machine.wide) for machine in request.machines}) > 1
+        ):
             raise UserError(
                 "level `all` lays a graph out for the registers of one kind of machine, and the targets have several",
                 where=f"variant {request.section.name}, options",
@@ -71,22 +84,36 @@ class GraphOptimizer(Optimizer):
             )
         with Scratch() as folder, suppress_output():
             result = folder / "result.onnx"
-            with convert_failures("ONNX Runtime cannot optimize the graph", request.section.name, _LEAVE_OUT):
+            with convert_failures(
+                "ONNX Runtime cannot optimize the graph", request.section.name, _LEAVE_OUT
+            ):
                 ort = importlib.import_module("onnxruntime")
                 options = ort.SessionOptions()
                 options.log_severity_level = 3  # errors only
-                options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, f"ORT_ENABLE_{level.upper()}")
+                options.graph_optimization_level = getattr(
+                    ort.GraphOptimizationLevel, f"ORT_ENABLE_{level.upper()}"
+                )
                 options.optimized_model_filepath = str(result)
                 # The places of external data mean another folder.
-                if request.source.stat().st_size > EXTERNAL_LIMIT or list_external_names(request.source):
+                if request.source.stat().st_size > EXTERNAL_LIMIT or list_external_names(
+                    request.source
+                ):
                     entry = "session.optimized_model_external_initializers_file_name"
                     options.add_session_config_entry(entry, f"{result.name}.data")
-                ort.InferenceSession(str(request.source), options, providers=["CPUExecutionProvider"])
+                ort.InferenceSession(
+                    str(request.source), options, providers=["CPUExecutionProvider"]
+                )
             derived = read_model(result)
         restore_metadata(derived, source)
         write_model(derived, request.path)
-        before, after = (Counter(node.op_type for node in iterate_nodes(model)) for model in (source, derived))
-        new = ", ".join(f"{name} {count}" for name, count in sorted((after - before).items()) if name not in before)
+        before, after = (
+            Counter(node.op_type for node in iterate_nodes(model)) for model in (source, derived)
+        )
+        new = ", ".join(
+            f"{name} {count}"
+            for name, count in sorted((after - before).items())
+            if name not in before
+        )
         laid = ", laid out for this kind of machine" if level == "all" else ""
         changes = f"{before.total()} nodes became {after.total()}" + (f", new {new}" if new else "")
         return (f"graph level {level}{laid}: {changes}",)
@@ -111,8 +138,16 @@ class ShapeOptimizer(Optimizer):
         batch = {shape[0].dim_param for shape in shapes if shape} - {""}
         known = {dim.dim_param for shape in shapes for dim in shape} - batch - {""}
         if not dims or (wrong := sorted(set(dims) - known)):
-            what = f"{wrong[0]!r} is not a free dimension besides the batch" if dims else "needs `dims`"
-            hint = f"dims may name {', '.join(sorted(known))}." if known else "This model has none: leave it out."
+            what = (
+                f"{wrong[0]!r} is not a free dimension besides the batch"
+                if dims
+                else "needs `dims`"
+            )
+            hint = (
+                f"dims may name {', '.join(sorted(known))}."
+                if known
+                else "This model has none: leave it out."
+            )
             raise UserError(what, where=where, remedy=hint)
         library = importlib.import_module("onnxruntime.tools.onnx_model_utils")
         del model.graph.value_info[:]
@@ -172,7 +207,9 @@ class _CleanupOptimizer(Optimizer):
                 run_guarded(type(self).clean, request.source, result, chosen, timeout=self._timeout)
             except ProcessCrashError as crash:
                 remedy = f"Leave this variant out of `quantize`, or give other passes with options.{self.option}."
-                raise StageError(f"{self.tool} failed", where=where, why=crash.explanation, remedy=remedy) from None
+                raise StageError(
+                    f"{self.tool} failed", where=where, why=crash.explanation, remedy=remedy
+                ) from None
             derived = read_model(result)
             restore_metadata(derived, source)
             write_model(derived, request.path)
@@ -180,9 +217,13 @@ class _CleanupOptimizer(Optimizer):
         before, after = (sum(1 for _ in iterate_nodes(model)) for model in (source, derived))
         sizes = [read_model_info(path).size_bytes for path in (request.source, request.path)]
         effect = (
-            f"nothing to simplify: {before} nodes as before" if before == after else f"{before} nodes became {after}"
+            f"nothing to simplify: {before} nodes as before"
+            if before == after
+            else f"{before} nodes became {after}"
         )
-        return (f"{self.tool} {version(self.tool)}: {effect}, {sizes[1] / sizes[0]:.2f} times the size",)
+        return (
+            f"{self.tool} {version(self.tool)}: {effect}, {sizes[1] / sizes[0]:.2f} times the size",
+        )
 
 
 class SlimOptimizer(_CleanupOptimizer):
@@ -226,5 +267,7 @@ def _library(name: str) -> Any:
 def _known(names: Sequence[str], known: Sequence[str], option: str) -> None:
     if unknown := [name for name in names if name not in known]:
         raise UserError(
-            f"no pass is called {unknown[0]!r}", where=f"options.{option}", remedy=f"There are {', '.join(known)}."
+            f"no pass is called {unknown[0]!r}",
+            where=f"options.{option}",
+            remedy=f"There are {', '.join(known)}.",
         )

@@ -25,7 +25,9 @@ from onnx_ops.ports.data import Array, Tensors
 Names = Annotated[tuple[str, ...], MinLen(1)]
 
 
-CALIBRATION_REMEDY = "Give rows: `calibrate: {data: train, samples: 256}` in a pipeline, --data FILE in a command."
+CALIBRATION_REMEDY = (
+    "Give rows: `calibrate: {data: train, samples: 256}` in a pipeline, --data FILE in a command."
+)
 
 
 def read_options(section: Quantize, kind: type) -> Mapping[str, Any]:
@@ -42,7 +44,15 @@ _WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gather", "Gemm", "MatMul"})
 """Operators whose weights are worth quantizing."""
 
 _QUANTIZED = frozenset(
-    {"ConvInteger", "DequantizeLinear", "MatMulInteger", "MatMulNBits", "QGemm", "QLinearConv", "QLinearMatMul"}
+    {
+        "ConvInteger",
+        "DequantizeLinear",
+        "MatMulInteger",
+        "MatMulNBits",
+        "QGemm",
+        "QLinearConv",
+        "QLinearMatMul",
+    }
 )
 """Operators that quantizers write and that no float export has."""
 
@@ -78,13 +88,18 @@ def convert_failures(what: str, variant: str, remedy: str) -> Iterator[None]:
     except OnnxOpsError:
         raise
     except Exception as error:
-        raise StageError(what, where=f"variant {variant}", why=describe_error(error), remedy=remedy) from error
+        raise StageError(
+            what, where=f"variant {variant}", why=describe_error(error), remedy=remedy
+        ) from error
 
 
 def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:
     """Check that a tool kept names, types and free dimensions."""
     before, after = read_model_info(source), read_model_info(derived)
-    for side, old, new in (("inputs", before.inputs, after.inputs), ("outputs", before.outputs, after.outputs)):
+    for side, old, new in (
+        ("inputs", before.inputs, after.inputs),
+        ("outputs", before.outputs, after.outputs),
+    ):
         if old != new:
             raise StageError(
                 f"{tool} changed the model's {side}",
@@ -100,7 +115,10 @@ def build_no_effect_error(
     """Build the error of a variant in which nothing was quantized."""
     where = f"variant {section.name}"
     if any(node.op_type in _QUANTIZED for node in iterate_nodes(source)):
-        why, remedy = "the model is quantized already", "Give the float model that it was made from."
+        why, remedy = (
+            "the model is quantized already",
+            "Give the float model that it was made from.",
+        )
         return UserError(what, where=where, why=why, remedy=remedy)
     counts = _count_reasons(section, source, op_types)
     if counts:
@@ -112,7 +130,9 @@ def build_no_effect_error(
     return UserError(what, where=where, why=why, remedy=remedy)
 
 
-def _count_reasons(section: Quantize, source: Any, op_types: frozenset[str]) -> Counter[tuple[str, str]]:
+def _count_reasons(
+    section: Quantize, source: Any, op_types: frozenset[str]
+) -> Counter[tuple[str, str]]:
     """Count the nodes with weights that stayed in float, by their type and the reason."""
     stored = collect_constants(source)
     outer = {node.output[0] for node in source.graph.node if node.output}
@@ -174,10 +194,17 @@ class BatchReader:
         from onnx_ops.measure.row_layout import read_layout
 
         self._layout = read_layout(info, values)
-        where, wanted = "quantize.calibrate", {spec.name for spec in info.inputs} - set(values or {})
+        where, wanted = (
+            "quantize.calibrate",
+            {spec.name for spec in info.inputs} - set(values or {}),
+        )
         if wanted != set(rows):
             what = f"calibration data has inputs {sorted(rows)}, the model {sorted(wanted)}"
-            raise UserError(what, where=where, remedy="Map the arrays to the model's inputs in `data.<set>.inputs`.")
+            raise UserError(
+                what,
+                where=where,
+                remedy="Map the arrays to the model's inputs in `data.<set>.inputs`.",
+            )
         for name, array in rows.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 what = f"calibration rows of input {name} hold NaN or infinity: no range can be computed from them"

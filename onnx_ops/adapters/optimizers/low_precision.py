@@ -22,7 +22,13 @@ from onnx_ops.adapters.optimizers.library import (
 )
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.errors import TooLargeError, UserError
-from onnx_ops.onnx_graph.files import PROTOBUF_LIMIT, collect_constants, iterate_nodes, read_model, write_model
+from onnx_ops.onnx_graph.files import (
+    PROTOBUF_LIMIT,
+    collect_constants,
+    iterate_nodes,
+    read_model,
+    write_model,
+)
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.rewrites import lift_constants, restore_metadata, split_gemms, trace_nodes
 from onnx_ops.plugins import require
@@ -72,7 +78,9 @@ class WeightOnlyQuantizer(Optimizer):
             contextlib.redirect_stderr(io.StringIO()),
             warnings.catch_warnings(action="ignore"),
             convert_failures(
-                "the weights cannot be narrowed", request.section.name, "Leave this variant out of `quantize`."
+                "the weights cannot be narrowed",
+                request.section.name,
+                "Leave this variant out of `quantize`.",
             ),
         ):
             derived = _narrowed(model, request, options, algorithm)
@@ -99,12 +107,16 @@ def _check_algorithm(algorithm: str, options: Mapping[str, Any], request: Optimi
         require("torch", where=f"{where}, algorithm hqq")
 
 
-def _list_notes(derived: Any, request: OptimizeRequest, options: Mapping[str, Any], algorithm: str) -> Iterator[str]:
+def _list_notes(
+    derived: Any, request: OptimizeRequest, options: Mapping[str, Any], algorithm: str
+) -> Iterator[str]:
     """Yield what was quantized, and what its user should know about it."""
     kinds = Counter(node.op_type for node in iterate_nodes(derived))
     total = kinds[_BLOCKED] + sum(kinds[kind] for kind in _PRODUCTS)
     yield f"weights of {kinds[_BLOCKED]} of {total} matrix products in blocks, {algorithm}"
-    if left := [node.name or node.output[0] for node in iterate_nodes(derived) if node.op_type in _PRODUCTS]:
+    if left := [
+        node.name or node.output[0] for node in iterate_nodes(derived) if node.op_type in _PRODUCTS
+    ]:
         yield f"in float, because excluded or without a constant matrix of their own: {', '.join(left)}"
     if algorithm != "rtn":
         yield (
@@ -117,22 +129,34 @@ def _list_notes(derived: Any, request: OptimizeRequest, options: Mapping[str, An
         yield "accuracy 4: activations in 8 bits too, with ranges computed in each run"
 
 
-def _narrowed(model: Any, request: OptimizeRequest, options: Mapping[str, Any], algorithm: str) -> Any:
+def _narrowed(
+    model: Any, request: OptimizeRequest, options: Mapping[str, Any], algorithm: str
+) -> Any:
     library = importlib.import_module("onnxruntime.quantization.matmul_nbits_quantizer")
-    bits, block = int(options.get("bits", 8 if algorithm == "rtn" else 4)), int(options.get("block", 32))
+    bits, block = (
+        int(options.get("bits", 8 if algorithm == "rtn" else 4)),
+        int(options.get("block", 32)),
+    )
     symmetric = bool(options.get("symmetric", True))
     if algorithm == "hqq":
         config = library.HQQWeightOnlyQuantConfig(block_size=block, bits=bits)
     elif algorithm == "gptq":
-        reader = BatchReader(request.calibration or {}, read_model_info(request.source), request.values)
+        reader = BatchReader(
+            request.calibration or {}, read_model_info(request.source), request.values
+        )
         config = library.GPTQWeightOnlyQuantConfig(calibration_data_reader=reader, block_size=block)
     else:
         config = library.DefaultWeightOnlyQuantConfig(
-            block_size=block, is_symmetric=symmetric, accuracy_level=options.get("accuracy"), bits=bits
+            block_size=block,
+            is_symmetric=symmetric,
+            accuracy_level=options.get("accuracy"),
+            bits=bits,
         )
     # MatMulNBits has no kernel for weights in float64.
     products = (node for node in model.graph.node if node.op_type == "MatMul")
-    doubles = {name for name, tensor in collect_constants(model).items() if tensor.data_type == _DOUBLE}
+    doubles = {
+        name for name, tensor in collect_constants(model).items() if tensor.data_type == _DOUBLE
+    }
     excluded = [node for node in products if node.input[1] in doubles]
     for number, node in enumerate(excluded):
         node.name = node.name or f"float64-product-{number}"
@@ -196,9 +220,16 @@ class Fp16Optimizer(Optimizer):
             )
             models = importlib.import_module("onnxruntime.transformers.onnx_model")
             models.OnnxModel(derived).topological_sort(is_deterministic=True)
-        count, excluded = _round_as_numpy_does(derived, source, request.section), request.section.exclude
-        halves = {name for name, tensor in collect_constants(derived).items() if tensor.data_type == _HALF}
-        float_nodes = {node.name for node in derived.graph.node if not halves.intersection(node.input)}
+        count, excluded = (
+            _round_as_numpy_does(derived, source, request.section),
+            request.section.exclude,
+        )
+        halves = {
+            name for name, tensor in collect_constants(derived).items() if tensor.data_type == _HALF
+        }
+        float_nodes = {
+            node.name for node in derived.graph.node if not halves.intersection(node.input)
+        }
         if lost := sorted(set(excluded) - float_nodes):
             raise UserError(
                 f"excluding {', '.join(lost)} took no effect",
@@ -211,7 +242,9 @@ class Fp16Optimizer(Optimizer):
         exclusions = f", {len(excluded)} nodes kept in float32" if excluded else ""
         notes = [f"{count} constants in float16{exclusions}"]
         if any(not machine.fp16 for machine in request.machines):
-            notes.append("a target computes float16 in float32, with casts around it: half the size, and no faster")
+            notes.append(
+                "a target computes float16 in float32, with casts around it: half the size, and no faster"
+            )
         return tuple(notes)
 
 
@@ -221,7 +254,11 @@ def _round_as_numpy_does(derived: Any, source: Any, section: Quantize) -> int:
     from onnx import numpy_helper
 
     originals = collect_constants(source)
-    halves = {name: t for name, t in collect_constants(derived).items() if t.data_type == _HALF and name in originals}
+    halves = {
+        name: t
+        for name, t in collect_constants(derived).items()
+        if t.data_type == _HALF and name in originals
+    }
     if all(originals[name].data_type == _HALF for name in halves):
         weighted = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
         raise build_no_effect_error(section, source, weighted, "nothing was converted")

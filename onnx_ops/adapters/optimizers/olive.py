@@ -34,7 +34,12 @@ _ROWS = "calibration"
 _NARROWING = re.compile("quant|float16|mixedprecision|nbits|rtn|gptq|awq|bnb", re.IGNORECASE)
 """Names of passes whose models differ from their source by design. Other passes get strict parity checks."""
 
-_EXCLUDING = ("OnnxDynamicQuantization", "OnnxStaticQuantization", "OnnxQuantization", "OnnxBlockWiseRtnQuantization")
+_EXCLUDING = (
+    "OnnxDynamicQuantization",
+    "OnnxStaticQuantization",
+    "OnnxQuantization",
+    "OnnxBlockWiseRtnQuantization",
+)
 _GEMM_SUFFIX = "_MatMul"
 """Suffix that ONNX Runtime's quantizers add to the name of a rewritten Gemm, before they apply exclusions."""
 
@@ -78,15 +83,24 @@ class OliveOptimizer(Optimizer):
         config = read_options(section, self.options).get(CONFIG)
         if not config:
             remedy = "Set options: {config: configs/olive/int8.json}, or give it in place: {passes: {...}}."
-            raise UserError("olive needs a configuration", where=f"variant {section.name}", remedy=remedy)
+            raise UserError(
+                "olive needs a configuration", where=f"variant {section.name}", remedy=remedy
+            )
         if not isinstance(config, str | Mapping):
-            raise UserError("config must be a file of the project, or the configuration: {passes: {...}}", where=where)
+            raise UserError(
+                "config must be a file of the project, or the configuration: {passes: {...}}",
+                where=where,
+            )
         if isinstance(config, str):
             from onnx_ops.config.yaml_reader import read_file  # not available where passes run
 
             name, path = config, (root / config).resolve()
             if not path.is_relative_to(root.resolve()):
-                raise UserError(f"{name} is not in the project", where=where, remedy="Copy it to configs/olive/.")
+                raise UserError(
+                    f"{name} is not in the project",
+                    where=where,
+                    remedy="Copy it to configs/olive/.",
+                )
             if not path.is_file():
                 remedy = "Paths are relative to the project's folder."
                 raise NotFoundError(f"there is no file {name}", where=where, remedy=remedy)
@@ -132,17 +146,33 @@ class OliveOptimizer(Optimizer):
                 where=f"variant {section.name}",
                 remedy="Its preparation joins and renames nodes: set quant_preprocess: false, or leave them out.",
             )
-        return (f"Olive {version('olive-ai')}: {', '.join(str(entry['type']) for entry in entries)}",)
+        return (
+            f"Olive {version('olive-ai')}: {', '.join(str(entry['type']) for entry in entries)}",
+        )
 
 
 def _used(config: Any, where: str) -> Mapping[str, Json]:
     """Return the part of a configuration that shapes a variant."""
-    if not isinstance(config, Mapping) or not isinstance(config.get("passes"), Mapping) or not config["passes"]:
-        raise UserError("there are no passes in it", where=where, remedy="An Olive configuration has `passes: {...}`.")
+    if (
+        not isinstance(config, Mapping)
+        or not isinstance(config.get("passes"), Mapping)
+        or not config["passes"]
+    ):
+        raise UserError(
+            "there are no passes in it",
+            where=where,
+            remedy="An Olive configuration has `passes: {...}`.",
+        )
     flat = {**config.get("engine", {}), **config}  # `engine` is Olive's deprecated nest
     if flat.get("search_strategy"):
-        what = "it searches, and Olive's search selects by measurements on whatever machine it runs on"
-        raise UserError(what, where=where, remedy="Leave out search_strategy. `method: auto` searches under a budget.")
+        what = (
+            "it searches, and Olive's search selects by measurements on whatever machine it runs on"
+        )
+        raise UserError(
+            what,
+            where=where,
+            remedy="Leave out search_strategy. `method: auto` searches under a budget.",
+        )
     used = {key: flat[key] for key in _KEPT if flat.get(key) is not None}
     for path, value in _walk(used):
         if path[-1] in _CODE and value:
@@ -151,7 +181,9 @@ def _used(config: Any, where: str) -> Mapping[str, Json]:
     _check_systems(used.get("systems", {}), where)
     for entry in _passes(used["passes"]):
         if not isinstance(entry, Mapping) or not isinstance(entry.get("type"), str):
-            raise UserError("a pass has no type", where=where, remedy="Such as {type: OnnxDynamicQuantization}.")
+            raise UserError(
+                "a pass has no type", where=where, remedy="Such as {type: OnnxDynamicQuantization}."
+            )
     return used
 
 
@@ -167,12 +199,20 @@ def _passes(passes: Mapping[str, Any]) -> Iterator[Any]:
     """Yield each pass; a name can refer to one or to a list of alternatives, which must hold exactly one."""
     for name, given in passes.items():
         if isinstance(given, list | tuple) and len(given) != 1:
-            raise UserError(f"passes.{name} lists alternatives", remedy="Keep one; `method: auto` searches.")
+            raise UserError(
+                f"passes.{name} lists alternatives", remedy="Keep one; `method: auto` searches."
+            )
         yield given[0] if isinstance(given, list | tuple) else given
 
 
 def _walk(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    items: Any = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    items: Any = (
+        value.items()
+        if isinstance(value, Mapping)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in items:
         yield (*path, str(key)), inner
         yield from _walk(inner, (*path, str(key)))
@@ -185,7 +225,9 @@ def _workflow(request: OptimizeRequest, config: Mapping[str, Any], scratch: Path
         options = _with_rows({key: value for key, value in entry.items() if key != "evaluator"})
         if wanted and entry["type"] in _EXCLUDING:
             rewritten = [node + _GEMM_SUFFIX for node in wanted]
-            options["nodes_to_exclude"] = sorted({*options.get("nodes_to_exclude", ()), *wanted, *rewritten})
+            options["nodes_to_exclude"] = sorted(
+                {*options.get("nodes_to_exclude", ()), *wanted, *rewritten}
+            )
         passes[name] = options
     rows = [] if request.calibration is None else [_data(request.calibration, scratch / "rows")]
     return {
@@ -202,7 +244,10 @@ def _workflow(request: OptimizeRequest, config: Mapping[str, Any], scratch: Path
 def _with_rows(value: Any) -> Any:
     """Return the options of a pass with the calibration rows wherever they name data."""
     if isinstance(value, Mapping):
-        return {key: _ROWS if key == "data_config" and inner else _with_rows(inner) for key, inner in value.items()}
+        return {
+            key: _ROWS if key == "data_config" and inner else _with_rows(inner)
+            for key, inner in value.items()
+        }
     return value
 
 
@@ -240,7 +285,9 @@ def _run(workflow: Mapping[str, Any], variant: str) -> Path:
         try:
             done = importlib.import_module("olive.workflows").run(dict(workflow))
         except Exception as error:
-            raise StageError("Olive failed", where=where, why=describe_error(error), remedy=remedy) from error
+            raise StageError(
+                "Olive failed", where=where, why=describe_error(error), remedy=remedy
+            ) from error
     best = done.get_best_candidate() if done is not None and done.has_output_model() else None
     if best is None or not best.model_path:
         why = "; ".join(messages)[:600] or "it gives no reason"
@@ -259,7 +306,9 @@ def _warnings() -> Iterator[list[str]]:
             error = record.exc_info[1] if record.exc_info else None
             while error is not None and error.__cause__ is not None:
                 error = error.__cause__
-            messages.append(f"{record.getMessage()}{f' {type(error).__name__}: {error}' if error else ''}")
+            messages.append(
+                f"{record.getMessage()}{f' {type(error).__name__}: {error}' if error else ''}"
+            )
 
     logger, listener = logging.getLogger("olive"), Listener(logging.WARNING)
     logger.addHandler(listener)

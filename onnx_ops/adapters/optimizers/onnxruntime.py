@@ -32,7 +32,12 @@ from onnx_ops.onnx_graph.files import (
     write_model,
 )
 from onnx_ops.onnx_graph.model_info import read_model_info
-from onnx_ops.onnx_graph.rewrites import find_quantized_nodes, flatten_biases, restore_metadata, trace_nodes
+from onnx_ops.onnx_graph.rewrites import (
+    find_quantized_nodes,
+    flatten_biases,
+    restore_metadata,
+    trace_nodes,
+)
 from onnx_ops.ports import Optimizer
 from onnx_ops.ports.optimize import OptimizeRequest
 from onnx_ops.scratch import Scratch
@@ -146,7 +151,9 @@ class StaticQuantizer(Optimizer):
     def read_ranges(self, request: OptimizeRequest, path: Path, shard: tuple[int, int]) -> None:
         """Write the ranges of one part of the calibration batches, as ONNX Runtime's calibration cache."""
         options, _ = self._choose(request)
-        rows = BatchReader(request.calibration or {}, read_model_info(request.source), request.values).slice(*shard)
+        rows = BatchReader(
+            request.calibration or {}, read_model_info(request.source), request.values
+        ).slice(*shard)
         if not rows:
             return
         with Scratch() as folder, exact_histograms(is_part=True):
@@ -164,10 +171,16 @@ class StaticQuantizer(Optimizer):
         opset = max(opsets.get(domain, 0) for domain in DEFAULT_DOMAINS)
         if request.section.per_channel and opset < PER_CHANNEL_OPSET:
             what = f"per-channel scales need opset {PER_CHANNEL_OPSET}, the model has {opset}"
-            raise UserError(what, where=where, remedy="Set per_channel: false, or export at a newer opset.")
+            raise UserError(
+                what, where=where, remedy="Set per_channel: false, or export at a newer opset."
+            )
         if recipe.activations == "uint16" and opset < WIDE_OPSET:
             what = f"16-bit activations need opset {WIDE_OPSET}, the model has {opset}"
-            raise UserError(what, where=where, remedy="Export at a newer opset, or leave `activations` to the target.")
+            raise UserError(
+                what,
+                where=where,
+                remedy="Export at a newer opset, or leave `activations` to the target.",
+            )
         chosen = {
             "activations": recipe.activations,
             "weights": recipe.weights,
@@ -227,7 +240,9 @@ def _static(job: _Job, ranges: Path | None = None) -> None:
 
 
 def _type(library: Any, name: str) -> Any:
-    return getattr(library.QuantType, {"int8": "QInt8", "uint8": "QUInt8", "uint16": "QUInt16"}[name])
+    return getattr(
+        library.QuantType, {"int8": "QInt8", "uint8": "QUInt8", "uint16": "QUInt16"}[name]
+    )
 
 
 def _quantize(
@@ -266,12 +281,20 @@ def _quantize(
             remedy="Exclude the node that holds the weights, or leave it out of `exclude`.",
         )
     given = read_structure(request.source)
-    known = {tensor.name for tensor in given.graph.initializer}  # a source that is quantized has such names too
-    if not any(t.name.endswith("_quantized") and t.name not in known for t in derived.graph.initializer):
+    known = {
+        tensor.name for tensor in given.graph.initializer
+    }  # a source that is quantized has such names too
+    if not any(
+        t.name.endswith("_quantized") and t.name not in known for t in derived.graph.initializer
+    ):
         raise build_no_effect_error(section, given, frozenset(options["op_types"]))
     restore_metadata(derived, source)
     write_model(derived, request.path)
-    return (f"{balanced} outlier channels of normalizations were balanced with their weights",) if balanced else ()
+    return (
+        (f"{balanced} outlier channels of normalizations were balanced with their weights",)
+        if balanced
+        else ()
+    )
 
 
 def _prepare(source: Any, folder: Path, large: bool) -> Path:
@@ -291,7 +314,9 @@ def _prepare(source: Any, folder: Path, large: bool) -> Path:
             prepared = _preprocess(plain, folder / "inferred.onnx", simplify=False, large=large)
             model = read_model(prepared)
     except Exception as error:  # the library raises many types of exceptions
-        warnings.warn(f"quantizing without preparation: {quoted(error)}", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"quantizing without preparation: {quoted(error)}", RuntimeWarning, stacklevel=2
+        )
         return plain
     flatten_biases(model)
     write_model(model, prepared)

@@ -57,7 +57,14 @@ from onnx_ops.domain.ledger import (
     VersionSelected,
 )
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
-from onnx_ops.errors import DigestMismatchError, NotFoundError, OnnxOpsError, RefusedError, UserError, suggest
+from onnx_ops.errors import (
+    DigestMismatchError,
+    NotFoundError,
+    OnnxOpsError,
+    RefusedError,
+    UserError,
+    suggest,
+)
 from onnx_ops.printable import show_controls
 from onnx_ops.reporting.description import KEPT
 from onnx_ops.scratch import Scratch
@@ -86,7 +93,9 @@ class MlflowRegistry:
         public_url: where people open MLflow's pages, if that is not `tracking_uri`.
     """
 
-    def __init__(self, tracking_uri: str, *, artifact_root: str | None = None, public_url: str | None = None) -> None:
+    def __init__(
+        self, tracking_uri: str, *, artifact_root: str | None = None, public_url: str | None = None
+    ) -> None:
         self._mlflow = MlflowConnection(tracking_uri)
         self._public_url = public_url.rstrip("/") if public_url else None
         self._artifact_root: str | None = None
@@ -103,7 +112,11 @@ class MlflowRegistry:
                     remedy="Set artifact_root to a folder or s3://…, or use a tracking server",
                 )
             self._artifact_root = str(database.parent / "mlartifacts")
-        if self._artifact_root and not urlsplit(self._artifact_root).scheme and (path := self._mlflow.sqlite_path()):
+        if (
+            self._artifact_root
+            and not urlsplit(self._artifact_root).scheme
+            and (path := self._mlflow.sqlite_path())
+        ):
             relocate_artifacts(path, Path(self._artifact_root))
 
     def publish(self, publication: Publication) -> Mapping[str, str]:
@@ -129,7 +142,9 @@ class MlflowRegistry:
             with suppress_codes(_EXISTS):
                 if not models:
                     client.create_registered_model(model, description=about)
-                elif about not in ("", description) and (not description or description.endswith(KEPT)):
+                elif about not in ("", description) and (
+                    not description or description.endswith(KEPT)
+                ):
                     client.update_registered_model(model, about)  # unless a person has written it
             return publisher.publish()
 
@@ -171,15 +186,25 @@ class MlflowRegistry:
         wanted = f"name = '{model}'"
         with self._mlflow.session(f"model {model}") as client:
             found = list(
-                read_pages(lambda token: client.search_model_versions(wanted, max_results=_PAGE, page_token=token))
+                read_pages(
+                    lambda token: client.search_model_versions(
+                        wanted, max_results=_PAGE, page_token=token
+                    )
+                )
             )
-        entries = [(str(entry.version), int(entry.creation_timestamp), dict(entry.tags)) for entry in found]
+        entries = [
+            (str(entry.version), int(entry.creation_timestamp), dict(entry.tags)) for entry in found
+        ]
         return sorted(entries, key=lambda entry: int(entry[0]))
 
     def delete_version(self, model: str, version: str) -> None:
         """Delete a version, its LoggedModel and its run; `mlflow gc` deletes the files."""
-        if pointing := sorted(alias for alias, number in self.aliases(model).items() if number == version):
-            raise RefusedError(f"alias {pointing[0]} points at it", where=f"{model} version {version}")
+        if pointing := sorted(
+            alias for alias, number in self.aliases(model).items() if number == version
+        ):
+            raise RefusedError(
+                f"alias {pointing[0]} points at it", where=f"{model} version {version}"
+            )
         try:
             entry = self._version(model, version)
         except NotFoundError:
@@ -195,14 +220,25 @@ class MlflowRegistry:
     def aliases(self, model: str) -> Mapping[str, str]:
         """Return version by alias; empty if the model does not exist."""
         with self._mlflow.session(f"model {model}") as client:
-            models = client.search_registered_models(f"name = '{_valid_name(model)}'", max_results=1)
-            return {alias: str(version) for entry in models for alias, version in sorted(entry.aliases.items())}
+            models = client.search_registered_models(
+                f"name = '{_valid_name(model)}'", max_results=1
+            )
+            return {
+                alias: str(version)
+                for entry in models
+                for alias, version in sorted(entry.aliases.items())
+            }
 
     def all_aliases(self) -> Mapping[str, Mapping[str, str]]:
         """Return version by alias of every model, in one request per 1,000 models."""
         with self._mlflow.session("all models") as client:
-            models = read_pages(lambda token: client.search_registered_models(max_results=_PAGE, page_token=token))
-            return {model.name: {alias: str(to) for alias, to in model.aliases.items()} for model in models}
+            models = read_pages(
+                lambda token: client.search_registered_models(max_results=_PAGE, page_token=token)
+            )
+            return {
+                model.name: {alias: str(to) for alias, to in model.aliases.items()}
+                for model in models
+            }
 
     def set_alias(self, model: str, alias: str, version: str) -> None:
         """Point an alias at a version."""
@@ -233,7 +269,9 @@ class MlflowRegistry:
         where = f"{record.model} version {record.version}"
         source = _MODEL_SOURCE.fullmatch(str(self._version(record.model, record.version).source))
         if source is None:
-            raise NotFoundError("the files of this version were not registered by onnx-ops", where=where)
+            raise NotFoundError(
+                "the files of this version were not registered by onnx-ops", where=where
+            )
         with self._mlflow.session(where) as client, Scratch() as aside:
             logged = client.get_logged_model(source[1])
             download = ArtifactDownload(self._mlflow, logged.artifact_location, where)
@@ -243,8 +281,12 @@ class MlflowRegistry:
             download.verify(manifest, record.manifest)
             names = codec.loads(manifest.read_bytes(), dict[str, str], where=where)
             if unsafe := sorted(name for name in names if not mlflow_folder.is_safe_name(name)):
-                raise DigestMismatchError(f"{unsafe[0]!r} is not a valid name of a model's file", where=where)
-            return Manifest(files={name: digest_file(download.file(name, folder)) for name in names})
+                raise DigestMismatchError(
+                    f"{unsafe[0]!r} is not a valid name of a model's file", where=where
+                )
+            return Manifest(
+                files={name: digest_file(download.file(name, folder)) for name in names}
+            )
 
     def document(self, record: VersionRecord, name: str) -> bytes:
         """Return an evidence document by its path. Callers verify its signed digest."""
@@ -252,10 +294,14 @@ class MlflowRegistry:
         run_id = self._version(record.model, record.version).run_id
         with self._mlflow.session(where) as client, Scratch() as aside:
             if run_id and mlflow_folder.is_safe_name(name):
-                download = ArtifactDownload(self._mlflow, client.get_run(run_id).info.artifact_uri, where)
+                download = ArtifactDownload(
+                    self._mlflow, client.get_run(run_id).info.artifact_uri, where
+                )
                 if download.has(name):
                     return download.file(name, aside).read_bytes()
-        raise NotFoundError(f"there is no document {name!r}", where=where, remedy="Register the release again")
+        raise NotFoundError(
+            f"there is no document {name!r}", where=where, remedy="Register the release again"
+        )
 
     def mirror(self, entry: LedgerEntry, model: str) -> None:
         """Show a ledger entry as a run of MLflow; a failure is only logged."""
@@ -264,7 +310,9 @@ class MlflowRegistry:
             with self._mlflow.session(name) as client:
                 _show_entry(client, self._ensure_experiment(client, name), entry, model)
         except OnnxOpsError as error:
-            _log.warning("entry %d of %s is not shown in MLflow: %s", entry.sequence, entry.endpoint, error)
+            _log.warning(
+                "entry %d of %s is not shown in MLflow: %s", entry.sequence, entry.endpoint, error
+            )
 
     def where(self, model: str) -> str:
         """Return the page of the model, or the command that opens MLflow on this database."""
@@ -279,8 +327,14 @@ class MlflowRegistry:
         }
         # The command of this environment, by its short name where the shell finds that one.
         installed = Path(sys.executable).parent / "mlflow"
-        program = str(installed) if installed.exists() and shutil.which("mlflow") != str(installed) else "mlflow"
-        return shlex.join([program, "server", *(word for option in options.items() for word in option)])
+        program = (
+            str(installed)
+            if installed.exists() and shutil.which("mlflow") != str(installed)
+            else "mlflow"
+        )
+        return shlex.join(
+            [program, "server", *(word for option in options.items() for word in option)]
+        )
 
     def page(self, model: str, version: str, name: str) -> str:
         """Return the address of a document; empty on a database without `public_url`."""
@@ -292,7 +346,9 @@ class MlflowRegistry:
         return f"{pages}/#/experiments/{experiment}/runs/{run_id}/artifacts/{quote(name)}"
 
     def _pages(self) -> str:
-        return self._public_url or ("" if self._mlflow.is_database else self._mlflow.shown.rstrip("/"))
+        return self._public_url or (
+            "" if self._mlflow.is_database else self._mlflow.shown.rstrip("/")
+        )
 
     def _ensure_experiment(self, client: MlflowClient, name: str) -> str:
         from mlflow.exceptions import MlflowException
@@ -308,7 +364,9 @@ class MlflowRegistry:
                     raise
         if experiment.lifecycle_stage != "active":
             remedy = f"mlflow experiments restore --experiment-id {experiment.experiment_id}"
-            raise UserError("the experiment was deleted in MLflow", where=f"experiment {name}", remedy=remedy)
+            raise UserError(
+                "the experiment was deleted in MLflow", where=f"experiment {name}", remedy=remedy
+            )
         return str(experiment.experiment_id)
 
     def _version(self, model: str, version: str) -> Any:
@@ -320,15 +378,21 @@ class MlflowRegistry:
         except NotFoundError as error:
             what = f"{model} has no version {version!r}"
             with self._mlflow.session(f"model {model}") as client:
-                models = [entry.name for entry in client.search_registered_models(max_results=_PAGE)]
+                models = [
+                    entry.name for entry in client.search_registered_models(max_results=_PAGE)
+                ]
                 if model not in models:
                     what = f"no model is called {model!r}"
-                    remedy = suggest(model, models, f"Registered: {', '.join(models[:10]) or 'none'}")
+                    remedy = suggest(
+                        model, models, f"Registered: {', '.join(models[:10]) or 'none'}"
+                    )
                 elif version in (aliases := self.aliases(model)):
                     remedy = f"{version!r} is an alias of {aliases[version]}"
                 else:
                     newest = client.search_model_versions(f"name = '{model}'", max_results=10)
-                    remedy = f"Newest: {', '.join(str(entry.version) for entry in newest) or 'none'}"
+                    remedy = (
+                        f"Newest: {', '.join(str(entry.version) for entry in newest) or 'none'}"
+                    )
             raise NotFoundError(what, where=self._mlflow.shown, remedy=remedy) from error
 
 
@@ -366,14 +430,19 @@ def _show_entry(client: MlflowClient, experiment: str, entry: LedgerEntry, model
             experiment,
             start_time=at,
             run_name=f"{entry.sequence:05d} {title}",
-            tags={key: show_controls(value)[:_RUN_TAG_LIMIT] for key, value in tags.items() if value},
+            tags={
+                key: show_controls(value)[:_RUN_TAG_LIMIT] for key, value in tags.items() if value
+            },
         )
     )
     if isinstance(body, Intent):
         from mlflow.entities import Metric
 
         split = body.action.state.split.weights
-        metrics = [Metric(f"percent/{name}", float(weight), at, step=0) for name, weight in sorted(split.items())]
+        metrics = [
+            Metric(f"percent/{name}", float(weight), at, step=0)
+            for name, weight in sorted(split.items())
+        ]
         client.log_batch(run.info.run_id, metrics=metrics)
     failed = isinstance(body, ActionOutcome) and not body.ok
     client.set_terminated(run.info.run_id, "FAILED" if failed else "FINISHED", end_time=at)
@@ -408,7 +477,11 @@ def _describe_entry(body: EntryBody) -> tuple[str, dict[str, str]]:
         case EndpointBound():
             details = {"provider": body.config.provider, "target": body.config.target}
         case AliasesWritten():
-            details = {"aliases": " ".join(f"{alias}={to or '-'}" for alias, to in sorted(body.aliases.items()))}
+            details = {
+                "aliases": " ".join(
+                    f"{alias}={to or '-'}" for alias, to in sorted(body.aliases.items())
+                )
+            }
         case VersionRefused():
             details = {"alias": body.alias, "version": body.version, "why": body.reason}
         case ReleaseLeft():
@@ -417,7 +490,13 @@ def _describe_entry(body: EntryBody) -> tuple[str, dict[str, str]]:
             details = {"version": body.version, "why": body.reason}
         case OperatorCommandSent():
             title, details = f"command: {body.command.value}", {"why": body.reason}
-        case EndpointDeleted() | EndpointAbandoned() | RequestWithdrawn() | LedgerAdopted() | ServerWrittenOff():
+        case (
+            EndpointDeleted()
+            | EndpointAbandoned()
+            | RequestWithdrawn()
+            | LedgerAdopted()
+            | ServerWrittenOff()
+        ):
             details = {"why": body.reason}
         case RolloutPaused():
             details = {"why": body.why}

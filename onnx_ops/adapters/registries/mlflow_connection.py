@@ -41,7 +41,20 @@ _MODEL_URI = re.compile(r"models:/(?P<name>[^/@]+)(?:/(?P<version>\d+)|@(?P<alia
 _ARTIFACT_REMEDY = "Find out who changed the artifacts in MLflow, and register the release again"
 
 _ARTIFACT_SCHEMES = frozenset(
-    ("", "file", "s3", "r2", "gs", "wasb", "wasbs", "abfs", "abfss", "azureml", "hdfs", "mlflow-artifacts")
+    (
+        "",
+        "file",
+        "s3",
+        "r2",
+        "gs",
+        "wasb",
+        "wasbs",
+        "abfs",
+        "abfss",
+        "azureml",
+        "hdfs",
+        "mlflow-artifacts",
+    )
 )
 """Schemes of storage to which MLflow can write a version. Others, such as `http`, can name any host."""
 
@@ -55,7 +68,11 @@ _ENVIRONMENT: Mapping[str, str] = {
 }
 """Variables that MLflow reads on use; values set by the user stay. MLflow's defaults wait minutes for a dead server."""
 
-_MODULES = ("mlflow", "mlflow.store.tracking.sqlalchemy_store", "mlflow.store.model_registry.sqlalchemy_store")
+_MODULES = (
+    "mlflow",
+    "mlflow.store.tracking.sqlalchemy_store",
+    "mlflow.store.model_registry.sqlalchemy_store",
+)
 
 _default_uri_lock = threading.Lock()
 
@@ -110,7 +127,9 @@ class MlflowConnection:
         # No request to MLflow, which would retry, before its server answers.
         if not self.is_database:
             self.statuses("/health", 1)
-        elif (host := urlsplit(self.uri).hostname) and (port := urlsplit(self.uri).port or _PORTS.get(self._kind)):
+        elif (host := urlsplit(self.uri).hostname) and (
+            port := urlsplit(self.uri).port or _PORTS.get(self._kind)
+        ):
             try:
                 socket.create_connection((host, port), timeout=_PROBE_S).close()
             except OSError as error:
@@ -173,7 +192,10 @@ class MlflowConnection:
             # MLflow's own request, so that proxies, certificates and credentials are those of the calls that follow.
             credentials = get_default_host_creds(self.uri)  # type: ignore[no-untyped-call]
             with ThreadPoolExecutor(count) as pool:
-                answers = [pool.submit(http_request, credentials, path, "GET", **options) for _ in range(count)]
+                answers = [
+                    pool.submit(http_request, credentials, path, "GET", **options)
+                    for _ in range(count)
+                ]
                 return [int(answer.result().status_code) for answer in answers]
         except MlflowException as error:
             raise self._unavailable(str(error)) from error
@@ -184,7 +206,12 @@ class MlflowConnection:
         if code in ("RESOURCE_DOES_NOT_EXIST", "NOT_FOUND"):
             return NotFoundError("MLflow has no such resource", where=where, why=text)
         if code == "PERMISSION_DENIED":
-            return RefusedError("MLflow refused", where=where, why=text, remedy="Ask an administrator of this MLflow")
+            return RefusedError(
+                "MLflow refused",
+                where=where,
+                why=text,
+                remedy="Ask an administrator of this MLflow",
+            )
         if code in ("INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS"):
             return UserError("MLflow does not accept this", where=where, why=text)
         if code == "UNAUTHENTICATED":
@@ -196,8 +223,14 @@ class MlflowConnection:
         return self._unavailable(text)
 
     def _unavailable(self, why: str) -> ServiceUnavailableError:
-        remedy = "Check that the database is up and may be written" if self.is_database else "Start it or check its URL"
-        return ServiceUnavailableError("MLflow does not answer", where=self.shown, why=self._clean(why), remedy=remedy)
+        remedy = (
+            "Check that the database is up and may be written"
+            if self.is_database
+            else "Start it or check its URL"
+        )
+        return ServiceUnavailableError(
+            "MLflow does not answer", where=self.shown, why=self._clean(why), remedy=remedy
+        )
 
     def _clean(self, text: str) -> str:
         """Return one line without the password."""
@@ -263,7 +296,10 @@ class ArtifactDownload:
         """Return whether a file of that name exists."""
         parent = name.rpartition("/")[0]
         with self._answering():
-            return any(info.path == name and not info.is_dir for info in self._files.list_artifacts(parent or None))
+            return any(
+                info.path == name and not info.is_dir
+                for info in self._files.list_artifacts(parent or None)
+            )
 
     def file(self, name: str, folder: Path) -> Path:
         """Download one file into `folder`; raise DigestMismatchError if it is missing."""
@@ -302,7 +338,11 @@ class ArtifactDownload:
 
 
 def _get_scheme(location: str) -> str:
-    return location.partition(":")[0].lower() if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", location) else ""
+    return (
+        location.partition(":")[0].lower()
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", location)
+        else ""
+    )
 
 
 class MlflowModels:
@@ -323,7 +363,9 @@ class MlflowModels:
             from mlflow.artifacts import download_artifacts
 
             source = f"models:/{name}/{version}"
-            download_artifacts(artifact_uri=source, dst_path=str(folder), tracking_uri=self._mlflow.uri)
+            download_artifacts(
+                artifact_uri=source, dst_path=str(folder), tracking_uri=self._mlflow.uri
+            )
 
     def _version(self, uri: str) -> tuple[str, str, str]:
         match = _MODEL_URI.fullmatch(uri)

@@ -24,7 +24,16 @@ _REQUIREMENTS = "requirements.txt"
 _PYTHON_ENV = "python_env.yaml"
 _EXAMPLE, _SERVING_EXAMPLE = "input_example.json", "serving_input_example.json"
 _OWN = frozenset(
-    (MLMODEL, MANIFEST, _REQUIREMENTS, _PYTHON_ENV, _EXAMPLE, _SERVING_EXAMPLE, "conda.yaml", "registered_model_meta")
+    (
+        MLMODEL,
+        MANIFEST,
+        _REQUIREMENTS,
+        _PYTHON_ENV,
+        _EXAMPLE,
+        _SERVING_EXAMPLE,
+        "conda.yaml",
+        "registered_model_meta",
+    )
 )
 
 
@@ -32,7 +41,9 @@ def is_safe_name(name: str) -> bool:
     """Return whether a file of that name stays in its folder on every system."""
     parts = name.split("/")
     return bool(name) and not any(
-        part in ("", ".", "..") or part.endswith((" ", ".")) or any(ord(c) < 32 or c in '\\:*?"<>|' for c in part)
+        part in ("", ".", "..")
+        or part.endswith((" ", "."))
+        or any(ord(c) < 32 or c in '\\:*?"<>|' for c in part)
         for part in parts
     )
 
@@ -49,7 +60,9 @@ def validate_record(record: VariantRecord) -> None:
     for name in (*record.files, *record.evidence):
         if not is_safe_name(name):
             raise UserError(
-                f"{name!r} cannot be the name of an artifact", where=where, why="it must stay in its folder"
+                f"{name!r} cannot be the name of an artifact",
+                where=where,
+                why="it must stay in its folder",
             )
     if reserved := sorted(set(record.files) & _OWN):
         raise UserError(f"{reserved[0]} is a name that MLflow reserves", where=where)
@@ -73,7 +86,9 @@ def find_model_file(names: Iterable[str]) -> str:
     """Return the ONNX file among the model's files; the others hold its external data."""
     models = sorted(name for name in names if PurePosixPath(name).suffix == ".onnx")
     if len(models) != 1:
-        raise UserError(f"a version holds exactly one .onnx file, not {len(models)}: {', '.join(models) or 'none'}")
+        raise UserError(
+            f"a version holds exactly one .onnx file, not {len(models)}: {', '.join(models) or 'none'}"
+        )
     return models[0]
 
 
@@ -87,7 +102,9 @@ def build_folder(record: VariantRecord, folder: Path, *, model_id: str, run_id: 
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(path.absolute())
     (folder / MANIFEST).write_bytes(encode_manifest(record.manifest))
-    requirements = [f"{name}=={version(name)}" for name in ("mlflow", "onnx", "onnxruntime", "numpy")]
+    requirements = [
+        f"{name}=={version(name)}" for name in ("mlflow", "onnx", "onnxruntime", "numpy")
+    ]
     (folder / _REQUIREMENTS).write_text("\n".join(requirements) + "\n")
     (folder / _PYTHON_ENV).write_text(
         f"python: {platform.python_version()}\nbuild_dependencies: [pip]\ndependencies: [-r {_REQUIREMENTS}]\n"
@@ -154,10 +171,18 @@ def _schema(values: list[Any]) -> Schema | None:
     specs = []
     for value in values:
         tensor = value.type.tensor_type
-        if not value.type.HasField("tensor_type") or not tensor.HasField("shape") or not tensor.elem_type:
+        if (
+            not value.type.HasField("tensor_type")
+            or not tensor.HasField("shape")
+            or not tensor.elem_type
+        ):
             return None
         is_text = tensor.elem_type == onnx.TensorProto.STRING
-        dtype = np.dtype(str) if is_text else np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+        dtype = (
+            np.dtype(str)
+            if is_text
+            else np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+        )
         if dtype.kind not in "biufU":
             return None
         shape = tuple(d.dim_value if d.HasField("dim_value") else -1 for d in tensor.shape.dim)

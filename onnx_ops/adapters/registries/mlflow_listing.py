@@ -58,7 +58,9 @@ def _read_database(database: Path, model: str) -> list[VersionTags] | None:
     if not database.is_file():
         return None
     try:
-        with closing(sqlite3.connect(f"file:{quote(str(database))}?mode=ro", uri=True)) as connection:
+        with closing(
+            sqlite3.connect(f"file:{quote(str(database))}?mode=ro", uri=True)
+        ) as connection:
             columns = {row[1] for row in connection.execute("PRAGMA table_info(model_versions)")}
             has_workspaces = "workspace" in columns
             query = _VERSIONS.format(
@@ -86,10 +88,18 @@ def _read_server(uri: str, model: str) -> list[VersionTags] | None:
     while True:
         url = f"{base}&page_token={quote(token)}" if token else base
         try:
-            page = request_json("GET", url, host=parts.hostname or "", headers=_authorize(), max_bytes=_MOST_BYTES)
+            page = request_json(
+                "GET", url, host=parts.hostname or "", headers=_authorize(), max_bytes=_MOST_BYTES
+            )
             listed += [_read_entry(entry) for entry in page.get("model_versions", ())]
             token = page.get("next_page_token") or ""
-        except (OnnxOpsError, AttributeError, KeyError, TypeError, ValueError):  # another document than MLflow's
+        except (
+            OnnxOpsError,
+            AttributeError,
+            KeyError,
+            TypeError,
+            ValueError,
+        ):  # another document than MLflow's
             return None
         if not token:
             return sorted(listed, key=lambda entry: int(entry[0]))
@@ -104,7 +114,11 @@ def _authorize() -> dict[str, str]:
     """Return the header of the credentials in MLflow's variables."""
     if token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
         return {"Authorization": f"Bearer {token}"}
-    name, password = (os.environ.get(f"MLFLOW_TRACKING_{part}") for part in ("USERNAME", "PASSWORD"))
+    name, password = (
+        os.environ.get(f"MLFLOW_TRACKING_{part}") for part in ("USERNAME", "PASSWORD")
+    )
     if name and password:
-        return {"Authorization": f"Basic {base64.b64encode(f'{name}:{password}'.encode()).decode()}"}
+        return {
+            "Authorization": f"Basic {base64.b64encode(f'{name}:{password}'.encode()).decode()}"
+        }
     return {}

@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from onnx_ops.adapters.registries import mlflow_folder
-from onnx_ops.adapters.registries.mlflow_connection import MlflowConnection, read_pages, suppress_codes
+from onnx_ops.adapters.registries.mlflow_connection import (
+    MlflowConnection,
+    read_pages,
+    suppress_codes,
+)
 from onnx_ops.adapters.registries.mlflow_tags import (
     DATA_REV,
     DECISION,
@@ -70,7 +74,9 @@ class ReleasePublisher:
         lineage = publication.lineage
         self._common = {
             GIT_SHA: lineage.git_sha,
-            DATA_REV: " ".join(f"{name}:{short_digest(digest)}" for name, digest in sorted(lineage.data.items())),
+            DATA_REV: " ".join(
+                f"{name}:{short_digest(digest)}" for name, digest in sorted(lineage.data.items())
+            ),
             RELEASE: str(lineage.release),
         }
         self._common = {key: value for key, value in self._common.items() if value}
@@ -80,7 +86,9 @@ class ReleasePublisher:
         lineage = self._publication.lineage
         query = f"tags.{RELEASE} = '{lineage.release}' and tags.`{_KIND}` = "
         order = ["attributes.start_time ASC"]
-        runs = self._client.search_runs([self._experiment], f"{query}'release'", max_results=1, order_by=order)
+        runs = self._client.search_runs(
+            [self._experiment], f"{query}'release'", max_results=1, order_by=order
+        )
         parent = runs[0] if runs else None
         is_finished = parent is not None and parent.info.status == "FINISHED"
         if parent is not None and not is_finished:
@@ -126,16 +134,22 @@ class ReleasePublisher:
         )
         for duplicate in versions[1:]:
             number = str(duplicate.version)
-            with suppress_codes("RESOURCE_DOES_NOT_EXIST"):  # the other publisher has deleted its version itself
+            with suppress_codes(
+                "RESOURCE_DOES_NOT_EXIST"
+            ):  # the other publisher has deleted its version itself
                 if not self._client.get_model_version(name, number).aliases:
                     self._client.delete_model_version(name, number)
         return versions[0] if versions else None
 
     def _create(self, record: VariantRecord, parent_id: str) -> str:
         # An attempt that ended before its version was created may have uploaded the whole model.
-        models = self._models(f"tags.{VARIANT} = '{record.variant}' and tags.`{DIGEST}` = '{record.manifest.digest()}'")
+        models = self._models(
+            f"tags.{VARIANT} = '{record.variant}' and tags.`{DIGEST}` = '{record.manifest.digest()}'"
+        )
         ready = (model for model in models if str(model.status) == "READY")
-        whole = next((model for model in ready if MLMODEL_DIGEST in model.tags and model.source_run_id), None)
+        whole = next(
+            (model for model in ready if MLMODEL_DIGEST in model.tags and model.source_run_id), None
+        )
         model = whole or self._log_model(record, parent_id)
         run_id = str(model.source_run_id)
         self._upload_evidence(run_id, record)
@@ -163,15 +177,23 @@ class ReleasePublisher:
         client, tags = self._client, {**self._common, **self._identity(record)}
         parameters = dict(self._publication.lineage.parameters)
         child = client.create_run(
-            self._experiment, run_name=record.variant, tags={**self._run_tags("variant", parent_id), **tags}
+            self._experiment,
+            run_name=record.variant,
+            tags={**self._run_tags("variant", parent_id), **tags},
         )
         with self._running(child) as run_id:
             model = client.create_logged_model(
-                self._experiment, name=record.variant, source_run_id=run_id, tags=tags, params=parameters
+                self._experiment,
+                name=record.variant,
+                source_run_id=run_id,
+                tags=tags,
+                params=parameters,
             )
             _log_parameters(client, run_id, parameters)
             with Scratch() as built:
-                digest = mlflow_folder.build_folder(record, built, model_id=model.model_id, run_id=run_id)
+                digest = mlflow_folder.build_folder(
+                    record, built, model_id=model.model_id, run_id=run_id
+                )
                 client.set_logged_model_tags(model.model_id, {MLMODEL_DIGEST: str(digest)})
                 client.log_model_artifacts(model.model_id, str(built))
             self._log_metrics(run_id, model.model_id, record, child.info.start_time)
@@ -182,7 +204,11 @@ class ReleasePublisher:
     def _refresh(self, entry: ModelVersion, record: VariantRecord) -> None:
         """Update an existing version to this publication's decisions: its gates may have changed."""
         name, version, run_id = self._publication.model, str(entry.version), str(entry.run_id)
-        changed = {key: value for key, value in build_decision_tags(record).items() if entry.tags.get(key) != value}
+        changed = {
+            key: value
+            for key, value in build_decision_tags(record).items()
+            if entry.tags.get(key) != value
+        }
         description = self._description(record, run_id)
         if EVIDENCE_DIGEST in changed:
             self._upload_evidence(run_id, record)
@@ -190,8 +216,13 @@ class ReleasePublisher:
             if run.data.metrics != dict(record.metrics):
                 # One millisecond after the present ones: MLflow keeps one value for a name and time.
                 model_id = str(entry.source).removeprefix("models:/")
-                times = [metric.timestamp for metric in self._client.get_logged_model(model_id).metrics or ()]
-                self._log_metrics(run_id, model_id, record, max(times, default=run.info.start_time) + 1)
+                times = [
+                    metric.timestamp
+                    for metric in self._client.get_logged_model(model_id).metrics or ()
+                ]
+                self._log_metrics(
+                    run_id, model_id, record, max(times, default=run.info.start_time) + 1
+                )
         for target in record.decisions:
             # An earlier signature does not hold for the present decision.
             if target not in record.signed and f"{DECISION}{target}" in entry.tags:
@@ -203,8 +234,14 @@ class ReleasePublisher:
 
     def _models(self, *conditions: str) -> Iterator[LoggedModel]:
         """Yield this release's models of any status: PostgreSQL refuses MLflow's comparison of it."""
-        query = " and ".join([f"tags.{RELEASE} = '{self._publication.lineage.release}'", *conditions])
-        return read_pages(lambda token: self._client.search_logged_models([self._experiment], query, page_token=token))
+        query = " and ".join(
+            [f"tags.{RELEASE} = '{self._publication.lineage.release}'", *conditions]
+        )
+        return read_pages(
+            lambda token: self._client.search_logged_models(
+                [self._experiment], query, page_token=token
+            )
+        )
 
     @contextmanager
     def _running(self, run: Run) -> Iterator[str]:
@@ -232,7 +269,9 @@ class ReleasePublisher:
                 link.symlink_to(path.absolute())
             self._client.log_artifacts(run_id, str(folder))
 
-    def _log_metrics(self, run_id: str, model_id: str, record: VariantRecord, timestamp: int) -> None:
+    def _log_metrics(
+        self, run_id: str, model_id: str, record: VariantRecord, timestamp: int
+    ) -> None:
         """Log the data sets of the run, and the metrics of run and model.
 
         Without the model's id only the first model of a run would get the metrics.
@@ -247,7 +286,9 @@ class ReleasePublisher:
             kind = origin.pop("kind", None)
             dataset = Dataset(
                 name=name,
-                digest=hex_digits(digest)[:36],  # MLflow limits the length; the tags `data.<name>` hold all of it
+                digest=hex_digits(digest)[
+                    :36
+                ],  # MLflow limits the length; the tags `data.<name>` hold all of it
                 source_type="onnx-ops" if kind is None else kind,
                 source=json.dumps({"digest": digest, **origin}),
             )
@@ -255,7 +296,9 @@ class ReleasePublisher:
             if name == record.measured_on:
                 tags["mlflow.data.context"] = "evaluation"
                 measured_on = {"dataset_name": dataset.name, "dataset_digest": dataset.digest}
-            inputs.append(DatasetInput(dataset, [InputTag(key, value) for key, value in tags.items()]))
+            inputs.append(
+                DatasetInput(dataset, [InputTag(key, value) for key, value in tags.items()])
+            )
 
         def is_duplicate(error: Exception) -> bool:
             """Return whether another publisher created one at the same time: MLflow checks before it inserts."""
@@ -287,7 +330,11 @@ class ReleasePublisher:
 
     def _description(self, record: VariantRecord, run_id: str) -> str:
         run = f"{self._pages}#/experiments/{self._experiment}/runs/{run_id}/artifacts"
-        reports = [f"[Report]({run}/{name}) · " for name in sorted(record.evidence) if name.endswith(".html")]
+        reports = [
+            f"[Report]({run}/{name}) · "
+            for name in sorted(record.evidence)
+            if name.endswith(".html")
+        ]
         link = f"\n\n{''.join(reports)}[Evidence run]({run})"
         note = "\n\nCut here; the evidence holds the whole text."
         text = record.description

@@ -51,7 +51,9 @@ def relocate_artifacts(database: Path, root: Path) -> tuple[str, ...]:
     return former
 
 
-def _change(connection: sqlite3.Connection, former: Iterable[str], root: Path, database: Path) -> None:
+def _change(
+    connection: sqlite3.Connection, former: Iterable[str], root: Path, database: Path
+) -> None:
     try:
         connection.execute("BEGIN IMMEDIATE")
         for old in former:
@@ -74,13 +76,19 @@ def _change(connection: sqlite3.Connection, former: Iterable[str], root: Path, d
 
 def _list_former_roots(connection: sqlite3.Connection, root: Path) -> tuple[str, ...]:
     """Return other roots of experiments whose folder is below this one."""
-    tables = connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'experiments'").fetchone()
+    tables = connection.execute(
+        "SELECT count(*) FROM sqlite_master WHERE name = 'experiments'"
+    ).fetchone()
     if not tables[0]:
         return ()
     former = set()
     for name, location in connection.execute("SELECT name, artifact_location FROM experiments"):
         folder = f"/{quote(str(name))}"
         old = str(location).removesuffix(folder)
-        if old not in (str(location), str(root)) and old.startswith("/") and (root / folder[1:]).is_dir():
+        if (
+            old not in (str(location), str(root))
+            and old.startswith("/")
+            and (root / folder[1:]).is_dir()
+        ):
             former.add(old)
     return tuple(sorted(former))

@@ -32,7 +32,9 @@ def build_decision_tags(record: VariantRecord) -> dict[str, str]:
     Raises:
         UserError: a signed decision exceeds the length of a tag; if cut, its signature would not match.
     """
-    tags = {f"{GATE}{target}": decision.verdict.value for target, decision in record.decisions.items()}
+    tags = {
+        f"{GATE}{target}": decision.verdict.value for target, decision in record.decisions.items()
+    }
     for target, signed in record.signed.items():
         text = codec.dumps(signed.envelope)
         if len(text) > TAG_LIMIT:

@@ -25,12 +25,18 @@ KEY_REMEDY = (
     "Webhooks stored under another key cannot be read: restore the old key, or delete the rows of table `webhooks`."
 )
 _HINTS = (
-    ("url scheme", "Use https, or start MLflow's server with MLFLOW_WEBHOOK_ALLOWED_SCHEMES=http,https."),
+    (
+        "url scheme",
+        "Use https, or start MLflow's server with MLFLOW_WEBHOOK_ALLOWED_SCHEMES=http,https.",
+    ),
     (
         "public ip",
         "Start MLflow's server with MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS=true; the receiver's address is private.",
     ),
-    ("connection refused", "Nothing listens there: start `onnx-ops reconcile --watch --listen HOST:PORT`."),
+    (
+        "connection refused",
+        "Nothing listens there: start `onnx-ops reconcile --watch --listen HOST:PORT`.",
+    ),
     ("resolve", "MLflow's server cannot resolve the host name."),
     ("certificate", "MLflow's server does not trust the receiver's certificate."),
     ("timed out", "The receiver cannot be reached from MLflow's server."),
@@ -85,7 +91,9 @@ class MlflowWebhooks:
         """Create the webhook, or repair it; then test it."""
         from mlflow.entities.webhook import WebhookEvent
 
-        events: list[WebhookEvent | WebhookEventStr] = [WebhookEvent(*event.split(".")) for event in ALIAS_EVENTS]
+        events: list[WebhookEvent | WebhookEventStr] = [
+            WebhookEvent(*event.split(".")) for event in ALIAS_EVENTS
+        ]
         with self._session() as client:
             webhooks = self._webhooks(client)
             changes = _find_faults(webhooks[0], url) if webhooks else ("created",)
@@ -93,7 +101,9 @@ class MlflowWebhooks:
                 client.delete_webhook(duplicate.webhook_id)
                 changes = (*changes, "removed a duplicate")
             if webhooks:
-                client.update_webhook(webhooks[0].webhook_id, url=url, events=events, secret=secret, status="ACTIVE")
+                client.update_webhook(
+                    webhooks[0].webhook_id, url=url, events=events, secret=secret, status="ACTIVE"
+                )
             else:
                 about = "Triggers the onnx-ops reconciler; see `onnx-ops docs webhooks`."
                 client.create_webhook(self._name, url, events, about, secret, "ACTIVE")
@@ -120,7 +130,9 @@ class MlflowWebhooks:
             url = webhooks[0].url
             if faults := _find_faults(webhooks[0], url):
                 remedy = f"onnx-ops webhooks install --url {url}"
-                return WebhookReport(name=self._name, url=url, problem=f"wrong: {', '.join(faults)}", remedy=remedy)
+                return WebhookReport(
+                    name=self._name, url=url, problem=f"wrong: {', '.join(faults)}", remedy=remedy
+                )
             return self._test(client, ())
 
     def remove(self) -> bool:
@@ -141,14 +153,19 @@ class MlflowWebhooks:
         for number in range(TEST_DELIVERIES):
             result = client.test_webhook(webhook.webhook_id)
             if not result.success:
-                message, status = result.error_message or result.response_body or "", result.response_status
+                message, status = (
+                    result.error_message or result.response_body or "",
+                    result.response_status,
+                )
                 text = message.replace("\\", "")
                 reason, remedy = quoted(text.rpartition("(Caused by ")[2]), _hint(message)
                 if status is not None:
                     reason = f"the receiver answered {status} {quoted(text) if text.strip() else ''}".rstrip()
                     remedy = _STATUS_HINTS.get(status, "")
                 problem = f"a test delivery failed: {reason}"
-                return replace(report, tests=number + 1, arrived=number, problem=problem, remedy=remedy)
+                return replace(
+                    report, tests=number + 1, arrived=number, problem=problem, remedy=remedy
+                )
         return replace(report, tests=TEST_DELIVERIES, arrived=TEST_DELIVERIES)
 
     def _webhooks(self, client: MlflowClient) -> list[Webhook]:
@@ -166,10 +183,14 @@ class MlflowWebhooks:
         except UserError as error:
             if isinstance(error, NotFoundError):
                 raise
-            raise UserError(error.what, where=error.where, why=error.why, remedy=_hint(error.why)) from error
+            raise UserError(
+                error.what, where=error.where, why=error.why, remedy=_hint(error.why)
+            ) from error
         except ServiceUnavailableError as error:
             remedy = _hint(error.why) or error.remedy
-            raise ServiceUnavailableError(error.what, where=error.where, why=error.why, remedy=remedy) from error
+            raise ServiceUnavailableError(
+                error.what, where=error.where, why=error.why, remedy=remedy
+            ) from error
 
 
 def _find_faults(webhook: Webhook, url: str) -> tuple[str, ...]:

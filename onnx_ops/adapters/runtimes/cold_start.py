@@ -15,7 +15,11 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.adapters.isolation.worker_main import dump, load
-from onnx_ops.adapters.runtimes.onnxruntime_session import build_session, check_machine, convert_runtime_errors
+from onnx_ops.adapters.runtimes.onnxruntime_session import (
+    build_session,
+    check_machine,
+    convert_runtime_errors,
+)
 from onnx_ops.adapters.runtimes.ort_format import prepare_model_file
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, OnnxOpsError, describe_exit, from_document
@@ -42,7 +46,9 @@ def collect_starts(
     return StartSamples(load_ns=figures[0], first_ns=figures[1], peak_bytes=figures[2])
 
 
-def measure_start(model: Path, target: Target, feed: Tensors, requests: int) -> tuple[int, int, int]:
+def measure_start(
+    model: Path, target: Target, feed: Tensors, requests: int
+) -> tuple[int, int, int]:
     """Load a model in a fresh process, and answer one request `requests` times.
 
     Returns:
@@ -64,7 +70,8 @@ def measure_start(model: Path, target: Target, feed: Tensors, requests: int) -> 
             )
         except subprocess.TimeoutExpired as error:
             raise MeasurementError(
-                f"a fresh process did not answer within {TIMEOUT_S:g} s and was stopped", where=model.name
+                f"a fresh process did not answer within {TIMEOUT_S:g} s and was stopped",
+                where=model.name,
             ) from error
     answer: Any = {}
     with contextlib.suppress(ValueError, IndexError):
@@ -113,7 +120,11 @@ def measure_in_this_process(request: dict[str, Any]) -> dict[str, Any]:
         answered = time.perf_counter_ns()
         for _ in range(request["requests"] - 1):
             session.run(names, request["feed"])
-    return {"load_ns": loaded - begun, "first_ns": answered - sent, "peak_bytes": compute_added_memory(resident, mark)}
+    return {
+        "load_ns": loaded - begun,
+        "first_ns": answered - sent,
+        "peak_bytes": compute_added_memory(resident, mark),
+    }
 
 
 def mark_memory() -> tuple[int, int]:

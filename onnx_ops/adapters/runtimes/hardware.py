@@ -21,7 +21,9 @@ def read_hardware(runtime: str, runtime_version: str) -> HardwareFingerprint:
         machine=platform.machine(),
         cpu_model=model,
         cpu_flags=tuple(flag for flag in SPEED_FLAGS if flag in flags),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
         memory_bytes=read_memory_bytes(),
         runtime=runtime,
         runtime_version=runtime_version,

@@ -26,7 +26,9 @@ from onnx_ops.ports.data import Array, Tensors
 
 _WORKER = "onnx_ops.adapters.runtimes.isolated:run_runtime"
 
-_BUILD = re.compile(r"(?P<name>onnxruntime[a-z0-9_.-]*)(\[[^]]*\])?==(?P<version>\d[\w.+!-]*)", re.ASCII)
+_BUILD = re.compile(
+    r"(?P<name>onnxruntime[a-z0-9_.-]*)(\[[^]]*\])?==(?P<version>\d[\w.+!-]*)", re.ASCII
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,7 +54,9 @@ class IsolatedRuntimes:
             return IsolatedProcess(command, limits, f"target {target.name}")
 
         process = self.held.get(target.digest(), start)
-        return process.ask(method, timeout=limits.timeout, target=replace(target, env=None), **arguments)
+        return process.ask(
+            method, timeout=limits.timeout, target=replace(target, env=None), **arguments
+        )
 
 
 def read_runtime_build(target: Target) -> tuple[str, str]:
@@ -68,7 +72,9 @@ def read_runtime_build(target: Target) -> tuple[str, str]:
 
 
 class _InnerRuntime(OnnxRuntime):
-    def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
+    def run(
+        self, model: Path, target: Target, batches: tuple[Tensors, ...]
+    ) -> tuple[Mapping[str, Array], ...]:
         outputs = super().run(model, target, batches)
         for answer in outputs:
             require_tensors(answer)

@@ -15,7 +15,11 @@ from threading import Barrier
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from onnx_ops.adapters.runtimes.cold_start import collect_starts, measure_start
-from onnx_ops.adapters.runtimes.onnxruntime_session import build_session, convert_runtime_errors, fingerprint_target
+from onnx_ops.adapters.runtimes.onnxruntime_session import (
+    build_session,
+    convert_runtime_errors,
+    fingerprint_target,
+)
 from onnx_ops.adapters.runtimes.ort_format import write_package
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.target import HardwareFingerprint, Target
@@ -56,7 +60,9 @@ class OnnxRuntime(Runtime):
         """Build a session and report its providers and which nodes they run."""
         ort = importlib.import_module("onnxruntime")
         session = build_session(model, target, record_assignment=True)
-        of_shapes = frozenset[str]() if is_ort_format(model) else list_shape_nodes(share_structure(model))
+        of_shapes = (
+            frozenset[str]() if is_ort_format(model) else list_shape_nodes(share_structure(model))
+        )
         nodes: Counter[str] = Counter()
         shape_nodes: Counter[str] = Counter()
         for part in session.get_provider_graph_assignment_info():
@@ -83,7 +89,9 @@ class OnnxRuntime(Runtime):
         """Write what a device needs to run the model into a folder."""
         write_package(model, target, folder)
 
-    def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
+    def run(
+        self, model: Path, target: Target, batches: tuple[Tensors, ...]
+    ) -> tuple[Mapping[str, Array], ...]:
         """Run each batch and return its outputs by name."""
         session = build_session(model, target)
         names = [output.name for output in session.get_outputs()]
@@ -93,7 +101,9 @@ class OnnxRuntime(Runtime):
                 answers.append(dict(zip(names, session.run(names, dict(feed)), strict=True)))
         return tuple(answers)
 
-    def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
+    def sample(
+        self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int
+    ) -> RunSamples:
         """Time `runs` runs of one feed after `warmup` runs that are not timed."""
         import numpy as np
 
@@ -108,13 +118,19 @@ class OnnxRuntime(Runtime):
         )
 
     def benchmark(
-        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
+        self,
+        models: Sequence[Path],
+        target: Target,
+        feed: Tensors,
+        schedule: PairedBenchmarkSchedule,
     ) -> PairedBenchmarkSamples:
         """Time several models in alternating order by the schedule."""
         import numpy as np
 
         order = np.random.default_rng(schedule.seed)
-        figures = np.zeros((3, schedule.rounds, schedule.blocks, len(models), schedule.runs), dtype=np.int64)
+        figures = np.zeros(
+            (3, schedule.rounds, schedule.blocks, len(models), schedule.runs), dtype=np.int64
+        )
 
         def warm(model: Path) -> Timed:
             timed = _timed(build_session(model, target), feed)
@@ -129,10 +145,16 @@ class OnnxRuntime(Runtime):
                 for block in range(schedule.blocks):
                     for turn in order.permutation(len(models)):
                         with convert_runtime_errors(models[turn]):
-                            figures[:, round_number, block, turn] = np.array(_block(sessions[turn], schedule.runs)).T
-        return PairedBenchmarkSamples(nanoseconds=figures[0], preempted=figures[1].astype(bool), probe=figures[2])
+                            figures[:, round_number, block, turn] = np.array(
+                                _block(sessions[turn], schedule.runs)
+                            ).T
+        return PairedBenchmarkSamples(
+            nanoseconds=figures[0], preempted=figures[1].astype(bool), probe=figures[2]
+        )
 
-    def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
+    def under_load(
+        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule
+    ) -> LoadSamples:
         """Time windows of concurrent requests to each model."""
         import numpy as np
 
@@ -155,9 +177,13 @@ class OnnxRuntime(Runtime):
                                 nanoseconds[round_number, number, turn] = spent
         return LoadSamples(nanoseconds=nanoseconds, requests=schedule.requests)
 
-    def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
+    def starts(
+        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule
+    ) -> StartSamples:
         """Measure cold starts of each model in fresh processes."""
-        return collect_starts(models, schedule, lambda model: measure_start(model, target, feed, schedule.requests))
+        return collect_starts(
+            models, schedule, lambda model: measure_start(model, target, feed, schedule.requests)
+        )
 
 
 def _fresh(models: Sequence[Path], order: Generator, make: Callable[[Path], _T]) -> list[_T]:
@@ -225,7 +251,9 @@ def _undisturbed() -> Iterator[None]:
             gc.enable()
 
 
-def run_load_window(call: Callable[[], object], pool: Executor, concurrency: int, requests: int) -> int:
+def run_load_window(
+    call: Callable[[], object], pool: Executor, concurrency: int, requests: int
+) -> int:
     """Answer `requests` requests, `concurrency` of them at any moment.
 
     The threads of `pool` take the requests as they become free. `concurrency` of them must be free.
@@ -261,5 +289,7 @@ def run_load_window(call: Callable[[], object], pool: Executor, concurrency: int
     except RuntimeError as error:
         ready.abort()
         remedy = "Lower `concurrency`, or raise the limit of threads on this machine."
-        raise MeasurementError(f"{concurrency} threads could not be started", why=str(error), remedy=remedy) from error
+        raise MeasurementError(
+            f"{concurrency} threads could not be started", why=str(error), remedy=remedy
+        ) from error
     return max(worker.result() for worker in workers) - begun[0]

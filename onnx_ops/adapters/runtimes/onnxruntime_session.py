@@ -43,7 +43,9 @@ _REMEDIES = {
 }
 """The remedy of an error, by a part of its text."""
 
-_ANY_REMEDY = "This is the message of ONNX Runtime. To see what the file contains: onnx-ops inspect {model}."
+_ANY_REMEDY = (
+    "This is the message of ONNX Runtime. To see what the file contains: onnx-ops inspect {model}."
+)
 
 _QUIET = 4
 """Fatal messages only: errors are also raised, and a warning would be taken for one of onnx-ops."""
@@ -69,14 +71,23 @@ def check_machine(target: Target) -> None:
     """
     if target.env is not None and target.env.isolated:
         raise MeasurementError(
-            "its runtime build is installed in a separate environment, not here", where=f"target {target.name}"
+            "its runtime build is installed in a separate environment, not here",
+            where=f"target {target.name}",
         )
     build = list_providers()
-    missing = [provider.name for provider in target.providers if not provider.package and provider.name not in build]
+    missing = [
+        provider.name
+        for provider in target.providers
+        if not provider.package and provider.name not in build
+    ]
     if missing:
-        remedy = PROVIDER_PACKAGES.get(missing[0], "Measure this target where its provider is installed.")
+        remedy = PROVIDER_PACKAGES.get(
+            missing[0], "Measure this target where its provider is installed."
+        )
         what = f"execution provider {missing[0]} is not in this build of ONNX Runtime"
-        raise MeasurementError(what, where=f"target {target.name}", why=f"it has {', '.join(build)}", remedy=remedy)
+        raise MeasurementError(
+            what, where=f"target {target.name}", why=f"it has {', '.join(build)}", remedy=remedy
+        )
     for provider in target.providers:
         if provider.package:
             register_plugin(provider, target)
@@ -86,7 +97,9 @@ def check_machine(target: Target) -> None:
                 raise MeasurementError(what, where=f"target {target.name}", remedy=remedy)
 
 
-def build_session(model: Path, target: Target, *, record_assignment: bool = False, write_to: Path | None = None) -> Any:
+def build_session(
+    model: Path, target: Target, *, record_assignment: bool = False, write_to: Path | None = None
+) -> Any:
     """Build a session as the target describes it.
 
     With an `ort_format`, the converted file is loaded, unless more than running the model is requested: with
@@ -101,7 +114,9 @@ def build_session(model: Path, target: Target, *, record_assignment: bool = Fals
     check_libraries(target.custom_ops, f"target {target.name}")
     ort = importlib.import_module("onnxruntime")
     plugins.load_cuda(ort, [provider.name for provider in target.providers])
-    loaded = model if record_assignment or write_to is not None else prepare_model_file(model, target)
+    loaded = (
+        model if record_assignment or write_to is not None else prepare_model_file(model, target)
+    )
     with convert_runtime_errors(model):
         options = _options(ort, target.session)
         if is_ort_format(loaded):  # else the runtime uses the file's name
@@ -115,11 +130,16 @@ def build_session(model: Path, target: Target, *, record_assignment: bool = Fals
         if write_to is not None:
             _write_optimized(options, model, write_to)
         fingerprint = partial(fingerprint_target, target)
-        wanted = [(provider, resolve_provider_options(provider, loaded, fingerprint)) for provider in target.providers]
+        wanted = [
+            (provider, resolve_provider_options(provider, loaded, fingerprint))
+            for provider in target.providers
+        ]
         # ONNX Runtime's fallback would print, and measure another provider than the requested one.
         if not any(provider.package for provider in target.providers):
             providers = [(provider.name, dict(values)) for provider, values in wanted]
-            return ort.InferenceSession(str(loaded), options, providers=providers, enable_fallback=0)
+            return ort.InferenceSession(
+                str(loaded), options, providers=providers, enable_fallback=0
+            )
         _add_providers(ort, options, wanted)
         return ort.InferenceSession(str(loaded), options, enable_fallback=0)
 
@@ -130,7 +150,9 @@ def convert_runtime_errors(model: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if type(error).__module__ != "onnxruntime.capi.onnxruntime_pybind11_state" and not isinstance(
+        if type(
+            error
+        ).__module__ != "onnxruntime.capi.onnxruntime_pybind11_state" and not isinstance(
             error, ValueError | RuntimeError
         ):
             raise
@@ -138,18 +160,25 @@ def convert_runtime_errors(model: Path) -> Iterator[None]:
         why = quoted(" ".join(part for part in str(error).splitlines() if part.strip(" \x1b[m")))
         remedy = next((remedy for part, remedy in _REMEDIES.items() if part in why), _ANY_REMEDY)
         raise MeasurementError(
-            "ONNX Runtime cannot run the model", where=model.name, why=why, remedy=remedy.format(model=model.name)
+            "ONNX Runtime cannot run the model",
+            where=model.name,
+            why=why,
+            remedy=remedy.format(model=model.name),
         ) from error
 
 
 def _write_optimized(options: Any, model: Path, target: Path) -> None:
     """Make the runtime write the graph after its optimizations to a file, with large weights beside it."""
     options.optimized_model_filepath = str(target)
-    if model.stat().st_size > _LARGE or list_external_names(model):  # whose places mean another folder
+    if model.stat().st_size > _LARGE or list_external_names(
+        model
+    ):  # whose places mean another folder
         options.add_session_config_entry(_EXTERNAL_WEIGHTS, f"{target.name}.data")
 
 
-def _add_providers(ort: Any, options: Any, wanted: Iterable[tuple[Provider, Mapping[str, str]]]) -> None:
+def _add_providers(
+    ort: Any, options: Any, wanted: Iterable[tuple[Provider, Mapping[str, str]]]
+) -> None:
     """Add providers, some of which are plug-ins, in their order.
 
     ONNX Runtime 1.31 silently ignores plug-ins in a session's `providers`; only devices add them.
@@ -167,7 +196,9 @@ def _options(ort: Any, settings: SessionSettings) -> Any:
     options.log_severity_level = _QUIET
     options.intra_op_num_threads = settings.intra_op_threads
     options.inter_op_num_threads = settings.inter_op_threads
-    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, _LEVELS[settings.graph_level])
+    options.graph_optimization_level = getattr(
+        ort.GraphOptimizationLevel, _LEVELS[settings.graph_level]
+    )
     spinning = "1" if settings.spinning else "0"
     options.add_session_config_entry("session.intra_op.allow_spinning", spinning)
     options.add_session_config_entry("session.inter_op.allow_spinning", spinning)
@@ -189,8 +220,14 @@ def list_providers() -> tuple[str, ...]:
 
 def list_devices() -> tuple[str, ...]:
     """List the devices that ONNX Runtime detects, with provider and vendor."""
-    pairs = ((entry.ep_name, entry.device) for entry in _ort().get_ep_devices() if entry.ep_name not in _PLUGGED)
-    return tuple(f"{name} on {device.type.name} ({device.vendor or 'unknown'})" for name, device in pairs)
+    pairs = (
+        (entry.ep_name, entry.device)
+        for entry in _ort().get_ep_devices()
+        if entry.ep_name not in _PLUGGED
+    )
+    return tuple(
+        f"{name} on {device.type.name} ({device.vendor or 'unknown'})" for name, device in pairs
+    )
 
 
 def register_plugin(provider: Provider, target: Target) -> None:
@@ -200,7 +237,9 @@ def register_plugin(provider: Provider, target: Target) -> None:
         library = Path(importlib.import_module(provider.package).get_library_path())
     except ModuleNotFoundError as error:
         remedy = f"pip install {provider.package.replace('_', '-')} where the target's hardware is."
-        raise MeasurementError(f"package {provider.package} is not installed", where=where, remedy=remedy) from error
+        raise MeasurementError(
+            f"package {provider.package} is not installed", where=where, remedy=remedy
+        ) from error
     except AttributeError as error:
         raise MeasurementError(
             f"package {provider.package} brings no execution provider",
@@ -228,7 +267,11 @@ def resolve_provider_options(
     """
     if _CACHE not in "".join(provider.options.values()):
         return provider.options
-    key = hex_digits(digest_json([digest_model(model), machine().digest(), provider.name, dict(provider.options)]))
+    key = hex_digits(
+        digest_json(
+            [digest_model(model), machine().digest(), provider.name, dict(provider.options)]
+        )
+    )
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = home / "onnx-ops" / "providers" / key[:32]
     folder.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,9 @@ def prepare_model_file(model: Path, target: Target) -> Path:
         key = hex_digits(digest_json([digest_model(model), target.digest()]))
     except UserError as error:
         raise MeasurementError(
-            "the model cannot be converted to an .ort file", where=model.name, why=f"{error.what}: {error.why}"
+            "the model cannot be converted to an .ort file",
+            where=model.name,
+            why=f"{error.what}: {error.why}",
         ) from error
     folder = _scratch().path / key
     if (folder / MODEL).is_file():
@@ -93,7 +95,9 @@ def _convert(model: Path, folder: Path, form: OrtFormat, level: str, library: Pa
         (made,), (config,) = list(Path(scratch).glob("*.ort")), list(Path(scratch).glob("*.config"))
         # Its comments hold paths of this machine, and would make each package another one.
         lines = config.read_text(encoding="utf-8").splitlines(keepends=True)
-        (folder / OPERATORS).write_text("".join(line for line in lines if not line.startswith("#")), encoding="utf-8")
+        (folder / OPERATORS).write_text(
+            "".join(line for line in lines if not line.startswith("#")), encoding="utf-8"
+        )
         (folder / USABILITY).write_text(_usability(model), encoding="utf-8")
         os.replace(made, folder / MODEL)
 

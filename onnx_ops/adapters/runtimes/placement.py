@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from onnx_ops import codec
-from onnx_ops.adapters.isolation.crash_guard import DEFAULT_TIMEOUT_S, ProcessCrashError, prepare, run_guarded
+from onnx_ops.adapters.isolation.crash_guard import (
+    DEFAULT_TIMEOUT_S,
+    ProcessCrashError,
+    prepare,
+    run_guarded,
+)
 from onnx_ops.adapters.runtimes.hardware import read_hardware
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.runtimes.ort_format import prepare_model_file
@@ -98,13 +103,22 @@ class TargetedRuntime(Runtime):
             from onnx_ops.adapters.runtimes.isolated import IsolatedRuntimes
 
             if self.folder is None:
-                raise UserError("there is no folder for its environment here", where=f"target {target.name}: env")
-            self.elsewhere = IsolatedRuntimes(python=PythonEnvironments(folder=self.folder, uv=find_uv()).python)
+                raise UserError(
+                    "there is no folder for its environment here",
+                    where=f"target {target.name}: env",
+                )
+            self.elsewhere = IsolatedRuntimes(
+                python=PythonEnvironments(folder=self.folder, uv=find_uv()).python
+            )
         return self.elsewhere
 
 
 def _is_isolated(target: Target) -> bool:
-    if target.env is not None and not target.env.isolated and (target.env.requirements or target.env.python):
+    if (
+        target.env is not None
+        and not target.env.isolated
+        and (target.env.requirements or target.env.python)
+    ):
         raise UserError(
             "`isolated: false` runs in this installation, which is never changed",
             where=f"target {target.name}: env",
@@ -140,26 +154,36 @@ class GuardedRuntime(OnnxRuntime):
         """Write the optimized graph in a forked process."""
         self._guard(OnnxRuntime().rewritten, model, target, copy)
 
-    def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
+    def run(
+        self, model: Path, target: Target, batches: tuple[Tensors, ...]
+    ) -> tuple[Mapping[str, Array], ...]:
         """Run each batch in a forked process and return its outputs by name."""
         loaded = prepare_model_file(model, target)  # a guarded process starts no other
         answers = self._guard(OnnxRuntime().run, loaded, target, batches)
         self._ran.add((model, target.name))
         return answers
 
-    def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
+    def sample(
+        self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int
+    ) -> RunSamples:
         """Time runs of a model that a forked process has run before."""
         self._run_once([model], target, feed)
         return super().sample(model, target, feed, runs=runs, warmup=warmup)
 
     def benchmark(
-        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
+        self,
+        models: Sequence[Path],
+        target: Target,
+        feed: Tensors,
+        schedule: PairedBenchmarkSchedule,
     ) -> PairedBenchmarkSamples:
         """Time models that a forked process has run before."""
         self._run_once(models, target, feed)
         return super().benchmark(models, target, feed, schedule)
 
-    def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
+    def under_load(
+        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule
+    ) -> LoadSamples:
         """Measure concurrent requests to models that a forked process has run before."""
         self._run_once(models, target, feed)
         return super().under_load(models, target, feed, schedule)
@@ -169,7 +193,9 @@ class GuardedRuntime(OnnxRuntime):
             if (model, target.name) not in self._ran:
                 self.run(model, target, (feed,))
 
-    def _guard(self, work: Callable[..., _T], model: Path, target: Target, *arguments: object) -> _T:
+    def _guard(
+        self, work: Callable[..., _T], model: Path, target: Target, *arguments: object
+    ) -> _T:
         try:
             return run_guarded(work, model, target, *arguments, timeout=self._timeout)
         except ProcessCrashError as crash:
@@ -177,7 +203,9 @@ class GuardedRuntime(OnnxRuntime):
             remedy = "Export the model with other operators or shapes, or set a lower `graph_level` in the target."
             if crash.timed_out:
                 what, remedy = "ONNX Runtime hangs", "Give it more time: --timeout."
-            raise MeasurementError(what, where=model.name, why=crash.reason, remedy=remedy) from None
+            raise MeasurementError(
+                what, where=model.name, why=crash.reason, remedy=remedy
+            ) from None
 
 
 def guard_runtime(runtime: Runtime, timeout: float | None = None) -> Runtime:

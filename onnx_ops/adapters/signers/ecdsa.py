@@ -69,13 +69,17 @@ class EcdsaSigner:
         from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
         from cryptography.hazmat.primitives.hashes import SHA256
 
-        return base64.b64encode(self._private.sign(data, ECDSA(SHA256(), deterministic_signing=True))).decode("ascii")
+        return base64.b64encode(
+            self._private.sign(data, ECDSA(SHA256(), deterministic_signing=True))
+        ).decode("ascii")
 
     def public_pem(self) -> bytes:
         """Return the public key, SubjectPublicKeyInfo in PEM."""
         from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-        return self._private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+        return self._private.public_key().public_bytes(
+            Encoding.PEM, PublicFormat.SubjectPublicKeyInfo
+        )
 
 
 def create_key(path: Path) -> EcdsaSigner:
@@ -90,14 +94,19 @@ def create_key(path: Path) -> EcdsaSigner:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not path.exists():
             private = generate_private_key(SECP256R1())
-            create_file(path, private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+            create_file(
+                path, private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+            )
         signer = read_key(path)
         public = public_path(path)
         if not public.exists() or public.read_bytes() != signer.public_pem():
             write_durably(public, signer.public_pem(), 0o644)
     except OSError as error:
         raise InfrastructureError(
-            "the signing key cannot be created", where=str(path), why=str(error), remedy="Choose a folder you may write"
+            "the signing key cannot be created",
+            where=str(path),
+            why=str(error),
+            remedy="Choose a folder you may write",
         ) from error
     return signer
 

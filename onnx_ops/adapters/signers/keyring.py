@@ -79,7 +79,11 @@ class Keyring:
         """Create a key pair, by default this machine's signing key."""
         path = path or self._signing
         if path.exists():
-            raise UserError("there is a key already", where=str(path), remedy="Replace it with `onnx-ops keys rotate`.")
+            raise UserError(
+                "there is a key already",
+                where=str(path),
+                remedy="Replace it with `onnx-ops keys rotate`.",
+            )
         signer = create_key(path)
         if path == self._signing:
             self._trust(signer)
@@ -128,13 +132,17 @@ class Keyring:
         """Return the trusted key whose digest begins with `text`."""
         prefix = hex_digits(Digest(text.lower()))
         trusted = [known for known in self.list_keys() if known.trusted]
-        matches = [known for known in trusted if prefix and hex_digits(known.key).startswith(prefix)]
+        matches = [
+            known for known in trusted if prefix and hex_digits(known.key).startswith(prefix)
+        ]
         if len(matches) > 1:
             raise UserError(f"several keys begin with {text}", remedy="Write more of its digits.")
         if not matches:
             names = ", ".join(short_digest(known.key) for known in trusted) or "none"
             raise NotFoundError(
-                f"no trusted key begins with {text!r}", where=str(self._trusted), remedy=f"Trusted: {names}."
+                f"no trusted key begins with {text!r}",
+                where=str(self._trusted),
+                remedy=f"Trusted: {names}.",
             )
         return matches[0]
 
@@ -142,13 +150,18 @@ class Keyring:
         """Raise RefusedError if this machine signs with a key."""
         if known.signs:
             what = f"this machine signs with key {short_digest(known.key)}"
-            raise RefusedError(what, where=str(self._signing), remedy="Replace that key first: `onnx-ops keys rotate`.")
+            raise RefusedError(
+                what,
+                where=str(self._signing),
+                remedy="Replace that key first: `onnx-ops keys rotate`.",
+            )
 
     def retire(self, known: KnownKey) -> tuple[Path, ...]:
         """Stop trusting a key; return the files that are kept as a record."""
         self.require_retirable(known)
         return tuple(
-            path.replace(path.with_name(path.name.removesuffix(PUBLIC_SUFFIX) + RETIRED_SUFFIX)) for path in known.files
+            path.replace(path.with_name(path.name.removesuffix(PUBLIC_SUFFIX) + RETIRED_SUFFIX))
+            for path in known.files
         )
 
     def _trust(self, signer: EcdsaSigner) -> None:

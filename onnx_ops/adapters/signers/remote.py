@@ -127,7 +127,9 @@ class KeyVaultSigner(_RemoteSigner):
         is_here = urlsplit(url).scheme == "http"  # allowed on this machine only
         if not service and not is_here:
             # The token must not be sent to another service.
-            raise UserError(f"{host} is not a vault of Azure", where="signer", remedy=f"Its forms: {_FORMS}.")
+            raise UserError(
+                f"{host} is not a vault of Azure", where="signer", remedy=f"Its forms: {_FORMS}."
+            )
         super().__init__(f"Azure Key Vault {host}")
         self._url, self._host = url, host
         self._scope = f"https://{(service or _VAULTS[0]).removeprefix('.')}"
@@ -137,16 +139,25 @@ class KeyVaultSigner(_RemoteSigner):
     def _description(self) -> Mapping[str, Any]:
         answer = self._request("GET", self._url)
         key = answer.get("key") if isinstance(answer, dict) else None
-        if not isinstance(key, dict) or (key.get("crv"), isinstance(key.get("kid"), str)) != ("P-256", True):
+        if not isinstance(key, dict) or (key.get("crv"), isinstance(key.get("kid"), str)) != (
+            "P-256",
+            True,
+        ):
             raise build_key_error("signing", self._where)
         return key
 
     @functools.cached_property
     def _public(self) -> Any:
-        from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, EllipticCurvePublicNumbers
+        from cryptography.hazmat.primitives.asymmetric.ec import (
+            SECP256R1,
+            EllipticCurvePublicNumbers,
+        )
 
         try:
-            x, y = (int.from_bytes(_decode(str(self._description.get(name, ""))), "big") for name in "xy")
+            x, y = (
+                int.from_bytes(_decode(str(self._description.get(name, ""))), "big")
+                for name in "xy"
+            )
             return EllipticCurvePublicNumbers(x, y, SECP256R1()).public_key()
         except ValueError as error:
             raise build_key_error("signing", self._where) from error
@@ -155,8 +166,12 @@ class KeyVaultSigner(_RemoteSigner):
         """Return the signature over the SHA-256 of the data, DER in base64."""
         from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
 
-        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode("ascii")
-        place = urlsplit(self._url)._replace(path=urlsplit(str(self._description["kid"])).path).geturl()
+        digest = (
+            base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode("ascii")
+        )
+        place = (
+            urlsplit(self._url)._replace(path=urlsplit(str(self._description["kid"])).path).geturl()
+        )
         answer = self._request("POST", f"{place}/sign", {"alg": "ES256", "value": digest})
         raw = _decode(str(answer.get("value", ""))) if isinstance(answer, dict) else b""
         if len(raw) != 64:
@@ -169,7 +184,11 @@ class KeyVaultSigner(_RemoteSigner):
         return request_json(method, f"{url}?{_API}", document, host=self._host, headers=headers)
 
 
-_KINDS: Mapping[str, Callable[[str], Signer]] = {"env": read_variable, "awskms": KmsSigner, "azurekv": KeyVaultSigner}
+_KINDS: Mapping[str, Callable[[str], Signer]] = {
+    "env": read_variable,
+    "awskms": KmsSigner,
+    "azurekv": KeyVaultSigner,
+}
 
 
 def _decode(text: str) -> bytes:

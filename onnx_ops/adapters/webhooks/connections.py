@@ -54,7 +54,10 @@ class BoundedProtocol(H11Protocol):
     @property
     def is_waiting(self) -> bool:
         """Whether the client has not sent all of a request."""
-        return not self.transport.is_closing() and self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        return not self.transport.is_closing() and self.conn.their_state in (
+            h11.IDLE,
+            h11.SEND_BODY,
+        )
 
     def _end_idle(self) -> None:
         if self.conn.their_state is h11.IDLE:

@@ -68,11 +68,16 @@ class WebhookReceiver:
         self._metrics = metrics
         self._recent = RecentDeliveryIds()
         try:
-            self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            self._socket = socket.create_server(
+                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+            )
         except OSError as error:
             remedy = "Give another address with --listen HOST:PORT."
             raise ServiceUnavailableError(
-                "cannot listen", where=f"{host}:{port}", why=error.strerror or str(error), remedy=remedy
+                "cannot listen",
+                where=f"{host}:{port}",
+                why=error.strerror or str(error),
+                remedy=remedy,
             ) from error
         deliveries = Route(PATH, self._receive, methods=["POST"])
         config = uvicorn.Config(
@@ -90,7 +95,9 @@ class WebhookReceiver:
         )
         self._server = uvicorn.Server(config)
         # A daemon, so that a second signal ends the process despite open requests.
-        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="webhooks", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._socket],), name="webhooks", daemon=True
+        )
 
     @property
     def address(self) -> str:
@@ -103,7 +110,10 @@ class WebhookReceiver:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._server.should_exit = True
         self._thread.join(timeout=_TIMEOUT_S)
@@ -112,7 +122,9 @@ class WebhookReceiver:
     async def _receive(self, request: Request) -> Response:
         try:
             body = await _read_body(request)
-            delivery = verify_delivery(request.headers, body, secret=self._secret, now=self._clock.now())
+            delivery = verify_delivery(
+                request.headers, body, secret=self._secret, now=self._clock.now()
+            )
         except ClientDisconnect:
             return Response(status_code=400)
         except OnnxOpsError as error:
@@ -150,15 +162,23 @@ def read_secret(path: Path, environ: Mapping[str, str]) -> str:
     """Return the secret from the environment, else from the file."""
     secret, where = environ.get(VARIABLE), VARIABLE
     if secret is None:
-        remedy = f"Delete it, and run `onnx-ops webhooks install` for a new one; or chmod 600 {path}."
+        remedy = (
+            f"Delete it, and run `onnx-ops webhooks install` for a new one; or chmod 600 {path}."
+        )
         try:
             secret, where = read_private(path, "the webhook secret", remedy=remedy), str(path)
         except FileNotFoundError as error:
             remedy = f"`onnx-ops webhooks install --url URL` creates one; or set {VARIABLE}."
-            raise NotFoundError("there is no webhook secret", where=str(path), remedy=remedy) from error
+            raise NotFoundError(
+                "there is no webhook secret", where=str(path), remedy=remedy
+            ) from error
     if len(secret) < _SHORTEST_SECRET:
         remedy = "Generate one: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
-        raise UserError(f"the webhook secret is shorter than {_SHORTEST_SECRET} characters", where=where, remedy=remedy)
+        raise UserError(
+            f"the webhook secret is shorter than {_SHORTEST_SECRET} characters",
+            where=where,
+            remedy=remedy,
+        )
     return secret
 
 

@@ -10,12 +10,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onnx_ops import codec
-from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT, read_decisions, read_record
+from onnx_ops.adapters.registries.mlflow_tags import (
+    DECISION,
+    DIGEST,
+    RELEASE,
+    VARIANT,
+    read_decisions,
+    read_record,
+)
 from onnx_ops.adapters.signers.ecdsa import public_path, read_key
 from onnx_ops.attestation import TrustedKeys, sign_record
 from onnx_ops.config.loader import LocatedPolicy, load_policy
 from onnx_ops.domain.artifact import short_digest
-from onnx_ops.domain.attestation import MAX_REASON_LENGTH, OVERRIDE_TAG_PREFIX, override_reason_tag, override_record_tag
+from onnx_ops.domain.attestation import (
+    MAX_REASON_LENGTH,
+    OVERRIDE_TAG_PREFIX,
+    override_reason_tag,
+    override_record_tag,
+)
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.quantities import NAME_PATTERN
 from onnx_ops.domain.release import VersionRecord, is_among
@@ -23,7 +35,12 @@ from onnx_ops.domain.rollout import format_alias as alias_of
 from onnx_ops.errors import InvalidSignatureError, OnnxOpsError, RefusedError, UserError
 from onnx_ops.integrations.mlflow_app.store import ServerStore, StoredVersion
 from onnx_ops.ports import Clock, Signer
-from onnx_ops.release.decision_policy import build_override, is_valid_for, read_override, require_passing_decision
+from onnx_ops.release.decision_policy import (
+    build_override,
+    is_valid_for,
+    read_override,
+    require_passing_decision,
+)
 from onnx_ops.reporting.description import parse_reason
 
 TRUSTED_KEYS = "ONNX_OPS_TRUSTED_KEYS"
@@ -56,7 +73,9 @@ def read_configuration(environ: Mapping[str, str]) -> Configuration:
         UserError: a value is invalid, or two of them contradict each other.
         NotFoundError, ConfigError, RefusedError: a file is missing, invalid, or readable by other users.
     """
-    folder, policy_file, key_file = (environ.get(name, "") for name in (TRUSTED_KEYS, POLICY, OVERRIDE_KEY))
+    folder, policy_file, key_file = (
+        environ.get(name, "") for name in (TRUSTED_KEYS, POLICY, OVERRIDE_KEY)
+    )
     flag = environ.get(BASIC_AUTH, "")
     if (basic_auth := _WORDS.get(flag.lower())) is None:
         raise UserError(f"{BASIC_AUTH} is {flag!r}", remedy="Write true or false.")
@@ -102,10 +121,14 @@ class Guard:
         with _prefix_refusals(done):
             if target.name != alias:
                 raise RefusedError(
-                    f"write it {target.name}", remedy="Some databases hold both spellings for one alias."
+                    f"write it {target.name}",
+                    remedy="Some databases hold both spellings for one alias.",
                 )
             if record is None:
-                raise RefusedError("onnx-ops did not register this version", remedy="Register it with `onnx-ops run`.")
+                raise RefusedError(
+                    "onnx-ops did not register this version",
+                    remedy="Register it with `onnx-ops run`.",
+                )
             self._require_decision(user, stored, record, target)
 
     def delete_alias(self, user: str, model: str, alias: str) -> None:
@@ -119,10 +142,13 @@ class Guard:
         stored, record = self._read(model, version) if is_guarded_tag(plain) else (None, None)
         if stored is None or record is None:
             return
-        with _prefix_refusals(f"tag {key} was not set on version {stored.version} of {stored.model}"):
+        with _prefix_refusals(
+            f"tag {key} was not set on version {stored.version} of {stored.model}"
+        ):
             if plain in _IDENTITY and record.tags.get(plain) != value:
                 raise RefusedError(
-                    "a version keeps what it was registered as", remedy="Register another with `onnx-ops run`."
+                    "a version keeps what it was registered as",
+                    remedy="Register another with `onnx-ops run`.",
                 )
             if plain.startswith(DECISION):
                 self._no_older_decision(record, key, value)
@@ -135,14 +161,20 @@ class Guard:
         stored, record = self._read(model, version) if is_guarded_tag(plain) else (None, None)
         if stored is None or record is None:
             return
-        with _prefix_refusals(f"tag {key} of version {stored.version} of {stored.model} was not deleted"):
+        with _prefix_refusals(
+            f"tag {key} of version {stored.version} of {stored.model} was not deleted"
+        ):
             if plain in _IDENTITY:
                 raise RefusedError("a version keeps what it was registered as")
             if plain.startswith(OVERRIDE_TAG_PREFIX):
                 self._permit_override(user, key)
             target = plain.removeprefix(DECISION)
             signed = record.decisions.get(target)
-            if signed is not None and self._counts(record, target) and signed.record.verdict is not Verdict.PASS:
+            if (
+                signed is not None
+                and self._counts(record, target)
+                and signed.record.verdict is not Verdict.PASS
+            ):
                 raise RefusedError(
                     f"it is a signed decision whose verdict is {signed.record.verdict.name}",
                     remedy="Judge the release again with `onnx-ops run`; a later decision replaces it.",
@@ -151,19 +183,31 @@ class Guard:
     def delete_version(self, model: str, version: str) -> None:
         """Check a request to delete a version, which would silently delete its aliases."""
         stored, _ = self._read(model, version)
-        aliases = sorted(alias for alias in stored.aliases if guarded(alias)) if stored is not None else []
+        aliases = (
+            sorted(alias for alias in stored.aliases if guarded(alias))
+            if stored is not None
+            else []
+        )
         if stored is not None and aliases and self._versions.registered_here(stored.model):
             with _prefix_refusals(f"version {stored.version} of {stored.model} was not deleted"):
-                raise RefusedError(f"it holds {', '.join(aliases)}", remedy="Move that to another version first.")
+                raise RefusedError(
+                    f"it holds {', '.join(aliases)}", remedy="Move that to another version first."
+                )
 
     def delete_model(self, model: str) -> None:
         """Check a request to delete a registered model with all its versions."""
         if not self._versions.registered_here(model):
             return
-        aliases = [f"{name} on version {n}" for name, n in self._versions.aliases(model).items() if guarded(name)]
+        aliases = [
+            f"{name} on version {n}"
+            for name, n in self._versions.aliases(model).items()
+            if guarded(name)
+        ]
         if aliases:
             with _prefix_refusals(f"model {model} was not deleted"):
-                raise RefusedError(f"it has {', '.join(sorted(aliases))}", remedy="Delete those aliases first.")
+                raise RefusedError(
+                    f"it has {', '.join(sorted(aliases))}", remedy="Delete those aliases first."
+                )
 
     def rename_model(self, model: str) -> None:
         """Check a request to rename a registered model."""
@@ -176,7 +220,9 @@ class Guard:
 
     def _read(self, model: str, version: str) -> tuple[StoredVersion | None, VersionRecord | None]:
         stored = self._versions.find(model, version)
-        return stored, None if stored is None else read_record(stored.model, stored.version, stored.tags)
+        return stored, None if stored is None else read_record(
+            stored.model, stored.version, stored.tags
+        )
 
     def _permit(self, user: str, model: str, alias: str, done: str) -> None:
         """Check the policy, which decides last: an alias that no rule names cannot be moved."""
@@ -188,15 +234,18 @@ class Guard:
         with _prefix_refusals(done):
             if index is None and target is not None:
                 raise RefusedError(
-                    "no rule of the promotion policy is about it", remedy="Ask who keeps the policy for one."
+                    "no rule of the promotion policy is about it",
+                    remedy="Ask who keeps the policy for one.",
                 )
             if index is not None and not is_among(user, users := located.policy.rules[index].users):
-                rule = (
-                    f"{located.places[index]} lets only {', '.join(users)} move {located.policy.rules[index].aliases}"
+                rule = f"{located.places[index]} lets only {', '.join(users)} move {located.policy.rules[index].aliases}"
+                raise RefusedError(
+                    f"{rule}, and you are {user or 'not known'}", remedy=f"Ask {users[0]} to do it."
                 )
-                raise RefusedError(f"{rule}, and you are {user or 'not known'}", remedy=f"Ask {users[0]} to do it.")
 
-    def _require_decision(self, user: str, stored: StoredVersion, record: VersionRecord, target: GuardedAlias) -> None:
+    def _require_decision(
+        self, user: str, stored: StoredVersion, record: VersionRecord, target: GuardedAlias
+    ) -> None:
         keys = self._configuration.keys
         if keys is None or not keys.keys():
             raise RefusedError(
@@ -205,7 +254,10 @@ class Guard:
             )
         try:
             require_passing_decision(
-                record, target.target, keys, others=self._versions.list_copies(record, target.target)
+                record,
+                target.target,
+                keys,
+                others=self._versions.list_copies(record, target.target),
             )
         except RefusedError as error:
             champion = alias_of("champion", target.target)
@@ -220,18 +272,25 @@ class Guard:
 
     def _counts(self, record: VersionRecord, target: str) -> bool:
         keys, signed = self._configuration.keys, record.decisions.get(target)
-        return keys is not None and signed is not None and is_valid_for(signed, record, target, keys)
+        return (
+            keys is not None and signed is not None and is_valid_for(signed, record, target, keys)
+        )
 
     def _no_older_decision(self, record: VersionRecord, key: str, value: str) -> None:
         """Refuse to replace a valid decision by anything other than a later valid one."""
         target = folded(key).removeprefix(DECISION)
         if key != f"{DECISION}{target}":
-            raise RefusedError(f"write it {DECISION}{target}", remedy="Some databases hold both spellings for one tag.")
+            raise RefusedError(
+                f"write it {DECISION}{target}",
+                remedy="Some databases hold both spellings for one tag.",
+            )
         keys, new = self._configuration.keys, read_decisions({key: value}).get(target)
         if keys is None or not self._counts(record, target):
             return
         if new is None or not is_valid_for(new, record, target, keys):
-            raise RefusedError("the stored record is validly signed, and this one is not about this version and target")
+            raise RefusedError(
+                "the stored record is validly signed, and this one is not about this version and target"
+            )
         if new.record.sequence < record.decisions[target].record.sequence:
             raise RefusedError(
                 "the version has a later decision",
@@ -239,16 +298,23 @@ class Guard:
                 remedy="Judge again with `onnx-ops run FILE --no-cache gate`.",
             )
 
-    def _sign_override(self, user: str, found: StoredVersion, record: VersionRecord, key: str, reason: str) -> None:
+    def _sign_override(
+        self, user: str, found: StoredVersion, record: VersionRecord, key: str, reason: str
+    ) -> None:
         """Sign the user's override before the tag with the reason is set; the record alone allows nothing."""
         target = self._permit_override(user, key)
         signer, keys = self._configuration.signer, self._configuration.keys
         if signer is None:
-            raise RefusedError("this server signs no overrides", remedy=f"Its operator names a key in {OVERRIDE_KEY}.")
+            raise RefusedError(
+                "this server signs no overrides",
+                remedy=f"Its operator names a key in {OVERRIDE_KEY}.",
+            )
         if not reason.strip():
             raise RefusedError("an override needs a reason", remedy="Write it as the tag's value.")
         if len(reason) > MAX_REASON_LENGTH:
-            raise RefusedError(f"the reason has {len(reason)} characters, of at most {MAX_REASON_LENGTH}")
+            raise RefusedError(
+                f"the reason has {len(reason)} characters, of at most {MAX_REASON_LENGTH}"
+            )
         about = build_override(record, target, keys, reason=reason, by=user, now=self._clock.now())
         envelope = sign_record(about, signer).envelope
         self._versions.annotate(found, override_record_tag(target), codec.dumps(envelope).decode())
@@ -271,7 +337,8 @@ class Guard:
         located = self._configuration.policy
         if located is None:
             raise RefusedError(
-                "no promotion policy says who may override", remedy=f"Its operator names one in {POLICY}."
+                "no promotion policy says who may override",
+                remedy=f"Its operator names one in {POLICY}.",
             )
         users = located.policy.overrides
         if not is_among(user, users):

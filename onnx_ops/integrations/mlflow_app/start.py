@@ -69,7 +69,9 @@ CHECKS: Mapping[str, Check] = {
     "_delete_model_version_tag": lambda guard, user, message: guard.delete_tag(
         user, message.name, message.version, message.key
     ),
-    "_delete_model_version": lambda guard, _, message: guard.delete_version(message.name, message.version),
+    "_delete_model_version": lambda guard, _, message: guard.delete_version(
+        message.name, message.version
+    ),
     "_delete_registered_model": lambda guard, _, message: guard.delete_model(message.name),
     "_rename_registered_model": lambda guard, _, message: guard.rename_model(message.name),
 }
@@ -101,9 +103,13 @@ def install(app: Flask, guard: Guard) -> None:
         handler = request.endpoint or ""
         if (check := CHECKS.get(handler)) is None:
             return
-        kind = getattr(model_registry_pb2, handler.title().replace("_", ""))  # as `SetModelVersionTag`
+        kind = getattr(
+            model_registry_pb2, handler.title().replace("_", "")
+        )  # as `SetModelVersionTag`
         message = handlers._get_request_message(kind())  # type: ignore[no-untyped-call] # noqa: SLF001 (see above)
-        user = str(g.get("mlflow_authenticated_user", ""))  # as basic-auth, or what replaces it, has recognized
+        user = str(
+            g.get("mlflow_authenticated_user", "")
+        )  # as basic-auth, or what replaces it, has recognized
         try:
             check(guard, user, message)
         except RefusedError as error:

@@ -44,7 +44,11 @@ class ServerStore:
 
     def registered_here(self, model: str) -> bool:
         """Return whether onnx-ops registered any version of the model."""
-        stored = None if _PLAIN.fullmatch(model) else _unless_absent(lambda: _store().get_registered_model(model))
+        stored = (
+            None
+            if _PLAIN.fullmatch(model)
+            else _unless_absent(lambda: _store().get_registered_model(model))
+        )
         name = model if stored is None else str(stored.name)
         if not _PLAIN.fullmatch(name):
             return False
@@ -54,14 +58,20 @@ class ServerStore:
     def aliases(self, model: str) -> Mapping[str, str]:
         """Return versions by alias; empty for an unknown model."""
         stored = _unless_absent(lambda: _store().get_registered_model(model))
-        return {} if stored is None else {str(alias): str(version) for alias, version in stored.aliases.items()}
+        return (
+            {}
+            if stored is None
+            else {str(alias): str(version) for alias, version in stored.aliases.items()}
+        )
 
     def list_copies(self, record: VersionRecord, target: str) -> Iterator[SignedDecision]:
         """Yield decisions for the target on the model's other versions of the same content."""
         query, search = f"tags.`{DIGEST}` = '{record.manifest}'", _store().search_model_versions
         for stored in read_pages(lambda token: search(query, max_results=100, page_token=token)):
             if str(stored.name) == record.model and str(stored.version) != record.version:
-                signed = read_decisions({str(key): str(value) for key, value in stored.tags.items()}).get(target)
+                signed = read_decisions(
+                    {str(key): str(value) for key, value in stored.tags.items()}
+                ).get(target)
                 if signed is not None:
                     yield signed
 

@@ -30,9 +30,15 @@ def describe_far_answers(runtime: Runtime, source: Path, variant: Path, rows: Te
     first = {name: array[:_ROWS] for name, array in rows.items()}
     feeds = tuple(feed for feed, _ in split_batches(source, first, ROWS_AT_ONCE))
     expected, given = (runtime.run(path, SIMPLIFIED, feeds) for path in (source, variant))
-    scores = [name for name, array in expected[0].items() if array.dtype.kind == "f" and array.ndim > 1]
+    scores = [
+        name for name, array in expected[0].items() if array.dtype.kind == "f" and array.ndim > 1
+    ]
     for name in scores:
-        pairs = [(one[name], other[name]) for one, other in zip(expected, given, strict=True) if name in other]
+        pairs = [
+            (one[name], other[name])
+            for one, other in zip(expected, given, strict=True)
+            if name in other
+        ]
         if distance := _describe_distance(pairs):
             count = sum(len(one) for one, _ in pairs)
             return f"output {name} is far from the source's: {distance} on {count} rows; it can hardly pass a metric"
@@ -41,7 +47,10 @@ def describe_far_answers(runtime: Runtime, source: Path, variant: Path, rows: Te
 
 def _describe_distance(pairs: list[tuple[Array, Array]]) -> str:
     """Return by what the rows of two answers differ; empty if they are close enough."""
-    one, other = (np.concatenate([pair[side].reshape(len(pair[side]), -1) for pair in pairs]) for side in (0, 1))
+    one, other = (
+        np.concatenate([pair[side].reshape(len(pair[side]), -1) for pair in pairs])
+        for side in (0, 1)
+    )
     cosine = float(np.median(cosine_rows(one, other)))
     if not cosine >= _CLOSE:
         return f"median cosine {cosine:.2f}"

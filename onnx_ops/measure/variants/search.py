@@ -8,7 +8,14 @@ from pathlib import Path
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import digest_file
-from onnx_ops.domain.quantization import Recipe, Role, SearchLogEntry, SearchRecord, Trial, list_search_recipes
+from onnx_ops.domain.quantization import (
+    Recipe,
+    Role,
+    SearchLogEntry,
+    SearchRecord,
+    Trial,
+    list_search_recipes,
+)
 from onnx_ops.errors import StageError
 from onnx_ops.measure.variants.trials import SearchContext, TrialRunner
 from onnx_ops.onnx_graph.instrumentation import OPERATORS, list_quantizable_nodes
@@ -55,7 +62,11 @@ def search(context: SearchContext, journal: StageJournal, report: Reporter) -> S
     context.folder.mkdir()
     recipes = _list_recipes(context)
     runner = TrialRunner(context, {recipe.name: recipe for recipe in recipes})
-    state = SearchState(recipes=recipes, budget=context.budget, export_bytes=read_model_info(context.source).size_bytes)
+    state = SearchState(
+        recipes=recipes,
+        budget=context.budget,
+        export_bytes=read_model_info(context.source).size_bytes,
+    )
     state = _resume(state, journal, report)
     while not isinstance(step := choose_next_step(state), StopSearch):
         entry, text = _run_step(runner, step)
@@ -74,8 +85,12 @@ def search(context: SearchContext, journal: StageJournal, report: Reporter) -> S
 def _list_recipes(context: SearchContext) -> tuple[Recipe, ...]:
     """Return the recipes that fit the machines and the model, each with the nodes that it can quantize."""
     small = context.budget.size is not None or "small" in context.section.variants
-    candidates = list_search_recipes(context.machines, calibrated=context.calibration is not None, small=small)
-    candidates = tuple(replace(one, nodes=list_quantizable_nodes(context.source, one.method)) for one in candidates)
+    candidates = list_search_recipes(
+        context.machines, calibrated=context.calibration is not None, small=small
+    )
+    candidates = tuple(
+        replace(one, nodes=list_quantizable_nodes(context.source, one.method)) for one in candidates
+    )
     return tuple(recipe for recipe in candidates if recipe.nodes or recipe.method not in OPERATORS)
 
 
@@ -98,7 +113,9 @@ def _run_step(runner: TrialRunner, step: BuildTrial | ProbeNode) -> tuple[Search
         trial = runner.build(step)
         return SearchLogEntry(trial=trial), describe_trial(trial, "metric")
     probed = runner.probe(step)
-    text = f"{step.recipe}, only {step.node}: " + (probed.failure or f"error {probed.error or 0.0:.3g}")
+    text = f"{step.recipe}, only {step.node}: " + (
+        probed.failure or f"error {probed.error or 0.0:.3g}"
+    )
     return SearchLogEntry(sensitivity=probed), text
 
 
@@ -147,7 +164,9 @@ def _make_record(context: SearchContext, state: SearchState, stop: StopSearch) -
         sensitivities=state.sensitivities,
         contributions=list_node_contributions(state),
         pareto_front=compute_pareto_front(state),
-        slots=assign_roles(state, context.section.name, roles, unfinished=stop.reason if stop.timed_out else ""),
+        slots=assign_roles(
+            state, context.section.name, roles, unfinished=stop.reason if stop.timed_out else ""
+        ),
         stopped=stop.reason,
         timed_out=stop.timed_out,
         seconds=state.seconds,
@@ -158,7 +177,9 @@ def describe_trial(trial: Trial, metric: str) -> str:
     """Describe a trial in a line."""
     if trial.failure:
         return f"{trial.label}: {trial.failure}"
-    times = ", ".join(f"{one.estimate:.3g}x the time on {name}" for name, one in sorted(trial.ratios.items()))
+    times = ", ".join(
+        f"{one.estimate:.3g}x the time on {name}" for name, one in sorted(trial.ratios.items())
+    )
     drop = trial.drop or 0.0
     return f"{trial.label}: {metric} {0.0 - 100 * drop:+.3g} points, {times}, {trial.size_bytes / 1e3:.4g} kB"
 
@@ -166,5 +187,7 @@ def describe_trial(trial: Trial, metric: str) -> str:
 def describe_recipe(record: SearchRecord, trial: Trial) -> Sequence[str]:
     """Describe how a variant was found by search."""
     excluded = f"; in float: {', '.join(trial.excluded)}" if trial.excluded else ""
-    origin = f"found by search {record.name} among {len(record.trials)} models, {record.rows} rows: "
+    origin = (
+        f"found by search {record.name} among {len(record.trials)} models, {record.rows} rows: "
+    )
     return (origin + describe_trial(trial, record.metric) + excluded, *trial.notes)

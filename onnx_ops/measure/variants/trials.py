@@ -20,7 +20,13 @@ from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.measure.answers import read_answers, read_values, split_batches, temporary_copy
 from onnx_ops.measure.files import slice_rows
 from onnx_ops.measure.quantization import PAIRS_AT_ONCE
-from onnx_ops.measure.scoring import ModelPredictions, ScoringRequest, TaskMetrics, measure_metrics, read_predictions
+from onnx_ops.measure.scoring import (
+    ModelPredictions,
+    ScoringRequest,
+    TaskMetrics,
+    measure_metrics,
+    read_predictions,
+)
 from onnx_ops.measure.timing import build_feed, compute_log_ratios
 from onnx_ops.onnx_graph.channel_balance import write_balanced
 from onnx_ops.onnx_graph.files import list_external_names
@@ -30,7 +36,14 @@ from onnx_ops.onnx_graph.instrumentation import (
     list_computed_values,
     write_with_quantized_node,
 )
-from onnx_ops.ports import Context, Dataset, OptimizeRequest, PairedBenchmarkSchedule, Runtime, Tensors
+from onnx_ops.ports import (
+    Context,
+    Dataset,
+    OptimizeRequest,
+    PairedBenchmarkSchedule,
+    Runtime,
+    Tensors,
+)
 from onnx_ops.statistics.latency import session_interval
 from onnx_ops.statistics.scores import CANDIDATE, CustomMetric
 from onnx_ops.statistics.variants.search import BuildTrial, ProbeNode
@@ -87,8 +100,13 @@ class TrialRunner:
         trial = Trial(recipe=action.recipe, excluded=action.excluded, why=action.why)
         try:
             path, notes = self.make(trial)
-            size = sum((path.parent / name).stat().st_size for name in (path.name, *list_external_names(path)))
-            trial = self._measure(replace(trial, notes=notes, size_bytes=size, model=digest_file(path)), path)
+            size = sum(
+                (path.parent / name).stat().st_size
+                for name in (path.name, *list_external_names(path))
+            )
+            trial = self._measure(
+                replace(trial, notes=notes, size_bytes=size, model=digest_file(path)), path
+            )
         except OnnxOpsError as error:
             trial = replace(trial, failure=str(error).splitlines()[0])
         return replace(trial, seconds=context.project.clock.monotonic() - started)
@@ -126,7 +144,9 @@ class TrialRunner:
         try:
             ranges = self._activation_ranges if static else None
             with temporary_copy(self._balanced, "alone") as copy:
-                write_with_quantized_node(self._balanced, action.node, copy, ranges=ranges, weight_levels=levels)
+                write_with_quantized_node(
+                    self._balanced, action.node, copy, ranges=ranges, weight_levels=levels
+                )
                 sensitivity = replace(sensitivity, error=self._measure_error(copy))
         except (OnnxOpsError, ValueError) as error:
             sensitivity = replace(sensitivity, failure=str(error).splitlines()[0])
@@ -135,12 +155,15 @@ class TrialRunner:
     def _measure(self, trial: Trial, path: Path) -> Trial:
         context = self._context
         kinds = {  # one target of each kind that may answer differently
-            (t.runtime, tuple(p.name for p in t.providers), t.session.graph_level): t for t in reversed(context.targets)
+            (t.runtime, tuple(p.name for p in t.providers), t.session.graph_level): t
+            for t in reversed(context.targets)
         }
         drop = max(self._measure_drop(path, target) for target in kinds.values())
         trial = replace(trial, drop=drop, error=self._measure_error(path))
         feed = build_feed(context.source, context.tuning_data.inputs, context.batch)
-        ratios = {target.name: self._measure_ratio(path, target, feed) for target in context.targets}
+        ratios = {
+            target.name: self._measure_ratio(path, target, feed) for target in context.targets
+        }
         p99: dict[str, float] = {}
         if context.budget.p99 is not None and drop <= context.budget.metric_drop:
             p99 = {target.name: self._measure_p99(path, target, feed) for target in context.targets}
@@ -151,7 +174,9 @@ class TrialRunner:
         context = self._context
         runtime, name = context.project.runtime(target.runtime), target.name
         if name not in self._schedules:
-            self._schedules[name] = _plan_rounds(runtime, context.source, target, feed, context.seed)
+            self._schedules[name] = _plan_rounds(
+                runtime, context.source, target, feed, context.seed
+            )
         pairs = runtime.benchmark((context.source, path), target, feed, self._schedules[name])
         estimate, low, high = session_interval(compute_log_ratios(pairs), _ALPHA)
         return Interval(estimate=math.exp(estimate), low=math.exp(low), high=math.exp(high))
@@ -175,10 +200,15 @@ class TrialRunner:
         )
         if target.name not in self._predictions:
             self._predictions[target.name] = read_predictions(request, EXPORT, [context.metric])
-        metrics = measure_metrics(replace(request, known={EXPORT: self._predictions[target.name]}), [context.metric])
+        metrics = measure_metrics(
+            replace(request, known={EXPORT: self._predictions[target.name]}), [context.metric]
+        )
         drop = _read_drop(metrics, lower=context.lower)
         if drop is None:
-            why = next((why for s in metrics.scores if (why := s.broken or s.failed or s.undefined)), "it needs labels")
+            why = next(
+                (why for s in metrics.scores if (why := s.broken or s.failed or s.undefined)),
+                "it needs labels",
+            )
             what = f"{context.metric.label} cannot be measured on the tuning rows"
             raise UserError(what, where=context.section.name, why=why)
         return drop
@@ -204,7 +234,11 @@ class TrialRunner:
         target = context.targets[0]
         probed = slice_rows(context.tuning_data.inputs, 0, PROBED)
         parts = read_answers(
-            context.project.runtime(target.runtime), path, _use_all_cores(target), probed, lambda one: one
+            context.project.runtime(target.runtime),
+            path,
+            _use_all_cores(target),
+            probed,
+            lambda one: one,
         )
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
@@ -222,7 +256,10 @@ class TrialRunner:
         read = {name for names in list_activations(source).values() for name in names}
         ranges = {name: _find_range(probed[name]) for name in read & set(probed)}
         inner = [value.name for value in list_computed_values(source) if value.name in read]
-        runtime, target = context.project.runtime(context.targets[0].runtime), _use_all_cores(context.targets[0])
+        runtime, target = (
+            context.project.runtime(context.targets[0].runtime),
+            _use_all_cores(context.targets[0]),
+        )
         feeds = tuple(feed for feed, _ in split_batches(source, probed))
         for start in range(0, len(inner), PAIRS_AT_ONCE):
             names = inner[start : start + PAIRS_AT_ONCE]
@@ -250,13 +287,17 @@ def _use_all_cores(target: Target) -> Target:
     return replace(target, session=replace(target.session, intra_op_threads=0))
 
 
-def _plan_rounds(runtime: Runtime, source: Path, target: Target, feed: Tensors, seed: int) -> PairedBenchmarkSchedule:
+def _plan_rounds(
+    runtime: Runtime, source: Path, target: Target, feed: Tensors, seed: int
+) -> PairedBenchmarkSchedule:
     """Plan as many runs as the time for a trial allows."""
     samples = runtime.sample(source, target, feed, runs=_RUNS[0], warmup=1)
     seconds = max(float(np.median(samples.nanoseconds.astype(np.float64))) / 1e9, 1e-6)
     affordable = int(TIMED_S / seconds / PAIRS / (2 * BLOCKS + 1))
     runs = min(max(affordable, _RUNS[0]), _RUNS[1])
-    return PairedBenchmarkSchedule(rounds=PAIRS, blocks=BLOCKS, runs=runs, warmup=max(1, runs // 2), seed=seed)
+    return PairedBenchmarkSchedule(
+        rounds=PAIRS, blocks=BLOCKS, runs=runs, warmup=max(1, runs // 2), seed=seed
+    )
 
 
 def _find_range(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> ValueRange:

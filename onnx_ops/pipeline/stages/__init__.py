@@ -12,7 +12,9 @@ from onnx_ops.ports import Context
 Execute = Callable[[Stage, Digest, Mapping[str, Manifest], Context], Manifest]
 
 
-def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
+def execute(
+    stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
+) -> Manifest:
     """Run a stage; promotion and deployment are release operations and not among them."""
     # Imported by name, so that a stage loads only what it needs.
     name = "quantize" if stage.kind is StageKind.CALIBRATE else stage.kind.value

@@ -26,7 +26,15 @@ from onnx_ops.domain.release import Lineage
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import UserError
 from onnx_ops.measure.execution import ExecutionReport, inspect_execution, require_hardware
-from onnx_ops.measure.files import MODEL, PACKAGE, checkout_files, get_dataset, pack_arrays, put_document, put_folder
+from onnx_ops.measure.files import (
+    MODEL,
+    PACKAGE,
+    checkout_files,
+    get_dataset,
+    pack_arrays,
+    put_document,
+    put_folder,
+)
 from onnx_ops.measure.paired_rows import digest_rows
 from onnx_ops.measure.parity import (
     REFERENCE_TARGET,
@@ -56,7 +64,9 @@ from onnx_ops.statistics.rules.metric import explain_unscored
 from onnx_ops.statistics.scores import CANDIDATE
 
 
-def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
+def execute(
+    stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
+) -> Manifest:
     """Measure the variant and store its evidence."""
     settings: Mapping[str, Any] = stage.settings
     target = codec.from_json(stage.hints["target"], Target, where=stage.id)
@@ -70,7 +80,11 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
     runtime = context.runtime(target.runtime)
     hardware = require_hardware(runtime, target)
     with Scratch() as folder:
-        champion, manifest, is_export = read_champion(stage, context), variant.subset(MODEL), stage.variant == EXPORT
+        champion, manifest, is_export = (
+            read_champion(stage, context),
+            variant.subset(MODEL),
+            stage.variant == EXPORT,
+        )
         candidate = checkout_files(store, variant, MODEL, folder / "candidate") / MODEL_FILE
         export = checkout_files(store, inputs["export"], MODEL, folder / "export") / MODEL_FILE
         baselines = _choose_baselines(None if is_export else export, champion, manifest)
@@ -94,7 +108,9 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
             tolerances=hints.get("tolerances", {}),
         )
         feed = build_feed(candidate, data.inputs, settings["batch"])
-        speed = measure_speed(runtime, target, candidate, baselines, feed, request, seed=int(key[-8:], 16))
+        speed = measure_speed(
+            runtime, target, candidate, baselines, feed, request, seed=int(key[-8:], 16)
+        )
         quantized = bool(settings["quantized"])
         execution = ExecutionReport()
         if not is_export:
@@ -105,7 +121,9 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
         parity = () if quantized else measure_parity(runtime, candidate, target, reference, exact)
         package = _make_package(runtime, candidate, target, folder / "package", context)
 
-        divergence = next(iter(_read_documents(context, inputs["validate"]["divergence.json"], Divergence)), None)
+        divergence = next(
+            iter(_read_documents(context, inputs["validate"]["divergence.json"], Divergence)), None
+        )
         evidence = Evidence(
             pipeline=settings["pipeline"],
             variant=stage.variant or "",
@@ -122,12 +140,20 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
             baseline=next(reversed(baselines), ""),
             champion=None if champion is None else _read_champion_facts(champion),
             parity=parity,
-            export_parity=_read_documents(context, inputs["validate"]["parity.json"], ParityMeasurement),
+            export_parity=_read_documents(
+                context, inputs["validate"]["parity.json"], ParityMeasurement
+            ),
             batch_invariance=measure_invariance(runtime, candidate, target, data.inputs, reference),
-            divergence=divergence or find_hardware_divergence(context, runtime, target, candidate, reference, parity),
-            weights=_read_documents(context, variant["weights.json"], WeightMeasurement) if quantized else (),
+            divergence=divergence
+            or find_hardware_divergence(context, runtime, target, candidate, reference, parity),
+            weights=_read_documents(context, variant["weights.json"], WeightMeasurement)
+            if quantized
+            else (),
             source=codec.loads(store.read(inputs["export"]["source.json"]), SourceLimits),
-            trees=next(iter(_read_documents(context, inputs["validate"]["trees.json"], TreeStructure)), None),
+            trees=next(
+                iter(_read_documents(context, inputs["validate"]["trees.json"], TreeStructure)),
+                None,
+            ),
             unused_inputs=_read_documents(context, inputs["validate"]["unused.json"], str),
             activations=_read_documents(context, variant["activations.json"], ActivationMeasurement)
             if quantized
@@ -146,7 +172,13 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
             latency=speed.latency,
             throughput=speed.throughput,
             scheduling=measure_scheduling(
-                runtime, candidate, target, data.inputs, speed.latency, hardware.cores, int(key[-8:], 16)
+                runtime,
+                candidate,
+                target,
+                data.inputs,
+                speed.latency,
+                hardware.cores,
+                int(key[-8:], 16),
             ),
             starts=speed.starts,
             ratios=speed.ratios,
@@ -156,7 +188,9 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
     return Manifest(files={**package, **files})
 
 
-def _make_package(runtime: Runtime, model: Path, target: Target, folder: Path, context: Context) -> dict[str, Digest]:
+def _make_package(
+    runtime: Runtime, model: Path, target: Target, folder: Path, context: Context
+) -> dict[str, Digest]:
     """Return the files of a target with its own model format."""
     if target.ort_format is None:
         return {}
@@ -165,7 +199,9 @@ def _make_package(runtime: Runtime, model: Path, target: Target, folder: Path, c
     return put_folder(context.store, folder, PACKAGE)
 
 
-def _choose_baselines(export: Path | None, champion: Champion | None, manifest: Manifest) -> dict[str, Path]:
+def _choose_baselines(
+    export: Path | None, champion: Champion | None, manifest: Manifest
+) -> dict[str, Path]:
     """Return the models to compare with by name; the champion, which counts most, comes last."""
     baselines = {} if export is None else {EXPORT: export}
     if champion and champion.manifest != manifest.digest():
@@ -175,7 +211,11 @@ def _choose_baselines(export: Path | None, champion: Champion | None, manifest: 
 
 def _read_champion_facts(champion: Champion) -> ChampionFacts:
     folder = Path(champion.location)
-    files = [path for path in folder.rglob("*") if path.is_file() and path.relative_to(folder).parts[0] != CUSTOM_OPS]
+    files = [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path.relative_to(folder).parts[0] != CUSTOM_OPS
+    ]
     size = sum(path.stat().st_size for path in files)
     return ChampionFacts(version=champion.version, manifest=champion.manifest, size_bytes=size)
 
@@ -183,7 +223,9 @@ def _read_champion_facts(champion: Champion) -> ChampionFacts:
 def _count_bytes(files: Mapping[str, Digest], context: Context) -> int:
     """Return the bytes of the model, without operator libraries and descriptions of a package."""
     packaged = {name: digest for name, digest in files.items() if name.endswith(".ort")}
-    own = packaged or {name: digest for name, digest in files.items() if not name.startswith(f"{CUSTOM_OPS}/")}
+    own = packaged or {
+        name: digest for name, digest in files.items() if not name.startswith(f"{CUSTOM_OPS}/")
+    }
     return sum(context.store.path(digest).stat().st_size for digest in own.values())
 
 
@@ -199,31 +241,43 @@ def _read_known(
     known, machines = dict[str, ModelPredictions](), set[HardwareFingerprint]()
     if shards := settings.get("shards"):
         for name, variant in {EXPORT: EXPORT, CANDIDATE: str(stage.variant)}.items():
-            known[name], there = read_shards(context.store, inputs, variant, str(stage.target), shards)
+            known[name], there = read_shards(
+                context.store, inputs, variant, str(stage.target), shards
+            )
             machines |= there
     return known, tuple(sorted(machines, key=HardwareFingerprint.digest))
 
 
-def _measure_metrics(scorer: ScoringRequest, export: Path | None, stage: Stage, context: Context) -> TaskMetrics:
+def _measure_metrics(
+    scorer: ScoringRequest, export: Path | None, stage: Stage, context: Context
+) -> TaskMetrics:
     """Measure the task metrics of the variant, alone and on the same rows as its baselines.
 
     `export` is the file that the variant was made from; None if the variant is the export itself.
     """
     settings: Mapping[str, Any] = stage.settings
     hints: Mapping[str, Any] = stage.hints
-    definitions = tuple(codec.from_json(entry["definition"], MetricDefinition) for entry in settings["metrics"])
+    definitions = tuple(
+        codec.from_json(entry["definition"], MetricDefinition) for entry in settings["metrics"]
+    )
     definitions, default = add_default_metric(definitions, scorer.dataset)
     with importable(context.root):
         functions = {d.use: load_function(d.use, "gates") for d in definitions if d.use}
         scorer = replace(scorer, functions=functions)
         metrics = measure_metrics(scorer, definitions)
         failed = explain_unscored(hints.get("judged", ()), metrics.scores)
-        if failed and export is not None:  # if only the variant answers differently, the file is right
+        if (
+            failed and export is not None
+        ):  # if only the variant answers differently, the file is right
             again = [one for one in definitions if one.label in failed]
-            scores = measure_metrics(replace(scorer, models={CANDIDATE: export}, known={}), again).scores
+            scores = measure_metrics(
+                replace(scorer, models={CANDIDATE: export}, known={}), again
+            ).scores
             failed = explain_unscored(failed, scores)
     if failed:
         raise UserError(next(iter(failed.values())), where="gates")
     if default is not None and any(counts.metric == ACCURACY.label for counts in metrics.counts):
-        return replace(metrics, scores=tuple(one for one in metrics.scores if one.metric != default.label))
+        return replace(
+            metrics, scores=tuple(one for one in metrics.scores if one.metric != default.label)
+        )
     return metrics

@@ -34,7 +34,9 @@ def find_champion(context: Context, model: str, target: str) -> Champion | None:
     if version is None:
         return None
     record = registry.version(model, version)
-    return Champion(version=version, manifest=record.manifest, location=fetch_files(context, record))
+    return Champion(
+        version=version, manifest=record.manifest, location=fetch_files(context, record)
+    )
 
 
 def attach_champion(stage: Stage, context: Context) -> Stage:

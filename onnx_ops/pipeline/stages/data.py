@@ -37,7 +37,9 @@ def get_source_name(section: DataSection) -> str:
             return section.use
 
 
-def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
+def execute(
+    stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
+) -> Manifest:
     """Load the arrays and store the data set."""
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], DataSection, where=stage.id)
@@ -57,31 +59,44 @@ def build_dataset(arrays: Mapping[str, Any], section: DataSection, where: str) -
     """Build the data set that a section defines from the arrays of its source."""
     for _, problem in find_data_problems(arrays, section, where):
         raise problem
-    from onnx_ops.statistics.grouping import find_group_columns, number_groups  # needs numpy, which planning does not
+    from onnx_ops.statistics.grouping import (
+        find_group_columns,
+        number_groups,
+    )  # needs numpy, which planning does not
 
     chosen = _select_columns(arrays, section) if _uses_all_columns(section) else []
     dataset = Dataset(
         inputs=_make_inputs(arrays, section, chosen),
         label=_read_label(arrays, section),
         values=_read_values(arrays, section),
-        features={name: tuple(chosen) for name, array in section.inputs.items() if array == _MATRIX},
+        features={
+            name: tuple(chosen) for name, array in section.inputs.items() if array == _MATRIX
+        },
     )
     if (group := _get_group(section)) is not None:
         return replace(dataset, group=number_groups(arrays[group]))
     used = {*chosen, *section.inputs.values(), section.label, *_list_named_values(section).values()}
     rows = len(dataset)
-    unused = {n: array for n, array in arrays.items() if n not in used and array.ndim and len(array) == rows}
+    unused = {
+        n: array
+        for n, array in arrays.items()
+        if n not in used and array.ndim and len(array) == rows
+    }
     return replace(dataset, columns=find_group_columns(unused))
 
 
-def _make_inputs(arrays: Mapping[str, Any], section: DataSection, chosen: Sequence[str]) -> dict[str, Any]:
+def _make_inputs(
+    arrays: Mapping[str, Any], section: DataSection, chosen: Sequence[str]
+) -> dict[str, Any]:
     """Return the arrays by input; without named inputs, each chosen column is one."""
     if not section.inputs:
         return {name: arrays[name] for name in chosen}
     if chosen:
         import numpy as np
 
-        columns = [arrays[name].reshape(len(arrays[name]), -1).astype(np.float32) for name in chosen]
+        columns = [
+            arrays[name].reshape(len(arrays[name]), -1).astype(np.float32) for name in chosen
+        ]
         arrays = {**arrays, _MATRIX: np.concatenate(columns, axis=1)}
     return {name: arrays[array] for name, array in section.inputs.items()}
 
@@ -95,7 +110,9 @@ def _read_label(arrays: Mapping[str, Any], section: DataSection) -> Any:
     return label[:, 0] if is_table_column else label
 
 
-def find_data_problems(arrays: Mapping[str, Any], section: DataSection, where: str) -> Iterator[LocatedError]:
+def find_data_problems(
+    arrays: Mapping[str, Any], section: DataSection, where: str
+) -> Iterator[LocatedError]:
     """Yield each reason why the arrays do not fit the section, with its location.
 
     The arrays can be the first rows of a larger set.
@@ -152,17 +169,25 @@ def _find_value_problems(section: DataSection, where: str) -> Iterator[LocatedEr
     for name, value in _get_values(section).items():
         if name in section.inputs:
             text = f"{name!r} is among the inputs with rows and among the values"
-            yield ("values", name), UserError(text, where=where, remedy="Leave it out of one of them.")
+            yield (
+                ("values", name),
+                UserError(text, where=where, remedy="Leave it out of one of them."),
+            )
         try:
             kind = np.asarray(value).dtype.kind
         except ValueError:  # lists of different lengths
             kind = "O"
         if kind not in "biufU":
             text = f"the value of {name!r} is not a number, a boolean, or a list of them"
-            yield ("values", name), UserError(text, where=where, remedy=f"For example: values: {{{name}: 16000}}")
+            yield (
+                ("values", name),
+                UserError(text, where=where, remedy=f"For example: values: {{{name}: 16000}}"),
+            )
 
 
-def _find_row_problems(arrays: Mapping[str, Any], keys: Collection[str], where: str) -> Iterator[LocatedError]:
+def _find_row_problems(
+    arrays: Mapping[str, Any], keys: Collection[str], where: str
+) -> Iterator[LocatedError]:
     """Yield why arrays do not hold the same number of rows; which axis holds them, only a model can state."""
     lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
     shapes = {name: array.shape for name, array in arrays.items() if name not in keys}
@@ -173,7 +198,9 @@ def _find_row_problems(arrays: Mapping[str, Any], keys: Collection[str], where: 
             return
     text = f"arrays must have the same number of rows, and at least one: {lengths}"
     single = next((name for name, shape in shapes.items() if not shape), "")
-    remedy = f"Give an input that is the same for all rows as a value: values: {{{single}: {single}}}."
+    remedy = (
+        f"Give an input that is the same for all rows as a value: values: {{{single}: {single}}}."
+    )
     yield (), UserError(text, where=where, remedy=remedy if single else "")
 
 
@@ -198,7 +225,10 @@ def _read_values(arrays: Mapping[str, Any], section: DataSection) -> dict[str, A
         name: arrays[value] if isinstance(value, str) else np.asarray(value)
         for name, value in _get_values(section).items()
     }
-    return {name: array.astype(np.float32) if array.dtype == np.float64 else array for name, array in values.items()}
+    return {
+        name: array.astype(np.float32) if array.dtype == np.float64 else array
+        for name, array in values.items()
+    }
 
 
 def _uses_all_columns(section: DataSection) -> bool:
@@ -215,7 +245,9 @@ def _select_columns(arrays: Mapping[str, Any], section: DataSection) -> list[str
     return [name for name in arrays if name not in excluded]
 
 
-def _find_matrix_problems(columns: Mapping[str, Any], section: DataSection, where: str) -> Iterator[LocatedError]:
+def _find_matrix_problems(
+    columns: Mapping[str, Any], section: DataSection, where: str
+) -> Iterator[LocatedError]:
     """Yield why the columns do not fit into the matrix, for each input that is the matrix."""
     for name, array in section.inputs.items():
         if array == _MATRIX and (problem := _find_matrix_problem(columns, where)):
@@ -227,7 +259,11 @@ def describe_text_cell(column: Any) -> str:
     if column.dtype.kind not in "UO" or column.ndim != 2:
         return ""
     cell = find_text_among_numbers(column[:, 0].tolist())
-    return f"row {cell[0]} holds {textwrap.shorten(cell[1], 60)!r}, and most others hold numbers" if cell else ""
+    return (
+        f"row {cell[0]} holds {textwrap.shorten(cell[1], 60)!r}, and most others hold numbers"
+        if cell
+        else ""
+    )
 
 
 def _find_matrix_problem(columns: Mapping[str, Any], where: str) -> UserError | None:

@@ -45,7 +45,9 @@ AXES_REMEDY = "Name the axis of its rows as of the others: export.dynamic: {INPU
 """What to do about rows that are not on the declared axis."""
 
 
-def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
+def execute(
+    stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
+) -> Manifest:
     """Export the model; the key of the stage is the release."""
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Export, where=stage.id)
@@ -58,9 +60,16 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
     lineage = Lineage(
         pipeline=settings["pipeline"],
         release=key,
-        git_sha=str(stage.hints.get("commit", "")) or context.git_sha(),  # the former for a stage from another machine
-        data={name.removeprefix("data/"): m.digest() for name, m in inputs.items() if name.startswith("data/")},
-        origins=codec.from_json(stage.hints.get("origins", {}), Mapping[str, Mapping[str, str]], where=stage.id),
+        git_sha=str(stage.hints.get("commit", ""))
+        or context.git_sha(),  # the former for a stage from another machine
+        data={
+            name.removeprefix("data/"): m.digest()
+            for name, m in inputs.items()
+            if name.startswith("data/")
+        },
+        origins=codec.from_json(
+            stage.hints.get("origins", {}), Mapping[str, Mapping[str, str]], where=stage.id
+        ),
     )
     with Scratch() as folder, importable(context.root):
         trained = checkout_files(context.store, inputs["train"], TRAINED, folder / "trained")
@@ -82,7 +91,13 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
         layout = read_layout(read_model_info(path), dataset.values)
         declared = codec.from_json(settings["inputs"], Mapping[str, InputValues], where=stage.id)
         reference = collect_reference_outputs(
-            exporter, model, path, dataset.inputs, declared, seconds=settings["source_time"], layout=layout
+            exporter,
+            model,
+            path,
+            dataset.inputs,
+            declared,
+            seconds=settings["source_time"],
+            layout=layout,
         )
         check_free_axes(section, read_model_info(path), reference)
         properties = {"onnx-ops.pipeline": lineage.pipeline, "onnx-ops.release": lineage.release}
@@ -90,7 +105,9 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
             properties["onnx-ops.git.sha"] = lineage.git_sha
         if reference.limits.nan:
             properties[NAN_PROPERTY] = reference.limits.nan
-        properties |= {f"onnx-ops.origin.{key}": value for key, value in flatten_origins(lineage).items()}
+        properties |= {
+            f"onnx-ops.origin.{key}": value for key, value in flatten_origins(lineage).items()
+        }
         properties |= {f"onnx-ops.data.{name}": digest for name, digest in lineage.data.items()}
         write_lineage(path, properties)
         copy_libraries(path, read_operators(stage))
@@ -100,7 +117,11 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
                 **put_folder(context.store, exported, MODEL),
                 FEATURES: put_document(context.store, dataset.features),
                 "info.json": put_document(context.store, read_model_info(path)),
-                **({VALUES: context.store.put_bytes(pack_arrays(dataset.values))} if dataset.values else {}),
+                **(
+                    {VALUES: context.store.put_bytes(pack_arrays(dataset.values))}
+                    if dataset.values
+                    else {}
+                ),
                 "lineage.json": put_document(context.store, lineage),
                 "reference.npz": put_reference(context.store, reference.groups),
                 "source.json": put_document(context.store, reference.limits),
@@ -139,5 +160,9 @@ def require_loadable(
 def _find_axes(section: Export, dataset: Dataset, trained: Path) -> dict[str, int]:
     """Return the axis of the rows of each input, as a ready file or the free axes of the section name it."""
     if section.framework == "onnx":
-        return find_row_axes({spec.name: spec.shape for spec in read_model_info(find_model_file(trained)).inputs})
-    return find_declared_axes(section.dynamic, {name: array.shape for name, array in dataset.inputs.items()})
+        return find_row_axes(
+            {spec.name: spec.shape for spec in read_model_info(find_model_file(trained)).inputs}
+        )
+    return find_declared_axes(
+        section.dynamic, {name: array.shape for name, array in dataset.inputs.items()}
+    )

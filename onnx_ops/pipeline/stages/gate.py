@@ -23,7 +23,9 @@ from onnx_ops.statistics.rules.parity_rules import BATCH_INVARIANCE
 from onnx_ops.statistics.variants.choice import choose_scheduling
 
 
-def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
+def execute(
+    stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
+) -> Manifest:
     """Judge the evidence, and store the gates for judging it again."""
     settings: Mapping[str, Any] = stage.settings
     source = inputs[f"benchmark/{stage.variant}@{stage.target}"]["evidence.json"]
@@ -39,7 +41,11 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
     }
     signer = context.signer()
     if settings["model"] and signer is not None:
-        invariance = [result.verdict for result in decision.results if result.metric == BATCH_INVARIANCE.metric]
+        invariance = [
+            result.verdict
+            for result in decision.results
+            if result.metric == BATCH_INVARIANCE.metric
+        ]
         independent = bool(invariance) and combine_verdicts(invariance) is Verdict.PASS
         threads, batchable = choose_scheduling(evidence.scheduling, independent=independent)
         now = context.clock.now()
@@ -58,7 +64,9 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
             execution=codec.from_json(settings["execution"], Execution, where=evidence.target),
             batchable=batchable,
             threads=threads,
-            decided_at=datetime.datetime.fromtimestamp(now, tz=datetime.UTC).isoformat(timespec="seconds"),
+            decided_at=datetime.datetime.fromtimestamp(now, tz=datetime.UTC).isoformat(
+                timespec="seconds"
+            ),
             sequence=int(now * 1000),
         )
         files["signed.json"] = put_document(context.store, sign_record(record, signer).envelope)

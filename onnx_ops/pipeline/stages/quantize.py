@@ -10,8 +10,20 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.pipeline import Quantize, Stage
 from onnx_ops.domain.quantization import SEARCH_FILE, Arithmetic, SearchRecord, Trial
-from onnx_ops.measure.files import MODEL, RANGES, checkout_files, get_dataset, put_document, put_folder
-from onnx_ops.measure.quantization import ACTIVATION_ROWS, AS_WRITTEN, measure_activations, measure_weights
+from onnx_ops.measure.files import (
+    MODEL,
+    RANGES,
+    checkout_files,
+    get_dataset,
+    put_document,
+    put_folder,
+)
+from onnx_ops.measure.quantization import (
+    ACTIVATION_ROWS,
+    AS_WRITTEN,
+    measure_activations,
+    measure_weights,
+)
 from onnx_ops.measure.row_layout import arrange_runtime, get_layout
 from onnx_ops.measure.variants.answer_distance import describe_far_answers
 from onnx_ops.measure.variants.search import describe_recipe
@@ -23,7 +35,9 @@ from onnx_ops.ports import Context, Dataset, OptimizeRequest, Tensors
 from onnx_ops.scratch import Scratch
 
 
-def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
+def execute(
+    stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
+) -> Manifest:
     """Derive a variant, or take the one that the search found."""
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Quantize, where=stage.id)
@@ -36,7 +50,10 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
             manifest, role = inputs[settings["search"]], settings["role"]
             trial = codec.loads(context.store.read(manifest[f"{role}/trial.json"]), Trial)
             record = codec.loads(context.store.read(manifest[SEARCH_FILE]), SearchRecord)
-            path = checkout_files(context.store, manifest, f"{role}/{MODEL}", folder / "found") / MODEL_FILE
+            path = (
+                checkout_files(context.store, manifest, f"{role}/{MODEL}", folder / "found")
+                / MODEL_FILE
+            )
             excluded, recipe = trial.excluded, tuple(describe_recipe(record, trial))
             searched = {SEARCH_FILE: manifest[SEARCH_FILE]}
         else:
@@ -52,14 +69,20 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
         runtime = arrange_runtime(context.runtime(AS_WRITTEN.runtime), layout)
         unseen = _select_unseen(dataset, calibrate.samples) if dataset and calibrate else None
         activations = measure_activations(runtime, source, path, unseen) if unseen else ()
-        if unseen and _runs_on_cpu(settings) and (far := describe_far_answers(runtime, source, path, unseen)):
+        if (
+            unseen
+            and _runs_on_cpu(settings)
+            and (far := describe_far_answers(runtime, source, path, unseen))
+        ):
             recipe = (*recipe, far)
         return Manifest(
             files={
                 **files,
                 **searched,
                 "info.json": put_document(context.store, read_model_info(path)),
-                "weights.json": put_document(context.store, measure_weights(source, path, runtime, unseen)),
+                "weights.json": put_document(
+                    context.store, measure_weights(source, path, runtime, unseen)
+                ),
                 "activations.json": put_document(context.store, activations),
                 "excluded.json": put_document(context.store, excluded),
                 "recipe.json": put_document(context.store, recipe),
@@ -99,10 +122,13 @@ def _build_request(
     ranges = [manifest[RANGES] for name, manifest in sorted(inputs.items()) if RANGES in manifest]
     request = OptimizeRequest(
         section=section,
-        source=checkout_files(context.store, inputs["export"], MODEL, folder / "source") / MODEL_FILE,
+        source=checkout_files(context.store, inputs["export"], MODEL, folder / "source")
+        / MODEL_FILE,
         path=folder / "onnx" / MODEL_FILE,
         calibration=dataset.head(calibrate.samples).inputs if dataset and calibrate else None,
-        machines=tuple(codec.from_json(machine, Arithmetic) for machine in settings.get("machines", ())),
+        machines=tuple(
+            codec.from_json(machine, Arithmetic) for machine in settings.get("machines", ())
+        ),
         ranges=tuple(context.store.path(digest) for digest in ranges),
         values=dataset.values if dataset else {},
     )

@@ -11,11 +11,25 @@ from typing import Any
 
 from onnx_ops import attestation, codec
 from onnx_ops.domain.artifact import Digest, Manifest, ModelInfo
-from onnx_ops.domain.decision import Decision, DecisionRecord, SignedDecision, TargetObjective, Verdict
+from onnx_ops.domain.decision import (
+    Decision,
+    DecisionRecord,
+    SignedDecision,
+    TargetObjective,
+    Verdict,
+)
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import Stage
 from onnx_ops.domain.quantization import SEARCH_FILE, SearchRecord
-from onnx_ops.domain.release import BaseRelease, Choice, Lineage, Provenance, Publication, Registration, VariantRecord
+from onnx_ops.domain.release import (
+    BaseRelease,
+    Choice,
+    Lineage,
+    Provenance,
+    Publication,
+    Registration,
+    VariantRecord,
+)
 from onnx_ops.measure.files import MODEL, PACKAGE, put_document
 from onnx_ops.measure.paired_rows import compare_rows
 from onnx_ops.measure.reference_outputs import get_reference
@@ -39,7 +53,9 @@ recorded release of the base branch."""
 _MOST_BYTES = 1 << 20
 
 
-def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
+def execute(
+    stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
+) -> Manifest:
     """Publish the variants with their evidence, and choose one for each target."""
     settings: Mapping[str, Any] = stage.settings
     hints: Mapping[str, Any] = stage.hints
@@ -48,19 +64,35 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
         lineage,
         run=key,
         parameters=settings["parameters"],
-        data={name.removeprefix("data/"): m.digest() for name, m in inputs.items() if name.startswith("data/")},
+        data={
+            name.removeprefix("data/"): m.digest()
+            for name, m in inputs.items()
+            if name.startswith("data/")
+        },
     )
-    policies = {name: codec.from_json(one, TargetObjective) for name, one in settings["policies"].items()}
+    policies = {
+        name: codec.from_json(one, TargetObjective) for name, one in settings["policies"].items()
+    }
     choices = choose_variants(policies, read_decisions(inputs, context))
-    provenance = codec.from_json(hints[PROVENANCE], Provenance) if PROVENANCE in hints else Provenance()
+    provenance = (
+        codec.from_json(hints[PROVENANCE], Provenance) if PROVENANCE in hints else Provenance()
+    )
     base = codec.from_json(hints[BASE], BaseRelease) if BASE in hints else None
-    shared = {REPORT: context.store.path(_store_report(inputs, context, lineage, choices, provenance, base))}
+    shared = {
+        REPORT: context.store.path(
+            _store_report(inputs, context, lineage, choices, provenance, base)
+        )
+    }
     for choice in choices:
-        shared[f"evidence/{choice.target}.choice.json"] = context.store.path(put_document(context.store, choice))
+        shared[f"evidence/{choice.target}.choice.json"] = context.store.path(
+            put_document(context.store, choice)
+        )
     example = build_request_example(inputs["export"], context.store)
     records = tuple(
         replace(
-            _make_variant_record(entry, settings["targets"], inputs, context, lineage, shared, provenance),
+            _make_variant_record(
+                entry, settings["targets"], inputs, context, lineage, shared, provenance
+            ),
             measured_on=settings["measured_on"],
             example=example,
         )
@@ -69,9 +101,14 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
     )
     registry = context.registry()
     about = model_description(
-        hints.get("about", ""), lineage.pipeline, [entry["name"] for entry in settings["variants"]], settings["targets"]
+        hints.get("about", ""),
+        lineage.pipeline,
+        [entry["name"] for entry in settings["variants"]],
+        settings["targets"],
     )
-    versions = registry.publish(Publication(model=settings["model"], lineage=lineage, variants=records, about=about))
+    versions = registry.publish(
+        Publication(model=settings["model"], lineage=lineage, variants=records, about=about)
+    )
     registration = Registration(
         run=key,
         model=settings["model"],
@@ -94,11 +131,19 @@ def read_decisions(inputs: Mapping[str, Manifest], context: Context) -> tuple[De
     )
 
 
-def choose_variants(policies: Mapping[str, TargetObjective], decisions: tuple[Decision, ...]) -> tuple[Choice, ...]:
+def choose_variants(
+    policies: Mapping[str, TargetObjective], decisions: tuple[Decision, ...]
+) -> tuple[Choice, ...]:
     """Choose the variant of each target; a target without any measurement is an ERROR."""
     choices, reason = [], "nothing could be measured"
     for target, policy in policies.items():
-        choice = Choice(target=target, variant=None, verdict=Verdict.ERROR, reason=reason, objective=policy.objective)
+        choice = Choice(
+            target=target,
+            variant=None,
+            verdict=Verdict.ERROR,
+            reason=reason,
+            objective=policy.objective,
+        )
         measured = [decision for decision in decisions if decision.target == target]
         choices.append(choose(measured, policy) if measured else choice)
     return tuple(choices)
@@ -124,7 +169,9 @@ def _store_report(
         lineage,
         versions={},
         digests=digests,
-        searches=tuple(codec.loads(context.store.read(digest), SearchRecord) for digest in search_digests),
+        searches=tuple(
+            codec.loads(context.store.read(digest), SearchRecord) for digest in search_digests
+        ),
         provenance=provenance,
         base=base,
         pairs=partial(compare_rows, context.store),
@@ -157,7 +204,9 @@ def _make_variant_record(
             continue
         judged[target] = codec.loads(store.read(gate["decision.json"]), Decision)
         if "signed.json" in gate:
-            signed[target] = attestation.read_envelope(store.read(gate["signed.json"]), DecisionRecord)
+            signed[target] = attestation.read_envelope(
+                store.read(gate["signed.json"]), DecisionRecord
+            )
             evidence[f"evidence/{target}.decision.json"] = store.path(gate["signed.json"])
         evidence[f"evidence/{target}.json"] = store.path(benchmark["evidence.json"])
         evidence[f"evidence/{target}.gates.json"] = store.path(gate["gates.json"])
@@ -165,7 +214,9 @@ def _make_variant_record(
         for file, digest in benchmark.subset(PACKAGE).files.items():
             evidence[f"packages/{target}/{file}"] = store.path(digest)
         measured = codec.loads(store.read(benchmark["evidence.json"]), Evidence)
-        metrics |= {f"{target}/{figure}": value for figure, value in plain_figures(measured).items()}
+        metrics |= {
+            f"{target}/{figure}": value for figure, value in plain_figures(measured).items()
+        }
         figures.append(figures_of(measured))
     return VariantRecord(
         variant=name,
@@ -175,7 +226,9 @@ def _make_variant_record(
         metrics=metrics,
         decisions=judged,
         signed=signed,
-        description=version_description(name, judged, lineage, figures=figures, provenance=provenance),
+        description=version_description(
+            name, judged, lineage, figures=figures, provenance=provenance
+        ),
     )
 
 
@@ -184,11 +237,16 @@ def build_request_example(export: Manifest, store: Store) -> bytes:
 
     Empty where no row can be written as JSON (NaN, bytes), or a request is larger than 1 MiB.
     """
-    real = next((group for group in get_reference(store, export["reference.npz"]) if group.name == REAL), None)
+    real = next(
+        (group for group in get_reference(store, export["reference.npz"]) if group.name == REAL),
+        None,
+    )
     if real is None:
         return b""
     batch = codec.loads(store.read(export["info.json"]), ModelInfo).fixed_batch or 1
-    inputs = get_layout(store, export).arrange({name: array[:batch] for name, array in real.inputs.items()})
+    inputs = get_layout(store, export).arrange(
+        {name: array[:batch] for name, array in real.inputs.items()}
+    )
     if sum(array.nbytes for array in inputs.values()) > _MOST_BYTES:
         return b""
     try:

@@ -14,7 +14,15 @@ from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import UserError, from_document
 from onnx_ops.measure.execution import require_hardware
-from onnx_ops.measure.files import HARDWARE, MODEL, checkout_files, get_dataset, load_arrays, pack_arrays, put_document
+from onnx_ops.measure.files import (
+    HARDWARE,
+    MODEL,
+    checkout_files,
+    get_dataset,
+    load_arrays,
+    pack_arrays,
+    put_document,
+)
 from onnx_ops.measure.predictions import Prediction
 from onnx_ops.measure.row_layout import arrange_runtime, get_layout
 from onnx_ops.measure.scoring import (
@@ -34,30 +42,46 @@ from onnx_ops.statistics.scores import CANDIDATE
 _PREDICTIONS, _ARRAYS = "predictions.json", "predictions.npz"
 
 
-def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
+def execute(
+    stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
+) -> Manifest:
     """Store what the metrics read from the answers to a shard of the batches."""
     settings: Mapping[str, Any] = stage.settings
     target = codec.from_json(stage.hints["target"], Target, where=stage.id)
-    data = get_dataset(context.store, inputs[f"data/{settings['data']}"], inputs["export"]).head(settings["limit"])
+    data = get_dataset(context.store, inputs[f"data/{settings['data']}"], inputs["export"]).head(
+        settings["limit"]
+    )
     layout = get_layout(context.store, inputs["export"], data.values)
     runtime = arrange_runtime(context.runtime(target.runtime), layout)
     hardware = require_hardware(runtime, target)
-    definitions = tuple(codec.from_json(metric, MetricDefinition) for metric in settings["definitions"])
+    definitions = tuple(
+        codec.from_json(metric, MetricDefinition) for metric in settings["definitions"]
+    )
     definitions, _ = add_default_metric(definitions, data)
     with Scratch() as folder:
-        model = checkout_files(context.store, inputs[settings["source"]], MODEL, folder) / MODEL_FILE
+        model = (
+            checkout_files(context.store, inputs[settings["source"]], MODEL, folder) / MODEL_FILE
+        )
         check_compatibility(model, target, stage.id)
-        request = ScoringRequest(runtime=runtime, target=target, models={CANDIDATE: model}, dataset=data, seed=0)
+        request = ScoringRequest(
+            runtime=runtime, target=target, models={CANDIDATE: model}, dataset=data, seed=0
+        )
         shard = (settings["shard"] - 1, settings["shards"])
-        predictions = read_predictions(request, CANDIDATE, select_measurable(definitions, data), shard)
-    return Manifest(files={**_put(context.store, predictions), HARDWARE: put_document(context.store, hardware)})
+        predictions = read_predictions(
+            request, CANDIDATE, select_measurable(definitions, data), shard
+        )
+    return Manifest(
+        files={**_put(context.store, predictions), HARDWARE: put_document(context.store, hardware)}
+    )
 
 
 def read_shards(
     store: Store, inputs: Mapping[str, Manifest], variant: str, target: str, count: int
 ) -> tuple[ModelPredictions, set[HardwareFingerprint]]:
     """Return a variant's predictions for all rows, joined from its shards, and the machines that made them."""
-    parts = [inputs[stage_id(StageKind.SCORE, variant, target, number)] for number in range(1, count + 1)]
+    parts = [
+        inputs[stage_id(StageKind.SCORE, variant, target, number)] for number in range(1, count + 1)
+    ]
     machines = {codec.loads(store.read(part[HARDWARE]), HardwareFingerprint) for part in parts}
     return join_parts([read for part in parts if (read := _get(store, part))]), machines
 
@@ -88,7 +112,10 @@ def _put(store: Store, predictions: ModelPredictions) -> dict[str, Digest]:
 
 
 def _get(store: Store, manifest: Manifest) -> ModelPredictions:
-    entries, arrays = json.loads(store.read(manifest[_PREDICTIONS])), load_arrays(store, manifest[_ARRAYS])
+    entries, arrays = (
+        json.loads(store.read(manifest[_PREDICTIONS])),
+        load_arrays(store, manifest[_ARRAYS]),
+    )
     return {
         label: Prediction(values=arrays[label], **entry | {"outputs": tuple(entry["outputs"])})
         if label in arrays

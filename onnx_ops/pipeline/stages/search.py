@@ -20,7 +20,9 @@ from onnx_ops.ports import Context
 from onnx_ops.scratch import Scratch
 
 
-def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
+def execute(
+    stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
+) -> Manifest:
     """Store the models of the filled roles and the record of the search."""
     settings: Mapping[str, Any] = stage.settings
     hints: Mapping[str, Any] = stage.hints
@@ -28,19 +30,25 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: 
     metric = codec.from_json(settings["metric"]["definition"], MetricDefinition, where=stage.id)
     calibration = None
     if section.calibrate is not None:
-        calibration = get_dataset(context.store, inputs[f"data/{section.calibrate.data}"], inputs["export"])
+        calibration = get_dataset(
+            context.store, inputs[f"data/{section.calibrate.data}"], inputs["export"]
+        )
         calibration = calibration.head(section.calibrate.samples)
     tuning_data = get_dataset(context.store, inputs[f"data/{settings['data']}"], inputs["export"])
     layout = get_layout(context.store, inputs["export"], tuning_data.values)
     with Scratch() as folder, importable(context.root):
-        source = checkout_files(context.store, inputs["export"], MODEL, folder / "source") / MODEL_FILE
+        source = (
+            checkout_files(context.store, inputs["export"], MODEL, folder / "source") / MODEL_FILE
+        )
         search_context = SearchContext(
             project=arrange_context(context, layout),
             section=section,
             source=source,
             folder=folder / "trials",
             targets=tuple(codec.from_json(one, Target, where=stage.id) for one in hints["targets"]),
-            machines=tuple(codec.from_json(one, Arithmetic, where=stage.id) for one in settings["machines"]),
+            machines=tuple(
+                codec.from_json(one, Arithmetic, where=stage.id) for one in settings["machines"]
+            ),
             tuning_data=tuning_data.head(settings["samples"]),
             calibration=calibration.inputs if calibration else None,
             metric=metric,

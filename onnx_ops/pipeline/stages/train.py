@@ -29,18 +29,29 @@ from onnx_ops.ports import Context, Exporter, TrainingExporter
 from onnx_ops.scratch import Scratch
 
 
-def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
+def execute(
+    stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
+) -> Manifest:
     """Train or copy the model, and store its files."""
     settings: Mapping[str, Any] = stage.settings
     exporter = get_exporter(stage, context, settings["framework"])
     files: dict[str, Digest] = {}
     with Scratch() as folder, importable(context.root):
         if "run" in settings:
-            data = {name.removeprefix("data/"): get_dataset(context.store, inputs[name]) for name in inputs}
-            fractions = {
-                name for rows in data.values() for name, array in rows.inputs.items() if is_float_column(array)
+            data = {
+                name.removeprefix("data/"): get_dataset(context.store, inputs[name])
+                for name in inputs
             }
-            data = {name: replace(rows, inputs=widen_columns(rows.inputs, fractions)) for name, rows in data.items()}
+            fractions = {
+                name
+                for rows in data.values()
+                for name, array in rows.inputs.items()
+                if is_float_column(array)
+            }
+            data = {
+                name: replace(rows, inputs=widen_columns(rows.inputs, fractions))
+                for name, rows in data.items()
+            }
             features: dict[str, tuple[str, ...]] = {}
             for name, rows in sorted(data.items()):
                 data[name] = arranged = arrange_features(rows, features)

@@ -34,7 +34,9 @@ from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.tree_parity import compare_trees
 
 
-def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
+def execute(
+    stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
+) -> Manifest:
     """Measure parity; locate the node of a failure, compare trees, and find inputs without effect."""
     export = inputs["export"]
     target = replace(REFERENCE_TARGET, custom_ops=read_reference_operators(stage))
@@ -97,7 +99,9 @@ class _LazySource:
 
         def trace(inputs: Tensors, names: Collection[str]) -> tuple[Tensors, Tensors | None]:
             single, double = tracer(self.layout.arrange(inputs), names)
-            return self.layout.read(inputs, single), None if double is None else self.layout.read(inputs, double)
+            return self.layout.read(inputs, single), None if double is None else self.layout.read(
+                inputs, double
+            )
 
         return tracer if self.layout.is_plain else trace
 
@@ -117,4 +121,6 @@ class _LazySource:
     @contextmanager
     def _loaded(self, exporter: Exporter) -> Iterator[object]:
         with importable(self.context.root):
-            yield exporter.load(checkout_files(self.context.store, self.trained, TRAINED, self.folder))
+            yield exporter.load(
+                checkout_files(self.context.store, self.trained, TRAINED, self.folder)
+            )

@@ -59,10 +59,19 @@ _MESSAGES: Mapping[str, tuple[str, ...]] = {
         "repeated ModelMetadataResponse.TensorMetadata inputs",
         "repeated ModelMetadataResponse.TensorMetadata outputs",
     ),
-    "ModelMetadataResponse.TensorMetadata": ("string name", "string datatype", "repeated int64 shape"),
+    "ModelMetadataResponse.TensorMetadata": (
+        "string name",
+        "string datatype",
+        "repeated int64 shape",
+    ),
     "RepositoryIndexRequest": ("string repository_name", "bool ready"),
     "RepositoryIndexResponse": ("repeated RepositoryIndexResponse.ModelIndex models",),
-    "RepositoryIndexResponse.ModelIndex": ("string name", "string version", "string state", "string reason"),
+    "RepositoryIndexResponse.ModelIndex": (
+        "string name",
+        "string version",
+        "string state",
+        "string reason",
+    ),
     "InferParameter": (
         "oneof bool bool_param",
         "oneof int64 int64_param",
@@ -134,7 +143,9 @@ _MAX_TEXTS = 1 << 16
 
 
 def _build_file() -> descriptor_pb2.FileDescriptorProto:
-    file = descriptor_pb2.FileDescriptorProto(name="open_inference_grpc.proto", package="inference", syntax="proto3")
+    file = descriptor_pb2.FileDescriptorProto(
+        name="open_inference_grpc.proto", package="inference", syntax="proto3"
+    )
     messages: dict[str, Any] = {}
     for name, fields in _MESSAGES.items():
         parent, _, short = name.rpartition(".")
@@ -276,7 +287,10 @@ def encode_request(message: Any) -> tuple[bytes, int]:
         document["id"] = message.id
     if message.outputs:
         document["outputs"] = [
-            {"name": output.name, "parameters": _read_parameters(output.parameters, binary_data=True)}
+            {
+                "name": output.name,
+                "parameters": _read_parameters(output.parameters, binary_data=True),
+            }
             for output in message.outputs
         ]
     header = orjson.dumps(document)
@@ -299,9 +313,12 @@ def _encode_contents(tensor: Any) -> bytes:
             remedy=f"Typed contents are those of {', '.join(_CONTENTS)}.",
         )
     field, dtype = _CONTENTS[tensor.datatype]
-    if unexpected := [other.name for other, _ in tensor.contents.ListFields() if other.name != field]:
+    if unexpected := [
+        other.name for other, _ in tensor.contents.ListFields() if other.name != field
+    ]:
         raise UserError(
-            f"tensor {shorten(tensor.name)} of {tensor.datatype} has {unexpected[0]}", remedy=f"Send {field}."
+            f"tensor {shorten(tensor.name)} of {tensor.datatype} has {unexpected[0]}",
+            remedy=f"Send {field}.",
         )
     values: Sequence[Any] = getattr(tensor.contents, field)
     if dtype == "object":
@@ -314,7 +331,9 @@ def _encode_contents(tensor: Any) -> bytes:
     sent = np.array(values, _WIDE.get(field, dtype))
     array = sent.astype(dtype)
     if not np.array_equal(array, sent, equal_nan=sent.dtype.kind == "f"):
-        raise UserError(f"tensor {shorten(tensor.name)} holds a number that is too large for {tensor.datatype}")
+        raise UserError(
+            f"tensor {shorten(tensor.name)} holds a number that is too large for {tensor.datatype}"
+        )
     return array.tobytes()
 
 
@@ -323,7 +342,9 @@ def decode_response(response: RawResponse) -> Any:
     body, place = response.body, read_header_length(response)
     document = orjson.loads(body[:place])
     message = _ModelInferResponse(
-        model_name=document["model_name"], model_version=document["model_version"], id=document.get("id", "")
+        model_name=document["model_name"],
+        model_version=document["model_version"],
+        id=document.get("id", ""),
     )
     for item in document["outputs"]:
         message.outputs.add(name=item["name"], datatype=item["datatype"], shape=item["shape"])

@@ -78,7 +78,9 @@ class InferenceServicer:
         self._app = app
         self._limits = limits
         self._loop = asyncio.get_running_loop()
-        self._responses = {name: get_message_class(response) for name, (_, response) in METHODS.items()}
+        self._responses = {
+            name: get_message_class(response) for name, (_, response) in METHODS.items()
+        }
         self.in_progress = 0
         """Inference requests that are queued or running on a thread."""
 
@@ -94,7 +96,8 @@ class InferenceServicer:
             "ModelInfer": self.infer,
         }
         handlers = {
-            name: grpc.unary_unary_rpc_method_handler(method, **_get_codec(name)) for name, method in methods.items()
+            name: grpc.unary_unary_rpc_method_handler(method, **_get_codec(name))
+            for name, method in methods.items()
         }
         handlers[STREAM] = grpc.stream_stream_rpc_method_handler(self.stream, **_get_codec(STREAM))
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
@@ -111,23 +114,32 @@ class InferenceServicer:
         """Return whether the model is loaded."""
         model, version = message.name, message.version or None
         head = _read_head(context)
-        response = self._app.call(lambda head, _: self._app.get_model_readiness(model, version, head), head, b"")
+        response = self._app.call(
+            lambda head, _: self._app.get_model_readiness(model, version, head), head, b""
+        )
         return self._responses["ModelReady"](ready=response.status == 200)
 
     async def get_server(self, _message: Any, context: Any) -> Any:
         """Return the server's metadata."""
-        return self._responses["ServerMetadata"](**await self._read_json(self._app.get_server, context))
+        return self._responses["ServerMetadata"](
+            **await self._read_json(self._app.get_server, context)
+        )
 
     async def get_model(self, message: Any, context: Any) -> Any:
         """Return the model's metadata."""
         model, version = message.name, message.version or None
-        document = await self._read_json(lambda head, _: self._app.get_model(model, version, head), context)
+        document = await self._read_json(
+            lambda head, _: self._app.get_model(model, version, head), context
+        )
         return self._responses["ModelMetadata"](
             name=document["name"],
             versions=document["versions"],
             platform=document["platform"],
             **{
-                side: [{key: tensor[key] for key in ("name", "datatype", "shape")} for tensor in document[side]]
+                side: [
+                    {key: tensor[key] for key in ("name", "datatype", "shape")}
+                    for tensor in document[side]
+                ]
                 for side in ("inputs", "outputs")
             },
         )
@@ -135,7 +147,9 @@ class InferenceServicer:
     async def get_repository_index(self, message: Any, context: Any) -> Any:
         """Return the state of each version."""
         only_ready = message.ready
-        models = await self._read_json(lambda *_: self._app.get_repository_index(only_ready=only_ready), context)
+        models = await self._read_json(
+            lambda *_: self._app.get_repository_index(only_ready=only_ready), context
+        )
         return self._responses["RepositoryIndex"](models=models)
 
     async def infer(self, data: bytes, context: Any) -> Any:
@@ -158,7 +172,9 @@ class InferenceServicer:
             async for data in requests:
                 if self._limits.draining:
                     break
-                await tasks.put(self._loop.create_task(self._answer_streamed(data, _read_head(context))))
+                await tasks.put(
+                    self._loop.create_task(self._answer_streamed(data, _read_head(context)))
+                )
             await tasks.put(None)
 
         reader = self._loop.create_task(read())
@@ -180,7 +196,9 @@ class InferenceServicer:
             return self._responses[STREAM](error_message=_get_message(self._reject(error)))
         response = await self._answer(message, head)
         if response.status != 200:
-            return self._responses[STREAM](error_message=_get_message(response), infer_response={"id": message.id})
+            return self._responses[STREAM](
+                error_message=_get_message(response), infer_response={"id": message.id}
+            )
         result = decode_response(response)
         if token := dict(_read_metadata(response.lines)).get(messages.FEEDBACK_HEADER):
             result.parameters[messages.FEEDBACK_HEADER].string_param = token
@@ -200,7 +218,9 @@ class InferenceServicer:
         head[_BINARY_LENGTH] = b"%d" % length
         route = InferenceRoute(model=message.model_name, version=message.model_version or None)
         answered: asyncio.Future[RawResponse] = self._loop.create_future()
-        response = service.handle(route, head, body, lambda r: None if answered.done() else answered.set_result(r))
+        response = service.handle(
+            route, head, body, lambda r: None if answered.done() else answered.set_result(r)
+        )
         if not isinstance(response, PendingRequest):
             return response
         limits.body_bytes += len(body)
@@ -220,7 +240,9 @@ class InferenceServicer:
         self._app.count_rejected(response.status)
         return response
 
-    async def _read_json(self, handler: Callable[[RequestHead, bytes], RawResponse], context: Any) -> Any:
+    async def _read_json(
+        self, handler: Callable[[RequestHead, bytes], RawResponse], context: Any
+    ) -> Any:
         head = _read_head(context)
         return orjson.loads((await _check(self._app.call(handler, head, b""), head, context)).body)
 
@@ -257,13 +279,18 @@ async def _check(response: RawResponse, head: RequestHead, context: Any) -> RawR
     metadata = tuple((name, value) for name, value in pairs if name not in _BODY_HEADERS)
     context.set_trailing_metadata(metadata)
     if response.status != 200:
-        await context.abort(_CODES.get(response.status, grpc.StatusCode.UNKNOWN), _get_message(response), metadata)
+        await context.abort(
+            _CODES.get(response.status, grpc.StatusCode.UNKNOWN), _get_message(response), metadata
+        )
     return response
 
 
 def _read_metadata(lines: bytes) -> Sequence[tuple[str, str]]:
     """Return names and values of header lines."""
-    return [(name, value) for name, _, value in (line.partition(": ") for line in lines.decode("ascii").splitlines())]
+    return [
+        (name, value)
+        for name, _, value in (line.partition(": ") for line in lines.decode("ascii").splitlines())
+    ]
 
 
 def _get_message(response: RawResponse) -> str:
@@ -305,7 +332,9 @@ class GrpcServer:
     Web pages cannot call it: browsers have no HTTP/2 without TLS. So it checks neither `Host` nor `Origin`.
     """
 
-    def __init__(self, app: PublicApp, limits: ConnectionLimits, host: str, options: ServerOptions) -> None:
+    def __init__(
+        self, app: PublicApp, limits: ConnectionLimits, host: str, options: ServerOptions
+    ) -> None:
         self._limits = limits
         self._drain_s = options.drain
         self._inference = InferenceServicer(app, limits)

@@ -19,7 +19,13 @@ from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError
 from onnx_ops.protocol.routing_table import NOTICE_S
 from onnx_ops.serving.http.openapi import build_openapi
 from onnx_ops.serving.http.pages import build_docs_page, build_start_page, list_served
-from onnx_ops.serving.http.triton_extensions import EXTENSIONS, PLATFORM, build_config, build_statistics, list_models
+from onnx_ops.serving.http.triton_extensions import (
+    EXTENSIONS,
+    PLATFORM,
+    build_config,
+    build_statistics,
+    list_models,
+)
 from onnx_ops.serving.inference.deployments import InferenceRoute, PendingRequest
 from onnx_ops.serving.inference.models import RUNTIME
 from onnx_ops.serving.inference.responses import (
@@ -59,7 +65,8 @@ class PendingResponse:
 
 
 Infer = Callable[
-    [InferenceRoute, RequestHead, RequestBody, Callable[[RawResponse], None]], RawResponse | PendingRequest
+    [InferenceRoute, RequestHead, RequestBody, Callable[[RawResponse], None]],
+    RawResponse | PendingRequest,
 ]
 
 Methods = Mapping[bytes, InferenceRoute | Handler]
@@ -74,7 +81,9 @@ class HttpApp:
         service: answers inference requests, if there are any.
     """
 
-    def __init__(self, routes: Mapping[str, Methods], service: InferenceService | None = None) -> None:
+    def __init__(
+        self, routes: Mapping[str, Methods], service: InferenceService | None = None
+    ) -> None:
         self._routes = routes
         self.service = service
         self.infer: Infer = _cannot_infer if service is None else service.handle
@@ -98,7 +107,11 @@ class HttpApp:
         return {}
 
     def respond(
-        self, handler: Handler, head: RequestHead, body: bytes, deliver: Callable[[RawResponse], None]
+        self,
+        handler: Handler,
+        head: RequestHead,
+        body: bytes,
+        deliver: Callable[[RawResponse], None],
     ) -> RawResponse | PendingResponse:
         """Return the response of a handler, or its error; an awaitable one is delivered later."""
         result = self.call(handler, head, body)
@@ -117,7 +130,9 @@ class HttpApp:
         task.add_done_callback(self._tasks.discard)
         return PendingResponse(head, body)
 
-    def call(self, handler: Callable[[RequestHead, bytes], T], head: RequestHead, body: bytes) -> T | RawResponse:
+    def call(
+        self, handler: Callable[[RequestHead, bytes], T], head: RequestHead, body: bytes
+    ) -> T | RawResponse:
         """Return what a handler returns, or the response to its error."""
         try:
             return handler(head, body)
@@ -148,7 +163,9 @@ class PublicApp(HttpApp):
                 "/v2/models/stats": read_by(lambda head, _: self.get_statistics(None, None, head)),
                 "/v2/repository/index": {b"POST": self.post_repository_index},
                 "/feedback": {b"POST": self.post_feedback},
-                "/openapi.json": read_by(lambda _head, _body: _build_json(build_openapi(self._list_signatures()))),
+                "/openapi.json": read_by(
+                    lambda _head, _body: _build_json(build_openapi(self._list_signatures()))
+                ),
                 "/version": read_by(self.get_version),
                 "/ping": read_by(self.get_readiness),
                 "/metrics": read_by(self.get_metrics),
@@ -176,7 +193,11 @@ class PublicApp(HttpApp):
     async def get_start_page(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return the page with what the endpoint serves, and links to the other ones."""
         snapshot, shared = self._deployments.get_published(), self._deployments.shared
-        served = [] if snapshot is None else list_served(snapshot, shared.sum_slot, shared.header[OUT_OF_SERVICE])
+        served = (
+            []
+            if snapshot is None
+            else list_served(snapshot, shared.sum_slot, shared.header[OUT_OF_SERVICE])
+        )
         return await asyncio.to_thread(build_start_page, snapshot, served)
 
     async def get_docs_page(self, head: RequestHead, _body: bytes) -> RawResponse:
@@ -185,7 +206,9 @@ class PublicApp(HttpApp):
 
     def get_server(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return the server's metadata."""
-        return _build_json({"name": "onnx-ops", "version": version("onnx-ops"), "extensions": EXTENSIONS})
+        return _build_json(
+            {"name": "onnx-ops", "version": version("onnx-ops"), "extensions": EXTENSIONS}
+        )
 
     def get_readiness(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return whether every deployment with traffic is loaded, and may answer for a while."""
@@ -200,7 +223,10 @@ class PublicApp(HttpApp):
         loaded = self.service.choose(model, number, head)
         signature = loaded.signature
         versions = {d.version for d in self._deployments.get_current().table.state.deployments}
-        inputs = [describe_tensor(spec, optional=name in signature.optional) for name, spec in signature.inputs.items()]
+        inputs = [
+            describe_tensor(spec, optional=name in signature.optional)
+            for name, spec in signature.inputs.items()
+        ]
         document = {
             "name": loaded.deployment.model,
             "versions": sorted(versions),
@@ -222,7 +248,9 @@ class PublicApp(HttpApp):
         loaded = self.service.choose(model, number, head)
         return _build_json(build_config(loaded), lines=loaded.header_lines)
 
-    def get_statistics(self, model: str | None, number: str | None, _head: RequestHead) -> RawResponse:
+    def get_statistics(
+        self, model: str | None, number: str | None, _head: RequestHead
+    ) -> RawResponse:
         """Return the statistics of the loaded versions, or of one."""
         snapshot = self._deployments.get_current()
         if model is not None and model != snapshot.model:
@@ -232,7 +260,9 @@ class PublicApp(HttpApp):
         rows: dict[str, list[Sequence[int]]] = {}
         for loaded in snapshot.deployments.values():
             if number in (None, loaded.deployment.version):
-                rows.setdefault(loaded.deployment.version, []).append(self._deployments.shared.sum_slot(loaded.slot))
+                rows.setdefault(loaded.deployment.version, []).append(
+                    self._deployments.shared.sum_slot(loaded.slot)
+                )
         statistics = [build_statistics(snapshot.model, name, rows[name]) for name in sorted(rows)]
         return _build_json({"model_stats": statistics})
 
@@ -253,7 +283,9 @@ class PublicApp(HttpApp):
         """Return the state of each version."""
         snapshot = self._deployments.get_published()
         out_of_service = self._deployments.shared.header[OUT_OF_SERVICE]
-        return _build_json([] if snapshot is None else list_models(snapshot, out_of_service, only_ready=only_ready))
+        return _build_json(
+            [] if snapshot is None else list_models(snapshot, out_of_service, only_ready=only_ready)
+        )
 
     def post_feedback(self, head: RequestHead, body: bytes) -> RawResponse:
         """Count feedback; return the number of `counted` and of `unknown` entries.
@@ -269,20 +301,26 @@ class PublicApp(HttpApp):
         return _build_json({"counted": counted, "unknown": unknown})
 
     def _list_signatures(self) -> Sequence[ModelSignature]:
-        signatures = [loaded.signature for loaded in self._deployments.get_current().deployments.values()]
+        signatures = [
+            loaded.signature for loaded in self._deployments.get_current().deployments.values()
+        ]
         if not signatures:
             raise ServiceUnavailableError("no deployment is loaded")
         return signatures
 
     def get_version(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return the version, as MLflow's client requests it."""
-        return RawResponse(200, b"content-type: text/plain; charset=utf-8\r\n", version("onnx-ops").encode())
+        return RawResponse(
+            200, b"content-type: text/plain; charset=utf-8\r\n", version("onnx-ops").encode()
+        )
 
     def get_metrics(self, head: RequestHead, _body: bytes) -> RawResponse:
         """Return the metrics in Prometheus' text format, or in that of OpenMetrics for clients that accept it."""
         snapshot = self._deployments.get_published()
         open_metrics = b"application/openmetrics-text" in head.get(b"accept", b"")
-        text = self._metrics.render(None if snapshot is None else snapshot.table.state, open_metrics=open_metrics)
+        text = self._metrics.render(
+            None if snapshot is None else snapshot.table.state, open_metrics=open_metrics
+        )
         kind = OPEN_METRICS_TYPE if open_metrics else CONTENT_TYPE
         return RawResponse(200, b"content-type: %b\r\n" % kind.encode(), text.encode())
 

@@ -80,7 +80,10 @@ class HostPolicy:
             origin = head.get(b"origin")
             if origin is not None and origin.lower() not in self.origins:
                 raise _build_refusal(
-                    "Origin", origin, "a web page sent it, and any page can send such requests", "origins"
+                    "Origin",
+                    origin,
+                    "a web page sent it, and any page can send such requests",
+                    "origins",
                 )
         if len(self.known) < _MAX_KNOWN_HOSTS:
             self.known.add(given)
@@ -159,9 +162,15 @@ class ConnectionLimits:
         """Return whether there is room; if necessary, close an idle or slow connection."""
         if len(self.open) >= self.max_connections:
             victim = None
-            if self._full_at != self.now:  # a burst of connections must not search all of them each time
+            if (
+                self._full_at != self.now
+            ):  # a burst of connections must not search all of them each time
                 late = self.now - _SLOW_S
-                is_late = (c for c in self.open if c.stage is IDLE or (c.stage is READING and c.since < late))
+                is_late = (
+                    c
+                    for c in self.open
+                    if c.stage is IDLE or (c.stage is READING and c.since < late)
+                )
                 victim = next(is_late, None)
             if victim is None:
                 self._full_at = self.now

@@ -48,23 +48,34 @@ def build_openapi(signatures: Sequence[ModelSignature]) -> Schema:
             "version": version("onnx-ops"),
             "description": "Open Inference Protocol v2 and MLflow's scoring protocol.",
         },
-        "paths": _build_paths(f"/v2/models/{quote(model, safe='')}", sorted({s.version for s in signatures})),
+        "paths": _build_paths(
+            f"/v2/models/{quote(model, safe='')}", sorted({s.version for s in signatures})
+        ),
         "components": {
-            "responses": {status: {"description": text, "content": error} for status, text in _ERRORS.items()},
-            "schemas": _build_schemas({repr((s.inputs, s.outputs, s.optional)): s for s in signatures}.values()),
+            "responses": {
+                status: {"description": text, "content": error} for status, text in _ERRORS.items()
+            },
+            "schemas": _build_schemas(
+                {repr((s.inputs, s.outputs, s.optional)): s for s in signatures}.values()
+            ),
         },
     }
 
 
 def _build_paths(base: str, versions: list[str]) -> Schema:
-    not_ready = {"description": "Not ready.", "content": {"application/json": {"schema": _ref("Ready")}}}
+    not_ready = {
+        "description": "Not ready.",
+        "content": {"application/json": {"schema": _ref("Ready")}},
+    }
     readiness = {**_respond(_ref("Ready")), "503": not_ready}
     text = {"200": {"description": "OK.", "content": {"text/plain": {}}}, **_list_errors()}
     page = {"200": {"description": "OK.", "content": {"text/html": {}}}, **_list_errors()}
     endpoint = _parameter("endpoint", "path", {"type": "string", "pattern": "^[\\w-]+$"})
     infer = {
         "summary": "Run the model",
-        **_build_inference({"application/json": {"schema": _ref("InferRequest")}, **_BINARY}, _ref("InferResponse")),
+        **_build_inference(
+            {"application/json": {"schema": _ref("InferRequest")}, **_BINARY}, _ref("InferResponse")
+        ),
     }
     invoke = {
         "summary": "Run the model, with a body of MLflow's scoring protocol or of Open Inference",
@@ -79,7 +90,9 @@ def _build_paths(base: str, versions: list[str]) -> Schema:
         "requestBody": {"required": True, "content": {"application/json": {"schema": entries}}},
         "responses": _respond(_object(counted=_INTEGER, unknown=_INTEGER), "400", "413", "415"),
     }
-    options = _object({"ready": {**_BOOLEAN, "description": "Whether to list only versions that are ready."}})
+    options = _object(
+        {"ready": {**_BOOLEAN, "description": "Whether to list only versions that are ready."}}
+    )
     index = {
         "summary": "State of each version",
         "requestBody": {"content": {"application/json": {"schema": options}}},
@@ -109,7 +122,10 @@ def _build_paths(base: str, versions: list[str]) -> Schema:
             ("/config", "Configuration of the model, in Triton's form", "ModelConfig"),
             ("/stats", "Statistics of the model, in Triton's form", "Statistics"),
         ):
-            paths[place + action] = {**shared, **_get(summary, _respond(_ref(schema), "404", "503"))}
+            paths[place + action] = {
+                **shared,
+                **_get(summary, _respond(_ref(schema), "404", "503")),
+            }
         paths[place + "/infer"] = {**shared, "post": infer}
     return paths
 
@@ -126,7 +142,10 @@ def _build_inference(content: Schema, schema: Schema) -> Schema:
     responses = _respond(schema, *_INFERENCE_ERRORS)
     responses["200"]["content"].update(_BINARY)
     responses["200"]["headers"] = {
-        messages.FEEDBACK_HEADER: {"description": "Token for feedback, of replicas.", "schema": _TEXT}
+        messages.FEEDBACK_HEADER: {
+            "description": "Token for feedback, of replicas.",
+            "schema": _TEXT,
+        }
     }
     return {
         "parameters": [
@@ -143,7 +162,13 @@ def _build_inference(content: Schema, schema: Schema) -> Schema:
 
 
 def _parameter(name: str, place: str, schema: Schema, text: str = "") -> Schema:
-    return {"name": name, "in": place, "description": text, "required": place == "path", "schema": schema}
+    return {
+        "name": name,
+        "in": place,
+        "description": text,
+        "required": place == "path",
+        "schema": schema,
+    }
 
 
 def _get(summary: str, responses: Schema) -> Schema:
@@ -151,7 +176,10 @@ def _get(summary: str, responses: Schema) -> Schema:
 
 
 def _respond(schema: Schema, *errors: str) -> Schema:
-    return {"200": {"description": "OK.", "content": {"application/json": {"schema": schema}}}, **_list_errors(*errors)}
+    return {
+        "200": {"description": "OK.", "content": {"application/json": {"schema": schema}}},
+        **_list_errors(*errors),
+    }
 
 
 def _list_errors(*statuses: str) -> Schema:
@@ -160,23 +188,33 @@ def _list_errors(*statuses: str) -> Schema:
 
 
 def _build_schemas(signatures: Collection[ModelSignature]) -> Schema:
-    tensors = _list(_object(name=_TEXT, datatype={"enum": list(DATATYPE_OF.values())}, shape=_list(_INTEGER)))
+    tensors = _list(
+        _object(name=_TEXT, datatype={"enum": list(DATATYPE_OF.values())}, shape=_list(_INTEGER))
+    )
     dims = _list(_object({"optional": _BOOLEAN}, name=_TEXT, data_type=_TEXT, dims=_list(_INTEGER)))
     duration = _object(count=_INTEGER, ns=_INTEGER)
     statistics = _object(
         name=_TEXT,
         version=_TEXT,
-        execution_count={**_INTEGER, "description": "Runs of the model; fewer than requests if they were batched."},
+        execution_count={
+            **_INTEGER,
+            "description": "Runs of the model; fewer than requests if they were batched.",
+        },
         inference_stats=_object(success=duration, fail=duration),
     )
-    execution = {"type": "object", "description": "Runtime, execution providers and settings of sessions."}
+    execution = {
+        "type": "object",
+        "description": "Runtime, execution providers and settings of sessions.",
+    }
     subjects = {
         "token": f"Token of a response, as in its header {messages.FEEDBACK_HEADER}.",
         "request_id": f"Id of a request, as in its header {messages.REQUEST_ID_HEADER}.",
         "key": f"User key, as in the header {messages.USER_KEY_HEADER}.",
         "deployment": f"Deployment, as in the header {messages.DEPLOYMENT_HEADER} of a response.",
     }
-    feedback = _object({name: {**_TEXT, "description": text} for name, text in subjects.items()}, success=_BOOLEAN)
+    feedback = _object(
+        {name: {**_TEXT, "description": text} for name, text in subjects.items()}, success=_BOOLEAN
+    )
     rows, scalars = _list({}), {"type": ["array", "number", "string", "boolean"]}
     requests, responses, invocations = [], [], []
     for signature in signatures:
@@ -188,14 +226,26 @@ def _build_schemas(signatures: Collection[ModelSignature]) -> Schema:
         }
         count = {"minItems": len(signature.required), "maxItems": len(inputs)}
         requests.append(_object(options, inputs={**_list({"anyOf": inputs}), **count}))
-        outputs = _list({"anyOf": [_build_tensor(spec, nested=False) for spec in signature.outputs.values()]})
-        responses.append(_object({"id": _TEXT}, model_name=_TEXT, model_version=_TEXT, outputs=outputs))
+        outputs = _list(
+            {"anyOf": [_build_tensor(spec, nested=False) for spec in signature.outputs.values()]}
+        )
+        responses.append(
+            _object({"id": _TEXT}, model_name=_TEXT, model_version=_TEXT, outputs=outputs)
+        )
         columns = dict.fromkeys(signature.inputs, scalars)
-        named: Schema = {"type": "object", "required": sorted(signature.required), "properties": columns}
+        named: Schema = {
+            "type": "object",
+            "required": sorted(signature.required),
+            "properties": columns,
+        }
         forms = [
             _object(inputs={"anyOf": [named, rows]}),
             _object(instances={**rows, "minItems": 1}),
-            _object(dataframe_split=_object(columns=_list({"type": ["string", "integer"]}), data=_list(rows))),
+            _object(
+                dataframe_split=_object(
+                    columns=_list({"type": ["string", "integer"]}), data=_list(rows)
+                )
+            ),
             _object(dataframe_records={**_list({"type": "object"}), "minItems": 1}),
         ]
         invocations.append({"oneOf": [*forms, _ref("InferRequest")]})
@@ -204,12 +254,24 @@ def _build_schemas(signatures: Collection[ModelSignature]) -> Schema:
         "Ready": {"type": "object", "properties": {"ready": _BOOLEAN, "name": _TEXT}},
         "Server": _object(name=_TEXT, version=_TEXT, extensions=_list(_TEXT)),
         "Model": _object(
-            name=_TEXT, versions=_list(_TEXT), platform=_TEXT, execution=execution, inputs=tensors, outputs=tensors
+            name=_TEXT,
+            versions=_list(_TEXT),
+            platform=_TEXT,
+            execution=execution,
+            inputs=tensors,
+            outputs=tensors,
         ),
         "ModelConfig": _object(
-            name=_TEXT, platform=_TEXT, backend=_TEXT, max_batch_size=_INTEGER, input=dims, output=dims
+            name=_TEXT,
+            platform=_TEXT,
+            backend=_TEXT,
+            max_batch_size=_INTEGER,
+            input=dims,
+            output=dims,
         ),
-        "ModelIndex": _object({"reason": _TEXT}, name=_TEXT, version=_TEXT, state={"enum": ["READY", "UNAVAILABLE"]}),
+        "ModelIndex": _object(
+            {"reason": _TEXT}, name=_TEXT, version=_TEXT, state={"enum": ["READY", "UNAVAILABLE"]}
+        ),
         "Statistics": _object(model_stats=_list(statistics)),
         "Feedback": {**feedback, "oneOf": [{"required": [name]} for name in subjects]},
         "InferRequest": _any_of(requests),
@@ -230,11 +292,22 @@ def _build_tensor(spec: TensorSpec, *, nested: bool) -> Schema:
         element = {"type": "number"} if nested else {"type": ["number", "null"]}
     else:
         bits = int(spec.dtype.lstrip("uint"))
-        low, high = (0, 2**bits - 1) if spec.dtype.startswith("u") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        low, high = (
+            (0, 2**bits - 1)
+            if spec.dtype.startswith("u")
+            else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        )
         element = {**_INTEGER, "minimum": low, "maximum": high}
     flat = _list(element)
-    data = {"description": "Flat, or nested like the shape.", "anyOf": [flat, _list(_list({}))]} if nested else flat
-    parameters = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}
+    data = (
+        {"description": "Flat, or nested like the shape.", "anyOf": [flat, _list(_list({}))]}
+        if nested
+        else flat
+    )
+    parameters = {
+        "type": "object",
+        "additionalProperties": {"type": ["string", "number", "boolean"]},
+    }
     return _object(
         {"data": data, "parameters": parameters},
         name={"const": spec.name},
@@ -248,7 +321,11 @@ def _any_of(schemas: list[Schema]) -> Schema:
 
 
 def _object(optional: Schema | None = None, /, **required: Schema) -> Schema:
-    return {"type": "object", "required": list(required), "properties": {**required, **(optional or {})}}
+    return {
+        "type": "object",
+        "required": list(required),
+        "properties": {**required, **(optional or {})},
+    }
 
 
 def _list(items: Schema) -> Schema:

@@ -182,12 +182,16 @@ def list_served(
         out_of_service: a bit for each slot without requests.
     """
     split, served = snapshot.table.state.split, []
-    by_weight = sorted(snapshot.table.state.deployments, key=lambda d: -split.weights.get(d.name, 0))
+    by_weight = sorted(
+        snapshot.table.state.deployments, key=lambda d: -split.weights.get(d.name, 0)
+    )
     for deployment in by_weight:
         loaded = snapshot.deployments.get(deployment.name)
         counts = None if loaded is None else read_counts(loaded.slot)
         shadow = split.shadow.get(deployment.name, 0)
-        share = f"{split.weights.get(deployment.name, 0)} %" + (f", {shadow} % mirrored" if shadow else "")
+        share = f"{split.weights.get(deployment.name, 0)} %" + (
+            f", {shadow} % mirrored" if shadow else ""
+        )
         served.append(
             ServedVersion(
                 version=deployment.version,
@@ -196,7 +200,9 @@ def list_served(
                 requests=0 if counts is None else sum(counts[: OTHER_STATUS + 1]),
                 errors=0 if counts is None else _count_statuses(counts, 500),
                 rejected=0 if counts is None else _count_statuses(counts, 400),
-                state=_describe_state(loaded, snapshot.failed.get(deployment.name, ""), out_of_service),
+                state=_describe_state(
+                    loaded, snapshot.failed.get(deployment.name, ""), out_of_service
+                ),
             )
         )
     return served
@@ -225,7 +231,9 @@ def _describe_rollout(snapshot: TableSnapshot) -> str:
     return f"A rollout is at {share} %: version {version} has {share} % of the traffic."
 
 
-def build_start_page(snapshot: TableSnapshot | None, served: Sequence[ServedVersion] = ()) -> RawResponse:
+def build_start_page(
+    snapshot: TableSnapshot | None, served: Sequence[ServedVersion] = ()
+) -> RawResponse:
     """Return the page with what the endpoint serves, and links; `snapshot` is None before the first publication."""
     model = None if snapshot is None else snapshot.model
     links = [
@@ -259,7 +267,10 @@ def build_docs_page(signatures: Sequence[ModelSignature], head: RequestHead) -> 
         document=document,
         command=command,
         request=request,
-        inputs=[describe_tensor(spec, optional=name in signature.optional) for name, spec in signature.inputs.items()],
+        inputs=[
+            describe_tensor(spec, optional=name in signature.optional)
+            for name, spec in signature.inputs.items()
+        ],
         outputs=[describe_tensor(spec) for spec in signature.outputs.values()],
     )
 
@@ -278,7 +289,9 @@ def build_example(signature: ModelSignature, host: bytes) -> tuple[str, str]:
     for spec, shape in zip(specs, shapes, strict=True):
         value: object = {"string": "text", "bool": False}.get(spec.dtype, 0)
         data = [value] if is_large else [value] * math.prod(shape)
-        inputs.append({"name": spec.name, "datatype": DATATYPE_OF[spec.dtype], "shape": shape, "data": data})
+        inputs.append(
+            {"name": spec.name, "datatype": DATATYPE_OF[spec.dtype], "shape": shape, "data": data}
+        )
     document: dict[str, Any] = {"inputs": inputs}
     if signature.binary_only:
         document["parameters"] = {"binary_data_output": True}
@@ -300,7 +313,11 @@ def _write_request(document: Mapping[str, Any]) -> str:
 
 
 def _render(**values: Any) -> RawResponse:
-    defaults: Mapping[str, object] = {"document": None, "served": (), "version": version("onnx-ops")}
+    defaults: Mapping[str, object] = {
+        "document": None,
+        "served": (),
+        "version": version("onnx-ops"),
+    }
     page = show_controls(_load_template().render({**defaults, **values}))
     return RawResponse(200, _PAGE_LINES, page.encode())
 
@@ -310,7 +327,10 @@ def _load_template() -> Template:
     from jinja2 import Environment
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"dump": functools.partial(json.dumps, ensure_ascii=False), "pretty": _format_json}
+    environment.filters |= {
+        "dump": functools.partial(json.dumps, ensure_ascii=False),
+        "pretty": _format_json,
+    }
     return environment.from_string(_TEMPLATE)
 
 

@@ -33,7 +33,12 @@ from onnx_ops.serving.http.limits import (
 )
 from onnx_ops.serving.inference.content_coding import CODINGS, choose_coding, compress
 from onnx_ops.serving.inference.deployments import InferenceRoute, PendingRequest
-from onnx_ops.serving.inference.responses import RawResponse, RequestHead, build_error, format_echoed_headers
+from onnx_ops.serving.inference.responses import (
+    RawResponse,
+    RequestHead,
+    build_error,
+    format_echoed_headers,
+)
 from onnx_ops.serving.inference.tensors import RequestBody
 
 _log = logging.getLogger(__name__)
@@ -53,10 +58,18 @@ _MIN_COMPRESSED = 1 << 14
 smaller ones would not win back; and many clients accept it without being asked."""
 _UNIQUE_HEADERS = (b"host", b"origin")
 """Headers that may occur once at most, as they decide whether a request is allowed."""
-_LIST_HEADERS = (b"connection", b"transfer-encoding", b"expect", b"content-encoding", b"accept-encoding")
+_LIST_HEADERS = (
+    b"connection",
+    b"transfer-encoding",
+    b"expect",
+    b"content-encoding",
+    b"accept-encoding",
+)
 """Headers whose values are joined, as all of them decide how the request is read (RFC 9110, 5.3)."""
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_STATUS_LINE = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_STATUS_LINE = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
+}
 _METHOD = b":method"
 """Key of the method in a head, if it is HEAD."""
 _BETWEEN, _IN_HEAD, _IN_BODY = range(3)
@@ -85,7 +98,9 @@ class HttpProtocol(TimedConnection):
         self._deployments = None if app.service is None else app.service.deployments
         self._limits = limits
         self._hosts = hosts
-        self._safe_digits = len(str(limits.max_body))  # a length of fewer digits is within the limit
+        self._safe_digits = len(
+            str(limits.max_body)
+        )  # a length of fewer digits is within the limit
         self.stage = IDLE
         self.since = limits.now
         # The message that is being parsed
@@ -113,7 +128,9 @@ class HttpProtocol(TimedConnection):
     def _reset_parser(self) -> None:
         """Replace the parser by one that is between two messages."""
         self._parser = httptools.HttpRequestParser(self)
-        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # it is ignored, and no error
+        self._parser.set_dangerous_leniencies(
+            lenient_data_after_close=True
+        )  # it is ignored, and no error
         self._feed = self._parser.feed_data
 
     # Events of the transport
@@ -122,7 +139,9 @@ class HttpProtocol(TimedConnection):
         """Start a connection, or reject it if there is no room."""
         self.transport = transport
         if not self._limits.admit(self):
-            self._send(build_error(503, "too many connections", b"retry-after: 1\r\n"), {}, last=True)
+            self._send(
+                build_error(503, "too many connections", b"retry-after: 1\r\n"), {}, last=True
+            )
             self._end()
 
     def connection_lost(self, _error: Exception | None) -> None:
@@ -172,12 +191,16 @@ class HttpProtocol(TimedConnection):
                 version = self._parser.get_http_version().encode()
                 start = b"%b %b HTTP/%b" % (self._parser.get_method(), self._url, version)
                 lines = [
-                    b"%b: %b" % pair for pair in self._head.items() if pair[0] != b"upgrade" and pair[0][:1] != b":"
+                    b"%b: %b" % pair
+                    for pair in self._head.items()
+                    if pair[0] != b"upgrade" and pair[0][:1] != b":"
                 ]
                 self._reset_parser()
                 self._feed(b"\r\n".join((start, *lines, b"", b"")))
         except httptools.HttpParserError as error:
-            self._reject_error(error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else error)
+            self._reject_error(
+                error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else error
+            )
         if self._place is not _BETWEEN:
             self._check_part(data)
 
@@ -189,7 +212,9 @@ class HttpProtocol(TimedConnection):
             self.stage = READING
             self.since = self._limits.now
         if self._place is _IN_HEAD:
-            self._head_bytes += len(data) - (data.rfind(b"\r\n\r\n") + 1)  # without requests before it
+            self._head_bytes += len(data) - (
+                data.rfind(b"\r\n\r\n") + 1
+            )  # without requests before it
             if self._head_bytes > _MAX_HEAD_BYTES:
                 self._reject_error(_build_head_error())
         elif not self._hold(len(self._body)):
@@ -197,7 +222,9 @@ class HttpProtocol(TimedConnection):
         elif self._is_sized and not self._blocked:
             size = int(self._head[b"content-length"])
             if size - len(self._body) >= _LARGE_BODY:
-                self._set_reader(LargeBodyReader(self, size, self._body, self._head.get(_BINARY_LENGTH, b"")))
+                self._set_reader(
+                    LargeBodyReader(self, size, self._body, self._head.get(_BINARY_LENGTH, b""))
+                )
 
     def _set_reader(self, reader: LargeBodyReader | None) -> None:
         """Let `reader` receive the data, or this object. The transport asks who does when it starts to read."""
@@ -250,7 +277,9 @@ class HttpProtocol(TimedConnection):
         elif name in _UNIQUE_HEADERS:
             self._repeated = name
         else:
-            head[b":%d" % len(head)] = name + value  # only to count its bytes: no header can have this name
+            head[b":%d" % len(head)] = (
+                name + value
+            )  # only to count its bytes: no header can have this name
 
     def on_headers_complete(self) -> None:
         """Find the handler of the request, and check its special headers."""
@@ -282,7 +311,10 @@ class HttpProtocol(TimedConnection):
     def _check_head(self, head: dict[bytes, bytes], length: bytes | None) -> None:
         """Check a head and find who answers. Raises RequestRejectedError."""
         size = self._head_bytes + self._packet_bytes  # with bytes that are no part of the head
-        if size > _MAX_HEAD_BYTES and len(self._url) + sum(map(len, (*head, *head.values()))) > _MAX_HEAD_BYTES:
+        if (
+            size > _MAX_HEAD_BYTES
+            and len(self._url) + sum(map(len, (*head, *head.values()))) > _MAX_HEAD_BYTES
+        ):
             raise _build_head_error()
         method, version = self._parser.get_method(), self._parser.get_http_version()
         if version not in ("1.1", "1.0"):
@@ -290,9 +322,13 @@ class HttpProtocol(TimedConnection):
         if method == b"CONNECT":
             raise RequestRejectedError(400, "CONNECT is not supported: this server is not a proxy")
         if version == "1.1" and b"host" not in head:
-            raise RequestRejectedError(400, "the request has no Host header, which HTTP/1.1 requires")
+            raise RequestRejectedError(
+                400, "the request has no Host header, which HTTP/1.1 requires"
+            )
         if self._repeated:
-            raise RequestRejectedError(400, f"the request has more than one {self._repeated.decode().title()} header")
+            raise RequestRejectedError(
+                400, f"the request has more than one {self._repeated.decode().title()} header"
+            )
         expects = version == "1.1" and b"expect" in head
         if expects:
             _check_expectation(head[b"expect"])
@@ -308,13 +344,19 @@ class HttpProtocol(TimedConnection):
         self._keep_alive = version == "1.1" and self._parser.should_keep_alive()
         self._find_answer(method, head, length, expects=expects)
 
-    def _find_answer(self, method: bytes, head: dict[bytes, bytes], length: bytes | None, *, expects: bool) -> None:
+    def _find_answer(
+        self, method: bytes, head: dict[bytes, bytes], length: bytes | None, *, expects: bool
+    ) -> None:
         """Find who answers; respond at once if the body does not matter."""
         answer = self._app.find(method, self._url)
         coding = head.get(b"content-encoding", b"identity").strip().lower()
         if method == b"HEAD":
             head[_METHOD] = method
-        elif method in (b"POST", b"PUT") and coding != b"identity" and not isinstance(answer, RawResponse):
+        elif (
+            method in (b"POST", b"PUT")
+            and coding != b"identity"
+            and not isinstance(answer, RawResponse)
+        ):
             if not isinstance(answer, InferenceRoute):
                 answer = build_error(415, "only the bodies of inference requests may be compressed")
             elif coding in CODINGS:
@@ -371,7 +413,9 @@ class HttpProtocol(TimedConnection):
 
     # Responses
 
-    def _respond_to(self, answer: Answer, head: dict[bytes, bytes], body: Body, keep_alive: bool) -> None:
+    def _respond_to(
+        self, answer: Answer, head: dict[bytes, bytes], body: Body, keep_alive: bool
+    ) -> None:
         """Answer a request. Its response is the next of this connection."""
         response: RawResponse | PendingRequest | PendingResponse
         if isinstance(answer, InferenceRoute):
@@ -410,11 +454,15 @@ class HttpProtocol(TimedConnection):
 
     def _compress(self, response: RawResponse, head: RequestHead) -> RawResponse | PendingResponse:
         """Return a response for clients that accept no coding; others get theirs later, compressed."""
-        varying = RawResponse(response.status, response.lines + b"vary: accept-encoding\r\n", response.body)
+        varying = RawResponse(
+            response.status, response.lines + b"vary: accept-encoding\r\n", response.body
+        )
         coding = choose_coding(head.get(b"accept-encoding", b""))
         if not coding:
             return varying
-        compression = asyncio.get_running_loop().run_in_executor(None, _compress_response, varying, coding)
+        compression = asyncio.get_running_loop().run_in_executor(
+            None, _compress_response, varying, coding
+        )
         compression.add_done_callback(lambda future: self._send_pending(future.result()))
         return PendingResponse(head, b"")
 
@@ -461,7 +509,9 @@ class HttpProtocol(TimedConnection):
             self.transport.write_eof()
         self._blocked = True
 
-    def _enqueue(self, answer: Answer, head: dict[bytes, bytes], body: Body, keep_alive: bool) -> None:
+    def _enqueue(
+        self, answer: Answer, head: dict[bytes, bytes], body: Body, keep_alive: bool
+    ) -> None:
         """Keep a request waiting, and further data in the socket.
 
         Before, the client is read, so that its end is noticed while its request is queued.
@@ -499,7 +549,9 @@ class HttpProtocol(TimedConnection):
         self._reject(408, "the request did not arrive in time")
 
     def _build_size_error(self) -> RequestRejectedError:
-        return RequestRejectedError(413, f"the body must not be larger than {self._limits.max_body} bytes")
+        return RequestRejectedError(
+            413, f"the body must not be larger than {self._limits.max_body} bytes"
+        )
 
     def _reject_error(self, error: BaseException | None) -> None:
         if isinstance(error, RequestRejectedError):
@@ -550,10 +602,18 @@ class LargeBodyReader(asyncio.BufferedProtocol):
         header_length: bytes of JSON before a tensor, as text; the tensor is aligned.
     """
 
-    def __init__(self, connection: HttpProtocol, size: int, start: Body, header_length: bytes) -> None:
+    def __init__(
+        self, connection: HttpProtocol, size: int, start: Body, header_length: bytes
+    ) -> None:
         self._connection = connection
-        lead = -int(header_length) % _ALIGNMENT if header_length.isdigit() and len(header_length) < 16 else 0
-        self._body = np.empty(lead + size, np.uint8).data[lead:]  # not initialized, unlike a bytearray
+        lead = (
+            -int(header_length) % _ALIGNMENT
+            if header_length.isdigit() and len(header_length) < 16
+            else 0
+        )
+        self._body = np.empty(lead + size, np.uint8).data[
+            lead:
+        ]  # not initialized, unlike a bytearray
         self._body[: len(start)] = start
         self._size = len(start)
 
@@ -593,7 +653,9 @@ def _check_expectation(value: bytes) -> None:
 
 
 def _build_head_error() -> RequestRejectedError:
-    return RequestRejectedError(431, f"the head of the request is larger than {_MAX_HEAD_BYTES} bytes")
+    return RequestRejectedError(
+        431, f"the head of the request is larger than {_MAX_HEAD_BYTES} bytes"
+    )
 
 
 async def serve_connections(

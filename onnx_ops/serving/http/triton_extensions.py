@@ -11,7 +11,13 @@ from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.serving.inference.deployments import LoadedDeployment, TableSnapshot
 from onnx_ops.serving.inference.service import MAX_BATCH_ROWS
 from onnx_ops.serving.inference.tensors import DATATYPE_OF
-from onnx_ops.serving.metrics import FAILED_NANOSECONDS, OTHER_STATUS, RUNS, get_column, get_request_latency
+from onnx_ops.serving.metrics import (
+    FAILED_NANOSECONDS,
+    OTHER_STATUS,
+    RUNS,
+    get_column,
+    get_request_latency,
+)
 
 PLATFORM = "onnxruntime_onnx"
 EXTENSIONS = ("binary_tensor_data", "model_configuration", "statistics")
@@ -24,7 +30,9 @@ def build_config(loaded: LoadedDeployment) -> Mapping[str, object]:
     """
     signature = loaded.signature
     specs = (*signature.inputs.values(), *signature.outputs.values())
-    is_batched = loaded.deployment.batchable and not any(s.shape == () or isinstance(s.shape[0], int) for s in specs)
+    is_batched = loaded.deployment.batchable and not any(
+        s.shape == () or isinstance(s.shape[0], int) for s in specs
+    )
 
     def describe(spec: TensorSpec) -> dict[str, object]:
         datatype = DATATYPE_OF[spec.dtype]
@@ -43,7 +51,9 @@ def build_config(loaded: LoadedDeployment) -> Mapping[str, object]:
     }
 
 
-def build_statistics(model: str, version: str, rows: Iterable[Sequence[int]]) -> Mapping[str, object]:
+def build_statistics(
+    model: str, version: str, rows: Iterable[Sequence[int]]
+) -> Mapping[str, object]:
     """Return the statistics of a version from the numbers of its slots.
 
     Triton's other fields are left out: rows of requests, parts of their time, and the time of the last one are not
@@ -52,7 +62,9 @@ def build_statistics(model: str, version: str, rows: Iterable[Sequence[int]]) ->
     row = [sum(column) for column in zip(*rows, strict=True)]
     successes = row[get_column(200)]
     failed_ns = row[FAILED_NANOSECONDS]
-    success_ns = max(0, get_request_latency(row).nanoseconds - failed_ns)  # workers write while they are read
+    success_ns = max(
+        0, get_request_latency(row).nanoseconds - failed_ns
+    )  # workers write while they are read
     return {
         "name": model,
         "version": version,
@@ -64,7 +76,9 @@ def build_statistics(model: str, version: str, rows: Iterable[Sequence[int]]) ->
     }
 
 
-def list_models(snapshot: TableSnapshot, out_of_service: int = 0, *, only_ready: bool) -> Sequence[Mapping[str, str]]:
+def list_models(
+    snapshot: TableSnapshot, out_of_service: int = 0, *, only_ready: bool
+) -> Sequence[Mapping[str, str]]:
     """Return the name, version and state of each version that a table lists.
 
     `out_of_service` has a bit for each slot without requests.
@@ -78,5 +92,7 @@ def list_models(snapshot: TableSnapshot, out_of_service: int = 0, *, only_ready:
             models.setdefault(deployment.version, {**index, "state": "READY"})
         elif not only_ready:
             reason = "it is out of service" if is_out else snapshot.failed.get(deployment.name, "")
-            models.setdefault(deployment.version, {**index, "state": "UNAVAILABLE", "reason": reason})
+            models.setdefault(
+                deployment.version, {**index, "state": "UNAVAILABLE", "reason": reason}
+            )
     return [models[version] for version in sorted(models)]

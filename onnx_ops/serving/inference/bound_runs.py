@@ -45,7 +45,13 @@ class BoundRun:
         *("is_fit", "outputs", "request", "run", "size"),
     )
 
-    def __init__(self, run: Callable[[], None], request: InferenceRequest, outputs: Sequence[Array], code: str) -> None:
+    def __init__(
+        self,
+        run: Callable[[], None],
+        request: InferenceRequest,
+        outputs: Sequence[Array],
+        code: str,
+    ) -> None:
         self.run = run
         self.request = request
         self.outputs = outputs
@@ -68,10 +74,18 @@ class BoundRun:
 
     def build_response(self) -> RawResponse | None:
         """Return the response with the current outputs; None if it has several."""
-        return RawResponse(200, self._lines, self._start + self._encode() + self._end) if self._lines else None
+        return (
+            RawResponse(200, self._lines, self._start + self._encode() + self._end)
+            if self._lines
+            else None
+        )
 
     def _encode(self) -> bytes:
-        return self._flat.tobytes() if self._is_binary else orjson.dumps(self._flat, None, orjson.OPT_SERIALIZE_NUMPY)
+        return (
+            self._flat.tobytes()
+            if self._is_binary
+            else orjson.dumps(self._flat, None, orjson.OPT_SERIALIZE_NUMPY)
+        )
 
     def load_json(self, data: bytes) -> bool:
         """Take the numbers of JSON; return whether all fit, as flat list or as the only row."""
@@ -79,7 +93,12 @@ class BoundRun:
             return False
         try:
             values = orjson.loads(data)
-            if self._is_row and type(values) is list and len(values) == 1 and type(values[0]) is list:
+            if (
+                self._is_row
+                and type(values) is list
+                and len(values) == 1
+                and type(values[0]) is list
+            ):
                 values = values[0]
             self._pack(self._memory[0], 0, *values)
         except (TypeError, OverflowError, struct.error, orjson.JSONDecodeError):
@@ -156,7 +175,9 @@ class BoundRuns:
         if header_length is None:
             is_known = self._is_data(*around, request)
         else:  # else some data is in the header
-            is_known = sum(array.nbytes for array in request.feed.values()) == len(body) - header_length
+            is_known = (
+                sum(array.nbytes for array in request.feed.values()) == len(body) - header_length
+            )
         self._known[key] = run = self._bind(request, outputs) if is_known else None
         if run is not None:
             run.learn_response(response)

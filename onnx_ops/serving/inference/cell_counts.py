@@ -46,7 +46,9 @@ from onnx_ops.serving.metrics import (
 )
 
 _IN_PROGRESS, _LISTED = CELL_FIELDS, CELL_FIELDS + 1
-_FAILURES = frozenset({get_column(int(s)) for s in FAILURE_STATUSES if s != "other"} | {OTHER_STATUS})
+_FAILURES = frozenset(
+    {get_column(int(s)) for s in FAILURE_STATUSES if s != "other"} | {OTHER_STATUS}
+)
 _REJECTIONS = frozenset(get_column(int(s)) for s in REJECTION_STATUSES)
 _GENERATION, _EPOCH, _WATCH, _LENGTH = range(4)
 _NO_BOUND = len(BOUNDS_S)
@@ -147,7 +149,9 @@ class CellCounter:
         """Count the request that the worker before this one ran on its event loop when it died: as an error."""
         side = _read_sides(self._header).get(slot)
         blocks = [
-            memory for memory in self._memory if memory.tag[_GENERATION] and memory.tag[_WATCH] == self._header[WATCH]
+            memory
+            for memory in self._memory
+            if memory.tag[_GENERATION] and memory.tag[_WATCH] == self._header[WATCH]
         ]
         if side is not None and cell and blocks:
             last = max(blocks, key=lambda memory: (memory.tag[_GENERATION], memory.tag[_EPOCH]))
@@ -159,7 +163,11 @@ class CellCounter:
         memory = self._memory[place]
         if memory.tag.tolist()[:_LENGTH] != [draw.generation, draw.epoch, watch]:
             _reset(memory)
-            memory.tag[_GENERATION], memory.tag[_EPOCH], memory.tag[_WATCH] = draw.generation, draw.epoch, watch
+            memory.tag[_GENERATION], memory.tag[_EPOCH], memory.tag[_WATCH] = (
+                draw.generation,
+                draw.epoch,
+                watch,
+            )
         block = _OpenBlock(memory, draw, watch, _read_sides(self._header))
         self._block = self._ring[place] = block
         return block
@@ -170,7 +178,9 @@ def _find_place(epoch: int) -> int:
     return epoch % RING if epoch else RING
 
 
-def _count(memory: CellBlock, at: int, limits_s: Sequence[float], status: int, seconds: float) -> None:
+def _count(
+    memory: CellBlock, at: int, limits_s: Sequence[float], status: int, seconds: float
+) -> None:
     counts = memory.counts
     if not counts[at + _LISTED]:
         _list_cell(memory, at)
@@ -210,7 +220,9 @@ def _view(memory: CellBlock) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uin
 
 
 def _reset(memory: CellBlock) -> None:
-    memory.tag[_GENERATION] = memory.tag[_EPOCH] = memory.tag[_WATCH] = 0  # no reader takes a block that is being reset
+    memory.tag[_GENERATION] = memory.tag[_EPOCH] = memory.tag[_WATCH] = (
+        0  # no reader takes a block that is being reset
+    )
     listed, counts = _view(memory)
     counts[listed] = 0
     memory.tag[_LENGTH] = 0

@@ -48,7 +48,9 @@ class InflateBudget:
             nonlocal charged
             with self._lock:
                 if self.bytes + size > self._max_bytes:
-                    raise ServiceUnavailableError("the server is inflating too many bytes at the same time")
+                    raise ServiceUnavailableError(
+                        "the server is inflating too many bytes at the same time"
+                    )
                 self.bytes += size
             charged += size
 
@@ -59,7 +61,9 @@ class InflateBudget:
                 self.bytes -= charged
 
 
-def inflate(body: RequestBody, coding: bytes, max_bytes: int, charge: Charge = lambda _: None) -> bytes:
+def inflate(
+    body: RequestBody, coding: bytes, max_bytes: int, charge: Charge = lambda _: None
+) -> bytes:
     """Return a body without its content coding.
 
     A body is one stream. Further members of gzip are refused: reading many empty ones takes far longer than their size
@@ -83,7 +87,9 @@ def inflate(body: RequestBody, coding: bytes, max_bytes: int, charge: Charge = l
                 size += len(pieces[-1])
                 if size > max_bytes:
                     pieces.clear()  # an error keeps what its frames refer to
-                    raise TooLargeError(f"the body must not be larger than {max_bytes} bytes when it is inflated")
+                    raise TooLargeError(
+                        f"the body must not be larger than {max_bytes} bytes when it is inflated"
+                    )
                 charge(len(pieces[-1]))
     except zlib.error as error:
         raise UserError(f"the body is not valid {coding.decode()}", why=str(error)) from error
@@ -111,6 +117,7 @@ def choose_coding(accept_encoding: bytes) -> bytes:
             if match := _ACCEPTED.fullmatch(element):
                 weights[match[1].removeprefix(b"x-")] = float(match[2] or 1)
     weight, coding = max(
-        ((weights.get(coding, weights.get(b"*", 0.0)), coding) for coding in (b"gzip", b"deflate")), key=lambda w: w[0]
+        ((weights.get(coding, weights.get(b"*", 0.0)), coding) for coding in (b"gzip", b"deflate")),
+        key=lambda w: w[0],
     )
     return coding if weight and weight >= weights.get(b"identity", 0.0) else b""

@@ -20,11 +20,22 @@ from onnx_ops.serving.inference.feedback_tokens import FeedbackTokens
 from onnx_ops.serving.inference.models import BOUND_ERRORS
 from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQueue
 from onnx_ops.serving.inference.requests import parse_header_length, read_infer, read_invocation
-from onnx_ops.serving.inference.responses import RawResponse, RequestHead, encode_outputs, format_deployment_headers
+from onnx_ops.serving.inference.responses import (
+    RawResponse,
+    RequestHead,
+    encode_outputs,
+    format_deployment_headers,
+)
 from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature
 from onnx_ops.serving.inference.tensors import RequestBody
 from onnx_ops.serving.inference.traffic_router import CellDraw, TrafficRouter
-from onnx_ops.serving.metrics import WARM_UP_REQUESTS, MetricsRow, SharedMetrics, count_load, make_row
+from onnx_ops.serving.metrics import (
+    WARM_UP_REQUESTS,
+    MetricsRow,
+    SharedMetrics,
+    count_load,
+    make_row,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +71,11 @@ class DeployedModel:
         self.header_lines = format_deployment_headers(self.deployment.name)
 
     def decode(
-        self, route: InferenceRoute, head: RequestHead, body: RequestBody, charge: Charge = lambda _: None
+        self,
+        route: InferenceRoute,
+        head: RequestHead,
+        body: RequestBody,
+        charge: Charge = lambda _: None,
     ) -> InferenceRequest:
         """Decode a request. Raises UserError if it does not fit the model.
 
@@ -110,7 +125,9 @@ class LoadedDeployment(DeployedModel):
     warm_up: int = WARM_UP_REQUESTS
     bound_runs: BoundRuns | None = None
 
-    def should_run_inline(self, leader: LatencyEstimator, head: RequestHead, body: RequestBody) -> bool:
+    def should_run_inline(
+        self, leader: LatencyEstimator, head: RequestHead, body: RequestBody
+    ) -> bool:
         """Return whether a request should run on the event loop."""
         if self.must_queue or not self.latency.should_run_inline(leader):
             return False
@@ -128,7 +145,9 @@ class LoadedDeployment(DeployedModel):
         self.latency.observe(time.perf_counter() - started_at)
         return self.encode(request, arrays)
 
-    def answer_inline(self, route: InferenceRoute, head: RequestHead, body: RequestBody) -> RawResponse:
+    def answer_inline(
+        self, route: InferenceRoute, head: RequestHead, body: RequestBody
+    ) -> RawResponse:
         """Decode and run one request on the event loop. Raises OnnxOpsError."""
         if route.invocation or self.bound_runs is None:
             return self.answer(self.decode(route, head, body))
@@ -141,7 +160,9 @@ class LoadedDeployment(DeployedModel):
                 bound.run()
                 self.latency.observe(time.perf_counter() - started_at)
                 return bound.build_response() or self.encode(bound.request, bound.outputs)
-            except BOUND_ERRORS:  # the shape of an output depends on the data, or the model rejects it
+            except (
+                BOUND_ERRORS
+            ):  # the shape of an output depends on the data, or the model rejects it
                 pass
         request = read_infer(body, length, self.signature)
         started_at = time.perf_counter()
@@ -191,12 +212,23 @@ class TableRevision:
     split_number: int = 1
 
     @classmethod
-    def follow(cls, before: TableRevision | None, number: int, table: RoutingTable, slots: Mapping[str, int]) -> Self:
+    def follow(
+        cls,
+        before: TableRevision | None,
+        number: int,
+        table: RoutingTable,
+        slots: Mapping[str, int],
+    ) -> Self:
         """Return the revision of a table that replaces another one."""
         if before is None:
             return cls(number=number, table=table, slots=slots)
         is_other_split = before.table.compute_split_digest() != table.compute_split_digest()
-        return cls(number=number, table=table, slots=slots, split_number=before.split_number + is_other_split)
+        return cls(
+            number=number,
+            table=table,
+            slots=slots,
+            split_number=before.split_number + is_other_split,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +260,10 @@ class TableSnapshot:
 
     def list_loaded(self) -> tuple[LoadedDeployment, ...]:
         """Return all deployments and replicas that the snapshot keeps loaded."""
-        return (*self.deployments.values(), *(() if self.control is None else (self.control.replica,)))
+        return (
+            *self.deployments.values(),
+            *(() if self.control is None else (self.control.replica,)),
+        )
 
     def build_model_error(self, model: str) -> NotFoundError:
         """Return the error of a request for another model."""
@@ -238,7 +273,9 @@ class TableSnapshot:
         """Return a deployment. Raises ServiceUnavailableError if it could not be loaded."""
         loaded = self.deployments.get(name)
         if loaded is None:
-            raise ServiceUnavailableError(f"deployment {name!r} is not loaded", why=self.failed.get(name, ""))
+            raise ServiceUnavailableError(
+                f"deployment {name!r} is not loaded", why=self.failed.get(name, "")
+            )
         return loaded
 
     def get_version(self, version: str) -> LoadedDeployment:
@@ -255,7 +292,9 @@ class TableSnapshot:
         with the most traffic, and the oldest among equals.
         """
         weights = self.table.state.split.weights
-        serving = {name: loaded.latency for name, loaded in self.deployments.items() if weights.get(name)}
+        serving = {
+            name: loaded.latency for name, loaded in self.deployments.items() if weights.get(name)
+        }
         if any(latency is previous for latency in serving.values()):
             return previous
         names = sorted(serving, key=self.table.layout.index, reverse=True)
@@ -264,7 +303,9 @@ class TableSnapshot:
     def queue_unbounded(self) -> None:
         """Run no request on the event loop if any deployment with traffic must not: all of them run alike."""
         serving = [
-            loaded for loaded in self.list_loaded() if self.table.state.split.weights.get(loaded.deployment.name)
+            loaded
+            for loaded in self.list_loaded()
+            if self.table.state.split.weights.get(loaded.deployment.name)
         ]
         must_queue = any(loaded.is_unbounded for loaded in serving)
         for loaded in self.list_loaded():
@@ -272,8 +313,13 @@ class TableSnapshot:
 
     def is_warm(self) -> bool:
         """Return whether the latency of every deployment with traffic is compared from now on."""
-        serving = [self.deployments[name] for name in set(self.router.slots) if name in self.deployments]
-        return not any(loaded.warm_up for loaded in (*serving, *([self.control.replica] if self.control else ())))
+        serving = [
+            self.deployments[name] for name in set(self.router.slots) if name in self.deployments
+        ]
+        return not any(
+            loaded.warm_up
+            for loaded in (*serving, *([self.control.replica] if self.control else ()))
+        )
 
     def is_ready(self) -> bool:
         """Return whether every deployment with traffic is loaded."""
@@ -327,7 +373,9 @@ class LoadedDeployments:
     these run, the event loop must not switch to another revision.
     """
 
-    def __init__(self, shared: SharedMetrics, worker: int, load: Load, *, endpoint: str = "") -> None:
+    def __init__(
+        self, shared: SharedMetrics, worker: int, load: Load, *, endpoint: str = ""
+    ) -> None:
         self.endpoint = endpoint
         self.routes: Mapping[bytes, InferenceRoute] = {}
         """Paths of the snapshot that answered last. A hint: a newer one may be published."""
@@ -353,12 +401,16 @@ class LoadedDeployments:
             if revision == 0:
                 raise ServiceUnavailableError("no deployment is published here yet")
             if revision not in self._prepared:
-                raise ServiceUnavailableError(f"revision {revision} was published before this worker had prepared it")
+                raise ServiceUnavailableError(
+                    f"revision {revision} was published before this worker had prepared it"
+                )
             snapshot = self._prepared[revision]
             self.routes = snapshot.routes
             self.leader = snapshot.get_leader(self.leader)
             snapshot.queue_unbounded()
-            for number in sorted(n for n in self._prepared if n <= revision):  # some may have been published unnoticed
+            for number in sorted(
+                n for n in self._prepared if n <= revision
+            ):  # some may have been published unnoticed
                 if self._previous is not None:
                     self._retired.append(self._previous)
                 self._snapshot, self._previous = self._prepared.pop(number), self._snapshot
@@ -383,7 +435,9 @@ class LoadedDeployments:
         failed = {d.name: refusal for d in listed if refusal}
         for deployment in () if refusal else listed:
             try:
-                deployments[deployment.name] = self._load_counted(deployment, revision.slots[deployment.name])
+                deployments[deployment.name] = self._load_counted(
+                    deployment, revision.slots[deployment.name]
+                )
             except OnnxOpsError as error:
                 _log.error("deployment %s could not be loaded: %s", deployment.name, error)
                 failed[deployment.name] = str(error)
@@ -392,7 +446,11 @@ class LoadedDeployments:
 
     def prepare(self, revision: TableRevision) -> None:
         """Load the deployments of a table, so that switching to it takes no time. Raises as `load_model`."""
-        loaded = {d.deployment: d for snapshot in self._list_snapshots() for d in snapshot.deployments.values()}
+        loaded = {
+            d.deployment: d
+            for snapshot in self._list_snapshots()
+            for d in snapshot.deployments.values()
+        }
         deployments = {
             d.name: loaded[d] if d in loaded else self._load_counted(d, revision.slots[d.name])
             for d in revision.table.state.deployments
@@ -407,14 +465,25 @@ class LoadedDeployments:
     def release(self) -> list[LoadedDeployment]:
         """Return unneeded deployments. Freeing large models takes time."""
         retired, self._retired = self._retired, []
-        needed = {loaded for snapshot in self._list_snapshots() for loaded in snapshot.list_loaded()}
-        return [d for d in {d for snapshot in retired for d in snapshot.list_loaded()} if d not in needed]
+        needed = {
+            loaded for snapshot in self._list_snapshots() for loaded in snapshot.list_loaded()
+        }
+        return [
+            d
+            for d in {d for snapshot in retired for d in snapshot.list_loaded()}
+            if d not in needed
+        ]
 
     def _list_snapshots(self) -> list[TableSnapshot]:
-        return [s for s in (*self._prepared.values(), self._previous, self._snapshot) if s is not None]
+        return [
+            s for s in (*self._prepared.values(), self._previous, self._snapshot) if s is not None
+        ]
 
     def _add_snapshot(
-        self, revision: TableRevision, deployments: Mapping[str, LoadedDeployment], failed: Mapping[str, str]
+        self,
+        revision: TableRevision,
+        deployments: Mapping[str, LoadedDeployment],
+        failed: Mapping[str, str],
     ) -> None:
         table = revision.table
         shadow = table.state.split.shadow.items()
@@ -426,7 +495,9 @@ class LoadedDeployments:
             f"/endpoints/{self.endpoint}/invocations": InferenceRoute(invocation=True),
         }
         for version in (d.version for d in table.state.deployments):
-            routes[f"{base}/versions/{version}/infer"] = InferenceRoute(model=model, version=version)
+            routes[f"{base}/versions/{version}/infer"] = InferenceRoute(
+                model=model, version=version
+            )
         self._prepared[revision.number] = TableSnapshot(
             revision=revision.number,
             table=table,
@@ -435,22 +506,34 @@ class LoadedDeployments:
             deployments=deployments,
             failed=failed,
             routes={path.encode(): route for path, route in routes.items() if path.isascii()},
-            shadow=[(deployments[name], percent) for name, percent in shadow if percent and name in deployments],
+            shadow=[
+                (deployments[name], percent)
+                for name, percent in shadow
+                if percent and name in deployments
+            ],
             control=self._build_control(table, deployments),
             tokens=FeedbackTokens(table) if table.feedback_key else None,
             split_number=revision.split_number,
         )
 
-    def _build_control(self, table: RoutingTable, deployments: Mapping[str, LoadedDeployment]) -> ControlReplica | None:
+    def _build_control(
+        self, table: RoutingTable, deployments: Mapping[str, LoadedDeployment]
+    ) -> ControlReplica | None:
         """Return the control replica, if there are two deployments and it is affordable."""
-        shares = sorted((weight, name) for name, weight in table.state.split.weights.items() if weight)
+        shares = sorted(
+            (weight, name) for name, weight in table.state.split.weights.items() if weight
+        )
         if len(shares) != 2 or shares[0][0] == shares[1][0]:
             return None
         _, (_, name) = shares
         loaded = deployments.get(name)
         if loaded is None or loaded.size_bytes > _MAX_REPLICA_BYTES:
             return None
-        controls = [s.control for s in self._list_snapshots() if s.control is not None and s.control.loaded is loaded]
+        controls = [
+            s.control
+            for s in self._list_snapshots()
+            if s.control is not None and s.control.loaded is loaded
+        ]
         if controls:
             return ControlReplica(loaded, controls[0].replica)
         try:
@@ -458,7 +541,10 @@ class LoadedDeployments:
         except OnnxOpsError as error:
             _log.warning("%s has no control replica: %s", loaded.deployment.name, error)
             return None
-        replica.row, replica.slot = loaded.row, loaded.slot  # all counters but the gauges of its queue are shared
+        replica.row, replica.slot = (
+            loaded.row,
+            loaded.slot,
+        )  # all counters but the gauges of its queue are shared
         return ControlReplica(loaded, replica)
 
     def _load_counted(self, deployment: Deployment, slot: int) -> LoadedDeployment:

@@ -16,7 +16,12 @@ from onnx_ops.serving.metrics import REQUEST_IDS, SLOTS
 
 MAX_FEEDBACK = 1000
 """Entries of feedback in one body."""
-_SLOT_BITS, _CELL_BITS, _SPLIT_BITS, _EPOCH_BITS = (SLOTS - 1).bit_length(), KEYLESS_CELL.bit_length(), 8, 32
+_SLOT_BITS, _CELL_BITS, _SPLIT_BITS, _EPOCH_BITS = (
+    (SLOTS - 1).bit_length(),
+    KEYLESS_CELL.bit_length(),
+    8,
+    32,
+)
 _VALUE_BITS = _SLOT_BITS + _CELL_BITS + _SPLIT_BITS
 _HASH_MASK = (1 << 64) - 1
 _SUBJECTS = ("token", "request_id", "key", "deployment")
@@ -56,7 +61,9 @@ class FeedbackCounter:
         self._answers = self._shared.get_answers(self._worker)
         self._cells = cells
 
-    def remember(self, request_id: bytes | None, slot: int, split: int, epoch: int, cell: int) -> None:
+    def remember(
+        self, request_id: bytes | None, slot: int, split: int, epoch: int, cell: int
+    ) -> None:
         """Remember which deployment answered a request with this id, and the user's cell last.
 
         Later splits and epochs have higher numbers. One call does both, since every request makes it.
@@ -82,7 +89,9 @@ class FeedbackCounter:
                 continue
             row = self._shared.get_row(self._worker, subject.slot)
             row[metrics.FEEDBACK if subject.is_judged else metrics.UNJUDGED_FEEDBACK] += 1
-            row[metrics.SUCCESSES if subject.is_judged else metrics.UNJUDGED_SUCCESSES] += entry["success"]
+            row[metrics.SUCCESSES if subject.is_judged else metrics.UNJUDGED_SUCCESSES] += entry[
+                "success"
+            ]
             self._count_cell(subject, entry["success"])
         self._shared.get_row(self._worker, 0)[metrics.UNKNOWN_FEEDBACK] += unknown
         return len(entries) - unknown, unknown
@@ -96,7 +105,10 @@ class FeedbackCounter:
             snapshot = self._deployments.get_current()
             if snapshot.router.epoch_s or not subject.is_judged:
                 return
-            if subject.cell != KEYLESS_CELL and _find_sticky_slot(snapshot, subject.cell) != subject.slot:
+            if (
+                subject.cell != KEYLESS_CELL
+                and _find_sticky_slot(snapshot, subject.cell) != subject.slot
+            ):
                 return
         except OnnxOpsError:
             return
@@ -121,7 +133,9 @@ class FeedbackCounter:
             if ids[place] >> _VALUE_BITS == key:
                 value, ids[place] = ids[place], 0
                 split = value >> _SLOT_BITS + _CELL_BITS
-                is_judged = (split - self._deployments.get_current().split_number) % (1 << _SPLIT_BITS) == 0
+                is_judged = (split - self._deployments.get_current().split_number) % (
+                    1 << _SPLIT_BITS
+                ) == 0
                 return _Subject(value % SLOTS, (value >> _SLOT_BITS) % (1 << _CELL_BITS), is_judged)
         return None
 
@@ -156,11 +170,17 @@ class FeedbackCounter:
         """
         snapshot = self._deployments.get_current()
         cell = snapshot.router.get_cell(key)
-        answer = max(self._shared.get_answers(worker)[cell] for worker in range(self._shared.workers))
+        answer = max(
+            self._shared.get_answers(worker)[cell] for worker in range(self._shared.workers)
+        )
         if answer:
             is_judged = answer >> _SLOT_BITS + _EPOCH_BITS == snapshot.split_number
             return _Subject(answer % SLOTS, cell, is_judged)
-        return None if snapshot.router.epoch_s else _Subject(_find_sticky_slot(snapshot, cell), cell, is_judged=False)
+        return (
+            None
+            if snapshot.router.epoch_s
+            else _Subject(_find_sticky_slot(snapshot, cell), cell, is_judged=False)
+        )
 
 
 def _find_sticky_slot(snapshot: TableSnapshot, cell: int) -> int:
@@ -175,7 +195,11 @@ def _read_entries(body: bytes) -> list[dict[str, Any]]:
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise UserError("the body is not JSON", why=str(error)) from error
-    entries = document.get("feedback") if isinstance(document, dict) and "feedback" in document else [document]
+    entries = (
+        document.get("feedback")
+        if isinstance(document, dict) and "feedback" in document
+        else [document]
+    )
     if not isinstance(entries, list) or len(entries) > MAX_FEEDBACK:
         raise UserError(f"feedback must be a list of at most {MAX_FEEDBACK}")
     for place, entry in enumerate(entries):

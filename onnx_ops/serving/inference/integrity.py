@@ -65,7 +65,9 @@ class TrustPolicy:
         """Return the signed record that permits loading the deployment here; raises RefusedError."""
         record = verify_authority(deployment, self._keys)
         bound = self._read_binding()
-        if bound is not None and bound != (requested := EndpointBinding(model=record.model, target=record.target)):
+        if bound is not None and bound != (
+            requested := EndpointBinding(model=record.model, target=record.target)
+        ):
             raise RefusedError(
                 f"this endpoint serves only {bound.model} on {bound.target}, not {requested.model} on"
                 f" {requested.target}",
@@ -128,7 +130,9 @@ class ModelCopies:
                     remedy="Free disk space; the endpoint serves what it served before.",
                 ) from error
             where, why = deployment.location, str(error)
-            raise InfrastructureError("the model's files cannot be copied", where=where, why=why) from error
+            raise InfrastructureError(
+                "the model's files cannot be copied", where=where, why=why
+            ) from error
         _verify_libraries(deployment, manifest, record)
         return copy
 
@@ -139,9 +143,15 @@ class ModelCopies:
         """
         needed = {hex_digits(deployment.manifest) for deployment in deployments}
         try:
-            unused = [path for path in self._folder.iterdir() if path.is_dir() and _get_copy_name(path) not in needed]
+            unused = [
+                path
+                for path in self._folder.iterdir()
+                if path.is_dir() and _get_copy_name(path) not in needed
+            ]
             # Unfinished copies of killed processes last.
-            unused.sort(key=lambda path: (path.name.startswith(TEMPORARY), -path.stat().st_mtime_ns))
+            unused.sort(
+                key=lambda path: (path.name.startswith(TEMPORARY), -path.stat().st_mtime_ns)
+            )
             for path in unused[_MAX_UNUSED_COPIES:]:
                 shutil.rmtree(path, ignore_errors=True)
                 (self._folder / f"{_get_copy_name(path)}.lock").unlink(missing_ok=True)
@@ -154,7 +164,9 @@ class ModelCopies:
         """Copy the files of a deployment, verify the copy, and return its manifest."""
         source = Path(deployment.location)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with hold_lock(copy.with_name(f"{copy.name}.lock")):  # one process copies, and the others wait for it
+        with hold_lock(
+            copy.with_name(f"{copy.name}.lock")
+        ):  # one process copies, and the others wait for it
             if (present := _read_copy(copy, deployment.manifest)) is not None:
                 return present
             if not source.is_dir():
@@ -201,9 +213,14 @@ def _copy_file(path: Path, copy: Path) -> Digest:
     """Read a file once, and write it; return the digest of what was written."""
     state = hashlib.sha256()
     # Without blocking: the file may have become a pipe that no process writes to.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as original, copy.open("xb") as stream:
+    with (
+        open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as original,
+        copy.open("xb") as stream,
+    ):
         status = os.fstat(original.fileno())
-        rest = status.st_size if stat.S_ISREG(status.st_mode) else 0  # a file that grows meanwhile is cut
+        rest = (
+            status.st_size if stat.S_ISREG(status.st_mode) else 0
+        )  # a file that grows meanwhile is cut
         while rest and (block := original.read(min(_BLOCK_BYTES, rest))):
             state.update(block)
             stream.write(block)

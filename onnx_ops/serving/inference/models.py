@@ -21,7 +21,14 @@ import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from onnx_ops import codec
-from onnx_ops.domain.artifact import MODEL_FILE, Digest, TensorSpec, digest_file, digest_json, hex_digits
+from onnx_ops.domain.artifact import (
+    MODEL_FILE,
+    Digest,
+    TensorSpec,
+    digest_file,
+    digest_json,
+    hex_digits,
+)
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.evidence import NAN_PROPERTY
 from onnx_ops.domain.execution import CPU, Execution, Provider, SessionSettings
@@ -121,7 +128,9 @@ def open_session(
     execution = execution or Execution()
     wanted = [provider.name for provider in execution.providers]
     if missing := set(wanted) - set(ort.get_available_providers()):
-        raise _build_provider_error(wanted, f"this build of ONNX Runtime has no {', '.join(sorted(missing))}")
+        raise _build_provider_error(
+            wanted, f"this build of ONNX Runtime has no {', '.join(sorted(missing))}"
+        )
     if wanted != [CPU]:
         from onnx_ops.plugins import load_cuda
 
@@ -133,9 +142,13 @@ def open_session(
     for library in libraries:
         options.register_custom_ops_library(str(library))
     values = _fill_cache(execution.providers, cache)
-    session = ort.InferenceSession(str(path), options, providers=wanted, provider_options=values, enable_fallback=0)
+    session = ort.InferenceSession(
+        str(path), options, providers=wanted, provider_options=values, enable_fallback=0
+    )
     if session.get_providers()[0] != wanted[0]:
-        raise _build_provider_error(wanted, f"ONNX Runtime silently fell back to {session.get_providers()[0]}")
+        raise _build_provider_error(
+            wanted, f"ONNX Runtime silently fell back to {session.get_providers()[0]}"
+        )
     return session
 
 
@@ -146,9 +159,13 @@ def _build_options(path: Path, settings: SessionSettings, *, optimize: bool) -> 
     options.inter_op_num_threads = settings.inter_op_threads
     options.graph_optimization_level = _LEVELS[settings.graph_level if optimize else "disabled"]
     options.enable_cpu_mem_arena = not _has_operator(path, _LOOP_OPERATORS)  # see there
-    options.log_severity_level = 4  # errors are raised anyway; clients must not be able to fill the log
+    options.log_severity_level = (
+        4  # errors are raised anyway; clients must not be able to fill the log
+    )
     for kind in ("intra_op", "inter_op"):
-        options.add_session_config_entry(f"session.{kind}.allow_spinning", "1" if settings.spinning else "0")
+        options.add_session_config_entry(
+            f"session.{kind}.allow_spinning", "1" if settings.spinning else "0"
+        )
     for name, value in settings.config.items():
         options.add_session_config_entry(name, value)
     return options
@@ -156,10 +173,15 @@ def _build_options(path: Path, settings: SessionSettings, *, optimize: bool) -> 
 
 def _fill_cache(providers: Sequence[Provider], cache: Path | None) -> list[dict[str, str]]:
     """Return the options of each provider with the cache's folder, which is made if one of them names it."""
-    if cache is not None and any("{cache}" in value for each in providers for value in each.options.values()):
+    if cache is not None and any(
+        "{cache}" in value for each in providers for value in each.options.values()
+    ):
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = str(cache or "")
-    return [{name: value.replace("{cache}", folder) for name, value in each.options.items()} for each in providers]
+    return [
+        {name: value.replace("{cache}", folder) for name, value in each.options.items()}
+        for each in providers
+    ]
 
 
 def _build_provider_error(wanted: Sequence[str], why: str) -> InfrastructureError:
@@ -174,7 +196,9 @@ def _has_operator(path: Path, operators: Sequence[bytes]) -> bool:
     """Return whether a model can have one of these operators, in any of its graphs and functions."""
     overlap, end = max(map(len, operators)), b""
     with path.open("rb") as file:
-        while piece := file.read(_SEARCHED_BYTES):  # a search in 2 GB at once would block the interpreter for seconds
+        while piece := file.read(
+            _SEARCHED_BYTES
+        ):  # a search in 2 GB at once would block the interpreter for seconds
             text = end + piece
             if any(operator in text for operator in operators):
                 return True
@@ -201,20 +225,29 @@ class PackedModelCache:
         self._folder = folder
         self._min_bytes = min_bytes
 
-    def open_session(self, path: Path, deployment: Deployment, libraries: Sequence[Path] = ()) -> Any:
+    def open_session(
+        self, path: Path, deployment: Deployment, libraries: Sequence[Path] = ()
+    ) -> Any:
         """Open a session of a model from its entry, which is made if needed; see `open_session`."""
         execution = deployment.execution
         entry = self._folder / hex_digits(_compute_key(deployment, libraries))
         open_model = partial(
-            open_session, execution=execution, libraries=libraries, cache=entry.with_suffix(".providers")
+            open_session,
+            execution=execution,
+            libraries=libraries,
+            cache=entry.with_suffix(".providers"),
         )
         is_on_cpu = [provider.name for provider in execution.providers] == [CPU]
         if not is_on_cpu or measure_folder(path.parent) < self._min_bytes:
             return open_model(path)
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with hold_lock(self._folder / f"{entry.name}.lock"):  # one worker makes it, and the others wait
-                return self._open_entry(entry, open_model) or self._make_entry(path, entry, open_model)
+            with hold_lock(
+                self._folder / f"{entry.name}.lock"
+            ):  # one worker makes it, and the others wait
+                return self._open_entry(entry, open_model) or self._make_entry(
+                    path, entry, open_model
+                )
         except OSError as error:
             _log.warning("%s is loaded without the cache of packed models: %s", path, error)
             return open_model(path)
@@ -235,26 +268,34 @@ class PackedModelCache:
 
     def _make_entry(self, path: Path, entry: Path, open_model: Callable[..., Any]) -> Any:
         temporary = entry.with_name(f".tmp-{entry.name}")
-        shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed while it held the lock
+        shutil.rmtree(
+            temporary, ignore_errors=True
+        )  # of a process that was killed while it held the lock
         temporary.mkdir(mode=0o700)
         try:
             original = _save_packed(path, temporary, open_model, _MIN_WEIGHT_BYTES)
             if not _is_aligned(temporary / _PACKED_MODEL):
                 original = _save_packed(path, temporary, open_model, _MIN_ALIGNED_BYTES)
             if not _is_aligned(temporary / _PACKED_MODEL):
-                _log.warning("%s is not cached packed: the runtime has not aligned its weights", path)
+                _log.warning(
+                    "%s is not cached packed: the runtime has not aligned its weights", path
+                )
                 return original
             packed = open_model(temporary / _PACKED_MODEL, optimize=False)
             if not return_same_bits(original, packed):
                 _log.warning("%s is not cached packed: its outputs would differ", path)
                 return original
-            (temporary / _ENTRY).write_text(json.dumps(_describe_entry(temporary)), encoding="utf-8")
+            (temporary / _ENTRY).write_text(
+                json.dumps(_describe_entry(temporary)), encoding="utf-8"
+            )
             for written in (*temporary.iterdir(), temporary):
                 sync_path(written)
             shutil.rmtree(entry, ignore_errors=True)
             temporary.rename(entry)
             # Keep the entries used last. A process that has mapped another one keeps its files.
-            entries = [p for p in self._folder.iterdir() if p.is_dir() and not p.name.startswith(".tmp-")]
+            entries = [
+                p for p in self._folder.iterdir() if p.is_dir() and not p.name.startswith(".tmp-")
+            ]
             entries.sort(key=lambda p: p.stat().st_mtime_ns, reverse=True)
             for unused in entries[_MAX_ENTRIES:]:
                 shutil.rmtree(unused, ignore_errors=True)
@@ -290,7 +331,10 @@ def return_same_bits(first: Any, second: Any) -> bool:
     """
     for draw in (None, np.random.default_rng(_SEED)):
         try:
-            feed = {node.name: _build_sample(_build_spec(node, Path()), draw) for node in first.get_inputs()}
+            feed = {
+                node.name: _build_sample(_build_spec(node, Path()), draw)
+                for node in first.get_inputs()
+            }
             for a, b in zip(first.run(None, feed), second.run(None, feed), strict=True):
                 if a.dtype != b.dtype or a.shape != b.shape or a.tobytes() != b.tobytes():
                     return False
@@ -306,7 +350,9 @@ def _build_sample(spec: TensorSpec, random: np.random.Generator | None = None) -
         return np.full(shape, "", dtype=object)
     if random is not None and spec.dtype.startswith("float"):
         return random.standard_normal(shape).astype(spec.dtype)
-    return np.zeros(shape, get_numpy_dtype(spec.dtype))  # integers may be indices, which have a range
+    return np.zeros(
+        shape, get_numpy_dtype(spec.dtype)
+    )  # integers may be indices, which have a range
 
 
 def get_first_line(error: Exception) -> str:
@@ -316,7 +362,11 @@ def get_first_line(error: Exception) -> str:
 
 def _compute_key(deployment: Deployment, libraries: Sequence[Path]) -> Digest:
     """Return the key of an entry. Paths of libraries contain their digests."""
-    operators = {"custom_ops": [str(path.relative_to(path.parents[2])) for path in libraries]} if libraries else {}
+    operators = (
+        {"custom_ops": [str(path.relative_to(path.parents[2])) for path in libraries]}
+        if libraries
+        else {}
+    )
     return digest_json(
         {
             "manifest": deployment.manifest,
@@ -331,7 +381,11 @@ def _compute_key(deployment: Deployment, libraries: Sequence[Path]) -> Digest:
 def _read_processor() -> str:
     """Return the model and features of the processor."""
     with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as stream:
-        return "".join(sorted({line for line in stream if line.startswith(("flags", "Features", "model name"))}))
+        return "".join(
+            sorted(
+                {line for line in stream if line.startswith(("flags", "Features", "model name"))}
+            )
+        )
 
 
 def _describe_entry(folder: Path) -> dict[str, object]:
@@ -370,10 +424,16 @@ class LoadedModel:
             arrays: Sequence[Array] = self.native(outputs, feed, options)
         except RUNTIME_ERRORS as error:
             if options.terminate:
-                raise RunTimeoutError("the run of the model was ended, as it took too long") from error
+                raise RunTimeoutError(
+                    "the run of the model was ended, as it took too long"
+                ) from error
             if isinstance(error, ort_errors.InvalidArgument) or _UNKNOWN_CATEGORY in str(error):
-                raise InputsRejectedError("the model rejects these inputs", why=get_first_line(error)) from error
-            raise InfrastructureError("the model failed on these inputs", why=get_first_line(error)) from error
+                raise InputsRejectedError(
+                    "the model rejects these inputs", why=get_first_line(error)
+                ) from error
+            raise InfrastructureError(
+                "the model failed on these inputs", why=get_first_line(error)
+            ) from error
         return arrays
 
     def bind(self, request: InferenceRequest, arrays: Sequence[Array]) -> BoundRun | None:
@@ -390,12 +450,16 @@ class LoadedModel:
         for name, array in zip(request.outputs, outputs, strict=True):
             binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
         run = partial(native, binding._iobinding, self.options)  # noqa: SLF001 (as above)
-        bound = BoundRun(run, replace(request, feed=feed), outputs, self.signature.readers[next(iter(feed))].code)
+        bound = BoundRun(
+            run, replace(request, feed=feed), outputs, self.signature.readers[next(iter(feed))].code
+        )
         try:
             run()
         except BOUND_ERRORS:
             return None
-        same = all(own.tobytes() == array.tobytes() for own, array in zip(outputs, arrays, strict=True))
+        same = all(
+            own.tobytes() == array.tobytes() for own, array in zip(outputs, arrays, strict=True)
+        )
         return bound if same else None
 
     def _run_bfloat16(self, outputs: Sequence[str], feed: Tensors, options: Any) -> list[Array]:
@@ -412,7 +476,9 @@ class LoadedModel:
             if self.signature.outputs[name].dtype == "bfloat16":
                 shape = tuple(value.shape())
                 size = int(np.prod(shape)) * 2
-                bits = ctypes.string_at(value.data_ptr(), size) if size else b""  # a copy: the memory ends with `value`
+                bits = (
+                    ctypes.string_at(value.data_ptr(), size) if size else b""
+                )  # a copy: the memory ends with `value`
                 arrays.append(np.frombuffer(bits, np.uint16).reshape(shape))
             else:
                 arrays.append(value.numpy())
@@ -439,14 +505,21 @@ class LoadedModel:
             )
             if not is_guess:
                 where = self.deployment.name
-                raise InfrastructureError("the model fails on zeros", where=where, why=error.why) from error
-            _log.warning("%s is not warm: it fails on zeros, empty texts and sizes of 1", self.deployment.name)
+                raise InfrastructureError(
+                    "the model fails on zeros", where=where, why=error.why
+                ) from error
+            _log.warning(
+                "%s is not warm: it fails on zeros, empty texts and sizes of 1",
+                self.deployment.name,
+            )
             return 0.0
         return time.perf_counter() - started_at
 
     def _build_least_feed(self) -> Tensors:
         """Return zeros, with size 1 for every free dimension."""
-        return {name: _build_sample(self.signature.inputs[name]) for name in self.signature.required}
+        return {
+            name: _build_sample(self.signature.inputs[name]) for name in self.signature.required
+        }
 
     def release_memory(self) -> None:
         """Return unused memory of the session's arena to the system, which it does only at the end of a run."""
@@ -459,12 +532,17 @@ class LoadedModel:
     def run_random(self) -> None:
         """Run the model once on random numbers, which it may reject."""
         random = np.random.default_rng(_SEED)
-        feed = {name: _build_sample(self.signature.inputs[name], random) for name in self.signature.required}
+        feed = {
+            name: _build_sample(self.signature.inputs[name], random)
+            for name in self.signature.required
+        }
         with contextlib.suppress(InputsRejectedError, InfrastructureError):
             self.run(tuple(self.signature.outputs), feed)
 
 
-def load_model(deployment: Deployment, copies: ModelCopies, cache: PackedModelCache | None = None) -> LoadedModel:
+def load_model(
+    deployment: Deployment, copies: ModelCopies, cache: PackedModelCache | None = None
+) -> LoadedModel:
     """Load a model from the verified copy of its files (see `ModelCopies.fetch`), and warm it up.
 
     Raises:
@@ -474,7 +552,9 @@ def load_model(deployment: Deployment, copies: ModelCopies, cache: PackedModelCa
     folder = copies.fetch(deployment)
     path = folder / MODEL_FILE
     if not path.is_file():
-        raise NotFoundError(f"the files of the version contain no {MODEL_FILE}", where=deployment.name)
+        raise NotFoundError(
+            f"the files of the version contain no {MODEL_FILE}", where=deployment.name
+        )
     libraries = [folder / name for name in deployment.custom_ops]
     try:
         if cache is None:
@@ -483,7 +563,9 @@ def load_model(deployment: Deployment, copies: ModelCopies, cache: PackedModelCa
             session = cache.open_session(path, deployment, libraries)
     except RUNTIME_ERRORS as error:
         why = get_first_line(error)
-        raise InfrastructureError("the runtime cannot load the model", where=str(path), why=why) from error
+        raise InfrastructureError(
+            "the runtime cannot load the model", where=str(path), why=why
+        ) from error
     native = getattr(getattr(session, "_sess", None), "run", session.run)
     signature = _build_signature(session, deployment, path)
     model = LoadedModel(
@@ -511,7 +593,8 @@ def _build_signature(session: Any, deployment: Deployment, path: Path) -> ModelS
         version=deployment.version,
         inputs=inputs,
         outputs={node.name: _build_spec(node, path) for node in session.get_outputs()},
-        optional=frozenset(n.name for n in nodes if n.type.startswith("optional(")) | {n.name for n in defaults},
+        optional=frozenset(n.name for n in nodes if n.type.startswith("optional("))
+        | {n.name for n in defaults},
         refuses_nan=session.get_modelmeta().custom_metadata_map.get(NAN_PROPERTY) == "refused",
     )
     if signature.has_bfloat16 and signature.has_text_input:
@@ -520,7 +603,9 @@ def _build_signature(session: Any, deployment: Deployment, path: Path) -> ModelS
 
 
 def _build_spec(node: Any, path: Path) -> TensorSpec:
-    kind = node.type.removeprefix("optional(")[:-1] if node.type.startswith("optional(") else node.type
+    kind = (
+        node.type.removeprefix("optional(")[:-1] if node.type.startswith("optional(") else node.type
+    )
     dtype = DTYPE_OF_ONNX.get(kind)
     if dtype is None:
         raise UserError(

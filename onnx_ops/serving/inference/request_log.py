@@ -84,7 +84,12 @@ class RequestLog:
                 try:
                     write(records)
                 except Exception as error:
-                    _log.warning("%d requests are not logged: %s: %s", len(records), type(error).__name__, error)
+                    _log.warning(
+                        "%d requests are not logged: %s: %s",
+                        len(records),
+                        type(error).__name__,
+                        error,
+                    )
 
 
 def open_access_log(path: str) -> Writer:
@@ -92,7 +97,11 @@ def open_access_log(path: str) -> Writer:
 
     Whole lines are appended with one write, so that several workers can share a file.
     """
-    file = 1 if path == "-" else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    file = (
+        1
+        if path == "-"
+        else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    )
     return lambda records: os.write(file, b"".join(map(_format_line, records)))
 
 
@@ -124,7 +133,10 @@ def _format_id(value: bytes | None) -> str | None:
 
 def find_collector() -> str:
     """Return the variable that names the collector; empty if no spans are wanted."""
-    if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or os.environ.get("OTEL_TRACES_EXPORTER") == "none":
+    if (
+        os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+        or os.environ.get("OTEL_TRACES_EXPORTER") == "none"
+    ):
         return ""
     return next((name for name in _ENDPOINTS if os.environ.get(name)), "")
 
@@ -142,7 +154,9 @@ class SpanWriter:
         is_named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get(
             "OTEL_RESOURCE_ATTRIBUTES", ""
         )
-        self._provider = TracerProvider(resource=Resource.create({} if is_named else {"service.name": endpoint}))
+        self._provider = TracerProvider(
+            resource=Resource.create({} if is_named else {"service.name": endpoint})
+        )
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer("onnx_ops")
         self._extract = TraceContextTextMapPropagator().extract

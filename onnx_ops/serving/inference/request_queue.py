@@ -101,7 +101,9 @@ class WorkerThreads:
     """
 
     def __init__(
-        self, limit: int = 1, defer: Callable[[Callable[[], None]], object] = lambda function: function()
+        self,
+        limit: int = 1,
+        defer: Callable[[Callable[[], None]], object] = lambda function: function(),
     ) -> None:
         self.limit = limit
         self.defer = defer
@@ -137,7 +139,9 @@ class WorkerThreads:
             if not self._watching and self._find_overdue() is not None:
                 self._watching = True
                 if self._watcher is None:
-                    self._watcher = threading.Thread(target=self._watch, name="overdue", daemon=True)
+                    self._watcher = threading.Thread(
+                        target=self._watch, name="overdue", daemon=True
+                    )
                     self._watcher.start()
                 self.changed.notify()
 
@@ -148,7 +152,9 @@ class WorkerThreads:
                 started = self._idle.pop()
             else:
                 started = SimpleQueue()
-                threading.Thread(target=self._run_batches, args=(started,), name="run", daemon=True).start()
+                threading.Thread(
+                    target=self._run_batches, args=(started,), name="run", daemon=True
+                ).start()
             started.put(batch)
 
     def count_queued(self, queue: RequestQueue[Any]) -> int:
@@ -164,10 +170,14 @@ class WorkerThreads:
                 batch.queue.run(batch.items)
                 with self.changed:
                     self._batches.remove(batch)
-                    batch.queue.finish_batch(len(batch.items), time.perf_counter() - batch.started_at)
+                    batch.queue.finish_batch(
+                        len(batch.items), time.perf_counter() - batch.started_at
+                    )
                     if (batch := self._take_batch()) is None:
                         self._idle.append(started)
-                    elif self.is_isolating:  # the other threads wait for the end of another queue's batch, too
+                    elif (
+                        self.is_isolating
+                    ):  # the other threads wait for the end of another queue's batch, too
                         self._start_batches()
 
     def _take_batch(self) -> _Batch | None:
@@ -193,9 +203,15 @@ class WorkerThreads:
         queue = self._find_next_queue()
         if queue is None:
             return None
-        others = [batch for batch in self._batches if not batch.overdue and batch.queue is not queue]
+        others = [
+            batch for batch in self._batches if not batch.overdue and batch.queue is not queue
+        ]
         limit_s = max(_MIN_OVERDUE_S, _OVERDUE_BATCHES * queue.batch_s)
-        return min(((batch.started_at + limit_s, batch) for batch in others), key=lambda due: due[0], default=None)
+        return min(
+            ((batch.started_at + limit_s, batch) for batch in others),
+            key=lambda due: due[0],
+            default=None,
+        )
 
     def _watch(self) -> None:
         with self.changed:
@@ -242,7 +258,8 @@ class RequestQueue(Generic[T]):
             if queued >= self.limit:
                 wait_s = round(queued * self.latency.seconds / self.max_batches)
                 raise QueueFullError(
-                    "too many requests are queued for this model", retry_after_s=max(1, min(_MAX_RETRY_S, wait_s))
+                    "too many requests are queued for this model",
+                    retry_after_s=max(1, min(_MAX_RETRY_S, wait_s)),
                 )
             self._items.append((self.threads.add_arrival(self), item))
             self._update_gauges()

@@ -44,7 +44,9 @@ def parse_header_length(value: bytes) -> int:
     return int(value)
 
 
-def read_infer(body: RequestBody, header_length: int | None, signature: ModelSignature) -> InferenceRequest:
+def read_infer(
+    body: RequestBody, header_length: int | None, signature: ModelSignature
+) -> InferenceRequest:
     """Decode an Open Inference v2 request.
 
     `header_length` is the bytes of JSON at its start. None: all. 0: the body is the raw data of the only input.
@@ -53,14 +55,20 @@ def read_infer(body: RequestBody, header_length: int | None, signature: ModelSig
         document, literals = parse_document(bytes(body))
         return _read_document(document, signature, literals=literals)
     if header_length > len(body):
-        raise UserError(f"inference-header-content-length is {header_length}, but the body has {len(body)} bytes")
+        raise UserError(
+            f"inference-header-content-length is {header_length}, but the body has {len(body)} bytes"
+        )
     if header_length == 0:
         name = signature.get_only_input("a raw body")
         feed = {name: signature.readers[name].read_raw(body)}
         names = signature.output_names
-        return InferenceRequest(feed, names, signature.check_feed(feed), _INFER, None, (True,) * len(names))
+        return InferenceRequest(
+            feed, names, signature.check_feed(feed), _INFER, None, (True,) * len(names)
+        )
     document, literals = parse_document(bytes(body[:header_length]))
-    return _read_document(document, signature, literals=literals, tail=_BinaryTail(body, header_length))
+    return _read_document(
+        document, signature, literals=literals, tail=_BinaryTail(body, header_length)
+    )
 
 
 class _BinaryTail:
@@ -77,7 +85,9 @@ class _BinaryTail:
             raise reader.error(": binary_data_size must be a number of bytes")
         left = len(self._body) - self._at
         if size > left:
-            raise reader.error(f": binary_data_size is {size}, but {left} bytes are left in the body")
+            raise reader.error(
+                f": binary_data_size is {size}, but {left} bytes are left in the body"
+            )
         array = reader.read_binary(shape, self._body, self._at, size)
         self._at += size
         return array
@@ -111,7 +121,9 @@ def _read_document(
     return InferenceRequest(feed, outputs, rows, _INFER, request_id, binary)
 
 
-def _read_tensor(item: dict[str, Any], reader: TensorReader, literals: bool, tail: _BinaryTail | None) -> Array:
+def _read_tensor(
+    item: dict[str, Any], reader: TensorReader, literals: bool, tail: _BinaryTail | None
+) -> Array:
     if item.get("datatype") != reader.datatype:
         raise reader.error(f" must be {reader.datatype}, not {shorten(item.get('datatype'))}")
     shape, count = reader.check_shape(item.get("shape"))
@@ -124,14 +136,18 @@ def _read_tensor(item: dict[str, Any], reader: TensorReader, literals: bool, tai
             if "data" in item:
                 raise reader.error(" has both data and binary_data_size")
             if tail is None:
-                raise reader.error(": binary_data_size needs the header inference-header-content-length")
+                raise reader.error(
+                    ": binary_data_size needs the header inference-header-content-length"
+                )
             return tail.read(reader, shape, parameters["binary_data_size"])
     if "data" not in item:
         raise reader.error(" has neither data nor binary_data_size")
     return reader.read_json(shape, count, item["data"], literals=literals)
 
 
-def _select_outputs(document: dict[str, Any], signature: ModelSignature) -> tuple[tuple[str, ...], tuple[bool, ...]]:
+def _select_outputs(
+    document: dict[str, Any], signature: ModelSignature
+) -> tuple[tuple[str, ...], tuple[bool, ...]]:
     """Return `outputs` and `binary` of a request (see `InferenceRequest`)."""
     given, listed = document.get("parameters"), document.get("outputs")
     if given is None and not listed and not signature.binary_only:
@@ -148,12 +164,17 @@ def _select_outputs(document: dict[str, Any], signature: ModelSignature) -> tupl
     if signature.binary_only:
         for name, is_binary in zip(names, binary, strict=True):
             if name in signature.binary_only and not is_binary:
-                raise UserError(f"output {name!r} is BF16, which JSON cannot represent", remedy="Request binary_data.")
+                raise UserError(
+                    f"output {name!r} is BF16, which JSON cannot represent",
+                    remedy="Request binary_data.",
+                )
     return names, tuple(binary) if any(binary) else ()
 
 
 def _read_output_names(listed: Any, signature: ModelSignature) -> tuple[str, ...]:
-    if type(listed) is not list or not all(type(i) is dict and type(i.get("name")) is str for i in listed):
+    if type(listed) is not list or not all(
+        type(i) is dict and type(i.get("name")) is str for i in listed
+    ):
         raise UserError("outputs must be a list of objects with a name")
     names = tuple(item["name"] for item in listed)
     if not all(name in signature.outputs for name in names) or len(set(names)) != len(names):
@@ -166,9 +187,13 @@ def _is_output_binary(item: dict[str, Any], *, default: bool) -> bool:
     place = f"output {item['name']!r}"
     parameters = _check_parameters(item.get("parameters") or {}, place)
     if parameters.get("classification"):
-        raise UserError(f"{place}: classification is not supported", remedy="Request the output itself.")
+        raise UserError(
+            f"{place}: classification is not supported", remedy="Request the output itself."
+        )
     if any(name in parameters for name in _SHARED_MEMORY):
-        raise UserError(f"{place}: shared memory is not supported", remedy="Read the data from the response.")
+        raise UserError(
+            f"{place}: shared memory is not supported", remedy="Read the data from the response."
+        )
     return _get_flag(parameters, "binary_data", default=default)
 
 
@@ -206,14 +231,20 @@ def read_invocation(
     if header_length is not None:
         return read_infer(body, header_length, signature)
     if kind == "application/octet-stream":
-        raise UserError("a body in the binary form needs the header inference-header-content-length")
+        raise UserError(
+            "a body in the binary form needs the header inference-header-content-length"
+        )
     body = bytes(body)
     if kind == "text/csv":
         columns = _map_columns(*_read_csv(body), signature)
         return _build_request(columns, signature, ResponseFormat.RECORDS, literals=True, text=True)
     document, literals = parse_document(body)
     inputs = document.get("inputs") if type(document) is dict else None
-    if type(inputs) is list and inputs and all(type(item) is dict and "datatype" in item for item in inputs):
+    if (
+        type(inputs) is list
+        and inputs
+        and all(type(item) is dict and "datatype" in item for item in inputs)
+    ):
         return _read_document(document, signature, literals=literals)
     return _read_mlflow(document, signature, literals)
 
@@ -228,14 +259,18 @@ def _read_mlflow(document: Any, signature: ModelSignature, literals: bool) -> In
     columns: Mapping[str, object]
     match form:
         case "inputs":
-            columns = content if type(content) is dict else {signature.get_only_input(form): content}
+            columns = (
+                content if type(content) is dict else {signature.get_only_input(form): content}
+            )
         case "instances":
             columns = _read_instances(content, signature)
         case "dataframe_split":
             columns = _map_columns(*_read_split(content), signature)
         case _:
             columns = _map_columns(*_read_records(content), signature)
-    response_format = ResponseFormat.RECORDS if form.startswith("dataframe") else ResponseFormat.NAMED
+    response_format = (
+        ResponseFormat.RECORDS if form.startswith("dataframe") else ResponseFormat.NAMED
+    )
     return _build_request(columns, signature, response_format, literals=literals)
 
 
@@ -264,7 +299,10 @@ def _build_request(
     text: bool = False,
 ) -> InferenceRequest:
     for name in signature.binary_only:
-        raise UserError(f"output {name!r} is BF16, which JSON cannot represent", remedy="Use the binary form of v2.")
+        raise UserError(
+            f"output {name!r} is BF16, which JSON cannot represent",
+            remedy="Use the binary form of v2.",
+        )
     feed: dict[str, Array] = {}
     for name, given in columns.items():
         reader, data = signature.get_reader(name), given
@@ -280,7 +318,9 @@ def _build_request(
             if reader.dims[1:] == (1,):
                 reader.check_column(data)
         feed[name] = reader.read_json(accepted, count, data, literals=literals)
-    return InferenceRequest(feed, signature.output_names, signature.check_feed(feed), response_format)
+    return InferenceRequest(
+        feed, signature.output_names, signature.check_feed(feed), response_format
+    )
 
 
 def _measure_nesting(name: str, data: Any) -> list[int]:
@@ -319,7 +359,9 @@ def _read_split(content: Any) -> tuple[list[str], list[list[Any]]]:
 def _read_csv(body: bytes) -> tuple[list[str], list[list[str]]]:
     """Return columns and rows of a CSV table, as pandas and MLflow write it."""
     if body.count(b",") + body.count(b"\n") > MAX_VALUES:
-        raise TooLargeError(f"the table has more than {MAX_VALUES} cells", remedy="Send it in the binary form.")
+        raise TooLargeError(
+            f"the table has more than {MAX_VALUES} cells", remedy="Send it in the binary form."
+        )
     try:
         lines = csv.reader(io.StringIO(body.decode("utf-8-sig"), newline=""), strict=True)
         table = [line for line in lines if line]
@@ -327,7 +369,9 @@ def _read_csv(body: bytes) -> tuple[list[str], list[list[str]]]:
         raise UserError("the body is not CSV in UTF-8", why=str(error)) from error
     names = table[0] if table else []
     if not names or all(map(_is_number, names)):
-        raise UserError("the first line of a table must name its columns")  # otherwise a row would be lost
+        raise UserError(
+            "the first line of a table must name its columns"
+        )  # otherwise a row would be lost
     if len(set(names)) != len(names):
         raise UserError("the table repeats a column")
     for number, row in enumerate(table[1:], start=1):
@@ -344,7 +388,9 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _map_columns(columns: list[str], rows: list[list[Any]], signature: ModelSignature) -> Mapping[str, object]:
+def _map_columns(
+    columns: list[str], rows: list[list[Any]], signature: ModelSignature
+) -> Mapping[str, object]:
     """Return columns by input, or all rows for the only input."""
     names = set(columns)
     if signature.required <= names <= signature.inputs.keys():
@@ -353,5 +399,7 @@ def _map_columns(columns: list[str], rows: list[list[Any]], signature: ModelSign
         return {signature.get_only_input("a table"): rows}
     unknown = [name for name in columns if name not in signature.inputs]
     raise UserError(
-        f"the model has no input {shorten(unknown[0])}" if unknown else "the table lacks an input of the model"
+        f"the model has no input {shorten(unknown[0])}"
+        if unknown
+        else "the table lacks an input of the model"
     )

@@ -30,10 +30,14 @@ RequestHead = Mapping[bytes, bytes]
 
 _INFER = ResponseFormat.INFER
 _JSON_LINE = b"content-type: application/json\r\n"
-_BINARY_LINES = f"content-type: application/octet-stream\r\n{messages.BINARY_LENGTH_HEADER}: %d\r\n".encode()
+_BINARY_LINES = (
+    f"content-type: application/octet-stream\r\n{messages.BINARY_LENGTH_HEADER}: %d\r\n".encode()
+)
 _SAGEMAKER_LINES = f"content-type: {SAGEMAKER_TYPE};json-header-size=%d\r\n".encode()
 _ECHOED = (messages.REQUEST_ID_HEADER.encode(), messages.TRACE_PARENT_HEADER.encode())
-_LENGTH = re.compile(rb"(?:%b: |json-header-size=)([0-9]+)" % messages.BINARY_LENGTH_HEADER.encode())
+_LENGTH = re.compile(
+    rb"(?:%b: |json-header-size=)([0-9]+)" % messages.BINARY_LENGTH_HEADER.encode()
+)
 _TAB = ord("\t")
 _MAX_ECHO_BYTES = 256
 
@@ -112,7 +116,9 @@ def build_error(status: int, message: str, lines: bytes = b"") -> RawResponse:
     return RawResponse(status, _JSON_LINE + lines, orjson.dumps({"error": message}))
 
 
-def build_error_from(error: OnnxOpsError, lines: bytes = b"", *, invocation: bool = False) -> RawResponse:
+def build_error_from(
+    error: OnnxOpsError, lines: bytes = b"", *, invocation: bool = False
+) -> RawResponse:
     """Return the response to a request that failed.
 
     An invocation whose inputs the model rejects gets a 500, not a 422: SageMaker counts 4xx as errors of the caller,
@@ -142,7 +148,12 @@ def format_echoed_headers(head: RequestHead) -> bytes:
     for name in _ECHOED:
         value = head.get(name)
         # It is printable, as the parser accepts no other control character than the tab.
-        if value is not None and len(value) <= _MAX_ECHO_BYTES and value.isascii() and _TAB not in value:
+        if (
+            value is not None
+            and len(value) <= _MAX_ECHO_BYTES
+            and value.isascii()
+            and _TAB not in value
+        ):
             lines += b"%b: %b\r\n" % (name, value)
     return lines
 
@@ -160,10 +171,14 @@ def encode_outputs(
     writers = signature.writers
     if len(arrays) == 1 and not request.binary and request.request_id is None:  # most requests
         (name,), (array,) = request.outputs, arrays
-        return b"".join((signature.outputs_prefix, writers[name].write_json(array), b"]}")), _JSON_LINE
+        return b"".join(
+            (signature.outputs_prefix, writers[name].write_json(array), b"]}")
+        ), _JSON_LINE
     tail: list[bytes] = []
     items = []
-    for name, array, as_bytes in zip(request.outputs, arrays, request.binary or (False,) * len(arrays), strict=True):
+    for name, array, as_bytes in zip(
+        request.outputs, arrays, request.binary or (False,) * len(arrays), strict=True
+    ):
         if as_bytes:
             item, data = writers[name].write_binary(array)
             items.append(item)
@@ -184,22 +199,32 @@ def _encode_predictions(request: InferenceRequest, arrays: Sequence[Array]) -> b
     if request.response_format is ResponseFormat.NAMED:
         content = {
             # orjson takes contiguous arrays of numbers; text and single values must be Python objects.
-            name: array.tolist() if array.dtype.kind == "O" or array.ndim == 0 else np.ascontiguousarray(array)
+            name: array.tolist()
+            if array.dtype.kind == "O" or array.ndim == 0
+            else np.ascontiguousarray(array)
             for name, array in named.items()
         }
     else:
         columns: dict[str, list[Any]] = {}
         for name, array in named.items():
             if array.ndim == 0:
-                raise UserError(f"output {name!r} is a single value and does not fit a table; send inputs or instances")
+                raise UserError(
+                    f"output {name!r} is a single value and does not fit a table; send inputs or instances"
+                )
             flat = array[:, 0] if array.shape[1:] == (1,) else array
             # Numbers through JSON, so that float32 keeps its short text and NaN becomes null, as in every other form.
             columns[name] = (
                 flat.tolist()
                 if flat.dtype.kind == "O"
-                else orjson.loads(orjson.dumps(np.ascontiguousarray(flat), option=orjson.OPT_SERIALIZE_NUMPY))
+                else orjson.loads(
+                    orjson.dumps(np.ascontiguousarray(flat), option=orjson.OPT_SERIALIZE_NUMPY)
+                )
             )
         if len(set(map(len, columns.values()))) > 1:
-            raise UserError("the outputs differ in length and do not fit a table; send inputs or instances")
-        content = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+            raise UserError(
+                "the outputs differ in length and do not fit a table; send inputs or instances"
+            )
+        content = [
+            dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+        ]
     return orjson.dumps({"predictions": content}, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -58,7 +58,11 @@ class RunMonitor:
     """
 
     def __init__(
-        self, thread_runs: MetricsRow | None = None, give_up: GiveUp | None = None, *, grace_s: float = GRACE_S
+        self,
+        thread_runs: MetricsRow | None = None,
+        give_up: GiveUp | None = None,
+        *,
+        grace_s: float = GRACE_S,
     ) -> None:
         self.inline_since = 0.0
         self.inline_options: Any = None
@@ -91,13 +95,17 @@ class RunMonitor:
         with self._changed:
             self._runs.append(run)
             self._thread_runs[place] += 1  # before the run begins: the process could die of it
-            if self._thread is None or deadline < self._wakes_at:  # waking it for each run would take 20 µs
+            if (
+                self._thread is None or deadline < self._wakes_at
+            ):  # waking it for each run would take 20 µs
                 self._wake()
         try:
             yield run.options
         except RunTimeoutError as error:
             seconds = time.perf_counter() - started_at
-            raise RunTimeoutError(f"the run of the model was ended after {seconds:.3g} s, at its deadline") from error
+            raise RunTimeoutError(
+                f"the run of the model was ended after {seconds:.3g} s, at its deadline"
+            ) from error
         finally:
             with self._changed:
                 self._runs.remove(run)
@@ -153,5 +161,7 @@ class RunMonitor:
 
 def end_process(_slot: int, _cell: int) -> None:
     """End this process, whose supervisor replaces it: a thread in native code cannot be ended alone."""
-    _log.error("a run did not end within %.0f s after its deadline; process %d ends", GRACE_S, os.getpid())
+    _log.error(
+        "a run did not end within %.0f s after its deadline; process %d ends", GRACE_S, os.getpid()
+    )
     os.kill(os.getpid(), signal.SIGKILL)

@@ -113,7 +113,11 @@ class InferenceService:
         self._loop = asyncio.get_running_loop()
 
     def handle(
-        self, route: InferenceRoute, head: RequestHead, body: RequestBody, respond: Callable[[RawResponse], None]
+        self,
+        route: InferenceRoute,
+        head: RequestHead,
+        body: RequestBody,
+        respond: Callable[[RawResponse], None],
     ) -> RawResponse | PendingRequest:
         """Return the response, or the queued request that calls `respond` with it.
 
@@ -146,27 +150,46 @@ class InferenceService:
                         loaded = control.replica
             if self._header[OUT_OF_SERVICE]:
                 self.check_in_service(loaded)
-            if not (route.coding or self.must_queue) and loaded.should_run_inline(self.deployments.leader, head, body):
+            if not (route.coding or self.must_queue) and loaded.should_run_inline(
+                self.deployments.leader, head, body
+            ):
                 response = self._answer_inline(loaded, route, head, body, drawn_cell)
             if response is None:
                 is_inline = False
                 return self._enqueue(
-                    PendingRequest(route, head, body, respond, started_at, snapshot, loaded, draw, cell, comparable)
+                    PendingRequest(
+                        route,
+                        head,
+                        body,
+                        respond,
+                        started_at,
+                        snapshot,
+                        loaded,
+                        draw,
+                        cell,
+                        comparable,
+                    )
                 )
             loaded.row[RUNS] += 1
         except OnnxOpsError as error:
             lines = b"" if loaded is None else loaded.header_lines
             response = responses.build_error_from(error, lines, invocation=route.invocation)
-            is_judged = draw is not None and self._is_judged(error, snapshot, loaded, route, head, body)
+            is_judged = draw is not None and self._is_judged(
+                error, snapshot, loaded, route, head, body
+            )
         except Exception:
             _log.exception("a request failed unexpectedly")
-            response = responses.build_internal_error(b"" if loaded is None else loaded.header_lines)
+            response = responses.build_internal_error(
+                b"" if loaded is None else loaded.header_lines
+            )
         seconds = time.perf_counter() - started_at
         service_s = seconds if comparable and is_inline else 0.0
         is_judged = is_judged and draw is not None
         service_s = self._count(loaded, response.status, seconds, service_s, is_judged)
         if loaded is not None and draw is not None and is_judged and self._cells.is_watching:
-            self._cells.count(draw, loaded.slot, cell, response.status, service_s if draw.is_timed else 0.0)
+            self._cells.count(
+                draw, loaded.slot, cell, response.status, service_s if draw.is_timed else 0.0
+            )
         self._finish(snapshot, loaded, route, head, body, draw, cell, response, seconds)
         return response
 
@@ -187,7 +210,9 @@ class InferenceService:
 
     def has_serving_lease(self, ahead_s: float = 0.0) -> bool:
         """Return whether a server whose table is leased may answer requests, now and in so many seconds."""
-        return time.clock_gettime_ns(time.CLOCK_BOOTTIME) + ahead_s * 1e9 < self._header[SERVING_LEASE]
+        return (
+            time.clock_gettime_ns(time.CLOCK_BOOTTIME) + ahead_s * 1e9 < self._header[SERVING_LEASE]
+        )
 
     def _fall_back(self, snapshot: TableSnapshot) -> LoadedDeployment:
         """Return the deployment that answers without a lease. Its request is no evidence: it is of no draw."""
@@ -247,7 +272,12 @@ class InferenceService:
             )
 
     def _answer_inline(
-        self, loaded: LoadedDeployment, route: InferenceRoute, head: RequestHead, body: RequestBody, drawn_cell: int
+        self,
+        loaded: LoadedDeployment,
+        route: InferenceRoute,
+        head: RequestHead,
+        body: RequestBody,
+        drawn_cell: int,
     ) -> RawResponse | None:
         """Return the response of a run on the event loop; None if it was ended, and the request must be queued.
 
@@ -261,7 +291,11 @@ class InferenceService:
         try:
             return loaded.answer_inline(route, head, body)
         except RunTimeoutError:
-            _log.warning("a run of %s took more than %g s on the event loop", loaded.deployment.name, INLINE_LIMIT_S)
+            _log.warning(
+                "a run of %s took more than %g s on the event loop",
+                loaded.deployment.name,
+                INLINE_LIMIT_S,
+            )
             loaded.must_queue = True
             self._loop.call_later(_REST_S, self._end_rest, loaded)
             return None
@@ -288,14 +322,20 @@ class InferenceService:
     def choose(self, model: str, version: str | None, head: RequestHead) -> LoadedDeployment:
         """Return the deployment that would answer a request; raises NotFoundError or ServiceUnavailableError."""
         snapshot = self._get_served()
-        requested = self._find_requested(snapshot, InferenceRoute(model=model, version=version), head)
+        requested = self._find_requested(
+            snapshot, InferenceRoute(model=model, version=version), head
+        )
         if requested is not None:
             return requested
         router = snapshot.router
         if router.fallback and not self._has_lease():
             return snapshot.get_deployment(router.fallback)
         key = head.get(_USER_KEY)
-        slot = int(self._draw() * 100) if key is None else self._get_draw(snapshot).slots[router.get_cell(key)]
+        slot = (
+            int(self._draw() * 100)
+            if key is None
+            else self._get_draw(snapshot).slots[router.get_cell(key)]
+        )
         return snapshot.get_deployment(router.slots[slot])
 
     def _get_draw(self, snapshot: TableSnapshot) -> CellDraw:
@@ -318,7 +358,9 @@ class InferenceService:
             request.queue_seconds = started_at - request.started_at
         due = [r for r in requests if not r.abandoned and started_at < r.deadline]
         results: list[tuple[PendingRequest, Result]] = [
-            (r, DeadlineExceededError("the request was queued past its deadline")) for r in requests if r not in due
+            (r, DeadlineExceededError("the request was queued past its deadline"))
+            for r in requests
+            if r not in due
         ]
         runs: Sequence[tuple[float, int]] = ()
         try:
@@ -341,11 +383,15 @@ class InferenceService:
 
     def _limit_runs(self, requests: Sequence[PendingRequest]) -> AbstractContextManager[Any]:
         """Limit runs of requests on this thread: see `RunMonitor.limit`."""
-        deadline = min(time.perf_counter() + self._run_timeout_s, max(r.expires_at for r in requests))
+        deadline = min(
+            time.perf_counter() + self._run_timeout_s, max(r.expires_at for r in requests)
+        )
         cell = min(0 if request.draw is None else request.cell + 1 for request in requests)
         return self.monitor.limit(deadline, requests[0].loaded.slot, cell)
 
-    def _deliver(self, results: Sequence[tuple[PendingRequest, Result]], runs: Sequence[tuple[float, int]]) -> None:
+    def _deliver(
+        self, results: Sequence[tuple[PendingRequest, Result]], runs: Sequence[tuple[float, int]]
+    ) -> None:
         loaded = results[0][0].loaded
         for seconds, count in runs:
             loaded.row[RUNS] += 1
@@ -356,7 +402,9 @@ class InferenceService:
                 response = result
             else:
                 invocation = request.route.invocation
-                response = responses.build_error_from(result, request.loaded.header_lines, invocation=invocation)
+                response = responses.build_error_from(
+                    result, request.loaded.header_lines, invocation=invocation
+                )
             seconds = time.perf_counter() - request.started_at
             if request.abandoned:
                 response = RawResponse(_CLIENT_GONE, b"", b"")
@@ -368,13 +416,26 @@ class InferenceService:
                 is_timed = request.draw is not None and request.draw.is_timed
                 self._cells.finish(request.place, response.status, service_s if is_timed else 0.0)
             self._finish(
-                *(request.snapshot, loaded, request.route, request.head, request.body, request.draw, request.cell),
+                *(
+                    request.snapshot,
+                    loaded,
+                    request.route,
+                    request.head,
+                    request.body,
+                    request.draw,
+                    request.cell,
+                ),
                 *(response, seconds, request.queue_seconds),
             )
             request.respond(response)
 
     def _count(
-        self, loaded: LoadedDeployment | None, status: int, seconds: float, service_s: float, is_judged: bool
+        self,
+        loaded: LoadedDeployment | None,
+        status: int,
+        seconds: float,
+        service_s: float,
+        is_judged: bool,
     ) -> float:
         """Count a request whose response is ready; return its comparable latency.
 
@@ -418,7 +479,9 @@ class InferenceService:
             # Requests for which a client has selected the deployment decide neither an A/B test nor about a shadow.
             if draw is not None:
                 request_id = head.get(_REQUEST_ID)
-                self.feedback.remember(request_id, loaded.slot, snapshot.split_number, draw.epoch, cell)
+                self.feedback.remember(
+                    request_id, loaded.slot, snapshot.split_number, draw.epoch, cell
+                )
                 for shadow, percent in snapshot.shadow if status == 200 else ():
                     if shadow is not loaded and self._draw() * 100 < percent:
                         tolerance = snapshot.table.state.split.shadow_tolerance
@@ -443,7 +506,10 @@ class InferenceService:
 
 
 def run_requests(
-    loaded: LoadedDeployment, requests: Sequence[PendingRequest], limit: LimitRuns, inflated: InflateBudget
+    loaded: LoadedDeployment,
+    requests: Sequence[PendingRequest],
+    limit: LimitRuns,
+    inflated: InflateBudget,
 ) -> tuple[list[Result], list[tuple[float, int]]]:
     """Run requests within their limits, in batches where the model allows it.
 
@@ -480,10 +546,14 @@ def run_requests(
             except RunTimeoutError as error:
                 results |= dict.fromkeys(group, error)
                 continue
-        outputs: Sequence[tuple[Array, ...] | None] = [None] * len(batch) if together is None else together
+        outputs: Sequence[tuple[Array, ...] | None] = (
+            [None] * len(batch) if together is None else together
+        )
         for position, member, arrays in zip(group, batch, outputs, strict=True):
             try:
-                results[position] = run_alone(position, member) if arrays is None else loaded.encode(member, arrays)
+                results[position] = (
+                    run_alone(position, member) if arrays is None else loaded.encode(member, arrays)
+                )
             except OnnxOpsError as error:
                 results[position] = _forget_frames(error)
     return [results[position] for position in range(len(requests))], runs
@@ -502,7 +572,9 @@ def group_requests(requests: Mapping[int, InferenceRequest], *, batchable: bool)
     groups: list[list[int]] = []
     open_groups: dict[object, tuple[list[int], int]] = {}
     for position, request in requests.items():
-        tensors = tuple(sorted((name, a.dtype.str, a.shape[1:]) for name, a in request.feed.items()))
+        tensors = tuple(
+            sorted((name, a.dtype.str, a.shape[1:]) for name, a in request.feed.items())
+        )
         kind = (request.outputs, tensors) if request.rows else None
         group, rows = open_groups.get(kind, ([], 0))
         if not group or kind is None or rows + request.rows > MAX_BATCH_ROWS:
@@ -514,10 +586,16 @@ def group_requests(requests: Mapping[int, InferenceRequest], *, batchable: bool)
 
 
 def _run_together(
-    loaded: LoadedDeployment, requests: Sequence[InferenceRequest], runs: list[tuple[float, int]], options: Any
+    loaded: LoadedDeployment,
+    requests: Sequence[InferenceRequest],
+    runs: list[tuple[float, int]],
+    options: Any,
 ) -> list[tuple[Array, ...]] | None:
     """Return outputs by request; None if the run fails or rows do not match. Raises RunTimeoutError."""
-    feed = {name: np.concatenate([request.feed[name] for request in requests]) for name in requests[0].feed}
+    feed = {
+        name: np.concatenate([request.feed[name] for request in requests])
+        for name in requests[0].feed
+    }
     started_at = time.perf_counter()
     try:
         arrays = loaded.run(requests[0].outputs, feed, options)

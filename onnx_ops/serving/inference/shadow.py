@@ -70,13 +70,19 @@ class MirroredRequest:
 
 
 def encode_request(
-    route: InferenceRoute, head: RequestHead, body: RequestBody, expected: RawResponse, tolerance: float
+    route: InferenceRoute,
+    head: RequestHead,
+    body: RequestBody,
+    expected: RawResponse,
+    tolerance: float,
 ) -> tuple[RequestBody, ...]:
     """Return the buffers of a message, which `take_requests` decodes."""
     kind, length = head.get(_CONTENT_TYPE, b""), head.get(_BINARY_LENGTH, b"")
     lines, content = expected.lines, expected.body
     way = route.invocation, _CODINGS.index(route.coding)
-    prefix = _PREFIX.pack(len(kind), len(length), len(lines), len(body), len(content), tolerance, *way)
+    prefix = _PREFIX.pack(
+        len(kind), len(length), len(lines), len(body), len(content), tolerance, *way
+    )
     if len(body) + len(content) <= _MAX_JOINED_BYTES:
         return (b"".join((prefix, kind, length, lines, body, content)),)
     return b"".join((prefix, kind, length, lines)), *(part for part in (body, content) if part)
@@ -117,7 +123,9 @@ class ShadowQueue:
         limit: messages of one queue.
     """
 
-    def __init__(self, connect: Callable[[int], socket.socket], *, limit: int = _MAX_QUEUED) -> None:
+    def __init__(
+        self, connect: Callable[[int], socket.socket], *, limit: int = _MAX_QUEUED
+    ) -> None:
         self._connect = connect
         self._limit = limit
         self._links: dict[int, _ShadowLink] = {}
@@ -230,7 +238,9 @@ class _ShadowLink:
             self._socket = None
         if self._sent_bytes or (self._buffers and not self._buffers[0][1]):
             self._row[SHADOW_DROPPED] += 1  # another connection cannot continue a message
-            starts = (place for place, (_, is_first) in enumerate(self._buffers) if is_first and place)
+            starts = (
+                place for place, (_, is_first) in enumerate(self._buffers) if is_first and place
+            )
             self._drop(next(starts, len(self._buffers)))
 
     def _drop(self, count: int) -> None:
@@ -265,7 +275,9 @@ def responses_differ(expected: RawResponse, actual: RawResponse, tolerance: floa
     infinities and NaN must have the same places. Everything else must be equal.
     """
     before, after = _decode_outputs(expected), _decode_outputs(actual)
-    return before.keys() != after.keys() or any(_differ(before[name], after[name], tolerance) for name in before)
+    return before.keys() != after.keys() or any(
+        _differ(before[name], after[name], tolerance) for name in before
+    )
 
 
 def _decode_outputs(response: RawResponse) -> dict[str, Any]:
@@ -276,7 +288,11 @@ def _decode_outputs(response: RawResponse) -> dict[str, Any]:
         predictions = document["predictions"]
         if isinstance(predictions, dict):
             return predictions
-        if isinstance(predictions, list) and predictions and all(isinstance(row, dict) for row in predictions):
+        if (
+            isinstance(predictions, list)
+            and predictions
+            and all(isinstance(row, dict) for row in predictions)
+        ):
             return {name: [row.get(name) for row in predictions] for name in predictions[0]}
         return {"": predictions}
     outputs: dict[str, Any] = {}
@@ -288,7 +304,10 @@ def _decode_outputs(response: RawResponse) -> dict[str, Any]:
         else:
             raw, place = response.body[place : place + length], place + length
             kind = _FLOATS.get(output["datatype"])
-            outputs[output["name"]] = (output["shape"], raw if kind is None else np.frombuffer(raw, kind))
+            outputs[output["name"]] = (
+                output["shape"],
+                raw if kind is None else np.frombuffer(raw, kind),
+            )
     return outputs
 
 

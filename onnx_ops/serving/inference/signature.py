@@ -57,7 +57,10 @@ class TensorWriter:
 
     def __init__(self, spec: TensorSpec) -> None:
         self._is_text = spec.dtype == "string"
-        self._prefix = orjson.dumps({"name": spec.name, "datatype": DATATYPE_OF[spec.dtype]})[:-1] + b',"shape":'
+        self._prefix = (
+            orjson.dumps({"name": spec.name, "datatype": DATATYPE_OF[spec.dtype]})[:-1]
+            + b',"shape":'
+        )
         self._last: tuple[tuple[int, ...], bytes] = (), b""
         self._last_binary: tuple[tuple[int, ...], int, bytes] = (), 0, b""
 
@@ -70,7 +73,9 @@ class TensorWriter:
             data = orjson.dumps(flat, None, _NUMPY)
         else:
             pieces = (flat[start : start + _PIECE] for start in range(0, flat.size, _PIECE))
-            data = b"[%b]" % b",".join([orjson.dumps(piece, None, _NUMPY)[1:-1] for piece in pieces])
+            data = b"[%b]" % b",".join(
+                [orjson.dumps(piece, None, _NUMPY)[1:-1] for piece in pieces]
+            )
         shape, prefix = self._last
         if array.shape != shape or not prefix:
             shape = array.shape
@@ -80,11 +85,19 @@ class TensorWriter:
 
     def write_binary(self, array: Array) -> tuple[bytes, bytes]:
         """Return the tensor without its data, and its data in the binary form."""
-        data = join_text(text.encode() for text in array.reshape(-1).tolist()) if self._is_text else array.tobytes()
+        data = (
+            join_text(text.encode() for text in array.reshape(-1).tolist())
+            if self._is_text
+            else array.tobytes()
+        )
         shape, size, item = self._last_binary
         if array.shape != shape or len(data) != size or not item:
             shape, size = array.shape, len(data)
-            item = b'%b%b,"parameters":{"binary_data_size":%d}}' % (self._prefix, orjson.dumps(shape), size)
+            item = b'%b%b,"parameters":{"binary_data_size":%d}}' % (
+                self._prefix,
+                orjson.dumps(shape),
+                size,
+            )
             self._last_binary = shape, size, item  # in one step: other threads read it
         return item, data
 
@@ -129,10 +142,16 @@ class ModelSignature:
                 if isinstance(symbol, str) and symbol != "?":  # `?` is a dimension without a name
                     places[symbol] = (*places.get(symbol, ()), (spec.name, axis))
         self.shared_dims = {symbol: listed for symbol, listed in places.items() if len(listed) > 1}
-        self.binary_only = frozenset(name for name, spec in outputs.items() if spec.dtype == "bfloat16")
-        self.has_bfloat16 = any(spec.dtype == "bfloat16" for spec in (*inputs.values(), *outputs.values()))
+        self.binary_only = frozenset(
+            name for name, spec in outputs.items() if spec.dtype == "bfloat16"
+        )
+        self.has_bfloat16 = any(
+            spec.dtype == "bfloat16" for spec in (*inputs.values(), *outputs.values())
+        )
         self.has_text_input = any(spec.dtype == "string" for spec in inputs.values())
-        self.has_fixed_rows = any(not spec.shape or isinstance(spec.shape[0], int) for spec in outputs.values())
+        self.has_fixed_rows = any(
+            not spec.shape or isinstance(spec.shape[0], int) for spec in outputs.values()
+        )
         self.response_prefix = orjson.dumps({"model_name": model, "model_version": version})[:-1]
         self.outputs_prefix = self.response_prefix + b',"outputs":['
 
@@ -161,20 +180,26 @@ class ModelSignature:
             for size, name in sizes:
                 if size != sizes[0][0]:
                     first, first_name = sizes[0]
-                    raise UserError(f"dimension {symbol!r} is {first} in tensor {first_name!r} but {size} in {name!r}")
+                    raise UserError(
+                        f"dimension {symbol!r} is {first} in tensor {first_name!r} but {size} in {name!r}"
+                    )
 
     def get_reader(self, name: object) -> TensorReader:
         """Return the reader of an input. Raises UserError if the model has no such input."""
         reader = self.readers.get(name) if isinstance(name, str) else None
         if reader is None:
-            raise UserError(f"the model has no input {shorten(name)}; its inputs are {', '.join(self.inputs)}")
+            raise UserError(
+                f"the model has no input {shorten(name)}; its inputs are {', '.join(self.inputs)}"
+            )
         return reader
 
     def get_only_input(self, form: str) -> str:
         """Return the only input. Raises UserError if there are several."""
         names = [name for name in self.inputs if name in self.required] or list(self.inputs)
         if len(names) != 1:
-            raise UserError(f"the model has several inputs; {form} must name them: {', '.join(self.inputs)}")
+            raise UserError(
+                f"the model has several inputs; {form} must name them: {', '.join(self.inputs)}"
+            )
         return names[0]
 
 

@@ -27,7 +27,11 @@ from onnx_ops.ports.data import Array
 
 DATATYPE_OF: Mapping[str, str] = {
     "bool": "BOOL",
-    **{f"{kind}{bits}": f"{kind}{bits}".upper() for kind in ("uint", "int") for bits in (8, 16, 32, 64)},
+    **{
+        f"{kind}{bits}": f"{kind}{bits}".upper()
+        for kind in ("uint", "int")
+        for bits in (8, 16, 32, 64)
+    },
     "float16": "FP16",
     "bfloat16": "BF16",
     "float32": "FP32",
@@ -96,7 +100,11 @@ _JSON_NAMES = {
 def describe_tensor(spec: TensorSpec, *, optional: bool = False) -> dict[str, object]:
     """Return the metadata of an input or output: -1 for a free dimension."""
     shape = [d if isinstance(d, int) else -1 for d in spec.shape]
-    document: dict[str, object] = {"name": spec.name, "datatype": DATATYPE_OF[spec.dtype], "shape": shape}
+    document: dict[str, object] = {
+        "name": spec.name,
+        "datatype": DATATYPE_OF[spec.dtype],
+        "shape": shape,
+    }
     return {**document, "parameters": {"optional": True}} if optional else document
 
 
@@ -149,7 +157,11 @@ class LargeArray(LazyArray):
             for piece in self._divide():
                 buffer: Any = parser.parse(piece).as_buffer(of_type=_LAZY_CODES[kind])  # type: ignore[union-attr]
                 numbers.append(np.frombuffer(buffer, f"{kind}8"))
-        except (TypeError, ValueError, RuntimeError):  # simdjson: an integer of more than 64 bits is a RuntimeError
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ):  # simdjson: an integer of more than 64 bits is a RuntimeError
             return None
         flat = np.concatenate(numbers)
         return flat if flat.size == math.prod(self.shape) else None
@@ -160,7 +172,9 @@ class LargeArray(LazyArray):
         while cut >= 0:
             is_last = self._end - start <= _PIECE_BYTES
             cut = -1 if is_last else self._body.rfind(b",", start, start + _PIECE_BYTES)
-            yield b"[%b]" % self._body[start : cut if cut >= 0 else self._end].translate(_WITHOUT_BRACKETS)
+            yield b"[%b]" % self._body[start : cut if cut >= 0 else self._end].translate(
+                _WITHOUT_BRACKETS
+            )
             start = cut + 1
 
     def to_lists(self) -> list[Any]:
@@ -191,7 +205,9 @@ def _take_large_arrays(body: bytes) -> tuple[bytes, dict[str, LazyArray]]:
         if depth > _MAX_RANK:  # no tensor, and measuring it would take the square of its depth
             continue
         end = body.find(b"]" * depth, place) + depth
-        if end - start < _LARGE_ARRAY_BYTES or any(body.find(other, start, end) >= 0 for other in _NOT_OF_NUMBERS):
+        if end - start < _LARGE_ARRAY_BYTES or any(
+            body.find(other, start, end) >= 0 for other in _NOT_OF_NUMBERS
+        ):
             continue
         if shape := _measure(body, start, end, depth):
             name = secrets.token_hex(16)
@@ -206,7 +222,9 @@ def _measure(body: bytes, start: int, end: int, depth: int) -> tuple[int, ...]:
     pieces = []
     for place in range(start, end, _PIECE_BYTES):
         letters = np.frombuffer(body, np.uint8)[place : min(place + _PIECE_BYTES, end)]
-        pieces.append(letters[(letters == ord(",")) | (letters == ord("[")) | (letters == ord("]"))].tobytes())
+        pieces.append(
+            letters[(letters == ord(",")) | (letters == ord("[")) | (letters == ord("]"))].tobytes()
+        )
     found, row, shape = b"".join(pieces), b"", list[int]()
     for level in reversed(range(depth)):
         ends = np.frombuffer(found, np.uint8)[level + 1 + len(row) :: len(row) + 1] == ord("]")
@@ -320,7 +338,9 @@ class _LazyWalk:
             _check_keys(len(value))
             keys = list(value)
             if len(set(keys)) != len(keys) or any("\0" in name for name in keys):
-                raise ValueError("simdjson takes the first of a repeated key, orjson the last; its keys end at NUL")
+                raise ValueError(
+                    "simdjson takes the first of a repeated key, orjson the last; its keys end at NUL"
+                )
             if len(keys) > _LOOKED_UP:
                 document = value.as_dict()
                 self.brackets += _count_lists(document)
@@ -348,7 +368,9 @@ class _LazyWalk:
         while type(first := level[0][0]) is simdjson.Array:
             size = len(first)
             level = [row for parent in level for row in parent]  # type: ignore[misc]
-            if not size or any(type(row) is not simdjson.Array or len(row) != size for row in level):
+            if not size or any(
+                type(row) is not simdjson.Array or len(row) != size for row in level
+            ):
                 raise ValueError("not rectangular")
             self.brackets += len(level)
             shape.append(size)
@@ -373,7 +395,17 @@ def _count_lists(value: Any) -> int:
 class TensorReader:
     """Makes arrays for one input of a model. All methods raise UserError."""
 
-    __slots__ = ("_pack", "code", "datatype", "dims", "dtype", "elements", "has_free_rows", "name", "spec")
+    __slots__ = (
+        "_pack",
+        "code",
+        "datatype",
+        "dims",
+        "dtype",
+        "elements",
+        "has_free_rows",
+        "name",
+        "spec",
+    )
 
     def __init__(self, spec: TensorSpec) -> None:
         self.spec = spec
@@ -386,7 +418,9 @@ class TensorReader:
         has_code = self.dtype.kind in "fiu" and spec.dtype != "bfloat16"
         self.code = self.dtype.char.replace("l", "q").replace("L", "Q") if has_code else ""
         self.elements = frozenset(
-            {int, float} if spec.dtype.startswith("float") else {{"bool": bool, "string": str}.get(spec.dtype, int)}
+            {int, float}
+            if spec.dtype.startswith("float")
+            else {{"bool": bool, "string": str}.get(spec.dtype, int)}
         )
         self._pack: tuple[int, Callable[..., bytes]] = 0, struct.Struct("").pack
 
@@ -411,11 +445,17 @@ class TensorReader:
         return shape, count
 
     def _shape_error(self, given: object) -> UserError:
-        if type(given) is not list or len(given) > _MAX_RANK or not all(type(d) is int and d >= 0 for d in given):
+        if (
+            type(given) is not list
+            or len(given) > _MAX_RANK
+            or not all(type(d) is int and d >= 0 for d in given)
+        ):
             return self.error(f": shape must be a list of at most {_MAX_RANK} integers from 0")
         return self.error(f" must have shape [{', '.join(map(str, self.spec.shape))}], not {given}")
 
-    def read_json(self, shape: tuple[int, ...], count: int, data: object, *, literals: bool) -> Array:
+    def read_json(
+        self, shape: tuple[int, ...], count: int, data: object, *, literals: bool
+    ) -> Array:
         """Return an array from flat or nested lists.
 
         `shape` and `count` are from `check_shape`; `literals` is whether `data` can contain booleans.
@@ -481,7 +521,9 @@ class TensorReader:
             level = list(chain.from_iterable(level))
         return level
 
-    def read_binary(self, shape: tuple[int, ...], body: RequestBody, start: int, size: int) -> Array:
+    def read_binary(
+        self, shape: tuple[int, ...], body: RequestBody, start: int, size: int
+    ) -> Array:
         """Return an array from `size` bytes at `start`: little-endian, row-major."""
         count = math.prod(shape)
         if self.spec.dtype == "string":
@@ -490,7 +532,11 @@ class TensorReader:
             raise self.error(
                 f": shape {list(shape)} of {self.datatype} needs {count * self.dtype.itemsize} bytes, not {size}"
             )
-        if self.dtype.kind == "b" and count and np.frombuffer(body, np.uint8, count, start).max() > 1:
+        if (
+            self.dtype.kind == "b"
+            and count
+            and np.frombuffer(body, np.uint8, count, start).max() > 1
+        ):
             raise self.error(": a byte of BOOL must be 0 or 1")
         array = np.ndarray(shape, self.dtype, body, start)
         return array if array.flags.aligned else array.copy()  # the runtime reads whole elements
@@ -500,7 +546,9 @@ class TensorReader:
         if count * _TEXT_LENGTH.size > size:
             raise self.error(f": {count} elements of BYTES need more than {size} bytes")
         if count > MAX_VALUES:
-            raise TooLargeError(f"tensor {self.name!r} has more than {MAX_VALUES} elements of BYTES")
+            raise TooLargeError(
+                f"tensor {self.name!r} has more than {MAX_VALUES} elements of BYTES"
+            )
         end = start + size
         elements: list[str] = []
         for _ in range(count):
@@ -509,7 +557,9 @@ class TensorReader:
             (length,) = _TEXT_LENGTH.unpack_from(body, start)
             start += _TEXT_LENGTH.size
             if length > end - start:
-                raise self.error(f": element {len(elements)} announces {length} bytes, but {end - start} follow")
+                raise self.error(
+                    f": element {len(elements)} announces {length} bytes, but {end - start} follow"
+                )
             try:
                 elements.append(str(body[start : start + length], "utf-8"))
             except UnicodeDecodeError as error:
@@ -563,7 +613,10 @@ class TensorReader:
         """Replace null in the rows of a table by NaN, where the input takes fractions."""
         if self.dtype.kind != "f" or type(data) is not list:
             return data
-        return [_fill_row(item) if type(item) is list else math.nan if item is None else item for item in data]
+        return [
+            _fill_row(item) if type(item) is list else math.nan if item is None else item
+            for item in data
+        ]
 
     def check_column(self, data: Any) -> None:
         """Raise UserError with the row of the first value of a wrong type."""

@@ -65,7 +65,9 @@ class TrafficRouter:
     def __post_init__(self) -> None:
         weights = Counter(self.slots)
         fewest = min(weights.values()) if len(weights) == 2 else len(self.slots)
-        self.comparable = tuple(slot - self.slots.index(name) < fewest for slot, name in enumerate(self.slots))
+        self.comparable = tuple(
+            slot - self.slots.index(name) < fewest for slot, name in enumerate(self.slots)
+        )
         self._salt = zlib.crc32(self.experiment.encode())
         self.draw = CellDraw(self.generation, 0, _STICKY_SLOTS)
 
@@ -104,7 +106,9 @@ class TrafficRouter:
             if (value := head.get(header)) is not None:
                 name = value.decode("latin-1")
                 if name not in self.names:
-                    raise NotFoundError(f"no deployment is named {name!r} (header {header.decode()})")
+                    raise NotFoundError(
+                        f"no deployment is named {name!r} (header {header.decode()})"
+                    )
                 return name
         return None
 

@@ -12,7 +12,9 @@ from onnx_ops.domain.endpoint import Deployment
 
 ROOT = Path("/")
 """Where /proc and /sys are read."""
-_CUDA_PROVIDERS = frozenset({"CUDAExecutionProvider", "NvTensorRTRTXExecutionProvider", "TensorrtExecutionProvider"})
+_CUDA_PROVIDERS = frozenset(
+    {"CUDAExecutionProvider", "NvTensorRTRTXExecutionProvider", "TensorrtExecutionProvider"}
+)
 _NVML = "libnvidia-ml.so.1"
 """NVIDIA's management library, a part of the driver."""
 
@@ -42,7 +44,10 @@ def _list_group_bytes(root: Path) -> Iterator[int]:
         if number == "0" and not controllers:
             mount, files = base, ("memory.max", "memory.current", "")
         elif "memory" in controllers.split(","):
-            mount, files = base / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            mount, files = (
+                base / "memory",
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+            )
         else:
             continue
         for folder in _list_groups(mount, name):
@@ -86,8 +91,12 @@ def _read_numbers(path: Path) -> dict[str, int]:
 
 def list_gpus(deployments: Iterable[Deployment]) -> frozenset[str]:
     """Return the GPUs that the execution providers of deployments name, as numbers among the visible ones."""
-    providers = (provider for deployment in deployments for provider in deployment.execution.providers)
-    return frozenset(p.options.get("device_id", "0") for p in providers if p.name in _CUDA_PROVIDERS)
+    providers = (
+        provider for deployment in deployments for provider in deployment.execution.providers
+    )
+    return frozenset(
+        p.options.get("device_id", "0") for p in providers if p.name in _CUDA_PROVIDERS
+    )
 
 
 class _Memory(ctypes.Structure):
@@ -112,7 +121,11 @@ class GpuMemory:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         count = ctypes.c_uint()
         library.nvmlDeviceGetCount_v2(ctypes.byref(count))
-        order = [str(number) for number in range(count.value)] if visible is None else visible.split(",")
+        order = (
+            [str(number) for number in range(count.value)]
+            if visible is None
+            else visible.split(",")
+        )
         by_bus = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
         for gpu in gpus:
             if not gpu.isdecimal() or int(gpu) >= len(order):
@@ -132,7 +145,9 @@ class GpuMemory:
         free: dict[str, int] = {}
         for gpu, device in self._devices.items():
             memory = _Memory()
-            if self._library is not None and not self._library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
+            if self._library is not None and not self._library.nvmlDeviceGetMemoryInfo(
+                device, ctypes.byref(memory)
+            ):
                 free[gpu] = memory.free
         return free
 

@@ -56,7 +56,12 @@ class MemoryNeed:
     @property
     def total_bytes(self) -> int:
         """All of it, with the reserve."""
-        return self.workers * self.worker_bytes + self.shadow_bytes + self.reserve_bytes + self.restart_bytes
+        return (
+            self.workers * self.worker_bytes
+            + self.shadow_bytes
+            + self.reserve_bytes
+            + self.restart_bytes
+        )
 
     def fits(self, available_bytes: int) -> bool:
         """Return whether so much memory suffices. What needs none always fits."""
@@ -113,7 +118,9 @@ class MemoryMeter:
         for gpu, free in self.gpu_memory.read_free_bytes().items():
             self._free[gpu] = min(free, self._free.get(gpu, free))
         need = MemoryNeed(workers=1, worker_bytes=private - self.before_bytes)
-        self.has_exceeded = HOST in self.available_bytes and not need.fits(self.available_bytes[HOST])
+        self.has_exceeded = HOST in self.available_bytes and not need.fits(
+            self.available_bytes[HOST]
+        )
 
     def compute_peak(self, private_bytes: int, resident_bytes: int) -> Mapping[str, int]:
         """Return the bytes that the process needed at its peak, by the kind of memory.
@@ -127,7 +134,9 @@ class MemoryMeter:
         """
         private = max(self._private, private_bytes, resident_bytes - self._shared)
         peak = {HOST: max(0, private - self.before_bytes)} if HOST in self.available_bytes else {}
-        return peak | {gpu: max(0, self.available_bytes[gpu] - free) for gpu, free in self._free.items()}
+        return peak | {
+            gpu: max(0, self.available_bytes[gpu] - free) for gpu, free in self._free.items()
+        }
 
     def close(self) -> None:
         """Release what reads the memory of GPUs."""
@@ -158,7 +167,9 @@ def measure_server_memory(pids: Collection[int]) -> ServerMemory | None:
     used = _measure_workers(pids, measure_memory(os.getpid())[0])
     if available_bytes is None or not used:
         return None
-    return ServerMemory(workers=len(used), worker_bytes=statistics.median_low(used), available_bytes=available_bytes)
+    return ServerMemory(
+        workers=len(used), worker_bytes=statistics.median_low(used), available_bytes=available_bytes
+    )
 
 
 def _measure_workers(pids: Collection[int], before_bytes: int) -> list[int]:
@@ -191,7 +202,9 @@ def check_memory(
     for kind, need in needs.items():
         memory = f"memory of GPU {kind}" if kind else "memory"
         text = f"{_format_up(need.total_bytes)} of {memory} ({_describe_need(need)})"
-        text += f", and {available[kind] // _MIB:,} MiB are available beside the running deployments"
+        text += (
+            f", and {available[kind] // _MIB:,} MiB are available beside the running deployments"
+        )
         if not need.fits(available[kind]):
             raise _build_memory_error(deployments, memory, f"it needs {text}")
         _log.info("deployment %s needs %s", names, text)

@@ -30,9 +30,21 @@ from onnx_ops.protocol.server_process import ServerOptions
 from onnx_ops.serving.inference.deployments import DeployedModel, TableRevision
 from onnx_ops.serving.inference.run_monitor import RunMonitor
 from onnx_ops.serving.inference.shadow import run_mirrored_request, take_requests
-from onnx_ops.serving.metrics import IN_PROGRESS, SHADOW_FAILED, SHADOW_RESTARTS, MetricsRow, SharedMetrics, count_load
+from onnx_ops.serving.metrics import (
+    IN_PROGRESS,
+    SHADOW_FAILED,
+    SHADOW_RESTARTS,
+    MetricsRow,
+    SharedMetrics,
+    count_load,
+)
 from onnx_ops.serving.workers.listeners import SHADOW_SOCKETS, get_shadow_path, listen_unix
-from onnx_ops.serving.workers.worker import ControlChannel, WorkerReady, encode_message, load_deployment
+from onnx_ops.serving.workers.worker import (
+    ControlChannel,
+    WorkerReady,
+    encode_message,
+    load_deployment,
+)
 from onnx_ops.serving.workers.worker_pool import (
     MAX_LOAD_FAILURES,
     compute_restart_pause_s,
@@ -82,7 +94,9 @@ def run_shadow_process(
         with monitor.limit(time.perf_counter() + options.run_timeout) as run_options:
             return loaded.run(outputs, feed, run_options)
 
-    model = DeployedModel(deployment=deployment, signature=loaded.signature, run=run, max_body=options.max_body)
+    model = DeployedModel(
+        deployment=deployment, signature=loaded.signature, run=run, max_body=options.max_body
+    )
     answer_mirrored_requests(model, row, listener, control)
 
 
@@ -193,7 +207,11 @@ class ShadowProcesses:
 
     def get_failed(self) -> Mapping[str, str]:
         """Return shadow deployments that have no process, with the reason."""
-        return {shadow.deployment.name: shadow.failed for shadow in self._shadows.values() if shadow.failed}
+        return {
+            shadow.deployment.name: shadow.failed
+            for shadow in self._shadows.values()
+            if shadow.failed
+        }
 
     def start(self, revision: TableRevision) -> None:
         """Start the missing processes of a revision. Until they have loaded, requests wait for them."""
@@ -203,7 +221,9 @@ class ShadowProcesses:
                 continue
             slot = revision.slots[deployment.name]
             path = get_shadow_path(self._folder, self._shared.origin, slot)
-            shadow = self._shadows[deployment] = _Shadow(deployment, self._shared.get_shadow_row(slot), path)
+            shadow = self._shadows[deployment] = _Shadow(
+                deployment, self._shared.get_shadow_row(slot), path
+            )
             try:
                 shadow.listener = listen_unix(path)
             except OSError as error:
@@ -253,15 +273,21 @@ class ShadowProcesses:
             why = describe_exit(os.waitstatus_to_exitcode(status))
             load_deaths = 0 if ready is not None else load_deaths + 1
             if load_deaths >= MAX_LOAD_FAILURES:
-                shadow.fail(f"{load_deaths} processes ended before they had loaded it, the last with {why}")
+                shadow.fail(
+                    f"{load_deaths} processes ended before they had loaded it, the last with {why}"
+                )
                 return
             deaths = 1 if time.monotonic() - started_at > _STABLE_S else deaths + 1
-            _log.error("the process of shadow %s ended (%s) and is replaced", shadow.deployment.name, why)
+            _log.error(
+                "the process of shadow %s ended (%s) and is replaced", shadow.deployment.name, why
+            )
             shadow.row[SHADOW_FAILED] += was_running  # the request has probably ended it
             self._shared.get_shadow_row(0)[SHADOW_RESTARTS] += 1
             await asyncio.sleep(compute_restart_pause_s(deaths))
 
-    async def _run(self, shadow: _Shadow, listener: socket.socket) -> tuple[WorkerReady | None, int]:
+    async def _run(
+        self, shadow: _Shadow, listener: socket.socket
+    ) -> tuple[WorkerReady | None, int]:
         """Run one process; return its message, if it has loaded the deployment or failed to, and its wait status."""
         ours, theirs = socket.socketpair()
         inherited = self._folder, self._options, shadow.row, listener, theirs, os.getpid()
@@ -280,7 +306,9 @@ class ShadowProcesses:
             shadow.control = None
             if not exit_status.done():  # else its process id may be another's
                 kill_process(pid, signal.SIGKILL)
-        return message if isinstance(message, WorkerReady) else None, await asyncio.shield(exit_status)
+        return message if isinstance(message, WorkerReady) else None, await asyncio.shield(
+            exit_status
+        )
 
     def _add_task(self, run: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(run)

@@ -23,7 +23,13 @@ from pathlib import Path
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.domain.rollout_policy import COLD_START_SAMPLES
-from onnx_ops.errors import ConflictError, InfrastructureError, OnnxOpsError, ServiceUnavailableError, UserError
+from onnx_ops.errors import (
+    ConflictError,
+    InfrastructureError,
+    OnnxOpsError,
+    ServiceUnavailableError,
+    UserError,
+)
 from onnx_ops.file_locks import try_lock
 from onnx_ops.protocol.messages import AdminState, Counts, Lease, UserCountsRequest
 from onnx_ops.protocol.routing_table import RoutingTable, TableFile, build_next_table
@@ -54,7 +60,13 @@ from onnx_ops.serving.metrics import (
     make_row,
 )
 from onnx_ops.serving.rollout_counts import RolloutCounts
-from onnx_ops.serving.workers.listeners import LOOPBACK, ListenerSockets, listen_tcp, listen_unix, receive_sockets
+from onnx_ops.serving.workers.listeners import (
+    LOOPBACK,
+    ListenerSockets,
+    listen_tcp,
+    listen_unix,
+    receive_sockets,
+)
 from onnx_ops.serving.workers.memory_admission import measure_server_memory
 from onnx_ops.serving.workers.shadow_processes import ShadowProcesses
 from onnx_ops.serving.workers.trial_load import LoadPlan, measure_cold_start, run_trial_load
@@ -119,7 +131,8 @@ class TablePublisher:
             )
         if not state.is_equivalent(current):
             raise ConflictError(
-                f"generation {state.generation} is already published with another content", remedy=remedy
+                f"generation {state.generation} is already published with another content",
+                remedy=remedy,
             )
         return self.current is not None and desired in (current, self.current.table)
 
@@ -127,7 +140,9 @@ class TablePublisher:
         """Return the revision that publishes a state or a table; only if `is_published` is false."""
         if isinstance(desired, RoutingTable):
             return self._build_revision(desired)
-        return self._build_revision(build_next_table(None if self.current is None else self.current.table, desired))
+        return self._build_revision(
+            build_next_table(None if self.current is None else self.current.table, desired)
+        )
 
     def publish(self, revision: TableRevision) -> None:
         """Write a revision durably and publish it, as soon as every worker has prepared it.
@@ -135,9 +150,13 @@ class TablePublisher:
         Nothing may be awaited in between: a worker that starts then would not know the revision.
         """
         try:
-            self._tables.write(replace(revision.table, feedback_key=""))  # the follower gives it again after a restart
+            self._tables.write(
+                replace(revision.table, feedback_key="")
+            )  # the follower gives it again after a restart
         except OSError as error:
-            raise ServiceUnavailableError("the table could not be written", why=str(error)) from error
+            raise ServiceUnavailableError(
+                "the table could not be written", why=str(error)
+            ) from error
         self._set_current(revision)
         state = revision.table.state
         _log.info("generation %d is published: %s", state.generation, dict(state.split.weights))
@@ -176,7 +195,11 @@ class Supervisor:
         self._copies = ModelCopies(folder / COPIES_FOLDER)
         keep = listeners.public.fileno(), listeners.handover.fileno()
         self._pool = WorkerPool(
-            options.workers, self._run_worker, keep=keep, health=publisher.health, max_body=options.max_body
+            options.workers,
+            self._run_worker,
+            keep=keep,
+            health=publisher.health,
+            max_body=options.max_body,
         )
         self._shadows = ShadowProcesses(folder, options, shared)
         self._publishing = asyncio.Lock()
@@ -210,8 +233,14 @@ class Supervisor:
 
     def set_lease(self, lease: Lease) -> Lease:
         """Set the ends of the leases; return them with the requests that have met none."""
-        self._shared.header[LEASE], self._shared.header[SERVING_LEASE] = lease.until_ns, lease.serving_until_ns
-        lapsed = sum(self._shared.get_process_state(worker)[LAPSED] for worker in range(self._options.workers))
+        self._shared.header[LEASE], self._shared.header[SERVING_LEASE] = (
+            lease.until_ns,
+            lease.serving_until_ns,
+        )
+        lapsed = sum(
+            self._shared.get_process_state(worker)[LAPSED]
+            for worker in range(self._options.workers)
+        )
         return replace(lease, lapsed=lapsed)
 
     def _describe_failures(self) -> str:
@@ -242,10 +271,14 @@ class Supervisor:
         watched = [d for d in listed if d.name in request.limits_s]
         if all(split.weights.get(d.name) or split.shadow.get(d.name) for d in watched):
             return True
-        if not self._publishing.locked() and (self._cold_starts is None or self._cold_starts.done()):
+        if not self._publishing.locked() and (
+            self._cold_starts is None or self._cold_starts.done()
+        ):
             self._cold_s = {deployment: self._cold_s.get(deployment, []) for deployment in watched}
             if min(map(len, self._cold_s.values())) < COLD_START_SAMPLES:
-                self._cold_starts = asyncio.get_running_loop().create_task(self._measure_cold_starts())
+                self._cold_starts = asyncio.get_running_loop().create_task(
+                    self._measure_cold_starts()
+                )
         return False
 
     async def _measure_cold_starts(self) -> None:
@@ -254,7 +287,11 @@ class Supervisor:
         try:
             while len(loads_s := min(self._cold_s.values(), key=len)) < COLD_START_SAMPLES:
                 deployment = next(d for d, listed in self._cold_s.items() if listed is loads_s)
-                loads_s.append(await measure_cold_start([deployment], self._folder, options, limit_s=_PREPARE_S))
+                loads_s.append(
+                    await measure_cold_start(
+                        [deployment], self._folder, options, limit_s=_PREPARE_S
+                    )
+                )
         except Exception as error:  # the next request of counts tries again
             self._record_failure("a cold start could not be measured", error)
         else:
@@ -289,7 +326,9 @@ class Supervisor:
 
     def _record_failure(self, what: str, error: Exception) -> None:
         """Keep the reason of a background task's error for readers of state and counts; log it unless it lasts."""
-        reason = str(error) if isinstance(error, OnnxOpsError) else f"{type(error).__name__}: {error}"
+        reason = (
+            str(error) if isinstance(error, OnnxOpsError) else f"{type(error).__name__}: {error}"
+        )
         if self._failures.get(what) != reason:
             _log.error("%s", what, exc_info=error)
         self._failures[what] = reason
@@ -300,7 +339,9 @@ class Supervisor:
         async with self._publishing:
             if self._cold_starts is not None:
                 self._cold_starts.cancel()
-                await asyncio.wait([self._cold_starts])  # what its process has used is available to the publication
+                await asyncio.wait(
+                    [self._cold_starts]
+                )  # what its process has used is available to the publication
             await self._orphans_ended.wait()
             if self._publisher.is_published(desired) and not self.get_state().failed:
                 return
@@ -362,11 +403,16 @@ class Supervisor:
     def _keep_counts(self) -> None:
         """Write the counts of all requests, to be read when this process has ended."""
         try:
-            write_durably(self._folder / FINAL_COUNTS_FILE, codec.dumps(self._publisher.counts.collect(self._watched)))
+            write_durably(
+                self._folder / FINAL_COUNTS_FILE,
+                codec.dumps(self._publisher.counts.collect(self._watched)),
+            )
         except OSError as error:
             _log.error("the last counts could not be written: %s", error)
 
-    async def _start(self, admin: list[tuple[socket.socket, str | None, str]], group: asyncio.TaskGroup) -> None:
+    async def _start(
+        self, admin: list[tuple[socket.socket, str | None, str]], group: asyncio.TaskGroup
+    ) -> None:
         await self._pool.start()
         if self._publisher.current is not None:
             self._start_epochs()
@@ -390,9 +436,15 @@ class Supervisor:
                 keep_alive_s=self._options.keep_alive,
                 row=make_row(),  # its counts are not shown
             )
-            hosts = HostPolicy() if token is None else HostPolicy.from_options(LOOPBACK, admin_port, self._options)
+            hosts = (
+                HostPolicy()
+                if token is None
+                else HostPolicy.from_options(LOOPBACK, admin_port, self._options)
+            )
             build = partial(HttpProtocol, AdminApp(operations, token, actor), limits, hosts)
-            group.create_task(serve_connections(build, listener, limits, self._stop, drain_s=_ADMIN_DRAIN_S))
+            group.create_task(
+                serve_connections(build, listener, limits, self._stop, drain_s=_ADMIN_DRAIN_S)
+            )
         record = ServerRecord(
             pid=os.getpid(),
             port=self._listeners.public.getsockname()[1],
@@ -404,8 +456,13 @@ class Supervisor:
         _log.info("serving on port %d with %d workers", record.port, self._options.workers)
         # Workers of a supervisor that died would miss a publication. They have answered, by the same table, until now.
         if orphans := self._list_orphans():
-            _log.warning("taking over from workers %s, whose supervisor died", ", ".join(map(str, orphans)))
-        for number, limit_s in ((signal.SIGTERM, self._options.drain + _KILL_MARGIN_S), (signal.SIGKILL, 5)):
+            _log.warning(
+                "taking over from workers %s, whose supervisor died", ", ".join(map(str, orphans))
+            )
+        for number, limit_s in (
+            (signal.SIGTERM, self._options.drain + _KILL_MARGIN_S),
+            (signal.SIGKILL, 5),
+        ):
             for pid in self._list_orphans():
                 signal_worker(pid, self._folder, number)
             deadline = time.monotonic() + limit_s
@@ -433,7 +490,9 @@ def _list_deployments(*states: EndpointState | None) -> list[Deployment]:
     return [deployment for state in states if state is not None for deployment in state.deployments]
 
 
-def serve(folder: Path, host: str, port: int, admin_port: int, options: ServerOptions, *, must_load: bool) -> None:
+def serve(
+    folder: Path, host: str, port: int, admin_port: int, options: ServerOptions, *, must_load: bool
+) -> None:
     """Serve the folder's last published table until SIGTERM or SIGINT, then drain.
 
     A folder that is missing is created; port 0 is any free port. With `must_load`, a deployment that cannot be loaded
@@ -450,18 +509,26 @@ def serve(folder: Path, host: str, port: int, admin_port: int, options: ServerOp
                 # Imported here, so that workers share its memory. It starts no thread until a server is made.
                 importlib.import_module("onnx_ops.serving.grpc.server")
                 if not orphans:
-                    listen_tcp(host, options.grpc_port).close()  # its workers would share the port with another server
+                    listen_tcp(
+                        host, options.grpc_port
+                    ).close()  # its workers would share the port with another server
             if listeners is None:
                 handover = folder / HANDOVER_SOCKET
-                listeners = ListenerSockets(public=listen_tcp(host, port), handover=listen_unix(handover))
-            admin: list[tuple[socket.socket, str | None, str]] = [(listen_tcp(LOOPBACK, admin_port), token, "token")]
+                listeners = ListenerSockets(
+                    public=listen_tcp(host, port), handover=listen_unix(handover)
+                )
+            admin: list[tuple[socket.socket, str | None, str]] = [
+                (listen_tcp(LOOPBACK, admin_port), token, "token")
+            ]
             if options.admin_socket:
                 admin.append((listen_unix(Path(options.admin_socket)), None, f"uid:{os.getuid()}"))
             publisher = TablePublisher(TableFile(folder), shared := SharedMetrics(options.workers))
             publisher.restore()
         except OSError as error:
             why = str(error)
-            raise InfrastructureError("the server's folder cannot be used", where=str(folder), why=why) from error
+            raise InfrastructureError(
+                "the server's folder cannot be used", where=str(folder), why=why
+            ) from error
         gc.collect()
         gc.freeze()  # else every worker's first collection would copy the memory that all of them share
         supervisor = Supervisor(folder, options, listeners, publisher, shared, must_load=must_load)
@@ -479,7 +546,9 @@ def serve(folder: Path, host: str, port: int, admin_port: int, options: ServerOp
 def _lock_folder(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, which the system releases when the process ends."""
     with (folder / LOCK_FILE).open("a+", encoding="utf-8") as stream:
-        for _ in range(_LOCK_ATTEMPTS):  # a client that checks whether the server runs holds it for a moment
+        for _ in range(
+            _LOCK_ATTEMPTS
+        ):  # a client that checks whether the server runs holds it for a moment
             if try_lock(stream.fileno()):
                 break
             time.sleep(_LOCK_PAUSE_S)

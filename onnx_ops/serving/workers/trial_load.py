@@ -43,7 +43,10 @@ from onnx_ops.serving.workers.worker_pool import fork_child, prefer_for_oom_kill
 
 _log = logging.getLogger(__name__)
 
-_LIMITS = ((resource.RLIMIT_AS, "VmSize", "address space"), (resource.RLIMIT_DATA, "VmData", "data segment"))
+_LIMITS = (
+    (resource.RLIMIT_AS, "VmSize", "address space"),
+    (resource.RLIMIT_DATA, "VmData", "data segment"),
+)
 _MAX_OUTPUT_BYTES = 1 << 16
 _SHOWN_LINES = 3
 _REPORT = b"report "
@@ -96,7 +99,12 @@ async def measure_cold_start(
 
 
 async def run_trial_load(
-    deployments: Sequence[Deployment], folder: Path, options: ServerOptions, plan: LoadPlan, *, limit_s: int
+    deployments: Sequence[Deployment],
+    folder: Path,
+    options: ServerOptions,
+    plan: LoadPlan,
+    *,
+    limit_s: int,
 ) -> None:
     """Load and run deployments in a separate process, as the workers will do, and check that the memory suffices.
 
@@ -116,7 +124,9 @@ async def run_trial_load(
             meter.restart()
             report = await _run_process(deployments, folder, options, plan, meter, limit_s=rest_s)
         peak = meter.compute_peak(report.private_bytes, report.resident_bytes)
-        check_memory(deployments, _build_needs(peak, report, plan, meter.before_bytes), meter.available_bytes)
+        check_memory(
+            deployments, _build_needs(peak, report, plan, meter.before_bytes), meter.available_bytes
+        )
 
 
 def _build_needs(
@@ -131,10 +141,14 @@ def _build_needs(
             workers=plan.size,
             worker_bytes=size,
             shadow_bytes=sum(
-                size if kind != HOST or len(report.deployment_bytes) == 1 else report.deployment_bytes.get(name, 0)
+                size
+                if kind != HOST or len(report.deployment_bytes) == 1
+                else report.deployment_bytes.get(name, 0)
                 for name in plan.shadows
             ),
-            restart_bytes=estimate_restarts(plan.pids, plan.size, before_bytes) if kind == HOST else 0,
+            restart_bytes=estimate_restarts(plan.pids, plan.size, before_bytes)
+            if kind == HOST
+            else 0,
         )
         for kind, size in peak.items()
     }
@@ -151,21 +165,37 @@ async def _run_process(
 ) -> TrialReport:
     """Run one process that loads deployments; return its report."""
     pids = plan.pids if plan is not None else ()
-    others = plan.size - 1 if plan is not None and meter is not None and HOST not in meter.available_bytes else 0
-    with open(os.memfd_create("report"), "r+b") as report, open(os.memfd_create("output"), "r+b") as output:
+    others = (
+        plan.size - 1
+        if plan is not None and meter is not None and HOST not in meter.available_bytes
+        else 0
+    )
+    with (
+        open(os.memfd_create("report"), "r+b") as report,
+        open(os.memfd_create("output"), "r+b") as output,
+    ):
         files = report.fileno(), output.fileno()
-        pid = fork_child(partial(_run_trial, deployments, folder, options, pids, others, *files, limit_s), keep=files)
-        watching = None if meter is None else asyncio.get_running_loop().create_task(meter.watch(pid))
+        pid = fork_child(
+            partial(_run_trial, deployments, folder, options, pids, others, *files, limit_s),
+            keep=files,
+        )
+        watching = (
+            None if meter is None else asyncio.get_running_loop().create_task(meter.watch(pid))
+        )
         try:
             await wait_exit(pid)
         finally:
             if watching is not None:
                 watching.cancel()
-            os.kill(pid, signal.SIGKILL)  # it has ended unless this was cancelled, and is not reaped yet
+            os.kill(
+                pid, signal.SIGKILL
+            )  # it has ended unless this was cancelled, and is not reaped yet
             _, status = os.waitpid(pid, 0)
         message, text = _read_tail(report), _read_tail(output).decode("utf-8", "replace").strip()
     if plan is not None and meter is not None and meter.has_exceeded:
-        raise build_excess_error(deployments, plan.size, meter.compute_peak(0, 0)[HOST], meter.available_bytes[HOST])
+        raise build_excess_error(
+            deployments, plan.size, meter.compute_peak(0, 0)[HOST], meter.available_bytes[HOST]
+        )
     if message and not message.startswith(_REPORT):
         raise error_from_bytes(message)
     if status or not message:
@@ -196,7 +226,9 @@ def _run_trial(
         workers: process ids whose limits of memory are adopted.
         others: number of other processes whose memory is allocated, too: they share a limit that cannot be read.
     """
-    signal.alarm(limit_s)  # the kernel enforces this limit even if the model hangs or the supervisor is gone
+    signal.alarm(
+        limit_s
+    )  # the kernel enforces this limit even if the model hangs or the supervisor is gone
     os.dup2(output, 1)
     os.dup2(output, 2)
     prefer_for_oom_kill()
@@ -213,8 +245,12 @@ def _run_trial(
             model.run_random()
         private = _measure_private_bytes()
         if (size := others * (private - sizes[0])) > 0:
-            with suppress(OSError):  # beyond the limit of one process, which is not a limit for several
-                mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE).close()
+            with suppress(
+                OSError
+            ):  # beyond the limit of one process, which is not a limit for several
+                mmap.mmap(
+                    -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+                ).close()
         trial_report = TrialReport(
             seconds=seconds,
             private_bytes=private,
@@ -229,7 +265,9 @@ def _run_trial(
     except MemoryError as error:
         os.write(report, error_to_bytes(_build_limit_error(str(error), limits, deployments)))
     except OnnxOpsError as error:
-        reported = _build_limit_error(error.why, limits, deployments) if "alloc" in error.why else error
+        reported = (
+            _build_limit_error(error.why, limits, deployments) if "alloc" in error.why else error
+        )
         os.write(report, error_to_bytes(reported))
 
 
@@ -253,7 +291,9 @@ def _adopt_limits(workers: Collection[int]) -> str:
 
 def _read_status_bytes(pid: int, field: str) -> int:
     with suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
+        for line in (
+            Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
+        ):
             if line.startswith(f"{field}:"):
                 return int(line.split()[1]) << 10
     return 0
@@ -264,7 +304,9 @@ def _measure_private_bytes() -> int:
     return private
 
 
-def _build_crash_error(code: int, text: str, deployments: Sequence[Deployment], limit_s: int) -> InfrastructureError:
+def _build_crash_error(
+    code: int, text: str, deployments: Sequence[Deployment], limit_s: int
+) -> InfrastructureError:
     why = f"the process that loaded it before the workers ended with {describe_exit(code)}"
     path = Path(deployments[0].location) / MODEL_FILE
     program = f"import onnxruntime; onnxruntime.InferenceSession({str(path)!r})"
@@ -279,12 +321,22 @@ def _build_crash_error(code: int, text: str, deployments: Sequence[Deployment], 
     return _build_load_error(deployments, why, remedy)
 
 
-def _build_limit_error(text: str, limits: str, deployments: Sequence[Deployment]) -> InfrastructureError:
-    why = f"it exceeds the memory limit: {limits}" if limits else "the system has not enough memory for it"
+def _build_limit_error(
+    text: str, limits: str, deployments: Sequence[Deployment]
+) -> InfrastructureError:
+    why = (
+        f"it exceeds the memory limit: {limits}"
+        if limits
+        else "the system has not enough memory for it"
+    )
     return _build_load_error(deployments, f"{why}; {text}" if text else why, _RAISE_LIMIT)
 
 
-def _build_load_error(deployments: Sequence[Deployment], why: str, remedy: str) -> InfrastructureError:
+def _build_load_error(
+    deployments: Sequence[Deployment], why: str, remedy: str
+) -> InfrastructureError:
     names = ", ".join(d.name for d in deployments)
     where = deployments[0].location
-    return InfrastructureError(f"deployment {names} could not be loaded", where=where, why=why, remedy=remedy)
+    return InfrastructureError(
+        f"deployment {names} could not be loaded", where=where, why=why, remedy=remedy
+    )

@@ -31,11 +31,26 @@ from onnx_ops.serving.http.app import PublicApp
 from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
 from onnx_ops.serving.http.protocol import HttpProtocol, serve_connections
 from onnx_ops.serving.inference.bound_runs import BoundRuns
-from onnx_ops.serving.inference.deployments import LoadedDeployment, LoadedDeployments, TableRevision
+from onnx_ops.serving.inference.deployments import (
+    LoadedDeployment,
+    LoadedDeployments,
+    TableRevision,
+)
 from onnx_ops.serving.inference.integrity import COPIES_FOLDER, ModelCopies, TrustPolicy
 from onnx_ops.serving.inference.models import LoadedModel, PackedModelCache, load_model
-from onnx_ops.serving.inference.request_log import RequestLog, SpanWriter, Writer, find_collector, open_access_log
-from onnx_ops.serving.inference.request_queue import MAX_BATCH, LatencyEstimator, RequestQueue, WorkerThreads
+from onnx_ops.serving.inference.request_log import (
+    RequestLog,
+    SpanWriter,
+    Writer,
+    find_collector,
+    open_access_log,
+)
+from onnx_ops.serving.inference.request_queue import (
+    MAX_BATCH,
+    LatencyEstimator,
+    RequestQueue,
+    WorkerThreads,
+)
 from onnx_ops.serving.inference.run_monitor import RunMonitor, end_process
 from onnx_ops.serving.inference.service import InferenceService
 from onnx_ops.serving.inference.shadow import ShadowQueue
@@ -50,7 +65,12 @@ from onnx_ops.serving.metrics import (
     MetricsRow,
     SharedMetrics,
 )
-from onnx_ops.serving.workers.listeners import ListenerSockets, connect_unix, get_shadow_path, send_sockets
+from onnx_ops.serving.workers.listeners import (
+    ListenerSockets,
+    connect_unix,
+    get_shadow_path,
+    send_sockets,
+)
 from onnx_ops.serving.workers.worker_memory import CHECK_S, MemoryTrimmer
 
 _log = logging.getLogger(__name__)
@@ -129,7 +149,9 @@ class ControlChannel:
         """Return the next message; None once the other process has ended."""
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-            return codec.loads(await self._reader.readexactly(length), ControlMessage, where="control socket")
+            return codec.loads(
+                await self._reader.readexactly(length), ControlMessage, where="control socket"
+            )
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
 
@@ -169,9 +191,13 @@ class Worker:
         self._unrouted = self.shared.get_row(self.number, 0)
         self._state = self.shared.get_process_state(self.number)
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="load")
-        self._thread_count = options.threads or max(1, len(os.sched_getaffinity(0)) // options.workers)
+        self._thread_count = options.threads or max(
+            1, len(os.sched_getaffinity(0)) // options.workers
+        )
         self._threads = WorkerThreads(self._thread_count)
-        self._deployments = LoadedDeployments(self.shared, self.number, self._load, endpoint=endpoint)
+        self._deployments = LoadedDeployments(
+            self.shared, self.number, self._load, endpoint=endpoint
+        )
 
     def run(self) -> None:
         """Serve until it has drained."""
@@ -195,7 +221,9 @@ class Worker:
             writers.append(spans.write)
         request_log = RequestLog(writers, self._unrouted) if writers else None
         shadow = ShadowQueue(
-            lambda slot: connect_unix(get_shadow_path(self.folder, self.shared.origin, slot), timeout_s=0)
+            lambda slot: connect_unix(
+                get_shadow_path(self.folder, self.shared.origin, slot), timeout_s=0
+            )
         )
         limits = ConnectionLimits(
             max_connections=max(1, options.max_connections // options.workers),
@@ -215,7 +243,9 @@ class Worker:
         )
         self._service.monitor.watch_inline()
         if self.shared.header[ISOLATION]:
-            _log.warning("worker %d runs one deployment at a time for %.0f s", os.getpid(), _ISOLATION_S)
+            _log.warning(
+                "worker %d runs one deployment at a time for %.0f s", os.getpid(), _ISOLATION_S
+            )
             self._set_isolation(is_isolating=True)
             loop.call_later(_ISOLATION_S, partial(self._set_isolation, is_isolating=False))
         app = PublicApp(self._service)
@@ -225,7 +255,9 @@ class Worker:
         loop.add_signal_handler(signal.SIGTERM, stop.set)
         failed: Mapping[str, str] = {}
         if self.revision is not None:
-            failed = await loop.run_in_executor(self._loader, deployments.restore, self.revision, self.refusal)
+            failed = await loop.run_in_executor(
+                self._loader, deployments.restore, self.revision, self.refusal
+            )
         self._trimmer = MemoryTrimmer(self._list_loaded)
         serving: list[Awaitable[None]] = []
         if options.grpc_port:
@@ -237,7 +269,9 @@ class Worker:
         control = loop.create_task(self._follow(channel, failed))
         heart, trimming = loop.create_task(self._beat()), loop.create_task(self._trim_memory())
         build = partial(HttpProtocol, app, limits, hosts)
-        serving.append(serve_connections(build, self.listeners.public, limits, stop, drain_s=options.drain))
+        serving.append(
+            serve_connections(build, self.listeners.public, limits, stop, drain_s=options.drain)
+        )
         await asyncio.gather(*serving)
         control.cancel()
         heart.cancel()
@@ -294,7 +328,9 @@ class Worker:
         except Exception:
             _log.exception("worker %d cannot follow its supervisor and ends", os.getpid())
             os._exit(1)
-        _log.warning("the supervisor is gone; worker %d continues with what is published", os.getpid())
+        _log.warning(
+            "the supervisor is gone; worker %d continues with what is published", os.getpid()
+        )
         self.listeners.handover.setblocking(False)
         asyncio.get_running_loop().add_reader(self.listeners.handover, send_sockets, self.listeners)
 
@@ -307,7 +343,9 @@ class Worker:
             return RevisionPrepared(number=revision.number, error=error_to_bytes(error).decode())
         except Exception as error:
             _log.exception("a deployment could not be loaded")
-            failure = InfrastructureError("a deployment could not be loaded", why=f"{type(error).__name__}: {error}")
+            failure = InfrastructureError(
+                "a deployment could not be loaded", why=f"{type(error).__name__}: {error}"
+            )
             return RevisionPrepared(number=revision.number, error=error_to_bytes(failure).decode())
         return RevisionPrepared(number=revision.number)
 

@@ -78,7 +78,9 @@ def share_death(runs: Mapping[int, RunCounts]) -> Mapping[int, Fraction]:
     return {slot: Fraction(counts.routed, total) for slot, counts in runs.items() if counts.routed}
 
 
-def is_deadlier(deaths: Fraction, requests: int, stable_deaths: Fraction, stable_requests: int) -> bool:
+def is_deadlier(
+    deaths: Fraction, requests: int, stable_deaths: Fraction, stable_requests: int
+) -> bool:
     """Return whether a deployment has ended workers far more often, by request, than the stable one."""
     if deaths < MIN_DEATHS:
         return False
@@ -104,7 +106,9 @@ class WorkerHealth:
         self._stable = revision.slots[serving[-1]] if serving else 0  # the oldest one
         self._deaths.clear()
         self._shared_deaths = 0
-        self._requests = Counter({slot: self._count_requests(slot) for slot in revision.slots.values()})
+        self._requests = Counter(
+            {slot: self._count_requests(slot) for slot in revision.slots.values()}
+        )
         self._shared.header[OUT_OF_SERVICE] = self._shared.header[ISOLATION] = 0
 
     def get_silence_s(self, worker: int) -> float:
@@ -139,23 +143,34 @@ class WorkerHealth:
         for slot in charged:  # once all are charged: they are compared with each other
             self._take_out(slot, names[slot])
         self._shared_deaths += len(charged) > 1
-        is_open = self._shared_deaths >= MIN_SHARED_DEATHS and not self._shared.header[OUT_OF_SERVICE]
+        is_open = (
+            self._shared_deaths >= MIN_SHARED_DEATHS and not self._shared.header[OUT_OF_SERVICE]
+        )
         self._shared.header[ISOLATION] = is_open
         return ", ".join(names.values())
 
     def get_out_of_service(self) -> Mapping[str, str]:
         """Return the deployments that are out of service, with the reason."""
         mask = self._shared.header[OUT_OF_SERVICE]
-        return {name: self._describe_deaths(slot) for name, slot in self._slots.items() if mask >> slot & 1}
+        return {
+            name: self._describe_deaths(slot)
+            for name, slot in self._slots.items()
+            if mask >> slot & 1
+        }
 
     def _take_runs(self, worker: int) -> tuple[Mapping[int, RunCounts], Mapping[int, RunCounts]]:
         """Return by slot what a worker was running when it ended, and of that what is suspected; forget both.
 
         A run that did not end is the only suspect.
         """
-        state, threads = self._shared.get_process_state(worker), self._shared.get_thread_runs(worker)
+        state, threads = (
+            self._shared.get_process_state(worker),
+            self._shared.get_thread_runs(worker),
+        )
         runs = {
-            slot: RunCounts(threads[RUN_KINDS * slot + ROUTED], threads[RUN_KINDS * slot + SELECTED])
+            slot: RunCounts(
+                threads[RUN_KINDS * slot + ROUTED], threads[RUN_KINDS * slot + SELECTED]
+            )
             for slot in range(1, SLOTS)
         }
         if slot := state[INLINE_RUN + RUN_SLOT]:
@@ -172,15 +187,21 @@ class WorkerHealth:
         return runs, suspects
 
     def _take_out(self, slot: int, name: str) -> None:
-        requests, stable_requests = (self._count_requests(s) - self._requests[s] for s in (slot, self._stable))
+        requests, stable_requests = (
+            self._count_requests(s) - self._requests[s] for s in (slot, self._stable)
+        )
         stable_deaths = self._deaths.get(self._stable, Fraction())
-        if slot != self._stable and is_deadlier(self._deaths[slot], requests, stable_deaths, stable_requests):
+        if slot != self._stable and is_deadlier(
+            self._deaths[slot], requests, stable_deaths, stable_requests
+        ):
             self._shared.header[OUT_OF_SERVICE] |= 1 << slot
             _log.error("deployment %s is out of service: %s", name, self._describe_deaths(slot))
 
     def _describe_deaths(self, slot: int) -> str:
         share = float(self._deaths.get(slot, Fraction()))
-        return f"workers died or stood still while they ran it: {share:.4g} deaths are charged to it"
+        return (
+            f"workers died or stood still while they ran it: {share:.4g} deaths are charged to it"
+        )
 
     def _count_requests(self, slot: int) -> int:
         return sum(count_judged(self._shared.sum_slot(slot)).values())

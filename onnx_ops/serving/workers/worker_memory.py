@@ -50,7 +50,9 @@ class MemoryTrimmer:
     The runtime's arena returns memory only at the end of a run, so each model runs once on its smallest inputs.
     """
 
-    def __init__(self, list_loaded: Callable[[], Iterable[LoadedDeployment]], *, rest_s: float = _REST_S) -> None:
+    def __init__(
+        self, list_loaded: Callable[[], Iterable[LoadedDeployment]], *, rest_s: float = _REST_S
+    ) -> None:
         self._list_loaded = list_loaded
         self._rest_s = self._least_rest_s = rest_s
         self._trimmed_at = float("-inf")

@@ -15,7 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.errors import InfrastructureError, OnnxOpsError, ServiceUnavailableError, describe_exit
+from onnx_ops.errors import (
+    InfrastructureError,
+    OnnxOpsError,
+    ServiceUnavailableError,
+    describe_exit,
+)
 from onnx_ops.protocol.messages import error_from_bytes
 from onnx_ops.serving.inference.deployments import TableRevision
 from onnx_ops.serving.workers.worker import (
@@ -74,7 +79,13 @@ class WorkerPool:
     """
 
     def __init__(
-        self, size: int, run: RunWorker, *, keep: Collection[int], health: WorkerHealth, max_body: int
+        self,
+        size: int,
+        run: RunWorker,
+        *,
+        keep: Collection[int],
+        health: WorkerHealth,
+        max_body: int,
     ) -> None:
         self._health = health
         self._hang_s = _HANG_S + max_body / _PARSED_BYTES_PER_S
@@ -95,7 +106,9 @@ class WorkerPool:
 
     def get_failed(self) -> Mapping[str, str]:
         """Return deployments that a worker could not load, with the reason."""
-        return {name: why for worker in self._workers.values() for name, why in worker.failed.items()}
+        return {
+            name: why for worker in self._workers.values() for name, why in worker.failed.items()
+        }
 
     async def start(self) -> None:
         """Fork all workers and wait until each accepts connections."""
@@ -104,7 +117,10 @@ class WorkerPool:
         self._add_task(self._watch_heartbeats())
         async with self._changed:
             await self._changed.wait_for(
-                lambda: len(self._workers) == len(self._numbers) and all(w.ready.done() for w in self._workers.values())
+                lambda: (
+                    len(self._workers) == len(self._numbers)
+                    and all(w.ready.done() for w in self._workers.values())
+                )
             )
 
     async def prepare(self, revision: TableRevision, limit_s: float) -> None:
@@ -121,8 +137,12 @@ class WorkerPool:
         prepared: set[int] = set()
         try:
             async with asyncio.timeout(limit_s):
-                while waiting := set(self._numbers) - {w.number for w in self._workers.values() if w.pid in prepared}:
-                    pids = await asyncio.gather(*(self._prepare_worker(n, revision) for n in waiting))
+                while waiting := set(self._numbers) - {
+                    w.number for w in self._workers.values() if w.pid in prepared
+                }:
+                    pids = await asyncio.gather(
+                        *(self._prepare_worker(n, revision) for n in waiting)
+                    )
                     for number, pid in zip(waiting, pids, strict=True):
                         if pid is None:
                             attempts[number] -= 1
@@ -137,7 +157,9 @@ class WorkerPool:
         except TimeoutError as error:
             for worker in tuple(self._workers.values()):
                 if worker.pid not in prepared:
-                    kill_process(worker.pid, signal.SIGKILL)  # a load that hangs cannot be cancelled
+                    kill_process(
+                        worker.pid, signal.SIGKILL
+                    )  # a load that hangs cannot be cancelled
             raise ServiceUnavailableError(
                 f"the workers did not load the state within {limit_s:.0f} s",
                 why="the machine is too busy, or a model takes too long",
@@ -175,7 +197,9 @@ class WorkerPool:
         await _wait_first(worker.ready, worker.exited)
         if worker.exited.done() or worker.channel is None:
             return None
-        response = worker.responses.setdefault(revision.number, asyncio.get_running_loop().create_future())
+        response = worker.responses.setdefault(
+            revision.number, asyncio.get_running_loop().create_future()
+        )
         with contextlib.suppress(ConnectionError):
             await worker.channel.send(PrepareRevision(revision=revision))
         await _wait_first(response, worker.exited)
@@ -191,7 +215,9 @@ class WorkerPool:
         ours, theirs = socket.socketpair()
         must_not_load = self._load_failures[number] >= MAX_LOAD_FAILURES
         refusal = "workers died repeatedly while loading it" if must_not_load else ""
-        pid = fork_child(partial(self._run, number, theirs, refusal), keep=(theirs.fileno(), *self._keep))
+        pid = fork_child(
+            partial(self._run, number, theirs, refusal), keep=(theirs.fileno(), *self._keep)
+        )
         theirs.close()
         worker = WorkerProcess(number, pid, ours, loop.create_future(), loop.create_future())
         self._workers[number] = worker
@@ -212,7 +238,9 @@ class WorkerPool:
             for worker in self._workers.values():
                 silence_s = self._health.get_silence_s(worker.number)
                 if worker.ready.done() and silence_s > self._hang_s:
-                    _log.error("worker %d has not answered for %.1f s and is killed", worker.pid, silence_s)
+                    _log.error(
+                        "worker %d has not answered for %.1f s and is killed", worker.pid, silence_s
+                    )
                     self._health.record_hang(worker.number)
                     kill_process(worker.pid, signal.SIGKILL)
 
@@ -227,7 +255,9 @@ class WorkerPool:
             elif isinstance(message, RevisionPrepared):
                 response = worker.responses.pop(message.number, None)
                 if response is not None and not response.done():
-                    response.set_result(error_from_bytes(message.error.encode()) if message.error else None)
+                    response.set_result(
+                        error_from_bytes(message.error.encode()) if message.error else None
+                    )
 
     async def _listen(self, worker: WorkerProcess) -> None:
         """Receive the messages of a worker until it ends, and replace it."""
@@ -247,7 +277,9 @@ class WorkerPool:
         if self._stopping:
             return
         running = self._health.record_death(worker.number)
-        how = describe_exit(os.waitstatus_to_exitcode(status)) + (f", while it ran {running}" if running else "")
+        how = describe_exit(os.waitstatus_to_exitcode(status)) + (
+            f", while it ran {running}" if running else ""
+        )
         _log.error("worker %d ended (%s) and is replaced", worker.pid, how)
         if pause_s := self._compute_pause_s(worker, was_ready=was_ready, was_running=bool(running)):
             await asyncio.sleep(pause_s)
@@ -256,13 +288,20 @@ class WorkerPool:
             async with self._changed:
                 self._changed.notify_all()
 
-    def _compute_pause_s(self, worker: WorkerProcess, *, was_ready: bool, was_running: bool) -> float:
+    def _compute_pause_s(
+        self, worker: WorkerProcess, *, was_ready: bool, was_running: bool
+    ) -> float:
         """Return the pause before a worker that died is replaced, in seconds."""
         number = worker.number
         failures = self._load_failures[number] = 0 if was_ready else self._load_failures[number] + 1
         is_early = time.monotonic() - worker.started_at < _STABLE_S
-        deaths = self._run_deaths[number] = (self._run_deaths[number] if is_early else 0) + was_running
-        return max(compute_restart_pause_s(failures), min(_MAX_RUN_PAUSE_S, compute_restart_pause_s(deaths)))
+        deaths = self._run_deaths[number] = (
+            self._run_deaths[number] if is_early else 0
+        ) + was_running
+        return max(
+            compute_restart_pause_s(failures),
+            min(_MAX_RUN_PAUSE_S, compute_restart_pause_s(deaths)),
+        )
 
 
 def fork_child(run: Callable[[], None], *, keep: Collection[int]) -> int:
@@ -280,7 +319,9 @@ def fork_child(run: Callable[[], None], *, keep: Collection[int]) -> int:
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal signals all processes; the supervisor decides
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # the terminal signals all processes; the supervisor decides
         # Other files are closed by number, and their objects are never used again: the parent's event loop shares its
         # selector with the child, and a clean-up here would unregister the parent.
         for name in os.listdir("/proc/self/fd"):

@@ -40,7 +40,10 @@ def compute_block_effect(blocks: Sequence[UserBlocks]) -> float:
     request is a unit. A block's x is the sum of those of its users, which are independent: blocks have the variance of
     users, and any server can continue to count them. Requests without a key are units of their own.
     """
-    n, e = (np.array([values(one) for one in blocks], dtype=np.float64) for values in (_requests, _events))
+    n, e = (
+        np.array([values(one) for one in blocks], dtype=np.float64)
+        for values in (_requests, _events)
+    )
     total, events = n.sum(), e.sum()
     if not 0 < events < total:
         return 1.0
@@ -131,7 +134,11 @@ def estimate_error_effect(table: npt.ArrayLike) -> Array:
     intervals = total**2 / np.maximum((n**2).sum(axis=-1), 1)
     unseen = OUTAGE_SHARE * total / np.maximum(intervals, 1)
     pooled = _estimate_burstiness(rows[..., 0] + rows[..., 2], n + rows[..., 3])
-    return np.asarray(np.maximum.reduce([np.ones_like(unseen), unseen, _estimate_burstiness(rows[..., 0], n), pooled]))
+    return np.asarray(
+        np.maximum.reduce(
+            [np.ones_like(unseen), unseen, _estimate_burstiness(rows[..., 0], n), pooled]
+        )
+    )
 
 
 def _estimate_burstiness(events: Array, n: Array) -> Array:

@@ -110,7 +110,9 @@ def _likelihood(rows: Counts, low: Counts, width: Counts, logs: Array) -> Array:
     k = np.where(outside, low[:, None], k)
     canary, stable = rows[:, 1:2], rows[:, 3:4]
     rest = (rows[:, 0] + rows[:, 2])[:, None] - k
-    weight = -(gammaln(k + 1) + gammaln(canary - k + 1) + gammaln(rest + 1) + gammaln(stable - rest + 1))
+    weight = -(
+        gammaln(k + 1) + gammaln(canary - k + 1) + gammaln(rest + 1) + gammaln(stable - rest + 1)
+    )
     weight[outside] = -np.inf
     distance = (k - rows[:, :1]).astype(np.float64)
     baseline = _log_sum(weight)
@@ -190,7 +192,11 @@ def run_split_test(
     rows = np.asarray(table, dtype=np.int64).reshape(-1, 4)
     above, below = _summed(rows, make_alternatives(1.0, FINE_GRID)), _summed(rows, 1 / FINE_GRID)
     higher, lower = compute_split_evidence(above / effect, below / effect)
-    return decide_split(float(higher), float(lower), higher_is_better=higher_is_better), float(higher), float(lower)
+    return (
+        decide_split(float(higher), float(lower), higher_is_better=higher_is_better),
+        float(higher),
+        float(lower),
+    )
 
 
 def compute_split_evidence(above: npt.ArrayLike, below: npt.ArrayLike) -> tuple[Array, Array]:
@@ -200,7 +206,9 @@ def compute_split_evidence(above: npt.ArrayLike, below: npt.ArrayLike) -> tuple[
         above: (..., 25) summed log likelihoods at `make_alternatives(1, FINE_GRID)`.
         below: (..., 24) those at `1 / FINE_GRID`.
     """
-    return compute_log10_evidence(above), log_mean_exp(np.asarray(below, dtype=np.float64)) / math.log(10)
+    return compute_log10_evidence(above), log_mean_exp(
+        np.asarray(below, dtype=np.float64)
+    ) / math.log(10)
 
 
 def decide_split(higher: float, lower: float, *, higher_is_better: bool) -> SplitDecision:
@@ -237,7 +245,9 @@ def compute_evidence_above(errors: int, requests: int, rate: float) -> float:
     """Return log10 evidence against "the share of errors is `rate` or less"."""
     odds = GRID * rate / (1 - rate)
     rates = odds / (1 + odds)
-    logs = errors * np.log(rates / rate) + (requests - errors) * (np.log1p(-rates) - math.log1p(-rate))
+    logs = errors * np.log(rates / rate) + (requests - errors) * (
+        np.log1p(-rates) - math.log1p(-rate)
+    )
     return float(log_mean_exp(logs)) / math.log(10)
 
 

@@ -12,7 +12,11 @@ import numpy.typing as npt
 from scipy.special import betaln
 
 from onnx_ops.domain.rollout import GuardrailResult
-from onnx_ops.domain.rollout_observations import LatencyThresholds, ObservationInterval, ServerUptime
+from onnx_ops.domain.rollout_observations import (
+    LatencyThresholds,
+    ObservationInterval,
+    ServerUptime,
+)
 from onnx_ops.domain.rollout_policy import (
     COLD_START_SAMPLES,
     DEFAULT_SLOWDOWN,
@@ -77,13 +81,21 @@ def fix_thresholds(
     if total < FEWEST_REQUESTS:
         return None, None
     over = [(total - below) / total for below in itertools.accumulate(counts[:-1])]
-    shares = {**LATENCY_QUANTILES, **{name: share for name, share in LATENCY_PLACES.items() if name in max_increases}}
+    shares = {
+        **LATENCY_QUANTILES,
+        **{name: share for name, share in LATENCY_PLACES.items() if name in max_increases},
+    }
     stable: dict[str, float] = {}
     for name, share in shares.items():  # the share of slower requests has the closest log odds
         wanted = _log_odds(1 - share)
-        stable[name] = bounds_s[min(range(len(over)), key=lambda index: abs(_log_odds(over[index]) - wanted))]
+        stable[name] = bounds_s[
+            min(range(len(over)), key=lambda index: abs(_log_odds(over[index]) - wanted))
+        ]
     candidate = {
-        name: min(bounds_s, key=lambda bound: abs(math.log(bound / (limit * (1 + max_increases.get(name, 0.0))))))
+        name: min(
+            bounds_s,
+            key=lambda bound: abs(math.log(bound / (limit * (1 + max_increases.get(name, 0.0))))),
+        )
         for name, limit in stable.items()
     }
     return _make_thresholds(stable, total), _make_thresholds(candidate, total)
@@ -122,7 +134,9 @@ def evaluate_cold_start(
         p = float(sum(math.comb(n, k) for k in range(above, n + 1)) / 2**n)
         rule = f"candidate {_range(candidate_s)}, at most {rail.max:g} s"
     else:
-        allowed = DEFAULT_SLOWDOWN if rail.max_latency_increase is None else rail.max_latency_increase
+        allowed = (
+            DEFAULT_SLOWDOWN if rail.max_latency_increase is None else rail.max_latency_increase
+        )
         from scipy.stats import mannwhitneyu  # takes long to import, and few policies need it
 
         # Exact rank sum test (Wilcoxon 1945, Biometrics Bulletin 1:80-83; Mann and Whitney 1947).
@@ -144,7 +158,9 @@ def _range(loads_s: Sequence[float]) -> str:
     return f"{min(loads_s):.3g}-{max(loads_s):.3g} s"
 
 
-def count_slower_intervals(intervals: Sequence[ObservationInterval], name: GuardrailName) -> tuple[int, int]:
+def count_slower_intervals(
+    intervals: Sequence[ObservationInterval], name: GuardrailName
+) -> tuple[int, int]:
     """Return the intervals in which the candidate was slower, and their total.
 
     The weaker latency rule, for sources that report percentiles of each interval but count no exceedances. An interval
@@ -173,7 +189,9 @@ def compute_sign_evidence(slower: int, compared: int) -> float:
     return float(log_mean_exp(logs)) / math.log(10)
 
 
-def evaluate_ends(before: Sequence[ServerUptime], now: Sequence[ServerUptime]) -> GuardrailResult | None:
+def evaluate_ends(
+    before: Sequence[ServerUptime], now: Sequence[ServerUptime]
+) -> GuardrailResult | None:
     """Evaluate whether servers end more often than with the stable version alone; None if none ended.
 
     A server that ends takes both versions with it, so that the traffic split says nothing about it. Where ends are a
@@ -207,7 +225,10 @@ def _format_time(seconds: float) -> str:
 
 
 def compute_mismatch_evidence(
-    canary: npt.ArrayLike, requests: npt.ArrayLike, percent: npt.ArrayLike, effect: npt.ArrayLike = 1.0
+    canary: npt.ArrayLike,
+    requests: npt.ArrayLike,
+    percent: npt.ArrayLike,
+    effect: npt.ArrayLike = 1.0,
 ) -> Array:
     """Return log10 evidence that the candidate's share of requests is wrong.
 
@@ -227,7 +248,9 @@ def compute_mismatch_evidence(
     return np.asarray(logs / np.asarray(effect) / math.log(10))
 
 
-def is_grossly_failing(canary: tuple[int, int], stable: tuple[int, int], effect: float = 1.0) -> bool:
+def is_grossly_failing(
+    canary: tuple[int, int], stable: tuple[int, int], effect: float = 1.0
+) -> bool:
     """Return whether the candidate fails so much that no test is needed.
 
     Each side: errors, requests. Where the stable version fails too, the candidate is not to blame.

@@ -23,7 +23,12 @@ from onnx_ops.domain.rollout_observations import (
 from onnx_ops.domain.rollout_policy import Guardrail, PlannedStep, RolloutPolicy, ShadowTrial
 from onnx_ops.statistics.rollout import design_effect, guardrails
 from onnx_ops.statistics.rollout import evidence as ev
-from onnx_ops.statistics.rollout.guardrails import BREAKER_LIMIT, BREAKER_SHARE, BREAKER_TIMES, REFUSED_SHARE
+from onnx_ops.statistics.rollout.guardrails import (
+    BREAKER_LIMIT,
+    BREAKER_SHARE,
+    BREAKER_TIMES,
+    REFUSED_SHARE,
+)
 from onnx_ops.statistics.rollout.outliers import find_outliers
 from onnx_ops.statistics.rollout.unit_evidence import measure_unit_evidence, to_array
 
@@ -32,7 +37,9 @@ MAX_POINTS = 60
 """Points of a plot."""
 
 
-def analyze(observations: Observations | None, roles: Roles, policy: RolloutPolicy) -> AnalysisResult | None:
+def analyze(
+    observations: Observations | None, roles: Roles, policy: RolloutPolicy
+) -> AnalysisResult | None:
     """Judge the counts of the rollout in progress; None where there are none of its candidate and step."""
     if observations is None or roles.candidate is None or not policy.is_analyzed:
         return None
@@ -46,19 +53,30 @@ def judge(observations: Observations, policy: RolloutPolicy) -> AnalysisResult:
     step = planned[min(observations.step, len(planned) - 1)]
     here = [each for each in observations.intervals if each.step == observations.step]
     canary, stable = _sum_versions(here)
-    guards = [evaluate_guardrail(rail, observations, here, step, policy) for rail in _list_traffic_rails(policy)]
+    guards = [
+        evaluate_guardrail(rail, observations, here, step, policy)
+        for rail in _list_traffic_rails(policy)
+    ]
     requests, short, mismatch = canary.requests, "", ""
     if step.kind == "cold" and policy.cold is not None:
-        guards.append(guardrails.evaluate_cold_start(policy.cold, *observations.cold_s, compute_firing_limit(policy)))
+        guards.append(
+            guardrails.evaluate_cold_start(
+                policy.cold, *observations.cold_s, compute_firing_limit(policy)
+            )
+        )
     elif step.kind == "shadow" and policy.shadow is not None:
         copies = _sum_copies(here)
         guards.append(_evaluate_shadow(copies, policy.shadow, compute_firing_limit(policy)))
         requests = copies.seen
         share = policy.shadow.max_differing
-        short = _explain_uncertified(copies.wrong, copies.seen, share, "answers differ or failed", "share")
+        short = _explain_uncertified(
+            copies.wrong, copies.seen, share, "answers differ or failed", "share"
+        )
     else:
         short = _find_shortage(observations, here, step, policy)
-        mismatch = _find_mismatch(observations, canary.requests, canary.requests + stable.requests, step)
+        mismatch = _find_mismatch(
+            observations, canary.requests, canary.requests + stable.requests, step
+        )
     if (ends := guardrails.evaluate_ends(*observations.split_uptimes())) is not None:
         guards.insert(0, ends)
     outcome: ev.SplitDecision = "undecided"
@@ -106,7 +124,11 @@ def evaluate_guardrail(
         required=step.minimum if step.percent else 0,
         holds=rail.on_violation == "hold",
     )
-    return _add_evidence(result, rail, counted, observations, here) if all(counted.values()) else result
+    return (
+        _add_evidence(result, rail, counted, observations, here)
+        if all(counted.values())
+        else result
+    )
 
 
 def _add_evidence(
@@ -117,7 +139,9 @@ def _add_evidence(
     here: Sequence[ObservationInterval],
 ) -> GuardrailResult:
     """Add the mean evidence of a guardrail's places, and the counts of the worst one."""
-    measured = {place: _measure_place(place, rail.tolerated(place), observations) for place in rail.places}
+    measured = {
+        place: _measure_place(place, rail.tolerated(place), observations) for place in rail.places
+    }
     worst = max(measured, key=lambda place: measured[place][0])
     rows, effect = counted[worst], measured[worst][1]
     mine, of_mine, theirs, of_theirs = (sum(column) for column in zip(*rows, strict=True))
@@ -150,16 +174,27 @@ def count_events(place: str, intervals: Sequence[ObservationInterval]) -> list[R
     return rows
 
 
-def trace_guardrails(history: Sequence[Observations], policy: RolloutPolicy) -> tuple[EvidencePath, ...]:
+def trace_guardrails(
+    history: Sequence[Observations], policy: RolloutPolicy
+) -> tuple[EvidencePath, ...]:
     """Return the evidence after each of these observations, oldest first, for a plot of at most `MAX_POINTS` points."""
     step, last = max(1, math.ceil(len(history) / MAX_POINTS)), len(history) - 1
-    points = [judge(each, policy) for index, each in enumerate(history) if index == last or index % step == 0]
+    points = [
+        judge(each, policy)
+        for index, each in enumerate(history)
+        if index == last or index % step == 0
+    ]
     limit = compute_firing_limit(policy)
     return tuple(_trace_guardrail(rail.name, points, limit) for rail in policy.guardrails)
 
 
 def _trace_guardrail(name: str, points: Sequence[AnalysisResult], limit: float) -> EvidencePath:
-    guards = [guard for point in points for guard in point.guardrails if guard.name == name and not guard.rule]
+    guards = [
+        guard
+        for point in points
+        for guard in point.guardrails
+        if guard.name == name and not guard.rule
+    ]
     return EvidencePath(
         name=name,
         requests=tuple(guard.canary[1] for guard in guards),
@@ -175,7 +210,9 @@ def _measure_place(place: str, tolerated: float, observations: Observations) -> 
     """
     evidence, effect = measure_unit_evidence(observations.drawn, place, tolerated), 1.0
     steps = {split.step for split in observations.drawn}
-    if rows := count_events(place, [each for each in observations.intervals if each.step not in steps]):
+    if rows := count_events(
+        place, [each for each in observations.intervals if each.step not in steps]
+    ):
         effect = _compute_effect(observations, place, rows)
         evidence += ev.measure_evidence(rows, tolerated, effect)
     return evidence, effect
@@ -186,7 +223,9 @@ def _is_drawn(observations: Observations) -> bool:
     return any(split.step == observations.step for split in observations.drawn)
 
 
-def _count_bad_units(observations: Observations, place: str) -> tuple[tuple[int, int], tuple[int, int]] | None:
+def _count_bad_units(
+    observations: Observations, place: str
+) -> tuple[tuple[int, int], tuple[int, int]] | None:
     """Return the units of either version with any event, and all; None where none are counted."""
     if not observations.drawn:
         return None
@@ -196,7 +235,12 @@ def _count_bad_units(observations: Observations, place: str) -> tuple[tuple[int,
 
 
 def _sum_units(splits: Sequence[GenerationUnits], place: str) -> ev.Array:
-    return np.asarray(sum((to_array(split.units.get(place, UnitCounts())) for split in splits), to_array(UnitCounts())))
+    return np.asarray(
+        sum(
+            (to_array(split.units.get(place, UnitCounts())) for split in splits),
+            to_array(UnitCounts()),
+        )
+    )
 
 
 def _evaluate_percentiles(
@@ -235,7 +279,10 @@ def _evaluate_shadow(copies: ShadowCounts, trial: ShadowTrial, limit: float) -> 
 
 
 def _find_shortage(
-    observations: Observations, here: Sequence[ObservationInterval], step: PlannedStep, policy: RolloutPolicy
+    observations: Observations,
+    here: Sequence[ObservationInterval],
+    step: PlannedStep,
+    policy: RolloutPolicy,
 ) -> str:
     """Return what the traffic of the step has not shown yet, guardrails apart; empty if nothing is missing."""
     if policy.slo is not None and (short := _explain_service_level(here, policy.slo.error_rate)):
@@ -247,7 +294,9 @@ def _find_shortage(
         return "" if users >= policy.min_units else _explain_few_users(users, policy)
     if policy.guardrails and len(here) < (fewest := design_effect.MIN_INTERVALS):
         # Without units, one interval's counts may be of one user.
-        return f"{len(here)} of {fewest} intervals, which a source takes that does not count by user"
+        return (
+            f"{len(here)} of {fewest} intervals, which a source takes that does not count by user"
+        )
     return ""
 
 
@@ -266,7 +315,9 @@ def _find_few_units(observations: Observations, step: PlannedStep, policy: Rollo
 
 def _count_units(observations: Observations, step: PlannedStep, place: str) -> tuple[int, int]:
     """Return the candidate's units of a place in closed epochs of the present step, and those of both versions."""
-    splits = [s for s in observations.drawn if (s.step, s.percent) == (observations.step, step.percent)]
+    splits = [
+        s for s in observations.drawn if (s.step, s.percent) == (observations.step, step.percent)
+    ]
     counts = _sum_units(splits, place)
     return int(counts[0].sum()), int(counts.sum())
 
@@ -298,7 +349,11 @@ def _explain_service_level(here: Sequence[ObservationInterval], rate: float) -> 
     covered = f"requests in {intervals} ({sum(each.seconds for each in here) / 60:.0f} min) failed"
     missing = _explain_uncertified(errors, requests, rate, covered, "rate", effect)
     fewest = _compute_fewest_intervals(rate)
-    return f"{missing}, which takes {fewest} intervals of a minute" if missing and len(rows) < fewest else missing
+    return (
+        f"{missing}, which takes {fewest} intervals of a minute"
+        if missing and len(rows) < fewest
+        else missing
+    )
 
 
 def _compute_fewest_intervals(rate: float) -> int:
@@ -306,7 +361,9 @@ def _compute_fewest_intervals(rate: float) -> int:
     return math.ceil(ev.compute_clean_requests(rate) * design_effect.OUTAGE_SHARE)
 
 
-def _explain_uncertified(bad: int, total: int, share: float, what: str, noun: str, effect: float = 1.0) -> str:
+def _explain_uncertified(
+    bad: int, total: int, share: float, what: str, noun: str, effect: float = 1.0
+) -> str:
     """Return what a share of failures has not shown yet; empty if nothing is missing."""
     if bool(ev.is_rate_certified(bad, total, share, effect)):
         return ""
@@ -314,7 +371,9 @@ def _explain_uncertified(bad: int, total: int, share: float, what: str, noun: st
     return f"{bad} of {total} {what}, which shows a {noun} below {100 * shown:.3g} %, not below {100 * share:g} %"
 
 
-def _find_mismatch(observations: Observations, canary: int, requests: int, step: PlannedStep) -> str:
+def _find_mismatch(
+    observations: Observations, canary: int, requests: int, step: PlannedStep
+) -> str:
     """Return why the split cannot be the requested one; empty if it can."""
     if not 0 < step.percent < 100:
         return ""
@@ -323,7 +382,10 @@ def _find_mismatch(observations: Observations, canary: int, requests: int, step:
         noun, (canary, requests) = "units", _count_units(observations, step, "errors")
     elif blocks := observations.sum_blocks("errors"):
         effect = design_effect.compute_split_effect(blocks)
-    if float(guardrails.compute_mismatch_evidence(canary, requests, step.percent, effect)) < guardrails.MISMATCH_LIMIT:
+    if (
+        float(guardrails.compute_mismatch_evidence(canary, requests, step.percent, effect))
+        < guardrails.MISMATCH_LIMIT
+    ):
         return ""
     return f"{canary} of {requests} {noun} ({100 * canary / requests:.1f} %) went to the candidate"
 
@@ -336,9 +398,13 @@ def judge_split_test(
     canary, stable = _sum_versions(here)
     if test is None or not canary.feedback or not stable.feedback:
         return "undecided", ""
-    rows = [(o.canary.successes, o.canary.feedback, o.stable.successes, o.stable.feedback) for o in here]
+    rows = [
+        (o.canary.successes, o.canary.feedback, o.stable.successes, o.stable.feedback) for o in here
+    ]
     effect = _compute_effect(observations, "feedback", rows)
-    decision, higher, lower = ev.run_split_test(rows, higher_is_better=test.goal == "higher", effect=effect)
+    decision, higher, lower = ev.run_split_test(
+        rows, higher_is_better=test.goal == "higher", effect=effect
+    )
     low, high = ev.bound_odds_ratio(rows, effect)
     guard = GuardrailResult(
         name=test.metric,
@@ -383,7 +449,9 @@ def _describe_failure(observations: Observations, here: Sequence[ObservationInte
     blocks = observations.sum_blocks("errors")
     effect = design_effect.compute_block_effect(blocks) if blocks else 1.0
     for mine, theirs in (*((each.canary, each.stable) for each in here[-1:]), (canary, stable)):
-        if guardrails.is_grossly_failing((mine.failed, mine.requests), (theirs.failed, theirs.requests), effect):
+        if guardrails.is_grossly_failing(
+            (mine.failed, mine.requests), (theirs.failed, theirs.requests), effect
+        ):
             return (
                 f"gross failure: {mine.failed} of the candidate's {mine.requests} requests failed, "
                 f"{theirs.failed} of the stable version's {theirs.requests} -> ROLL BACK"
@@ -398,9 +466,15 @@ def _describe_failing_units(observations: Observations) -> str:
     """
     latest, splits = observations.open_epoch, list(observations.drawn)
     if latest is not None:
-        splits = [each.with_epoch(latest) if each.generation == latest.generation else each for each in splits]
+        splits = [
+            each.with_epoch(latest) if each.generation == latest.generation else each
+            for each in splits
+        ]
     here = [each for each in splits if each.step == observations.step]
-    for place, share, what in (("errors", BREAKER_SHARE, "failed"), ("refused", REFUSED_SHARE, "were refused")):
+    for place, share, what in (
+        ("errors", BREAKER_SHARE, "failed"),
+        ("refused", REFUSED_SHARE, "were refused"),
+    ):
         counts = _sum_units(here, place)
         mine, theirs = counts @ BADNESS_EDGES / np.maximum(1, counts.sum(axis=1))
         if mine < max(share, BREAKER_TIMES * theirs):
@@ -415,8 +489,12 @@ def _describe_failing_units(observations: Observations) -> str:
 
 def _sum_versions(intervals: Sequence[ObservationInterval]) -> tuple[RequestCounts, RequestCounts]:
     """Return the counts of the candidate and of the stable version over the intervals."""
-    canary = functools.reduce(RequestCounts.plus, (each.canary for each in intervals), RequestCounts())
-    stable = functools.reduce(RequestCounts.plus, (each.stable for each in intervals), RequestCounts())
+    canary = functools.reduce(
+        RequestCounts.plus, (each.canary for each in intervals), RequestCounts()
+    )
+    stable = functools.reduce(
+        RequestCounts.plus, (each.stable for each in intervals), RequestCounts()
+    )
     return canary, stable
 
 
@@ -441,5 +519,8 @@ def describe_policy(policy: RolloutPolicy, capabilities: frozenset[str]) -> Iter
                 f"requests to the candidate in at least {intervals:,} intervals of a minute; with min_requests "
                 f"{step.minimum:,} that is about {in_all:,} in total"
             )
-    if any(rail.name != "errors" for rail in policy.guardrails) and "exceedances" not in capabilities:
+    if (
+        any(rail.name != "errors" for rail in policy.guardrails)
+        and "exceedances" not in capabilities
+    ):
         yield "latency is judged by percentiles: the provider does not count requests over a threshold"

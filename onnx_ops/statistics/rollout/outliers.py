@@ -57,9 +57,18 @@ def find_outliers(counts: Iterable[GenerationCounts]) -> tuple[ServerOutlier, ..
         for deployment, by_server in _sum_starts(counts).items()
         for place in _PLACES
     ]
-    limit = OUTLIER_LIMIT + math.log10(max(1, sum(2 * len(servers) for _, _, servers, _ in comparisons)))
+    limit = OUTLIER_LIMIT + math.log10(
+        max(1, sum(2 * len(servers) for _, _, servers, _ in comparisons))
+    )
     return tuple(
-        ServerOutlier(server=server, deployment=deployment, place=place, own=own, others=others, evidence=evidence)
+        ServerOutlier(
+            server=server,
+            deployment=deployment,
+            place=place,
+            own=own,
+            others=others,
+            evidence=evidence,
+        )
         for deployment, place, servers, table in comparisons
         for server, own, others, evidence in _select(servers, table, limit)
     )
@@ -90,7 +99,11 @@ def _tabulate(by_server: _Tallies, place: Literal["errors", "slow"]) -> tuple[li
     table = np.zeros((len(servers), len(generations), 2), dtype=np.int64)
     for row, server in enumerate(servers):
         for generation, tally in by_server[server].items():
-            bad, requests = (tally.errors, tally.requests) if place == "errors" else (tally.over_p99, tally.measured)
+            bad, requests = (
+                (tally.errors, tally.requests)
+                if place == "errors"
+                else (tally.over_p99, tally.measured)
+            )
             if bad is not None:
                 scale = max(1, -(-requests // _MAX_REQUESTS))
                 table[row, columns[generation]] = bad // scale, requests // scale
@@ -161,8 +174,12 @@ def _can_be_higher(mine: _Counts, others: _Counts) -> npt.NDArray[np.bool_]:
     """
     bad, requests = np.moveaxis(mine.astype(np.float64), -1, 0)
     others_bad, others_requests = np.moveaxis(others.astype(np.float64), -1, 0)
-    is_higher = bad * (others_requests - others_bad) > TOLERATED_RATIO * others_bad * (requests - bad)
-    return np.asarray(is_higher.any(axis=1) & (bad.sum(axis=1) * math.log10(GRID[-1]) >= OUTLIER_LIMIT))
+    is_higher = bad * (others_requests - others_bad) > TOLERATED_RATIO * others_bad * (
+        requests - bad
+    )
+    return np.asarray(
+        is_higher.any(axis=1) & (bad.sum(axis=1) * math.log10(GRID[-1]) >= OUTLIER_LIMIT)
+    )
 
 
 def _scale(side: _Counts) -> _Counts:

@@ -87,7 +87,9 @@ def choose_percent(place: str, percents: Counts) -> Counts:
     return percents if place in ("errors", "refused") else np.full_like(percents, 50)
 
 
-def sum_log_factors(counts: npt.ArrayLike, place: str, percents: npt.ArrayLike, tolerated: float) -> Array:
+def sum_log_factors(
+    counts: npt.ArrayLike, place: str, percents: npt.ArrayLike, tolerated: float
+) -> Array:
     """Return the log of what units multiply each gambler's wealth by.
 
     Where units show that the split is not the requested one, the coin is the one that they show: a split that went

@@ -41,7 +41,13 @@ def make_unmeasured(gate: str, metric: str, limit: str, *, advisory: bool = Fals
 
 def make_unlimited(gate: str, metric: str) -> GateResult:
     """Return an INCONCLUSIVE result for a gate without limits."""
-    return GateResult(gate=gate, metric=metric, limit="", verdict=Verdict.INCONCLUSIVE, reason="the gate sets no limit")
+    return GateResult(
+        gate=gate,
+        metric=metric,
+        limit="",
+        verdict=Verdict.INCONCLUSIVE,
+        reason="the gate sets no limit",
+    )
 
 
 def join_lines(text: str) -> str:
@@ -66,4 +72,10 @@ def as_ms(seconds: float) -> str:
 
 def as_size(size: int) -> str:
     """Format bytes as MB, kB or B."""
-    return f"{size / 1e6:.4g} MB" if size >= 1e6 else f"{size / 1e3:.4g} kB" if size >= 1e3 else f"{size} B"
+    return (
+        f"{size / 1e6:.4g} MB"
+        if size >= 1e6
+        else f"{size / 1e3:.4g} kB"
+        if size >= 1e3
+        else f"{size} B"
+    )

@@ -105,7 +105,12 @@ class MetricLimit:
 
 def list_limits(gate: MetricGate) -> Iterator[MetricLimit]:
     """Yield the limits that a gate sets."""
-    kinds: tuple[Literal["max_drop", "max_increase", "min", "max"], ...] = ("max_drop", "max_increase", "min", "max")
+    kinds: tuple[Literal["max_drop", "max_increase", "min", "max"], ...] = (
+        "max_drop",
+        "max_increase",
+        "min",
+        "max",
+    )
     for kind in kinds:
         value: float | None = getattr(gate, kind)
         if value is not None:
@@ -130,7 +135,9 @@ def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:
             results = list(_judge_changes(name, limit, entries, evidence))
         else:
             results = [_judge_value(name, limit, entries)]
-        yield from (r if evidence.schema >= _P_VALUES else replace(r, p_value=None) for r in results)
+        yield from (
+            r if evidence.schema >= _P_VALUES else replace(r, p_value=None) for r in results
+        )
 
 
 def _list_entries(name: str, evidence: Evidence) -> list[_Entry]:
@@ -139,10 +146,14 @@ def _list_entries(name: str, evidence: Evidence) -> list[_Entry]:
     return [*counts, *(s for s in evidence.scores if s.metric == name)]
 
 
-def explain_unscored(metrics: Collection[str], scores: Sequence[ScoreComparison]) -> Mapping[str, str]:
+def explain_unscored(
+    metrics: Collection[str], scores: Sequence[ScoreComparison]
+) -> Mapping[str, str]:
     """Return why the candidate has no value of some of these metrics."""
     return {
-        score.metric: score.failed for score in scores if score.failed and not score.against and score.metric in metrics
+        score.metric: score.failed
+        for score in scores
+        if score.failed and not score.against and score.metric in metrics
     }
 
 
@@ -164,9 +175,15 @@ def _judge_value(name: str, limit: MetricLimit, entries: Sequence[_Entry]) -> Ga
     """Judge the candidate's value. Every entry has it; where they differ, the worst counts."""
     if not entries:
         return make_unmeasured("metric", name, limit.text)
-    valued = [e for e in entries if isinstance(e, PairedCounts) or e.candidate is not None or not e.against]
+    valued = [
+        e
+        for e in entries
+        if isinstance(e, PairedCounts) or e.candidate is not None or not e.against
+    ]
     judged = [_judge(name, limit, entry) for entry in valued or entries]
-    return max(judged, key=lambda result: (result.verdict.rank, -(result.estimate or 0.0), -result.n))
+    return max(
+        judged, key=lambda result: (result.verdict.rank, -(result.estimate or 0.0), -result.n)
+    )
 
 
 def _judge_changes(
@@ -181,10 +198,16 @@ def _judge_changes(
         yield _judge_missing_change(f"{name} vs {baseline}", name, limit, entries)
 
 
-def _judge_missing_change(metric: str, name: str, limit: MetricLimit, entries: Sequence[_Entry]) -> GateResult:
+def _judge_missing_change(
+    metric: str, name: str, limit: MetricLimit, entries: Sequence[_Entry]
+) -> GateResult:
     """Return why the candidate has no value that could be compared with the baseline's, if that is known."""
-    unscored = next((e for e in entries if isinstance(e, ScoreComparison) and e.candidate is None), None)
-    result = _judge(name, limit, unscored) if unscored else make_unmeasured("metric", metric, limit.text)
+    unscored = next(
+        (e for e in entries if isinstance(e, ScoreComparison) and e.candidate is None), None
+    )
+    result = (
+        _judge(name, limit, unscored) if unscored else make_unmeasured("metric", metric, limit.text)
+    )
     return replace(result, metric=metric)
 
 
@@ -199,7 +222,11 @@ def _judge(name: str, limit: MetricLimit, entry: _Entry) -> GateResult:
         groups=entry.groups,
     )
     if isinstance(entry, ScoreComparison):
-        verdicts = {Verdict.FAIL: entry.broken, Verdict.ERROR: entry.failed, Verdict.INCONCLUSIVE: entry.undefined}
+        verdicts = {
+            Verdict.FAIL: entry.broken,
+            Verdict.ERROR: entry.failed,
+            Verdict.INCONCLUSIVE: entry.undefined,
+        }
         for verdict, reason in verdicts.items():
             if reason:
                 return replace(blank, verdict=verdict, reason=reason)
@@ -207,9 +234,15 @@ def _judge(name: str, limit: MetricLimit, entry: _Entry) -> GateResult:
         return replace(blank, reason=f"{name}: {problem}")
     interval = _find_interval(limit, entry)
     if interval is None:
-        return replace(blank, verdict=Verdict.INCONCLUSIVE, reason=f"{name} has no interval that fits {limit.text}")
+        return replace(
+            blank,
+            verdict=Verdict.INCONCLUSIVE,
+            reason=f"{name} has no interval that fits {limit.text}",
+        )
     verdict = limit.verdict(interval.low, interval.high)
-    if verdict is Verdict.PASS and (_rests_on_few(limit, entry) if limit.of_change else _is_uneven(entry)):
+    if verdict is Verdict.PASS and (
+        _rests_on_few(limit, entry) if limit.of_change else _is_uneven(entry)
+    ):
         verdict = Verdict.INCONCLUSIVE
     return replace(
         blank,
@@ -226,7 +259,11 @@ def _judge(name: str, limit: MetricLimit, entry: _Entry) -> GateResult:
 
 def _is_uneven(entry: _Entry) -> bool:
     """Return whether so few rows carry the error that an unseen one may be as bad as all of them together."""
-    return isinstance(entry, ScoreComparison) and entry.effective is not None and entry.effective < _EVEN_ROWS
+    return (
+        isinstance(entry, ScoreComparison)
+        and entry.effective is not None
+        and entry.effective < _EVEN_ROWS
+    )
 
 
 def _rests_on_few(limit: MetricLimit, entry: _Entry) -> bool:
@@ -249,7 +286,9 @@ def _p_value(limit: MetricLimit, entry: _Entry, interval: Interval) -> float:
     if isinstance(entry, PairedCounts):
         return (change_p_value if limit.of_change else value_p_value)(entry, limit.bound)
     safe = limit.bound - interval.estimate if limit.from_above else interval.estimate - limit.bound
-    end = interval.high - interval.estimate if limit.from_above else interval.estimate - interval.low
+    end = (
+        interval.high - interval.estimate if limit.from_above else interval.estimate - interval.low
+    )
     if end <= 0:
         return 0.0 if safe > 0 else 1.0
     return float(scipy.special.ndtr(-scipy.special.ndtri((1 + CONFIDENCE) / 2) * safe / end))
@@ -275,7 +314,11 @@ def _find_interval(limit: MetricLimit, entry: _Entry) -> Interval | None:
 
 def _find_problem(entry: _Entry) -> str:
     """Return why a measurement cannot be true, or an empty text."""
-    return _find_count_problem(entry) if isinstance(entry, PairedCounts) else _find_score_problem(entry)
+    return (
+        _find_count_problem(entry)
+        if isinstance(entry, PairedCounts)
+        else _find_score_problem(entry)
+    )
 
 
 def _find_count_problem(counts: PairedCounts) -> str:
@@ -296,7 +339,9 @@ def _find_score_problem(score: ScoreComparison) -> str:
     return ""
 
 
-def _explain(name: str, limit: MetricLimit, entry: _Entry, interval: Interval, verdict: Verdict) -> str:
+def _explain(
+    name: str, limit: MetricLimit, entry: _Entry, interval: Interval, verdict: Verdict
+) -> str:
     reason = f"{_describe_interval(name, limit, entry, interval)}, limit {limit.format(limit.bound)}, n = {entry.n}"
     if entry.groups:
         reason += f" in {entry.groups} groups"
@@ -304,7 +349,11 @@ def _explain(name: str, limit: MetricLimit, entry: _Entry, interval: Interval, v
         return f"{reason}: both models answer every row alike"
     if limit.of_change and isinstance(entry, PairedCounts):
         reason += f" ({entry.only_baseline} lost, {entry.only_candidate} won)"
-    return reason + _explain_indecision(limit, entry, interval) if verdict is Verdict.INCONCLUSIVE else reason
+    return (
+        reason + _explain_indecision(limit, entry, interval)
+        if verdict is Verdict.INCONCLUSIVE
+        else reason
+    )
 
 
 def _describe_interval(name: str, limit: MetricLimit, entry: _Entry, interval: Interval) -> str:
@@ -333,9 +382,15 @@ def _explain_few_rows(limit: MetricLimit, entry: ScoreComparison) -> str:
     units, kind = entry.groups or entry.n, "groups" if entry.groups else "rows"
     if limit.of_change and _rests_on_few(limit, entry):
         rest = _get_rest(limit, entry)
-        others = "the others have no error" if rest is None else f"in the others it changes by {limit.format(rest)}"
+        others = (
+            "the others have no error"
+            if rest is None
+            else f"in the others it changes by {limit.format(rest)}"
+        )
         verb = "carries" if entry.carrying == 1 else "carry"
-        return f"; {entry.carrying} of {units} {kind} {verb} it, and {others}{_name_heavy_rows(entry)}"
+        return (
+            f"; {entry.carrying} of {units} {kind} {verb} it, and {others}{_name_heavy_rows(entry)}"
+        )
     if entry.effective is None or not entry.heavy:
         return ""
     if entry.effective < _CONCENTRATED * units or (not limit.of_change and _is_uneven(entry)):

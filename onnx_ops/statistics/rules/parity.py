@@ -62,9 +62,13 @@ _RARE = 0.01
 def judge_parity(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
     """Judge a float variant by outputs, a quantized one by export and weights."""
     if not evidence.quantized:
-        yield from _judge_outputs(OUTPUTS, OUTPUTS_OUTSIDE, gate, evidence.parity, evidence.divergence)
+        yield from _judge_outputs(
+            OUTPUTS, OUTPUTS_OUTSIDE, gate, evidence.parity, evidence.divergence
+        )
     else:
-        yield from _judge_outputs(EXPORT_OUTPUTS, EXPORT_OUTSIDE, gate, evidence.export_parity, evidence.divergence)
+        yield from _judge_outputs(
+            EXPORT_OUTPUTS, EXPORT_OUTSIDE, gate, evidence.export_parity, evidence.divergence
+        )
         yield _judge_weights(gate, evidence)
         yield from judge_activations(gate, evidence)
     yield from judge_trees(gate, evidence)
@@ -109,13 +113,21 @@ def _count_rows(measurements: Sequence[ParityMeasurement], output: str) -> int:
 
 
 def _verdict(
-    rule: ParityRule, gate: ParityGate, measurements: Sequence[ParityMeasurement], divergence: Divergence | None
+    rule: ParityRule,
+    gate: ParityGate,
+    measurements: Sequence[ParityMeasurement],
+    divergence: Divergence | None,
 ) -> GateResult:
     if not any(m.rows > 0 or m.mismatch for m in measurements):
         return rule.make_unmeasured(gate)
     worst = max(measurements, key=_rank_badness)
     rows = _count_rows(measurements, worst.output)
-    reason = _describe(worst) + _describe_limit(worst, gate) + f", {rows} rows" + _describe_explained(measurements)
+    reason = (
+        _describe(worst)
+        + _describe_limit(worst, gate)
+        + f", {rows} rows"
+        + _describe_explained(measurements)
+    )
     if is_divergent(worst, gate.noise_factor):
         reason += f"; for example {worst.example}" if worst.example else ""
         reason += _describe_divergence(divergence)
@@ -138,7 +150,9 @@ def _describe_explained(measurements: Sequence[ParityMeasurement]) -> str:
     differing = explained + sum(m.unexplained for m in measurements)
     if not differing:
         return ""
-    return f"; of {differing} answers that differ, {explained} are explained by rounding of the inputs"
+    return (
+        f"; of {differing} answers that differ, {explained} are explained by rounding of the inputs"
+    )
 
 
 def _describe_divergence(divergence: Divergence | None) -> str:
@@ -147,7 +161,9 @@ def _describe_divergence(divergence: Divergence | None) -> str:
     if not divergence.node:
         return f"; first diverging node: {join_lines(f'not located ({divergence.note})')}"
     module = f" in module {divergence.scope}" if divergence.scope else ""
-    return f"; first diverging node: {join_lines(f'{divergence.node} ({divergence.op_type}){module}')}"
+    return (
+        f"; first diverging node: {join_lines(f'{divergence.node} ({divergence.op_type}){module}')}"
+    )
 
 
 def _rank_badness(m: ParityMeasurement) -> tuple[bool, float, float, str, str]:
@@ -173,12 +189,12 @@ def _judge_weights(gate: ParityGate, evidence: Evidence) -> GateResult:
     worst = max(evidence.weights, key=lambda w: (not _is_rounded(w, gate), w.steps, w.tensor))
     answers = ""
     if worst.steps > gate.weight_steps and worst.output_error is not None:
-        answers = (
-            f", and its layer's answers on real rows have {worst.output_error:.3g}x the squared error of plain rounding"
-        )
+        answers = f", and its layer's answers on real rows have {worst.output_error:.3g}x the squared error of plain rounding"
         if not _is_rounded(worst, gate):
             steps, error = NEARLY_ROUNDED
-            answers += f" (accepted: {COMPENSATED}x at {FURTHEST:g} steps, {error}x at {steps} steps)"
+            answers += (
+                f" (accepted: {COMPENSATED}x at {FURTHEST:g} steps, {error}x at {steps} steps)"
+            )
     return WEIGHTS.make_result(
         gate,
         f"weight {worst.tensor!r} is {worst.steps:.3g} quantization steps from its original, "
@@ -196,7 +212,9 @@ def _is_rounded(weight: WeightMeasurement, gate: ParityGate) -> bool:
     corrected, however far it moves: it adds to every row alike.
     """
     steps, error = NEARLY_ROUNDED
-    is_near = weight.steps <= steps and weight.output_error is not None and weight.output_error <= error
+    is_near = (
+        weight.steps <= steps and weight.output_error is not None and weight.output_error <= error
+    )
     return weight.steps <= gate.weight_steps or is_near or is_compensating(weight)
 
 
@@ -216,7 +234,11 @@ def judge_trees(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
     if trees.changed:
         rest = trees.changed - len(trees.differences)
         shown = "; ".join(trees.differences[:_NAMED])
-        more = f" and {trees.changed - _NAMED} more" if rest > 0 or len(trees.differences) > _NAMED else ""
+        more = (
+            f" and {trees.changed - _NAMED} more"
+            if rest > 0 or len(trees.differences) > _NAMED
+            else ""
+        )
         reason = f"{trees.changed} of {counted} differ from the source's: {shown}{more}"
     yield TREES.make_result(
         gate,
@@ -252,7 +274,9 @@ def _judge_saturation(gate: ParityGate, measured: Sequence[ActivationMeasurement
     worst = max(measured, key=lambda a: (a.saturated, a.tensor))
     note = ""
     if SATURATION_WARNING < worst.saturated <= gate.saturation:
-        note = f"; more than {as_percent(SATURATION_WARNING)} is suspicious: calibrate with more rows"
+        note = (
+            f"; more than {as_percent(SATURATION_WARNING)} is suspicious: calibrate with more rows"
+        )
     return SATURATION.make_result(
         gate,
         f"{as_percent(worst.saturated)} of activation {worst.tensor!r} lie outside its quantized range, "
@@ -262,7 +286,9 @@ def _judge_saturation(gate: ParityGate, measured: Sequence[ActivationMeasurement
     )
 
 
-def _judge_clipping(gate: ParityGate, measured: Sequence[ActivationMeasurement]) -> Iterator[GateResult]:
+def _judge_clipping(
+    gate: ParityGate, measured: Sequence[ActivationMeasurement]
+) -> Iterator[GateResult]:
     clippings = [(a.clipping, a.tensor) for a in measured if a.clipping is not None]
     if not clippings:
         return
@@ -281,7 +307,11 @@ def _judge_clipping(gate: ParityGate, measured: Sequence[ActivationMeasurement])
 def _judge_ranges(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
     """Judge how much farther the ranges of activations and weights reach than their values."""
     ranges = [
-        *((a.stretch, f"activation {a.tensor!r}") for a in evidence.activations if a.stretch is not None),
+        *(
+            (a.stretch, f"activation {a.tensor!r}")
+            for a in evidence.activations
+            if a.stretch is not None
+        ),
         *((w.stretch, f"weight {w.tensor!r}") for w in evidence.weights if w.stretch is not None),
     ]
     if not ranges:
@@ -292,7 +322,11 @@ def _judge_ranges(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
         gate,
         f"the range of {tensor} reaches {stretch:.3g}x as far as its values, limit {gate.stretch:.4g}x, "
         f"{len(ranges)} ranges"
-        + ("" if fits else "; too wide, its steps are that much coarser: calibrate with rows like those of use"),
+        + (
+            ""
+            if fits
+            else "; too wide, its steps are that much coarser: calibrate with rows like those of use"
+        ),
         estimate=stretch,
         n=len(ranges),
     )
@@ -310,7 +344,9 @@ def judge_coverage(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]
         more = f", and {len(ranked) - _NAMED} more" if len(ranked) > _NAMED else ""
         text += f"; {len(coverage.floats)} in float: {named}{more}"
     if coverage.unheeded:
-        text += f"; excluded, but run in int8 by the runtime: {', '.join(coverage.unheeded[:_NAMED])}"
+        text += (
+            f"; excluded, but run in int8 by the runtime: {', '.join(coverage.unheeded[:_NAMED])}"
+        )
     yield INT8_COVERAGE.make_result(
         gate,
         join_lines(text),
@@ -324,7 +360,11 @@ def judge_source(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
     """Yield advisory lines on inputs without effect, and on a source that refuses NaN or is slow."""
     if evidence.unused_inputs:
         names = ", ".join(evidence.unused_inputs[:_NAMED])
-        more = f" and {len(evidence.unused_inputs) - _NAMED} more" if len(evidence.unused_inputs) > _NAMED else ""
+        more = (
+            f" and {len(evidence.unused_inputs) - _NAMED} more"
+            if len(evidence.unused_inputs) > _NAMED
+            else ""
+        )
         reason = f"no answer to the compared rows depends on {names}{more}: leave it out, or look for a wrong name"
         yield UNUSED_INPUTS.make_result(gate, join_lines(reason), passes=True)
     source = evidence.source
@@ -363,7 +403,9 @@ def judge_invariance(gate: ParityGate, evidence: Evidence) -> Iterator[GateResul
     )
     reason = f"answers do not depend on the batch's composition: {figures}"
     if worst.ratio > gate.noise_factor:
-        reason = f"answers depend on the batch's composition: {figures}; do not batch across requests"
+        reason = (
+            f"answers depend on the batch's composition: {figures}; do not batch across requests"
+        )
     yield BATCH_INVARIANCE.make_result(gate, reason, estimate=worst.ratio, n=rows)
 
 

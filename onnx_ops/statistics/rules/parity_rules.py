@@ -64,17 +64,28 @@ def _limit_noise(gate: ParityGate) -> str:
 
 
 OUTPUTS = ParityRule(metric="outputs", limit=_limit_noise, bound=lambda gate: gate.noise_factor)
-EXPORT_OUTPUTS = ParityRule(metric="export", limit=_limit_noise, bound=lambda gate: gate.noise_factor)
+EXPORT_OUTPUTS = ParityRule(
+    metric="export", limit=_limit_noise, bound=lambda gate: gate.noise_factor
+)
 """Outputs of the float export that a quantized variant is made from."""
 
 OUTPUTS_OUTSIDE = ParityRule(
-    metric="outputs outside the domain", limit=_limit_noise, bound=lambda gate: gate.noise_factor, advisory=True
+    metric="outputs outside the domain",
+    limit=_limit_noise,
+    bound=lambda gate: gate.noise_factor,
+    advisory=True,
 )
 EXPORT_OUTSIDE = ParityRule(
-    metric="export outside the domain", limit=_limit_noise, bound=lambda gate: gate.noise_factor, advisory=True
+    metric="export outside the domain",
+    limit=_limit_noise,
+    bound=lambda gate: gate.noise_factor,
+    advisory=True,
 )
 BATCH_INVARIANCE = ParityRule(
-    metric="batch invariance", limit=_limit_noise, bound=lambda gate: gate.noise_factor, advisory=True
+    metric="batch invariance",
+    limit=_limit_noise,
+    bound=lambda gate: gate.noise_factor,
+    advisory=True,
 )
 WEIGHTS = ParityRule(
     metric="weights",
@@ -95,12 +106,18 @@ SATURATION = ParityRule(
     unit="1",
 )
 CLIPPING = ParityRule(
-    metric="clipping", limit=lambda gate: f"≤ {gate.clipping:.4g}x rounding", bound=lambda gate: gate.clipping
+    metric="clipping",
+    limit=lambda gate: f"≤ {gate.clipping:.4g}x rounding",
+    bound=lambda gate: gate.clipping,
 )
 RANGES = ParityRule(
-    metric="ranges", limit=lambda gate: f"≤ {gate.stretch:.4g}x the values", bound=lambda gate: gate.stretch
+    metric="ranges",
+    limit=lambda gate: f"≤ {gate.stretch:.4g}x the values",
+    bound=lambda gate: gate.stretch,
 )
-INT8_COVERAGE = ParityRule(metric="int8 coverage", limit=lambda _: "all but excluded ones", unit="1", advisory=True)
+INT8_COVERAGE = ParityRule(
+    metric="int8 coverage", limit=lambda _: "all but excluded ones", unit="1", advisory=True
+)
 UNUSED_INPUTS = ParityRule(metric="unused inputs", unit="", advisory=True)
 NAN = ParityRule(metric="NaN", unit="", advisory=True)
 ROWS = ParityRule(metric="rows", unit="", advisory=True)

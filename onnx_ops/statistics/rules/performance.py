@@ -61,7 +61,9 @@ def _judge_ratio(
     noisy = explain_withheld_verdict(measured.log_ratios, measured.self_log_ratios, max_regression)
     limit = f"{1 + max_regression:.4g}x"
     reason = _describe_ratio(measured, comparison, limit)
-    if comparison.verdict is Verdict.INCONCLUSIVE:  # how many pairs, or which other limit, would decide
+    if (
+        comparison.verdict is Verdict.INCONCLUSIVE
+    ):  # how many pairs, or which other limit, would decide
         needed = estimate_pairs_needed(measured.log_ratios, max_regression)
         if needed is None:
             reason += "; the ratio is too near to the limit for any number of pairs"
@@ -76,11 +78,15 @@ def _judge_ratio(
             below = f", one of {as_percent(low)} broken" if low > 0 else ""
             reason += f"; a limit of {as_percent(high)} would be kept{below}"
     reason = f"{noisy}; {reason}" if noisy else reason
-    result = _make_result(gate, metric, f"≤ {limit}", reason, comparison, bound=1 + max_regression, unit="x")
+    result = _make_result(
+        gate, metric, f"≤ {limit}", reason, comparison, bound=1 + max_regression, unit="x"
+    )
     return replace(result, verdict=Verdict.INCONCLUSIVE) if noisy else result
 
 
-def _describe_ratio(measured: LatencyComparison | PairedRatios, comparison: Comparison, limit: str) -> str:
+def _describe_ratio(
+    measured: LatencyComparison | PairedRatios, comparison: Comparison, limit: str
+) -> str:
     """Return the ratio with its interval, limit, pairs and trend as a text."""
     if isinstance(measured, LatencyComparison):
         preempted = measured.preempted / measured.runs if measured.runs > 0 else 0.0
@@ -89,7 +95,9 @@ def _describe_ratio(measured: LatencyComparison | PairedRatios, comparison: Comp
         counted = f"session pairs ({measured.runs} runs{means}, {as_percent(preempted)} preempted)"
     else:
         of = PROCESS_FIGURES.get(measured.figure, f"time per request at {measured.figure}")
-        counted = "pairs of fresh processes" if measured.figure in PROCESS_FIGURES else "session pairs"
+        counted = (
+            "pairs of fresh processes" if measured.figure in PROCESS_FIGURES else "session pairs"
+        )
     trend = ""
     if (change := find_trend(measured.log_ratios)) is not None:
         trend = f"; it {'grew' if change > 0 else 'fell'} by {as_percent(abs(change))} over the run"
@@ -129,7 +137,9 @@ def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _judge_regression(gate: str, figure: str, max_regression: float | None, evidence: Evidence) -> Iterator[GateResult]:
+def _judge_regression(
+    gate: str, figure: str, max_regression: float | None, evidence: Evidence
+) -> Iterator[GateResult]:
     """Judge the ratio of a quantity to that of the baseline.
 
     Yields nothing where the gate sets no such limit, or there is no baseline.
@@ -159,7 +169,11 @@ def judge_latency(gate: LatencyGate, evidence: Evidence) -> Iterator[GateResult]
     yield from _judge_regression("latency", "ratio", gate.max_regression, evidence)
     if gate.faster_than is not None and evidence.variant != gate.faster_than:
         yield from _judge_speedup(gate.faster_than, gate.min_speedup or 0.0, evidence)
-    limits = {name: (share, limit) for name, (share, limit) in gate.quantiles().items() if limit is not None}
+    limits = {
+        name: (share, limit)
+        for name, (share, limit) in gate.quantiles().items()
+        if limit is not None
+    }
     for name, (share, limit_s) in limits.items():
         yield _judge_quantile(name, share, limit_s, evidence)
     if not limits and gate.max_regression is None and gate.faster_than is None:
@@ -196,7 +210,9 @@ def _judge_quantile(name: str, share: float, limit_s: float, evidence: Evidence)
     )
     if quantile.verdict is Verdict.INCONCLUSIVE and quantile.n < quantile.needed:
         reason += f"; to pass, {quantile.needed} runs are needed"
-    return _make_result("latency", name, limit, reason, quantile, bound=limit_s, unit="s", advisory=advisory)
+    return _make_result(
+        "latency", name, limit, reason, quantile, bound=limit_s, unit="s", advisory=advisory
+    )
 
 
 @judge_gate.register
@@ -205,7 +221,9 @@ def judge_throughput(gate: ThroughputGate, evidence: Evidence) -> Iterator[GateR
     figure = throughput_metric_name(gate.concurrency)
     yield from _judge_regression("throughput", figure, gate.max_regression, evidence)
     if gate.min is not None:
-        measured = [t for t in evidence.throughput if t.concurrency == gate.concurrency and t.per_second]
+        measured = [
+            t for t in evidence.throughput if t.concurrency == gate.concurrency and t.per_second
+        ]
         advisory = not evidence.dedicated
         for session in measured:
             yield _judge_rate(figure, session, gate.min, advisory=advisory)
@@ -215,7 +233,9 @@ def judge_throughput(gate: ThroughputGate, evidence: Evidence) -> Iterator[GateR
         yield make_unlimited("throughput", figure)
 
 
-def _judge_rate(figure: str, session: ThroughputMeasurement, least: float, *, advisory: bool) -> GateResult:
+def _judge_rate(
+    figure: str, session: ThroughputMeasurement, least: float, *, advisory: bool
+) -> GateResult:
     """Judge the median rate of sessions by the time per request, and report rates."""
     per_request = compare_quantile([1 / rate for rate in session.per_second], 0.5, 1 / least)
     low = 1 / per_request.high if per_request.high > 0 else 0.0
@@ -226,7 +246,14 @@ def _judge_rate(figure: str, session: ThroughputMeasurement, least: float, *, ad
         f"{per_request.n} sessions ({session.requests} requests)"
     )
     result = _make_result(
-        "throughput", figure, f"≥ {_rate(least)}", reason, per_request, bound=least, unit="req/s", advisory=advisory
+        "throughput",
+        figure,
+        f"≥ {_rate(least)}",
+        reason,
+        per_request,
+        bound=least,
+        unit="req/s",
+        advisory=advisory,
     )
     return replace(result, estimate=middle, low=low, high=_finite_or_none(high))
 
@@ -246,7 +273,9 @@ def judge_cold_start(gate: ColdStartGate, evidence: Evidence) -> Iterator[GateRe
         ("first", gate.first, starts.first_s if starts else ()),
     ):
         if limit is not None:
-            yield _judge_median("cold_start", figure, samples, limit, "s", advisory=not evidence.dedicated)
+            yield _judge_median(
+                "cold_start", figure, samples, limit, "s", advisory=not evidence.dedicated
+            )
     if (gate.load, gate.first, gate.max_regression) == (None, None, None):
         yield make_unlimited("cold_start", "")
 
@@ -276,7 +305,14 @@ def _judge_median(
         f"{center.n} fresh processes, from {text(min(samples))} to {text(max(samples))}"
     )
     return _make_result(
-        gate, figure, f"≤ {text(limit)}", reason, center, bound=float(limit), unit=unit, advisory=advisory
+        gate,
+        figure,
+        f"≤ {text(limit)}",
+        reason,
+        center,
+        bound=float(limit),
+        unit=unit,
+        advisory=advisory,
     )
 
 
@@ -308,7 +344,10 @@ def judge_provider(evidence: Evidence) -> Iterator[GateResult]:
     if facts is None or not first:
         reason = "which provider ran was not recorded"
     elif first not in facts.used:
-        verdict, reason = Verdict.ERROR, f"{first} was requested, {', '.join(facts.used) or 'nothing'} ran instead"
+        verdict, reason = (
+            Verdict.ERROR,
+            f"{first} was requested, {', '.join(facts.used) or 'nothing'} ran instead",
+        )
     elif first != "CPUExecutionProvider":
         if fallbacks := _describe_fallbacks(facts, first):
             verdict, reason = Verdict.ERROR, f"{first} was requested, {fallbacks}"

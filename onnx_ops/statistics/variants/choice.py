@@ -10,7 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from onnx_ops.domain.decision import Decision, GateResult, TargetObjective, Verdict, combine_verdicts
+from onnx_ops.domain.decision import (
+    Decision,
+    GateResult,
+    TargetObjective,
+    Verdict,
+    combine_verdicts,
+)
 from onnx_ops.domain.evidence import Interval, SchedulingMeasurement
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.release import Choice
@@ -69,7 +75,10 @@ def choose(decisions: Sequence[Decision], policy: TargetObjective = LATENCY) -> 
     if not passing:
         return _refuse_all(target, decisions, undecided, policy)
     loaded = policy.objective == "cost" and _were_loads_measured(passing)
-    candidates = [_Candidate(d, _compute_key(d, policy, loaded=loaded), place) for place, d in enumerate(passing)]
+    candidates = [
+        _Candidate(d, _compute_key(d, policy, loaded=loaded), place)
+        for place, d in enumerate(passing)
+    ]
     export = next((c for c in candidates if c.decision.variant == EXPORT), None)
     tied = _find_tied(_drop_beaten(candidates, export, policy, loaded=loaded))
     chosen = min(tied, key=_Candidate.rank_by_size)
@@ -95,20 +104,30 @@ def _get_target(decisions: Sequence[Decision]) -> str:
 
 
 def _refuse_all(
-    target: str, decisions: Sequence[Decision], undecided: Mapping[str, float], policy: TargetObjective
+    target: str,
+    decisions: Sequence[Decision],
+    undecided: Mapping[str, float],
+    policy: TargetObjective,
 ) -> Choice:
     """Return a choice of no variant, with the reasons of all of them."""
     variants_by_reason: dict[tuple[Verdict, str], list[str]] = {}
     refused = [d for d in decisions if d.variant not in undecided]
     # The export comes first, since the others are derived from it.
     for decision in sorted(refused, key=lambda d: d.variant != EXPORT):
-        variants_by_reason.setdefault((decision.verdict, decision.reason), []).append(decision.variant)
+        variants_by_reason.setdefault((decision.verdict, decision.reason), []).append(
+            decision.variant
+        )
     reasons = [_describe_undecided(undecided)] if undecided else []
-    reasons += [f"{', '.join(names)} {verdict.value}: {why}" for (verdict, why), names in variants_by_reason.items()]
+    reasons += [
+        f"{', '.join(names)} {verdict.value}: {why}"
+        for (verdict, why), names in variants_by_reason.items()
+    ]
     return Choice(
         target=target,
         variant=None,
-        verdict=Verdict.INCONCLUSIVE if undecided else combine_verdicts(d.verdict for d in decisions),
+        verdict=Verdict.INCONCLUSIVE
+        if undecided
+        else combine_verdicts(d.verdict for d in decisions),
         reason="; ".join(reasons),
         objective=policy.objective,
     )
@@ -120,7 +139,11 @@ def _were_loads_measured(decisions: Sequence[Decision]) -> bool:
 
 
 def _drop_beaten(
-    candidates: list[_Candidate], export: _Candidate | None, policy: TargetObjective, *, loaded: bool
+    candidates: list[_Candidate],
+    export: _Candidate | None,
+    policy: TargetObjective,
+    *,
+    loaded: bool,
 ) -> list[_Candidate]:
     """Return the variants that beat a passing export with confidence, or the export if none does.
 
@@ -162,12 +185,16 @@ def _correct_for_family(decisions: Sequence[Decision]) -> tuple[list[Decision], 
     compared with the limits of Holm 1979 (Scandinavian Journal of Statistics 6:65-70).
     """
     p_values = _collect_family(decisions)
-    family = sorted((p_value, variant) for variant, p_value in p_values.items() if p_value <= _SURELY_WORSE)
+    family = sorted(
+        (p_value, variant) for variant, p_value in p_values.items() if p_value <= _SURELY_WORSE
+    )
     if len(family) <= 1:
         return list(decisions), {}
     passed, level = _apply_holm(family)
     failed = set(p_values) - passed
-    undecided = {d.variant: level for d in decisions if d.verdict is Verdict.PASS and d.variant in failed}
+    undecided = {
+        d.variant: level for d in decisions if d.verdict is Verdict.PASS and d.variant in failed
+    }
     return [d for d in decisions if d.variant not in undecided], undecided
 
 
@@ -212,7 +239,12 @@ def estimate_prospects(result: GateResult, tried: int) -> tuple[float, float, fl
         (chance that a variant without a change passes as one of `tried`, the same chance for a change of twice the
             limit, chance that the latter fails).
     """
-    if result.p_value is None or result.estimate is None or result.low is None or result.high is None:
+    if (
+        result.p_value is None
+        or result.estimate is None
+        or result.low is None
+        or result.high is None
+    ):
         return None
     if not result.bound or " vs " not in result.metric:
         return None
@@ -240,10 +272,16 @@ def _compute_key(decision: Decision, policy: TargetObjective, *, loaded: bool) -
     standing = decision.standing
     match policy.objective:
         case "size":
-            return Interval.point(float(standing.size_bytes)) if standing and standing.size_bytes else None
+            return (
+                Interval.point(float(standing.size_bytes))
+                if standing and standing.size_bytes
+                else None
+            )
         case "accuracy":
             change = standing.change if standing else None
-            return change and Interval(estimate=-change.estimate, low=-change.high, high=-change.low)
+            return change and Interval(
+                estimate=-change.estimate, low=-change.high, high=-change.low
+            )
         case "cost" if loaded and standing:
             return standing.load
         case _:
@@ -260,7 +298,9 @@ def _get_time_ratio(decision: Decision) -> Interval | None:
     return None if decision.latency_ratio is None else Interval.point(decision.latency_ratio)
 
 
-def _describe_choice(chosen: _Candidate, export: _Candidate | None, policy: TargetObjective, *, loaded: bool) -> str:
+def _describe_choice(
+    chosen: _Candidate, export: _Candidate | None, policy: TargetObjective, *, loaded: bool
+) -> str:
     name = chosen.decision.variant
     alone = "" if export else f"; {EXPORT} does not pass"
     if chosen.key is None:
@@ -302,7 +342,9 @@ def _describe_ratio(chosen: _Candidate) -> str:
     return "" if ratio is None else f", {ratio:.3g}x the latency of {EXPORT}"
 
 
-def choose_scheduling(measured: Sequence[SchedulingMeasurement], *, independent: bool) -> tuple[int, bool]:
+def choose_scheduling(
+    measured: Sequence[SchedulingMeasurement], *, independent: bool
+) -> tuple[int, bool]:
     """Return how many requests a server should run at once (0: as many as it can), and whether in batches.
 
     Among the configurations that are as fast as the fastest one, the one with the most threads is chosen: a thread
@@ -318,7 +360,9 @@ def choose_scheduling(measured: Sequence[SchedulingMeasurement], *, independent:
     fastest = _list_fastest([way for way in measured if independent or way.rows == single])
     threads = _count_threads(fastest)
     is_batching_slower = _has_batches(measured, single) and not _has_batches(fastest, single)
-    return (0 if threads == _count_threads(measured) else threads), independent and not is_batching_slower
+    return (
+        0 if threads == _count_threads(measured) else threads
+    ), independent and not is_batching_slower
 
 
 def _list_fastest(measured: Sequence[SchedulingMeasurement]) -> list[SchedulingMeasurement]:

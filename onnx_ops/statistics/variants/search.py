@@ -11,7 +11,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from onnx_ops.domain.quantization import Budget, FrontierSlot, NodeContribution, Recipe, Role, Sensitivity, Trial
+from onnx_ops.domain.quantization import (
+    Budget,
+    FrontierSlot,
+    NodeContribution,
+    Recipe,
+    Role,
+    Sensitivity,
+    Trial,
+)
 
 SLACK = 1e-9
 """Rounding of a drop that equals the budget."""
@@ -58,7 +66,9 @@ class SearchState:
     def find(self, recipe: str, excluded: Sequence[str]) -> Trial | None:
         """Return the trial of that recipe with these nodes in float, in any order."""
         wanted = frozenset(excluded)
-        return next((t for t in self.trials if t.recipe == recipe and frozenset(t.excluded) == wanted), None)
+        return next(
+            (t for t in self.trials if t.recipe == recipe and frozenset(t.excluded) == wanted), None
+        )
 
     @property
     def seconds(self) -> float:
@@ -83,15 +93,23 @@ def choose_next_step(state: SearchState) -> BuildTrial | ProbeNode | StopSearch:
             return action
     if skipped:
         action, cost = skipped[0]
-        what = action.recipe if isinstance(action, BuildTrial) else f"{action.recipe}, node {action.node}"
+        what = (
+            action.recipe
+            if isinstance(action, BuildTrial)
+            else f"{action.recipe}, node {action.node}"
+        )
         why = f"{max(0.0, left):.2g} s are left, and the next step ({what}) would take about {cost:.2g} s"
-        return StopSearch(reason=f"max_minutes: of {state.budget.max_minutes:g} minutes {why}", timed_out=True)
+        return StopSearch(
+            reason=f"max_minutes: of {state.budget.max_minutes:g} minutes {why}", timed_out=True
+        )
     return StopSearch(reason="every recipe was tried, and repaired where possible")
 
 
 def _estimate_cost(state: SearchState, action: BuildTrial | ProbeNode) -> float:
     """Return the seconds of the last such step of the recipe; 0 without one."""
-    past: Sequence[Trial | Sensitivity] = state.trials if isinstance(action, BuildTrial) else state.sensitivities
+    past: Sequence[Trial | Sensitivity] = (
+        state.trials if isinstance(action, BuildTrial) else state.sensitivities
+    )
     return next((step.seconds for step in reversed(past) if step.recipe == action.recipe), 0.0)
 
 
@@ -112,7 +130,11 @@ def _build_whole(recipe: Recipe) -> BuildTrial:
 def _rank_failing_recipes(state: SearchState) -> list[tuple[Recipe, Trial]]:
     """Return recipes that lose too much accuracy and have nodes to keep in float, the fastest first."""
     wholes = [(recipe, state.find(recipe.name, ())) for recipe in state.recipes if recipe.nodes]
-    failing = [(r, t) for r, t in wholes if t and not t.failure and t.ratios and not keeps_metric(t, state.budget)]
+    failing = [
+        (r, t)
+        for r, t in wholes
+        if t and not t.failure and t.ratios and not keeps_metric(t, state.budget)
+    ]
     return sorted(failing, key=lambda pair: (compute_time_ratio(pair[1]), pair[0].name))
 
 
@@ -137,7 +159,9 @@ def compute_time_ratio(trial: Trial) -> float:
     """
     if trial.failure or not trial.ratios:
         return math.inf
-    return math.exp(sum(math.log(one.estimate) for one in trial.ratios.values()) / len(trial.ratios))
+    return math.exp(
+        sum(math.log(one.estimate) for one in trial.ratios.values()) / len(trial.ratios)
+    )
 
 
 def _is_surely_slower(trial: Trial, than: float) -> bool:
@@ -147,7 +171,11 @@ def _is_surely_slower(trial: Trial, than: float) -> bool:
 
 def _find_time_to_beat(state: SearchState, recipe: Recipe) -> float:
     """Return the best time of other recipes that keep the budget, or that of fp32."""
-    others = [compute_time_ratio(t) for t in state.trials if t.recipe != recipe.name and is_eligible(t, state.budget)]
+    others = [
+        compute_time_ratio(t)
+        for t in state.trials
+        if t.recipe != recipe.name and is_eligible(t, state.budget)
+    ]
     return min([1.0, *others])
 
 
@@ -161,7 +189,9 @@ def _list_repairs(state: SearchState, recipe: Recipe) -> Iterator[BuildTrial | P
     best, missing = _find_fewest(state, recipe, ranked)
     if missing is not None:
         yield BuildTrial(
-            recipe=recipe.name, excluded=ranked[:missing], why=f"the {missing} most sensitive nodes in float"
+            recipe=recipe.name,
+            excluded=ranked[:missing],
+            why=f"the {missing} most sensitive nodes in float",
         )
     if best is None:
         return
@@ -172,12 +202,20 @@ def _list_repairs(state: SearchState, recipe: Recipe) -> Iterator[BuildTrial | P
 
 def rank_nodes(state: SearchState, recipe: Recipe) -> tuple[str, ...]:
     """Return nodes by the error of quantizing each alone, the largest first."""
-    errors = {s.node: math.inf if s.error is None else s.error for s in state.sensitivities if s.recipe == recipe.name}
+    errors = {
+        s.node: math.inf if s.error is None else s.error
+        for s in state.sensitivities
+        if s.recipe == recipe.name
+    }
     order = {node: place for place, node in enumerate(recipe.nodes)}
-    return tuple(sorted((n for n in recipe.nodes if n in errors), key=lambda n: (-errors[n], order[n])))
+    return tuple(
+        sorted((n for n in recipe.nodes if n in errors), key=lambda n: (-errors[n], order[n]))
+    )
 
 
-def _find_fewest(state: SearchState, recipe: Recipe, ranked: Sequence[str]) -> tuple[int | None, int | None]:
+def _find_fewest(
+    state: SearchState, recipe: Recipe, ranked: Sequence[str]
+) -> tuple[int | None, int | None]:
     """Return how many of the worst nodes must stay in float, and how many to try next.
 
     The number is doubled, then bisected. Nothing is tried beyond a trial that is slower than the best so far with
@@ -238,7 +276,8 @@ def _try_back_in_int8(
 def _stays_in_int8(state: SearchState, current: Trial, without: Trial) -> bool:
     """Return whether a node stays in int8: the metric is kept, and float was not faster with confidence."""
     faster_in_float = bool(without.ratios) and all(
-        name in current.ratios and current.ratios[name].high < one.low for name, one in without.ratios.items()
+        name in current.ratios and current.ratios[name].high < one.low
+        for name, one in without.ratios.items()
     )
     return keeps_metric(without, state.budget) and not faster_in_float
 
@@ -248,20 +287,32 @@ def list_node_contributions(state: SearchState) -> tuple[NodeContribution, ...]:
     contributions = []
     for recipe in state.recipes:
         ranked = rank_nodes(state, recipe)
-        best, _ = _find_fewest(state, recipe, ranked) if len(ranked) == len(recipe.nodes) else (None, None)
+        best, _ = (
+            _find_fewest(state, recipe, ranked)
+            if len(ranked) == len(recipe.nodes)
+            else (None, None)
+        )
         if best is None:
             continue
-        if best == 1 and (whole := state.find(recipe.name, ())) and (kept_worst := state.find(recipe.name, ranked[:1])):
+        if (
+            best == 1
+            and (whole := state.find(recipe.name, ()))
+            and (kept_worst := state.find(recipe.name, ranked[:1]))
+        ):
             contributions.append(_make_contribution(kept_worst, whole, ranked[0], kept=True))
         for node, current, _, without in _try_back_in_int8(state, recipe, ranked[:best]):
             if without is not None and not without.failure:
                 contributions.append(
-                    _make_contribution(current, without, node, kept=not _stays_in_int8(state, current, without))
+                    _make_contribution(
+                        current, without, node, kept=not _stays_in_int8(state, current, without)
+                    )
                 )
     return tuple(contributions)
 
 
-def _make_contribution(current: Trial, without: Trial, node: str, *, kept: bool) -> NodeContribution:
+def _make_contribution(
+    current: Trial, without: Trial, node: str, *, kept: bool
+) -> NodeContribution:
     return NodeContribution(
         recipe=current.recipe,
         node=node,
@@ -288,7 +339,11 @@ def compute_pareto_front(state: SearchState) -> tuple[int, ...]:
     ]
     # Of equals the first wins, and fp32 before all of them.
     others = [(-1, (0.0, float(state.export_bytes), *(1.0 for _ in targets))), *points]
-    return tuple(n for n, costs in points if not any(_dominates(other, costs, is_earlier=m < n) for m, other in others))
+    return tuple(
+        n
+        for n, costs in points
+        if not any(_dominates(other, costs, is_earlier=m < n) for m, other in others)
+    )
 
 
 def _get_drop(trial: Trial) -> float:
@@ -320,7 +375,9 @@ def assign_roles(
     """
     trials, places = state.trials, compute_pareto_front(state)
     if not places:
-        reason = _explain_empty_front(state) + (f"; not all recipes were tried: {unfinished}" if unfinished else "")
+        reason = _explain_empty_front(state) + (
+            f"; not all recipes were tried: {unfinished}" if unfinished else ""
+        )
         return tuple(FrontierSlot(role=role, reason=reason) for role in roles)
     fast = min(places, key=lambda n: (compute_time_ratio(trials[n]), n))
     taken: dict[Role, int] = {}
@@ -361,7 +418,9 @@ def _find_trial(
     match role:
         case "fast":
             best_ratio = f"{compute_time_ratio(fastest):.3g}x"
-            why = f"no variant within the budget is shown to be faster than fp32 (best: {best_ratio})"
+            why = (
+                f"no variant within the budget is shown to be faster than fp32 (best: {best_ratio})"
+            )
             return (fast, "") if is_faster else (None, why)
         case "small":
             return _find_smallest(state, places, beside)
@@ -369,17 +428,26 @@ def _find_trial(
             return _find_most_exact(state, places, beside)
 
 
-def _find_smallest(state: SearchState, places: Sequence[int], beside: int | None) -> tuple[int | None, str]:
+def _find_smallest(
+    state: SearchState, places: Sequence[int], beside: int | None
+) -> tuple[int | None, str]:
     """Return the smallest trial, if it is notably smaller than fp32 and the trial that has the role of speed."""
     trials = state.trials
     least = min(places, key=lambda n: (trials[n].size_bytes, compute_time_ratio(trials[n]), n))
-    rival_bytes = state.export_bytes if beside is None else min(trials[beside].size_bytes, state.export_bytes)
+    rival_bytes = (
+        state.export_bytes if beside is None else min(trials[beside].size_bytes, state.export_bytes)
+    )
     if least == beside or trials[least].size_bytes <= SMALLER * rival_bytes:
         return least, ""
-    return None, f"no model within the budget is notably smaller ({trials[least].size_bytes} bytes at best)"
+    return (
+        None,
+        f"no model within the budget is notably smaller ({trials[least].size_bytes} bytes at best)",
+    )
 
 
-def _find_most_exact(state: SearchState, places: Sequence[int], beside: int | None) -> tuple[int | None, str]:
+def _find_most_exact(
+    state: SearchState, places: Sequence[int], beside: int | None
+) -> tuple[int | None, str]:
     """Return the most exact trial, if it loses notably less than the trial that has the role of speed.
 
     Notable is a quarter of the drop that the budget allows.
@@ -391,22 +459,25 @@ def _find_most_exact(state: SearchState, places: Sequence[int], beside: int | No
     lost = _compute_loss(trials[beside])
     if lost - _compute_loss(trials[best]) > state.budget.metric_drop / 4:
         return best, ""
-    return None, f"no model on the front is notably more exact than the fastest (it loses {100 * lost:.2g} points)"
+    return (
+        None,
+        f"no model on the front is notably more exact than the fastest (it loses {100 * lost:.2g} points)",
+    )
 
 
 def _explain_empty_front(state: SearchState) -> str:
     """Return why the front is empty, by the trial that came closest."""
     measured = [trial for trial in state.trials if _was_measured(trial)]
     if not measured:
-        why = next((trial.failure for trial in state.trials), "no recipe fits the model and its targets")
+        why = next(
+            (trial.failure for trial in state.trials), "no recipe fits the model and its targets"
+        )
         return f"nothing could be built: {why}"
     keeping = [trial for trial in measured if keeps_metric(trial, state.budget)]
     if not keeping:
         least = min(measured, key=_get_drop)
         return f"no model keeps the task metric: {least.label} loses the least, {100 * _get_drop(least):.2g} points"
     if not any(is_eligible(t, state.budget) for t in keeping):
-        return (
-            "every model that keeps the task metric is larger, or slower at its 99th percentile, than the budget allows"
-        )
+        return "every model that keeps the task metric is larger, or slower at its 99th percentile, than the budget allows"
     best = min(map(compute_time_ratio, keeping))
     return f"no model that keeps the task metric is faster or smaller than fp32 (best: {best:.3g}x)"

@@ -50,12 +50,16 @@ async def infer(client: InferenceRESTClient, url: str, binary_in: bool, binary_o
         tensor.set_data_from_numpy(array, binary_data=binary_in or only_binary)
         inputs.append(tensor)
         outputs.append(RequestedOutput(f"{name}_out", {"binary_data": binary_out or only_binary}))
-    answer = await client.infer(url, InferRequest("m", inputs, request_outputs=outputs), model_name="m")
+    answer = await client.infer(
+        url, InferRequest("m", inputs, request_outputs=outputs), model_name="m"
+    )
     found = {output.name: output for output in answer.outputs}
     for name, (_, array) in ARRAYS.items():
         value = found[f"{name}_out"].as_numpy()
         if value.dtype == object or value.dtype.kind == "S":
-            value = np.array([v.decode() if isinstance(v, bytes) else v for v in value.reshape(-1)], object)
+            value = np.array(
+                [v.decode() if isinstance(v, bytes) else v for v in value.reshape(-1)], object
+            )
         np.testing.assert_array_equal(value.reshape(array.shape), array, err_msg=name)
 
 

@@ -39,7 +39,12 @@ def test_jdk_client_with_http2_upgrade_offer_receives_its_answers(types: Server,
         for name in ("fp32", "fp16", "fp64", "int64", "int8", "uint64", "bool", "text")
     ]
     body = json.dumps({"inputs": tensors, "outputs": [{"name": "fp32_out"}]})
-    command = [java, str(HERE / "InferClient.java"), f"http://127.0.0.1:{types.port}/v2/models/m/infer", body]
+    command = [
+        java,
+        str(HERE / "InferClient.java"),
+        f"http://127.0.0.1:{types.port}/v2/models/m/infer",
+        body,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     answers = [line.partition(" ") for line in done.stdout.splitlines()]

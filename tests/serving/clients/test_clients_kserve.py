@@ -27,7 +27,9 @@ def interpreter(pytestconfig: pytest.Config) -> Path:
             [sys.executable, "-m", "venv", "--clear", str(folder)],
             [str(python), "-m", "pip", "install", "--quiet", "--requirement", str(requirements)],
         ):
-            built = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+            built = subprocess.run(
+                command, capture_output=True, text=True, timeout=600, check=False
+            )
             assert built.returncode == 0, built.stderr[-4000:]
         done.touch()
     return python

@@ -17,10 +17,14 @@ if TYPE_CHECKING:
     Fitted = tuple[LogisticRegression, np.ndarray]
 
 
-def test_mlflow_client_with_frames_and_arrays_returns_predictions(iris: Server, classifier: Fitted) -> None:
+def test_mlflow_client_with_frames_and_arrays_returns_predictions(
+    iris: Server, classifier: Fitted
+) -> None:
     import pandas as pd
 
-    with warnings.catch_warnings(action="ignore"):  # mlflow.pyfunc warns of its own type hints when it is imported
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # mlflow.pyfunc warns of its own type hints when it is imported
         from mlflow.pyfunc.scoring_server.client import ScoringServerClient
     model, rows = classifier
     client: Any = ScoringServerClient("127.0.0.1", iris.port)  # type: ignore[no-untyped-call]
@@ -30,14 +34,18 @@ def test_mlflow_client_with_frames_and_arrays_returns_predictions(iris: Server, 
     frame = pd.DataFrame(rows, columns=["sl", "sw", "pl", "pw"])
     answer = client.invoke(frame).get_predictions()
     np.testing.assert_array_equal(answer["label"], model.predict(rows))
-    np.testing.assert_allclose(np.stack(answer["probabilities"]), model.predict_proba(rows), atol=1e-5)
+    np.testing.assert_allclose(
+        np.stack(answer["probabilities"]), model.predict_proba(rows), atol=1e-5
+    )
     named = client.invoke(rows).get_predictions(predictions_format="ndarray").item()
     np.testing.assert_array_equal(named["label"], model.predict(rows))
     with pytest.raises(Exception, match="must have shape"):
         client.invoke(frame[["sl"]])
 
 
-def test_sagemaker_runtime_client_with_endpoint_name_returns_predictions(iris: Server, classifier: Fitted) -> None:
+def test_sagemaker_runtime_client_with_endpoint_name_returns_predictions(
+    iris: Server, classifier: Fitted
+) -> None:
     import boto3
     from botocore.exceptions import ClientError
 
@@ -57,9 +65,16 @@ def test_sagemaker_runtime_client_with_endpoint_name_returns_predictions(iris: S
     assert json.load(answer["Body"])["predictions"]["label"] == model.predict(rows[:2]).tolist()
     table = "a,b,c,d\n" + "\n".join(",".join(map(str, row)) for row in rows[:2].tolist())
     answer = client.invoke_endpoint(EndpointName="iris", ContentType="text/csv", Body=table)
-    assert [p["label"] for p in json.load(answer["Body"])["predictions"]] == model.predict(rows[:2]).tolist()
+    assert [p["label"] for p in json.load(answer["Body"])["predictions"]] == model.predict(
+        rows[:2]
+    ).tolist()
     kind = "application/vnd.sagemaker-triton.binary+json;json-header-size="
-    tensor = {"name": "X", "datatype": "FP32", "shape": [2, 4], "parameters": {"binary_data_size": 32}}
+    tensor = {
+        "name": "X",
+        "datatype": "FP32",
+        "shape": [2, 4],
+        "parameters": {"binary_data_size": 32},
+    }
     head = json.dumps(
         {"inputs": [tensor], "outputs": [{"name": "label", "parameters": {"binary_data": True}}]}
     ).encode()
@@ -67,7 +82,9 @@ def test_sagemaker_runtime_client_with_endpoint_name_returns_predictions(iris: S
         EndpointName="iris", ContentType=f"{kind}{len(head)}", Body=head + rows[:2].tobytes()
     )
     size = int(answer["ContentType"].removeprefix(kind))
-    np.testing.assert_array_equal(np.frombuffer(answer["Body"].read()[size:], np.int64), model.predict(rows[:2]))
+    np.testing.assert_array_equal(
+        np.frombuffer(answer["Body"].read()[size:], np.int64), model.predict(rows[:2])
+    )
     with pytest.raises(ClientError) as caught:
         client.invoke_endpoint(EndpointName="iris", ContentType="application/json", Body=b"{")
     assert caught.value.response["ResponseMetadata"]["HTTPStatusCode"] == 400

@@ -32,6 +32,8 @@ def test_server_under_schemathesis_conforms_to_its_openapi_document(
         *("--max-examples", "10", "--phases", phases),
         *("--generation-deterministic", "--no-color", "--continue-on-failure"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=tmp_path)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, check=False, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert server.call("GET", "/v2/health/ready").status == 200

@@ -30,7 +30,9 @@ def read_output(answer: triton.InferResult, name: str) -> np.ndarray:
     array: np.ndarray = answer.as_numpy(name)
     if array.dtype != object:
         return array
-    return np.array([[v.decode() if isinstance(v, bytes) else v for v in row] for row in array], object)
+    return np.array(
+        [[v.decode() if isinstance(v, bytes) else v for v in row] for row in array], object
+    )
 
 
 def test_triton_client_reads_health_and_metadata(client: triton.InferenceServerClient) -> None:
@@ -43,7 +45,11 @@ def test_triton_client_reads_health_and_metadata(client: triton.InferenceServerC
     metadata = client.get_model_metadata("m", "1")
     assert {"name": "text", "datatype": "BYTES", "shape": [-1, 2]} in metadata["inputs"]
     assert metadata["versions"] == ["1"]
-    assert client.get_model_config("m", "1")["input"][0] == {"name": "fp32", "data_type": "TYPE_FP32", "dims": [-1, 2]}
+    assert client.get_model_config("m", "1")["input"][0] == {
+        "name": "fp32",
+        "data_type": "TYPE_FP32",
+        "dims": [-1, 2],
+    }
     assert client.get_inference_statistics("m", "1")["model_stats"][0]["version"] == "1"
     assert client.get_model_repository_index() == [{"name": "m", "version": "1", "state": "READY"}]
 
@@ -62,7 +68,9 @@ def test_triton_client_with_json_or_binary_tensors_preserves_all_types(
         inputs.append(tensor)
     outputs = None
     if binary_output is not None:
-        outputs = [triton.InferRequestedOutput(f"{name}_out", binary_data=binary_output) for name in VALUES]
+        outputs = [
+            triton.InferRequestedOutput(f"{name}_out", binary_data=binary_output) for name in VALUES
+        ]
     answer = client.infer("m", inputs, outputs=outputs, request_id="7")
     assert answer.get_response()["id"] == "7"
     for name, (_, array) in VALUES.items():
@@ -76,7 +84,10 @@ def test_triton_client_with_compression_returns_same_tensors(
 ) -> None:
     import tritonclient.http as triton
 
-    sent = {name: (datatype, np.repeat(array, 500, axis=0)) for name, (datatype, array) in VALUES.items()}
+    sent = {
+        name: (datatype, np.repeat(array, 500, axis=0))
+        for name, (datatype, array) in VALUES.items()
+    }
     inputs = []
     for name, (datatype, array) in sent.items():
         tensor = triton.InferInput(name, list(array.shape), datatype)

@@ -17,7 +17,9 @@ class Client:
     """A client of one server, by gRPC's own library."""
 
     def __init__(self, port: int) -> None:
-        self.channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.max_receive_message_length", -1)])
+        self.channel = grpc.insecure_channel(
+            f"127.0.0.1:{port}", options=[("grpc.max_receive_message_length", -1)]
+        )
 
     def method(self, name: str, /) -> Any:
         request, response = map(get_message_class, METHODS[name])

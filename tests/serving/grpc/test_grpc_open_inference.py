@@ -42,7 +42,11 @@ def describe_fields(descriptor: Any) -> dict[str, Any]:
 
 
 def list_messages(descriptors: Any) -> dict[str, Any]:
-    return {d.full_name: d for top in descriptors for d in (top, *list_messages(top.nested_types).values())}
+    return {
+        d.full_name: d
+        for top in descriptors
+        for d in (top, *list_messages(top.nested_types).values())
+    }
 
 
 def test_grpc_messages_match_triton_definitions() -> None:
@@ -59,7 +63,10 @@ def test_grpc_messages_match_triton_definitions() -> None:
             other.input_type.full_name,
             other.output_type.full_name,
         )
-        assert (method.client_streaming, method.server_streaming) == (other.client_streaming, other.server_streaming)
+        assert (method.client_streaming, method.server_streaming) == (
+            other.client_streaming,
+            other.server_streaming,
+        )
     assert set(METHODS) == {method.name for method in POOL.FindServiceByName(SERVICE).methods}
 
 
@@ -84,7 +91,9 @@ def test_encode_request_with_typed_contents_writes_bytes_of_datatype(
 ) -> None:
     body, length = encode_request(request(datatype, [2], **{field: values}))
     assert body[length:] == np.array(values, dtype).tobytes()
-    assert json.loads(body[:length])["inputs"][0]["parameters"] == {"binary_data_size": len(body) - length}
+    assert json.loads(body[:length])["inputs"][0]["parameters"] == {
+        "binary_data_size": len(body) - length
+    }
 
 
 def test_encode_request_of_texts_writes_length_before_each_element() -> None:
@@ -103,10 +112,18 @@ def test_encode_request_without_contents_writes_no_bytes() -> None:
         (request("INT8", [1], int_contents=[128]), "a number that is too large for INT8"),
         (request("UINT16", [1], uint_contents=[65536]), "a number that is too large for UINT16"),
         (request("FP32", [1], fp64_contents=[1.0]), "tensor 'x' of FP32 has fp64_contents"),
-        (request("FP16", [1], fp32_contents=[1.0]), "tensor 'x' of 'FP16' has no raw_input_contents"),
-        (Message(inputs=[{"name": "x"}], raw_input_contents=[b"", b""]), "1 inputs, but 2 raw_input_contents"),
         (
-            Message(inputs=[{"name": "x", "contents": {"fp32_contents": [1]}}], raw_input_contents=[b""]),
+            request("FP16", [1], fp32_contents=[1.0]),
+            "tensor 'x' of 'FP16' has no raw_input_contents",
+        ),
+        (
+            Message(inputs=[{"name": "x"}], raw_input_contents=[b"", b""]),
+            "1 inputs, but 2 raw_input_contents",
+        ),
+        (
+            Message(
+                inputs=[{"name": "x", "contents": {"fp32_contents": [1]}}], raw_input_contents=[b""]
+            ),
             "both raw_input_contents and contents",
         ),
     ],
@@ -123,7 +140,10 @@ def test_encode_request_with_parameters_and_outputs_preserves_them() -> None:
         "shape": [0],
         "parameters": {"shared_memory_region": {"string_param": "a"}},
     }
-    output = {"name": "y", "parameters": {"classification": {"int64_param": 3}, "binary_data": {"bool_param": False}}}
+    output = {
+        "name": "y",
+        "parameters": {"classification": {"int64_param": 3}, "binary_data": {"bool_param": False}},
+    }
     body, length = encode_request(Message(id="7", inputs=[tensor], outputs=[output]))
     assert json.loads(body[:length]) == {
         "id": "7",
@@ -145,9 +165,14 @@ def test_decode_request_of_serialized_message_returns_equal_message() -> None:
     [
         pytest.param(b"\x2a\x00" * (MAX_KEYS + 1), id="inputs"),
         pytest.param(b"\x3a\x00" * (MAX_KEYS + 1), id="raw contents"),
-        pytest.param(Message(inputs=[{"shape": [1]}] * (MAX_KEYS // 2 + 1)).SerializeToString(), id="two each"),
         pytest.param(
-            Message(inputs=[{"parameters": {str(k): {} for k in range(MAX_KEYS)}}]).SerializeToString(),
+            Message(inputs=[{"shape": [1]}] * (MAX_KEYS // 2 + 1)).SerializeToString(),
+            id="two each",
+        ),
+        pytest.param(
+            Message(
+                inputs=[{"parameters": {str(k): {} for k in range(MAX_KEYS)}}]
+            ).SerializeToString(),
             id="parameters of an input",
         ),
     ],
@@ -159,7 +184,16 @@ def test_decode_request_with_too_many_fields_is_refused(data: bytes) -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"\x2a", b"\x2a\xff\xff\xff\x7f", b"\x0a\x05ab", b"\xff" * 20, b"\x0c", b"\x2b\x2c", b"\x09\x00", b"\x0d\x00"],
+    [
+        b"\x2a",
+        b"\x2a\xff\xff\xff\x7f",
+        b"\x0a\x05ab",
+        b"\xff" * 20,
+        b"\x0c",
+        b"\x2b\x2c",
+        b"\x09\x00",
+        b"\x0d\x00",
+    ],
 )
 def test_decode_request_of_malformed_bytes_is_refused(data: bytes) -> None:
     with pytest.raises(UserError, match="not a ModelInferRequest"):

@@ -19,7 +19,14 @@ from onnx_ops.errors import MeasurementError
 from onnx_ops.serving.grpc.open_inference import SERVICE
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.grpc.conftest import Connect
-from tests.serving.serving_process import VALUES, Server, after, build_identity_model, serving_model, wait_until
+from tests.serving.serving_process import (
+    VALUES,
+    Server,
+    after,
+    build_identity_model,
+    serving_model,
+    wait_until,
+)
 from tests.support.ports import free_port
 from tests.support.processes import until
 
@@ -41,8 +48,14 @@ def port() -> int:
 @pytest.fixture(scope="module")
 def types(tmp_path_factory: pytest.TempPathFactory, port: int) -> Iterator[Server]:
     """Every input comes back as `<name>_out`."""
-    options = (f"--grpc-port={port}", "--workers=2", f"--access-log={tmp_path_factory.mktemp('log') / 'access'}")
-    with serving_model(tmp_path_factory.mktemp("types"), build_identity_model(), *options) as server:
+    options = (
+        f"--grpc-port={port}",
+        "--workers=2",
+        f"--access-log={tmp_path_factory.mktemp('log') / 'access'}",
+    )
+    with serving_model(
+        tmp_path_factory.mktemp("types"), build_identity_model(), *options
+    ) as server:
         yield server
 
 
@@ -73,10 +86,14 @@ def check_outputs(result: triton.InferResult) -> None:
         np.testing.assert_array_equal(output, array)
 
 
-def test_triton_grpc_client_preserves_all_types(client: triton.InferenceServerClient, types: Server) -> None:
+def test_triton_grpc_client_preserves_all_types(
+    client: triton.InferenceServerClient, types: Server
+) -> None:
     import tritonclient.grpc as triton
 
-    result = client.infer("m", build_inputs(), request_id="7", headers={"x-request-id": "r-7"}, client_timeout=30)
+    result = client.infer(
+        "m", build_inputs(), request_id="7", headers={"x-request-id": "r-7"}, client_timeout=30
+    )
     assert result.get_response().id == "7"
     check_outputs(result)
     only = client.infer("m", build_inputs(), outputs=[triton.InferRequestedOutput("text_out")])
@@ -85,23 +102,33 @@ def test_triton_grpc_client_preserves_all_types(client: triton.InferenceServerCl
     wait_until(lambda: '"request_id":"r-7"' in log.read_text(encoding="utf-8"))
 
 
-def test_triton_grpc_stream_returns_responses_in_order(client: triton.InferenceServerClient) -> None:
+def test_triton_grpc_stream_returns_responses_in_order(
+    client: triton.InferenceServerClient,
+) -> None:
     responses: list[tuple[Any, Any]] = []
     client.start_stream(lambda result, error: responses.append((result, error)))
     for number in range(20):
         model = "other" if number == 3 else "m"
-        client.async_stream_infer(model, build_inputs(), request_id=str(number), enable_empty_final_response=True)
+        client.async_stream_infer(
+            model, build_inputs(), request_id=str(number), enable_empty_final_response=True
+        )
     client.stop_stream()
     assert "no model is named 'other'" in str(responses.pop(3)[1].message())
-    assert [result.get_response().id for result, _ in responses] == [str(n) for n in range(20) if n != 3]
+    assert [result.get_response().id for result, _ in responses] == [
+        str(n) for n in range(20) if n != 3
+    ]
     for result, _ in responses:
         check_outputs(result)
         assert result.get_response().parameters["triton_final_response"].bool_param
 
 
-def test_grpc_health_and_reflection_implement_standard_services(types: Server, connect: Connect, port: int) -> None:
+def test_grpc_health_and_reflection_implement_standard_services(
+    types: Server, connect: Connect, port: int
+) -> None:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
-    from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+    from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+        ProtoReflectionDescriptorDatabase,
+    )
 
     channel = connect(port).channel
     health = health_pb2_grpc.HealthStub(channel)
@@ -148,9 +175,18 @@ def _infer(client: Any) -> Any:
 
 
 def test_grpc_port_option_without_extra_names_missing_packages(tmp_path: Path) -> None:
-    hidden = "from importlib import metadata\nfrom onnx_ops import plugins\nreal = plugins.version\n"
+    hidden = (
+        "from importlib import metadata\nfrom onnx_ops import plugins\nreal = plugins.version\n"
+    )
     hidden += "plugins.version = lambda name: plugins.MISSING if name.startswith('grpcio') else real(name)"
-    command = [sys.executable, *after(hidden), "--state-dir", str(tmp_path / "state"), "--port=0", "--grpc-port=9"]
+    command = [
+        sys.executable,
+        *after(hidden),
+        "--state-dir",
+        str(tmp_path / "state"),
+        "--port=0",
+        "--grpc-port=9",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 4
     assert "grpcio, grpcio-health-checking, grpcio-reflection are not installed" in done.stderr

@@ -33,13 +33,17 @@ Message = get_message_class("ModelInferRequest")
 
 @pytest.fixture
 def worker(blue: Deployment, green: Deployment) -> Iterator[Worker]:
-    with Worker(state_of(blue, green, blue=70, green=30), grpc_port=free_port()).running() as worker:
+    with Worker(
+        state_of(blue, green, blue=70, green=30), grpc_port=free_port()
+    ).running() as worker:
         yield worker
 
 
 def behind(gate: Gate, blue: Deployment, **more: Any) -> Any:
     """A worker that queues its requests, whose model runs behind the gate."""
-    return Worker(state_of(blue, blue=100), wrap=gate.wrap, slow=True, grpc_port=free_port(), **more).running()
+    return Worker(
+        state_of(blue, blue=100), wrap=gate.wrap, slow=True, grpc_port=free_port(), **more
+    ).running()
 
 
 def count(worker: Worker, status: int) -> int:
@@ -48,7 +52,11 @@ def count(worker: Worker, status: int) -> int:
 
 
 def test_grpc_infer_returns_deployment_and_request_ids(worker: Worker, connect: Connect) -> None:
-    pin = (("x-amzn-sagemaker-target-variant", "green"), ("x-request-id", "r-1"), ("traceparent", "00-a-b-01"))
+    pin = (
+        ("x-amzn-sagemaker-target-variant", "green"),
+        ("x-request-id", "r-1"),
+        ("traceparent", "00-a-b-01"),
+    )
     client = connect(worker.grpc_port)
     response, call = client.method("ModelInfer").with_call(Message(id="7", **INPUT), metadata=pin)
     assert (response.model_name, response.model_version, response.id) == ("m", "2", "7")
@@ -65,14 +73,20 @@ def test_grpc_infer_returns_deployment_and_request_ids(worker: Worker, connect: 
 
 def test_grpc_infer_with_typed_contents_returns_output(worker: Worker, connect: Connect) -> None:
     tensor = {**X, "contents": {"fp32_contents": [1, 2]}}
-    response = connect(worker.grpc_port).call("ModelInfer", model_name="m", model_version="1", inputs=[tensor])
+    response = connect(worker.grpc_port).call(
+        "ModelInfer", model_name="m", model_version="1", inputs=[tensor]
+    )
     assert np.frombuffer(response.raw_output_contents[0], np.float32).tolist() == [2, 4]
 
 
-def test_grpc_infer_with_user_key_selects_same_deployment_as_http(worker: Worker, connect: Connect) -> None:
+def test_grpc_infer_with_user_key_selects_same_deployment_as_http(
+    worker: Worker, connect: Connect
+) -> None:
     client = connect(worker.grpc_port)
     for user in map(str, range(40)):
-        head = worker.send(post(INFER, infer_body([1, 2]), {"x-user-key": user, "connection": "close"}))
+        head = worker.send(
+            post(INFER, infer_body([1, 2]), {"x-user-key": user, "connection": "close"})
+        )
         response = client.call("ModelInfer", (("x-user-key", user),), **INPUT)
         assert json.loads(head.partition(b"\r\n\r\n")[2])["model_version"] == response.model_version
 
@@ -80,7 +94,12 @@ def test_grpc_infer_with_user_key_selects_same_deployment_as_http(worker: Worker
 @pytest.mark.parametrize(
     ("changes", "code", "status", "message"),
     [
-        ({"model_name": "z"}, Code.NOT_FOUND, 404, "no model is named 'z'; this endpoint serves 'm'"),
+        (
+            {"model_name": "z"},
+            Code.NOT_FOUND,
+            404,
+            "no model is named 'z'; this endpoint serves 'm'",
+        ),
         ({"model_name": ""}, Code.NOT_FOUND, 404, "no model is named ''; this endpoint serves 'm'"),
         ({"model_version": "9"}, Code.NOT_FOUND, 404, "model 'm' has no version '9' here"),
         (
@@ -96,8 +115,18 @@ def test_grpc_infer_with_user_key_selects_same_deployment_as_http(worker: Worker
             "tensor 'x' must be FP32, not 'FP64'",
         ),
         ({"raw_input_contents": [b"1234567"]}, Code.INVALID_ARGUMENT, 400, "needs 8 bytes, not 7"),
-        ({"raw_input_contents": [ROW, ROW]}, Code.INVALID_ARGUMENT, 400, "1 inputs, but 2 raw_input_contents"),
-        ({"outputs": [{"name": "z"}]}, Code.INVALID_ARGUMENT, 400, "outputs must be some of y, each once"),
+        (
+            {"raw_input_contents": [ROW, ROW]},
+            Code.INVALID_ARGUMENT,
+            400,
+            "1 inputs, but 2 raw_input_contents",
+        ),
+        (
+            {"outputs": [{"name": "z"}]},
+            Code.INVALID_ARGUMENT,
+            400,
+            "outputs must be some of y, each once",
+        ),
     ],
 )
 def test_grpc_infer_error_has_matching_code_and_http_message(
@@ -106,7 +135,9 @@ def test_grpc_infer_error_has_matching_code_and_http_message(
     client = connect(worker.grpc_port)
     with pytest.raises(grpc.RpcError) as caught:
         client.call("ModelInfer", **{**INPUT, **changes})
-    assert (caught.value.code(), message in caught.value.details()) == (code, True), caught.value.details()
+    assert (caught.value.code(), message in caught.value.details()) == (code, True), (
+        caught.value.details()
+    )
     assert count(worker, status) == 1
 
 
@@ -122,13 +153,20 @@ def test_grpc_unparsable_message_returns_error_code_in_call_and_stream(
         channel.unary_unary(f"/{SERVICE}/ModelInfer")(data, timeout=30)
     assert caught.value.code() is code
     (answer,) = channel.stream_stream(f"/{SERVICE}/{STREAM}")(iter([data]), timeout=30)
-    assert get_message_class("ModelStreamInferResponse").FromString(answer).error_message == caught.value.details()
+    assert (
+        get_message_class("ModelStreamInferResponse").FromString(answer).error_message
+        == caught.value.details()
+    )
     assert count(worker, status) == 2
 
 
-def test_grpc_infer_with_unknown_deployment_returns_not_found(worker: Worker, connect: Connect) -> None:
+def test_grpc_infer_with_unknown_deployment_returns_not_found(
+    worker: Worker, connect: Connect
+) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        connect(worker.grpc_port).call("ModelInfer", (("azureml-model-deployment", "red"),), **INPUT)
+        connect(worker.grpc_port).call(
+            "ModelInfer", (("azureml-model-deployment", "red"),), **INPUT
+        )
     assert caught.value.code() is Code.NOT_FOUND
 
 
@@ -140,7 +178,11 @@ def test_grpc_metadata_and_readiness_match_http(worker: Worker, connect: Connect
     assert client.call("ModelReady", name="m", version="2").ready
     assert not client.call("ModelReady", name="z").ready
     model = client.call("ModelMetadata", name="m")
-    assert (model.name, list(model.versions), model.platform) == ("m", ["1", "2"], "onnxruntime_onnx")
+    assert (model.name, list(model.versions), model.platform) == (
+        "m",
+        ["1", "2"],
+        "onnxruntime_onnx",
+    )
     assert [(t.name, t.datatype, list(t.shape)) for t in (*model.inputs, *model.outputs)] == [
         ("x", "FP32", [-1, 2]),
         ("y", "FP32", [-1, 2]),
@@ -157,12 +199,18 @@ def test_grpc_repository_index_lists_ready_versions(worker: Worker, connect: Con
     ]
 
 
-def test_grpc_infer_with_content_encoding_metadata_ignores_it(worker: Worker, connect: Connect) -> None:
-    response = connect(worker.grpc_port).call("ModelInfer", (("content-encoding", "gzip"),), **INPUT)
+def test_grpc_infer_with_content_encoding_metadata_ignores_it(
+    worker: Worker, connect: Connect
+) -> None:
+    response = connect(worker.grpc_port).call(
+        "ModelInfer", (("content-encoding", "gzip"),), **INPUT
+    )
     assert response.model_name == "m"
 
 
-def test_grpc_server_before_first_publication_is_not_ready(worker: Worker, connect: Connect) -> None:
+def test_grpc_server_before_first_publication_is_not_ready(
+    worker: Worker, connect: Connect
+) -> None:
     worker.shared.header[REVISION] = 0
     client = connect(worker.grpc_port)
     assert client.call("ServerLive").live
@@ -173,7 +221,9 @@ def test_grpc_server_before_first_publication_is_not_ready(worker: Worker, conne
     assert caught.value.details() == "no deployment is published here yet"
 
 
-def test_grpc_and_http_requests_share_one_queue(gate: Gate, blue: Deployment, connect: Connect) -> None:
+def test_grpc_and_http_requests_share_one_queue(
+    gate: Gate, blue: Deployment, connect: Connect
+) -> None:
     with behind(gate, replace(blue, batchable=True), queue=2) as worker:
         with worker.connect() as http:
             http.sendall(post(INFER, infer_body([1, 2])))
@@ -191,7 +241,9 @@ def test_grpc_and_http_requests_share_one_queue(gate: Gate, blue: Deployment, co
         assert gate.rows == [1, 2]
 
 
-def test_grpc_request_past_deadline_is_not_run(gate: Gate, blue: Deployment, connect: Connect) -> None:
+def test_grpc_request_past_deadline_is_not_run(
+    gate: Gate, blue: Deployment, connect: Connect
+) -> None:
     with behind(gate, blue) as worker:
         client = connect(worker.grpc_port)
         infer = client.method("ModelInfer")
@@ -209,7 +261,9 @@ def test_grpc_request_past_deadline_is_not_run(gate: Gate, blue: Deployment, con
     assert gate.rows == [1]
 
 
-def test_grpc_request_after_cancellation_is_not_run(gate: Gate, blue: Deployment, connect: Connect) -> None:
+def test_grpc_request_after_cancellation_is_not_run(
+    gate: Gate, blue: Deployment, connect: Connect
+) -> None:
     with behind(gate, blue) as worker:
         infer = connect(worker.grpc_port).method("ModelInfer")
         first = infer.future(Message(**INPUT))
@@ -217,7 +271,9 @@ def test_grpc_request_after_cancellation_is_not_run(gate: Gate, blue: Deployment
         second = infer.future(Message(**INPUT))
         wait_until(lambda: worker.shared.sum_slot(1)[metrics.QUEUED] == 1)
         second.cancel()
-        wait_until(lambda: worker.connections.body_bytes == len(encode_request(Message(**INPUT))[0]))
+        wait_until(
+            lambda: worker.connections.body_bytes == len(encode_request(Message(**INPUT))[0])
+        )
         gate.open.set()
         assert first.result().model_version == "1"
         wait_until(lambda: worker.shared.sum_slot(1)[metrics.get_column(499)] == 1)
@@ -235,7 +291,9 @@ def test_grpc_message_above_size_limit_returns_resource_exhausted(
         with pytest.raises(grpc.RpcError) as caught:
             infer(big, compression=compression)
         assert caught.value.code() is Code.RESOURCE_EXHAUSTED
-        small = Message(**{**INPUT, "inputs": [{**X, "shape": [1000, 2]}], "raw_input_contents": [bytes(8000)]})
+        small = Message(
+            **{**INPUT, "inputs": [{**X, "shape": [1000, 2]}], "raw_input_contents": [bytes(8000)]}
+        )
         assert len(infer(small, compression=compression).raw_output_contents[0]) == 8000
         worker.connections.max_body_bytes = 4000
         with pytest.raises(grpc.RpcError) as caught:
@@ -244,7 +302,9 @@ def test_grpc_message_above_size_limit_returns_resource_exhausted(
         assert worker.connections.body_bytes == 0
 
 
-def test_grpc_stream_with_failing_request_answers_rest_in_order(worker: Worker, connect: Connect) -> None:
+def test_grpc_stream_with_failing_request_answers_rest_in_order(
+    worker: Worker, connect: Connect
+) -> None:
     rows = [Message(**{**INPUT, "id": str(number), "model_version": "1"}) for number in range(200)]
     rows[3].model_name = "z"
     rows[5].parameters["triton_enable_empty_final_response"].bool_param = True
@@ -255,23 +315,38 @@ def test_grpc_stream_with_failing_request_answers_rest_in_order(worker: Worker, 
     ]
     assert responses[5].infer_response.parameters["triton_final_response"].bool_param
     assert not responses[4].infer_response.parameters
-    assert responses[199].infer_response.raw_output_contents[0] == np.array([2, 4], np.float32).tobytes()
+    assert (
+        responses[199].infer_response.raw_output_contents[0]
+        == np.array([2, 4], np.float32).tobytes()
+    )
 
 
-def test_grpc_answers_have_feedback_token_only_if_table_has_key(blue: Deployment, connect: Connect) -> None:
+def test_grpc_answers_have_feedback_token_only_if_table_has_key(
+    blue: Deployment, connect: Connect
+) -> None:
     for key in ("", "0f" * 16):
-        with Worker(state_of(blue, blue=100), grpc_port=free_port(), feedback_key=key).running() as worker:
+        with Worker(
+            state_of(blue, blue=100), grpc_port=free_port(), feedback_key=key
+        ).running() as worker:
             client = connect(worker.grpc_port)
             _, call = client.method("ModelInfer").with_call(Message(**INPUT))
             tokens = [dict(call.trailing_metadata()).get(FEEDBACK_HEADER, "")]
             responses = client.method(STREAM)(iter([Message(**INPUT)] * 2), timeout=30)
-            tokens += [each.infer_response.parameters[FEEDBACK_HEADER].string_param for each in responses]
-            body = json.dumps({"feedback": [{"token": token, "success": True} for token in tokens]}).encode()
+            tokens += [
+                each.infer_response.parameters[FEEDBACK_HEADER].string_param for each in responses
+            ]
+            body = json.dumps(
+                {"feedback": [{"token": token, "success": True} for token in tokens]}
+            ).encode()
             answer = worker.send(post("/feedback", body, {"content-type": "application/json"}))
-            assert answer.endswith(b'{"counted":3,"unknown":0}' if key else b'{"counted":0,"unknown":3}')
+            assert answer.endswith(
+                b'{"counted":3,"unknown":0}' if key else b'{"counted":0,"unknown":3}'
+            )
 
 
-def test_grpc_stream_requests_run_as_one_batch(gate: Gate, blue: Deployment, connect: Connect) -> None:
+def test_grpc_stream_requests_run_as_one_batch(
+    gate: Gate, blue: Deployment, connect: Connect
+) -> None:
     with behind(gate, replace(blue, batchable=True)) as worker:
         stream = connect(worker.grpc_port).method(STREAM)(iter([Message(**INPUT)] * 9), timeout=30)
         wait_until(lambda: worker.shared.sum_slot(1)[metrics.QUEUED] == 8)
@@ -280,7 +355,9 @@ def test_grpc_stream_requests_run_as_one_batch(gate: Gate, blue: Deployment, con
     assert gate.rows == [1, 8]
 
 
-def test_grpc_request_with_shadow_is_mirrored(blue: Deployment, green: Deployment, connect: Connect) -> None:
+def test_grpc_request_with_shadow_is_mirrored(
+    blue: Deployment, green: Deployment, connect: Connect
+) -> None:
     with Worker(mirrored(blue, green), grpc_port=free_port()).running() as worker:
         connect(worker.grpc_port).call("ModelInfer", **INPUT)
         wait_until(lambda: worker.shared.sum_slot(2)[metrics.SHADOW_DONE] == 1)

@@ -15,10 +15,19 @@ from dataclasses import dataclass
 from tests.support.server import parse_answers
 
 INFER = b"/v2/models/m/infer"
-BODY = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}).encode()
+BODY = json.dumps(
+    {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}
+).encode()
 _ROWS = 20_000
-_LARGE = {"name": "x", "datatype": "FP32", "shape": [_ROWS, 2], "parameters": {"binary_data_size": 8 * _ROWS}}
-_LARGE_HEADER = json.dumps({"inputs": [_LARGE], "parameters": {"binary_data_output": True}}).encode()
+_LARGE = {
+    "name": "x",
+    "datatype": "FP32",
+    "shape": [_ROWS, 2],
+    "parameters": {"binary_data_size": 8 * _ROWS},
+}
+_LARGE_HEADER = json.dumps(
+    {"inputs": [_LARGE], "parameters": {"binary_data_output": True}}
+).encode()
 _KEYS = json.dumps(dict.fromkeys(map(str, range(5000)), 1)).encode()
 _GZIP = b"content-encoding: gzip"
 _ABUSES: tuple[tuple[bytes, tuple[bytes, ...]], ...] = (
@@ -43,16 +52,33 @@ _ABUSES: tuple[tuple[bytes, tuple[bytes, ...]], ...] = (
     (BODY, (b"x-request-timeout-ms: " + b"9" * 5000,)),
 )
 """Bodies that ask for much, with their headers; `tests/support/abuse.py` has larger ones."""
-STATUSES = frozenset({200, 400, 403, 404, 405, 408, 411, 413, 414, 415, 417, 422, 429, 431, 501, 503, 505})
+STATUSES = frozenset(
+    {200, 400, 403, 404, 405, 408, 411, 413, 414, 415, 417, 422, 429, 431, 501, 503, 505}
+)
 """What may be answered: a 500 is a defect."""
 
 _REQUEST_LINE = re.compile(rb"[A-Z-]{3,} +[^ \r\n]+ +HTTP/1")
 """The parser skips further spaces."""
 _ID = b"x-request-id: "
 _HEADS = (
-    *(b"content-length: 5", b"content-length: +5", b"content-length: 5, 5", b"content-length : 5", b"content-length:"),
-    *(b"transfer-encoding: chunked", b"transfer-encoding: chunked, identity", b"transfer-encoding: \x0bchunked"),
-    *(b"transfer-encoding: xchunked", b"connection: close", b"connection: keep-alive, upgrade", b"upgrade: h2c"),
+    *(
+        b"content-length: 5",
+        b"content-length: +5",
+        b"content-length: 5, 5",
+        b"content-length : 5",
+        b"content-length:",
+    ),
+    *(
+        b"transfer-encoding: chunked",
+        b"transfer-encoding: chunked, identity",
+        b"transfer-encoding: \x0bchunked",
+    ),
+    *(
+        b"transfer-encoding: xchunked",
+        b"connection: close",
+        b"connection: keep-alive, upgrade",
+        b"upgrade: h2c",
+    ),
     *(
         b"expect: 100-continue",
         b"expect: x",
@@ -69,9 +95,27 @@ _HEADS = (
         b": x",
         b"accept-encoding: gzip",
     ),
-    *(b"inference-header-content-length: 9", b"x-user-key: \xe9", b"x-request-timeout-ms: -1", b"origin: http://e"),
+    *(
+        b"inference-header-content-length: 9",
+        b"x-user-key: \xe9",
+        b"x-request-timeout-ms: -1",
+        b"origin: http://e",
+    ),
 )
-_BYTES = (b"\r", b"\n", b"\r\n", b"\r\n\r\n", b"0\r\n\r\n", b" ", b"\t", b"\0", b":", b"HTTP/1.1", b"HTTP/9.9", b"\x80")
+_BYTES = (
+    b"\r",
+    b"\n",
+    b"\r\n",
+    b"\r\n\r\n",
+    b"0\r\n\r\n",
+    b" ",
+    b"\t",
+    b"\0",
+    b":",
+    b"HTTP/1.1",
+    b"HTTP/9.9",
+    b"\x80",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +129,10 @@ class Attack:
 def build_attack(draw: random.Random) -> Attack:
     """Build some requests, most of them damaged. What frames those that hold another request is left whole."""
     is_nested = draw.random() < 0.3
-    requests = [_build_request(draw, number, is_nested=is_nested) for number in range(draw.choice([1, 1, 2, 3, 8]))]
+    requests = [
+        _build_request(draw, number, is_nested=is_nested)
+        for number in range(draw.choice([1, 1, 2, 3, 8]))
+    ]
     data = bytearray(b"".join(requests))
     if not is_nested:
         _damage(draw, data)
@@ -109,9 +156,22 @@ def _build_request(draw: random.Random, number: int, *, is_nested: bool) -> byte
         header = [b"inference-header-content-length: %d" % len(_LARGE_HEADER)]
     elif size < 0.2 and not is_nested:
         body, (*header,) = draw.choice(_ABUSES)
-    method = b"POST" if is_nested else draw.choice([b"POST"] * 6 + [b"GET", b"PUT", b"OPTIONS", b"CONNECT", b"PRI"])
+    method = (
+        b"POST"
+        if is_nested
+        else draw.choice([b"POST"] * 6 + [b"GET", b"PUT", b"OPTIONS", b"CONNECT", b"PRI"])
+    )
     path = draw.choice(
-        [INFER, INFER, b"/invocations", b"/v2/health/live", b"/docs", b"/v2/models/%6d/infer", b"*", b"//"]
+        [
+            INFER,
+            INFER,
+            b"/invocations",
+            b"/v2/health/live",
+            b"/docs",
+            b"/v2/models/%6d/infer",
+            b"*",
+            b"//",
+        ]
     )
     lines = [
         b"%b %b HTTP/1.%d" % (method, path, draw.random() < 0.95),
@@ -163,8 +223,13 @@ def send_attack(attack: Attack, port: int) -> list[int]:
         with suppress(ConnectionResetError):
             while piece := client.recv(1 << 16):
                 data += piece
-    answers = [answer for answer in parse_answers(data)[0] if answer.status != 100]  # one may be cut off by a reset
-    statuses, ids = [answer.status for answer in answers], {answer.headers.get("x-request-id") for answer in answers}
+    answers = [
+        answer for answer in parse_answers(data)[0] if answer.status != 100
+    ]  # one may be cut off by a reset
+    statuses, ids = (
+        [answer.status for answer in answers],
+        {answer.headers.get("x-request-id") for answer in answers},
+    )
     lines = len(_REQUEST_LINE.findall(b"".join(attack.packets)))
     assert len(statuses) <= lines + 1, f"{len(statuses)} answers to {lines} requests"
     assert STATUSES.issuperset(statuses), statuses

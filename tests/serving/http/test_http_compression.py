@@ -29,7 +29,8 @@ MANY = infer_body(*([n, 1] for n in range(20_000)))
 SOME = infer_body(*([n, 1] for n in range(3000)))
 """Its response has about 30 KB."""
 ROWS, HEADER = binary(
-    {"x": ("float32", np.arange(10_000, dtype=np.float32).reshape(-1, 2))}, parameters={"binary_data_output": True}
+    {"x": ("float32", np.arange(10_000, dtype=np.float32).reshape(-1, 2))},
+    parameters={"binary_data_output": True},
 )
 FORMS: Mapping[str, tuple[str, bytes, dict[str, str]]] = {
     "JSON": (INFER, BODY, {}),
@@ -50,7 +51,9 @@ FORMS: Mapping[str, tuple[str, bytes, dict[str, str]]] = {
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    with Worker(state_of(scaled(tmp_path_factory.mktemp("models"), "blue"), blue=100)).running() as running:
+    with Worker(
+        state_of(scaled(tmp_path_factory.mktemp("models"), "blue"), blue=100)
+    ).running() as running:
         yield running
 
 
@@ -65,26 +68,39 @@ def next_good_request_is_answered(worker: Worker) -> Iterator[None]:
 def parse(answer: bytes) -> tuple[int, dict[str, str], bytes]:
     """Status, headers and body as it was sent, of the first answer."""
     first = parse_answers(answer)[0][0]
-    return first.status, {name: value for name, value in first.headers.items() if name != "date"}, first.body
+    return (
+        first.status,
+        {name: value for name, value in first.headers.items() if name != "date"},
+        first.body,
+    )
 
 
 @pytest.mark.parametrize("coding", CODINGS)
 @pytest.mark.parametrize("form", FORMS)
-def test_compressed_request_body_returns_same_answer_as_plain_body(worker: Worker, form: str, coding: str) -> None:
+def test_compressed_request_body_returns_same_answer_as_plain_body(
+    worker: Worker, form: str, coding: str
+) -> None:
     path, body, headers = FORMS[form]
     encode, _ = CODINGS[coding]
     plain = parse(worker.send(post(path, body, headers)))
     for value in (coding, coding.upper(), f" {coding} "):
-        assert parse(worker.send(post(path, encode(body), {**headers, "content-encoding": value}))) == plain
+        assert (
+            parse(worker.send(post(path, encode(body), {**headers, "content-encoding": value})))
+            == plain
+        )
 
 
 @pytest.mark.parametrize("coding", CODINGS)
 @pytest.mark.parametrize("form", FORMS)
-def test_compressed_response_decodes_to_plain_response(worker: Worker, form: str, coding: str) -> None:
+def test_compressed_response_decodes_to_plain_response(
+    worker: Worker, form: str, coding: str
+) -> None:
     path, body, headers = FORMS[form]
     _, decode = CODINGS[coding]
     plain_status, plain_headers, plain = parse(worker.send(post(path, body, headers)))
-    status, answered, sent = parse(worker.send(post(path, body, {**headers, "accept-encoding": coding})))
+    status, answered, sent = parse(
+        worker.send(post(path, body, {**headers, "accept-encoding": coding}))
+    )
     if len(plain) < 1 << 14:
         assert (status, answered, sent) == (plain_status, plain_headers, plain)
         return
@@ -93,7 +109,11 @@ def test_compressed_response_decodes_to_plain_response(worker: Worker, form: str
     assert int(answered["content-length"]) == len(sent) < len(plain)
     assert decode(sent) == plain
     same = {name: value for name, value in plain_headers.items() if name != "content-length"}
-    assert {**same, "content-length": answered["content-length"], "content-encoding": coding} == answered
+    assert {
+        **same,
+        "content-length": answered["content-length"],
+        "content-encoding": coding,
+    } == answered
     assert status == plain_status
 
 
@@ -110,10 +130,16 @@ def test_coding_header_in_several_lines_is_read_as_one_list(worker: Worker) -> N
 
 
 def test_response_that_compression_would_enlarge_is_sent_plain(worker: Worker) -> None:
-    noise = np.frombuffer(np.random.default_rng(7).bytes(32_000), np.uint32) & 0xBFFFFFFF  # no infinities, no NaN
+    noise = (
+        np.frombuffer(np.random.default_rng(7).bytes(32_000), np.uint32) & 0xBFFFFFFF
+    )  # no infinities, no NaN
     headers = {"inference-header-content-length": "0", "accept-encoding": "gzip"}
     status, answered, body = parse(worker.send(post(INFER, noise.tobytes(), headers)))
-    assert (status, answered["vary"], "content-encoding" in answered) == (200, "accept-encoding", False)
+    assert (status, answered["vary"], "content-encoding" in answered) == (
+        200,
+        "accept-encoding",
+        False,
+    )
     assert body.endswith((noise.view(np.float32) * np.float32(2)).tobytes())
 
 
@@ -123,7 +149,10 @@ def test_page_with_accept_encoding_is_compressed_for_get_and_head(worker: Worker
     assert (status, headers["content-encoding"]) == (200, "gzip")
     assert "/v2/models/m/infer" in json.loads(gzip.decompress(body))["paths"]
     with worker.connect() as client:
-        client.sendall(request.replace(b"GET", b"HEAD") + post("/ping", b"", {"connection": "close"}, method="GET"))
+        client.sendall(
+            request.replace(b"GET", b"HEAD")
+            + post("/ping", b"", {"connection": "close"}, method="GET")
+        )
         data = b""
         while piece := client.recv(1 << 16):
             data += piece
@@ -145,7 +174,10 @@ def test_compressed_body_above_limit_when_inflated_returns_413(worker: Worker, c
     assert "connection" not in headers  # the whole request was received
     exactly = BODY + b" " * (MAX_BODY - len(BODY))
     assert parse(worker.send(post(INFER, encode(exactly), {"content-encoding": coding})))[0] == 200
-    assert parse(worker.send(post(INFER, encode(exactly + b" "), {"content-encoding": coding})))[0] == 413
+    assert (
+        parse(worker.send(post(INFER, encode(exactly + b" "), {"content-encoding": coding})))[0]
+        == 413
+    )
     assert worker.shared.sum_slot(1)[metrics.get_column(413)] == before + 2
 
 
@@ -192,14 +224,19 @@ def test_pipelined_compressed_and_plain_requests_are_answered_in_order(worker: W
     compressed = {"content-encoding": "gzip", "accept-encoding": "gzip"}
     bodies = [gzip.compress(MANY), SOME, gzip.compress(BODY), MANY, gzip.compress(BODY)]
     requests = [
-        post(INFER, body, compressed if body[:1] == b"\x1f" else {"accept-encoding": "deflate"}) for body in bodies
+        post(INFER, body, compressed if body[:1] == b"\x1f" else {"accept-encoding": "deflate"})
+        for body in bodies
     ]
     with worker.connect() as client:
         client.sendall(b"".join(requests))
         data = received(client, len(requests))
     sizes = []
     for answer in parse_answers(data)[0]:
-        decode = CODINGS[answer.headers["content-encoding"]][1] if "content-encoding" in answer.headers else bytes
+        decode = (
+            CODINGS[answer.headers["content-encoding"]][1]
+            if "content-encoding" in answer.headers
+            else bytes
+        )
         sizes.append(json.loads(decode(answer.body))["outputs"][0]["shape"][0])
     assert sizes == [20_000, 3000, 1, 20_000, 1]
 
@@ -229,10 +266,18 @@ def test_disconnect_before_response_is_compressed_frees_connection(worker: Worke
     wait_until(lambda: not worker.connections.open)
 
 
-def test_shadow_of_compressed_request_receives_inflated_body(blue: Deployment, green: Deployment) -> None:
+def test_shadow_of_compressed_request_receives_inflated_body(
+    blue: Deployment, green: Deployment
+) -> None:
     with Worker(mirrored(blue, green)).running() as worker:
-        answer = worker.send(post(INFER, gzip.compress(SOME), {"content-encoding": "gzip", "accept-encoding": "gzip"}))
+        answer = worker.send(
+            post(
+                INFER, gzip.compress(SOME), {"content-encoding": "gzip", "accept-encoding": "gzip"}
+            )
+        )
         assert parse(answer)[1]["content-encoding"] == "gzip"
         wait_until(lambda: worker.shared.sum_slot(2)[metrics.SHADOW_DONE])
-        assert worker.shared.sum_slot(2)[metrics.SHADOW_DIFFERING] == 1  # another factor; it did not fail
+        assert (
+            worker.shared.sum_slot(2)[metrics.SHADOW_DIFFERING] == 1
+        )  # another factor; it did not fail
         assert worker.shared.sum_slot(2)[metrics.SHADOW_FAILED] == 0

@@ -27,7 +27,9 @@ Request = tuple[bytes, bytes]
 
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    with Worker(state_of(scaled(tmp_path_factory.mktemp("framing"), "blue"), blue=100)).running() as worker:
+    with Worker(
+        state_of(scaled(tmp_path_factory.mktemp("framing"), "blue"), blue=100)
+    ).running() as worker:
         yield worker
 
 
@@ -42,7 +44,10 @@ def infer(server: Worker, x: int, *, offer: str = "", framing: str = "content-le
 
 
 def live(server: Worker, offer: str = "") -> Request:
-    return f"GET /v2/health/live HTTP/1.1\r\nhost: 127.0.0.1:{server.port}\r\n{offer}\r\n".encode(), b""
+    return (
+        f"GET /v2/health/live HTTP/1.1\r\nhost: 127.0.0.1:{server.port}\r\n{offer}\r\n".encode(),
+        b"",
+    )
 
 
 class Client:
@@ -68,7 +73,9 @@ class Client:
             packets = [bytes([byte]) for packet in packets for byte in packet]
         for packet in packets:
             self._socket.sendall(packet)
-            time.sleep(0 if len(packet) == 1 else 0.002)  # so that packets arrive as such; nothing depends on it
+            time.sleep(
+                0 if len(packet) == 1 else 0.002
+            )  # so that packets arrive as such; nothing depends on it
 
     def answer(self) -> tuple[int, bytes]:
         """Status and body of the next answer."""
@@ -132,14 +139,19 @@ def test_request_body_with_any_framing_and_delivery_is_read_whole(
 @pytest.mark.parametrize("offer", OFFERS.values(), ids=OFFERS)
 @pytest.mark.parametrize("framing", ["content-length", "chunked"])
 @pytest.mark.parametrize("delivery", DELIVERIES)
-def test_request_embedded_in_body_is_not_answered(endpoint: Worker, offer: str, framing: str, delivery: str) -> None:
+def test_request_embedded_in_body_is_not_answered(
+    endpoint: Worker, offer: str, framing: str, delivery: str
+) -> None:
     head, inner = b"".join(live(endpoint)), b"".join(infer(endpoint, 1))
     body = head + inner
     start = f"POST {INFER} HTTP/1.1\r\nhost: 127.0.0.1:{endpoint.port}\r\n{offer}".encode()
     if framing == "content-length":
         outer = (start + b"content-length: %d\r\n\r\n" % len(body), body)
     else:
-        outer = (start + b"transfer-encoding: chunked\r\n\r\n", b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
+        outer = (
+            start + b"transfer-encoding: chunked\r\n\r\n",
+            b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body),
+        )
     with Client(endpoint) as client:
         client.send(delivery, outer)
         assert client.answer()[0] == 400
@@ -178,7 +190,9 @@ def test_expect_100_continue_in_http_1_0_is_ignored(endpoint: Worker) -> None:
         assert client.is_closed_by_server()
 
 
-@pytest.mark.parametrize("body", [b'{"inputs": []}', b"GET /v2/health/live HTTP/1.1\r\nhost: x\r\n\r\n"])
+@pytest.mark.parametrize(
+    "body", [b'{"inputs": []}', b"GET /v2/health/live HTTP/1.1\r\nhost: x\r\n\r\n"]
+)
 def test_body_received_after_answer_is_not_read_as_request(endpoint: Worker, body: bytes) -> None:
     head = f"POST /unrouted HTTP/1.1\r\nhost: 127.0.0.1:{endpoint.port}\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     with Client(endpoint) as client:
@@ -195,7 +209,9 @@ def test_body_received_after_answer_is_not_read_as_request(endpoint: Worker, bod
 @pytest.mark.parametrize(
     ("begin", "spaces"), [(b"zz\r\n", 0), (b"4000000\r\n", 33 << 20)], ids=["no chunk", "too much"]
 )
-def test_invalid_body_received_after_answer_closes_connection(endpoint: Worker, begin: bytes, spaces: int) -> None:
+def test_invalid_body_received_after_answer_closes_connection(
+    endpoint: Worker, begin: bytes, spaces: int
+) -> None:
     head = f"POST /unrouted HTTP/1.1\r\nhost: 127.0.0.1:{endpoint.port}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
     with Client(endpoint) as client:
         client.send("one packet", (head, b""))
@@ -213,15 +229,23 @@ WRONG = {
     "two hosts": (b"host: HOST\r\nHost: HOST\r\ncontent-length: 5", 400),
     "two origins": (b"host: HOST\r\norigin: a\r\norigin: b\r\ncontent-length: 5", 400),
     "unknown expectation": (b"host: HOST\r\nexpect: tea\r\ncontent-length: 5", 417),
-    "two expectations": (b"host: HOST\r\nexpect: 100-continue\r\nexpect: tea\r\ncontent-length: 5", 417),
-    "too large with repeats": (b"host: HOST\r\n" + b"x: y\r\n" * 40_000 + b"content-length: 5", 431),
+    "two expectations": (
+        b"host: HOST\r\nexpect: 100-continue\r\nexpect: tea\r\ncontent-length: 5",
+        417,
+    ),
+    "too large with repeats": (
+        b"host: HOST\r\n" + b"x: y\r\n" * 40_000 + b"content-length: 5",
+        431,
+    ),
     "too large": (b"host: HOST\r\nx: " + b"y" * 70_000 + b"\r\ncontent-length: 5", 431),
 }
 
 
 @pytest.mark.parametrize("offer", [OFFERS["no offer"], OFFERS["h2c"]], ids=["no offer", "h2c"])
 @pytest.mark.parametrize("name", WRONG)
-def test_invalid_request_head_returns_one_error_and_closes_connection(endpoint: Worker, name: str, offer: str) -> None:
+def test_invalid_request_head_returns_one_error_and_closes_connection(
+    endpoint: Worker, name: str, offer: str
+) -> None:
     lines, status = WRONG[name]
     lines = lines.replace(b"HOST", b"127.0.0.1:%d" % endpoint.port)
     head = b"POST %b HTTP/1.1\r\n%b%b\r\n\r\n" % (INFER.encode(), offer.encode(), lines)
@@ -235,7 +259,10 @@ def test_invalid_request_head_returns_one_error_and_closes_connection(endpoint: 
 
 def test_request_head_too_large_with_last_packet_is_refused(endpoint: Worker) -> None:
     lines, status = WRONG["too large"]
-    head = b"POST %b HTTP/1.1\r\n%b\r\n\r\n" % (INFER.encode(), lines.replace(b"HOST", b"127.0.0.1:%d" % endpoint.port))
+    head = b"POST %b HTTP/1.1\r\n%b\r\n\r\n" % (
+        INFER.encode(),
+        lines.replace(b"HOST", b"127.0.0.1:%d" % endpoint.port),
+    )
     with Client(endpoint) as client:
         client.send("packets", (head[:60_000], head[60_000:] + b"hello"))
         assert client.answer()[0] == status

@@ -25,7 +25,9 @@ def is_allowed(
     origins: str = "",
 ) -> bool:
     """Whether a server with these options answers."""
-    policy = HostPolicy.from_options(address, port, ServerOptions(allowed_hosts=hosts, allowed_origins=origins))
+    policy = HostPolicy.from_options(
+        address, port, ServerOptions(allowed_hosts=hosts, allowed_origins=origins)
+    )
     given = {b"host": host, b"origin": origin}
     try:
         policy.check({name: value.encode() for name, value in given.items() if value is not None})
@@ -34,7 +36,9 @@ def is_allowed(
     return True
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1:8080", "localhost:8080", "LocalHost:8080", "[::1]:8080"])
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1:8080", "localhost:8080", "LocalHost:8080", "[::1]:8080"]
+)
 def test_is_allowed_with_loopback_host_returns_true(host: str) -> None:
     assert is_allowed(host)
 
@@ -73,14 +77,18 @@ def test_is_allowed_with_listening_address_returns_true(address: str) -> None:
     ],
 )
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])  # noqa: S104 (what a container listens on)
-def test_is_allowed_with_host_list_accepts_listed_hosts(host: str, allowed: bool, address: str) -> None:
+def test_is_allowed_with_host_list_accepts_listed_hosts(
+    host: str, allowed: bool, address: str
+) -> None:
     assert is_allowed(host, address=address, hosts="Models.example, gpu-box:8080,") is allowed
 
 
 def test_is_allowed_on_all_addresses_without_list_returns_true() -> None:
     assert is_allowed("evil.example", "https://evil.example", address="0.0.0.0")  # noqa: S104
     assert is_allowed(None, "https://evil.example", address="::")
-    assert not is_allowed("any", "https://evil.example", address="::", origins="https://good.example")
+    assert not is_allowed(
+        "any", "https://evil.example", address="::", origins="https://good.example"
+    )
 
 
 def test_is_allowed_with_origin_list_accepts_only_listed_origins() -> None:
@@ -110,7 +118,11 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.mark.parametrize(
     ("method", "path", "body"),
-    [("POST", INFER, infer_body([1, 2])), ("GET", "/metrics", None), ("POST", "/feedback", b'{"feedback": []}')],
+    [
+        ("POST", INFER, infer_body([1, 2])),
+        ("GET", "/metrics", None),
+        ("POST", "/feedback", b'{"feedback": []}'),
+    ],
 )
 def test_request_with_foreign_host_or_origin_returns_403(
     endpoint: Server, method: str, path: str, body: bytes | None
@@ -127,7 +139,9 @@ def test_request_with_foreign_host_or_origin_returns_403(
         answer = endpoint.call(method, path, body, {"content-type": "application/json", **headers})
         assert answer.status == status
         if status == 403:
-            assert any(f"--allowed-{name}" in answer.json()["error"] for name in ("hosts", "origins"))
+            assert any(
+                f"--allowed-{name}" in answer.json()["error"] for name in ("hosts", "origins")
+            )
             assert answer.headers["connection"] == "close"
 
 
@@ -137,7 +151,11 @@ def test_repeated_request_head_with_foreign_host_or_origin_returns_403(
 ) -> None:
     usual = {"host": "models.example", "origin": "https://good.example", "x-user-key": "anna"}
     connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=30)
-    for headers, status in (*[(usual, 200)] * 3, ({**usual, "x-user-key": "bert"}, 200), ({**usual, **refused}, 403)):
+    for headers, status in (
+        *[(usual, 200)] * 3,
+        ({**usual, "x-user-key": "bert"}, 200),
+        ({**usual, **refused}, 403),
+    ):
         connection.request("POST", INFER, infer_body([1, 2]), headers)
         response = connection.getresponse()
         assert response.status == status

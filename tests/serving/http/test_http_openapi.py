@@ -26,7 +26,9 @@ def validator(name: str) -> Draft202012Validator:
     from jsonschema import Draft202012Validator
 
     document = build_openapi([MODEL])
-    return Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": document["components"]})
+    return Draft202012Validator(
+        {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
+    )
 
 
 def test_openapi_schemas_accept_valid_request_and_answer() -> None:
@@ -59,7 +61,9 @@ def test_build_openapi_with_all_types_and_versions_describes_them() -> None:
     from jsonschema import Draft202012Validator
 
     every = signature([spec(dtype, dtype, "n") for dtype in DATATYPE_OF], [spec("y", "bfloat16")])
-    document = build_openapi([every, *(signature(INPUTS, OUTPUTS, version=version) for version in "45")])
+    document = build_openapi(
+        [every, *(signature(INPUTS, OUTPUTS, version=version) for version in "45")]
+    )
     assert len(document["components"]["schemas"]["InferRequest"]["anyOf"]) == 2
     path = document["paths"]["/v2/models/m/versions/{version}/infer"]
     assert path["parameters"][0]["schema"] == {"enum": ["3", "4", "5"]}

@@ -23,7 +23,13 @@ from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.printable import show_controls
 from onnx_ops.protocol.routing_table import RoutingTable
-from onnx_ops.serving.http.pages import ServedVersion, build_docs_page, build_example, build_start_page, list_served
+from onnx_ops.serving.http.pages import (
+    ServedVersion,
+    build_docs_page,
+    build_example,
+    build_start_page,
+    list_served,
+)
 from onnx_ops.serving.inference.deployments import TableSnapshot
 from onnx_ops.serving.inference.requests import read_infer
 from onnx_ops.serving.metrics import OTHER_STATUS, REVISION, get_column
@@ -32,7 +38,24 @@ from tests.serving.inference.tensor_cases import signature, spec
 from tests.serving.serving_worker import Worker, post
 
 TAGS = {
-    *("html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "h4", "p", "ul", "li", "a", "pre", "code"),
+    *(
+        "html",
+        "head",
+        "meta",
+        "title",
+        "style",
+        "body",
+        "h1",
+        "h2",
+        "h3",
+        "h4",
+        "p",
+        "ul",
+        "li",
+        "a",
+        "pre",
+        "code",
+    ),
     *("div", "section", "table", "thead", "tbody", "tr", "th", "td"),
 }
 ATTRIBUTES = {
@@ -95,7 +118,9 @@ class Page(HTMLParser):
 
 def split_by_shell(command: str) -> list[str]:
     """The words of a command, as a shell passes them to its program."""
-    done = subprocess.run(["sh", "-c", f"printf '%s\\0' {command}"], capture_output=True, check=True)
+    done = subprocess.run(
+        ["sh", "-c", f"printf '%s\\0' {command}"], capture_output=True, check=True
+    )
     return done.stdout.decode().split("\0")[:-1]
 
 
@@ -147,7 +172,9 @@ def test_docs_page_shows_every_operation_and_schema(worker: Worker) -> None:
     schemas = [f"schema-{name}" for name in document["components"]["schemas"]]
     assert page.ids == schemas
     assert {link[1:] for link in page.links if link.startswith("#")} <= set(schemas)
-    for text in [response["description"] for response in document["components"]["responses"].values()]:
+    for text in [
+        response["description"] for response in document["components"]["responses"].values()
+    ]:
         assert text in page.words
     assert get(worker, "/docs", {"accept-encoding": "gzip"})[1][:2] == gzip.compress(b"")[:2]
 
@@ -175,11 +202,19 @@ def make_snapshot(name: str) -> tuple[TableSnapshot, list[ServedVersion]]:
     """Return a table whose model has this name, and which is at 10 % of a rollout, and the rows of its page."""
     old, new = (make_deployment(version, name) for version in ("1", "2"))
     state = EndpointState(
-        deployments=(old, new), split=TrafficSplit(weights={old.name: 90, new.name: 10}, shadow={}), generation=7
+        deployments=(old, new),
+        split=TrafficSplit(weights={old.name: 90, new.name: 10}, shadow={}),
+        generation=7,
     )
     loaded = {new.name: SimpleNamespace(slot=1)}
     table = RoutingTable(state=state, layout=(new.name, old.name))
-    parts = {"table": table, "model": name, "deployments": loaded, "failed": {old.name: f"no {name}"}, "loaded_at": 0.0}
+    parts = {
+        "table": table,
+        "model": name,
+        "deployments": loaded,
+        "failed": {old.name: f"no {name}"},
+        "loaded_at": 0.0,
+    }
     snapshot = cast("TableSnapshot", SimpleNamespace(**parts))
     counts = [0] * (OTHER_STATUS + 1)
     counts[get_column(200)], counts[get_column(503)], counts[get_column(422)] = 40, 2, 3
@@ -188,7 +223,14 @@ def make_snapshot(name: str) -> tuple[TableSnapshot, list[ServedVersion]]:
 
 def make_deployment(version: str, model: str) -> Deployment:
     digest = digest_bytes(version.encode())
-    return Deployment(name=f"v{version}", model=model, version=version, variant="fp32", release=digest, manifest=digest)
+    return Deployment(
+        name=f"v{version}",
+        model=model,
+        version=version,
+        variant="fp32",
+        release=digest,
+        manifest=digest,
+    )
 
 
 def test_start_page_shows_versions_with_shares_requests_and_errors() -> None:
@@ -252,7 +294,10 @@ def test_build_example_with_any_name_and_host_returns_one_command(name: str, hos
 
 def test_build_example_of_all_types_returns_valid_request() -> None:
     model = signature(
-        [spec(dtype, dtype, "n", 2) for dtype in ("bool", "uint8", "int64", "float16", "float64", "string")]
+        [
+            spec(dtype, dtype, "n", 2)
+            for dtype in ("bool", "uint8", "int64", "float16", "float64", "string")
+        ]
         + [spec("scalar", "float32")]
     )
     command, _ = build_example(model, b"x")
@@ -267,7 +312,11 @@ def test_build_example_of_large_input_sends_generated_file(tmp_path: Path, name:
     assert len(request) < 1000
     subprocess.run(["sh", "-c", request], cwd=tmp_path, check=True)
     (tensor,) = json.loads((tmp_path / "request.json").read_text())["inputs"]
-    assert (tensor["name"], tensor["shape"], len(tensor["data"])) == (name, [1, 3, 224, 224], 3 * 224 * 224)
+    assert (tensor["name"], tensor["shape"], len(tensor["data"])) == (
+        name,
+        [1, 3, 224, 224],
+        3 * 224 * 224,
+    )
 
 
 def test_build_example_of_bfloat16_is_binary_or_empty() -> None:

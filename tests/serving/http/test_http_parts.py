@@ -18,10 +18,13 @@ from tests.support.server import scaled
 
 BODY = infer_body([1, 2])
 PIN = {"azureml-model-deployment": "blue", "X-Request-Id": "r 1"}
-CHUNKED = b"POST %b HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (
-    INFER.encode(),
-    len(BODY),
-    BODY,
+CHUNKED = (
+    b"POST %b HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n"
+    % (
+        INFER.encode(),
+        len(BODY),
+        BODY,
+    )
 )
 MESSAGES = (
     post(INFER, BODY, PIN),
@@ -47,7 +50,11 @@ PIECES = (
     b"HTTP/1.0",
 )
 EDITS = st.lists(
-    st.tuples(st.integers(0, 700), st.sampled_from(["insert", "delete", "replace"]), st.sampled_from(PIECES)),
+    st.tuples(
+        st.integers(0, 700),
+        st.sampled_from(["insert", "delete", "replace"]),
+        st.sampled_from(PIECES),
+    ),
     max_size=3,
 )
 
@@ -105,7 +112,9 @@ def test_connection_with_paused_writing_sends_responses_after_resume(worker: Wor
     connection, transport = worker.build_connection(), Transport()
     connection.connection_made(transport)  # type: ignore[arg-type]
     connection.pause_writing()
-    connection.data_received(post(INFER, BODY) + post(INFER, BODY, {"connection": "close"}) + post(INFER, BODY))
+    connection.data_received(
+        post(INFER, BODY) + post(INFER, BODY, {"connection": "close"}) + post(INFER, BODY)
+    )
     assert transport.written == b""
     connection.resume_writing()
     assert transport.written.count(b"200 OK") == 2
@@ -117,7 +126,11 @@ def test_connection_with_paused_writing_sends_responses_after_resume(worker: Wor
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.lists(st.sampled_from(MESSAGES), min_size=1, max_size=4), EDITS, st.lists(st.integers(0, 1500), max_size=4))
+@given(
+    st.lists(st.sampled_from(MESSAGES), min_size=1, max_size=4),
+    EDITS,
+    st.lists(st.integers(0, 1500), max_size=4),
+)
 def test_responses_to_split_requests_match_unsplit_requests(
     worker: Worker, messages: list[bytes], edits: list[tuple[int, str, bytes]], cuts: list[int]
 ) -> None:

@@ -60,15 +60,27 @@ CORPUS: Mapping[str, tuple[str, bytes, dict[str, str]]] = {
     "pinned": (INFER, BODY, {"x-amzn-sagemaker-target-variant": "green"}),
     "pinned to nothing": (INFER, BODY, {"x-amzn-sagemaker-target-variant": "grey"}),
     "sticky": (INFER, BODY, {"x-user-key": "anna"}),
-    "echoed": (INFER, BODY, {"x-request-id": "r-1", "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa-01"}),
+    "echoed": (
+        INFER,
+        BODY,
+        {"x-request-id": "r-1", "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa-01"},
+    ),
     "echo too long": (INFER, BODY, {"x-request-id": "r" * 300}),
     "echo not printable": (INFER, BODY, {"x-request-id": "r\xe9"}),
-    "outputs and id": (INFER, json.dumps({"id": "7", "inputs": [X], "outputs": [{"name": "y"}]}).encode(), {}),
+    "outputs and id": (
+        INFER,
+        json.dumps({"id": "7", "inputs": [X], "outputs": [{"name": "y"}]}).encode(),
+        {},
+    ),
     "not JSON": (INFER, b"{", {}),
     "empty": (INFER, b"", {}),
     "wrong tensor": (INFER, json.dumps({"inputs": [{**X, "data": ["a", 2]}]}).encode(), {}),
     "instances": ("/invocations", b'{"instances": [[1, 2]]}', {}),
-    "table": ("/invocations", b'{"dataframe_split": {"columns": ["a", "b"], "data": [[1, 2]]}}', {}),
+    "table": (
+        "/invocations",
+        b'{"dataframe_split": {"columns": ["a", "b"], "data": [[1, 2]]}}',
+        {},
+    ),
     "at its endpoint": ("/endpoints/e/invocations", b'{"inputs": {"x": [[1, 2]]}}', {}),
     "no form": ("/invocations", b"{}", {"content-type": "application/json; charset=utf-8"}),
     "wrong length of the JSON part": (INFER, BODY, {"inference-header-content-length": "x"}),
@@ -76,20 +88,33 @@ CORPUS: Mapping[str, tuple[str, bytes, dict[str, str]]] = {
 
 
 def chunked(path: str, body: bytes, headers: dict[str, str], trailers: bytes = b"") -> bytes:
-    head = post(path, b"", {**headers, "transfer-encoding": "chunked"}).replace(b"content-length: 0\r\n", b"")
-    return head + (b"%x;a=b\r\n%b\r\n" % (len(body), body) if body else b"") + b"0\r\n" + trailers + b"\r\n"
+    head = post(path, b"", {**headers, "transfer-encoding": "chunked"}).replace(
+        b"content-length: 0\r\n", b""
+    )
+    return (
+        head
+        + (b"%x;a=b\r\n%b\r\n" % (len(body), body) if body else b"")
+        + b"0\r\n"
+        + trailers
+        + b"\r\n"
+    )
 
 
 FORMS: Mapping[str, Callable[[str, bytes, dict[str, str]], bytes]] = {
     "repeated header": lambda path, body, headers: post(path, body, {**headers, **ODD}),
     "chunked": chunked,
     "trailers": lambda path, body, headers: chunked(
-        path, body, headers, b"host: y\r\nx-request-id: forged\r\nazureml-model-deployment: none\r\n"
+        path,
+        body,
+        headers,
+        b"host: y\r\nx-request-id: forged\r\nazureml-model-deployment: none\r\n",
     ),
     "query": lambda path, body, headers: post(f"{path}?a=b", body, headers),
     "escaped": lambda path, body, headers: post(path.replace("n", "%6e"), body, headers),
     "absolute": lambda path, body, headers: post(f"http://x{path}", body, headers),
-    "kept explicitly": lambda path, body, headers: post(path, body, {**headers, "connection": "keep-alive"}),
+    "kept explicitly": lambda path, body, headers: post(
+        path, body, {**headers, "connection": "keep-alive"}
+    ),
     "closed": lambda path, body, headers: post(path, body, {**headers, "connection": "close"}),
     "HTTP/1.0": lambda path, body, headers: post(path, body, headers, version="1.0"),
     "HTTP/1.0, kept": lambda path, body, headers: post(
@@ -110,7 +135,9 @@ def test_request_in_unusual_form_returns_same_bytes(worker: Worker, name: str) -
         answer = worker.send(build(path, body, headers))
         ends = form in ("closed", "HTTP/1.0", "HTTP/1.0, kept")
         assert (b"\r\nconnection: close\r\n" in answer) == ends
-        assert without_date(answer.replace(b"connection: close\r\n", b"")) == without_date(usual), form
+        assert without_date(answer.replace(b"connection: close\r\n", b"")) == without_date(usual), (
+            form
+        )
 
 
 def test_requests_with_different_header_values_receive_their_own_answers(worker: Worker) -> None:
@@ -118,10 +145,14 @@ def test_requests_with_different_header_values_receive_their_own_answers(worker:
         for number in range(12):
             pin = "blue" if number % 3 else "green"
             body = infer_body([10**number, 1])
-            client.sendall(post(INFER, body, {"azureml-model-deployment": pin, "x-request-id": f"r-{number}"}))
+            client.sendall(
+                post(INFER, body, {"azureml-model-deployment": pin, "x-request-id": f"r-{number}"})
+            )
             answer = received(client)
             assert f"x-request-id: r-{number}\r\n".encode() in answer
-            assert json.loads(answer.partition(b"\r\n\r\n")[2])["outputs"][0]["data"] == pytest.approx(
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["outputs"][0][
+                "data"
+            ] == pytest.approx(
                 [10**number * (2 if pin == "blue" else 3), 2 if pin == "blue" else 3]
             )
 
@@ -134,12 +165,22 @@ def large(first: int, second: int, *, room: int) -> bytes:
 
 def data_of(answers: bytes) -> list[bytes]:
     """The start of the numbers in each answer."""
-    return [answer.partition(b'"data":')[2][:10] for answer in answers.split(b"HTTP/1.1 200 OK")[1:]]
+    return [
+        answer.partition(b'"data":')[2][:10] for answer in answers.split(b"HTTP/1.1 200 OK")[1:]
+    ]
 
 
 @pytest.mark.parametrize("piece", [1, 1000, 65_537, 1 << 20])
-def test_large_bodies_in_pieces_with_small_requests_between_are_answered(worker: Worker, piece: int) -> None:
-    requests = (large(1, 2, room=300_000), large(3, 4, room=700_000), GOOD, large(5, 6, room=70_000), GOOD)
+def test_large_bodies_in_pieces_with_small_requests_between_are_answered(
+    worker: Worker, piece: int
+) -> None:
+    requests = (
+        large(1, 2, room=300_000),
+        large(3, 4, room=700_000),
+        GOOD,
+        large(5, 6, room=70_000),
+        GOOD,
+    )
     sent = b"".join(requests)
     with worker.connect() as client:
         start = 0
@@ -148,7 +189,13 @@ def test_large_bodies_in_pieces_with_small_requests_between_are_answered(worker:
             client.sendall(sent[start : start + size])
             start += size
         answers = received(client, len(requests))
-    assert data_of(answers) == [b"[2.0,4.0]}", b"[6.0,8.0]}", b"[2.0,4.0]}", b"[10.0,12.0", b"[2.0,4.0]}"]
+    assert data_of(answers) == [
+        b"[2.0,4.0]}",
+        b"[6.0,8.0]}",
+        b"[2.0,4.0]}",
+        b"[10.0,12.0",
+        b"[2.0,4.0]}",
+    ]
     assert worker.send(requests[0]).startswith(b"HTTP/1.1 200 OK")
     assert worker.connections.body_bytes == 0
 
@@ -175,18 +222,28 @@ def test_repeated_large_bodies_with_equal_head_are_answered(worker: Worker, firs
         answers = received(client, 3)
         (connection,) = worker.connections.open
         assert isinstance(connection, HttpProtocol)
-        assert (connection._body, connection._reader) == (b"", None), "an idle connection keeps no memory"
+        assert (connection._body, connection._reader) == (b"", None), (
+            "an idle connection keeps no memory"
+        )
     assert data_of(answers) == [b"[2.0,14.0]", b"[2.0,4.0]}", b"[4.0,14.0]"]
     assert worker.connections.body_bytes == 0
 
 
 @pytest.mark.parametrize("pad", range(8))
-def test_large_binary_tensor_with_unaligned_header_is_read_correctly(worker: Worker, pad: int) -> None:
+def test_large_binary_tensor_with_unaligned_header_is_read_correctly(
+    worker: Worker, pad: int
+) -> None:
     rows = np.arange(80_000, dtype=np.float32).reshape(-1, 2)
     tensor = {**X, "shape": rows.shape, "parameters": {"binary_data_size": rows.nbytes}}
     del tensor["data"]
-    text = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode() + b" " * pad
-    headers = {"azureml-model-deployment": "blue", "inference-header-content-length": str(len(text))}
+    text = (
+        json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+        + b" " * pad
+    )
+    headers = {
+        "azureml-model-deployment": "blue",
+        "inference-header-content-length": str(len(text)),
+    }
     request = post(INFER, text + rows.tobytes(), headers)
     with worker.connect() as client:
         client.sendall(request + GOOD)
@@ -200,7 +257,9 @@ def test_large_binary_tensor_with_unaligned_header_is_read_correctly(worker: Wor
 def test_large_body_reader_aligns_data_after_json_header(start: bytes, length: bytes) -> None:
     content = bytes(range(256)) * 300
     collected: list[tuple[memoryview, int]] = []
-    connection: Any = SimpleNamespace(body_received=lambda body, size: collected.append((body, size)))
+    connection: Any = SimpleNamespace(
+        body_received=lambda body, size: collected.append((body, size))
+    )
     reader = LargeBodyReader(connection, len(content), content[: len(start)], length)
     for end in (1000, len(content)):
         missing = reader.get_buffer(-1)
@@ -238,21 +297,32 @@ def test_incomplete_large_body_returns_408_and_frees_memory(hasty: Worker) -> No
         (b"BREW /pot HTTP/1.1\r\nhost: x\r\n\r\n", b"400"),
         (post(INFER, b"").replace(b"length: 0", b"length: eighty"), b"400"),
         (post(INFER, b"").replace(b"length: 0", b"length: %d" % 10**30), b"400"),
-        (b"POST /invocations HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n-5\r\n", b"400"),
+        (
+            b"POST /invocations HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n-5\r\n",
+            b"400",
+        ),
         (post(INFER, BODY, {"a\0b": "c"}), b"400"),
         (post(INFER, BODY, {" ": "y"}), b"400"),
         (b"A" * 200_000, b"400"),
         (b"\xff" * 500, b"400"),
         (b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n", b"400"),
         (b"POST /invocations HTTP/1.1\r\ncontent-length: 99999999999999999999999\r\n\r\n", b"400"),
-        (b"POST /invocations HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", b"400"),
+        (
+            b"POST /invocations HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+            b"400",
+        ),
         (b"POST /invoc\x00ations HTTP/1.1\r\nhost: x\r\n\r\n", b"400"),
         (b"CONNECT evil:443 HTTP/1.1\r\nhost: x\r\n\r\n", b"400"),
         (b"GET /ping HTTP/1.1\r\nhost: x\r\nx: " + b"a" * 200_000, b"431"),
         (b"GET /" + b"a" * 200_000, b"431"),
         (post(INFER, b"").replace(b"length: 0", b"length: 1000000000"), b"413"),
         (post("/unrouted", b"").replace(b"length: 0", b"length: 1000000000"), b"413"),
-        (post(INFER, b"", {"expect": "100-continue"}).replace(b"length: 0", b"length: 1000000000"), b"413"),
+        (
+            post(INFER, b"", {"expect": "100-continue"}).replace(
+                b"length: 0", b"length: 1000000000"
+            ),
+            b"413",
+        ),
         (post(INFER, b"\x1f\x8b" + b"0" * 100, {"content-encoding": "gzip, gzip"}), b"415"),
         (post("/invocations", b"0" * 100, {"content-encoding": "br"}), b"415"),
         (post(INFER, BODY, method="PUT"), b"405"),
@@ -265,7 +335,9 @@ def test_incomplete_large_body_returns_408_and_frees_memory(hasty: Worker) -> No
         (post(INFER, BODY, {"azureml-model-deployment": "grey"}), b"404"),
     ],
 )
-def test_malformed_request_returns_error_status(worker: Worker, request_bytes: bytes, status: bytes) -> None:
+def test_malformed_request_returns_error_status(
+    worker: Worker, request_bytes: bytes, status: bytes
+) -> None:
     answer = worker.send(request_bytes)
     assert answer.startswith(b"HTTP/1.1 " + status)
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -300,7 +372,12 @@ def test_concurrent_bodies_above_total_limit_return_503(hasty: Worker) -> None:
 
 
 def test_request_that_arrives_too_slowly_returns_408(hasty: Worker) -> None:
-    for start in (b"POST ", post(INFER, BODY)[:-3], post(INFER, BODY, ODD)[:-3], b"GET /ping HTTP/1.1\r\nhost: x\r\n"):
+    for start in (
+        b"POST ",
+        post(INFER, BODY)[:-3],
+        post(INFER, BODY, ODD)[:-3],
+        b"GET /ping HTTP/1.1\r\nhost: x\r\n",
+    ):
         assert hasty.send(start).startswith(b"HTTP/1.1 408"), start
 
 
@@ -324,7 +401,9 @@ def test_half_closed_connection_receives_answers_and_is_closed(worker: Worker, d
 
 
 def test_connection_limit_closes_idle_connections_and_keeps_busy_ones(tmp_path: Path) -> None:
-    with Worker(state_of(scaled(tmp_path, "blue"), blue=100), bounds={"max_connections": 5}).running() as worker:
+    with Worker(
+        state_of(scaled(tmp_path, "blue"), blue=100), bounds={"max_connections": 5}
+    ).running() as worker:
         idle = [worker.connect() for _ in range(20)]
         assert worker.send(GOOD).startswith(b"HTTP/1.1 200")
         busy = []
@@ -333,7 +412,9 @@ def test_connection_limit_closes_idle_connections_and_keeps_busy_ones(tmp_path: 
             busy[-1].sendall(GOOD)
             assert b" 200 OK" in received(busy[-1])
             busy[-1].sendall(GOOD[:-1])
-            wait_until(lambda: [c.stage for c in worker.connections.open].count(READING) == len(busy))
+            wait_until(
+                lambda: [c.stage for c in worker.connections.open].count(READING) == len(busy)
+            )
         with worker.connect() as client:
             refused = received(client)
         assert refused.startswith(b"HTTP/1.1 503")

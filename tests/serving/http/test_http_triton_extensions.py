@@ -22,7 +22,9 @@ from tests.support.server import scaled
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     root = tmp_path_factory.mktemp("models")
-    with Worker(state_of(scaled(root, "blue"), scaled(root, "green"), blue=70, green=30)).running() as running:
+    with Worker(
+        state_of(scaled(root, "blue"), scaled(root, "green"), blue=70, green=30)
+    ).running() as running:
         yield running
 
 
@@ -53,7 +55,9 @@ def test_config_of_batched_model_omits_batch_dimension(blue: Deployment) -> None
     assert config["input"][0]["dims"] == config["output"][0]["dims"] == [2]
 
 
-def test_config_of_model_with_scalar_input_has_no_batch_size(build: Callable[..., Deployment]) -> None:
+def test_config_of_model_with_scalar_input_has_no_batch_size(
+    build: Callable[..., Deployment],
+) -> None:
     deployment = build(
         [helper.make_node("Identity", ["x"], ["y"]), helper.make_node("Identity", ["s"], ["t"])],
         [("x", TensorProto.FLOAT, ["n", 3]), ("s", TensorProto.STRING, [])],
@@ -96,7 +100,10 @@ def test_triton_extensions_with_other_method_or_path_are_refused(worker: Worker)
 
 def test_statistics_count_requests_and_runs_by_version(blue: Deployment, green: Deployment) -> None:
     with Worker(state_of(blue, green, blue=70, green=30)).running() as worker:
-        assert [s["inference_stats"]["success"] for s in call(worker, "/v2/models/stats")[1]["model_stats"]] == [
+        assert [
+            s["inference_stats"]["success"]
+            for s in call(worker, "/v2/models/stats")[1]["model_stats"]
+        ] == [
             {"count": 0, "ns": 0},
             {"count": 0, "ns": 0},
         ]
@@ -112,7 +119,10 @@ def test_statistics_count_requests_and_runs_by_version(blue: Deployment, green: 
     durations = first["inference_stats"]
     assert (durations["success"]["count"], durations["fail"]["count"]) == (1, 1)
     assert min(durations["success"]["ns"], durations["fail"]["ns"]) > 0
-    assert durations["success"]["ns"] + durations["fail"]["ns"] == metrics.get_request_latency(row).nanoseconds
+    assert (
+        durations["success"]["ns"] + durations["fail"]["ns"]
+        == metrics.get_request_latency(row).nanoseconds
+    )
     assert second["inference_stats"]["fail"] == {"count": 0, "ns": 0}
 
 
@@ -132,12 +142,19 @@ def test_list_models_with_failed_version_shows_reason(worker: Worker) -> None:
     loaded = {"blue": snapshot.deployments["blue"]}
     partial = replace(snapshot, deployments=loaded, failed={"green": "its digest differs"})
     ready = {"name": "m", "version": "1", "state": "READY"}
-    unavailable = {"name": "m", "version": "2", "state": "UNAVAILABLE", "reason": "its digest differs"}
+    unavailable = {
+        "name": "m",
+        "version": "2",
+        "state": "UNAVAILABLE",
+        "reason": "its digest differs",
+    }
     assert list_models(partial, only_ready=False) == [ready, unavailable]
     assert list_models(partial, only_ready=True) == [ready]
 
 
-@pytest.mark.parametrize("body", [b"", b"{}", b'{"ready": true}', b'{"ready": false, "other": [1]}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"{}", b'{"ready": true}', b'{"ready": false, "other": [1]}']
+)
 def test_repository_index_lists_ready_versions(worker: Worker, body: bytes) -> None:
     assert call(worker, "/v2/repository/index", body, "POST") == (
         200,
@@ -157,7 +174,9 @@ def test_repository_index_lists_ready_versions(worker: Worker, body: bytes) -> N
         (b"[" * 2000, 413),
     ],
 )
-def test_repository_index_with_invalid_body_returns_error(worker: Worker, body: bytes, status: int) -> None:
+def test_repository_index_with_invalid_body_returns_error(
+    worker: Worker, body: bytes, status: int
+) -> None:
     found, document = call(worker, "/v2/repository/index", body, "POST")
     assert (found, bool(document["error"])) == (status, True)
     assert worker.send(post(INFER, infer_body([1, 2]))).startswith(b"HTTP/1.1 200")

@@ -20,7 +20,11 @@ from onnx_ops.protocol.messages import (
 )
 from onnx_ops.protocol.routing_table import RoutingTable, build_next_table
 from onnx_ops.serving.inference.cell_counts import CellCounter
-from onnx_ops.serving.inference.deployments import LoadedDeployment, LoadedDeployments, TableRevision
+from onnx_ops.serving.inference.deployments import (
+    LoadedDeployment,
+    LoadedDeployments,
+    TableRevision,
+)
 from onnx_ops.serving.inference.feedback import FeedbackCounter
 from onnx_ops.serving.inference.request_queue import LatencyEstimator
 from onnx_ops.serving.inference.traffic_router import TrafficRouter
@@ -33,7 +37,9 @@ KEY, OTHER_KEY = "0f" * 16, "f0" * 16
 WATCH = UserCountsRequest(limits_s={"new": (), "old": ()})
 
 
-def make_table(generation: int = 3, key: str = KEY, epoch_s: float = 0.0, **weights: int) -> RoutingTable:
+def make_table(
+    generation: int = 3, key: str = KEY, epoch_s: float = 0.0, **weights: int
+) -> RoutingTable:
     """A table of both deployments, the newer one first."""
     split = TrafficSplit(weights=weights or {"old": 50, "new": 50}, epoch_s=epoch_s)
     deployments = tuple(map(fileless_deployment, split.weights))
@@ -52,7 +58,8 @@ class FeedbackServer:
         self._slots = SlotAllocator(self.shared)
         self._workers = [LoadedDeployments(self.shared, number, load) for number in range(workers)]
         self._feedback = [
-            FeedbackCounter(each, CellCounter(self.shared, number)) for number, each in enumerate(self._workers)
+            FeedbackCounter(each, CellCounter(self.shared, number))
+            for number, each in enumerate(self._workers)
         ]
         self._revision: TableRevision | None = None
         for table in tables:
@@ -73,11 +80,15 @@ class FeedbackServer:
         """Return the token of an answer of this server."""
         return must(self._workers[0].get_current().tokens).seal(deployment, cell).decode()
 
-    def remember(self, deployment: str, request_id: str, cell: int, epoch: int = 0, worker: int = 0) -> None:
+    def remember(
+        self, deployment: str, request_id: str, cell: int, epoch: int = 0, worker: int = 0
+    ) -> None:
         """Answer a request of a user by a deployment, as the service records it."""
         snapshot = self._workers[worker].get_current()
         slot = snapshot.get_deployment(deployment).slot
-        self._feedback[worker].remember(request_id.encode(), slot, snapshot.split_number, epoch, cell)
+        self._feedback[worker].remember(
+            request_id.encode(), slot, snapshot.split_number, epoch, cell
+        )
 
     def report(
         self, subjects: Sequence[str], *, success: bool = True, worker: int = 0, kind: str = "token"
@@ -95,13 +106,19 @@ class FeedbackServer:
 
     def read_feedback(self) -> dict[str, tuple[int, int]]:
         """Feedback and successes of the present generation, by deployment."""
-        return {name: (one.feedback, one.successes) for name, one in self.read_table().deployments.items()}
+        return {
+            name: (one.feedback, one.successes)
+            for name, one in self.read_table().deployments.items()
+        }
 
     def read_cells(self, deployment: str) -> dict[int, tuple[int, int]]:
         """Feedback and successes by cell of users."""
         cells, counts = decode_cells(self.read_table().cells[deployment])
         fields = counts[:, [CELL_FEEDBACK, CELL_SUCCESSES]].tolist()
-        return {int(cell): (feedback, successes) for cell, (feedback, successes) in zip(cells, fields, strict=True)}
+        return {
+            int(cell): (feedback, successes)
+            for cell, (feedback, successes) in zip(cells, fields, strict=True)
+        }
 
 
 def load(deployment: Deployment, row: MetricsRow, _control: bool) -> LoadedDeployment:
@@ -120,4 +137,8 @@ def load(deployment: Deployment, row: MetricsRow, _control: bool) -> LoadedDeplo
 def find_cell(table: RoutingTable, deployment: str) -> int:
     """A cell of users that a sticky split gives to a deployment."""
     router = TrafficRouter.from_table(table)
-    return next(cell for cell in range(KEYLESS_CELL) if router.route_cell(router.get_draw(0), cell) == deployment)
+    return next(
+        cell
+        for cell in range(KEYLESS_CELL)
+        if router.route_cell(router.get_draw(0), cell) == deployment
+    )

@@ -27,10 +27,37 @@ SIGNATURES: dict[str, ModelSignature] = {
 Seed = tuple[str, bytes, int | None, str]
 
 _WORDS = (
-    *(b"null", b"true", b"-1", b"1e400", b"NaN", b"[]", b"{}", b'"x"', b"9223372036854775808", b"0.5", b"[[", b"}"),
-    *(b'"shape":[0,4294967296]', b'"parameters":{"binary_data_size":18446744073709551615}', b"\xff\xff\xff\xff", b"\0"),
+    *(
+        b"null",
+        b"true",
+        b"-1",
+        b"1e400",
+        b"NaN",
+        b"[]",
+        b"{}",
+        b'"x"',
+        b"9223372036854775808",
+        b"0.5",
+        b"[[",
+        b"}",
+    ),
+    *(
+        b'"shape":[0,4294967296]',
+        b'"parameters":{"binary_data_size":18446744073709551615}',
+        b"\xff\xff\xff\xff",
+        b"\0",
+    ),
     *(b'"a\\u0000b":1,', b'"data":[[', b'"data":[{},', b"[],", b"[1],"),
-    *(b'"inputs":', b'"instances":', b'"name":"x",', b"1" * 400, b"[" * 2000, b",", b"\\ud800", b"\xed\xa0\x80"),
+    *(
+        b'"inputs":',
+        b'"instances":',
+        b'"name":"x",',
+        b"1" * 400,
+        b"[" * 2000,
+        b",",
+        b"\\ud800",
+        b"\xed\xa0\x80",
+    ),
 )
 
 
@@ -50,7 +77,12 @@ def seeds() -> list[Seed]:
     small: list[Seed] = [
         ("pixels", encode({"id": "a", "inputs": [v2], "outputs": [{"name": "y"}]}), None, kind),
         ("pixels", encode({"instances": [[1, 2], [3, 4]]}), None, kind),
-        ("pixels", encode({"dataframe_split": {"columns": ["a", "b"], "data": [[1, 2]]}}), None, kind),
+        (
+            "pixels",
+            encode({"dataframe_split": {"columns": ["a", "b"], "data": [[1, 2]]}}),
+            None,
+            kind,
+        ),
         ("pixels", b"a,b\n1,2\n3,4\n", None, "text/csv"),
         ("pixels", bytes(16), 0, "application/octet-stream"),
         ("table", encode({"dataframe_records": [{"age": 3, "city": "Ulm"}]}), None, kind),
@@ -68,7 +100,11 @@ def seeds() -> list[Seed]:
             )
         ),
     ]
-    padded = [(name, body[:-1] + b" " * 8200 + b"}", None, kind) for name, body, _, kind in small if body[-1:] == b"}"]
+    padded = [
+        (name, body[:-1] + b" " * 8200 + b"}", None, kind)
+        for name, body, _, kind in small
+        if body[-1:] == b"}"
+    ]
     return small + padded  # large bodies take another path
 
 
@@ -80,11 +116,24 @@ def attack(draw: random.Random, corpus: list[Seed]) -> Literal["read", "refused"
     model = SIGNATURES[name]
     body, length = _damaged(draw, body, length)
     if draw.random() < 0.05:
-        kind = draw.choice(["text/csv", "application/vnd.sagemaker-triton.binary+json;json-header-size=9", "", ";;="])
+        kind = draw.choice(
+            [
+                "text/csv",
+                "application/vnd.sagemaker-triton.binary+json;json-header-size=9",
+                "",
+                ";;=",
+            ]
+        )
     try:
         if length is not None and draw.random() < 0.1:
-            length = parse_header_length(draw.choice([b"", b"-1", b"99999999999999", b"x", b"%d" % length]))
-        call = read_infer(body, length, model) if draw.random() < 0.5 else read_invocation(body, kind, length, model)
+            length = parse_header_length(
+                draw.choice([b"", b"-1", b"99999999999999", b"x", b"%d" % length])
+            )
+        call = (
+            read_infer(body, length, model)
+            if draw.random() < 0.5
+            else read_invocation(body, kind, length, model)
+        )
         check(call, model)
     except OnnxOpsError as error:
         if not 400 <= get_status(error) < 500 or len(str(error)) > 2000:
@@ -101,9 +150,13 @@ def check(call: InferenceRequest, model: ModelSignature) -> None:
         assert array.dtype == reader.dtype
         assert array.flags.aligned
         assert len(array.shape) == len(reader.dims)
-        assert all(want in (None, have) for want, have in zip(reader.dims, array.shape, strict=True))
+        assert all(
+            want in (None, have) for want, have in zip(reader.dims, array.shape, strict=True)
+        )
     answers = [
-        np.zeros((call.rows or 1,) * len(model.outputs[n].shape), get_numpy_dtype(model.outputs[n].dtype))
+        np.zeros(
+            (call.rows or 1,) * len(model.outputs[n].shape), get_numpy_dtype(model.outputs[n].dtype)
+        )
         for n in call.outputs
     ]
     body, lines = encode_outputs(call, model, answers)
@@ -127,7 +180,9 @@ def _damaged(draw: random.Random, body: bytes, length: int | None) -> tuple[byte
         else:
             start = draw.randrange(len(data) + 1)
             data[at:at] = data[start : start + draw.randrange(1, 60)]
-        if length and at < length and draw.random() < 0.8:  # keep the boundary where it was meant to be
+        if (
+            length and at < length and draw.random() < 0.8
+        ):  # keep the boundary where it was meant to be
             length = max(0, length + len(data) - before)
     if length is not None and draw.random() < 0.1:
         length = draw.randrange(len(data) + 10)

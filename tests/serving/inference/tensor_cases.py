@@ -18,7 +18,11 @@ def spec(name: str, dtype: str, *shape: int | str) -> TensorSpec:
 
 
 def signature(
-    inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec] = (), *, version: str = "3", **more: Any
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec] = (),
+    *,
+    version: str = "3",
+    **more: Any,
 ) -> ModelSignature:
     outputs = outputs or [spec("y", "float32", "batch", 2)]
     given, found = ({tensor.name: tensor for tensor in tensors} for tensors in (inputs, outputs))
@@ -38,7 +42,9 @@ def raw_bytes(array: np.ndarray[Any, Any]) -> bytes:
     return text_bytes(array.reshape(-1).tolist()) if array.dtype.kind == "O" else array.tobytes()
 
 
-def binary(tensors: Mapping[str, tuple[str, np.ndarray[Any, Any]]], **more: object) -> tuple[bytes, int]:
+def binary(
+    tensors: Mapping[str, tuple[str, np.ndarray[Any, Any]]], **more: object
+) -> tuple[bytes, int]:
     """A body in the binary form, from dtype and array by name; and the length of its JSON."""
     items = []
     tail = b""
@@ -47,14 +53,21 @@ def binary(tensors: Mapping[str, tuple[str, np.ndarray[Any, Any]]], **more: obje
         tail += data
         parameters = {"binary_data_size": len(data)}
         items.append(
-            {"name": name, "datatype": DATATYPE_OF[dtype], "shape": list(array.shape), "parameters": parameters}
+            {
+                "name": name,
+                "datatype": DATATYPE_OF[dtype],
+                "shape": list(array.shape),
+                "parameters": parameters,
+            }
         )
     header = encode({"inputs": items, **more})
     return header + tail, len(header)
 
 
 def headers_of(lines: bytes) -> dict[bytes, bytes]:
-    return {name: value for name, _, value in (line.partition(b": ") for line in lines.split(b"\r\n"))}
+    return {
+        name: value for name, _, value in (line.partition(b": ") for line in lines.split(b"\r\n"))
+    }
 
 
 def split_answer(body: bytes, lines: bytes) -> tuple[Any, bytes]:

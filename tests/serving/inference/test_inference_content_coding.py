@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, TooLargeError, UserError
-from onnx_ops.serving.inference.content_coding import CODINGS, InflateBudget, choose_coding, compress, inflate
+from onnx_ops.serving.inference.content_coding import (
+    CODINGS,
+    InflateBudget,
+    choose_coding,
+    compress,
+    inflate,
+)
 
 BODY = b'{"inputs": []}' * 40
 BARE = zlib.compressobj(wbits=-zlib.MAX_WBITS)
@@ -46,8 +52,12 @@ def test_inflate_of_standard_library_stream_returns_body() -> None:
         pytest.param(gzip.compress(BODY) + gzip.compress(BODY), b"gzip", id="two streams"),
         pytest.param(gzip.compress(b"") * 1000, b"gzip", id="a thousand empty streams"),
         pytest.param(zlib.compress(BODY)[:-1], b"deflate", id="deflate without its last byte"),
-        pytest.param(BARE.compress(BODY) + BARE.flush(), b"deflate", id="deflate without zlib header"),
-        pytest.param(DICTIONARY.compress(BODY) + DICTIONARY.flush(), b"deflate", id="preset dictionary"),
+        pytest.param(
+            BARE.compress(BODY) + BARE.flush(), b"deflate", id="deflate without zlib header"
+        ),
+        pytest.param(
+            DICTIONARY.compress(BODY) + DICTIONARY.flush(), b"deflate", id="preset dictionary"
+        ),
     ],
 )
 def test_inflate_of_broken_body_raises_user_error(body: bytes, coding: bytes) -> None:
@@ -86,8 +96,15 @@ def test_inflate_of_bomb_above_limit_raises_too_large_error(coding: bytes) -> No
     assert len(inflate(bomb, coding, 1 << 24)) == 1 << 24
 
 
-@given(st.binary(max_size=300), st.sampled_from(sorted(CODINGS)), st.integers(0, 400), st.binary(max_size=3))
-def test_inflate_of_damaged_body_raises_only_user_error(body: bytes, coding: bytes, place: int, piece: bytes) -> None:
+@given(
+    st.binary(max_size=300),
+    st.sampled_from(sorted(CODINGS)),
+    st.integers(0, 400),
+    st.binary(max_size=3),
+)
+def test_inflate_of_damaged_body_raises_only_user_error(
+    body: bytes, coding: bytes, place: int, piece: bytes
+) -> None:
     compressed = compress(body, coding)
     with contextlib.suppress(UserError):
         assert len(inflate(compressed[:place] + piece + compressed[place:], coding, 100)) <= 100
@@ -122,7 +139,9 @@ def test_inflate_of_damaged_body_raises_only_user_error(body: bytes, coding: byt
         (b"gzip" + b"," * 300, b""),
     ],
 )
-def test_choose_coding_with_weights_returns_preferred_coding(accept_encoding: bytes, coding: bytes) -> None:
+def test_choose_coding_with_weights_returns_preferred_coding(
+    accept_encoding: bytes, coding: bytes
+) -> None:
     assert choose_coding(accept_encoding) == coding
 
 

@@ -45,7 +45,13 @@ class Loads:
         self.names.append(f"replica of {deployment.name}" if control else deployment.name)
         model = load_once(deployment)
         queue: RequestQueue[Any] = RequestQueue(
-            WorkerThreads(), lambda _: None, limit=1, max_batch=1, max_batches=1, row=row, latency=LatencyEstimator()
+            WorkerThreads(),
+            lambda _: None,
+            limit=1,
+            max_batch=1,
+            max_batches=1,
+            row=row,
+            latency=LatencyEstimator(),
         )
         return LoadedDeployment(
             deployment=deployment,
@@ -122,7 +128,11 @@ def test_prepare_with_unequal_traffic_builds_control_replica(
     assert control is not None
     loaded, replica = control.loaded, control.replica
     assert loaded.deployment == blue
-    assert (replica.deployment, replica.slot, replica.header_lines) == (blue, loaded.slot, loaded.header_lines)
+    assert (replica.deployment, replica.slot, replica.header_lines) == (
+        blue,
+        loaded.slot,
+        loaded.header_lines,
+    )
     assert replica.row is loaded.row
     assert replica.queue.row is not loaded.row
     server.publish(3, state_of(blue, green, blue=75, green=25))
@@ -156,11 +166,15 @@ def test_prepare_without_memory_or_files_builds_no_control_replica(
     assert set(server.deployments.get_current().deployments) == {"blue", "green"}
 
 
-def test_latency_leader_stays_same_until_rollout_ends(server: Server, blue: Deployment, green: Deployment) -> None:
+def test_latency_leader_stays_same_until_rollout_ends(
+    server: Server, blue: Deployment, green: Deployment
+) -> None:
     def leader(generation: int, **weights: int) -> str:
         server.publish(generation, state_of(blue, green, **weights))
         held = server.deployments.get_current().deployments
-        (name,) = [name for name, loaded in held.items() if loaded.latency is server.deployments.leader]
+        (name,) = [
+            name for name, loaded in held.items() if loaded.latency is server.deployments.leader
+        ]
         return name
 
     assert leader(1, blue=50, green=50) == "blue"
@@ -201,7 +215,11 @@ def test_publish_of_older_or_changed_generation_raises_conflict_error(
 
 
 def test_publish_with_failed_load_or_write_changes_nothing(
-    server: Server, tmp_path: Path, blue: Deployment, green: Deployment, monkeypatch: pytest.MonkeyPatch
+    server: Server,
+    tmp_path: Path,
+    blue: Deployment,
+    green: Deployment,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server.publish(1, state_of(blue, blue=100))
     before = server.deployments.get_current()
@@ -219,7 +237,9 @@ def test_publish_with_failed_load_or_write_changes_nothing(
     assert TableFile(tmp_path).read() == before.table
 
 
-def test_publish_of_two_models_raises_user_error(server: Server, blue: Deployment, green: Deployment) -> None:
+def test_publish_of_two_models_raises_user_error(
+    server: Server, blue: Deployment, green: Deployment
+) -> None:
     with pytest.raises(UserError, match="exactly one model"):
         server.publish(0, state_of(blue, replace(green, model="other"), blue=50, green=50))
     with pytest.raises(ServiceUnavailableError, match="no deployment is published"):

@@ -44,7 +44,10 @@ def report(server: ServerFamily, *feedback: Mapping[str, Any]) -> Answer:
 
 
 def feedback_of(server: ServerFamily) -> dict[str, tuple[int, int]]:
-    return {name: (found.feedback, found.successes) for name, found in server.counts().deployments.items()}
+    return {
+        name: (found.feedback, found.successes)
+        for name, found in server.counts().deployments.items()
+    }
 
 
 def test_feedback_by_request_id_counts_for_deployment_that_answered(server: ServerFamily) -> None:
@@ -54,19 +57,28 @@ def test_feedback_by_request_id_counts_for_deployment_that_answered(server: Serv
     response = report(server, *({"request_id": name, "success": good[name]} for name in answered))
     assert response.json() == {"counted": 40, "unknown": 0}
     expected = {
-        who: (sum(d == who for d in answered.values()), sum(good[name] for name, d in answered.items() if d == who))
+        who: (
+            sum(d == who for d in answered.values()),
+            sum(good[name] for name, d in answered.items() if d == who),
+        )
         for who in ("blue", "green")
     }
     assert feedback_of(server) == expected
-    again = report(server, {"request_id": "r-1", "success": True}, {"request_id": "never", "success": True})
+    again = report(
+        server, {"request_id": "r-1", "success": True}, {"request_id": "never", "success": True}
+    )
     assert again.json() == {"counted": 0, "unknown": 2}
     assert feedback_of(server) == expected
 
 
 def test_feedback_by_user_key_or_deployment_name_counts(server: ServerFamily) -> None:
     users = {f"user-{n}": ask(server, **{"x-user-key": f"user-{n}"}) for n in range(20)}
-    assert report(server, *({"key": user, "success": True} for user in users)).json()["counted"] == 20
-    response = report(server, {"deployment": "green", "success": False}, {"deployment": "red", "success": False})
+    assert (
+        report(server, *({"key": user, "success": True} for user in users)).json()["counted"] == 20
+    )
+    response = report(
+        server, {"deployment": "green", "success": False}, {"deployment": "red", "success": False}
+    )
     assert response.json() == {"counted": 1, "unknown": 1}
     blue, green = (sum(d == who for d in users.values()) for who in ("blue", "green"))
     assert feedback_of(server) == {"blue": (blue, blue), "green": (green + 1, green)}
@@ -86,19 +98,31 @@ NO_REPORTS = (
     b'{"feedback": [{"deployment": "", "key": null, "success": true}]}',
     json.dumps({"feedback": [{"key": "a", "success": True}] * (MAX_FEEDBACK + 1)}).encode(),
 )
-OTHER_KINDS = (None, "", "text/plain", "application/x-www-form-urlencoded", "text/plain;application/json", "json")
+OTHER_KINDS = (
+    None,
+    "",
+    "text/plain",
+    "application/x-www-form-urlencoded",
+    "text/plain;application/json",
+    "json",
+)
 
 
 def test_malformed_feedback_report_returns_400_and_counts_nothing(server: ServerFamily) -> None:
     for body in NO_REPORTS:
-        assert server.call("POST", "/feedback", body, {"content-type": "application/json"}).status == 400, body
+        assert (
+            server.call("POST", "/feedback", body, {"content-type": "application/json"}).status
+            == 400
+        ), body
         assert feedback_of(server) == {"blue": (0, 0), "green": (0, 0)}, body
 
 
 def test_feedback_with_other_content_type_returns_415(server: ServerFamily) -> None:
     body = json.dumps({"feedback": [{"deployment": "green", "success": True}]}).encode()
     for kind in OTHER_KINDS:
-        answer = server.call("POST", "/feedback", body, {} if kind is None else {"content-type": kind})
+        answer = server.call(
+            "POST", "/feedback", body, {} if kind is None else {"content-type": kind}
+        )
         assert answer.status == 415, kind
         assert "application/json" in answer.json()["error"]
         assert feedback_of(server) == {"blue": (0, 0), "green": (0, 0)}, kind
@@ -121,7 +145,9 @@ def test_feedback_for_overwritten_request_id_is_unknown() -> None:
     reported = range(0, 3 * metrics.REQUEST_IDS, 97)
     counted = unknown = 0
     for start in range(0, len(reported), MAX_FEEDBACK):
-        found = server.report(list(map(str, reported[start : start + MAX_FEEDBACK])), kind="request_id")
+        found = server.report(
+            list(map(str, reported[start : start + MAX_FEEDBACK])), kind="request_id"
+        )
         counted, unknown = counted + found[0], unknown + found[1]
     assert counted + unknown == len(reported)
     assert unknown == server.shared.sum_slot(0)[metrics.UNKNOWN_FEEDBACK] > 0
@@ -137,7 +163,9 @@ def test_feedback_on_answer_of_earlier_split_is_counted_but_not_judged(kind: str
     earlier, table = make_table(1, old=90, new=10), make_table(5)
     server = FeedbackServer(earlier)
     key, cell = find_user(table, "old")
-    assert find_user(earlier, "old", key) == (key, cell), "both splits give the user to the same deployment"
+    assert find_user(earlier, "old", key) == (key, cell), (
+        "both splits give the user to the same deployment"
+    )
     server.remember("old", "before", cell)
     server.publish(table)
     assert server.report(["before" if kind == "request_id" else key], kind=kind) == (1, 0)
@@ -182,4 +210,8 @@ def find_user(table: RoutingTable, deployment: str, key: str = "") -> tuple[str,
     router = TrafficRouter.from_table(table)
     keys = [key] if key else [f"user-{number}" for number in range(1000)]
     cells = ((each, router.get_cell(each.encode())) for each in keys)
-    return next((each, cell) for each, cell in cells if router.route_cell(router.get_draw(0), cell) == deployment)
+    return next(
+        (each, cell)
+        for each, cell in cells
+        if router.route_cell(router.get_draw(0), cell) == deployment
+    )

@@ -29,7 +29,13 @@ from onnx_ops.serving import metrics
 from onnx_ops.serving.inference.feedback_tokens import FeedbackTokens
 from onnx_ops.serving.metrics import BUCKET_TOKENS, MetricsPage
 from onnx_ops.testing.endpoints import state_of
-from tests.serving.inference.feedback_server import KEY, OTHER_KEY, FeedbackServer, find_cell, make_table
+from tests.serving.inference.feedback_server import (
+    KEY,
+    OTHER_KEY,
+    FeedbackServer,
+    find_cell,
+    make_table,
+)
 from tests.serving.serving_process import INFER, infer_body
 from tests.support.must import must
 from tests.support.server import Answer, ServerFamily
@@ -38,7 +44,8 @@ from tests.support.server import Answer, ServerFamily
 def change_files(table: RoutingTable, name: str) -> RoutingTable:
     """The table with other files of a deployment."""
     deployments = tuple(
-        replace(d, manifest=digest_bytes(b"other files")) if d.name == name else d for d in table.state.deployments
+        replace(d, manifest=digest_bytes(b"other files")) if d.name == name else d
+        for d in table.state.deployments
     )
     return replace(table, state=replace(table.state, deployments=deployments))
 
@@ -52,7 +59,13 @@ def test_open_of_sealed_token_returns_deployment_and_cell(deployment: str, cell:
     assert (token.deployment, token.cell, token.is_current) == (deployment, cell, True)
 
 
-@given(st.one_of(st.text(), st.text(st.characters(codec="ascii"), min_size=56, max_size=56), st.binary().map(repr)))
+@given(
+    st.one_of(
+        st.text(),
+        st.text(st.characters(codec="ascii"), min_size=56, max_size=56),
+        st.binary().map(repr),
+    )
+)
 def test_open_of_arbitrary_text_returns_none(text: str) -> None:
     assert TOKENS.open(text) is None
 
@@ -61,7 +74,9 @@ def test_open_of_arbitrary_text_returns_none(text: str) -> None:
 def test_open_of_changed_token_returns_none(data: st.DataObject) -> None:
     text = TOKENS.seal("new", 7).decode()
     place = data.draw(st.integers(0, len(text) - 1))
-    other = data.draw(st.text(max_size=3).filter(lambda other: other.translate({43: "-", 47: "_"}) != text[place]))
+    other = data.draw(
+        st.text(max_size=3).filter(lambda other: other.translate({43: "-", 47: "_"}) != text[place])
+    )
     assert TOKENS.open(text[:place] + other + text[place + 1 :]) is None
     assert TOKENS.open(text[:place]) is None
     assert TOKENS.open(text + text[:place] + "A") is None
@@ -89,13 +104,17 @@ def test_token_stamps_with_stopped_clock_increase(monkeypatch: pytest.MonkeyPatc
         pytest.param(make_table(old=40, new=60), False, id="another weight"),
         pytest.param(make_table(epoch_s=60.0), False, id="with epochs"),
         pytest.param(make_table(old=50, new=0, newest=50), False, id="another candidate"),
-        pytest.param(change_files(make_table(), "old"), True, id="other files of the other deployment"),
+        pytest.param(
+            change_files(make_table(), "old"), True, id="other files of the other deployment"
+        ),
         pytest.param(change_files(make_table(), "new"), None, id="other files"),
         pytest.param(make_table(old=100), None, id="without the deployment"),
         pytest.param(make_table(key=OTHER_KEY), None, id="another key"),
     ],
 )
-def test_open_under_changed_table_reports_whether_token_is_current(table: RoutingTable, expected: bool | None) -> None:
+def test_open_under_changed_table_reports_whether_token_is_current(
+    table: RoutingTable, expected: bool | None
+) -> None:
     token = FeedbackTokens(table).open(TOKENS.seal("new", 7).decode())
     assert (None if token is None else token.is_current) == expected
 
@@ -130,7 +149,9 @@ def test_token_of_unloaded_deployment_counts_after_it_is_loaded() -> None:
     assert second.report([token]) == (1, 0)
 
 
-def test_repeated_token_after_memory_overflow_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_token_after_memory_overflow_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A client must not repeat tokens until the memory has forgotten them: in no order do they count twice."""
     monkeypatch.setattr(metrics, "TOKEN_BUCKETS", 1)
     server = FeedbackServer(make_table())
@@ -212,18 +233,24 @@ class TestProcess:
         assert len(set(tokens)) == len(tokens)
         names = Counter(answer.headers[DEPLOYMENT_HEADER] for answer in answers)
         assert report(server, tokens) == {"counted": len(tokens), "unknown": 0}
-        assert {name: one.feedback for name, one in server.counts().deployments.items()} == dict(names)
+        assert {name: one.feedback for name, one in server.counts().deployments.items()} == dict(
+            names
+        )
         assert report(server, tokens) == {"counted": 0, "unknown": len(tokens)}
 
     def test_answer_of_selected_deployment_has_no_token(self, server: ServerFamily) -> None:
         assert FEEDBACK_HEADER not in ask(server, pin="green").headers
 
-    def test_answer_without_lease_has_no_token(self, server: ServerFamily, table: RoutingTable) -> None:
+    def test_answer_without_lease_has_no_token(
+        self, server: ServerFamily, table: RoutingTable
+    ) -> None:
         state = replace(table.state, generation=5)
         publish(server, replace(table, state=state, fallback="blue"))
         assert FEEDBACK_HEADER not in ask(server).headers
 
-    def test_feedback_key_appears_in_no_file_or_answer(self, server: ServerFamily, table: RoutingTable) -> None:
+    def test_feedback_key_appears_in_no_file_or_answer(
+        self, server: ServerFamily, table: RoutingTable
+    ) -> None:
         ask(server)
         server.stop()
         server.start()
@@ -231,15 +258,27 @@ class TestProcess:
         publish(server, table)
         token = ask(server).headers[FEEDBACK_HEADER]
         assert report(server, [token]) == {"counted": 1, "unknown": 0}
-        shown = [server.admin(*call).body for call in (("GET",), ("GET", None, COUNTS_PATH), ("GET", None, TABLE_PATH))]
-        shown += [server.call("GET", path).body for path in ("/", "/metrics", "/openapi.json", "/v2/models/m")]
+        shown = [
+            server.admin(*call).body
+            for call in (("GET",), ("GET", None, COUNTS_PATH), ("GET", None, TABLE_PATH))
+        ]
+        shown += [
+            server.call("GET", path).body
+            for path in ("/", "/metrics", "/openapi.json", "/v2/models/m")
+        ]
         shown += [path.read_bytes() for path in server.folder.rglob("*") if path.is_file()]
-        assert not any(KEY.encode() in text for text in (*shown, server.log().encode(), repr(table).encode()))
+        assert not any(
+            KEY.encode() in text for text in (*shown, server.log().encode(), repr(table).encode())
+        )
 
     @pytest.mark.parametrize("key", ["0f0f", "secret" * 6, 16 * "0F"])
-    def test_table_with_malformed_key_is_refused_without_showing_it(self, server: ServerFamily, key: str) -> None:
+    def test_table_with_malformed_key_is_refused_without_showing_it(
+        self, server: ServerFamily, key: str
+    ) -> None:
         table = json.loads(codec.dumps(make_table(9)))
-        answer = server.admin("PUT", json.dumps({**table, "feedback_key": key}).encode(), TABLE_PATH)
+        answer = server.admin(
+            "PUT", json.dumps({**table, "feedback_key": key}).encode(), TABLE_PATH
+        )
         assert answer.status == 400
         assert "hexadecimal" in answer.body.decode()
         assert key not in answer.body.decode()
@@ -249,7 +288,9 @@ def publish(server: ServerFamily, table: RoutingTable) -> None:
     assert server.admin("PUT", codec.dumps(table), TABLE_PATH).status == 200
 
 
-def ask(server: ServerFamily, pin: str = "", body: bytes = infer_body([1, 2]), status: int = 200) -> Answer:
+def ask(
+    server: ServerFamily, pin: str = "", body: bytes = infer_body([1, 2]), status: int = 200
+) -> Answer:
     headers = {"content-type": "application/json", **({PIN_HEADERS[0]: pin} if pin else {})}
     answer = server.call("POST", INFER, body, headers)
     assert answer.status == status

@@ -17,13 +17,24 @@ from onnx_ops.serving.inference.requests import parse_header_length, read_infer
 from onnx_ops.serving.inference.responses import encode_outputs
 from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature
 from onnx_ops.serving.inference.tensors import DATATYPE_OF, MAX_VALUES
-from tests.serving.inference.tensor_cases import binary, encode, headers_of, signature, spec, split_answer, text_bytes
+from tests.serving.inference.tensor_cases import (
+    binary,
+    encode,
+    headers_of,
+    signature,
+    spec,
+    split_answer,
+    text_bytes,
+)
 
 pytestmark = pytest.mark.usefixtures("small_is_large")
 
 JSON_TYPES = [dtype for dtype in DATATYPE_OF if dtype != "bfloat16"]
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
-INPUTS, OUTPUTS = [spec("x", "float32", "batch", 2)], [spec("label", "int64", "b"), spec("p", "float32", "b", 2)]
+INPUTS, OUTPUTS = (
+    [spec("x", "float32", "batch", 2)],
+    [spec("label", "int64", "b"), spec("p", "float32", "b", 2)],
+)
 PIXELS = signature(INPUTS, OUTPUTS)
 X = {"name": "x", "datatype": "FP32", "shape": [2, 2], "data": [1, 2, 3, 4.5]}
 
@@ -33,7 +44,9 @@ def x(**changes: object) -> bytes:
 
 
 @st.composite
-def typed_arrays(draw: st.DrawFn, dtypes: list[str] = JSON_TYPES) -> tuple[str, np.ndarray[Any, Any]]:
+def typed_arrays(
+    draw: st.DrawFn, dtypes: list[str] = JSON_TYPES
+) -> tuple[str, np.ndarray[Any, Any]]:
     dtype = draw(st.sampled_from(dtypes))
     if dtype == "string":
         return dtype, draw(hnp.arrays(object, SHAPES, elements=st.text()))
@@ -52,7 +65,9 @@ def echoed(call: InferenceRequest, model: ModelSignature) -> tuple[Any, bytes]:
 
 @settings(deadline=None)
 @given(typed_arrays(), st.booleans())
-def test_json_round_trip_of_any_type_preserves_values(case: tuple[str, np.ndarray[Any, Any]], nested: bool) -> None:
+def test_json_round_trip_of_any_type_preserves_values(
+    case: tuple[str, np.ndarray[Any, Any]], nested: bool
+) -> None:
     dtype, array = case
     if array.dtype.kind == "f":
         array = np.nan_to_num(array, nan=0, posinf=1, neginf=-1)
@@ -75,8 +90,12 @@ def test_binary_round_trip_of_any_type_preserves_bits(
 ) -> None:
     dtype, array = case
     model = mirror(dtype, array)
-    body, length = binary({"x": (dtype, array)}, parameters={"binary_data_output": True}, pad=" " * pad)
-    call = read_infer(body if place is None else memoryview(bytes(place) + body)[place:], length, model)
+    body, length = binary(
+        {"x": (dtype, array)}, parameters={"binary_data_output": True}, pad=" " * pad
+    )
+    call = read_infer(
+        body if place is None else memoryview(bytes(place) + body)[place:], length, model
+    )
     read = call.feed["x"]
     assert read.flags.aligned
     document, tail = echoed(call, model)
@@ -89,13 +108,26 @@ def test_binary_round_trip_of_any_type_preserves_bits(
 
 
 @settings(deadline=None)
-@given(st.sampled_from(["float16", "float32", "float64", "int8", "uint8", "int64", "uint64"]), st.booleans(), st.data())
-def test_read_infer_of_large_json_body_returns_same_values(dtype: str, nested: bool, data: st.DataObject) -> None:
+@given(
+    st.sampled_from(["float16", "float32", "float64", "int8", "uint8", "int64", "uint64"]),
+    st.booleans(),
+    st.data(),
+)
+def test_read_infer_of_large_json_body_returns_same_values(
+    dtype: str, nested: bool, data: st.DataObject
+) -> None:
     """They take another path: simdjson, without Python objects."""
-    array = data.draw(hnp.arrays(dtype, (3, 10, 30), elements=hnp.from_dtype(np.dtype(dtype), allow_nan=False)))
+    array = data.draw(
+        hnp.arrays(dtype, (3, 10, 30), elements=hnp.from_dtype(np.dtype(dtype), allow_nan=False))
+    )
     if array.dtype.kind == "f":
         array = np.nan_to_num(array, posinf=1, neginf=-1)
-    tensor = {"name": "x", "datatype": DATATYPE_OF[dtype], "shape": [3, 10, 30], "data": array.tolist()}
+    tensor = {
+        "name": "x",
+        "datatype": DATATYPE_OF[dtype],
+        "shape": [3, 10, 30],
+        "data": array.tolist(),
+    }
     if not nested:
         tensor["data"] = array.reshape(-1).tolist()
     body = encode({"inputs": [tensor], "id": "a[b", "pad": " " * 3000})
@@ -122,7 +154,9 @@ LONG = [1.5] * 1000
         ({"shape": [True, 1000]}, "integers"),
     ],
 )
-def test_read_infer_of_invalid_large_body_raises_user_error(changes: dict[str, object], message: str) -> None:
+def test_read_infer_of_invalid_large_body_raises_user_error(
+    changes: dict[str, object], message: str
+) -> None:
     model = signature([spec("x", "float32", "b", 1000)])
     tensor = {"name": "x", "datatype": "FP32", "shape": [1, 1000], "data": LONG}
     read_infer(encode({"inputs": [tensor]}), None, model)
@@ -150,9 +184,21 @@ def test_read_infer_of_valid_request_returns_its_fields() -> None:
         ({"inputs": [X], "outputs": [{"name": "q"}]}, "outputs must be some of label, p"),
         ({"inputs": [X], "outputs": ["p"]}, "outputs must be a list of objects"),
         ({"inputs": [X], "outputs": [{"name": "p"}, {"name": "p"}]}, "each once"),
-        ({"inputs": [X], "outputs": [{"name": "p", "parameters": {"classification": 2}}]}, "classification"),
-        ({"inputs": [X], "outputs": [{"name": "p", "parameters": {"binary_data": 1}}]}, "true or false"),
-        ({"inputs": [X], "outputs": [{"name": "p", "parameters": {"shared_memory_region": "r"}}]}, "shared memory"),
+        (
+            {"inputs": [X], "outputs": [{"name": "p", "parameters": {"classification": 2}}]},
+            "classification",
+        ),
+        (
+            {"inputs": [X], "outputs": [{"name": "p", "parameters": {"binary_data": 1}}]},
+            "true or false",
+        ),
+        (
+            {
+                "inputs": [X],
+                "outputs": [{"name": "p", "parameters": {"shared_memory_region": "r"}}],
+            },
+            "shared memory",
+        ),
         ({"inputs": [X], "parameters": []}, "parameters must be an object"),
         ({"inputs": [X], "parameters": {"binary_data_output": "yes"}}, "true or false"),
         ({"inputs": [{**X, "parameters": {"shared_memory_region": "r"}}]}, "'x': shared memory"),
@@ -191,7 +237,9 @@ def test_read_infer_of_invalid_request_names_problem(document: object, message: 
         ({"data": [1, 2, 3, 1e300]}, "too large for FP32"),
     ],
 )
-def test_read_infer_with_invalid_tensor_names_tensor(changes: dict[str, object], message: str) -> None:
+def test_read_infer_with_invalid_tensor_names_tensor(
+    changes: dict[str, object], message: str
+) -> None:
     with pytest.raises(UserError, match=message) as caught:
         read_infer(x(**changes), None, PIXELS)
     assert "'x'" in str(caught.value)
@@ -211,13 +259,17 @@ def test_read_infer_with_invalid_tensor_names_tensor(changes: dict[str, object],
         ("bfloat16", 1.0, "of BF16 is not supported in JSON"),
     ],
 )
-def test_read_infer_with_unrepresentable_element_raises_user_error(dtype: str, value: object, message: str) -> None:
+def test_read_infer_with_unrepresentable_element_raises_user_error(
+    dtype: str, value: object, message: str
+) -> None:
     tensor = {"name": "x", "datatype": DATATYPE_OF[dtype], "shape": [1], "data": [value]}
     with pytest.raises(UserError, match=message):
         read_infer(encode({"inputs": [tensor]}), None, signature([spec("x", dtype, "b")]))
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b'{"inputs": NaN}', b"[" * 100_000, b"{}x", b'"x"'])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"\xff\xfe", b'{"inputs": NaN}', b"[" * 100_000, b"{}x", b'"x"']
+)
 def test_read_infer_of_malformed_json_raises_user_error(body: bytes) -> None:
     with pytest.raises(UserError, match=r"not JSON|list of inputs"):
         read_infer(body, None, PIXELS)
@@ -234,19 +286,32 @@ def test_check_feed_returns_rows_and_rejects_unequal_symbols() -> None:
     model = signature([spec("a", "float32", "n", "?"), spec("b", "float32", "n", "?")])
 
     def tensor(name: str, rows: int, columns: int) -> dict[str, object]:
-        return {"name": name, "datatype": "FP32", "shape": [rows, columns], "data": [0] * (rows * columns)}
+        return {
+            "name": name,
+            "datatype": "FP32",
+            "shape": [rows, columns],
+            "data": [0] * (rows * columns),
+        }
 
-    assert read_infer(encode({"inputs": [tensor("a", 2, 3), tensor("b", 2, 4)]}), None, model).rows == 2
+    assert (
+        read_infer(encode({"inputs": [tensor("a", 2, 3), tensor("b", 2, 4)]}), None, model).rows
+        == 2
+    )
     with pytest.raises(UserError, match="dimension 'n' is 2 in tensor 'a' but 3 in 'b'"):
         read_infer(encode({"inputs": [tensor("a", 2, 3), tensor("b", 3, 3)]}), None, model)
     fixed = signature([spec("a", "float32", "n", "?")], [spec("y", "float32", 1)])
     assert read_infer(encode({"inputs": [tensor("a", 2, 3)]}), None, fixed).rows == 0
     other = signature([spec("a", "float32", "n", "?"), spec("b", "float32", "k", "?")])
-    assert read_infer(encode({"inputs": [tensor("a", 2, 3), tensor("b", 3, 3)]}), None, other).rows == 0
+    assert (
+        read_infer(encode({"inputs": [tensor("a", 2, 3), tensor("b", 3, 3)]}), None, other).rows
+        == 0
+    )
 
 
 def test_read_infer_without_optional_input_succeeds() -> None:
-    model = signature([spec("x", "float32", "batch", 2), spec("t", "float32", 1)], optional=frozenset({"t"}))
+    model = signature(
+        [spec("x", "float32", "batch", 2), spec("t", "float32", 1)], optional=frozenset({"t"})
+    )
     assert read_infer(x(), None, model).feed.keys() == {"x"}
     t = {"name": "t", "datatype": "FP32", "shape": [1], "data": [3]}
     assert read_infer(encode({"inputs": [X, t]}), None, model).feed["t"].tolist() == [3]
@@ -270,7 +335,9 @@ def test_binary_request_with_several_inputs_returns_mixed_outputs() -> None:
     )
     call = read_infer(body, length, model)
     assert call.feed["s"].tolist() == ["é\0"]
-    answer, lines = encode_outputs(call, model, [text, np.array([[math.nan, math.inf]], np.float32)])
+    answer, lines = encode_outputs(
+        call, model, [text, np.array([[math.nan, math.inf]], np.float32)]
+    )
     document, tail = split_answer(answer, lines)
     assert headers_of(lines)[b"content-type"] == b"application/octet-stream"
     assert document["id"] == "7"
@@ -302,7 +369,11 @@ def header(parameters: object, shape: tuple[int, ...] = (1, 2), **more: object) 
     ("json_part", "tail", "message"),
     [
         (header({"binary_data_size": 4}), bytes(8), "'x': shape .* needs 8 bytes, not 4"),
-        (header({"binary_data_size": 8}), bytes(7), "'x': binary_data_size is 8, but 7 bytes are left"),
+        (
+            header({"binary_data_size": 8}),
+            bytes(7),
+            "'x': binary_data_size is 8, but 7 bytes are left",
+        ),
         (header({"binary_data_size": 8}), bytes(9), "1 bytes follow after the last tensor"),
         (header({"binary_data_size": -8}), bytes(8), "must be a number of bytes"),
         (header({"binary_data_size": 2**62}, (2**60, 2)), bytes(8), "8 bytes are left"),
@@ -313,7 +384,9 @@ def header(parameters: object, shape: tuple[int, ...] = (1, 2), **more: object) 
         (header({}, data=[1, 2]), bytes(8), "8 bytes follow"),
     ],
 )
-def test_read_infer_of_invalid_binary_body_names_problem(json_part: bytes, tail: bytes, message: str) -> None:
+def test_read_infer_of_invalid_binary_body_names_problem(
+    json_part: bytes, tail: bytes, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         read_infer(json_part + tail, len(json_part), PIXELS)
 
@@ -345,8 +418,15 @@ def test_read_infer_with_wrong_header_length_raises_user_error() -> None:
     ],
 )
 @pytest.mark.parametrize("count", [2, 10**12])
-def test_read_infer_of_invalid_binary_text_names_problem(tail: bytes, message: str, count: int) -> None:
-    tensor = {"name": "s", "datatype": "BYTES", "shape": [count], "parameters": {"binary_data_size": len(tail)}}
+def test_read_infer_of_invalid_binary_text_names_problem(
+    tail: bytes, message: str, count: int
+) -> None:
+    tensor = {
+        "name": "s",
+        "datatype": "BYTES",
+        "shape": [count],
+        "parameters": {"binary_data_size": len(tail)},
+    }
     json_part = encode({"inputs": [tensor]})
     expected = message if count == 2 else "need more than"
     with pytest.raises(UserError, match=f"'s'.*({expected})"):
@@ -355,10 +435,17 @@ def test_read_infer_of_invalid_binary_text_names_problem(tail: bytes, message: s
 
 def test_read_infer_with_too_many_texts_is_refused() -> None:
     count = MAX_VALUES + 1
-    tensor = {"name": "s", "datatype": "BYTES", "shape": [count], "parameters": {"binary_data_size": 4 * count}}
+    tensor = {
+        "name": "s",
+        "datatype": "BYTES",
+        "shape": [count],
+        "parameters": {"binary_data_size": 4 * count},
+    }
     json_part = encode({"inputs": [tensor]})
     with pytest.raises(TooLargeError, match="4194304 elements"):
-        read_infer(json_part + bytes(4 * count), len(json_part), signature([spec("s", "string", "n")]))
+        read_infer(
+            json_part + bytes(4 * count), len(json_part), signature([spec("s", "string", "n")])
+        )
 
 
 def test_read_infer_of_bool_byte_other_than_0_or_1_raises_user_error() -> None:

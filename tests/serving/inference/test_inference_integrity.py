@@ -38,8 +38,14 @@ def write_files(folder: Path, *, scale: float, weight: float, library: Path | No
     weights.external_data.add(key="location", value="weights.bin")
     scales = helper.make_tensor("scale", FLOAT, [1], [scale])
     domain = "" if library is None else DOMAIN
-    sign = helper.make_node("Softsign" if library is None else "ScaledSoftsign", ["x"], ["sign"], domain=domain)
-    nodes = [sign, helper.make_node("Mul", ["sign", "scale"], ["s"]), helper.make_node("Add", ["s", "w"], ["y"])]
+    sign = helper.make_node(
+        "Softsign" if library is None else "ScaledSoftsign", ["x"], ["sign"], domain=domain
+    )
+    nodes = [
+        sign,
+        helper.make_node("Mul", ["sign", "scale"], ["s"]),
+        helper.make_node("Add", ["s", "w"], ["y"]),
+    ]
     inputs, outputs = (helper.make_tensor_value_info(name, FLOAT, ["batch"]) for name in "xy")
     graph = helper.make_graph(nodes, "m", [inputs], [outputs], [scales, weights])
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid(DOMAIN, 1)]
@@ -61,7 +67,9 @@ class ReplacedFolder:
             library = root / f"{number}.so" if has_library else None
             if library is not None:
                 source = root / f"{number}.c"
-                source.write_text(SOURCE.read_text().replace("(1.0f + fabsf", f"({1 + number * 6}.0f + fabsf"))
+                source.write_text(
+                    SOURCE.read_text().replace("(1.0f + fabsf", f"({1 + number * 6}.0f + fabsf")
+                )
                 build_library(source, library)
             write_files(version, scale=2.0 + number * 8, weight=number * 100.0, library=library)
         self.folder.mkdir()
@@ -117,7 +125,9 @@ def run(deployment: Deployment, copies: Path) -> float:
 
 @pytest.mark.parametrize("has_library", [False, True], ids=["data", "library"])
 @pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.nightly)])
-def test_load_while_files_are_replaced_never_loads_other_bytes(tmp_path: Path, count: int, has_library: bool) -> None:
+def test_load_while_files_are_replaced_never_loads_other_bytes(
+    tmp_path: Path, count: int, has_library: bool
+) -> None:
     shared = ReplacedFolder(tmp_path, has_library=has_library)
     deployment = shared.deploy()
     outputs: list[float] = []
@@ -182,7 +192,9 @@ def test_fetch_of_pipe_without_writer_raises_digest_mismatch_error(
     deployment = shared.deploy()
     (shared.folder / "weights.bin").unlink()
     os.mkfifo(shared.folder / "weights.bin")
-    monkeypatch.setattr(Path, "is_file", lambda path: path.exists())  # it becomes a pipe after this check
+    monkeypatch.setattr(
+        Path, "is_file", lambda path: path.exists()
+    )  # it becomes a pipe after this check
     with pytest.raises(DigestMismatchError):
         ModelCopies(tmp_path / "copies").fetch(deployment)
     assert [path.name for path in (tmp_path / "copies").iterdir() if path.is_dir()] == []

@@ -44,7 +44,9 @@ RECORDS = [{"a": 1, "b": 2, "c": 3}, {"c": 6, "b": 5, "a": 4}]
         ({"dataframe_records": RECORDS}, True),
     ],
 )
-def test_read_invocation_of_any_mlflow_form_feeds_same_tensor(document: object, table: bool) -> None:
+def test_read_invocation_of_any_mlflow_form_feeds_same_tensor(
+    document: object, table: bool
+) -> None:
     call = read(document)
     assert call.response_format is (ResponseFormat.RECORDS if table else ResponseFormat.NAMED)
     assert call.rows == 2
@@ -52,7 +54,9 @@ def test_read_invocation_of_any_mlflow_form_feeds_same_tensor(document: object, 
     np.testing.assert_array_equal(call.feed["x"], ROWS)
 
 
-@pytest.mark.parametrize("form", ["inputs", "instances", "named", "dataframe_split", "dataframe_records"])
+@pytest.mark.parametrize(
+    "form", ["inputs", "instances", "named", "dataframe_split", "dataframe_records"]
+)
 def test_read_invocation_of_large_body_in_any_form_feeds_same_tensor(form: str) -> None:
     rows = np.arange(3000, dtype=np.float32).reshape(1000, 3) / 7
     document: dict[str, object] = {form: rows.tolist()}
@@ -146,15 +150,21 @@ def test_predictions_are_returned_by_name_or_as_records() -> None:
         {"label": 1, "p": [0.1, 0.75], "s": "a", "flag": True},
         {"label": 0, "p": [None, 0.5], "s": "b", "flag": False},
     ]
-    assert predictions(InferenceRequest({}, ("y",), 0, ResponseFormat.NAMED), [np.array(1.5)]) == {"y": 1.5}
+    assert predictions(InferenceRequest({}, ("y",), 0, ResponseFormat.NAMED), [np.array(1.5)]) == {
+        "y": 1.5
+    }
     with pytest.raises(UserError, match="does not fit a table"):
         predictions(InferenceRequest({}, ("y",), 0, ResponseFormat.RECORDS), [np.array(1.0)])
     with pytest.raises(UserError, match="differ in length"):
-        predictions(InferenceRequest({}, ("a", "b"), 0, ResponseFormat.RECORDS), [np.zeros(1), np.zeros(2)])
+        predictions(
+            InferenceRequest({}, ("a", "b"), 0, ResponseFormat.RECORDS), [np.zeros(1), np.zeros(2)]
+        )
 
 
 def test_read_invocation_of_csv_reads_names_from_first_line() -> None:
-    call = read_invocation(b"\xef\xbb\xbfa,b,c\r\n1,2,.5\n\n4,5,6e1\n", "text/csv; charset=utf-8", None, PIXELS)
+    call = read_invocation(
+        b"\xef\xbb\xbfa,b,c\r\n1,2,.5\n\n4,5,6e1\n", "text/csv; charset=utf-8", None, PIXELS
+    )
     assert call.response_format is ResponseFormat.RECORDS
     np.testing.assert_array_equal(call.feed["x"], [[1, 2, 0.5], [4, 5, 60]])
     call = read(b'city,age\n"Ulm, ""D""",3\n', TABLE)
@@ -225,15 +235,29 @@ def test_read_invocation_with_bfloat16_output_raises_user_error() -> None:
 
 
 COLUMNS = signature(
-    [spec("age", "float32", "batch", 1), spec("visits", "int64", "batch", 1), spec("city", "string", "batch", 1)]
+    [
+        spec("age", "float32", "batch", 1),
+        spec("visits", "int64", "batch", 1),
+        spec("city", "string", "batch", 1),
+    ]
 )
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        {"dataframe_records": [{"age": None, "visits": 3, "city": ""}, {"age": 4.5, "visits": 4, "city": "Oslo"}]},
-        {"dataframe_split": {"columns": ["age", "visits", "city"], "data": [[None, 3, ""], [4.5, 4, "Oslo"]]}},
+        {
+            "dataframe_records": [
+                {"age": None, "visits": 3, "city": ""},
+                {"age": 4.5, "visits": 4, "city": "Oslo"},
+            ]
+        },
+        {
+            "dataframe_split": {
+                "columns": ["age", "visits", "city"],
+                "data": [[None, 3, ""], [4.5, 4, "Oslo"]],
+            }
+        },
         {"inputs": {"age": [[None], [4.5]], "visits": [[3], [4]], "city": [[""], ["Oslo"]]}},
         b"age,visits,city\n,3,\n4.5,4,Oslo\n",
     ],
@@ -249,7 +273,9 @@ def test_read_invocation_with_deep_lists_beside_null_is_refused() -> None:
     deep = "[" * 900 + "]" * 900
     model = signature([spec("x", "float32", "batch", 2)])
     with pytest.raises(UserError, match="holds a list"):
-        read_invocation(f'{{"instances": [[1, null], [1, {deep}]]}}'.encode(), "application/json", None, model)
+        read_invocation(
+            f'{{"instances": [[1, null], [1, {deep}]]}}'.encode(), "application/json", None, model
+        )
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,9 @@ def rewrite(deployment: Deployment, change: Callable[[onnx.ModelProto], object])
 
 def test_loaded_model_has_signature_and_runs(blue: Deployment) -> None:
     model = load_once(blue)
-    assert model.signature.inputs == {"x": TensorSpec(name="x", dtype="float32", shape=("batch", 2))}
+    assert model.signature.inputs == {
+        "x": TensorSpec(name="x", dtype="float32", shape=("batch", 2))
+    }
     (y,) = model.run(("y",), {"x": np.array([[1, 2]], np.float32)})
     np.testing.assert_array_equal(y, [[2, 4]])
 
@@ -98,15 +100,21 @@ def test_load_of_missing_or_broken_files_raises_error(tmp_path: Path, blue: Depl
         load_once(deploy(empty))
 
 
-def test_load_of_model_with_sequence_output_raises_user_error_with_remedy(build: Callable[..., Deployment]) -> None:
-    deployment = build([helper.make_node("SequenceConstruct", ["x"], ["s"])], [("x", FLOAT, ["b", 2])], [])
+def test_load_of_model_with_sequence_output_raises_user_error_with_remedy(
+    build: Callable[..., Deployment],
+) -> None:
+    deployment = build(
+        [helper.make_node("SequenceConstruct", ["x"], ["s"])], [("x", FLOAT, ["b", 2])], []
+    )
     output = helper.make_tensor_sequence_value_info("s", FLOAT, ["b", 2])
     with pytest.raises(UserError, match="has no datatype") as caught:
         load_once(rewrite(deployment, lambda model: model.graph.output.append(output)))
     assert "ZipMap" in caught.value.remedy
 
 
-def test_load_of_model_that_fails_on_warm_up_size_skips_warm_up(build: Callable[..., Deployment]) -> None:
+def test_load_of_model_that_fails_on_warm_up_size_skips_warm_up(
+    build: Callable[..., Deployment],
+) -> None:
     index = helper.make_node("Constant", [], ["i"], value=helper.make_tensor("i", INT, [1], [2]))
     gather = helper.make_node("Gather", ["x", "i"], ["y"], axis=1)
     model = load_once(build([index, gather], [("x", FLOAT, ["b", "n"])], [("y", FLOAT, ["b", 1])]))
@@ -116,8 +124,12 @@ def test_load_of_model_that_fails_on_warm_up_size_skips_warm_up(build: Callable[
 
 
 def test_load_of_model_that_rejects_empty_text_succeeds(build: Callable[..., Deployment]) -> None:
-    encode = helper.make_node("OneHotEncoder", ["city"], ["y"], domain="ai.onnx.ml", cats_strings=["Oslo"], zeros=0)
-    deployment = build([encode], [("city", TensorProto.STRING, ["b", 1])], [("y", FLOAT, ["b", 1, 1])])
+    encode = helper.make_node(
+        "OneHotEncoder", ["city"], ["y"], domain="ai.onnx.ml", cats_strings=["Oslo"], zeros=0
+    )
+    deployment = build(
+        [encode], [("city", TensorProto.STRING, ["b", 1])], [("y", FLOAT, ["b", 1, 1])]
+    )
     model = load_once(deployment)
     (y,) = model.run(("y",), {"city": np.array([["Oslo"]], object)})
     assert y.tolist() == [[[1]]]
@@ -133,7 +145,9 @@ def test_load_of_model_that_fails_on_zeros_is_refused(build: Callable[..., Deplo
         load_once(deployment)
 
 
-def test_run_with_inputs_that_runtime_rejects_raises_inputs_rejected_error(blue: Deployment) -> None:
+def test_run_with_inputs_that_runtime_rejects_raises_inputs_rejected_error(
+    blue: Deployment,
+) -> None:
     with pytest.raises(InputsRejectedError, match="rejects these inputs"):
         load_once(blue).run(("y",), {"x": np.zeros((1, 2), np.float64)})
 
@@ -154,7 +168,10 @@ def test_run_without_optional_inputs_uses_defaults(build: Callable[..., Deployme
                 ("weights", FLOAT, [2]),
             ],
             [("y", FLOAT, ["b", 2]), ("has", TensorProto.BOOL, [])],
-            [helper.make_tensor("scale", FLOAT, [1], [2.0]), helper.make_tensor("weights", FLOAT, [2], [0.0, 1.0])],
+            [
+                helper.make_tensor("scale", FLOAT, [1], [2.0]),
+                helper.make_tensor("weights", FLOAT, [2], [0.0, 1.0]),
+            ],
         )
     )
     assert list(loaded.signature.inputs) == ["x", "o", "scale"]  # weights are nobody's input
@@ -169,7 +186,10 @@ def test_run_without_optional_inputs_uses_defaults(build: Callable[..., Deployme
 
 def test_run_of_bfloat16_model_takes_and_returns_bits(build: Callable[..., Deployment]) -> None:
     bf16 = TensorProto.BFLOAT16
-    nodes = [helper.make_node("Cast", ["x"], ["y"], to=FLOAT), helper.make_node("Cast", ["y"], ["z"], to=bf16)]
+    nodes = [
+        helper.make_node("Cast", ["x"], ["y"], to=FLOAT),
+        helper.make_node("Cast", ["y"], ["z"], to=bf16),
+    ]
     model = load_once(build(nodes, [("x", bf16, ["b"])], [("y", FLOAT, ["b"]), ("z", bf16, ["b"])]))
     bits = np.array([0x3F80, 0x4000], np.uint16)
     z, y = model.run(("z", "y"), {"x": bits})
@@ -179,8 +199,14 @@ def test_run_of_bfloat16_model_takes_and_returns_bits(build: Callable[..., Deplo
 
 
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT8E4M3FN, TensorProto.INT4])
-def test_load_of_model_with_unsupported_datatype_raises_user_error(build: Callable[..., Deployment], kind: int) -> None:
-    deployment = build([helper.make_node("Cast", ["x"], ["y"], to=FLOAT)], [("x", kind, ["b"])], [("y", FLOAT, ["b"])])
+def test_load_of_model_with_unsupported_datatype_raises_user_error(
+    build: Callable[..., Deployment], kind: int
+) -> None:
+    deployment = build(
+        [helper.make_node("Cast", ["x"], ["y"], to=FLOAT)],
+        [("x", kind, ["b"])],
+        [("y", FLOAT, ["b"])],
+    )
     with pytest.raises(UserError, match="has no datatype"):
         load_once(rewrite(deployment, lambda model: setattr(model.opset_import[0], "version", 21)))
 
@@ -211,7 +237,9 @@ def cache(tmp_path: Path) -> PackedModelCache:
     return PackedModelCache(tmp_path / "prepacked", min_bytes=1)
 
 
-def test_session_of_deployment_uses_settings_of_its_target(network: Deployment, cache: PackedModelCache) -> None:
+def test_session_of_deployment_uses_settings_of_its_target(
+    network: Deployment, cache: PackedModelCache
+) -> None:
     config = {"session.disable_prepacking": "1"}
     measured = SessionSettings(
         intra_op_threads=3, inter_op_threads=2, spinning=True, graph_level="basic", config=config
@@ -227,14 +255,21 @@ def test_session_of_deployment_uses_settings_of_its_target(network: Deployment, 
             if prepacked is None:
                 levels = ort.GraphOptimizationLevel
                 basic = wanted.graph_level == "basic"
-                assert options.graph_optimization_level == (levels.ORT_ENABLE_BASIC if basic else levels.ORT_ENABLE_ALL)
-            assert all(options.get_session_config_entry(name) == value for name, value in wanted.config.items())
+                assert options.graph_optimization_level == (
+                    levels.ORT_ENABLE_BASIC if basic else levels.ORT_ENABLE_ALL
+                )
+            assert all(
+                options.get_session_config_entry(name) == value
+                for name, value in wanted.config.items()
+            )
 
 
 def test_load_for_missing_execution_provider_raises_infrastructure_error(
     network: Deployment, cache: PackedModelCache
 ) -> None:
-    elsewhere = replace(network, execution=Execution(providers=(Provider(name="CUDAExecutionProvider"),)))
+    elsewhere = replace(
+        network, execution=Execution(providers=(Provider(name="CUDAExecutionProvider"),))
+    )
     for prepacked in (None, cache):
         with pytest.raises(InfrastructureError, match="measured on CUDAExecutionProvider"):
             load_once(elsewhere, prepacked)
@@ -248,7 +283,10 @@ LOOP = helper.make_graph(
     [VALUE("on", TensorProto.BOOL, []), VALUE("out", FLOAT, [4])],
 )
 SCAN = helper.make_graph(
-    [helper.make_node("Relu", ["in"], ["out"])], "body", [VALUE("in", FLOAT, [4])], [VALUE("out", FLOAT, [4])]
+    [helper.make_node("Relu", ["in"], ["out"])],
+    "body",
+    [VALUE("in", FLOAT, [4])],
+    [VALUE("out", FLOAT, [4])],
 )
 
 
@@ -269,12 +307,18 @@ def test_session_of_model_with_loop_disables_memory_arena(
     assert models.open_session(path).get_session_options().enable_cpu_mem_arena is arena
 
 
-@pytest.mark.parametrize("operator", ["Loop", "Scan", "SequenceMap", "BeamSearch", "GreedySearch", "Sampling"])
+@pytest.mark.parametrize(
+    "operator", ["Loop", "Scan", "SequenceMap", "BeamSearch", "GreedySearch", "Sampling"]
+)
 @pytest.mark.parametrize("place", ["graph", "branch", "function"])
-def test_has_operator_with_nested_loop_returns_true(tmp_path: Path, operator: str, place: str) -> None:
+def test_has_operator_with_nested_loop_returns_true(
+    tmp_path: Path, operator: str, place: str
+) -> None:
     node = helper.make_node(operator, ["x"], ["y"])
     branch = helper.make_graph([node], "branch", [], [])
-    function = helper.make_function("local", "f", ["x"], ["y"], [node], [helper.make_opsetid("", 18)])
+    function = helper.make_function(
+        "local", "f", ["x"], ["y"], [node], [helper.make_opsetid("", 18)]
+    )
     used = {
         "graph": node,
         "branch": helper.make_node("If", ["c"], ["y"], then_branch=branch, else_branch=branch),
@@ -374,7 +418,9 @@ def test_packed_cache_entry_with_different_answers_is_not_stored(
     assert entries(tmp_path) == []
 
 
-def test_packed_cache_for_small_model_or_unwritable_folder_is_skipped(network: Deployment, tmp_path: Path) -> None:
+def test_packed_cache_for_small_model_or_unwritable_folder_is_skipped(
+    network: Deployment, tmp_path: Path
+) -> None:
     plain = answer(network, None)
     assert answer(network, PackedModelCache(tmp_path / "prepacked", min_bytes=1 << 30)) == plain
     assert not (tmp_path / "prepacked").exists()
@@ -395,10 +441,15 @@ def _load(deployment: Deployment, folder: Path, answers: Callable[[bytes], None]
     answers(answer(deployment, PackedModelCache(folder, min_bytes=1)))
 
 
-def test_packed_cache_of_concurrent_workers_has_one_entry(network: Deployment, tmp_path: Path) -> None:
+def test_packed_cache_of_concurrent_workers_has_one_entry(
+    network: Deployment, tmp_path: Path
+) -> None:
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    processes = [context.Process(target=_load, args=(network, tmp_path / "prepacked", queue.put)) for _ in range(2)]
+    processes = [
+        context.Process(target=_load, args=(network, tmp_path / "prepacked", queue.put))
+        for _ in range(2)
+    ]
     for process in processes:
         process.start()
     found = {queue.get(timeout=60) for _ in processes}

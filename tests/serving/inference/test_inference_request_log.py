@@ -44,7 +44,9 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
             body = self.rfile.read(int(self.headers["content-length"]))
             body = gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body
             for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-                named = {entry.key: entry.value.string_value for entry in resource.resource.attributes}
+                named = {
+                    entry.key: entry.value.string_value for entry in resource.resource.attributes
+                }
                 found.services.add(named["service.name"])
                 found.spans += [span for scope in resource.scope_spans for span in scope.spans]
             self.send_response(200)
@@ -66,13 +68,20 @@ def attributes(span: Span) -> dict[str, Any]:
     return {a.key: getattr(a.value, str(a.value.WhichOneof("value"))) for a in span.attributes}
 
 
-def test_request_with_traceparent_is_child_of_caller_span(tmp_path: Path, collector: Collector) -> None:
+def test_request_with_traceparent_is_child_of_caller_span(
+    tmp_path: Path, collector: Collector
+) -> None:
     with serving(tmp_path, "--endpoint=digits", blue=100) as server:
         begun = time.time()  # noqa: TID251 (compared with times of spans)
         assert server.infer([1, 2], {"traceparent": SAMPLED, "x-request-id": "r1"}).status == 200
         assert server.infer([1, 2], {"traceparent": UNSAMPLED, "x-request-id": "r2"}).status == 200
         assert server.infer([1, 2], {"traceparent": "garbage", "x-request-id": "r3"}).status == 200
-        assert server.infer(["a"], {"traceparent": SAMPLED, "x-request-id": "r4"}, "/invocations").status == 400
+        assert (
+            server.infer(
+                ["a"], {"traceparent": SAMPLED, "x-request-id": "r4"}, "/invocations"
+            ).status
+            == 400
+        )
         wait_until(lambda: len(collector.spans) >= 3)
         ended = time.time()  # noqa: TID251
         accept = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"}
@@ -87,7 +96,12 @@ def test_request_with_traceparent_is_child_of_caller_span(tmp_path: Path, collec
     assert spans["r3"].parent_span_id == b""
     assert spans["r1"].name == "infer m"
     assert spans["r1"].kind == Span.SPAN_KIND_SERVER
-    assert begun <= spans["r1"].start_time_unix_nano / 1e9 < spans["r1"].end_time_unix_nano / 1e9 <= ended
+    assert (
+        begun
+        <= spans["r1"].start_time_unix_nano / 1e9
+        < spans["r1"].end_time_unix_nano / 1e9
+        <= ended
+    )
     known = attributes(spans["r1"])
     assert (known["http.response.status_code"], known["onnx_ops.deployment"]) == (200, "blue")
     assert attributes(spans["r4"])["http.response.status_code"] == 400
@@ -105,13 +119,19 @@ def exemplars(page: str) -> set[str]:
             upper = float(sample.labels.get("le", "nan"))
             if sample.exemplar is not None:
                 assert family.name == "onnx_ops_request_duration_seconds"
-                assert (lower if lower < upper else 0.0) * (1 - 1e-5) <= sample.exemplar.value <= upper * (1 + 1e-5)
+                assert (
+                    (lower if lower < upper else 0.0) * (1 - 1e-5)
+                    <= sample.exemplar.value
+                    <= upper * (1 + 1e-5)
+                )
                 traces.add(sample.exemplar.labels["trace_id"])
             lower = upper
     return traces
 
 
-def test_unreachable_span_collector_fails_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_span_collector_fails_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     log = tmp_path / "access.jsonl"
@@ -120,7 +140,9 @@ def test_unreachable_span_collector_fails_no_request(tmp_path: Path, monkeypatch
         wait_until(lambda: log.exists() and log.read_bytes().count(b"\n") == 50)
 
 
-@pytest.mark.parametrize("variable", [("OTEL_SDK_DISABLED", "true"), ("OTEL_TRACES_EXPORTER", "none")])
+@pytest.mark.parametrize(
+    "variable", [("OTEL_SDK_DISABLED", "true"), ("OTEL_TRACES_EXPORTER", "none")]
+)
 def test_spans_with_disabled_exporter_are_not_sent(
     tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch, variable: tuple[str, str]
 ) -> None:
@@ -141,8 +163,16 @@ def test_server_start_without_otel_extra_names_missing_package(
     assert not (tmp_path / "state").exists()
 
 
-@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3), st.floats(0, 100), st.integers(1, 2**128 - 1))))
-def test_exemplars_show_last_trace_of_each_bucket(requests: list[tuple[int, int, float, int]]) -> None:
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 1), st.integers(0, 3), st.floats(0, 100), st.integers(1, 2**128 - 1)
+        )
+    )
+)
+def test_exemplars_show_last_trace_of_each_bucket(
+    requests: list[tuple[int, int, float, int]],
+) -> None:
     shared = SharedMetrics(2)
     shared.set_labels(1, {"deployment": "blue"})
     shared.set_labels(2, {"deployment": "green"})
@@ -150,7 +180,9 @@ def test_exemplars_show_last_trace_of_each_bucket(requests: list[tuple[int, int,
     for worker, slot, seconds, trace in requests:
         count_request(shared.get_row(worker, slot), 200, seconds)
         shared.get_exemplars(worker).put(slot, f"00-{trace:032x}-{CALLER}-01".encode(), seconds)
-        shown = next((k for k, bound in enumerate(BOUNDS_S[::8]) if seconds <= bound), len(BOUNDS_S[::8]))
+        shown = next(
+            (k for k, bound in enumerate(BOUNDS_S[::8]) if seconds <= bound), len(BOUNDS_S[::8])
+        )
         last[slot, shown] = f"{trace:032x}"
     page = MetricsPage(shared, "e").render(None, open_metrics=True)
     assert exemplars(page) == {trace for (slot, _), trace in last.items() if slot in (1, 2)}

@@ -54,10 +54,18 @@ class Work:
 
 
 def build_queue(
-    threads: WorkerThreads, work: Work, row: MetricsRow, *, run_s: float = 0.0, batch_s: float = 0.0, **limits: int
+    threads: WorkerThreads,
+    work: Work,
+    row: MetricsRow,
+    *,
+    run_s: float = 0.0,
+    batch_s: float = 0.0,
+    **limits: int,
 ) -> RequestQueue[int]:
     given: dict[str, Any] = {"limit": 8, "max_batch": 1, "max_batches": 1, **limits}
-    return RequestQueue(threads, work, row=row, latency=LatencyEstimator(run_s), batch_s=batch_s, **given)
+    return RequestQueue(
+        threads, work, row=row, latency=LatencyEstimator(run_s), batch_s=batch_s, **given
+    )
 
 
 def test_worker_threads_with_two_alternating_queues_use_one_thread(row: MetricsRow) -> None:
@@ -149,7 +157,9 @@ def test_worker_threads_run_requests_in_order_of_arrival(row: MetricsRow) -> Non
 
 def test_worker_threads_limit_applies_to_all_queues_together(row: MetricsRow) -> None:
     threads, work = WorkerThreads(2), Work()
-    queues = [build_queue(threads, work, row, max_batches=2, run_s=1.0, batch_s=60.0) for _ in range(3)]
+    queues = [
+        build_queue(threads, work, row, max_batches=2, run_s=1.0, batch_s=60.0) for _ in range(3)
+    ]
     for each in queues:
         each.put(0)
     work.wait(work.begun, 2)
@@ -160,7 +170,10 @@ def test_worker_threads_limit_applies_to_all_queues_together(row: MetricsRow) ->
 
 def test_request_queue_limit_ignores_hanging_queues(row: MetricsRow) -> None:
     threads, stuck, free = WorkerThreads(), Work(), Work()
-    held, other = build_queue(threads, stuck, row, limit=2), build_queue(threads, free, row, limit=2)
+    held, other = (
+        build_queue(threads, stuck, row, limit=2),
+        build_queue(threads, free, row, limit=2),
+    )
     held.put(0)
     stuck.wait(stuck.begun)
     other.put(1)
@@ -193,7 +206,9 @@ def test_request_queue_limit_is_shared_by_waiting_queues(row: MetricsRow) -> Non
     work.wait(work.ended, 4)
 
 
-def test_request_queue_under_load_runs_single_request_after_15_full_batches(row: MetricsRow) -> None:
+def test_request_queue_under_load_runs_single_request_after_15_full_batches(
+    row: MetricsRow,
+) -> None:
     threads, work = WorkerThreads(), Work()
     batches = build_queue(threads, work, row, limit=100, max_batch=4)
     for item in range(70):
@@ -208,7 +223,12 @@ def test_request_queue_under_load_runs_single_request_after_15_full_batches(row:
 def test_latency_estimator_after_repeated_slow_runs_is_not_fast() -> None:
     latency = LatencyEstimator(20e-6)
     # At first, the system takes the processor away once.
-    for seconds, runs, is_fast in ((5e-3, 1, True), (5e-3, 3, False), (20e-6, 30, True), (10.0, 1, False)):
+    for seconds, runs, is_fast in (
+        (5e-3, 1, True),
+        (5e-3, 3, False),
+        (20e-6, 30, True),
+        (10.0, 1, False),
+    ):
         for _ in range(runs):
             latency.observe(seconds)
         assert latency.is_fast is is_fast
@@ -230,10 +250,16 @@ def test_latency_estimator_after_one_slow_run_stays_fast() -> None:
 
 
 @pytest.mark.parametrize(
-    ("leader", "own", "at_once"), [(0.9, 1.1, True), (0.9, 3.9, True), (0.9, 4.1, False), (1.1, 0.9, False)]
+    ("leader", "own", "at_once"),
+    [(0.9, 1.1, True), (0.9, 3.9, True), (0.9, 4.1, False), (1.1, 0.9, False)],
 )
-def test_should_run_inline_follows_leader_unless_far_slower(leader: float, own: float, at_once: bool) -> None:
-    assert LatencyEstimator(own * INLINE_S).should_run_inline(LatencyEstimator(leader * INLINE_S)) is at_once
+def test_should_run_inline_follows_leader_unless_far_slower(
+    leader: float, own: float, at_once: bool
+) -> None:
+    assert (
+        LatencyEstimator(own * INLINE_S).should_run_inline(LatencyEstimator(leader * INLINE_S))
+        is at_once
+    )
 
 
 def test_should_run_inline_after_slow_runs_returns_false() -> None:
@@ -251,7 +277,9 @@ def test_should_run_inline_of_leader_depends_only_on_its_own_latency() -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 4, 256])
-def test_worker_threads_while_isolating_never_mix_batches_of_two_queues(row: MetricsRow, limit: int) -> None:
+def test_worker_threads_while_isolating_never_mix_batches_of_two_queues(
+    row: MetricsRow, limit: int
+) -> None:
     threads = WorkerThreads(limit)
     threads.is_isolating = True
     running: set[str] = set()
@@ -272,7 +300,9 @@ def test_worker_threads_while_isolating_never_mix_batches_of_two_queues(row: Met
 
     # A long mean keeps batches from being overdue, however busy the machine is.
     queues = [
-        RequestQueue(threads, run_as(name), 600, 1, limit, row, LatencyEstimator(), batch_s=TIMEOUT_S)
+        RequestQueue(
+            threads, run_as(name), 600, 1, limit, row, LatencyEstimator(), batch_s=TIMEOUT_S
+        )
         for name in ("a", "b")
     ]
     for item in range(400):
@@ -283,7 +313,9 @@ def test_worker_threads_while_isolating_never_mix_batches_of_two_queues(row: Met
     assert len(together) == 400
 
 
-def test_worker_threads_while_isolating_start_all_waiting_batches_of_next_queue(row: MetricsRow) -> None:
+def test_worker_threads_while_isolating_start_all_waiting_batches_of_next_queue(
+    row: MetricsRow,
+) -> None:
     threads = WorkerThreads(4)
     threads.is_isolating = True
     first, second = Work(), Work()

@@ -27,7 +27,10 @@ def test_limit_ends_only_run_past_its_deadline(tmp_path: Path) -> None:
     ended: list[str] = []
 
     def run_forever() -> None:
-        with pytest.raises(RunTimeoutError, match="at its deadline"), monitor.limit(time.perf_counter()) as options:
+        with (
+            pytest.raises(RunTimeoutError, match="at its deadline"),
+            monitor.limit(time.perf_counter()) as options,
+        ):
             model.run(("y",), {"n": np.array([FOREVER]), "x": x}, options)
         ended.append("run")
 
@@ -67,7 +70,10 @@ def test_limit_counts_runs_in_progress_by_deployment(runs: list[tuple[int, int]]
         for run in runs:
             stack.enter_context(monitor.limit(NEVER, *run))
         for slot in range(SLOTS):
-            counts = thread_runs[RUN_KINDS * slot + ROUTED], thread_runs[RUN_KINDS * slot + SELECTED]
+            counts = (
+                thread_runs[RUN_KINDS * slot + ROUTED],
+                thread_runs[RUN_KINDS * slot + SELECTED],
+            )
             cells = [cell for other, cell in runs if other == slot]
             assert counts == (sum(cell > 0 for cell in cells), cells.count(0))
     assert not any(thread_runs)

@@ -68,7 +68,9 @@ def batchable(blue: Deployment) -> Deployment:
 
 def behind(gate: Gate, deployment: Deployment, **more: Any) -> AbstractContextManager[Worker]:
     """A worker that queues its requests, whose model runs behind the gate."""
-    return Worker(state_of(deployment, **{deployment.name: 100}), wrap=gate.wrap, slow=True, **more).running()
+    return Worker(
+        state_of(deployment, **{deployment.name: 100}), wrap=gate.wrap, slow=True, **more
+    ).running()
 
 
 def queue_up(worker: Worker, gate: Gate, *requests: bytes) -> list[socket.socket]:
@@ -95,7 +97,10 @@ def data_of(answer: bytes) -> list[float]:
 
 
 def test_requests_queued_during_run_are_run_as_one_batch(gate: Gate, batchable: Deployment) -> None:
-    rows: list[list[list[float]]] = [[[0, 0]], *([[number, number + 0.5]] * number for number in range(1, 5))]
+    rows: list[list[list[float]]] = [
+        [[0, 0]],
+        *([[number, number + 0.5]] * number for number in range(1, 5)),
+    ]
     with behind(gate, batchable) as worker:
         clients = queue_up(worker, gate, *(post(INFER, infer_body(*each)) for each in rows))
         for each, answer in zip(rows, answers_to(gate, clients), strict=True):
@@ -107,7 +112,9 @@ def test_requests_queued_during_run_are_run_as_one_batch(gate: Gate, batchable: 
     assert totals[metrics.QUEUED] == totals[metrics.IN_PROGRESS] == 0
 
 
-def test_queued_requests_of_unbatchable_deployment_run_separately(gate: Gate, blue: Deployment) -> None:
+def test_queued_requests_of_unbatchable_deployment_run_separately(
+    gate: Gate, blue: Deployment
+) -> None:
     with behind(gate, blue) as worker:
         clients = queue_up(worker, gate, *[post(INFER, infer_body([1, 1], [2, 2]))] * 4)
         assert [status(answer) for answer in answers_to(gate, clients)] == [200] * 4
@@ -120,10 +127,14 @@ def test_invalid_request_in_batch_fails_alone(gate: Gate, batchable: Deployment)
         assert [status(answer) for answer in answers_to(gate, clients)] == [200, 200, 400, 200]
 
 
-def test_batch_with_inseparable_outputs_runs_one_by_one(gate: Gate, build: Callable[..., Deployment]) -> None:
+def test_batch_with_inseparable_outputs_runs_one_by_one(
+    gate: Gate, build: Callable[..., Deployment]
+) -> None:
     """The model leaves out rows that occur twice: of two equal requests one row comes back."""
     unique = helper.make_node("Unique", ["x"], ["y"], axis=0)
-    model = build([unique], [("x", TensorProto.FLOAT, ["b", 2])], [("y", TensorProto.FLOAT, ["c", 2])])
+    model = build(
+        [unique], [("x", TensorProto.FLOAT, ["b", 2])], [("y", TensorProto.FLOAT, ["c", 2])]
+    )
     with behind(gate, replace(model, batchable=True)) as worker:
         clients = queue_up(worker, gate, *[post(INFER, infer_body([5, 5]))] * 3)
         assert [data_of(answer) for answer in answers_to(gate, clients)] == [[5.0, 5.0]] * 3
@@ -142,7 +153,9 @@ def test_full_queue_returns_retry_after(gate: Gate, blue: Deployment) -> None:
 
 
 def test_queued_request_past_timeout_returns_504_without_run(gate: Gate, blue: Deployment) -> None:
-    late, patient, wrong = (post(INFER, BODY, {"x-request-timeout-ms": value}) for value in ("1", "10000", "soon"))
+    late, patient, wrong = (
+        post(INFER, BODY, {"x-request-timeout-ms": value}) for value in ("1", "10000", "soon")
+    )
     with behind(gate, blue) as worker:
         clients = queue_up(worker, gate, REQUEST, late, patient)
         time.sleep(0.02)
@@ -169,7 +182,11 @@ def test_pipelined_request_behind_queued_request_waits(gate: Gate, blue: Deploym
         assert status(worker.send(ping)) == 200
         gate.open.set()
         answers = received(client, 3).split(b"HTTP/1.1 ")[1:]
-    assert [b'"data":[2.0' in answers[0], b'"ready":true' in answers[1], b'"data":[6.0' in answers[2]] == [True] * 3
+    assert [
+        b'"data":[2.0' in answers[0],
+        b'"ready":true' in answers[1],
+        b'"data":[6.0' in answers[2],
+    ] == [True] * 3
 
 
 def test_drain_of_worker_answers_running_and_partly_read_requests(
@@ -194,10 +211,14 @@ def test_drain_of_worker_answers_running_and_partly_read_requests(
             client.close()
 
 
-def test_repeated_request_with_other_output_shape_is_answered(build: Callable[..., Deployment]) -> None:
+def test_repeated_request_with_other_output_shape_is_answered(
+    build: Callable[..., Deployment],
+) -> None:
     """The model leaves out rows that occur twice, so the memory that is bound for its output does not always fit."""
     unique = helper.make_node("Unique", ["x"], ["y"], axis=0)
-    model = build([unique], [("x", TensorProto.FLOAT, ["b", 2])], [("y", TensorProto.FLOAT, ["c", 2])])
+    model = build(
+        [unique], [("x", TensorProto.FLOAT, ["b", 2])], [("y", TensorProto.FLOAT, ["c", 2])]
+    )
     with Worker(state_of(model, blue=100)).running() as worker:
         for rows, data in (
             *[(([5, 5], [5, 5]), [5.0, 5.0])] * 4,
@@ -208,9 +229,13 @@ def test_repeated_request_with_other_output_shape_is_answered(build: Callable[..
 
 
 def test_repeated_request_that_model_rejects_returns_422(build: Callable[..., Deployment]) -> None:
-    constant = helper.make_node("Constant", [], ["t"], value=helper.make_tensor("t", TensorProto.FLOAT, [2], [7, 8]))
+    constant = helper.make_node(
+        "Constant", [], ["t"], value=helper.make_tensor("t", TensorProto.FLOAT, [2], [7, 8])
+    )
     gather = helper.make_node("Gather", ["t", "x"], ["y"])
-    model = build([constant, gather], [("x", TensorProto.INT64, ["b"])], [("y", TensorProto.FLOAT, ["b"])])
+    model = build(
+        [constant, gather], [("x", TensorProto.INT64, ["b"])], [("y", TensorProto.FLOAT, ["b"])]
+    )
     with Worker(state_of(model, blue=100)).running() as worker:
         for place, code in ((0, 200), (1, 200), (1, 200), (9, 422), (1, 200)):
             tensor = {"name": "x", "datatype": "INT64", "shape": [1], "data": [place]}
@@ -221,7 +246,11 @@ def test_repeated_request_that_model_rejects_returns_422(build: Callable[..., De
 
 def read_judged(worker: Worker, slot: int) -> dict[object, int]:
     """Return the judged requests of a slot by status."""
-    return {status: count for status, count in metrics.count_judged(worker.shared.sum_slot(slot)).items() if count}
+    return {
+        status: count
+        for status, count in metrics.count_judged(worker.shared.sum_slot(slot)).items()
+        if count
+    }
 
 
 def count_cells(worker: Worker, counts: RolloutCounts) -> dict[str, tuple[int, int, int]]:
@@ -230,14 +259,18 @@ def count_cells(worker: Worker, counts: RolloutCounts) -> dict[str, tuple[int, i
         name: decode_cells(text)[1][:, [CELL_REQUESTS, CELL_ERRORS, CELL_REFUSED]].sum(0).tolist()
         for name, text in counts.collect(WATCHED).tables[-1].cells.items()
     }
-    return {name: (requests, errors, refused) for name, (requests, errors, refused) in fields.items()}
+    return {
+        name: (requests, errors, refused) for name, (requests, errors, refused) in fields.items()
+    }
 
 
 WATCHED = UserCountsRequest(limits_s={"blue": (), "green": ()})
 
 
 @pytest.fixture(params=[False, True], ids=["inline", "queued"])
-def judged(request: pytest.FixtureRequest, tmp_path: Path, blue: Deployment) -> Iterator[tuple[Worker, RolloutCounts]]:
+def judged(
+    request: pytest.FixtureRequest, tmp_path: Path, blue: Deployment
+) -> Iterator[tuple[Worker, RolloutCounts]]:
     """A worker whose candidate takes fewer inputs than blue, which keeps all of a user's requests on one version."""
     node = helper.make_node("Mul", ["x", "x"], ["y"])
     fields = ("x", TensorProto.FLOAT, [1, 2]), ("y", TensorProto.FLOAT, [1, 2])
@@ -246,7 +279,9 @@ def judged(request: pytest.FixtureRequest, tmp_path: Path, blue: Deployment) -> 
     state = state_of(blue, green, blue=50, green=50)
     with Worker(state, slow=request.param).running() as worker:
         counts = RolloutCounts(worker.shared)
-        counts.start_table(TableRevision(number=1, table=must(worker.table), slots={"blue": 1, "green": 2}), 0.0)
+        counts.start_table(
+            TableRevision(number=1, table=must(worker.table), slots={"blue": 1, "green": 2}), 0.0
+        )
         counts.collect(WATCHED)
         yield worker, counts
 
@@ -255,11 +290,17 @@ def find_user(worker: Worker, name: str) -> dict[str, str]:
     """Return the header of a user of a deployment."""
     router = TrafficRouter.from_table(must(worker.table))
     users = (str(number) for number in range(1000))
-    return {"x-user-key": next(u for u in users if router.route_cell(router.draw, router.get_cell(u.encode())) == name)}
+    return {
+        "x-user-key": next(
+            u for u in users if router.route_cell(router.draw, router.get_cell(u.encode())) == name
+        )
+    }
 
 
 @pytest.mark.parametrize("body", [b"{", infer_body([1, 1]), infer_body([1, "a"])])
-def test_requests_that_select_version_are_not_judged(judged: tuple[Worker, RolloutCounts], body: bytes) -> None:
+def test_requests_that_select_version_are_not_judged(
+    judged: tuple[Worker, RolloutCounts], body: bytes
+) -> None:
     worker, counts = judged
     pins = {"azureml-model-deployment": "green", "x-request-id": "r-1"}
     for path, headers in ((INFER, pins), (INFER.replace("/infer", "/versions/2/infer"), {})):
@@ -272,7 +313,9 @@ def test_requests_that_select_version_are_not_judged(judged: tuple[Worker, Rollo
     assert feedback.endswith(b'{"counted":0,"unknown":1}')
 
 
-def test_request_refused_by_all_versions_is_not_judged(judged: tuple[Worker, RolloutCounts]) -> None:
+def test_request_refused_by_all_versions_is_not_judged(
+    judged: tuple[Worker, RolloutCounts],
+) -> None:
     worker, counts = judged
     for name in ("blue", "green"):
         for body in (b"{", infer_body([1, "a"])):
@@ -282,7 +325,9 @@ def test_request_refused_by_all_versions_is_not_judged(judged: tuple[Worker, Rol
     assert count_cells(worker, counts) == {"blue": (0, 0, 0), "green": (0, 0, 0)}
 
 
-def test_request_accepted_only_by_other_version_counts_as_refused(judged: tuple[Worker, RolloutCounts]) -> None:
+def test_request_accepted_only_by_other_version_counts_as_refused(
+    judged: tuple[Worker, RolloutCounts],
+) -> None:
     worker, counts = judged
     two_rows = post(INFER, infer_body([1, 1], [2, 2]), find_user(worker, "green"))
     assert status(worker.send(two_rows)) == 400
@@ -299,7 +344,9 @@ def test_request_that_selects_version_is_not_mirrored(blue: Deployment, green: D
 
 
 def test_run_past_time_limit_returns_504_and_next_run_succeeds(tmp_path: Path) -> None:
-    with Worker(state_of(deploy_loop(tmp_path / "loop"), blue=100), run_timeout=0.2).running() as worker:
+    with Worker(
+        state_of(deploy_loop(tmp_path / "loop"), blue=100), run_timeout=0.2
+    ).running() as worker:
         answer = worker.send(post(INFER, loop_body(FOREVER)))
         assert status(answer) == 504
         assert b"was ended after 0.2" in answer
@@ -311,7 +358,10 @@ def test_run_past_time_limit_returns_504_and_next_run_succeeds(tmp_path: Path) -
 
 def test_run_past_request_timeout_returns_504(tmp_path: Path) -> None:
     with Worker(state_of(deploy_loop(tmp_path / "loop"), blue=100)).running() as worker:
-        assert status(worker.send(post(INFER, loop_body(FOREVER), {"x-request-timeout-ms": "100"}))) == 504
+        assert (
+            status(worker.send(post(INFER, loop_body(FOREVER), {"x-request-timeout-ms": "100"})))
+            == 504
+        )
 
 
 def test_batch_past_time_limit_returns_504(gate: Gate, tmp_path: Path) -> None:
@@ -321,9 +371,13 @@ def test_batch_past_time_limit_returns_504(gate: Gate, tmp_path: Path) -> None:
         assert [status(answer) for answer in answers_to(gate, clients)] == [504] * 3
 
 
-def test_model_after_long_run_on_event_loop_moves_to_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_after_long_run_on_event_loop_moves_to_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(models, "_UNBOUNDED_OPERATORS", (b"no operator",))
-    with Worker(state_of(deploy_loop(tmp_path / "loop"), blue=100), run_timeout=0.2).running() as worker:
+    with Worker(
+        state_of(deploy_loop(tmp_path / "loop"), blue=100), run_timeout=0.2
+    ).running() as worker:
         for _ in range(3):  # the third one is bound to its memory
             assert status(worker.send(post(INFER, loop_body(2)))) == 200
         assert worker.shared.sum_slot(1)[metrics.RUN_NANOSECONDS] == 0  # no run on a thread
@@ -361,13 +415,17 @@ def failing(error: Exception) -> Callable[..., Any]:
     return lambda _: fail
 
 
-def test_shadow_receives_copies_and_its_answers_reach_no_client(blue: Deployment, green: Deployment) -> None:
+def test_shadow_receives_copies_and_its_answers_reach_no_client(
+    blue: Deployment, green: Deployment
+) -> None:
     with Worker(mirrored(blue, green)).running() as worker:
         for number in range(20):
             answer = worker.send(post(INFER, infer_body([number, 1])))
             assert b"x-onnx-ops-deployment: blue" in answer
             assert b'"data":[%.1f,2.0]' % (2 * number) in answer
-        assert status(worker.send(post(INFER, b"{"))) == 400  # not copied: it says nothing about the shadow
+        assert (
+            status(worker.send(post(INFER, b"{"))) == 400
+        )  # not copied: it says nothing about the shadow
         wait_until(lambda: worker.shared.sum_slot(2)[metrics.SHADOW_DONE] == 20)
         totals = worker.shared.sum_slot(2)
     assert totals[metrics.SHADOW_SENT] == 20
@@ -379,7 +437,9 @@ def test_shadow_receives_copies_and_its_answers_reach_no_client(blue: Deployment
 def test_shadow_answer_beyond_tolerance_counts_as_differing(
     blue: Deployment, tmp_path: Path, tolerance: float, differing: int
 ) -> None:
-    replica = scaling_deployment(tmp_path / "replica", name="replica", version="3", scale=2.0005, model="m")
+    replica = scaling_deployment(
+        tmp_path / "replica", name="replica", version="3", scale=2.0005, model="m"
+    )
     with Worker(mirrored(blue, replica, shadow_tolerance=tolerance)).running() as worker:
         for number in range(3):
             worker.send(post(INFER, infer_body([number, 1])))
@@ -390,18 +450,26 @@ def test_shadow_answer_beyond_tolerance_counts_as_differing(
 def test_mirrored_requests_beyond_shadow_queue_are_dropped_and_counted(
     gate: Gate, blue: Deployment, green: Deployment
 ) -> None:
-    with Worker(mirrored(blue, green), wrap=only("green", gate.wrap), shadow_queue=8).running() as worker:
+    with Worker(
+        mirrored(blue, green), wrap=only("green", gate.wrap), shadow_queue=8
+    ).running() as worker:
         sent = 0
-        while not worker.shared.sum_slot(2)[metrics.SHADOW_DROPPED]:  # the socket and the process hold some
+        while not worker.shared.sum_slot(2)[
+            metrics.SHADOW_DROPPED
+        ]:  # the socket and the process hold some
             assert status(worker.send(REQUEST)) == 200
             sent += 1
         totals = worker.shared.sum_slot(2)
         assert totals[metrics.SHADOW_SENT] + totals[metrics.SHADOW_DROPPED] == sent
         gate.open.set()
-        wait_until(lambda: worker.shared.sum_slot(2)[metrics.SHADOW_DONE] == totals[metrics.SHADOW_SENT])
+        wait_until(
+            lambda: worker.shared.sum_slot(2)[metrics.SHADOW_DONE] == totals[metrics.SHADOW_SENT]
+        )
 
 
-def test_queued_mirrored_requests_run_before_shadow_ends(gate: Gate, blue: Deployment, green: Deployment) -> None:
+def test_queued_mirrored_requests_run_before_shadow_ends(
+    gate: Gate, blue: Deployment, green: Deployment
+) -> None:
     with Worker(mirrored(blue, green), wrap=only("green", gate.wrap)).running() as worker:
         for _ in range(5):
             assert status(worker.send(REQUEST)) == 200
@@ -419,8 +487,12 @@ def test_failing_shadow_does_not_affect_clients(blue: Deployment, green: Deploym
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_unexpected_error_in_model_returns_500_without_details(blue: Deployment, slow: bool) -> None:
-    with Worker(state_of(blue, blue=100), wrap=failing(ZeroDivisionError("secret")), slow=slow).running() as worker:
+def test_unexpected_error_in_model_returns_500_without_details(
+    blue: Deployment, slow: bool
+) -> None:
+    with Worker(
+        state_of(blue, blue=100), wrap=failing(ZeroDivisionError("secret")), slow=slow
+    ).running() as worker:
         for headers in ({}, ODD):
             answer = worker.send(post(INFER, infer_body([1, 1]), headers))
             assert status(answer) == 500
@@ -428,21 +500,29 @@ def test_unexpected_error_in_model_returns_500_without_details(blue: Deployment,
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_invocation_that_model_rejects_returns_500(build: Callable[..., Deployment], slow: bool) -> None:
+def test_invocation_that_model_rejects_returns_500(
+    build: Callable[..., Deployment], slow: bool
+) -> None:
     """SageMaker counts 4xx as the caller's errors, so that no rollout would see them."""
     table = helper.make_tensor("t", TensorProto.FLOAT, [4], [1.0, 2.0, 3.0, 4.0])
     constant = helper.make_node("Constant", [], ["t"], value=table)
     gather = helper.make_node("Gather", ["t", "x"], ["y"])
-    deployment = build([constant, gather], [("x", TensorProto.INT64, ["b"])], [("y", TensorProto.FLOAT, ["b"])])
+    deployment = build(
+        [constant, gather], [("x", TensorProto.INT64, ["b"])], [("y", TensorProto.FLOAT, ["b"])]
+    )
     infer = {"inputs": [{"name": "x", "datatype": "INT64", "shape": [1], "data": [7]}]}
     with Worker(state_of(deployment, **{deployment.name: 100}), slow=slow).running() as worker:
         assert status(worker.send(post(INFER, json.dumps(infer).encode()))) == 422
         for value, expected in ((7, 500), (3, 200), (0.5, 400)):
-            answer = worker.send(post("/invocations", json.dumps({"inputs": {"x": [value]}}).encode()))
+            answer = worker.send(
+                post("/invocations", json.dumps({"inputs": {"x": [value]}}).encode())
+            )
             assert status(answer) == expected
 
 
-def test_metrics_after_mixed_requests_have_exact_counts(blue: Deployment, green: Deployment) -> None:
+def test_metrics_after_mixed_requests_have_exact_counts(
+    blue: Deployment, green: Deployment
+) -> None:
     with Worker(state_of(blue, green, blue=70, green=30)).running() as worker:
         for number in range(30):
             headers = {"azureml-model-deployment": "blue" if number % 3 else "green"}
@@ -461,9 +541,15 @@ def test_metrics_after_mixed_requests_have_exact_counts(blue: Deployment, green:
     assert f"onnx_ops_model_runs_total{{{blue_labels}}} 16\n" in text
     assert f'onnx_ops_requests_total{{{blue_labels},status="200",judged="false"}} 16\n' in text
     assert f'onnx_ops_errors_total{{{blue_labels},reason="input"}} 4\n' in text
-    assert 'onnx_ops_requests_total{endpoint="e",deployment="",version="",variant="",status="404"} 1\n' in text
+    assert (
+        'onnx_ops_requests_total{endpoint="e",deployment="",version="",variant="",status="404"} 1\n'
+        in text
+    )
     assert 'onnx_ops_generation{endpoint="e"} 0\n' in text
-    assert 'onnx_ops_traffic_weight_ratio{endpoint="e",deployment="green",version="2",variant="fp32"} 0.3\n' in text
+    assert (
+        'onnx_ops_traffic_weight_ratio{endpoint="e",deployment="green",version="2",variant="fp32"} 0.3\n'
+        in text
+    )
 
 
 @pytest.mark.parametrize("slow", [False, True])
@@ -471,7 +557,9 @@ def test_service_latency_compares_equal_shares_of_both_versions(
     blue: Deployment, green: Deployment, slow: bool
 ) -> None:
     """The version with most of the traffic by those that its replica answers, which counts as the version does."""
-    with Worker(state_of(blue, green, blue=80, green=20), slow=slow, queue=1000).running() as worker:
+    with Worker(
+        state_of(blue, green, blue=80, green=20), slow=slow, queue=1000
+    ).running() as worker:
         for _ in range(800):
             assert status(worker.send(REQUEST)) == 200
         first, second = (worker.shared.sum_slot(slot) for slot in (1, 2))
@@ -480,9 +568,10 @@ def test_service_latency_compares_equal_shares_of_both_versions(
         assert control.loaded.deployment == blue
     assert first[metrics.get_column(200)] + second[metrics.get_column(200)] == 800
     assert sum(metrics.get_request_latency(first).buckets) == first[metrics.get_column(200)]
-    assert sum(metrics.get_service_latency(second).buckets) == second[metrics.get_column(200)] - WARM_UP_REQUESTS, (
-        "the first ones are cold"
-    )
+    assert (
+        sum(metrics.get_service_latency(second).buckets)
+        == second[metrics.get_column(200)] - WARM_UP_REQUESTS
+    ), "the first ones are cold"
     compared = sum(metrics.get_service_latency(first).buckets) + WARM_UP_REQUESTS
     assert 0.1 * first[metrics.get_column(200)] < compared < 0.4 * first[metrics.get_column(200)]
     assert (first[metrics.QUEUED], first[metrics.IN_PROGRESS]) == (0, 0)
@@ -498,11 +587,15 @@ def test_user_latencies_are_counted_only_in_warm_comparable_slots(
     watch = UserCountsRequest(limits_s={"blue": (), "green": ()})
     with Worker(state, slow=slow, queue=1000).running() as worker:
         counts, table = RolloutCounts(worker.shared), must(worker.table)
-        counts.start_table(TableRevision(number=1, table=table, slots={"blue": 1, "green": 2}), 1001 * 60.0)
+        counts.start_table(
+            TableRevision(number=1, table=table, slots={"blue": 1, "green": 2}), 1001 * 60.0
+        )
         counts.collect(watch)
         for epoch in range(1001, 1004):
             for number in range(100):
-                assert status(worker.send(post(INFER, BODY, {"x-user-key": f"user-{number}"}))) == 200
+                assert (
+                    status(worker.send(post(INFER, BODY, {"x-user-key": f"user-{number}"}))) == 200
+                )
             if epoch == 1002:
                 for loaded in worker.deployments.get_current().list_loaded():
                     assert loaded.warm_up < WARM_UP_REQUESTS
@@ -531,8 +624,15 @@ def test_user_latencies_are_counted_only_in_warm_comparable_slots(
 
 def in_binary(rows: int, *, json_bytes: int = 0) -> tuple[bytes, dict[str, str]]:
     """A body of so many rows in the binary form, its JSON padded to so many bytes; and its headers."""
-    tensor = {"name": "x", "datatype": "FP32", "shape": [rows, 2], "parameters": {"binary_data_size": 8 * rows}}
-    head = json.dumps({"inputs": [tensor], "outputs": [{"name": "y", "parameters": {"binary_data": True}}]}).encode()
+    tensor = {
+        "name": "x",
+        "datatype": "FP32",
+        "shape": [rows, 2],
+        "parameters": {"binary_data_size": 8 * rows},
+    }
+    head = json.dumps(
+        {"inputs": [tensor], "outputs": [{"name": "y", "parameters": {"binary_data": True}}]}
+    ).encode()
     head = head.ljust(json_bytes)
     return head + bytes(8 * rows), {"inference-header-content-length": str(len(head))}
 
@@ -565,18 +665,27 @@ def test_long_binary_text_is_decoded_on_thread(build: Callable[..., Deployment])
     model = build([same], [("x", TensorProto.STRING, ["b"])], [("y", TensorProto.STRING, ["b"])])
     with Worker(state_of(model, blue=100)).running() as worker:
         (loaded,) = worker.deployments.get_current().deployments.values()
-        assert loaded.should_run_inline(LatencyEstimator(), {b"inference-header-content-length": b"100"}, bytes(60_000))
+        assert loaded.should_run_inline(
+            LatencyEstimator(), {b"inference-header-content-length": b"100"}, bytes(60_000)
+        )
         assert not loaded.should_run_inline(
             LatencyEstimator(), {b"inference-header-content-length": b"100"}, bytes(70_000)
         )
 
 
 def call(rows: int, width: int, outputs: tuple[str, ...]) -> InferenceRequest:
-    return InferenceRequest(feed={"x": np.zeros((max(1, rows), width), np.float32)}, outputs=outputs, rows=rows)
+    return InferenceRequest(
+        feed={"x": np.zeros((max(1, rows), width), np.float32)}, outputs=outputs, rows=rows
+    )
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 700), st.integers(1, 2), st.sampled_from([("y",), ("y", "z")])), max_size=20))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 700), st.integers(1, 2), st.sampled_from([("y",), ("y", "z")])),
+        max_size=20,
+    )
+)
 def test_group_requests_puts_each_request_into_one_compatible_group(
     drawn: list[tuple[int, int, tuple[str, ...]]],
 ) -> None:
@@ -585,5 +694,7 @@ def test_group_requests_puts_each_request_into_one_compatible_group(
     assert sorted(n for group in found for n in group) == list(calls)
     for group in found:
         assert len({(calls[n].outputs, calls[n].feed["x"].shape[1]) for n in group}) == 1
-        assert len(group) == 1 or (all(calls[n].rows for n in group) and sum(calls[n].rows for n in group) <= 1024)
+        assert len(group) == 1 or (
+            all(calls[n].rows for n in group) and sum(calls[n].rows for n in group) <= 1024
+        )
     assert group_requests(calls, batchable=False) == [[n] for n in calls]

@@ -41,7 +41,11 @@ def in_binary(array: np.ndarray[Any, Any], datatype: str) -> RawResponse:
 
 
 def predicted(predictions: Any) -> RawResponse:
-    return RawResponse(200, b"content-type: application/json\r\n", json.dumps({"predictions": predictions}).encode())
+    return RawResponse(
+        200,
+        b"content-type: application/json\r\n",
+        json.dumps({"predictions": predictions}).encode(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,9 +65,16 @@ def predicted(predictions: Any) -> RawResponse:
         ([], [], False),
     ],
 )
-def test_responses_differ_compares_values_within_tolerance(before: list[Any], after: list[Any], differ: bool) -> None:
+def test_responses_differ_compares_values_within_tolerance(
+    before: list[Any], after: list[Any], differ: bool
+) -> None:
     shape = [len(before)]
-    assert responses_differ(in_json(("X", shape, before)), in_json(("X", shape, after), version="2"), 1e-3) is differ
+    assert (
+        responses_differ(
+            in_json(("X", shape, before)), in_json(("X", shape, after), version="2"), 1e-3
+        )
+        is differ
+    )
     assert responses_differ(predicted({"y": before}), predicted({"y": after}), 1e-3) is differ
     assert responses_differ(predicted(before), predicted(after), 1e-3) is differ
     rows_before, rows_after = ([{"y": value} for value in values] for values in (before, after))
@@ -84,7 +95,9 @@ def test_responses_differ_scales_tolerance_for_each_output() -> None:
     assert responses_differ(before, after, 1e-3)
 
 
-@pytest.mark.parametrize(("datatype", "dtype"), [("FP32", np.float32), ("FP64", np.float64), ("FP16", np.float16)])
+@pytest.mark.parametrize(
+    ("datatype", "dtype"), [("FP32", np.float32), ("FP64", np.float64), ("FP16", np.float16)]
+)
 def test_responses_differ_of_binary_floats_applies_tolerance(datatype: str, dtype: type) -> None:
     array: np.ndarray[Any, Any] = np.array([[1.0, np.nan], [np.inf, -4.0]], dtype)
     near, far = array.copy(), array.copy()
@@ -100,7 +113,12 @@ def test_responses_differ_of_binary_integers_requires_equality() -> None:
     assert responses_differ(in_binary(array, "INT64"), in_binary(array + 1, "INT64"), 0.5)
 
 
-@given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), max_size=8), st.floats(0, 0.9))
-def test_responses_differ_of_equal_answers_returns_false(values: list[float], tolerance: float) -> None:
+@given(
+    st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), max_size=8),
+    st.floats(0, 0.9),
+)
+def test_responses_differ_of_equal_answers_returns_false(
+    values: list[float], tolerance: float
+) -> None:
     answer = in_json(("FP32", [len(values)], values))
     assert not responses_differ(answer, answer, tolerance)

@@ -17,9 +17,18 @@ from onnx_ops.serving import metrics
 from onnx_ops.serving.inference import shadow
 from onnx_ops.serving.inference.deployments import InferenceRoute, LoadedDeployment
 from onnx_ops.serving.inference.responses import RawResponse
-from onnx_ops.serving.inference.shadow import MirroredRequest, ShadowQueue, encode_request, take_requests
+from onnx_ops.serving.inference.shadow import (
+    MirroredRequest,
+    ShadowQueue,
+    encode_request,
+    take_requests,
+)
 
-HEAD = {b"content-type": b"text/csv", b"inference-header-content-length": b"7", b"x-request-id": b"r-1"}
+HEAD = {
+    b"content-type": b"text/csv",
+    b"inference-header-content-length": b"7",
+    b"x-request-id": b"r-1",
+}
 ROUTE = InferenceRoute(invocation=True, coding=b"deflate")
 RESPONSE = RawResponse(200, b"content-type: application/json\r\n", b"{}")
 LARGE = bytes(range(256)) * 16_384
@@ -74,9 +83,15 @@ def read_counts(loaded: LoadedDeployment) -> tuple[int, int]:
     return loaded.row[metrics.SHADOW_SENT], loaded.row[metrics.SHADOW_DROPPED]
 
 
-@given(bodies=st.lists(st.binary(max_size=40) | st.just(LARGE), max_size=4), piece=st.integers(1, 300))
-def test_take_requests_from_pieces_returns_each_message_once(bodies: list[bytes], piece: int) -> None:
-    sent = b"".join(part for body in bodies for part in encode_request(ROUTE, HEAD, body, RESPONSE, 0.25))
+@given(
+    bodies=st.lists(st.binary(max_size=40) | st.just(LARGE), max_size=4), piece=st.integers(1, 300)
+)
+def test_take_requests_from_pieces_returns_each_message_once(
+    bodies: list[bytes], piece: int
+) -> None:
+    sent = b"".join(
+        part for body in bodies for part in encode_request(ROUTE, HEAD, body, RESPONSE, 0.25)
+    )
     data, taken = bytearray(), list[MirroredRequest]()
     size = piece if len(sent) < 10_000 else 65_536
     for place in range(0, len(sent), size):
@@ -85,7 +100,9 @@ def test_take_requests_from_pieces_returns_each_message_once(bodies: list[bytes]
     assert not data
     assert [request.body for request in taken] == bodies
     for request in taken:
-        assert request.head == {name: HEAD[name] for name in (b"content-type", b"inference-header-content-length")}
+        assert request.head == {
+            name: HEAD[name] for name in (b"content-type", b"inference-header-content-length")
+        }
         assert (request.route, request.expected, request.tolerance) == (ROUTE, RESPONSE, 0.25)
 
 
@@ -103,7 +120,9 @@ async def test_shadow_queue_sends_messages_larger_than_socket_buffer_in_order(
 
 
 @in_event_loop
-async def test_shadow_queue_beyond_request_limit_drops_and_counts_requests(sockets: Sockets) -> None:
+async def test_shadow_queue_beyond_request_limit_drops_and_counts_requests(
+    sockets: Sockets,
+) -> None:
     ours, theirs = sockets()
     queue, loaded = ShadowQueue(lambda _: ours, limit=3), build_shadow()
     for number in range(5):

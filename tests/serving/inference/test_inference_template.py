@@ -23,7 +23,10 @@ pytestmark = pytest.mark.usefixtures("small_is_large")
 
 PLACE = "\0data"
 KINDS = {
-    "FP32": ("float32", st.floats(width=32, allow_nan=False, allow_infinity=False) | st.integers(-9, 9)),
+    "FP32": (
+        "float32",
+        st.floats(width=32, allow_nan=False, allow_infinity=False) | st.integers(-9, 9),
+    ),
     "INT64": ("int64", st.integers(-(2**63), 2**63 - 1)),
     "UINT8": ("uint8", st.integers(0, 255)),
     "BOOL": ("bool", st.booleans()),
@@ -53,7 +56,11 @@ def sessions(draw: st.DrawFn) -> tuple[str, list[bytes]]:
         number = draw(st.integers(0, len(bodies) - 1))
         body = bodies[number]
         place = draw(st.integers(0, len(body)))
-        piece = draw(st.sampled_from([b"]", b"[", b",", b"1", b" ", b'"', b"}", b'"data":[9],', b"\xff", b""]))
+        piece = draw(
+            st.sampled_from(
+                [b"]", b"[", b",", b"1", b" ", b'"', b"}", b'"data":[9],', b"\xff", b""]
+            )
+        )
         bodies.insert(number + 1, body[:place] + piece + body[place + draw(st.integers(0, 2)) :])
     return datatype, bodies
 
@@ -68,7 +75,9 @@ EXTRAS: list[dict[str, Any]] = [
 
 
 def body_of(*data: object, **more: object) -> bytes:
-    return encode({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [*data]}], **more})
+    return encode(
+        {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [*data]}], **more}
+    )
 
 
 class Served:
@@ -83,7 +92,9 @@ class Served:
     def bind(self, request: InferenceRequest, _: Sequence[Any]) -> BoundRun:
         feed = {name: array.copy() for name, array in request.feed.items()}
         code = self.signature.readers["x"].code
-        self.bound.append(BoundRun(lambda: None, replace(request, feed=feed), list(feed.values()), code))
+        self.bound.append(
+            BoundRun(lambda: None, replace(request, feed=feed), list(feed.values()), code)
+        )
         return self.bound[-1]
 
     def read(self, body: bytes, length: int | None = None) -> object:
@@ -96,7 +107,9 @@ class Served:
         if bound is None:
             outputs = list(request.feed.values())
             self.runs.learn(body, length, request, outputs, RawResponse(200, b"", b""))
-        feed = {name: (array.dtype, array.shape, array.tolist()) for name, array in request.feed.items()}
+        feed = {
+            name: (array.dtype, array.shape, array.tolist()) for name, array in request.feed.items()
+        }
         return feed, request.outputs, request.rows, request.request_id, request.binary
 
     def knows(self, body: bytes, length: int | None = None) -> bool:
@@ -112,7 +125,9 @@ def after(*bodies: bytes) -> Served:
 
 @settings(deadline=None, max_examples=300)
 @given(sessions())
-def test_bound_runs_read_repeated_bodies_like_first_bodies(session: tuple[str, list[bytes]]) -> None:
+def test_bound_runs_read_repeated_bodies_like_first_bodies(
+    session: tuple[str, list[bytes]],
+) -> None:
     datatype, bodies = session
     served = Served(datatype)
     for body in (*bodies, *bodies):
@@ -142,7 +157,10 @@ def test_bound_runs_with_numbered_requests_keep_known_form() -> None:
 
 
 def test_bound_runs_of_known_form_with_wrong_nesting_are_refused() -> None:
-    bodies = [body_of(*data).replace(b'[1, 2], "data', b'[2, 2], "data') for data in ((1, 2, 3, 4), ([1, 2, 3, 4],))]
+    bodies = [
+        body_of(*data).replace(b'[1, 2], "data', b'[2, 2], "data')
+        for data in ((1, 2, 3, 4), ([1, 2, 3, 4],))
+    ]
     served = after(bodies[0], bodies[0])
     assert served.knows(bodies[0])
     assert served.read(bodies[1]) == Served().read(bodies[1]) == served.read(bodies[1])
@@ -151,7 +169,9 @@ def test_bound_runs_of_known_form_with_wrong_nesting_are_refused() -> None:
 
 def test_bound_runs_with_several_inputs_or_long_bodies_bind_nothing() -> None:
     two = Served(inputs=2)
-    tensors = [{"name": name, "datatype": "FP32", "shape": [1, 2], "data": [1, 2]} for name in ("x", "z")]
+    tensors = [
+        {"name": name, "datatype": "FP32", "shape": [1, 2], "data": [1, 2]} for name in ("x", "z")
+    ]
     long = body_of(1, 2).replace(b"[1, 2]}", b"[1, 2]" + b" " * 9000 + b"}")
     one = Served()
     for _ in range(3):
@@ -162,7 +182,9 @@ def test_bound_runs_with_several_inputs_or_long_bodies_bind_nothing() -> None:
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=4, max_size=4), st.integers(0, 3))
-def test_bound_runs_of_known_binary_header_read_following_bytes(values: list[float], more: int) -> None:
+def test_bound_runs_of_known_binary_header_read_following_bytes(
+    values: list[float], more: int
+) -> None:
     served = Served(inputs=2)
     for turn, numbers in enumerate(([1.0, 2.0, 3.0, 4.0], [4.0, 3.0, 2.0, 1.0], values)):
         arrays = np.array(numbers, np.float32).reshape(2, 1, 2)

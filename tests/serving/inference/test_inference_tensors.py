@@ -32,11 +32,18 @@ pytestmark = pytest.mark.usefixtures("small_is_large")
 
 PAD = {"pad": " " * 3000}
 SCALARS = (
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(max_size=4)
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=4)
 )
 TREES = st.recursive(
     SCALARS.filter(lambda value: value not in (np.inf, -np.inf)),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("ab\0é[", max_size=4), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text("ab\0é[", max_size=4), inner, max_size=3)
+    ),
     max_leaves=20,
 )
 
@@ -58,7 +65,9 @@ def test_parse_document_of_large_body_equals_small_body(tree: dict[str, object])
     assert literals or not any(word in json.dumps(tree) for word in ("true", "false"))
 
 
-def test_parse_document_keeps_only_rectangular_numbers_as_lazy_array(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parse_document_keeps_only_rectangular_numbers_as_lazy_array(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(tensors, "_parsers", {})  # a parser refuses while one of its blocks lives
     found, _ = parse_document(encode({"data": [[1, 2], [3, 4]], **PAD}))
     assert isinstance(found["data"], LazyArray)
@@ -75,13 +84,17 @@ NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.intege
 @settings(deadline=None)
 @given(
     st.lists(NUMBERS, min_size=40, max_size=200)
-    | st.integers(1, 9).flatmap(lambda n: st.lists(st.lists(NUMBERS, min_size=n, max_size=n), min_size=30, max_size=60))
+    | st.integers(1, 9).flatmap(
+        lambda n: st.lists(st.lists(NUMBERS, min_size=n, max_size=n), min_size=30, max_size=60)
+    )
     | st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 9), st.integers(30, 31)).map(
         lambda shape: np.arange(math.prod(shape), dtype=np.float64).reshape(shape).tolist()
     ),
     st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", " : ")]),
 )
-def test_large_array_parsed_in_pieces_equals_whole_array(values: list[Any], separators: tuple[str, str]) -> None:
+def test_large_array_parsed_in_pieces_equals_whole_array(
+    values: list[Any], separators: tuple[str, str]
+) -> None:
     body = json.dumps({"data": values, **PAD}, separators=separators).encode()
     found = parse_document(body)[0]["data"]
     assert isinstance(found, LargeArray)
@@ -131,7 +144,9 @@ def test_large_array_of_malformed_numbers_raises_user_error(text: str) -> None:
         read()
 
 
-def test_parse_document_of_too_deep_array_raises_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parse_document_of_too_deep_array_raises_user_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(tensors, "_measure", None)
     with pytest.raises(UserError, match="not JSON"):
         parse_document(b'{"data":' + b"[" * 50_000 + b"1" + b"]" * 50_000 + b"}")
@@ -184,7 +199,9 @@ def test_parse_document_in_concurrent_threads_returns_own_data() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("body", [b"[" + b"0," * (1 << 22) + b"0,0]", b"[[" + b"[]," * (1 << 20) + b"[]]]"])
+@pytest.mark.parametrize(
+    "body", [b"[" + b"0," * (1 << 22) + b"0,0]", b"[[" + b"[]," * (1 << 20) + b"[]]]"]
+)
 def test_parse_document_with_too_many_values_is_refused_before_parsing(
     body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,7 +214,10 @@ def test_parse_document_with_too_many_values_is_refused_before_parsing(
 @pytest.mark.parametrize("inner", ['"a": [1, [2], 3]', '"a": 1'])
 def test_parse_document_with_too_many_keys_is_refused_on_both_paths(inner: str) -> None:
     keys = ", ".join(f'"{number}": 1' for number in range(tensors.MAX_KEYS))
-    for body in (f'{{"parameters": {{{keys}, {inner}}}}}', f'[[{{"b": [{{{keys}, {inner}}}]}}], [[]]]'):
+    for body in (
+        f'{{"parameters": {{{keys}, {inner}}}}}',
+        f'[[{{"b": [{{{keys}, {inner}}}]}}], [[]]]',
+    ):
         with pytest.raises(TooLargeError, match="4097 keys"):
             parse_document(body.encode())
     document, _ = parse_document(f'{{"parameters": {{{keys}}}, {inner}}}'.encode())
@@ -225,12 +245,17 @@ def test_small_body_cannot_exceed_key_limit() -> None:
     assert len('"0":1,') * tensors.MAX_KEYS > 1 << 13
 
 
-@pytest.mark.parametrize("number", ["1" * 5000, "-" + "9" * 400, "1" + "0" * 400 + ".5", "1e999999999", "-1e400"])
+@pytest.mark.parametrize(
+    "number", ["1" * 5000, "-" + "9" * 400, "1" + "0" * 400 + ".5", "1e999999999", "-1e400"]
+)
 def test_large_array_with_number_out_of_range_raises_user_error(number: str) -> None:
     for dtype in ("float32", "int64"):
         with pytest.raises(UserError):
             TensorReader(spec("x", dtype, "n")).read_json(
-                (101,), 101, parse_document(f'{{"data": [{"1," * 100}{number}]}}'.encode())[0]["data"], literals=False
+                (101,),
+                101,
+                parse_document(f'{{"data": [{"1," * 100}{number}]}}'.encode())[0]["data"],
+                literals=False,
             )
 
 

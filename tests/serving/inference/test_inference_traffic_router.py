@@ -29,13 +29,19 @@ def table(
 ) -> RoutingTable:
     deployments = tuple(fileless_deployment(name, name + content) for name in weights)
     split = TrafficSplit(weights=weights, epoch_s=epoch_s)
-    return build_next_table(previous, EndpointState(deployments=deployments, split=split, generation=generation))
+    return build_next_table(
+        previous, EndpointState(deployments=deployments, split=split, generation=generation)
+    )
 
 
-def split(candidate: int, content: str = "", *, epoch_s: float = 0.0, generation: int = 1) -> TrafficRouter:
+def split(
+    candidate: int, content: str = "", *, epoch_s: float = 0.0, generation: int = 1
+) -> TrafficRouter:
     old = table({"old": 100}, content=content)
     weights = {"old": 100 - candidate, "new": candidate}
-    return TrafficRouter.from_table(table(weights, old, content, epoch_s=epoch_s, generation=generation))
+    return TrafficRouter.from_table(
+        table(weights, old, content, epoch_s=epoch_s, generation=generation)
+    )
 
 
 def route(router: TrafficRouter, key: bytes, epoch: int = 0) -> str:
@@ -49,7 +55,9 @@ def new_cells(router: TrafficRouter, epoch: int) -> np.ndarray[tuple[int], np.dt
 
 
 @given(st.binary(max_size=40), st.integers(0, 100), st.integers(0, 100))
-def test_route_with_raised_candidate_weight_keeps_its_users(key: bytes, one: int, other: int) -> None:
+def test_route_with_raised_candidate_weight_keeps_its_users(
+    key: bytes, one: int, other: int
+) -> None:
     low, high = sorted((one, other))
     if low > 0 and route(split(low), key) == "new":
         assert route(split(high), key) == "new"
@@ -100,7 +108,10 @@ def test_draws_of_epochs_generations_and_experiments_are_independent() -> None:
         both = [int((new_cells(one, n) & new_cells(other, n + later)).sum()) for n in range(1, 21)]
         assert max(abs(count - expected) for count in both) < 5 * deviation
     times = np.sum([new_cells(routers["epoch"][0], epoch) for epoch in range(200)], axis=0)
-    assert (times.mean(), times.var()) == (pytest.approx(20), pytest.approx(200 * 0.1 * 0.9, rel=0.1))
+    assert (times.mean(), times.var()) == (
+        pytest.approx(20),
+        pytest.approx(200 * 0.1 * 0.9, rel=0.1),
+    )
 
 
 def test_draw_slots_of_fixed_seed_returns_fixed_bytes() -> None:
@@ -114,9 +125,15 @@ def test_router_slots_match_split_weights() -> None:
 
 
 @pytest.mark.parametrize(("weight", "comparable"), [(0, 100), (1, 1), (10, 10), (50, 50), (90, 10)])
-def test_comparable_slots_of_both_versions_are_equal_in_number(weight: int, comparable: int) -> None:
+def test_comparable_slots_of_both_versions_are_equal_in_number(
+    weight: int, comparable: int
+) -> None:
     router = split(weight)
-    slots = Counter(name for name, is_comparable in zip(router.slots, router.comparable, strict=True) if is_comparable)
+    slots = Counter(
+        name
+        for name, is_comparable in zip(router.slots, router.comparable, strict=True)
+        if is_comparable
+    )
     assert slots == ({"new": comparable, "old": comparable} if weight else {"old": 100})
 
 

@@ -66,7 +66,9 @@ def test_read_available_bytes_without_groups_returns_memory_of_machine(tmp_path:
 
 
 @pytest.mark.parametrize("available", [None, 10_000 * MIB])
-def test_read_available_bytes_of_group_returns_limit_minus_unreclaimable(tmp_path: Path, available: int | None) -> None:
+def test_read_available_bytes_of_group_returns_limit_minus_unreclaimable(
+    tmp_path: Path, available: int | None
+) -> None:
     root = Root(tmp_path, available=available, groups="0::/pod/box\n")
     root.add_group("/pod/box", 500 * MIB, 300 * MIB, cache=120 * MIB)
     assert root.read() == 320 * MIB
@@ -94,7 +96,9 @@ def test_read_available_bytes_with_hidden_group_reads_mount(tmp_path: Path, name
 
 
 @pytest.mark.parametrize(("limit", "usage"), [(0, 0), (0, 50 * MIB), (10 * MIB, 20 * MIB)])
-def test_read_available_bytes_of_exhausted_group_is_zero(tmp_path: Path, limit: int, usage: int) -> None:
+def test_read_available_bytes_of_exhausted_group_is_zero(
+    tmp_path: Path, limit: int, usage: int
+) -> None:
     root = Root(tmp_path, available=80 * MIB, groups="0::/box\n")
     root.add_group("/box", limit, usage)
     assert root.read() == 0
@@ -108,7 +112,9 @@ def test_read_available_bytes_of_damaged_files_raises_nothing(
     root = Root(folder, groups="0::/\n")
     root.add_group("", 1, 1)
     root.write("proc/meminfo", "")
-    for path, content in zip((p for p in sorted(folder.rglob("*")) if p.is_file()), contents, strict=True):
+    for path, content in zip(
+        (p for p in sorted(folder.rglob("*")) if p.is_file()), contents, strict=True
+    ):
         path.write_bytes(content)
     assert (root.read() or 0) >= 0
 
@@ -121,7 +127,9 @@ def test_list_gpus_names_devices_of_cuda_only() -> None:
         Provider(name="TensorrtExecutionProvider", options={"device_id": "1"}),
         Provider(name="ROCMExecutionProvider", options={"device_id": "2"}),
     ]
-    deployments = [replace(base, execution=Execution(providers=(provider,))) for provider in providers]
+    deployments = [
+        replace(base, execution=Execution(providers=(provider,))) for provider in providers
+    ]
     assert list_gpus(deployments) == {"0", "1"}
 
 
@@ -168,7 +176,9 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         pytest.param(1, {}, {"0": 100}, id="the only one"),
         pytest.param(4, {}, {}, id="several in unknown order"),
-        pytest.param(4, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, {"0": 100, "1": 200}, id="in order of the bus"),
+        pytest.param(
+            4, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, {"0": 100, "1": 200}, id="in order of the bus"
+        ),
         pytest.param(
             4,
             {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "3,0"},
@@ -181,7 +191,11 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_gpu_memory_follows_cuda_device_numbering(
-    library: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, environment: dict[str, str], free: dict[str, int]
+    library: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    environment: dict[str, str],
+    free: dict[str, int],
 ) -> None:
     assert library.is_dir()
     for name in ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"):
@@ -194,7 +208,9 @@ def test_gpu_memory_follows_cuda_device_numbering(
     assert memory.read_free_bytes() == {}
 
 
-def test_memory_meter_of_gpu_counts_decrease_of_free_memory(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_meter_of_gpu_counts_decrease_of_free_memory(
+    library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert library.is_dir()
     monkeypatch.setenv("GPUS", "1")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

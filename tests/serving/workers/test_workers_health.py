@@ -46,7 +46,13 @@ from onnx_ops.serving.metrics import (
     get_column,
 )
 from onnx_ops.serving.rollout_counts import RolloutCounts
-from onnx_ops.serving.workers.worker_health import MIN_DEATHS, RunCounts, WorkerHealth, is_deadlier, share_death
+from onnx_ops.serving.workers.worker_health import (
+    MIN_DEATHS,
+    RunCounts,
+    WorkerHealth,
+    is_deadlier,
+    share_death,
+)
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.serving_process import INFER, Server, after, infer_body, serving, wait_until
 from tests.support.endpoints import fileless_deployment
@@ -58,9 +64,13 @@ CELL = 5
 
 def build_revision(weights: dict[str, int], generation: int = 1) -> TableRevision:
     deployments = tuple(map(fileless_deployment, weights))
-    state = EndpointState(deployments=deployments, split=TrafficSplit(weights=weights), generation=generation)
+    state = EndpointState(
+        deployments=deployments, split=TrafficSplit(weights=weights), generation=generation
+    )
     older = build_next_table(None, state_of(deployments[0], **{deployments[0].name: 100}))
-    return TableRevision(number=generation, table=build_next_table(older, state), slots={"old": OLD, "new": NEW})
+    return TableRevision(
+        number=generation, table=build_next_table(older, state), slots={"old": OLD, "new": NEW}
+    )
 
 
 class Site:
@@ -202,7 +212,9 @@ def test_record_death_of_hung_run_charges_it_alone_and_counts_lost_requests() ->
 
 
 @pytest.mark.parametrize(("inline", "charged"), [(OLD, {OLD: 1}), (0, {NEW: 1})])
-def test_record_hang_charges_event_loop_run_before_thread_runs(inline: int, charged: dict[int, int]) -> None:
+def test_record_hang_charges_event_loop_run_before_thread_runs(
+    inline: int, charged: dict[int, int]
+) -> None:
     site = Site()
     state = site.shared.get_process_state(1)
     state[INLINE_RUN + RUN_SLOT], state[INLINE_RUN + RUN_CELL] = inline, CELL
@@ -242,7 +254,9 @@ def test_record_death_of_several_deployments_twice_isolates_new_workers() -> Non
     assert site.health._deaths == {}
 
 
-def count_deaths_until_out(site: Site, random: Random, threads: int, percent: int, killers: set[int]) -> int | None:
+def count_deaths_until_out(
+    site: Site, random: Random, threads: int, percent: int, killers: set[int]
+) -> int | None:
     """Return the deaths after which the new deployment is out of service; None if it is not after 40.
 
     All threads run requests by the split, and those of `killers` end the worker. Isolated workers run one deployment.
@@ -268,7 +282,9 @@ def count_deaths_until_out(site: Site, random: Random, threads: int, percent: in
 
 @pytest.mark.parametrize("threads", [1, 2, 8, 256])
 @pytest.mark.parametrize(("percent", "most"), [(1, 5), (10, 5), (50, 20)])
-def test_record_death_on_busy_threads_removes_only_guilty_version(threads: int, percent: int, most: int) -> None:
+def test_record_death_on_busy_threads_removes_only_guilty_version(
+    threads: int, percent: int, most: int
+) -> None:
     site, random = Site(), Random(1)  # noqa: S311 (a simulation)
     weights = {"old": 100 - percent, "new": percent}
     outcomes: dict[bool, list[int | None]] = {True: [], False: []}
@@ -310,7 +326,9 @@ def test_is_deadlier_with_deaths_in_proportion_to_traffic_returns_false(
 
 
 @given(percent=st.integers(1, 50), requests=st.integers(1, 10**6))
-def test_is_deadlier_of_deployment_that_alone_ends_workers_returns_true(percent: int, requests: int) -> None:
+def test_is_deadlier_of_deployment_that_alone_ends_workers_returns_true(
+    percent: int, requests: int
+) -> None:
     new, old = requests * percent, requests * (100 - percent)
     assert is_deadlier(Fraction(10), new, Fraction(1, 2), old)
 
@@ -359,7 +377,11 @@ def find_key(server: Server, name: str) -> str:
     """Return a user of a deployment, by the table."""
     router = TrafficRouter.from_table(build_next_table(None, must(server.state())))
     users = (str(number) for number in range(1000))
-    return next(user for user in users if router.route_cell(router.draw, router.get_cell(user.encode())) == name)
+    return next(
+        user
+        for user in users
+        if router.route_cell(router.draw, router.get_cell(user.encode())) == name
+    )
 
 
 def list_out_of_service(server: Server) -> set[str]:
@@ -374,7 +396,9 @@ def test_version_that_hangs_workers_goes_out_of_service(hanging: Server) -> None
         with pytest.raises((ConnectionError, http.client.HTTPException)):
             hanging.infer([1, 2], green)
         assert hanging.infer([1, 2], blue).status == 200
-    wait_until(lambda: list_out_of_service(hanging) == {"green"})  # the client sees the death a little earlier
+    wait_until(
+        lambda: list_out_of_service(hanging) == {"green"}
+    )  # the client sees the death a little earlier
     answer = hanging.infer([1, 2], green)
     assert answer.status == 503
     assert "out of service" in answer.json()["error"]
@@ -389,11 +413,16 @@ def test_version_that_hangs_workers_goes_out_of_service(hanging: Server) -> None
     assert f'onnx_ops_worker_restarts_total{{endpoint="state"}} {MIN_DEATHS}\n' in text
     assert hanging.counts().deployments["green"].statuses == {"500": MIN_DEATHS, "503": 1}
     index = json.loads(hanging.call("POST", "/v2/repository/index").body)
-    assert {model["version"]: model["state"] for model in index} == {"1": "READY", "2": "UNAVAILABLE"}
+    assert {model["version"]: model["state"] for model in index} == {
+        "1": "READY",
+        "2": "UNAVAILABLE",
+    }
     assert hanging.call("GET", "/v2/models/m/versions/2/ready").status == 503
 
     published = must(hanging.state())
-    rolled_back = EndpointState(deployments=published.deployments, split=TrafficSplit(weights={"blue": 100}))
+    rolled_back = EndpointState(
+        deployments=published.deployments, split=TrafficSplit(weights={"blue": 100})
+    )
     assert hanging.publish(rolled_back, 2).status == 200
     assert list_out_of_service(hanging) == set()
 
@@ -423,7 +452,9 @@ deployments.LoadedDeployment.answer = die
 
 def test_version_that_ends_workers_beside_other_goes_out_of_service(tmp_path: Path) -> None:
     preamble = DIE_BESIDE.replace("MARK", str(tmp_path))
-    with serving(tmp_path, "--workers=1", "--threads=2", program=after(preamble), blue=50, green=50) as server:
+    with serving(
+        tmp_path, "--workers=1", "--threads=2", program=after(preamble), blue=50, green=50
+    ) as server:
         blue, green = ({"x-user-key": find_key(server, name)} for name in ("blue", "green"))
         slow, running = tmp_path / "slow", tmp_path / "running"
 

@@ -42,7 +42,13 @@ def test_memory_trimmer_check_after_large_run_frees_memory(tmp_path: Path) -> No
     model = load_square(tmp_path / "square")
     latency = LatencyEstimator()
     queue = RequestQueue[object](
-        WorkerThreads(), lambda _: None, limit=1, max_batch=1, max_batches=1, row=make_row(), latency=latency
+        WorkerThreads(),
+        lambda _: None,
+        limit=1,
+        max_batch=1,
+        max_batches=1,
+        row=make_row(),
+        latency=latency,
     )
     loaded = LoadedDeployment(
         deployment=model.deployment,
@@ -58,7 +64,9 @@ def test_memory_trimmer_check_after_large_run_frees_memory(tmp_path: Path) -> No
     before = read_resident_bytes()
     trimmer = MemoryTrimmer(lambda: [loaded], rest_s=0.0)
     assert not trimmer.check()
-    rows = max(ROWS, math.isqrt(int(before * 0.1)))  # a product of four tenths of what this process has
+    rows = max(
+        ROWS, math.isqrt(int(before * 0.1))
+    )  # a product of four tenths of what this process has
     model.run(("y",), {"x": np.ones((rows, 1), np.float32)})
     assert read_resident_bytes() > TRIM_RATIO * before
     assert trimmer.check()
@@ -71,6 +79,14 @@ def test_server_after_large_request_frees_memory(tmp_path: Path) -> None:
         before = memory(server.workers()).rss
         for _ in range(2):
             x = np.ones((ROWS, 1), np.float32)
-            header = {"name": "x", "datatype": "FP32", "shape": [ROWS, 1], "data": x.reshape(-1).tolist()}
+            header = {
+                "name": "x",
+                "datatype": "FP32",
+                "shape": [ROWS, 1],
+                "data": x.reshape(-1).tolist(),
+            }
             assert server.call("POST", "/v2/models/m/infer", {"inputs": [header]}).status == 200
-            wait_until(lambda: memory(server.workers()).rss < TRIM_RATIO * before, "memory that is given back")
+            wait_until(
+                lambda: memory(server.workers()).rss < TRIM_RATIO * before,
+                "memory that is given back",
+            )

@@ -41,8 +41,12 @@ sizes = st.integers(0, 1 << 45)
 
 
 @given(workers=st.integers(1, 256), worker=sizes, shadow=sizes, restart=sizes)
-def test_memory_need_includes_reserve_of_one_eighth(workers: int, worker: int, shadow: int, restart: int) -> None:
-    need = MemoryNeed(workers=workers, worker_bytes=worker, shadow_bytes=shadow, restart_bytes=restart)
+def test_memory_need_includes_reserve_of_one_eighth(
+    workers: int, worker: int, shadow: int, restart: int
+) -> None:
+    need = MemoryNeed(
+        workers=workers, worker_bytes=worker, shadow_bytes=shadow, restart_bytes=restart
+    )
     new = workers * worker + shadow
     assert 8 * (need.total_bytes - restart) in range(9 * new, 9 * new + 8)
 
@@ -64,14 +68,22 @@ def test_memory_need_of_zero_bytes_fits_into_zero_bytes() -> None:
 
 
 def test_check_memory_without_enough_memory_names_need_and_workers() -> None:
-    need = MemoryNeed(workers=4, worker_bytes=600 * MIB, shadow_bytes=100 * MIB, restart_bytes=50 * MIB)
+    need = MemoryNeed(
+        workers=4, worker_bytes=600 * MIB, shadow_bytes=100 * MIB, restart_bytes=50 * MIB
+    )
     needs = {HOST: need, "1": MemoryNeed(workers=4, worker_bytes=GIB)}
     deployments = [fileless_deployment("green"), fileless_deployment("red")]
     check_memory(deployments, needs, {HOST: 2863 * MIB, "1": 5 * GIB})
     with pytest.raises(InfrastructureError) as refusal:
         check_memory(deployments, needs, {HOST: 2862 * MIB, "1": 5 * GIB})
     assert refusal.value.what == "deployment green, red does not fit into the memory of the server"
-    for words in ("2,863 MiB", "4 workers × 600 MiB", "100 MiB in shadow", "50 MiB in workers", "2,862 MiB are"):
+    for words in (
+        "2,863 MiB",
+        "4 workers × 600 MiB",
+        "100 MiB in shadow",
+        "50 MiB in workers",
+        "2,862 MiB are",
+    ):
         assert words in refusal.value.why
     with pytest.raises(InfrastructureError, match="memory of GPU 1"):
         check_memory(deployments, needs, {HOST: 2863 * MIB, "1": 4 * GIB})
@@ -81,7 +93,9 @@ def test_check_memory_without_enough_memory_names_need_and_workers() -> None:
 def process() -> Iterator[subprocess.Popen[str]]:
     """A process with 200 MiB of private memory."""
     command = [sys.executable, "-c", ALLOCATE, str(200 * MIB)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as started:
         assert started.stdout is not None
         started.stdout.readline()
         yield started
@@ -90,11 +104,15 @@ def process() -> Iterator[subprocess.Popen[str]]:
 
 def build_meter(available: int | None) -> MemoryMeter:
     return MemoryMeter(
-        gpu_memory=GpuMemory(()), before_bytes=0, available_bytes={} if available is None else {HOST: available}
+        gpu_memory=GpuMemory(()),
+        before_bytes=0,
+        available_bytes={} if available is None else {HOST: available},
     )
 
 
-def test_memory_meter_watch_beyond_available_memory_kills_process(process: subprocess.Popen[str]) -> None:
+def test_memory_meter_watch_beyond_available_memory_kills_process(
+    process: subprocess.Popen[str],
+) -> None:
     meter = build_meter(200 * MIB)
     asyncio.run(meter.watch(process.pid))
     assert meter.has_exceeded
@@ -115,10 +133,14 @@ def test_memory_meter_sample_within_memory_keeps_process_running(
 
 
 @given(
-    samples=st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(0, 1 << 40)), min_size=1, max_size=5),
+    samples=st.lists(
+        st.tuples(st.integers(0, 1 << 40), st.integers(0, 1 << 40)), min_size=1, max_size=5
+    ),
     between=st.integers(0, 1 << 40),
 )
-def test_compute_peak_includes_private_memory_between_samples(samples: list[tuple[int, int]], between: int) -> None:
+def test_compute_peak_includes_private_memory_between_samples(
+    samples: list[tuple[int, int]], between: int
+) -> None:
     """At the peak between samples, as many files are mapped as ever."""
     meter = build_meter(1 << 50)
     meter._private, meter._shared = (max(values) for values in zip(*samples, strict=True))
@@ -127,12 +149,16 @@ def test_compute_peak_includes_private_memory_between_samples(samples: list[tupl
     assert peak == max(between, *(private for private, _ in samples))
 
 
-def test_estimate_restarts_counts_missing_workers_as_median_of_others(process: subprocess.Popen[str]) -> None:
+def test_estimate_restarts_counts_missing_workers_as_median_of_others(
+    process: subprocess.Popen[str],
+) -> None:
     used = measure_memory(process.pid)[0] - MIB
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     assert estimate_restarts([process.pid], 1, MIB) == 0
-    assert estimate_restarts([process.pid, ended.pid], 4, MIB) == pytest.approx(3 * used, abs=3 * MIB)
+    assert estimate_restarts([process.pid, ended.pid], 4, MIB) == pytest.approx(
+        3 * used, abs=3 * MIB
+    )
 
 
 def test_estimate_restarts_without_workers_is_zero() -> None:
@@ -146,7 +172,9 @@ def test_measure_server_memory_returns_median_of_running_workers(
     measured = measure_server_memory([process.pid, 1 << 22])
     assert measured is not None
     assert (measured.workers, measured.available_bytes) == (1, GIB)
-    assert measured.worker_bytes == max(0, measure_memory(process.pid)[0] - measure_memory(os.getpid())[0])
+    assert measured.worker_bytes == max(
+        0, measure_memory(process.pid)[0] - measure_memory(os.getpid())[0]
+    )
 
 
 def test_measure_server_memory_without_workers_or_limit_returns_none(
@@ -158,6 +186,10 @@ def test_measure_server_memory_without_workers_or_limit_returns_none(
 
 
 @given(workers=st.integers(1, 256), peak=sizes, available=sizes)
-def test_find_shortage_agrees_with_trial_load_admission(workers: int, peak: int, available: int) -> None:
+def test_find_shortage_agrees_with_trial_load_admission(
+    workers: int, peak: int, available: int
+) -> None:
     memory = ServerMemory(workers=workers, worker_bytes=0, available_bytes=available)
-    assert bool(find_shortage(memory, peak)) != MemoryNeed(workers=workers, worker_bytes=peak).fits(available)
+    assert bool(find_shortage(memory, peak)) != MemoryNeed(workers=workers, worker_bytes=peak).fits(
+        available
+    )

@@ -49,15 +49,24 @@ def test_connections_after_kill_of_all_workers_wait_and_counts_survive(two_worke
     assert 'onnx_ops_workers{endpoint="state"} 2\n' in text
 
 
-def test_publication_to_several_workers_under_load_is_never_stale(two_workers: Server, blue: Deployment) -> None:
+def test_publication_to_several_workers_under_load_is_never_stale(
+    two_workers: Server, blue: Deployment
+) -> None:
     payloads = [Payload(body=infer_body([1, 2]))]
-    plan = LoadPlan(url=two_workers.url(INFER), payloads=payloads, connections=8, keys=50, seconds=300)
+    plan = LoadPlan(
+        url=two_workers.url(INFER), payloads=payloads, connections=8, keys=50, seconds=300
+    )
     seen = stress_publications(two_workers, blue, plan, publications=40)
     assert seen.records.failures() == {}
     assert seen.stale == 0
-    assert len(seen.records.by_deployment()) > 10, "too few publications were seen by a request to prove anything"
+    assert len(seen.records.by_deployment()) > 10, (
+        "too few publications were seen by a request to prove anything"
+    )
     # As if each had returned before it began: the detector sees it.
-    early = tuple(replace(p, returned_ns=p.begun_ns - 10**9, begun_ns=p.begun_ns - 10**9) for p in seen.publications)
+    early = tuple(
+        replace(p, returned_ns=p.begun_ns - 10**9, begun_ns=p.begun_ns - 10**9)
+        for p in seen.publications
+    )
     assert replace(seen, publications=early).stale > 0
 
 
@@ -106,7 +115,9 @@ def test_server_with_table_that_kills_workers_accepts_next_publication(
     assert server.who_answers() == "blue"
 
 
-def test_admin_socket_admits_owner_without_token_and_audits_changes(tmp_path: Path, blue: Deployment) -> None:
+def test_admin_socket_admits_owner_without_token_and_audits_changes(
+    tmp_path: Path, blue: Deployment
+) -> None:
     folder = tmp_path / ("deep" * 30) / "state"  # longer than the address of a Unix socket may be
     folder.mkdir(parents=True)
     address = folder / "admin.sock"
@@ -117,10 +128,15 @@ def test_admin_socket_admits_owner_without_token_and_audits_changes(tmp_path: Pa
         connection.sock = socket.socket(socket.AF_UNIX)
         connection.sock.connect(f"/proc/self/fd/{handle}/admin.sock")
         os.close(handle)
-        connection.request("PUT", "/admin/state", codec.dumps(replace(state_of(blue, blue=100), generation=1)))
+        connection.request(
+            "PUT", "/admin/state", codec.dumps(replace(state_of(blue, blue=100), generation=1))
+        )
         assert connection.getresponse().status == 200
         connection.close()
-        assert server.admin("PUT", codec.dumps(replace(state_of(blue, blue=100), generation=2))).status == 200
+        assert (
+            server.admin("PUT", codec.dumps(replace(state_of(blue, blue=100), generation=2))).status
+            == 200
+        )
         lost = replace(blue, location="/unrouted", name="lost", manifest=blue.release)
         assert server.publish(state_of(lost, lost=100), 3).status == 422
         lines = [json.loads(line) for line in (folder / AUDIT_FILE).read_text().splitlines()]
@@ -141,26 +157,39 @@ def test_admin_socket_admits_owner_without_token_and_audits_changes(tmp_path: Pa
 
 def test_access_log_of_several_workers_has_whole_lines(tmp_path: Path) -> None:
     log = tmp_path / "access.jsonl"
-    with serving(tmp_path, "--workers=2", f"--access-log={log}", "--endpoint=digits", blue=100) as server:
+    with serving(
+        tmp_path, "--workers=2", f"--access-log={log}", "--endpoint=digits", blue=100
+    ) as server:
         trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
         for number in range(60):
-            server.infer([1, 2] if number % 3 else ["a"], {"x-request-id": f"r{number}", "traceparent": trace})
+            server.infer(
+                [1, 2] if number % 3 else ["a"],
+                {"x-request-id": f"r{number}", "traceparent": trace},
+            )
         text = server.call("GET", "/metrics").body.decode()
         assert 'onnx_ops_generation{endpoint="digits"} 1\n' in text
         assert server.stop() == 0  # what is left is written at the end
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert sorted(line["request_id"] for line in lines) == sorted(f"r{number}" for number in range(60))
+    assert sorted(line["request_id"] for line in lines) == sorted(
+        f"r{number}" for number in range(60)
+    )
     assert {line["traceparent"] for line in lines} == {trace}
     assert Counter(line["status"] for line in lines) == {200: 40, 400: 20}
-    assert {(line["deployment"], line["protocol"], line["model"]) for line in lines} == {("blue", "infer", "m")}
+    assert {(line["deployment"], line["protocol"], line["model"]) for line in lines} == {
+        ("blue", "infer", "m")
+    }
     assert all(line["duration_ms"] >= line["waited_ms"] >= 0 for line in lines)
 
 
 def test_server_with_1000_open_connections_answers_next_request(two_workers: Server) -> None:
-    clients = [socket.create_connection(("127.0.0.1", two_workers.port), timeout=30) for _ in range(1000)]
+    clients = [
+        socket.create_connection(("127.0.0.1", two_workers.port), timeout=30) for _ in range(1000)
+    ]
     try:
         for number, client in enumerate(clients):
-            client.sendall((b"", b"POST ", b"garbage\r\n\r\n", b"POST /invocations HTTP/1.1\r\n")[number % 4])
+            client.sendall(
+                (b"", b"POST ", b"garbage\r\n\r\n", b"POST /invocations HTTP/1.1\r\n")[number % 4]
+            )
         assert two_workers.infer([1, 2]).status == 200
     finally:
         for client in clients:
@@ -168,9 +197,13 @@ def test_server_with_1000_open_connections_answers_next_request(two_workers: Ser
     assert two_workers.infer([1, 2]).status == 200
 
 
-@pytest.mark.parametrize("flag", ["--workers=0", "--deadline=-1", "--max-body=0", "--keep-alive=nan"])
+@pytest.mark.parametrize(
+    "flag", ["--workers=0", "--deadline=-1", "--max-body=0", "--keep-alive=nan"]
+)
 def test_server_with_invalid_option_exits_2(tmp_path: Path, flag: str) -> None:
-    found = subprocess.run(Server(folder=tmp_path).command(flag), capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        Server(folder=tmp_path).command(flag), capture_output=True, text=True, check=False
+    )
     assert found.returncode == 2
     assert flag.partition("=")[0][2:].replace("-", "_") in found.stderr
     assert "Traceback" not in found.stderr
@@ -178,7 +211,16 @@ def test_server_with_invalid_option_exits_2(tmp_path: Path, flag: str) -> None:
 
 @pytest.mark.parametrize(
     ("allowed", "intra_op_threads", "workers", "runs"),
-    [(0, 1, 1, 8), (0, 0, 1, 1), (0, 3, 1, 2), (2, 1, 1, 2), (16, 1, 1, 8), (3, 1, 2, 2), (1, 0, 4, 1), (0, 16, 1, 1)],
+    [
+        (0, 1, 1, 8),
+        (0, 0, 1, 1),
+        (0, 3, 1, 2),
+        (2, 1, 1, 2),
+        (16, 1, 1, 8),
+        (3, 1, 2, 2),
+        (1, 0, 4, 1),
+        (0, 16, 1, 1),
+    ],
 )
 def test_count_parallel_runs_respects_threads_and_evidence(
     blue: Deployment, allowed: int, intra_op_threads: int, workers: int, runs: int

@@ -76,18 +76,26 @@ def counts(server: Server, name: str = "green") -> DeploymentCounts:
 def read_metric(server: Server, name: str, deployment: str | None = None) -> int:
     lines = server.call("GET", "/metrics").body.decode().splitlines()
     labels = "" if deployment is None else f'deployment="{deployment}"'
-    (value,) = (line.rpartition(" ")[2] for line in lines if line.startswith(f"onnx_ops_{name}{{") and labels in line)
+    (value,) = (
+        line.rpartition(" ")[2]
+        for line in lines
+        if line.startswith(f"onnx_ops_{name}{{") and labels in line
+    )
     return int(value)
 
 
 def send_until_answered(server: Server, more: int = 1) -> None:
     """Send requests until the shadow has answered some more."""
     wanted = counts(server).shadow_answered + more
-    wait_until(lambda: server.infer([1, 2]).status == 200 and counts(server).shadow_answered >= wanted)
+    wait_until(
+        lambda: server.infer([1, 2]).status == 200 and counts(server).shadow_answered >= wanted
+    )
 
 
 @contextmanager
-def shadowing(root: Path, blue: Deployment, green: Deployment, *options: str, preamble: str = "") -> Iterator[Server]:
+def shadowing(
+    root: Path, blue: Deployment, green: Deployment, *options: str, preamble: str = ""
+) -> Iterator[Server]:
     """A server below `root` that mirrors all requests from blue to green."""
     with Server(folder=root / "state", options=options, program=after(preamble)) as server:
         assert server.publish(mirrored(blue), 1).status == 200
@@ -116,7 +124,9 @@ def test_shadow_process_with_lowest_priority_serves_all_workers(
         assert list(server.folder.glob("shadow-*")) == []
 
 
-def test_large_body_is_mirrored_to_shadow_process(tmp_path: Path, blue: Deployment, green: Deployment) -> None:
+def test_large_body_is_mirrored_to_shadow_process(
+    tmp_path: Path, blue: Deployment, green: Deployment
+) -> None:
     with shadowing(tmp_path, blue, green) as server:
         assert send_large(server) == 200
         wait_until(lambda: counts(server).shadow_answered == 1)
@@ -172,27 +182,42 @@ def test_model_that_kills_its_shadow_process_is_counted_as_failing(
 
 
 @pytest.mark.parametrize(
-    ("preamble", "why"), [(FAILING_LOAD, "cannot be loaded here"), (DYING_LOAD, "ended before they had loaded it")]
+    ("preamble", "why"),
+    [(FAILING_LOAD, "cannot be loaded here"), (DYING_LOAD, "ended before they had loaded it")],
 )
 def test_shadow_that_cannot_be_loaded_is_reported_as_failed(
     tmp_path: Path, blue: Deployment, green: Deployment, preamble: str, why: str
 ) -> None:
     with shadowing(tmp_path, blue, green, preamble=preamble) as server:
         wait_until(lambda: why in server.admin("GET").json()["failed"].get("green", ""))
-        wait_until(lambda: server.infer([1, 2]).status == 200 and read_metric(server, "shadow_dropped_total", "green"))
+        wait_until(
+            lambda: (
+                server.infer([1, 2]).status == 200
+                and read_metric(server, "shadow_dropped_total", "green")
+            )
+        )
         assert shadow_processes(server) == []
         assert (counts(server).shadow_answered, counts(server).shadow_failed) == (0, 0)
-        assert server.who_answers({"azureml-model-deployment": "green"}) == "green"  # the workers have loaded it
+        assert (
+            server.who_answers({"azureml-model-deployment": "green"}) == "green"
+        )  # the workers have loaded it
         assert server.publish(mirrored(blue), 3).status == 200
         assert server.admin("GET").json()["failed"] == {}
 
 
-def test_refused_publication_keeps_shadow_process(tmp_path: Path, blue: Deployment, green: Deployment) -> None:
+def test_refused_publication_keeps_shadow_process(
+    tmp_path: Path, blue: Deployment, green: Deployment
+) -> None:
     with shadowing(tmp_path, blue, green) as server:
         send_until_answered(server)
         pids = shadow_processes(server)
         red = scaled(tmp_path, "red")
-        assert server.publish(mirrored(blue, replace(red, manifest=red.release, location="/missing")), 3).status == 422
+        assert (
+            server.publish(
+                mirrored(blue, replace(red, manifest=red.release, location="/missing")), 3
+            ).status
+            == 422
+        )
         assert shadow_processes(server) == pids
         send_until_answered(server)
 
@@ -205,7 +230,12 @@ def test_shadow_process_ends_and_restarts_with_its_supervisor(
         (pid,) = shadow_processes(server)
         server.kill()
         wait_until(lambda: not is_alive(pid))
-        wait_until(lambda: server.infer([1, 2]).status == 200 and read_metric(server, "shadow_dropped_total", "green"))
+        wait_until(
+            lambda: (
+                server.infer([1, 2]).status == 200
+                and read_metric(server, "shadow_dropped_total", "green")
+            )
+        )
         server.start()
         assert server.publish(mirrored(blue, green), 3).status == 200
         send_until_answered(server)
@@ -218,7 +248,12 @@ def test_publications_during_mirroring_replace_shadows_and_fail_no_request(
 ) -> None:
     with shadowing(tmp_path, blue, green, "--workers=2") as server:
         red = scaled(tmp_path, "red")
-        states = [mirrored(blue, red), mirrored(blue), mirrored(blue, green, red), mirrored(blue, green)]
+        states = [
+            mirrored(blue, red),
+            mirrored(blue),
+            mirrored(blue, green, red),
+            mirrored(blue, green),
+        ]
         statuses: list[int] = []
         stop = threading.Event()
 
@@ -232,7 +267,9 @@ def test_publications_during_mirroring_replace_shadows_and_fail_no_request(
             for generation in range(3, 15):
                 state = states[generation % 4]
                 assert server.publish(state, generation).status == 200
-                wait_until(lambda state=state: len(shadow_processes(server)) == len(state.split.shadow))  # type: ignore[misc]
+                wait_until(
+                    lambda state=state: len(shadow_processes(server)) == len(state.split.shadow)
+                )  # type: ignore[misc]
         finally:
             stop.set()
             client.join()
@@ -242,7 +279,8 @@ def test_publications_during_mirroring_replace_shadows_and_fail_no_request(
             answered = counts(server, name).shadow_answered
             wait_until(
                 lambda name=name, answered=answered: (  # type: ignore[misc]
-                    server.infer([1, 2]).status == 200 and counts(server, name).shadow_answered > answered
+                    server.infer([1, 2]).status == 200
+                    and counts(server, name).shadow_answered > answered
                 )
             )
             assert counts(server, name).shadow_failed == 0

@@ -33,14 +33,20 @@ class Site:
 
     def __init__(self, folder: Path) -> None:
         split = TrafficSplit(weights={"old": 90, "new": 10}, epoch_s=EPOCH_S)
-        state = EndpointState(deployments=tuple(map(fileless_deployment, split.weights)), split=split, generation=1)
+        state = EndpointState(
+            deployments=tuple(map(fileless_deployment, split.weights)), split=split, generation=1
+        )
         TableFile(folder).write(build_next_table(None, state))
         self.shared = SharedMetrics(1)
         self.publisher = TablePublisher(TableFile(folder), self.shared)
         self.publisher.restore()
-        self.listeners = ListenerSockets(public=listen_tcp(LOOPBACK, 0), handover=listen_tcp(LOOPBACK, 0))
+        self.listeners = ListenerSockets(
+            public=listen_tcp(LOOPBACK, 0), handover=listen_tcp(LOOPBACK, 0)
+        )
         options = ServerOptions(workers=1)
-        self.supervisor = Supervisor(folder, options, self.listeners, self.publisher, self.shared, must_load=False)
+        self.supervisor = Supervisor(
+            folder, options, self.listeners, self.publisher, self.shared, must_load=False
+        )
 
     def read(self) -> Counts:
         return self.supervisor.collect_counts(WATCH)
@@ -179,7 +185,11 @@ def test_publish_during_cold_start_waits_for_its_end_before_trial_load(
         deployment = fileless_deployment("newer")
         with pytest.raises(UserError, match="cannot be loaded"):
             await supervisor.publish(
-                EndpointState(deployments=(deployment,), split=TrafficSplit(weights={"newer": 100}), generation=2),
+                EndpointState(
+                    deployments=(deployment,),
+                    split=TrafficSplit(weights={"newer": 100}),
+                    generation=2,
+                ),
                 "test",
             )
 

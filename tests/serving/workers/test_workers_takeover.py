@@ -31,7 +31,9 @@ def test_publication_after_supervisor_kill_ends_orphaned_workers_first(
 
 
 @pytest.mark.nightly
-def test_server_after_repeated_supervisor_kills_during_takeover_answers(two_workers: Server, blue: Deployment) -> None:
+def test_server_after_repeated_supervisor_kills_during_takeover_answers(
+    two_workers: Server, blue: Deployment
+) -> None:
     two_workers.kill()
     for _ in range(3):  # each dies while its workers start, or while the orphans drain
         before = two_workers.workers()
@@ -53,7 +55,9 @@ def test_start_on_port_of_other_process_with_handover_file_is_refused(two_worker
         stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         stranger.bind(("127.0.0.1", two_workers.port))
         stranger.listen()
-        found = subprocess.run(two_workers.command(), capture_output=True, text=True, timeout=60, check=False)
+        found = subprocess.run(
+            two_workers.command(), capture_output=True, text=True, timeout=60, check=False
+        )
     assert found.returncode == 4
     assert "port cannot be used" in found.stderr
     two_workers.start()

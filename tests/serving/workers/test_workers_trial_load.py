@@ -55,7 +55,12 @@ void *RegisterCustomOps(void *options, const void *api) {
     return NULL;
 }
 """
-FATES = {"abort": "abort()", "exit": "exit(3)", "kill": "kill(getpid(), SIGKILL)", "hang": "for (;;) pause()"}
+FATES = {
+    "abort": "abort()",
+    "exit": "exit(3)",
+    "kill": "kill(getpid(), SIGKILL)",
+    "hang": "for (;;) pause()",
+}
 
 
 def fatal(folder: Path, fate: str) -> Deployment:
@@ -72,7 +77,9 @@ def large(folder: Path, size: int) -> Deployment:
     save_graph(
         folder,
         [
-            node("Constant", [], ["length"], value=tensor("n", TensorProto.INT64, [1], [size // 4])),
+            node(
+                "Constant", [], ["length"], value=tensor("n", TensorProto.INT64, [1], [size // 4])
+            ),
             node("ConstantOfShape", ["length"], ["zeros"]),
             node("Cast", ["i"], ["index"], to=TensorProto.INT64),
             node("Gather", ["zeros", "index"], ["zero"]),
@@ -120,7 +127,9 @@ def test_publish_of_model_that_ends_its_trial_load_is_refused(
     start: Callable[..., Server], tmp_path: Path, fate: str, words: list[str]
 ) -> None:
     server = start(
-        "from onnx_ops.serving.workers import supervisor\nsupervisor._PREPARE_S = 2" if fate == "hang" else ""
+        "from onnx_ops.serving.workers import supervisor\nsupervisor._PREPARE_S = 2"
+        if fate == "hang"
+        else ""
     )
     error = refused(server, fatal(tmp_path / fate, fate))
     assert fate in error["what"]
@@ -140,11 +149,15 @@ def test_publish_of_model_that_crashes_on_nonzero_inputs_is_refused(
     (tmp_path / "model").mkdir()
     write_softsign(tmp_path / "model" / "model.onnx")
     build_library(tmp_path / "ops.c", tmp_path / "model" / "ops.so")
-    error = refused(start(), replace(deploy(tmp_path / "model", name="crash"), custom_ops=("ops.so",)))
+    error = refused(
+        start(), replace(deploy(tmp_path / "model", name="crash"), custom_ops=("ops.so",))
+    )
     assert "signal SIGABRT" in error["why"]
 
 
-def test_publish_of_model_beyond_process_memory_limit_is_refused(start: Callable[..., Server], tmp_path: Path) -> None:
+def test_publish_of_model_beyond_process_memory_limit_is_refused(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
     error = refused(start(LIMITED), large(tmp_path / "large", 2 * LIMIT))
     assert "memory limit" in error["why"]
     assert f"address space of a worker is limited to {LIMIT >> 20} MiB" in error["why"]
@@ -181,7 +194,11 @@ def memory_group() -> Iterator[tuple[Path, Path]]:
 @pytest.mark.parametrize("share", [0.6, 2.0])
 @pytest.mark.parametrize("can_read", [True, False])
 def test_publish_of_model_beyond_memory_limit_of_all_workers_is_refused(
-    memory_group: tuple[Path, Path], start: Callable[..., Server], tmp_path: Path, share: float, can_read: bool
+    memory_group: tuple[Path, Path],
+    start: Callable[..., Server],
+    tmp_path: Path,
+    share: float,
+    can_read: bool,
 ) -> None:
     folder, limit = memory_group
     root = read_below(Path("/") if can_read else tmp_path / "empty")
@@ -193,7 +210,9 @@ def test_publish_of_model_beyond_memory_limit_of_all_workers_is_refused(
         assert "MiB are available" in error["why"]
         assert "SIGKILL" not in server.log()
     else:
-        assert "signal SIGKILL, which the kernel sends when a memory limit is exceeded" in error["why"]
+        assert (
+            "signal SIGKILL, which the kernel sends when a memory limit is exceeded" in error["why"]
+        )
 
 
 def read_below(root: Path) -> str:
@@ -220,13 +239,25 @@ def set_available(root: Path, size: int) -> None:
 @pytest.mark.parametrize(
     ("available", "words"),
     [
-        pytest.param(100 * MIB, ["more than", "3 workers", "100 MiB are available"], id="less than one worker needs"),
-        pytest.param(300 * MIB, ["it needs 4", "3 workers", "300 MiB are available"], id="less than all workers need"),
+        pytest.param(
+            100 * MIB,
+            ["more than", "3 workers", "100 MiB are available"],
+            id="less than one worker needs",
+        ),
+        pytest.param(
+            300 * MIB,
+            ["it needs 4", "3 workers", "300 MiB are available"],
+            id="less than all workers need",
+        ),
         pytest.param(0, ["more than", "3 workers", " 0 MiB are available"], id="none"),
     ],
 )
 def test_publish_of_model_beyond_available_memory_names_its_need(
-    start: Callable[..., Server], tmp_path: Path, memory_root: Path, available: int, words: list[str]
+    start: Callable[..., Server],
+    tmp_path: Path,
+    memory_root: Path,
+    available: int,
+    words: list[str],
 ) -> None:
     server = start(read_below(memory_root), "--workers=3")
     set_available(memory_root, available)
@@ -240,10 +271,14 @@ def test_publish_of_model_beyond_available_memory_names_its_need(
     assert server.publish(state_of(model, large=100), 2).status == 200
 
 
-def test_reported_memory_need_matches_memory_used_per_worker(start: Callable[..., Server], tmp_path: Path) -> None:
+def test_reported_memory_need_matches_memory_used_per_worker(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
     server = start("", "--workers=2")
     before = {pid: measure_memory(pid)[0] for pid in server.workers()}
-    assert server.publish(state_of(large(tmp_path / "large", 128 * MIB), large=100), 2).status == 200
+    assert (
+        server.publish(state_of(large(tmp_path / "large", 128 * MIB), large=100), 2).status == 200
+    )
     used = [measure_memory(pid)[0] - before[pid] for pid in server.workers()]
     (need,) = re.findall(r"deployment large needs .* × (\d+) MiB at the peak", server.log())
     assert len(used) == 2
@@ -271,10 +306,15 @@ def test_publish_of_deployment_and_shadow_checks_their_total_memory(
     first = large(tmp_path / "first", 64 * MIB)
     second = replace(large(tmp_path / "second", 64 * MIB), name="second", version="3")
     state = mirrored(first, second)
-    set_available(memory_root, 210 * MIB)  # enough for both in the worker, but not for the shadow process, too
+    set_available(
+        memory_root, 210 * MIB
+    )  # enough for both in the worker, but not for the shadow process, too
     answer = server.publish(state, 2)
     assert answer.status == 422
-    assert answer.json()["what"] == "deployment large, second does not fit into the memory of the server"
+    assert (
+        answer.json()["what"]
+        == "deployment large, second does not fit into the memory of the server"
+    )
     assert "in shadow processes" in answer.json()["why"]
     assert server.generation() == 1
     set_available(memory_root, 270 * MIB)
@@ -289,8 +329,13 @@ def perceptron(folder: Path, *widths: int) -> Deployment:
         for number, shape in enumerate(pairwise(widths))
     ]
     names = ["x", *(f"h{number}" for number in range(len(weights) - 1)), "y"]
-    nodes = [helper.make_node("MatMul", [names[k], f"w{k}"], [names[k + 1]]) for k in range(len(weights))]
-    x, y = ((name, TensorProto.FLOAT, ["batch", width]) for name, width in (("x", widths[0]), ("y", widths[-1])))
+    nodes = [
+        helper.make_node("MatMul", [names[k], f"w{k}"], [names[k + 1]]) for k in range(len(weights))
+    ]
+    x, y = (
+        (name, TensorProto.FLOAT, ["batch", width])
+        for name, width in (("x", widths[0]), ("y", widths[-1]))
+    )
     save_graph(folder, nodes, [x], [y], weights)
     return deploy(folder, name=folder.name, version="2")
 
@@ -335,7 +380,9 @@ supervisor.run_trial_load = recorded
 """
 
 
-def test_publish_tries_only_deployments_new_to_workers(start: Callable[..., Server], tmp_path: Path) -> None:
+def test_publish_tries_only_deployments_new_to_workers(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
     server = start(RECORDED, "--workers=2")
     blue = replace(scaled(tmp_path / "again", "blue"), location=str(tmp_path / "blue"))
     green, red = scaled(tmp_path, "green"), scaled(tmp_path, "red")
@@ -353,7 +400,9 @@ def test_publish_tries_only_deployments_new_to_workers(start: Callable[..., Serv
         assert trials.read_text().split() == expected, generation
 
 
-@pytest.mark.parametrize(("rounds", "least"), [(3, 500), pytest.param(100, 30_000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("rounds", "least"), [(3, 500), pytest.param(100, 30_000, marks=pytest.mark.nightly)]
+)
 def test_publication_of_bad_models_fails_no_live_request(
     start: Callable[..., Server], tmp_path: Path, rounds: int, least: int
 ) -> None:
@@ -362,7 +411,12 @@ def test_publication_of_bad_models_fails_no_live_request(
         "signal SIGABRT": fatal(tmp_path / "abort", "abort"),
         f"limited to {LIMIT >> 20} MiB": large(tmp_path / "large", 2 * LIMIT),
     }
-    plan = LoadPlan(url=server.url(INFER), payloads=[Payload(body=infer_body([1, 2]))], connections=8, seconds=600)
+    plan = LoadPlan(
+        url=server.url(INFER),
+        payloads=[Payload(body=infer_body([1, 2]))],
+        connections=8,
+        seconds=600,
+    )
     with LoadProcess(plan) as load:
         for why, deployment in [*bad.items()] * rounds:
             answer = server.publish(state_of(deployment, **{deployment.name: 100}), 2)

@@ -52,7 +52,9 @@ class AzureCloud:
     """
 
     def __init__(self, folder: Path, *, clock: Clock | None = None) -> None:
-        self._containers = Containers(model_variable="AZUREML_MODEL_DIR", port_variable="ONNX_OPS_PORT")
+        self._containers = Containers(
+            model_variable="AZUREML_MODEL_DIR", port_variable="ONNX_OPS_PORT"
+        )
         self._lock = threading.RLock()
         self._served = 0
         self._running: Counter[tuple[str, str]] = Counter()
@@ -113,7 +115,10 @@ class AzureCloud:
         with self._lock:
             # Operations hold functions that change their resources: nothing may be under way.
             state = {name: copy.copy(getattr(self.control, name)) for name in names}
-            bodies = {path: copy.deepcopy(resource.body) for path, resource in self.control.resources.items()}
+            bodies = {
+                path: copy.deepcopy(resource.body)
+                for path, resource in self.control.resources.items()
+            }
             routes = copy.deepcopy(self.control.routes)
             shared = dict(self.control.registries.models)
             autoscale = dict(self.control.autoscale.settings)
@@ -156,7 +161,12 @@ class AzureCloud:
                 return FAULTS[self.token_faults.pop(0)]
             expires = str(int(SystemClock().now()) + 86_400)
             known = call.headers.get("x-identity-header") == "fake"
-            token = {"access_token": TOKEN, "expires_on": expires, "resource": "azure", "token_type": "Bearer"}
+            token = {
+                "access_token": TOKEN,
+                "expires_on": expires,
+                "resource": "azure",
+                "token_type": "Bearer",
+            }
             return reply(200, token) if known else refuse(401, "Unauthorized", "who are you?")
         if call.path.startswith("/score/"):
             return self._score(call)
@@ -196,7 +206,11 @@ class AzureCloud:
             chosen = pinned or self._drawn(self.routes(endpoint)[-1])
             node = self.control.nodes.get((endpoint, chosen or ""))
             copies = [] if pinned else list(self.control.mirrors.get(endpoint, {}).items())
-            mirrored = [self.control.nodes[endpoint, name] for name, percent in copies if self._served % 100 < percent]
+            mirrored = [
+                self.control.nodes[endpoint, name]
+                for name, percent in copies
+                if self._served % 100 < percent
+            ]
         if node is None or chosen is None:
             return refuse(404, "NotFound", "No deployment takes the request.")
         place = (endpoint, chosen)
@@ -214,7 +228,11 @@ class AzureCloud:
             other.invoke(call.body, headers)
         if answer.status in (200, BROKEN):
             return Reply(status=answer.status, body=answer.body, headers={_PIN: chosen})
-        return Reply(status=MODEL_ERROR, body=answer.body, headers={_PIN: chosen, _MODEL_STATUS: str(answer.status)})
+        return Reply(
+            status=MODEL_ERROR,
+            body=answer.body,
+            headers={_PIN: chosen, _MODEL_STATUS: str(answer.status)},
+        )
 
     def _drawn(self, split: Mapping[str, int]) -> str | None:
         self._served += 1

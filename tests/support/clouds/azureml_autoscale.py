@@ -39,7 +39,9 @@ class Autoscale:
         """Azure takes numbers of instances as text, and one setting for a target."""
         properties = body["properties"]
         for profile in properties["profiles"]:
-            low, default, high = (int(profile["capacity"][key]) for key in ("minimum", "default", "maximum"))
+            low, default, high = (
+                int(profile["capacity"][key]) for key in ("minimum", "default", "maximum")
+            )
             texts = all(isinstance(value, str) for value in profile["capacity"].values())
             if not texts or not 0 < low <= default <= high or not body.get("location"):
                 return refuse(400, "BadRequest", "The autoscale setting is not valid.")

@@ -26,7 +26,11 @@ class Blobs:
     def below(self, folder: str) -> dict[str, bytes]:
         """The blobs of a folder, by their path in it."""
         prefix = f"{folder.strip('/')}/"
-        return {name.removeprefix(prefix): data for name, data in self.data.items() if name.startswith(prefix)}
+        return {
+            name.removeprefix(prefix): data
+            for name, data in self.data.items()
+            if name.startswith(prefix)
+        }
 
     def answer(self, call: Call, name: str) -> Reply:
         """Args: `name` is the blob's path in the container; empty for the container itself."""
@@ -88,7 +92,9 @@ class Blobs:
         names, folders = [], set()
         for name in sorted(self.data):
             if name.startswith(prefix):
-                head, cut, _ = name.removeprefix(prefix).partition(delimiter) if delimiter else (name, "", "")
+                head, cut, _ = (
+                    name.removeprefix(prefix).partition(delimiter) if delimiter else (name, "", "")
+                )
                 if cut:
                     folders.add(f"{prefix}{head}{delimiter}")
                 else:
@@ -98,15 +104,24 @@ class Blobs:
             "<BlobType>BlockBlob</BlobType></Properties></Blob>"
             for name in names
         )
-        rows += "".join(f"<BlobPrefix><Name>{escape(folder)}</Name></BlobPrefix>" for folder in sorted(folders))
+        rows += "".join(
+            f"<BlobPrefix><Name>{escape(folder)}</Name></BlobPrefix>" for folder in sorted(folders)
+        )
         xml = (
             '<?xml version="1.0" encoding="utf-8"?><EnumerationResults ContainerName="models">'
             f"<Prefix>{escape(prefix)}</Prefix><Blobs>{rows}</Blobs><NextMarker/></EnumerationResults>"
         )
-        return Reply(status=200, body=xml.encode(), headers={**_HEADERS, "Content-Type": "application/xml"})
+        return Reply(
+            status=200, body=xml.encode(), headers={**_HEADERS, "Content-Type": "application/xml"}
+        )
 
 
-_HEADERS = {"ETag": '"0x1"', "Last-Modified": _DATE, "x-ms-version": "2025-01-05", "x-ms-request-id": "1"}
+_HEADERS = {
+    "ETag": '"0x1"',
+    "Last-Modified": _DATE,
+    "x-ms-version": "2025-01-05",
+    "x-ms-request-id": "1",
+}
 
 
 def _error(status: int, code: str) -> Reply:

@@ -21,7 +21,9 @@ _NAME = re.compile(r"(?=.{3,32}\Z)[a-zA-Z]([-a-zA-Z0-9]*[a-zA-Z0-9])?")
 _ENDPOINT = re.compile(r"onlineEndpoints/(?P<name>[^/]+)")
 _DEPLOYMENT = re.compile(r"onlineEndpoints/(?P<endpoint>[^/]+)/deployments/(?P<name>[^/]+)")
 _ASSET = re.compile(r"(?P<kind>models|environments)/(?P<name>[^/]+)/versions/(?P<version>[^/]+)")
-_DATASTORE_PATH = re.compile(r"azureml://(?:subscriptions/.*/)?datastores/(?P<store>\w+)/paths/(?P<path>.+)")
+_DATASTORE_PATH = re.compile(
+    r"azureml://(?:subscriptions/.*/)?datastores/(?P<store>\w+)/paths/(?P<path>.+)"
+)
 _MOST_DEPLOYMENTS = 20
 _SPARE = 1.2
 _SOON = {"Retry-After": "0.01"}
@@ -97,7 +99,10 @@ class Control:
             return reply(200, around)
         if self.autoscale.concerns(call.path) and not self.conditions.forbidden:
             return self.autoscale.answer(call)
-        if not call.path.lower().startswith(self._workspace.lower()) or self.conditions.no_workspace:
+        if (
+            not call.path.lower().startswith(self._workspace.lower())
+            or self.conditions.no_workspace
+        ):
             return refuse(404, "ResourceNotFound", f"The Resource '{call.path}' was not found.")
         if self.conditions.forbidden:
             message = "The client does not have authorization to perform action over scope."
@@ -106,9 +111,13 @@ class Control:
 
     def _inside(self, call: Call, path: str) -> Reply:
         fixed: dict[str, Callable[[], Body]] = {
-            "": lambda: self._described("", {"properties": {"workspaceId": "1"}}) | {"location": LOCATION},
+            "": lambda: (
+                self._described("", {"properties": {"workspaceId": "1"}}) | {"location": LOCATION}
+            ),
             f"datastores/{STORE}": lambda: self._described(path, {"properties": _DATASTORE}),
-            "providers/Microsoft.Authorization/permissions": lambda: {"value": self.conditions.roles},
+            "providers/Microsoft.Authorization/permissions": lambda: {
+                "value": self.conditions.roles
+            },
         }
         if path in fixed:
             return reply(200, fixed[path]())
@@ -118,7 +127,9 @@ class Control:
             return self._list(f"{path}/")
         if found := re.fullmatch(r"onlineEndpoints/([^/]+)/listKeys", path):
             key = self.keys.get(found[1])
-            return reply(200, {"primaryKey": key, "secondaryKey": key}) if key else self._missing(path)
+            return (
+                reply(200, {"primaryKey": key, "secondaryKey": key}) if key else self._missing(path)
+            )
         if found := _ENDPOINT.fullmatch(path):
             return self._endpoint(call, path, found["name"])
         if found := _ASSET.fullmatch(path):
@@ -132,18 +143,30 @@ class Control:
             return {"value": [{"name": SIZE, "family": "standardDSv2Family", "vCPUs": CORES}]}
         if what == "usages":
             kind, limit = {"value": "standardDSv2Family"}, self.conditions.quota * CORES
-            used = sum(_instances(r.body) for p, r in self.resources.items() if "/deployments/" in p) * CORES
+            used = (
+                sum(_instances(r.body) for p, r in self.resources.items() if "/deployments/" in p)
+                * CORES
+            )
             return {"value": [{"name": kind, "currentValue": used, "limit": limit}]}
         if path.endswith(_REGISTRIES):
             group = f"{'/'.join(path.split('/')[:3])}/resourceGroups/group"
             names = self.conditions.container_registries
             ids = {name: f"{group}{_REGISTRIES}/{name}" for name in names}
-            return {"value": [{"id": ids[n], "properties": {"loginServer": f"{n}.azurecr.io"}} for n in names]}
+            return {
+                "value": [
+                    {"id": ids[n], "properties": {"loginServer": f"{n}.azurecr.io"}} for n in names
+                ]
+            }
         if _IDENTITIES in path:
             return {"properties": {"principalId": f"principal-of-{path.rpartition('/')[2]}"}}
-        if _REGISTRIES in path and path.endswith("/providers/Microsoft.Authorization/roleAssignments"):
+        if _REGISTRIES in path and path.endswith(
+            "/providers/Microsoft.Authorization/roleAssignments"
+        ):
             role = f"/providers/Microsoft.Authorization/roleDefinitions/{_ACR_PULL}"
-            may = [{"principalId": f"principal-of-{n}", "roleDefinitionId": role} for n in self.conditions.pullers]
+            may = [
+                {"principalId": f"principal-of-{n}", "roleDefinitionId": role}
+                for n in self.conditions.pullers
+            ]
             return {"value": [{"properties": properties} for properties in may]}
         return None
 
@@ -152,7 +175,9 @@ class Control:
         if call.method == "GET":
             return self._get(there, path)
         if there is not None and there.state in BUSY:
-            message = f"Cannot change endpoint {name} because it is in {there.state} provisioning state."
+            message = (
+                f"Cannot change endpoint {name} because it is in {there.state} provisioning state."
+            )
             return refuse(409, "Conflict", message)
         if call.method == "DELETE":
 
@@ -169,8 +194,12 @@ class Control:
             return wrong
         resource, before = self._written(path, body)
         properties = resource.body["properties"]
-        properties["traffic"] = {k.lower(): v for k, v in (properties.get("traffic") or {}).items() if v}
-        properties["mirrorTraffic"] = {k.lower(): v for k, v in (properties.get("mirrorTraffic") or {}).items() if v}
+        properties["traffic"] = {
+            k.lower(): v for k, v in (properties.get("traffic") or {}).items() if v
+        }
+        properties["mirrorTraffic"] = {
+            k.lower(): v for k, v in (properties.get("mirrorTraffic") or {}).items() if v
+        }
         properties["scoringUri"] = f"{self._url}/score/{name}/invocations"
         self.keys.setdefault(name, f"key-of-{name}")
 
@@ -185,7 +214,9 @@ class Control:
     def _wrong_endpoint(self, name: str, body: Body) -> Reply | None:
         if not _NAME.fullmatch(name):
             return refuse(400, "BadArgument", f"Endpoint name {name} is not valid.")
-        traffic, mirror = (body["properties"].get(key) or {} for key in ("traffic", "mirrorTraffic"))
+        traffic, mirror = (
+            body["properties"].get(key) or {} for key in ("traffic", "mirrorTraffic")
+        )
         if sum(traffic.values()) not in (0, 100):
             return refuse(400, "BadArgument", "Traffic must sum to 0 or 100.")
         if len(mirror) > 1 or any(v > 50 or traffic.get(k) for k, v in mirror.items()):
@@ -193,7 +224,9 @@ class Control:
         for deployment in (*traffic, *mirror):
             found = self.resources.get(f"onlineEndpoints/{name}/deployments/{deployment.lower()}")
             if found is None or found.state != "Succeeded":
-                return refuse(404, "NotFound", f"Deployment {deployment} was not found in endpoint {name}.")
+                return refuse(
+                    404, "NotFound", f"Deployment {deployment} was not found in endpoint {name}."
+                )
         return None
 
     def _deployment(self, call: Call, path: str, endpoint: str, name: str) -> Reply:
@@ -207,9 +240,14 @@ class Control:
                 message = f"Cannot create a deployment because {what} is in {found.state} provisioning state"
                 return refuse(409, "Conflict", message)
         if call.method == "DELETE":
-            split = {**owner.body["properties"]["traffic"], **owner.body["properties"]["mirrorTraffic"]}
+            split = {
+                **owner.body["properties"]["traffic"],
+                **owner.body["properties"]["mirrorTraffic"],
+            }
             if split.get(name):
-                return refuse(400, "BadRequest", f"Deployment {name} has traffic and cannot be deleted.")
+                return refuse(
+                    400, "BadRequest", f"Deployment {name} has traffic and cannot be deleted."
+                )
 
             def forget() -> None:
                 self.resources.pop(path, None)
@@ -222,7 +260,9 @@ class Control:
 
     def _written_deployment(self, call: Call, path: str, endpoint: str, name: str) -> Reply:
         body = json.loads(call.body)
-        if call.method == "PATCH":  # tags and the number of instances are all that may change of what runs
+        if (
+            call.method == "PATCH"
+        ):  # tags and the number of instances are all that may change of what runs
             if set(body) - {"tags", "sku"}:
                 return refuse(400, "BadArgument", "Only tags and sku can be changed.")
             body = {**copy.deepcopy(self.resources[path].body), **body}
@@ -248,14 +288,22 @@ class Control:
         wanted = _instances(body)
         if used + wanted > self.conditions.quota:
             kind = body["properties"]["instanceType"]
-            message = f"Not enough quota available for {kind}. Current usage: {used}. Needed: {wanted}."
+            message = (
+                f"Not enough quota available for {kind}. Current usage: {used}. Needed: {wanted}."
+            )
             return refuse(400, "OutOfQuota", message)
-        siblings = [p for p in self.resources if p.startswith(path.rpartition("/")[0]) and p != path]
+        siblings = [
+            p for p in self.resources if p.startswith(path.rpartition("/")[0]) and p != path
+        ]
         if len(siblings) >= _MOST_DEPLOYMENTS:
-            return refuse(400, "BadRequest", "The endpoint has the most deployments that are allowed.")
+            return refuse(
+                400, "BadRequest", "The endpoint has the most deployments that are allowed."
+            )
         return None
 
-    def _launched(self, resource: Resource, endpoint: str, name: str, before: Body | None) -> tuple[str, str] | None:
+    def _launched(
+        self, resource: Resource, endpoint: str, name: str, before: Body | None
+    ) -> tuple[str, str] | None:
         """Mount the model and start the container; why not, if that fails."""
         properties = resource.body["properties"]
         shared = self.registries.files(str(properties["model"]))
@@ -304,7 +352,10 @@ class Control:
         operation = resource.begin(state, self.conditions.looks, effect)
         number = str(len(self._operations) + 1)
         self._operations[number] = (resource, operation)
-        headers = {"Azure-AsyncOperation": f"{self._url}/operations/{number}?api-version=1", **_SOON}
+        headers = {
+            "Azure-AsyncOperation": f"{self._url}/operations/{number}?api-version=1",
+            **_SOON,
+        }
         return reply(201 if state == "Creating" else 200, resource.body, headers)
 
     def _delete(self, there: Resource | None, effect: Callable[[], None]) -> Reply:
@@ -312,7 +363,9 @@ class Control:
             return reply(204)
         started = self._begun(there, "Deleting", effect)
         headers = {k: v for k, v in started.headers.items() if k != "Retry-After"}
-        return reply(202, None, {**headers, **_DELETED, "Location": headers["Azure-AsyncOperation"]})
+        return reply(
+            202, None, {**headers, **_DELETED, "Location": headers["Azure-AsyncOperation"]}
+        )
 
     def _operation(self, path: str) -> Reply:
         resource, operation = self._operations[path.rpartition("/")[2]]
@@ -336,7 +389,9 @@ class Control:
         for resource in found:
             resource.look()
         kept = [resource for path, resource in self.resources.items() if path.startswith(prefix)]
-        return reply(200, {"value": [body for resource in kept if (body := resource.shown()) is not None]})
+        return reply(
+            200, {"value": [body for resource in kept if (body := resource.shown()) is not None]}
+        )
 
     def _described(self, path: str, body: Mapping[str, Any]) -> Body:
         full = f"{self._workspace}/{path}".rstrip("/")

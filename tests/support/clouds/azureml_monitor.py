@@ -41,11 +41,16 @@ class Monitor:
             first, last = (_seconds(text) for text in call.query["timespan"].split("/"))
         except (KeyError, ValueError):
             return refuse(400, "BadRequest", "timespan is not valid")
-        if call.query.get("interval") != "PT1M" or call.query.get("aggregation", "").lower() != "average":
+        if (
+            call.query.get("interval") != "PT1M"
+            or call.query.get("aggregation", "").lower() != "average"
+        ):
             return refuse(400, "BadRequest", "these metrics are averages of a minute")
         names = call.query.get("metricnames", "").split(",")
         with self._lock:
-            return reply(200, {"value": [self._metric(name, endpoint, first, last) for name in names]})
+            return reply(
+                200, {"value": [self._metric(name, endpoint, first, last) for name in names]}
+            )
 
     def _metric(self, name: str, endpoint: str, first: float, last: float) -> dict[str, Any]:
         series: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
@@ -54,7 +59,9 @@ class Monitor:
                 if of == endpoint and first <= minute < last:
                     ordered = sorted(values)
                     at = min(len(ordered) - 1, math.ceil(len(ordered) * int(found[1]) / 100) - 1)
-                    series[deployment, "", ""].append({"timeStamp": _text(minute), "average": ordered[at] * 1e3})
+                    series[deployment, "", ""].append(
+                        {"timeStamp": _text(minute), "average": ordered[at] * 1e3}
+                    )
         elif name == "RequestsPerMinute":
             for (of, deployment, status, minute), count in sorted(self._counts.items()):
                 if of == endpoint and first <= minute < last:
@@ -65,7 +72,11 @@ class Monitor:
             {
                 "metadatavalues": [
                     {"name": {"value": key}, "value": value}
-                    for key, value in (("deployment", deployment), ("statuscode", status), ("modelstatuscode", model))
+                    for key, value in (
+                        ("deployment", deployment),
+                        ("statuscode", status),
+                        ("modelstatuscode", model),
+                    )
                     if value
                 ],
                 "data": data,

@@ -11,9 +11,15 @@ from tests.support.clouds.azureml_web import Call, Reply
 
 REGISTRY = "shared"
 _DISCOVERY = re.compile(r"/registrymanagement/v1\.0/registries/(?P<name>[^/]+)/discovery")
-_INSIDE = re.compile(r"/mferp/managementfrontend/subscriptions/[^/]+/.*/registries/(?P<name>[^/]+)/(?P<path>.+)")
-_NAMED = re.compile(r"azureml://registries/(?P<registry>[^/]+)/(?P<path>models/[^/]+/versions/[^/]+)")
-_SOURCE = re.compile(r"azureml://locations/[^/]+/workspaces/[^/]+/(?P<path>models/[^/]+/versions/[^/]+)")
+_INSIDE = re.compile(
+    r"/mferp/managementfrontend/subscriptions/[^/]+/.*/registries/(?P<name>[^/]+)/(?P<path>.+)"
+)
+_NAMED = re.compile(
+    r"azureml://registries/(?P<registry>[^/]+)/(?P<path>models/[^/]+/versions/[^/]+)"
+)
+_SOURCE = re.compile(
+    r"azureml://locations/[^/]+/workspaces/[^/]+/(?P<path>models/[^/]+/versions/[^/]+)"
+)
 _SOON = {"Retry-After": "0.01"}
 
 
@@ -25,7 +31,10 @@ class Registries:
     """
 
     def __init__(
-        self, url: str, subscription: str, copied: Callable[[str], tuple[Body, Mapping[str, bytes]] | None]
+        self,
+        url: str,
+        subscription: str,
+        copied: Callable[[str], tuple[Body, Mapping[str, bytes]] | None],
     ) -> None:
         self.models: dict[str, tuple[Body, dict[str, bytes]]] = {}
         """Asset and files by its path in the registry."""
@@ -53,7 +62,11 @@ class Registries:
         if found is None or found["name"] != REGISTRY:
             return refuse(404, "ResourceNotFound", f"There is no registry at {call.path}.")
         if call.path.startswith("/registrymanagement/"):
-            about = {"registryName": REGISTRY, "subscriptionId": self._subscription, "resourceGroup": "registries"}
+            about = {
+                "registryName": REGISTRY,
+                "subscriptionId": self._subscription,
+                "resourceGroup": "registries",
+            }
             return reply(200, {**about, "primaryRegionResourceProviderUri": f"{self._url}/"})
         path = found["path"]
         if call.method == "POST" and path == "import":
@@ -61,7 +74,14 @@ class Registries:
         if path in self.models:
             return reply(200, self.models[path][0])
         if path.endswith("/versions"):
-            return reply(200, {"value": [body for at, (body, _) in self.models.items() if at.startswith(f"{path}/")]})
+            return reply(
+                200,
+                {
+                    "value": [
+                        body for at, (body, _) in self.models.items() if at.startswith(f"{path}/")
+                    ]
+                },
+            )
         return refuse(404, "ModelNotFound", f"{path} was not found in registry {REGISTRY}.")
 
     def _import(self, asked: Body) -> Reply:
@@ -74,7 +94,11 @@ class Registries:
             return refuse(409, "Conflict", f"{path} exists already in registry {REGISTRY}.")
         number, (body, files) = str(len(self._imports)), copied
         resource = Resource(body={"properties": {}})
-        about = {**body, "id": f"azureml://registries/{REGISTRY}/{path}", "name": asked["destinationVersion"]}
+        about = {
+            **body,
+            "id": f"azureml://registries/{REGISTRY}/{path}",
+            "name": asked["destinationVersion"],
+        }
 
         def effect() -> None:
             self.models[path] = (about, dict(files))

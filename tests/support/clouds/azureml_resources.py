@@ -53,7 +53,9 @@ class Resource:
                 self.operation.error = then()
                 self.operation.done = True
 
-    def begin(self, state: str, looks: int, then: Callable[[], tuple[str, str] | None]) -> Operation:
+    def begin(
+        self, state: str, looks: int, then: Callable[[], tuple[str, str] | None]
+    ) -> Operation:
         """Start an operation; the effect comes with its end."""
         self.state, self.left, self.then, self.operation = state, max(1, looks), then, Operation()
         return self.operation
@@ -70,7 +72,11 @@ class Resource:
 
 
 def reply(status: int, document: object = None, headers: Mapping[str, str] | None = None) -> Reply:
-    return Reply(status=status, body=b"" if document is None else json.dumps(document).encode(), headers=headers or {})
+    return Reply(
+        status=status,
+        body=b"" if document is None else json.dumps(document).encode(),
+        headers=headers or {},
+    )
 
 
 def refuse(status: int, code: str, message: str) -> Reply:

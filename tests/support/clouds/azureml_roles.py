@@ -16,7 +16,11 @@ from tests.support.clouds.azureml_web import Call
 from tests.support.processes import ROOT
 
 _BLOBS = "Microsoft.Storage/storageAccounts/blobServices/containers/blobs"
-BUILT_IN = {"blobContributor": tuple(f"{_BLOBS}/{verb}" for verb in ("read", "write", "delete", "add/action"))}
+BUILT_IN = {
+    "blobContributor": tuple(
+        f"{_BLOBS}/{verb}" for verb in ("read", "write", "delete", "add/action")
+    )
+}
 _RESOURCE = re.compile(r"^resource (\w+) '([^@]+)@[^']+' = \{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _ACTION = re.compile(r"'(Microsoft\.[\w./*]+/(?:read|write|delete|action))'")
 _VERBS = {"GET": "read", "HEAD": "read", "PUT": "write", "PATCH": "write", "DELETE": "delete"}
@@ -55,7 +59,9 @@ def granted() -> tuple[tuple[str, tuple[str, ...]], ...]:
     for kind, body in resources.values():
         if kind.endswith("roleAssignments") and "principalId: operator." in body:
             scope = re.search(r"^  scope: (\w+)$", body, re.MULTILINE)
-            role = re.search(r"roleDefinitionId: .*?(?:roles\.)?(\w+)(?:\.id|\))$", body, re.MULTILINE)
+            role = re.search(
+                r"roleDefinitionId: .*?(?:roles\.)?(\w+)(?:\.id|\))$", body, re.MULTILINE
+            )
             assert role is not None, body
             found.append((scope[1] if scope else "", own.get(role[1]) or BUILT_IN[role[1]]))
     return tuple(found)

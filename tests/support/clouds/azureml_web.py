@@ -52,8 +52,13 @@ PAGE = b"<!DOCTYPE html><html><body>Please sign in</body></html>"
 FAULTS: Mapping[Fault, Reply | None] = {
     "page": Reply(status=200, body=PAGE, headers={"Content-Type": "text/html"}),
     "page-error": Reply(status=500, body=PAGE, headers={"Content-Type": "text/html"}),
-    "throttle": Reply(status=429, body=b'{"error":{"code":"TooManyRequests","message":"Rate limit is exceeded"}}'),
-    "error": Reply(status=500, body=b'{"error":{"code":"InternalServerError","message":"Something went wrong"}}'),
+    "throttle": Reply(
+        status=429, body=b'{"error":{"code":"TooManyRequests","message":"Rate limit is exceeded"}}'
+    ),
+    "error": Reply(
+        status=500,
+        body=b'{"error":{"code":"InternalServerError","message":"Something went wrong"}}',
+    ),
     "drop": None,
     "hang": Reply(status=0, never=True),
     "conflict": Reply(
@@ -77,7 +82,9 @@ class Web:
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.load_cert_chain(self.certificate)
         self._server = _Server(("127.0.0.1", 0), _handler(answer), self._context)
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+        )
         self._thread.start()
 
     @property
@@ -96,12 +103,17 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(
-        self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], context: ssl.SSLContext
+        self,
+        address: tuple[str, int],
+        handler: type[BaseHTTPRequestHandler],
+        context: ssl.SSLContext,
     ) -> None:
         super().__init__(address, handler)
         self._context = context
 
-    def finish_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
+    def finish_request(
+        self, request: socket.socket | tuple[bytes, socket.socket], client_address: object
+    ) -> None:
         """The handshake is made in the connection's own thread."""
         if isinstance(request, socket.socket):
             with suppress(OSError), self._context.wrap_socket(request, server_side=True) as secured:
@@ -146,7 +158,11 @@ def _handler(answer: Callable[[Call], Reply | None]) -> type[BaseHTTPRequestHand
                         pass
                 return
             self.send_response(reply.status)
-            headers = {"Content-Type": "application/json", "Content-Length": str(len(reply.body)), **reply.headers}
+            headers = {
+                "Content-Type": "application/json",
+                "Content-Length": str(len(reply.body)),
+                **reply.headers,
+            }
             for name, value in headers.items():
                 self.send_header(name, value)
             self.end_headers()

@@ -47,7 +47,9 @@ class Container:
         """POST /invocations, as the cloud's front does."""
         began = time.monotonic()
         status, kind = BROKEN, "application/json"
-        data = json.dumps({"error": {"code": "BadGateway", "message": "the container does not answer"}}).encode()
+        data = json.dumps(
+            {"error": {"code": "BadGateway", "message": "the container does not answer"}}
+        ).encode()
         connection = http.client.HTTPConnection(_LOOPBACK, self.port, timeout=60)
         with closing(connection), suppress(OSError, http.client.HTTPException):
             connection.request("POST", "/invocations", body, dict(headers))
@@ -79,7 +81,9 @@ class Containers:
         folder: for the files; a temporary one without.
     """
 
-    def __init__(self, *, model_variable: str, port_variable: str, folder: Path | None = None) -> None:
+    def __init__(
+        self, *, model_variable: str, port_variable: str, folder: Path | None = None
+    ) -> None:
         self.startup_s = START_S
         """How long a container may take to answer its ping."""
         self._model_variable = model_variable
@@ -89,7 +93,9 @@ class Containers:
 
     def start(self, files: Mapping[str, bytes], variables: Mapping[str, str]) -> Container:
         """Raises NotReadyError if it does not answer its ping."""
-        key = digest_json([{name: digest_bytes(data) for name, data in files.items()}, dict(variables)])
+        key = digest_json(
+            [{name: digest_bytes(data) for name, data in files.items()}, dict(variables)]
+        )
         found = self._running.get(key)
         if found is not None and found.process.poll() is None:
             return found
@@ -116,7 +122,10 @@ class Containers:
                 env=environment,
                 start_new_session=True,
             )
-        container, deadline = Container(port=port, process=process), time.monotonic() + self.startup_s
+        container, deadline = (
+            Container(port=port, process=process),
+            time.monotonic() + self.startup_s,
+        )
         while time.monotonic() < deadline and process.poll() is None:
             if container.is_ready():
                 self._running[key] = container
@@ -124,7 +133,9 @@ class Containers:
             time.sleep(0.02)
         container.end(signal.SIGKILL)
         process.wait()
-        raise NotReadyError((place / "log").read_text(encoding="utf-8", errors="replace").strip()[-400:])
+        raise NotReadyError(
+            (place / "log").read_text(encoding="utf-8", errors="replace").strip()[-400:]
+        )
 
     def stop(self) -> None:
         for container in self._running.values():

@@ -55,7 +55,9 @@ def may_assume(role: str, claims: Mapping[str, str]) -> bool:
     context = {f"{TOKEN}:{name}": value for name, value in claims.items()}
     document = resources()[role]["Properties"]["AssumeRolePolicyDocument"]
     trusting = [
-        one for one in document["Statement"] if one["Principal"].get("Federated") == PARAMETERS["GitHubProvider"]
+        one
+        for one in document["Statement"]
+        if one["Principal"].get("Federated") == PARAMETERS["GitHubProvider"]
     ]
     request = Request("sts:AssumeRoleWithWebIdentity", "*", context)
     return is_allowed([{**one, "Resource": "*"} for one in trusting], request)
@@ -78,7 +80,11 @@ def resources() -> dict[str, Any]:
     """Return the template's resources with every function computed."""
     text = (ROOT / "infra" / "aws" / "onnx-ops.yaml").read_text(encoding="utf-8")
     document = yaml.load(text, Loader=_Template)  # noqa: S506 (a safe loader)
-    values = {name: about["Default"] for name, about in document["Parameters"].items() if "Default" in about}
+    values = {
+        name: about["Default"]
+        for name, about in document["Parameters"].items()
+        if "Default" in about
+    }
     values |= PARAMETERS
     conditions: dict[str, bool] = {}
     for name, condition in document["Conditions"].items():
@@ -143,7 +149,9 @@ def _holds(operator: str, wanted: list[str], value: str | None) -> bool:
         case "StringLike":
             return value is not None and any(_matches(pattern, value) for pattern in wanted)
         case _:
-            raise NotImplementedError(f"the simulator does not know the condition operator {operator}")
+            raise NotImplementedError(
+                f"the simulator does not know the condition operator {operator}"
+            )
 
 
 def _matches(pattern: str, text: str) -> bool:

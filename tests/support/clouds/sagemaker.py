@@ -86,7 +86,9 @@ class FakeSageMaker:
 
     def updates(self, endpoint: str) -> list[dict[str, Any]]:
         """Every UpdateEndpoint of an endpoint that was taken, in order."""
-        return [one for one in self._say("updates", {})["updates"] if one["EndpointName"] == endpoint]
+        return [
+            one for one in self._say("updates", {})["updates"] if one["EndpointName"] == endpoint
+        ]
 
     def denied(self) -> list[str]:
         """Action and resource of whatever was denied since this was asked last."""
@@ -105,7 +107,9 @@ def fake_sagemaker(folder: Path) -> Iterator[FakeSageMaker]:
     """Start one, with a bucket and a role that SageMaker may assume; end it and its containers afterwards."""
     command = [sys.executable, "-m", "tests.support.clouds.sagemaker_server", str(folder)]
     environ = {**os.environ, "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
-    with running_process(command, folder / "fake.log", (folder / "url").exists, cwd=ROOT, env=environ) as process:
+    with running_process(
+        command, folder / "fake.log", (folder / "url").exists, cwd=ROOT, env=environ
+    ) as process:
         fake = FakeSageMaker(url=(folder / "url").read_text(encoding="utf-8"), process=process)
         _furnish(fake)
         yield fake
@@ -131,5 +135,8 @@ def _client(url: str, service: str) -> Any:
 
 def _furnish(fake: FakeSageMaker) -> None:
     client(fake, "s3").create_bucket(Bucket=BUCKET)
-    name, trust = ROLE.rpartition("/")[2], resources()["ContainerRole"]["Properties"]["AssumeRolePolicyDocument"]
+    name, trust = (
+        ROLE.rpartition("/")[2],
+        resources()["ContainerRole"]["Properties"]["AssumeRolePolicyDocument"],
+    )
     client(fake, "iam").create_role(RoleName=name, AssumeRolePolicyDocument=json.dumps(trust))

@@ -13,7 +13,10 @@ from tests.support.clouds.sagemaker_parts import ACCOUNT, REGION, arn_of
 
 Tags = Mapping[str, Mapping[str, str]]
 """By ARN."""
-_NAMED = {"Model": ("model", "ModelName"), "EndpointConfig": ("endpoint-config", "EndpointConfigName")}
+_NAMED = {
+    "Model": ("model", "ModelName"),
+    "EndpointConfig": ("endpoint-config", "EndpointConfigName"),
+}
 _S3_OF_OBJECT = {"GET": "GetObject", "HEAD": "GetObject", "PUT": "PutObject", "POST": "PutObject"}
 _LINKED_ROLE = "sagemaker.application-autoscaling.amazonaws.com"
 
@@ -29,7 +32,9 @@ def requests_of(environ: Mapping[str, Any], tags: Tags) -> list[Request]:
         return list(_other(service, operation, json.loads(body or b"{}")))
     if environ["PATH_INFO"] == "/" and environ["REQUEST_METHOD"] == "POST":
         return list(_query({name: values[0] for name, values in parse_qs(body.decode()).items()}))
-    return [_s3(environ["REQUEST_METHOD"], environ["PATH_INFO"], str(environ.get("QUERY_STRING", "")))]
+    return [
+        _s3(environ["REQUEST_METHOD"], environ["PATH_INFO"], str(environ.get("QUERY_STRING", "")))
+    ]
 
 
 def _sagemaker(operation: str, request: Mapping[str, Any], tags: Tags) -> Iterator[Request]:
@@ -46,7 +51,11 @@ def _sagemaker(operation: str, request: Mapping[str, Any], tags: Tags) -> Iterat
     if given:
         yield Request("sagemaker:AddTags", arns[0], {**given, "sagemaker:TaggingAction": operation})
     if "ExecutionRoleArn" in request:
-        yield Request("iam:PassRole", request["ExecutionRoleArn"], {"iam:PassedToService": "sagemaker.amazonaws.com"})
+        yield Request(
+            "iam:PassRole",
+            request["ExecutionRoleArn"],
+            {"iam:PassedToService": "sagemaker.amazonaws.com"},
+        )
 
 
 def _nouns(operation: str) -> list[tuple[str, str]]:
@@ -74,7 +83,10 @@ def _other(service: str, operation: str, request: Mapping[str, Any]) -> Iterator
         else:
             yield Request("cloudwatch:DeleteAlarms", alarm)
     elif service.startswith("AmazonEC2ContainerRegistry"):
-        yield Request(f"ecr:{operation}", f"arn:aws:ecr:{REGION}:{ACCOUNT}:repository/{request['repositoryName']}")
+        yield Request(
+            f"ecr:{operation}",
+            f"arn:aws:ecr:{REGION}:{ACCOUNT}:repository/{request['repositoryName']}",
+        )
     elif service.startswith("GraniteService"):
         yield Request(f"cloudwatch:{operation}", "*")
     elif service.startswith("ServiceQuotas"):
@@ -95,7 +107,11 @@ def _query(request: Mapping[str, str]) -> Iterator[Request]:
 def _s3(method: str, path: str, query: str) -> Request:
     bucket, _, key = path.strip("/").partition("/")
     if not key:
-        action = "ListBucketMultipartUploads" if re.search(r"(^|&)uploads(=|&|$)", query) else "ListBucket"
+        action = (
+            "ListBucketMultipartUploads"
+            if re.search(r"(^|&)uploads(=|&|$)", query)
+            else "ListBucket"
+        )
         return Request(f"s3:{action}", f"arn:aws:s3:::{bucket}")
     if method == "DELETE":
         action = "AbortMultipartUpload" if "uploadId=" in query else "DeleteObject"

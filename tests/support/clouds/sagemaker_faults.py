@@ -16,7 +16,11 @@ Start = Callable[..., Any]
 
 _MOST_PATIENT_S = 600.0
 """No client waits longer for an answer that never comes."""
-_CREATES = {"CreateModel": "model", "CreateEndpointConfig": "endpoint configuration", "CreateEndpoint": "endpoint"}
+_CREATES = {
+    "CreateModel": "model",
+    "CreateEndpointConfig": "endpoint configuration",
+    "CreateEndpoint": "endpoint",
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,7 +73,11 @@ def deny(request: Request, *, speaks_json: bool, start: Start) -> Iterable[bytes
         return answer_json(start, 400, {"__type": "AccessDeniedException", "message": message})
     start("403 Forbidden", [("Content-Type", "application/xml")])
     error = f"<Error><Code>AccessDenied</Code><Message>{message}</Message></Error>"
-    return [(error if request.action.startswith("s3:") else f"<ErrorResponse>{error}</ErrorResponse>").encode()]
+    return [
+        (
+            error if request.action.startswith("s3:") else f"<ErrorResponse>{error}</ErrorResponse>"
+        ).encode()
+    ]
 
 
 def can_conflict(name: str, *, after: bool) -> bool:
@@ -84,7 +92,11 @@ def answer_json(
     start: Start, status: int, document: object, headers: Mapping[str, str] | None = None
 ) -> Iterable[bytes]:
     body = json.dumps(document).encode()
-    fields = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), *(headers or {}).items()]
+    fields = [
+        ("Content-Type", "application/json"),
+        ("Content-Length", str(len(body))),
+        *(headers or {}).items(),
+    ]
     start(f"{status} Said", fields)
     return [body]
 
@@ -107,7 +119,11 @@ def _said(kind: str, name: str, *, s3: bool) -> tuple[str, str, str]:
             code = "ExpiredToken" if s3 else "ExpiredTokenException"
             return "400 Bad Request", code, "The security token included in the request is expired"
         case "conflict", True:
-            return "409 Conflict", "ConditionalRequestConflict", "The conditional request cannot succeed now."
+            return (
+                "409 Conflict",
+                "ConditionalRequestConflict",
+                "The conditional request cannot succeed now.",
+            )
         case "conflict", False:
             made = _CREATES.get(name.removeprefix("SageMaker."))
             what = f"create already existing {made}" if made else "update in-progress endpoint"

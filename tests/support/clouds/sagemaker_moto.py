@@ -35,7 +35,9 @@ class Moto:
         from moto.backends import get_backend
 
         roles = get_backend("iam")[ACCOUNT]["aws"].roles.values()
-        return any(r.arn == role and _PRINCIPAL in json.dumps(r.assume_role_policy_document) for r in roles)
+        return any(
+            r.arn == role and _PRINCIPAL in json.dumps(r.assume_role_policy_document) for r in roles
+        )
 
     def lacks(self, role: str, action: str, resource: str) -> bool:
         """Whether the containers' role may not do what SageMaker does in its name."""
@@ -62,11 +64,15 @@ class Moto:
         try:
             with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as packed:
                 streams = {member.name: packed.extractfile(member) for member in packed}
-                files = {name: stream.read() for name, stream in streams.items() if stream is not None}
+                files = {
+                    name: stream.read() for name, stream in streams.items() if stream is not None
+                }
         except (tarfile.TarError, OSError, EOFError) as error:
             raise NotReadyError("Failed to extract model data archive from URL.") from error
         try:
-            return self._containers.start(files, {**described.get("Environment", {}), "ONNX_OPS_SERVE_WORKERS": "1"})
+            return self._containers.start(
+                files, {**described.get("Environment", {}), "ONNX_OPS_SERVE_WORKERS": "1"}
+            )
         except NotReadyError as error:
             checked = "did not pass the ping health check. Please check CloudWatch logs for this endpoint."
             raise NotReadyError(f"{checked} {error}") from error
@@ -81,7 +87,10 @@ class Moto:
             "Invocation5XXErrors": float(answer.status >= 500),
             "ModelLatency": answer.seconds * 1e6,
         }
-        dimensions = [{"Name": "EndpointName", "Value": endpoint}, {"Name": "VariantName", "Value": variant}]
+        dimensions = [
+            {"Name": "EndpointName", "Value": endpoint},
+            {"Name": "VariantName", "Value": variant},
+        ]
         at = datetime.fromtimestamp(self._clock(), UTC).replace(tzinfo=None)
         data = [
             {"MetricName": name, "Value": value, "Dimensions": dimensions, "Timestamp": at}
@@ -126,7 +135,9 @@ def policy_question(environ: dict[str, Any]) -> list[Request] | None:
     if asked.get("Action") != ["SimulatePrincipalPolicy"]:
         return None
     resources = [values[0] for name, values in asked.items() if name.startswith("ResourceArns.")]
-    actions = [values[0] for name, values in sorted(asked.items()) if name.startswith("ActionNames.")]
+    actions = [
+        values[0] for name, values in sorted(asked.items()) if name.startswith("ActionNames.")
+    ]
     about = {"role": asked["PolicySourceArn"][0]}
     return [Request(action, resource, about) for resource in resources for action in actions]
 

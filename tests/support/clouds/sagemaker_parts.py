@@ -14,7 +14,9 @@ CALLER = "AKIACALLER"
 class Invalid(Exception):
     """A ValidationException with SageMaker's text, or another error of the service by its code."""
 
-    def __init__(self, message: str, *, code: str = "ValidationException", status: int = 400) -> None:
+    def __init__(
+        self, message: str, *, code: str = "ValidationException", status: int = 400
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.status = status
@@ -84,7 +86,10 @@ def check_config(request: Mapping[str, Any]) -> None:
         raise Invalid("A serverless endpoint has one variant.")
     if serverless and ("DataCaptureConfig" in request or "InstanceType" in serverless[0]):
         raise Invalid("A serverless endpoint has neither instances nor data capture.")
-    if any("ServerlessConfig" not in v and not {"InstanceType", "InitialInstanceCount"} <= set(v) for v in production):
+    if any(
+        "ServerlessConfig" not in v and not {"InstanceType", "InitialInstanceCount"} <= set(v)
+        for v in production
+    ):
         raise Invalid("A variant needs an instance type and count, or a serverless config.")
 
 
@@ -142,7 +147,10 @@ def retain(old: Fleet, new: Fleet, but: list[str]) -> None:
 
 
 def page(
-    there: Mapping[str, dict[str, Any]], key: str, fields: tuple[str, ...], request: Mapping[str, Any]
+    there: Mapping[str, dict[str, Any]],
+    key: str,
+    fields: tuple[str, ...],
+    request: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Ten at a time, so that a client without paging misses some."""
     names = sorted(there)

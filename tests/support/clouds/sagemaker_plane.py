@@ -62,10 +62,16 @@ class Plane:
         if name in self._models:
             raise Invalid(f'Cannot create already existing model "{arn_of("model", name)}".')
         if not self._around.trusts(request["ExecutionRoleArn"]):
-            raise Invalid(f"Could not assume role {request['ExecutionRoleArn']}. Please ensure that the role exists.")
+            raise Invalid(
+                f"Could not assume role {request['ExecutionRoleArn']}. Please ensure that the role exists."
+            )
         url = request["PrimaryContainer"]["ModelDataUrl"]
-        if self._around.lacks(request["ExecutionRoleArn"], "s3:GetObject", f"arn:aws:s3:::{url.removeprefix('s3://')}"):
-            raise Invalid(f"Could not access model data at {url}. Please ensure that the role has permission.")
+        if self._around.lacks(
+            request["ExecutionRoleArn"], "s3:GetObject", f"arn:aws:s3:::{url.removeprefix('s3://')}"
+        ):
+            raise Invalid(
+                f"Could not access model data at {url}. Please ensure that the role has permission."
+            )
         if not self._around.has_object(url):
             raise Invalid(f"Could not find model data at {url}.")
         return self._keep(self._models, "model", "Model", name, request)
@@ -73,9 +79,13 @@ class Plane:
     def do_CreateEndpointConfig(self, request: dict[str, Any]) -> dict[str, Any]:  # noqa: N802
         name = request["EndpointConfigName"]
         if name in self._configs:
-            raise Invalid(f'Cannot create already existing endpoint configuration "{arn_of("endpoint-config", name)}".')
+            raise Invalid(
+                f'Cannot create already existing endpoint configuration "{arn_of("endpoint-config", name)}".'
+            )
         check_config(request)
-        capture = request.get("DataCaptureConfig", {}).get("DestinationS3Uri", "").removeprefix("s3://")
+        capture = (
+            request.get("DataCaptureConfig", {}).get("DestinationS3Uri", "").removeprefix("s3://")
+        )
         for variant in request["ProductionVariants"] if capture else ():
             role = self._get(self._models, "model", variant["ModelName"])["ExecutionRoleArn"]
             if self._around.lacks(role, "s3:PutObject", f"arn:aws:s3:::{capture}/1.jsonl"):
@@ -89,7 +99,9 @@ class Plane:
         return copy.deepcopy(self._get(self._models, "model", request["ModelName"]))
 
     def do_DescribeEndpointConfig(self, request: dict[str, Any]) -> dict[str, Any]:  # noqa: N802
-        return copy.deepcopy(self._get(self._configs, "endpoint configuration", request["EndpointConfigName"]))
+        return copy.deepcopy(
+            self._get(self._configs, "endpoint configuration", request["EndpointConfigName"])
+        )
 
     def do_DeleteModel(self, request: dict[str, Any]) -> dict[str, Any]:  # noqa: N802
         self._get(self._models, "model", request["ModelName"])
@@ -120,7 +132,9 @@ class Plane:
             raise Invalid(self.behaviour.quota, code="ResourceLimitExceeded")
         fleet = self._fleet(request["EndpointConfigName"])
         now = self._clock()
-        endpoint = Endpoint(name, fleet, "Creating", now, now, self.behaviour.reads, stale=self.behaviour.lag)
+        endpoint = Endpoint(
+            name, fleet, "Creating", now, now, self.behaviour.reads, stale=self.behaviour.lag
+        )
         self.endpoints[name] = endpoint
         self._tag(arn_of("endpoint", name), request)
         return {"EndpointArn": arn_of("endpoint", name)}
@@ -145,12 +159,17 @@ class Plane:
         if self.behaviour.quota:
             raise Invalid(self.behaviour.quota, code="ResourceLimitExceeded")
         if new.config == endpoint.fleet.config and endpoint.status == "InService":
-            raise Invalid(f"Endpoint {endpoint.name} is using the endpoint configuration {new.config} already.")
+            raise Invalid(
+                f"Endpoint {endpoint.name} is using the endpoint configuration {new.config} already."
+            )
         self._check_guards(endpoint, new, request)
         self._check_alarms(endpoint, request)
         self._check_scaling(endpoint, new)
         if request.get("RetainAllVariantProperties"):
-            excluded = [p["VariantPropertyType"] for p in request.get("ExcludeRetainedVariantProperties", ())]
+            excluded = [
+                p["VariantPropertyType"]
+                for p in request.get("ExcludeRetainedVariantProperties", ())
+            ]
             retain(endpoint.fleet, new, excluded)
         endpoint.request = request
         self.updates.append(request)
@@ -173,7 +192,9 @@ class Plane:
     def do_DeleteEndpoint(self, request: dict[str, Any]) -> dict[str, Any]:  # noqa: N802
         endpoint = self._endpoint(request["EndpointName"])
         if endpoint.status in _BUSY:
-            raise Invalid(f'Cannot update in-progress endpoint "{arn_of("endpoint", endpoint.name)}".')
+            raise Invalid(
+                f'Cannot update in-progress endpoint "{arn_of("endpoint", endpoint.name)}".'
+            )
         self._turn(endpoint, "Deleting", self.behaviour.reads)
         return {}
 
@@ -182,14 +203,20 @@ class Plane:
         with self.lock:
             endpoint = self.endpoints.get(name)
             if endpoint is None or endpoint.status in ("Creating", "Failed", "Deleting"):
-                raise Invalid(f"Endpoint {name} of account {ACCOUNT} not found.", code="ValidationError")
+                raise Invalid(
+                    f"Endpoint {name} of account {ACCOUNT} not found.", code="ValidationError"
+                )
             return copy.copy(endpoint.fleet)
 
     def _pass(self, endpoint: Endpoint) -> None:
         """One more read goes by."""
         if endpoint.status not in _BUSY:
             return
-        if endpoint.status == "Updating" and endpoint.pending is not None and (why := self._alarmed(endpoint)):
+        if (
+            endpoint.status == "Updating"
+            and endpoint.pending is not None
+            and (why := self._alarmed(endpoint))
+        ):
             self._turn(endpoint, "RollingBack", 1)
             endpoint.reason = why
             return
@@ -202,7 +229,11 @@ class Plane:
             return self.behaviour.taken_back
         policy = endpoint.request.get("DeploymentConfig", {}).get("AutoRollbackConfiguration", {})
         firing = self._around.firing([alarm["AlarmName"] for alarm in policy.get("Alarms", ())])
-        return f"One or more configured alarms are in the ALARM state: {', '.join(firing)}" if firing else ""
+        return (
+            f"One or more configured alarms are in the ALARM state: {', '.join(firing)}"
+            if firing
+            else ""
+        )
 
     def _after_Creating(self, endpoint: Endpoint) -> None:  # noqa: N802
         try:
@@ -242,7 +273,9 @@ class Plane:
         del self.endpoints[endpoint.name]
         self.tags.pop(arn_of("endpoint", endpoint.name), None)
 
-    def _turn(self, endpoint: Endpoint, status: str, reads: int, *, pending: Fleet | None = None) -> None:
+    def _turn(
+        self, endpoint: Endpoint, status: str, reads: int, *, pending: Fleet | None = None
+    ) -> None:
         endpoint.status, endpoint.left, endpoint.stale = status, reads, self.behaviour.lag
         endpoint.pending = pending or endpoint.pending
         endpoint.modified = self._clock()
@@ -253,7 +286,9 @@ class Plane:
             try:
                 variant.container = self._around.start(model)
             except Exception as error:
-                raise Invalid(f"The primary container for production variant {variant.name} {error}") from error
+                raise Invalid(
+                    f"The primary container for production variant {variant.name} {error}"
+                ) from error
 
     def _fleet(self, config_name: str) -> Fleet:
         config = self._get(self._configs, "endpoint configuration", config_name)
@@ -264,7 +299,9 @@ class Plane:
         if not guards:
             return
         if {v.name for v in endpoint.fleet.production} != {v.name for v in new.production}:
-            raise Invalid("Deployment guardrails need the same variant names in the old and the new configuration.")
+            raise Invalid(
+                "Deployment guardrails need the same variant names in the old and the new configuration."
+            )
         routing = guards.get("BlueGreenUpdatePolicy", {}).get("TrafficRoutingConfiguration", {})
         for key, low, high in (("CanarySize", 1, 50), ("LinearStepSize", 10, 50)):
             if key in routing and not low <= routing[key]["Value"] <= high:
@@ -275,19 +312,25 @@ class Plane:
     def _check_alarms(self, endpoint: Endpoint, request: Mapping[str, Any]) -> None:
         """SageMaker looks at the alarms in the name of the containers' role."""
         policy = request.get("DeploymentConfig", {}).get("AutoRollbackConfiguration", {})
-        roles = {self._models[variant.model]["ExecutionRoleArn"] for variant in endpoint.fleet.production}
+        roles = {
+            self._models[variant.model]["ExecutionRoleArn"] for variant in endpoint.fleet.production
+        }
         for alarm in policy.get("Alarms", ()):
             arn = f"arn:aws:cloudwatch:{REGION}:{ACCOUNT}:alarm:{alarm['AlarmName']}"
             for role in roles:
                 if self._around.lacks(role, "cloudwatch:DescribeAlarms", arn):
-                    raise Invalid(f"Role {role} may not perform cloudwatch:DescribeAlarms on {arn}.")
+                    raise Invalid(
+                        f"Role {role} may not perform cloudwatch:DescribeAlarms on {arn}."
+                    )
 
     def _check_scaling(self, endpoint: Endpoint, new: Fleet) -> None:
         kept = {variant.name: variant.instance_type for variant in new.production}
         for variant in endpoint.fleet.production:
             resource = f"endpoint/{endpoint.name}/variant/{variant.name}"
             if kept.get(variant.name) != variant.instance_type and self._around.scaled(resource):
-                raise Invalid(f"The variant {variant.name} is registered with Application Auto Scaling: deregister it.")
+                raise Invalid(
+                    f"The variant {variant.name} is registered with Application Auto Scaling: deregister it."
+                )
 
     def _resting(self, name: str) -> Endpoint:
         endpoint = self._endpoint(name)
@@ -303,7 +346,12 @@ class Plane:
         return self.endpoints[name]
 
     def _keep(
-        self, there: dict[str, dict[str, Any]], noun: str, kind: str, name: str, request: dict[str, Any]
+        self,
+        there: dict[str, dict[str, Any]],
+        noun: str,
+        kind: str,
+        name: str,
+        request: dict[str, Any],
     ) -> dict[str, Any]:
         arn = {f"{kind}Arn": arn_of(noun, name)}
         kept = {key: value for key, value in request.items() if key != "Tags"}
@@ -317,5 +365,7 @@ class Plane:
     @staticmethod
     def _get(there: Mapping[str, dict[str, Any]], noun: str, name: str) -> dict[str, Any]:
         if name not in there:
-            raise Invalid(f'Could not find {noun} "{arn_of(noun.replace("uration", "").replace(" ", "-"), name)}".')
+            raise Invalid(
+                f'Could not find {noun} "{arn_of(noun.replace("uration", "").replace(" ", "-"), name)}".'
+            )
         return there[name]

@@ -59,7 +59,9 @@ class Fake:
 
         self.shift_s = 0.0
         self.containers = Containers(
-            model_variable="ONNX_OPS_MODEL_DIR", port_variable="SAGEMAKER_BIND_TO_PORT", folder=folder
+            model_variable="ONNX_OPS_MODEL_DIR",
+            port_variable="SAGEMAKER_BIND_TO_PORT",
+            folder=folder,
         )
         self.around = Moto(self.containers, self.now)
         self.plane = Plane(self.around, self.now)
@@ -87,7 +89,9 @@ class Fake:
     def __call__(self, environ: dict[str, Any], start: Start) -> Iterable[bytes]:
         path, target = environ.get("PATH_INFO", ""), environ.get("HTTP_X_AMZ_TARGET", "")
         # A connection that stays open must not hold the rest of a request that a fault has cut short.
-        environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)))
+        environ["wsgi.input"] = io.BytesIO(
+            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        )
         if path.startswith("/_fake/"):
             given = json.loads(_body(environ) or b"{}")
             return answer_json(start, 200, self._order(path.removeprefix("/_fake/"), given))
@@ -121,13 +125,18 @@ class Fake:
                 return request
         return None
 
-    def _answer(self, environ: dict[str, Any], target: str) -> tuple[str, list[tuple[str, str]], bytes]:
+    def _answer(
+        self, environ: dict[str, Any], target: str
+    ) -> tuple[str, list[tuple[str, str]], bytes]:
         if target.startswith("SageMaker."):
             return self._control(environ, target)
         if target == "ServiceQuotasV20190624.ListServiceQuotas":
             with self.plane.lock:
                 limits = self.plane.behaviour.limits
-            quotas = [{"QuotaName": f"{kind} for endpoint usage", "Value": value} for kind, value in limits.items()]
+            quotas = [
+                {"QuotaName": f"{kind} for endpoint usage", "Value": value}
+                for kind, value in limits.items()
+            ]
             headers = [("Content-Type", "application/x-amz-json-1.1")]
             return "200 OK", headers, json.dumps({"Quotas": quotas}).encode()
         if (asked := policy_question(environ)) is not None:
@@ -136,11 +145,17 @@ class Fake:
             return "200 OK", [("Content-Type", "text/xml")], policy_answer(asked, denied)
         return _whole(self._moto, environ)
 
-    def _control(self, environ: dict[str, Any], target: str) -> tuple[str, list[tuple[str, str]], bytes]:
+    def _control(
+        self, environ: dict[str, Any], target: str
+    ) -> tuple[str, list[tuple[str, str]], bytes]:
         headers = [("Content-Type", "application/x-amz-json-1.1")]
         try:
             operation, request = self._wire.read(target, _body(environ))
-            return "200 OK", headers, self._wire.write(operation, self.plane.call(operation, request))
+            return (
+                "200 OK",
+                headers,
+                self._wire.write(operation, self.plane.call(operation, request)),
+            )
         except Invalid as error:
             body = json.dumps({"__type": error.code, "message": str(error)}).encode()
             return f"{error.status} Error", headers, body
@@ -151,18 +166,28 @@ class Fake:
             fleet = self.plane.serving(endpoint)
             if len(body) > _MOST_BYTES:
                 raise Invalid("Request size exceeded", code="ValidationError", status=413)
-            variant = self._choose(endpoint, fleet, environ.get("HTTP_X_AMZN_SAGEMAKER_TARGET_VARIANT", ""))
+            variant = self._choose(
+                endpoint, fleet, environ.get("HTTP_X_AMZN_SAGEMAKER_TARGET_VARIANT", "")
+            )
         except Invalid as error:
-            return answer_json(start, error.status, {"message": str(error)}, {"x-amzn-ErrorType": error.code})
+            return answer_json(
+                start, error.status, {"message": str(error)}, {"x-amzn-ErrorType": error.code}
+            )
         headers = {"content-type": environ.get("CONTENT_TYPE", "application/json")}
         answer: Answer = variant.container.invoke(body, headers)
         self.around.count(endpoint, variant.name, answer)
         fields = {"x-Amzn-Invoked-Production-Variant": variant.name}
         if answer.status != 200:
-            document = {"OriginalStatusCode": answer.status, "OriginalMessage": answer.body.decode(errors="replace")}
+            document = {
+                "OriginalStatusCode": answer.status,
+                "OriginalMessage": answer.body.decode(errors="replace"),
+            }
             message = f"Received server error ({answer.status}) from {variant.name} with the message above"
             return answer_json(
-                start, 424, {**document, "Message": message}, {**fields, "x-amzn-ErrorType": "ModelError"}
+                start,
+                424,
+                {**document, "Message": message},
+                {**fields, "x-amzn-ErrorType": "ModelError"},
             )
         length = ("Content-Length", str(len(answer.body)))
         start("200 OK", [("Content-Type", answer.content_type), length, *fields.items()])
@@ -233,7 +258,9 @@ def serve(folder: Path) -> None:
 
     class Handler(MotoRequestHandler):
         protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True  # an answer in several writes would wait for acknowledgements, 40 ms each
+        disable_nagle_algorithm = (
+            True  # an answer in several writes would wait for acknowledgements, 40 ms each
+        )
 
         def date_time_string(self, timestamp: float | None = None) -> str:
             text: str = super().date_time_string(fake.now() if timestamp is None else timestamp)

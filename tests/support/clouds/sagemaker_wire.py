@@ -43,7 +43,10 @@ class Wire:
         """Only what the service model knows of; raises AssertionError where the fake returns more."""
         shape = self._model.operation_model(operation).output_shape
         known = {} if shape is None else shape.members
-        assert set(answer) <= set(known) or operation.startswith("Describe"), (operation, sorted(answer))
+        assert set(answer) <= set(known) or operation.startswith("Describe"), (
+            operation,
+            sorted(answer),
+        )
         return json.dumps({key: value for key, value in answer.items() if key in known}).encode()
 
 
@@ -63,7 +66,9 @@ def check(value: Any, shape: Any, where: str) -> None:
             check(one, shape.value, where)
     elif shape.type_name == "string":
         _limit(len(value), shape, where)
-        pattern = _UNICODE.sub(r"\\w\\s", shape.metadata.get("pattern", "").replace("[\\p{L}\\p{Z}\\p{N}", "[\\w\\s"))
+        pattern = _UNICODE.sub(
+            r"\\w\\s", shape.metadata.get("pattern", "").replace("[\\p{L}\\p{Z}\\p{N}", "[\\w\\s")
+        )
         if pattern and not re.fullmatch(pattern, value):
             raise Invalid(f"{where}: {value!r} does not match {pattern}")
         if shape.metadata.get("enum") and value not in shape.metadata["enum"]:

@@ -38,7 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return error.exit_code if isinstance(error, OnnxOpsError) else 4
     summary = records.summary()
-    text = json.dumps(summary) if given.json else "\n".join(f"{name:<15} {value}" for name, value in summary.items())
+    text = (
+        json.dumps(summary)
+        if given.json
+        else "\n".join(f"{name:<15} {value}" for name, value in summary.items())
+    )
     sys.stdout.write(f"{text}\n")
     return 1 if records.failed or not len(records) else 0
 
@@ -83,14 +87,43 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("url", help="where requests are posted to")
-    add("--body", type=Path, action="append", default=[], help="file with a body; several are sent in turn")
-    add("--header", action="append", default=[], metavar="'NAME: VALUE'", help="sent with every request")
-    add("--connections", type=int, default=1, help="keep-alive connections, one request at a time on each (1)")
+    add(
+        "--body",
+        type=Path,
+        action="append",
+        default=[],
+        help="file with a body; several are sent in turn",
+    )
+    add(
+        "--header",
+        action="append",
+        default=[],
+        metavar="'NAME: VALUE'",
+        help="sent with every request",
+    )
+    add(
+        "--connections",
+        type=int,
+        default=1,
+        help="keep-alive connections, one request at a time on each (1)",
+    )
     add("--seconds", type=float, default=5.0, help="how long requests are begun (5)")
     add("--requests", type=int, default=0, help="how many requests at most (as many as fit)")
-    add("--rate", type=float, default=0.0, help="requests a second whether or not answers come (closed loop)")
-    add("--keys", type=int, default=0, help="how many users send, each with its x-user-key (no key)")
-    add("--timeout", type=float, default=10.0, help="seconds until a request without an answer has failed (10)")
+    add(
+        "--rate",
+        type=float,
+        default=0.0,
+        help="requests a second whether or not answers come (closed loop)",
+    )
+    add(
+        "--keys", type=int, default=0, help="how many users send, each with its x-user-key (no key)"
+    )
+    add(
+        "--timeout",
+        type=float,
+        default=10.0,
+        help="seconds until a request without an answer has failed (10)",
+    )
     add("--seed", type=int, default=0, help="of the arrivals (0)")
     add("--records", type=Path, help="file for one row a request (.npz)")
     add("--json", action="store_true", help="one JSON document")

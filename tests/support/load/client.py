@@ -51,7 +51,9 @@ class Connection:
     async def connect(self) -> None:
         """Raises OSError if the server takes no connection."""
         host, port = self._load.plan.address
-        _, self._wire = await asyncio.get_running_loop().create_connection(lambda: _Wire(self), host, port)
+        _, self._wire = await asyncio.get_running_loop().create_connection(
+            lambda: _Wire(self), host, port
+        )
 
     async def _connect_and_write(self) -> None:
         try:
@@ -107,7 +109,9 @@ class _Wire(asyncio.Protocol):
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._connection.ended(self, Failure.CLOSED if exc is None else Failure.RESET, reusable=False)
+        self._connection.ended(
+            self, Failure.CLOSED if exc is None else Failure.RESET, reusable=False
+        )
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -157,7 +161,9 @@ class Load:
                 await asyncio.wait_for(connection.connect(), self.plan.timeout_s)
         except (OSError, TimeoutError) as error:
             why = str(error) or "it timed out"
-            raise ServiceUnavailableError("the server takes no connection", where=self.plan.url, why=why) from error
+            raise ServiceUnavailableError(
+                "the server takes no connection", where=self.plan.url, why=why
+            ) from error
 
     async def run(self) -> Records:
         """Send until the plan's end, then wait for what is under way."""
@@ -180,10 +186,14 @@ class Load:
         rows = np.frombuffer(self._rows, dtype=np.int64).reshape(-1, _ROW)
         return Records.from_rows(rows, [name.decode("latin-1") for name in self._names])
 
-    def record(self, connection: Connection, number: int, due: int, status: int, answering: bytes) -> None:
+    def record(
+        self, connection: Connection, number: int, due: int, status: int, answering: bytes
+    ) -> None:
         done, sent, names = monotonic_ns(), connection.sent_ns, self._names
         deployment = names.setdefault(answering, len(names))
-        self._rows.extend((due, sent, done, status, deployment, number, self.requests.key_of(number)))
+        self._rows.extend(
+            (due, sent, done, status, deployment, number, self.requests.key_of(number))
+        )
         if self.plan.rate:
             self._idle.append(connection)
             self._dispatch()

@@ -49,7 +49,9 @@ class LoadPlan:
 
     def __post_init__(self) -> None:
         if urlsplit(self.url).scheme != "http" or not urlsplit(self.url).hostname:
-            raise UserError(f"{self.url!r} is not the address of a server", remedy="Give http://HOST:PORT/PATH.")
+            raise UserError(
+                f"{self.url!r} is not the address of a server", remedy="Give http://HOST:PORT/PATH."
+            )
         if not self.payloads:
             raise UserError("there is nothing to send", remedy="Give at least one payload.")
         if self.connections < 1 or self.seconds <= 0 or self.timeout_s <= 0:
@@ -69,9 +71,14 @@ class Requests:
     def __init__(self, plan: LoadPlan) -> None:
         parts = urlsplit(plan.url)
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        self._heads = [_head(target, parts.netloc, {**plan.headers, **p.headers}, p.body) for p in plan.payloads]
+        self._heads = [
+            _head(target, parts.netloc, {**plan.headers, **p.headers}, p.body)
+            for p in plan.payloads
+        ]
         self._tails = [b"\r\n" + payload.body for payload in plan.payloads]
-        self._keys = [f"{USER_KEY_HEADER}: user-{number}\r\n".encode() for number in range(plan.keys)] or [b""]
+        self._keys = [
+            f"{USER_KEY_HEADER}: user-{number}\r\n".encode() for number in range(plan.keys)
+        ] or [b""]
 
     def key_of(self, number: int) -> int:
         """Which user sends request `number`: each user sends every payload."""
@@ -83,7 +90,11 @@ class Requests:
 
 
 def _head(target: str, host: str, headers: Mapping[str, str], body: bytes) -> bytes:
-    sent = {"host": host, "content-type": "application/json", **{k.lower(): v for k, v in headers.items()}}
+    sent = {
+        "host": host,
+        "content-type": "application/json",
+        **{k.lower(): v for k, v in headers.items()},
+    }
     sent["content-length"] = str(len(body))
     if any("\r" in text or "\n" in text for text in (*sent, *sent.values(), target)):
         raise UserError("a header must not hold a line break")

@@ -28,7 +28,9 @@ class LoadProcess:
         """Raises MeasurementError if the load does not begin, for one because the server takes no connection."""
         self._folder = tempfile.TemporaryDirectory(prefix="load-")
         command = self._command(Path(self._folder.name))
-        self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
         assert self._process.stderr is not None
         line = self._process.stderr.readline()
         if not line.startswith(b"running"):
@@ -64,7 +66,9 @@ class LoadProcess:
         finally:
             self._discard()
         if stderr:
-            raise MeasurementError("the load complained", why=stderr.decode("utf-8", "replace")[-500:])
+            raise MeasurementError(
+                "the load complained", why=stderr.decode("utf-8", "replace")[-500:]
+            )
         return records
 
     def _discard(self) -> None:
@@ -95,7 +99,9 @@ class LoadProcess:
             command += ["--header", f"{name}: {text}"]
         for number, payload in enumerate(plan.payloads):
             if payload.headers:
-                raise MeasurementError("a load in a process of its own sends the plan's headers, not a payload's own")
+                raise MeasurementError(
+                    "a load in a process of its own sends the plan's headers, not a payload's own"
+                )
             path = folder / f"body-{number}"
             path.write_bytes(payload.body)
             command += ["--body", str(path)]

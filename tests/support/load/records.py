@@ -76,7 +76,10 @@ class Records:
     def failures(self) -> dict[str, int]:
         """How many failed, by HTTP status or by the name of the `Failure`."""
         counts = Counter(self.status[self.status != 200].tolist())
-        return {Failure(code).name.lower() if code < 0 else str(code): n for code, n in sorted(counts.items())}
+        return {
+            Failure(code).name.lower() if code < 0 else str(code): n
+            for code, n in sorted(counts.items())
+        }
 
     def by_deployment(self) -> dict[str, int]:
         """How many of the answers with 200 each deployment gave."""
@@ -96,7 +99,9 @@ class Records:
     def summary(self) -> dict[str, Any]:
         """The load in figures: `requests_per_s` counts answers with 200; quantiles are null where there are none."""
         good, spans = len(self) - self.failed, self.latencies_ms()
-        quantiles = {f"p{q}_ms": float(np.percentile(spans, q)) if len(spans) else None for q in (50, 90, 99)}
+        quantiles = {
+            f"p{q}_ms": float(np.percentile(spans, q)) if len(spans) else None for q in (50, 90, 99)
+        }
         return {
             "requests": len(self),
             "failed": self.failed,

@@ -75,14 +75,17 @@ class NodeRuntime(Runtime):
         """Return the hardware and runtime that measurements on the target are bound to."""
         name = self._library(target)
         return read_hardware(
-            target.runtime, f"{parse_pins(self._requirements(target))[name]} ({name}, {self._engine()})"
+            target.runtime,
+            f"{parse_pins(self._requirements(target))[name]} ({name}, {self._engine()})",
         )
 
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
         """Build a session and report its providers and which nodes they run."""
         document = self._ask("facts", target, model=_model(model))
         providers = [provider.name for provider in target.providers]
-        return codec.from_json({"runtime": target.runtime, "asked": providers, **document}, RuntimeFacts)
+        return codec.from_json(
+            {"runtime": target.runtime, "asked": providers, **document}, RuntimeFacts
+        )
 
     def rewritten(self, model: Path, target: Target, copy: Path) -> None:
         """Write the graph as the runtime has optimized it."""
@@ -92,37 +95,58 @@ class NodeRuntime(Runtime):
         """Write what a device needs to run the model into a folder."""
         write_package(model, target, folder)
 
-    def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
+    def run(
+        self, model: Path, target: Target, batches: tuple[Tensors, ...]
+    ) -> tuple[Mapping[str, Array], ...]:
         """Run each batch and return its outputs by name."""
         with self._process(target).shared_folder() as folder:
             requests = [
-                {"feed": write_tensors(feed, folder / f"feed-{number}"), "answer": str(folder / f"answer-{number}")}
+                {
+                    "feed": write_tensors(feed, folder / f"feed-{number}"),
+                    "answer": str(folder / f"answer-{number}"),
+                }
                 for number, feed in enumerate(batches)
             ]
             answers = self._ask("run", target, model=_loaded(model, target), batches=requests)
             return tuple(read_tensors(answer) for answer in answers)
 
-    def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
+    def sample(
+        self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int
+    ) -> RunSamples:
         """Time `runs` runs of one feed after `warmup` runs that are not timed."""
         import numpy as np
 
-        answer = self._measure("sample", target, feed, model=_loaded(model, target), runs=runs, warmup=warmup)
+        answer = self._measure(
+            "sample", target, feed, model=_loaded(model, target), runs=runs, warmup=warmup
+        )
         return RunSamples(
             nanoseconds=np.array(answer["nanoseconds"], dtype=np.int64),
             preempted=np.array(answer["preempted"], dtype=bool),
         )
 
     def benchmark(
-        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
+        self,
+        models: Sequence[Path],
+        target: Target,
+        feed: Tensors,
+        schedule: PairedBenchmarkSchedule,
     ) -> PairedBenchmarkSamples:
         """Time several models in alternating order by the schedule."""
         import numpy as np
 
-        rounds = _orders(np.random.default_rng(schedule.seed), len(models), schedule.rounds, schedule.blocks)
+        rounds = _orders(
+            np.random.default_rng(schedule.seed), len(models), schedule.rounds, schedule.blocks
+        )
         request = {"models": [_loaded(model, target) for model in models], "rounds": rounds}
-        answer = self._measure("benchmark", target, feed, **request, runs=schedule.runs, warmup=schedule.warmup)
+        answer = self._measure(
+            "benchmark", target, feed, **request, runs=schedule.runs, warmup=schedule.warmup
+        )
         shape = (schedule.rounds, schedule.blocks, len(models), schedule.runs)
-        probe = None if answer["probe"] is None else np.array(answer["probe"], dtype=np.int64).reshape(shape)
+        probe = (
+            None
+            if answer["probe"] is None
+            else np.array(answer["probe"], dtype=np.int64).reshape(shape)
+        )
         return PairedBenchmarkSamples(
             nanoseconds=np.array(answer["nanoseconds"], dtype=np.int64).reshape(shape),
             preempted=np.array(answer["preempted"], dtype=bool).reshape(shape),
@@ -130,11 +154,15 @@ class NodeRuntime(Runtime):
             calls=answer["calls"],
         )
 
-    def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
+    def under_load(
+        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule
+    ) -> LoadSamples:
         """Time windows of concurrent requests to each model."""
         import numpy as np
 
-        rounds = _orders(np.random.default_rng(schedule.seed), len(models), schedule.rounds, schedule.windows + 1)
+        rounds = _orders(
+            np.random.default_rng(schedule.seed), len(models), schedule.rounds, schedule.windows + 1
+        )
         request = {"models": [_loaded(model, target) for model in models], "rounds": rounds}
         load = {"requests": schedule.requests, "concurrency": schedule.concurrency}
         answer = self._measure("under_load", target, feed, **request, **load)
@@ -142,7 +170,9 @@ class NodeRuntime(Runtime):
         nanoseconds = np.array(answer["nanoseconds"], dtype=np.int64).reshape(shape)
         return LoadSamples(nanoseconds=nanoseconds, requests=schedule.requests)
 
-    def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
+    def starts(
+        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule
+    ) -> StartSamples:
         """Measure cold starts of each model in fresh processes."""
 
         def start(model: Path) -> tuple[int, int, int]:
@@ -163,7 +193,9 @@ class NodeRuntime(Runtime):
 
     def _ask(self, do: str, target: Target, **arguments: object) -> Any:
         timeout = _limits(target).timeout
-        return self._process(target).ask(do, timeout=timeout, target=replace(target, env=None), **arguments)
+        return self._process(target).ask(
+            do, timeout=timeout, target=replace(target, env=None), **arguments
+        )
 
     def _process(self, target: Target) -> IsolatedProcess:
         return self._held.get(target.digest(), lambda: self._start(target))
@@ -171,7 +203,9 @@ class NodeRuntime(Runtime):
     def _start(self, target: Target) -> IsolatedProcess:
         where = f"target {target.name}"
         if target.custom_ops:
-            raise MeasurementError("libraries of custom operators cannot be loaded from JavaScript", where=where)
+            raise MeasurementError(
+                "libraries of custom operators cannot be loaded from JavaScript", where=where
+            )
         node, program = require_program(NODE, target.name), self._program(target)
         if self.folder is None:
             self._temporary = Scratch()
@@ -179,7 +213,13 @@ class NodeRuntime(Runtime):
         packages = NpmPackages(folder=self.folder).installed(self._requirements(target))
 
         def command(scratch: Path, answers: int, memory: int) -> list[str]:
-            worker = [str(WORKER.resolve()), self.kind, str(packages.resolve()), str(answers), program]
+            worker = [
+                str(WORKER.resolve()),
+                self.kind,
+                str(packages.resolve()),
+                str(answers),
+                program,
+            ]
             return [node, "--expose-gc", "--no-warnings", *worker]
 
         return IsolatedProcess(command, _limits(target), where)
@@ -264,8 +304,15 @@ def _model(path: Path) -> dict[str, Any]:
     with contextlib.suppress(UserError):  # `.ort`, or a broken file, which the runtime reports
         names = list_external_names(place)
     files = {name: (place.parent / name).resolve() for name in names}
-    inside = {name: file for name, file in files.items() if file.is_relative_to(place.parent) and file.is_file()}
-    return {"path": str(place), "external": [{"name": name, "path": str(file)} for name, file in inside.items()]}
+    inside = {
+        name: file
+        for name, file in files.items()
+        if file.is_relative_to(place.parent) and file.is_file()
+    }
+    return {
+        "path": str(place),
+        "external": [{"name": name, "path": str(file)} for name, file in inside.items()],
+    }
 
 
 NODE = ("node", "nodejs")
@@ -288,7 +335,9 @@ def require_program(names: Sequence[str], target: str) -> str:
     place = find_program(names)
     if place is None:
         raise MeasurementError(
-            f"there is no {names[0]} on this machine", where=f"target {target}", remedy=_REMEDIES[names[0]]
+            f"there is no {names[0]} on this machine",
+            where=f"target {target}",
+            remedy=_REMEDIES[names[0]],
         )
     return place
 
@@ -304,17 +353,27 @@ def diagnose_programs(check: str, needs: Sequence[Sequence[str]]) -> Iterator[Di
     missing = [names[0] for names in needs if find_program(names) is None]
     if missing:
         remedy = " ".join(_REMEDIES[name] for name in missing)
-        yield Diagnosis(check=check, ok=True, absent=True, found=f"not installed: {', '.join(missing)}", remedy=remedy)
+        yield Diagnosis(
+            check=check,
+            ok=True,
+            absent=True,
+            found=f"not installed: {', '.join(missing)}",
+            remedy=remedy,
+        )
     else:
         yield Diagnosis(
-            check=check, ok=True, found=", ".join(f"{names[0]} {read_program_version(names)}" for names in needs)
+            check=check,
+            ok=True,
+            found=", ".join(f"{names[0]} {read_program_version(names)}" for names in needs),
         )
 
 
 @functools.cache
 def _read_version(place: str) -> str:
     try:
-        done = subprocess.run([place, "--version"], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [place, "--version"], capture_output=True, text=True, timeout=60, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return "does not answer"
     words = [word.removeprefix("v") for word in done.stdout.split()]
@@ -345,12 +404,17 @@ def write_tensors(tensors: Tensors, stem: Path) -> list[dict[str, Any]]:
         file = stem.with_name(f"{stem.name}-{number}")
         kind = "string" if array.dtype.kind in "OUS" else array.dtype.name
         if kind == "string":
-            texts = [v.decode(errors="replace") if isinstance(v, bytes) else str(v) for v in array.ravel().tolist()]
+            texts = [
+                v.decode(errors="replace") if isinstance(v, bytes) else str(v)
+                for v in array.ravel().tolist()
+            ]
             file.write_text(json.dumps(texts), encoding="utf-8")
         elif kind in _TYPES:
             file.write_bytes(array.astype(_TYPES[kind]).tobytes())
         else:
-            raise MeasurementError(f"input {name} is of type {kind}, which tensors of JavaScript cannot hold")
+            raise MeasurementError(
+                f"input {name} is of type {kind}, which tensors of JavaScript cannot hold"
+            )
         entries.append({"name": name, "type": kind, "dims": list(array.shape), "file": str(file)})
     return entries
 
