@@ -2,11 +2,11 @@
 
     python -m benchmarks.chaos [--quick] [--only supervisor|worker|random] [--json]
 
-A moment is the time just before or after a call by which the supervisor touches the disk or speaks with a worker
-(tests.support.fault_injection). After each blow: what was published comes back, no answer is stale, the next
-publication is accepted. A killed supervisor costs no request, a killed worker at most the one under way on each
-connection.
-Ends 1 if a promise does not hold. `--quick` takes every fifth moment.
+A moment is the time just before or after a call by which the supervisor touches the disk or speaks
+with a worker (tests.support.fault_injection). After each blow: what was published comes back, no
+answer is stale, the next publication is accepted. A killed supervisor costs no request, a killed
+worker at most the one under way on each connection. Ends 1 if a promise does not hold. `--quick`
+takes every fifth moment.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ def sweep(
             text = "; ".join(problems) or f"well, generation {outcome.generation}"
             print(f"  {who} of {workers} at moment {moment} of {last}: {text}", flush=True)
     figure = f"{broken} of {len(blows)} blows ({reached} fell), {requests:,} requests"
-    what = f"killed at {'random moments' if kind == 'random' else f'a moment of a publication: {kind}'}"
+    what = (
+        "killed at "
+        f"{'random moments' if kind == 'random' else f'a moment of a publication: {kind}'}"
+    )
     return Claim(
         gate="chaos",
         what=what,

@@ -2,8 +2,9 @@
 
     python -m benchmarks.count_cost
 
-Also what choosing a user's deployment costs, with and without epochs, and the token of an answer. Prints the least of
-many rounds, in nanoseconds of one thread's processor time; the limit of counting is one microsecond.
+Also what choosing a user's deployment costs, with and without epochs, and the token of an answer.
+Prints the least of many rounds, in nanoseconds of one thread's processor time; the limit of
+counting is one microsecond.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What CUDA does to answers, latency and verdicts: ResNet-50, an encoder of MiniLM's shape and a small perceptron.
 
-It needs an NVIDIA GPU, onnxruntime-gpu and torch. Weights are random, since only shapes matter to what is measured.
-Every figure comes from the commands that users run: `bench`, `quantize` and `judge`.
+It needs an NVIDIA GPU, onnxruntime-gpu and torch. Weights are random, since only shapes matter to
+what is measured. Every figure comes from the commands that users run: `bench`, `quantize` and
+`judge`.
 
     python -m benchmarks.cuda --folder FOLDER
 """
@@ -87,7 +88,10 @@ def _variants(folder: Path) -> Iterator[str]:
 
 
 def _times(folder: Path) -> Iterator[str]:
-    yield "\n| file | batch | target | p50 | p99 | nodes | seconds of the command |\n|---|---|---|---|---|---|---|"
+    yield (
+        "\n| file | batch | target | p50 | p99 | nodes | seconds of the command "
+        "|\n|---|---|---|---|---|---|---|"
+    )
     for path in sorted(folder.glob("*.onnx")):
         for batch in BATCHES:
             for target, runs in TARGETS.items():
@@ -114,7 +118,10 @@ def _times(folder: Path) -> Iterator[str]:
                 nodes = ", ".join(
                     f"{count} {name}" for name, count in found["facts"]["nodes"].items()
                 )
-                yield f"| {path.stem} | {batch} | {target} | {p50:.3f} ms | {p99:.3f} ms | {nodes} | {took:.0f} |"
+                yield (
+                    f"| {path.stem} | {batch} | {target} | {p50:.3f} ms | {p99:.3f} ms | {nodes} "
+                    f"| {took:.0f} |"
+                )
 
 
 def _answers(folder: Path) -> Iterator[str]:

@@ -2,11 +2,12 @@
 
     python -m benchmarks.effects [--quick] [--only NAME]
 
-A run that nothing disturbs counts the effects of an operation: every call of the system that changes a file of the
-ledger, of a model folder or of the content store, and for runs, deletions and prunings every call of the registry and
-of an endpoint's provider. A trial is one of them: the process is killed before or after it, the disk is full, the file
-is closed, or the call or its answer is lost. Then follows what an operator and the reconciler do next. Ends 1 if one
-trial ends otherwise than the undisturbed run, leaves a torn record, or ends with an unexpected error.
+A run that nothing disturbs counts the effects of an operation: every call of the system that
+changes a file of the ledger, of a model folder or of the content store, and for runs, deletions and
+prunings every call of the registry and of an endpoint's provider. A trial is one of them: the
+process is killed before or after it, the disk is full, the file is closed, or the call or its
+answer is lost. Then follows what an operator and the reconciler do next. Ends 1 if one trial ends
+otherwise than the undisturbed run, leaves a torn record, or ends with an unexpected error.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m benchmarks.fuzz_http --minutes 10 [--seed 1]
 
-Prints the number of streams, the statuses of the answers, and the growth of memory after the first tenth. A process
-that ends, an answer too many, an answer to a request inside of a body, and a status of 500 end it with the seed and the
-number of the stream that repeat it.
+Prints the number of streams, the statuses of the answers, and the growth of memory after the first
+tenth. A process that ends, an answer too many, an answer to a request inside of a body, and a
+status of 500 end it with the seed and the number of the stream that repeat it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def main() -> int:
         assert server.infer([1, 2]).status == 200
     assert counts[200], "no request was well-formed"
     print(
-        f"{number} streams, {counts.total()} answers: {dict(sorted(counts.items()))}; {growth:.0f} MB after a tenth"
+        f"{number} streams, {counts.total()} answers: {dict(sorted(counts.items()))}; "
+        f"{growth:.0f} MB after a tenth"
     )
     return 0 if growth < ALLOWED_MB else 1
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.fuzz_wire --minutes 10 [--seed 1]
 
-Prints the number of requests read and refused, and the growth of memory after the first tenth. An error that is no
-refusal ends it with the seed and the number of the request that repeat it.
+Prints the number of requests read and refused, and the growth of memory after the first tenth. An
+error that is no refusal ends it with the seed and the number of the request that repeat it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def main() -> int:
             raise
     growth = memory() - first
     print(
-        f"{number} requests: {dict(counts)}; memory at most {memory():.0f} MB, {growth:.0f} MB of it after a tenth"
+        f"{number} requests: {dict(counts)}; memory at most {memory():.0f} MB, "
+        f"{growth:.0f} MB of it after a tenth"
     )
     return 0 if growth < ALLOWED_MB else 1
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gate_truth [--quick] [--only GATE] [--trials N] [--seed N] [--load bursts]
 
-Exits with 1 if the interval of a rate leaves its promise. Worlds come from a new seed in each run, which is printed.
-The full run takes minutes; `--quick` has fewer trials and seeds.
+Exits with 1 if the interval of a rate leaves its promise. Worlds come from a new seed in each run,
+which is printed. The full run takes minutes; `--quick` has fewer trials and seeds.
 """
 
 from __future__ import annotations

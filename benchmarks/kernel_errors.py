@@ -2,9 +2,9 @@
 
     python -m benchmarks.kernel_errors
 
-Prints the largest distance beyond eps |y|, in units of eps, beside the figure that parity allows, over 2.6 million
-arguments: evenly from -30 to 30, normal, small, and at both ends of the logarithm of their size. Ends 1 if a kernel
-errs by more than 2.5 times its figure.
+Prints the largest distance beyond eps |y|, in units of eps, beside the figure that parity allows,
+over 2.6 million arguments: evenly from -30 to 30, normal, small, and at both ends of the logarithm
+of their size. Ends 1 if a kernel errs by more than 2.5 times its figure.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python -m benchmarks.latency_replay [--rounds 240] [--decisions 2000] [--load "as it is"|bursts]
 
-One model races two copies of itself for a while; the decisions draw from that recording, so that what the machine does
-later does not matter. Each starts at a different round, takes those that follow, shuffles the three sessions of each
-round and slows one of them down by a known ratio. Ends 1 if a promised bound does not hold.
+One model races two copies of itself for a while; the decisions draw from that recording, so that
+what the machine does later does not matter. Each starts at a different round, takes those that
+follow, shuffles the three sessions of each round and slows one of them down by a known ratio. Ends
+1 if a promised bound does not hold.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python -m benchmarks.live_rollouts [--rollouts N] [--world NAME]
 
-For each world so many rollouts of a version that is the same, and as many of one that fails on a share of requests:
-10 %, and with few clients all of them. Ends 1 if more than one of sixty good ones is rolled back, or a bad one is not.
-Epochs last a second, and a rollout from ten seconds to a minute.
+For each world so many rollouts of a version that is the same, and as many of one that fails on a
+share of requests: 10 %, and with few clients all of them. Ends 1 if more than one of sixty good
+ones is rolled back, or a bad one is not. Epochs last a second, and a rollout from ten seconds to a
+minute.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ BAD, WORSE = 9, 7
 class Crowd:
     """Who sends: users by Zipf's law, with so many rows by user (log-normal), failing and retrying as often.
 
-    `hit` is the share of requests that a bad candidate fails on. `patience_s` is the longest that a rollout takes: one
-    client is a unit of the candidate only in some epochs.
+    `hit` is the share of requests that a bad candidate fails on. `patience_s` is the longest that a
+    rollout takes: one client is a unit of the candidate only in some epochs.
     """
 
     users: int = 2000

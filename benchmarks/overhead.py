@@ -2,8 +2,9 @@
 
     python -m benchmarks.overhead [--rounds 3] [--prefect]
 
-Every figure is a ratio of whole processes that were timed side by side in this run, in turns, on this machine: the
-median of the rounds, with the seconds behind it. `--prefect` adds the same run as a Prefect flow on a real server.
+Every figure is a ratio of whole processes that were timed side by side in this run, in turns, on
+this machine: the median of the rounds, with the seconds behind it. `--prefect` adds the same run as
+a Prefect flow on a real server.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def report(title: str, times: dict[str, list[float]], unit: str) -> None:
     for name, seconds in times.items():
         median = statistics.median(seconds)
         print(
-            f"  {name:<32} {median / base:7.2f}x  {median:7.2f} s  [{min(seconds):.2f}, {max(seconds):.2f}]"
+            f"  {name:<32} {median / base:7.2f}x  {median:7.2f} s  [{min(seconds):.2f}, "
+            f"{max(seconds):.2f}]"
         )
 
 

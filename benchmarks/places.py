@@ -1,11 +1,12 @@
 """How fast do replicas follow tables, and do clients lose requests over steps, rollbacks, kills and outages?
 
-    python -m benchmarks.places [--store folder|s3|blob]... [--rollouts N] [--kills N] [--outages N] [--rate R]
+    python -m benchmarks.places [--store folder|s3|blob]... [--rollouts N] [--kills N] [--outages N]
+    [--rate R]
 
-Four replicas, each with its own folder, follow one place, and answer an open-loop load each. Their way to S3 and Blob
-leads through a proxy, which can be cut. Ends 1 if a promised bound does not hold: a step and a rollback are adopted
-within 5 s, a replica that is cut off gives the candidate no traffic after 35 s, and no request fails but those of a
-replica that was killed.
+Four replicas, each with its own folder, follow one place, and answer an open-loop load each. Their
+way to S3 and Blob leads through a proxy, which can be cut. Ends 1 if a promised bound does not
+hold: a step and a rollback are adopted within 5 s, a replica that is cut off gives the candidate no
+traffic after 35 s, and no request fails but those of a replica that was killed.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Figures:
     """What was seen over one kind of store. Times are in seconds.
 
     Attributes:
-        failed: requests that failed at each replica while it was not killed, by the kind of their end.
+        failed: requests that failed at each replica while it was not killed, by the kind of their
+            end.
         down: requests that failed at replicas which had been killed and did not answer again yet.
     """
 
@@ -71,7 +73,9 @@ class Place:
         self._route = route
         self.sequence = 0
         self.outages: dict[str, list[tuple[int, int]]] = {name: [] for name in NAMES}
-        """By replica, when it was killed and when it answered again, in nanoseconds of the monotonic clock."""
+        """By replica, when it was killed and when it answered again, in nanoseconds of the
+        monotonic clock.
+        """
 
     def start(self, name: str) -> None:
         proxy = self.proxies.get(name)
@@ -201,7 +205,8 @@ def _measure_cut(place: Place) -> float:
     place.apply(green=50, blue=50)
 
     def has_both() -> bool:
-        # A replica that was killed just before gives the candidate traffic once a reconciliation has looked.
+        # A replica that was killed just before gives the candidate traffic once a reconciliation
+        # has looked.
         site.provider.confirm_rollout(site.config)
         return {suite.scale(site.address("r4")) for _ in range(20)} == {2.0, 3.0}
 
@@ -298,9 +303,10 @@ def main() -> int:
             finally:
                 place.site.stop_all()
         print(
-            f"{kind}: {figures.requests:,} requests; steps {statistics.median(figures.steps):.2f} s in the median, "
-            f"rollbacks {statistics.median(figures.rollbacks):.2f} s; failed {figures.failed}, "
-            f"and {figures.down} at replicas that had been killed"
+            f"{kind}: {figures.requests:,} requests; "
+            f"steps {statistics.median(figures.steps):.2f} s in the median, "
+            f"rollbacks {statistics.median(figures.rollbacks):.2f} s; "
+            f"failed {figures.failed}, and {figures.down} at replicas that had been killed"
         )
         claims += list_claims(kind, figures)
     summary(claims)

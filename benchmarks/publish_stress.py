@@ -1,10 +1,11 @@
 """Publish and roll back under load: does a request fail, or a replaced version answer?
 
-    python -m benchmarks.publish_stress [--publications 1000] [--workers 2] [--connections 16] [--quick] [--json]
+    python -m benchmarks.publish_stress [--publications 1000] [--workers 2] [--connections 16]
+    [--quick] [--json]
 
-Every publication moves all traffic: to a newcomer with a name of its own, back to the version before, to the next
-newcomer. A stale answer is one by a version that was replaced by a publish which had returned before the request was
-sent. Ends 1 if there is one, or if any request failed.
+Every publication moves all traffic: to a newcomer with a name of its own, back to the version
+before, to the next newcomer. A stale answer is one by a version that was replaced by a publish
+which had returned before the request was sent. Ends 1 if there is one, or if any request failed.
 """
 
 from __future__ import annotations

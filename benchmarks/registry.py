@@ -1,11 +1,13 @@
 """What a reconcile pass that finds nothing to do costs the registry, with few versions and with many.
 
-    python -m benchmarks.registry [--versions 10000] [--models 50] [--rounds 40] [--page docs/reconcile-cost.md]
+    python -m benchmarks.registry [--versions 10000] [--models 50] [--rounds 40] [--page
+    docs/reconcile-cost.md]
 
-Two MLflow servers side by side in one run, in turns: one with 100 versions, one with `--versions`, over the same number
-of models, each model with an endpoint that serves its champion. Behind them SQLite, then PostgreSQL, which is started
-for the purpose where it is installed with its driver psycopg2. Requests are counted where MLflow's client sends them.
-Ends 1 if the number of requests grows with the versions.
+Two MLflow servers side by side in one run, in turns: one with 100 versions, one with `--versions`,
+over the same number of models, each model with an endpoint that serves its champion. Behind them
+SQLite, then PostgreSQL, which is started for the purpose where it is installed with its driver
+psycopg2. Requests are counted where MLflow's client sends them. Ends 1 if the number of requests
+grows with the versions.
 """
 
 from __future__ import annotations

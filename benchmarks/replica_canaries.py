@@ -2,10 +2,11 @@
 
     python -m benchmarks.replica_canaries [--rollouts N] [--epochs N] [--seed N] [--world NAME]...
 
-Each rollout is a canary step of 10 %, in simulated time, by real followers, counts, reports and judge. It is looked at
-once an epoch. Ends 1 if the interval of a rate leaves its bound: candidates that are alike are rolled back in 2 % of
-rollouts at most, and one with ten times the errors in 95 % at least. A user meets one version in an epoch. With 100
-rollouts of each kind it takes an hour of one core.
+Each rollout is a canary step of 10 %, in simulated time, by real followers, counts, reports and
+judge. It is looked at once an epoch. Ends 1 if the interval of a rate leaves its bound: candidates
+that are alike are rolled back in 2 % of rollouts at most, and one with ten times the errors in 95 %
+at least. A user meets one version in an epoch. With 100 rollouts of each kind it takes an hour of
+one core.
 """
 
 from __future__ import annotations

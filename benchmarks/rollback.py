@@ -2,10 +2,10 @@
 
     python -m benchmarks.rollback [--turns N]
 
-Inside a process that is up, and as a whole command. Both are compared with a start of the program that does nothing
-(`onnx-ops --version`), in turns with the commands, so that a slow or busy machine changes neither ratio. Ends 1 if a
-promised bound does not hold: a rollback inside a process takes half of such a start at most, a command three of them,
-and no request fails.
+Inside a process that is up, and as a whole command. Both are compared with a start of the program
+that does nothing (`onnx-ops --version`), in turns with the commands, so that a slow or busy machine
+changes neither ratio. Ends 1 if a promised bound does not hold: a rollback inside a process takes
+half of such a start at most, a command three of them, and no request fails.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def main() -> int:
         finally:
             local.stop(config)
     print(
-        f"inside a process: {shown(inside)}\nwhole command:    {shown(whole)}\nbare start:       {shown(started)}"
+        f"inside a process: {shown(inside)}\nwhole command:    {shown(whole)}\nbare start:       "
+        f"{shown(started)}"
     )
     start = statistics.median(started)
     claims = [
@@ -166,7 +167,10 @@ def program(root: Path, *arguments: str) -> None:
 
 
 def shown(seconds: list[float]) -> str:
-    return f"median {1e3 * statistics.median(seconds):.0f} ms, {1e3 * min(seconds):.0f} to {1e3 * max(seconds):.0f} ms"
+    return (
+        f"median {1e3 * statistics.median(seconds):.0f} ms, "
+        f"{1e3 * min(seconds):.0f} to {1e3 * max(seconds):.0f} ms"
+    )
 
 
 def bound(what: str, ratio: float, limit: float) -> Claim:

@@ -2,14 +2,14 @@
 
     python -m benchmarks.rollback_debt [--quick] [--provider NAME] [--only FAULT]
 
-On real servers of this machine, and on the fakes of two clouds behind their real SDKs. Every trial requests a rollback
-while something is broken: the request ends with an error, is killed, or runs out of time. Then the command, the
-reconciler or the watch tries again and again, first while it is still broken, then once it is repaired. A client calls
-the endpoint all the time.
+On real servers of this machine, and on the fakes of two clouds behind their real SDKs. Every trial
+requests a rollback while something is broken: the request ends with an error, is killed, or runs
+out of time. Then the command, the reconciler or the watch tries again and again, first while it is
+still broken, then once it is repaired. A client calls the endpoint all the time.
 
-Served again is a version that answers after another one has answered, or after nobody has; or that an effect in the
-ledger was to give traffic to. Ends 1 if the rolled-back version was served again, if a rollback was forgotten, if a
-command took longer than 10 s, or if a trial showed nothing.
+Served again is a version that answers after another one has answered, or after nobody has; or that
+an effect in the ledger was to give traffic to. Ends 1 if the rolled-back version was served again,
+if a rollback was forgotten, if a command took longer than 10 s, or if a trial showed nothing.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ NOT_QUICK = ("replicas-blob",)
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """`pending`: the request could not be carried out at once. `again`: answers of the rolled-back version after
-    another state of the endpoint, and effects that were to bring it back. `seconds`: of the slowest command."""
+    another state of the endpoint, and effects that were to bring it back. `seconds`: of the slowest
+    command.
+    """
 
     pending: bool
     again: int
@@ -140,8 +142,8 @@ def follow_until_paid(
 ) -> float | None:
     """Let processes try again, while it is broken and after the repair.
 
-    Return when the debt was closed, in seconds since the epoch; None if it stays open. The seconds of the slowest
-    commands are added to `seconds`.
+    Return when the debt was closed, in seconds since the epoch; None if it stays open. The seconds
+    of the slowest commands are added to `seconds`.
     """
     clock = SystemClock()
     with ExitStack() as stack:
@@ -165,8 +167,8 @@ def follow_until_paid(
 def count_again(client: Client, fault: Fault, requested_at: float, paid_at: float) -> int:
     """Return how many answers of version 2 began when it should not have been served any more.
 
-    A finished release may answer at a server until that one serves version 1, and nowhere after the debt is closed. A
-    candidate may, until the debt is closed, or its lease would be over.
+    A finished release may answer at a server until that one serves version 1, and nowhere after the
+    debt is closed. A candidate may, until the debt is closed, or its lease would be over.
     """
     limit = min(paid_at, requested_at + LEASE_S + DEADLINE_S) if fault.candidate else paid_at
     late = [

@@ -2,8 +2,8 @@
 
     python -m benchmarks.rollout_truth [--quick] [--trials N] [--seed N]
 
-Exits with 1 if the interval of a rate leaves its promise. Worlds come from a new seed in each run, which is printed.
-`--quick` has a tenth of the trials and fewer kinds of traffic.
+Exits with 1 if the interval of a rate leaves its promise. Worlds come from a new seed in each run,
+which is printed. `--quick` has a tenth of the trials and fewer kinds of traffic.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python -m benchmarks.scale [--pipelines 200] [--variants 4] [--targets 4] [--processes 2]
 
-Exporter, optimizer and runtime are plugins of this benchmark that cost next to nothing; planner, engine, statistics,
-codec and store are the real ones. Stages run in this process, so that starting processes does not hide the rest; what a
-process for each stage adds is then measured on a few pipelines (`--processes`). Seconds are of this machine.
+Exporter, optimizer and runtime are plugins of this benchmark that cost next to nothing; planner,
+engine, statistics, codec and store are the real ones. Stages run in this process, so that starting
+processes does not hide the rest; what a process for each stage adds is then measured on a few
+pipelines (`--processes`). Seconds are of this machine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What becomes of each of scikit-learn's classifiers and regressors, as a table.
 
-Each is fitted on a bundled set (iris, diabetes) with its defaults, exported at opset 18, and held against itself on
-all rows. The outcome is `same`, `differs` with how far, or the typed error that says where it ends; anything else
-ends this script with its traceback.
+Each is fitted on a bundled set (iris, diabetes) with its defaults, exported at opset 18, and held
+against itself on all rows. The outcome is `same`, `differs` with how far, or the typed error that
+says where it ends; anything else ends this script with its traceback.
 
     python -m benchmarks.sklearn_estimators > docs/sklearn-estimators.md
 """

@@ -1,9 +1,9 @@
 # ruff: noqa: E501 (a case is one line)
 """Models of tables, from a file to an answer of the endpoint, as a table for the docs.
 
-Each case is fitted on columns of a CSV file, exported, compared with its source on every group of inputs that parity
-asks, published to an endpoint server's process and asked there. The outcome is `works`, `differs` with where, or the
-refusal.
+Each case is fitted on columns of a CSV file, exported, compared with its source on every group of
+inputs that parity asks, published to an endpoint server's process and asked there. The outcome is
+`works`, `differs` with where, or the refusal.
 
     python -m benchmarks.tables > docs/tables-cases.md
 """
@@ -119,7 +119,9 @@ KNOWN_WRONG = frozenset(
         "LightGBM, a data frame's categories",
     }
 )
-"""Cases of which the converters make another function than the source; all others count as convertible."""
+"""Cases of which the converters make another function than the source; all others count as
+convertible.
+"""
 
 
 def write_csv(path: Path, *, missing: bool) -> None:
@@ -342,9 +344,11 @@ def others(named: set[str]) -> Iterator[Case]:
     """Every other estimator that skl2onnx can convert: classifiers, regressors, and what transforms numbers."""
     from skl2onnx._supported_operators import sklearn_operator_name_map
 
-    # One category is left out: columns that depend on each other let some estimators answer from rounding noise.
+    # One category is left out: columns that depend on each other let some estimators answer from
+    # rounding noise.
     dense = OneHotEncoder(handle_unknown="ignore", drop="first", sparse_output=False)
-    # What takes no negative numbers gets numbers from 0 to 1; what takes whole numbers only gets those of a bin.
+    # What takes no negative numbers gets numbers from 0 to 1; what takes whole numbers only gets
+    # those of a bin.
     scalers = (
         StandardScaler(),
         MinMaxScaler(),
@@ -400,7 +404,9 @@ _NO_NUMBERS = frozenset(
         *("VotingClassifier", "VotingRegressor", "KNeighborsTransformer", "PLSRegression"),
     }
 )
-"""Transformers that are classifiers too, or no step for a matrix of numbers: texts, labels, kernels and graphs."""
+"""Transformers that are classifiers too, or no step for a matrix of numbers: texts, labels, kernels
+and graphs.
+"""
 
 
 def attempts(make: Any, inner: Any) -> Iterator[Any]:
@@ -563,7 +569,10 @@ def find_difference(
     factor = ParityGate().noise_factor
     for measured in measure_parity(OnnxRuntime(), path, Target(name="cpu"), reference.groups):
         if measured.inside and (measured.mismatch or not measured.ratio <= factor):  # NaN differs
-            return f"{measured.output} in {measured.group}, {short(measured.mismatch or f'{measured.ratio:.3g} x noise')}"
+            return (
+                f"{measured.output} in {measured.group}, "
+                f"{short(measured.mismatch or f'{measured.ratio:.3g} x noise')}"
+            )
     return ""
 
 
@@ -591,7 +600,9 @@ class Endpoint:
         self.generation = 0
         self.answers = 0
         self.rounded: Counter[str] = Counter()
-        """By case, the rows that were answered as the source answers in float32, and not as in float64."""
+        """By case, the rows that were answered as the source answers in float32, and not as in
+        float64.
+        """
 
     def compare(self, case: str, place: Path, head: Any, exact: Any, rounded: Any) -> str:
         """Publish the model and compare its answers to records, instances and CSV with its source's."""
@@ -626,7 +637,10 @@ class Endpoint:
                 self.answers += len(own)
                 self.rounded[case] += int((near & ~own).sum())
                 if not (own | near).all():
-                    return f"differs: {name} from the endpoint, {form}, row {int((own | near).argmin()) + 1}"
+                    return (
+                        f"differs: {name} from the endpoint, {form}, "
+                        f"row {int((own | near).argmin()) + 1}"
+                    )
         return "works"
 
 
@@ -701,13 +715,15 @@ def report(folder: Path, endpoint: Endpoint) -> None:
         run(case, folder, endpoint) for case in cases() if case[0] not in KNOWN_WRONG
     )
     print(
-        "\n## Conversions known to be wrong\n\nEach must be refused.\n\n| case | outcome |\n|---|---|"
+        "\n## Conversions known to be wrong\n\nEach must be refused.\n\n| case | outcome "
+        "|\n|---|---|"
     )
     wrong = Counter(run(case, folder, endpoint) for case in known)
     print("\n## Counts\n")
     total = ordinary.total() - ordinary["not fitted"]
     print(
-        f"Of {total} cases that converters should manage, {100 * ordinary['works'] / total:.1f} % work:"
+        f"Of {total} cases that converters should manage, {100 * ordinary['works'] / total:.1f} "
+        "% work:"
     )
     print(", ".join(f"{count} {what}" for what, count in ordinary.most_common()) + ".")
     print(
@@ -716,10 +732,12 @@ def report(folder: Path, endpoint: Endpoint) -> None:
         + "."
     )
     print(
-        f"The endpoint gave {endpoint.answers} answers, {endpoint.rounded.total()} of which are the source's in float32"
+        f"The endpoint gave {endpoint.answers} answers, {endpoint.rounded.total()} of which are "
+        "the source's in float32"
     )
     print(
-        "and not in float64, because a number is so near a split of a tree that rounding decides the branch:"
+        "and not in float64, because a number is so near a split of a tree that rounding decides "
+        "the branch:"
     )
     print("; ".join(f"{case} ({count})" for case, count in endpoint.rounded.items() if count) + ".")
 

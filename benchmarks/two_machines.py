@@ -2,12 +2,13 @@
 
     python -m benchmarks.two_machines [--trials 20] [--provider sagemaker]
 
-The machines have projects, model folders and states of their own, and clocks that are five minutes ahead and behind;
-they share the ledger, the registry, the keys, and an endpoint on the fake of a cloud behind its real SDK. Their watches
-run side by side and are killed again and again. Meanwhile aliases are moved to versions that may serve, that have
-failed their gates and that a stranger has signed; versions are rolled back and overridden, from either machine. A
-client calls the endpoint all the time. Ends 1 if a request failed, if a version answered that nobody approved, or if
-ledger, registry and endpoint do not agree in the end.
+The machines have projects, model folders and states of their own, and clocks that are five minutes
+ahead and behind; they share the ledger, the registry, the keys, and an endpoint on the fake of a
+cloud behind its real SDK. Their watches run side by side and are killed again and again. Meanwhile
+aliases are moved to versions that may serve, that have failed their gates and that a stranger has
+signed; versions are rolled back and overridden, from either machine. A client calls the endpoint
+all the time. Ends 1 if a request failed, if a version answered that nobody approved, or if ledger,
+registry and endpoint do not agree in the end.
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ FITTED, TUNED, TESTED = 512, 256, 384
 """Rows of the encoders: for the head, for decisions, for the score."""
 
 HINT = 0.1
-"""Share of tokens that are of the kind that a row has most of: what makes the task neither trivial nor hopeless."""
+"""Share of tokens that are of the kind that a row has most of: what makes the task neither trivial
+nor hopeless.
+"""
 
 
 @dataclass(kw_only=True)
@@ -118,8 +120,8 @@ def cnn(folder: Path) -> Model:
 def encoder(name: str, folder: Path, width: int) -> Model:
     """Six layers over 128 tokens whose weights are drawn, and a head that is fitted to its features.
 
-    Outlier channels are made by scaling channels of a normalization up and the columns of the products that read it
-    down: the function in float is the same.
+    Outlier channels are made by scaling channels of a normalization up and the columns of the
+    products that read it down: the function in float is the same.
     """
     import torch
 

@@ -73,7 +73,8 @@ def ours(model: Model, scratch: Path) -> None:
     )
     model.search = (
         f"{len(found.record.trials)} models, {len(found.record.sensitivities)} nodes probed, "
-        f"{time.perf_counter() - begun:.0f} s, {time.process_time() - busy:.0f} CPU-seconds; {found.record.stopped}"
+        f"{time.perf_counter() - begun:.0f} s, {time.process_time() - busy:.0f} CPU-seconds; "
+        f"{found.record.stopped}"
     )
     for role, (path, trial) in found.models.items():
         kept = f", {len(trial.excluded)} in float" if trial.excluded else ""

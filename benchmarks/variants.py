@@ -1,9 +1,9 @@
 """How fast and how right the variants are that the search finds, beside those of other tools' presets.
 
-One run: a CNN, an encoder of MiniLM's shape and two small ones (one with outlier channels) are made, every tool makes
-its variants of them, and all variants of a model are then timed in turns, in one thread each, by that thread's CPU
-time. Accuracy is on rows that no tool has seen. Figures are judged only on a
-CPU with AVX512-VNNI; elsewhere they are printed.
+One run: a CNN, an encoder of MiniLM's shape and two small ones (one with outlier channels) are
+made, every tool makes its variants of them, and all variants of a model are then timed in turns, in
+one thread each, by that thread's CPU time. Accuracy is on rows that no tool has seen. Figures are
+judged only on a CPU with AVX512-VNNI; elsewhere they are printed.
 
     python -m benchmarks.variants --peers FOLDER
 """
@@ -81,7 +81,8 @@ def abilities() -> bool:
     ]
     tools = ", ".join(f"{name} {version(name)}" for name in ("onnxruntime", "onnx", "torch"))
     print(
-        f"CPU: {hardware.cpu_model}, {hardware.cores} cores, {' '.join(flags)}; {tools}; {platform.python_version()}"
+        f"CPU: {hardware.cpu_model}, {hardware.cores} cores, {' '.join(flags)}; "
+        f"{tools}; {platform.python_version()}"
     )
     return "avx512_vnni" in flags
 

@@ -2,8 +2,9 @@
 
     python -m benchmarks.wire
 
-Only bytes to arrays and arrays to bytes, in one process, no HTTP and no model; the least of many interleaved rounds.
-The second table shows from which size simdjson gains on orjson (`LARGE_BODY_BYTES` in serving/inference/tensors.py).
+Only bytes to arrays and arrays to bytes, in one process, no HTTP and no model; the least of many
+interleaved rounds. The second table shows from which size simdjson gains on orjson
+(`LARGE_BODY_BYTES` in serving/inference/tensors.py).
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ def compare(shape: tuple[int, ...], answers: int, rounds: int, repeats: int) -> 
     )
     for name, cost in found.items():
         print(
-            f"{shape!s:20} {name:20} {cost:10.1f} us   snippet / this = {found['snippet'] / cost:7.1f}"
+            f"{shape!s:20} {name:20} {cost:10.1f} us   snippet / this = "
+            f"{found['snippet'] / cost:7.1f}"
         )
 
 
@@ -118,7 +120,8 @@ def threshold() -> None:
                 cost = least({name: lambda b=body, m=model: read_infer(b, None, m)}, 5, 100)[name]  # type: ignore[misc]
                 found[name] = min(found.get(name, math.inf), cost)
         print(
-            f"{len(body):8} bytes  orjson {found['orjson']:8.1f} us  simdjson {found['simdjson']:8.1f} us"
+            f"{len(body):8} bytes  orjson {found['orjson']:8.1f} us  simdjson "
+            f"{found['simdjson']:8.1f} us"
         )
 
 

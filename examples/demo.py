@@ -1,7 +1,7 @@
 """The main job on scikit-learn's bundled digits: one pipeline file, three releases under load, and a rollback.
 
-The first release serves at once. The second goes through a canary. The third fails a gate, is promoted all the same,
-and is rolled back by its canary. Then an operator goes back to the first.
+The first release serves at once. The second goes through a canary. The third fails a gate, is
+promoted all the same, and is rolled back by its canary. Then an operator goes back to the first.
 """
 
 from __future__ import annotations
@@ -27,11 +27,15 @@ PIPELINE = "configs/pipelines/digits-mlp.yaml"
 ENDPOINT, MODEL = "digits", "digits-mlp"
 REQUEST = ROOT / ".onnx-ops" / "request.json"
 BEGUN = REQUEST.with_name("demo-begun")
-"""Marks a folder whose releases can no longer be repeated: one that was rolled back is not released again."""
+"""Marks a folder whose releases can no longer be repeated: one that was rolled back is not released
+again.
+"""
 ONNX_OPS = str(Path(sys.executable).with_name("onnx-ops"))
 CONNECTIONS, USERS = 4, 2000
 CALM_S = 6
-"""Seconds of load before a rollout: the latencies of the version in service are what a candidate is held against."""
+"""Seconds of load before a rollout: the latencies of the version in service are what a candidate is
+held against.
+"""
 RED = 1
 """Exit code of a gate that failed, and of a rollout that was rolled back."""
 
@@ -45,7 +49,8 @@ def main() -> int:
         return stop()
     if BEGUN.exists():
         print(
-            "The demo has run here already. To run it again: make demo-stop && rm -r .onnx-ops && make demo"
+            "The demo has run here already. To run it again: make demo-stop && rm -r .onnx-ops "
+            "&& make demo"
         )
         return 2
     heading("1. A first release: from training to an answering endpoint")
@@ -166,7 +171,8 @@ def stop() -> int:
     project = open_project(ROOT)
     LocalEndpoints(project.settings.endpoints).stop(Journal.open(project.context, ENDPOINT).config)
     print(
-        f"The server of endpoint {ENDPOINT} is stopped; `onnx-ops reconcile {ENDPOINT}` starts it again."
+        f"The server of endpoint {ENDPOINT} is stopped; `onnx-ops reconcile {ENDPOINT}` starts "
+        "it again."
     )
     return 0
 

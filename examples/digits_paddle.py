@@ -14,7 +14,8 @@ from onnx_ops.ports import Dataset
 def train(data: Mapping[str, Dataset], *, width: int = 64, epochs: int = 60, seed: int = 7) -> Any:
     """One hidden layer, fitted on the whole set `train` at each step; made static, since only that can be saved.
 
-    Its activation is tanh: Paddle's ReLU makes 0 of NaN, which ONNX passes on, and parity detects that.
+    Its activation is tanh: Paddle's ReLU makes 0 of NaN, which ONNX passes on, and parity detects
+    that.
     """
     paddle.seed(seed)
     rows = data["train"]

@@ -31,7 +31,8 @@ def train(
 ) -> Any:
     """Made from a configuration and fitted on the set `train`, whose images have the shape (n, 1, 8, 8).
 
-    Each batch is shifted by up to a pixel: a transformer does not know that a shifted digit is the same.
+    Each batch is shifted by up to a pixel: a transformer does not know that a shifted digit is the
+    same.
     """
     torch.manual_seed(seed)
     config = ViTConfig(

@@ -22,7 +22,8 @@ def model_commit(
     Args:
         since: The commit, tag or branch before the change.
         until: Stop after this kind of stage; use `gate` before the change is merged.
-        jobs: Maximum number of pipelines, or of stages of a single one, in parallel; by default one for each core.
+        jobs: Maximum number of pipelines, or of stages of a single one, in parallel; by default one
+            for each core.
         blocks: Prefect blocks with the addresses of services, such as onnx-ops-registry/prod.
     """
     with project_of(blocks) as project:

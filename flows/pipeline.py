@@ -23,7 +23,8 @@ def pipeline(
     """Train, export, validate, quantize, benchmark, gate, register and deploy; unchanged stages are cached.
 
     Args:
-        file: Pipeline file, relative to the project's root, such as configs/pipelines/digits-mlp.yaml.
+        file: Pipeline file, relative to the project's root, such as
+            configs/pipelines/digits-mlp.yaml.
         overrides: Values to override, such as train.with.seed=3.
         until: Stop after this kind of stage.
         no_cache: Kinds of stages to run again, cached or not.

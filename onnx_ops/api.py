@@ -7,8 +7,9 @@
     found.exit_code             # its exit code: 0 pass, 1 fail, 3 inconclusive …
     found                       # in a notebook: the command's screen
 
-Files, endpoints and settings are those of the project around the working directory. A command's refusal raises one
-of `onnx_ops.errors`, with place, cause and remedy. Progress goes to standard error.
+Files, endpoints and settings are those of the project around the working directory. A command's
+refusal raises one of `onnx_ops.errors`, with place, cause and remedy. Progress goes to standard
+error.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def judge(
     Args:
         baseline: The model in use: a file, folder, `models:/NAME/VERSION` or URL.
         candidate: The model that is to replace it.
-        data: Rows: a file, or arrays by input name, whose first axis counts rows. By default, rows are generated.
+        data: Rows: a file, or arrays by input name, whose first axis counts rows. By default, rows
+            are generated.
         labels: Name of the labels' array in the file, or the labels themselves, one per row.
         metric: accuracy, f1, auc, mae, rmse, cosine … or `package.module:function`.
         max_drop: Largest loss of the metric: points, or a share of the baseline's error.
@@ -88,7 +90,8 @@ def judge(
         batch: Rows of one request.
         fix: Values of inputs that are the same in every run, such as `{"sr": 16000}`.
         quiet: Show no progress.
-        options: Others of the command, such as `dims`, `cold_start`, `only`, `rows`, `seed`, `html`.
+        options: Others of the command, such as `dims`, `cold_start`, `only`, `rows`, `seed`,
+            `html`.
 
     Raises:
         UserError: a file or an option is wrong.
@@ -220,7 +223,8 @@ def rollback(
     """Move all traffic back, now; `onnx-ops rollback`. Repeating a completed rollback is no error.
 
     Args:
-        endpoints: Names of endpoints; without one, every endpoint of `model`, and of `target` if given.
+        endpoints: Names of endpoints; without one, every endpoint of `model`, and of `target` if
+            given.
         reason: Recorded in the ledger.
         to: Version to roll back to; the previous one by default.
         model: Registered model.

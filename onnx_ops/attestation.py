@@ -1,8 +1,8 @@
 """Signed statements: a file is loaded only if a statement names it.
 
-A statement is an in-toto Statement v1 (https://in-toto.io/Statement/v1) whose subject is a manifest of files and whose
-predicate is a record. It is signed in a DSSE envelope with ECDSA P-256 and SHA-256, over the stored bytes, so that
-verifying a record never encodes it again.
+A statement is an in-toto Statement v1 (https://in-toto.io/Statement/v1) whose subject is a manifest
+of files and whose predicate is a record. It is signed in a DSSE envelope with ECDSA P-256 and
+SHA-256, over the stored bytes, so that verifying a record never encodes it again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ _UNSIGNED = (
 _ENCODED = "MFkwEwYHKoZIzj0CAQYIKoZIzj0DAQcDQgAE"
 """Base64 prefix of every ECDSA P-256 public key in DER."""
 _SUBJECT = "manifest.json"
-"""The subject's digest is that of the manifest's canonical JSON, which names every file of a version."""
+"""The subject's digest is that of the manifest's canonical JSON, which names every file of a
+version.
+"""
 
 
 def sign_record(record: _R, signer: Signer) -> Attested[_R]:
@@ -229,12 +231,13 @@ KEY_FOLDERS: tuple[tuple[str, tuple[KeyRole, ...]], ...] = (
 class TrustedKeys:
     """The trusted public keys of one role.
 
-    Files are looked at for every signature, and parsed again if they changed, so that a removed key is no longer
-    trusted.
+    Files are looked at for every signature, and parsed again if they changed, so that a removed key
+    is no longer trusted.
 
     Args:
-        paths: PEM files of public keys, or folders with `*.pub.pem` files. A missing path adds no key. Keys directly in
-            a folder are trusted for both roles, those in its folders `gate` and `release` for one.
+        paths: PEM files of public keys, or folders with `*.pub.pem` files. A missing path adds no
+            key. Keys directly in a folder are trusted for both roles, those in its folders `gate`
+            and `release` for one.
         encoded: further keys, see `encoded`.
     """
 
@@ -286,7 +289,8 @@ class TrustedKeys:
                 f"key {short_digest(key)} is not trusted",
                 where=", ".join(map(str, self._paths[::2])),
                 why=f"trusted keys: {', '.join(map(short_digest, sorted(trusted))) or 'none'}",
-                remedy=f"If you trust its owner, put the public key (NAME{PUBLIC_SUFFIX}) there; else judge again",
+                remedy=f"If you trust its owner, put the public key (NAME{PUBLIC_SUFFIX}) "
+                "there; else judge again",
             )
         try:
             trusted[key].verify(base64.b64decode(signature, validate=True), data, ECDSA(SHA256()))
@@ -336,7 +340,8 @@ def build_key_error(kind: str, where: str) -> UserError:
     return UserError(
         f"this is not an ECDSA P-256 {kind} key",
         where=where,
-        remedy=f"`onnx-ops init` creates a pair: NAME.pem is the private key, NAME{PUBLIC_SUFFIX} the public one",
+        remedy="`onnx-ops init` creates a pair: NAME.pem is the private key, "
+        f"NAME{PUBLIC_SUFFIX} the public one",
     )
 
 

@@ -1,7 +1,7 @@
 """Domain values to JSON and back, by cattrs.
 
-Unknown keys are refused, unions are distinguished by `kind`, and equal values have equal bytes. cattrs is imported
-with the first value: commands that only show text start sooner without it.
+Unknown keys are refused, unions are distinguished by `kind`, and equal values have equal bytes.
+cattrs is imported with the first value: commands that only show text start sooner without it.
 """
 
 from __future__ import annotations

@@ -2,25 +2,23 @@
 
     OnnxOpsError                       what, where, why, remedy, and an exit code
     ├── UserError (2)                  the input is wrong
-    │   ├── ConfigError                a pipeline or target file has problems, each with its position
-    │   │   └── NotReadyError (4)      the file is valid, and this machine lacks what it needs
-    │   ├── NotFoundError              a file, function, version or endpoint does not exist
-    │   └── TooLargeError              a request exceeds a limit that protects memory
-    ├── MissingPackageError (4)        an optional package is not installed
-    ├── InfrastructureError (4)        the machine or a service failed, not the model
-    │   ├── ServiceUnavailableError    a server does not answer
-    │   ├── StillPendingError          a request was accepted and is not carried out yet
-    │   ├── AlarmRollbackError         an alarm of the provider rolled a deployment back
-    │   ├── StorageError               the disk is full, or a file or folder is not accessible
-    │   ├── StageError                 a stage crashed, was killed or timed out
-    │   ├── MeasurementError           something could not be measured (missing provider, crash)
-    │   ├── MissingKeyError            no key here may sign what is to be granted
-    │   └── CorruptStateError          a stored record does not match its digest or format
-    ├── RefusedError (5)               a policy, a permission or a signature check refused
-    │   ├── InvalidSignatureError      no trusted key has signed the decision
-    │   └── DigestMismatchError        content differs from what was recorded
-    ├── InternalError (4)              onnx-ops has a fault: an exception that it did not expect
-    └── ConflictError (4)              another process acted first; try again
+    │   ├── ConfigError                a pipeline or target file has problems, each with its
+    position │   │   └── NotReadyError (4)      the file is valid, and this machine lacks what it
+    needs │   ├── NotFoundError              a file, function, version or endpoint does not exist │
+    └── TooLargeError              a request exceeds a limit that protects memory ├──
+    MissingPackageError (4)        an optional package is not installed ├── InfrastructureError (4)
+    the machine or a service failed, not the model │   ├── ServiceUnavailableError    a server does
+    not answer │   ├── StillPendingError          a request was accepted and is not carried out yet
+    │   ├── AlarmRollbackError         an alarm of the provider rolled a deployment back │   ├──
+    StorageError               the disk is full, or a file or folder is not accessible │   ├──
+    StageError                 a stage crashed, was killed or timed out │   ├── MeasurementError
+    something could not be measured (missing provider, crash) │   ├── MissingKeyError            no
+    key here may sign what is to be granted │   └── CorruptStateError          a stored record does
+    not match its digest or format ├── RefusedError (5)               a policy, a permission or a
+    signature check refused │   ├── InvalidSignatureError      no trusted key has signed the
+    decision │   └── DigestMismatchError        content differs from what was recorded ├──
+    InternalError (4)              onnx-ops has a fault: an exception that it did not expect └──
+    ConflictError (4)              another process acted first; try again
         └── LedgerConflictError        another process wrote the next ledger entry first
 
 Exit codes are those of the command line (0 success, 1 failed gate, 2, 3 inconclusive, 4, 5, 130).
@@ -88,7 +86,8 @@ class UserError(OnnxOpsError):
 class Problem:
     """One problem of one file. `line` and `column` count from 1; 0: position unknown.
 
-    `environment` marks a problem of this machine: the file is valid, and a package or credential is missing.
+    `environment` marks a problem of this machine: the file is valid, and a package or credential is
+    missing.
     """
 
     file: str
@@ -224,7 +223,10 @@ def quoted(error: object) -> str:
     if len(text) <= _QUOTED:
         return text or type(error).__name__
     half = _QUOTED // 2
-    return f"{text[:half].rpartition(' ')[0] or text[:half]} … {text[-half:].partition(' ')[2] or text[-half:]}"
+    return (
+        f"{text[:half].rpartition(' ')[0] or text[:half]} … "
+        f"{text[-half:].partition(' ')[2] or text[-half:]}"
+    )
 
 
 def describe_error(error: BaseException) -> str:

@@ -1,9 +1,10 @@
 """Locks on files and folders (flock), which exclude the processes of this machine from each other.
 
-A lock belongs to an open file (flock(2)): two opens of one file exclude each other, also in one process. The system
-releases the lock when the last descriptor of that open file is closed. A killed process therefore leaves no lock. A
-forked child has the same open file, and holds the lock until it ends or closes the descriptor. A program that is
-started does not inherit it, because Python closes its descriptors on exec (PEP 446).
+A lock belongs to an open file (flock(2)): two opens of one file exclude each other, also in one
+process. The system releases the lock when the last descriptor of that open file is closed. A killed
+process therefore leaves no lock. A forked child has the same open file, and holds the lock until it
+ends or closes the descriptor. A program that is started does not inherit it, because Python closes
+its descriptors on exec (PEP 446).
 """
 
 from __future__ import annotations

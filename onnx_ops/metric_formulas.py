@@ -1,6 +1,7 @@
 """Formulas of task metrics: pure functions of arrays, without limits, intervals or models.
 
-`statistic(weights)` maps (resamples, rows) to (resamples,). A value is NaN where the weighted rows do not define it.
+`statistic(weights)` maps (resamples, rows) to (resamples,). A value is NaN where the weighted rows
+do not define it.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ def f1(
 
     Args:
         labels: class numbers of shape (rows,), below `classes`.
-        average: `binary` is that of the class `positive`; `macro` the mean over the classes that occur; `weighted` the
-            same, weighted by their number of labels; `micro` is computed from the counts over all classes.
+        average: `binary` is that of the class `positive`; `macro` the mean over the classes that
+            occur; `weighted` the same, weighted by their number of labels; `micro` is computed from
+            the counts over all classes.
     """
     right = _indicator(labels, classes, labels == predictions)
     true, predicted = _indicator(labels, classes), _indicator(predictions, classes)

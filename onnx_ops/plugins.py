@@ -186,7 +186,8 @@ def _find_namesake(package: str) -> str:
 def load_cuda(ort: Any, providers: Collection[str]) -> None:
     """Load CUDA's libraries from their Python packages, which the dynamic linker does not search.
 
-    Output of ONNX Runtime about missing libraries is discarded: building a session raises an error for them.
+    Output of ONNX Runtime about missing libraries is discarded: building a session raises an error
+    for them.
     """
     if _CUDA.intersection(providers) and hasattr(ort, "preload_dlls"):
         ort.set_default_logger_severity(4)
@@ -270,8 +271,8 @@ def select_environment(plugin: Plugin, env: Environment | None) -> Environment |
     """Return the environment to run an exporter or optimizer in; None for this installation.
 
     Raises:
-        UserError: `env` requests packages in this installation, which stages never change, or an environment without
-            requirements.
+        UserError: `env` requests packages in this installation, which stages never change, or an
+            environment without requirements.
     """
     own = plugin.requirements
     if env is not None and not env.isolated:

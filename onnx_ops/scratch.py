@@ -30,16 +30,19 @@ _REMEMBERED = 2000
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EROFS)
-_FREE = "Free some space and run the command again: finished work is kept. See `onnx-ops docs runbooks/disk-full`."
+_FREE = (
+    "Free some space and run the command again: finished work is kept. "
+    "See `onnx-ops docs runbooks/disk-full`."
+)
 _OPEN = "Grant the current user access to it, or set another folder in onnx-ops.toml."
 
 
 class Scratch:
     """A temporary folder for this user only, removed at the end of a `with` or with this object.
 
-    A killed process leaves its folder behind, as large as its models and with its secrets. A folder in use has a lock,
-    which the system releases with the process and its forks. The next process that creates a folder removes all
-    unlocked ones.
+    A killed process leaves its folder behind, as large as its models and with its secrets. A folder
+    in use has a lock, which the system releases with the process and its forks. The next process
+    that creates a folder removes all unlocked ones.
     """
 
     def __init__(self) -> None:
@@ -157,7 +160,8 @@ def read_plain_file(path: Path, *, most: int) -> bytes:
 def create_file(path: Path, data: bytes, mode: int = PRIVATE) -> bool:
     """Write a file, by default a private one, if its name is free; return whether it was.
 
-    An exclusive open would leave a partial file if the writer is killed. A link appears completely or not at all.
+    An exclusive open would leave a partial file if the writer is killed. A link appears completely
+    or not at all.
     """
     with _temporary_file(path.parent, mode) as temporary:
         temporary.write_bytes(data)

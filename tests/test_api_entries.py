@@ -87,7 +87,8 @@ def run_frozen(folder: Path) -> list[str]:
 
 def run_in_a_thread(folder: Path) -> list[str]:
     (folder / "script.py").write_text(
-        f"import threading\nthread = threading.Thread(target=exec, args=({CALL!r},))\nthread.start()\nthread.join()\n"
+        "import threading\nthread = threading.Thread(target=exec, "
+        f"args=({CALL!r},))\nthread.start()\nthread.join()\n"
     )
     return ["script.py"]
 

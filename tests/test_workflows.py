@@ -46,7 +46,8 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
     """What the command line understands."""
     group = typer.main.get_command(app)
     command = group.get_command(None, arguments[0])  # type: ignore[attr-defined]
-    # A command keeps the names of its help option from its first context: its parent has to give them.
+    # A command keeps the names of its help option from its first context: its parent has to give
+    # them.
     parent = group.make_context("onnx-ops", [], resilient_parsing=True)
     return dict(command.make_context(arguments[0], arguments[1:], parent=parent).params)
 
@@ -57,7 +58,8 @@ def run(file: Path, folder: Path, **given: str) -> tuple[list[str], int]:
     program = folder / "onnx-ops"
     ends = given.pop("ends", "0")
     program.write_text(
-        f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open('called', 'w'))\nsys.exit({int(ends)})\n"
+        f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], "
+        f"open('called', 'w'))\nsys.exit({int(ends)})\n"
     )
     program.chmod(0o755)
     values = {}

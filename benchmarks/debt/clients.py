@@ -18,7 +18,8 @@ BODY = json.dumps({"inputs": {"x": [[1.0, 2.0]]}}).encode()
 class Client:
     """Calls the endpoint until it is stopped; remembers who answered, and counts `failures`.
 
-    `began_at` holds the time, in seconds since the epoch, at which the request of each answer began.
+    `began_at` holds the time, in seconds since the epoch, at which the request of each answer
+    began.
     """
 
     def __init__(self, route: Route, *, timeout_s: float) -> None:

@@ -105,8 +105,8 @@ class WrongClock(SystemClock):
 class Place:
     """How a process opens an endpoint of the project in `root`; `environment` leads it to the cloud.
 
-    `shared` is the folder of the registry and the ledgers. `machine` is another name for this one, whose clock is ahead
-    by `ahead_s` seconds.
+    `shared` is the folder of the registry and the ledgers. `machine` is another name for this one,
+    whose clock is ahead by `ahead_s` seconds.
     """
 
     root: Path

@@ -34,7 +34,10 @@ _REFUSALS = {
     "s3": ("", "<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"),
     "blob": (
         "x-ms-error-code: AuthorizationPermissionMismatch\r\n",
-        "<Error><Code>AuthorizationPermissionMismatch</Code><Message>not authorized</Message></Error>",
+        (
+            "<Error><Code>AuthorizationPermissionMismatch</Code><Message>not "
+            "authorized</Message></Error>"
+        ),
     ),
 }
 """What a store answers to a write that the credentials do not permit: a header, and the body."""
@@ -43,7 +46,8 @@ _REFUSALS = {
 class Replicas(Site):
     """Followers and servers of this machine. `port` is that of the store, 0 for a folder.
 
-    The faults concern a finished release, and, with `, canary` in their names, a candidate with half of the traffic.
+    The faults concern a finished release, and, with `, canary` in their names, a candidate with
+    half of the traffic.
     """
 
     def __init__(
@@ -291,5 +295,8 @@ def _move_back(aside: Path, folder: Path) -> None:
 
 
 def _build_refusal(header: str, body: str) -> bytes:
-    head = f"HTTP/1.1 403 Forbidden\r\n{header}Content-Type: application/xml\r\nContent-Length: {len(body)}\r\n"
+    head = (
+        f"HTTP/1.1 403 Forbidden\r\n{header}Content-Type: application/xml\r\nContent-Length: "
+        f"{len(body)}\r\n"
+    )
     return f"{head}Connection: close\r\n\r\n{body}".encode()

@@ -49,8 +49,8 @@ class Fault:
     """One fault, and the trial that it needs.
 
     Attributes:
-        unloaded: version 1 is not loaded any more, as the fault concerns only what is loaded anew; None: in half of the
-            trials.
+        unloaded: version 1 is not loaded any more, as the fault concerns only what is loaded anew;
+            None: in half of the trials.
         down: no version answers once it is broken.
         candidate: version 2 is a candidate with half of the traffic, not a finished release.
         broken_s: so long the followers try before anything is repaired.
@@ -285,7 +285,10 @@ class SageMaker(Site):
         self.environment = fake.environment
         self.settings = {**SETTINGS, "timeout": "20 s"}
         quota = "The account-level service limit 'ml.c6i.large for endpoint usage' is 4 Instances."
-        capacity = "Unable to provision requested ML compute capacity due to InsufficientInstanceCapacity error."
+        capacity = (
+            "Unable to provision requested ML compute capacity due to "
+            "InsufficientInstanceCapacity error."
+        )
         ping = "The primary container for production variant v1 did not pass the ping health check."
         self.faults = {
             "credentials expired": Fault(apply=self._answers("expired")),

@@ -77,7 +77,8 @@ def claims_of_dense(board: Board) -> list[Claim]:
     """Return how the threads that evidence chose compare with the better of one and all."""
     return [
         _at_least(
-            f"dense model: requests/s of the chosen threads against the better of one and all: {name}, {place}",
+            "dense model: requests/s of the chosen threads against the better of one and all: "
+            f"{name}, {place}",
             min(board.faster(name, other, "dense", place) for other in others),
             0.9,
         )
@@ -98,7 +99,8 @@ def claims_of_triton(board: Board) -> list[Claim]:
             cpu = min(mine.cpu_us) / min(theirs.cpu_us)
             claim = Claim(
                 gate=name,
-                what=f"requests/s, p99 and CPU a request against {other}: {model}, connections {place}",
+                what=f"requests/s, p99 and CPU a request against {other}: {model}, "
+                f"connections {place}",
                 bound="≥ × 1, < × 1, < × 1",
                 figure=f"{rate:.3g}, {p99:.3g}, {cpu:.3g}",
                 is_met=rate >= 1 and p99 < 1 and cpu < 1,

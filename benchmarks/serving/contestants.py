@@ -154,7 +154,8 @@ class OpenInference(Contestant):
 class Ours(OpenInference):
     """`onnx_ops.serving`: two deployments that share the traffic, metrics on, one worker.
 
-    A batchable model has one deployment, since a batch holds requests of one deployment, and Triton runs one version.
+    A batchable model has one deployment, since a batch holds requests of one deployment, and Triton
+    runs one version.
     """
 
     def prepare(self) -> None:
@@ -204,7 +205,8 @@ class Plain(OpenInference):
 class Triton(OpenInference):
     """NVIDIA Triton with its ONNX Runtime backend on the CPU, one thread a session, without gRPC and metrics.
 
-    `home` has `bin/tritonserver` and `backends/onnxruntime`, as `/opt/tritonserver` has in NVIDIA's image.
+    `home` has `bin/tritonserver` and `backends/onnxruntime`, as `/opt/tritonserver` has in NVIDIA's
+    image.
     """
 
     def __init__(self, name: str, model: Model, folder: Path, home: Path) -> None:
@@ -303,7 +305,10 @@ class MlflowServe(Contestant):
 
     def prepare(self) -> None:
         super().prepare()
-        script = "import mlflow.onnx, onnx, sys; mlflow.onnx.save_model(onnx.load(sys.argv[1]), sys.argv[2])"
+        script = (
+            "import mlflow.onnx, onnx, sys; mlflow.onnx.save_model(onnx.load(sys.argv[1]), "
+            "sys.argv[2])"
+        )
         command: list[str | Path] = [sys.executable, "-c", script, self.file, self.folder / "saved"]
         subprocess.run(command, check=True, capture_output=True, cwd=self.folder)
 

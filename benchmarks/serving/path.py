@@ -2,9 +2,10 @@
 
     python -m benchmarks.serving.path [--rounds N]
 
-Requests differ as they do behind a gateway: new request ids and traces, users, two clients that share one connection.
-Prints the microseconds of a request beyond those of `session.run`, beside a parser loop of 40 lines that has neither
-split, metrics nor limits (`peers/plain.py`). Each figure is the least of many interleaved rounds of one thread's time.
+Requests differ as they do behind a gateway: new request ids and traces, users, two clients that
+share one connection. Prints the microseconds of a request beyond those of `session.run`, beside a
+parser loop of 40 lines that has neither split, metrics nor limits (`peers/plain.py`). Each figure
+is the least of many interleaved rounds of one thread's time.
 """
 
 from __future__ import annotations

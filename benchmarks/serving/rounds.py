@@ -31,8 +31,8 @@ _BARE_RUNS = 20_000
 class Match:
     """One way of calling one contestant, at some number of connections.
 
-    With `together`, client and server have one processor between them. Else each wakes the other on another one, which
-    on a virtual machine takes longer than many an answer.
+    With `together`, client and server have one processor between them. Else each wakes the other on
+    another one, which on a virtual machine takes longer than many an answer.
     """
 
     name: str
@@ -111,7 +111,8 @@ def run_matches(
         for score in scores:  # once for warmth, not counted
             if not score.match.contestant.answers(score.match.call):
                 raise SystemExit(
-                    f"{score.match.name} does not answer 200 to its request: nothing can be compared"
+                    f"{score.match.name} does not answer 200 to its request: "
+                    "nothing can be compared"
                 )
             burst(
                 score.match.call,

@@ -2,9 +2,9 @@
 
     python -m benchmarks.serving.shadow_cost [--rounds N]
 
-Prints the microseconds of a JSON request without a shadow, with a copy of each that another process receives, and with
-copies that are dropped because the queue is full. Each figure is the least of many interleaved rounds of one thread's
-time, system calls included; the model's run is in it.
+Prints the microseconds of a JSON request without a shadow, with a copy of each that another process
+receives, and with copies that are dropped because the queue is full. Each figure is the least of
+many interleaved rounds of one thread's time, system calls included; the model's run is in it.
 """
 
 from __future__ import annotations

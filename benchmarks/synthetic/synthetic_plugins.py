@@ -1,6 +1,7 @@
 """A framework, an optimizer and a runtime that cost next to nothing: what a run takes with them is the house's own.
 
-Installed by putting this folder on the path. The model is one matrix product, computed by numpy; times follow a script.
+Installed by putting this folder on the path. The model is one matrix product, computed by numpy;
+times follow a script.
 """
 
 from __future__ import annotations

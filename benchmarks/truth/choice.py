@@ -29,7 +29,10 @@ def prove(*, quick: bool, trials: int | None = None) -> list[Claim]:
         for lost, won in SHARES:
             for differing in (0.0, 0.0001):
                 shares = [(lost, won)] * VARIANTS
-                name = f"{n} rows, {100 * lost:g} % lost, {100 * won:g} % won, {100 * differing:g} % other by target"
+                name = (
+                    f"{n} rows, {100 * lost:g} % lost, {100 * won:g} % won, "
+                    f"{100 * differing:g} % other by target"
+                )
                 found = np.array(
                     [_release(n, shares, differing, trial) for trial in range(many)]
                 ).sum(axis=0)

@@ -31,11 +31,13 @@ def at_most(
 ) -> Claim:
     """A rate that may not exceed `bound`.
 
-    Worlds are drawn anew in each run, and a rate at its bound is above it in half of them. The promise is missed where
-    the interval of the rate lies above the bound: once in two hundred runs by chance. A bound of 0 allows no event.
+    Worlds are drawn anew in each run, and a rate at its bound is above it in half of them. The
+    promise is missed where the interval of the rate lies above the bound: once in two hundred runs
+    by chance. A bound of 0 allows no event.
 
     Args:
-        worst_of: settings that this one is the worst of; the interval allows for the choice (Bonferroni).
+        worst_of: settings that this one is the worst of; the interval allows for the choice
+            (Bonferroni).
     """
     return _rate(
         gate,

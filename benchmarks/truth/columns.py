@@ -1,6 +1,7 @@
 """Parity verdicts by column: small heads beside large ones, rare events, rankings with ties, and hard sums.
 
-Each world is drawn from a seed, exported by PyTorch's exporter of TorchScript or by skl2onnx, and so correct.
+Each world is drawn from a seed, exported by PyTorch's exporter of TorchScript or by skl2onnx, and
+so correct.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ RATES = (0.1, 0.04, 7e-3, 1e-3, 1e-4, 1e-6)
 """Mean probabilities of rare events."""
 
 _GAUSSIAN_REFUSED = 0.3
-"""A Gaussian process in float32 can be off by more than .1 % of its largest answer, which no estimate excuses."""
+"""A Gaussian process in float32 can be off by more than .1 % of its largest answer, which no
+estimate excuses.
+"""
 
 SIGMOID_ERROR = 1.26e-7
 """Largest error of ONNX Runtime's sigmoid: two million logits in each of seven ranges of answers up to .9. It occurs

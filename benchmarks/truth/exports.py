@@ -44,8 +44,9 @@ QUICK_STEP = 12
 _OFF = 1e-3
 _OFF_ROWS = 0.05
 """An export is wrong if one in twenty real rows is off, by a thousandth of the largest answer, from what the source
-answers in float32 and from what it answers in float64. Both are the source: trees jump where their input is rounded,
-and a scaler in float64 may move a fifth of the rows across a split, though the export agrees with the scaler in float32
+answers in float32 and from what it answers in float64. Both are the source: trees jump where their
+input is rounded, and a scaler in float64 may move a fifth of the rows across a split, though the
+export agrees with the scaler in float32
 on all of them. Kernels that round otherwise still move up to 4.7 % of the rows."""
 
 
@@ -82,7 +83,10 @@ def prove(*, quick: bool) -> list[Claim]:
         outcome for outcome in outcomes if not outcome.right and outcome.verdict is Verdict.PASS
     ]
     slow = [outcome for outcome in outcomes if outcome.seconds > SOURCE_TIME_S]
-    title = f"correct exports ({len(right)}; {len(outcomes) - len(right)} wrong ones, {unable} could not be converted)"
+    title = (
+        f"correct exports ({len(right)}; {len(outcomes) - len(right)} wrong ones, "
+        f"{unable} could not be converted)"
+    )
     table(title, ("refused", "why"), [(outcome.name, outcome.reason[:150]) for outcome in refused])
     table("wrong exports that pass", ("export",), [(outcome.name,) for outcome in passed])
     _print_times(outcomes)

@@ -1,6 +1,7 @@
 """Kinds of fault that exports suffer from, each done to a correct ONNX graph.
 
-A fault changes the model in place, choosing the place by `draw`, and returns False where the model has no such place.
+A fault changes the model in place, choosing the place by `draw`, and returns False where the model
+has no such place.
 """
 
 from __future__ import annotations

@@ -27,19 +27,26 @@ WORLDS = (
     (50, 40, 0.5), (100, 20, 0.1), (100, 20, 0.5), (200, 10, 0.1), (200, 10, 0.5), (400, 2, 0.5), (400, 5, 0.2),
     (400, 5, 0.3), (1000, 4, 0.3), (1000, 10, 0.5), (2000, 5, 0.5),
 )  # fmt: skip
-"""Groups, rows of each (a mean where sizes differ, at most 40), correlation of two rows of a group."""
+"""Groups, rows of each (a mean where sizes differ, at most 40), correlation of two rows of a group.
+"""
 WON = (0.002, 0.01, 0.05)
-"""Share of rows that only the candidate gets right; the share that only the baseline does is larger by the limit."""
+"""Share of rows that only the candidate gets right; the share that only the baseline does is larger
+by the limit.
+"""
 WRONG = 0.1
 """Share of rows that both models get wrong."""
 
 
 AGAIN = 0.05
-"""Settings that err more often are tried once more, with other draws and `MORE` times as many: those alone count."""
+"""Settings that err more often are tried once more, with other draws and `MORE` times as many:
+those alone count.
+"""
 MORE = 10
 
 INPUTS, ALIKE = 8, 0.3
-"""Numbers of a row that a model reads, and the correlation of two rows' in a group: rows of one patient are alike."""
+"""Numbers of a row that a model reads, and the correlation of two rows' in a group: rows of one
+patient are alike.
+"""
 
 _WARNED_ROWS = 200_000
 """Rows of a world that are searched for signs."""
@@ -63,7 +70,10 @@ def prove(*, quick: bool, trials: int | None = None) -> list[Claim]:
                 tried = MORE * many
                 found = _verdicts(random, groups, size, rho, won, equal, tried)
             rates = np.maximum(rates, found / tried)
-            name = f"{groups} x {size}, rho {rho:g}, won {won:g}, {'equal' if equal else 'mixed'} sizes"
+            name = (
+                f"{groups} x {size}, rho {rho:g}, won {won:g}, {'equal' if equal else 'mixed'} "
+                "sizes"
+            )
             for side, verdict in enumerate(worst):
                 worst[verdict] = max(
                     worst[verdict], (found[1, side] / tried, int(found[1, side]), tried, name)
@@ -78,7 +88,8 @@ def prove(*, quick: bool, trials: int | None = None) -> list[Claim]:
     head = ("groups x rows", "rho", *verdicts, "no key: warned", "by errors alone")
     again = "" if quick else f" (above {100 * AGAIN:g} % with the key: {MORE * many} fresh ones)"
     table(
-        f"metric, rows in groups, true drop equal to the limit of {100 * LIMIT:g} pp, worst of 6 x {many}{again}",
+        f"metric, rows in groups, true drop equal to the limit of {100 * LIMIT:g} pp, "
+        f"worst of 6 x {many}{again}",
         head,
         rows,
     )

@@ -96,7 +96,8 @@ def prove(*, quick: bool, trials: int | None = None, load: str | None = None) ->
     if quick or not quiet:
         return claims
     median = statistics.median(quiet[0].seconds)
-    # How long it takes is the machine's affair: only the full run, which is made on a quiet one, promises it.
+    # How long it takes is the machine's affair: only the full run, which is made on a quiet one,
+    # promises it.
     promise = Claim(
         gate="latency",
         what="median time to decision, A/A",
@@ -132,8 +133,8 @@ def write_layers(path: Path, extra: int) -> Path:
 def _simulated(quick: bool) -> list[Claim]:
     """The product's rule on pairs of known truth: independent, correlated, and with a drift of the candidate alone.
 
-    The truth of a run that drifts is its mean over a full run: early looks see another part of it. A run that is
-    longer drifts back, and forth again.
+    The truth of a run that drifts is its mean over a full run: early looks see another part of it.
+    A run that is longer drifts back, and forth again.
     """
     trials, rows, claims = QUICK_SIMULATED if quick else SIMULATED, [], []
     for number, (world, (make, make_self)) in enumerate(WORLDS.items()):
@@ -319,7 +320,10 @@ def _print(cells: list[Cell]) -> None:
         "median",
         "95 %",
     )
-    title = f"latency, limit {100 * LIMIT:g} %, load average {os.getloadavg()[0]:.1f}: median estimate; time to decision"
+    title = (
+        f"latency, limit {100 * LIMIT:g} %, load average {os.getloadavg()[0]:.1f}: "
+        "median estimate; time to decision"
+    )
     table(title, head, rows)
 
 

@@ -91,7 +91,8 @@ def _errors(trials: int, quick: bool) -> Iterator[Claim]:
         yield at_most("losses", what, worst[0], trials, BOUND, worst_of=40)
     head = ("", "errors", "rows", "wrong PASS", "wrong FAIL", "BCa: PASS", "FAIL")
     table(
-        f"metric, true growth equal to the limit of {100 * (GROWTH - 1):.0f} %, {trials} trials each",
+        f"metric, true growth equal to the limit of {100 * (GROWTH - 1):.0f} %, "
+        f"{trials} trials each",
         head,
         rows,
     )
@@ -215,7 +216,8 @@ def _judge_maximum(
 def _classes(trials: int, quick: bool) -> Iterator[Claim]:
     """f1 and auc, whose true drop is known from 8,000,000 rows.
 
-    A setting that errs in more than `AGAIN` is tried once more, with other draws and `MORE` times as many: those count.
+    A setting that errs in more than `AGAIN` is tried once more, with other draws and `MORE` times
+    as many: those count.
     """
     rows = []
     for definition, populations in (
@@ -235,7 +237,10 @@ def _classes(trials: int, quick: bool) -> Iterator[Claim]:
                 shown = (f"{100 * count / few:.1f} %" for count in found)
                 rows.append((definition.label, name, str(n), *shown, str(few)))
                 worst = max(worst, (found.max() / few, int(found.max()), few, f"{name}, {n} rows"))
-        what = f"{definition.label} wrong on one side at a true drop equal to the limit, worst of 48: {worst[3]}"
+        what = (
+            f"{definition.label} wrong on one side at a true drop equal to the limit, "
+            f"worst of 48: {worst[3]}"
+        )
         yield at_most("losses", what, worst[1], worst[2], BOUND, worst_of=48)
     table(
         "metric, f1 and auc", ("", "population", "rows", "wrong PASS", "wrong FAIL", "trials"), rows

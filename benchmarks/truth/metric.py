@@ -14,7 +14,9 @@ LIMIT = 0.01
 BOUND = 0.055
 ROWS = (200, 500, 1000, 2000, 5000, 20_000)
 WON = (0.002, 0.01, 0.03)
-"""Share of rows that only the candidate gets right; the share that only the baseline does is larger by the limit."""
+"""Share of rows that only the candidate gets right; the share that only the baseline does is larger
+by the limit.
+"""
 
 DRAWS, QUICK_DRAWS = 40_000, 8_000
 

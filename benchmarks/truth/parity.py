@@ -223,7 +223,10 @@ def equivalence(export: Exported, faulty: Path) -> tuple[bool, str]:
     if largest > _CLOSE:
         return (
             False,
-            f"gate passes; it differs by {largest:.2g} of the largest output on {rows} further rows",
+            (
+                f"gate passes; it differs by {largest:.2g} of the largest output on {rows} further "
+                "rows"
+            ),
         )
     same = (
         "identical answers"

@@ -1,7 +1,8 @@
 """Replicas in simulated time: real followers, real counts of servers, real reports in a folder, without processes.
 
-A simulated server routes and counts by the functions that a worker calls, and answers its follower's admin requests.
-The provider reads the reports, and the judge's functions follow. Only sockets, models and clocks are missing.
+A simulated server routes and counts by the functions that a worker calls, and answers its
+follower's admin requests. The provider reads the reports, and the judge's functions follow. Only
+sockets, models and clocks are missing.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ ENDPOINT, STABLE, CANDIDATE = "digits", "v1", "v2"
 _SECONDS = 0.001
 """Latency of all requests: none is judged."""
 _SLOW_SHARE, _SLOW_S = 0.02, 15.0
-"""Requests that last long, of either version, and for how long at most: some end in the next epoch."""
+"""Requests that last long, of either version, and for how long at most: some end in the next epoch.
+"""
 _RENEW_S = 15.0
 """Time after which a replica reports even if nothing reads it: its lease needs that."""
 _DOWN_S = (2.0, 6.0)
@@ -390,8 +392,8 @@ class SimulatedReplica:
 class Traffic:
     """Requests of a rollout: `requests` an epoch, of users by Zipf's law; without `users`, they have no keys.
 
-    Each user has its own chance of errors where they are `uneven`; the mean is `errors`, and `worse` times that with
-    the candidate.
+    Each user has its own chance of errors where they are `uneven`; the mean is `errors`, and
+    `worse` times that with the candidate.
     """
 
     users: int = 0

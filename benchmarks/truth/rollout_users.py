@@ -17,7 +17,9 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 SLACK = 2 ** (2 / 16)
-"""How much higher the candidate's thresholds lie: 10 %, at the nearest bound of the server's histogram."""
+"""How much higher the candidate's thresholds lie: 10 %, at the nearest bound of the server's
+histogram.
+"""
 SPREAD = 0.5
 """Standard deviation of log latency."""
 _BEFORE = 4000
@@ -35,7 +37,8 @@ class Users:
     """Who sends the requests of a world.
 
     Args:
-        count: of users; 0 for requests without a key, of which each is assigned on its own, retries too.
+        count: of users; 0 for requests without a key, of which each is assigned on its own, retries
+            too.
         skew: exponent of Zipf's law of who sends how much.
         errors: chance of one, of either version.
         worse: how many times more likely it is on the candidate.
@@ -45,9 +48,11 @@ class Users:
         retried: chance that a failed request is sent once more by its user, and fails once more.
         bunch: errors that come together, of one user.
         tails: degrees of freedom of Student's t that log latency is drawn from; 0: normal.
-        correlated: correlation of log latency from one request to the next, whichever version answers.
+        correlated: correlation of log latency from one request to the next, whichever version
+            answers.
         daily: whether errors and latency rise and fall together by day and night.
-        between: how many times longer the candidate takes for what lies between the 80th and the 90th percentile.
+        between: how many times longer the candidate takes for what lies between the 80th and the
+            90th percentile.
         cold: first requests to the candidate that take three times as long.
         beta: of which the users' own success rates are drawn, in an A/B test.
         success: the candidate's success rate as a multiple of the stable version's.
@@ -81,8 +86,8 @@ class Users:
 class UserTraffic:
     """Requests of `trials` rollouts in one world, by unit and by block of users.
 
-    Latency is held against thresholds at these `quantiles`, those of the guardrails. Users are assigned anew at each
-    look, which is an epoch, unless they are `sticky`.
+    Latency is held against thresholds at these `quantiles`, those of the guardrails. Users are
+    assigned anew at each look, which is an epoch, unless they are `sticky`.
     """
 
     def __init__(
@@ -115,10 +120,14 @@ class UserTraffic:
         """Requests, by the candidate."""
         events = 2 + len(quantiles)
         self.units = np.zeros((events, trials, 2, len(BADNESS_EDGES)))
-        """By event (errors, successes, over each threshold): units of the last look, of either version."""
+        """By event (errors, successes, over each threshold): units of the last look, of either
+        version.
+        """
         self._block = random.integers(0, USER_BLOCKS, (trials, many))
         self.blocks = np.zeros((events, 2, trials, 2, USER_BLOCKS + 1))
-        """By event: requests and events of candidate and stable version, by block of users; only if they stick."""
+        """By event: requests and events of candidate and stable version, by block of users; only if
+        they stick.
+        """
         user = np.searchsorted(self._shares, random.random((trials, _BEFORE)))
         before = self._latency(np.arange(trials), user)
         self._limits = np.quantile(before, quantiles, axis=1)
@@ -151,7 +160,8 @@ class UserTraffic:
         self._answered[active] = number[:, -1]
         log += np.where(mine & (number <= users.cold), np.log(_COLD), 0.0)
         warm = number > WARM_UP_REQUESTS
-        # In an epoch with warm-up requests, the server compares no latency by unit: the other version has none.
+        # In an epoch with warm-up requests, the server compares no latency by unit: the other
+        # version has none.
         timed = compared & (
             (warm | ~mine) if self._sticky else (warm | ~mine).all(axis=1, keepdims=True)
         )

@@ -1,7 +1,8 @@
 """Many rollouts at once: traffic that is drawn, counted, judged by the product's functions and moved by its machine.
 
-The evidence of all rollouts is computed together, by the functions that `statistics.rollout.judge` calls for one;
-`choose_next_action` is asked what follows from it, for each rollout at each look. A look is an epoch.
+The evidence of all rollouts is computed together, by the functions that `statistics.rollout.judge`
+calls for one; `choose_next_action` is asked what follows from it, for each rollout at each look. A
+look is an epoch.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ _SUCCESSES = 1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """What one scenario is like. `requests` come between two looks; `routed` is the candidate's true share of them
-    as a multiple of its weight; `successes` are the two success rates of an A/B test, one outcome a request. `users`
-    say how often what happens instead of these. They are assigned anew at each look, except in an A/B test, and for
+    as a multiple of its weight; `successes` are the two success rates of an A/B test, one outcome a
+    request. `users` say how often what happens instead of these. They are assigned anew at each
+    look, except in an A/B test, and for
     `blind` sources, which count neither units nor users."""
 
     policy: RolloutPolicy

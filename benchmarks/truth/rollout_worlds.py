@@ -28,7 +28,9 @@ HEAD = ("rolled back", "canary requests")
 _SOME = Users(count=2000, skew=0.8)
 _COUNTS = (1, 2, 3, 5, 10, 20, 50)
 _EPOCHS = 500
-"""Epochs after which one client, of which a tenth is the candidate's, has shown a failure by all chance."""
+"""Epochs after which one client, of which a tenth is the candidate's, has shown a failure by all
+chance.
+"""
 _KINDS: Mapping[str, Users] = {
     "all errors by 2 % of users": Users(failing=0.02),
     "payload by user, sd .5": Users(spread=0.5),
@@ -331,7 +333,10 @@ def _levels(trials: Trials) -> Iterable[Claim]:
     for often, share in ((1 / 15, 0.3), (1 / 30, 0.6), (1 / 50, 1.0)):
         users = Users(errors=0.0, outages=often, outage=share)
         result = trials.run(World(policy=_level(), users=users, looks=150))
-        name = f"no errors, but an outage of {100 * share:g} % in one of {1 / often:.0f} epochs (2 % in all)"
+        name = (
+            f"no errors, but an outage of {100 * share:g} % in one of {1 / often:.0f} epochs (2 "
+            "% in all)"
+        )
         rows.append((name, _tell("", result, "finished")[1], "", ""))
         if share == 0.3:
             yield trials.at_most("service level", f"{name}: shown", result, "finished", 0.05)

@@ -1,6 +1,7 @@
 """Small networks of the kinds that people export, with rows for each: what a correct export of them must pass.
 
-They are neither trained nor chosen by how they export; every layer family of PyTorch that keeps to tensors is there.
+They are neither trained nor chosen by how they export; every layer family of PyTorch that keeps to
+tensors is there.
 """
 
 from __future__ import annotations

@@ -139,7 +139,8 @@ def _section(name: str, section: Json, schema: Json, seen: Mapping[tuple[str, st
         example = seen.get((name, key)) or _example(key, value, schema)
         meaning = value.get("description") or SECTIONS.get(key, "")
         lines.append(
-            f"| `{key}` | {_takes(value, schema)} | {default} | `{_cell(example)}` | {_cell(meaning)} |"
+            f"| `{key}` | {_takes(value, schema)} | {default} | `{_cell(example)}` | "
+            f"{_cell(meaning)} |"
         )
     return "\n".join(lines)
 

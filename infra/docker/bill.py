@@ -2,9 +2,10 @@
 
 Usage: bill.py BILL STATUS BASE REPORT... > COMPLETE
 
-BILL is what `cyclonedx-py environment` wrote, REPORT what `pip install --report` did, STATUS Debian's list of installed
-packages (/var/lib/dpkg/status), BASE the image that all stands on. A package whose hash is not known ends this with an
-error. Debian keeps no hash of a package that is installed: such a component is known by name, version and architecture.
+BILL is what `cyclonedx-py environment` wrote, REPORT what `pip install --report` did, STATUS
+Debian's list of installed packages (/var/lib/dpkg/status), BASE the image that all stands on. A
+package whose hash is not known ends this with an error. Debian keeps no hash of a package that is
+installed: such a component is known by name, version and architecture.
 """
 
 from __future__ import annotations

@@ -38,14 +38,16 @@ API_TIMEOUT_S = 60.0
 """Time that AWS may take to answer one request."""
 _UNAVAILABLE = (ServiceUnavailableError, "AWS does not answer as expected", "Try again later.")
 _ERRORS_BY_CODES: Mapping[str, tuple[type[OnnxOpsError], str, str]] = {
-    "ConditionalRequestConflict InternalFailure InternalServerError RequestTimeout ServiceUnavailable": _UNAVAILABLE,
+    "ConditionalRequestConflict InternalFailure InternalServerError RequestTimeout "
+    "ServiceUnavailable": _UNAVAILABLE,
     "RequestLimitExceeded SlowDown Throttling ThrottlingException TooManyRequestsException": _UNAVAILABLE,
     "AccessDenied AccessDeniedException UnauthorizedOperation 403": (
         RefusedError,
         "AWS does not permit {}",
         "`onnx-ops docs sagemaker` lists the permissions that the caller needs.",
     ),
-    "ExpiredToken ExpiredTokenException InvalidClientTokenId UnrecognizedClientException SignatureDoesNotMatch": (
+    "ExpiredToken ExpiredTokenException InvalidClientTokenId UnrecognizedClientException "
+    "SignatureDoesNotMatch": (
         ServiceUnavailableError,
         "AWS does not accept the credentials",
         "Sign in again: `aws sso login`.",
@@ -247,7 +249,10 @@ def is_valid_name(text: str) -> bool:
 
 
 def _no_credentials(where: str, why: str = "") -> UserError:
-    remedy = "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run on a machine with a role."
+    remedy = (
+        "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+        "or run on a machine with a role."
+    )
     return UserError("there are no AWS credentials", where=where, why=why, remedy=remedy)
 
 

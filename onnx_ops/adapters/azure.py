@@ -1,7 +1,7 @@
 """Access to Azure: workspace, cloud, credentials, Azure Resource Manager.
 
-Cloud and credentials come from the environment: `AZUREML_CURRENT_CLOUD` or `ARM_CLOUD_METADATA_URL`, and what
-`DefaultAzureCredential` of azure-identity reads.
+Cloud and credentials come from the environment: `AZUREML_CURRENT_CLOUD` or
+`ARM_CLOUD_METADATA_URL`, and what `DefaultAzureCredential` of azure-identity reads.
 """
 
 from __future__ import annotations
@@ -55,10 +55,13 @@ _IDENTITY_FILES = (
     "AzureRmContext.json",
 )
 LOGIN_REMEDY = (
-    "Run `az login`, or set AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET (or a federated token), or give "
-    "the machine a managed identity."
+    "Run `az login`, or set AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET (or a "
+    "federated token), or give the machine a managed identity."
 )
-ROLE_REMEDY = "Give the identity the role AzureML Data Scientist on the workspace; see `onnx-ops docs azureml`."
+ROLE_REMEDY = (
+    "Give the identity the role AzureML Data Scientist on the workspace; "
+    "see `onnx-ops docs azureml`."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +100,8 @@ def read_endpoint_name(endpoint: str, settings: Mapping[str, Json]) -> str:
     raise UserError(
         f"{name!r} cannot be the name of an endpoint in Azure",
         where=endpoint,
-        remedy="Set `name`: 3 to 32 lower-case letters, digits and hyphens, first a letter; unique in the region.",
+        remedy="Set `name`: 3 to 32 lower-case letters, digits and hyphens, first a letter; "
+        "unique in the region.",
     )
 
 
@@ -172,8 +176,8 @@ def request_resource(path: str, *, document: object = None, method: str = "GET")
     """Send a request to Azure Resource Manager; return None if the answer is empty.
 
     Raises:
-        ServiceUnavailableError: it does not answer, requests a retry later, or does not answer JSON, like proxies and
-            login pages.
+        ServiceUnavailableError: it does not answer, requests a retry later, or does not answer
+            JSON, like proxies and login pages.
         RefusedError: it is not permitted.
     """
     base = get_management_url()

@@ -1,8 +1,8 @@
 """Files of this machine: private, locked, appended to; and named objects.
 
-The store and the ledger rely on two guarantees: writing an object is atomic (a reader sees the old content or the new),
-and creating one succeeds for exactly one of several writers. Objects are files of a local folder, or of a file system
-that fsspec supports.
+The store and the ledger rely on two guarantees: writing an object is atomic (a reader sees the old
+content or the new), and creating one succeeds for exactly one of several writers. Objects are files
+of a local folder, or of a file system that fsspec supports.
 """
 
 from __future__ import annotations
@@ -201,8 +201,9 @@ def open_objects(url: str, *, deadline_s: float | None = None) -> ObjectStore:
     """Return the objects under a local path or a URL such as `s3://bucket/prefix`.
 
     Args:
-        deadline_s: for callers that repeat what fails: a remote request fails after this time, and at once if the store
-            refuses it. None: the clients repeat requests themselves, which may take a minute.
+        deadline_s: for callers that repeat what fails: a remote request fails after this time, and
+            at once if the store refuses it. None: the clients repeat requests themselves, which may
+            take a minute.
     """
     if "://" not in url or url.startswith("file://"):
         return LocalObjects(Path(urlsplit(url).path if url.startswith("file://") else url))
@@ -212,8 +213,8 @@ def open_objects(url: str, *, deadline_s: float | None = None) -> ObjectStore:
 def _stop_retries(file_system: Any) -> None:
     """Let a client raise the first error, where it has no option for that.
 
-    s3fs repeats what its client gave up. Azure's client rests 15 s before it repeats a request, and adlfs passes it no
-    options. Where its attributes have other names, requests end at the deadline.
+    s3fs repeats what its client gave up. Azure's client rests 15 s before it repeats a request, and
+    adlfs passes it no options. Where its attributes have other names, requests end at the deadline.
     """
     file_system.retries = 1
     with suppress(AttributeError):
@@ -435,7 +436,8 @@ class FsspecObjects(ObjectStore):
             what = "the object store does not answer"
             raise ServiceUnavailableError(what, where=self.place, why=str(error)) from error
         except Exception as error:
-            # The clients of clouds have their own errors: without credentials, or with a name that is none.
+            # The clients of clouds have their own errors: without credentials, or with a name that
+            # is none.
             if type(error).__module__.partition(".")[0] not in _CLIENTS:
                 raise
             what = "the object store cannot be used"

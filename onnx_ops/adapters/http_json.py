@@ -31,8 +31,8 @@ def require_https(url: str, what: str) -> str:
     """Return the host of an address that requests can be sent to.
 
     Raises:
-        UserError: it is not an https address (http is allowed on this machine). The error does not show the address,
-            which can be a secret.
+        UserError: it is not an https address (http is allowed on this machine). The error does not
+            show the address, which can be a secret.
     """
     try:
         parts = urlsplit(url)
@@ -115,7 +115,10 @@ def _explain(status: int, text: str, host: str) -> OnnxOpsError:
     if status >= 500 or status in _TRY_LATER:
         return ServiceUnavailableError("does not accept it now", where=host, why=why)
     if 300 <= status < 400:
-        remedy = "Put the new address into the settings, if you trust it: what is sent there holds a secret."
+        remedy = (
+            "Put the new address into the settings, if you trust it: "
+            "what is sent there holds a secret."
+        )
         return RefusedError("answers with a redirect", where=host, why=why, remedy=remedy)
     return RefusedError(
         "does not take it", where=host, why=why, remedy="Check the address and the token."

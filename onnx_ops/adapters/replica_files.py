@@ -43,7 +43,8 @@ def download_model(objects: ObjectStore, digest: Digest, folder: Path) -> Manife
 
     Raises:
         NotFoundError: the store has no such version.
-        CorruptStateError: the manifest is not the one with this digest, or names files outside the folder.
+        CorruptStateError: the manifest is not the one with this digest, or names files outside the
+            folder.
         ServiceUnavailableError: the store does not answer.
     """
     place = _get_place(digest)

@@ -27,8 +27,8 @@ def attempts(
 ) -> Iterator[int]:
     """Count attempts, pausing between them, until the time is over.
 
-    Each pause is 1.5 times the previous one, up to `longest_s` (0: all are `pause_s`). The first `at_least` attempts
-    are made even if the time is over.
+    Each pause is 1.5 times the previous one, up to `longest_s` (0: all are `pause_s`). The first
+    `at_least` attempts are made even if the time is over.
     """
     deadline, count = time.monotonic() + timeout_s, 0
     while count < at_least or time.monotonic() < deadline:
@@ -54,8 +54,9 @@ def converge(
 ) -> T:
     """Repeat a step until it returns something: observe, diff, make one call.
 
-    `tries` yields the attempts with their pauses, as `attempts` does. The step is repeated after the errors in
-    `retried`. When no attempt is left, the last of these errors is raised, or that of `timeout` if there was none.
+    `tries` yields the attempts with their pauses, as `attempts` does. The step is repeated after
+    the errors in `retried`. When no attempt is left, the last of these errors is raised, or that of
+    `timeout` if there was none.
     """
     last: OnnxOpsError | None = None
     for _ in tries:

@@ -43,7 +43,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _MAX_LAG = 4
-"""Epochs that a server may be behind the others. One that is further behind, as by its clock, is not waited for."""
+"""Epochs that a server may be behind the others. One that is further behind, as by its clock, is
+not waited for.
+"""
 
 
 class ServerMetrics(MetricsSource):
@@ -106,7 +108,8 @@ def count_by_server(
 ) -> list[GenerationCounts]:
     """Return the counts of each server by generation. `over_p99` counts requests that take twice the usual latency.
 
-    That is the median of the medians of the servers' last starts, which no single one of three can move at will.
+    That is the median of the medians of the servers' last starts, which no single one of three can
+    move at will.
     """
     slow_s = {name: _find_slow_limit(counts, name) for name in deployments}
     limits_s = {
@@ -231,8 +234,9 @@ class _Watch:
     def add_epochs(self, counts: Sequence[Counts]) -> Iterable[EpochUnits]:
         """Yield the units of the epochs that all servers have closed.
 
-        Every server assigns a cell to the same version in an epoch: its counts are added before they are a unit. Two
-        followers of one server, the second of which replaced the first, both report its epochs: they count once.
+        Every server assigns a cell to the same version in an epoch: its counts are added before
+        they are a unit. Two followers of one server, the second of which replaced the first, both
+        report its epochs: they count once.
         """
         numbers = sorted(one.closed_through for one in counts if one.closed_through)
         if not numbers:
@@ -281,7 +285,8 @@ def _bin_epoch(
 
     Args:
         texts: the cells of candidate and stable version, of each server.
-        grades: for each of both, by place, how many thresholds a request exceeds that is slow there.
+        grades: for each of both, by place, how many thresholds a request exceeds that is slow
+            there.
     """
     candidate, stable = (_Cells.decode(each) for each in texts)
     mine, theirs = map(dict, grades)

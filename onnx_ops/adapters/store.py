@@ -42,8 +42,8 @@ _MAX_VERIFIED = 8192
 class ContentStore:
     """Blobs and records; a remote store reads through a local cache of a limited size.
 
-    Nothing is trusted because of its name: content is hashed before it is returned, and a record contains its own
-    digest, so that a partial or tampered file counts as missing.
+    Nothing is trusted because of its name: content is hashed before it is returned, and a record
+    contains its own digest, so that a partial or tampered file counts as missing.
     """
 
     def __init__(self, objects: ObjectStore, cache: Path, cache_bytes: int = 50 * 10**9) -> None:
@@ -163,8 +163,8 @@ class ContentStore:
     def _has_local(self, digest: Digest) -> bool:
         """Return whether a local store has it: the same small documents are stored for every variant and target.
 
-        Its time is then renewed, so that it is not collected before its record is written. A remote store is not
-        queried, which would cost as much as writing.
+        Its time is then renewed, so that it is not collected before its record is written. A remote
+        store is not queried, which would cost as much as writing.
         """
         path = self._cache / _blob(digest)
         if not isinstance(self._objects, LocalObjects) or not self._intact(path, digest):

@@ -23,7 +23,8 @@ from onnx_ops.pipeline.stages.data import get_source_name
 class Affected:
     """A pipeline file, relative to the project's root, and the changed paths that it depends on.
 
-    `problem` is why it cannot be read; its dependencies are then unknown, so that every change counts.
+    `problem` is why it cannot be read; its dependencies are then unknown, so that every change
+    counts.
     """
 
     file: str
@@ -76,8 +77,8 @@ def changed_since(root: Path, base: str) -> frozenset[str]:
         raise UserError(
             f"git knows no commit {base!r}",
             where=str(root),
-            remedy="Name a branch, tag or commit. A shallow clone has no history: fetch it, in GitHub's checkout with "
-            "`fetch-depth: 0`.",
+            remedy="Name a branch, tag or commit. A shallow clone has no history: fetch it, "
+            "in GitHub's checkout with `fetch-depth: 0`.",
         )
     fork = (
         ask_git(root, "merge-base", "--end-of-options", base, "HEAD", may_fail=True).strip() or base

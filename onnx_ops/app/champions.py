@@ -1,7 +1,7 @@
 """Repeated measurements of champions: each with the benchmark of its decision, on the current runtime and machine.
 
-A benchmark is stored under the digest of its evidence, which the signed decision of a version holds. So it can be
-repeated without a pipeline file, regardless of later releases.
+A benchmark is stored under the digest of its evidence, which the signed decision of a version
+holds. So it can be repeated without a pipeline file, regardless of later releases.
 """
 
 from __future__ import annotations
@@ -120,10 +120,12 @@ def _measured(
         raise MeasurementError(
             "the benchmark that it was decided upon is not in this store",
             where=f"{record.model}/{record.version}",
-            remedy=f"Run its pipeline again on this store: onnx-ops run {champion.pipeline}.yaml --no-cache benchmark",
+            remedy=f"Run its pipeline again on this store: onnx-ops run {champion.pipeline}.yaml "
+            "--no-cache benchmark",
         )
     stage, key, inputs = parse_request(json.loads(context.store.read(memory[REQUEST])))
-    # Another key: the result of the pipeline stays as it is, and no worker answers with an earlier measurement.
+    # Another key: the result of the pipeline stays as it is, and no worker answers with an earlier
+    # measurement.
     manifest = perform(stage, digest_json(["again", key, uuid.uuid4().hex]), inputs)
     now = codec.loads(context.store.read(manifest["evidence.json"]), Evidence, where=stage.id)
     results = judge_drift(gates, then, now)
@@ -144,8 +146,8 @@ def save_benchmark(
 ) -> None:
     """Store everything needed to repeat a benchmark, under the digest of its evidence.
 
-    A repetition scores the rows itself, because results of score stages come from an earlier runtime or another
-    machine.
+    A repetition scores the rows itself, because results of score stages come from an earlier
+    runtime or another machine.
     """
     stage = replace(
         stage, settings={name: value for name, value in stage.settings.items() if name != "shards"}

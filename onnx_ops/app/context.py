@@ -1,7 +1,7 @@
 """A project: its settings, and the adapters that settings and pipeline files select.
 
-An adapter is created and imported only when a command uses it: a rollback completes in less time than importing the
-modules that read and run pipelines would take.
+An adapter is created and imported only when a command uses it: a rollback completes in less time
+than importing the modules that read and run pipelines would take.
 """
 
 from __future__ import annotations

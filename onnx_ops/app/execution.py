@@ -84,7 +84,9 @@ class StageOutput:
 
 
 _PRELOADED = {"scikit-learn": "sklearn", "skl2onnx": "skl2onnx"}
-"""Distributions whose packages the fork server imports for the stages that need them: they start no threads."""
+"""Distributions whose packages the fork server imports for the stages that need them: they start no
+threads.
+"""
 
 
 @dataclass(frozen=True)
@@ -188,8 +190,9 @@ def run_in_subprocess(
 ) -> Manifest:
     """Execute a stage in a child process. Raise its error; StageError if it crashed, was killed or timed out.
 
-    The child ends with this process: it watches its standard input, which stays open until then. Its temporary files
-    are in a scratch folder, since a killed child leaves them behind: gigabytes for a large model.
+    The child ends with this process: it watches its standard input, which stays open until then.
+    Its temporary files are in a scratch folder, since a killed child leaves them behind: gigabytes
+    for a large model.
     """
     with Scratch() as folder:
         result, scratch = folder / "result.json", folder / "tmp"
@@ -219,7 +222,8 @@ def run_in_subprocess(
                 f"it ran longer than its time-out of {stage.timeout:g} s and was stopped",
                 where=stage.id,
                 why=tail.summary(),
-                remedy=f"Raise `timeout` in the pipeline file if the stage needs that long.{output.place}",
+                remedy="Raise `timeout` in the pipeline file if the stage needs that "
+                f"long.{output.place}",
             ) from None
         finally:
             processes.discard(process)
@@ -231,8 +235,8 @@ def run_in_subprocess(
                 f"its process ended with {describe_exit(code)}",
                 where=stage.id,
                 why=tail.summary() or "it printed nothing",
-                remedy="Run the stage again; if it crashes again, the lines above are its last output."
-                + output.place,
+                remedy="Run the stage again; if it crashes again, "
+                "the lines above are its last output." + output.place,
             )
         document = json.loads(result.read_text(encoding="utf-8"))
     if "error" in document:

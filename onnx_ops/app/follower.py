@@ -1,8 +1,9 @@
 """The follower of a replica: a process beside the endpoint server that follows the place's tables, and reports.
 
-It alone has the client of the object store and its credentials. It starts the server without them, publishes each table
-to it through the admin API, renews its lease, and writes what it serves and counts. Each of these has a thread, so that
-a store that hangs delays neither the others nor the end of a lease, which the server's workers see on their own clock.
+It alone has the client of the object store and its credentials. It starts the server without them,
+publishes each table to it through the admin API, renews its lease, and writes what it serves and
+counts. Each of these has a thread, so that a store that hangs delays neither the others nor the end
+of a lease, which the server's workers see on their own clock.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ class ReplicaOptions:
 class Following:
     """What a replica knows of its place's tables, and for how long it may give a candidate traffic.
 
-    Times are seconds since boot: of one clock, which counts while the machine or the process is suspended.
+    Times are seconds since boot: of one clock, which counts while the machine or the process is
+    suspended.
     """
 
     def __init__(self, list_s: float = LIST_S) -> None:
@@ -136,8 +138,9 @@ class Following:
     def see_beat(self, beat: int, now: float) -> None:
         """Take the count of the judge's looks.
 
-        A rollback may have been requested while the store did not answer, and no table says so yet. Therefore a replica
-        that comes back gives a candidate no traffic before the judge has looked again.
+        A rollback may have been requested while the store did not answer, and no table says so yet.
+        Therefore a replica that comes back gives a candidate no traffic before the judge has looked
+        again.
         """
         if now - self._heard_at > LEASE_S:
             self._is_confirmed = False
@@ -162,8 +165,9 @@ class Following:
     def compute_lease_end(self, now: float) -> float:
         """Return until when the adopted table's candidate may get traffic; 0 if it may not.
 
-        The replica must have listed the tables, and reported, and the judge must have looked since the last gap in the
-        answers of the store. A newer table that moves traffic ends the lease before it is adopted.
+        The replica must have listed the tables, and reported, and the judge must have looked since
+        the last gap in the answers of the store. A newer table that moves traffic ends the lease
+        before it is adopted.
         """
         timeout_s = 0.0 if self.adopted is None else self.adopted.judge_timeout_s
         is_judged = self._is_confirmed and (not timeout_s or now - self._beat_at < timeout_s)
@@ -172,8 +176,9 @@ class Following:
     def renew_serving_end(self) -> float:
         """Return until when a server whose table is leased may answer at all.
 
-        Without the newest table, it may as long as before: neither are requests refused while a table is adopted, nor
-        does a replica that comes back answer by a table that was rolled back meanwhile.
+        Without the newest table, it may as long as before: neither are requests refused while a
+        table is adopted, nor does a replica that comes back answer by a table that was rolled back
+        meanwhile.
         """
         end = self._compute_end()
         if self._is_current():
@@ -520,7 +525,8 @@ class Follower:
 def require_known(names: Sequence[str], known: TableNumber | None, place: str) -> None:
     """Raise ServiceUnavailableError if a list of tables lacks the known one.
 
-    A share that is not mounted any more is an empty folder: its list is no answer of the store, and renews no lease.
+    A share that is not mounted any more is an empty folder: its list is no answer of the store, and
+    renews no lease.
     """
     if known is not None and f"{known}.json" not in names:
         raise ServiceUnavailableError(
@@ -629,7 +635,8 @@ def check_options(own: Mapping[str, str], options: ServerOptions) -> None:
         raise RefusedError(
             "a replica follows signed tables only, and has no key to verify them",
             where="--trusted-keys",
-            remedy="Name the folder of the public keys, or the keys in base64: `onnx-ops keys list` shows them.",
+            remedy="Name the folder of the public keys, or the keys in base64: "
+            "`onnx-ops keys list` shows them.",
         )
     control, reports = (own[name].rstrip("/") for name in ("follow", "reports"))
     if control == reports or control.startswith(f"{reports}/") or reports.startswith(f"{control}/"):
@@ -658,7 +665,8 @@ def read_release_keys(folder: Path, trusted: str) -> TrustedKeys:
         raise RefusedError(
             "there is no public key that signs releases",
             where=f"--trusted-keys {trusted}",
-            remedy="Put NAME.pub.pem there, or into its folder `release`: `onnx-ops keys list` shows the keys.",
+            remedy="Put NAME.pub.pem there, or into its folder `release`: "
+            "`onnx-ops keys list` shows the keys.",
         )
     return keys
 

@@ -1,8 +1,8 @@
 """A process that has imported the modules of stages and forks for each stage, so that it starts in milliseconds.
 
-The fork server of Python's standard library imports the main module in every child, and is started again in each forked
-process. This one forks a monitor for each request, which forks the stage's process and reports its process id and its
-exit code.
+The fork server of Python's standard library imports the main module in every child, and is started
+again in each forked process. This one forks a monitor for each request, which forks the stage's
+process and reports its process id and its exit code.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class ForkedProcess:
         pid: its process id.
         stdin: writes to its standard input.
         stdout: reads its standard output.
-        status: descriptor that yields its exit code when it has ended; it is closed with this object.
+        status: descriptor that yields its exit code when it has ended; it is closed with this
+            object.
     """
 
     def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes], status: int) -> None:
@@ -234,8 +235,9 @@ def _fork_monitored(stdin: int, stdout: int, status: int) -> None:
 def _adopt(path: list[str]) -> None:
     """Take over the environment, the folder and the import path of who asked for this process.
 
-    What a new process draws anew is drawn anew here: the state of numpy's global generator, without which two sources
-    without a seed would agree; and addresses, which move the speed of a model by some percent.
+    What a new process draws anew is drawn anew here: the state of numpy's global generator, without
+    which two sources without a seed would agree; and addresses, which move the speed of a model by
+    some percent.
     """
     if not (line := sys.stdin.readline()):
         os._exit(1)  # who asked is gone
@@ -254,4 +256,6 @@ def _adopt(path: list[str]) -> None:
 
 
 FORK_SERVER = ForkServer()
-"""Of this process. Who forks itself and has threads then, such as a pool's worker, starts it before."""
+"""Of this process. Who forks itself and has threads then, such as a pool's worker, starts it
+before.
+"""

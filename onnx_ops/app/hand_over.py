@@ -1,8 +1,8 @@
 """Evaluation and release in separate jobs: what the first hands over, so that the second runs no code of the user.
 
-The first job trains, exports and measures without a key. The second one reads its results from a folder, checks that
-they belong to its own pipeline file, and signs, registers and deploys. A key of the second is out of reach of the code
-that ran in the first.
+The first job trains, exports and measures without a key. The second one reads its results from a
+folder, checks that they belong to its own pipeline file, and signs, registers and deploys. A key of
+the second is out of reach of the code that ran in the first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _LARGEST = 64 << 20
 class Evaluation:
     """The stages of a pipeline before its gates, as they ended at a commit; empty outside of a repository.
 
-    `file` is the digest of what the pipeline file declares, without its endpoints, whose settings name the machine.
+    `file` is the digest of what the pipeline file declares, without its endpoints, whose settings
+    name the machine.
     """
 
     file: Digest
@@ -116,7 +117,10 @@ def read_evaluation(folder: Path, commit: str, store: Store) -> Evaluation:
     where = str(folder / _FILE)
     evaluation = codec.loads(_read_description(folder), Evaluation, where=where)
     if evaluation.commit != commit:
-        why = f"It is of commit {evaluation.commit[:12] or 'none'}, and this is {commit[:12] or 'no repository'}."
+        why = (
+            f"It is of commit {evaluation.commit[:12] or 'none'}, "
+            f"and this is {commit[:12] or 'no repository'}."
+        )
         raise RefusedError("the evaluation is of another commit", where=where, why=why)
     _require_consistency(evaluation, where)
     _store_content(folder / _CONTENT, store)
@@ -161,7 +165,8 @@ def adopt(evaluation: Evaluation, pipeline: Pipeline, planned: Plan, store: Stor
         planned: the plan of the pipeline file, by a `ReleaseProbe`.
 
     Raises:
-        RefusedError: the evaluation is of another pipeline file, or its measurements are of something else.
+        RefusedError: the evaluation is of another pipeline file, or its measurements are of
+            something else.
     """
     _require_same_file(evaluation, pipeline, planned)
     manifests = {one.stage: one.manifest for one in evaluation.outcomes if one.manifest is not None}

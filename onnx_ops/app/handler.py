@@ -48,7 +48,8 @@ RELEASE = (StageKind.PROMOTE, StageKind.DEPLOY)
 class StageHandler:
     """Runs stages and looks up their results.
 
-    `perform` executes stages that compute something; release stages are operations, for which `actor` answers.
+    `perform` executes stages that compute something; release stages are operations, for which
+    `actor` answers.
     """
 
     context: Context
@@ -60,7 +61,9 @@ class StageHandler:
     """Folder of the locks of running stages; without it no stage waits for another."""
 
     releasing: AbstractContextManager[object] = field(default_factory=threading.RLock)
-    """Held while the registry or an endpoint is written: pipelines that run side by side release one by one."""
+    """Held while the registry or an endpoint is written: pipelines that run side by side release
+    one by one.
+    """
 
     confirms: bool = True
     """Whether a known registration is verified in the registry. A plan leaves that to the run: importing MLflow takes
@@ -231,8 +234,8 @@ def _list_releases(states: Iterable[ReleaseState]) -> set[Digest]:
 def was_compared(context: Context, model: str, evidence: Evidence) -> bool:
     """Return whether a release was compared with what serves its target now, or needs no comparison.
 
-    A release that was promoted at an endpoint before is not compared again: it serves, or is left. Without an endpoint,
-    the champion of the registry counts.
+    A release that was promoted at an endpoint before is not compared again: it serves, or is left.
+    Without an endpoint, the champion of the registry counts.
 
     Raises:
         InfrastructureError: the ledger or the registry does not answer.
@@ -255,9 +258,9 @@ def was_compared(context: Context, model: str, evidence: Evidence) -> bool:
 def _is_current(context: Context, registration: Registration) -> bool:
     """Return whether the registry holds the registration's versions, each with the evidence of this registration.
 
-    A registry of another project, or a new one, holds none. A registry keeps one set of decisions per version, so that
-    a gate that was changed and changed back is published again. If it does not answer, nothing is confirmed: the stage
-    then meets the error, and retries as configured.
+    A registry of another project, or a new one, holds none. A registry keeps one set of decisions
+    per version, so that a gate that was changed and changed back is published again. If it does not
+    answer, nothing is confirmed: the stage then meets the error, and retries as configured.
     """
     try:
         listed = {entry.version: entry for entry in context.registry().versions(registration.model)}

@@ -47,7 +47,8 @@ def answer(
         raise ConflictError(
             f"the request is not in this worker's store, {project.settings.store}, but in {place}",
             where=f"worker on {platform.node()}",
-            remedy="Give both machines one store: `store` in onnx-ops.toml, such as s3://bucket/onnx-ops.",
+            remedy="Give both machines one store: `store` in onnx-ops.toml, "
+            "such as s3://bucket/onnx-ops.",
         ) from error
     stage, key, inputs = parse_request(document)
     _require_same_release(stage)

@@ -39,8 +39,8 @@ def ask(
 ) -> Manifest:
     """Return the result that a worker of the stage's pool computes, or has computed for another run.
 
-    The request and everything that it needs are in the store: the inputs, the user's code, libraries of operators, and
-    the champion that a benchmark is compared with.
+    The request and everything that it needs are in the store: the inputs, the user's code,
+    libraries of operators, and the champion that a benchmark is compared with.
 
     Args:
         place: the location of the store, for messages on the other machine.
@@ -87,7 +87,8 @@ def ask(
         raise MeasurementError(
             f"the worker of pool {placed.pool} has ended, and its result is not in the store",
             where=stage.id,
-            remedy="Give both machines one store: `store` in onnx-ops.toml, such as s3://bucket/onnx-ops.",
+            remedy="Give both machines one store: `store` in onnx-ops.toml, "
+            "such as s3://bucket/onnx-ops.",
         )
     if took is not None:
         took(ended.seconds)

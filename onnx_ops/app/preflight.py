@@ -1,7 +1,7 @@
 """Checks before a run: the data, model and code of a pipeline, and this machine.
 
-Nothing is trained, no code of the project is run, nothing is unpickled, and no network is used. Each rule is that of
-the stage which would meet the problem.
+Nothing is trained, no code of the project is run, nothing is unpickled, and no network is used.
+Each rule is that of the stage which would meet the problem.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class _Rows:
 class Preflight:
     """The preflight checks of one pipeline.
 
-    `notes` are observations that can be intended; `absent` are the missing distributions of extras that training
-    imports.
+    `notes` are observations that can be intended; `absent` are the missing distributions of extras
+    that training imports.
     """
 
     context: Context
@@ -117,8 +117,8 @@ class Preflight:
             ):
                 among = "" if sample.whole else "the first "
                 self.notes.append(
-                    f"data.{name}: input {key} is NaN or infinite in {rows} of {among}{len(array)} rows; "
-                    "the model must take that"
+                    f"data.{name}: input {key} is NaN or infinite in {rows} of "
+                    f"{among}{len(array)} rows; the model must take that"
                 )
 
     def _files(self) -> Iterator[Issue]:
@@ -305,7 +305,8 @@ class Preflight:
         if new := sorted(set(np.unique(label).tolist()).difference(*known)):
             shown = ", ".join(map(str, new[:5])) + (", …" if len(new) > 5 else "")
             self.notes.append(
-                f"data.{self.draft.scored}: label {shown} occurs in no set that the model is trained on"
+                f"data.{self.draft.scored}: label {shown} occurs in no set that the model is "
+                "trained on"
             )
 
 

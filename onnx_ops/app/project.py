@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class PreparedPipeline:
     """A checked pipeline, its targets and its plan.
 
-    `overridden`: values differ from the file's. `evaluation` holds the results of the stages before the gates if they
-    were run elsewhere.
+    `overridden`: values differ from the file's. `evaluation` holds the results of the stages before
+    the gates if they were run elsewhere.
     """
 
     pipeline: Pipeline
@@ -61,8 +61,8 @@ def check(
 ) -> CheckedFile:
     """Check a pipeline file.
 
-    With `static` only the file and the project's source code are checked, not data and models; with `machine` also
-    the packages and credentials that a whole run needs here.
+    With `static` only the file and the project's source code are checked, not data and models; with
+    `machine` also the packages and credentials that a whole run needs here.
 
     Raises:
         ConfigError: the file has problems; the error holds all of them.
@@ -242,7 +242,8 @@ def prepare(
     """Check a file and plan it.
 
     Args:
-        offline: only show the plan; a model at another place is not asked for, and counts as changed.
+        offline: only show the plan; a model at another place is not asked for, and counts as
+            changed.
     """
     from onnx_ops.pipeline import plan
     from onnx_ops.pipeline.probe import OfflineProbe, ProjectProbe, is_remote
@@ -384,8 +385,8 @@ def execute(
 ) -> RunResult:
     """Run a plan, `jobs` stages at once, and compare the release with `base` in the report.
 
-    The measurements of an unchanged commit are recorded under it. If this recording fails, the run does not: later
-    comparisons report that nothing is recorded.
+    The measurements of an unchanged commit are recorded under it. If this recording fails, the run
+    does not: later comparisons report that nothing is recorded.
 
     Args:
         actor: user recorded in the audit log of its releases (default: the user of this process).
@@ -480,7 +481,9 @@ def _choose_handler(prepared: PreparedPipeline, handler: StageHandler) -> Handle
 
 
 _WORST_FIRST = (2, 5, 1, 4, 3)
-"""Wrong input, refused, a gate failed, the environment failed, inconclusive: as one run orders them."""
+"""Wrong input, refused, a gate failed, the environment failed, inconclusive: as one run orders
+them.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -514,7 +517,8 @@ def run_files(
 ) -> Iterator[PipelineResult]:
     """Plan and run every file, at most `jobs` of them at once; results come in the order of the files.
 
-    An invalid or failing file does not stop the others. Neither yielded results nor finished plans are kept in memory.
+    An invalid or failing file does not stop the others. Neither yielded results nor finished plans
+    are kept in memory.
     """
     from onnx_ops.app.results import find_base, summarize
     from onnx_ops.pipeline import ordered_map

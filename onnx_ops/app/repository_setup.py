@@ -1,7 +1,8 @@
 """Add onnx-ops to an existing repository: a pipeline for its model, and what commands and workflows need.
 
-Only missing files are written, and nothing that build tools, test runners or linters of Python collect: everything is
-below `onnx-ops/`, besides `onnx-ops.toml` and files of GitHub Actions with names of their own.
+Only missing files are written, and nothing that build tools, test runners or linters of Python
+collect: everything is below `onnx-ops/`, besides `onnx-ops.toml` and files of GitHub Actions with
+names of their own.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ _FRAMEWORKS = (
     ("torch", "torch", "torch"),
     ("sklearn", "sklearn", "sklearn"),
 )
-"""Package that a training function imports, its exporter, and the extras of that; the first that is found counts."""
+"""Package that a training function imports, its exporter, and the extras of that; the first that is
+found counts.
+"""
 
 _LABELS = ("label", "target", "y", "labels")
 """Names of columns that are taken for the label."""
@@ -156,7 +159,8 @@ def _list_files(
         _fill("onnx-ops.txt", words).replace("./vendor/", f"./{folder}/vendor/"),
     )
     yield f"{folder}/requirements.txt", _compose_requirements(root, words)
-    # Flows are those of the package: Python files would be collected by the linters of the repository.
+    # Flows are those of the package: Python files would be collected by the linters of the
+    # repository.
     flows = re.sub(
         r"flows/(\w+)\.py:(\w+)", r"onnx_ops.templates.flows.\1.\2", _fill("prefect.yaml", words)
     )
@@ -299,8 +303,8 @@ def _describe_data(root: Path, data: Mapping[str, str], label: str | None) -> li
         raise UserError(
             "the pipeline needs rows to validate the export on",
             where="--data",
-            remedy="Name them: --data test=data/test.csv, and those of training as the function names them: "
-            "--data train=data/train.csv.",
+            remedy="Name them: --data test=data/test.csv, and those of training as the function "
+            "names them: --data train=data/train.csv.",
         )
     lines = ["data:"]
     for name, file in data.items():

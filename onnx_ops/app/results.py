@@ -160,7 +160,9 @@ def _exit_code(result: RunResult, choices: tuple[Choice, ...]) -> int:
 
 _CHOICES, _EVIDENCE = "choices.json", "evidence/"
 _COMMITS = 100
-"""Commits of the base branch that are looked through: most touch no model, so that nothing was measured for them."""
+"""Commits of the base branch that are looked through: most touch no model, so that nothing was
+measured for them.
+"""
 
 _SHARED = 20
 """Number of commits whose records a folder keeps."""
@@ -259,7 +261,8 @@ def import_commits(root: Path, store: Store, folder: Path) -> None:
 def find_base(root: Path, store: Store, pipeline: str, base: str, name: str = "") -> BaseRelease:
     """Return the record of the commit where this branch left its base, or of the last recorded one before it.
 
-    The base is a tag, a commit or a branch, which may exist only at `origin`; `name` is its display name.
+    The base is a tag, a commit or a branch, which may exist only at `origin`; `name` is its display
+    name.
     """
     name = name or base
     try:
@@ -293,7 +296,10 @@ def find_base(root: Path, store: Store, pipeline: str, base: str, name: str = ""
                 )
     except OnnxOpsError as error:
         return BaseRelease(branch=name, why=str(error))
-    why = f"Nothing is recorded for {name}: a run of this pipeline on one of its commits, with this store, records it."
+    why = (
+        f"Nothing is recorded for {name}: a run of this pipeline on one of its commits, "
+        "with this store, records it."
+    )
     return BaseRelease(branch=name, why=why)
 
 

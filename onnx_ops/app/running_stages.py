@@ -29,8 +29,8 @@ def machine_lock(
 class MeasurementLock:
     """Reserves the machine for a measurement among the pipelines that one process runs side by side.
 
-    First come, first served: work runs beside work, a measurement waits for all running work, and later work waits for
-    it.
+    First come, first served: work runs beside work, a measurement waits for all running work, and
+    later work waits for it.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """New projects: the required files of this repository, renamed for the project, with a model to start from.
 
-Flows, workflows, infrastructure and examples are those that this project itself runs and tests; `templates/` links to
-them, and a wheel holds copies. A project also gets the wheel of this release, so that a runner can install it from a
-checkout of the project alone.
+Flows, workflows, infrastructure and examples are those that this project itself runs and tests;
+`templates/` links to them, and a wheel holds copies. A project also gets the wheel of this release,
+so that a runner can install it from a checkout of the project alone.
 """
 
 from __future__ import annotations
@@ -69,10 +69,11 @@ PROJECTS: Mapping[TemplateName, Template] = {
             "examples.digits_mlp": "models.train",
             "endpoint: digits\n": "endpoint: {name}\n",
             # The tutorials start with all traffic at once, and switch to a canary later.
-            "    # The first release has nothing to be compared with, and gets all traffic at once. A rollout of this "
-            "example takes\n    # seconds, since users are assigned anew every 5 s; by default every minute.\n": "",
-            "steps: [10%, 50%, 100%], guardrails: [errors, latency_p50, latency_p99], min_requests: [300, 1000], "
-            "epoch: 5 s": "steps: [100%], scale_down_delay: 24h",
+            "    # The first release has nothing to be compared with, "
+            "and gets all traffic at once. A rollout of this example takes\n    # seconds, "
+            "since users are assigned anew every 5 s; by default every minute.\n": "",
+            "steps: [10%, 50%, 100%], guardrails: [errors, latency_p50, "
+            "latency_p99], min_requests: [300, 1000], epoch: 5 s": "steps: [100%], scale_down_delay: 24h",
         },
     ),
     "table": Template(
@@ -133,7 +134,9 @@ _COPIED: tuple[tuple[str, str, str], ...] = (
         for name in ("aws", "azure", "compose", "kubernetes", "pools", "prefect")
     ),
 )
-"""Files that are copied unchanged: their folder of the templates, their pattern there, and their place."""
+"""Files that are copied unchanged: their folder of the templates, their pattern there, and their
+place.
+"""
 
 
 def scaffold(folder: Path, name: str, template: TemplateName) -> tuple[str, ...]:

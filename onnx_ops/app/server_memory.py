@@ -1,7 +1,8 @@
 """Memory of the servers of an endpoint, for a new version beside the one that runs.
 
-A server measures a new version before its workers load it (`serving.workers.trial_load`). `check` estimates that
-earlier, for the author of the file: the new version counts as being as large as the stable one.
+A server measures a new version before its workers load it (`serving.workers.trial_load`). `check`
+estimates that earlier, for the author of the file: the new version counts as being as large as the
+stable one.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ def find_memory_shortages(context: Context, config: EndpointConfig) -> Iterator[
         if why := find_shortage(memory, max(peak_bytes, memory.worker_bytes)):
             place = f"replica {memory.server}" if memory.server else "the server"
             yield (
-                f"{place} of endpoint {config.endpoint} has no memory for a second version as large as "
-                f"{stable.name}: {why}. Serve with fewer workers, or give the server more memory."
+                f"{place} of endpoint {config.endpoint} has no memory for a second version as "
+                f"large as {stable.name}: {why}. Serve with fewer workers, "
+                "or give the server more memory."
             )
 
 

@@ -25,8 +25,8 @@ _CPU = "CPUExecutionProvider"
 class TargetStatus:
     """The status of one target. `why` and `remedy` explain it.
 
-    `here` is None if its file is wrong, another machine measures it, or its build is not checked. `measured` is whether
-    this project timed models with a shipped profile, None for other targets.
+    `here` is None if its file is wrong, another machine measures it, or its build is not checked.
+    `measured` is whether this project timed models with a shipped profile, None for other targets.
     """
 
     name: str
@@ -48,8 +48,8 @@ def list_target_statuses(project: Project) -> list[TargetStatus]:
 def find_unmeasurable(context: Context, targets: Iterable[Target]) -> dict[str, str]:
     """Return the targets that this machine cannot measure, with the reason; those of pools and builds are not checked.
 
-    The hardware of every target is compared. A session is built for other providers than the CPU's only: that takes
-    the import of the runtime.
+    The hardware of every target is compared. A session is built for other providers than the CPU's
+    only: that takes the import of the runtime.
     """
     reasons: dict[str, str] = {}
     for target in targets:

@@ -39,8 +39,8 @@ def main() -> None:
 def _die_with_parent(scratch: Path) -> None:
     """End this process when its parent, which holds the other end of standard input, is gone.
 
-    The processes that the stage has started go too: they are of this process's group, which is its own. So does what
-    they have written, as the parent can no longer remove it.
+    The processes that the stage has started go too: they are of this process's group, which is its
+    own. So does what they have written, as the parent can no longer remove it.
     """
     sys.stdin.read()
     shutil.rmtree(scratch, ignore_errors=True)

@@ -109,7 +109,8 @@ def handle_errors(command: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        # With --json standard output holds one document; what libraries print goes where the progress goes.
+        # With --json standard output holds one document; what libraries print goes where the
+        # progress goes.
         redirect = (
             contextlib.redirect_stdout(sys.stderr)
             if kwargs.get("as_json")
@@ -144,7 +145,10 @@ def _describe_error(error: Exception, function: str) -> OnnxOpsError:
         frames = traceback.extract_tb(error.__traceback__)
         place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
         why = f"{type(error).__name__}{place}: {quoted(error)}"
-        remedy = f"This is a fault of onnx-ops {version('onnx-ops')}: report it with this message and the files."
+        remedy = (
+            f"This is a fault of onnx-ops {version('onnx-ops')}: report it with this message and "
+            "the files."
+        )
         shown = InternalError(
             "the command ended unexpectedly", where=command, why=why, remedy=remedy
         )

@@ -38,7 +38,9 @@ PINS = {
     "mlflow": (">=3.17", "older ones have known vulnerabilities"),
     "onnxruntime": (">=1.31", "the benchmarks of this release used it"),
 }
-"""Packages whose wrong version fails late or silently, and what it breaks. Extras bring all but the last."""
+"""Packages whose wrong version fails late or silently, and what it breaks. Extras bring all but the
+last.
+"""
 
 EXTRAS = {
     "mlflow": "registration, promotion and reconciliation",
@@ -121,7 +123,8 @@ def _packages(project: Project) -> Iterator[Diagnosis]:
         try:
             installed = version(name)
         except PackageNotFoundError:
-            continue  # a package of an extra, which is checked below, or another build of ONNX Runtime
+            # a package of an extra, which is checked below, or another build of ONNX Runtime
+            continue
         ok = SpecifierSet(wanted).contains(Version(installed), prereleases=True)
         yield _finding(name, installed, ok=ok, remedy=f"pip install '{name}{wanted}': {breaks}")
     for extra, purpose in EXTRAS.items():
@@ -193,9 +196,15 @@ def _describe_worker(worker: WorkerStatus, project: Project) -> str:
     machine = worker.machine
     parts = [
         f"{worker.name} takes {', '.join(worker.kinds)}",
-        f"{machine.machine}, {machine.cpu_model}, {machine.cores} cores, {machine.memory_bytes / 1e9:.0f} GB",
+        (
+            f"{machine.machine}, {machine.cpu_model}, "
+            f"{machine.cores} cores, {machine.memory_bytes / 1e9:.0f} GB"
+        ),
         *machine.accelerators,
-        f"ONNX Runtime {machine.runtime_version} with {', '.join(worker.providers) or 'no providers'}",
+        (
+            f"ONNX Runtime {machine.runtime_version} with "
+            f"{', '.join(worker.providers) or 'no providers'}"
+        ),
         f"onnx-ops {worker.release}",
         *(
             [f"store {worker.store}, here {project.settings.store}"]
@@ -265,7 +274,10 @@ def _describe_ledgers(project: Project, key: Digest) -> Iterator[Diagnosis]:
     from onnx_ops.release.adoption import find_missing_key
 
     for name, why in find_missing_key(project.context, key).items():
-        remedy = "Where a key that counts is: `onnx-ops keys admit FILE`, with the output of `onnx-ops keys public`."
+        remedy = (
+            "Where a key that counts is: `onnx-ops keys admit FILE`, "
+            "with the output of `onnx-ops keys public`."
+        )
         yield _finding(
             f"ledger {name}",
             f"this machine's signature does not count: {why}",
@@ -377,7 +389,10 @@ def _without_file(project: Project) -> Iterator[Diagnosis]:
     for config in bound:
         if config.pipeline not in described:
             folder = find_config_folder(root) / PIPELINES
-            found = f"{config.pipeline} is in no file of {folder}; not needed? onnx-ops delete {config.endpoint}"
+            found = (
+                f"{config.pipeline} is in no file of {folder}; "
+                f"not needed? onnx-ops delete {config.endpoint}"
+            )
             yield _finding(f"pipeline of {config.endpoint}", found)
 
 

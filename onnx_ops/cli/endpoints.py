@@ -69,9 +69,9 @@ def status(
 ) -> None:
     """Show what endpoints serve now, from the ledger and the endpoints. Needs no MLflow.
 
-    Exit code 4 if an endpoint that should serve, or a provider that is asked for orphans, does not answer; also if an
-    endpoint answers its clients, but can no longer be changed; with --runs, if a stage waits that no running worker
-    takes.
+    Exit code 4 if an endpoint that should serve, or a provider that is asked for orphans, does not
+    answer; also if an endpoint answers its clients, but can no longer be changed; with --runs, if a
+    stage waits that no running worker takes.
 
     Example: onnx-ops status --target cpu-1t
     """
@@ -145,8 +145,8 @@ def history(
 ) -> None:
     """Show what changed on endpoints, when, by whom and why; with --json also the evidence.
 
-    Deleted endpoints are included. Needs no MLflow. Exit code 4 if a ledger is damaged: the entries before the damage
-    and the error are shown.
+    Deleted endpoints are included. Needs no MLflow. Exit code 4 if a ledger is damaged: the entries
+    before the damage and the error are shown.
 
     Example: onnx-ops history --model digits-mlp --since 30d --json
     """
@@ -191,9 +191,10 @@ def prune(
 ) -> None:
     """Remove old versions from the registry, this machine, the store and the providers.
 
-    Never removed: a version that an alias points at, or that an endpoint serves, may go back to, or is about to serve;
-    an object that a recorded result, the ledger or a decision behind an alias names, or that is younger than a day.
-    MLflow marks what is removed as deleted; `mlflow gc` frees its space.
+    Never removed: a version that an alias points at, or that an endpoint serves, may go back to, or
+    is about to serve; an object that a recorded result, the ledger or a decision behind an alias
+    names, or that is younger than a day. MLflow marks what is removed as deleted; `mlflow gc` frees
+    its space.
 
     Example: onnx-ops prune digits-mlp --keep 3 --older-than 90d
     """
@@ -411,7 +412,10 @@ def describe_pending(pending: PendingRollback, now: float) -> str:
     """Return the goal of a pending rollback, its requester and age in seconds, and why it is pending."""
     stable = pending.action.roles.stable
     to = stable.name if stable is not None else "nothing"
-    text = f"to {to}, asked for by {pending.actor} {max(0.0, now - pending.at):.0f} s ago ({pending.action.why})"
+    text = (
+        f"to {to}, asked for by {pending.actor} {max(0.0, now - pending.at):.0f} s ago "
+        f"({pending.action.why})"
+    )
     return (
         f"{text}; {pending.attempts} failed, the last: {pending.error}"
         if pending.attempts
@@ -556,7 +560,8 @@ def _print_freed(verb: str, plan: PrunePlan, version_count: int) -> None:
     """Print how many versions, model folders and objects go, with their sizes."""
     size = sum(folder.size_bytes for folder in plan.folders) / 1e6
     say(
-        f"{verb} {version_count} versions, and {len(plan.folders)} model folders on this machine ({size:.1f} MB)."
+        f"{verb} {version_count} versions, and {len(plan.folders)} model folders on this machine "
+        f"({size:.1f} MB)."
     )
     size = sum(stored.size_bytes for stored in plan.contents) / 1e6
     say(f"{verb} {len(plan.contents)} unreferenced objects in the store ({size:.1f} MB).")

@@ -198,7 +198,8 @@ def _report(
     beside = f", weights in {', '.join(summary.external)}" if summary.external else ""
     # A line without text is left out.
     lines = {
-        "file": f"{path.name}, {format_figure(info.size_bytes, 'B')}{beside}, sha256 {short_digest(summary.file)}",
+        "file": f"{path.name}, {format_figure(info.size_bytes, 'B')}{beside}, "
+        f"sha256 {short_digest(summary.file)}",
         "versions": f"IR {info.ir_version}, opset {_describe_opsets(info.opsets)}",
         "producer": summary.producer or "not recorded",
         "author": summary.author,
@@ -233,7 +234,8 @@ def _print_validity(path: Path, problem: str) -> None:
         print_text("[red]not valid ONNX[/red]: {}", problem)
     elif is_ort_format(path):
         print_text(
-            "[green]readable[/green]: ORT format, a graph that is optimized for one build of ONNX Runtime"
+            "[green]readable[/green]: ORT format, a graph that is optimized for one build of "
+            "ONNX Runtime"
         )
     else:
         print_text("[green]valid ONNX[/green]")

@@ -52,7 +52,8 @@ def judge(
     metric: Annotated[
         str | None,
         typer.Option(
-            help="accuracy, f1, auc, mae, rmse, cosine, … or package.module:function. Default: by the labels.",
+            help="accuracy, f1, auc, mae, rmse, cosine, … or package.module:function. Default: "
+            "by the labels.",
             show_default=False,
         ),
     ] = None,
@@ -134,8 +135,9 @@ def judge(
 ) -> None:
     """Judge whether one ONNX file may take the place of another: answers, task metric, latency and size.
 
-    The kind of the candidate is derived from both files. A float model must give the same answers. A rounded one (int8,
-    4-bit, float16) is judged by its weights, activations, function without rounding, and task metric.
+    The kind of the candidate is derived from both files. A float model must give the same answers.
+    A rounded one (int8, 4-bit, float16) is judged by its weights, activations, function without
+    rounding, and task metric.
 
     Exit code: 0 accepted, 1 rejected, 2 wrong input, 3 inconclusive, 4 not measured.
 
@@ -342,7 +344,10 @@ def _load_dataset(
         why = "the model's inputs share no dimension, so the file holds one request"
         raise UserError("labels need rows", where="--labels", why=why)
     if not label.ndim or len(label) != len(samples):
-        what = f"array {labels!r} has shape {arrays[labels].shape}, and the inputs have {len(samples)} rows"
+        what = (
+            f"array {labels!r} has shape {arrays[labels].shape}, "
+            f"and the inputs have {len(samples)} rows"
+        )
         raise UserError(what, where=str(data), remedy="Give one label for each row.")
     return Dataset(inputs=samples.rows, label=label), samples
 

@@ -30,8 +30,8 @@ def build_heading(
     notes = list(judgement.notes)
     if "generated from" in rows:
         notes.append(
-            "generated rows show whether B computes the same as A; ranges, accuracy and times that depend on values "
-            "need real rows"
+            "generated rows show whether B computes the same as A; ranges, "
+            "accuracy and times that depend on values need real rows"
         )
     several = len(judgement.targets) > 1
     times = []

@@ -71,7 +71,8 @@ def keys_list(as_json: AsJson = False) -> None:
             say(f"  its signature does not count in ledger {name}: {why}")
     if known:
         say(
-            "A gate key signs decisions and overrides. A release key signs what binds, starts, advances, withdraws or"
+            "A gate key signs decisions and overrides. A release key signs what binds, "
+            "starts, advances, withdraws or"
         )
         say("deletes. A rollback, an abort and a pause need none.")
     else:
@@ -96,7 +97,10 @@ def keys_new(
 
     path = out or _settings().signing_key
     key, public = _keyring().create(path).key, public_path(path)
-    text = f"key {short_digest(key)}: {path} (keep it), {public} (copy it to every machine that verifies)"
+    text = (
+        f"key {short_digest(key)}: {path} (keep it), {public} (copy it to every machine that "
+        "verifies)"
+    )
     print_result(
         lambda: {"key": key, "private": str(path), "public": str(public)}, text, as_json=as_json
     )
@@ -125,9 +129,9 @@ def keys_admit(
 ) -> None:
     """Let another machine's key sign in the ledgers: start, advance and finish rollouts.
 
-    The public key is copied to the trusted release keys here, and a signed entry of each ledger names it. Other
-    machines read that entry, so that nothing is copied to them. Decisions need a gate key: copy it into the folder
-    `gate` of the trusted keys of every machine.
+    The public key is copied to the trusted release keys here, and a signed entry of each ledger
+    names it. Other machines read that entry, so that nothing is copied to them. Decisions need a
+    gate key: copy it into the folder `gate` of the trusted keys of every machine.
 
     Example: onnx-ops keys admit reconciler.pub.pem
     """
@@ -137,7 +141,10 @@ def keys_admit(
     admitted = _keyring(project.settings).trust(file, "release")
     changed = admit_key(project.context, admitted)
     (key,) = admitted
-    text = f"key {short_digest(key)} may sign in {len(changed)} more ledger{'' if len(changed) == 1 else 's'}"
+    text = (
+        f"key {short_digest(key)} may sign in {len(changed)} more "
+        f"ledger{'' if len(changed) == 1 else 's'}"
+    )
     print_result(
         lambda: {"key": key, "changed": changed},
         ": ".join(filter(None, [text, ", ".join(changed)])),
@@ -149,8 +156,8 @@ def keys_admit(
 def keys_rotate(as_json: AsJson = False) -> None:
     """Sign with a new key from now on; old decisions stay valid.
 
-    The old key admits the new one to the ledgers. Its public key stays trusted. Its private key is removed and cannot
-    sign again.
+    The old key admits the new one to the ledgers. Its public key stays trusted. Its private key is
+    removed and cannot sign again.
 
     Example: onnx-ops keys rotate
     """
@@ -166,7 +173,8 @@ def keys_rotate(as_json: AsJson = False) -> None:
         return
     say(f"key {short_digest(new_key)} signs now; decisions by key {short_digest(old)} stay valid")
     say(
-        f"  next: copy the public keys in {project.settings.trusted_keys} to every machine that verifies"
+        f"  next: copy the public keys in {project.settings.trusted_keys} to every machine that "
+        "verifies"
     )
 
 
@@ -178,7 +186,8 @@ def keys_retire(
         typer.Option(
             "--keep",
             metavar="ENDPOINT=N",
-            help="For a stolen key: keep the entries of this ledger up to N, as `history` shows them. Repeatable.",
+            help="For a stolen key: keep the entries of this ledger up to N, "
+            "as `history` shows them. Repeatable.",
         ),
     ] = None,
     force: Annotated[
@@ -191,8 +200,9 @@ def keys_retire(
 ) -> None:
     """Stop trusting a key: for all decisions, and for new entries of ledgers.
 
-    What it has signed in the ledgers until now still counts; after a theft, up to the entry that --keep names. Shows
-    which versions under aliases lose their decision, and refuses if there are any.
+    What it has signed in the ledgers until now still counts; after a theft, up to the entry that
+    --keep names. Shows which versions under aliases lose their decision, and refuses if there are
+    any.
 
     Example: onnx-ops keys retire 3f2a91c07be4 --dry-run
     """
@@ -207,10 +217,12 @@ def keys_retire(
     names = [f"{version.model}/{version.version} as {version.alias}" for version in lost]
     if lost and not (force or dry_run):
         raise RefusedError(
-            f"{len(lost)} version{'s' if len(lost) > 1 else ''} under aliases would lose the decision",
+            f"{len(lost)} version{'s' if len(lost) > 1 else ''} under aliases would lose the "
+            "decision",
             where=f"key {short_digest(known.key)}",
             why=", ".join(names),
-            remedy="Judge them again with the new key (`onnx-ops run FILE --no-cache gate`), or use --force.",
+            remedy="Judge them again with the new key (`onnx-ops run FILE --no-cache gate`), "
+            "or use --force.",
         )
     archived: tuple[Path, ...] = ()
     if not dry_run:
@@ -223,7 +235,8 @@ def keys_retire(
     for name in names:
         say(f"{'would lose' if dry_run else 'loses'} its decision: {name}")
     say(
-        f"key {short_digest(known.key)} {'would no longer be' if dry_run else 'is no longer'} trusted"
+        f"key {short_digest(known.key)} {'would no longer be' if dry_run else 'is no longer'} "
+        "trusted"
     )
     for path in archived:
         say(f"  archived: {path}")

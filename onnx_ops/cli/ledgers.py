@@ -53,9 +53,10 @@ def ledger_adopt(
 ) -> None:
     """Make the last intact state of a ledger count that is damaged or was restored from a backup, with a signed entry.
 
-    The entries after that state stay where they are and count no longer. Rejections among them are lost, except for
-    their marks in MLflow. Nothing changes at the endpoint before the next `onnx-ops rollback` or `reconcile`. It needs
-    a release key. Prefer to restore the files from a backup.
+    The entries after that state stay where they are and count no longer. Rejections among them are
+    lost, except for their marks in MLflow. Nothing changes at the endpoint before the next
+    `onnx-ops rollback` or `reconcile`. It needs a release key. Prefer to restore the files from a
+    backup.
 
     Example: onnx-ops ledger adopt digits --reason "disk failure"
     """
@@ -78,7 +79,8 @@ def ledger_adopt(
     signer = context.signer()
     if signer is not None and signer.key not in adoption.state.keys:
         say(
-            f"other machines read this only if they trust key {short_digest(signer.key)}: copy it there",
+            f"other machines read this only if they trust key {short_digest(signer.key)}: "
+            "copy it there",
             err=as_json,
         )
     if not yes and not (sys.stdin.isatty() and typer.confirm("Make this state count?")):
@@ -97,7 +99,10 @@ def _describe(adoption: Adoption) -> list[str]:
     pending = "" if state.pending_rollback is None else "; a rollback is pending"
     return [
         *([f"damage: {adoption.damage}"] if adoption.damage else []),
-        f"state of entry {state.head}: {stable} serves{candidate}; {len(state.rejected)} rejected{pending}",
+        (
+            f"state of entry {state.head}: {stable} serves{candidate}; "
+            f"{len(state.rejected)} rejected{pending}"
+        ),
         f"entries that count no longer: {lost}"
         + (f" ({state.head + 1} to {adoption.count})" if lost else ""),
     ]

@@ -34,8 +34,8 @@ def doctor(
 ) -> None:
     """Check packages, providers, services, keys and pins; every problem comes with a remedy.
 
-    With --provider, only the requirements of that endpoint provider are checked: package, credentials, region, role,
-    quota. Exit code 4 if something is broken.
+    With --provider, only the requirements of that endpoint provider are checked: package,
+    credentials, region, role, quota. Exit code 4 if something is broken.
 
     Example: onnx-ops doctor --provider azureml configs/pipelines/digits.yaml
     """
@@ -77,9 +77,9 @@ def doctor(
 def targets(as_json: AsJson = False) -> None:
     """List the project's targets and the shipped profiles, and which this machine can measure.
 
-    A session of a tiny model is built for each; nothing is measured. A profile is used by its name. A file
-    configs/targets/NAME.yaml overrides the profile of that name. "never measured" marks the shipped profiles on
-    whose hardware no model was timed; their settings follow documentation.
+    A session of a tiny model is built for each; nothing is measured. A profile is used by its name.
+    A file configs/targets/NAME.yaml overrides the profile of that name. "never measured" marks the
+    shipped profiles on whose hardware no model was timed; their settings follow documentation.
 
     Example: onnx-ops targets --json
     """
@@ -121,9 +121,10 @@ def work(
 ) -> None:
     """Execute stages of pipelines on this machine: those that name its work pool.
 
-    The pool is created if it is missing. This machine and those that run pipelines need the same Prefect server
-    (PREFECT_API_URL), the same `store` in onnx-ops.toml and the same release of onnx-ops. Ctrl-C or SIGTERM lets the
-    running stages finish and takes no further ones; a second one ends them at once.
+    The pool is created if it is missing. This machine and those that run pipelines need the same
+    Prefect server (PREFECT_API_URL), the same `store` in onnx-ops.toml and the same release of
+    onnx-ops. Ctrl-C or SIGTERM lets the running stages finish and takes no further ones; a second
+    one ends them at once.
 
     Example: onnx-ops work --pool gpu --kinds train --kinds benchmark
     """
@@ -183,8 +184,9 @@ def serve(
 ) -> None:
     """Run the endpoint server in the foreground, with the table last published in its folder.
 
-    With --follow, it is a replica of an endpoint with `provider: replicas`: it serves what the newest signed table
-    there says, and reports. It needs --reports, --endpoint and --trusted-keys. See `onnx-ops docs replicas`.
+    With --follow, it is a replica of an endpoint with `provider: replicas`: it serves what the
+    newest signed table there says, and reports. It needs --reports, --endpoint and --trusted-keys.
+    See `onnx-ops docs replicas`.
 
     Example: onnx-ops serve --state-dir .onnx-ops/endpoints/digits --port 8080 --workers 4
     """

@@ -45,7 +45,8 @@ _COMMANDS = {
     "keys": (MACHINE, "keys"),
     "ledger": (MACHINE, "ledgers"),
 }
-"""Panel and module of each command, in the order of the help. The function has the command's name."""
+"""Panel and module of each command, in the order of the help. The function has the command's name.
+"""
 
 _RUNNING_MODELS = ("judge", "bench", "quantize")
 """Commands that run models in separate processes."""
@@ -90,7 +91,8 @@ def main() -> None:
     gc.set_threshold(
         50_000, 20, 20
     )  # imports make many objects and no garbage: a tenth of their time
-    # The collections at the end of the process look at every object of MLflow's modules: 1.1 s for nothing.
+    # The collections at the end of the process look at every object of MLflow's modules: 1.1 s for
+    # nothing.
     atexit.register(gc.freeze)
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command in _RUNNING_MODELS and not {"--help", "-h"}.intersection(sys.argv):

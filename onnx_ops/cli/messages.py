@@ -45,7 +45,10 @@ def notify(
 
     context = open_project().context
     if not context.notifiers():
-        remedy = 'Set notify = "webhook" in onnx-ops.toml, or ONNX_OPS_NOTIFY; see `onnx-ops docs notifications`.'
+        remedy = (
+            'Set notify = "webhook" in onnx-ops.toml, or ONNX_OPS_NOTIFY; '
+            "see `onnx-ops docs notifications`."
+        )
         raise UserError("no notifier is set", remedy=remedy)
     if test and endpoints:
         raise UserError("--test is about no endpoint", remedy="onnx-ops notify --test")
@@ -78,8 +81,9 @@ def _print_deliveries(deliveries: Sequence[DeliveryResult]) -> None:
 
 webhooks = make_group(
     "webhooks",
-    "Register the MLflow webhook that triggers the reconciler. The secret comes from ONNX_OPS_WEBHOOK_SECRET, or from "
-    "a file in the state folder that `install` creates.",
+    "Register the MLflow webhook that triggers the reconciler. "
+    "The secret comes from ONNX_OPS_WEBHOOK_SECRET, or from a file in the state folder that "
+    "`install` creates.",
     "onnx-ops webhooks install --url http://127.0.0.1:8650/webhooks/mlflow",
 )
 

@@ -59,7 +59,8 @@ Abandon = Annotated[
     typer.Option(
         "--abandon",
         metavar="REASON",
-        help="Leave endpoints behind that the file no longer names or has moved; the reason is recorded.",
+        help="Leave endpoints behind that the file no longer names or has moved; "
+        "the reason is recorded.",
         show_default=False,
     ),
 ]
@@ -68,7 +69,8 @@ Base = Annotated[
     typer.Option(
         "--base",
         metavar="REF",
-        help="Branch, tag or commit whose recorded results are compared; default in a pull request: its target branch.",
+        help="Branch, tag or commit whose recorded results are compared; "
+        "default in a pull request: its target branch.",
         show_default=False,
     ),
 ]
@@ -77,7 +79,8 @@ HandOver = Annotated[
     typer.Option(
         "--hand-over",
         metavar="FOLDER",
-        help="Write the results before the gates to a new folder, for --take-over in a job that holds the key.",
+        help="Write the results before the gates to a new folder, "
+        "for --take-over in a job that holds the key.",
         show_default=False,
     ),
 ]
@@ -86,7 +89,8 @@ TakeOver = Annotated[
     typer.Option(
         "--take-over",
         metavar="FOLDER",
-        help="Sign, register and deploy the results of --hand-over, without running any stage before the gates.",
+        help="Sign, register and deploy the results of --hand-over, "
+        "without running any stage before the gates.",
         show_default=False,
     ),
 ]
@@ -117,8 +121,8 @@ def check(
 ) -> None:
     """Validate pipeline files without running anything.
 
-    Opens data and ready models, reads the training function's signature, and looks for the packages and credentials
-    that a run needs. Reports all problems at once, each with line and column.
+    Opens data and ready models, reads the training function's signature, and looks for the packages
+    and credentials that a run needs. Reports all problems at once, each with line and column.
 
     Exit code: 0 no problems, 2 a file is wrong, 4 only this machine lacks something.
 
@@ -167,8 +171,8 @@ def plan(
 ) -> None:
     """Show what a run would do: each stage, whether its result is stored already, and where it runs.
 
-    The time of a stage is that of its last execution from here, without waiting. Its price is that time at the
-    `price_per_hour` of the target.
+    The time of a stage is that of its last execution from here, without waiting. Its price is that
+    time at the `price_per_hour` of the target.
 
     Example: onnx-ops plan configs/pipelines/digits-mlp.yaml --set train.with.seed=3
     """
@@ -232,14 +236,15 @@ def run(
 ) -> None:
     """Run pipelines: train, export, validate, quantize, benchmark, gate, register, deploy.
 
-    Stored results are reused. With --jobs, several pipelines, or the stages of one, run in parallel; a measurement has
-    the machine to itself.
+    Stored results are reused. With --jobs, several pipelines, or the stages of one, run in
+    parallel; a measurement has the machine to itself.
 
-    Training code can read what this command can, its key included. To keep the key from it, run twice, on two machines
-    or as two users: with --until gate and --hand-over without a key, then with --take-over.
+    Training code can read what this command can, its key included. To keep the key from it, run
+    twice, on two machines or as two users: with --until gate and --hand-over without a key, then
+    with --take-over.
 
-    Exit code: 0 every target has a release, 1 a gate failed, 2 a file is wrong, 3 inconclusive, 4 the environment
-    failed, 5 refused; of several files, the worst.
+    Exit code: 0 every target has a release, 1 a gate failed, 2 a file is wrong, 3 inconclusive, 4
+    the environment failed, 5 refused; of several files, the worst.
 
     Example: onnx-ops run configs/pipelines/digits-mlp.yaml --until gate
     """
@@ -372,8 +377,8 @@ def affected(
 ) -> None:
     """List the pipelines that a change affects: by file, target, data, model, or imported code.
 
-    All changes since this branch left the other one count, committed or not. A `.dvc` file stands for the data that it
-    points to. Exit code: 0, even if none is affected.
+    All changes since this branch left the other one count, committed or not. A `.dvc` file stands
+    for the data that it points to. Exit code: 0, even if none is affected.
 
     Example: onnx-ops affected --since origin/main
     """
@@ -430,7 +435,8 @@ def init(
         typer.Option(
             "--from",
             metavar="SOURCE",
-            help="With --into: an ONNX file of the repository, or its training function, package.module:function.",
+            help="With --into: an ONNX file of the repository, "
+            "or its training function, package.module:function.",
             show_default=False,
         ),
     ] = None,
@@ -469,11 +475,11 @@ def init(
 ) -> None:
     """Create a working project, or add a pipeline to an existing repository.
 
-    A new project has a pipeline, a model, flows, workflows, infrastructure and tests. Its demo and tests run
-    immediately, on data included in scikit-learn.
+    A new project has a pipeline, a model, flows, workflows, infrastructure and tests. Its demo and
+    tests run immediately, on data included in scikit-learn.
 
-    Into a repository, only missing files are written: below onnx-ops/, onnx-ops.toml, and workflows if it has .github/.
-    Existing files are not changed.
+    Into a repository, only missing files are written: below onnx-ops/, onnx-ops.toml, and workflows
+    if it has .github/. Existing files are not changed.
 
     Example: onnx-ops init fraud --template sklearn
 
@@ -488,7 +494,10 @@ def init(
         )
         return
     if folder is None or source is not None:
-        remedy = "Name the folder of a new project (onnx-ops init fraud), or a repository: --into DIR --from SOURCE."
+        remedy = (
+            "Name the folder of a new project (onnx-ops init fraud), or a repository: "
+            "--into DIR --from SOURCE."
+        )
         raise UserError("there is no folder", where="init", remedy=remedy)
     from onnx_ops.app.scaffold import scaffold
 

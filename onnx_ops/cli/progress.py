@@ -149,7 +149,8 @@ class StepProgress:
     def _estimate(self, begun: Mapping[str, float]) -> float | None:
         """Return the remaining time from the last durations; None where they are not known.
 
-        With parallel steps it is the longest chain of dependent steps, or the sum divided among `jobs`, if longer.
+        With parallel steps it is the longest chain of dependent steps, or the sum divided among
+        `jobs`, if longer.
         """
         names = dict.fromkeys([*begun, *(name for name in self._steps if name not in self._done)])
         known: dict[str, float] = {}
@@ -201,7 +202,8 @@ def working(command: str, *steps: str, quiet: bool = False) -> Iterator[StepProg
 class RunProgress(Observer):
     """Shows a run: the running stages with the remaining time, and each one that has ended.
 
-    For several runs in parallel, it shows only stages that did work, with the name of their pipeline.
+    For several runs in parallel, it shows only stages that did work, with the name of their
+    pipeline.
     """
 
     def __init__(self, console: Console, *, jobs: int = 1, is_one_of_several: bool = False) -> None:
@@ -250,7 +252,10 @@ class RunProgress(Observer):
         file = self._files.get(stage.id)
         if file is None or stage.kind is not StageKind.TRAIN:
             return ""
-        return f", output in {file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}"
+        return (
+            ", "
+            f"output in {file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}"
+        )
 
     def worked(self, stage: Stage, seconds: float) -> None:
         """Keep the time that a stage worked, for its line."""
@@ -276,7 +281,8 @@ class RunProgress(Observer):
                 StageStatus.CACHED: "unchanged",
                 StageStatus.DONE: self._describe_time(stage, outcome)
                 + self._describe_output(stage),
-                StageStatus.FAILED: f"failed after {self._describe_time(stage, outcome)}",  # the report has the reason
+                # the report has the reason
+                StageStatus.FAILED: f"failed after {self._describe_time(stage, outcome)}",
                 StageStatus.SKIPPED: f"skipped: {outcome.reason}",
             }[outcome.status]
             line = markup(_LINES[outcome.status], self._name, f"{stage.id:<{self._width}} {text}")

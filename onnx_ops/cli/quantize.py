@@ -34,7 +34,8 @@ def quantize(
     method: Annotated[
         str,
         typer.Option(
-            help="auto, static, dynamic, fp16, weight-only, graph, onnxslim, onnxoptimizer, fixed-shapes."
+            help="auto, static, dynamic, fp16, weight-only, graph, onnxslim, "
+            "onnxoptimizer, fixed-shapes."
         ),
     ],
     targets: Annotated[
@@ -89,18 +90,19 @@ def quantize(
 ) -> None:
     """Quantize an ONNX file by a recipe that fits its targets, and show how each target runs it.
 
-    `--method auto` searches for the recipe under a budget. A repeated call resumes an interrupted search.
-    It writes everything it tried beside OUT, as OUT.search.json.
+    `--method auto` searches for the recipe under a budget. A repeated call resumes an interrupted
+    search. It writes everything it tried beside OUT, as OUT.search.json.
 
-    Shows how the variant was made and why, its size, what runs in int8 (for a float variant: an estimate of its time),
-    and what slows it down, with the setting that fixes it. `judge` and the gates of a pipeline decide whether it is
-    correct and fast enough.
+    Shows how the variant was made and why, its size, what runs in int8 (for a float variant: an
+    estimate of its time), and what slows it down, with the setting that fixes it. `judge` and the
+    gates of a pipeline decide whether it is correct and fast enough.
 
     Exit code: 0 created, 2 wrong input, 4 the library failed.
 
     Example: onnx-ops quantize model.onnx int8.onnx --method static --data train.npz
 
-    Example: onnx-ops quantize model.onnx best.onnx --method auto --tuning-data tune.npz --budget metric_drop=0.5%
+    Example: onnx-ops quantize model.onnx best.onnx --method auto --tuning-data tune.npz --budget
+    metric_drop=0.5%
     """
     from onnx_ops.domain.pipeline import Quantize
     from onnx_ops.domain.quantization import AUTO
@@ -256,7 +258,10 @@ def _report(result: QuantizedFile, out: Path, targets: list[Target]) -> None:
     from onnx_ops.reporting.structure import coverage_lines
 
     before, after = result.sizes
-    sizes = f"{format_figure(before, 'B')} to {format_figure(after, 'B')}, {after / before:.2f} times the size"
+    sizes = (
+        f"{format_figure(before, 'B')} to {format_figure(after, 'B')}, "
+        f"{after / before:.2f} times the size"
+    )
     print_text("[bold]{}: {}[/bold]", out.name, sizes)
     for note in result.recipe:
         say(f"recipe: {note}")
@@ -319,7 +324,8 @@ def _load_tuning(
         raise UserError(
             "a search needs tuning rows",
             where="--tuning-data",
-            remedy="For example: --tuning-data tune.npz, with the model's inputs and an array 'label'.",
+            remedy="For example: --tuning-data tune.npz, with the model's inputs and an array "
+            "'label'.",
         )
     arrays, samples = load_rows(read_model_info(model).inputs, context, path, 512, fix)
     if name not in arrays and not metric.label_free:

@@ -78,7 +78,10 @@ def explain(
         say(f"Judged again from stored evidence: {same}. Signature {again.signature}.")
         hardware, runtime = again.evidence.hardware, again.evidence.runtime
         used = ", ".join(runtime.used) if runtime is not None else "unknown"
-        where = f"{hardware.cpu_model}, {hardware.cores} cores, {hardware.runtime} {hardware.runtime_version}, {used}"
+        where = (
+            f"{hardware.cpu_model}, {hardware.cores} cores, "
+            f"{hardware.runtime} {hardware.runtime_version}, {used}"
+        )
         say(f"Measured on {where}; decided {signed.decided_at}.")
     raise typer.Exit(combine_verdicts(e.decision.verdict for e in explanations).exit_code)
 
@@ -301,7 +304,8 @@ def drift_check(
 ) -> None:
     """Benchmark the current champions again, to detect drift after an upgrade or on a new machine.
 
-    Runs each champion's own benchmark and judges it by the gates of its release. Records and changes nothing.
+    Runs each champion's own benchmark and judges it by the gates of its release. Records and
+    changes nothing.
 
     Exit code: 1 if a champion has drifted, else 4 if one could not be measured, else 0.
 

@@ -279,12 +279,12 @@ def rollback(
 ) -> None:
     """Move all traffic back to the previous version, now. Needs neither Prefect nor MLflow.
 
-    Repeating a finished rollback is no error. Exit code 4, within ten seconds, if it could not be done yet. Then a
-    background process retries for 15 minutes, and so does every reconciliation, until it is done or withdrawn with
-    --withdraw. Meanwhile the version counts as rejected.
+    Repeating a finished rollback is no error. Exit code 4, within ten seconds, if it could not be
+    done yet. Then a background process retries for 15 minutes, and so does every reconciliation,
+    until it is done or withdrawn with --withdraw. Meanwhile the version counts as rejected.
 
-    The aliases follow in the background, or by the reconciler. A single endpoint of several that serve the same model
-    and target is pinned and leaves the aliases as they are; --all moves them.
+    The aliases follow in the background, or by the reconciler. A single endpoint of several that
+    serve the same model and target is pinned and leaves the aliases as they are; --all moves them.
 
     Example: onnx-ops rollback digits --reason "wrong on sevens"
 
@@ -345,7 +345,8 @@ def _withdraw(
         return
     for name, what in withdrawn.items():
         say(
-            f"{name}: {what} is withdrawn. The next reconciliation restores the state in the ledger."
+            f"{name}: {what} is withdrawn. The next reconciliation restores the state in the "
+            "ledger."
         )
 
 
@@ -378,11 +379,13 @@ def _print_moves(moved: Mapping[str, RollbackResult], errors: Mapping[str, OnnxO
     for name, move in moved.items():
         if move.already:
             say(
-                f"{name}: {move.moved_to} has 100 % of traffic already. To go back further, name it with --to."
+                f"{name}: {move.moved_to} has 100 % of traffic already. To go back further, "
+                "name it with --to."
             )
         else:
             say(
-                f"{name}: {move.moved_from} -> {move.moved_to}, 100 % of traffic. Reason: {move.reason}"
+                f"{name}: {move.moved_from} -> {move.moved_to}, 100 % of traffic. "
+                f"Reason: {move.reason}"
             )
     print_errors(errors)
 
@@ -446,8 +449,8 @@ def _hand_over(
 ) -> dict[str, str]:
     """Leave aliases, pending traffic and notifications to processes that outlive this one.
 
-    Importing MLflow takes longer than the whole rollback. If such a process dies, the ledger keeps the pending work,
-    and every reconciliation tries again. Return a text by endpoint.
+    Importing MLflow takes longer than the whole rollback. If such a process dies, the ledger keeps
+    the pending work, and every reconciliation tries again. Return a text by endpoint.
     """
     state, text = project.settings.state, ""
     work: dict[Path, Sequence[str]] = {}
@@ -457,7 +460,10 @@ def _hand_over(
         text = f"Registry aliases will be updated in the background (log: {log}); or now: {command}"
         if absent(EXTRAS["mlflow"]):
             hint = install_hint(*EXTRAS["mlflow"])
-            text = f"Registry aliases are pending: package mlflow is not installed. {hint}; then: {command}"
+            text = (
+                f"Registry aliases are pending: package mlflow is not installed. {hint}; "
+                f"then: {command}"
+            )
     if moved and project.settings.notifiers:
         work[state / "notify.log"] = ("notify", *moved)
     for log, arguments in work.items():

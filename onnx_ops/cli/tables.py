@@ -395,6 +395,7 @@ def _print_endpoint(state: ReleaseState, model: str, project: Project) -> None:
     )
     if state.roles.candidate is not None:
         say(
-            f"Rollout of {state.roles.candidate.name} has started: onnx-ops rollout status {state.endpoint}"
+            f"Rollout of {state.roles.candidate.name} has started: "
+            f"onnx-ops rollout status {state.endpoint}"
         )
         say("The reconciler advances it: onnx-ops reconcile --watch")

@@ -61,7 +61,8 @@ Fix = Annotated[
     typer.Option(
         "--fix",
         metavar="NAME=VALUE",
-        help="Value of an input that is the same in every run, such as sr=16000; repeat for several.",
+        help="Value of an input that is the same in every run, such as sr=16000; "
+        "repeat for several.",
     ),
 ]
 Seed = Annotated[

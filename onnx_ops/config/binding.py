@@ -1,8 +1,8 @@
 """Bind plain values to frozen dataclasses: one binder for sections of files, settings of plugins and options.
 
-A dataclass declares its fields by annotations: types, limits (`annotated_types`), units and notations
-(`domain.quantities`). The binder reports every problem with its location. It imports no validation library, since the
-endpoint server and the rollback command use it too.
+A dataclass declares its fields by annotations: types, limits (`annotated_types`), units and
+notations (`domain.quantities`). The binder reports every problem with its location. It imports no
+validation library, since the endpoint server and the rollback command use it too.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def bind_settings(
 ) -> T:
     """Return the settings of a plugin as its dataclass.
 
-    `rules` yields problems between settings that are valid one by one, each with the setting concerned.
+    `rules` yields problems between settings that are valid one by one, each with the setting
+    concerned.
 
     Raises:
         SettingsError: There are problems; it has all of them.

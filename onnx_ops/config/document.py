@@ -37,7 +37,8 @@ class Issue:
 
     Attributes:
         on_key: The key itself, or its absence, is wrong, not the value under it.
-        place: The position, if the location does not determine it, as for the second of two equal keys.
+        place: The position, if the location does not determine it, as for the second of two equal
+            keys.
         environment: The file is valid, but this machine lacks something.
     """
 

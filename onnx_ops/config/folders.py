@@ -8,7 +8,9 @@ OWN = Path("configs")
 """In a project that onnx-ops created."""
 
 WITHIN = Path("onnx-ops")
-"""In a repository that it was added to. Its name is no identifier, so that build tools do not take it for a package."""
+"""In a repository that it was added to. Its name is no identifier, so that build tools do not take
+it for a package.
+"""
 
 PIPELINES, TARGETS = "pipelines", "targets"
 

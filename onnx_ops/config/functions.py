@@ -32,8 +32,8 @@ def parse_python(source: bytes) -> ast.Module:
 def explain_missing_function(reference: str, root: Path) -> str | None:
     """Return why the reference names no function; None if it names one.
 
-    Modules are looked for below the project's root, then on `sys.path`. A module that takes names from elsewhere by
-    `from … import *` is trusted to have the function.
+    Modules are looked for below the project's root, then on `sys.path`. A module that takes names
+    from elsewhere by `from … import *` is trusted to have the function.
     """
     match = _REFERENCE.fullmatch(reference)
     if match is None:

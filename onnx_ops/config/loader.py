@@ -67,8 +67,8 @@ def load_pipeline(
 ) -> Pipeline:
     """Read a pipeline file and report all its problems at once.
 
-    A pipeline without a parity gate gets the default one, in first place: an export that computes another function
-    never passes because the gate was omitted.
+    A pipeline without a parity gate gets the default one, in first place: an export that computes
+    another function never passes because the gate was omitted.
 
     Args:
         path: The file.
@@ -77,10 +77,11 @@ def load_pipeline(
         environ: What `${env:NAME}` refers to; the process's environment by default.
         reach: What the file may name beyond the project.
         shared: Folder of targets that several projects share.
-        plugins: Installed names by kind (`onnx_ops.plugins.KINDS`). With it, plugins and the endpoints of other
-            pipeline files are checked, too; a kind that it does not have is not.
+        plugins: Installed names by kind (`onnx_ops.plugins.KINDS`). With it, plugins and the
+            endpoints of other pipeline files are checked, too; a kind that it does not have is not.
         settings, metrics: Check those of installed endpoint plugins and sources of metrics.
-        capabilities, unservable: Return what an endpoint plugin can do for an entry, and why it cannot run its models.
+        capabilities, unservable: Return what an endpoint plugin can do for an entry, and why it
+            cannot run its models.
         preflight: Returns the problems that a run would have.
 
     Raises:
@@ -117,7 +118,8 @@ def load_pipeline(
         )
     for issue in issues:
         loc = document.written(issue.loc)
-        # An issue that merely follows from a wrong value at the same place, or next to it, is not reported.
+        # An issue that merely follows from a wrong value at the same place, or next to it, is not
+        # reported.
         if not any(
             loc[: len(other.loc)] == other.loc or other.loc[:-1] == loc for other in document.issues
         ):

@@ -31,7 +31,9 @@ from onnx_ops.domain.target import Target
 from onnx_ops.errors import ConfigError, NotFoundError, Problem, UserError
 
 SettingsCheck = Callable[[str, Mapping[str, Json]], object]
-"""Raises UserError if the plugin of that name cannot use the settings; SettingsError with the place of each problem."""
+"""Raises UserError if the plugin of that name cannot use the settings; SettingsError with the place
+of each problem.
+"""
 
 
 def load_targets(draft: Draft, files: TargetFiles) -> tuple[dict[str, Target], list[Problem]]:
@@ -61,13 +63,19 @@ def check_project(
             and variant.pool
             and variant.pool not in {one.pool for one in targets.values()}
         ):
-            message = f"no target is measured by pool '{variant.pool}', which the search would use to time its variants"
+            message = (
+                f"no target is measured by pool '{variant.pool}', "
+                "which the search would use to time its variants"
+            )
             yield Issue(
                 (*loc, "pool"), f"{message}; name the pool of a target, or leave `pool` out"
             )
     for loc, entry in draft.deploy:
         if entry.target in targets and targets[entry.target].ort_format is not None:
-            message = f"'{entry.target}' runs .ort files, but endpoints serve ONNX: take the file from the registry"
+            message = (
+                f"'{entry.target}' runs .ort files, but endpoints serve ONNX: "
+                "take the file from the registry"
+            )
             yield Issue((*loc, "target"), message)
     for loc, reference in _list_functions(draft):
         if problem := explain_missing_function(reference, files.root):
@@ -229,7 +237,10 @@ def check_other_files(draft: Draft, path: Path, root: Path) -> Iterator[Issue]:
                 taken |= dict.fromkeys(_read_endpoint_names(other, state), other)
     for loc, entry in draft.deploy:
         if entry.endpoint in taken:
-            message = f"endpoint '{entry.endpoint}' belongs to {format_path(taken[entry.endpoint])} already"
+            message = (
+                f"endpoint '{entry.endpoint}' belongs to {format_path(taken[entry.endpoint])} "
+                "already"
+            )
             yield Issue((*loc, "endpoint"), f"{message}; choose another name")
 
 

@@ -58,7 +58,10 @@ class Reach:
         parts = module.split(".")
         if any(".".join(parts[: end + 1]) in self.packages for end in range(len(parts))):
             return ""
-        remedy = f"add {parts[0]} to allowed_packages in {_SETTINGS}, or call it from a module of the project"
+        remedy = (
+            f"add {parts[0]} to allowed_packages in {_SETTINGS}, or call it from a module of the "
+            "project"
+        )
         return f"module '{shorten(module)}' is not in the project; {remedy}"
 
 

@@ -17,7 +17,9 @@ Capabilities = Callable[[Deploy], frozenset[str]]
 """Returns the capabilities of an entry's endpoint plugin and metrics source."""
 
 Unservable = Callable[[Deploy, Target], str]
-"""Returns why the endpoint plugin of an entry cannot run models as a target measured them; empty if it can."""
+"""Returns why the endpoint plugin of an entry cannot run models as a target measured them; empty if
+it can.
+"""
 
 _TOLERANCE = 1e-9
 ABILITIES = {
@@ -58,10 +60,16 @@ def check_providers(
                     if need in own
                     else f"provider '{entry.provider}'"
                 )
-                message = f"{plugin} cannot {ABILITIES[need]}; it can: {quote_names(sorted(able)) or 'nothing'}"
+                message = (
+                    f"{plugin} cannot {ABILITIES[need]}; "
+                    f"it can: {quote_names(sorted(able)) or 'nothing'}"
+                )
                 yield Issue((*loc, "rollout", *key), message)
         if entry.target in targets and (why := unservable(entry, targets[entry.target])):
-            message = f"provider '{entry.provider}' cannot serve what target '{entry.target}' measures: {why}"
+            message = (
+                f"provider '{entry.provider}' cannot serve what target '{entry.target}' "
+                f"measures: {why}"
+            )
             yield Issue((*loc, "target"), message)
 
 

@@ -42,7 +42,8 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 class Draft:
     """A pipeline with gaps. A section is None if it is missing or could not be read at all.
 
-    A wrong part of a section is replaced by its default; the loader drops issues that follow from that.
+    A wrong part of a section is replaced by its default; the loader drops issues that follow from
+    that.
 
     Attributes:
         keys: The sections of the file, readable or not.
@@ -157,7 +158,10 @@ def _check_sections(draft: Draft) -> Iterator[Issue]:
     if "deploy" in draft.keys and draft.deploy and "register" not in draft.keys:
         yield Issue(("deploy",), "only registered versions are deployed; add a 'register' section")
     if draft.register and not _MODEL_NAME.fullmatch(draft.register.model):
-        message = f"'{shorten(draft.register.model)}' cannot be the name of a registered model, which is part of URLs"
+        message = (
+            f"'{shorten(draft.register.model)}' cannot be the name of a registered model, "
+            "which is part of URLs"
+        )
         suggestion = re.sub(r"[^A-Za-z0-9._-]+", "-", draft.register.model).strip("-._")
         remedy = f": write '{suggestion}'" if suggestion else ""
         allowed = "use letters, digits, '.', '_' and '-', beginning with a letter or digit"
@@ -283,16 +287,25 @@ def _refuse_recipe_keys(loc: Loc, entry: Quantize) -> Iterator[Issue]:
 
 def _check_tuning_data(draft: Draft, loc: Loc, tuning: TuningData | None) -> Iterator[Issue]:
     if tuning is None:
-        message = "method: auto needs 'tuning_data', the rows for its decisions, e.g. tuning_data: {data: tune}"
+        message = (
+            "method: auto needs 'tuning_data', the rows for its decisions, e.g. "
+            "tuning_data: {data: tune}"
+        )
         yield Issue(loc, message, on_key=True)
         return
     name, tuned = tuning.data, draft.data.get(tuning.data)
     if draft.scored and name in draft.sets and (name == draft.scored or _share_rows(draft, name)):
-        message = f"'{name}' shares rows with '{draft.scored}', which validate.samples scores; tune on other rows"
+        message = (
+            f"'{name}' shares rows with '{draft.scored}', which validate.samples scores; "
+            "tune on other rows"
+        )
         yield Issue((*loc, "data"), message)
     definition = draft.metric_gates[0][1].definition() if draft.metric_gates else ACCURACY
     if tuned is not None and tuned.label is None and not definition.label_free:
-        message = f"the search decides by {definition.label}, which needs labels, but '{name}' names no 'label'"
+        message = (
+            f"the search decides by {definition.label}, which needs labels, "
+            f"but '{name}' names no 'label'"
+        )
         yield Issue((*loc, "data"), message)
 
 
@@ -334,7 +347,10 @@ def _check_custom_metric(loc: Loc, gate: MetricGate, label: str) -> Iterator[Iss
     if gate.use and gate.higher_is_better is None:
         yield Issue(loc, "a custom metric must set 'higher_is_better: true' or 'false'")
     if not gate.use and gate.higher_is_better is not None:
-        message = f"only a custom metric ('use') has 'higher_is_better'; the direction of {label} is known"
+        message = (
+            "only a custom metric ('use') has 'higher_is_better'; "
+            f"the direction of {label} is known"
+        )
         yield Issue((*loc, "higher_is_better"), message, on_key=True)
 
 

@@ -51,14 +51,18 @@ class Settings:
         store: Path or fsspec URL, as is `ledger`.
         tracking_uri: MLflow's.
         mlflow_url: Where people open MLflow's pages if that is another address.
-        signing: `auto` (the key file is made on first use), `required` (it must exist) or `off` (runs stop at the
-            gates).
-        signer: Where the private key is if it is not in the file: `env:VARIABLE`, `awskms:KEY` or `azurekv:URL`.
+        signing: `auto` (the key file is made on first use), `required` (it must exist) or `off`
+            (runs stop at the gates).
+        signer: Where the private key is if it is not in the file: `env:VARIABLE`, `awskms:KEY` or
+            `azurekv:URL`.
         trusted_keys: Folder of public keys; the signer's own is always trusted where signing is on.
-        notify: Notification targets, separated by commas: `webhook, github:owner/repository, prefect:TYPE/NAME`.
+        notify: Notification targets, separated by commas: `webhook, github:owner/repository,
+            prefect:TYPE/NAME`.
         pools: Work pools of stages that name none, by kind: `train=gpu, quantize=gpu`.
-        allowed_variables: Environment variables that `${env:NAME}` in pipeline files may read: `AWS_ROLE, BUCKET_*`.
-        allowed_paths: Folders and URLs outside the project that pipeline files may name: `/data, s3://bucket/models`.
+        allowed_variables: Environment variables that `${env:NAME}` in pipeline files may read:
+            `AWS_ROLE, BUCKET_*`.
+        allowed_paths: Folders and URLs outside the project that pipeline files may name: `/data,
+            s3://bucket/models`.
         allowed_packages: Packages outside the project that functions of pipeline files may be in.
         cache_size: Maximum size of the local cache of a remote store, unless more is in use.
     """

@@ -1,7 +1,8 @@
 """Read files with substitutions: `--set path=value`, `${env:NAME}` and `${params:train.epochs}`.
 
-A path is keys with dots and indices in brackets: `train.with.epochs`, `gates[1].max_drop`. A problem with a substituted
-value is located at its source: the option, or its place in `params.yaml`.
+A path is keys with dots and indices in brackets: `train.with.epochs`, `gates[1].max_drop`. A
+problem with a substituted value is located at its source: the option, or its place in
+`params.yaml`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from onnx_ops.errors import ConfigError, NotFoundError, Problem
 from onnx_ops.printable import hide
 
 NEWEST_SCHEMA = 1
-"""The newest version of the file formats that this release reads; a file without `schema` has version 1."""
+"""The newest version of the file formats that this release reads; a file without `schema` has
+version 1.
+"""
 
 PARAMETERS_FILE = "params.yaml"
 WITHOUT_PARAMETERS: tuple[tuple[str, ...], ...] = (
@@ -29,7 +32,9 @@ WITHOUT_PARAMETERS: tuple[tuple[str, ...], ...] = (
     ("pipeline",),
     ("deploy", "endpoint"),
 )
-"""Keys from the root, without indices of lists, that take no `${params:…}`: other programs read them as written."""
+"""Keys from the root, without indices of lists, that take no `${params:…}`: other programs read
+them as written.
+"""
 WITH_ENVIRONMENT: tuple[tuple[str, ...], ...] = (
     ("deploy", "settings", "*"),
     ("deploy", "metrics", "*"),
@@ -57,7 +62,8 @@ def read_document(
 ) -> Document:
     """Read a file and apply overrides and environment variables, whose values are hidden in every message from now on.
 
-    Without `environ` no variable is known, so every `${env:NAME}` is a problem, as is one beyond the `reach`.
+    Without `environ` no variable is known, so every `${env:NAME}` is a problem, as is one beyond
+    the `reach`.
     """
     document = read_file(path)
     if document.value is None:
@@ -66,7 +72,10 @@ def read_document(
         _apply_override(document, override)
     version = document.at(("schema",))
     if isinstance(version, int) and version > NEWEST_SCHEMA:
-        message = f"this file needs a newer onnx-ops: it has schema {version}, this release reads up to {NEWEST_SCHEMA}"
+        message = (
+            f"this file needs a newer onnx-ops: it has schema {version}, "
+            f"this release reads up to {NEWEST_SCHEMA}"
+        )
         raise ConfigError((document.problem(Issue(("schema",), message)),))
     for loc, is_key, text in list(_texts_with(_ENVIRONMENT_MARK, document.value, ())):
         if issue := next(_check_environment(loc, is_key, text, environ or {}, reach), None):
@@ -92,7 +101,8 @@ def parse_path(text: str) -> Loc:
         match = _PART.match(text, position)
         if match is None or (not loc and text[0] in ".["):
             raise ValueError(
-                f"'{text}' is not a path; write keys with dots and indices in brackets: gates[1].max_drop"
+                f"'{text}' is not a path; write keys with dots and indices in brackets: "
+                "gates[1].max_drop"
             )
         key, index = match.groups()
         loc.append(key if key is not None else int(index))
@@ -142,11 +152,13 @@ def _require_room(container: object, part: str | int, loc: Loc) -> None:
         return
     if not isinstance(container, list):
         raise ValueError(
-            f"{path_text(loc) or 'the file'} is {describe(container)}, so nothing can be set inside it"
+            f"{path_text(loc) or 'the file'} is {describe(container)}, "
+            "so nothing can be set inside it"
         )
     if not isinstance(part, int):
         raise ValueError(
-            f"{path_text(loc)} is a list; name an entry by its index, such as {path_text((*loc, 0))}"
+            f"{path_text(loc)} is a list; name an entry by its index, "
+            f"such as {path_text((*loc, 0))}"
         )
     if part >= len(container):
         count = f"{len(container)} {'entry' if len(container) == 1 else 'entries'}"
@@ -196,7 +208,8 @@ def _check_environment(
 def substitute_parameters(document: Document, root: Path) -> Mapping[str, Json]:
     """Substitute the values of the project's `params.yaml`, in place. Failures become issues of the document.
 
-    A reference that is the whole value is replaced by the parameter, of any type; within a text, only by a scalar.
+    A reference that is the whole value is replaced by the parameter, of any type; within a text,
+    only by a scalar.
 
     Returns:
         The values that were used, by their path in `params.yaml`.

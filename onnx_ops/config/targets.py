@@ -38,15 +38,17 @@ UNMEASURED = frozenset(
         "xnnpack",
     }
 )
-"""Profiles on whose hardware this project timed no model. A comment in each of their files states it."""
+"""Profiles on whose hardware this project timed no model. A comment in each of their files states
+it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetFiles:
     """Target files of the project at `root`, of the folder that several projects share, and shipped profiles.
 
-    The first with a name is used. Paths of libraries are below `root` wherever the target is defined. All methods raise
-    UserError if the shared folder does not exist.
+    The first with a name is used. Paths of libraries are below `root` wherever the target is
+    defined. All methods raise UserError if the shared folder does not exist.
     """
 
     root: Path

@@ -1,7 +1,7 @@
 """Strict YAML: text to a `Document`, on PyYAML's composer, with the scalars of YAML 1.2's core schema.
 
-Nothing is ever constructed from a tag: the loader has no constructor at all. Sizes, nodes, depth and the expansion
-of aliases are bounded.
+Nothing is ever constructed from a tag: the loader has no constructor at all. Sizes, nodes, depth
+and the expansion of aliases are bounded.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def _near(path: Path) -> str:
 def read_text(text: str, *, source: str, positions: bool = True) -> Document:
     """Read a text. Without `positions` every place is the source as a whole (for values from the command line).
 
-    Problems of single values (duplicate keys, tags, ambiguous numbers) are collected as the document's issues.
+    Problems of single values (duplicate keys, tags, ambiguous numbers) are collected as the
+    document's issues.
     """
     loader = None
     try:
@@ -255,7 +256,8 @@ def plain_scalar(text: str) -> str | int | float | bool | None:
     """Return the value of an unquoted scalar by YAML 1.2's core schema.
 
     Raises:
-        ValueError: it is a number that other readers interpret differently (`012`), is not finite, or is too long.
+        ValueError: it is a number that other readers interpret differently (`012`), is not finite,
+            or is too long.
     """
     if text in _NULL:
         return None

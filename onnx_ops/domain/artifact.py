@@ -18,7 +18,8 @@ MODEL_FILE = "model.onnx"
 """Name of the model in the folder of a version's files."""
 
 CUSTOM_OPS = "custom_ops"
-"""Folder among a version's files that holds libraries of operators: `custom_ops/TARGET/DIGEST.so`."""
+"""Folder among a version's files that holds libraries of operators: `custom_ops/TARGET/DIGEST.so`.
+"""
 
 _PREFIX = "sha256:"
 _BLOCK = 1 << 20

@@ -66,10 +66,10 @@ def override_record_tag(target: str) -> str:
 class OverrideRecord:
     """The signed record that overrides a version's gates, by a person or the registry's server for a person.
 
-    `custom_ops` are the libraries of operators that the target declares according to a signed decision about this
-    content; `execution` is how the target runs a model according to that decision. `by` is the user that the server
-    knows, empty if it knows none. `at` is ISO 8601 in UTC; two records of the same override at different times are two
-    overrides.
+    `custom_ops` are the libraries of operators that the target declares according to a signed
+    decision about this content; `execution` is how the target runs a model according to that
+    decision. `by` is the user that the server knows, empty if it knows none. `at` is ISO 8601 in
+    UTC; two records of the same override at different times are two overrides.
     """
 
     schema: int = 1

@@ -26,7 +26,8 @@ class Objective:
         Preference,
         Notation.SHORT_FORM,
         doc(
-            "Minimize latency, size (bytes of the file) or cost (of a request), or maximize accuracy (the task metric)."
+            "Minimize latency, size (bytes of the file) or cost (of a request), "
+            "or maximize accuracy (the task metric)."
         ),
     ] = "latency"
     targets: Annotated[
@@ -50,9 +51,10 @@ class TargetObjective:
 class RankingMetrics:
     """The metrics of one variant on one target that ranking uses.
 
-    `ratio` is the request time over that of the export. `change` is the improvement of the task metric `metric` over
-    the export's: a difference, or where lower is better the share by which the error fell. `seconds` is the median time
-    of a single request; `load` the time per request under the highest measured load.
+    `ratio` is the request time over that of the export. `change` is the improvement of the task
+    metric `metric` over the export's: a difference, or where lower is better the share by which the
+    error fell. `seconds` is the median time of a single request; `load` the time per request under
+    the highest measured load.
     """
 
     size_bytes: int = 0
@@ -97,9 +99,9 @@ def combine_verdicts(verdicts: Iterable[Verdict]) -> Verdict:
 class GateResult:
     """One line of the gate table.
 
-    `estimate`, `low`, `high` and `bound` (the number behind `limit`) are in `unit`; `n` counts the observations, and
-    `groups` their groups. `p_value` is the chance of an estimate at least as good if the truth were at the limit. An
-    advisory result is shown and never enters a verdict.
+    `estimate`, `low`, `high` and `bound` (the number behind `limit`) are in `unit`; `n` counts the
+    observations, and `groups` their groups. `p_value` is the chance of an estimate at least as good
+    if the truth were at the limit. An advisory result is shown and never enters a verdict.
     """
 
     gate: str
@@ -122,8 +124,8 @@ class GateResult:
 class Decision:
     """The verdicts of one variant on one target.
 
-    `faster_than_export`: a paired comparison shows, with confidence, that the variant is faster than the float export
-    on this target; None for the export itself or where it was not measured.
+    `faster_than_export`: a paired comparison shows, with confidence, that the variant is faster
+    than the float export on this target; None for the export itself or where it was not measured.
     """
 
     variant: str
@@ -163,11 +165,11 @@ class Decision:
 class DecisionRecord:
     """The signed record of one decision, bound to the content it was made about.
 
-    `batchable`: each row's answer was seen not to depend on the rows beside it, and running requests together is not
-    slower. `threads` is how many of them, or of such batches, a server should run at once; 0: as many as it can.
-    `custom_ops` are the libraries of operators that the target declares, `execution` is how it runs a model.
-    `decided_at` is ISO 8601 in UTC; `sequence` grows with every decision (milliseconds since the epoch), and the
-    highest valid one counts.
+    `batchable`: each row's answer was seen not to depend on the rows beside it, and running
+    requests together is not slower. `threads` is how many of them, or of such batches, a server
+    should run at once; 0: as many as it can. `custom_ops` are the libraries of operators that the
+    target declares, `execution` is how it runs a model. `decided_at` is ISO 8601 in UTC; `sequence`
+    grows with every decision (milliseconds since the epoch), and the highest valid one counts.
     """
 
     schema: int = 1
@@ -196,8 +198,9 @@ SignedDecision: TypeAlias = Attested[DecisionRecord]
 class Drift:
     """The result of measuring a champion again.
 
-    `verdict` is FAIL for one that has drifted, ERROR where it could not be measured, INCONCLUSIVE if the measurements
-    do not decide. `changed` lists differences of the runtime and the machine; `measured` counts the measurements.
+    `verdict` is FAIL for one that has drifted, ERROR where it could not be measured, INCONCLUSIVE
+    if the measurements do not decide. `changed` lists differences of the runtime and the machine;
+    `measured` counts the measurements.
     """
 
     model: str

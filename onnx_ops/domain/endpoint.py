@@ -21,14 +21,16 @@ MIN_EPOCH_S, MAX_EPOCH_S = 0.1, 86_400.0
 class Deployment:
     """One model version that can run behind an endpoint.
 
-    `location` is the folder from which a provider copies the files. It is neither recorded nor compared: it is computed
-    from the manifest's digest when the deployment is given to a provider, so that a project can be moved.
+    `location` is the folder from which a provider copies the files. It is neither recorded nor
+    compared: it is computed from the manifest's digest when the deployment is given to a provider,
+    so that a project can be moved.
 
-    `batchable`: the evidence shows that each row's answer is independent of the other rows in the batch, so that a
-    server can run requests of several clients together. `threads` limits the requests, or batches, that a server runs
-    at once; 0: its own limit. `evidence` is the digest of the evidence it was approved on; empty where a person
-    overrode that. `custom_ops` names those of its files that are libraries of operators for this endpoint's target.
-    `execution` is how a server runs it, the same as on the target. `authority` is the signed decision or override that
+    `batchable`: the evidence shows that each row's answer is independent of the other rows in the
+    batch, so that a server can run requests of several clients together. `threads` limits the
+    requests, or batches, that a server runs at once; 0: its own limit. `evidence` is the digest of
+    the evidence it was approved on; empty where a person overrode that. `custom_ops` names those of
+    its files that are libraries of operators for this endpoint's target. `execution` is how a
+    server runs it, the same as on the target. `authority` is the signed decision or override that
     names these files.
     """
 
@@ -51,12 +53,13 @@ class Deployment:
 class TrafficSplit:
     """Whole percentages by deployment name. The weights sum to 100.
 
-    With `epoch_s`, users are assigned to deployments anew in each epoch of so many seconds, so that epochs are
-    independent trials. With 0, a user stays with a deployment for as long as the split holds.
+    With `epoch_s`, users are assigned to deployments anew in each epoch of so many seconds, so that
+    epochs are independent trials. With 0, a user stays with a deployment for as long as the split
+    holds.
 
-    `shadow` maps deployments to the percentage of all requests whose copies they get; clients do not receive those
-    answers. They are compared: a number differs if it is off by more than `shadow_tolerance` times the largest number
-    of its output.
+    `shadow` maps deployments to the percentage of all requests whose copies they get; clients do
+    not receive those answers. They are compared: a number differs if it is off by more than
+    `shadow_tolerance` times the largest number of its output.
     """
 
     weights: Mapping[str, int]
@@ -83,10 +86,11 @@ class TrafficSplit:
 class EndpointState:
     """The deployments of an endpoint and the traffic each receives.
 
-    `drift` describes how the observed endpoint differs from its settings: instances, image, autoscaling. Applying any
-    state restores the settings. `out_of_service` are deployments to which the endpoint gives no requests, with the
-    reason. `stragglers` are servers that may still serve an earlier state, with the reason. A desired state has none of
-    these. `limits_s` are the latencies in seconds above which the requests of deployments are counted while they are
+    `drift` describes how the observed endpoint differs from its settings: instances, image,
+    autoscaling. Applying any state restores the settings. `out_of_service` are deployments to which
+    the endpoint gives no requests, with the reason. `stragglers` are servers that may still serve
+    an earlier state, with the reason. A desired state has none of these. `limits_s` are the
+    latencies in seconds above which the requests of deployments are counted while they are
     compared, by name.
     """
 
@@ -184,8 +188,8 @@ def _effect(state: EndpointState) -> tuple[dict[str, _Effect], float | None, flo
 class EndpointServer:
     """One server of an endpoint that runs on its own, by its last report, `age_s` ago.
 
-    `state` is `reports`, `silent` or `ended`. `table` is the number of the routing table that it serves; empty if it
-    serves none. `versions` are those of what it runs, by package.
+    `state` is `reports`, `silent` or `ended`. `table` is the number of the routing table that it
+    serves; empty if it serves none. `versions` are those of what it runs, by package.
     """
 
     name: str
@@ -229,8 +233,8 @@ class OrphanedResource:
 class EndpointConfig:
     """What an endpoint is bound to, as its pipeline file declares.
 
-    `metrics` names under `source` the plugin that counts its requests, with that plugin's settings; empty where the
-    provider counts them.
+    `metrics` names under `source` the plugin that counts its requests, with that plugin's settings;
+    empty where the provider counts them.
     """
 
     endpoint: str

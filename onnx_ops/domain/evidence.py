@@ -38,8 +38,8 @@ class SourceLimits:
 class TreeStructure:
     """Comparison of an export's trees with those of its source, node by node.
 
-    `trees`, `splits` and `leaves` count those of the source. `changed` counts the nodes that differ; `differences`
-    describes the first of them.
+    `trees`, `splits` and `leaves` count those of the source. `changed` counts the nodes that
+    differ; `differences` describes the first of them.
     """
 
     trees: int
@@ -53,13 +53,15 @@ class TreeStructure:
 class ActivationMeasurement:
     """One quantized activation on real rows.
 
-    `noise` is the largest |read back - written| of values inside the range, in units of step / sqrt(12), the standard
-    deviation of rounding: rounding alone makes up to sqrt(3). `departure` is the root mean square distance from the
-    float export's value in that unit, to which all earlier layers contribute; None where the float export has no such
-    value. `saturated` is the share of values outside the range, without those below a range that begins at 0.
-    `clipping` is the mean square of what the range cuts off, relative to the mean square of 8-bit rounding over that
-    range. `stretch` is the width of the range relative to that of the values, at the end where it fits best; None where
-    the range may be that of a function (Softmax, Sigmoid, Tanh) and where no value differs from 0.
+    `noise` is the largest |read back - written| of values inside the range, in units of step /
+    sqrt(12), the standard deviation of rounding: rounding alone makes up to sqrt(3). `departure` is
+    the root mean square distance from the float export's value in that unit, to which all earlier
+    layers contribute; None where the float export has no such value. `saturated` is the share of
+    values outside the range, without those below a range that begins at 0. `clipping` is the mean
+    square of what the range cuts off, relative to the mean square of 8-bit rounding over that
+    range. `stretch` is the width of the range relative to that of the values, at the end where it
+    fits best; None where the range may be that of a function (Softmax, Sigmoid, Tanh) and where no
+    value differs from 0.
     """
 
     tensor: str
@@ -88,7 +90,8 @@ class FloatOperator:
 class Advice:
     """A cause of a slow or wrong variant on its target, and the setting that fixes it.
 
-    `setting` is what to write into the pipeline or target file; `nodes` are the nodes concerned that have names.
+    `setting` is what to write into the pipeline or target file; `nodes` are the nodes concerned
+    that have names.
     """
 
     finding: str
@@ -100,8 +103,8 @@ class Advice:
 class Int8Coverage:
     """Which matrix products and convolutions run in int8 after the runtime's graph optimization.
 
-    `int8` and `floats` hold their names in the export. `unheeded` are operators that were excluded from quantization
-    but that the runtime runs in int8.
+    `int8` and `floats` hold their names in the export. `unheeded` are operators that were excluded
+    from quantization but that the runtime runs in int8.
     """
 
     int8: tuple[str, ...] = ()
@@ -136,18 +139,21 @@ class ParityColumn:
 class ParityMeasurement:
     """One output on one group of inputs.
 
-    Floats are measured by column, an index of the last axis (of the channels behind a convolution, and apart in each
-    segment of a joined output). `error`, `noise` and `ratio` = error / noise are those of the worst `column`, whose
-    largest |answer| is `scale`: `error` is max |onnx - src64|, and `noise` the larger of max |src32 - src64| and the
-    rounding error that the graph shows. `columns` are those in which the least is visible, on real rows.
-    For integer and string outputs `error` is the share of rows that differ although the source is sure of them.
-    `mismatch` names a difference of shape or of the non-finite values, which no tolerance covers. `tolerance` is
-    the fixed tolerance that replaces the noise where the source does not run in float64.
+    Floats are measured by column, an index of the last axis (of the channels behind a convolution,
+    and apart in each segment of a joined output). `error`, `noise` and `ratio` = error / noise are
+    those of the worst `column`, whose largest |answer| is `scale`: `error` is max |onnx - src64|,
+    and `noise` the larger of max |src32 - src64| and the rounding error that the graph shows.
+    `columns` are those in which the least is visible, on real rows. For integer and string outputs
+    `error` is the share of rows that differ although the source is sure of them. `mismatch` names a
+    difference of shape or of the non-finite values, which no tolerance covers. `tolerance` is the
+    fixed tolerance that replaces the noise where the source does not run in float64.
 
-    Where the source itself jumps (trees), `explained` counts the rows that differ beyond the noise and lie within the
-    source's answers to inputs jittered by rounding. `unexplained` counts the other rows, which alone set the error.
+    Where the source itself jumps (trees), `explained` counts the rows that differ beyond the noise
+    and lie within the source's answers to inputs jittered by rounding. `unexplained` counts the
+    other rows, which alone set the error.
 
-    `inside`: callers can send such inputs. `example` shows the row with the largest difference, if any.
+    `inside`: callers can send such inputs. `example` shows the row with the largest difference, if
+    any.
     """
 
     output: str
@@ -171,8 +177,9 @@ class ParityMeasurement:
 class BatchInvariance:
     """One output of real rows run in one batch, compared with the same rows run one at a time.
 
-    `error` is max |f(batch)[i] - f(row i)|; `ratio` is error in units of the source's noise. `changed` is the share
-    of rows whose class (arg max, or label) differs; None for an output that has no classes.
+    `error` is max |f(batch)[i] - f(row i)|; `ratio` is error in units of the source's noise.
+    `changed` is the share of rows whose class (arg max, or label) differs; None for an output that
+    has no classes.
     """
 
     output: str
@@ -186,8 +193,8 @@ class BatchInvariance:
 class Divergence:
     """Where an export that fails parity first departs from its source.
 
-    `ratio` is error / noise of the value that `node` computes; `scope` is the source's module path. Without a node,
-    `note` gives the reason.
+    `ratio` is error / noise of the value that `node` computes; `scope` is the source's module path.
+    Without a node, `note` gives the reason.
     """
 
     node: str = ""
@@ -201,10 +208,11 @@ class Divergence:
 class WeightMeasurement:
     """Largest distance of a quantized weight from its float original, in quantization steps.
 
-    Where that is more than rounding moves a weight, `output_error` is the mean square error of its layer's outputs on
-    real rows, relative to that of plain rounding; None where it was not measured. `stretch` is the range of the type's
-    levels relative to that of the levels in use; None where the weight has no 8-bit levels. `bias`: it is one, and
-    `output_error` is relative to that of its layer with the original bias.
+    Where that is more than rounding moves a weight, `output_error` is the mean square error of its
+    layer's outputs on real rows, relative to that of plain rounding; None where it was not
+    measured. `stretch` is the range of the type's levels relative to that of the levels in use;
+    None where the weight has no 8-bit levels. `bias`: it is one, and `output_error` is relative to
+    that of its layer with the original bias.
     """
 
     tensor: str
@@ -228,12 +236,13 @@ class SampledRows:
 class PairedCounts:
     """A metric of two models on the same rows.
 
-    `both` rows are right in both, `only_baseline` and `only_candidate` in one, the rest of `n` in neither.
-    `against` is `champion`, `fp32` or, for an absolute value, empty.
+    `both` rows are right in both, `only_baseline` and `only_candidate` in one, the rest of `n` in
+    neither. `against` is `champion`, `fp32` or, for an absolute value, empty.
 
-    Where the data names groups, `groups` counts them. The design effects `change_effect` and `value_effect` are how
-    many times as many rows as independent ones are needed for the change and for the candidate's own value. `equal`:
-    all outputs of both models are equal on every row, so that the change is exactly 0.
+    Where the data names groups, `groups` counts them. The design effects `change_effect` and
+    `value_effect` are how many times as many rows as independent ones are needed for the change and
+    for the candidate's own value. `equal`: all outputs of both models are equal on every row, so
+    that the change is exactly 0.
     """
 
     metric: str
@@ -276,16 +285,18 @@ class Interval:
 class ScoreComparison:
     """A metric that is not a count of rows: the candidate's value, and its difference from another model's.
 
-    `metric` is the label of its definition; `against` is as in `PairedCounts`. `baseline` is the other model's value on
-    the same rows, `reference` the same with its interval. `difference` is candidate minus baseline, `ratio` candidate
-    over baseline; an entry has those that make sense for its metric. Without a value, one field gives the reason:
-    `undefined` (these rows define none), `failed` (it could not be measured) or `broken` (the model's own outputs are
-    NaN or infinite, a failure of the model).
+    `metric` is the label of its definition; `against` is as in `PairedCounts`. `baseline` is the
+    other model's value on the same rows, `reference` the same with its interval. `difference` is
+    candidate minus baseline, `ratio` candidate over baseline; an entry has those that make sense
+    for its metric. Without a value, one field gives the reason: `undefined` (these rows define
+    none), `failed` (it could not be measured) or `broken` (the model's own outputs are NaN or
+    infinite, a failure of the model).
 
-    `groups` counts the groups that replace rows. `effective` is how many equally bad rows (or groups) would carry the
-    candidate's error as evenly; `heavy` holds the indices of the rows that carry half of it, the worst first.
-    `carrying` counts the heaviest rows (or groups) without which the others carry the losses of both models evenly
-    enough, 0 if all do; `rest` is the difference or ratio of those others, None if they have no loss.
+    `groups` counts the groups that replace rows. `effective` is how many equally bad rows (or
+    groups) would carry the candidate's error as evenly; `heavy` holds the indices of the rows that
+    carry half of it, the worst first. `carrying` counts the heaviest rows (or groups) without which
+    the others carry the losses of both models evenly enough, 0 if all do; `rest` is the difference
+    or ratio of those others, None if they have no loss.
     """
 
     metric: str
@@ -312,9 +323,9 @@ class ScoreComparison:
 class LatencyComparison:
     """Paired latency of the variant (B) relative to another model (A) on one machine, measured now.
 
-    `log_ratios[i]` holds log(median B / median A) of the block pairs of session pair i; `self_log_ratios` the same
-    for A against itself, the measure of the host's noise. Each run is the mean of `calls` inferences, more than one
-    where the target's clock is too coarse.
+    `log_ratios[i]` holds log(median B / median A) of the block pairs of session pair i;
+    `self_log_ratios` the same for A against itself, the measure of the host's noise. Each run is
+    the mean of `calls` inferences, more than one where the target's clock is too coarse.
     """
 
     against: str
@@ -330,8 +341,8 @@ class LatencyComparison:
 class LatencySamples:
     """Single runs of the variant in nanoseconds; the raw values are stored beside the evidence.
 
-    Quantiles are of the runs that were not preempted; `preempted` counts the others. `sorted_ns` keeps those runs
-    in order, so that a gate can count exceedances of any limit.
+    Quantiles are of the runs that were not preempted; `preempted` counts the others. `sorted_ns`
+    keeps those runs in order, so that a gate can count exceedances of any limit.
     """
 
     batch: int
@@ -350,9 +361,10 @@ def throughput_metric_name(concurrency: int) -> str:
 class PairedRatios:
     """A metric other than latency of the variant (B) relative to another model (A), measured alternately.
 
-    `figure` is a `throughput_metric_name`, `load` or `first` (durations of a fresh process), or `peak` (its memory).
-    `log_ratios[i]` holds log(B / A) of pair i: of sessions under load, of processes otherwise; `self_log_ratios` the
-    same for A against itself, the measure of the host's noise.
+    `figure` is a `throughput_metric_name`, `load` or `first` (durations of a fresh process), or
+    `peak` (its memory). `log_ratios[i]` holds log(B / A) of pair i: of sessions under load, of
+    processes otherwise; `self_log_ratios` the same for A against itself, the measure of the host's
+    noise.
     """
 
     figure: str
@@ -366,7 +378,8 @@ class PairedRatios:
 class ThroughputMeasurement:
     """Requests per second of fresh sessions of the variant, each called by `concurrency` threads at once.
 
-    `per_second` holds one value per session, the median of its windows; `requests` counts those of all windows.
+    `per_second` holds one value per session, the median of its windows; `requests` counts those of
+    all windows.
     """
 
     concurrency: int
@@ -388,9 +401,9 @@ class SchedulingMeasurement:
 class ColdStartMeasurement:
     """Fresh processes that load the variant and answer `requests` requests; one value per process.
 
-    `load_s` is the time to build the session, with the runtime imported and the file in the page cache; `first_s` that
-    of the first inference. `peak_bytes` is the peak of resident memory from then on, less what was resident just before
-    loading; empty where the system does not report it.
+    `load_s` is the time to build the session, with the runtime imported and the file in the page
+    cache; `first_s` that of the first inference. `peak_bytes` is the peak of resident memory from
+    then on, less what was resident just before loading; empty where the system does not report it.
     """
 
     batch: int
@@ -404,9 +417,9 @@ class ColdStartMeasurement:
 class RuntimeFacts:
     """The providers that were requested and used, and how many nodes each one ran.
 
-    `shape_nodes` counts those of another provider than the first that compute from nothing but shapes: a runtime keeps
-    them on the CPU, where shapes are. `clock_resolution_ns` is the shortest step of the clock that times runs,
-    measured; None in older evidence.
+    `shape_nodes` counts those of another provider than the first that compute from nothing but
+    shapes: a runtime keeps them on the CPU, where shapes are. `clock_resolution_ns` is the shortest
+    step of the clock that times runs, measured; None in older evidence.
     """
 
     runtime: str
@@ -432,15 +445,17 @@ class ChampionFacts:
 class Evidence:
     """All measurements of one variant on one target.
 
-    `failure` is the reason for a missing measurement; its cause is the environment, never the model. `raw` is the
-    digest of the samples (`.npz`). `divergence` is that of the export, found where it is first compared with its
-    source, or else that of the target from that place. `recipe` describes in sentences how the variant was made,
-    `advice` what slows it down on the target. `opsets` are the versions that the variant imports by domain, `operators`
-    counts its nodes by operator and version of its definition (`Gemm-13`). `champion` is what served then, even if its
-    files are those of the variant and there is nothing to compare. `grouped` explains why the scored rows seem to
-    belong together in groups where no key names groups. `scored_on` are the machines that scored the rows in shards;
-    none where the measuring machine did. `sampled` is None where all rows of the data set are scored. `unused_inputs`
-    are the inputs on which no answer of the export depends.
+    `failure` is the reason for a missing measurement; its cause is the environment, never the
+    model. `raw` is the digest of the samples (`.npz`). `divergence` is that of the export, found
+    where it is first compared with its source, or else that of the target from that place. `recipe`
+    describes in sentences how the variant was made, `advice` what slows it down on the target.
+    `opsets` are the versions that the variant imports by domain, `operators` counts its nodes by
+    operator and version of its definition (`Gemm-13`). `champion` is what served then, even if its
+    files are those of the variant and there is nothing to compare. `grouped` explains why the
+    scored rows seem to belong together in groups where no key names groups. `scored_on` are the
+    machines that scored the rows in shards; none where the measuring machine did. `sampled` is None
+    where all rows of the data set are scored. `unused_inputs` are the inputs on which no answer of
+    the export depends.
     """
 
     schema: int = EVIDENCE_SCHEMA

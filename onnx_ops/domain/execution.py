@@ -13,7 +13,9 @@ from onnx_ops.domain.quantities import Bytes, Json, Notation, Seconds
 CPU = "CPUExecutionProvider"
 
 INLINE_S = 250e-6
-"""A server runs a model that is faster than this on its event loop: handing over to a thread would cost as much."""
+"""A server runs a model that is faster than this on its event loop: handing over to a thread would
+cost as much.
+"""
 
 GraphLevel = Literal["disabled", "basic", "extended", "all"]
 
@@ -45,7 +47,8 @@ class Provider:
     options: Annotated[
         Mapping[str, str],
         doc(
-            "Options by the provider's names; `{cache}` is a cache folder for this model and machine."
+            "Options by the provider's names; `{cache}` is a cache folder for this model and "
+            "machine."
         ),
     ] = field(default_factory=dict)
     package: Annotated[
@@ -92,7 +95,8 @@ class Environment:
 PROVIDER_PACKAGES: Mapping[str, str] = {
     "CUDAExecutionProvider": "pip install onnxruntime-gpu, in place of onnxruntime; it needs an NVIDIA GPU.",
     "TensorrtExecutionProvider": (
-        "pip install onnxruntime-gpu, in place of onnxruntime, and TensorRT; it needs an NVIDIA GPU."
+        "pip install onnxruntime-gpu, in place of onnxruntime, and TensorRT; "
+        "it needs an NVIDIA GPU."
     ),
     "OpenVINOExecutionProvider": "pip install onnxruntime-openvino, in place of onnxruntime.",
     "CoreMLExecutionProvider": "pip install onnxruntime, on macOS.",

@@ -121,9 +121,9 @@ RMSE = MetricDefinition(name=DEFAULT_FOR_NUMBERS)
 class MeasurementRequest:
     """What a benchmark must measure for its gates, in addition to what it always measures.
 
-    `tolerances` are slow-downs that the measurement should be able to detect, by kind of gate: they determine its
-    duration. `speedup` holds those that a variant must reach against the export; a speed-up of 10% is the slow-down
-    1 / 1.1 - 1.
+    `tolerances` are slow-downs that the measurement should be able to detect, by kind of gate: they
+    determine its duration. `speedup` holds those that a variant must reach against the export; a
+    speed-up of 10% is the slow-down 1 / 1.1 - 1.
     """
 
     throughput: Sequence[int] = ()
@@ -193,7 +193,9 @@ def _find_zero_regression(max_regression: float | None) -> Iterator[tuple[str, s
 InputGroup: TypeAlias = Literal[
     "range", "batches", "lengths", "splits", "beyond_range", "missing", "infinite", "empty_batch"
 ]
-"""Kinds of inputs that parity runs besides the real rows; callers can send those from `range` to `splits`."""
+"""Kinds of inputs that parity runs besides the real rows; callers can send those from `range` to
+`splits`.
+"""
 
 
 GroupRule: TypeAlias = Literal["fail", "advise", "ignore"]
@@ -228,7 +230,8 @@ class ParityGate(TargetGate):
         float,
         Ge(1),
         doc(
-            "Largest energy that an activation's range cuts off, in multiples of that lost by rounding."
+            "Largest energy that an activation's range cuts off, "
+            "in multiples of that lost by rounding."
         ),
     ] = field(default=100.0, metadata=OMIT_DEFAULT)
     stretch: Annotated[
@@ -239,8 +242,8 @@ class ParityGate(TargetGate):
     groups: Annotated[
         Mapping[InputGroup, GroupRule],
         doc(
-            "Effect of a difference on a group of inputs: fail, advise or ignore. Default: fail where callers can send "
-            "such inputs, else advise."
+            "Effect of a difference on a group of inputs: fail, advise or ignore. Default: "
+            "fail where callers can send such inputs, else advise."
         ),
     ] = field(default_factory=dict, hash=False, metadata=OMIT_DEFAULT)
 
@@ -267,7 +270,8 @@ class MetricGate(Gate):
     use: Annotated[
         str,
         doc(
-            "Custom metric, `package.module:function`; takes arrays (predictions, labels) and returns a float."
+            "Custom metric, `package.module:function`; takes arrays (predictions, labels) "
+            "and returns a float."
         ),
     ] = ""
     higher_is_better: Annotated[
@@ -294,7 +298,8 @@ class MetricGate(Gate):
     max_increase: Annotated[
         Fraction | None,
         doc(
-            f"{list_errors()}, custom errors: largest tolerated increase, as a share of the baseline's value."
+            f"{list_errors()}, custom errors: largest tolerated increase, "
+            "as a share of the baseline's value."
         ),
     ] = None
     min: Annotated[Fraction | None, doc("Smallest tolerated value.")] = None
@@ -382,7 +387,10 @@ class LatencyGate(TargetGate):
         if self == LatencyGate():
             yield (
                 "",
-                "a latency gate needs 'max_regression', 'p50', 'p90', 'p95', 'p99' or 'faster_than'",
+                (
+                    "a latency gate needs 'max_regression', 'p50', 'p90', 'p95', "
+                    "'p99' or 'faster_than'"
+                ),
             )
         yield from _find_zero_regression(self.max_regression)
         if self.min_speedup is not None and self.faster_than is None:

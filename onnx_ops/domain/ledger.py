@@ -1,8 +1,8 @@
 """The ledger: its entries, and the fold of an endpoint's entries into its state.
 
-Every entry is a fact in the past: what was decided, requested, done or counted. `fold` is the only way to a
-`ReleaseState`, so that every process that reads the same entries knows the same state. The stored `kind` of an
-entry selects the type of `EntryBody`.
+Every entry is a fact in the past: what was decided, requested, done or counted. `fold` is the only
+way to a `ReleaseState`, so that every process that reads the same entries knows the same state. The
+stored `kind` of an entry selects the type of `EntryBody`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from onnx_ops.domain.rollout_policy import RolloutPolicy
 class LedgerOrigin:
     """Where a ledger was begun: the name of the project, and the place of its ledgers.
 
-    `keys` are the release keys whose signatures count from there on: public keys in base64 of DER, by digest.
+    `keys` are the release keys whose signatures count from there on: public keys in base64 of DER,
+    by digest.
     """
 
     project: str
@@ -54,8 +55,8 @@ class EndpointBound:
 class LedgerAdopted:
     """From here on, signatures by `keys` count, and the ledger has this state; None: the state is unchanged.
 
-    The holder of a key has checked that state, so entries before this one need not be verifiable any more: their key
-    was retired or stolen, they are damaged, or they were never signed.
+    The holder of a key has checked that state, so entries before this one need not be verifiable
+    any more: their key was retired or stolen, they are damaged, or they were never signed.
     """
 
     kind: Literal["ledger-adopted"] = "ledger-adopted"
@@ -118,8 +119,8 @@ class ActionOutcome:
 class RollbackRequested:
     """All traffic must go back, as `action` describes; its rejections hold from this entry on.
 
-    The rollback is pending until an outcome confirms that the endpoint was observed there, or until it is withdrawn.
-    `by_operator` is False if metrics or the registry requested it.
+    The rollback is pending until an outcome confirms that the endpoint was observed there, or until
+    it is withdrawn. `by_operator` is False if metrics or the registry requested it.
     """
 
     kind: Literal["rollback-requested"] = "rollback-requested"
@@ -209,7 +210,8 @@ class EndpointAbandoned:
 class ThresholdsFixed:
     """Latency thresholds for the rollout of `candidate` (its manifest), read before the candidate got any request.
 
-    `thresholds` apply to the stable version and `slower` to the candidate; None if there were too few requests.
+    `thresholds` apply to the stable version and `slower` to the candidate; None if there were too
+    few requests.
     """
 
     kind: Literal["thresholds-fixed"] = "thresholds-fixed"
@@ -301,7 +303,8 @@ class LedgerEntry:
 class PendingRollback:
     """A rollback that was requested in entry `sequence` and is not carried out yet.
 
-    `attempts` have failed so far, the last one with `error`. `rejected_before` is restored if it is withdrawn.
+    `attempts` have failed so far, the last one with `error`. `rejected_before` is restored if it is
+    withdrawn.
     """
 
     sequence: int
@@ -334,10 +337,12 @@ class ReleaseState:
         command: the operator's command that is not acted upon yet, from entry `command_sequence`.
         pending_aliases: registry writes that are not done yet.
         aliases: registry aliases as last written.
-        published_sequence: sequence of the last `AliasesWritten`: the registry shows the entries up to it.
+        published_sequence: sequence of the last `AliasesWritten`: the registry shows the entries up
+            to it.
         latest_release: the release that was started last, at `latest_release_at`.
         rejected: reasons by rejected release, or by manifest for single versions.
-        unpublished_rejections: versions whose rejection changed since the last write to the registry.
+        unpublished_rejections: versions whose rejection changed since the last write to the
+            registry.
         overrides: overrides by manifest. Readers verify them; until then a rejection counts.
         used_overrides: digests of all overrides ever recorded: none counts again after a rollback.
         known: every deployment that can have taken traffic, by version.
@@ -350,7 +355,8 @@ class ReleaseState:
         open_refusal: the refusal in entry `refusal_sequence` whose alias is not reverted yet.
         pause: why the rollout needs an operator.
         notified: sequence up to which each notifier has sent.
-        written_off: servers that were declared gone, with the reason. One that reports again counts again.
+        written_off: servers that were declared gone, with the reason. One that reports again counts
+            again.
     """
 
     endpoint: str
@@ -398,8 +404,8 @@ def fold(endpoint: str, entries: Iterable[LedgerEntry]) -> ReleaseState:
     """Return the state that the entries imply. The same entries always give the same state.
 
     Raises:
-        ValueError: the entries belong to another endpoint, or are not in sequence; before an adoption that sets the
-            state, some may be missing.
+        ValueError: the entries belong to another endpoint, or are not in sequence; before an
+            adoption that sets the state, some may be missing.
     """
     state = ReleaseState(endpoint=endpoint)
     for entry in entries:
@@ -411,13 +417,14 @@ def apply_entry(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
     """Return the state after one more entry.
 
     Raises:
-        ValueError: the entry does not follow the last one, or belongs to another endpoint. An adoption that sets the
-            state may follow any earlier entry.
+        ValueError: the entry does not follow the last one, or belongs to another endpoint. An
+            adoption that sets the state may follow any earlier entry.
     """
     after, body = state, entry.body
     if entry.endpoint != state.endpoint or not _follows(state, entry):
         raise ValueError(
-            f"entry {entry.sequence} of {entry.endpoint} cannot follow {state.head} of {state.endpoint}"
+            f"entry {entry.sequence} of {entry.endpoint} cannot follow {state.head} of "
+            f"{state.endpoint}"
         )
     match body:
         case EndpointBound():

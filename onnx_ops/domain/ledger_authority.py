@@ -1,7 +1,8 @@
 """What an entry of the ledger grants, and so needs a signature for.
 
-A user who can write the ledger's storage can add entries. Without a signature, these can only record, restrict, or lead
-back to a version that a signed entry made stable and that was not rejected since.
+A user who can write the ledger's storage can add entries. Without a signature, these can only
+record, restrict, or lead back to a version that a signed entry made stable and that was not
+rejected since.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ RECORDS = (
     LeaseRenewed,
     ServerWrittenOff,
 )
-"""Kinds that never do. An outcome is a hint: the endpoint is observed, and restored to what was granted."""
+"""Kinds that never do. An outcome is a hint: the endpoint is observed, and restored to what was
+granted.
+"""
 
 _UPKEEP = (ActionKind.RESTORE, ActionKind.RETIRE, ActionKind.CLEAN_UP, ActionKind.RECONFIGURE)
 

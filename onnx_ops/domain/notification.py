@@ -71,10 +71,10 @@ class Severity(StrEnum):
 class Notification:
     """A notification: what happened, why in one line, a link, and the commands to type.
 
-    `commands` maps purposes to commands. `sequence` is its ledger entry, 0 if it is in no ledger; `at` is the time of
-    that entry in seconds since the epoch, `actor` its writer. `version` is the version concerned, `serving` the one
-    that has the traffic afterwards (most of it, during a rollout); empty where there is none. `link` is empty where
-    there is no page.
+    `commands` maps purposes to commands. `sequence` is its ledger entry, 0 if it is in no ledger;
+    `at` is the time of that entry in seconds since the epoch, `actor` its writer. `version` is the
+    version concerned, `serving` the one that has the traffic afterwards (most of it, during a
+    rollout); empty where there is none. `link` is empty where there is no page.
     """
 
     endpoint: str
@@ -119,7 +119,8 @@ def derive_notification(before: ReleaseState, entry: LedgerEntry) -> Notificatio
                 entry,
                 NotificationKind.TROUBLE,
                 Severity.CRITICAL if is_rollback else Severity.WARNING,
-                f"{opened.action.kind.value} failed{' and is still pending' if is_rollback else ''}",
+                f"{opened.action.kind.value} "
+                f"failed{' and is still pending' if is_rollback else ''}",
                 body.detail,
                 {"Try again": f"onnx-ops reconcile {name}", "See": f"onnx-ops status {name}"},
             )
@@ -143,7 +144,8 @@ def derive_notification(before: ReleaseState, entry: LedgerEntry) -> Notificatio
                 entry,
                 kind,
                 Severity.WARNING,
-                f"{subject} {state.get(body.wait, 'waits for an operator')} at step {body.step + 1}",
+                f"{subject} {state.get(body.wait, 'waits for an operator')} at step "
+                f"{body.step + 1}",
                 body.why,
                 commands,
                 version=candidate.version if candidate is not None else "",
@@ -157,8 +159,8 @@ def list_pending_notifications(
 ) -> tuple[Notification, ...]:
     """Return the notifications of entries after sequence `after`, oldest first; `progress` includes good steps.
 
-    Repetitions within `REPEAT_INTERVAL_S` are omitted: an effect that fails in every pass, an alias that is set
-    repeatedly, an endpoint that keeps failing.
+    Repetitions within `REPEAT_INTERVAL_S` are omitted: an effect that fails in every pass, an alias
+    that is set repeatedly, an endpoint that keeps failing.
     """
     state = ReleaseState(endpoint=endpoint)
     sent_at: dict[tuple[NotificationKind, str], float] = {}
@@ -288,7 +290,10 @@ def _describe_refusal(
 ) -> Notification:
     commands = {}
     if before.config is not None:
-        explain = f"onnx-ops explain {before.config.model}/{refused.version} --target {before.config.target}"
+        explain = (
+            f"onnx-ops explain {before.config.model}/{refused.version} --target "
+            f"{before.config.target}"
+        )
         override = f'{_promote(before, refused.version)} --override --reason "..."'
         commands = {"See": explain, "Let it serve all the same": override}
     restored = (
@@ -348,9 +353,10 @@ REGISTERED = "onnx-ops.release.registered"
 class ReleaseEvent:
     """Something that happened to a resource.
 
-    `resource` is `onnx-ops.endpoint.NAME` or `onnx-ops.model.NAME`, `name` its display name; triggers can filter by
-    `labels`. `related` are other resources by their role. `at` is seconds since the epoch. `key` is the same for every
-    report of one occurrence; None where occurrences cannot be distinguished.
+    `resource` is `onnx-ops.endpoint.NAME` or `onnx-ops.model.NAME`, `name` its display name;
+    triggers can filter by `labels`. `related` are other resources by their role. `at` is seconds
+    since the epoch. `key` is the same for every report of one occurrence; None where occurrences
+    cannot be distinguished.
     """
 
     event: str

@@ -46,14 +46,17 @@ EXPORT = "fp32"
 """Name of the variant that the export stage makes."""
 
 
-GROUP = "Name of the array that identifies groups of rows (patient, customer, session); gates then count groups."
+GROUP = (
+    "Name of the array that identifies groups of rows (patient, customer, session); "
+    "gates then count groups."
+)
 INPUTS = (
-    "ONNX input name -> array or column, in this order; `*` is all columns of numbers as one float32 matrix. "
-    "Default: every array or column except label and group is one input."
+    "ONNX input name -> array or column, in this order; `*` is all columns of numbers as one "
+    "float32 matrix. Default: every array or column except label and group is one input."
 )
 VALUES = (
-    "ONNX input name -> value of an input that is the same for all rows: a number, a boolean, a list of them, or the "
-    "name of an array of the data."
+    "ONNX input name -> value of an input that is the same for all rows: a number, a boolean, "
+    "a list of them, or the name of an array of the data."
 )
 
 
@@ -80,7 +83,8 @@ class PlacedAttempts(Attempts):
     pool: Annotated[
         str,
         doc(
-            "Prefect work pool whose workers run the stage; default: `pools` of onnx-ops.toml, or this machine."
+            "Prefect work pool whose workers run the stage; default: "
+            "`pools` of onnx-ops.toml, or this machine."
         ),
     ] = ""
 
@@ -242,8 +246,8 @@ class Quantize(PlacedAttempts):
     method: Annotated[
         str,
         doc(
-            "auto, or a plugin: dynamic, static, fp16, weight-only, graph, onnxslim, onnxoptimizer, fixed-shapes, "
-            "olive."
+            "auto, or a plugin: dynamic, static, fp16, weight-only, graph, "
+            "onnxslim, onnxoptimizer, fixed-shapes, olive."
         ),
     ]
     calibrate: Annotated[
@@ -285,7 +289,8 @@ class Benchmark(Attempts):
         Ge(1),
         Le(256),
         doc(
-            "Number of parts in which rows are scored for metrics, each a separate stage; for many rows."
+            "Number of parts in which rows are scored for metrics, each a separate stage; "
+            "for many rows."
         ),
     ] = 1
 
@@ -298,8 +303,9 @@ class Register(Attempts):
     promote: Annotated[
         Literal["manual", "auto", "always"],
         doc(
-            "auto: a passing release becomes challenger, unless it was promoted before and something else serves now; "
-            "always: also then, since the repository decides; manual: an operator promotes it."
+            "auto: a passing release becomes challenger, unless it was promoted before and "
+            "something else serves now; always: also then, since the repository decides; "
+            "manual: an operator promotes it."
         ),
     ] = "manual"
 
@@ -322,7 +328,8 @@ class Deploy(Attempts):
     metrics: Annotated[
         Mapping[str, Json],
         doc(
-            "Metrics source of the rollout: `source`, a plugin, and its settings; default: the provider's counts."
+            "Metrics source of the rollout: `source`, a plugin, and its settings; default: "
+            "the provider's counts."
         ),
     ] = field(default_factory=dict)
 
@@ -404,10 +411,11 @@ MEASURED = (StageKind.SCORE, StageKind.BENCHMARK)
 class Stage:
     """One stage of a plan, applied to one variant and target where it fans out.
 
-    `settings` is everything in the pipeline that affects the result; `tools` are the versions of the packages that do.
-    `needs` names the stages whose manifests are its inputs; it cannot run without them. `tolerates` names further
-    stages that it waits for and uses if they succeeded. `hints` affect how the stage runs, not its result, and are not
-    part of the key. `own_process` requests a separate process.
+    `settings` is everything in the pipeline that affects the result; `tools` are the versions of
+    the packages that do. `needs` names the stages whose manifests are its inputs; it cannot run
+    without them. `tolerates` names further stages that it waits for and uses if they succeeded.
+    `hints` affect how the stage runs, not its result, and are not part of the key. `own_process`
+    requests a separate process.
     """
 
     id: str

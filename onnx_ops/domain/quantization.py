@@ -39,7 +39,8 @@ class Budget:
     metric_drop: Annotated[
         Fraction,
         doc(
-            "Largest loss of the task metric on the tuning rows, in points; for an error, its increase."
+            "Largest loss of the task metric on the tuning rows, in points; for an error, "
+            "its increase."
         ),
     ] = 0.005
     size: Annotated[Bytes | None, doc("Largest size of a model.")] = None
@@ -68,9 +69,10 @@ class Recipe:
 class Trial:
     """One model that was built and measured on the tuning rows.
 
-    `drop` is the loss of the task metric against fp32 (negative: a gain), `error` the root mean square distance
-    of its outputs in units of their standard deviation. `ratios` are request times over those of fp32, `p99` is in
-    seconds, both by target. `failure` is the reason why there are no measurements.
+    `drop` is the loss of the task metric against fp32 (negative: a gain), `error` the root mean
+    square distance of its outputs in units of their standard deviation. `ratios` are request times
+    over those of fp32, `p99` is in seconds, both by target. `failure` is the reason why there are
+    no measurements.
     """
 
     recipe: str
@@ -118,8 +120,8 @@ class SearchLogEntry:
 class NodeContribution:
     """The effect of keeping one node in float while the other kept nodes stay the same.
 
-    `metric` is the gain of the task metric (negative: a loss), `time` the factor of the request time by target:
-    1.1 is 10 % more. `kept` is False where the node was quantized again.
+    `metric` is the gain of the task metric (negative: a loss), `time` the factor of the request
+    time by target: 1.1 is 10 % more. `kept` is False where the node was quantized again.
     """
 
     recipe: str
@@ -142,8 +144,8 @@ class FrontierSlot:
 class SearchRecord:
     """All trials and results of a search.
 
-    `pareto_front` holds indices of trials; `stopped` is the reason why the search ended, and `timed_out` whether
-    recipes were left to try.
+    `pareto_front` holds indices of trials; `stopped` is the reason why the search ended, and
+    `timed_out` whether recipes were left to try.
     """
 
     schema: int = 1
@@ -179,9 +181,10 @@ DISTRIBUTION = (
 class Arithmetic:
     """How a target computes in few bits.
 
-    `saturates`: sums of two products of uint8 and int8 are cut to 16 bits, so that large weights give wrong sums.
-    `fp16`: half precision is computed as such, not converted to float32 and back. `wide`: registers of 512 bits, on
-    which the layout of convolutions in a graph saved at level `all` depends.
+    `saturates`: sums of two products of uint8 and int8 are cut to 16 bits, so that large weights
+    give wrong sums. `fp16`: half precision is computed as such, not converted to float32 and back.
+    `wide`: registers of 512 bits, on which the layout of convolutions in a graph saved at level
+    `all` depends.
     """
 
     family: Literal["x86", "arm", "accelerator", "other"]
@@ -283,7 +286,10 @@ def choose_reduce_range(
     if needed:
         return (
             True,
-            "weights of 7 bits: a target's CPU has no VNNI, and 8-bit products would saturate there",
+            (
+                "weights of 7 bits: a target's CPU has no VNNI, and 8-bit products would saturate "
+                "there"
+            ),
         )
     return False, "weights of 8 bits: no target's CPU saturates their products"
 
@@ -291,7 +297,10 @@ def choose_reduce_range(
 def find_type_conflict(options: Mapping[str, Any]) -> str:
     """Return why a combination of types cannot work; empty if it can."""
     if options.get("activations") == "int8" and options.get("weights") == "uint8":
-        return "int8 activations with uint8 weights: no kernel accepts them; set weights: int8 or activations: uint8"
+        return (
+            "int8 activations with uint8 weights: no kernel accepts them; set weights: "
+            "int8 or activations: uint8"
+        )
     if options.get("activations") == "uint16" and options.get("reduce_range"):
         return "reduce_range is for products of 8 bits; leave it out with activations: uint16"
     return ""

@@ -68,8 +68,8 @@ def is_among(user: str, users: tuple[str, ...]) -> bool:
 class Lineage:
     """Where a release comes from.
 
-    `data` maps a data set's name to its digest; `origins` maps it to repository, commit and path at the time of the
-    export, for sources that record them.
+    `data` maps a data set's name to its digest; `origins` maps it to repository, commit and path at
+    the time of the export, for sources that record them.
     """
 
     pipeline: str
@@ -121,10 +121,11 @@ class BaseRelease:
 class VariantRecord:
     """One variant to publish in the registry.
 
-    `files` are the model's files by name (the first level of the version's folder), `manifest` their digests.
-    `evidence` are further documents by artifact path. `metrics` are plain numbers for the registry's tables.
-    `decisions` by target; unsigned decisions are for people, signed ones are what promotes. `measured_on` names the
-    data set of the lineage that was measured; `example` is a request, JSON `{"inputs": {name: rows}}`.
+    `files` are the model's files by name (the first level of the version's folder), `manifest`
+    their digests. `evidence` are further documents by artifact path. `metrics` are plain numbers
+    for the registry's tables. `decisions` by target; unsigned decisions are for people, signed ones
+    are what promotes. `measured_on` names the data set of the lineage that was measured; `example`
+    is a request, JSON `{"inputs": {name: rows}}`.
     """
 
     variant: str
@@ -169,7 +170,9 @@ class VersionRecord:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedVersion:
     """A registered version in a list. `created_at` is seconds since the epoch; `evidence` is the digest over the
-    documents that were published with it last (`VariantRecord.evidence_digest`), if the registry knows it."""
+    documents that were published with it last (`VariantRecord.evidence_digest`), if the registry
+    knows it.
+    """
 
     version: str
     release: Digest
@@ -183,7 +186,8 @@ class ListedVersion:
 class Choice:
     """The variant that a release serves on one target, or why there is none.
 
-    `objective` is the preference applied; `tied` names variants that the noise does not allow to distinguish from it.
+    `objective` is the preference applied; `tied` names variants that the noise does not allow to
+    distinguish from it.
     """
 
     target: str
@@ -198,8 +202,9 @@ class Choice:
 class Registration:
     """The result of the register stage: version by variant, and the choice of each target.
 
-    `run` is the stage's key; `report` the address of the release's report, if the registry has pages. `evidence` maps a
-    variant to the digest of the documents that were published with its version.
+    `run` is the stage's key; `report` the address of the release's report, if the registry has
+    pages. `evidence` maps a variant to the digest of the documents that were published with its
+    version.
     """
 
     run: Digest

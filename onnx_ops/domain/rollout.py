@@ -3,11 +3,12 @@
     first-deployment -> (start -> advance* -> finish) -> retire-previous
                                     \\-> abort                  \\-> rollback
 
-`choose_next_action` takes the desired deployment, the observed endpoint, the roles of the ledger, the policy, the
-analysis of the metrics, the operator's command and the time, and returns the one `Action` to perform or the reason to
-`Wait`. It knows no provider, registry or process: `release.reconcile` applies the action with `release.effects`, which
-records it by `release.journal`; `domain.ledger` folds the record into the roles; `domain.rollout_policy` plans the
-steps.
+`choose_next_action` takes the desired deployment, the observed endpoint, the roles of the ledger,
+the policy, the analysis of the metrics, the operator's command and the time, and returns the one
+`Action` to perform or the reason to `Wait`. It knows no provider, registry or process:
+`release.reconcile` applies the action with `release.effects`, which records it by
+`release.journal`; `domain.ledger` folds the record into the roles; `domain.rollout_policy` plans
+the steps.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class ActionKind(StrEnum):
 class OperatorCommand(StrEnum):
     """Commands of an operator for a rollout in progress. The values are stored.
 
-    `ADVANCE` skips the open checks of the present step. `RESUME` ends a pause, and the checks decide again.
+    `ADVANCE` skips the open checks of the present step. `RESUME` ends a pause, and the checks
+    decide again.
     """
 
     ADVANCE = "advance"
@@ -67,7 +69,8 @@ class WaitKind(StrEnum):
 class Roles:
     """Deployments of one endpoint by role. `step` indexes the policy's steps while there is a candidate.
 
-    `finished_at` is when the last rollout finished, in seconds since the epoch; 0 once `previous` is retired.
+    `finished_at` is when the last rollout finished, in seconds since the epoch; 0 once `previous`
+    is retired.
     """
 
     stable: Deployment | None = None
@@ -81,8 +84,9 @@ class Roles:
 class Action:
     """One effect on an endpoint: the state to apply, and the resulting roles.
 
-    `aliases` are the registry writes that follow (None deletes the alias). `reject` are releases that must not return
-    without an override, or manifests of single versions whose release stays in service.
+    `aliases` are the registry writes that follow (None deletes the alias). `reject` are releases
+    that must not return without an override, or manifests of single versions whose release stays in
+    service.
     """
 
     kind: ActionKind
@@ -110,11 +114,12 @@ class Wait:
 class GuardrailResult:
     """One guardrail: events among the requests of either version, and the evidence (log10) against the candidate.
 
-    `low` and `high` bound the odds ratio at any time; None where not computed. `compared` counts what the evidence of
-    the present step rests on; the step needs `required`. `units` are those of either version with any event, and all,
-    where the source counts them; else `design_effect` is how many requests carry the information of one independent
-    request. A violation pauses the rollout if `holds`, else aborts it. `rule` describes what was
-    compared where it is not a pair of counts. `percentile` is where the counts speak most against the candidate.
+    `low` and `high` bound the odds ratio at any time; None where not computed. `compared` counts
+    what the evidence of the present step rests on; the step needs `required`. `units` are those of
+    either version with any event, and all, where the source counts them; else `design_effect` is
+    how many requests carry the information of one independent request. A violation pauses the
+    rollout if `holds`, else aborts it. `rule` describes what was compared where it is not a pair of
+    counts. `percentile` is where the counts speak most against the candidate.
     """
 
     name: str
@@ -143,7 +148,8 @@ class GuardrailResult:
         where = f"above {self.percentile} " if self.percentile else ""
         parts = [
             self.rule
-            or f"{where}canary {_format_share(*self.canary)} vs stable {_format_share(*self.stable)}"
+            or f"{where}canary {_format_share(*self.canary)} vs stable "
+            f"{_format_share(*self.stable)}"
         ]
         if self.units is not None:
             (mine, of_mine), (theirs, of_theirs) = self.units
@@ -164,8 +170,9 @@ class GuardrailResult:
 class ServerOutlier:
     """A server whose share of bad requests to a deployment differs from that of the other servers.
 
-    `place` is what is bad about them. `own` and `others` are bad requests and all, on this server and on the others.
-    `evidence` is log10. It is a hint: requests are counted as if they were independent.
+    `place` is what is bad about them. `own` and `others` are bad requests and all, on this server
+    and on the others. `evidence` is log10. It is a hint: requests are counted as if they were
+    independent.
     """
 
     server: str
@@ -180,8 +187,9 @@ class ServerOutlier:
         """One line for people."""
         what = "failed" if self.place == "errors" else "were slow"
         return (
-            f"replica {self.server}: {_format_share(*self.own)} requests to {self.deployment} {what}, "
-            f"{_format_share(*self.others)} on the others (evidence {_format_odds(self.evidence)})"
+            f"replica {self.server}: {_format_share(*self.own)} requests to {self.deployment} "
+            f"{what}, {_format_share(*self.others)} on the others (evidence "
+            f"{_format_odds(self.evidence)})"
         )
 
 
@@ -189,10 +197,10 @@ class ServerOutlier:
 class AnalysisResult:
     """What the metrics show about the present step. Texts are empty where there is nothing to report.
 
-    `started_at` is when the step took effect; `requests` counts the candidate's since then (copies in a shadow step).
-    `unmet_target` names a service level that is not shown yet, `split_mismatch` describes traffic that is not split as
-    planned, `gross_failure` a candidate that fails outright. `ab_outcome` is that of the A/B test. `outliers` decide
-    nothing.
+    `started_at` is when the step took effect; `requests` counts the candidate's since then (copies
+    in a shadow step). `unmet_target` names a service level that is not shown yet, `split_mismatch`
+    describes traffic that is not split as planned, `gross_failure` a candidate that fails outright.
+    `ab_outcome` is that of the A/B test. `outliers` decide nothing.
     """
 
     started_at: float
@@ -248,12 +256,14 @@ def choose_next_action(
 ) -> Action | Wait:
     """Return the next action, or the reason to wait.
 
-    A policy without analysis waits for an operator at each step. Otherwise `analysis` determines the steps. A command
-    to advance then skips requirements that are not met yet; no command keeps a candidate that a guardrail rejects.
+    A policy without analysis waits for an operator at each step. Otherwise `analysis` determines
+    the steps. A command to advance then skips requirements that are not met yet; no command keeps a
+    candidate that a guardrail rejects.
 
     Args:
         desired: the verified deployment that the registry requests; None if it requests none.
-        observed: the state that the provider reports; None if the endpoint does not exist or does not answer.
+        observed: the state that the provider reports; None if the endpoint does not exist or does
+            not answer.
         command: the operator's last command that was not acted upon.
         now: seconds since the epoch.
         draws_epochs: whether the provider can assign users anew in each epoch.
@@ -433,7 +443,8 @@ class _Rollout:
     ) -> EndpointState:
         """Return the state of the endpoint in a step.
 
-        Evidence of a canary step needs epochs. In an A/B test, and where nothing is judged, a user keeps its version.
+        Evidence of a canary step needs epochs. In an A/B test, and where nothing is judged, a user
+        keeps its version.
         """
         policy = self.policy
         has_epochs = (

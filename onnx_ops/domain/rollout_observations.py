@@ -19,7 +19,8 @@ from onnx_ops.domain.rollout_policy import LATENCY_PLACES, LATENCY_QUANTILES
 class LatencyThresholds:
     """Latencies in seconds that requests of a version are counted above, fixed before the rollout.
 
-    They are read from `requests` requests to the stable version. `places_s` follow `LATENCY_PLACES`.
+    They are read from `requests` requests to the stable version. `places_s` follow
+    `LATENCY_PLACES`.
     """
 
     p50_s: float
@@ -46,10 +47,11 @@ class LatencyThresholds:
 class RequestCounts:
     """Requests that one deployment answered, by result.
 
-    `errors` are the server's own failures. `refused` are requests that it did not accept, which is the client's fault
-    unless the other version accepts them. `timed` requests have a latency (None: all); of these, `over_p50` and so on
-    exceeded the deployment's thresholds (None: unknown), `over_places` those of `LATENCY_PLACES`. `feedback` are
-    entries that clients reported, `successes` the good ones.
+    `errors` are the server's own failures. `refused` are requests that it did not accept, which is
+    the client's fault unless the other version accepts them. `timed` requests have a latency (None:
+    all); of these, `over_p50` and so on exceeded the deployment's thresholds (None: unknown),
+    `over_places` those of `LATENCY_PLACES`. `feedback` are entries that clients reported,
+    `successes` the good ones.
     """
 
     requests: int = 0
@@ -189,8 +191,8 @@ class LatencyQuantiles:
 BADNESS_EDGES = (0.0, *(2.0**-k for k in range(10, 5, -1)), *(k / 32 for k in range(1, 33)))
 """Upper edges of the bins of badness: no event, halves of 1/32 for rare events of busy users, then steps of 1/32.
 
-A unit is in the first bin whose edge is not below events / requests. Rounding up needs no correction, since it does not
-depend on the assignment.
+A unit is in the first bin whose edge is not below events / requests. Rounding up needs no
+correction, since it does not depend on the assignment.
 """
 USER_BLOCKS = 64
 """Blocks of users, which the cell of a user's key modulo this number belongs to."""
@@ -200,9 +202,9 @@ USER_BLOCKS = 64
 class UnitCounts:
     """Units of either version by badness, the share of a unit's requests that were events.
 
-    A unit is what is assigned to a version independently of others: the requests of one cell of users in one epoch, or
-    a single request without a key. Each version has a number for each of `BADNESS_EDGES`; zeros at the end may be
-    left out.
+    A unit is what is assigned to a version independently of others: the requests of one cell of
+    users in one epoch, or a single request without a key. Each version has a number for each of
+    `BADNESS_EDGES`; zeros at the end may be left out.
     """
 
     candidate: tuple[int, ...] = ()
@@ -220,8 +222,9 @@ class UnitCounts:
 class EpochUnits:
     """Units of one epoch, for all of which the traffic split of the routing table `generation` held.
 
-    `units` are by place: `errors`, `refused`, and the latency guardrails and places with a threshold. For the latter, a
-    unit counts its timed requests. Counts of one cell from several servers are added before its badness is formed.
+    `units` are by place: `errors`, `refused`, and the latency guardrails and places with a
+    threshold. For the latter, a unit counts its timed requests. Counts of one cell from several
+    servers are added before its badness is formed.
     """
 
     generation: int
@@ -233,8 +236,8 @@ class EpochUnits:
 class UserBlocks:
     """Requests and events of one deployment by block of users, for a split that is sticky by user.
 
-    Each has `USER_BLOCKS` + 1 numbers; the last one is of requests without a key. For feedback, requests are entries
-    and events are successes.
+    Each has `USER_BLOCKS` + 1 numbers; the last one is of requests without a key. For feedback,
+    requests are entries and events are successes.
     """
 
     requests: tuple[int, ...]
@@ -252,9 +255,10 @@ class UserBlocks:
 class GenerationCounts:
     """Counts of one server since one start, under one generation of its routing table. They only grow.
 
-    `origin` identifies server and start. `tallies` are by deployment. `shadow` counts copies to the candidate. `blocks`
-    are by deployment and place (`errors`, `feedback`, latency); empty unless the split is sticky by user. `server` is
-    the name that a server keeps over its starts; empty if it has none.
+    `origin` identifies server and start. `tallies` are by deployment. `shadow` counts copies to the
+    candidate. `blocks` are by deployment and place (`errors`, `feedback`, latency); empty unless
+    the split is sticky by user. `server` is the name that a server keeps over its starts; empty if
+    it has none.
     """
 
     origin: str
@@ -305,16 +309,17 @@ class ServerUptime:
 class MetricsReading:
     """The counts of a source. `at` is in seconds since the epoch, by the source's clock.
 
-    Servers of onnx-ops report `counts` by server, start and generation, and `epochs`: the closed epochs that they still
-    know, in ascending order. An epoch is closed once every server has closed it. `open_epoch` is the latest one that is
-    not. Their clocks are never compared.
+    Servers of onnx-ops report `counts` by server, start and generation, and `epochs`: the closed
+    epochs that they still know, in ascending order. An epoch is closed once every server has closed
+    it. `open_epoch` is the latest one that is not. Their clocks are never compared.
 
-    Sources that know no assignment (CloudWatch, Azure Monitor, Prometheus) report `tallies` by deployment, and perhaps
-    `shadow` and `quantiles`, since `origin`: another origin means that the counters restarted.
+    Sources that know no assignment (CloudWatch, Azure Monitor, Prometheus) report `tallies` by
+    deployment, and perhaps `shadow` and `quantiles`, since `origin`: another origin means that the
+    counters restarted.
 
-    `cold_s` are durations of loads of either version, before the candidate got any traffic. `failure` is why the source
-    misses evidence at present. `uptimes` are those of servers that others start again: with the stable version alone,
-    and with both.
+    `cold_s` are durations of loads of either version, before the candidate got any traffic.
+    `failure` is why the source misses evidence at present. `uptimes` are those of servers that
+    others start again: with the stable version alone, and with both.
     """
 
     at: float
@@ -354,8 +359,8 @@ class ObservationInterval:
 class GenerationUnits:
     """The traffic split of one generation of the routing table, and the units of its `epochs` until `last_epoch`.
 
-    `percent` is the candidate's share. `units` are by place; there are none unless users are assigned anew in each
-    epoch (`is_drawn`).
+    `percent` is the candidate's share. `units` are by place; there are none unless users are
+    assigned anew in each epoch (`is_drawn`).
     """
 
     generation: int
@@ -383,15 +388,17 @@ class GenerationUnits:
 class Observations:
     """All counts of the rollout in progress. `started_at` is when its present step took effect.
 
-    `thresholds` apply to the stable version, `slower` to the candidate. `cold_s` holds the seconds of the last loads of
-    candidate and stable version. `reading` is the last reading, without what other fields hold.
+    `thresholds` apply to the stable version, `slower` to the candidate. `cold_s` holds the seconds
+    of the last loads of candidate and stable version. `reading` is the last reading, without what
+    other fields hold.
 
-    Servers of onnx-ops: `counts` holds the largest counts of each origin and generation, `generations` the splits of
-    this rollout with their units. What belongs to a step is shown by the generation; clocks are never compared. A
-    restart or another server adds counts, and interrupts nothing.
+    Servers of onnx-ops: `counts` holds the largest counts of each origin and generation,
+    `generations` the splits of this rollout with their units. What belongs to a step is shown by
+    the generation; clocks are never compared. A restart or another server adds counts, and
+    interrupts nothing.
 
-    Other sources: the next interval starts at `reading`, or with the next reading if the split changed since
-    (`reading` is None). The last change was at `split_at`.
+    Other sources: the next interval starts at `reading`, or with the next reading if the split
+    changed since (`reading` is None). The last change was at `split_at`.
     """
 
     candidate: Digest
@@ -468,8 +475,8 @@ class Observations:
     ) -> Observations:
         """Add the interval since the last reading of a source without generations.
 
-        The first reading after a change of the split, or of counters that restarted, only marks where the next interval
-        starts. A delayed reading from before the change is ignored.
+        The first reading after a change of the split, or of counters that restarted, only marks
+        where the next interval starts. A delayed reading from before the change is ignored.
         """
         if reading.at < self.split_at:
             return self

@@ -57,16 +57,17 @@ _TOLERATED: Mapping[str, float] = {
 class Guardrail:
     """Something that must not get worse: errors, latency or cold start.
 
-    Latency compares how many requests of either version exceed the stable version's percentile before the rollout, for
-    the candidate raised by `max_latency_increase`. `latency` alone compares all of `LATENCY_PLACES`. `cold_start` is
-    compared once, before the candidate gets any traffic.
+    Latency compares how many requests of either version exceed the stable version's percentile
+    before the rollout, for the candidate raised by `max_latency_increase`. `latency` alone compares
+    all of `LATENCY_PLACES`. `cold_start` is compared once, before the candidate gets any traffic.
     """
 
     name: Annotated[GuardrailName, Notation.SHORT_FORM, doc("Name of the guardrail.")]
     odds_ratio: Annotated[
         OddsRatio | None,
         doc(
-            "Tolerated odds of such a request, as a multiple of the stable version's; default 1, p95 1.1, p99 1.2."
+            "Tolerated odds of such a request, as a multiple of the stable version's; "
+            "default 1, p95 1.1, p99 1.2."
         ),
     ] = None
     max_latency_increase: Annotated[
@@ -117,7 +118,8 @@ class ShadowTrial:
         Ge(0),
         Lt(1),
         doc(
-            "A number differs if it is off by more than this share of the largest one in the answer."
+            "A number differs if it is off by more than this share of the largest one in the "
+            "answer."
         ),
     ] = 0.001
 
@@ -129,7 +131,8 @@ class SplitTest:
     metric: Annotated[
         str,
         doc(
-            "`feedback` (results that clients report), or the name of a query of the metrics source."
+            "`feedback` (results that clients report), or the name of a query of the metrics "
+            "source."
         ),
     ] = "feedback"
     split: Annotated[Share, doc("The candidate's share of traffic.")] = 0.5
@@ -145,8 +148,8 @@ class SplitTest:
 class PlannedStep:
     """One step of a rollout: the candidate's percentage of traffic, or of copies in a shadow step.
 
-    A cold step has neither and measures the cold start. `minimum` is the number of requests to the candidate that the
-    step needs; 0 without analysis.
+    A cold step has neither and measures the cold start. `minimum` is the number of requests to the
+    candidate that the step needs; 0 without analysis.
     """
 
     kind: StepKind
@@ -173,7 +176,8 @@ class RolloutPolicy:
     guardrails: Annotated[
         tuple[Guardrail, ...],
         doc(
-            "What must not get worse: errors, latency, latency_p50, latency_p90, latency_p95, latency_p99, cold_start."
+            "What must not get worse: errors, latency, latency_p50, latency_p90, "
+            "latency_p95, latency_p99, cold_start."
         ),
     ] = ()
     min_requests: Annotated[
@@ -184,8 +188,8 @@ class RolloutPolicy:
     min_units: Annotated[
         Count,
         doc(
-            "Independent units of the candidate before a step is left: users in an epoch and requests without a key; "
-            "in an A/B test, users of each version."
+            "Independent units of the candidate before a step is left: "
+            "users in an epoch and requests without a key; in an A/B test, users of each version."
         ),
     ] = DEFAULT_UNITS
     slo: Annotated[
@@ -196,7 +200,8 @@ class RolloutPolicy:
         Ge(MIN_EPOCH_S),
         Le(MAX_EPOCH_S),
         doc(
-            "How long a user stays with one version in a canary step; then all users are drawn anew."
+            "How long a user stays with one version in a canary step; "
+            "then all users are drawn anew."
         ),
     ] = DEFAULT_EPOCH_S
     min_step_duration: Annotated[

@@ -10,7 +10,9 @@ Shape = Sequence[int | str]
 
 _BATCH_NAME = re.compile(r"n|b|bs|.*batch.*", re.IGNORECASE)
 _GENERATED_NAME = re.compile(r"\??|unk_.*|None")
-"""Names that exporters give to every free dimension, also to those that always have one size (tf2onnx: `unk__6`)."""
+"""Names that exporters give to every free dimension, also to those that always have one size
+(tf2onnx: `unk__6`).
+"""
 
 
 def is_free(size: int | str) -> bool:
@@ -26,8 +28,9 @@ def is_named(size: int | str) -> bool:
 def find_batch_symbol(shapes: Mapping[str, Shape]) -> str:
     """Return the name of the dimension that holds rows; empty if no name states it.
 
-    It is the name that all inputs with a free dimension share, except those that begin with 1 and are broadcast. It
-    begins one of them, or is called like a batch (`N`, `batch_size`). One that is called so needs no second input.
+    It is the name that all inputs with a free dimension share, except those that begin with 1 and
+    are broadcast. It begins one of them, or is called like a batch (`N`, `batch_size`). One that is
+    called so needs no second input.
     """
     free = {name: shape for name, shape in shapes.items() if any(map(is_free, shape))}
     required = {name for name, shape in free.items() if shape[0] != 1}
@@ -62,8 +65,9 @@ def find_axis(shape: Shape, symbol: str) -> int | None:
 def find_row_axes(shapes: Mapping[str, Shape], *, pooled: bool = True) -> dict[str, int]:
     """Return the axis that holds rows for each input that has one.
 
-    Without a shared name, free first dimensions hold rows if no input has its free dimensions elsewhere only. With
-    fixed sizes only, rows are where the first size of the first input is found in every other input.
+    Without a shared name, free first dimensions hold rows if no input has its free dimensions
+    elsewhere only. With fixed sizes only, rows are where the first size of the first input is found
+    in every other input.
 
     Args:
         shapes: shapes of all inputs by name; scalars have none.

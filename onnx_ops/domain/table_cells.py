@@ -26,7 +26,8 @@ _VALUE_SHARE = 1 / 3
 def find_text_among_numbers(cells: Iterable[str]) -> tuple[int, str] | None:
     """Return the row, from 1, and the text of the first cell that makes a column of numbers one of texts.
 
-    None for a column whose cells are mostly other texts, or all numbers, such as postal codes with leading zeros.
+    None for a column whose cells are mostly other texts, or all numbers, such as postal codes with
+    leading zeros.
     """
     texts = [cell.strip() for cell in cells]
     if not _are_mostly_numbers(texts[:_SAMPLE]):

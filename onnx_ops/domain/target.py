@@ -62,7 +62,9 @@ CpuFlag: TypeAlias = Literal[
     "sve",
     "sve2",
 ]
-"""CPU features that select ONNX Runtime's kernels, as Linux names them; other features do not affect measurements."""
+"""CPU features that select ONNX Runtime's kernels, as Linux names them; other features do not
+affect measurements.
+"""
 
 SPEED_FLAGS: tuple[str, ...] = get_args(CpuFlag)
 
@@ -108,9 +110,8 @@ class Requirements:
             in fingerprint.cpu_model.lower(),
             f"its CPU lacks {', '.join(flags)}": not flags,
             f"it has {fingerprint.cores} of {self.cores} cores": fingerprint.cores >= self.cores,
-            f"it has {fingerprint.memory_bytes / 1e9:.1f} of {(self.memory or 0) / 1e9:.1f} GB of memory": (
-                fingerprint.memory_bytes >= (self.memory or 0)
-            ),
+            f"it has {fingerprint.memory_bytes / 1e9:.1f} of {(self.memory or 0) / 1e9:.1f} GB "
+            "of memory": (fingerprint.memory_bytes >= (self.memory or 0)),
             f"it has no accelerator called {self.accelerator}": not self.accelerator or bool(named),
             f"its driver is {fingerprint.driver or 'not known'}, older than {self.driver}": (
                 not self.driver or _version(fingerprint.driver) >= _version(self.driver)
@@ -174,7 +175,8 @@ class CustomOps:
 class OrtFormat:
     """Conversion of the variant to an `.ort` file, the format of ONNX Runtime's builds for phones.
 
-    `fixed` applies all graph optimizations; `runtime` leaves some to a provider that compiles its part of the graph.
+    `fixed` applies all graph optimizations; `runtime` leaves some to a provider that compiles its
+    part of the graph.
     """
 
     platform: Annotated[Literal["arm", "amd64"], doc("Processors to optimize for.")] = "arm"

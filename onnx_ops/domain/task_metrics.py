@@ -1,6 +1,7 @@
 """The table of task metrics: one entry has every trait of a metric, and what computes it.
 
-Files and commands that measure nothing read the table too, so that entries import NumPy and formulas when they compute.
+Files and commands that measure nothing read the table too, so that entries import NumPy and
+formulas when they compute.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ AnswerKind: TypeAlias = Literal["classes", "ranking", "positive", "numbers", "em
 - `ranking`: the scores of all classes, and the column of each row's label.
 - `positive`: the score of the positive class, and whether each row is positive.
 - `numbers`: one number per row.
-- `embeddings`, `tokens`: arrays of shape (rows, dimensions) or (rows, length), of the same shape as the label.
+- `embeddings`, `tokens`: arrays of shape (rows, dimensions) or (rows, length), of the same shape as
+  the label.
 """
 
 
@@ -53,8 +55,8 @@ class MeanLoss:
         loss: takes (label, answers) and returns numbers from 0.
         root: the metric is the root of the mean.
         explained: the metric is 1 minus the loss as a share of the label's variance.
-        of_errors: the loss depends on `answers - label` only. A run then stores these errors, without labels, and later
-            runs compare theirs with them row by row.
+        of_errors: the loss depends on `answers - label` only. A run then stores these errors,
+            without labels, and later runs compare theirs with them row by row.
     """
 
     loss: Callable[[Array, Array], Array]
@@ -69,8 +71,8 @@ class Resampled:
 
     Args:
         make: takes (label, answers, options) and returns the metric as a function of row weights.
-        of_decisions: the metric reads classes or tokens. The same ones on all rows do not show that two models are
-            equal, since rare ones may differ.
+        of_decisions: the metric reads classes or tokens. The same ones on all rows do not show that
+            two models are equal, since rare ones may differ.
     """
 
     make: Callable[[Array, Array, Options], MetricStatistic]
@@ -84,11 +86,15 @@ class TaskMetric:
     Args:
         reads: the kind of outputs and labels.
         method: what computes the metric, and its interval.
-        higher_is_better: the direction: limits are `max_drop` and `min`, else `max_increase` and `max`.
-        options: the keys of a gate that shape the metric, with their defaults. None: without a fixed default.
+        higher_is_better: the direction: limits are `max_drop` and `min`, else `max_increase` and
+            `max`.
+        options: the keys of a gate that shape the metric, with their defaults. None: without a
+            fixed default.
         label_free: without labels, the candidate is compared with the baseline itself.
-        unit: `1` for a share, empty for the label's unit. By default a metric of which less is better has the latter.
-        display: its name in evidence and tables, with options in braces. By default that of the table.
+        unit: `1` for a share, empty for the label's unit. By default a metric of which less is
+            better has the latter.
+        display: its name in evidence and tables, with options in braces. By default that of the
+            table.
     """
 
     reads: AnswerKind

@@ -72,12 +72,14 @@ def evaluate_change(
 ) -> Lines:
     """Run every pipeline that the change since `base` affects up to its gates; yield lines that report the outcome.
 
-    The results for the step that publishes them are in `folder` afterwards, with a report of each pipeline.
+    The results for the step that publishes them are in `folder` afterwards, with a report of each
+    pipeline.
 
     Args:
         base: the commit before; empty where there is none, so that every file counts as changed.
         hand_over: folder for what `release_change` continues from.
-        figures: folder with the records of earlier commits, for comparisons without the project's store.
+        figures: folder with the records of earlier commits, for comparisons without the project's
+            store.
     """
     project = open_project()
     if figures is not None:
@@ -96,13 +98,16 @@ def release_change(
 ) -> Lines:
     """Sign, register and deploy what `evaluate_change` has evaluated; yield lines that report the outcome.
 
-    No code of the pipelines runs. Which pipelines are affected is found again, not taken from the evaluation.
+    No code of the pipelines runs. Which pipelines are affected is found again, not taken from the
+    evaluation.
 
     Args:
         folder: as of `evaluate_change`.
         evaluated: folder with the results of `evaluate_change`, and with what it handed over.
-        hosted: whether the CI service hosts the machine, which then ends with the job; None outside a job.
-        figures: folder that gets the records of this commit, for comparisons without the project's store.
+        hosted: whether the CI service hosts the machine, which then ends with the job; None outside
+            a job.
+        figures: folder that gets the records of this commit, for comparisons without the project's
+            store.
     """
     project = open_project()
     root, store = project.settings.root, project.context.store
@@ -252,8 +257,8 @@ def _execute(
 def lost_with_job(settings: Settings, pipeline: Pipeline, *, hosted: bool) -> str:
     """Return why a release from this runner would be lost with the job; empty if it would be kept.
 
-    A hosted runner keeps nothing. A self-hosted one keeps files outside the checkout; the checkout is cleaned for each
-    job.
+    A hosted runner keeps nothing. A self-hosted one keeps files outside the checkout; the checkout
+    is cleaned for each job.
     """
     if pipeline.register is None:
         return ""
@@ -266,19 +271,25 @@ def lost_with_job(settings: Settings, pipeline: Pipeline, *, hosted: bool) -> st
         if entry.provider == "local"
     }
     lost = [
-        f"{what} ({place.relative_to(settings.root) if place.is_relative_to(settings.root) else place})"
+        f"{what} "
+        f"({place.relative_to(settings.root) if place.is_relative_to(settings.root) else place})"
         for what, place in places.items()
         if place is not None and (hosted or place.is_relative_to(settings.root))
     ]
     if not lost:
         return ""
     remedy = (
-        "To release from here, set tracking_uri and ledger to services in a profile of onnx-ops.toml, name the profile "
-        "in the variable ONNX_OPS_PROFILE, and deploy to a provider that runs elsewhere."
+        "To release from here, set tracking_uri and ledger to services in a profile of "
+        "onnx-ops.toml, name the profile in the variable ONNX_OPS_PROFILE, "
+        "and deploy to a provider that runs elsewhere."
         if hosted
-        else "To release from here, set ONNX_OPS_STATE of this runner to a folder outside of the checkout."
+        else "To release from here, set ONNX_OPS_STATE of this runner to a folder outside of the "
+        "checkout."
     )
-    what = f"Nothing was registered or released, because the job's disk would hold it: {', '.join(lost)}."
+    what = (
+        "Nothing was registered or released, because the job's disk would hold it: "
+        f"{', '.join(lost)}."
+    )
     return f"{what}\n{remedy} See `onnx-ops docs github` of onnx-ops."
 
 
@@ -301,7 +312,8 @@ def read_results(folder: Path) -> tuple[Checked, ...]:
 
     Raises:
         UserError: there are none.
-        CorruptStateError: they are no plain file, too large, not of their schema, or contradict themselves.
+        CorruptStateError: they are no plain file, too large, not of their schema, or contradict
+            themselves.
     """
     where = str(folder / RESULTS)
     try:

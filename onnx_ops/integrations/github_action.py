@@ -1,10 +1,11 @@
 """The GitHub action: run the pipelines that a commit affects, and report the outcome on the commit.
 
-Each step is a separate job. `evaluate` runs code of the repository without a token and without a key, and leaves its
-results and reports in a folder. `release` and `publish` run none of it: they read that folder as data. `release` signs,
-registers and deploys. `publish` writes the job summary, one comment on the pull request, and a check whose conclusion
-is the verdict. Commit and pull request come from the event of this job, never from the results. Names in the
-event (branches, titles, people) are data and never reach a shell.
+Each step is a separate job. `evaluate` runs code of the repository without a token and without a
+key, and leaves its results and reports in a folder. `release` and `publish` run none of it: they
+read that folder as data. `release` signs, registers and deploys. `publish` writes the job summary,
+one comment on the pull request, and a check whose conclusion is the verdict. Commit and pull
+request come from the event of this job, never from the results. Names in the event (branches,
+titles, people) are data and never reach a shell.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Event:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Execute a step and return its exit code.
 
-    `evaluate` and `release` return 0 unless they could not start; `publish` returns 1 for FAIL and ERROR.
+    `evaluate` and `release` return 0 unless they could not start; `publish` returns 1 for FAIL and
+    ERROR.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("step", choices=("evaluate", "release", "publish"))
@@ -122,7 +124,8 @@ def run(
 ) -> int:
     """Evaluate every pipeline that the change affects, or release what was `evaluated`; the results are in `folder`."""
     root = open_project().settings.root
-    # A force push leaves a commit that the checkout does not have, and a first push has none before it.
+    # A force push leaves a commit that the checkout does not have, and a first push has none before
+    # it.
     base = since or next(
         (name for name in (event.base, "HEAD~1") if name and resolve_commit(root, name)), ""
     )
@@ -133,7 +136,8 @@ def run(
     else:  # a pull request is never released
         hand_over = folder if event.pull_request is None else None
         lines = evaluate_change(folder, base, hand_over=hand_over, figures=figures)
-    # What code of the repository prints is no command of the runner; it does not know the word that ends this.
+    # What code of the repository prints is no command of the runner; it does not know the word that
+    # ends this.
     word = secrets.token_hex(16)
     _print_line(f"::stop-commands::{word}")
     try:
@@ -154,8 +158,8 @@ def is_hosted(environ: Mapping[str, str]) -> bool | None:
 def publish(event: Event, folder: Path, environ: Mapping[str, str]) -> int:
     """Write summary, comment and check. The summary lists the parts that GitHub does not permit this run to write.
 
-    Results that are missing or wrong are published as a commit that could not be judged: a required check must not wait
-    for a job that failed.
+    Results that are missing or wrong are published as a commit that could not be judged: a required
+    check must not wait for a job that failed.
     """
     verdict: Verdict | None = Verdict.ERROR
     try:

@@ -1,7 +1,7 @@
 """Tags of MLflow runs that are started inside a flow: `prefect.flow_run` and `git.sha`.
 
-MLflow imports this during its own import. So this imports nothing heavy, and not MLflow, whose abstract class it
-implements without deriving from it.
+MLflow imports this during its own import. So this imports nothing heavy, and not MLflow, whose
+abstract class it implements without deriving from it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """MLflow's deployments target `onnx-ops`, for `mlflow deployments create -t onnx-ops …` and `get_deploy_client`.
 
-A deployment is an endpoint, and all rules apply: a version is promoted as by `onnx-ops promote`, with its signed
-decision verified, and the reconciler moves the endpoint. Endpoints that serve the same model on the same target follow
-the same alias.
+A deployment is an endpoint, and all rules apply: a version is promoted as by `onnx-ops promote`,
+with its signed decision verified, and the reconciler moves the endpoint. Endpoints that serve the
+same model on the same target follow the same alias.
 """
 
 from __future__ import annotations
@@ -293,7 +293,8 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         if match is None:
             raise UserError(
                 f"{model_uri!r} names no registered version",
-                remedy="Write models:/NAME/VERSION or models:/NAME@ALIAS; `onnx-ops run` registers models.",
+                remedy="Write models:/NAME/VERSION or models:/NAME@ALIAS; "
+                "`onnx-ops run` registers models.",
             )
         model, version, name = match.groups()
         if version is not None:
@@ -303,7 +304,8 @@ class OnnxOpsDeployments(BaseDeploymentClient):
             known = ", ".join(sorted(aliases)) or "none"
             raise NotFoundError(
                 f"{model} has no alias {name!r}",
-                remedy=f"Its aliases: {known}. A target's champion is {format_alias('champion', 'TARGET')}.",
+                remedy=f"Its aliases: {known}. "
+                f"A target's champion is {format_alias('champion', 'TARGET')}.",
             )
         return str(model), aliases[name]
 

@@ -40,8 +40,9 @@ def read_answers(
 ) -> list[T]:
     """Apply `read` to each batch of answers, in the order of the rows.
 
-    For a model with a fixed batch the last one is padded with the first rows, whose answers are cut off. A `shard`,
-    number and count, is a part of the same batches, so that a model answers in shards as it answers to all rows.
+    For a model with a fixed batch the last one is padded with the first rows, whose answers are cut
+    off. A `shard`, number and count, is a part of the same batches, so that a model answers in
+    shards as it answers to all rows.
 
     Raises:
         MeasurementError: the model does not run there.

@@ -53,7 +53,8 @@ def inspect_execution(
 ) -> ExecutionReport:
     """Report which operators run in integers, and what slows a variant down.
 
-    `source` is the float export, whose node names are reported; `excluded` names nodes that should stay in float.
+    `source` is the float export, whose node names are reported; `excluded` names nodes that should
+    stay in float.
     """
     if is_ort_format(variant):
         return ExecutionReport()
@@ -83,6 +84,7 @@ def explain_saturation(runtime: Runtime, model: Path, target: Target, name: str)
         return ""
     more = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
     return (
-        f"this CPU has no VNNI and saturates sums of {name}'s int8 products at 16 bits ({weights[0]}{more}): "
-        "quantize with weights of 7 bits, `options: {reduce_range: true}`, or use a CPU with VNNI"
+        f"this CPU has no VNNI and saturates sums of {name}'s int8 products at 16 bits "
+        f"({weights[0]}{more}): quantize with weights of 7 bits, `options: "
+        "{reduce_range: true}`, or use a CPU with VNNI"
     )

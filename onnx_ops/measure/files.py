@@ -25,7 +25,9 @@ FRACTIONS = "fractions.json"
 """In the training's manifest: names of the columns that were float32 in one of its data sets."""
 
 FEATURES = "features.json"
-"""In the manifests of training and export: names of the columns of each matrix, in the order that the model takes."""
+"""In the manifests of training and export: names of the columns of each matrix, in the order that
+the model takes.
+"""
 
 HARDWARE = "hardware.json"
 """In the manifest of scored rows: the machine that scored them."""
@@ -124,9 +126,9 @@ def put_dataset(store: Store, dataset: Dataset) -> Manifest:
 def get_dataset(store: Store, manifest: Manifest, export: Manifest | None = None) -> Dataset:
     """Return a stored data set.
 
-    For an export, rows are on axis 0 of every input, the types are those of its model (see `convert_inputs`), the
-    columns of a matrix are in its order, and the values of the rows that it was exported with are those that the data
-    set lacks.
+    For an export, rows are on axis 0 of every input, the types are those of its model (see
+    `convert_inputs`), the columns of a matrix are in its order, and the values of the rows that it
+    was exported with are those that the data set lacks.
     """
     arrays = load_arrays(store, manifest["dataset.npz"])
     dataset = Dataset(
@@ -204,7 +206,8 @@ def convert_inputs(inputs: Tensors, model: ModelInfo) -> dict[str, Any]:
     ]
     if whole:
         raise UserError(
-            f"column {whole[0]!r} has missing cells or fractions, but the model expects {expected[whole[0]]}",
+            f"column {whole[0]!r} has missing cells or fractions, "
+            f"but the model expects {expected[whole[0]]}",
             where="data",
             why="the rows that the model was trained and exported with have none",
             remedy="Fill the missing cells, or train with rows that have some.",

@@ -14,8 +14,8 @@ from onnx_ops.statistics.probes import LENGTHS
 def check_free_axes(section: Export, model_info: ModelInfo, reference: ReferenceOutputs) -> None:
     """Check that the export keeps declared axes free, and that its source answered at another size of each.
 
-    What it answered is compared with the export later. An axis at whose other sizes there is no answer would be
-    released without a proof.
+    What it answered is compared with the export later. An axis at whose other sizes there is no
+    answer would be released without a proof.
 
     Raises:
         UserError: an axis is fixed in the file, or the source rejects every other size.
@@ -43,7 +43,8 @@ def check_free_axes(section: Export, model_info: ModelInfo, reference: Reference
                     f"the source rejects every other size of {place}",
                     where="export.dynamic",
                     why=f"it rejected {sizes}, the first with: {next(iter(rejected.values()))}",
-                    remedy=f"{remedy} If only some sizes are possible, validate with samples whose half or double is.",
+                    remedy=f"{remedy} If only some sizes are possible, "
+                    "validate with samples whose half or double is.",
                 )
 
 

@@ -18,7 +18,9 @@ from onnx_ops.statistics.probes import REAL
 
 _ROWS = 512
 _BYTES = 1 << 26
-"""Largest size of all inputs and answers together; a model with large ones is asked about fewer rows."""
+"""Largest size of all inputs and answers together; a model with large ones is asked about fewer
+rows.
+"""
 
 
 def find_unused_inputs(
@@ -26,8 +28,8 @@ def find_unused_inputs(
 ) -> tuple[str, ...]:
     """Return the inputs whose values change no answer to real rows.
 
-    Each input in turn gets the values of other rows, and those of every other group. Empty where the model refuses
-    such rows.
+    Each input in turn gets the values of other rows, and those of every other group. Empty where
+    the model refuses such rows.
     """
     real = find_real_group(groups)
     if real is None:

@@ -1,7 +1,7 @@
 """Answers of a model row by row, stored beside its evidence.
 
-No label is stored: right or wrong for metrics that count rows, the error for metrics of numbers. Other metrics need
-labels, and have two separate intervals only.
+No label is stored: right or wrong for metrics that count rows, the error for metrics of numbers.
+Other metrics need labels, and have two separate intervals only.
 """
 
 from __future__ import annotations

@@ -43,7 +43,9 @@ INVARIANCE_ROWS = 32
 """Enough for a fair sample of rounding, and few enough to run one by one."""
 
 SHOWN = 64
-"""Values that one run exposes; a longer graph is searched coarsely first and then between two of them."""
+"""Values that one run exposes; a longer graph is searched coarsely first and then between two of
+them.
+"""
 
 LIMIT = ParityGate().noise_factor
 
@@ -65,7 +67,8 @@ def measure_parity(
     """Measure each output on each group of inputs.
 
     Args:
-        exact: ONNX Runtime on this machine, which computes the rounding errors; default: the runtime itself.
+        exact: ONNX Runtime on this machine, which computes the rounding errors; default: the
+            runtime itself.
 
     Raises:
         MeasurementError: the runtime could not run the model.
@@ -251,7 +254,8 @@ def measure_invariance(
 ) -> tuple[BatchInvariance, ...]:
     """Measure the batch invariance of each output, in units of its noise.
 
-    Empty for a model with a fixed batch, for fewer than two rows, and for one that rejects a single row.
+    Empty for a model with a fixed batch, for fewer than two rows, and for one that rejects a single
+    row.
     """
     count = min(INVARIANCE_ROWS, *(len(array) for array in samples.values()))
     if count < 2 or read_model_info(model).fixed_batch:
@@ -289,8 +293,9 @@ def find_worst(measured: Sequence[ParityMeasurement]) -> ParityMeasurement | Non
 def locate_divergence(failed: FailedExport, make_tracer: TracerFactory) -> Divergence:
     """Return the first diverging node, or the reason why none is known.
 
-    The graph runs unchanged, without the runtime's optimizations, on the inputs where parity failed. Errors in this
-    search are reported in the note: the parity gate has already failed, and this only explains it.
+    The graph runs unchanged, without the runtime's optimizations, on the inputs where parity
+    failed. Errors in this search are reported in the note: the parity gate has already failed, and
+    this only explains it.
     """
     plain = replace(failed.target, session=replace(failed.target.session, graph_level="disabled"))
     group = next(g for g in failed.reference if g.name == failed.worst.group)
@@ -366,7 +371,8 @@ def find_hardware_divergence(
 ) -> Divergence | None:
     """Return where a target first differs from the reference CPU, or None.
 
-    Both run the same file on the same inputs, with intermediate values exposed; copies are written beside the model.
+    Both run the same file on the same inputs, with intermediate values exposed; copies are written
+    beside the model.
     """
     worst = find_worst(measured)
     if worst is None:

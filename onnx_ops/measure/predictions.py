@@ -25,9 +25,10 @@ _TEXTS = "USO"
 class Prediction:
     """The values that a metric reads from the outputs for some rows.
 
-    With `columns` 0, `values` are comparable with those of the label. Otherwise they are the index of the best column,
-    the scores in all columns or, with 1 column, one score per row. `broken` counts rows with a score of NaN.
-    `outputs` are the digests of all outputs of the model, one per batch; "" where no output is a fraction.
+    With `columns` 0, `values` are comparable with those of the label. Otherwise they are the index
+    of the best column, the scores in all columns or, with 1 column, one score per row. `broken`
+    counts rows with a score of NaN. `outputs` are the digests of all outputs of the model, one per
+    batch; "" where no output is a fraction.
     """
 
     values: Array
@@ -38,7 +39,8 @@ class Prediction:
     def has_equal_outputs(self, other: Prediction) -> bool:
         """Return whether two models gave equal outputs, with fractions, on all rows of the same batches.
 
-        Equal classes alone say little: a model that answers a rare class otherwise gives the same ones on most rows.
+        Equal classes alone say little: a model that answers a rare class otherwise gives the same
+        ones on most rows.
         """
         return bool(self.outputs) and all(self.outputs) and self.outputs == other.outputs
 
@@ -71,7 +73,8 @@ def read_prediction(definition: MetricDefinition, outputs: Tensors) -> Predictio
     raise UserError(
         f"no output can be read as {' or '.join(form.noun for form in forms)}: {shapes}",
         where=definition.label,
-        remedy=f"{definition.other_kind or 'Use a metric that fits the model.'} Or name the output with `output:`.",
+        remedy=f"{definition.other_kind or 'Use a metric that fits the model.'} Or name the output "
+        "with `output:`.",
     )
 
 
@@ -252,8 +255,8 @@ _USE_COLUMNS = "Use labels 0, 1, …, the numbers of the columns."
 def find_column_labels(label: Array, count: int, where: str, remedy: str = _USE_COLUMNS) -> Array:
     """Return the label of each of `count` score columns, in order.
 
-    Whole numbers from 0 are numbers of columns. Other labels have their columns in sorted order, which is only known
-    where all of them occur.
+    Whole numbers from 0 are numbers of columns. Other labels have their columns in sorted order,
+    which is only known where all of them occur.
     """
     known = np.unique(label)
     if label.dtype.kind != "U" and known.size and known[0] >= 0 and known[-1] < count:
@@ -261,7 +264,8 @@ def find_column_labels(label: Array, count: int, where: str, remedy: str = _USE_
     if len(known) != count:
         shown = ", ".join(str(one) for one in known[:5])
         raise UserError(
-            f"labels ({shown}{', …' if len(known) > 5 else ''}) do not fit {count} columns of scores",
+            f"labels ({shown}{', …' if len(known) > 5 else ''}) "
+            f"do not fit {count} columns of scores",
             where=where,
             remedy=remedy,
         )

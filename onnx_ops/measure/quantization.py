@@ -68,8 +68,9 @@ def measure_activations(
 ) -> tuple[ActivationMeasurement, ...]:
     """Measure each activation with a fixed range.
 
-    Both graphs run unchanged, except integer operators, which run as their equivalent pairs of QuantizeLinear and
-    DequantizeLinear. A temporary copy of each, which exposes its intermediate values, is written beside it.
+    Both graphs run unchanged, except integer operators, which run as their equivalent pairs of
+    QuantizeLinear and DequantizeLinear. A temporary copy of each, which exposes its intermediate
+    values, is written beside it.
 
     Raises:
         MeasurementError: one of them does not run on the rows.
@@ -86,8 +87,8 @@ def measure_activations(
             measurements += _measure_batch(
                 runtime, exact, readable, activations[start : start + PAIRS_AT_ONCE], feeds
             )
-    # Activations with the same range, as of MaxPool or Reshape, share the stretch: a range fits if it fits one of
-    # them, and is not judged where one of them has none.
+    # Activations with the same range, as of MaxPool or Reshape, share the stretch: a range fits if
+    # it fits one of them, and is not judged where one of them has none.
     stretches: dict[tuple[float, float], list[float | None]] = {}
     for activation, measurement in zip(activations, measurements, strict=True):
         stretches.setdefault((activation.low, activation.high), []).append(measurement.stretch)
@@ -184,14 +185,18 @@ def measure_weights(
 ) -> tuple[WeightMeasurement, ...]:
     """Measure the distance of every constant of a quantized variant from its original.
 
-    With a runtime and rows, the layers of weights that moved by more than rounding does are run too.
+    With a runtime and rows, the layers of weights that moved by more than rounding does are run
+    too.
 
     Raises:
         MeasurementError: a quantized weight cannot be compared, or the export does not run.
     """
     measurements, unpaired = measure_paired_weights(source, derived, runtime, samples)
     if unpaired:
-        what = f"quantized weight {unpaired[0]} cannot be compared: it has no original, or another layout"
+        what = (
+            f"quantized weight {unpaired[0]} cannot be compared: it has no original, "
+            "or another layout"
+        )
         raise MeasurementError(what, where=derived.name)
     return measurements
 
@@ -248,8 +253,9 @@ def _list_pairs(source: Path, derived: Path) -> tuple[tuple[QuantizedWeight, ...
 def choose_source_form(runtime: Runtime, source: Path, derived: Path, simplified: Path) -> Path:
     """Return the float file with originals for more weights of `derived`: the source, or its simplified form.
 
-    Quantizers often simplify a model first, which folds normalizations into the weights before them. ONNX Runtime's
-    basic optimizations, which do the same, are written to `simplified` if a weight does not match.
+    Quantizers often simplify a model first, which folds normalizations into the weights before
+    them. ONNX Runtime's basic optimizations, which do the same, are written to `simplified` if a
+    weight does not match.
     """
     misfits = _count_misfits(source, derived)
     if not misfits:

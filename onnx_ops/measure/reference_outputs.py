@@ -48,7 +48,9 @@ _AGAIN: Mapping[Literal["float32", "float64"], float] = {"float32": 1e-4, "float
 """Largest relative difference of two answers to the same rows: threads add in any order."""
 
 _OTHERWISE = 0.01
-"""Share of whole numbers and texts that can differ: where two classes are equally likely, rounding decides."""
+"""Share of whole numbers and texts that can differ: where two classes are equally likely, rounding
+decides.
+"""
 
 _FEW, _SOME = 2, 32
 """Rows of the two calls that measure how slow a source is."""
@@ -65,8 +67,9 @@ _JITTER_BYTES = 1 << 26
 class ReferenceGroup:
     """Inputs and the source's outputs on them, by ONNX names.
 
-    `single` are outputs in float32, `double` in float64, None where the source has none; `bounds` is the envelope of
-    outputs that jump (`statistics.tree_parity.compute_envelope`); `inside`: whether callers can send such inputs.
+    `single` are outputs in float32, `double` in float64, None where the source has none; `bounds`
+    is the envelope of outputs that jump (`statistics.tree_parity.compute_envelope`); `inside`:
+    whether callers can send such inputs.
     """
 
     name: str
@@ -136,7 +139,8 @@ class ReferenceOutputs:
 class _Source:
     """A loaded source model.
 
-    `trees`: it is a tree model; `ranked`: outputs that depend on a ranking; `layout`: where it takes and returns rows.
+    `trees`: it is a tree model; `ranked`: outputs that depend on a ranking; `layout`: where it
+    takes and returns rows.
     """
 
     exporter: Exporter
@@ -230,8 +234,9 @@ def collect_reference_outputs(
 ) -> ReferenceOutputs:
     """Collect the source's answers, and note the groups that it rejects.
 
-    The export at `path` defines the possible inputs. Within about `seconds`, a slow source answers fewer rows of each
-    group. `declared` is what callers send, if the pipeline declares it; `layout` is where the source has its rows.
+    The export at `path` defines the possible inputs. Within about `seconds`, a slow source answers
+    fewer rows of each group. `declared` is what callers send, if the pipeline declares it; `layout`
+    is where the source has its rows.
 
     Raises:
         UserError: it rejects the real samples, or answers them differently each time.
@@ -313,8 +318,8 @@ def _count_affordable_rows(
 ) -> int | None:
     """Return how many rows of each group the source can answer in the time; None if all.
 
-    Two short calls measure the cost of a call and of a row. They are repeated if that seems too much, since another
-    process may have interfered.
+    Two short calls measure the cost of a call and of a row. They are repeated if that seems too
+    much, since another process may have interfered.
     """
     real = probes[REAL].inputs
     sizes = [_count_rows(probe.inputs) for probe in probes.values()]

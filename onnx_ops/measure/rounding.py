@@ -29,8 +29,9 @@ def measure_roundings(
 ) -> dict[str, dict[str, Rounding]]:
     """Return what the graph shows of each output, by group of inputs; the runs of a group are joined along axis 0.
 
-    A group is missing if the model rejects it. All are missing if the graph cannot be read: it is in ORT format, or a
-    copy with the additional nodes does not run. Outputs are then measured without a floor from the graph.
+    A group is missing if the model rejects it. All are missing if the graph cannot be read: it is
+    in ORT format, or a copy with the additional nodes does not run. Outputs are then measured
+    without a floor from the graph.
 
     Args:
         runtime: ONNX Runtime on this machine.

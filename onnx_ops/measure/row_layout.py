@@ -1,7 +1,7 @@
 """Rows of a model whose inputs do not all hold them on the first axis, or not at all.
 
-All measurements see rows on axis 0 of every array. At its edge, where the model runs, `RowLayout` moves them to the
-axis that the model's symbols name, and adds the inputs that are no rows.
+All measurements see rows on axis 0 of every array. At its edge, where the model runs, `RowLayout`
+moves them to the axis that the model's symbols name, and adds the inputs that are no rows.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class RowLayout:
     def read(self, rows: Tensors, outputs: Tensors) -> dict[str, Any]:
         """Return the outputs of a run with rows on axis 0.
 
-        Exporters often lose the names of an output's dimensions. Then it is the first axis of as many entries as rows
-        were fed.
+        Exporters often lose the names of an output's dimensions. Then it is the first axis of as
+        many entries as rows were fed.
         """
         if self.is_plain:
             return dict(outputs)
@@ -184,7 +184,8 @@ def _find_sizes(
 
 
 _REMEDIES = {
-    "bfloat16": "NumPy has no bfloat16: export the model with float32 inputs, and a Cast to bfloat16 behind them.",
+    "bfloat16": "NumPy has no bfloat16: export the model with float32 inputs, "
+    "and a Cast to bfloat16 behind them.",
     "map": "Export the model with a tensor that has a column for each key.",
     "optional": "Export the model with plain tensors: one file with this input, and one without it.",
     "sequence": "Export the model with one tensor for each element.",

@@ -40,8 +40,9 @@ ModelPredictions = Mapping[str, Prediction | OnnxOpsError]
 class ScoringRequest:
     """The inputs of metric measurements.
 
-    `models` are named as in the evidence, the candidate by `CANDIDATE`; `seed` is of resamples and permutations,
-    `functions` are custom metrics by reference, and `known` holds predictions that were read before.
+    `models` are named as in the evidence, the candidate by `CANDIDATE`; `seed` is of resamples and
+    permutations, `functions` are custom metrics by reference, and `known` holds predictions that
+    were read before.
     """
 
     runtime: Runtime
@@ -71,8 +72,8 @@ def measure_metrics(
     A metric that cannot be read or is not defined on these rows has an entry with the reason.
 
     Raises:
-        MeasurementError: the candidate or the export does not run. A champion that does not accept these rows has an
-            entry.
+        MeasurementError: the candidate or the export does not run. A champion that does not accept
+            these rows has an entry.
     """
     measurable = select_measurable(definitions, request.dataset)
     if not measurable:
@@ -157,7 +158,8 @@ def add_default_metric(
 ) -> tuple[tuple[MetricDefinition, ...], MetricDefinition | None]:
     """Add rmse where labels are numbers and no gate measures an error of numbers.
 
-    Whether a model returns classes or numbers is known once it has answered: then either accuracy or rmse is reported.
+    Whether a model returns classes or numbers is known once it has answered: then either accuracy
+    or rmse is reported.
     """
     numbers = (
         dataset.label is not None
@@ -174,7 +176,8 @@ def find_label_problem(
 ) -> str:
     """Return why a metric cannot be computed; empty if it can.
 
-    `outputs` are as many rows as labels, of the shapes and types of the model's answers; None if these are unknown.
+    `outputs` are as many rows as labels, of the shapes and types of the model's answers; None if
+    these are unknown.
     """
     try:
         label, positive = _read_label(definition, label)

@@ -1,6 +1,7 @@
 """Speed of a variant: latency, throughput under load, cold start and memory.
 
-Functions that measure a model raise MeasurementError if it does not run there or its process crashes.
+Functions that measure a model raise MeasurementError if it does not run there or its process
+crashes.
 """
 
 from __future__ import annotations
@@ -47,18 +48,23 @@ Floats = npt.NDArray[np.float64]
 
 WINDOW_S, SIDE_S = 0.01, 0.3
 """Length of a window, and of all windows of one session, if requests were sent one after the other.
-Many short windows in turns distinguish two models better than a few long ones of the same total: a short disturbance
-affects few of them. On a busy machine, the ratio of a model to itself varied by 6 % from pair to pair with 40 windows
+Many short windows in turns distinguish two models better than a few long ones of the same total: a
+short disturbance affects few of them. On a busy machine, the ratio of a model to itself varied by 6
+% from pair to pair with 40 windows
 of 8 ms, and by 11 % with 6 of 50 ms."""
 
 FEWEST_WINDOWS, MOST_WINDOWS = 4, 32
 FEWEST_EACH, MOST_REQUESTS = 4, 20_000
-"""Requests of a window: at least for each thread, so that stragglers weigh little, and at most in total."""
+"""Requests of a window: at least for each thread, so that stragglers weigh little, and at most in
+total.
+"""
 
 CLIENTS = 32
 """Clients of a busy server that each wait for their answer."""
 _WAY_S, _TURNS = 0.1, 3
-"""Length of a window of one way to run them, if they were sent one after the other; sessions of each way."""
+"""Length of a window of one way to run them, if they were sent one after the other; sessions of
+each way.
+"""
 _MOST_RUN_S = 0.1
 _SERVED_RUNTIME = "onnxruntime"
 """The runtime of the endpoint server."""
@@ -103,12 +109,13 @@ def measure_scheduling(
 ) -> tuple[SchedulingMeasurement, ...]:
     """Measure how a server can best run queued requests: how many at once, single or in batches.
 
-    The requests of `CLIENTS` clients are shared among the threads; one share is in transit from and to the clients.
-    Configurations alternate, each time in a fresh session.
+    The requests of `CLIENTS` clients are shared among the threads; one share is in transit from and
+    to the clients. Configurations alternate, each time in a fresh session.
 
     Returns:
-        Median rates. Empty for a model that servers run on the event loop, that is too slow to be measured this often,
-        or that rejects these batches, and for a target whose models servers do not run.
+        Median rates. Empty for a model that servers run on the event loop, that is too slow to be
+        measured this often, or that rejects these batches, and for a target whose models servers do
+        not run.
     """
     run_s = latency.quantiles_ns["p50"] / 1e9 / latency.batch
     if target.runtime != _SERVED_RUNTIME or not INLINE_S <= run_s <= _MOST_RUN_S:
@@ -290,8 +297,8 @@ def measure_speed(
 ) -> SpeedMeasurements:
     """Measure the variant alone, and against its baselines by name, the last of which decides.
 
-    A champion can have other inputs, which these rows do not fit: failed measurements against it are left out, and
-    its gate reports them.
+    A champion can have other inputs, which these rows do not fit: failed measurements against it
+    are left out, and its gate reports them.
     """
     latency, raw = measure_latency(runtime, candidate, target, feed)
     samples: dict[str, Array] = dict(raw)

@@ -1,6 +1,7 @@
 """Time one model, or two in alternation until the limits are decided.
 
-Functions that measure a model raise MeasurementError if it does not run there or its process crashes.
+Functions that measure a model raise MeasurementError if it does not run there or its process
+crashes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ LONGEST_S = 120.0
 """Time limit of a comparison. One that is undecided by then stays so."""
 
 HEAT_S = 0.6
-"""Time that the runs of a round should take; up to four times as long before blocks are shortened."""
+"""Time that the runs of a round should take; up to four times as long before blocks are shortened.
+"""
 
 WARMUP_S = 0.02
 """Time of the runs before those that count: at most `2 * RUNS` of them, at least `SHORT`."""
@@ -63,8 +65,8 @@ S = TypeVar("S")
 class PairedBenchmark:
     """Two models on one target, with the same request.
 
-    `against` names the baseline in results; `seed` is of the order of runs; `tolerances` are the limits to decide, by
-    kind of gate.
+    `against` names the baseline in results; `seed` is of the order of runs; `tolerances` are the
+    limits to decide, by kind of gate.
     """
 
     runtime: Runtime
@@ -181,9 +183,9 @@ def measure_until_decided(
 ) -> list[S]:
     """Measure up to each look, until all is decided or time runs out.
 
-    `measure` takes the number of rounds and a seed. `figures` computes the ratios of all samples so far, empty for
-    unknown ones, which do not extend the measurement; `tolerances` are the limits of each, in that order. `noun` names
-    the pairs in progress messages.
+    `measure` takes the number of rounds and a seed. `figures` computes the ratios of all samples so
+    far, empty for unknown ones, which do not extend the measurement; `tolerances` are the limits of
+    each, in that order. `noun` names the pairs in progress messages.
     """
     load_functions()  # not between two measurements
     samples: list[S] = []
@@ -208,9 +210,10 @@ def measure_until_decided(
 def split_log_ratios(logs: npt.NDArray[np.float64]) -> RatioSamples:
     """Return log ratios of candidate and repeated baseline to the baseline.
 
-    One session of the baseline is compared with one of each, not the mean of both with the candidate: skewed noise,
-    like that of run times, cancels in a difference of two similar sessions, and leaves a bias otherwise. `logs` has the
-    shape (rounds, blocks, models), in the order of `PairedBenchmark.models`.
+    One session of the baseline is compared with one of each, not the mean of both with the
+    candidate: skewed noise, like that of run times, cancels in a difference of two similar
+    sessions, and leaves a bias otherwise. `logs` has the shape (rounds, blocks, models), in the
+    order of `PairedBenchmark.models`.
     """
     first, again, candidate = np.moveaxis(logs, -1, 0)
     return _as_tuples(candidate - first), _as_tuples(again - first)

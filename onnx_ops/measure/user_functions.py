@@ -95,8 +95,10 @@ class _DataSets(dict[str, Any]):
         raise UserError(
             f"training asked for the data set {name!r}, which it does not get",
             where="train.run",
-            why="the set that validate.samples scores is withheld: a model trained on it would pass too easily",
-            remedy=f"It gets {', '.join(map(repr, self)) or 'none'}. Declare a set of other rows under `data`.",
+            why="the set that validate.samples scores is withheld: "
+            "a model trained on it would pass too easily",
+            remedy=f"It gets {', '.join(map(repr, self)) or 'none'}. "
+            "Declare a set of other rows under `data`.",
         )
 
 

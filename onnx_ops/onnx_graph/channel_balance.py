@@ -1,9 +1,10 @@
 """Balance outlier channels between a normalization and the products that read it, so that 8 bits represent both.
 
-A normalization may scale a few channels far up, and the weights of the next product scale them down again. One
-quantization step for all channels is then too coarse for the others. Part of the factor is moved into the weights, as
-by gamma migration (Wei et al. 2022, arXiv 2209.13325) and SmoothQuant (Xiao et al. 2023, arXiv 2211.10438). Factors are
-powers of two, so that the function in float stays the same to the last bit.
+A normalization may scale a few channels far up, and the weights of the next product scale them down
+again. One quantization step for all channels is then too coarse for the others. Part of the factor
+is moved into the weights, as by gamma migration (Wei et al. 2022, arXiv 2209.13325) and SmoothQuant
+(Xiao et al. 2023, arXiv 2211.10438). Factors are powers of two, so that the function in float stays
+the same to the last bit.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ _LARGEST_EXPONENT = 30
 class _Norm:
     """A value that has one scale, and maybe one shift, for each channel, and that only products by constants read.
 
-    `affine` are the inputs of nodes with the scale and the shift, each of shape (channels,). `weights` gives the axis
-    of the channels in each constant that the value is multiplied by.
+    `affine` are the inputs of nodes with the scale and the shift, each of shape (channels,).
+    `weights` gives the axis of the channels in each constant that the value is multiplied by.
     """
 
     affine: tuple[tuple[onnx.NodeProto, int], ...]

@@ -49,8 +49,8 @@ _ABORT_WITHOUT_ROWS = frozenset({"GRU", "LSTM"})
 def check_model(path: Path) -> None:
     """Run the checker of the ONNX project, with shape inference.
 
-    It accepts operators of unknown domains: only a session shows whether a runtime has them. A file in ORT format can
-    only be checked by loading it.
+    It accepts operators of unknown domains: only a session shows whether a runtime has them. A file
+    in ORT format can only be checked by loading it.
     """
     import onnx
 
@@ -71,7 +71,10 @@ def check_model(path: Path) -> None:
         RuntimeError,
         ValueError,
     ) as error:  # inference raises all three
-        remedy = "Export the model again, or fix the named problem; `onnx-ops inspect` shows whether it is valid."
+        remedy = (
+            "Export the model again, or fix the named problem; `onnx-ops inspect` shows whether "
+            "it is valid."
+        )
         raise UserError(
             "it is not valid ONNX", where=path.name, why=quoted(error), remedy=remedy
         ) from error
@@ -90,8 +93,9 @@ def explain_version_limits(info: ModelInfo, target: Target) -> str:
     if not settings:
         return ""
     return (
-        f"target {target.name} accepts opset <= {target.max_opset}, IR version <= {target.max_ir_version}; "
-        f"this model has opset {opset}, IR version {info.ir_version}: set {' and '.join(settings)}"
+        f"target {target.name} accepts opset <= {target.max_opset}, "
+        f"IR version <= {target.max_ir_version}; this model has opset {opset}, "
+        f"IR version {info.ir_version}: set {' and '.join(settings)}"
     )
 
 
@@ -180,7 +184,8 @@ def check_libraries(libraries: Iterable[CustomOps], where: str) -> None:
                 f"the library of custom operators is not the one of {where}; it was not loaded",
                 where=str(path),
                 why=f"its digest is {digest}, the target says {library.digest}",
-                remedy="Find out who changed it. If it was you, write its digest into the target's file.",
+                remedy="Find out who changed it. If it was you, write its digest into the target's "
+                "file.",
             )
 
 
@@ -289,8 +294,8 @@ def explain_non_tensors(path: Path) -> str:
         return ""
     what = str(kinds[names[0]]).removesuffix("_type")
     return (
-        f"{', '.join(names)} is not a tensor but a {what}: an endpoint can neither take nor give it. "
-        "Export the model with tensors."
+        f"{', '.join(names)} is not a tensor but a {what}: an endpoint can neither take nor give "
+        "it. Export the model with tensors."
     )
 
 
@@ -303,7 +308,8 @@ def list_user_model_notes(place: Path) -> list[str]:
     ]
     if batch := read_model_info(path).fixed_batch:
         notes.append(
-            f"it takes batches of {batch} only: each run has {batch} rows, and no other batch is tried"
+            f"it takes batches of {batch} only: each run has {batch} rows, "
+            "and no other batch is tried"
         )
     return notes
 

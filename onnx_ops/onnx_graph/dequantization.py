@@ -1,7 +1,7 @@
 """Remove rounding: write a quantized model in float, and its float original with the rounded weights.
 
-The two files must agree like float models, so a lost node, a wrong axis or a wrong constant is detected despite the
-rounding.
+The two files must agree like float models, so a lost node, a wrong axis or a wrong constant is
+detected despite the rounding.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def write_dequantized(source: Path, derived: Path, path: Path) -> None:
     """Write a quantized model in float32, with the dequantized values of its weights.
 
     Args:
-        source: the float original, with the ReLU and Clip that ranges of the quantized model replace.
+        source: the float original, with the ReLU and Clip that ranges of the quantized model
+            replace.
 
     Raises:
         MeasurementError: the rounding of an operator cannot be removed.
@@ -157,8 +158,8 @@ def _map_clipping(
 ) -> dict[str, onnx.NodeProto]:
     """Return the ReLU or Clip of the original that computes each of these values of the quantized model.
 
-    Quantizers give the output's name to the operator's input, or another name: then the layer that computes the value
-    is found by its weight.
+    Quantizers give the output's name to the operator's input, or another name: then the layer that
+    computes the value is found by its weight.
 
     Args:
         replaceable: inputs of operators that a range can replace.

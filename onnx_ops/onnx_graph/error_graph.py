@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     import onnx
 
 MOST_STEPS = 200
-"""Operators between an output and the last linear one; beyond them the own rounding of an operator has to do."""
+"""Operators between an output and the last linear one; beyond them the own rounding of an operator
+has to do.
+"""
 
 _FLOAT, _DOUBLE = 1, 11
 _OPSET_WITHOUT_DEFAULT_DOMAIN = 13
@@ -30,15 +32,17 @@ _AXES_INPUT_OPSETS: Mapping[str, int] = {"ReduceMax": 18, "ReduceMean": 18, "Red
 """Opset from which a reduction takes its axes as an input; before, as an attribute."""
 
 Rule: TypeAlias = "Callable[[ErrorGraph, onnx.NodeProto, str], str | None]"
-"""Adds the nodes that compute the error of a node's output; returns the error's name, None for an exact output."""
+"""Adds the nodes that compute the error of a node's output; returns the error's name, None for an
+exact output.
+"""
 
 
 class ErrorGraph:
     """Adds nodes to a model that compute errors.
 
-    `error` returns the name of a value of the same shape with the error of each element, or None for one without.
-    `levels` is the number of further linear operators whose errors count, `epsilon` the spacing of the floats that the
-    current operator computes in.
+    `error` returns the name of a value of the same shape with the error of each element, or None
+    for one without. `levels` is the number of further linear operators whose errors count,
+    `epsilon` the spacing of the floats that the current operator computes in.
 
     Args:
         rules: the rule of each operator; the one of "" is for all others.

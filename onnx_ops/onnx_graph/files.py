@@ -1,9 +1,10 @@
 """Read and write ONNX files and the external weights beside them.
 
-Every location of external data is checked before a byte of it is read. ONNX Runtime 1.31 and the onnx package refuse
-different locations: the former reads a tensor out of the model file itself, out of the middle of another tensor, and
-through `..` that returns; the latter reads a tensor that is shorter than its shape. A location is refused here if
-either library could be misled by it. The same model always gives the same bytes.
+Every location of external data is checked before a byte of it is read. ONNX Runtime 1.31 and the
+onnx package refuse different locations: the former reads a tensor out of the model file itself, out
+of the middle of another tensor, and through `..` that returns; the latter reads a tensor that is
+shorter than its shape. A location is refused here if either library could be misled by it. The same
+model always gives the same bytes.
 """
 
 from __future__ import annotations
@@ -28,15 +29,19 @@ if TYPE_CHECKING:
 
 _OTHERS = {
     b"\x1f\x8b": "compressed: unpack it with gunzip",
-    b"PK\x03\x04": "a zip archive, as torch.save and Keras write them: export the model to ONNX, or unpack it",
-    b"\x80": "a Python pickle, as joblib and torch write them: export it with the `export.framework` that made it",
+    b"PK\x03\x04": "a zip archive, as torch.save and Keras write them: export the model to ONNX, "
+    "or unpack it",
+    b"\x80": "a Python pickle, as joblib and torch write them: export it with the `export.framework` "
+    "that made it",
     b"\x89HDF": "HDF5, as Keras writes it: export the model to ONNX",
     b"version ": "a pointer of Git LFS: fetch the file with git lfs pull",
 }
 """First bytes of files that are not ONNX."""
 
 _POINTER = b"version https://git-lfs"
-"""Start of the pointer file that Git LFS leaves in place of a file; small weights would fit into its 130 bytes."""
+"""Start of the pointer file that Git LFS leaves in place of a file; small weights would fit into
+its 130 bytes.
+"""
 
 EXTERNAL_LIMIT = 1 << 30
 """Bytes of weights above which they go into a file beside the model; a protobuf ends at 2 GiB."""
@@ -45,7 +50,9 @@ PROTOBUF_LIMIT = (1 << 31) - 1
 """Bytes of the largest protobuf."""
 
 _SHARED_LIMIT = 1 << 26
-"""Bytes of the largest file whose structure is kept; reading a larger one takes a small part of running it."""
+"""Bytes of the largest file whose structure is kept; reading a larger one takes a small part of
+running it.
+"""
 
 _SETTLED_NS = 100_000_000
 """Age of a change from which on another one has another time: file systems count it in ticks."""
@@ -63,7 +70,8 @@ def read_structure(path: Path) -> onnx.ModelProto:
     Raises:
         NotFoundError: there is no such file, or its weights are missing.
         UserError: it is not ONNX, or too large to be.
-        RefusedError: its external data is outside the permitted locations, see `resolve_external_files`.
+        RefusedError: its external data is outside the permitted locations, see
+            `resolve_external_files`.
     """
     return _check_weights(parse_model(path), path)
 
@@ -223,8 +231,8 @@ def read_model(path: Path) -> onnx.ModelProto:
 def write_model(model: onnx.ModelProto, path: Path) -> None:
     """Write a model, with weights in a file beside it if they are too large.
 
-    Converters import operator sets in the order of a hash table, which differs between processes, and some of them
-    twice, which quantizers refuse: they are sorted and deduplicated.
+    Converters import operator sets in the order of a hash table, which differs between processes,
+    and some of them twice, which quantizers refuse: they are sorted and deduplicated.
     """
     import onnx
 
@@ -358,8 +366,8 @@ def resolve_external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, 
 
     Raises:
         RefusedError: a name is absolute, leads or links out of the folder; a location is missing,
-            given twice, negative, beyond the file's end, or of another size than its tensor; two locations overlap
-            without being the same.
+            given twice, negative, beyond the file's end, or of another size than its tensor; two
+            locations overlap without being the same.
         NotFoundError: a file is missing.
     """
     files: dict[Path, None] = {}
@@ -370,7 +378,10 @@ def resolve_external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, 
         entries = _read_entries(tensor)
         path = _find_external_file(entries.get("location"), folder, tensor.name)
         if path not in files and _is_pointer(path):
-            what = f"its external data {entries['location']!r} is a pointer of Git LFS, not the weights"
+            what = (
+                f"its external data {entries['location']!r} is a pointer of Git LFS, "
+                "not the weights"
+            )
             raise RefusedError(what, where=str(folder), remedy="Fetch the file: git lfs pull")
         files[path] = None
         places.append(_locate(tensor, entries, path))

@@ -61,7 +61,8 @@ _COMPARISONS: Mapping[str, tuple[int, ...]] = {
     "Less": (0, 1, -1),
     "LessOrEqual": (0, 1, -1),
 }
-"""Operators that compare, with the distances from the other side at which their answer can change."""
+"""Operators that compare, with the distances from the other side at which their answer can change.
+"""
 
 _TEXTS = frozenset({"cats_strings", "keys_strings", "pool_strings", "string_vocabulary"})
 """Attributes that list the texts which an operator knows."""
@@ -72,13 +73,15 @@ class InputBounds:
     """The bounds of one input.
 
     Args:
-        index: the least and the largest index, if it is one: of tables that are gathered from, and of one-hot
-            encodings; the smallest range of several counts.
+        index: the least and the largest index, if it is one: of tables that are gathered from, and
+            of one-hot encodings; the smallest range of several counts.
         texts: the texts known to the operators that read it.
         size: whether something's size depends on it.
         missing: whether an operator that reads it has a special answer for NaN.
-        tables: the sizes, as numbers or symbols, of computed tensors that it is an index of; `?` if unknown.
-        compared: whole numbers that decide what the model does with it, from comparisons with constants.
+        tables: the sizes, as numbers or symbols, of computed tensors that it is an index of; `?` if
+            unknown.
+        compared: whole numbers that decide what the model does with it, from comparisons with
+            constants.
     """
 
     index: tuple[int, int] | None = None

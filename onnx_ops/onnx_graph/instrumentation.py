@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     import onnx
 
 NAME_SCOPES = "pkg.torch.onnx.name_scopes"
-"""Property of a node that lists the modules around it, outermost first, and last the node itself."""
+"""Property of a node that lists the modules around it, outermost first, and last the node itself.
+"""
 
 _QUOTED = re.compile(r"'([^']*)'")
 
@@ -33,8 +34,8 @@ _QUOTED = re.compile(r"'([^']*)'")
 class ComputedValue:
     """A value of the main graph and the node that computes it.
 
-    `node` is the node's name, or the value's where it has none; `scope` the path of the source's module, empty where
-    the file has none or the node belongs to the outermost one.
+    `node` is the node's name, or the value's where it has none; `scope` the path of the source's
+    module, empty where the file has none or the node belongs to the outermost one.
     """
 
     name: str
@@ -62,8 +63,8 @@ def list_computed_values(path: Path) -> tuple[ComputedValue, ...]:
 def write_with_outputs(path: Path, names: Sequence[str], copy: Path) -> None:
     """Write a copy of the model with the named values of the main graph as further outputs.
 
-    Weights outside the file are not read: the copy refers to the same files, and so must be in the same folder. Each
-    value is held in memory while the copy runs.
+    Weights outside the file are not read: the copy refers to the same files, and so must be in the
+    same folder. Each value is held in memory while the copy runs.
     """
     model = read_structure(path)
     outputs = {value.name for value in model.graph.output}
@@ -93,8 +94,8 @@ _TABLE = 1024
 def list_quantizable_nodes(path: Path, method: str) -> tuple[str, ...]:
     """List the nodes that a search quantizes by a method, in graph order.
 
-    Nodes without a name cannot be excluded, and so are left out. For dynamic quantization, products of two activations
-    and gathers from anything but a table of floats are left out too.
+    Nodes without a name cannot be excluded, and so are left out. For dynamic quantization, products
+    of two activations and gathers from anything but a table of floats are left out too.
     """
     model = read_structure(path)
     stored = collect_constants(model)
@@ -138,7 +139,8 @@ def write_with_quantized_node(
     """Write a copy in which one operator computes with rounded numbers, in float.
 
     Args:
-        ranges: (low, high) of each activation; None computes them in each run, as dynamic quantization does.
+        ranges: (low, high) of each activation; None computes them in each run, as dynamic
+            quantization does.
         weight_levels: largest level of a weight: 127 for 8 bits, 63 for 7.
 
     Raises:
@@ -191,7 +193,8 @@ def _steps(
     if limits is None:
         if (opset := get_opset(model)) < _DYNAMIC_OPSET:
             raise ValueError(
-                f"ranges that are computed in each run need opset {_DYNAMIC_OPSET}, the model has {opset}"
+                f"ranges that are computed in each run need opset {_DYNAMIC_OPSET}, "
+                f"the model has {opset}"
             )
         write = helper.make_node("DynamicQuantizeLinear", [name], [written, scale, zero])
     else:

@@ -1,7 +1,8 @@
 """Report which operators a target runs in int8, why others stay in float, and which setting changes that.
 
-A quantized file holds QuantizeLinear pairs around an operator. The runtime either fuses them into an int8 operator, or
-runs the operator in float with additional conversions. Only the graph that the runtime has rewritten shows which.
+A quantized file holds QuantizeLinear pairs around an operator. The runtime either fuses them into
+an int8 operator, or runs the operator in float with additional conversions. Only the graph that the
+runtime has rewritten shows which.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ _KINDS = {
     "TransposeMatMul": "MatMul",
     **{name: name for name in RECURRENT},
 }
-"""The float forms of matrix products, convolutions and recurrent layers, and the operators that they stand for."""
+"""The float forms of matrix products, convolutions and recurrent layers, and the operators that
+they stand for.
+"""
 
 _AFFIXES = re.compile(r"^fused |(?:_token_\d+|_nchwc|_quant|_MatMul|/\w+Fusion)$")
 """Affixes that the quantizers and the runtime add to a node's name when they rewrite it."""
@@ -207,7 +210,10 @@ def _explain_unquantized(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]
         reason = "both of its inputs are computed: it has no constant weight"
         return reason, "method: static, which supports such products"
     if not is_first_quantized:
-        reason = f"its input is not quantized: it comes in float from {first.op_type if first else 'the model input'}"
+        reason = (
+            "its input is not quantized: "
+            f"it comes in float from {first.op_type if first else 'the model input'}"
+        )
         return reason, f"name {_KINDS[node.op_type]} in `options.op_types`, or leave op_types out"
     return None
 
@@ -217,14 +223,20 @@ def _explain_unfused(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]:
     read = graph.makers[node.input[0]]
     zero_point = read.input[2] if len(read.input) > 2 else ""
     if graph.types.get(zero_point) == _INT8:
-        reason = "its QuantizeLinear pair is not fused: activations are int8, but x86 kernels accept uint8"
+        reason = (
+            "its QuantizeLinear pair is not fused: activations are int8, "
+            "but x86 kernels accept uint8"
+        )
         return reason, "options: {activations: uint8}"
     after = [reader.op_type for reader in graph.readers.get(node.output[0], ())]
     if "QuantizeLinear" in after:
         return "its QuantizeLinear pair is not fused, though input and output are quantized", FUSE
     if not after:
         return (
-            "its QuantizeLinear pair is not fused: the model output follows instead of QuantizeLinear",
+            (
+                "its QuantizeLinear pair is not fused: the model output follows instead of "
+                "QuantizeLinear"
+            ),
             "",
         )
     reason = f"its QuantizeLinear pair is not fused: {after[0]} follows instead of QuantizeLinear"
@@ -280,13 +292,19 @@ def _list_type_advice(model: onnx.ModelProto, machine: Arithmetic) -> Iterator[A
     if machine.family != "x86":
         return
     if _INT8 in activations:
-        finding = "activations are int8: x86 kernels accept uint8, so operators stay in float or run slowly"
+        finding = (
+            "activations are int8: x86 kernels accept uint8, so operators stay in float or run "
+            "slowly"
+        )
         yield Advice(finding=finding, setting="options: {activations: uint8}")
     if _UINT8 in weights:
         finding = "weights are uint8: x86 kernels are optimized for int8 weights"
         yield Advice(finding=finding, setting="options: {weights: int8}")
     if machine.saturates and find_saturating_weights(model):
-        finding = "weights use all 8 bits and the CPU has no VNNI: sums of products saturate, and answers are wrong"
+        finding = (
+            "weights use all 8 bits and the CPU has no VNNI: sums of products saturate, "
+            "and answers are wrong"
+        )
         setting = "options: {reduce_range: true}, or leave it to the target"
         yield Advice(finding=f"{finding} without a message", setting=setting)
 
@@ -311,7 +329,10 @@ def _list_setting_advice(target: Target, machine: Arithmetic, kinds: set[str]) -
     """Yield advice on the target's session, and on the method of quantization."""
     session = target.session
     if "DequantizeLinear" in kinds and session.graph_level in _UNFUSED_LEVELS:
-        finding = f"at graph level {session.graph_level} no QuantizeLinear pair is fused into an int8 operator"
+        finding = (
+            f"at graph level {session.graph_level} no QuantizeLinear pair is fused into an int8 "
+            "operator"
+        )
         yield Advice(finding=finding, setting=FUSE)
     for name, cost in _SLOW_SETTINGS.items() if "DequantizeLinear" in kinds else ():
         if machine.family == "x86" and session.config.get(name) == "1":
@@ -344,7 +365,10 @@ def _list_conversion_advice(run: onnx.ModelProto) -> Iterator[Advice]:
             if any(source.op_type in ("DequantizeLinear", *_DYNAMIC) for source in sources):
                 between.setdefault(maker.op_type, []).append(maker.name or maker.output[0])
     for kind, names in sorted(between.items()):
-        finding = f"{len(names)} {kind} in float between int8 operators: a conversion before and one after each"
+        finding = (
+            f"{len(names)} {kind} in float between int8 operators: "
+            "a conversion before and one after each"
+        )
         setting = (
             f"name {kind} in `options.op_types`; if it has no int8 kernel, exclude its neighbours"
         )

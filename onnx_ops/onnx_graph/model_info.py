@@ -44,10 +44,11 @@ def read_model_info(path: Path) -> ModelInfo:
 def count_operators(model: onnx.ModelProto) -> dict[str, int]:
     """Count nodes by operator and definition, such as `Gemm-13`, the most frequent first.
 
-    A version is the newest opset, at most the one that the model imports, that changed the operator. Operators of other
-    domains have theirs in front; of those that ONNX does not define, no version is known. Nodes of subgraphs and
-    functions count too; a function's nodes have the versions of the model, and of the function's own imports where the
-    model has none of that domain.
+    A version is the newest opset, at most the one that the model imports, that changed the
+    operator. Operators of other domains have theirs in front; of those that ONNX does not define,
+    no version is known. Nodes of subgraphs and functions count too; a function's nodes have the
+    versions of the model, and of the function's own imports where the model has none of that
+    domain.
     """
     from onnx import defs
 
@@ -118,7 +119,8 @@ def write_copy(path: Path, output: Path, values: Mapping[str, str]) -> None:
     `output` can be the model itself.
 
     Args:
-        values: `author`, `license`, `version` (a whole number, as ONNX has it), `description`, or a key of metadata.
+        values: `author`, `license`, `version` (a whole number, as ONNX has it), `description`, or a
+            key of metadata.
     """
     model = read_structure(path)
     version = values.get("version", str(model.model_version))

@@ -183,7 +183,10 @@ def _describe_int8(model: onnx.ModelProto, operators: Counter[str], weights: Cou
     total = fused + sum(operators[name] for name in _WITH_WEIGHTS)
     narrow = [f"{bits}-bit" for bits in _list_bits(weights) if bits < _INT8_BITS]
     note = f", some with {' and '.join(narrow)} weights" if narrow else ""
-    return f"{_describe_style(operators, fused)}: {pairs + fused} of {total} MatMul/Conv/Gemm in int8{note}"
+    return (
+        f"{_describe_style(operators, fused)}: {pairs + fused} of {total} MatMul/Conv/Gemm in "
+        f"int8{note}"
+    )
 
 
 def _count_pairs(model: onnx.ModelProto) -> int:

@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 class ModelSummary:
     """The content of an ONNX file.
 
-    `operators` counts nodes, those of subgraphs and functions too, with the domain in front outside the default one;
-    `versions` counts them by the version of their definitions (`Gemm-13`). `foreign` names the nodes of operators that
-    no runtime provides. `blocks` is why no CPU kernel runs a node, by node.
-    `parameters` counts the elements of all constants by their type. `unranked` names inputs and outputs without a
-    declared shape. `author`, `license`,
-    `version` and `description` are copied from the file; empty or 0 if missing. `problem` is the ONNX checker's error;
-    empty if there is none.
+    `operators` counts nodes, those of subgraphs and functions too, with the domain in front outside
+    the default one; `versions` counts them by the version of their definitions (`Gemm-13`).
+    `foreign` names the nodes of operators that no runtime provides. `blocks` is why no CPU kernel
+    runs a node, by node. `parameters` counts the elements of all constants by their type.
+    `unranked` names inputs and outputs without a declared shape. `author`, `license`, `version` and
+    `description` are copied from the file; empty or 0 if missing. `problem` is the ONNX checker's
+    error; empty if there is none.
     """
 
     file: Digest
@@ -159,11 +159,12 @@ _TypedShape = tuple[Shape | None, int]
 class ModelCost:
     """The cost by static shapes, for the sizes in `dims`.
 
-    `macs` counts multiply-accumulates by operator; of products, convolutions and recurrent layers only. `uncounted`
-    counts operators that multiply too but are left out, or whose shapes are not known. `weight_bytes` is all constants.
-    `activation_bytes` is the largest total of values alive at once when nodes run in the order of the file, without
-    working memory, reuse in place or alignment; `unknown_values` of them have no shape and are left out. `problem` is
-    why there are no shapes at all.
+    `macs` counts multiply-accumulates by operator; of products, convolutions and recurrent layers
+    only. `uncounted` counts operators that multiply too but are left out, or whose shapes are not
+    known. `weight_bytes` is all constants. `activation_bytes` is the largest total of values alive
+    at once when nodes run in the order of the file, without working memory, reuse in place or
+    alignment; `unknown_values` of them have no shape and are left out. `problem` is why there are
+    no shapes at all.
     """
 
     dims: Mapping[str, int]

@@ -1,7 +1,7 @@
 """Files in ORT format, ONNX Runtime's own format for optimized graphs.
 
-They are FlatBuffers, whose schema is part of ONNX Runtime (`core/flatbuffers/schema/ort.fbs`). A field is found by its
-position in its table, so the positions here are those of the schema.
+They are FlatBuffers, whose schema is part of ONNX Runtime (`core/flatbuffers/schema/ort.fbs`). A
+field is found by its position in its table, so the positions here are those of the schema.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ class _Writer:
 def write_python_source(path: Path, source: Path) -> tuple[Path, ...]:
     """Write source that builds the model, and its large constants beside it; return the files.
 
-    External weights are not copied: the built model names them as the original does. Before this returns, the source is
-    run and its model compared with the original.
+    External weights are not copied: the built model names them as the original does. Before this
+    returns, the source is run and its model compared with the original.
     """
     model, writer = parse_model(path), _Writer()
     body = writer.render(model, 4)

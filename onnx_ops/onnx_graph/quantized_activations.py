@@ -27,7 +27,9 @@ QUANTIZED_SUFFIX = "_quantized"
 """Suffix that ONNX Runtime's quantizers add to the original's name for a quantized tensor."""
 
 WRITTEN_SUFFIX = "_QuantizeLinear_Input"
-"""Suffix that they add to the name of a written value, where the value read back has the original's name."""
+"""Suffix that they add to the name of a written value, where the value read back has the original's
+name.
+"""
 
 _AXIS_OPSET = 13
 """The first in which DequantizeLinear has an axis."""
@@ -42,8 +44,8 @@ _OPAQUE = frozenset(
 class _Layout:
     """The roles of the inputs of an integer operator.
 
-    `operands` are indices of values, followed by their scale and zero point; `result` is the index of the result's
-    scale.
+    `operands` are indices of values, followed by their scale and zero point; `result` is the index
+    of the result's scale.
     """
 
     op_type: str
@@ -115,8 +117,9 @@ class _Rewriting:
 def expand_integer_operators(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
     """Rewrite integer operators as operators between quantization pairs; a model without any is returned unchanged.
 
-    Operators that move integers (MaxPool, Reshape, Concat …) keep their scale, and become such a pair too: a consumer
-    that reads integers with another scale than the producer used is detected as in a graph of pairs.
+    Operators that move integers (MaxPool, Reshape, Concat …) keep their scale, and become such a
+    pair too: a consumer that reads integers with another scale than the producer used is detected
+    as in a graph of pairs.
     """
     if not any(_is_integer(node) for node in model.graph.node):
         return model
@@ -224,9 +227,10 @@ _WIDEST = 2
 class QuantizedActivation:
     """A QuantizeLinear with fixed parameters and a DequantizeLinear after it.
 
-    `name` is the float value that is written, `origin` its name in the float export, `read` the value read back. `low`
-    and `high` are the values of the least and the largest level, `step` their distance. A range that begins at 0 clips
-    intentionally: it replaces a ReLU that was folded into it.
+    `name` is the float value that is written, `origin` its name in the float export, `read` the
+    value read back. `low` and `high` are the values of the least and the largest level, `step`
+    their distance. A range that begins at 0 clips intentionally: it replaces a ReLU that was folded
+    into it.
     """
 
     name: str
@@ -240,8 +244,8 @@ class QuantizedActivation:
 def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
     """Return the quantization pairs with one constant scale, in graph order.
 
-    Integer operators (QLinearConv …) count as their equivalent pairs: `expand_integer_operators`. Scales that are
-    computed (dynamic quantization) or differ by channel are left out.
+    Integer operators (QLinearConv …) count as their equivalent pairs: `expand_integer_operators`.
+    Scales that are computed (dynamic quantization) or differ by channel are left out.
     """
     model = read_model(path)
     refuse_channels_last(model, path.name)

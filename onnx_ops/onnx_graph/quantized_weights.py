@@ -28,21 +28,25 @@ if TYPE_CHECKING:
 _FLOAT = 1
 
 _KEPT_SPACINGS = 8
-"""A constant that stays in float can move by about half of so many float32 spacings of its largest value."""
+"""A constant that stays in float can move by about half of so many float32 spacings of its largest
+value.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedWeight:
     """One weight or bias with its float original.
 
-    `scale` is the distance that counts as one quantization step; its shape broadcasts against the other two.
+    `scale` is the distance that counts as one quantization step; its shape broadcasts against the
+    other two.
 
-    A step is at least the spacing of float32 at the original's values, the finest that an int32 bias with a tiny scale
-    can resolve. A constant that stayed in float has a step of 8 such spacings at its largest value.
+    A step is at least the spacing of float32 at the original's values, the finest that an int32
+    bias with a tiny scale can resolve. A constant that stayed in float has a step of 8 such
+    spacings at its largest value.
 
-    `origin` is the original's name, `transposed` whether its axes are swapped there. `spacing` is the distance of
-    neighbouring levels where a step counts more than one. `stretch` is as in `WeightMeasurement`. `rounded` is False
-    for a constant that stayed in float.
+    `origin` is the original's name, `transposed` whether its axes are swapped there. `spacing` is
+    the distance of neighbouring levels where a step counts more than one. `stretch` is as in
+    `WeightMeasurement`. `rounded` is False for a constant that stayed in float.
     """
 
     name: str
@@ -72,7 +76,10 @@ def read_quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight
     """
     paired = pair_quantized_weights(source, derived)
     if paired.unpaired:
-        what = f"quantized weight {paired.unpaired[0]} cannot be compared: it has no original, or another layout"
+        what = (
+            f"quantized weight {paired.unpaired[0]} cannot be compared: it has no original, "
+            "or another layout"
+        )
         raise MeasurementError(what, where=derived.name)
     return paired.pairs
 
@@ -80,9 +87,10 @@ def read_quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight
 def pair_quantized_weights(source: Path, derived: Path) -> PairedWeights:
     """Find the original of each rounded weight of `derived`.
 
-    Reads constants behind a DequantizeLinear, with one scale, one for each channel or each block; constants of integer
-    operators (QLinearConv, MatMulInteger …), of MatMulNBits and GatherBlockQuantized; float constants before a
-    QuantizeLinear; and float16. Originals are found by `OriginFinder`, whatever their names.
+    Reads constants behind a DequantizeLinear, with one scale, one for each channel or each block;
+    constants of integer operators (QLinearConv, MatMulInteger …), of MatMulNBits and
+    GatherBlockQuantized; float constants before a QuantizeLinear; and float16. Originals are found
+    by `OriginFinder`, whatever their names.
 
     Raises:
         MeasurementError: an integer operator cannot be read.
@@ -110,7 +118,8 @@ def pair_quantized_weights(source: Path, derived: Path) -> PairedWeights:
                 stretch=weight.stretch,
             )
         )
-    # A number without an original was folded from others; the function without its rounding shows whether it is right.
+    # A number without an original was folded from others; the function without its rounding shows
+    # whether it is right.
     unpaired = {
         weight.name for weight in rounded if weight.tensor not in origins and weight.values.size > 1
     }
@@ -176,7 +185,9 @@ def _single_spacing(values: Floats) -> Floats:
 _LAYERS = ("MatMul", "Gemm", "Conv", "ConvTranspose")
 
 ErrorSumNames = tuple[str, str]
-"""Names of two sums of squares over a run: of the errors that a quantized weight and plain rounding make."""
+"""Names of two sums of squares over a run: of the errors that a quantized weight and plain rounding
+make.
+"""
 
 
 def write_with_layer_errors(
@@ -184,7 +195,8 @@ def write_with_layer_errors(
 ) -> dict[str, tuple[ErrorSumNames, ...]]:
     """Write a copy of the float model that outputs squared errors of layers.
 
-    A layer is linear in its weight, so that the error of its answer is the answer of the weight's error.
+    A layer is linear in its weight, so that the error of its answer is the answer of the weight's
+    error.
 
     Returns:
         The two sums of each layer, by the weight's name; nothing for a weight of another operator.
@@ -264,12 +276,13 @@ def write_with_bias_errors(
 ) -> dict[str, tuple[ErrorSumNames, ...]]:
     """Write a copy of the float model that outputs squared errors of layers with and without a moved bias.
 
-    Quantizers move biases by the mean error that rounding causes in a layer (bias correction, Nagel et al. 2019, arXiv
-    1906.04721), which brings its answers nearer to the float model's. `inputs` are as of `read_layer_inputs`.
+    Quantizers move biases by the mean error that rounding causes in a layer (bias correction, Nagel
+    et al. 2019, arXiv 1906.04721), which brings its answers nearer to the float model's. `inputs`
+    are as of `read_layer_inputs`.
 
     Returns:
-        The sums with the moved bias and with the original one, by the bias's name; nothing for a constant that is not
-        the bias of a layer with a rounded weight.
+        The sums with the moved bias and with the original one, by the bias's name; nothing for a
+        constant that is not the bias of a layer with a rounded weight.
     """
     model = read_model(source)
     by_origin = {weight.origin: weight for weight in weights}

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 def restore_metadata(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
     """Give a derived model its source's IR version, metadata and opset imports.
 
-    Inferred shapes are removed: a later tool that infers others refuses a file with them. The opset of the
-    default domain stays what the tool wrote, since its nodes are of that opset.
+    Inferred shapes are removed: a later tool that infers others refuses a file with them. The opset
+    of the default domain stays what the tool wrote, since its nodes are of that opset.
     """
     model.ir_version = source.ir_version
     del model.metadata_props[:]
@@ -139,8 +139,9 @@ PRODUCT = "_product"
 def split_gemms(model: onnx.ModelProto, excluded: Collection[str] = ()) -> None:
     """Replace each plain Gemm that is not excluded by a MatMul of its name, and an Add if it has a bias, in place.
 
-    A plain Gemm multiplies by a constant matrix that no other node reads, scales by 1 and does not transpose its input.
-    The matrix is stored transposed under its name where the Gemm transposes it.
+    A plain Gemm multiplies by a constant matrix that no other node reads, scales by 1 and does not
+    transpose its input. The matrix is stored transposed under its name where the Gemm transposes
+    it.
     """
     from onnx import helper, numpy_helper
 
@@ -344,7 +345,8 @@ def find_quantized_nodes(
     """Return the excluded nodes that are quantized in `derived` nevertheless.
 
     Args:
-        rewritten: suffix of a node's name where the quantizer rewrites an operator before it quantizes.
+        rewritten: suffix of a node's name where the quantizer rewrites an operator before it
+            quantizes.
     """
     stored = collect_constants(derived)
     integers = {

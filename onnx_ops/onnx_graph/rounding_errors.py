@@ -1,11 +1,12 @@
 """Copies of a model that also compute how far rounding may move each element of its answers.
 
-The error is a first-order running error analysis in float32 (Higham, Accuracy and Stability of Numerical Algorithms,
-2002, section 3.3), back to the last linear operators before an output: such an operator errs by u (|W| |h| + |b|).
-The usual factor of sqrt(n) for n terms (section 2.8) is left out of products, whose kernels sum in blocks: with it, ten
-times the floor hides 1.2 % of the injected faults of `benchmarks.truth.parity`, without it .5 %, and no correct export
-comes closer than to a third of the limit. Sums of one term after the other have it. The operators after it pass the
-error on by their slopes, and add what their kernels err.
+The error is a first-order running error analysis in float32 (Higham, Accuracy and Stability of
+Numerical Algorithms, 2002, section 3.3), back to the last linear operators before an output: such
+an operator errs by u (|W| |h| + |b|). The usual factor of sqrt(n) for n terms (section 2.8) is left
+out of products, whose kernels sum in blocks: with it, ten times the floor hides 1.2 % of the
+injected faults of `benchmarks.truth.parity`, without it .5 %, and no correct export comes closer
+than to a third of the limit. Sums of one term after the other have it. The operators after it pass
+the error on by their slopes, and add what their kernels err.
 """
 
 from __future__ import annotations
@@ -54,8 +55,10 @@ class RoundingOutputs:
     Args:
         error: the error of each element.
         axis: axis of the output's columns: 1, the channels, behind a convolution, else the last.
-        segments: the number of the part that each element comes from, if the output is joined from several.
-        scores: what an output of indices or classes ranks, along `scores_axis`, with the error `scores_error`.
+        segments: the number of the part that each element comes from, if the output is joined from
+            several.
+        scores: what an output of indices or classes ranks, along `scores_axis`, with the error
+            `scores_error`.
         labels: the class of each index, if the output holds classes.
     """
 
@@ -89,7 +92,8 @@ def list_ranked_outputs(path: Path) -> frozenset[str]:
 def write_with_rounding_errors(path: Path, copy: Path) -> dict[str, RoundingOutputs]:
     """Write a copy that also computes the rounding errors of the outputs.
 
-    Weights outside the file are not read: the copy refers to the same files, and so must be in the same folder.
+    Weights outside the file are not read: the copy refers to the same files, and so must be in the
+    same folder.
 
     Returns:
         The additional outputs by output; empty, and no file, for a model older than opset 9.

@@ -1,7 +1,7 @@
 """Rules that estimate the error of an operator's output from those of its inputs.
 
-A rule adds nodes to an `ErrorGraph`; u is the roundoff of the floats that the operator computes in, eps twice that, E
-the error of an input, and y the answer.
+A rule adds nodes to an `ErrorGraph`; u is the roundoff of the floats that the operator computes in,
+eps twice that, E the error of an input, and y the answer.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def _pass_through(
 ) -> list[str]:
     """Return what the errors of the inputs do to a sum of products: they are independent, so that squares add up.
 
-    Only those of one linear operator further back count: each level is as large as the next, and the distance of the
-    source's two answers shows all of them.
+    Only those of one linear operator further back count: each level is as large as the next, and
+    the distance of the source's two answers shows all of them.
     """
     if not graph.levels:
         return []
@@ -302,7 +302,8 @@ def _estimate_standardized(
         error = graph.emit(
             "Add", [error, graph.emit("Add", [before, graph.reduce("ReduceMean", before, axes)])]
         )
-    # A variance that is computed as the mean of squares less the square of the mean errs by eps mean^2.
+    # A variance that is computed as the mean of squares less the square of the mean errs by eps
+    # mean^2.
     lost = graph.scale(
         graph.emit("Div", [graph.emit("Mul", [mean, mean]), variance]), graph.epsilon
     )

@@ -1,9 +1,10 @@
 """Find weights whose products with uint8 activations overflow 16 bits on an x86 CPU without VNNI.
 
-There, ONNX Runtime multiplies uint8 activations by int8 weights with `vpmaddubsw`, which adds neighbouring products in
-pairs and saturates each sum at 16 bits (Intel 64 Software Developer's Manual, PMADDUBSW). Answers are then wrong, and
-no error is raised. Two weights of the same sign are safe if they add up to at most 128, since 255 * 128 < 2**15: those
-of 7 bits always do. Products of other types, and those of depthwise convolutions, are added in 32 bits.
+There, ONNX Runtime multiplies uint8 activations by int8 weights with `vpmaddubsw`, which adds
+neighbouring products in pairs and saturates each sum at 16 bits (Intel 64 Software Developer's
+Manual, PMADDUBSW). Answers are then wrong, and no error is raised. Two weights of the same sign are
+safe if they add up to at most 128, since 255 * 128 < 2**15: those of 7 bits always do. Products of
+other types, and those of depthwise convolutions, are added in 32 bits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 _UINT8, _INT8 = 2, 3
 
 SAFE_SUM = 128
-"""Largest sum of two weights of the same sign, in steps, that no pair of uint8 activations makes overflow."""
+"""Largest sum of two weights of the same sign, in steps, that no pair of uint8 activations makes
+overflow.
+"""
 
 _WEIGHT_INPUTS: Mapping[str, tuple[int, int]] = {
     "DynamicQuantizeMatMul": (1, -1),
@@ -31,10 +34,13 @@ _WEIGHT_INPUTS: Mapping[str, tuple[int, int]] = {
     "QLinearConv": (3, 2),
     "QLinearMatMul": (3, 2),
 }
-"""By integer operator: the inputs that hold the weight, and the zero point of the activations (-1: always uint8)."""
+"""By integer operator: the inputs that hold the weight, and the zero point of the activations (-1:
+always uint8).
+"""
 
 _PAIRED = frozenset({"Conv", "Gemm", "MatMul"})
-"""Operators that the runtime replaces by integer ones where both inputs come from DequantizeLinear."""
+"""Operators that the runtime replaces by integer ones where both inputs come from DequantizeLinear.
+"""
 
 _MOVES = frozenset({"DequantizeLinear", "Identity", "Reshape", "Transpose"})
 """Operators through which a weight keeps its levels."""

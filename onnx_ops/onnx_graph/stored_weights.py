@@ -22,7 +22,8 @@ Tensors = Mapping[str, "onnx.TensorProto"]
 
 _FLOAT, _HALF, _BFLOAT = 1, 10, 16
 _NARROW = frozenset({2, 3, 17, 18, 19, 20, 21, 22, 23, 25, 26})
-"""Element types of 8 bits and fewer, as weights are stored: integers, and floats of 8 and 4 bits."""
+"""Element types of 8 bits and fewer, as weights are stored: integers, and floats of 8 and 4 bits.
+"""
 
 _BFLOAT_BITS, _SMALLEST = 7, -126
 """Bits of the fraction of bfloat16, and its smallest exponent."""
@@ -55,9 +56,10 @@ PRODUCTS = frozenset({"MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeM
 class StoredWeight:
     """One rounded constant: `name` without the suffixes of quantizers, and the values that it stands for.
 
-    `tensor` is the name that it is stored under. `step` is the distance of levels, of a shape that broadcasts against
-    `values`; `allowed` is that of a step, wider at the ends of the range. `stretch` is as in `WeightMeasurement`.
-    `transposable`: its operator takes a matrix, whose original may be stored transposed.
+    `tensor` is the name that it is stored under. `step` is the distance of levels, of a shape that
+    broadcasts against `values`; `allowed` is that of a step, wider at the ends of the range.
+    `stretch` is as in `WeightMeasurement`. `transposable`: its operator takes a matrix, whose
+    original may be stored transposed.
     """
 
     name: str
@@ -152,8 +154,8 @@ class StoredWeightReader:
     def _read_recurrent(self, node: onnx.NodeProto) -> Iterator[StoredWeight]:
         """Yield the weights of a DynamicQuantizeLSTM in the order of LSTM's axes: directions, gates, inputs.
 
-        Source: onnxruntime's operator, whose weights have the last two axes exchanged, and scales by direction or by
-        direction and gate.
+        Source: onnxruntime's operator, whose weights have the last two axes exchanged, and scales
+        by direction or by direction and gate.
         """
         if len(node.input) < _LSTM_INPUTS:
             return

@@ -55,7 +55,8 @@ def read_trees(path: Path) -> tuple[Tree, ...]:
     A split `x < t` is returned with the next smaller threshold, which is equivalent for float32.
 
     Raises:
-        UserError: an ensemble is not well-formed, or a split is not a comparison of a feature with an upper limit.
+        UserError: an ensemble is not well-formed, or a split is not a comparison of a feature with
+            an upper limit.
     """
     where, trees = path.name, []
     for node in (node for node in read_model(path).graph.node if node.op_type in ENSEMBLES):
@@ -165,19 +166,20 @@ MOST_SPLITS = 4096
 _TRANSPARENT = ("Cast", "Identity")
 _ASIDE = 2.0**-14
 """Distance of a probe from its threshold, relative to the numbers that are added on the way: far above float32's
-rounding (2^-24), so that a good export decides like its source, and below that of float16 (2^-11)."""
+rounding (2^-24), so that a good export decides like its source, and below that of float16 (2^-11).
+"""
 
 
 def build_split_probes(path: Path, samples: Mapping[str, Any]) -> dict[str, Any] | None:
     """Build two rows for every split, one on each side of its threshold.
 
-    A row is a real one that reaches that split, with the split's feature moved. A split with a wrong position, branch
-    or feature then changes the answer, even if no real row is near it. If there are very many splits, an even selection
-    is probed.
+    A row is a real one that reaches that split, with the split's feature moved. A split with a
+    wrong position, branch or feature then changes the answer, even if no real row is near it. If
+    there are very many splits, an even selection is probed.
 
     Returns:
-        Inputs by name; None unless the model is an ensemble over its one matrix or its joined columns of numbers, with
-        scaling at most.
+        Inputs by name; None unless the model is an ensemble over its one matrix or its joined
+        columns of numbers, with scaling at most.
     """
     model = read_model(path)
     ensemble = next((node for node in model.graph.node if node.op_type in ENSEMBLES), None)

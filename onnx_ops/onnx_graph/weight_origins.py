@@ -1,9 +1,10 @@
 """Find the float constant that each rounded weight of another file was made from.
 
-Quantizers keep the names of weights, or change them, or write the graph anew. A weight is therefore found by its name,
-by the place of its operator in both graphs, and by its values, in this order of trust: a name that the place confirms,
-unless the values are unrelated; values that are near, by name, by place, or else the nearest; a name that the place
-confirms; the place; the name; the only one left of its shape.
+Quantizers keep the names of weights, or change them, or write the graph anew. A weight is therefore
+found by its name, by the place of its operator in both graphs, and by its values, in this order of
+trust: a name that the place confirms, unless the values are unrelated; values that are near, by
+name, by place, or else the nearest; a name that the place confirms; the place; the name; the only
+one left of its shape.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _FLOATS = frozenset({1, 10, 11, 16})
 
 _NEAR = 0.3
 """Squared distance from the original, as a share of its square, below which values are near. Rounding to 4 bits moves a
-normal weight by .01 to .02 of it, to 2 bits by .1 to .3; another weight of the same spread is at 2."""
+normal weight by .01 to .02 of it, to 2 bits by .1 to .3; another weight of the same spread is at 2.
+"""
 
 _SAME_NUMBER = 1e-3
 """Squared relative distance below which two single numbers are the same one, rounded."""
@@ -75,8 +77,9 @@ class Origin:
 class _Use:
     """The operator that takes a constant as input `slot`.
 
-    `number` counts such operators in the order of the graph, `names` are those of the node and its results, `output` is
-    its first one. `turned`: it is a product with the outputs along axis 0. `biased`: it adds a bias.
+    `number` counts such operators in the order of the graph, `names` are those of the node and its
+    results, `output` is its first one. `turned`: it is a product with the outputs along axis 0.
+    `biased`: it adds a bias.
     """
 
     kind: str

@@ -31,8 +31,8 @@ from onnx_ops.reporting.plots import as_data_url, variants_picture
 def publish_tables(summary: Summary) -> None:
     """Publish the tables of a run; a run without decisions has none.
 
-    `<pipeline>-gates`: variant × target × gate with verdict and estimate; `<pipeline>-choices`: one row per target;
-    `<pipeline>-report`: the address of the release's report.
+    `<pipeline>-gates`: variant × target × gate with verdict and estimate; `<pipeline>-choices`: one
+    row per target; `<pipeline>-report`: the address of the release's report.
     """
     if not summary.decisions:
         return
@@ -78,7 +78,8 @@ def publish_tables(summary: Summary) -> None:
             if "://" in place
             else f"Write the report to a file: `{place}`",
             key=f"{summary.pipeline}-report",
-            description=f"Measurements of the last release of {summary.pipeline}, and the reasons of its decisions.",
+            description=f"Measurements of the last release of {summary.pipeline}, "
+            "and the reasons of its decisions.",
         )
 
 

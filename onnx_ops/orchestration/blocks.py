@@ -1,8 +1,8 @@
 """Prefect blocks with the addresses of a project's services and the secrets for them.
 
-Prefect's server and workers import this module when they start (entry point `prefect.collections`), so it stays light.
-A block sets environment variables that `onnx_ops.config.settings`, MLflow and the clouds' SDKs read; no other module
-depends on blocks.
+Prefect's server and workers import this module when they start (entry point `prefect.collections`),
+so it stays light. A block sets environment variables that `onnx_ops.config.settings`, MLflow and
+the clouds' SDKs read; no other module depends on blocks.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class ModelRegistry(Block, EnvironmentBlock):
 
 class EndpointAccess(Block, EnvironmentBlock):
     """
-    Where releases are recorded and files are kept, and the credentials for these and for the endpoints' cloud.
+    Where releases are recorded and files are kept, and the credentials for these and for the
+    endpoints' cloud.
 
     Example:
         ```python
@@ -113,7 +114,8 @@ class EndpointAccess(Block, EnvironmentBlock):
     )
     credentials: SecretDict = Field(
         default_factory=lambda: SecretDict({}),
-        description="Variables of the cloud SDKs, named AWS_... or AZURE_..., such as AWS_SECRET_ACCESS_KEY.",
+        description="Variables of the cloud SDKs, named AWS_... or AZURE_..., "
+        "such as AWS_SECRET_ACCESS_KEY.",
     )
 
     @field_validator("credentials")
@@ -168,7 +170,8 @@ class NotificationTarget(Block, EnvironmentBlock):
 
 class TargetDefinitions(Block, EnvironmentBlock):
     """
-    Targets that several projects share: which provider on which machines, and the work pool whose workers measure them.
+    Targets that several projects share: which provider on which machines, and the work pool whose
+    workers measure them.
 
     Example:
         ```python
@@ -185,7 +188,8 @@ class TargetDefinitions(Block, EnvironmentBlock):
 
     targets: dict[str, dict[str, Any]] = Field(
         default=...,
-        description='Targets by name, each as in a target file: {"t4": {"providers": [...], "pool": "t4"}}.',
+        description='Targets by name, each as in a target file: {"t4": {"providers": [...], '
+        '"pool": "t4"}}.',
     )
 
     @field_validator("targets")

@@ -35,8 +35,8 @@ class CollectionSettings(PrefectBaseSettings):
 def project_of(blocks: Sequence[str]) -> Iterator[Project]:
     """Open the project with the variables of the blocks in the environment of this process and its children.
 
-    Blocks take precedence over the environment and the settings file. Changes of traffic emit events. A flow run that
-    is cancelled or fails ends its running stages, on every machine.
+    Blocks take precedence over the environment and the settings file. Changes of traffic emit
+    events. A flow run that is cancelled or fails ends its running stages, on every machine.
 
     Args:
         blocks: types and names, such as `onnx-ops-registry/prod`; those of the settings if empty.

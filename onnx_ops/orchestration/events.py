@@ -40,8 +40,9 @@ _log = logging.getLogger(__name__)
 class PrefectEvents(Notifier):
     """An event for every notification and every step of a rollout.
 
-    Flows emit them automatically if a server is configured. If `notify` names this notifier, commands and the watch
-    emit them too. The ledger records sent notifications under its name, so that each is sent once.
+    Flows emit them automatically if a server is configured. If `notify` names this notifier,
+    commands and the watch emit them too. The ledger records sent notifications under its name, so
+    that each is sent once.
 
     Raises:
         UserError: the setting contains a place.
@@ -169,8 +170,8 @@ def _describe_release(
 def post(events: Sequence[ReleaseEvent]) -> None:
     """Send events to the server and wait until it has accepted them.
 
-    Prefect's `emit_event` passes events to a thread, which drops them if the server is down, and delays the end of the
-    process. A ledger must not record unsent events as sent.
+    Prefect's `emit_event` passes events to a thread, which drops them if the server is down, and
+    delays the end of the process. A ledger must not record unsent events as sent.
 
     Raises:
         ServiceUnavailableError: the server does not answer, or does not accept them.

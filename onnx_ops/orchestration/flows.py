@@ -163,7 +163,8 @@ def run_pipeline(
 ) -> State[Any]:
     """Run a pipeline with a task run for each stage; publish artifacts, events and notifications.
 
-    At most `jobs` stages run in parallel, by default one per core; a measurement has the machine to itself.
+    At most `jobs` stages run in parallel, by default one per core; a measurement has the machine to
+    itself.
     """
     prepared = prepare(
         project, project.settings.root / Path(file), overrides=overrides, until=until
@@ -192,7 +193,8 @@ def run_affected(
 ) -> State[Any]:
     """Run the pipelines that the changes since a commit affect; a failure does not stop the others.
 
-    At most `jobs` pipelines run in parallel; a single affected pipeline runs as many of its stages in parallel.
+    At most `jobs` pipelines run in parallel; a single affected pipeline runs as many of its stages
+    in parallel.
     """
     touched = affected(project, changed_since(project.settings.root, since))
     if not touched:

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import Worker
 
 FLOW = "work"
-"""Flow whose deployment `work/POOL` executes the stages of a pool, in a work queue for each kind of stage."""
+"""Flow whose deployment `work/POOL` executes the stages of a pool, in a work queue for each kind of
+stage.
+"""
 
 CLAIMED = "Claimed"
 """Name of the pending state of a run that `onnx-ops work` has taken: it starts at once."""

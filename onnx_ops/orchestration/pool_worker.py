@@ -114,7 +114,8 @@ class _Log(Observer):
 def _watched(project: Project, run: UUID) -> Iterator[None]:
     """Send heartbeats of a flow run, and end its processes and this one when it is cancelled.
 
-    A heartbeat is an update of the run with the name that it has: its time of update is what who asked looks at.
+    A heartbeat is an update of the run with the name that it has: its time of update is what who
+    asked looks at.
     """
     done = threading.Event()
 
@@ -130,7 +131,8 @@ def _watched(project: Project, run: UUID) -> Iterator[None]:
                             with contextlib.suppress(
                                 Exception
                             ):  # the worker sets it when this process has ended
-                                # Before the end of its processes, which the flow run would report as a failure.
+                                # Before the end of its processes, which the flow run would report
+                                # as a failure.
                                 client.set_flow_run_state(
                                     run, Cancelled(message="its result is not needed"), force=True
                                 )
@@ -174,7 +176,8 @@ def create_pool(client: SyncPrefectClient, pool: str) -> None:
 class PoolWorker:
     """Executes the stages that wait in a pool, each in a fork of this process.
 
-    This process must have one thread only: a fork of another one inherits locks that are never released.
+    This process must have one thread only: a fork of another one inherits locks that are never
+    released.
     """
 
     pool: str

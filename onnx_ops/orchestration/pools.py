@@ -52,8 +52,8 @@ class _WorkerDied(Exception):
 class PrefectPools(Pools):
     """Runs the deployment `work/POOL` for each stage. Durations are seconds.
 
-    A worker that is killed together with its flow run reports nothing: it counts as dead after `silence` without a
-    heartbeat. Another run then takes the work, up to `tries` runs in total.
+    A worker that is killed together with its flow run reports nothing: it counts as dead after
+    `silence` without a heartbeat. Another run then takes the work, up to `tries` runs in total.
     """
 
     poll: float = 0.5
@@ -68,7 +68,9 @@ class PrefectPools(Pools):
     """Flow runs that were created here and are waited for."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _turn: threading.Lock = field(default_factory=threading.Lock)
-    """Held by who creates a run: a server on SQLite delays those who write at the same time, by seconds."""
+    """Held by who creates a run: a server on SQLite delays those who write at the same time, by
+    seconds.
+    """
     _cancelled: bool = False
     _waited: set[UUID] = field(default_factory=set)
     """Flow runs that threads of this process wait for."""
@@ -78,7 +80,9 @@ class PrefectPools(Pools):
     """Those flow runs, as they were then; or why they could not be read."""
     _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _client: SyncPrefectClient | None = None
-    """Client of all threads that ask, open until this process ends: a new one takes as long as a stage to start."""
+    """Client of all threads that ask, open until this process ends: a new one takes as long as a
+    stage to start.
+    """
     _ready: dict[tuple[str, StageKind], tuple[float, UUID]] = field(default_factory=dict)
     """Deployments whose workers were seen, and when."""
 
@@ -134,10 +138,12 @@ class PrefectPools(Pools):
                     deaths.append(str(death))
                     if len(deaths) == self.tries:
                         raise MeasurementError(
-                            f"{self.tries} workers of pool {stage.pool} died while executing it, one after the other",
+                            f"{self.tries} workers of pool {stage.pool} died while executing it, "
+                            "one after the other",
                             where=stage.title,
                             why=deaths[-1],
-                            remedy=f"See the flow runs of `{FLOW}` in Prefect, and the memory of those machines.",
+                            remedy=f"See the flow runs of `{FLOW}` in Prefect, "
+                            "and the memory of those machines.",
                         ) from None
                 except BaseException:
                     if is_ours:
@@ -225,7 +231,8 @@ class PrefectPools(Pools):
     def _check_start(self, stage: PlacedStage, pending_s: float) -> None:
         if pending_s > self.start_timeout_s:
             raise MeasurementError(
-                f"a worker of pool {stage.pool} took it, but did not start it within {self.start_timeout_s:g} s",
+                f"a worker of pool {stage.pool} took it, "
+                f"but did not start it within {self.start_timeout_s:g} s",
                 where=stage.title,
                 remedy="See the log of that worker.",
             )
@@ -283,7 +290,8 @@ def _find_deployment(client: SyncPrefectClient, stage: PlacedStage) -> UUID:
         deployment = client.read_deployment_by_name(f"{FLOW}/{stage.pool}").id
     except ObjectNotFound as error:
         raise UserError(
-            f"Prefect's server has no pool {stage.pool} for stages: no deployment is called {FLOW}/{stage.pool}",
+            f"Prefect's server has no pool {stage.pool} for stages: "
+            f"no deployment is called {FLOW}/{stage.pool}",
             where=f"{stage.title} on {client.api_url}",
             remedy=f"Start a worker on a machine of that pool: onnx-ops work --pool {stage.pool}",
         ) from error
@@ -316,7 +324,8 @@ def require_workers(client: SyncPrefectClient, pool: str, kind: str, title: str)
 def _wait_for_late(client: SyncPrefectClient, pool: str) -> tuple[list[str], datetime]:
     """Return the names of a pool's workers that send heartbeats, and the time of Prefect's server.
 
-    After an outage of the server every worker is late. One that was alive a minute ago has the time of a heartbeat.
+    After an outage of the server every worker is late. One that was alive a minute ago has the time
+    of a heartbeat.
     """
     end = time.monotonic() + HEARTBEAT_S
     while True:

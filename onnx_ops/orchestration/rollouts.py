@@ -32,8 +32,8 @@ def run_rollout(
 ) -> State[Any]:
     """Reconcile the endpoint repeatedly until its rollout ends or the time is over.
 
-    Other processes can drive it at the same time. After the time limit the rollout keeps its step, and the reconciler
-    or another run continues it.
+    Other processes can drive it at the same time. After the time limit the rollout keeps its step,
+    and the reconciler or another run continues it.
 
     Args:
         limit: longest duration, as `1 d`.

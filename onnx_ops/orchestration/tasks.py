@@ -30,8 +30,8 @@ def run_as_task(
 ) -> State[Any]:
     """Run `work` in this thread as a task run, and return its final state.
 
-    The task has no parameters, result, cache or tags: Prefect would traverse parameters, pickle results, and take a
-    concurrency lease for each tag.
+    The task has no parameters, result, cache or tags: Prefect would traverse parameters, pickle
+    results, and take a concurrency lease for each tag.
 
     Args:
         work: returns the final state of the run; Prefect handles its exceptions.
@@ -105,8 +105,8 @@ class PrefectExecutor:
     def show(self, stage: Stage, outcome: StageOutcome, decide: Decide) -> None:
         """Record a stage that needed no work.
 
-        The message of its state names the stage: `prefect flow-run logs` prints the message of a task run's state, and
-        not its name.
+        The message of its state names the stage: `prefect flow-run logs` prints the message of a
+        task run's state, and not its name.
         """
 
         def end() -> State[Any]:

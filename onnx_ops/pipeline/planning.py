@@ -364,7 +364,8 @@ def _plan_search(
     probe: ProjectProbe,
 ) -> list[Stage]:
     """Plan the search, and a stage for each variant that it can find, which only copies it."""
-    # The search times what it tries on one machine: that of the first target, unless the entry names a pool.
+    # The search times what it tries on one machine: that of the first target, unless the entry
+    # names a pool.
     measured = [targets[name] for name in pipeline.benchmark.targets]
     pool, tuning_data = entry.pool or measured[0].pool, entry.tuning_data
     here = [target for target in measured if target.pool == pool]

@@ -37,7 +37,8 @@ _ASKED = 64
 class DaemonThreadPool(Generic[R]):
     """Run at most `jobs` tasks at once, started in the order of submission.
 
-    Its threads are daemons: an interrupted command exits at once, and running tasks end with the process.
+    Its threads are daemons: an interrupted command exits at once, and running tasks end with the
+    process.
     """
 
     def __init__(self, jobs: int) -> None:
@@ -155,16 +156,18 @@ def run(
 ) -> RunResult:
     """Run every stage of a plan that can run; a failure stops only dependent stages.
 
-    An unusable file stops the run: it is not a property of a variant, and a release without the file would differ from
-    the intended one.
+    An unusable file stops the run: it is not a property of a variant, and a release without the
+    file would differ from the intended one.
 
     Args:
         no_cache: kinds of stages whose cached results are ignored.
-        jobs: maximum number of parallel stages on this machine; stages of pools are requested as soon as they can run.
-            With 1, and without pools, stages run in the caller's thread, in the order of the plan.
+        jobs: maximum number of parallel stages on this machine; stages of pools are requested as
+            soon as they can run. With 1, and without pools, stages run in the caller's thread, in
+            the order of the plan.
 
     Raises:
-        StorageError: the disk is full, or a file or folder cannot be used; finished results are kept.
+        StorageError: the disk is full, or a file or folder cannot be used; finished results are
+            kept.
     """
     observer.planned(plan)
     runner = _StageRunner(

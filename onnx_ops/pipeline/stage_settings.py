@@ -69,8 +69,8 @@ def make_stage(
 ) -> Stage:
     """Make a stage; its attempts and its pool stay out of the settings and the key.
 
-    A stage that can be placed in a pool has its own process, since its libraries can crash and user code can be edited
-    during the run.
+    A stage that can be placed in a pool has its own process, since its libraries can crash and user
+    code can be edited during the run.
     """
     pool = {"pool": section.pool} if isinstance(section, PlacedAttempts) and section.pool else {}
     return codec.from_json(

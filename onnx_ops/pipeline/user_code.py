@@ -24,7 +24,9 @@ from onnx_ops.domain.artifact import Digest, digest_file, digest_json
 from onnx_ops.errors import NotFoundError, UserError
 
 CODE = "code.json"
-"""The code of a trained model: the modules of its classes, and their dependencies in project files and packages."""
+"""The code of a trained model: the modules of its classes, and their dependencies in project files
+and packages.
+"""
 
 _OURS = __name__.partition(".")[0]
 
@@ -68,9 +70,9 @@ def collect_user_code(
 ) -> UserCode:
     """Collect all that some modules can import, and `depends`.
 
-    Source is followed in the project and in packages under development (an editable installation, `PYTHONPATH`). An
-    installed package counts with its version, and onnx-ops with the revisions of its stages. The version of Python
-    covers the standard library.
+    Source is followed in the project and in packages under development (an editable installation,
+    `PYTHONPATH`). An installed package counts with its version, and onnx-ops with the revisions of
+    its stages. The version of Python covers the standard library.
     """
     files: dict[str, Digest] = {}
     packages: dict[str, str] = {}
@@ -101,8 +103,8 @@ def find_code_file(name: str, root: Path) -> Path:
 def find_referenced_modules(path: Path, root: Path) -> frozenset[str]:
     """Find the modules that a trained model's files name.
 
-    Of an installed package only its top-level name is returned. The file is not loaded: that would need its framework,
-    and run its code. A name that occurs for another reason is harmless.
+    Of an installed package only its top-level name is returned. The file is not loaded: that would
+    need its framework, and run its code. A name that occurs for another reason is harmless.
     """
     if not path.is_file():
         return frozenset(

@@ -24,19 +24,21 @@ else:
     Array = Any
 
 Tensors = Mapping[str, Array]
-"""Named arrays; for model inputs and outputs the names are the ONNX ones and axis 0 is the batch."""
+"""Named arrays; for model inputs and outputs the names are the ONNX ones and axis 0 is the batch.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
     """Model inputs by ONNX name, and labels if there are any, of as many rows along axis 0.
 
-    As its source has them, an input can hold its rows on another axis; beside a model they are on axis 0. `values` are
-    inputs that are no rows, but the same for all of them.
+    As its source has them, an input can hold its rows on another axis; beside a model they are on
+    axis 0. `values` are inputs that are no rows, but the same for all of them.
 
-    `group` numbers the group of each row, where the pipeline names one. Otherwise `columns` holds the same for arrays
-    that are neither input nor label and that can show which rows belong together. `features` are the names of a
-    matrix's columns, where the pipeline joins columns of a table.
+    `group` numbers the group of each row, where the pipeline names one. Otherwise `columns` holds
+    the same for arrays that are neither input nor label and that can show which rows belong
+    together. `features` are the names of a matrix's columns, where the pipeline joins columns of a
+    table.
     """
 
     inputs: Tensors
@@ -81,7 +83,10 @@ class Dataset:
         for name, array in self.inputs.items():
             axis = axes.get(name, 0)
             if array.ndim <= axis or array.shape[axis] != count:
-                what = f"input {name!r} of shape {tuple(array.shape)} does not hold {count} rows on axis {axis}"
+                what = (
+                    f"input {name!r} of shape {tuple(array.shape)} does not hold {count} rows on "
+                    f"axis {axis}"
+                )
                 raise UserError(what, where="data", remedy=remedy)
         if not any(axes.values()):
             return self
@@ -113,7 +118,8 @@ def frame_of(inputs: Tensors) -> Any:
             raise UserError(
                 f"input {name!r} is not a column: it is of shape {tuple(array.shape)}",
                 where="data",
-                remedy="Leave out `inputs` of the data set, so that each column of its table is an input.",
+                remedy="Leave out `inputs` of the data set, so that each column of its table is an "
+                "input.",
             )
     return pandas.DataFrame({name: array.reshape(-1) for name, array in inputs.items()})
 

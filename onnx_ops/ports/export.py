@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 class ExportRequest:
     """Input of an exporter.
 
-    `samples` holds real inputs by ONNX name, at least two rows. `ordered`: whether the pipeline declares their order,
-    which a model needs that takes several inputs without names. `features` are the names of the columns of a matrix,
-    where they are known. `axes` is where `samples` have rows, if not on axis 0; None for an input that has none.
+    `samples` holds real inputs by ONNX name, at least two rows. `ordered`: whether the pipeline
+    declares their order, which a model needs that takes several inputs without names. `features`
+    are the names of the columns of a matrix, where they are known. `axes` is where `samples` have
+    rows, if not on axis 0; None for an input that has none.
     """
 
     section: Export
@@ -48,7 +49,9 @@ class Exporter(Plugin):
     """Turns a framework's model into an ONNX file and runs the original for comparison."""
 
     options: tuple[str, ...] | None = None
-    """Names of the keys of `export.options` that it takes. `check` refuses others; with None, only the export does."""
+    """Names of the keys of `export.options` that it takes. `check` refuses others; with None, only
+    the export does.
+    """
 
     @abstractmethod
     def save(self, model: object, folder: Path) -> None:
@@ -73,7 +76,8 @@ class Exporter(Plugin):
     ) -> Mapping[str, Array] | None:
         """Return the source model's outputs under the ONNX output names, computed in that precision.
 
-        None if the source cannot be run in that precision; parity then falls back on fixed tolerances.
+        None if the source cannot be run in that precision; parity then falls back on fixed
+        tolerances.
         """
 
     def with_custom_ops(self, libraries: tuple[CustomOps, ...]) -> Exporter:
@@ -118,8 +122,9 @@ class TracingExporter(Exporter):
 class Tree:
     """One decision tree, its n nodes in preorder: a split, then its branch up to the threshold, then the other one.
 
-    `features` int64 (n), -1 at a leaf; `thresholds` float32 (n), the largest float32 that still takes the first branch;
-    `weights` float32 (n, outputs), what a leaf adds to each output. The rest is 0.
+    `features` int64 (n), -1 at a leaf; `thresholds` float32 (n), the largest float32 that still
+    takes the first branch; `weights` float32 (n, outputs), what a leaf adds to each output. The
+    rest is 0.
     """
 
     features: npt.NDArray[np.int64]

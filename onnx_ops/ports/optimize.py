@@ -18,8 +18,8 @@ class OptimizeRequest:
     """Input of an optimizer. `calibration` holds inputs by ONNX name, or None if none was declared.
 
     Its rows are on axis 0; `values` are inputs that have none.
-    `machines` are the distinct kinds of machine of the variant's targets. `ranges` are what `read_ranges` has read from
-    these rows, in parts; without them the rows are read.
+    `machines` are the distinct kinds of machine of the variant's targets. `ranges` are what
+    `read_ranges` has read from these rows, in parts; without them the rows are read.
     """
 
     section: Quantize
@@ -42,7 +42,9 @@ class Optimizer(Plugin):
     """Whether `calibrate` is required."""
 
     reads_ranges: bool = False
-    """Whether `read_ranges` reads the ranges of calibration rows in parts, which `calibrate.shards` asks for."""
+    """Whether `read_ranges` reads the ranges of calibration rows in parts, which `calibrate.shards`
+    asks for.
+    """
 
     options: type | None = None
     """Dataclass of the keys of `options` in an entry of `quantize`. `check` refuses others; None: only the optimizer

@@ -16,7 +16,9 @@ class Plugin(ABC):  # noqa: B024 (the base class of each kind has the abstract m
     command that needs the plug-in fails before it starts if one is not installed."""
 
     converters: tuple[str, ...] = ()
-    """Further distributions, which shape an export only. Another version exports again and does not train again."""
+    """Further distributions, which shape an export only. Another version exports again and does not
+    train again.
+    """
 
     requirements: tuple[str, ...] = ()
     """Packages of the isolated environment that an exporter or optimizer runs in by default; none for this

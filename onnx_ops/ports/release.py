@@ -158,8 +158,8 @@ class EndpointProvider(Plugin):
     def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
         """Return the provider's capabilities for an endpoint with these settings.
 
-        These are `split`, `sticky`, `epochs` (users are assigned anew in each epoch), `shadow`, `guarded`, and those of
-        its metrics source.
+        These are `split`, `sticky`, `epochs` (users are assigned anew in each epoch), `shadow`,
+        `guarded`, and those of its metrics source.
         """
 
     @abstractmethod
@@ -195,25 +195,31 @@ class EndpointProvider(Plugin):
 
         Raises:
             ConflictError: a later generation, or another state of this one, was applied already.
-            NotFoundError, DigestMismatchError: a deployment's files are missing, or do not match its manifest.
-            RefusedError: the provider does not permit it, or onnx-ops did not create the resource of that name.
+            NotFoundError, DigestMismatchError: a deployment's files are missing, or do not match
+                its manifest.
+            RefusedError: the provider does not permit it, or onnx-ops did not create the resource
+                of that name.
             AlarmRollbackError: alarms guard the endpoint, and one reverted this state.
             ServiceUnavailableError: the endpoint could not be reached or started.
-            InfrastructureError: a model cannot be loaded, or the provider failed or reverted the change.
+            InfrastructureError: a model cannot be loaded, or the provider failed or reverted the
+                change.
         """
 
     @abstractmethod
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Give all traffic to the one deployment of `state` that has any.
 
-        Where the endpoint holds that deployment, this is one call that only changes weights; a later `apply` cleans up.
-        Deployments without traffic are neither loaded nor started, and others that the endpoint holds stay. An endpoint
-        that does not run, or does not answer, is started with this state only.
+        Where the endpoint holds that deployment, this is one call that only changes weights; a
+        later `apply` cleans up. Deployments without traffic are neither loaded nor started, and
+        others that the endpoint holds stay. An endpoint that does not run, or does not answer, is
+        started with this state only.
 
-        The state's own generation is that of the request: an endpoint that has reached the state since may be left.
+        The state's own generation is that of the request: an endpoint that has reached the state
+        since may be left.
 
         Raises:
-            NotFoundError, DigestMismatchError: the deployment's files are needed, and lost or damaged.
+            NotFoundError, DigestMismatchError: the deployment's files are needed, and lost or
+                damaged.
             ConflictError: a later generation was applied already.
             ServiceUnavailableError: the endpoint could not be reached or started.
         """
@@ -315,8 +321,8 @@ class EndpointProvider(Plugin):
 class MetricsSource(Plugin):
     """Counts of an endpoint's requests, from the server itself or a metrics service.
 
-    A source only reads. It can lag by a minute, as cloud metrics do; every reading then has the same lag for all
-    deployments.
+    A source only reads. It can lag by a minute, as cloud metrics do; every reading then has the
+    same lag for all deployments.
     """
 
     @abstractmethod
@@ -330,8 +336,8 @@ class MetricsSource(Plugin):
     ) -> MetricsReading:
         """Return the counts of these deployments until now, all at the same moment, each against its thresholds.
 
-        Counts only grow while `MetricsReading.origin` stays the same; a restart of the counters changes it. Unknown
-        counts are None.
+        Counts only grow while `MetricsReading.origin` stays the same; a restart of the counters
+        changes it. Unknown counts are None.
 
         Raises:
             ServiceUnavailableError: the source does not answer; a driver then waits.
@@ -390,7 +396,8 @@ class Notifier(Plugin):
 
         Raises:
             ServiceUnavailableError: the service does not answer, or limits the rate; try again.
-            RefusedError: the service denies access, or requires content that must not be sent there.
+            RefusedError: the service denies access, or requires content that must not be sent
+                there.
             UserError: a setting or a secret is missing or wrong.
         """
 

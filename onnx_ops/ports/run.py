@@ -51,7 +51,8 @@ class Executor(Protocol):
     ) -> Manifest:
         """Run attempts until one succeeds or `stage.retries` are spent.
 
-        `decide` reads a gate stage's decision from its result, so that an executor can show a failed gate as failed.
+        `decide` reads a gate stage's decision from its result, so that an executor can show a
+        failed gate as failed.
 
         Raises:
             OnnxOpsError: the last attempt's error.
@@ -93,7 +94,8 @@ class PlacedStage:
         title: Its name in the pipeline.
         pipeline: The name of the pipeline.
         key: Identifies its result; stages with one key are executed once.
-        parameters: What `app.placed_stage.answer` takes: small values, since the store has the rest.
+        parameters: What `app.placed_stage.answer` takes: small values, since the store has the
+            rest.
         timeout: Seconds from the start of the work; None for no limit.
     """
 
@@ -245,10 +247,11 @@ def _silent(_: str) -> None:
 class Context:
     """The ports of one project. Adapters are created on first use.
 
-    `root` is the project's folder, the base of user code and relative paths. `signer` gives None where decisions
-    are not signed. `exporter` and `optimizer` run in the given environment, else in their default one or in this
-    process. `notifiers` are by name. `conditions` describes the state of the machine (load, governor, limits).
-    `journal` is that of the stage with a key, `report_progress` receives the progress of a long stage.
+    `root` is the project's folder, the base of user code and relative paths. `signer` gives None
+    where decisions are not signed. `exporter` and `optimizer` run in the given environment, else in
+    their default one or in this process. `notifiers` are by name. `conditions` describes the state
+    of the machine (load, governor, limits). `journal` is that of the stage with a key,
+    `report_progress` receives the progress of a long stage.
     """
 
     root: Path

@@ -18,8 +18,9 @@ from onnx_ops.ports.plugin import Plugin
 class PairedBenchmarkSchedule:
     """How models are timed alternately.
 
-    Each of `rounds` builds a fresh session of every model, in random order, warms it up with `warmup` runs, and times
-    `blocks` rounds in which every model has a block of `runs` runs, in random order within each round.
+    Each of `rounds` builds a fresh session of every model, in random order, warms it up with
+    `warmup` runs, and times `blocks` rounds in which every model has a block of `runs` runs, in
+    random order within each round.
     """
 
     rounds: int
@@ -33,11 +34,12 @@ class PairedBenchmarkSchedule:
 class PairedBenchmarkSamples:
     """Raw samples of a paired benchmark: nanoseconds and preemptions of shape (rounds, blocks, models, runs).
 
-    `probe`, of the same shape, is the duration of a short, constant piece of work on the same core directly before or
-    after each run, the longer of the two. It shows how fast the machine was at that moment. None where a runtime has no
-    probe.
+    `probe`, of the same shape, is the duration of a short, constant piece of work on the same core
+    directly before or after each run, the longer of the two. It shows how fast the machine was at
+    that moment. None where a runtime has no probe.
 
-    `calls`: each sample is the mean of so many consecutive runs, where the clock is too coarse for one.
+    `calls`: each sample is the mean of so many consecutive runs, where the clock is too coarse for
+    one.
     """
 
     nanoseconds: Array
@@ -58,9 +60,9 @@ class RunSamples:
 class LoadSchedule:
     """How models are put under load.
 
-    Each of `rounds` builds a fresh session of every model, in random order. Each session answers `windows` windows of
-    `requests` requests that `concurrency` threads send without pause, the models in random order within each round. An
-    untimed window comes first on each session.
+    Each of `rounds` builds a fresh session of every model, in random order. Each session answers
+    `windows` windows of `requests` requests that `concurrency` threads send without pause, the
+    models in random order within each round. An untimed window comes first on each session.
     """
 
     concurrency: int
@@ -92,9 +94,10 @@ class StartSchedule:
 class StartSamples:
     """Samples of fresh processes, arrays of shape (rounds, models).
 
-    `load_ns` is the time to build the session, with the runtime imported; `first_ns` that of the first inference.
-    `peak_bytes` is the highest resident memory, file mappings included, while it loaded and answered, less the resident
-    memory just before; -1 where the system does not report it.
+    `load_ns` is the time to build the session, with the runtime imported; `first_ns` that of the
+    first inference. `peak_bytes` is the highest resident memory, file mappings included, while it
+    loaded and answered, less the resident memory just before; -1 where the system does not report
+    it.
     """
 
     load_ns: Array
@@ -105,8 +108,8 @@ class StartSamples:
 class Runtime(Plugin):
     """Runs ONNX files on one kind of target.
 
-    A runtime in another process raises StageError from every method if that process ended or did not answer in time,
-    which is not a failure of the model.
+    A runtime in another process raises StageError from every method if that process ended or did
+    not answer in time, which is not a failure of the model.
     """
 
     @abstractmethod

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 # Headers of the public listener, in lower case.
 USER_KEY_HEADER = "x-user-key"
-"""Requests with the same value are answered by the same deployment, while the split or its epoch lasts."""
+"""Requests with the same value are answered by the same deployment, while the split or its epoch
+lasts.
+"""
 REQUEST_ID_HEADER = "x-request-id"
 """Copied to the response."""
 TRACE_PARENT_HEADER = "traceparent"
@@ -46,19 +48,27 @@ LEASE_PATH = "/admin/lease"
 
 FAILURE_STATUSES = frozenset({"422", "429", "500", "503", "504", "other"})
 """Statuses that count against the deployment: its model failed on inputs that fit its signature, was not loaded, or
-answered too late. Queue overflow (429) and timeouts (504) are fair: all deployments share one first-come order."""
+answered too late. Queue overflow (429) and timeouts (504) are fair: all deployments share one
+first-come order.
+"""
 REJECTION_STATUSES = frozenset({"400", "404", "413", "415"})
 """Statuses of requests that were rejected before they reached a model."""
 
 USER_CELLS = 16_000
-"""Users are grouped by a hash of their key into cells, 160 for each percent: so every weight is met exactly."""
+"""Users are grouped by a hash of their key into cells, 160 for each percent: so every weight is met
+exactly.
+"""
 KEYLESS_CELL = USER_CELLS
 """The cell of requests without a user key."""
 CELLS = USER_CELLS + 1
 CELL_REQUESTS, CELL_ERRORS, CELL_REFUSED, CELL_FEEDBACK, CELL_SUCCESSES, CELL_LATENCIES = range(6)
-"""Fields of the counts of a cell. From `CELL_LATENCIES` on: requests by the number of thresholds that they exceed."""
+"""Fields of the counts of a cell. From `CELL_LATENCIES` on: requests by the number of thresholds
+that they exceed.
+"""
 MAX_USER_THRESHOLDS = 24
-"""Latency thresholds of a deployment: places of its distribution, and four quantiles with allowed slow-downs."""
+"""Latency thresholds of a deployment: places of its distribution, and four quantiles with allowed
+slow-downs.
+"""
 CELL_FIELDS = CELL_LATENCIES + MAX_USER_THRESHOLDS + 1
 _CELL_BYTES = 2 + 4 * CELL_FIELDS
 
@@ -67,9 +77,10 @@ _CELL_BYTES = 2 + 4 * CELL_FIELDS
 class AdminState:
     """Response to GET and PUT of the state; None before the first publication.
 
-    `failed` are deployments that could not be loaded again, with the reason. Those `out_of_service` ended workers, and
-    get no requests until the next publication. `counting_failure` is why a rollout gets no evidence at present; empty
-    if nothing failed. `memory` is None if it cannot be read.
+    `failed` are deployments that could not be loaded again, with the reason. Those `out_of_service`
+    ended workers, and get no requests until the next publication. `counting_failure` is why a
+    rollout gets no evidence at present; empty if nothing failed. `memory` is None if it cannot be
+    read.
     """
 
     state: EndpointState | None
@@ -83,9 +94,10 @@ class AdminState:
 class Lease:
     """Body of a PUT of the lease, and of its response.
 
-    `until_ns` is its end in nanoseconds since boot (CLOCK_BOOTTIME), 0 to end it; `serving_until_ns` that of the lease
-    which a table needs for any request at all (`RoutingTable.is_leased`). `lapsed` counts the requests since the start
-    of the server that the fallback answered, or that were refused, because there was no lease.
+    `until_ns` is its end in nanoseconds since boot (CLOCK_BOOTTIME), 0 to end it;
+    `serving_until_ns` that of the lease which a table needs for any request at all
+    (`RoutingTable.is_leased`). `lapsed` counts the requests since the start of the server that the
+    fallback answered, or that were refused, because there was no lease.
     """
 
     until_ns: int
@@ -98,13 +110,13 @@ class DeploymentCounts:
     """Counts of one deployment, summed over all workers.
 
     Attributes:
-        statuses: requests by HTTP status by which the deployment can be judged; `other` for any status that is not
-            listed. Shadow requests are excluded.
-        unjudged: all other requests by status: a client has selected the deployment, or every version with traffic
-            refuses the request.
+        statuses: requests by HTTP status by which the deployment can be judged; `other` for any
+            status that is not listed. Shadow requests are excluded.
+        unjudged: all other requests by status: a client has selected the deployment, or every
+            version with traffic refuses the request.
         latency: histogram of the time from the last byte of a request to its response.
-        service: the same without queueing, for requests that ran alone. Both have one bucket more than
-            `Counts.bounds_s`.
+        service: the same without queueing, for requests that ran alone. Both have one bucket more
+            than `Counts.bounds_s`.
         shadow_answered, shadow_differing, shadow_failed: mirrored requests by result.
         feedback, successes: entries of feedback that clients reported, and the good ones.
     """
@@ -127,8 +139,8 @@ class TableCounts:
     Attributes:
         split: equal for servers that draw the same deployment for each user.
         deployments: counts by name of deployment.
-        cells: counts by cell of users and deployment (see `decode_cells`), if they were requested and the split is
-            sticky. Unjudged requests are excluded.
+        cells: counts by cell of users and deployment (see `decode_cells`), if they were requested
+            and the split is sticky. Unjudged requests are excluded.
     """
 
     generation: int
@@ -153,8 +165,8 @@ class EpochCounts:
 class UserCountsRequest:
     """Body of a POST to the counts: count the requests of two deployments by user.
 
-    `limits_s` are, by deployment, ascending latency thresholds, at most `MAX_USER_THRESHOLDS`. Others than before reset
-    the counts by user.
+    `limits_s` are, by deployment, ascending latency thresholds, at most `MAX_USER_THRESHOLDS`.
+    Others than before reset the counts by user.
     """
 
     limits_s: Mapping[str, tuple[float, ...]]
@@ -172,10 +184,12 @@ class Counts:
         tables: counts by generation of the table, the present one last.
         epochs: closed epochs in ascending order. They do not change any more.
         open_epoch: counts until now of the present epoch.
-        closed_through: no epoch up to this number is counted any more; 0 if the split has no epochs.
-        cold_s: by deployment, seconds of loads in fresh processes. Measured if a deployment of a user counts request
-            gets neither traffic nor mirrored requests.
-        failure: why evidence is missing at present, such as an epoch that could not be turned; empty if nothing failed.
+        closed_through: no epoch up to this number is counted any more; 0 if the split has no
+            epochs.
+        cold_s: by deployment, seconds of loads in fresh processes. Measured if a deployment of a
+            user counts request gets neither traffic nor mirrored requests.
+        failure: why evidence is missing at present, such as an epoch that could not be turned;
+            empty if nothing failed.
         uptimes: by table, from the follower of a replica; servers leave it empty.
         is_final: the follower has ended, and these are the last counts of its start.
         server: name of the replica, from the name of its report; servers leave it empty.

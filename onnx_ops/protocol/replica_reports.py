@@ -1,7 +1,7 @@
 """What replicas report: their status, their counts, and each epoch that they have closed.
 
-Reports are claims of one process about itself. They judge a rollout, and hold no authority: they cannot change what is
-served.
+Reports are claims of one process about itself. They judge a rollout, and hold no authority: they
+cannot change what is served.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Routing tables that replicas follow: objects that are created once, numbered by the ledger, and signed.
 
-A replica follows the highest table that counts, and skips what is none. A table counts if a trusted release key has
-signed it for this endpoint and this number. A way back needs no signature: it names a table that one has signed, and
-gives all traffic to the version that answers there without a lease.
+A replica follows the highest table that counts, and skips what is none. A table counts if a trusted
+release key has signed it for this endpoint and this number. A way back needs no signature: it names
+a table that one has signed, and gives all traffic to the version that answers there without a
+lease.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from onnx_ops.protocol.routing_table import RoutingTable, build_next_table
 FOLDER = "table"
 """Folder of the tables in the place's control location."""
 HEAD = "head.json"
-"""A hint beside it: the last `TableHead` that was written. Nothing rests on it but the time of its writing."""
+"""A hint beside it: the last `TableHead` that was written. Nothing rests on it but the time of its
+writing.
+"""
 PAYLOAD_TYPE = "application/vnd.onnx-ops.replica-table+json"
 LEASE_S = 30.0
 """How long a replica gives a candidate traffic after it has listed the tables."""
 DEADLINE_S = 5.0
-"""How long a request that began under the lease may last, and a replica may take to adopt a table."""
+"""How long a request that began under the lease may last, and a replica may take to adopt a table.
+"""
 MAX_TABLE_BYTES = 4 << 20
 
 _NAME = re.compile(r"(\d{8})-([01])\.json")
@@ -73,10 +77,13 @@ class ReplicaTable:
     """What all replicas of an endpoint serve from this number on.
 
     Attributes:
-        table: deployments, without locations, with their layout; its fallback answers without a lease.
-        limits_s: latency thresholds of the deployments that are compared, as in a `UserCountsRequest`; empty: none are.
+        table: deployments, without locations, with their layout; its fallback answers without a
+            lease.
+        limits_s: latency thresholds of the deployments that are compared, as in a
+            `UserCountsRequest`; empty: none are.
         previous: digest of the bytes of the table that it follows; None if it is the first.
-        judge_timeout_s: seconds after which a candidate that is not judged any more loses its traffic; 0: never.
+        judge_timeout_s: seconds after which a candidate that is not judged any more loses its
+            traffic; 0: never.
     """
 
     endpoint: str
@@ -257,7 +264,8 @@ def plan_tables(
 ) -> tuple[ReplicaTable | None, ReplicaTable]:
     """Return the table that has new models loaded, if that must be waited for, and the table of the state.
 
-    A model that gets traffic for the first time is loaded everywhere first, with the traffic as it was.
+    A model that gets traffic for the first time is loaded everywhere first, with the traffic as it
+    was.
 
     Args:
         before: the newest table.
@@ -299,7 +307,8 @@ def _plan_load(
 ) -> ReplicaTable | None:
     """Return the table that has the new models of a state loaded, with the traffic of the table before.
 
-    None if no new model gets traffic, or if a deployment that serves gets other files: then nothing is kept.
+    None if no new model gets traffic, or if a deployment that serves gets other files: then nothing
+    is kept.
     """
     old, served = before.table.state, before.table.state.split
     new = [d for d in state.deployments if d not in old.deployments]

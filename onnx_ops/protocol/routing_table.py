@@ -22,7 +22,8 @@ FORMAT = "onnx-ops/table"
 VERSION = 1
 
 NOTICE_S = 10.0
-"""Time in which a balancer takes a server out, from when it is not ready until it refuses requests."""
+"""Time in which a balancer takes a server out, from when it is not ready until it refuses requests.
+"""
 
 CURRENT_FILE = "table.json"
 PREVIOUS_FILE = "table.previous.json"
@@ -35,14 +36,16 @@ _FEEDBACK_KEY = re.compile(f"[0-9a-f]{{{2 * FEEDBACK_KEY_BYTES}}}")
 class RoutingTable:
     """One published state of an endpoint.
 
-    `layout` holds the deployments' names, the newest first. It depends on when a deployment was added and never on
-    weights. Therefore a change of weights moves as few users as possible to another deployment.
+    `layout` holds the deployments' names, the newest first. It depends on when a deployment was
+    added and never on weights. Therefore a change of weights moves as few users as possible to
+    another deployment.
 
-    `fallback` is the deployment that answers all requests while the server has no lease; empty if it needs none. With
-    `is_leased`, the server refuses all requests while it has no lease for them, and is not ready `NOTICE_S` before.
+    `fallback` is the deployment that answers all requests while the server has no lease; empty if
+    it needs none. With `is_leased`, the server refuses all requests while it has no lease for them,
+    and is not ready `NOTICE_S` before.
 
-    `feedback_key` seals the tokens by which any server of the endpoint accepts feedback, in hexadecimal; empty: answers
-    have no tokens. It is a secret, so it is in no text about a table.
+    `feedback_key` seals the tokens by which any server of the endpoint accepts feedback, in
+    hexadecimal; empty: answers have no tokens. It is a secret, so it is in no text about a table.
     """
 
     state: EndpointState
@@ -78,8 +81,8 @@ class RoutingTable:
 def build_next_table(previous: RoutingTable | None, state: EndpointState) -> RoutingTable:
     """Return the table that publishes `state` after `previous`.
 
-    Known deployments keep their order. New ones, and those with another manifest, come first, in ascending order of
-    traffic. The feedback key stays.
+    Known deployments keep their order. New ones, and those with another manifest, come first, in
+    ascending order of traffic. The feedback key stays.
     """
     known = {} if previous is None else {d.name: d.manifest for d in previous.state.deployments}
     manifests = {d.name: d.manifest for d in state.deployments}

@@ -27,7 +27,9 @@ TOKEN_FILE = "token"  # noqa: S105 (the name of the file)
 WORKERS_FOLDER = "workers"
 """One file per live worker, named after its process id; holds the start time of that process."""
 HANDOVER_SOCKET = "handover.sock"
-"""Unix socket on which workers without a supervisor give their listening sockets to the next supervisor."""
+"""Unix socket on which workers without a supervisor give their listening sockets to the next
+supervisor.
+"""
 AUDIT_FILE = "audit.jsonl"
 """Audit trail: one line per requested change and one per result."""
 
@@ -135,13 +137,15 @@ class ServerOptions(ContainerOptions):
     admin_socket: Annotated[
         str,
         doc(
-            "Unix socket of a second admin listener, which needs no token; only the owner can connect."
+            "Unix socket of a second admin listener, which needs no token; "
+            "only the owner can connect."
         ),
     ] = ""
     trusted_keys: Annotated[
         str,
         doc(
-            "Folder of public keys, or keys in base64: only models signed by them are loaded; empty: any model."
+            "Folder of public keys, or keys in base64: only models signed by them are loaded; "
+            "empty: any model."
         ),
     ] = ""
     endpoint: Annotated[
@@ -172,15 +176,18 @@ def explain_unservable(target: Target, available: Collection[str]) -> str:
         if provider.package:
             return f"the server does not load plug-ins such as {provider.package}"
         if provider.name not in available:
-            return f"the server's build of ONNX Runtime has no {provider.name}; it has {', '.join(sorted(available))}"
+            return (
+                f"the server's build of ONNX Runtime has no {provider.name}; "
+                f"it has {', '.join(sorted(available))}"
+            )
     return ""
 
 
 def read_start_time(pid: int) -> str | None:
     """Return when a process started, in clock ticks since boot; None if it ended.
 
-    Pid and start time together identify a process: the system reuses pids. A process whose first thread has ended
-    runs, and keeps its port, until its last thread ends.
+    Pid and start time together identify a process: the system reuses pids. A process whose first
+    thread has ended runs, and keeps its port, until its last thread ends.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

@@ -62,7 +62,8 @@ def verify_delivery(
     delivery, timestamp = headers.get(ID_HEADER, ""), headers.get(TIMESTAMP_HEADER, "")
     signature = headers.get(SIGNATURE_HEADER, "").encode("utf-8", "replace")
     expected = sign_delivery(secret, delivery, timestamp, body).encode()
-    # The signature is always compared, so that the response time does not reveal which part was wrong.
+    # The signature is always compared, so that the response time does not reveal which part was
+    # wrong.
     if not hmac.compare_digest(signature, expected) or not 0 < len(delivery) <= _MAX_ID_CHARS:
         raise InvalidSignatureError("the delivery is not signed with this receiver's secret")
     if not _SECONDS.fullmatch(timestamp) or abs(now - int(timestamp)) > TOLERANCE_S:

@@ -25,8 +25,8 @@ from onnx_ops.release.journal import Journal
 class Adoption:
     """A state of a ledger that is to count: that of entry `state.head`. Entries after it, up to `count`, do not.
 
-    Some of these may be known only to this machine or to the endpoint. `damage` is the reason why they cannot be read;
-    empty if they can.
+    Some of these may be known only to this machine or to the endpoint. `damage` is the reason why
+    they cannot be read; empty if they can.
     """
 
     state: ReleaseState
@@ -89,10 +89,12 @@ def withdraw_key(
     """Have signatures by a key count no longer, where they did; call it before the key is removed from the trusted.
 
     Args:
-        keep: the last entry of a ledger that still counts, by endpoint; by default all that were written count.
+        keep: the last entry of a ledger that still counts, by endpoint; by default all that were
+            written count.
 
     Returns:
-        The sequence of the new entry by endpoint, and the errors of the ledgers that could not be changed.
+        The sequence of the new entry by endpoint, and the errors of the ledgers that could not be
+        changed.
     """
 
     def withdraw(name: str) -> int:
@@ -130,7 +132,8 @@ def _require_counting(context: Context, state: ReleaseState) -> None:
             "the signature of this machine does not count in this ledger",
             where=f"ledger {state.endpoint}",
             why=f"keys that count: {', '.join(map(short_digest, sorted(state.keys)))}",
-            remedy="Have a machine with one of them admit the key of this one: `onnx-ops keys admit FILE`.",
+            remedy="Have a machine with one of them admit the key of this one: "
+            "`onnx-ops keys admit FILE`.",
         )
 
 
@@ -189,7 +192,8 @@ def adopt(
 ) -> int:
     """Make a state count from now on, with one signed entry; return its sequence.
 
-    The keys that count are the release keys of this machine: those of an older state may have been retired since.
+    The keys that count are the release keys of this machine: those of an older state may have been
+    retired since.
 
     Args:
         without: a key whose signatures are to count no longer.
@@ -200,8 +204,8 @@ def adopt(
         LedgerConflictError: another process appended an entry meanwhile.
     """
     state = adoption.state
-    # The registry gets the marks of rollbacks again and the entries from here on. It keeps the marks of those rollbacks
-    # that are among the lost entries.
+    # The registry gets the marks of rollbacks again and the entries from here on. It keeps the
+    # marks of those rollbacks that are among the lost entries.
     marked = frozenset(
         version for version, d in state.known.items() if state.find_rejection(d) is not None
     )
@@ -232,6 +236,7 @@ def _remove_key(keys: Mapping[Digest, str], key: Digest | None, endpoint: str) -
         raise RefusedError(
             "no other key counts in this ledger",
             where=f"ledger {endpoint}",
-            remedy="Replace the key first (`onnx-ops keys rotate`), or admit another one (`onnx-ops keys admit`).",
+            remedy="Replace the key first (`onnx-ops keys rotate`), or admit another one (`onnx-ops "
+            "keys admit`).",
         )
     return left

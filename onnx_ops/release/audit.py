@@ -120,7 +120,8 @@ def load_decision_basis(
     Raises:
         NotFoundError: there is no decision for the target.
         InvalidSignatureError: no trusted key has signed it.
-        DigestMismatchError: it is about other files, or the stored evidence differs from the signed one.
+        DigestMismatchError: it is about other files, or the stored evidence differs from the signed
+            one.
     """
     where = f"{record.model}/{record.version}"
     signed = record.decisions.get(target)

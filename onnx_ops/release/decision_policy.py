@@ -1,6 +1,7 @@
 """Which versions a signed decision or override allows to serve.
 
-Pure functions without store or registry: the reconciler and the policy in the MLflow server apply the same rules.
+Pure functions without store or registry: the reconciler and the policy in the MLflow server apply
+the same rules.
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ def require_passing_decision(
     """Return the decision that allows the version to serve the target.
 
     Args:
-        others: decisions from elsewhere, such as another version with the same content. Those that are validly signed
-            and about exactly this content and target count too: the one with the highest sequence decides, and of
-            several with the same sequence the worst. None replaces the version's own.
+        others: decisions from elsewhere, such as another version with the same content. Those that
+            are validly signed and about exactly this content and target count too: the one with the
+            highest sequence decides, and of several with the same sequence the worst. None replaces
+            the version's own.
 
     Raises:
         RefusedError: there is none, or it is not a pass.
-        InvalidSignatureError: it is forged, signed by a key that is not trusted, or about something else.
+        InvalidSignatureError: it is forged, signed by a key that is not trusted, or about something
+            else.
     """
     where, own = f"{record.model}/{record.version}", record.decisions.get(target)
     if own is None:
@@ -53,14 +56,16 @@ def require_passing_decision(
             why=f"it has decisions for {', '.join(sorted(record.decisions))}"
             if record.decisions
             else "",
-            remedy="Run its pipeline with this target in `benchmark.targets`, where decisions are signed.",
+            remedy="Run its pipeline with this target in `benchmark.targets`, "
+            "where decisions are signed.",
         )
     about = verify_envelope(own.envelope, DecisionRecord, verifier, where=where)
     if not is_about(about, record, target):
         raise InvalidSignatureError(
             "the signed decision is about another model, version or target",
             where=where,
-            why=f"it names {about.model}, {about.variant}, {short_digest(about.manifest)}, {about.target}",
+            why=f"it names {about.model}, {about.variant}, {short_digest(about.manifest)}, "
+            f"{about.target}",
             remedy="A tag was copied from another version; run the pipeline again.",
         )
     own = Attested(record=about, envelope=own.envelope)
@@ -94,8 +99,8 @@ def is_valid_for(
 def read_override(record: VersionRecord, target: str, verifier: Verifier) -> SignedOverride | None:
     """Return the override in the version's tags for a target, or None.
 
-    It needs both tags: the reason, which a user can delete, and the record that was signed for that reason and exactly
-    this version.
+    It needs both tags: the reason, which a user can delete, and the record that was signed for that
+    reason and exactly this version.
     """
     text = record.tags.get(override_record_tag(target), "")
     try:
@@ -128,8 +133,8 @@ def find_rejection_reason(
 ) -> str | None:
     """Return why this endpoint does not take the version back; None if it does, or an override allows it.
 
-    The registry's tag counts too: a rollback in it counts even if the ledger does not hold it any more, unless an
-    override was signed later.
+    The registry's tag counts too: a rollback in it counts even if the ledger does not hold it any
+    more, unless an override was signed later.
     """
     override = find_recorded_override(state, what, target, verifier)
     why = state.find_rejection(what) if override is None else None
@@ -185,9 +190,10 @@ def build_override(
 ) -> OverrideRecord:
     """Return the override record to sign for a version.
 
-    Operator libraries and execution are those of a signed decision about these files, regardless of its verdict.
-    Without one, the files are served without libraries of operators, on one thread of the CPU. The time is never before
-    a published rollback of the version, even if the clock is wrong, since the user knows of that rollback.
+    Operator libraries and execution are those of a signed decision about these files, regardless of
+    its verdict. Without one, the files are served without libraries of operators, on one thread of
+    the CPU. The time is never before a published rollback of the version, even if the clock is
+    wrong, since the user knows of that rollback.
 
     Args:
         verifier: verifies the decision; None where none can be verified.

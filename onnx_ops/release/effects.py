@@ -1,7 +1,8 @@
 """The effects of actions on endpoints: the intent before, the lease meanwhile, the outcome after.
 
-An open intent is the lease of the endpoint. It is renewed while the effect is in progress, since a cloud update can
-take twenty minutes. A killed process no longer renews it, and another one takes over when the lease expires.
+An open intent is the lease of the endpoint. It is renewed while the effect is in progress, since a
+cloud update can take twenty minutes. A killed process no longer renews it, and another one takes
+over when the lease expires.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from onnx_ops.release.decision_policy import REJECTED_REMEDY, find_rejection_rea
 from onnx_ops.release.journal import Journal
 
 LEASE_S = 120.0
-"""How long an intent excludes other processes. A holder that is known to be dead loses it at once."""
+"""How long an intent excludes other processes. A holder that is known to be dead loses it at once.
+"""
 LEASE_CHECK_INTERVAL_S = 1.0
 """How often the thread that renews the lease checks the time, in seconds of this machine."""
 
@@ -45,11 +47,12 @@ def perform_action(
 ) -> None:
     """Record the intent, apply the action to the endpoint, and record the outcome. Renews the lease meanwhile.
 
-    A failed effect may still have taken place, because an answer can be lost; the observed endpoint then shows it.
-    A rollback is complete only once it was observed.
+    A failed effect may still have taken place, because an answer can be lost; the observed endpoint
+    then shows it. A rollback is complete only once it was observed.
 
     Args:
-        effect: performs the action, given the intent's sequence; by default applies the action's state.
+        effect: performs the action, given the intent's sequence; by default applies the action's
+            state.
         selected: the alias that the action follows.
 
     Raises:

@@ -10,7 +10,9 @@ from typing import TypeVar
 from onnx_ops.errors import OnnxOpsError
 
 COMMAND_TIMEOUT_S = 4.0
-"""Seconds that a command waits for endpoints. An operator needs an answer within ten, start of Python included."""
+"""Seconds that a command waits for endpoints. An operator needs an answer within ten, start of
+Python included.
+"""
 MAX_PAUSE_S = 60.0
 """Longest pause between two attempts, in seconds."""
 
@@ -59,8 +61,8 @@ def run_concurrently(
 ) -> dict[str, _Result | OnnxOpsError]:
     """Run each call in a separate thread; return its result or error by name.
 
-    A call that exceeds the time limit continues until this process ends; `on_timeout` returns the error to report for
-    it.
+    A call that exceeds the time limit continues until this process ends; `on_timeout` returns the
+    error to report for it.
 
     Raises:
         BaseException: a call raised an exception other than `OnnxOpsError`.

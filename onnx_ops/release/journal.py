@@ -14,7 +14,9 @@ from onnx_ops.errors import ConflictError, CorruptStateError, LedgerConflictErro
 from onnx_ops.ports import Context
 
 MAX_CONFLICT_ATTEMPTS = 10
-"""Attempts to append after losing to another writer. Each loss means that the other writer made progress."""
+"""Attempts to append after losing to another writer. Each loss means that the other writer made
+progress.
+"""
 _Result = TypeVar("_Result")
 
 

@@ -42,8 +42,8 @@ def send_pending(
 ) -> tuple[DeliveryResult, ...]:
     """Send pending notifications about an endpoint through every notifier whose name `accepts` allows.
 
-    A notifier that is new to the endpoint gets notifications that are at most an hour old. One that fails keeps its
-    place, and does not delay the others.
+    A notifier that is new to the endpoint gets notifications that are at most an hour old. One that
+    fails keeps its place, and does not delay the others.
 
     Raises:
         CorruptStateError: the ledger is damaged.

@@ -65,8 +65,10 @@ class PromotionResult:
     def explain_left(self) -> str:
         """Return why nothing was promoted, and what would change that."""
         return (
-            f"v{self.version} was promoted on {self.target} before, and v{self.left} has taken its place since, so v"
-            f"{self.left} stays. To change that: onnx-ops promote {self.model}/{self.version} --target {self.target}"
+            f"v{self.version} was promoted on {self.target} before, "
+            f"and v{self.left} has taken its place since, so v"
+            f"{self.left} stays. To change that: onnx-ops promote {self.model}/{self.version} "
+            f"--target {self.target}"
         )
 
 
@@ -83,10 +85,12 @@ def promote_release(
 ) -> PromotionResult:
     """Promote what a run has registered, as `promote`, unless it was promoted before and something else serves now.
 
-    Whatever took its place was newer, or an operator wanted it: a run that changed nothing does not undo that.
+    Whatever took its place was newer, or an operator wanted it: a run that changed nothing does not
+    undo that.
 
     Args:
-        release: the release of the version. A registry that was made anew can have another one of that number.
+        release: the release of the version. A registry that was made anew can have another one of
+            that number.
         always: promote it nevertheless.
     """
     aliases = context.registry().aliases(model)
@@ -181,10 +185,12 @@ def promote(
     Args:
         reason: recorded; required for an override.
         override: serve it regardless of its gates and history.
-        expects: endpoints that will be bound next, so that the champion is left to their reconciler.
+        expects: endpoints that will be bound next, so that the champion is left to their
+            reconciler.
 
     Raises:
-        RefusedError: its decision does not allow it, it was rolled back, or no key here can sign an override.
+        RefusedError: its decision does not allow it, it was rolled back, or no key here can sign an
+            override.
         NotFoundError: no such version.
         UserError: an override without a reason.
     """
@@ -230,7 +236,8 @@ def bind_endpoint(
         abandon: why deployments elsewhere under this name may be left behind; recorded.
 
     Raises:
-        UserError: the endpoint serves another model or target, or does not support the change while it exists.
+        UserError: the endpoint serves another model or target, or does not support the change while
+            it exists.
         RefusedError: it runs elsewhere, and `abandon` is empty.
         ConflictError: another process is changing what would be left behind.
     """
@@ -243,7 +250,8 @@ def bind_endpoint(
             raise UserError(
                 f"endpoint {config.endpoint} serves {bound.model} on {bound.target}",
                 where=f"pipeline {config.pipeline}",
-                remedy="An endpoint binds one model and one target; give this deployment another name.",
+                remedy="An endpoint binds one model and one target; "
+                "give this deployment another name.",
             )
         if (orphan := _find_moved(context, journal.state, config)) is not None:
             if not abandon:
@@ -308,7 +316,8 @@ def abandon_dropped(
 def delete_endpoint(context: Context, endpoint: str, *, reason: str = "", actor: str = "") -> None:
     """Delete the endpoint and unbind its name; its ledger stays.
 
-    After a kill, the next call or the reconciler completes it. Versions, aliases and rejections stay.
+    After a kill, the next call or the reconciler completes it. Versions, aliases and rejections
+    stay.
 
     Raises:
         NotFoundError: no such endpoint.
@@ -404,7 +413,8 @@ def _override(
                 "the override cannot be signed here",
                 where=f"{record.model}/{record.version}",
                 why="it must be signed with a trusted key",
-                remedy="Run it where a signing key is, or set the tag in MLflow if its server signs overrides.",
+                remedy="Run it where a signing key is, or set the tag in MLflow if its server signs "
+                "overrides.",
             )
         by, now = actor or context.host.actor(), context.clock.now()
         signed = sign_record(
@@ -475,8 +485,9 @@ def _orphan_error(context: Context, orphans: Sequence[EndpointConfig]) -> Refuse
         f"{', '.join(names)} would be left behind unmanaged",
         where=f"pipeline {orphans[0].pipeline}",
         why="; ".join(_describe_orphan(context, config) for config in orphans),
-        remedy=f"Revert the change; or delete it first with `onnx-ops delete {names[0]}`; or leave it there with "
-        "`onnx-ops run FILE --abandon REASON`: it then runs and costs money until it is deleted at its provider.",
+        remedy=f"Revert the change; or delete it first with `onnx-ops delete {names[0]}`; "
+        "or leave it there with `onnx-ops run FILE --abandon REASON`: "
+        "it then runs and costs money until it is deleted at its provider.",
     )
 
 

@@ -1,8 +1,8 @@
 """Retention: find and remove versions, model folders, stored objects and provider resources that nothing needs.
 
-A stored object is needed if it is named by a recorded result, the ledger, a decision behind an alias, or another needed
-document. A result is recorded only after its files were stored. Young objects therefore stay, because a run may be
-about to record them.
+A stored object is needed if it is named by a recorded result, the ledger, a decision behind an
+alias, or another needed document. A result is recorded only after its files were stored. Young
+objects therefore stay, because a run may be about to record them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ from onnx_ops.ports import Context
 from onnx_ops.release.journal import list_bound_endpoints
 
 YOUNGEST_S = DAY
-"""Objects younger than this always stay: no stage takes longer from its first file to its record."""
+"""Objects younger than this always stay: no stage takes longer from its first file to its record.
+"""
 _LARGEST_DOCUMENT = 1 << 22
-"""Bytes. Documents that name others are far smaller; weights and samples are not searched for digests."""
+"""Bytes. Documents that name others are far smaller; weights and samples are not searched for
+digests.
+"""
 _DIGEST = re.compile(rb"sha256:[0-9a-f]{64}")
 
 
@@ -42,7 +45,8 @@ def find_unreferenced(context: Context, *, older_than_s: float) -> tuple[StoredO
         CorruptStateError: a ledger is damaged, so that its needs are unknown.
     """
     before = context.clock.now() - max(older_than_s, YOUNGEST_S)
-    # Before the results are read: results recorded later cannot need old objects that were not stored again.
+    # Before the results are read: results recorded later cannot need old objects that were not
+    # stored again.
     stored = context.store.contents()
     sizes = {one.digest: one.size_bytes for one in stored if one.digest is not None}
 
@@ -204,9 +208,9 @@ def plan_pruning(
 ) -> PrunePlan:
     """Return what is not needed now. Nothing is changed.
 
-    A version stays while an alias points at it, an endpoint serves it, can roll back to it or will serve it next, it
-    belongs to one of the newest releases, or it is young. If an endpoint does not answer, every version that it ever
-    served stays.
+    A version stays while an alias points at it, an endpoint serves it, can roll back to it or will
+    serve it next, it belongs to one of the newest releases, or it is young. If an endpoint does not
+    answer, every version that it ever served stays.
 
     Args:
         keep: newest releases of each model that stay, with all of their variants.
@@ -263,7 +267,8 @@ def prune(context: Context, plan: PrunePlan) -> PrunePlan:
             entry for entry in versions if _delete_unneeded(context, model, entry.version)
         )
         left |= {entry.manifest for entry in versions if entry not in removed[model]}
-    # After the versions: a kill in between leaves a folder, which the next pruning finds by its age.
+    # After the versions: a kill in between leaves a folder, which the next pruning finds by its
+    # age.
     folders = _forget_folders(context, plan.folders, left)
     cleared = delete_orphans(context, plan.orphans.orphans)
     return PrunePlan(
@@ -289,8 +294,8 @@ def _find_folders(
 ) -> Iterator[StoredObject]:
     """Yield the model folders that are not wanted, if their version leaves or they are older than `before`."""
     for folder in context.files.list_folders():
-        # The version of an old folder may have been removed by a pruning that was killed. What another model needs
-        # later is downloaded again.
+        # The version of an old folder may have been removed by a pruning that was killed. What
+        # another model needs later is downloaded again.
         if folder.digest not in wanted and (folder.digest in leaving or folder.at < before):
             yield folder
 

@@ -1,9 +1,10 @@
 """Move an endpoint toward its desired state, one recorded action at a time, as its metrics allow.
 
-`reconcile_step` is level-triggered and idempotent: it reads desired and observed state, takes at most one action, and
-can be killed at any point; the next call continues or reverts the action. `find_step` makes its decision, and returns
-the change that is due without making it. So a pass over many endpoints (`reconcile_pass`) decides by what it has read
-once, and an endpoint without a change costs no request to the registry.
+`reconcile_step` is level-triggered and idempotent: it reads desired and observed state, takes at
+most one action, and can be killed at any point; the next call continues or reverts the action.
+`find_step` makes its decision, and returns the change that is due without making it. So a pass over
+many endpoints (`reconcile_pass`) decides by what it has read once, and an endpoint without a change
+costs no request to the registry.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ ReadAliases: TypeAlias = Callable[[str], Mapping[str, str]]
 """Returns versions by alias of a model."""
 
 MAX_STEPS = 20
-"""A rollout has a few steps; more than this in one call means that two writers undo each other's changes."""
+"""A rollout has a few steps; more than this in one call means that two writers undo each other's
+changes.
+"""
 RECORD_INTERVAL_S = 60.0
 """Interval at which readings that change nothing are recorded. A crash loses a minute of counts, and a rollout of a
 week leaves about ten thousand entries.
@@ -170,7 +173,8 @@ def reconcile_step(context: Context, endpoint: str, *, actor: str = "") -> StepR
         LedgerConflictError: another process acted meanwhile; call again.
         ConflictError: the endpoint is changed by something that does not write the ledger.
         ServiceUnavailableError: the endpoint could not be reached.
-        RefusedError: the registry does not permit an alias; an endpoint that died is restored nevertheless.
+        RefusedError: the registry does not permit an alias; an endpoint that died is restored
+            nevertheless.
     """
     journal = Journal.open(context, endpoint, actor=actor)
     return _take(find_step(journal, lambda model: context.registry().aliases(model)))
@@ -204,8 +208,9 @@ def find_step(journal: Journal, read_aliases: ReadAliases) -> StepReport | Chang
 class _StepBasis:
     """What a step is decided on. The failures are those of its earlier attempts.
 
-    An endpoint that died is restored in spite of `unwritten`, a failure to write the registry. The registry may request
-    something that can be served in spite of `unrestored`, a failure to restore the endpoint.
+    An endpoint that died is restored in spite of `unwritten`, a failure to write the registry. The
+    registry may request something that can be served in spite of `unrestored`, a failure to restore
+    the endpoint.
     """
 
     journal: Journal
@@ -287,8 +292,10 @@ def _require_known(journal: Journal, observed: EndpointState | None) -> None:
     raise CorruptStateError(
         f"the ledger went back: it ends with entry {head}",
         where=f"ledger {endpoint}",
-        why=f"the endpoint has carried out entry {generation}; the storage was restored from a backup, or changed",
-        remedy="Restore the newer ledger, or accept this state: `onnx-ops ledger adopt` (`onnx-ops docs backup`).",
+        why=f"the endpoint has carried out entry {generation}; the storage was restored from a "
+        "backup, or changed",
+        remedy="Restore the newer ledger, or accept this state: `onnx-ops ledger adopt` (`onnx-ops "
+        "docs backup`).",
     )
 
 
@@ -340,7 +347,8 @@ def _act(
         _note_wait(journal, desired, action)
         return _report_wait(journal, action.why, registry_down=desired.registry_down)
     if action.is_rollback:
-        # Requested before it is tried: a kill in between leaves a pending rollback, which every step tries again.
+        # Requested before it is tried: a kill in between leaves a pending rollback, which every
+        # step tries again.
         request_and_carry_out(journal, pin_aliases(journal.context, journal.config, action))
         performed = action
     else:

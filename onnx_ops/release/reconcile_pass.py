@@ -39,7 +39,8 @@ class ReconcilePass:
     """One pass over endpoints.
 
     Args:
-        read_snapshot: reads the registry; called once, if at all. While the registry is down it gets no other request.
+        read_snapshot: reads the registry; called once, if at all. While the registry is down it
+            gets no other request.
     """
 
     def __init__(self, context: Context, read_snapshot: Callable[[], RegistrySnapshot]) -> None:
@@ -78,8 +79,8 @@ class ReconcilePass:
         try:
             step = find_step(Journal.open(self._cached, endpoint, actor=actor), self._read_aliases)
         except CorruptStateError:
-            # The states of a pass may be older than what an endpoint has carried out meanwhile. Only fresh reads show
-            # whether its ledger went back.
+            # The states of a pass may be older than what an endpoint has carried out meanwhile.
+            # Only fresh reads show whether its ledger went back.
             return None
         return step if isinstance(step, StepReport) else None
 

@@ -1,6 +1,7 @@
 """Synchronize an endpoint's ledger with the registry, in both directions.
 
-Read the verified desired state from the registry; write back the ledger's aliases, refusals and entries.
+Read the verified desired state from the registry; write back the ledger's aliases, refusals and
+entries.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ from onnx_ops.scratch import Scratch
 MAX_TEXT = 400
 """Longest reason in a tag, in characters."""
 _OUTAGES = (ServiceUnavailableError, MissingPackageError)
-"""Errors with which an endpoint continues with the ledger's state: the registry, or its client here, is missing."""
+"""Errors with which an endpoint continues with the ledger's state: the registry, or its client
+here, is missing.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +64,9 @@ class DesiredState:
     """The deployment that should serve, or why there is none.
 
     `request` is the alias that requests it, and its version.
-    `refused` is a version that an alias points to but that is not allowed to serve. `registry_down` is the reason why
-    the registry could not be read, `blocked_by` the reason why an approved version does not start yet. `champion` is
-    the version under the target's champion alias.
+    `refused` is a version that an alias points to but that is not allowed to serve. `registry_down`
+    is the reason why the registry could not be read, `blocked_by` the reason why an approved
+    version does not start yet. `champion` is the version under the target's champion alias.
     """
 
     deployment: Deployment | None
@@ -120,8 +123,8 @@ def _continue_without_registry(state: ReleaseState, error: OnnxOpsError) -> Desi
 def find_blocking_dependency(journal: Journal, version: VersionRecord) -> str:
     """Return why this endpoint cannot start the version yet; empty if it can, or has started.
 
-    It waits until the endpoints of its policy's `depends_on` have served the release with all traffic for
-    `depends_on_soak`.
+    It waits until the endpoints of its policy's `depends_on` have served the release with all
+    traffic for `depends_on_soak`.
     """
     roles, policy = journal.state.roles, journal.state.policy
     if version.manifest in [d.manifest for d in (roles.candidate, roles.stable) if d is not None]:
@@ -282,11 +285,12 @@ def is_registry_outdated(journal: Journal, champion: str | None) -> bool:
 def write_pending_aliases(journal: Journal) -> str:
     """Write the pending aliases to the registry; return what was written, or empty if it must wait.
 
-    The champion is written once every endpoint of the model and target serves it. An alias that a user moved after the
-    entry that set it is not changed: `read_request` takes it as a request.
+    The champion is written once every endpoint of the model and target serves it. An alias that a
+    user moved after the entry that set it is not changed: `read_request` takes it as a request.
 
     Raises:
-        ServiceUnavailableError, RefusedError: the registry does not answer, or refuses; the aliases stay pending.
+        ServiceUnavailableError, RefusedError: the registry does not answer, or refuses; the aliases
+            stay pending.
     """
     if not _may_write_aliases(journal):
         return ""
@@ -295,7 +299,8 @@ def write_pending_aliases(journal: Journal) -> str:
     champion = format_alias("champion", config.target)
     registry = journal.context.registry()
     present = registry.aliases(config.model)
-    # The champion last: while it is still the old one, the registry's server allows it to become `previous`.
+    # The champion last: while it is still the old one, the registry's server allows it to become
+    # `previous`.
     for name, version in sorted(pending.items(), key=lambda item: item[0] == champion):
         current = present.get(name)
         if version is None:
@@ -333,7 +338,8 @@ def publish_rejections(journal: Journal) -> bool:
 def record_alias(journal: Journal, champion: str | None) -> bool:
     """Record that the registry's champion is what serves here, although another process set it.
 
-    Otherwise the alias would permanently look moved by a user, and take precedence over every later release.
+    Otherwise the alias would permanently look moved by a user, and take precedence over every later
+    release.
     """
     if not _is_alias_unrecorded(journal, champion):
         return False
@@ -344,8 +350,9 @@ def record_alias(journal: Journal, champion: str | None) -> bool:
 def publish_entries(journal: Journal, aliases: Mapping[str, str | None]) -> None:
     """Record that the registry shows these aliases, and publish the new entries of the ledger there.
 
-    Entries since the last such record are published before the next one is written: a kill in between repeats them.
-    Readings, renewals and notifications are left out, as there can be one per minute.
+    Entries since the last such record are published before the next one is written: a kill in
+    between repeats them. Readings, renewals and notifications are left out, as there can be one per
+    minute.
     """
     config = journal.config
 
@@ -361,8 +368,8 @@ def publish_entries(journal: Journal, aliases: Mapping[str, str | None]) -> None
 def is_alias_spent(journal: Journal, version: str) -> bool:
     """Return whether a challenger alias on this version requests nothing any more.
 
-    Its version serves already; or it was rolled back here, and the alias will be deleted or is still needed by another
-    endpoint of the same model and target.
+    Its version serves already; or it was rolled back here, and the alias will be deleted or is
+    still needed by another endpoint of the same model and target.
     """
     state, config = journal.state, journal.config
     if state.roles.stable is not None and version == state.roles.stable.version:
@@ -409,8 +416,8 @@ def _is_moved_by_user(state: ReleaseState, name: str, version: str | None) -> bo
 def _find_request(journal: Journal, aliases: Mapping[str, str]) -> tuple[str, str] | None:
     """Return the alias that requests a change, and its version.
 
-    A champion alias that a user moved counts as a challenger. An endpoint without any version starts with the
-    champion, if the model has one on this target.
+    A champion alias that a user moved counts as a challenger. An endpoint without any version
+    starts with the champion, if the model has one on this target.
     """
     state, target = journal.state, journal.config.target
     champion, challenger = format_alias("champion", target), format_alias("challenger", target)
@@ -485,7 +492,8 @@ def _not_serving(state: ReleaseState, version: VersionRecord, soak_s: float, now
         return "its own rollout is in progress"
     if roles.stable is None or roles.stable.release != version.release:
         return "it does not serve this release"
-    # Zero once the previous version is gone, which the check of the pipeline file puts after the soak.
+    # Zero once the previous version is gone, which the check of the pipeline file puts after the
+    # soak.
     left = roles.finished_at + soak_s - now
     return (
         f"it has served this release for less than {soak_s:g} s"
@@ -510,8 +518,8 @@ def fetch_files(context: Context, record: VersionRecord) -> str:
                 f"the registry holds {short_digest(manifest.digest())}, "
                 f"but {short_digest(record.manifest)} was registered",
                 where=f"{record.model}/{record.version}",
-                remedy="Its artifact was changed after it was evaluated; run the pipeline again, or roll back to a "
-                "version that is intact.",
+                remedy="Its artifact was changed after it was evaluated; run the pipeline again, "
+                "or roll back to a version that is intact.",
             )
         return context.files.admit(folder, manifest)
 

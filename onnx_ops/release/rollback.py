@@ -1,7 +1,8 @@
 """Move all traffic back to a version that is known to work. Needs only the ledger and the endpoint.
 
-A rollback is requested first, by an entry in the ledger, and is pending from then on: despite any failure or kill,
-every reconciliation tries again, until the endpoint was observed there or an operator withdraws the request.
+A rollback is requested first, by an entry in the ledger, and is pending from then on: despite any
+failure or kill, every reconciliation tries again, until the endpoint was observed there or an
+operator withdraws the request.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ from onnx_ops.release.journal import (
 from onnx_ops.release.registry_sync import restore_files
 
 OBSERVE_TIMEOUT_S = 2.0
-"""Seconds to observe whether an earlier rollback took effect. An endpoint that does not answer proves nothing."""
+"""Seconds to observe whether an earlier rollback took effect. An endpoint that does not answer
+proves nothing.
+"""
 _POLL_INTERVAL_S = 0.1
 
 
@@ -115,19 +118,21 @@ def roll_back_each(
 ) -> tuple[dict[str, RollbackResult], dict[str, OnnxOpsError]]:
     """Request that all traffic goes to the previous version, or to `to`, and carry it out on all endpoints at once.
 
-    The request takes precedence over any open action: its later outcome no longer counts, and the endpoint refuses its
-    later effects, which carry a lower generation. A request that has taken effect already changes nothing.
+    The request takes precedence over any open action: its later outcome no longer counts, and the
+    endpoint refuses its later effects, which carry a lower generation. A request that has taken
+    effect already changes nothing.
 
     Args:
         force: allow a version that was rolled back itself.
-        pin: keep aliases that several endpoints share; else they follow once all of these have rolled back.
+        pin: keep aliases that several endpoints share; else they follow once all of these have
+            rolled back.
         candidate_only: only abort a rollout in progress.
         timeout_s: seconds after which an unfinished rollback is reported as pending.
 
     Returns:
-        Results and errors by endpoint. Errors are NotFoundError (no such endpoint or version), RefusedError (that
-        version was rolled back itself), StillPendingError (requested, and not carried out yet) and UserError (no
-        rollout is in progress, and `candidate_only` is set).
+        Results and errors by endpoint. Errors are NotFoundError (no such endpoint or version),
+        RefusedError (that version was rolled back itself), StillPendingError (requested, and not
+        carried out yet) and UserError (no rollout is in progress, and `candidate_only` is set).
     """
 
     def request(journal: Journal) -> tuple[RollbackResult, Journal]:
@@ -268,7 +273,8 @@ def send_command(
             raise UserError(
                 "no operator has paused this rollout",
                 where=config.endpoint,
-                remedy=f"To skip the open checks of its present step: onnx-ops rollout advance {config.endpoint}",
+                remedy="To skip the open checks of its present step: "
+                f"onnx-ops rollout advance {config.endpoint}",
             )
         journal.append(OperatorCommandSent(command=command, reason=reason))
 
@@ -286,8 +292,8 @@ def select_endpoints(
 ) -> tuple[str, ...]:
     """Return the endpoints of a rollback: the named ones, or with `every` all of a model and target.
 
-    Without `to`, these are only the endpoints that have the latest release of any of them: an endpoint that it has not
-    reached has nothing to roll back.
+    Without `to`, these are only the endpoints that have the latest release of any of them: an
+    endpoint that it has not reached has nothing to roll back.
 
     Raises:
         UserError: neither or both are given.
@@ -314,11 +320,13 @@ def _list_endpoints_of(
     selected = [
         state.endpoint
         for state in states
-        # A damaged ledger does not show whether it had that release: its rollback must fail visibly.
+        # A damaged ledger does not show whether it had that release: its rollback must fail
+        # visibly.
         if latest in _list_active_releases(state) or find_corruption(context, state.endpoint)
     ]
     if not selected:
-        # A repetition after the rollback: the endpoints that rolled back from it, to report completion.
+        # A repetition after the rollback: the endpoints that rolled back from it, to report
+        # completion.
         selected = [
             state.endpoint
             for state in states
@@ -371,7 +379,8 @@ def _carry_out(journal: Journal, result: RollbackResult) -> RollbackResult:
     def attempt() -> None:
         deadline = time.monotonic() + COMMAND_TIMEOUT_S
         try:
-            # Another process may finish the same rollback, so that repeated commands do not each start it anew.
+            # Another process may finish the same rollback, so that repeated commands do not each
+            # start it anew.
             while (intent := journal.active_intent()) is not None:
                 if time.monotonic() > deadline:
                     raise ServiceUnavailableError(
@@ -405,7 +414,8 @@ def _still_pending(result: RollbackResult, why: str) -> StillPendingError:
         f"accepted, still pending: all traffic to {result.moved_to}",
         where=result.endpoint,
         why=why,
-        remedy=f"Every `onnx-ops reconcile` and watch tries again; {result.moved_from} counts as rejected meanwhile. "
+        remedy="Every `onnx-ops reconcile` and watch tries again; "
+        f"{result.moved_from} counts as rejected meanwhile. "
         f"Withdraw it with `onnx-ops rollback --withdraw {result.endpoint} --reason ...`.",
     )
 
@@ -424,7 +434,8 @@ def _build_result(state: ReleaseState, action: Action) -> RollbackResult:
 def _find_done(journal: Journal, to: str | None, force: bool) -> RollbackResult | None:
     """Return the result of an earlier request, or None if there is something to do.
 
-    Without `to`, a rollback after a rollback is the same one again: to go further back, an operator names a version.
+    Without `to`, a rollback after a rollback is the same one again: to go further back, an operator
+    names a version.
     """
     state, config = journal.state, journal.config
     stable, last = state.roles.stable, state.last_rollback
@@ -464,14 +475,15 @@ def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> Action:
         raise RefusedError(
             "the endpoint is being deleted",
             where=config.endpoint,
-            remedy=f"Complete the deletion with `onnx-ops delete {config.endpoint}`, or withdraw it with "
-            f"`onnx-ops rollback --withdraw {config.endpoint} --reason ...`.",
+            remedy=f"Complete the deletion with `onnx-ops delete {config.endpoint}`, "
+            f"or withdraw it with `onnx-ops rollback --withdraw {config.endpoint} --reason "
+            "...`.",
         )
     begun = state.open_intent.action if state.open_intent is not None else None
     if state.pending_rollback is not None:
         begun = state.pending_rollback.action
-    # A started effect may have reached the endpoint, so it counts as done; a deployment being removed still counts
-    # as present, so that it is rejected too.
+    # A started effect may have reached the endpoint, so it counts as done; a deployment being
+    # removed still counts as present, so that it is rejected too.
     roles = begun.roles if begun is not None and begun.kind is not ActionKind.ABORT else state.roles
     goal = _find_goal(state, roles, to, force)
     if (rejection := state.find_rejection(goal)) is not None and not force:

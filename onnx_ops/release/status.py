@@ -60,8 +60,9 @@ _TIMELINE = (
 class EndpointStatus:
     """The state of the ledger and that of the provider. `actual` is None if the endpoint's manager does not answer.
 
-    `unsupervised`: its clients get answers although the manager does not answer. `servers` are those that report one by
-    one, and `outliers` those of them whose requests fail or are slow unlike those of the others.
+    `unsupervised`: its clients get answers although the manager does not answer. `servers` are
+    those that report one by one, and `outliers` those of them whose requests fail or are slow
+    unlike those of the others.
     """
 
     state: ReleaseState
@@ -76,8 +77,9 @@ class EndpointStatus:
 class HistoryLine:
     """One ledger entry for people and auditors. `at` is ISO 8601 in UTC, `kind` that of the entry or its action.
 
-    `versions` are the deployments by role once the entry has taken effect; empty where it changes no roles. `traffic`
-    holds the shares of the versions after it, in percent; empty where it moves none, or failed to.
+    `versions` are the deployments by role once the entry has taken effect; empty where it changes
+    no roles. `traffic` holds the shares of the versions after it, in percent; empty where it moves
+    none, or failed to.
     """
 
     endpoint: str
@@ -109,8 +111,8 @@ class HistoryFilter:
 class RolloutView:
     """A rollout in progress. `step` indexes `steps`; `seconds` is the time in that step.
 
-    Without analysis or readable metrics, `judged` is None and `evidence` is empty. `next` describes in one line the
-    next action of a reconciliation, or what it waits for.
+    Without analysis or readable metrics, `judged` is None and `evidence` is empty. `next` describes
+    in one line the next action of a reconciliation, or what it waits for.
     """
 
     endpoint: str
@@ -489,7 +491,10 @@ def _describe_thresholds(body: ThresholdsFixed) -> str:
     fixed = body.thresholds
     if fixed is None:
         return "none: too few requests"
-    return f"{describe(fixed)}, from {fixed.requests} requests; the candidate's: {describe(body.slower or fixed)}"
+    return (
+        f"{describe(fixed)}, from {fixed.requests} requests; "
+        f"the candidate's: {describe(body.slower or fixed)}"
+    )
 
 
 def _describe_action(action: Action) -> str:

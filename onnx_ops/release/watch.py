@@ -1,6 +1,7 @@
 """Reconcile all endpoints continuously: at an interval, and at once where a model is queued.
 
-Every pass reads the full state again (aliases, ledgers, endpoints, time), so a missed wake-up loses nothing.
+Every pass reads the full state again (aliases, ledgers, endpoints, time), so a missed wake-up loses
+nothing.
 """
 
 from __future__ import annotations
@@ -228,7 +229,8 @@ class WatchLoop:
         except OnnxOpsError as error:
             self._fail(name, str(error))
         except Exception as error:
-            # One endpoint's bug must not end the watch of all others; its traceback goes to the log.
+            # One endpoint's bug must not end the watch of all others; its traceback goes to the
+            # log.
             _log.exception("endpoint %s", name)
             self._fail(name, f"unexpected: {type(error).__name__}: {error}")
         else:

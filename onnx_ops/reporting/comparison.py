@@ -29,10 +29,13 @@ from onnx_ops.reporting.plots import measured_ratio, name_of
 from onnx_ops.statistics.intervals import change_interval
 
 CHAMPION = "champion"
-PAIRED = "Changes of task metrics are paired, on the same rows. Ratios come from alternating runs on one machine."
+PAIRED = (
+    "Changes of task metrics are paired, on the same rows. Ratios come from alternating runs on "
+    "one machine."
+)
 APART = (
-    "Measured at different times, so a change has an interval only where it is of the same rows, paired. Where it has "
-    "none, and the two intervals overlap, noise may explain it."
+    "Measured at different times, so a change has an interval only where it is of the same rows, "
+    "paired. Where it has none, and the two intervals overlap, noise may explain it."
 )
 Pairs = Callable[[Evidence, Evidence], Sequence[PairedCounts | ScoreComparison]]
 """The comparison of two runs' answers to the same rows, metric by metric."""
@@ -52,8 +55,8 @@ class ComparedMetric:
 class ModelComparison:
     """A variant of the release compared with one other model on one target.
 
-    `against` is "the champion", or the name of the base branch. `note` gives the basis of the lines, or the reason why
-    there are none.
+    `against` is "the champion", or the name of the base branch. `note` gives the basis of the
+    lines, or the reason why there are none.
     """
 
     against: str
@@ -68,10 +71,11 @@ class ModelComparison:
 class VariantRow:
     """The measurements of one variant on one target.
 
-    `latency` is the median of the variant that others are timed beside, and for those this median times their paired
-    ratio: medians of different minutes contradict the ratios between them.
+    `latency` is the median of the variant that others are timed beside, and for those this median
+    times their paired ratio: medians of different minutes contradict the ratios between them.
 
-    The champion has a separate row, with its version and without a verdict. Without evidence, `size_bytes` is None.
+    The champion has a separate row, with its version and without a verdict. Without evidence,
+    `size_bytes` is None.
     """
 
     variant: str

@@ -21,10 +21,11 @@ KEPT = (
 """End of a registered model's description that no person has changed."""
 
 _VERSIONS = (
-    "Each version is one variant of one release. Its description begins with the verdict on each target, and links the "
-    "report of the release.\n\n"
-    "Alias `champion-<target>` is on the version that serves, `previous-<target>` on the one that a rollback returns "
-    "to. To roll out another version, set `challenger-<target>` on it. If it did not pass, the alias is moved back, "
+    "Each version is one variant of one release. Its description begins with the verdict on each "
+    "target, and links the report of the release.\n\n"
+    "Alias `champion-<target>` is on the version that serves, `previous-<target>` on the one "
+    "that a rollback returns to. To roll out another version, set `challenger-<target>` on it. "
+    "If it did not pass, the alias is moved back, "
     "and the version gets the tag `onnxops.rejected.<alias>` with the reason."
 )
 _REASON_LIMIT = 240
@@ -108,13 +109,15 @@ def version_description(
 
     The verdicts are plain text, because MLflow lists the first line of a description unrendered.
 
-    The text has at most `DESCRIPTION_LIMIT` characters: the worst results come first, and a line counts those left out.
-    `decisions` are by target; `figures` summarize the measurements in one sentence per target.
+    The text has at most `DESCRIPTION_LIMIT` characters: the worst results come first, and a line
+    counts those left out. `decisions` are by target; `figures` summarize the measurements in one
+    sentence per target.
     """
     ordered = [decisions[target] for target in sorted(decisions)]
     tail = markdown(_cut(_describe_origin(variant, lineage, provenance), 4 * _REASON_LIMIT))
     verdicts = [
-        f"{decision.verdict.value.upper()} on {markdown(decision.target)}: {markdown(_cut(decision.reason))}  "
+        f"{decision.verdict.value.upper()} on {markdown(decision.target)}: "
+        f"{markdown(_cut(decision.reason))}  "
         for decision in sorted(ordered, key=lambda decision: -decision.verdict.rank)
     ]
     results = []
@@ -176,7 +179,10 @@ def _fitted(lines: Sequence[str], room: int, what: str, *, prefix: Sequence[str]
         return whole
     for count in range(len(lines) - 1, -1, -1):
         left_out = len(lines) - count
-        note = f"\n\n{left_out} more {what}{'s' if left_out > 1 else ''} left out here; the evidence holds all of them."
+        note = (
+            f"\n\n{left_out} more {what}{'s' if left_out > 1 else ''} left out here; "
+            "the evidence holds all of them."
+        )
         text = "\n".join((*prefix, *lines[:count])) + note if count else note.strip()
         if len(text) <= room:
             return text

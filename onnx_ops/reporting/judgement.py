@@ -26,8 +26,8 @@ from onnx_ops.reporting.structure import advice_lines
 class Heading:
     """The text above the table.
 
-    `rows` describes the rows that the files were run on, `times` the median times of a request after and before, and
-    `notes` what could not be shown.
+    `rows` describes the rows that the files were run on, `times` the median times of a request
+    after and before, and `notes` what could not be shown.
     """
 
     baseline: str
@@ -78,7 +78,10 @@ def table_rows(decisions: Sequence[Decision], sizes: tuple[int, int]) -> list[Ro
         seen += results
     before, after = sizes
     ratio = after / before if before else 0.0
-    parts = f"{format_figure(ratio, 'x')} ({format_figure(after, 'B')}, was {format_figure(before, 'B')})"
+    parts = (
+        f"{format_figure(ratio, 'x')} ({format_figure(after, 'B')}, "
+        f"was {format_figure(before, 'B')})"
+    )
     return [
         *rows,
         Row(target="", what="size", measured=parts, limit=NOTHING, verdict=None, reason=""),

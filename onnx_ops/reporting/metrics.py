@@ -106,7 +106,8 @@ def champion_values(evidence: Evidence) -> Mapping[str, Measured]:
 def task_metric(evidence: Evidence, name: str) -> Measured | None:
     """Return the variant's value of a metric, by its label, with its 90 % interval.
 
-    Where models were compared with each other, without labels, it is the value against the baseline.
+    Where models were compared with each other, without labels, it is the value against the
+    baseline.
     """
     for counts in evidence.metrics:
         right = counts.both + counts.only_candidate

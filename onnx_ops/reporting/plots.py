@@ -91,8 +91,9 @@ def latency_figure(target: str, evidence: Sequence[Evidence]) -> Figure | None:
     return Figure(
         title=f"Latency on {target}",
         svg=chart.render(f"Distribution of latency on {target}"),
-        caption=f"Single runs of {batches} row(s) a request, one session a variant; medians with 90 % intervals. "
-        "Verdicts about slower or faster rest on the session pairs, not on these curves.",
+        caption=f"Single runs of {batches} row(s) a request, one session a variant; "
+        "medians with 90 % intervals. Verdicts about slower or faster rest on the session "
+        "pairs, not on these curves.",
         keys=tuple(keys),
     )
 
@@ -139,9 +140,11 @@ def parity_figure(
     return Figure(
         title=f"Same function? {what}",
         svg=_draw_rows(axis, limit, rows).render(f"Parity of {what} by output and group of inputs"),
-        caption=f"{_count_shown(known)} pairs of output and group of inputs; n = {n} rows per output. "
-        f"Dashed: limit {'none' if limit is None else number(limit) + '×'}. A maximum over the rows, so without "
-        "interval. At the left edge: no difference." + _describe_columns(known, limit),
+        caption=f"{_count_shown(known)} pairs of output and group of inputs; "
+        f"n = {n} rows per output. Dashed: "
+        f"limit {'none' if limit is None else number(limit) + '×'}. "
+        "A maximum over the rows, so without interval. At the left edge: no difference."
+        + _describe_columns(known, limit),
     )
 
 
@@ -202,9 +205,9 @@ def weights_figure(what: str, evidence: Evidence, decision: Decision | None) -> 
         svg=_draw_rows(axis, limit, rows, stems=True).render(
             f"Quantization error of {what} by weight"
         ),
-        caption=f"{_count_shown(known)} weights, n = {sum(w.elements for w in known)} elements. Dashed: limit "
-        f"{'none' if limit is None else number(limit) + ' steps'}. Rounding alone makes up to 0.5. "
-        "A maximum over all elements, so without interval.",
+        caption=f"{_count_shown(known)} weights, n = {sum(w.elements for w in known)} elements. "
+        f"Dashed: limit {'none' if limit is None else number(limit) + ' steps'}. "
+        "Rounding alone makes up to 0.5. A maximum over all elements, so without interval.",
     )
 
 
@@ -375,9 +378,10 @@ def search_figure(record: SearchRecord, target: str) -> Figure | None:
     return Figure(
         title=f"What the search {record.name} saw on {target}",
         svg=chart.render(f"Loss of {record.metric} against time on {target}"),
-        caption="Lower left is better. Every dot is a model that was built; full ones are on the front: nothing else "
-        "is at once as exact, as small and as fast. Rings mark variants. "
-        f"Dashed: the budget, {number(limit)} points. What loses far more is at the upper edge. "
+        caption="Lower left is better. Every dot is a model that was built; "
+        "full ones are on the front: nothing else is at once as exact, "
+        "as small and as fast. Rings mark variants. Dashed: the budget, "
+        f"{number(limit)} points. What loses far more is at the upper edge. "
         f"Loss on {record.rows} tuning rows; times of 5 session pairs with 90 % intervals. "
         "The gates measure the variants afresh, on other rows.",
         keys=tuple(keys),
@@ -486,7 +490,8 @@ def ratio_figure(
     return Figure(
         title=f"{of.capitalize()} ratio: {what}",
         svg=chart.render(f"{of.capitalize()} ratio of {what}"),
-        caption=f"{ratio.text()}{_describe_runs(comparison)}. {_BAND} Full dots: {noun}s; {_name_blocks(pairs)}"
+        caption=f"{ratio.text()}{_describe_runs(comparison)}. {_BAND} Full dots: "
+        f"{noun}s; {_name_blocks(pairs)}"
         f"rings: {comparison.against} against itself, the noise of the host.",
     )
 

@@ -17,7 +17,10 @@ LIMIT = 60_000
 _LONGEST = 300
 """Characters of author and time."""
 
-_UNREVIEWED = "Reported by this pull request's own code, in a job without credentials. It is judged again when it is merged."
+_UNREVIEWED = (
+    "Reported by this pull request's own code, in a job without credentials. "
+    "It is judged again when it is merged."
+)
 
 _VARIANT_HEADS = ("variant", "target", "verdict", "task metrics", "median latency", "size")
 _RESULT_HEADS = ("variant", "target", "gate", "limit", "figure", "verdict", "reason")
@@ -27,9 +30,9 @@ _RESULT_HEADS = ("variant", "target", "gate", "limit", "figure", "verdict", "rea
 class Checked:
     """One pipeline and its gate results. `error` is the reason for missing results, or another failure.
 
-    `because` are the changed paths that caused the run; `verdict` is that of the whole pipeline; `withheld` is why a
-    passing variant was not released. `comparisons` are with the champion and the base branch; `made_by` is author and
-    time of the change.
+    `because` are the changed paths that caused the run; `verdict` is that of the whole pipeline;
+    `withheld` is why a passing variant was not released. `comparisons` are with the champion and
+    the base branch; `made_by` is author and time of the change.
     """
 
     file: str
@@ -65,7 +68,10 @@ def _find_unfounded_choice(one: Checked) -> str:
     for choice in one.choices:
         verdict = decided.get((choice.variant or "", choice.target), Verdict.INCONCLUSIVE)
         if choice.verdict is Verdict.PASS and verdict is not Verdict.PASS:
-            return f"{one.file} chooses {choice.variant or 'nothing'} for {choice.target}, which its gates did not pass"
+            return (
+                f"{one.file} chooses {choice.variant or 'nothing'} for {choice.target}, "
+                "which its gates did not pass"
+            )
     return ""
 
 
@@ -88,7 +94,8 @@ def page(
 ) -> str:
     """Return Markdown on the pipelines that a commit affects, the worst first, never longer than `LIMIT`.
 
-    `reports` is the address of the whole reports; empty if there is none. Results of `unreviewed` code are marked.
+    `reports` is the address of the whole reports; empty if there is none. Results of `unreviewed`
+    code are marked.
     """
     made = next((one.made_by for one in checked if one.made_by), f"commit {commit[:12]}")[:_LONGEST]
     head = f"## onnx-ops: {title(checked)}\n\n{markdown(made)}"
@@ -101,7 +108,8 @@ def page(
         part = _describe_pipeline(one)
         if len(part) > room:
             parts.append(
-                f"{len(checked) - len(parts) + 1} more pipelines are in the reports; there was no room here."
+                f"{len(checked) - len(parts) + 1} more pipelines are in the reports; "
+                "there was no room here."
             )
             break
         parts.append(part)

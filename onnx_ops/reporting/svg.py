@@ -181,7 +181,8 @@ class Chart:
     def row(self, y: float, name: str, value: str) -> None:
         """Write name and value of a horizontal row, left and right of the drawing.
 
-        A name that is wider than the left margin is written above the row, on as many lines as needed.
+        A name that is wider than the left margin is written above the row, on as many lines as
+        needed.
         """
         top = self._top_of(y)
         if 8 + len(name) * _CHARACTER <= self.left:

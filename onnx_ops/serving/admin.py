@@ -1,7 +1,7 @@
 """The admin listeners: read and publish the state, read the counts.
 
-One listens on loopback and requires the token. An optional second one listens on a Unix socket that only the server's
-user can connect to.
+One listens on loopback and requires the token. An optional second one listens on a Unix socket that
+only the server's user can connect to.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ def _build_response(content: bytes, status: int = 200) -> RawResponse:
 class AuditTrail:
     """Records each requested change and its result in a file, durably.
 
-    A change that cannot be recorded is not applied (ServiceUnavailableError). `actor` is `token` for clients with the
-    admin token, or `uid:N` for a user of the Unix socket.
+    A change that cannot be recorded is not applied (ServiceUnavailableError). `actor` is `token`
+    for clients with the admin token, or `uid:N` for a user of the Unix socket.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -2,11 +2,12 @@
 
 Usage: `python -m onnx_ops.serving.container [serve]`.
 
-`ONNX_OPS_MODEL_DIR` or `AZUREML_MODEL_DIR` names the model's folder; default: `/opt/ml/model`. It, or a folder below,
-holds a `deployment.json` beside the version's files in `model/`, or just a `model.onnx`.
+`ONNX_OPS_MODEL_DIR` or `AZUREML_MODEL_DIR` names the model's folder; default: `/opt/ml/model`. It,
+or a folder below, holds a `deployment.json` beside the version's files in `model/`, or just a
+`model.onnx`.
 
-With `ONNX_OPS_FOLLOW` and `ONNX_OPS_REPORTS` the container is a replica: it follows the tables at the first URL, and
-reports at the second one.
+With `ONNX_OPS_FOLLOW` and `ONNX_OPS_REPORTS` the container is a replica: it follows the tables at
+the first URL, and reports at the second one.
 """
 
 from __future__ import annotations

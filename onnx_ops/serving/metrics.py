@@ -1,13 +1,15 @@
 """Metrics of all workers, in shared memory and as Prometheus scrapes them.
 
-The memory is anonymous and made before the first fork, so that it needs no file and outlives any worker. Each number
-has 8 bytes, is aligned, and has exactly one writer, except for counted tokens; a reader sees the old value or the new
-one.
+The memory is anonymous and made before the first fork, so that it needs no file and outlives any
+worker. Each number has 8 bytes, is aligned, and has exactly one writer, except for counted tokens;
+a reader sees the old value or the new one.
 
     header:      published revision; its epoch; the watch of a rollout (see `cell_counts`); spare
-    processes:   one per worker, `PROCESS_NUMBERS` each: its heartbeat, and what it runs (see `worker_health`)
+    processes:   one per worker, `PROCESS_NUMBERS` each: its heartbeat, and what it runs (see
+        `worker_health`)
     labels:      one text per slot, written by the supervisor
-    rows:        one per worker and slot, and one per slot for its shadow process, `COLUMNS` numbers each
+    rows:        one per worker and slot, and one per slot for its shadow process, `COLUMNS` numbers
+        each
     request ids: which deployment answered a request id, `REQUEST_IDS` per worker (see `feedback`)
     answers:     which deployment answered a cell of users last, per worker (see `feedback`)
     tokens:      which tokens of answers have counted, of all workers (see `feedback`)
@@ -38,12 +40,16 @@ from onnx_ops.protocol.messages import CELL_FIELDS, CELLS, USER_CELLS
 from onnx_ops.protocol.routing_table import RoutingTable
 
 SLOTS = 64
-"""Deployments with separate metrics. Those of the present and the previous table always have a slot."""
+"""Deployments with separate metrics. Those of the present and the previous table always have a
+slot.
+"""
 _HEADER = 64
 REVISION = 0
 """Place of the published revision in the header, which every worker serves."""
 EPOCH = 1
-"""Place of the epoch in the header, for a revision whose split is drawn anew in each. Written before the revision."""
+"""Place of the epoch in the header, for a revision whose split is drawn anew in each. Written
+before the revision.
+"""
 WATCH = 2
 """Place of the watch number in the header. Behind it, for each of two deployments: its slot, and its thresholds as
 places in `BOUNDS_S`."""
@@ -55,23 +61,33 @@ LEASE = 62
 """Place in the header of the end of the lease that a table with a fallback needs, in nanoseconds since boot; 0: none.
 """
 SERVING_LEASE = 63
-"""Place in the header of the end of the lease that a leased table needs for any request, as `LEASE`."""
+"""Place in the header of the end of the lease that a leased table needs for any request, as
+`LEASE`.
+"""
 HEARTBEAT = 0
 """Place of the last heartbeat of a worker's event loop, in nanoseconds of `time.monotonic`."""
 LAPSED = 1
-"""Place of the requests that a worker has given to the fallback, or refused, because the server had no lease."""
+"""Place of the requests that a worker has given to the fallback, or refused, because the server had
+no lease.
+"""
 INLINE_RUN, HUNG_RUN, LOST_RUN = 2, 4, 6
 """Places of runs of a worker: on its event loop; the one that did not end; and the one on the event loop of the worker
 that died before it."""
 RUN_SLOT, RUN_CELL = 0, 1
-"""Numbers of a run: its slot, and the user's cell from 1 on. No cell: a client has selected the deployment."""
+"""Numbers of a run: its slot, and the user's cell from 1 on. No cell: a client has selected the
+deployment.
+"""
 THREAD_RUNS = 16
 """Place of the numbers of runs in progress on a worker's threads: `RUN_KINDS` for each slot.
 
-They are counted by slot, not listed by thread: overdue runs (see `WorkerThreads`) can outnumber the threads."""
+They are counted by slot, not listed by thread: overdue runs (see `WorkerThreads`) can outnumber the
+threads.
+"""
 RUN_KINDS = 2
 ROUTED, SELECTED = 0, 1
-"""Kinds of runs: all of its requests were routed by the split; or a client has selected the deployment for any."""
+"""Kinds of runs: all of its requests were routed by the split; or a client has selected the
+deployment for any.
+"""
 PROCESS_NUMBERS = THREAD_RUNS + RUN_KINDS * SLOTS
 RING = 3
 """Epochs that are counted at once: the present one, and those of requests that still run."""
@@ -80,7 +96,9 @@ BLOCKS = RING + 1
 BLOCK_CELLS = 2 * CELLS
 """Cells of a block, of two deployments."""
 CELL_NUMBERS = CELL_FIELDS + 2
-"""Numbers of a cell: its fields, requests in progress, and whether it is listed. 32 of them fill two cache lines."""
+"""Numbers of a cell: its fields, requests in progress, and whether it is listed. 32 of them fill
+two cache lines.
+"""
 _TAG_NUMBERS = 4
 _COUNT_BYTES = 4
 _ROUNDING = 1e-9
@@ -90,19 +108,24 @@ _NUMBER_BYTES = 8
 STATUSES = (200, 400, 404, 408, 413, 415, 422, 429, 431, 499, 500, 503, 504)
 """HTTP statuses with a counter; 499: the client closed the connection before its request ran."""
 STEPS = 16
-"""Latency buckets per factor of two: 4.4 % a step, so that a rollout can detect a difference of 20 %."""
+"""Latency buckets per factor of two: 4.4 % a step, so that a rollout can detect a difference of 20
+%.
+"""
 BOUNDS_S = tuple(1e-5 * 2 ** (k / STEPS) for k in range(21 * STEPS + STEPS // 2 + 1))
 """Upper bounds of the latency histograms in seconds: 10 µs to 30 s."""
 REQUEST_IDS = 1 << 15
 TOKEN_BUCKETS, BUCKET_TOKENS = 32_749, 8
-"""Tokens of answers that are remembered: 2 MiB. The number of buckets is a prime, which spreads stamps of any clock."""
+"""Tokens of answers that are remembered: 2 MiB. The number of buckets is a prime, which spreads
+stamps of any clock.
+"""
 WARM_UP_REQUESTS = 64
 """First requests to a deployment, whose latency is not compared: caches and memory are still cold. Workers divide
 them, but each has at least `MIN_WARM_UP_REQUESTS`."""
 MIN_WARM_UP_REQUESTS = 16
 
-# Columns of a row. Requests that ran on the event loop and are comparable are counted in the INLINE columns, all others
-# in the QUEUED columns, and of these the comparable ones in the SERVICE columns without their time in the queue.
+# Columns of a row. Requests that ran on the event loop and are comparable are counted in the INLINE
+# columns, all others in the QUEUED columns, and of these the comparable ones in the SERVICE columns
+# without their time in the queue.
 _COLUMN_OF = {status: column for column, status in enumerate(STATUSES)}
 OTHER_STATUS = len(STATUSES)
 _STATUS_COLUMNS: Sequence[tuple[int | str, int]] = (*_COLUMN_OF.items(), ("other", OTHER_STATUS))
@@ -136,7 +159,9 @@ _GAUGES = (QUEUED, IN_PROGRESS, CONNECTIONS)
 
 _SHOWN_STEPS = STEPS // 2
 _SHOWN_BOUNDS = BOUNDS_S[::_SHOWN_STEPS]
-"""Bounds on the page, in steps of the square root of two: enough for dashboards, in an eighth of the lines."""
+"""Bounds on the page, in steps of the square root of two: enough for dashboards, in an eighth of
+the lines.
+"""
 _TRACE_PARENT = re.compile(rb"00-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 """https://www.w3.org/TR/trace-context/#traceparent-header"""
 _TRACE_PARENT_BYTES = 55
@@ -183,9 +208,11 @@ class CellBlock:
     """Memory of one worker for the counts by cell of users of one epoch.
 
     Attributes:
-        tag: generation, epoch and watch that are counted, and the number of listed cells; format `Q`.
+        tag: generation, epoch and watch that are counted, and the number of listed cells; format
+            `Q`.
         counts: `CELL_NUMBERS` for each of `BLOCK_CELLS` cells; format `I`.
-        listed: numbers of the cells that have counts, so that the others need no reading; format `I`.
+        listed: numbers of the cells that have counts, so that the others need no reading; format
+            `I`.
     """
 
     tag: memoryview
@@ -704,7 +731,10 @@ def _render_histogram(
         for bound, count, exemplar in zip(
             (*_SHOWN_BOUNDS, None), shown, exemplars.get(labels, [""] * _EXEMPLARS), strict=True
         ):
-            yield f'{name}_bucket{{{labels},le="{"+Inf" if bound is None else f"{bound:.6g}"}"}} {count}{exemplar}'
+            yield (
+                f'{name}_bucket{{{labels},le="{"+Inf" if bound is None else f"{bound:.6g}"}"}} '
+                f"{count}{exemplar}"
+            )
         yield f"{name}_sum{{{labels}}} {histogram.nanoseconds / 1e9:.9g}"
         yield f"{name}_count{{{labels}}} {counts[-1]}"
 

@@ -1,9 +1,9 @@
 """Counts by which a rollout is judged: by generation of the routing table, by epoch, and by cell of users.
 
-In a split with epochs, all requests of a user go to one version for the length of an epoch, so a user in an epoch is
-one draw of the split, however many requests it sends. An epoch is reported once its requests are answered. Counts may
-begin in an epoch, and end in it, at a time that depends on neither version; an epoch in which the table or the watch
-changed is not reported.
+In a split with epochs, all requests of a user go to one version for the length of an epoch, so a
+user in an epoch is one draw of the split, however many requests it sends. An epoch is reported once
+its requests are answered. Counts may begin in an epoch, and end in it, at a time that depends on
+neither version; an epoch in which the table or the watch changed is not reported.
 """
 
 from __future__ import annotations
@@ -40,11 +40,14 @@ _NO_BOUND = len(BOUNDS_S)
 _TABLES = 16
 """Generations whose counts are reported."""
 _KEPT_S = 3600.0
-"""How long closed epochs are reported at least, so that a judge that was away loses none of them."""
+"""How long closed epochs are reported at least, so that a judge that was away loses none of them.
+"""
 _KEPT_BYTES = 32 << 20
 _MIN_KEPT = 60
 _SETTLE_S = 1.0
-"""Time after an epoch for requests that are running on event loops; queued requests are waited for by count."""
+"""Time after an epoch for requests that are running on event loops; queued requests are waited for
+by count.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +226,8 @@ class RolloutCounts:
     def _count_open_epoch(self) -> EpochCounts | None:
         """Return the counts of the present epoch until now, unless it will not be reported.
 
-        Requests in progress count as answered well: if their server ends now, only fast answers would count otherwise.
+        Requests in progress count as answered well: if their server ends now, only fast answers
+        would count otherwise.
         """
         epoch = self._shared.header[EPOCH]
         if self._table is None or not self.epoch_s or epoch < self._first_counted:

@@ -22,9 +22,9 @@ _ROUNDING = 1e-9
 def judge_drift(gates: Sequence[Gate], then: Evidence, now: Evidence) -> tuple[GateResult, ...]:
     """Judge the present evidence, and its distance from that of the decision.
 
-    A gate that the old evidence also fails against the present baseline shows no drift: its result is advisory.
-    Measurements can move as far as the gates allow for a release: `max_regression` of latency, `max_drop` and
-    `max_increase` of a metric.
+    A gate that the old evidence also fails against the present baseline shows no drift: its result
+    is advisory. Measurements can move as far as the gates allow for a release: `max_regression` of
+    latency, `max_drop` and `max_increase` of a metric.
     """
     changes: list[GateResult] = []
     for gate in gates:
@@ -157,7 +157,8 @@ def _judge_metric_change(
         metric=f"{name} since",
         limit=limit.text,
         verdict=Verdict.PASS if beyond <= _ROUNDING else Verdict.FAIL,
-        reason=f"{name} was {old[0]:.4g} and is {new[0]:.4g}: {limit.format(moved)}, limit {limit.format(limit.bound)}",
+        reason=f"{name} was {old[0]:.4g} and is {new[0]:.4g}: {limit.format(moved)}, "
+        f"limit {limit.format(limit.bound)}",
         estimate=moved,
         bound=limit.bound,
         unit="1",

@@ -1,7 +1,8 @@
 """Rows that belong together: their design effect, and their detection.
 
-Answers to rows of one patient, customer or video are right or wrong together. Their errors vary more than those of as
-many independent rows, by a factor that survey statistics calls the design effect (Kish 1965, Survey Sampling, ch. 5).
+Answers to rows of one patient, customer or video are right or wrong together. Their errors vary
+more than those of as many independent rows, by a factor that survey statistics calls the design
+effect (Kish 1965, Survey Sampling, ch. 5).
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ def number_groups(array: Array) -> Array | None:
 
 def _has_missing_values(flat: Array) -> bool:
     if flat.dtype.kind in "fMmO" and any(
-        value is None or value != value for value in flat.tolist()
-    ):  # noqa: PLR0124 (NaN)
+        value is None or value != value  # noqa: PLR0124 (NaN)
+        for value in flat.tolist()
+    ):
         return True
     return flat.dtype.kind in "Mm" and bool(np.isnat(flat).any())
 
@@ -112,10 +114,11 @@ def compute_design_effect(values: Array, group: Array) -> float:
 def compute_effect_of_sums(sums: Array, sizes: Array, squares: Array) -> Array:
     """Compute `compute_design_effect` for many data sets at once.
 
-    Includes `UNSEEN_GROUPS`, and the allowance for few groups: a quantile of Student's t in place of the normal one
-    (Korn and Graubard 1998, Survey Methodology 24:193-201). Its degrees of freedom are those of the groups or, where
-    few of them carry the changes, those of Satterthwaite (1946, Biometrics Bulletin 2:110-114): a change shown by 24
-    rows is skewed, and its limit errs in 5.8 % instead of 5 %.
+    Includes `UNSEEN_GROUPS`, and the allowance for few groups: a quantile of Student's t in place
+    of the normal one (Korn and Graubard 1998, Survey Methodology 24:193-201). Its degrees of
+    freedom are those of the groups or, where few of them carry the changes, those of Satterthwaite
+    (1946, Biometrics Bulletin 2:110-114): a change shown by 24 rows is skewed, and its limit errs
+    in 5.8 % instead of 5 %.
 
     Args:
         sums: of the values of each group, of shape (…, groups).
@@ -165,7 +168,8 @@ def detect_grouping(
         signs.append(f"neighbouring rows err together more often than by chance (p = {chance:.2g})")
     elif chance <= _HINT and _are_neighbours_alike(inputs, label, rows, draw):
         signs.append(
-            f"neighbouring rows have similar inputs, and err together more often than usual (p = {chance:.2g})"
+            "neighbouring rows have similar inputs, and err together more often than usual (p = "
+            f"{chance:.2g})"
         )
     return tuple(signs)
 
@@ -212,7 +216,9 @@ def _find_unused_groups(
                 if chance <= ALARM
                 else "which nothing uses"
             )
-            yield f"the data holds {name!r}, {len(set(group.tolist()))} values in {rows} rows, {why}"
+            yield (
+                f"the data holds {name!r}, {len(set(group.tolist()))} values in {rows} rows, {why}"
+            )
 
 
 def _compute_group_variances(permuted: Sequence[Array], group: Array) -> list[Array]:
@@ -282,8 +288,8 @@ def _window_variances(values: Array) -> Array:
 def _compute_chance(signals: Sequence[Array]) -> float:
     """Return the chance of the first row's statistics among their permutations; 1 without signals.
 
-    Of each signal the largest statistic counts, in standard deviations. The signals are combined by Fisher's method;
-    the permutations account for their dependence.
+    Of each signal the largest statistic counts, in standard deviations. The signals are combined by
+    Fisher's method; the permutations account for their dependence.
 
     Args:
         signals: of shape (permutations, statistics), permuted alike.

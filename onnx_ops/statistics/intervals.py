@@ -1,9 +1,10 @@
 """Confidence intervals: proportions, the paired bootstrap, ratios of losses.
 
-`tango_interval` and `clopper_pearson` are for shares of right rows. The paired bootstrap (`replicate`, `bca_interval`)
-draws rows or groups once for all models, so that what they share cancels out; a statistic is a function of weights (how
-often each row counts), which lets it be computed for many resamples at once. `ratio_interval` is for the ratio of two
-sums of losses on the same rows, and holds where few rows carry most of the loss.
+`tango_interval` and `clopper_pearson` are for shares of right rows. The paired bootstrap
+(`replicate`, `bca_interval`) draws rows or groups once for all models, so that what they share
+cancels out; a statistic is a function of weights (how often each row counts), which lets it be
+computed for many resamples at once. `ratio_interval` is for the ratio of two sums of losses on the
+same rows, and holds where few rows carry most of the loss.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ _CELLS = 1 << 21
 """Resamples times rows that are held in memory at once."""
 
 _TAIL = 0.9
-"""Without it, with some hundred rows, the interval of auc errs on one side in up to 5.3 % instead of 5 %."""
+"""Without it, with some hundred rows, the interval of auc errs on one side in up to 5.3 % instead
+of 5 %.
+"""
 
 _UNDEFINED_SHARE = 0.01
 """Share of undefined resamples above which an interval would be biased."""
@@ -104,8 +107,8 @@ def tango_interval(
 ) -> tuple[float, float, float]:
     """Return a score interval for the difference of two proportions on the same rows.
 
-    Tango 1998, Statistics in Medicine 17:891-908, eqs. (24)-(27). It keeps its level where few or no rows are
-    discordant, where an interval from the normal approximation collapses.
+    Tango 1998, Statistics in Medicine 17:891-908, eqs. (24)-(27). It keeps its level where few or
+    no rows are discordant, where an interval from the normal approximation collapses.
 
     Args:
         n: rows, at least one; not a whole number where grouped rows count as fewer.
@@ -209,7 +212,8 @@ def replicate(
     """Compute all statistics on the same resamples.
 
     Args:
-        groups: number of each row's group; groups are drawn and left out as wholes. `arange` draws rows.
+        groups: number of each row's group; groups are drawn and left out as wholes. `arange` draws
+            rows.
     """
     draw = np.random.default_rng(seed)
     rows, units = len(groups), int(groups.max()) + 1
@@ -241,10 +245,11 @@ def replicate(
 def bca_interval(replicates: Replicates) -> Interval | None:
     """Return the BCa bootstrap interval; None if too much is undefined.
 
-    Efron 1987, Journal of the American Statistical Association 82:171-185, with tails of `_TAIL` times the nominal
-    size. The acceleration is that of the jackknife over groups of rows, which has the same expectation as over single
-    ones. The levels are those of Student's t with the degrees of freedom of rows of equal influence (Satterthwaite
-    1946, Biometrics Bulletin 2:110-114): where ten rows carry a change, its spread is known from ten.
+    Efron 1987, Journal of the American Statistical Association 82:171-185, with tails of `_TAIL`
+    times the nominal size. The acceleration is that of the jackknife over groups of rows, which has
+    the same expectation as over single ones. The levels are those of Student's t with the degrees
+    of freedom of rows of equal influence (Satterthwaite 1946, Biometrics Bulletin 2:110-114): where
+    ten rows carry a change, its spread is known from ten.
     """
     values = replicates.resampled[np.isfinite(replicates.resampled)]
     if values.size < (1 - _UNDEFINED_SHARE) * replicates.resampled.size or not np.isfinite(
@@ -284,12 +289,13 @@ def _combine(operation: Any, one: Replicates, other: Replicates) -> Replicates:
 def ratio_interval(mine: Losses, theirs: Losses, unseen: float) -> Interval:
     """Return an interval for the ratio of the means of two losses.
 
-    A ratio `r` is tested by the sign of the mean of `u = mine - r * theirs` (Fieller 1954, Journal of the Royal
-    Statistical Society B 16:175-185), with Student's t. Resampling errs here: rows that are not in the sample are in no
-    resample. Two corrections, one for each side of the interval, compensate for skew and heavy tails: `unseen` more
-    rows count as far to the dangerous side as the worst row, and losses on the harmless side may be cut, since a mean
-    that is below zero although its lowest values were raised is below zero. `benchmarks/truth/losses.py` measures the
-    error rates.
+    A ratio `r` is tested by the sign of the mean of `u = mine - r * theirs` (Fieller 1954, Journal
+    of the Royal Statistical Society B 16:175-185), with Student's t. Resampling errs here: rows
+    that are not in the sample are in no resample. Two corrections, one for each side of the
+    interval, compensate for skew and heavy tails: `unseen` more rows count as far to the dangerous
+    side as the worst row, and losses on the harmless side may be cut, since a mean that is below
+    zero although its lowest values were raised is below zero. `benchmarks/truth/losses.py` measures
+    the error rates.
 
     Args:
         mine: losses of shape (rows,), one per row or summed by group, of any sign.

@@ -35,15 +35,17 @@ from onnx_ops.statistics.rules.performance import judge_provider
 T = TypeVar("T")
 
 _RANKING_METRICS = 2
-"""Schema of evidence that introduced ranking metrics in decisions; older evidence is judged without them."""
+"""Schema of evidence that introduced ranking metrics in decisions; older evidence is judged without
+them.
+"""
 
 
 def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
     """Judge evidence by gates.
 
-    A failed measurement makes every gate an ERROR with its reason. A value that is not a number is an ERROR and is not
-    judged further. A gate that does not apply (the first export has no baseline) yields nothing; one that applies and
-    finds no measurement is INCONCLUSIVE.
+    A failed measurement makes every gate an ERROR with its reason. A value that is not a number is
+    an ERROR and is not judged further. A gate that does not apply (the first export has no
+    baseline) yields nothing; one that applies and finds no measurement is INCONCLUSIVE.
     """
     if evidence.failure:
         reason = join_lines(evidence.failure)

@@ -18,7 +18,9 @@ from onnx_ops.errors import MeasurementError
 from onnx_ops.statistics.intervals import find_least
 
 FULL_RUN = 40
-"""Session pairs that represent a run. An undecided run continues if the pairs up to the last look may decide."""
+"""Session pairs that represent a run. An undecided run continues if the pairs up to the last look
+may decide.
+"""
 
 LOOKS = (5, 6, 8, 11, 15, 20, 28, FULL_RUN, 56, 80, 113, 160, 226, 320)
 """Session pairs after which an interim look at the samples is allowed."""
@@ -28,7 +30,8 @@ ALPHA = 0.05
 
 _SHARE, _LATE_SHARE = 5, 8
 """The error rate of each look is `ALPHA` / `_SHARE`, that from a full run on `ALPHA` / `_LATE_SHARE`. Looks at the same
-samples err together, and those before a full run carry `DRIFT`; `benchmarks.truth.latency` measures how often they err
+samples err together, and those before a full run carry `DRIFT`; `benchmarks.truth.latency` measures
+how often they err
 in total."""
 
 DRIFT = 0.035
@@ -93,9 +96,9 @@ def load_functions() -> None:
 def hodges_lehmann(x: npt.ArrayLike, alpha_one_sided: float) -> tuple[float, float, float]:
     """Return the Hodges-Lehmann centre with a bound on each side.
 
-    Hodges and Lehmann 1963; Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, 3rd ed., §3.2-3.3: the
-    median of the Walsh averages, and those of them that the signed-rank test does not reject. The test's
-    distribution is exact up to 50 values and normal above.
+    Hodges and Lehmann 1963; Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, 3rd
+    ed., §3.2-3.3: the median of the Walsh averages, and those of them that the signed-rank test
+    does not reject. The test's distribution is exact up to 50 values and normal above.
 
     Args:
         x: shape (n,), n >= 1.
@@ -134,9 +137,10 @@ def session_interval(
 ) -> tuple[float, float, float]:
     """Return the log ratio over session pairs with its bounds.
 
-    The blocks of one session pair share the memory layout and core that its sessions happened to get, so a pair counts
-    once, by its median. With blocks as independent samples, one bound in five misses where one in twenty may. Below six
-    pairs the signed-rank distribution cannot reach the error rate of a look; Student's interval is used instead.
+    The blocks of one session pair share the memory layout and core that its sessions happened to
+    get, so a pair counts once, by its median. With blocks as independent samples, one bound in five
+    misses where one in twenty may. Below six pairs the signed-rank distribution cannot reach the
+    error rate of a look; Student's interval is used instead.
 
     Returns:
         (estimate, low, high) of log(B / A); infinite bounds for a single pair.
@@ -157,9 +161,9 @@ def session_interval(
 def run_interval(log_ratios: Sequence[Sequence[float]]) -> tuple[float, float, float]:
     """Return `session_interval` of one look for correlated pairs.
 
-    With the correlation r of neighbours, n pairs are worth n (1 - r) / (1 + r) independent ones: the interval is wider
-    by the root of that, and by the wider Student distribution of that many. r is estimated without the bias of small
-    samples (Marriott and Pope 1954, Biometrika 41:390).
+    With the correlation r of neighbours, n pairs are worth n (1 - r) / (1 + r) independent ones:
+    the interval is wider by the root of that, and by the wider Student distribution of that many. r
+    is estimated without the bias of small samples (Marriott and Pope 1954, Biometrika 41:390).
     """
     values = _take_medians(log_ratios)
     alpha = ALPHA / (_SHARE if len(values) < FULL_RUN else _LATE_SHARE)
@@ -193,8 +197,8 @@ def _compute_widening(values: Floats, alpha: float) -> float:
 def find_trend(log_ratios: Sequence[Sequence[float]]) -> float | None:
     """Return the significant change of the log ratio over the run, or None.
 
-    A slow-down of both A and B cancels out in each pair. The slope is that of least squares, tested with as many
-    residuals as their correlation leaves.
+    A slow-down of both A and B cancels out in each pair. The slope is that of least squares, tested
+    with as many residuals as their correlation leaves.
     """
     values = _take_medians(log_ratios)
     n = len(values)
@@ -212,11 +216,13 @@ def find_trend(log_ratios: Sequence[Sequence[float]]) -> float | None:
 def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float) -> Comparison:
     """Compare B with A: PASS with confidence below `1 + tolerance`, FAIL with confidence above.
 
-    The bounds are those of `run_interval`. The first pairs of a run do not predict the rest: before `FULL_RUN` a
-    verdict must also hold with each bound moved outwards by `DRIFT` times the missing share of it.
+    The bounds are those of `run_interval`. The first pairs of a run do not predict the rest: before
+    `FULL_RUN` a verdict must also hold with each bound moved outwards by `DRIFT` times the missing
+    share of it.
 
     Args:
-        log_ratios: of the blocks, one sequence for each session pair, in the order of measurement; at least one.
+        log_ratios: of the blocks, one sequence for each session pair, in the order of measurement;
+            at least one.
         tolerance: allowed slow-down as a fraction; 0 tests whether B is faster.
     """
     ratio, low, high = (_exp(v) for v in run_interval(log_ratios))
@@ -251,9 +257,10 @@ def explain_withheld_verdict(
 ) -> str | None:
     """Return why no verdict may be given on this host, or None.
 
-    A model against itself has the ratio 1. The interval of B may be off by as much as the measured self-ratio is: where
-    it would then reach the limit, the verdict is withheld. The width of the self-test's own interval does not matter,
-    since the noise of the host is in the interval of B too.
+    A model against itself has the ratio 1. The interval of B may be off by as much as the measured
+    self-ratio is: where it would then reach the limit, the verdict is withheld. The width of the
+    self-test's own interval does not matter, since the noise of the host is in the interval of B
+    too.
     """
     if sum(1 for pair in self_log_ratios if len(pair)) < LOOKS[0]:
         return "the noise of the host was not measured"
@@ -268,7 +275,10 @@ def explain_withheld_verdict(
     if stands.get(comparison.verdict, True):
         return None
     ratio = _exp(self_estimate)
-    return f"biased host: a model against itself has the ratio {ratio:.4g}, which would move the interval as far"
+    return (
+        f"biased host: a model against itself has the ratio {ratio:.4g}, "
+        "which would move the interval as far"
+    )
 
 
 def should_continue(
@@ -278,8 +288,8 @@ def should_continue(
 ) -> bool:
     """Return whether to measure up to the next look.
 
-    True while looks remain and a limit is undecided, or the host is too biased to decide it. After a full run, True
-    only if the pairs up to the last look may decide (see `_may_decide`).
+    True while looks remain and a limit is undecided, or the host is too biased to decide it. After
+    a full run, True only if the pairs up to the last look may decide (see `_may_decide`).
 
     Args:
         self_log_ratios: those of the baseline against itself.
@@ -304,9 +314,9 @@ def should_continue(
 def _may_decide(log_ratios: Sequence[Sequence[float]], tolerance: float) -> bool:
     """Return whether the pairs up to the last look may decide.
 
-    They may if the estimate keeps its distance from the limit: the number of pairs needed is uncertain by a factor of
-    two. They also may if the true distance can still be that of two equal models, since lasting noise moves the
-    estimate by as much.
+    They may if the estimate keeps its distance from the limit: the number of pairs needed is
+    uncertain by a factor of two. They also may if the true distance can still be that of two equal
+    models, since lasting noise moves the estimate by as much.
     """
     needed = estimate_pairs_needed(log_ratios, tolerance)
     if needed is not None and needed <= 2 * LOOKS[-1]:
@@ -342,9 +352,10 @@ def compare_quantile(
 ) -> QuantileComparison:
     """Compare quantile `q` of independent samples with an upper limit.
 
-    The test is that of the binomial distribution of exceedances, and the bounds are order statistics (Conover,
-    Practical Nonparametric Statistics, 3rd ed., §3.2): nothing is assumed about the shape of the distribution. Fewer
-    samples than could ever pass (299 for the 99th percentile at 95 %, 5 for the median) are INCONCLUSIVE.
+    The test is that of the binomial distribution of exceedances, and the bounds are order
+    statistics (Conover, Practical Nonparametric Statistics, 3rd ed., §3.2): nothing is assumed
+    about the shape of the distribution. Fewer samples than could ever pass (299 for the 99th
+    percentile at 95 %, 5 for the median) are INCONCLUSIVE.
 
     Args:
         samples: shape (runs,), in any unit.
@@ -394,16 +405,17 @@ def compute_block_logs(
 ) -> Floats:
     """Return the log of each block's median run, up to a shared constant.
 
-    Medians are of the runs that were not preempted; of all runs in a block without one. A single run that was not
-    preempted is worth more than ten that were: with runs of 2 ms and three threads a core, pairs varied by 6.7 %, and
-    by 9.4 % with at least three such runs required. Where a probe was timed around each run, its explanation of the run
-    time is subtracted first (`_explain_by_probe`).
+    Medians are of the runs that were not preempted; of all runs in a block without one. A single
+    run that was not preempted is worth more than ten that were: with runs of 2 ms and three threads
+    a core, pairs varied by 6.7 %, and by 9.4 % with at least three such runs required. Where a
+    probe was timed around each run, its explanation of the run time is subtracted first
+    (`_explain_by_probe`).
 
     Args:
         nanoseconds: shape (rounds, blocks, models, runs).
         preempted: the same shape, whether the run lost its core.
-        probe: the same shape, in any unit; duration of a fixed piece of work around the run. None, or values that are
-            not positive, not finite or all alike, have no effect.
+        probe: the same shape, in any unit; duration of a fixed piece of work around the run. None,
+            or values that are not positive, not finite or all alike, have no effect.
 
     Returns:
         Shape (rounds, blocks, models). Only differences between models have a meaning.
@@ -426,9 +438,10 @@ def compute_block_logs(
 def _measure_slowness(probe: Floats) -> Floats | None:
     """Return the log of each probe, less what is usual after that model; None if it has no information.
 
-    A model that leaves cold caches or a lower clock behind always slows the probes after it; that must not excuse its
-    own runs. The usual value comes from runs of the same round, most of which meet the machine in the same state: over
-    all runs, a slow spell that one model had slightly more of would look like it.
+    A model that leaves cold caches or a lower clock behind always slows the probes after it; that
+    must not excuse its own runs. The usual value comes from runs of the same round, most of which
+    meet the machine in the same state: over all runs, a slow spell that one model had slightly more
+    of would look like it.
     """
     if not probe.size or not (np.isfinite(probe) & (probe > 0)).all():
         return None
@@ -440,7 +453,8 @@ def _measure_slowness(probe: Floats) -> Floats | None:
 def _explain_by_probe(logs: Floats, usable: Flags, slowness: Floats) -> Floats | float:
     """Return the run time that the machine's slowness explains, as the mean over the models' curves.
 
-    A curve is a model's median run over its median probe in parts of equally many runs, linear in between.
+    A curve is a model's median run over its median probe in parts of equally many runs, linear in
+    between.
     """
     curves = []
     for model in range(logs.shape[2]):

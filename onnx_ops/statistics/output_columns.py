@@ -18,7 +18,9 @@ LARGEST = 1e30
 """Represents infinity in values that are written as JSON."""
 
 MAX_COLUMNS = 4096
-"""Columns above which those of one scale are measured as one: the largest of millions of errors is far from usual."""
+"""Columns above which those of one scale are measured as one: the largest of millions of errors is
+far from usual.
+"""
 
 TOLERANCE_FACTOR = 10.0
 """Error / noise that rounding explains: the default limit of the parity gate."""
@@ -28,7 +30,9 @@ _SINGLE_EPSILON = 2.0**-23
 
 _LARGEST_FLOOR = 1e-4
 """Share of a column's largest answer above which only the source's own noise excuses an error: an estimate from the
-graph adds up worst cases, and would make a model with large terms that cancel pass whatever it answers."""
+graph adds up worst cases, and would make a model with large terms that cancel pass whatever it
+answers.
+"""
 
 _SHOWN_COLUMNS = 16
 
@@ -41,8 +45,8 @@ class Rounding:
         floor: error of each element in float32, of the output's shape; None if it is unknown.
         axis: axis of the columns; None makes the whole output one column.
         segments: number of the part that each element comes from, of the output's shape.
-        scores: what an output of indices or classes ranks along `scores_axis`, with the error `scores_error` of each
-            score.
+        scores: what an output of indices or classes ranks along `scores_axis`, with the error
+            `scores_error` of each score.
         labels: the class of each index; None if the output holds indices.
     """
 
@@ -166,8 +170,9 @@ def compute_column_noises(
 ) -> Floats:
     """Return the noise of each column: its floor, or what two correct answers differ by in columns of its scale.
 
-    Few rows show the noise of a single column by luck only; columns of one scale are a larger sample. So are `known`
-    columns, those of real rows. Above `MAX_COLUMNS` columns, those of one scale share their largest floor too.
+    Few rows show the noise of a single column by luck only; columns of one scale are a larger
+    sample. So are `known` columns, those of real rows. Above `MAX_COLUMNS` columns, those of one
+    scale share their largest floor too.
     """
     scales, gaps = own.scales, own.gaps
     if known is not None:
@@ -197,8 +202,8 @@ def _share_largest(places: Floats, of_values: Floats, values: Floats) -> Floats:
 def find_floors(scales: Floats, columns: Columns, rounding: Rounding, unit: float) -> Floats:
     """Return the least noise of each column: its floor in float32, and twice the spacing `unit` of the output.
 
-    A floor is at most `_LARGEST_FLOOR` of the column's largest answer, or twice the spacing of float32 at 1, which is
-    what kernels err by.
+    A floor is at most `_LARGEST_FLOOR` of the column's largest answer, or twice the spacing of
+    float32 at 1, which is what kernels err by.
     """
     floor = rounding.floor
     if floor is None or floor.shape != columns.shape:

@@ -54,23 +54,26 @@ def measure_output(
 ) -> ParityMeasurement:
     """Measure how far an export's output is from the source's answers.
 
-    Floats: by column, error = max |onnx - double| and noise = max(gap, floor, 2 eps max |double|), where the gap is
-    max |single - double| over the columns whose largest answers have the same decimal exponent. Only values that are
-    finite in all three count. The column with the largest error / noise is reported. A value that is NaN or infinite
-    unlike both answers is a mismatch. eps is that of float32, or of a coarser output. Without a floor, the 2 eps are
-    those of the whole output's largest answer. With one answer only, the noise is the larger of the floor and
-    (rtol |answer| + atol max |answer|) / 10 with rtol 1e-3 (float16 5e-3, bfloat16 3e-2) and atol = rtol / 100, so that
-    the default limit of the ratio equals that tolerance.
+    Floats: by column, error = max |onnx - double| and noise = max(gap, floor, 2 eps max |double|),
+    where the gap is max |single - double| over the columns whose largest answers have the same
+    decimal exponent. Only values that are finite in all three count. The column with the largest
+    error / noise is reported. A value that is NaN or infinite unlike both answers is a mismatch.
+    eps is that of float32, or of a coarser output. Without a floor, the 2 eps are those of the
+    whole output's largest answer. With one answer only, the noise is the larger of the floor and
+    (rtol |answer| + atol max |answer|) / 10 with rtol 1e-3 (float16 5e-3, bfloat16 3e-2) and atol =
+    rtol / 100, so that the default limit of the ratio equals that tolerance.
 
-    Other types: error = share of rows that differ where both answers agree, and whose scores do not tie; there is no
-    noise. Rows that differ and tie are `explained`.
+    Other types: error = share of rows that differ where both answers agree, and whose scores do not
+    tie; there is no noise. Rows that differ and tie are `explained`.
 
     A ratio without noise is 0 if nothing differs, else `LARGEST`, which also caps error and noise.
 
     Args:
         onnx: the export's answer; axis 0 is the batch.
-        epsilon: spacing of the floats that the export computes in, where that is coarser than its outputs'.
-        known: of real rows, for a group of inputs with too few rows to show the noise of its columns.
+        epsilon: spacing of the floats that the export computes in, where that is coarser than its
+            outputs'.
+        known: of real rows, for a group of inputs with too few rows to show the noise of its
+            columns.
 
     Raises:
         MeasurementError: there is no answer, or the two have different shapes.
@@ -174,7 +177,8 @@ def _measure_in_tolerance(
     noises = np.maximum(noises, columns.spread(floors))
     ratios = columns.find_largest(np.where(errors == 0, 0.0, np.minimum(errors / noises, LARGEST)))
     worst_errors = columns.find_largest(errors)
-    # The largest error need not have the largest ratio: the noise reported is the one that belongs to both.
+    # The largest error need not have the largest ratio: the noise reported is the one that belongs
+    # to both.
     in_units = np.where(
         ratios > 0, worst_errors / np.where(ratios > 0, ratios, 1.0), columns.find_largest(noises)
     )
@@ -205,7 +209,10 @@ def _describe_non_finite_mismatch(onnx: Floats, answers: Sequence[Floats]) -> st
     first = tuple(int(i[0]) for i in np.nonzero(np.atleast_1d(mismatched)))
     pair = np.atleast_1d(onnx)[first], np.atleast_1d(answers[0])[first]
     count = f"{int(mismatched.sum())} of {mismatched.size} values"
-    return f"{count} are non-finite on one side only; at {first} {pair[0]:g}, the source gives {pair[1]:g}"
+    return (
+        f"{count} are non-finite on one side only; at {first} {pair[0]:g}, "
+        f"the source gives {pair[1]:g}"
+    )
 
 
 def _classify_numbers(array: Floats) -> npt.NDArray[np.int8]:
@@ -223,12 +230,14 @@ def find_first_divergence(
 ) -> tuple[str, float] | None:
     """Return the first value whose error exceeds `DIVERGENCE_FACTOR` times its own noise, and that ratio.
 
-    The ratio is `LARGEST` for another shape. Only floats are compared: integers and booleans change on a tie as soon as
-    their inputs round differently, and a real fault shows at the next float. Values that one side lacks are skipped.
+    The ratio is `LARGEST` for another shape. Only floats are compared: integers and booleans change
+    on a tie as soon as their inputs round differently, and a real fault shows at the next float.
+    Values that one side lacks are skipped.
 
     Args:
         names: names of the values in topological order.
-        double: the source's values in float64, if it runs in that; otherwise fixed tolerances apply.
+        double: the source's values in float64, if it runs in that; otherwise fixed tolerances
+            apply.
     """
     for name in names:
         if (
@@ -284,10 +293,10 @@ def measure_batch_invariance(
 ) -> tuple[BatchInvariance, ...]:
     """Measure how far the rows of one batch are from the same rows run one by one.
 
-    Floats: the ratio is in units of the output's noise or, without one, of a tenth of rtol 1e-3 + atol 1e-5 max
-    |answer|. Labels have no noise. If the model also has scores, a changed label counts only as much as the scores
-    differ, so that a tie is not a finding; otherwise every change counts. A value that is finite on one side only
-    counts as `LARGEST`.
+    Floats: the ratio is in units of the output's noise or, without one, of a tenth of rtol 1e-3 +
+    atol 1e-5 max |answer|. Labels have no noise. If the model also has scores, a changed label
+    counts only as much as the scores differ, so that a tie is not a finding; otherwise every change
+    counts. A value that is finite on one side only counts as `LARGEST`.
 
     Args:
         alone: outputs of n runs on one row each, in the same order.
@@ -319,7 +328,8 @@ def _are_rows_of(rows: Sequence[Array], together: Array) -> bool:
 def measure_noise(single: Tensors | None, double: Tensors | None) -> dict[str, float]:
     """Return the source's rounding noise by float output.
 
-    Empty if one of the two is missing. The noise is that of parity: max(max |single - double|, 2 eps max |double|).
+    Empty if one of the two is missing. The noise is that of parity: max(max |single - double|, 2
+    eps max |double|).
     """
     if single is None or double is None:
         return {}

@@ -1,8 +1,9 @@
 """Probes: deterministic input groups that reveal a wrong export.
 
-The domain of an input is the set of values that callers can send, learned from real rows, the graph and what the
-pipeline declares. A difference on a group within the domain refuses the export; on other groups (NaN where the data
-has none, rows of a thousandfold size, no rows at all) it is advisory.
+The domain of an input is the set of values that callers can send, learned from real rows, the graph
+and what the pipeline declares. A difference on a group within the domain refuses the export; on
+other groups (NaN where the data has none, rows of a thousandfold size, no rows at all) it is
+advisory.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class InputDomain:
     Args:
         low: finite lower bounds, of a shape that broadcasts against a row.
         listed: places that take only the values that occur there; same shape.
-        categories: all possible values, whatever the place; None if any value between the bounds is possible.
+        categories: all possible values, whatever the place; None if any value between the bounds is
+            possible.
         recombined: whether places vary independently, so that any mixture of rows is a valid row.
         missing: places that may hold NaN; same shape.
     """
@@ -80,10 +82,10 @@ def learn_domains(
 ) -> dict[str, InputDomain]:
     """Learn the domain of each input.
 
-    Tables (2-D floats) have a range for each column; images, series and whole numbers of other ranks have one for all
-    places. A range of real numbers is widened by half its width at each end, but not across zero; one of whole numbers
-    is not. A table's column with up to 64 distinct whole numbers may hold categories, so that no others are in the
-    domain.
+    Tables (2-D floats) have a range for each column; images, series and whole numbers of other
+    ranks have one for all places. A range of real numbers is widened by half its width at each end,
+    but not across zero; one of whole numbers is not. A table's column with up to 64 distinct whole
+    numbers may hold categories, so that no others are in the domain.
 
     Args:
         samples: real rows by input; axis 0 is the batch.
@@ -228,8 +230,8 @@ class ProbeGroup:
 def make_range_inputs(samples: Tensors, domains: Mapping[str, InputDomain]) -> Tensors:
     """Make 96 rows within the domain: bounds, mixtures and values in between.
 
-    Places that do not vary independently keep real rows. So do texts and booleans, except that the columns of a table
-    of texts are mixed.
+    Places that do not vary independently keep real rows. So do texts and booleans, except that the
+    columns of a table of texts are mixed.
     """
     rows = _even_rows(samples, _RANGE_ROWS)
     draw = np.random.default_rng(0)
@@ -255,9 +257,10 @@ def make_probe_groups(
 ) -> dict[str, ProbeGroup]:
     """Make the groups: real rows, and rows within and outside the domain.
 
-    `beyond_range` holds multiples of real rows, without those that an input's type cannot hold; `beyond_range:texts`
-    holds empty and unseen texts. `missing` and `infinite` have one such element in each float input, NaN only where it
-    may occur if it may occur anywhere. Only floats are changed; a group that would only repeat real rows is left out.
+    `beyond_range` holds multiples of real rows, without those that an input's type cannot hold;
+    `beyond_range:texts` holds empty and unseen texts. `missing` and `infinite` have one such
+    element in each float input, NaN only where it may occur if it may occur anywhere. Only floats
+    are changed; a group that would only repeat real rows is left out.
     """
     kinds = {array.dtype.kind for array in samples.values()}
     rows = _even_rows(samples, MIN_NOISE_ROWS)
@@ -436,8 +439,8 @@ def choose_other_sizes(size: int) -> tuple[int, ...]:
 def make_sized_inputs(samples: Tensors, axes: Axes) -> dict[str, Tensors]:
     """Make 32 real rows at other sizes of each free axis, and of all of them at once.
 
-    Rows are cut or repeated to fit. A symbol that several inputs share has one size in all of them. Groups have as many
-    rows as 64 MiB hold, and are left out if those are fewer than 2.
+    Rows are cut or repeated to fit. A symbol that several inputs share has one size in all of them.
+    Groups have as many rows as 64 MiB hold, and are left out if those are fewer than 2.
     """
     first = take_rows(samples, 1)
     present = {symbol: int(first[at[0][0]].shape[at[0][1]]) for symbol, at in axes.items() if at}
@@ -457,7 +460,8 @@ def _combine_sizes(present: Mapping[str, int]) -> list[dict[str, int]]:
     combined = [{symbol: size} for symbol, sizes in ranked.items() for size in sizes]
     if len(ranked) > 1:
         combined += [{symbol: sizes[end] for symbol, sizes in ranked.items()} for end in (0, -1)]
-        # Each axis takes another place of its list, since equal sizes hide axes that were exchanged.
+        # Each axis takes another place of its list, since equal sizes hide axes that were
+        # exchanged.
         unequal = {
             symbol: sizes[(place + 2) % len(sizes)]
             for place, (symbol, sizes) in enumerate(ranked.items())

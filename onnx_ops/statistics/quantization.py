@@ -18,7 +18,9 @@ TINY = 1e-30
 """Values closer to 0 are not counted as values that a range must hold."""
 
 _SPACINGS = 4
-"""Spacings of the value's type (float32 or float16) by which rounding may miss the middle of a step."""
+"""Spacings of the value's type (float32 or float16) by which rounding may miss the middle of a
+step.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,7 +53,8 @@ class ActivationStatistics:
 
         Args:
             original: the float export's value of that name, or None.
-            meant: the same after a ReLU or Clip of the float export that the range replaces, or None.
+            meant: the same after a ReLU or Clip of the float export that the range replaces, or
+                None.
         """
         before, after = written.astype(np.float64), read.astype(np.float64)
         exact = _read_comparable(original, written)
@@ -84,8 +87,9 @@ class ActivationStatistics:
     def summarize(self) -> ActivationMeasurement:
         """Return the measurement, in units of step / sqrt(12).
 
-        Clipping is measured against steps of at least 8 bits: the gain of a finer step must not be clipped. The stretch
-        is that of the tighter end, since a symmetric range of values of one sign fits at one end only.
+        Clipping is measured against steps of at least 8 bits: the gain of a finer step must not be
+        clipped. The stretch is that of the tighter end, since a symmetric range of values of one
+        sign fits at one end only.
         """
         unit = self.step / math.sqrt(12)
         departure = math.sqrt(self.squares / self.compared) / unit if self.compared else None

@@ -16,7 +16,9 @@ from onnx_ops.statistics.output_columns import (
 )
 
 _FEW_TIES, _OFTEN_UNSURE = 0.5, 0.05
-"""Share of rows whose scores may all tie, and of rows in which the source's two answers then have to differ."""
+"""Share of rows whose scores may all tie, and of rows in which the source's two answers then have
+to differ.
+"""
 
 
 def find_ties(onnx: Array, expected: Array, rounding: Rounding) -> Bools:
@@ -70,8 +72,9 @@ def _has_duplicates(indices: Array, axis: int) -> Bools:
 def is_ranked_by_scores(single: Array, double: Array, rounding: Rounding) -> bool:
     """Return whether the scores of real rows rank anything, so that their ties explain a difference.
 
-    A wrong export may give all classes the same score. Where that is so, its ties count only if the source is often
-    unsure too, or gives practically one answer, while the scores are not the same in all rows.
+    A wrong export may give all classes the same score. Where that is so, its ties count only if the
+    source is often unsure too, or gives practically one answer, while the scores are not the same
+    in all rows.
     """
     ranking = _read_scores(rounding)
     if ranking is None:

@@ -1,12 +1,14 @@
 """Scores of several models by one task metric, with intervals.
 
-The intervals of metrics that are mean losses are of ratios of losses, those of other metrics come from the paired
-bootstrap over rows; where the data names groups, groups take the place of rows. The bootstrap cannot represent kinds of
-rows that are not in the sample. So the interval of a metric with a range is never narrower than what such rows could
-do: even if none of n rows is wrong, up to 3/n of all rows can be (at 5 % error), each at the metric's largest step.
+The intervals of metrics that are mean losses are of ratios of losses, those of other metrics come
+from the paired bootstrap over rows; where the data names groups, groups take the place of rows. The
+bootstrap cannot represent kinds of rows that are not in the sample. So the interval of a metric
+with a range is never narrower than what such rows could do: even if none of n rows is wrong, up to
+3/n of all rows can be (at 5 % error), each at the metric's largest step.
 
-Where two models answer every row alike, the change is exactly 0, whatever the metric (`_find_equal`). It is unknown
-where only the scores of the rows are equal and the metric has no range.
+Where two models answer every row alike, the change is exactly 0, whatever the metric
+(`_find_equal`). It is unknown where only the scores of the rows are equal and the metric has no
+range.
 """
 
 from __future__ import annotations
@@ -80,11 +82,11 @@ def score(
 
     Args:
         definition: any metric but those that are counts of rows.
-        label: one entry per row, by what the metric reads: class numbers (1 for positive and else 0 if it is binary),
-            True for positive rows, numbers, embeddings or tokens. None compares the candidate's embeddings or tokens
-            with those of the other models.
-        answers: by model, with `CANDIDATE`: class numbers as in the label, scores of the positive class, numbers,
-            embeddings, tokens, or what a custom metric takes.
+        label: one entry per row, by what the metric reads: class numbers (1 for positive and else 0
+            if it is binary), True for positive rows, numbers, embeddings or tokens. None compares
+            the candidate's embeddings or tokens with those of the other models.
+        answers: by model, with `CANDIDATE`: class numbers as in the label, scores of the positive
+            class, numbers, embeddings, tokens, or what a custom metric takes.
         group: number of each row's group, if rows belong together.
         alike: models whose outputs are known to equal the candidate's on every row.
     """
@@ -151,7 +153,8 @@ def _score_without_labels(
         for entry in score(
             definition, reference, pair, seed=seed, resamples=resamples, group=group, alike=alike
         ):
-            # No candidate is closer to the reference than the reference itself: a gain is capped at 0.
+            # No candidate is closer to the reference than the reference itself: a gain is capped at
+            # 0.
             lost = entry.difference
             if entry.against or not entry.candidate:
                 capped = None if lost is None else replace(lost, high=min(lost.high, 0.0))
@@ -349,7 +352,8 @@ def _compare_losses(
     sums: dict[str, Array] = {
         name: np.bincount(units, weights=loss) for name, loss in losses.items()
     }
-    # By unit, what its loss is divided by: its rows, or for an explained share their share of the variance.
+    # By unit, what its loss is divided by: its rows, or for an explained share their share of the
+    # variance.
     weights = np.square(label - label.mean()) if method.explained else None
     share = np.bincount(units, weights=weights).astype(float)
     if why := _explain_undefined_mean(definition, method, label, losses[CANDIDATE], share):
@@ -367,7 +371,8 @@ def _compare_losses(
         n=len(label),
         candidate=_bound_value(method, mine, share),
         confidence=CONFIDENCE,
-        method="Student's t of the losses, with allowance for missing rows of the worst observed kind",
+        method="Student's t of the losses, with allowance for missing rows of the worst observed "
+        "kind",
         effective=_count_effective_units(method, mine, share),
         heavy=find_heavy_rows(losses[CANDIDATE])[1][:_NAMED],
     )
@@ -443,7 +448,8 @@ def _compare_rest(
 ) -> ScoreComparison:
     """Compare two models on the rows (or groups) that are left without the few that carry the losses, if few do.
 
-    For an explained share, the labels' variance counts as a loss: it carries the metric just as much.
+    For an explained share, the labels' variance counts as a loss: it carries the metric just as
+    much.
     """
     if entry.difference is None and entry.ratio is None:
         return entry

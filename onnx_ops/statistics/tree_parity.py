@@ -1,8 +1,9 @@
 """Parity of models that jump: trees node by node, and trees and rankings within a jitter envelope.
 
-A correct export of a scaler with trees differs from its source in some rows, because a feature that is rounded
-differently falls on the other side of a split. Such a row is explained if the answers of the source to jittered copies
-of it, by a few times the rounding of float32, enclose the export's answer.
+A correct export of a scaler with trees differs from its source in some rows, because a feature that
+is rounded differently falls on the other side of a split. Such a row is explained if the answers of
+the source to jittered copies of it, by a few times the rounding of float32, enclose the export's
+answer.
 """
 
 from __future__ import annotations
@@ -41,10 +42,14 @@ JITTER = 2.0**-22
 """Largest relative change of an input, four times the rounding of float32."""
 
 INNER_JITTER = 128 * JITTER
-"""The same for a model that ranks scores: their own rounding moves them as well, by more than that of inputs does."""
+"""The same for a model that ranks scores: their own rounding moves them as well, by more than that
+of inputs does.
+"""
 
 COPIES = 32
-"""About a third of the jittered copies cross a split that rounding crosses, so that 32 practically never miss it."""
+"""About a third of the jittered copies cross a split that rounding crosses, so that 32 practically
+never miss it.
+"""
 
 _BEYOND = 10.0
 """Error / noise above which a row differs: the default limit of the parity gate."""
@@ -63,7 +68,8 @@ def jitter_rows(
 
     Args:
         ranks: change it by up to `INNER_JITTER` of its size in the second half of the copies.
-        parts_ties: change it by up to `JITTER` of the input's largest value as well, so that equal values differ.
+        parts_ties: change it by up to `JITTER` of the input's largest value as well, so that equal
+            values differ.
 
     Returns:
         (COPIES * n, …) by name, copy by copy. Other types are repeated unchanged.
@@ -92,10 +98,12 @@ def compute_envelope(answers: Sequence[Tensors], wide: Sequence[Tensors] = ()) -
     """Return the bounds of several answers to the same rows, by output.
 
     Args:
-        wide: answers to copies that differ by up to `INNER_JITTER`. Floats among them count where they jump.
+        wide: answers to copies that differ by up to `INNER_JITTER`. Floats among them count where
+            they jump.
 
     Returns:
-        Floats: (2, n, …), the smallest and largest answer. Other types: (k, n, …), the distinct answers; the first one
+        Floats: (2, n, …), the smallest and largest answer. Other types: (k, n, …), the distinct
+            answers; the first one
         is repeated where a row has fewer than k.
     """
     bounds: dict[str, Array] = {}
@@ -143,16 +151,16 @@ def measure_within_envelope(
 ) -> ParityMeasurement:
     """Measure how far an export's output lies outside the envelope of a model that jumps.
 
-    Floats: error = largest distance beyond the bounds; noise as in `parity.measure_output`, over the rows whose bounds
-    are closer together than the noise. Other types: error = share of rows with an answer that is not among the bounds;
-    where the answers to the copies of a row differ, it may also be an answer of another such place of that row, since
-    a ranking of ties has any order. Rows that differ from the source's exact answer and lie within the bounds are
-    `explained`.
+    Floats: error = largest distance beyond the bounds; noise as in `parity.measure_output`, over
+    the rows whose bounds are closer together than the noise. Other types: error = share of rows
+    with an answer that is not among the bounds; where the answers to the copies of a row differ, it
+    may also be an answer of another such place of that row, since a ranking of ties has any order.
+    Rows that differ from the source's exact answer and lie within the bounds are `explained`.
 
     Args:
         bounds: of this output, from `compute_envelope`.
-        made_up: whether the rows are generated, so that their ties are no ties of use: there, any order of a row with
-            ties is explained.
+        made_up: whether the rows are generated, so that their ties are no ties of use: there, any
+            order of a row with ties is explained.
     """
     plain = measure_output(
         group=group, output=output, onnx=onnx, single=single, double=double, rounding=rounding
@@ -259,8 +267,8 @@ def _find_distinct(stacked: Array) -> Array:
 def compare_trees(trees: Sequence[Tree], source_trees: Sequence[Tree]) -> TreeStructure:
     """Compare the trees of an export with those of its source, by position.
 
-    Features and thresholds must be equal, weights of leaves to the rounding of float32. Where two trees differ in
-    shape, their splits are compared as multisets.
+    Features and thresholds must be equal, weights of leaves to the rounding of float32. Where two
+    trees differ in shape, their splits are compared as multisets.
     """
     texts: list[str] = []
     changed = 0
@@ -285,7 +293,10 @@ def _find_differences(tree: Tree, source: Tree) -> Iterator[tuple[int, str]]:
     if tree.weights.shape[1:] != source.weights.shape[1:]:
         yield (
             1,
-            f": leaves for {tree.weights.shape[1]} outputs, the source has {source.weights.shape[1]}",
+            (
+                f": leaves for {tree.weights.shape[1]} outputs, "
+                f"the source has {source.weights.shape[1]}"
+            ),
         )
         return
     leaf, other = tree.features < 0, source.features < 0
@@ -293,20 +304,29 @@ def _find_differences(tree: Tree, source: Tree) -> Iterator[tuple[int, str]]:
         here, there = _count_splits(tree), _count_splits(source)
         yield (
             max(1, ((here - there) + (there - here)).total()),
-            f": {_describe_size(tree)} arranged differently from the source's {_describe_size(source)}",
+            (
+                f": {_describe_size(tree)} arranged differently from the source's "
+                f"{_describe_size(source)}"
+            ),
         )
         return
     splits = ~leaf
     for node in np.flatnonzero(splits & (tree.features != source.features)):
         yield (
             1,
-            f", node {node}: splits at feature {tree.features[node]}, the source at {source.features[node]}",
+            (
+                f", node {node}: splits at feature {tree.features[node]}, "
+                f"the source at {source.features[node]}"
+            ),
         )
     same = splits & (tree.features == source.features)
     for node in np.flatnonzero(same & (tree.thresholds != source.thresholds)):
         yield (
             1,
-            f", node {node}: threshold {tree.thresholds[node]:.9g}, the source has {source.thresholds[node]:.9g}",
+            (
+                f", node {node}: threshold {tree.thresholds[node]:.9g}, "
+                f"the source has {source.thresholds[node]:.9g}"
+            ),
         )
     weights, originals = tree.weights.astype(np.float64), source.weights.astype(np.float64)
     close = np.abs(weights - originals) <= _CLOSE * np.maximum(np.abs(weights), np.abs(originals))

@@ -62,8 +62,9 @@ class Killed(BaseException):
 def disturbed_http(fault: Disturbance, at: int = 0) -> Iterator[Sized]:
     """Disturb requests of `http.client`, the base of urllib, requests, boto3 and azure-core, from number `at` on.
 
-    Yields the requests made. `error`: the service cannot be reached. Otherwise the first disturbed request takes
-    effect. Then its answer and all later requests are lost (`lost answer`), or the client is killed (`kill`).
+    Yields the requests made. `error`: the service cannot be reached. Otherwise the first disturbed
+    request takes effect. Then its answer and all later requests are lost (`lost answer`), or the
+    client is killed (`kill`).
     """
     client, own, hosts = http.client.HTTPConnection, threading.get_ident(), list[str]()
     send, receive = client.endheaders, client.getresponse
@@ -98,8 +99,8 @@ def disturbed_http(fault: Disturbance, at: int = 0) -> Iterator[Sized]:
 class EndpointProviderSuite:
     """Conformance of an endpoint provider. Subclass it, and define the fixtures `provider` and `config`.
 
-    A provider with another protocol overrides `scale`, one that loads models from elsewhere `deployments`, one that
-    reaches its service without `http.client` `disturbed`.
+    A provider with another protocol overrides `scale`, one that loads models from elsewhere
+    `deployments`, one that reaches its service without `http.client` `disturbed`.
     """
 
     def disturbed(self, fault: Disturbance, at: int = 0) -> AbstractContextManager[Sized]:

@@ -145,9 +145,9 @@ def _get_signer(signer: FakeSigner) -> FakeSigner:
 class FakeProvider(EndpointProvider):
     """In-memory endpoints that apply effects in the order of their generations.
 
-    While `down`, `apply` cannot reach them and `observe` sees nothing. `applied` lists every change of every endpoint.
-    `left` are orphaned resources of endpoints, each named by its manifest. `confirmed` lists the endpoints of
-    confirmed rollouts.
+    While `down`, `apply` cannot reach them and `observe` sees nothing. `applied` lists every change
+    of every endpoint. `left` are orphaned resources of endpoints, each named by its manifest.
+    `confirmed` lists the endpoints of confirmed rollouts.
     """
 
     def __init__(self) -> None:
@@ -260,7 +260,8 @@ class FakeProvider(EndpointProvider):
 class FakeMetrics(MetricsSource):
     """Counts that a test writes, of requests without keys. While `down`, they cannot be read; `clock` dates readings.
 
-    What was counted since the last reading belongs to the present generation of the endpoint, and is a closed epoch.
+    What was counted since the last reading belongs to the present generation of the endpoint, and
+    is a closed epoch.
     """
 
     def __init__(self, generations: Mapping[str, int]) -> None:

@@ -4,8 +4,9 @@ class TestMyLedger(LedgerSuite):
     @pytest.fixture
     def opener(self, tmp_path) -> Opener: ...
 
-An opener opens the same ledger at every call. An opener that can be pickled is also called in other processes, which
-race for entries and are killed. For a ledger within one process, set `processes` to False.
+An opener opens the same ledger at every call. An opener that can be pickled is also called in other
+processes, which race for entries and are killed. For a ledger within one process, set `processes`
+to False.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def write_perceptron(
 ) -> Path:
     """Write three layers, `x` (batch, FEATURES) to `scores` (batch, CLASSES), with layouts that are hard to rewrite.
 
-    `first` is a MatMul and an Add whose bias is a row (1, HIDDEN); `second` and `third` are Gemms with transposed
-    weights, of which that of `second` is square.
+    `first` is a MatMul and an Add whose bias is a row (1, HIDDEN); `second` and `third` are Gemms
+    with transposed weights, of which that of `second` is square.
     """
     nodes = [
         helper.make_node("MatMul", ["x", "first.weight"], ["first.product"], name="first"),

@@ -1,7 +1,7 @@
 """Benchmark one ONNX file, or compare two, without a pipeline.
 
-Functions raise UserError for a file that is not a valid model or does not fit the target or the other file, and
-MeasurementError where a model does not run, or not on the requested provider.
+Functions raise UserError for a file that is not a valid model or does not fit the target or the
+other file, and MeasurementError where a model does not run, or not on the requested provider.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ class BenchmarkFigure:
 class SingleModelResult:
     """One model on one target.
 
-    `figures` holds quantiles of single runs in one session and, if requested, the median throughput of fresh sessions
-    and the medians of fresh processes, by their names in evidence. `advice` lists what slows it down.
+    `figures` holds quantiles of single runs in one session and, if requested, the median throughput
+    of fresh sessions and the medians of fresh processes, by their names in evidence. `advice` lists
+    what slows it down.
     """
 
     batch: int
@@ -144,7 +145,10 @@ def read_runtime_facts(runtime: Runtime, target: Target, model: Path) -> Runtime
     """Return the execution providers that run the model on this machine."""
     require_hardware(runtime, target)
     if reason := explain_incompatibility(model, target):
-        remedy = "Export it for this target's opset and IR version, or give the target its operators: custom_ops."
+        remedy = (
+            "Export it for this target's opset and IR version, or give the target its operators: "
+            "custom_ops."
+        )
         raise UserError(reason.partition(": set export.")[0], where=model.name, remedy=remedy)
     try:
         return runtime.facts(model, target)

@@ -1,7 +1,7 @@
 """Compare two ONNX files: check whether they compute the same function.
 
-There is no source in float64, so rounding noise cannot be measured. A's answers without graph optimizations are the
-reference, and fixed tolerances replace the noise.
+There is no source in float64, so rounding noise cannot be measured. A's answers without graph
+optimizations are the reference, and fixed tolerances replace the noise.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ Reporter = Callable[[str], None]
 class OutputDifference:
     """One output on one group of inputs.
 
-    `error` is the largest |B - A|; for `labels` (integers, booleans, texts) the share of rows that differ. `limit` is
-    the largest error allowed at the worst value; `ratio` is error / limit. `mismatch` describes a difference without a
-    number.
+    `error` is the largest |B - A|; for `labels` (integers, booleans, texts) the share of rows that
+    differ. `limit` is the largest error allowed at the worst value; `ratio` is error / limit.
+    `mismatch` describes a difference without a number.
     """
 
     output: str
@@ -96,8 +96,8 @@ class OutputDifference:
 class ParityResult:
     """The comparison of B with A; `notes` list what was not compared, and why.
 
-    `trees` compares the trees of both, if they have any; `coverage` is the part of a quantized B that runs in int8;
-    `advice` lists what slows B down.
+    `trees` compares the trees of both, if they have any; `coverage` is the part of a quantized B
+    that runs in int8; `advice` lists what slows B down.
     """
 
     a: Digest
@@ -124,7 +124,10 @@ class ParityResult:
     def reason(self) -> str:
         """Return the reason of the verdict."""
         if not self.differences:
-            return f"no answer can be compared: {'; '.join(self.notes) or 'both models have empty answers'}"
+            return (
+                "no answer can be compared: "
+                f"{'; '.join(self.notes) or 'both models have empty answers'}"
+            )
         worst = f"output {self.worst.output!r}, inputs {self.worst.group!r}: {self.worst.reason}"
         if self.verdict is not Verdict.PASS:
             return worst
@@ -147,8 +150,9 @@ def compare(
 ) -> ParityResult:
     """Compare B, run on the target, with A.
 
-    `sizes` names dimensions of A at which one size is enough. Where B fixes another one, it is not the same function.
-    `exact` runs A as the reference, if the target's runtime is not ONNX Runtime on this machine.
+    `sizes` names dimensions of A at which one size is enough. Where B fixes another one, it is not
+    the same function. `exact` runs A as the reference, if the target's runtime is not ONNX Runtime
+    on this machine.
 
     Raises:
         UserError: a file is not a valid model, or the two do not have the same inputs.
@@ -246,7 +250,10 @@ def _find_structural_mismatches(
     """Return mismatches that no answer shows: sizes that B alone fixes, and nodes of trees."""
     mismatches = []
     if fixed_sizes := [f"{name} = {size}" for name, size in fixed.items() if name not in sizes]:
-        why = f"B takes {', '.join(fixed_sizes)} only, A takes any; to compare only at that size: --dim"
+        why = (
+            f"B takes {', '.join(fixed_sizes)} only, A takes any; "
+            "to compare only at that size: --dim"
+        )
         mismatches.append(make_mismatch("*", "sizes", why))
     if trees is not None and trees.changed:
         what = f"{trees.changed} nodes of trees differ: {trees.differences[0]}"
@@ -346,8 +353,8 @@ def _join_groups(answers: GroupAnswers) -> JoinedAnswers:
 def _as_tensors(answer: Mapping[str, Any]) -> Tensors:
     """Convert sequences and maps to tensors.
 
-    Maps (ZipMap) become a matrix with a column a key, and their keys; other sequences one output an element, and their
-    length. An optional output that is absent is left out.
+    Maps (ZipMap) become a matrix with a column a key, and their keys; other sequences one output an
+    element, and their length. An optional output that is absent is left out.
     """
     tensors: dict[str, Any] = {}
     for name, value in answer.items():
@@ -384,7 +391,8 @@ def _join_runs(raw: Sequence[Mapping[str, Any]]) -> Tensors:
     for name, arrays in parts.items():
         if len(shapes := {array.shape[1:] for array in arrays}) > 1:
             raise UserError(
-                f"output {name!r} has another shape for other rows: {' and '.join(map(str, sorted(shapes)[:2]))}",
+                f"output {name!r} has another shape for other rows: "
+                f"{' and '.join(map(str, sorted(shapes)[:2]))}",
                 why="its shape depends on the values of the inputs, so answers cannot be compared",
                 remedy="Supply the rows of one run: --data.",
             )
@@ -428,7 +436,8 @@ def _measure_groups(
         reference, answer = expected[group.name], answers[group.name]
         if isinstance(reference, MeasurementError):
             notes.append(
-                f"inputs {group.name!r} were omitted: A rejects them ({explain_rejection(reference)})"
+                f"inputs {group.name!r} were omitted: "
+                f"A rejects them ({explain_rejection(reference)})"
             )
             continue
         if isinstance(answer, MeasurementError):
@@ -468,7 +477,8 @@ def _measure_outputs(
 def _has_counterpart(name: str, array: Any, answer: Tensors) -> bool:
     """Return whether an output is one of another form in B.
 
-    Where one model returns a matrix and the other maps, keys and lengths have no counterpart of their name.
+    Where one model returns a matrix and the other maps, keys and lengths have no counterpart of
+    their name.
     """
     base = name.removesuffix(KEYS).removesuffix(LENGTH)
     if base != name:
@@ -539,7 +549,10 @@ def _judge_distinction(
     by_row = [array for answers in groups for array in _list_model_outputs(answers) if array.ndim]
     if not all(_same(array, array[:1].repeat(len(array), 0)) for array in by_row):
         return ()
-    reason = f"A gives the same answer to all {count} rows, so they are not conclusive; use rows with different answers"
+    reason = (
+        f"A gives the same answer to all {count} rows, so they are not conclusive; "
+        "use rows with different answers"
+    )
     blank = _judge_measurement(replace(make_mismatch("*", REAL, reason), rows=count), labels=False)
     return (replace(blank, mismatch="", verdict=Verdict.INCONCLUSIVE),)
 
@@ -561,7 +574,10 @@ def _judge_measurement(m: ParityMeasurement, *, labels: bool) -> OutputDifferenc
         reason = f"answers differ in {100 * m.error:.3g}% of {_format_rows(m)}, limit 0%"
     else:
         place = f"{m.column}: " if m.column else ""
-        reason = f"{place}error {m.error:.3g}, limit {limit:.3g}, largest answer {m.scale:.3g}, {_format_rows(m)}"
+        reason = (
+            f"{place}error {m.error:.3g}, limit {limit:.3g}, "
+            f"largest answer {m.scale:.3g}, {_format_rows(m)}"
+        )
     return OutputDifference(
         output=m.output,
         group=m.group,

@@ -103,7 +103,8 @@ class _Recipe:
     ) -> tuple[Tensors, Tensors]:
         """Return `count` rows, and the inputs without rows, at those sizes.
 
-        Indices of rows are valid in runs of `fewest` rows or more; by default, of any number that the model takes.
+        Indices of rows are valid in runs of `fewest` rows or more; by default, of any number that
+        the model takes.
         """
         sizes = self.read_sizes(wanted)
         places = list_named_axes({spec.name: spec.shape for spec in self.inputs})
@@ -153,19 +154,20 @@ def generate_samples(
 ) -> SampleRows:
     """Generate random rows from the types and shapes of the inputs.
 
-    Floats are standard normal, booleans 0 or 1, texts known to the model, `a` or `b`. Integers that are indices reach
-    every entry; others are most often masks, and are 0 or 1, or what the model compares them with. Rows are on the axis
-    that the inputs share (`domain.row_axes`). Inputs without it are drawn as a whole, and further groups draw them
-    again; so do all inputs where there is no such axis. There are fewer rows than `count` if these would not fit into
-    64 MiB. Symbolic dimensions that are not in `dims`, other than the batch, have the size 8, and further groups have
-    other sizes.
+    Floats are standard normal, booleans 0 or 1, texts known to the model, `a` or `b`. Integers that
+    are indices reach every entry; others are most often masks, and are 0 or 1, or what the model
+    compares them with. Rows are on the axis that the inputs share (`domain.row_axes`). Inputs
+    without it are drawn as a whole, and further groups draw them again; so do all inputs where
+    there is no such axis. There are fewer rows than `count` if these would not fit into 64 MiB.
+    Symbolic dimensions that are not in `dims`, other than the batch, have the size 8, and further
+    groups have other sizes.
 
     Args:
         fix: values of inputs by name.
 
     Raises:
-        UserError: an input is not a tensor, or its type or size cannot be generated, or `dims` or `fix` name what does
-            not exist.
+        UserError: an input is not a tensor, or its type or size cannot be generated, or `dims` or
+            `fix` name what does not exist.
     """
     fix, bounds = fix or {}, bounds or {}
     _check_dimension_names(inputs, dims)

@@ -1,7 +1,8 @@
 """Judge whether one ONNX file may replace another, without a pipeline.
 
-A float candidate must compute the same function as its baseline. A rounded one is judged by the parts of rounding: each
-weight and activation, the function without rounding, and the effect of rounding on the task.
+A float candidate must compute the same function as its baseline. A rounded one is judged by the
+parts of rounding: each weight and activation, the function without rounding, and the effect of
+rounding on the task.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from onnx_ops.tools.task_judgement import judge_task
 _METRIC_NAMES = {"ratio": "latency", **PROCESS_FIGURES}
 
 _OPTIMIZED = (
-    "at graph level basic it is right: the fault is in an optimization of ONNX Runtime, not in the file; "
-    "target file: session: {graph_level: basic}"
+    "at graph level basic it is right: the fault is in an optimization of ONNX Runtime, "
+    "not in the file; target file: session: {graph_level: basic}"
 )
 
 
@@ -54,7 +55,8 @@ def judge_candidate(request: JudgeRequest) -> Judgement:
     """Measure what the candidate's kind requires, and judge it by gates.
 
     Raises:
-        UserError: a file is not valid, the two have different inputs, or a metric does not fit them.
+        UserError: a file is not valid, the two have different inputs, or a metric does not fit
+            them.
     """
     notes: dict[str, None] = {}
     try:

@@ -40,9 +40,10 @@ class SweepPoint:
 class JudgeRequest:
     """Two files, how they are compared, and how much the candidate may lose.
 
-    `settings` is the sweep. `runtime` returns one by its name; `inside` runs models that expose their intermediate
-    values. Without a dataset, rows are generated. Custom metrics are in `functions` by reference. `max_regression` None
-    takes the defaults; `concurrency` None measures no throughput. At dimensions named in `sizes`, one size is enough.
+    `settings` is the sweep. `runtime` returns one by its name; `inside` runs models that expose
+    their intermediate values. Without a dataset, rows are generated. Custom metrics are in
+    `functions` by reference. `max_regression` None takes the defaults; `concurrency` None measures
+    no throughput. At dimensions named in `sizes`, one size is enough.
     """
 
     baseline: Path

@@ -29,7 +29,8 @@ def shared_inputs(a: Path, b: Path | None = None) -> tuple[TensorSpec, ...]:
         raise UserError(
             "the models do not take the same inputs",
             where=b.name,
-            why=f"{a.name} takes {_list_specs(first)}; {b.name} takes {_list_specs(tuple(second.values()))}",
+            why=f"{a.name} takes {_list_specs(first)}; "
+            f"{b.name} takes {_list_specs(tuple(second.values()))}",
             remedy="Export both with inputs of the same names, shapes and types.",
         )
     return tuple(common)

@@ -1,7 +1,7 @@
 """Quantize one ONNX file, by a recipe or by search.
 
-Functions raise UserError for a file that is not valid or exists already, a recipe that does not fit, or a budget that
-nothing keeps; and StageError where a library fails.
+Functions raise UserError for a file that is not valid or exists already, a recipe that does not
+fit, or a budget that nothing keeps; and StageError where a library fails.
 """
 
 from __future__ import annotations
@@ -243,8 +243,9 @@ def search_variant(
 ) -> QuantizedFile:
     """Search, write the variant of the requested role, and record all trials in `PATH.search.json`.
 
-    The same search resumes where it was interrupted. `section.variants` holds the one requested role; the metric is
-    measured on the rows of `tuning_data`; `data` are the digests of all rows by use.
+    The same search resumes where it was interrupted. `section.variants` holds the one requested
+    role; the metric is measured on the rows of `tuning_data`; `data` are the digests of all rows by
+    use.
     """
     check_paths(source, path)
     key = digest_json(

@@ -71,10 +71,11 @@ def judge_within_noise(
 ) -> GateResult:
     """Judge the answers in units of the noise of their precision, by the rule of the parity gate.
 
-    For float16 the noise is the effect of rounding the baseline's constants, by column; for a quantized baseline, that
-    of the target's own graph optimizations. It moves single elements by whole steps, which the columns share, so that
-    the output is measured as a whole. Where the baseline's sums saturate on the target, that noise is no measure of
-    rounding: then only equal answers pass.
+    For float16 the noise is the effect of rounding the baseline's constants, by column; for a
+    quantized baseline, that of the target's own graph optimizations. It moves single elements by
+    whole steps, which the columns share, so that the output is measured as a whole. Where the
+    baseline's sums saturate on the target, that noise is no measure of rounding: then only equal
+    answers pass.
     """
     samples = request.settings[0].samples
     groups = [
@@ -192,8 +193,8 @@ def _stack_runs(answers: Sequence[Tensors]) -> Tensors:
 def judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[GateResult]:
     """Judge the structural invariants of a pipeline's parity gate, and the function without rounding.
 
-    Copies are measured, since files that expose intermediate values are written beside them. Weights that cannot be
-    compared are a note: the task metric decides about them.
+    Copies are measured, since files that expose intermediate values are written beside them.
+    Weights that cannot be compared are a note: the task metric decides about them.
     """
     a, b = request.baseline, request.candidate
     request.report(f"comparing weights and activations of {b.name} with those of {a.name}")
@@ -271,7 +272,10 @@ def _describe_unpaired(names: Sequence[str]) -> str:
         f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     )
     count = "1 weight was" if len(names) == 1 else f"{len(names)} weights were"
-    return f"{count} not compared, since A has no original of them ({shown}): the task metric decides about them"
+    return (
+        f"{count} not compared, since A has no original of them ({shown}): "
+        "the task metric decides about them"
+    )
 
 
 def _take_few(rows: Tensors, count: int) -> Tensors:
@@ -291,7 +295,8 @@ def _judge_function(
 
     `corrected` names biases that the quantizer moved to compensate for rounding.
 
-    Nothing is returned where that cannot be computed; the task metric decides then, and a note gives the reason.
+    Nothing is returned where that cannot be computed; the task metric decides then, and a note
+    gives the reason.
     """
     with Scratch() as folder:
         plain, exact = folder / "baseline.onnx", folder / "candidate.onnx"

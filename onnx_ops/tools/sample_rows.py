@@ -40,8 +40,8 @@ _RUN_BYTES = 1 << 24
 class InputGroup:
     """Inputs of one kind, split into runs, whose outputs belong together along axis 0.
 
-    `inside` is whether callers can send such inputs. `assumed`: only the model itself can show whether it takes inputs
-    of these sizes or values.
+    `inside` is whether callers can send such inputs. `assumed`: only the model itself can show
+    whether it takes inputs of these sizes or values.
     """
 
     name: str
@@ -59,7 +59,8 @@ class SampleRows:
         fixed: the other inputs, the same in every run.
         batch: the number of rows that every run must have, or 0 for any number.
         axes: where the model takes the rows; default: on axis 0.
-        further: more runs by group, at other sizes of free dimensions and with other values of `fixed`.
+        further: more runs by group, at other sizes of free dimensions and with other values of
+            `fixed`.
         choices: generated values of inputs of one value, of which the model may refuse some.
     """
 
@@ -116,10 +117,10 @@ def build_groups(
 ) -> tuple[InputGroup, ...]:
     """Build the groups: the rows, rows derived from them, and batches.
 
-    Large rows come without others, and in batches of at most 16 MiB. Whole numbers that are neither indices nor sizes
-    have all magnitudes and both signs: a model that rejects these has no answer to compare. `empty` adds a group
-    without rows. `bounds` are the bounds that the graph shows for the inputs, and `splits` rows next to the splits of
-    trees.
+    Large rows come without others, and in batches of at most 16 MiB. Whole numbers that are neither
+    indices nor sizes have all magnitudes and both signs: a model that rejects these has no answer
+    to compare. `empty` adds a group without rows. `bounds` are the bounds that the graph shows for
+    the inputs, and `splits` rows next to the splits of trees.
     """
     further = [
         InputGroup(name=name, runs=(run,), assumed=True) for name, run in samples.further.items()

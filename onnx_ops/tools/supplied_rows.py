@@ -157,7 +157,8 @@ def _make_missing_error(
     return UserError(
         f"it has no array {spec.name!r}",
         where=where,
-        why=f"the model takes {', '.join(s.name for s in inputs)}; the file has {', '.join(arrays) or 'none'}",
+        why=f"the model takes {', '.join(s.name for s in inputs)}; "
+        f"the file has {', '.join(arrays) or 'none'}",
         remedy=remedy
         if spec.name in axes
         else f"It is the same for all rows: --fix {spec.name}=VALUE.",
@@ -173,7 +174,8 @@ def _read_scalar(spec: TensorSpec, array: Any, where: str) -> Any:
         f"array {spec.name!r} has {len(values)} different values, the model takes a scalar",
         where=where,
         why="a scalar has no rows: one request has one value",
-        remedy=f"Judge the rows of each value by themselves, or give one value: --fix {spec.name}=VALUE.",
+        remedy="Judge the rows of each value by themselves, or give one value: "
+        f"--fix {spec.name}=VALUE.",
     )
 
 
@@ -192,7 +194,8 @@ def find_input_problems(
 ) -> Iterator[tuple[str, str]]:
     """Yield why a model cannot take these arrays, by input.
 
-    Unlike in `check_samples`, nothing is converted but `values`: a pipeline passes on what its data set holds.
+    Unlike in `check_samples`, nothing is converted but `values`: a pipeline passes on what its data
+    set holds.
     """
     if missing := [spec.name for spec in inputs if spec.name not in (*arrays, *values)]:
         names = ", ".join(map(repr, missing))

@@ -49,7 +49,10 @@ def _explain_unknown_cost(agreement: GateResult | None, dataset: Dataset | None)
     """Return why the share of changed answers does not show what the change costs, and what would."""
     if agreement is None:
         remedy = "give --labels and --metric, or --metric cosine for embeddings"
-        return f"the cost of rounding for the task is unknown: no output can be read as classes; {remedy}"
+        return (
+            "the cost of rounding for the task is unknown: no output can be read as classes; "
+            f"{remedy}"
+        )
     if dataset is None:
         return (
             f"the cost of rounding for the task is unknown: {agreement.reason}, but generated rows "
@@ -113,7 +116,10 @@ def _judge_agreement(
     if accuracy.estimate is None or accuracy.verdict is Verdict.ERROR:
         return None
     changed = round(-accuracy.estimate * accuracy.n)
-    text = f"{changed} of {accuracy.n} classes change, at most {-100 * (accuracy.low or 0.0):.3g}% of such rows"
+    text = (
+        f"{changed} of {accuracy.n} classes change, at most {-100 * (accuracy.low or 0.0):.3g}% "
+        "of such rows"
+    )
     return replace(accuracy, metric="agreement", reason=text)
 
 

@@ -26,7 +26,9 @@ ENVIRONMENTS = Path(
     os.environ.get("ONNX_OPS_TEST_ENVIRONMENTS")
     or Path(tempfile.gettempdir()) / f"onnx-ops-environments-{os.getuid()}"
 )
-"""Folder of environments that all workers share, and that stay from one run of the tests to the next."""
+"""Folder of environments that all workers share, and that stay from one run of the tests to the
+next.
+"""
 
 DVC = "dvc==3.67.1"
 

@@ -119,7 +119,10 @@ def test_explain_missing_operators_with_many_nodes_lists_first_five() -> None:
 def test_target_file_with_custom_operators_loads_library_path_and_digest(tmp_path: Path) -> None:
     folder = tmp_path / "configs" / "targets"
     folder.mkdir(parents=True)
-    text = "name: own\nproviders: [CPUExecutionProvider]\ncustom_ops: {path: lib/a.so, digest: %s, domains: [acme]}\n"
+    text = (
+        "name: own\nproviders: [CPUExecutionProvider]\ncustom_ops: {path: lib/a.so, digest: "
+        "%s, domains: [acme]}\n"
+    )
     digest = f"sha256:{'0' * 64}"
     (folder / "own.yaml").write_text(text % digest)
     found = TargetFiles(tmp_path).load("own")

@@ -64,7 +64,8 @@ def push(
     repository.write("data/many/deep/b.npz", archive(3))
     repository.write(
         "dvc.yaml",
-        f"stages:\n  copy:\n    wdir: data\n    cmd: cp {Path(PATH).name} made.npz\n    outs: [made.npz]\n",
+        f"stages:\n  copy:\n    wdir: data\n    cmd: cp {Path(PATH).name} made.npz\n    outs: "
+        "[made.npz]\n",
     )
     commands = (
         ("init", "-q"),

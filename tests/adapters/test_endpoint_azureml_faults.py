@@ -1,7 +1,7 @@
 """Every request of the Azure ML provider goes wrong, in every way; and the client is killed at every write.
 
-Whatever happens: traffic is never below 100 %, the version that served can always be reached, applying again finishes
-the work, and nothing is left over.
+Whatever happens: traffic is never below 100 %, the version that served can always be reached,
+applying again finishes the work, and nothing is left over.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ pytestmark = pytest.mark.services
 
 
 ANSWER_S = 0.35
-"""What is longer than any honest answer of the fake takes, nearly always: one that is slower is asked for again."""
+"""What is longer than any honest answer of the fake takes, nearly always: one that is slower is
+asked for again.
+"""
 WRITES = ("PUT", "DELETE", "POST")
 STAGES = [
     pytest.param(stage, id=name) for stage, name in enumerate(("first", "canary", "end", "back"))

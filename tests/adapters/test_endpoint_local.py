@@ -132,9 +132,11 @@ def test_local_server_after_exit_of_starting_process_keeps_serving(
         "import sys; from pathlib import Path; from onnx_ops import codec;"
         "from onnx_ops.adapters.endpoints.local import LocalEndpoints;"
         "from onnx_ops.domain.endpoint import EndpointConfig, EndpointState;"
-        "LocalEndpoints(Path(sys.argv[1])).apply(codec.loads(sys.argv[2].encode(), EndpointConfig),"
+        "LocalEndpoints(Path(sys.argv[1])).apply(codec.loads(sys.argv[2].encode(), "
+        "EndpointConfig),"
         "codec.loads(sys.argv[3].encode(), EndpointState), generation=1);"
-        "assert 'onnxruntime' not in sys.modules and 'httpx' not in sys.modules and 'numpy' not in sys.modules"
+        "assert 'onnxruntime' not in sys.modules and 'httpx' not in sys.modules and 'numpy' not "
+        "in sys.modules"
     )
     state = site.state(blue=100)
     arguments = [

@@ -1,6 +1,7 @@
 """Every request of the SageMaker provider goes wrong in every way, and the client is killed at each of them.
 
-Whatever happens, the endpoint answers all the while, the way back is open, and nothing stands there that is not told.
+Whatever happens, the endpoint answers all the while, the way back is open, and nothing stands there
+that is not told.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ pytestmark = pytest.mark.services
 
 KINDS = ("throttle", "error", "drop", "hang", "conflict")
 ANSWER_S = 0.4
-"""How long an answer is waited for where some do not come; an honest one that takes longer is asked for again."""
+"""How long an answer is waited for where some do not come; an honest one that takes longer is asked
+for again.
+"""
 CONFLICTS = ("SageMaker.UpdateEndpoint", "PUT /")
 READS = ("GET ", "HEAD ", "SageMaker.Describe", "SageMaker.List")
 
@@ -93,7 +96,9 @@ class Endpoint:
 
 def moments(kind: str, requests: list[str]) -> list[int]:
     """When such a fault is let happen: at every request that changes something, before its effect and after it, as far
-    as there is such a thing. To us one read that fails is like another, so there the kinds take turns."""
+    as there is such a thing. To us one read that fails is like another, so there the kinds take
+    turns.
+    """
     found = []
     turns = [other for other in KINDS if other != "conflict"]
     for at, name in enumerate(requests):
@@ -138,7 +143,8 @@ def test_sagemaker_apply_with_fault_at_any_request_keeps_serving(
     load.endpoint = endpoint.name
     due = moments(kind, requests)
     assert len(due) >= 5
-    # One that lasts is met at a part of them: a client that waits gives up after six answers that do not come.
+    # One that lasts is met at a part of them: a client that waits gives up after six answers that
+    # do not come.
     for moment in sweep(due[:: (4 if kind == "hang" else 2) if lasting else 1]):
         order(site.fake, kind, requests, moment, lasting=lasting)
         try:

@@ -164,7 +164,10 @@ def test_export_in_two_processes_writes_same_bytes(tmp_path: Path) -> None:
         "PYTHONPATH": str(Path(__file__).parents[2]),
         "HOME": str(there),
     }
-    code = "from pathlib import Path; from tests.adapters.test_exporter_edges import exported; print(exported(Path()))"
+    code = (
+        "from pathlib import Path; from tests.adapters.test_exporter_edges import exported; "
+        "print(exported(Path()))"
+    )
     command = [sys.executable, "-c", code]
     done = subprocess.run(
         command,

@@ -116,7 +116,8 @@ SOURCES: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, Any]]]] = {
         lambda: sk("ensemble.HistGradientBoostingRegressor", max_iter=20, random_state=0),
         holed,
     ),
-    # skl2onnx gives labels as a row or a column, and calls a variable GPmean, or calls a value inside so.
+    # skl2onnx gives labels as a row or a column, and calls a variable GPmean, or calls a value
+    # inside so.
     "neighbors": (lambda: scaled(sk("neighbors.KNeighborsRegressor")), DIABETES),
     "one vs one": (
         lambda: sk("multiclass.OneVsOneClassifier", sk("linear_model.LogisticRegression")),

@@ -165,7 +165,8 @@ def test_guarded_runtime_returns_same_outputs_as_plain_runtime(file: Path) -> No
 TRANSPOSED = """(float[batch, 4, 8] x) => (float[rows, columns, 8] y) {
     half = Cast<to = 10>(x) turned = Transpose<perm = [1, 0, 2]>(half)
     product = MatMul(turned, weight) y = Cast<to = 1>(product) }"""
-"""float16 behind such a transposition ends ONNX Runtime 1.31 on a CPU, when its session is built."""
+"""float16 behind such a transposition ends ONNX Runtime 1.31 on a CPU, when its session is built.
+"""
 
 
 @pytest.fixture

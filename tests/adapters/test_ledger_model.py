@@ -1,7 +1,8 @@
 """Ledgers as a machine: honest writers with and without keys, crashes, and an attacker who can write the storage.
 
-Whatever an attacker does, a reader gets an error, or a state in which everything was granted by an entry that an honest
-holder of the key has signed. A machine that remembers what it saw loses no rejection.
+Whatever an attacker does, a reader gets an error, or a state in which everything was granted by an
+entry that an honest holder of the key has signed. A machine that remembers what it saw loses no
+rejection.
 """
 
 from __future__ import annotations

@@ -138,7 +138,8 @@ def test_prometheus_read_of_all_metrics_sends_one_query(
     source.read(CONFIG, {"v1": THRESHOLDS})
     (query,) = scraped.queries
     assert query == (
-        'onnx_ops_server_info{endpoint="digits"} or label_replace(timestamp(onnx_ops_server_info{endpoint="digits"}), '
+        'onnx_ops_server_info{endpoint="digits"} or '
+        'label_replace(timestamp(onnx_ops_server_info{endpoint="digits"}), '
         '"onnx_ops_scraped", "yes", "", "") or {__name__=~"onnx_ops_requests_total|'
         "onnx_ops_service_duration_seconds_bucket|"
         "onnx_ops_shadow_answered_total|onnx_ops_shadow_differing_total|onnx_ops_shadow_failed_total|"

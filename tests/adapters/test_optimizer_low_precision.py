@@ -288,7 +288,8 @@ WRONG: list[tuple[Optimizer, Mapping[str, object], str]] = [
     *((optimizer, {"op_types": "Conv"}, "list") for optimizer in (DYNAMIC, STATIC)),
     *((optimizer, {"op_types": []}, "at least one") for optimizer in (DYNAMIC, STATIC)),
     *((optimizer, {"nonsense": 1}, "op_types") for optimizer in (DYNAMIC, STATIC)),
-    # What the library builds, and what then does not load, has no kernels, or needs a module that is not there.
+    # What the library builds, and what then does not load, has no kernels, or needs a module that
+    # is not there.
     (
         STATIC,
         {"activations": "float8e4m3fn"},

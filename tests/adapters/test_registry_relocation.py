@@ -37,8 +37,8 @@ def list_locations(root: Path) -> set[str]:
         return {
             row[0]
             for table, column in tables
-            for row in database.execute(f"SELECT {column} FROM {table}")
-        }  # noqa: S608
+            for row in database.execute(f"SELECT {column} FROM {table}")  # noqa: S608
+        }
 
 
 @pytest.fixture

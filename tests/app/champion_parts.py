@@ -52,7 +52,8 @@ class ChampionScene:
         )
         self.inputs = {"export": Manifest(files={"model.onnx": store.put_bytes(b"export")})}
         self.key = digest_bytes(b"key")
-        # Stores of worlds that are gone may share their memory with this one's; what they hold has other digests.
+        # Stores of worlds that are gone may share their memory with this one's; what they hold has
+        # other digests.
         self.evidence = store.put_bytes(
             codec.dumps(replace(INT8, conditions={"scene": str(next(_COUNT))}))
         )

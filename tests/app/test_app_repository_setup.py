@@ -55,11 +55,15 @@ def write(root: Path, **files: str) -> Path:
 
 
 def make_src_layout(root: Path) -> list[str]:
-    project = '[build-system]\nrequires = ["setuptools"]\n[project]\nname = "Fraud_Model"\nversion = "1"\n'
+    project = (
+        '[build-system]\nrequires = ["setuptools"]\n[project]\nname = "Fraud_Model"\nversion = '
+        '"1"\n'
+    )
     write(
         root,
         **{
-            "pyproject.toml": f'{project}[tool.pytest.ini_options]\npythonpath = ["src"]\ntestpaths = ["tests"]\n',
+            "pyproject.toml": f'{project}[tool.pytest.ini_options]\npythonpath = ["src"]\ntestpaths = '
+            '["tests"]\n',
             "src/fraud/__init__.py": "",
             "src/fraud/training.py": _TRAINING,
             "tests/test_fraud.py": "from fraud import training\n\ndef test_train():\n    assert training\n",
@@ -182,7 +186,10 @@ def test_init_into_repository_leaves_tests_and_build_unchanged(tmp_path: Path, l
     root = tmp_path / layout
     root.mkdir()
     arguments = LAYOUTS[layout][0](root)
-    find = "import json, setuptools; from setuptools.config.pyprojecttoml import read_configuration as read; "
+    find = (
+        "import json, setuptools; from setuptools.config.pyprojecttoml import read_configuration "
+        "as read; "
+    )
     find += "print(json.dumps(read('pyproject.toml')['tool']['setuptools'].get('packages', [])))"
     packages = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", find],

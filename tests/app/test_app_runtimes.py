@@ -47,7 +47,10 @@ def environments(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def root(tmp_path: Path, environments: Path) -> Path:
     missing = [program for program in ("node", "npm", "chromium") if shutil.which(program) is None]
     if missing:
-        reason = f"NOT TESTED: no {', '.join(missing)} here (Debian: apt-get install nodejs npm chromium)"
+        reason = (
+            f"NOT TESTED: no {', '.join(missing)} here (Debian: "
+            "apt-get install nodejs npm chromium)"
+        )
         if os.environ.get("ONNX_OPS_TEST_SERVICES") == "required":
             pytest.fail(reason)
         pytest.skip(reason)
@@ -125,7 +128,8 @@ def test_openvino_target_is_measured_in_separate_environment(root: Path) -> None
         target: differing(evidence(project, result, target))
         for target in (*targets, "openvino-cpu")
     }
-    # What OpenVINO computes for NaN is its own; the data holds none, so that nothing is refused for it.
+    # What OpenVINO computes for NaN is its own; the data holds none, so that nothing is refused for
+    # it.
     openvino = found.pop("openvino-cpu")
     assert ("missing", False) in openvino
     assert not any(inside for _, inside in openvino)

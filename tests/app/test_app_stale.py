@@ -31,7 +31,8 @@ FILES = {
     "shop/table.json": "{}\n",
     "shop/unused.py": "from .net import Net\n",
     "judging/__init__.py": "",
-    "judging/score.py": "from judging.parts import half\n\ndef score(predictions, labels):\n    return half(1.0)\n",
+    "judging/score.py": "from judging.parts import half\n\ndef score(predictions, "
+    "labels):\n    return half(1.0)\n",
     "judging/parts.py": "def half(value):\n    return value / 2\n",
     "other.py": "def train(data):\n    ...\n",
     "params.yaml": "rate: 0.5\nother: 1\n",
@@ -85,7 +86,9 @@ NAMED = {
 """A module of the framework that a model's file names beside the user's class."""
 
 BROUGHT = "brought"
-"""In place of a framework: a torch model that the pipeline brings; its file names a class of PyYAML too."""
+"""In place of a framework: a torch model that the pipeline brings; its file names a class of PyYAML
+too.
+"""
 
 
 def on(target: str, stages: set[str]) -> set[str]:

@@ -108,7 +108,8 @@ def test_hold_key_lock_of_other_key_does_not_wait(tmp_path: Path) -> None:
 
 def test_hold_key_lock_after_kill_of_holder_is_acquired(tmp_path: Path) -> None:
     holder = (
-        "import sys; from pathlib import Path; from onnx_ops.app.running_stages import hold_key_lock\n"
+        "import sys; from pathlib import Path; from onnx_ops.app.running_stages import "
+        "hold_key_lock\n"
         f"with hold_key_lock(Path({str(tmp_path)!r}), {KEY!r}):\n"
         "    print('mine', flush=True); sys.stdin.read()"
     )

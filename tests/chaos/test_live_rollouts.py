@@ -71,8 +71,8 @@ def write_model(
 ) -> Path:
     """One layer run `layers` times, and an entry of a table that the request names: one beyond its end fails the run.
 
-    The layer is the body of a loop: as 200 nodes it would be packed 200 times (13 MB). So many more megabytes are read
-    at every run if there are `weights_mb`.
+    The layer is the body of a loop: as 200 nodes it would be packed 200 times (13 MB). So many more
+    megabytes are read at every run if there are `weights_mb`.
     """
     draw = np.random.default_rng(0)
     wide = 2**20 * weights_mb // (4 * WIDTH)
@@ -87,7 +87,10 @@ def write_model(
             "there": draw.standard_normal((WIDTH, wide)).astype(np.float32),
             "nothing": np.zeros(1, np.float32),
         }
-        end = "wide = MatMul(last, there) mean = ReduceMean(wide) zero = Mul(mean, nothing) end = Add(last, zero)"
+        end = (
+            "wide = MatMul(last, there) mean = ReduceMean(wide) zero = Mul(mean, nothing) "
+            "end = Add(last, zero)"
+        )
     model = onnx.parser.parse_model(f"""
         <ir_version: 10, opset_import: ["": 18]>
         {name} (float[batch, {WIDTH}] x, int64[batch] pick) => (float[batch, {WIDTH}] y) {{

@@ -1,7 +1,7 @@
 """Mistakes that people make in a project: what they change, which command finds it, and where.
 
-Each stands beside a project that is right. A mistake in a pipeline file replaces one text in it; others change a file
-of the project, or are the command itself.
+Each stands beside a project that is right. A mistake in a pipeline file replaces one text in it;
+others change a file of the project, or are the command itself.
 """
 
 from __future__ import annotations
@@ -584,12 +584,14 @@ MODELS = (
     ),
 )
 _SAGEMAKER = (
-    "provider: sagemaker, settings: {role: 'arn:aws:iam::123456789012:role/r', bucket: models-1, "
-    "instance_type: ml.m5.large, image: '123456789012.dkr.ecr.eu-west-1.amazonaws.com/i:1'}, rollout"
+    "provider: sagemaker, settings: {role: 'arn:aws:iam::123456789012:role/r', bucket: "
+    "models-1, instance_type: ml.m5.large, "
+    "image: '123456789012.dkr.ecr.eu-west-1.amazonaws.com/i:1'}, rollout"
 )
 _AZURE = (
-    "provider: azureml, settings: {subscription: 00000000-0000-0000-0000-000000000001, resource_group: g, "
-    "workspace: w, instance_type: Standard_DS3_v2, image: 'registry.example/i:1'}, rollout"
+    "provider: azureml, settings: {subscription: 00000000-0000-0000-0000-000000000001, "
+    "resource_group: g, workspace: w, instance_type: Standard_DS3_v2, "
+    "image: 'registry.example/i:1'}, rollout"
 )
 MACHINE = (
     Mistake(

@@ -81,7 +81,8 @@ def modules_after(arguments: list[str]) -> set[str]:
         "from onnx_ops.cli.main import main\n"
         "try:\n    main()\n"
         "except SystemExit:\n    pass\n"
-        "sys.stderr.write('MODULES ' + json.dumps(sorted({m.partition('.')[0] for m in sys.modules})))\n"
+        "sys.stderr.write('MODULES ' + json.dumps(sorted({m.partition('.')[0] for m in "
+        "sys.modules})))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True

@@ -92,12 +92,16 @@ def test_judge_writes_same_verdict_to_json_page_and_report(folder: Path, golden:
 
 def test_judge_with_own_metric_loads_it_from_working_folder(folder: Path) -> None:
     (folder / "own_metric.py").write_text(
-        "import numpy as np\n\n\ndef top(scores, labels):\n    return float((scores.argmax(1) == labels).mean())\n",
+        "import numpy as np\n\n\ndef top(scores, labels):\n    return float((scores.argmax(1) "
+        "== labels).mean())\n",
         encoding="utf-8",
     )
     x = np.random.default_rng(0).standard_normal((400, 8)).astype(np.float32)
     np.savez(folder / "scored.npz", x=x, y=np.zeros(400, np.int64))
-    arguments = "good.onnx good.onnx --data scored.npz --labels y --metric own_metric:top --only parity --json"
+    arguments = (
+        "good.onnx good.onnx --data scored.npz --labels y --metric own_metric:top --only parity "
+        "--json"
+    )
     found = command(folder, *arguments.split()).document()
     assert "own_metric:top" in {result["metric"] for result in found["targets"][0]["results"]}
     assert found["verdict"] == "pass"
@@ -106,7 +110,10 @@ def test_judge_with_own_metric_loads_it_from_working_folder(folder: Path) -> Non
 @pytest.mark.parametrize(("operator", "code"), [("Relu", 3), ("Neg", 1)])
 def test_judge_of_float16_inputs_adds_casts(tmp_path: Path, operator: str, code: int) -> None:
     for name, kind, made in (("a", "float", "Relu"), ("b", "float16", operator)):
-        text = f'<ir_version: 9, opset_import: ["" : 18]> g ({kind}[N,4] x) => ({kind}[N,3] y) {{ z = MatMul(x, w)\n'
+        text = (
+            f'<ir_version: 9, opset_import: ["" : 18]> g ({kind}[N,4] x) => ({kind}[N,3] y) '
+            "{ z = MatMul(x, w)\n"
+        )
         model = onnx.parser.parse_model(f"{text} y = {made}(z) }}")
         weight = (
             np.random.default_rng(0)
@@ -177,9 +184,10 @@ def test_judge_with_user_mistake_fails_before_measuring(
 
 def test_judge_imports_no_heavy_module(folder: Path) -> None:
     code = (
-        "import sys; from onnx_ops.cli.main import app; "
-        "app(['judge', 'good.onnx', 'good.onnx', '--only', 'parity', '--quiet'], standalone_mode=False); "
-        "print(sorted({name.partition('.')[0] for name in sys.modules} & {'mlflow', 'prefect', 'torch', 'sklearn'}))"
+        "import sys; from onnx_ops.cli.main import app; app(['judge', 'good.onnx', "
+        "'good.onnx', '--only', 'parity', '--quiet'], "
+        "standalone_mode=False); print(sorted({name.partition('.')[0] for name in sys.modules} & "
+        "{'mlflow', 'prefect', 'torch', 'sklearn'}))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -193,7 +201,10 @@ def test_judge_imports_no_heavy_module(folder: Path) -> None:
 
 
 def test_judge_of_models_without_comparable_outputs_is_inconclusive(tmp_path: Path) -> None:
-    empty = "=> (optional(seq(float[5])) {0}) {{ {0} = Optional <type: type_proto = seq(float[5])> () }}"
+    empty = (
+        "=> (optional(seq(float[5])) {0}) {{ {0} = Optional <type: "
+        "type_proto = seq(float[5])> () }}"
+    )
     branches = ", ".join(
         f"{side}_branch: graph = {side} () {empty.format(side[0])}" for side in ("then", "else")
     )
@@ -228,7 +239,10 @@ def test_judge_of_stateful_model_requires_fixed_rate(folder: Path) -> None:
 
 
 def test_judge_of_model_refusing_generated_rows_suggests_fix_option(folder: Path) -> None:
-    text = "(float[n,4] x, int64 parts) => (float[n,m] y) { shape = Mul(parts, sizes) y = Reshape(x, shape) }"
+    text = (
+        "(float[n,4] x, int64 parts) => (float[n,m] y) { shape = Mul(parts, sizes) "
+        "y = Reshape(x, shape) }"
+    )
     write_graph(folder / "parts.onnx", text, sizes=[0, 7])
     found = command(
         folder, "parts.onnx", "parts.onnx", "--only", "parity", "--json", "--quiet"

@@ -129,7 +129,8 @@ def test_plan_shows_times_of_last_execution_and_prices_of_targets(tmp_path: Path
     )
     (tmp_path / "configs" / "targets" / "cpu.yaml").write_text("name: cpu\n")
     (tmp_path / "p.yaml").write_text(
-        "pipeline: p\ndata: {test: {file: rows.npz, inputs: {x: x}}}\nmodel: model.onnx\nexport: {framework: onnx}\n"
+        "pipeline: p\ndata: {test: {file: rows.npz, inputs: {x: x}}}\nmodel: "
+        "model.onnx\nexport: {framework: onnx}\n"
         "quantize: [{name: int8, method: dynamic}]\nbenchmark: {targets: [board, cpu]}\n"
     )
     np.savez(tmp_path / "rows.npz", allow_pickle=False, **rows(8))

@@ -174,7 +174,8 @@ def test_find_missing_imports_lists_missing_modules_of_all_imports(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (root / "code/top.py").write_text(
-        "import json, nowhere.at.all\nfrom code.below import x\nfrom . import many\nfrom .absent import y\n"
+        "import json, nowhere.at.all\nfrom code.below import x\nfrom . "
+        "import many\nfrom .absent import y\n"
         "try:\n    import optional\nexcept ImportError:\n    optional = None\n"
     )
     (root / "code/below.py").write_text(

@@ -92,24 +92,30 @@ def test_parameter_in_override_is_resolved_or_replaced(
     ("old", "new", "said"),
     [
         ("epochs: 3", "epochs: '${params:train.epoch}'",
-         "toy.yaml:7:18: train.with.epochs: params.yaml has no 'train.epoch'; did you mean 'train.epochs'?"),
+         ("toy.yaml:7:18: train.with.epochs: params.yaml has no 'train.epoch'; "
+          "did you mean 'train.epochs'?")),
         ("epochs: 3", "epochs: '${params:train.rates[2]}'",
-         "toy.yaml:7:18: train.with.epochs: params.yaml has no 'train.rates[2]'; did you mean 'train.rates[1]'?"),
+         ("toy.yaml:7:18: train.with.epochs: params.yaml has no 'train.rates[2]'; "
+          "did you mean 'train.rates[1]'?")),
         ("epochs: 3", "epochs: '${params:}'",
-         "toy.yaml:7:18: train.with.epochs: '${params:}' is not of the form ${params:path.to.value}"),
+         ("toy.yaml:7:18: train.with.epochs: '${params:}' is not of the form "
+          "${params:path.to.value}")),
         ("epochs: 3", "epochs: '${params:train'",
-         "toy.yaml:7:18: train.with.epochs: '${params:train' is not of the form ${params:path.to.value}"),
+         ("toy.yaml:7:18: train.with.epochs: '${params:train' is not of the form "
+          "${params:path.to.value}")),
         ("epochs: 3", "'${params:opset}': 3",
          "toy.yaml:7:10: train.with: ${params:…} is not allowed for a key; write it out"),
         ("pipeline: toy", "pipeline: '${params:name}'",
          "toy.yaml:1:11: pipeline: ${params:…} is not allowed for pipeline; write it out"),
         ("endpoint: toy", "endpoint: '${params:name}'",
-         "toy.yaml:20:16: deploy[0].endpoint: ${params:…} is not allowed for deploy.endpoint; write it out"),
+         ("toy.yaml:20:16: deploy[0].endpoint: ${params:…} is not allowed for deploy.endpoint; "
+          "write it out")),
         ("epochs: 3", "epochs: 'n${params:train.nested}'",
-         "params.yaml:4:11: train.with.epochs: 'train.nested' is a mapping, which cannot be part of a text"),
+         ("params.yaml:4:11: train.with.epochs: 'train.nested' is a mapping, "
+          "which cannot be part of a text")),
         ("epochs: 3", "epochs: '${params:bad}'",
-         ("params.yaml:9:6: train.with.epochs: '012' is ambiguous: some readers take a leading zero for octal; "
-          "write 12, or quote it to mean a text")),
+         ("params.yaml:9:6: train.with.epochs: '012' is ambiguous: "
+          "some readers take a leading zero for octal; write 12, or quote it to mean a text")),
         ("max_drop: 1%", "max_drop: '${params:wide}'", "params.yaml:8:7: gates[1].max_drop: "),
     ],
 )  # fmt: skip

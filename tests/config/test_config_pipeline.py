@@ -117,7 +117,10 @@ def test_load_pipeline_of_file_without_mapping_reports_it(
     [
         (
             "2",
-            "1:9: schema: this file needs a newer onnx-ops: it has schema 2, this release reads up to 1",
+            (
+                "1:9: schema: this file needs a newer onnx-ops: it has schema 2, "
+                "this release reads up to 1"
+            ),
         ),
         ("0", "1:9: schema: must be at least 1, got the number 0"),
         ("one", "1:9: schema: expected a whole number, got the text 'one'"),

@@ -92,7 +92,10 @@ def test_rollout_policy_without_guardrails_is_not_analyzed(load: Load) -> None:
             "{shadow: {}}",
             "split sticky",
             [
-                "shadow: provider 'local' cannot compare answers on copies of requests; it can: 'split', 'sticky'"
+                (
+                    "shadow: provider 'local' cannot compare answers on copies of requests; "
+                    "it can: 'split', 'sticky'"
+                )
             ],
         ),
         (
@@ -100,7 +103,10 @@ def test_rollout_policy_without_guardrails_is_not_analyzed(load: Load) -> None:
             "split",
             [
                 "ab_test: provider 'local' cannot keep a user on one version; it can: 'split'",
-                "ab_test.metric: provider 'local' cannot collect clients' feedback; it can: 'split'",
+                (
+                    "ab_test.metric: provider 'local' cannot collect clients' feedback; "
+                    "it can: 'split'"
+                ),
             ],
         ),
         ("{ab_test: {duration: 1 d, metric: sold}}", "split sticky", []),
@@ -108,7 +114,10 @@ def test_rollout_policy_without_guardrails_is_not_analyzed(load: Load) -> None:
             "{steps: [10%, 100%], guardrails: [latency_p50, latency_p95]}",
             "split",
             [
-                "guardrails: provider 'local' cannot count requests over any latency; it can: 'split'"
+                (
+                    "guardrails: provider 'local' cannot count requests over any latency; "
+                    "it can: 'split'"
+                )
             ],
         ),
         (
@@ -121,7 +130,10 @@ def test_rollout_policy_without_guardrails_is_not_analyzed(load: Load) -> None:
             "{guardrails: [{name: cold_start, max_latency_increase: 50%}]}",
             "quantiles",
             [
-                "guardrails: provider 'local' cannot measure a cold start before traffic; it can: 'quantiles'"
+                (
+                    "guardrails: provider 'local' cannot measure a cold start before traffic; "
+                    "it can: 'quantiles'"
+                )
             ],
         ),
         ("{shadow: {}, ab_test: {duration: 1 d}}", "split sticky shadow feedback", []),

@@ -107,8 +107,9 @@ def test_require_current_with_changed_schema_names_command_and_first_path() -> N
     with pytest.raises(pytest.fail.Exception) as caught:
         require_current("pipeline", schema_of("pipeline"), changed)
     assert str(caught.value) == (
-        "configs/schema/pipeline.schema.json is not current, first at $defs.MetricGate.properties.name.description; "
-        "write it with: python -m onnx_ops.config.schema configs/schema"
+        "configs/schema/pipeline.schema.json is not current, "
+        "first at $defs.MetricGate.properties.name.description; write it with: "
+        "python -m onnx_ops.config.schema configs/schema"
     )
 
 
@@ -134,7 +135,8 @@ def test_schema_accepts_files_valid_for_loader(pipeline_text: str) -> None:
     assert accepts(schema, pipeline_text.replace("  - {endpoint", "  {endpoint"))
     assert accepts(
         schema_of("target"),
-        "name: gpu\nproviders: [A, {name: B, options: {c: d}}]\nrequires: {cpu_flags: [avx2], memory: 4 GB}\n",
+        "name: gpu\nproviders: [A, {name: B, options: {c: d}}]\nrequires: {cpu_flags: "
+        "[avx2], memory: 4 GB}\n",
     )
 
 

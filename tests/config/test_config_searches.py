@@ -162,7 +162,10 @@ def test_variant_with_name_of_search_result_reports_problem(root: Path) -> None:
             "ranges are read in shards",
         ),
         (
-            "{name: v, method: static, calibrate: {data: train}, options: {activations: int8, weights: uint8}}",
+            (
+                "{name: v, method: static, calibrate: {data: train}, options: {activations: "
+                "int8, weights: uint8}}"
+            ),
             "no kernel",
         ),
     ],

@@ -57,7 +57,10 @@ def test_bind_options_of_formatted_flags_returns_same_options(options: ServerOpt
         ({"workers": 0}, "digits: workers: must be at least 1, got the number 0"),
         (
             {"deadline": 5},
-            "digits: deadline: expected a duration, got the number 5; write it with a unit, e.g. 5 ms",
+            (
+                "digits: deadline: expected a duration, got the number 5; write it with a unit, "
+                "e.g. 5 ms"
+            ),
         ),
         ({"deadline": "3601 s"}, "digits: deadline: must be at most 1 h, got the text '3601 s'"),
         (

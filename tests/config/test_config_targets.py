@@ -27,7 +27,8 @@ def test_load_target_accepts_provider_as_text_or_mapping(project: Path) -> None:
         project,
         "gpu",
         "name: gpu\nproviders:\n  - {name: CUDAExecutionProvider, options: {device_id: '1'}}\n"
-        "  - CPUExecutionProvider\nsession: {intra_op_threads: 0}\nrequires: {cpu_flags: [avx2], memory: 4 GB}\n",
+        "  - CPUExecutionProvider\nsession: {intra_op_threads: 0}\nrequires: {cpu_flags: "
+        "[avx2], memory: 4 GB}\n",
     )
     target = TargetFiles(project).load("gpu")
     assert target.providers == (
@@ -42,7 +43,8 @@ def test_load_target_with_several_problems_reports_all(project: Path, golden: Go
     write(
         project,
         "bad",
-        "name: worse\nprovider: x\nproviders: [3, {nam: CPU}]\nsession: {graph_level: al}\nmax_opset: 6\n",
+        "name: worse\nprovider: x\nproviders: [3, {nam: CPU}]\nsession: "
+        "{graph_level: al}\nmax_opset: 6\n",
     )
     with pytest.raises(ConfigError) as caught:
         TargetFiles(project).load("bad")
@@ -109,7 +111,8 @@ def test_load_target_with_gates_does_not_change_digest(project: Path) -> None:
     write(
         project,
         "phone",
-        "name: phone\ngates:\n  - {kind: parity, noise_factor: 100}\n  - {kind: memory, max: 64 MB}\n",
+        "name: phone\ngates:\n  - {kind: parity, noise_factor: 100}\n  - {kind: memory, max: "
+        "64 MB}\n",
     )
     target = TargetFiles(project).load("phone")
     assert target.gates == (ParityGate(noise_factor=100.0), MemoryGate(max=64_000_000))

@@ -2,16 +2,15 @@
 
 A comment right above a block says what is special about it:
 
-    <!-- not run: REASON -->              it cannot run here; its commands and options must exist all the same
-    <!-- breaks: WHAT -->                 something is broken while it runs
-    <!-- output of another machine -->    it runs, and its output is not compared
-    <!-- scratch: empty -->               the page begins in an empty folder, not in a project that has released
-    <!-- scratch: machine -->             it begins on a machine that has nothing yet, not even this package
-    <!-- soon -->                         what it shows comes after a while
-    <!-- after: WHAT -->                  a person does something before it
-    <!-- with: WHAT -->                   something is there from here to the end of the page
-    <!-- file: NAME -->                   it is the content of a file
-    <!-- runs on: TEXT or URL -->         its servers print this or answer there; all but those begun by `&` end then
+    <!-- not run: REASON -->              it cannot run here; its commands and options must exist
+    all the same <!-- breaks: WHAT -->                 something is broken while it runs <!-- output
+    of another machine -->    it runs, and its output is not compared <!-- scratch: empty -->
+    the page begins in an empty folder, not in a project that has released <!-- scratch: machine -->
+    it begins on a machine that has nothing yet, not even this package <!-- soon -->
+    what it shows comes after a while <!-- after: WHAT -->                  a person does something
+    before it <!-- with: WHAT -->                   something is there from here to the end of the
+    page <!-- file: NAME -->                   it is the content of a file <!-- runs on: TEXT or URL
+    -->         its servers print this or answer there; all but those begun by `&` end then
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A new user on a machine that has nothing: a page followed word by word from the built wheel, in a new environment.
 
-Prefect's server and worker, MLflow's server with its pages in a browser, Git and the reconciler are the real ones.
+Prefect's server and worker, MLflow's server with its pages in a browser, Git and the reconciler are
+the real ones.
 """
 
 from __future__ import annotations

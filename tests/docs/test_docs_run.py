@@ -50,7 +50,8 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, P
     file = project / PIPELINE
     text = file.read_text(encoding="utf-8").replace("endpoint: digits-mlp", "endpoint: digits")
     variants, rest = text.index("quantize:"), text.index("benchmark:")
-    # Wide enough for any machine that these tests may share: they are about the pages, not about its noise.
+    # Wide enough for any machine that these tests may share: they are about the pages, not about
+    # its noise.
     file.write_text(
         (text[:variants] + text[rest:]).replace("max_regression: 5%", "max_regression: 80%")
     )

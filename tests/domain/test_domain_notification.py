@@ -25,7 +25,10 @@ from onnx_ops.domain.rollout import Action, ActionKind, WaitKind, plan_abort, pl
 from tests.domain.test_domain_ledger import CONFIGURED, FINISH, FIRST, START, intent, log, version
 from tests.support.golden import Golden
 
-LINE = "errors: canary 28/800 (3.50%) vs stable 67/7200 (0.93%); evidence 346211:1 (limit 60:1) -> ROLL BACK"
+LINE = (
+    "errors: canary 28/800 (3.50%) vs stable 67/7200 (0.93%); evidence 346211:1 (limit 60:1) "
+    "-> ROLL BACK"
+)
 ALARM = plan_abort(START.roles, "cpu", why=LINE, reject=True)
 ON_TRIAL: tuple[EntryBody | Action, ...] = (CONFIGURED, FIRST, START)
 """Five entries: version 1 serves, version 2 is on trial."""

@@ -39,7 +39,9 @@ POLICY = RetryPolicy(operation_s=60, answer_s=5, lag_s=1, pause_s=0.01, longest_
 LATE_S = 240.0
 """After so long both clouds report all that was counted in a minute."""
 BEHIND_S = 6 * 3600.0
-"""The tests' time begins so far in the past that it never gets ahead of the commands', which is the machine's."""
+"""The tests' time begins so far in the past that it never gets ahead of the commands', which is the
+machine's.
+"""
 CLOUD = "AZUREML_CURRENT_CLOUD"
 """Set by Azure's SDK itself, for good."""
 _PICK = 7

@@ -1,7 +1,7 @@
 """Projects for the tests that run the real commands: each has its own files and state.
 
-A project that has released is made once in a session of tests (`Releases`) and copied for every test that begins
-there.
+A project that has released is made once in a session of tests (`Releases`) and copied for every
+test that begins there.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ class Project:
 def make_project(folder: Path) -> Project:
     copy_parts(folder, "configs", "examples", "flows", "prefect.yaml")
     for pipeline in (folder / "configs" / "pipelines").glob("*.yaml"):
-        # Tests share their machine with each other, and send no load that a canary could be judged by; where latency
-        # or the rollout is the subject, a test sets it itself.
+        # Tests share their machine with each other, and send no load that a canary could be judged
+        # by; where latency or the rollout is the subject, a test sets it itself.
         text = pipeline.read_text(encoding="utf-8").replace(
             "max_regression: 5%", "max_regression: 100%"
         )
@@ -152,8 +152,9 @@ def make_project(folder: Path) -> Project:
 class Releases:
     """Snapshots of one project, made in `folder` by whichever process of a session of tests comes first.
 
-    Both were made with `quantize=[]`. `once`: `digits` serves the release of seed 7, and that of seed 8 is measured
-    and judged against it, but not registered. `twice`: `digits` serves the release of seed 8, and seed 7 before it.
+    Both were made with `quantize=[]`. `once`: `digits` serves the release of seed 7, and that of
+    seed 8 is measured and judged against it, but not registered. `twice`: `digits` serves the
+    release of seed 8, and seed 7 before it.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -104,8 +104,9 @@ class PrefectSite:
     def call(self, method: str, path: str, document: Any = None) -> Any:
         """What the API answers to any program.
 
-        Its SQLite may be locked for a minute by a transaction of the server's own. It answers 503 then, or nothing, or
-        ends the connection, and Prefect's own client asks again. So does this, where a second request changes nothing.
+        Its SQLite may be locked for a minute by a transaction of the server's own. It answers 503
+        then, or nothing, or ends the connection, and Prefect's own client asks again. So does this,
+        where a second request changes nothing.
         """
         may_repeat = (
             method == "GET" or path.endswith("/filter") or "idempotency_key" in (document or {})
@@ -153,7 +154,8 @@ class PrefectSite:
     def latest(self, flow: str) -> dict[str, Any]:
         """The flow run of a flow that was asked for last.
 
-        A schedule's runs do not count: the server creates them days ahead and at any moment, also during another run.
+        A schedule's runs do not count: the server creates them days ahead and at any moment, also
+        during another run.
         """
         runs: list[dict[str, Any]] = self.ask("/flow_runs/filter", flows={"name": {"any_": [flow]}})
         return max(
@@ -163,8 +165,8 @@ class PrefectSite:
     def wait_until_quiet(self) -> None:
         """Wait until no run of a schedule is under way: a worker fetches them ahead of time, so some outlive it.
 
-        A run that comes late releases what its file says, which would undo what a later test does. Other runs are those
-        of tests that share the server.
+        A run that comes late releases what its file says, which would undo what a later test does.
+        Other runs are those of tests that share the server.
         """
 
         def unfinished() -> list[dict[str, Any]]:

@@ -63,7 +63,8 @@ def test_commands_with_older_ledger_backup_exit_4_until_adoption(
         assert (refused.code, "the endpoint has carried out entry" in refused.stderr) == (4, True)
     assert twice.command("ledger", "adopt", ENDPOINT, "--yes", "--reason", "restored").code == 0
     assert twice.command("reconcile", ENDPOINT).code == 0
-    # The lost rollback is still in the registry: the champion's alias is a request like that of any user.
+    # The lost rollback is still in the registry: the champion's alias is a request like that of any
+    # user.
     assert traffic(twice) == {"v1": 100}
     assert [twice.command(name, ENDPOINT).code for name in ("status", "history", "reconcile")] == [
         0,
@@ -78,7 +79,8 @@ def test_second_machine_can_delete_endpoint_only_after_admission_of_its_key(
     other = releases.twice(tmp_path / "other machine")
     state = twice.root / ".onnx-ops"
     (other.root / "onnx-ops.toml").write_text(
-        f'ledger = "{state}/ledger"\ntracking_uri = "sqlite:///{state}/mlflow.db"\nartifacts = "{state}/mlartifacts"\n'
+        f'ledger = "{state}/ledger"\ntracking_uri = "sqlite:///{state}/mlflow.db"\nartifacts = '
+        f'"{state}/mlartifacts"\n'
     )
     shutil.rmtree(other.root / ".onnx-ops" / "seen")
     shutil.rmtree(other.root / ".onnx-ops" / "endpoints", ignore_errors=True)

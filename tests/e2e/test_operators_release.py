@@ -40,7 +40,8 @@ def project(fresh_project: Project) -> Project:
     (root / PIPELINE).write_text(TEXT.replace("TARGET", "cpu-acme"))
     (root / "configs/targets/cpu-acme.yaml").write_text(
         "name: cpu-acme\nproviders: [CPUExecutionProvider]\n"
-        f"custom_ops: {{path: lib/libsoftsign.so, digest: '{library.digest}', domains: [acme.ops]}}\n"
+        f"custom_ops: {{path: lib/libsoftsign.so, digest: '{library.digest}', "
+        "domains: [acme.ops]}\n"
     )
     return fresh_project
 

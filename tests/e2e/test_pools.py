@@ -283,15 +283,20 @@ def test_search_and_custom_operators_run_on_pool_worker(lab: PoolSite) -> None:
     write_softsign(root / "softsign.onnx")
     (root / "configs/targets/acme.yaml").write_text(
         "name: acme\npool: lab\n"
-        f"custom_ops: {{path: lib/libsoftsign.so, digest: '{library.digest}', domains: [acme.ops]}}\n"
+        f"custom_ops: {{path: lib/libsoftsign.so, digest: '{library.digest}', "
+        "domains: [acme.ops]}\n"
     )
     (root / "configs/pipelines/softsign.yaml").write_text(
-        "pipeline: softsign\ndata:\n  test: {file: rows.npz, inputs: {x: x}}\nmodel: softsign.onnx\n"
+        "pipeline: softsign\ndata:\n  test: {file: rows.npz, inputs: {x: "
+        "x}}\nmodel: softsign.onnx\n"
         "export: {framework: onnx}\nbenchmark: {targets: [acme]}\ngates: [{kind: parity}]\n"
     )
     found = lab.result(lab.ask(pipeline="configs/pipelines/softsign.yaml", environ=PLACED))
     assert found["choices"][0]["verdict"] == "pass"
-    search = "quantize=[{name: best, method: auto, tuning_data: {data: train, samples: 50}, budget: {max_minutes: 1}}]"
+    search = (
+        "quantize=[{name: best, method: auto, tuning_data: {data: train, samples: 50}, "
+        "budget: {max_minutes: 1}}]"
+    )
     found = lab.result(lab.ask(search, until="quantize", environ=PLACED))
     assert {run["name"] for run in lab.runs("search/best")} == {"lab/search/best"}
     assert next(o["status"] for o in found["outcomes"] if o["stage"] == "search/best") == "done"

@@ -19,7 +19,10 @@ pytestmark = [
 ]
 
 VARIANTS = ("fp32", "int8-dynamic")
-STATIC = "  - {name: int8-static, method: static, calibrate: {data: train, samples: 256, method: minmax}}\n"
+STATIC = (
+    "  - {name: int8-static, method: static, calibrate: {data: train, samples: 256, "
+    "method: minmax}}\n"
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """The same release on every provider: a first version, a good one that is promoted, a bad one that is not,
-and an operator who goes back. Behind the clouds' real SDKs are the fakes; their figures are of requests that were
+and an operator who goes back. Behind the clouds' real SDKs are the fakes; their figures are of
+requests that were
 really answered, and are reported as late as the clouds report them."""
 
 from __future__ import annotations

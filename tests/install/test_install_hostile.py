@@ -32,7 +32,8 @@ MODULES = (
     "rich/__init__",
     "cattrs/__init__",
 )
-"""Modules in the root that stand in for installed ones, or that an interpreter imports by itself."""
+"""Modules in the root that stand in for installed ones, or that an interpreter imports by itself.
+"""
 
 STAND_IN = """
 import importlib, sys
@@ -79,7 +80,10 @@ def attack(root: Path, place: Path) -> list[str]:
     # What the job that publishes would install, if it took it from the commit.
     evil = root / "vendor" / "evil"
     evil.mkdir()
-    setup = f"open({str(place / 'setup.1')!r}, 'w').close()\nfrom setuptools import setup\nsetup(name='evil')\n"
+    setup = (
+        f"open({str(place / 'setup.1')!r}, 'w').close()\nfrom setuptools import "
+        "setup\nsetup(name='evil')\n"
+    )
     (evil / "setup.py").write_text(setup, encoding="utf-8")
     vendored = root / "vendor" / "onnx-ops.txt"
     vendored.write_text(f"./vendor/evil\n{vendored.read_text(encoding='utf-8')}", encoding="utf-8")
@@ -117,7 +121,8 @@ def test_hostile_pull_request_gets_no_token_key_or_verdict(world: World, tmp_pat
     assert "results changed" in judged
     for path in place.iterdir():
         path.unlink()
-    # The last commit is that of the base again: what runs from here on came with what the job has left.
+    # The last commit is that of the base again: what runs from here on came with what the job has
+    # left.
     git(world.origin, "reset", "--quiet", "--hard", base)
     publish = world.run("publish", "pull_request", pull, secrets=SECRETS, code=1)
     assert list(place.iterdir()) == [], "code of the pull request ran in the job that publishes"

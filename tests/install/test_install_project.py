@@ -55,14 +55,16 @@ def test_workflows_of_new_project_run_on_bare_machine(world: World) -> None:
     assert "fraud.yaml: PASS" in world.github.requests[-1].document["body"]
     assert "fraud.yaml: PASS" in published.summary
     assert not (runner.checkout / ".onnx-ops" / "ledger").exists()
-    # A push on a hosted runner stops at its gates; without a token the summary is written all the same.
+    # A push on a hosted runner stops at its gates; without a token the summary is written all the
+    # same.
     runner = world.push(first, hosted=True, token="")
     published = world.run("publish", "push", {"before": first}, token="")
     assert "fraud.yaml: PASS" in published.summary
     assert "Nothing was registered or released" in published.summary
     assert "no token was given" in log(published)
     assert not (runner.checkout / ".onnx-ops" / "ledger").exists()
-    # On a runner that keeps its state what is pushed is registered, promoted by a person, and rolled back.
+    # On a runner that keeps its state what is pushed is registered, promoted by a person, and
+    # rolled back.
     world.commit(was="promote: auto", becomes="promote: manual")
     for version in ("1", second_release):
         if version == second_release:

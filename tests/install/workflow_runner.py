@@ -47,8 +47,8 @@ class Done:
 class Runner:
     """The machine of a job: `contexts` is what expressions read, `environ` what steps inherit.
 
-    `origin` is the repository; `checkout` the workspace, with the commit of the event unless a job checks out another;
-    `artifacts` holds what the jobs of a run leave.
+    `origin` is the repository; `checkout` the workspace, with the commit of the event unless a job
+    checks out another; `artifacts` holds what the jobs of a run leave.
     """
 
     origin: Path
@@ -91,9 +91,8 @@ class Runner:
             word, rest = match[0], rest[match.end() :]
             if word.strip():
                 words.append(_PYTHON.get(word, word if word.startswith("'") else f"look({word!r})"))
-        return eval(
-            " ".join(words), {"look": lambda name: self._look(name, contexts or self.contexts)}
-        )  # noqa: S307
+        look = {"look": lambda name: self._look(name, contexts or self.contexts)}
+        return eval(" ".join(words), look)  # noqa: S307
 
     def _look(self, name: str, contexts: Mapping[str, Any]) -> Any:
         found: Any = contexts

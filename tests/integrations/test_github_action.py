@@ -287,8 +287,8 @@ def test_action_without_token_writes_summary_and_warnings(
     output = capsys.readouterr().out
     for what in ("check", "comment"):
         assert (
-            f"::warning title=onnx-ops::The {what} could not be written: GITHUB_TOKEN: no token was given"
-            in output
+            f"::warning title=onnx-ops::The {what} could not be written: GITHUB_TOKEN: "
+            "no token was given" in output
         )
     assert "no pipeline is affected" in runner.summary()
 
@@ -408,7 +408,10 @@ def test_publish_of_hostile_results_uses_own_event_and_escapes_text(runner: Runn
         "sha"
     ]
     (runner.root.parent / "out").mkdir()
-    text = "](https://evil.example) <img src=x> @admin `${{ secrets.KEY }}` ::error::x\r\n::add-mask::y\x1b[2J"
+    text = (
+        "](https://evil.example) <img src=x> @admin `${{ secrets.KEY }}` "
+        "::error::x\r\n::add-mask::y\x1b[2J"
+    )
     forged = _passed(
         file=f"{text}.yaml",
         made_by=text * 10_000,

@@ -269,7 +269,8 @@ class TestPolicy:
     def test_set_guarded_alias_without_matching_rule_is_refused(self, tmp_path: Path) -> None:
         scene = Guarded(
             tmp_path,
-            policy='rules: [{aliases: "prod", users: [alice]}, {aliases: "champion-*", users: ["*"]}]',
+            policy='rules: [{aliases: "prod", users: [alice]}, {aliases: "champion-*", '
+            'users: ["*"]}]',
         )
         with pytest.raises(RefusedError, match="no rule of the promotion policy"):
             scene.set_alias(CHALLENGER, "1", user="alice")

@@ -25,7 +25,8 @@ from onnx_ops.ports import (
 class Scripted(OnnxRuntime):
     """The real runtime, but a request takes `cost` times `unit_ns`, with noise between sessions.
 
-    Models that are `refused` are not timed; without `peak`, memory is not known. `asked` lists the schedules.
+    Models that are `refused` are not timed; without `peak`, memory is not known. `asked` lists the
+    schedules.
     """
 
     def __init__(

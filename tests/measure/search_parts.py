@@ -29,7 +29,8 @@ from tests.support.graphs import write_graph
 LAYERS = ("first", "second", "third", "head")
 WIDTH, CLASSES = 32, 4
 LOUD = 1000.0
-"""The first input carries nothing and is this much louder than the others: in 8 bits they are gone."""
+"""The first input carries nothing and is this much louder than the others: in 8 bits they are gone.
+"""
 
 SLOW = "cpu-slow"
 """The target that has no fast products in int8."""

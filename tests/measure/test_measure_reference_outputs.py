@@ -505,7 +505,10 @@ def test_build_probes_of_fixed_batch_uses_its_size_and_runs(tmp_path: Path) -> N
 
 def test_build_probes_of_recurrent_model_omits_empty_batch(tmp_path: Path) -> None:
     """ONNX Runtime would abort the process."""
-    text = "(float[time,batch,4] x) => (float[time,1,batch,3] y) { y = LSTM<hidden_size: int = 3>(x, w, r) }"
+    text = (
+        "(float[time,batch,4] x) => (float[time,1,batch,3] y) { y = LSTM<hidden_size: "
+        "int = 3>(x, w, r) }"
+    )
     weights = {"w": np.ones((1, 12, 4), np.float32), "r": np.ones((1, 12, 3), np.float32)}
     path = write_graph(tmp_path / "model.onnx", text, **weights)
     probes = build_probes(path, {"x": np.ones((6, 2, 4), dtype=np.float32)})

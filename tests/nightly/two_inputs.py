@@ -1,6 +1,7 @@
 """Training functions of models with two inputs, in their frameworks' environments.
 
-All answer sum(user - 2 item) over the three values of a row, so that exchanged inputs have other answers.
+All answer sum(user - 2 item) over the three values of a row, so that exchanged inputs have other
+answers.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ CHANNELS, OUTPUTS, LOUD = 32, 8, (3, 20)
 def write_norm(path: Path, form: str = "norm", *, loud: float = 60.0) -> Path:
     """Write a normalization with two loud channels, whose products have small weights there.
 
-    `form` is how it stands in the file: one node, steps of their own, or one without a shift; by MatMul or by Gemm.
+    `form` is how it stands in the file: one node, steps of their own, or one without a shift; by
+    MatMul or by Gemm.
     """
     draw = np.random.default_rng(0)
     gain = np.ones(CHANNELS, dtype=np.float32)

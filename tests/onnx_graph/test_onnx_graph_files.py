@@ -153,7 +153,8 @@ def test_shared_structure_after_any_read_is_unchanged(
     path = write_graph(
         tmp_path / "model.onnx",
         "(float[?, 4] x, int64[?] i) => (float[?, 4] y)"
-        "{ r = Relu(x) t = Abs(table) e = Gather(t, i) s = Shape(x) f = Expand(r, s) y = Add(f, e) }",
+        "{ r = Relu(x) t = Abs(table) e = Gather(t, i) s = Shape(x) f = Expand(r, s) "
+        "y = Add(f, e) }",
         table=np.ones((3, 4), dtype=np.float32),
     )
     shared = share_structure(path)

@@ -248,9 +248,12 @@ def test_summarize_model_of_large_external_weights_uses_little_memory(tmp_path: 
     with (tmp_path / "w").open("r+b") as stream:
         stream.truncate(3 << 30)
     code = (
-        "import resource, sys; from pathlib import Path; from onnx_ops.onnx_graph.model_summary import summarize_model;"
-        "import onnx.checker, onnx.shape_inference; peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
-        "before = peak(); found = summarize_model(Path(sys.argv[1])); print(found.info.size_bytes, peak() - before)"
+        "import resource, sys; from pathlib import Path; from onnx_ops.onnx_graph.model_summary "
+        "import summarize_model;"
+        "import onnx.checker, onnx.shape_inference; "
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
+        "before = peak(); found = summarize_model(Path(sys.argv[1])); "
+        "print(found.info.size_bytes, peak() - before)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True

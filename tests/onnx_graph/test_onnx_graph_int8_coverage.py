@@ -294,7 +294,10 @@ def test_advise_on_method_that_saves_no_time_reports_it(maker: Maker) -> None:
 def test_advise_on_float16_reports_casts_only_inside_graph(
     nodes: str, told: tuple[str, ...], tmp_path: Path
 ) -> None:
-    text = f"[enters] a = Cast<to = 10>(x) b = Add(a, half) {nodes} f = Add(e, half) [leaves] y = Cast<to = 1>(f)"
+    text = (
+        f"[enters] a = Cast<to = 10>(x) b = Add(a, half) {nodes} f = Add(e, half) "
+        "[leaves] y = Cast<to = 1>(f)"
+    )
     path = tmp_path / "half.onnx"
     write_graph(path, f"(float[batch,4] x) => (float[batch,4] y) {{ {text} }}", half=np.float16(1))
     found = advise(path, path, TARGET, VNNI, None)

@@ -119,7 +119,10 @@ def test_read_candidate_kind_of_partly_float16_file_is_float16(tmp_path: Path) -
 
 
 def test_read_candidate_kind_without_weights_uses_type_of_inputs(tmp_path: Path) -> None:
-    text = "(float16[N,4] x) => (float16[N,4] y) { one = Constant<value_float = 1.0>() half = Cast<to = 10>(one)"
+    text = (
+        "(float16[N,4] x) => (float16[N,4] y) { one = Constant<value_float = 1.0>() "
+        "half = Cast<to = 10>(one)"
+    )
     path = write_graph(tmp_path / "half.onnx", f"{text} y = Add(x, half) }}")
     found = read_candidate_kind(path, path)
     assert (found.candidate.precision, found.candidate.why) == ("float16", "its inputs are float16")

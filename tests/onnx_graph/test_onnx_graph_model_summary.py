@@ -94,9 +94,10 @@ def test_estimate_cost_of_external_weights_counts_their_bytes(tmp_path: Path) ->
 
 def test_summarize_model_counts_constants_of_nodes_and_subgraphs(tmp_path: Path) -> None:
     text = (
-        "(float[4] x, bool c) => (float[4] y) { w = Constant<value = float[4] {1.0, 2.0, 3.0, 4.0}>() "
-        "y = If(c) <then_branch = t () => (float[4] a) { v = Constant<value = float[1] {2.0}>() a = Mul(x, v) }, "
-        "else_branch = e () => (float[4] b) { b = Add(x, w) }> }"
+        "(float[4] x, bool c) => (float[4] y) { w = Constant<value = float[4] {1.0, 2.0, "
+        "3.0, 4.0}>() y = If(c) <then_branch = t () => (float[4] a) "
+        "{ v = Constant<value = float[1] {2.0}>() a = Mul(x, v) }, else_branch = e () "
+        "=> (float[4] b) { b = Add(x, w) }> }"
     )
     assert summarize_model(write_graph(tmp_path / "m.onnx", text)).parameters == {"float": 5}
 

@@ -46,7 +46,10 @@ def test_write_python_source_of_external_weights_keeps_their_file(tmp_path: Path
 
 def test_write_python_source_keeps_branches_functions_and_special_numbers(tmp_path: Path) -> None:
     branches = "then_branch = a () => (a) { a = Relu(x) }, else_branch = b () => (b) { b = Neg(x) }"
-    text = f'(bool c, float x) => (float y) {{ y = If<{branches}>(c) }} <domain: "own"> F (a) => (b) {{ b = Neg(a) }}'
+    text = (
+        f'(bool c, float x) => (float y) {{ y = If<{branches}>(c) }} <domain: "own"> F (a) '
+        "=> (b) { b = Neg(a) }"
+    )
     odd = helper.make_tensor(
         "odd", TensorProto.FLOAT, [4], [float("nan"), float("inf"), -float("inf"), 1e-45]
     )

@@ -39,7 +39,10 @@ def write(
 ) -> Path:
     """Write a graph of one input `x [N, 12]` from the text of its nodes."""
     domains = f'"": {opset}' + (', "ai.onnx.ml": 3' if ml else "")
-    text = f"<ir_version: 9, opset_import: [{domains}]> g (float[N, {FEATURES}] x) => ({outputs}) {{ {body} }}"
+    text = (
+        f"<ir_version: 9, opset_import: [{domains}]> g (float[N, {FEATURES}] x) "
+        f"=> ({outputs}) {{ {body} }}"
+    )
     model = parser.parse_model(text)
     model.graph.initializer.extend(
         numpy_helper.from_array(array, name) for name, array in tensors.items()
@@ -203,7 +206,10 @@ def test_rounding_outputs_of_concatenation_number_its_parts(tmp_path: Path) -> N
 
 def test_rounding_error_of_instance_norm_grows_for_constant_row(tmp_path: Path) -> None:
     """The channels of a constant row have no variance: rounding of their mean is divided by sqrt(epsilon)."""
-    body = "i = Unsqueeze(x, one) n = InstanceNormalization(i, s, b) m = Squeeze(n, one) y = MatMul(m, w)"
+    body = (
+        "i = Unsqueeze(x, one) n = InstanceNormalization(i, s, b) m = Squeeze(n, one) "
+        "y = MatMul(m, w)"
+    )
     path = write(
         tmp_path / "m.onnx",
         body,

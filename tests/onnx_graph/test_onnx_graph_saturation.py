@@ -100,7 +100,10 @@ def test_find_saturating_weights_detects_each_form_of_product(
 
 
 def test_find_saturating_weights_of_int8_activations_or_uint8_weights_is_empty() -> None:
-    text = "(int8[2,2] x) => (float[2,2] y) { a = DequantizeLinear(x, s, z)\n b = DequantizeLinear(w, s)\n"
+    text = (
+        "(int8[2,2] x) => (float[2,2] y) { a = DequantizeLinear(x, s, "
+        "z)\n b = DequantizeLinear(w, s)\n"
+    )
     for zero, weight in ((np.int8(0), np.int8(127)), (np.uint8(0), np.uint8(255))):
         model = build(
             f"{text} y = MatMul(a, b) }}", np.full((2, 2), weight), s=np.float32(1), z=zero

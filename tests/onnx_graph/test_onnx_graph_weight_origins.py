@@ -11,7 +11,10 @@ from onnx import numpy_helper
 from onnx_ops.measure.quantization import measure_weights
 from tests.support.graphs import write_graph
 
-GRAPH = "(float[n,8] x) => (float[n,8] y) { h1 = MatMul(x, v1) r = Relu(h1) h2 = MatMul(r, v2) y = Tanh(h2) }"
+GRAPH = (
+    "(float[n,8] x) => (float[n,8] y) { h1 = MatMul(x, v1) r = Relu(h1) h2 = MatMul(r, v2) "
+    "y = Tanh(h2) }"
+)
 SCALE = np.float32(0.05)
 
 
@@ -30,8 +33,9 @@ def write_rounded(source: Path, path: Path, names: dict[str, str]) -> Path:
     }
     v1, v2, h1, h2 = (names[name] for name in ("v1", "v2", "h1", "h2"))
     nodes = (
-        f"{v1} = DequantizeLinear({v1}_quantized, scale, zero) {h1} = MatMul(x, {v1}) r = Relu({h1}) "
-        f"{v2} = DequantizeLinear({v2}_quantized, scale, zero) {h2} = MatMul(r, {v2}) y = Tanh({h2})"
+        f"{v1} = DequantizeLinear({v1}_quantized, scale, zero) {h1} = MatMul(x, {v1}) "
+        f"r = Relu({h1}) {v2} = DequantizeLinear({v2}_quantized, scale, zero) "
+        f"{h2} = MatMul(r, {v2}) y = Tanh({h2})"
     )
     text = f"(float[n,8] x) => (float[n,8] y) {{ {nodes} }}"
     return write_graph(path, text, **levels, scale=SCALE, zero=np.int8(0))
@@ -68,7 +72,8 @@ def test_measure_weights_of_other_single_number_pairs_nothing(tmp_path: Path) ->
     )
     derived = write_graph(
         tmp_path / "derived.onnx",
-        "(float[n,8] x) => (float[n,8] y) { half = DequantizeLinear(level, scale, zero) y = Mul(x, half) }",
+        "(float[n,8] x) => (float[n,8] y) { half = DequantizeLinear(level, scale, zero) "
+        "y = Mul(x, half) }",
         level=np.int8(127),
         scale=np.float32(0.5 / 127),
         zero=np.int8(0),

@@ -178,7 +178,8 @@ def test_check_of_pipeline_with_target_block_accepts_only_its_targets(
     (here / "data.npz").touch()
     file = here / "configs" / "p.yaml"
     file.write_text(
-        "schema: 1\nname: p\nmodel: m.onnx\nexport: {framework: onnx, inputs: []}\nbenchmark: {targets: [t4, t5]}\n",
+        "schema: 1\nname: p\nmodel: m.onnx\nexport: {framework: onnx, inputs: "
+        "[]}\nbenchmark: {targets: [t4, t5]}\n",
         encoding="utf-8",
     )
     with project_of(PROD[3:]) as project, pytest.raises(ConfigError) as refused:
@@ -306,6 +307,9 @@ def test_collection_module_imports_no_heavy_package() -> None:
     module = pyproject["project"]["entry-points"]["prefect.collections"]["onnx_ops"]
     assert module == ModelRegistry.__module__
     heavy = "{'mlflow', 'torch', 'onnxruntime', 'onnx', 'numpy', 'cattrs', 'yaml.cyaml'}"
-    code = f"import sys, prefect.main; old = set(sys.modules); import {module}; print({heavy} & set(sys.modules) - old)"
+    code = (
+        f"import sys, prefect.main; old = set(sys.modules); import {module}; "
+        f"print({heavy} & set(sys.modules) - old)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -40,7 +40,8 @@ def events(
 ) -> list[dict[str, Any]]:
     """Those of a resource, in the ledger's order; the server stores them a moment after it took them.
 
-    All that was sent before the sequel is there once that is; without one, wait for an event of each of these kinds.
+    All that was sent before the sequel is there once that is; without one, wait for an event of
+    each of these kinds.
     """
     from prefect.client.orchestration import get_client
 

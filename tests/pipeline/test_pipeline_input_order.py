@@ -147,7 +147,8 @@ def test_train_with_differently_ordered_tables_receives_one_order(tmp_path: Path
     world = replace(context(tmp_path), exporter=lambda *_: SklearnExporter())
     (tmp_path / "trainer_of_two.py").write_text(
         "def train(data):\n"
-        "    assert [rows.inputs['x'].tolist() for rows in data.values()] == [[[1.0, 2.0]]] * 2, data\n"
+        "    assert [rows.inputs['x'].tolist() for rows in data.values()] == [[[1.0, "
+        "2.0]]] * 2, data\n"
         "    return 'a model'\n"
     )
     sets = {

@@ -12,7 +12,10 @@ import pytest
 
 from onnx_ops.protocol.server_process import LocalHost
 
-HOLDER = "from onnx_ops.protocol.server_process import LocalHost; print(LocalHost().holder(), flush=True); input()"
+HOLDER = (
+    "from onnx_ops.protocol.server_process import LocalHost; "
+    "print(LocalHost().holder(), flush=True); input()"
+)
 
 
 def test_alive_of_own_holder_returns_true() -> None:

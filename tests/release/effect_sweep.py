@@ -1,7 +1,7 @@
 """Every effect of a release operation, one at a time: killed at it, or it fails, or its answer is lost.
 
-The effects are counted by a run that nothing disturbs. A trial disturbs one of them, lets follow what an operator and
-the reconciler do next, and compares the end with that of the undisturbed run.
+The effects are counted by a run that nothing disturbs. A trial disturbs one of them, lets follow
+what an operator and the reconciler do next, and compares the end with that of the undisturbed run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from tests.release.release_scenes import end_of
 from tests.support.faults import Faults, Killed
 
 FaultKind = Literal["kill -9", "ENOSPC", "EACCES", "kill -9 at a call", "lost"]
-"""The first three happen to a call of the system that changes a file, the others to a call of a port."""
+"""The first three happen to a call of the system that changes a file, the others to a call of a
+port.
+"""
 
 OF_FILES: tuple[FaultKind, ...] = ("kill -9", "ENOSPC", "EACCES")
 OF_CALLS: tuple[FaultKind, ...] = ("kill -9 at a call", "lost")
@@ -40,7 +42,9 @@ Point = tuple[FaultKind, int]
 
 def comparable_end(scene: Scene) -> dict[str, Any]:
     """Return the end of a scene, whose roles are reduced to the bytes that are served in them: when a rollout ended and
-    when an override was given differ. `unshown` are entries that the registry should show to people, and does not."""
+    when an override was given differ. `unshown` are entries that the registry should show to
+    people, and does not.
+    """
     end, shown = end_of(scene), scene.world.registry.mirrored
     roles = {
         name: {

@@ -1,8 +1,8 @@
 """What is loaded where an attacker writes the registry, the ledger's storage, or both, without the gate's key.
 
-The attacker has no key at all, or has stolen the key that signs entries of the ledger but no decisions. The files of
-versions 2 and 3 failed their gates; the override that once let version 2 serve is known to the attacker,
-and so is every decision that was ever signed.
+The attacker has no key at all, or has stolen the key that signs entries of the ledger but no
+decisions. The files of versions 2 and 3 failed their gates; the override that once let version 2
+serve is known to the attacker, and so is every decision that was ever signed.
 """
 
 from __future__ import annotations
@@ -514,7 +514,8 @@ REGISTRY: dict[Callable[[Site], None], str] = {
 LEDGER: dict[Callable[[Site], None], str] = {
     begun_rollout: "no signed decision names its files",
     begun_rollout_with_the_authority_of_another: "names other files",
-    other_files_under_an_approved_name: "v7 serves all traffic",  # of the server's copy of the approved files
+    # of the server's copy of the approved files
+    other_files_under_an_approved_name: "v7 serves all traffic",
     added_library: "is not among the files of v7",
     finished_rollout: "no signed decision names its files",
     begun_canary: "no signed decision names its files",
@@ -535,7 +536,9 @@ ATTACKS = {**REGISTRY, **LEDGER, **BOTH}
 
 
 UNSIGNED = "has no signature|does not follow|does not fit|v1 serves all traffic"
-"""What is reported of a ledger that an attacker without a key has changed; the others are as with the key."""
+"""What is reported of a ledger that an attacker without a key has changed; the others are as with
+the key.
+"""
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)

@@ -1,7 +1,7 @@
 """Every release operation, killed before and after every call of every port, and with others at work beside it.
 
-Whatever the moment, what follows leads to the same end as without the kill: the same roles, traffic, aliases and
-rejections, every effect done once and recorded as done once.
+Whatever the moment, what follows leads to the same end as without the kill: the same roles,
+traffic, aliases and rejections, every effect done once and recorded as done once.
 """
 
 from __future__ import annotations

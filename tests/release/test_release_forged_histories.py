@@ -1,7 +1,7 @@
 """Histories that an attacker without a key has changed, and what honest processes then do with them.
 
-Version 2 was rolled back, version 4 failed its gates, version 5 passed them and was never requested. Everything else
-that the attacker does is drawn.
+Version 2 was rolled back, version 4 failed its gates, version 5 passed them and was never
+requested. Everything else that the attacker does is drawn.
 """
 
 from __future__ import annotations
@@ -301,8 +301,8 @@ def list_loaded(scene: Scene, before: int) -> set[Digest]:
 def try_histories(count: int, *, registry: bool, ledger: bool, folder: Path) -> None:
     """Try drawn attacks.
 
-    With the ledger alone, traffic only goes back. With the registry, versions with a passing decision that were never
-    rolled back can come.
+    With the ledger alone, traffic only goes back. With the registry, versions with a passing
+    decision that were never rolled back can come.
     """
     first = secrets.randbelow(1 << 32)
     sys.stdout.write(f"seeds {first} to {first + count - 1}\n")

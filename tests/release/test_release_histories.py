@@ -1,5 +1,7 @@
 """Random histories of an endpoint: whatever is asked, fails, is killed or overtaken in whatever order, nothing that was
-rolled back begins, finishes or is restored without an override that was signed later for exactly its files."""
+rolled back begins, finishes or is restored without an override that was signed later for exactly
+its files.
+"""
 
 from __future__ import annotations
 

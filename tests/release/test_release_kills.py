@@ -1,6 +1,7 @@
 """kill -9 of the reconciler between any two of its effects: a child process that really dies, and one that follows it.
 
-Nothing outlives the child but registry, endpoints, ledger and model folders, as they are at the moment of its death.
+Nothing outlives the child but registry, endpoints, ledger and model folders, as they are at the
+moment of its death.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Who wins: what a run does to a place that another release has, by where each of them came from.
 
-`run` is a run of a pipeline by a schedule, a commit or a user. The other ways name a version, so they always win.
+`run` is a run of a pipeline by a schedule, a commit or a user. The other ways name a version, so
+they always win.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def promote_by_command(scene: Scene, version: str) -> None:
 
 
 BY_HAND = [promote_by_alias, move_champion, promote_by_command]
-"""The alias of a challenger or a champion in MLflow; the command, which is also what GitHub's workflow calls."""
+"""The alias of a challenger or a champion in MLflow; the command, which is also what GitHub's
+workflow calls.
+"""
 
 
 @pytest.mark.parametrize("always", [False, True])

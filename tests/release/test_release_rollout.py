@@ -246,7 +246,9 @@ SPOILT = {
     "has changed since": decided(target_digest=digest_bytes(b"as it was")),
     "the registry holds": tampered,
 }
-"""Each kind of reason; what a decision may be is tried in `test_release_decided`, by attackers in `…_attacks`."""
+"""Each kind of reason; what a decision may be is tried in `test_release_decided`, by attackers in
+`…_attacks`.
+"""
 
 
 @pytest.mark.parametrize("reason", SPOILT)

@@ -1,14 +1,16 @@
 """A model of replicas that follow numbered routing tables, and every state that a few steps of it can reach.
 
-It is checked before the code that it describes. The ledger holds intents, each with the number of its table: `PREPARE`
-(the candidate has weight 0), `WEIGHT` (it gets traffic) and `ABORT` (back to stable, for good). Any process may create
-the object of an intent, once, at any time afterwards: a reconciler that was delayed, or two of them. A hint, `head`,
-names an object; its writers can be delayed too, and set it back.
+It is checked before the code that it describes. The ledger holds intents, each with the number of
+its table: `PREPARE` (the candidate has weight 0), `WEIGHT` (it gets traffic) and `ABORT` (back to
+stable, for good). Any process may create the object of an intent, once, at any time afterwards: a
+reconciler that was delayed, or two of them. A hint, `head`, names an object; its writers can be
+delayed too, and set it back.
 
-A replica that lists the objects takes the highest one. It gives a candidate traffic only for `LEASE` ticks of its own
-clock after it has listed. Once that time was over, it does so again only after the judge has looked at the rollout: an
-abort may be intended of which no object says anything yet. A replica that is cut off, frozen or slow, and a store that
-is down, are replicas that take no step for a while: the model leaves that open at every moment.
+A replica that lists the objects takes the highest one. It gives a candidate traffic only for
+`LEASE` ticks of its own clock after it has listed. Once that time was over, it does so again only
+after the judge has looked at the rollout: an abort may be intended of which no object says anything
+yet. A replica that is cut off, frozen or slow, and a store that is down, are replicas that take no
+step for a while: the model leaves that open at every moment.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ _TICKS = 4
 class Replica(NamedTuple):
     """One server. `adopted` is the table that it follows, 0 for none; `reported` the last one that its reports name.
 
-    `age` are the ticks since it renewed its lease. `heard` is the last look of the judge that it knows; `is_confirmed`:
-    one came without a gap since.
+    `age` are the ticks since it renewed its lease. `heard` is the last look of the judge that it
+    knows; `is_confirmed`: one came without a gap since.
     """
 
     adopted: int = 0
@@ -47,10 +49,10 @@ class Replica(NamedTuple):
 class World(NamedTuple):
     """What all processes see together.
 
-    `since_abort` are the ticks since the object of the abort was created, `since_intent` those since it was intended;
-    -1 before. `looks` counts those of the judge that continue the rollout. `paid`: whether a reconciler has recorded
-    that no replica serves the candidate any more. `began_late`: a replica began to serve it longer than a lease after
-    the abort was intended.
+    `since_abort` are the ticks since the object of the abort was created, `since_intent` those
+    since it was intended; -1 before. `looks` counts those of the judge that continue the rollout.
+    `paid`: whether a reconciler has recorded that no replica serves the candidate any more.
+    `began_late`: a replica began to serve it longer than a lease after the abort was intended.
     """
 
     intents: int = 0

@@ -1,7 +1,7 @@
 """Any mix of genuine, late, doubled, reordered, replayed and forged deliveries: what is done follows the registry.
 
-A second reconciler, which hears no webhook, looks whenever the first one is woken. Both must end alike, so a delivery
-can be no more than a hint; what it claims moves nothing.
+A second reconciler, which hears no webhook, looks whenever the first one is woken. Both must end
+alike, so a delivery can be no more than a hint; what it claims moves nothing.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.watchers = [
-            # With the longest interval, no pass is skipped after refusals: a wake-up skips none either.
+            # With the longest interval, no pass is skipped after refusals: a wake-up skips none
+            # either.
             WatchLoop(
                 scene.context,
                 ReconcileQueue(),

@@ -139,8 +139,7 @@ def test_chart_row_shows_whole_name_within_plot() -> None:
             height=height + 62,
         )
         chart.row(1, name, "±")
-        found = [
-            e for e in ET.fromstring(chart.render("t")).iter("text") if (e.text or "x") in name
-        ]  # noqa: S314
+        texts = ET.fromstring(chart.render("t")).iter("text")  # noqa: S314
+        found = [e for e in texts if (e.text or "x") in name]
         assert "".join(e.text or "" for e in found) == name
         assert all(0 < float(e.get("y", "0")) < height + 62 for e in found)

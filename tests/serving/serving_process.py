@@ -28,7 +28,8 @@ from tests.support.server import MAIN, Answer, ServerFamily, scaled
 INFER = "/v2/models/m/infer"
 X: Mapping[str, Any] = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}
 ODD = {"x-odd": "1\r\nx-odd: 2"}
-"""A header that is there twice means nothing, but makes the request unusual: it takes the slow way."""
+"""A header that is there twice means nothing, but makes the request unusual: it takes the slow way.
+"""
 TYPES = {
     "fp32": TensorProto.FLOAT,
     "fp16": TensorProto.FLOAT16,

@@ -1,6 +1,7 @@
 """Rollouts that judge themselves as a machine: whatever is counted in whatever order, the promises hold.
 
-Every entry goes through the codec, so that what a driver reads after a kill is what the one before it wrote.
+Every entry goes through the codec, so that what a driver reads after a kill is what the one before
+it wrote.
 """
 
 from __future__ import annotations

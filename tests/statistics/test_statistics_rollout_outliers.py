@@ -63,7 +63,8 @@ def test_find_outliers_of_two_servers_names_higher_share() -> None:
 def test_find_outliers_summary_names_server_deployment_and_counts() -> None:
     (outlier,) = find_outliers(count_each([(2000, 2), (2000, 100)]))
     assert outlier.summary.startswith(
-        "replica r2: 100/2000 (5.00%) requests to v1 failed, 2/2000 (0.10%) on the others (evidence 1e"
+        "replica r2: 100/2000 (5.00%) requests to v1 failed, 2/2000 (0.10%) "
+        "on the others (evidence 1e"
     )
 
 

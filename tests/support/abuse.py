@@ -26,7 +26,9 @@ from tests.support.server import ServerFamily
 
 INFER = "/v2/models/m/infer"
 OPTIONS = "--workers=2", "--allowed-hosts=x", "--run-timeout=1 s", "--read-timeout=5 s"
-"""Options of a server that is abused. A run that takes longer than a second is an abuse of this model."""
+"""Options of a server that is abused. A run that takes longer than a second is an abuse of this
+model.
+"""
 ABUSERS = 3
 MEMORY_RATIO = 1.2
 SPARE_BYTES = 16 << 20
@@ -250,8 +252,8 @@ def abuse(kind: str, port: int) -> None:
 class AbuseResult:
     """What became of a server and its other clients.
 
-    `pauses_s` are the times in which a worker was missing; `deaths` the workers that were replaced; `growth_bytes` is
-    that of a worker.
+    `pauses_s` are the times in which a worker was missing; `deaths` the workers that were replaced;
+    `growth_bytes` is that of a worker.
     """
 
     records: Records

@@ -1,7 +1,7 @@
 """The test models that ship with the onnx package, and what `inspect` and `compare` make of each.
 
-`python -m tests.support.backend_models` reads paths from standard input and writes one JSON line for each: it is the
-process that a model may take down with it.
+`python -m tests.support.backend_models` reads paths from standard input and writes one JSON line
+for each: it is the process that a model may take down with it.
 """
 
 from __future__ import annotations
@@ -28,20 +28,24 @@ if TYPE_CHECKING:
     import onnx
 
 OPSET, IR_VERSION = 26, 13
-"""What ONNX Runtime 1.31 accepts; the models for single operators are made at the newest of the onnx package."""
+"""What ONNX Runtime 1.31 accepts; the models for single operators are made at the newest of the
+onnx package.
+"""
 
 ON_DISK = ("pytorch-converted", "pytorch-operator", "simple", "light")
 
 LOOKED_AT_ONLY = "light"
-"""Whole image classifiers, with weights of one number each: running one on all groups takes many minutes."""
+"""Whole image classifiers, with weights of one number each: running one on all groups takes many
+minutes.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What a tool made of a model: a verdict, a typed error, or neither.
 
-    `kind` is a verdict, the name of an error type, `crashed`, or `untyped` for any other exception; only the last two
-    are faults.
+    `kind` is a verdict, the name of an error type, `crashed`, or `untyped` for any other exception;
+    only the last two are faults.
     """
 
     model: str
@@ -59,7 +63,8 @@ def write_models(folder: Path, operators: Iterable[str] | None = None) -> tuple[
 
     Args:
         folder: where.
-        operators: those whose models are made, by the modules of the onnx package that do so; all by default.
+        operators: those whose models are made, by the modules of the onnx package that do so; all
+            by default.
     """
     found = [*_stored(folder), *_made(folder, operators)]
     return tuple(sorted(found))

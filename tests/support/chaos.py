@@ -50,14 +50,15 @@ class Outcome:
     def broken(self, victim: Victim) -> list[str]:
         """The promises that did not hold, in words.
 
-        A killed supervisor costs no client anything. A killed worker costs at most the request under way on each of
-        its connections.
+        A killed supervisor costs no client anything. A killed worker costs at most the request
+        under way on each of its connections.
         """
         found = []
         allowed = (self.wanted,) if self.answered else (self.wanted - 1, self.wanted)
         if self.generation not in allowed:
             found.append(
-                f"it came back with generation {self.generation}, not {' or '.join(map(str, allowed))}"
+                f"it came back with generation {self.generation}, "
+                f"not {' or '.join(map(str, allowed))}"
             )
         if not self.healed:
             found.append("the next publication was refused")

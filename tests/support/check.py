@@ -1,9 +1,9 @@
 """Check what has changed within 20 s of CPU: `python -m tests.support.check`, or `make check`.
 
-Ruff, the import contracts, mypy and the complexity of functions are checked as `make lint` does; their caches make that
-a matter of seconds. Then the tests nearest to the changed files run, until they have used their share of CPU: first
-test files that have changed, then those with a module's name, then those that import it. Tests that start services or
-take minutes do not run.
+Ruff, the import contracts, mypy and the complexity of functions are checked as `make lint` does;
+their caches make that a matter of seconds. Then the tests nearest to the changed files run, until
+they have used their share of CPU: first test files that have changed, then those with a module's
+name, then those that import it. Tests that start services or take minutes do not run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tests.support.processes import ROOT
 PACKAGE = "onnx_ops"
 TESTS = Path("tests")
 TEST_CPU_S = 8.0
-"""CPU after which no further test starts: the last one, and the rest of a check, take up to 12 s."""
+"""CPU after which no further test starts: the last one, and the rest of a check, take up to 12 s.
+"""
 MAX_TEST_FILES = 30
 """The collection of more takes a considerable part of that."""
 _BIN = Path(sys.executable).parent
@@ -33,7 +34,8 @@ STEPS: Mapping[str, Sequence[str]] = {
     "format": (str(_BIN / "ruff"), "format", "--check", "--quiet", "."),
     "ruff": (str(_BIN / "ruff"), "check", "--quiet", "."),
     "imports": (str(_BIN / "lint-imports"),),
-    # The daemon of mypy reports errors that `mypy` does not: it follows imports that are configured to be skipped.
+    # The daemon of mypy reports errors that `mypy` does not: it follows imports that are configured
+    # to be skipped.
     "mypy": (str(_BIN / "mypy"),),
     "complexity": (sys.executable, "-m", "tests.support.complexity"),
 }
@@ -74,7 +76,8 @@ class NearTests:
         for change in changes:
             room = _find_test_folder(Path(change))
             for rank, path in self._rank(Path(change)):
-                # Tests of the same folder come first, and those that import less, which are about less.
+                # Tests of the same folder come first, and those that import less, which are about
+                # less.
                 key = rank, room not in path.parents, len(self._read_imports(path))
                 ranks[path] = min(key, ranks.get(path, key))
         return [str(path) for path in sorted(ranks, key=lambda path: (ranks[path], path))]
@@ -198,7 +201,8 @@ def run_step(name: str, command: Sequence[str]) -> bool:
     if result.returncode:
         sys.stdout.write(result.stdout)
     _report(
-        f"{name}: {'failed' if result.returncode else 'ok'}, {count_child_cpu_s() - before:.1f} s of CPU"
+        f"{name}: {'failed' if result.returncode else 'ok'}, {count_child_cpu_s() - before:.1f} "
+        "s of CPU"
     )
     return not result.returncode
 
@@ -250,7 +254,8 @@ def main() -> int:
     results.append(run_tests(files, options.cpu))
     own = os.times()
     _report(
-        f"{'ok' if all(results) else 'FAILED'}, {count_child_cpu_s() + own.user + own.system:.1f} s of CPU"
+        f"{'ok' if all(results) else 'FAILED'}, "
+        f"{count_child_cpu_s() + own.user + own.system:.1f} s of CPU"
     )
     return 0 if all(results) else 1
 

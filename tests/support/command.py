@@ -1,7 +1,7 @@
 """The command line within this process: the same entry point, streams, folder and environment as the console script.
 
-Tests of arguments, outputs and exit codes call it; a process costs a second of imports. What only a process can show,
-as signals and what is imported, is tested with one.
+Tests of arguments, outputs and exit codes call it; a process costs a second of imports. What only a
+process can show, as signals and what is imported, is tested with one.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def run_command(
 
     Args:
         cwd: folder in which it runs.
-        environ: variables beside those of this process, of which none of onnx-ops' own is passed on.
+        environ: variables beside those of this process, of which none of onnx-ops' own is passed
+            on.
     """
     words = ["onnx-ops", *map(str, arguments)]
     given = clean(environ or {})

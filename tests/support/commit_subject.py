@@ -24,7 +24,10 @@ def find_problem(message: str) -> str:
     if len(subject) <= MAX_CHARACTERS or subject.startswith(_AUTOSQUASH):
         return ""
     remedy = "Put the reason into the body, after an empty line."
-    return f"the subject has {len(subject)} characters, at most {MAX_CHARACTERS} are allowed: {subject}\n{remedy}"
+    return (
+        f"the subject has {len(subject)} characters, at most {MAX_CHARACTERS} are allowed: "
+        f"{subject}\n{remedy}"
+    )
 
 
 def main(path: str) -> int:

@@ -1,9 +1,10 @@
 """Limit the cyclomatic complexity of functions, as `radon cc` counts it: `python -m tests.support.complexity`.
 
-Ruff's C901 counts statements only. radon also counts `and`, `or`, ternaries and comprehensions, which make an
-expression as hard to read as nested branches. `complexity.toml` lists the functions above the limit. Its values only
-fall: a function that rises above its value, a new one above the limit and a value that is no longer reached are
-problems. `--lower` writes what was paid back into the table; it never raises a value.
+Ruff's C901 counts statements only. radon also counts `and`, `or`, ternaries and comprehensions,
+which make an expression as hard to read as nested branches. `complexity.toml` lists the functions
+above the limit. Its values only fall: a function that rises above its value, a new one above the
+limit and a value that is no longer reached are problems. `--lower` writes what was paid back into
+the table; it never raises a value.
 """
 
 from __future__ import annotations
@@ -73,11 +74,13 @@ def find_problems(
         complexity = measured.get(name, 0)
         if name not in allowed:
             problems.append(
-                f"{name}: complexity {complexity} is above {LIMIT}; split the function into named steps"
+                f"{name}: complexity {complexity} is above {LIMIT}; "
+                "split the function into named steps"
             )
         elif complexity > allowed[name]:
             problems.append(
-                f"{name}: complexity rose from {allowed[name]} to {complexity}; split it into named steps"
+                f"{name}: complexity rose from {allowed[name]} to {complexity}; "
+                "split it into named steps"
             )
         elif complexity <= LIMIT:
             problems.append(
@@ -85,7 +88,8 @@ def find_problems(
             )
         elif complexity < allowed[name]:
             problems.append(
-                f"{name}: stale entry, complexity fell from {allowed[name]} to {complexity}; run with --lower"
+                f"{name}: stale entry, complexity fell from {allowed[name]} to {complexity}; "
+                "run with --lower"
             )
     return problems
 
@@ -127,7 +131,8 @@ def main() -> int:
     above_ten = sum(complexity > 10 for complexity in measured.values()) / len(measured)
     above_limit = sum(complexity > LIMIT for complexity in measured.values())
     sys.stdout.write(
-        f"Complexity: {len(measured)} functions, {above_ten:.1%} above 10, {above_limit} above {LIMIT},"
+        f"Complexity: {len(measured)} functions, {above_ten:.1%} above 10, "
+        f"{above_limit} above {LIMIT},"
         f" {len(problems)} problems.\n"
     )
     return 1 if problems else 0

@@ -18,7 +18,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--cpu-limit",
         type=float,
         metavar="S",
-        help="start no further test after so many seconds of CPU, those of collection and child processes included",
+        help="start no further test after so many seconds of CPU, "
+        "those of collection and child processes included",
     )
 
 

@@ -12,7 +12,8 @@ from onnx_ops import plugins
 def require(module: str, *, reason: str) -> None:
     """Skip the test file that calls this unless the module is installed.
 
-    Unlike `pytest.importorskip` it does not import the module, which may take as long as all tests of the file.
+    Unlike `pytest.importorskip` it does not import the module, which may take as long as all tests
+    of the file.
     """
     try:
         found = find_spec(module) is not None

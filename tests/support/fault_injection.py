@@ -2,9 +2,9 @@
 
     python -m tests.support.fault_injection POINT SERVER-ARGUMENTS...
 
-POINT is a file with a `FaultPoint`, written when the server is to begin counting. A moment is the time just before or
-just after a call by which the supervisor touches the disk or speaks with a worker. The number of moments so far is in
-the file beside it, POINT with the suffix `.count`.
+POINT is a file with a `FaultPoint`, written when the server is to begin counting. A moment is the
+time just before or just after a call by which the supervisor touches the disk or speaks with a
+worker. The number of moments so far is in the file beside it, POINT with the suffix `.count`.
 """
 
 from __future__ import annotations

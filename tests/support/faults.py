@@ -1,8 +1,8 @@
 """Fault injection: a process that dies at a chosen moment.
 
-Every call of a port, and every call of the system that changes a file, has two moments, before it takes effect and
-after. `Faults(at=n)` lets the process die at the n-th moment, or with an `error` lets the call fail; `Faults()` only
-counts them, so that a test can sweep over all.
+Every call of a port, and every call of the system that changes a file, has two moments, before it
+takes effect and after. `Faults(at=n)` lets the process die at the n-th moment, or with an `error`
+lets the call fail; `Faults()` only counts them, so that a test can sweep over all.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ _CHANGES = (
 class Faults:
     """Counts the moments of the ports it stands around; raises Killed at moment `at`, and at every later one.
 
-    With an `error`, that is raised instead, at moment `at` alone: before its effect a call failed, after it an answer
-    was lost. `between` is called at every moment: what it does happens while the process is at that point.
+    With an `error`, that is raised instead, at moment `at` alone: before its effect a call failed,
+    after it an answer was lost. `between` is called at every moment: what it does happens while the
+    process is at that point.
     """
 
     def __init__(
@@ -74,7 +75,9 @@ class Faults:
     @contextmanager
     def in_folder(self, root: Path) -> Iterator[None]:
         """Stand around every call by which this process changes a file below `root`. A file that was opened and not yet
-        written has a moment as well: what is killed there leaves it empty. Nothing waits for the disk."""
+        written has a moment as well: what is killed there leaves it empty. Nothing waits for the
+        disk.
+        """
         with ExitStack() as stack:
             for module, names in ((os, _CHANGES), (io, ("open",)), (builtins, ("open",))):
                 for name in names:

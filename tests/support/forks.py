@@ -1,6 +1,7 @@
 """Processes that start in milliseconds, since what they import is there already.
 
-Python starts one fork server for each process, with the modules that its first user names. Here later users add theirs.
+Python starts one fork server for each process, with the modules that its first user names. Here
+later users add theirs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Texts that people read, in one file for each surface; `--regenerate` writes what the tests have found.
 
-A plugin of pytest, loaded by `tests/conftest.py`. A test says `golden("errors", text)`; the text stands in
-`tests/golden/errors.txt` under the name of the test, indented, so that no text looks like a name.
+A plugin of pytest, loaded by `tests/conftest.py`. A test says `golden("errors", text)`; the text
+stands in `tests/golden/errors.txt` under the name of the test, indented, so that no text looks like
+a name.
 """
 
 from __future__ import annotations
@@ -97,7 +98,10 @@ def read(surface: str) -> dict[str, str]:
 
 
 def write(surface: str, texts: Mapping[str, str]) -> None:
-    head = f"# Texts of tests, checked to the letter. Written by: pytest tests --regenerate (surface {surface!r}).\n"
+    head = (
+        "# Texts of tests, checked to the letter. Written by: "
+        f"pytest tests --regenerate (surface {surface!r}).\n"
+    )
     entries = []
     for name, text in sorted(texts.items()):
         body = "\n".join(f"{_INDENT}{line}".rstrip() for line in text.splitlines())
@@ -113,7 +117,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--regenerate",
         action="store_true",
-        help="write the texts of tests/golden as the chosen tests find them; then read the difference in git",
+        help="write the texts of tests/golden as the chosen tests find them; "
+        "then read the difference in git",
     )
 
 

@@ -22,7 +22,8 @@ def parse_graph(
 ) -> onnx.ModelProto:
     """Return the model of `(float[N,2] x) => (float[N,2] y) { [its name] y = Relu(x) }`, with constants by name.
 
-    `domains` are further operator sets, whose operators are written `own.Softsign(x)`. Functions may follow the graph.
+    `domains` are further operator sets, whose operators are written `own.Softsign(x)`. Functions
+    may follow the graph.
     """
     imports = ", ".join(
         f'"{domain}" : {version}' for domain, version in {"": opset, **(domains or {})}.items()

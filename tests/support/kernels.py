@@ -15,7 +15,8 @@ def multiply(
 ) -> npt.NDArray[np.int32]:
     """Multiply uint8 activations (rows, inner) by int8 weights (inner, columns).
 
-    With `saturates`, neighbouring products are added in pairs, each of which is cut to 16 bits (`vpmaddubsw`).
+    With `saturates`, neighbouring products are added in pairs, each of which is cut to 16 bits
+    (`vpmaddubsw`).
     """
     if not saturates:
         return activations.astype(np.int32) @ weights.astype(np.int32)

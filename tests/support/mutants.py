@@ -2,11 +2,13 @@
 
     python -m tests.support.mutants --list
     python -m tests.support.mutants --record MAP [-- PYTEST-OPTIONS]
-    python -m tests.support.mutants [--map MAP] [--out RESULTS] [--only ID ...] [--rooms ROOM ...] [-- PYTEST-OPTIONS]
+    python -m tests.support.mutants [--map MAP] [--out RESULTS] [--only ID ...] [--rooms ROOM ...]
+    [-- PYTEST-OPTIONS]
 
-The faults stand in `mutants.toml`. For each one, the tests that executed its lines run first (`--map`), the cheapest
-first; then those of its room, until one fails. A test counts only if it passes without the fault. A run that takes too
-long, or whose process crashes, detects the fault too, and is reported as such.
+The faults stand in `mutants.toml`. For each one, the tests that executed its lines run first
+(`--map`), the cheapest first; then those of its room, until one fails. A test counts only if it
+passes without the fault. A run that takes too long, or whose process crashes, detects the fault
+too, and is reported as such.
 
 Exit code: 0 if every fault is detected, 1 if one is not, 2 if the table is wrong.
 """
@@ -40,16 +42,24 @@ TABLE = Path(__file__).with_suffix(".toml")
 LIMIT_S = 600.0
 """Seconds of one run of pytest; more where the recorded tests take longer."""
 MOST_TESTS = 250
-"""Tests that are chosen by the lines of a fault. A line that more tests execute is not what most of them are about."""
+"""Tests that are chosen by the lines of a fault. A line that more tests execute is not what most of
+them are about.
+"""
 
 ELSEWHERE_S = 2.0
-"""Seconds that a test of another room costs beside its own: servers that its folder shares may start for it."""
+"""Seconds that a test of another room costs beside its own: servers that its folder shares may
+start for it.
+"""
 
 _PLUGIN = "tests.support.mutants_plugin"
 _RUN = "PYTHON_MUTANTS_RUN"
-"""Variable that marks the processes of a run; a server under test inherits only variables with such a name."""
+"""Variable that marks the processes of a run; a server under test inherits only variables with such
+a name.
+"""
 _WHOLE_FILES = ("tests/e2e/", "tests/docs/")
-"""Folders in which the tests of a file build on each other: a file runs whole, and each in a run of its own."""
+"""Folders in which the tests of a file build on each other: a file runs whole, and each in a run of
+its own.
+"""
 _OPTIONS = ("-q", "--maxfail=3", "--tb=no", "-p", "no:randomly", "-p", "no:cacheprovider")
 _FAILED, _NOTHING = 1, (0, 5)
 """Exit codes of pytest: tests failed; all passed, or none was selected."""
@@ -118,7 +128,8 @@ class LineMap:
         """Return the cheapest tests that executed the changed lines, at most so many seconds of them, file by file.
         `room` are the files and folders of the fault's room.
 
-        Lines that no test executed, as those that run while a module is imported, stand for what is around them.
+        Lines that no test executed, as those that run while a module is imported, stand for what is
+        around them.
         """
         ids, by_line = list(self.seconds), self.lines.get(fault.path, {})
         numbers = set[int]()
@@ -380,7 +391,8 @@ def read_table(path: Path = TABLE) -> tuple[list[Fault], dict[str, list[str]]]:
     """Return the faults, and by room the paths of its tests.
 
     Raises:
-        ValueError: an id repeats, an old text does not occur exactly once, or a change has no effect or is not valid.
+        ValueError: an id repeats, an old text does not occur exactly once, or a change has no
+            effect or is not valid.
     """
     document = tomllib.loads(path.read_text(encoding="utf-8"))
     rooms: dict[str, list[str]] = document["rooms"]

@@ -11,9 +11,13 @@ PACKAGE = "onnx_ops"
 FAILURES = "PYTHON_MUTANTS_FAILURES"
 """Variable with the file that gets the ids of failed tests."""
 SELECTION = "PYTHON_MUTANTS_SELECTION"
-"""Variable with the file that lists the tests to run, or their files or folders: an id need not be an argument."""
+"""Variable with the file that lists the tests to run, or their files or folders: an id need not be
+an argument.
+"""
 CONTEXTS = "PYTHON_MUTANTS_CONTEXTS"
-"""Variable with the file that gets seconds by test id, and by file and line the numbers of the tests."""
+"""Variable with the file that gets seconds by test id, and by file and line the numbers of the
+tests.
+"""
 
 
 def pytest_configure(config: Any) -> None:

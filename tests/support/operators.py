@@ -22,7 +22,10 @@ DOMAIN = "acme.ops"
 def write_softsign(path: Path, *, scale: float = 2.0, as_function: bool = False) -> None:
     """`y = scale * x / (1 + |x|)` on float32 (batch, 3), by the custom operator; or by a function of its name."""
     domain, attribute = ("own", "") if as_function else (DOMAIN, f"<scale = {float(scale)}>")
-    text = f"(float[batch,3] x) => (float[batch,3] y) {{ [sign] y = {domain}.ScaledSoftsign{attribute}(x) }}"
+    text = (
+        "(float[batch,3] x) => (float[batch,3] y) "
+        f"{{ [sign] y = {domain}.ScaledSoftsign{attribute}(x) }}"
+    )
     if as_function:
         body = f"c = Softsign(a) s = Constant<value_float = {float(scale)}>() b = Mul(c, s)"
         text += f' <domain: "own", opset_import: ["" : 18]> ScaledSoftsign (a) => (b) {{ {body} }}'

@@ -21,7 +21,8 @@ from tests.support.processes import ROOT, children_of, until
 
 NAME = "lab"
 _USERS, _GROUP = 12_000, 12_000
-"""Of machines that have users of their own: the first number, and the group that shares the store."""
+"""Of machines that have users of their own: the first number, and the group that shares the store.
+"""
 
 PIPELINE = f"configs/pipelines/{NAME}.yaml"
 
@@ -108,8 +109,8 @@ class PoolSite:
         prefect: the server; its project is not used.
         variants: number of variants besides fp32.
         targets: target names, each of the pool with that name.
-        apart: each machine has a separate user and network namespace; the machines share a group. Needs root, and a
-            server that listens on every address.
+        apart: each machine has a separate user and network namespace; the machines share a group.
+            Needs root, and a server that listens on every address.
     """
 
     folder: Path
@@ -282,7 +283,10 @@ class PoolSite:
         environ: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[str]:
         """Start the same run as a flow run of the flow `pipeline`, as Prefect's runner does."""
-        given = f"{PIPELINE!r}, overrides={sets!r}, until={until!r}, no_cache={tuple(no_cache)!r}, jobs=2"
+        given = (
+            f"{PIPELINE!r}, overrides={sets!r}, until={until!r}, "
+            f"no_cache={tuple(no_cache)!r}, jobs=2"
+        )
         return subprocess.Popen(
             [
                 *self._before(self.asker),

@@ -16,8 +16,8 @@ _CHANCE = random.SystemRandom()
 def free_port() -> int:
     """A port of the loopback interface without a listener.
 
-    It is below those from which the kernel takes a connection's own end: one of these may be taken before the server
-    that it is meant for has started.
+    It is below those from which the kernel takes a connection's own end: one of these may be taken
+    before the server that it is meant for has started.
     """
     end = 32_768
     with contextlib.suppress(OSError):  # another system than Linux

@@ -1,6 +1,7 @@
 """A PostgreSQL server of its own, for the tests of what stores its records there.
 
-Elsewhere than in `.ci/run`, which installs PostgreSQL and sets REQUIRED, the tests are skipped where it is missing.
+Elsewhere than in `.ci/run`, which installs PostgreSQL and sets REQUIRED, the tests are skipped
+where it is missing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ def postgres() -> Iterator[str]:
     """A fresh cluster; yields the SQLAlchemy URL of an empty database."""
     programs = _programs()
     if programs is None:
-        lacking = "PostgreSQL is not installed (Debian: apt-get install postgresql): nothing is tested on it"
+        lacking = (
+            "PostgreSQL is not installed (Debian: apt-get install postgresql): "
+            "nothing is tested on it"
+        )
         if os.environ.get(REQUIRED) == "required":
             pytest.fail(lacking)
         pytest.skip(lacking)

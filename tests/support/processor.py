@@ -2,12 +2,13 @@
 
     python -m tests.support.processor [ARGUMENTS OF PYTEST]
 
-runs the tests with the marker `processor` on an emulated Haswell, which has AVX2 and neither AVX-512 nor VNNI (program
-qemu-x86_64 of Debian's and Ubuntu's package qemu-user). The emulator has no AVX-512: VNNI on a processor without it
-cannot be emulated. Programs that a test starts run on the real processor.
+runs the tests with the marker `processor` on an emulated Haswell, which has AVX2 and neither
+AVX-512 nor VNNI (program qemu-x86_64 of Debian's and Ubuntu's package qemu-user). The emulator has
+no AVX-512: VNNI on a processor without it cannot be emulated. Programs that a test starts run on
+the real processor.
 
-A plugin of pytest, loaded by `tests/conftest.py`: with `--emulated`, onnx-ops sees the features of the emulated
-processor, since `/proc/cpuinfo` keeps those of the real one.
+A plugin of pytest, loaded by `tests/conftest.py`: with `--emulated`, onnx-ops sees the features of
+the emulated processor, since `/proc/cpuinfo` keeps those of the real one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _FEATURES = frozenset({"avx", "avx2", "f16c", "fma", "sse4_1", "sse4_2"})
 """Features of a Haswell among those that select ONNX Runtime's kernels."""
 
 _MODEL = "Haswell,-pcid,-x2apic,-tsc-deadline,-hle,-rtm,-invpcid"
-"""Without the features that qemu does not emulate: each thread would print warnings, among the output of tests."""
+"""Without the features that qemu does not emulate: each thread would print warnings, among the
+output of tests.
+"""
 
 _HERE = Target(name="here")
 
@@ -49,8 +52,8 @@ def detect_here() -> Arithmetic:
 def saturates_here() -> bool:
     """Return whether int8 products saturate on the processor at hand.
 
-    Those of a processor without AVX2 do not. It counts as one that saturates all the same, since a pool's machines may
-    have more features than the pool names.
+    Those of a processor without AVX2 do not. It counts as one that saturates all the same, since a
+    pool's machines may have more features than the pool names.
     """
     return detect_here().saturates and "avx2" in _read_here().cpu_flags
 

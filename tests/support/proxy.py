@@ -36,8 +36,8 @@ def forward(method: str, target: str) -> Treatment:
 class Proxy:
     """A TCP proxy to a port. While it is cut, connections are closed, and new ones refused.
 
-    `rule` treats the requests of HTTP/1.1. Each begins a segment, as no client here sends one before it has the answer
-    to the last.
+    `rule` treats the requests of HTTP/1.1. Each begins a segment, as no client here sends one
+    before it has the answer to the last.
     """
 
     def __init__(self, port: int) -> None:

@@ -16,7 +16,8 @@ FEATURES, HIDDEN = 3, 5
 class Recurrent(nn.Module):
     """A recurrent layer and a head over all steps; `layer` is LSTM, GRU, RNN or RNN with `nonlinearity="relu"`.
 
-    Inputs and outputs have the batch first, also where the layer has the steps first, and the state of each layer.
+    Inputs and outputs have the batch first, also where the layer has the steps first, and the state
+    of each layer.
     """
 
     def __init__(self, layer: str, *, steps_first: bool = False, **settings: Any) -> None:

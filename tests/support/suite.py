@@ -51,7 +51,8 @@ SHARED: dict[str, str] = {
     "tests/integrations/": "integrations",
     "tests/orchestration/": "prefect",
 }
-"""Test files, or folders with a trailing slash, whose tests share a server: they run on one worker."""
+"""Test files, or folders with a trailing slash, whose tests share a server: they run on one worker.
+"""
 
 FIRST = (
     "prefect",
@@ -67,7 +68,9 @@ FIRST = (
     "tests/release/test_release_faults.py",
     "torch",
 )
-"""Groups and files that take longest, longest first: begun first, so that no worker ends long before the other."""
+"""Groups and files that take longest, longest first: begun first, so that no worker ends long
+before the other.
+"""
 
 
 class Sweep:
@@ -114,14 +117,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--sweep",
         default="commit",
-        help=f"part of the sweeps over kill points and faults: 1/{PARTS} to {PARTS}/{PARTS}, 'all', or 'commit' "
-        "(default): the part that follows from the digest of HEAD",
+        help="part of the sweeps over kill points and faults: "
+        f"1/{PARTS} to {PARTS}/{PARTS}, 'all', or 'commit' (default): "
+        "the part that follows from the digest of HEAD",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # Begun in the background by a shell without job control; the processes of the tests would ignore it as well.
+        # Begun in the background by a shell without job control; the processes of the tests would
+        # ignore it as well.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line(
         "markers", "sweep: cases of a sweep, of which one run takes a part (--sweep)"
@@ -133,13 +138,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.sweep = (
         f"{part}/{PARTS}" if part else "all"
     )  # the workers of pytest-xdist take the same
-    # Nightly runs draw new examples. The first one of a test may import what the test needs, hence no deadline.
+    # Nightly runs draw new examples. The first one of a test may import what the test needs, hence
+    # no deadline.
     settings.register_profile("suite", derandomize=part != 0, print_blob=True, deadline=None)
     settings.load_profile("suite")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"sweeps: {config.option.sweep} (repeat with --sweep {config.option.sweep}; all with --sweep all)"
+    return (
+        f"sweeps: {config.option.sweep} (repeat with --sweep {config.option.sweep}; "
+        "all with --sweep all)"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -155,8 +164,8 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     try:
         return (yield)
     finally:
-        # All are young, and the next search would be for all of them; pytest ends with two more. Without tests to run,
-        # even the first would be a waste.
+        # All are young, and the next search would be for all of them; pytest ends with two more.
+        # Without tests to run, even the first would be a waste.
         if not session.config.option.collectonly:
             gc.collect()  # frozen garbage would never be collected
         gc.freeze()

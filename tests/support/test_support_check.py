@@ -117,7 +117,8 @@ def test_list_changes_has_changed_new_and_deleted_files_but_no_ignored_ones(tmp_
 
 def run_pytest(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_slow.py").write_text(
-        "import time\nimport pytest\n\n\n@pytest.mark.parametrize('number', range(5))\ndef test(number):\n"
+        "import time\nimport pytest\n\n\n@pytest.mark.parametrize('number', "
+        "range(5))\ndef test(number):\n"
         "    end = time.process_time() + 1\n    while time.process_time() < end:\n        pass\n"
     )
     (folder / "pytest.ini").write_text("[pytest]\n")

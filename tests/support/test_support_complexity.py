@@ -61,7 +61,8 @@ def test_find_problems_with_entries_equal_to_measurement_returns_none() -> None:
 
 def test_lower_entries_lowers_or_removes_reduced_entries_only() -> None:
     table = (
-        '# why\n[to_split]\n"a.py: gone" = 20\n"a.py: same" = 20\n"a.py: rose" = 20\n"a.py: fell" = 20\n'
+        '# why\n[to_split]\n"a.py: gone" = 20\n"a.py: same" = 20\n"a.py: '
+        'rose" = 20\n"a.py: fell" = 20\n'
         '[exempt]\n"b.py: fell" = {complexity = 20, reason = "a match over 16 kinds"}\n'
     )
     measured = {

@@ -72,7 +72,10 @@ def write_voice_detector(
         rows=rows, state_rows=state_rows, state=FAULTS.get(fault, "Identity(state)")
     )
     if fault == "state of row 0":
-        lines = "state_of_first = Slice(state, first, one_row, row_axis) state_shape = Shape(state) state_taken"
+        lines = (
+            "state_of_first = Slice(state, first, one_row, row_axis) "
+            "state_shape = Shape(state) state_taken"
+        )
         text = text.replace("state_taken =", f"{lines} =", 1)
     return write_graph(
         path,

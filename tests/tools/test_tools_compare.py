@@ -108,8 +108,8 @@ def test_compare_of_quantized_file_reports_int8_coverage(tmp_path: Path) -> None
 
 _HALVES = "(float[N,4] x) => (seq(float[N,2]) y) { y = SplitToSequence<axis: int = 1>(x, two) }"
 _THREE = (
-    "(float[N,4] x) => (seq(float[N,2]) y) { s = SplitToSequence<axis: int = 1>(x, two)\n z = Sub(x, x)\n "
-    "h = Slice(z, begin, end, axis)\n y = SequenceInsert(s, h) }"
+    "(float[N,4] x) => (seq(float[N,2]) y) { s = SplitToSequence<axis: int = 1>(x, "
+    "two)\n z = Sub(x, x)\n h = Slice(z, begin, end, axis)\n y = SequenceInsert(s, h) }"
 )
 _ROWS = "(float[N,4] x) => (seq(float[1,4]) y) { y = SplitToSequence<axis: int = 0>(x) }"
 _SAME = "(float[N,4] x) => (optional(float[N,4]) y) { y = Optional(x) }"
@@ -196,7 +196,9 @@ SAMPLE = {
     .splitlines()
     for name, _, operator in [line.partition(" ")]
 }
-"""Forty models that chance has chosen, and those of `TROUBLE`; with the module of the onnx package that makes them."""
+"""Forty models that chance has chosen, and those of `TROUBLE`; with the module of the onnx package
+that makes them.
+"""
 
 
 @pytest.fixture(scope="module")

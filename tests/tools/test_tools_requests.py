@@ -193,7 +193,10 @@ def test_generate_samples_with_value_for_unknown_input_raises_user_error(voice: 
 
 
 def test_settle_samples_without_accepted_values_raises_measurement_error(tmp_path: Path) -> None:
-    text = "(float[n,4] x, int64 parts) => (float[n,m] y) {{ shape = Mul(parts, five) y = Reshape(x, shape) }}"
+    text = (
+        "(float[n,4] x, int64 parts) => (float[n,m] y) {{ shape = Mul(parts, five) "
+        "y = Reshape(x, shape) }}"
+    )
     path = write_graph(tmp_path / "m.onnx", text.replace("{{", "{").replace("}}", "}"), five=[0, 7])
     with pytest.raises(MeasurementError, match="refuses all generated inputs") as caught:
         settle_samples(RUNTIME, REFERENCE, path, samples_of(path))

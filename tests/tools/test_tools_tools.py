@@ -277,7 +277,10 @@ class TestCompare:
             ]
 
     def test_compare_of_labels_counts_different_rows(self, tmp_path: Path) -> None:
-        best = "(float[n,3] x) => (int64[n] label) { label = ArgMax<axis: int = 1, keepdims: int = 0>(x) }"
+        best = (
+            "(float[n,3] x) => (int64[n] label) { label = ArgMax<axis: int = 1, keepdims: "
+            "int = 0>(x) }"
+        )
         coarse = best.replace(
             "{", "{ q = QuantizeLinear(x, step, zero)\n r = DequantizeLinear(q, step, zero)\n "
         )

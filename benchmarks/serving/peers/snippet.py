@@ -1,7 +1,8 @@
 """The FastAPI server that tutorials show: one pydantic model, one session, one route. See docs/from-fastapi.md.
 
-`/predict` is the route as tutorials write it, and `/tuned` the same route declared `async`, which spares it the way
-through a pool of threads, and keeps every other request waiting while the model runs.
+`/predict` is the route as tutorials write it, and `/tuned` the same route declared `async`, which
+spares it the way through a pool of threads, and keeps every other request waiting while the model
+runs.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Read a `.npz`, `.csv` or `.parquet` file that DVC tracks, by path and revision.
 
-DVC itself, in an isolated environment, finds the pointer of a commit and fetches objects that are in no cache on this
-machine. Every byte is checked here against the MD5 of the pointer: DVC accepts a changed file of its cache or its
-remote.
+DVC itself, in an isolated environment, finds the pointer of a commit and fetches objects that are
+in no cache on this machine. Every byte is checked here against the MD5 of the pointer: DVC accepts
+a changed file of its cache or its remote.
 """
 
 from __future__ import annotations
@@ -84,11 +84,13 @@ _RESTORE = "Restore it with `git checkout`, or recreate it with `dvc add`, and c
 class DvcSettings:
     """Settings of data in a DVC repository.
 
-    `path` is a file as DVC knows it, relative to `repo`: a folder below the project's root, or a URL.
+    `path` is a file as DVC knows it, relative to `repo`: a folder below the project's root, or a
+    URL.
 
-    `rev` is a tag, branch or commit; empty for the checkout. `remote` names the DVC remote; empty for that of the
-    pointer, else the repository's default. `md5` is the required MD5 of the pointer, if given. `requirements` are the
-    packages of DVC's environment; empty for those of this release that the remote needs.
+    `rev` is a tag, branch or commit; empty for the checkout. `remote` names the DVC remote; empty
+    for that of the pointer, else the repository's default. `md5` is the required MD5 of the
+    pointer, if given. `requirements` are the packages of DVC's environment; empty for those of this
+    release that the remote needs.
     """
 
     path: str
@@ -108,9 +110,10 @@ class DvcSettings:
 class DvcPointer:
     """DVC's record of one output.
 
-    It has its pointer file, MD5 and size (-1 if unknown), and the place of its objects. `remote` is the remote that the
-    pointer names, `scheme` that of its URL, `cache` the folder of objects on this machine (empty if there is none).
-    `legacy` objects are those of DVC 1 and 2, which are stored elsewhere.
+    It has its pointer file, MD5 and size (-1 if unknown), and the place of its objects. `remote` is
+    the remote that the pointer names, `scheme` that of its URL, `cache` the folder of objects on
+    this machine (empty if there is none). `legacy` objects are those of DVC 1 and 2, which are
+    stored elsewhere.
     """
 
     file: str
@@ -140,7 +143,8 @@ class DvcSource(DataSource):
 
     Args:
         environments: folder of the environment with DVC, which is created on first use.
-        repositories: folder of copies of repositories with a URL, and of the pointers that DVC found.
+        repositories: folder of copies of repositories with a URL, and of the pointers that DVC
+            found.
     """
 
     environments: Path = Path(".onnx-ops/environments")
@@ -252,7 +256,8 @@ class DvcSource(DataSource):
                 f"DVC knows no {path}",
                 where=f"commit {commit[:12]}",
                 why="no .dvc file and no dvc.lock of that commit names it",
-                remedy="Was the .dvc file committed, and before this revision? `path` is relative to `repo`.",
+                remedy="Was the .dvc file committed, and before this revision? `path` is relative "
+                "to `repo`.",
             )
         pointer = codec.from_json(answers[0], DvcPointer)
         if not pointer.md5:
@@ -260,8 +265,8 @@ class DvcSource(DataSource):
                 f"the DVC pointer has no MD5 for {pointer.out}",
                 where=pointer.file,
                 why="its remote uses cloud versioning, or DVC does not store the file",
-                remedy="Only what DVC stores by content can be checked: `dvc add` it, with a remote that is neither "
-                "`version_aware` nor `worktree`.",
+                remedy="Only what DVC stores by content can be checked: `dvc add` it, "
+                "with a remote that is neither `version_aware` nor `worktree`.",
             )
         if not _MD5.fullmatch(pointer.md5):
             raise _wrong_pointer(pointer, f"{pointer.md5!r} is not an MD5")
@@ -294,8 +299,10 @@ class DvcSource(DataSource):
             raise DigestMismatchError(
                 f"the DVC pointer of {tracked.pointer.out} was changed and not committed",
                 where=file,
-                why=f"it says {stated}; the commit says {tracked.pointer.md5} ({tracked.pointer.size} bytes)",
-                remedy="Commit the change and name that revision, or restore the pointer with `git checkout`.",
+                why=f"it says {stated}; the commit says {tracked.pointer.md5} "
+                f"({tracked.pointer.size} bytes)",
+                remedy="Commit the change and name that revision, or restore the pointer with `git "
+                "checkout`.",
             )
 
     def _copy_object(self, tracked: _TrackedFile, md5: str, scratch: Path) -> tuple[Path, str]:
@@ -325,8 +332,9 @@ class DvcSource(DataSource):
                 f"DVC has lost {pointer.out}",
                 where=pointer.file,
                 why=f"neither the cache nor the remote has {md5}: {answer['place']}",
-                remedy="`dvc push` it from where it was added. What was imported is not pushed: name its own "
-                "repository as `repo`. If no copy is left, the pointer may have been edited manually.",
+                remedy="`dvc push` it from where it was added. What was imported is not pushed: "
+                "name its own repository as `repo`. If no copy is left, "
+                "the pointer may have been edited manually.",
             )
         remedy = "Delete that object, then `dvc push` from a checkout whose cache is right"
         _check_object(copy, pointer, "object in the DVC remote", answer["place"], remedy)
@@ -368,7 +376,8 @@ class DvcSource(DataSource):
                 "the repository cannot be reached",
                 where=settings.repo,
                 why=_last_error(done),
-                remedy="Try `git ls-remote URL`. Git's own credential helpers and SSH keys are used, without prompts.",
+                remedy="Try `git ls-remote URL`. Git's own credential helpers and SSH keys are "
+                "used, without prompts.",
             )
         return mirror
 
@@ -479,8 +488,8 @@ def _find_commit(folder: Path, rev: str, place: str) -> str:
             f"there is no revision {rev!r}" if rev else "nothing was committed yet",
             where=place,
             why="git knows no tag, branch or commit of that name",
-            remedy="List them with `git tag` and `git branch`. A shallow clone lacks them: `git fetch --tags "
-            "--unshallow`, in GitHub's checkout `fetch-depth: 0`.",
+            remedy="List them with `git tag` and `git branch`. A shallow clone lacks them: "
+            "`git fetch --tags --unshallow`, in GitHub's checkout `fetch-depth: 0`.",
         )
     return _text(done)
 

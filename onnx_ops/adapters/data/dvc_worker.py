@@ -1,6 +1,7 @@
 """Ask DVC inside its isolated environment: where a file is tracked, and for the bytes of its objects.
 
-The objects are copied unchanged. The calling process checks their digests, since DVC trusts its cache and its remotes.
+The objects are copied unchanged. The calling process checks their digests, since DVC trusts its
+cache and its remotes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class DvcWorker:
     def find(self, repo: str, rev: str, path: str, remote: str) -> list[dict[str, Any]]:
         """Return the outputs that are or hold `path`, relative to git's top folder.
 
-        An empty `rev` reads the working tree. `remote` is the one to use, empty for that of the pointer or the default.
+        An empty `rev` reads the working tree. `remote` is the one to use, empty for that of the
+        pointer or the default.
         """
         from dvc.exceptions import OutputNotFoundError
 
@@ -74,7 +76,10 @@ class DvcWorker:
                 place = opened.cloud.get_remote(remote or None)
                 unchecked = place.worktree or place.fs.version_aware
             except (ConfigError, RemoteConfigError) as error:
-                remedy = "`dvc remote list` shows the remotes; `dvc remote default NAME` sets the default."
+                remedy = (
+                    "`dvc remote list` shows the remotes; `dvc remote default NAME` sets the "
+                    "default."
+                )
                 raise UserError(
                     "the DVC remote cannot be used", where=where, why=str(error), remedy=remedy
                 ) from error
@@ -159,5 +164,6 @@ def _unreachable(where: str, error: Exception) -> ServiceUnavailableError:
         "the DVC remote cannot be read",
         where=where,
         why=f"{type(error).__name__}: {str(error)[:300]}",
-        remedy="Try `dvc fetch` with the same variables: credentials come from them or from `.dvc/config.local`.",
+        remedy="Try `dvc fetch` with the same variables: credentials come from them or from "
+        "`.dvc/config.local`.",
     )

@@ -31,8 +31,8 @@ class SklearnSource(DataSource):
 
     Splits are stratified where the target is a class.
 
-    Arrays: `data` float32 (rows, features), `target` int64 (classes) or float32 (a quantity), and for digits `images`
-    float32 (rows, 1, 8, 8) in [0, 1].
+    Arrays: `data` float32 (rows, features), `target` int64 (classes) or float32 (a quantity), and
+    for digits `images` float32 (rows, 1, 8, 8) in [0, 1].
     """
 
     tools = ("scikit-learn",)

@@ -50,7 +50,8 @@ _MISSING = (
     ),
     *("NULL", "NaN", "n/a", "nan", "null", "None", "none", "?", "-", "--", ".", " ", "  ", "   "),
 )
-"""Cells that stand for a missing value in a column of numbers; in a column of text they are texts."""
+"""Cells that stand for a missing value in a column of numbers; in a column of text they are texts.
+"""
 
 _INDEX_NAMES = ("", "Unnamed: 0")
 """Names of a first column that pandas and R write for the labels of the rows."""
@@ -58,7 +59,9 @@ _INDEX_NAMES = ("", "Unnamed: 0")
 _CHUNK_ROWS = 1 << 16
 
 _WIDTH_RATIO = 6
-"""Texts are an array of fixed width while that takes at most so many times their own bytes, or 1 MiB."""
+"""Texts are an array of fixed width while that takes at most so many times their own bytes, or 1
+MiB.
+"""
 
 _FOREIGN = {
     b"PK\x03\x04": "a zip archive, as Excel writes it",
@@ -81,10 +84,11 @@ def read_table(
 ) -> Mapping[str, Array]:
     """Read the columns of a table by name; `most_bytes` limits the rows.
 
-    Whole numbers are int64, fractions float32, booleans bool, everything else text: categories, dates, and identifiers,
-    which are whole numbers with a leading zero or beyond int64 (beyond 53 bits beside a missing one). A missing value
-    is NaN, which makes a column of numbers or booleans float32; in a column of text it is the empty text. Texts are
-    `np.str_`, or Python objects where a fixed width would waste memory.
+    Whole numbers are int64, fractions float32, booleans bool, everything else text: categories,
+    dates, and identifiers, which are whole numbers with a leading zero or beyond int64 (beyond 53
+    bits beside a missing one). A missing value is NaN, which makes a column of numbers or booleans
+    float32; in a column of text it is the empty text. Texts are `np.str_`, or Python objects where
+    a fixed width would waste memory.
 
     Raises:
         UserError: the file is not such a table, with the line or the column where it is known.
@@ -348,8 +352,9 @@ def _describe_undecodable(source: str | bytes) -> str:
         around = content[max(0, error.start - 12) : error.start + 12].decode("cp1252", "replace")
         text = " ".join(around.split())
         return (
-            f"line {line} holds the byte 0x{content[error.start]:02X}, which is not UTF-8; as Windows-1252 it reads "
-            f"{text!r}; convert the file: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
+            f"line {line} holds the byte 0x{content[error.start]:02X}, which is not UTF-8; "
+            f"as Windows-1252 it reads {text!r}; convert the file: "
+            "iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
         )
     return "it holds bytes that are no text"
 
@@ -426,7 +431,10 @@ def _convert_column(arrow: Any, column: Any, where: str) -> Array:
         return np.asarray(column.to_numpy(), dtype=np.bool_)[:, None]
     if kinds.is_integer(kind):
         return np.asarray(column.cast(arrow.int64()).to_numpy(), dtype=np.int64)[:, None]
-    remedy = "Columns hold numbers, booleans, texts, categories or dates; leave this one out of the file."
+    remedy = (
+        "Columns hold numbers, booleans, texts, categories or dates; "
+        "leave this one out of the file."
+    )
     raise UserError(f"the column is of type {kind}", where=where, remedy=remedy)
 
 

@@ -76,10 +76,11 @@ class AzureEndpoints(CloudEndpoints):
         for name in ("auth", "identity"):
             if (was := getattr(old, name)) != (desired := getattr(new, name)):
                 raise UserError(
-                    f"{name} of an existing endpoint cannot be changed from {was or 'none'} to {desired or 'none'}",
+                    f"{name} of an existing endpoint cannot be changed from {was or 'none'} to "
+                    f"{desired or 'none'}",
                     where=after.endpoint,
-                    remedy=f"Set {name} back, or delete the endpoint with `onnx-ops delete {after.endpoint}` and run "
-                    "again, or give it another `name`.",
+                    remedy=f"Set {name} back, or delete the endpoint with `onnx-ops delete "
+                    f"{after.endpoint}` and run again, or give it another `name`.",
                 )
 
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterator[Diagnosis]:

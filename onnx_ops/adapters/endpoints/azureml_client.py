@@ -1,6 +1,7 @@
 """Azure ML through the SDK's MLClient, without the SDK's own retries: reads are retried, writes are sent once.
 
-The SDK would send a write again after a newer one of another client; here a read must show that it is still needed.
+The SDK would send a write again after a newer one of another client; here a read must show that it
+is still needed.
 """
 
 from __future__ import annotations
@@ -67,9 +68,10 @@ class UnansweredWriteError(ServiceUnavailableError):
 class RetryPolicy:
     """How long to wait for Azure, in seconds.
 
-    `operation_s` limits an operation (a new deployment takes 5 to 20 minutes), `answer_s` the retries of a failing
-    service, and `lag_s` the time until a read shows what was written. Pauses between reads grow from `pause_s` to
-    `longest_s`. A resource counts as missing after `confirmations` reads.
+    `operation_s` limits an operation (a new deployment takes 5 to 20 minutes), `answer_s` the
+    retries of a failing service, and `lag_s` the time until a read shows what was written. Pauses
+    between reads grow from `pause_s` to `longest_s`. A resource counts as missing after
+    `confirmations` reads.
     """
 
     operation_s: float = 2700.0
@@ -188,7 +190,8 @@ class AzureClient:
     ) -> T:
         """Repeat a step until it returns something, while Azure is busy, for `policy.operation_s` seconds.
 
-        With `retry_reads` it is also repeated when a read was not answered for `policy.answer_s` seconds.
+        With `retry_reads` it is also repeated when a read was not answered for `policy.answer_s`
+        seconds.
         """
         retried = (BusyError, ServiceUnavailableError if retry_reads else UnansweredWriteError)
         tries = self.policy.attempts(self.policy.operation_s)
@@ -259,9 +262,9 @@ def _explain(error: BaseException, where: str, instances: int) -> OnnxOpsError:
         return RefusedError("Azure does not permit this", where=where, why=why, remedy=ROLE_REMEDY)
     if _QUOTA.search(f"{getattr(getattr(error, 'error', None), 'code', '')} {why}"):
         remedy = (
-            f"{instances} of its instances need quota for {math.ceil(instances * SPARE)}, as Azure keeps 20% in "
-            "reserve. Request more in the portal (Quotas, Machine learning), delete an unused deployment, or choose a "
-            "smaller size."
+            f"{instances} of its instances need quota for {math.ceil(instances * SPARE)}, "
+            "as Azure keeps 20% in reserve. Request more in the portal (Quotas, "
+            "Machine learning), delete an unused deployment, or choose a smaller size."
         )
         return InfrastructureError("there is not enough quota", where=where, why=why, remedy=remedy)
     if status == 409 or (status == 400 and _BUSY.search(why)):
@@ -310,8 +313,9 @@ def _ml_client(workspace: Workspace | None, answer_s: float, *, registry: str = 
         )
     except LookupError as error:
         raise InfrastructureError("there is no such cloud", why=str(error)) from error
-    # The SDK's progress dots and remarks are no part of our output, in the terminal or in JSON. For one such remark,
-    # about a model in a registry, it creates a separate client, which waits minutes for an answer.
+    # The SDK's progress dots and remarks are no part of our output, in the terminal or in JSON. For
+    # one such remark, about a model in a registry, it creates a separate client, which waits
+    # minutes for an answer.
     _azureml_polling.print = lambda *_, **__: None
     _endpoint_utils.check_default_deployment_template = lambda *_, **__: None
     for name in list(logging.root.manager.loggerDict):

@@ -1,7 +1,8 @@
 """The deployments of one endpoint in Azure, and their instance counts.
 
-A deployment's immutable settings are part of its name, so other settings create another deployment. Only instance
-counts change; a scaled deployment has an autoscale setting of Azure Monitor, and a tag that records it.
+A deployment's immutable settings are part of its name, so other settings create another deployment.
+Only instance counts change; a scaled deployment has an autoscale setting of Azure Monitor, and a
+tag that records it.
 """
 
 from __future__ import annotations
@@ -190,7 +191,10 @@ class Autoscaling:
         settings = self._settings
         if not settings.scaled:
             return NOT_SCALED
-        return f"{settings.min_instances} to {settings.max_instances} instances at {settings.cpu_percent}% CPU"
+        return (
+            f"{settings.min_instances} to {settings.max_instances} instances at "
+            f"{settings.cpu_percent}% CPU"
+        )
 
     def drift(self, resource: ManagedOnlineDeployment) -> Iterator[str]:
         """Yield how instances differ from the settings, unless others scale them."""
@@ -200,13 +204,16 @@ class Autoscaling:
         if actual != self.tag:
             yield f"autoscaling of {resource.name}: {actual}, not {self.tag}"
         elif self._is_miscounted(resource):
-            yield f"instances of {resource.name}: {resource.instance_count}, not {self._settings.instances}"
+            yield (
+                f"instances of {resource.name}: {resource.instance_count}, "
+                f"not {self._settings.instances}"
+            )
 
     def apply(self, resource: ManagedOnlineDeployment) -> bool:
         """Apply the settings to a deployment; return True if nothing had to change.
 
-        A deployment with an autoscale setting always has the tag. For one without the tag, no request to Azure Monitor
-        is needed.
+        A deployment with an autoscale setting always has the tag. For one without the tag, no
+        request to Azure Monitor is needed.
         """
         if (resource.tags or {}).get(SCALING, NOT_SCALED) == self.tag and not self._is_miscounted(
             resource

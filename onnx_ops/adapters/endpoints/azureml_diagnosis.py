@@ -131,7 +131,10 @@ def _check_image(settings: AzureSettings, registries: list[str]) -> Finding:
     """Check the image's registry, and add its resource id. Azure Resource Manager does not know the tags."""
     host = settings.image.partition("/")[0]
     if not host.endswith(_REGISTRY_SUFFIX):
-        found = f"{host} is not an Azure container registry: the permission to pull from it cannot be checked here"
+        found = (
+            f"{host} is not an Azure container registry: the permission to pull from it cannot "
+            "be checked here"
+        )
         return True, found, ""
     path = f"/subscriptions/{settings.place.subscription}/providers/Microsoft.ContainerRegistry/registries"
     listed = request_resource(f"{path}?api-version=2023-07-01").get("value", ())
@@ -193,5 +196,8 @@ def _check_quota(settings: AzureSettings, location: str) -> Finding:
     found = (
         f"{free} of {usage['limit']} cores of {size['family']} are free; a rollout needs {needed}"
     )
-    remedy = "Request more in the portal (Quotas, Machine learning); Azure keeps 20% of the instances in reserve."
+    remedy = (
+        "Request more in the portal (Quotas, Machine learning); Azure keeps 20% of the instances "
+        "in reserve."
+    )
     return free >= needed, found, remedy

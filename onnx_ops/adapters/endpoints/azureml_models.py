@@ -1,7 +1,7 @@
 """Models in the datastore, the workspace, or a registry that workspaces in all regions can read.
 
-A folder is named by its content and holds `model/` and, written last, `deployment.json`. Without that file the upload
-was interrupted and is repeated.
+A folder is named by its content and holds `model/` and, written last, `deployment.json`. Without
+that file the upload was interrupted and is repeated.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class AzureModels:
     def delete(self, name: str) -> None:
         """Delete a folder; no error if it does not exist.
 
-        The asset stays: Azure keeps assets forever, and it is valid again once the same files are uploaded.
+        The asset stays: Azure keeps assets forever, and it is valid again once the same files are
+        uploaded.
         """
         from azure.core.exceptions import ResourceNotFoundError
 
@@ -76,7 +77,8 @@ class AzureModels:
             blobs = [
                 blob.name for blob in container.list_blobs(name_starts_with=f"{self._path(name)}/")
             ]
-            # deployment.json first, so that a folder that is half deleted never counts as a whole model.
+            # deployment.json first, so that a folder that is half deleted never counts as a whole
+            # model.
             for blob in sorted(blobs, key=lambda blob: not blob.endswith(f"/{DEPLOYMENT_FILE}")):
                 with contextlib.suppress(ResourceNotFoundError):
                     container.delete_blob(blob)
@@ -132,7 +134,8 @@ class AzureModels:
                 "there is no such registry, or the identity lacks the permission to read it",
                 where=where,
                 why=error.why,
-                remedy="Correct `registry`, or give the identity the role AzureML Registry User on it.",
+                remedy="Correct `registry`, or give the identity the role AzureML Registry User on "
+                "it.",
             ) from error
 
         def read() -> Any:

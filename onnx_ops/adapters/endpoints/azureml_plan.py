@@ -1,7 +1,7 @@
 """A state in Azure's terms: names, tags and traffic of an endpoint.
 
-Tags record the applied state and what deployments serve. They are sent together with the traffic, so the two always
-match.
+Tags record the applied state and what deployments serve. They are sent together with the traffic,
+so the two always match.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ def read_state(
 
     Args:
         tags: the endpoint's.
-        traffic: percentages by the deployments' names in Azure; names without traffic may be missing.
+        traffic: percentages by the deployments' names in Azure; names without traffic may be
+            missing.
         records: every deployment that can answer, by its name in Azure.
     """
     try:

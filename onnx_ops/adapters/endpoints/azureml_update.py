@@ -1,7 +1,8 @@
 """Changes of an endpoint in Azure that survive a kill between any two requests and keep traffic at 100 %.
 
-Deployments come first, then tags and traffic in one request, and deletions last. There is no ETag: every write follows
-a read that shows no later generation, under a lock of this machine, and is read back.
+Deployments come first, then tags and traffic in one request, and deletions last. There is no ETag:
+every write follows a read that shows no later generation, under a lock of this machine, and is read
+back.
 """
 
 from __future__ import annotations
@@ -129,7 +130,8 @@ class AzureEndpoint:
             f"an endpoint {self.client.name} exists in the workspace that is not ours",
             where=self._owner,
             why=f"neither its tag {OWNER} nor that of a deployment in it says {self._owner}",
-            remedy="Choose another `name` in its settings, or delete that endpoint; if it is ours, set its tag.",
+            remedy="Choose another `name` in its settings, or delete that endpoint; "
+            "if it is ours, set its tag.",
         )
 
     def apply(self, plan: TrafficPlan) -> None:
@@ -147,7 +149,8 @@ class AzureEndpoint:
             return before
 
         tries = self.client.policy.attempts(self.client.policy.operation_s)
-        # Only deployments from before the change: a client with a later generation may be creating others now.
+        # Only deployments from before the change: a client with a later generation may be creating
+        # others now.
         for name, resource in converge(
             step, tries, lambda: make_timeout_error(self._owner)
         ).items():

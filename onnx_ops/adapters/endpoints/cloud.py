@@ -20,7 +20,8 @@ from onnx_ops.protocol.server_process import CONTAINER_PROVIDERS, explain_unserv
 class CloudEndpoints(EndpointProvider):
     """Base of the providers whose endpoints run our image in containers of a cloud.
 
-    They verify signatures with the public keys in the folder `trusted`; without it they load any model.
+    They verify signatures with the public keys in the folder `trusted`; without it they load any
+    model.
     """
 
     metrics_plugin: ClassVar[str]
@@ -49,14 +50,17 @@ def verify_files(deployment: Deployment) -> dict[str, Path]:
         raise NotFoundError(
             f"the files of {deployment.name} are not there",
             where=str(folder),
-            remedy="Run this on the machine that fetched the version, or fetch it again with `onnx-ops reconcile`.",
+            remedy="Run this on the machine that fetched the version, "
+            "or fetch it again with `onnx-ops reconcile`.",
         )
     digest = manifest.digest()
     if digest != deployment.manifest:
         raise DigestMismatchError(
-            f"the files of {deployment.name} are not those of its manifest {short_digest(deployment.manifest)}",
+            f"the files of {deployment.name} are not those of its manifest "
+            f"{short_digest(deployment.manifest)}",
             where=str(folder),
-            why=f"their digest is {short_digest(digest)}: they were changed after they were verified",
+            why=f"their digest is {short_digest(digest)}: they were changed after they were "
+            "verified",
             remedy="Remove the folder; the files are then fetched again.",
         )
     return {name: folder / name for name in manifest}

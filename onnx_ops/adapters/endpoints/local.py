@@ -54,7 +54,9 @@ _PORT_FILE = "port"
 _KEPT_FILES = frozenset({AUDIT_FILE, LOG_FILE, _PORT_FILE, APPLY_LOCK})
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
 _FIRST_PORT = 18_000
-"""Chosen ports lie below those that systems give to outgoing connections, so that a restart finds its port free."""
+"""Chosen ports lie below those that systems give to outgoing connections, so that a restart finds
+its port free.
+"""
 _PORTS = 10_000
 _OBSERVE_S = 5.0
 _DEATH_S = 2.0
@@ -77,7 +79,8 @@ class LocalSettings(ContainerOptions):
     access_log: Annotated[
         str,
         doc(
-            "File in the endpoint's folder that gets one JSON line per inference, such as access.log."
+            "File in the endpoint's folder that gets one JSON line per inference, "
+            "such as access.log."
         ),
     ] = ""
     admin_socket: Annotated[
@@ -90,7 +93,8 @@ class LocalSettings(ContainerOptions):
 class LocalEndpoints(EndpointProvider):
     """Keeps each endpoint in `folder/<endpoint>/`, readable by its owner only.
 
-    Servers verify signatures with the public keys in the folder `trusted`; without it they load any model.
+    Servers verify signatures with the public keys in the folder `trusted`; without it they load any
+    model.
     """
 
     tools = EXTRAS["serve"]
@@ -308,7 +312,8 @@ class LocalEndpoints(EndpointProvider):
         if record is not None and (record.port, record.options) == (port, options):
             return record
         if record is not None and record.port == port:
-            server.kill_supervisor()  # the old workers answer until those of the next server are ready
+            # the old workers answer until those of the next server are ready
+            server.kill_supervisor()
         elif not server.is_orphaned():
             server.stop()
         if not server.is_orphaned() and not _is_free(port):

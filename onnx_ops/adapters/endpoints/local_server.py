@@ -38,14 +38,16 @@ _STOP_S = 30.0
 _KILLED_S = 2.0
 _VARIABLES = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 _PREFIXES = ("LC_", "PYTHON", "CUDA_", "OMP_", "ORT_", "OTEL_")
-"""Prefixes of variables in the server's environment, which has no secrets of the process that starts it."""
+"""Prefixes of variables in the server's environment, which has no secrets of the process that
+starts it.
+"""
 
 
 class LocalServer:
     """The server of one folder: a supervisor and its workers.
 
-    It runs while its lock is held, which the system releases when it dies: neither a stale record nor a reused process
-    id is ever trusted, or sent the token.
+    It runs while its lock is held, which the system releases when it dies: neither a stale record
+    nor a reused process id is ever trusted, or sent the token.
     """
 
     def __init__(

@@ -19,7 +19,8 @@ def find_ends(
 ) -> set[ReportSource]:
     """Return the starts that ended without a last report, one of each moment.
 
-    A replica that is silent has ended only if others report: else the store, or this process, was cut off.
+    A replica that is silent has ended only if others report: else the store, or this process, was
+    cut off.
 
     Args:
         starts: the last counts of each start, and when they were written.

@@ -1,7 +1,8 @@
 """Endpoints whose servers run anywhere and follow signed routing tables in object storage.
 
-A step, a split and a rollback are each one created object; no control plane takes part. What the servers of an
-endpoint, its replicas, serve and count is read from their reports. Users start them with whatever they have.
+A step, a split and a rollback are each one created object; no control plane takes part. What the
+servers of an endpoint, its replicas, serve and count is read from their reports. Users start them
+with whatever they have.
 """
 
 from __future__ import annotations
@@ -95,13 +96,17 @@ _READERS = 16
 _PREPARE_S = 300.0
 _ADOPT_S = 10.0
 _REQUEST_S = 4.0
-"""Time for one request to a store. An operator has an answer within ten seconds; the reconciler repeats what failed."""
+"""Time for one request to a store. An operator has an answer within ten seconds; the reconciler
+repeats what failed.
+"""
 _ROLLBACK_S = 2.6
 """Time in which replicas that report have a rollback."""
 _LOOK_S, _LOCAL_LOOK_S = 1.3, 0.1
 """Pauses between two looks at the reports: in a store that takes requests, and in a folder."""
 _COMPARED_STARTS, _COMPARED_TABLES = 8, 16
-"""Starts of a replica, and tables of a start, by which replicas are compared. A server reports 16 tables."""
+"""Starts of a replica, and tables of a start, by which replicas are compared. A server reports 16
+tables.
+"""
 _KEPT_TABLES = 48
 _KEPT_REPORTS_S = 14 * 86_400.0
 _T = TypeVar("_T")
@@ -128,13 +133,15 @@ class ReplicaSettings:
         Ge(0),
         Le(604_800),
         doc(
-            "Time without a look at the rollout after which a candidate loses its traffic; 0 s: never."
+            "Time without a look at the rollout after which a candidate loses its traffic; "
+            "0 s: never."
         ),
     ] = 1800.0
     lease: Annotated[
         Literal["serve", "leave"],
         doc(
-            "What a replica does that has not heard from the store for 30 s: serve the stable version, or refuse."
+            "What a replica does that has not heard from the store for 30 s: "
+            "serve the stable version, or refuse."
         ),
     ] = "serve"
 
@@ -175,7 +182,8 @@ class _Place:
 class ReplicaEndpoints(EndpointProvider):
     """Endpoints of replicas that others start, with `ReplicaSettings`; nothing is kept in `folder`.
 
-    Tables are signed with the release key of this process, and count if a key in the folder `trusted` has signed them.
+    Tables are signed with the release key of this process, and count if a key in the folder
+    `trusted` has signed them.
     """
 
     tools = ()
@@ -290,7 +298,8 @@ class ReplicaEndpoints(EndpointProvider):
         """Create the table of a state, after that which has its new models loaded."""
         settings = _read_settings(config.settings, config.endpoint)
         self._upload(config, seen, state.deployments)
-        # With the traffic of a table that went back, what was rolled back since would be served again.
+        # With the traffic of a table that went back, what was rolled back since would be served
+        # again.
         before = None if seen.went_back else seen.newest
         prepared, table = plan_tables(
             config.endpoint,
@@ -480,7 +489,10 @@ class ReplicaEndpoints(EndpointProvider):
             if apart
             else f"within {_CLOCKS_S:g} s of the store's"
         )
-        remedy = "Run NTP there: a user may meet both versions in an epoch on replicas whose clocks are apart."
+        remedy = (
+            "Run NTP there: a user may meet both versions in an epoch on replicas whose clocks "
+            "are apart."
+        )
         return not apart, found, remedy
 
     def _list_stragglers(self, config: EndpointConfig, seen: _Place) -> Iterator[str]:
@@ -493,7 +505,10 @@ class ReplicaEndpoints(EndpointProvider):
             len(seen.replicas),
         )
         if count < expected:  # reports were deleted, or their location is not mounted here
-            yield f"{count} of {expected} replicas have ever reported to {self._reports(config).place}"
+            yield (
+                f"{count} of {expected} replicas have ever reported to "
+                f"{self._reports(config).place}"
+            )
         for one in _list_registered(seen.replicas, expected):
             status = one.status
             if (status.adopted or TableNumber(0)) >= newest.number or self._has_fallen_back(
@@ -599,7 +614,8 @@ class ReplicaEndpoints(EndpointProvider):
     def _read_replicas(self, config: EndpointConfig) -> tuple[list[SeenReplica], float]:
         """Return the replicas by their last status, and the store's time.
 
-        Ages are those of objects, on the clock of the store: an object that is written now shows it.
+        Ages are those of objects, on the clock of the store: an object that is written now shows
+        it.
         """
         reports = self._reports(config)
         with suppress(OnnxOpsError):  # who may only read goes by the last report
@@ -645,7 +661,8 @@ class ReplicaEndpoints(EndpointProvider):
                 raise ConflictError(
                     f"there is another object with the number of table {table.number}",
                     where=f"{control.place}/{table.number.name}",
-                    remedy="Another process has published it, or what may write there has: look at it, and at who may.",
+                    remedy="Another process has published it, or what may write there has: "
+                    "look at it, and at who may.",
                 )
         self._write_head(config, table.number)
 
@@ -727,7 +744,8 @@ class ReplicaEndpoints(EndpointProvider):
                 "the new version is not loaded everywhere",
                 where=config.endpoint,
                 why=f"without a report that it is: {', '.join(missing)}",
-                remedy="Start these replicas, or wait until they count as gone: see `onnx-ops status`.",
+                remedy="Start these replicas, or wait until they count as gone: "
+                "see `onnx-ops status`.",
             )
 
     def _wait_until_adopted(
@@ -810,7 +828,10 @@ class ReplicaEndpoints(EndpointProvider):
             seen.replicas, _read_settings(config.settings, config.endpoint).replicas
         ):
             if not (one.is_live and one.status.is_healthy):
-                yield f"replica {one.status.replica} is left out: it is silent, or could not load everything"
+                yield (
+                    f"replica {one.status.replica} is left out: it is silent, "
+                    "or could not load everything"
+                )
 
     def _read_starts(
         self, config: EndpointConfig, replicas: Iterable[SeenReplica]
@@ -873,7 +894,8 @@ class ReplicaEndpoints(EndpointProvider):
     ) -> bool | None:
         """Return whether only the stable version got requests, and the candidate was not loaded.
 
-        None for a table that had models loaded only, and for one of other versions, or that is not kept any more.
+        None for a table that had models loaded only, and for one of other versions, or that is not
+        kept any more.
         """
         number = TableNumber.from_generation(generation)
         if len(names) != 2 or not number.phase:
@@ -937,7 +959,10 @@ def _check_locations(settings: ReplicaSettings) -> Iterator[tuple[str, str]]:
     if control == reports or control.startswith(f"{reports}/") or reports.startswith(f"{control}/"):
         yield (
             "reports",
-            "must not contain `control`, nor be in it: replicas write there, and must not write tables",
+            (
+                "must not contain `control`, nor be in it: replicas write there, "
+                "and must not write tables"
+            ),
         )
 
 
@@ -955,7 +980,8 @@ def _answers_alike(table: RoutingTable, newest: RoutingTable) -> bool:
 def _list_registered(replicas: Sequence[SeenReplica], expected: int) -> list[SeenReplica]:
     """Return the replicas that take part: those that report, and silent ones unless enough others report.
 
-    A silent one gives no candidate traffic after lease and deadline. Where as many report as should run, it is gone.
+    A silent one gives no candidate traffic after lease and deadline. Where as many report as should
+    run, it is gone.
     """
     live = [one for one in replicas if one.is_live]
     is_complete = len(live) >= expected
@@ -979,8 +1005,8 @@ def _convert_counts(
 ) -> Counts:
     """Return a replica's counts by generations of the ledger, without those of tables that only had models loaded.
 
-    Epochs are waited for where a replica still reports. Of a start that has ended, the last report of its open epoch
-    counts; the report of the whole epoch replaces that if it comes in time.
+    Epochs are waited for where a replica still reports. Of a start that has ended, the last report
+    of its open epoch counts; the report of the whole epoch replaces that if it comes in time.
     """
     opened = _halve_generations([counts.open_epoch] if counts.open_epoch is not None else [])
     closed = _halve_generations(epochs)

@@ -1,7 +1,8 @@
 """Endpoints on Amazon SageMaker, through boto3.
 
-Strategy `ab`: a variant for each deployment, and a rollback changes weights. Strategy `guarded`: one variant, which
-SageMaker replaces while CloudWatch alarms guard it; a rollback is an update to the previous config.
+Strategy `ab`: a variant for each deployment, and a rollback changes weights. Strategy `guarded`:
+one variant, which SageMaker replaces while CloudWatch alarms guard it; a rollback is an update to
+the previous config.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Requests to AWS for one SageMaker endpoint, and the fence of its generation.
 
-SageMaker has no conditional update, and its reads can be stale. S3 has conditional writes and consistent reads. So a
-generation is claimed in S3 by an object with the whole state before anything is changed, and the claims are read again
-before every change.
+SageMaker has no conditional update, and its reads can be stale. S3 has conditional writes and
+consistent reads. So a generation is claimed in S3 by an object with the whole state before anything
+is changed, and the claims are read again before every change.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ class SageMakerClient:
 class GenerationFence:
     """The claims of an endpoint's generations, and records of guarded updates.
 
-    A guarded endpoint has a record of the config that it reached, and for each update that was started under alarms the
-    state that they had before it.
+    A guarded endpoint has a record of the config that it reached, and for each update that was
+    started under alarms the state that they had before it.
     """
 
     def __init__(self, client: SageMakerClient) -> None:

@@ -129,7 +129,10 @@ def _check_image(connect: Clients, image: str) -> Finding:
     """Check that the image is in ECR, in the endpoint's region."""
     match = _ECR.fullmatch(image)
     if match is None:
-        remedy = "Push it to ECR, which SageMaker requires: `aws ecr create-repository --repository-name onnx-ops`."
+        remedy = (
+            "Push it to ECR, which SageMaker requires: "
+            "`aws ecr create-repository --repository-name onnx-ops`."
+        )
         return False, f"{image} is not in ECR", remedy
     ecr, region = connect("ecr"), connect("sagemaker").meta.region_name
     if match["region"] != region:
@@ -178,7 +181,10 @@ def _check_pull(iam: Any, role: str, image: str) -> Finding:
             f"Permit that to the role, on {arn} and *.",
         )
     if account != match["account"]:
-        found = f"the role may; whether account {match['account']} lets account {account} cannot be checked here"
+        found = (
+            f"the role may; whether account {match['account']} lets account {account} cannot be "
+            "checked here"
+        )
         return True, found, ""
     return True, "the role may pull it", ""
 
@@ -199,7 +205,10 @@ def _check_quota(quotas: Any, settings: SageMakerSettings) -> Finding:
         quota["Value"] for page in pages for quota in page["Quotas"] if quota["QuotaName"] == name
     ]
     needed = (settings.max_instances or settings.instance_count) * (2 if settings.guarded else 3)
-    remedy = f"Request {needed} of '{name}' in the console of Service Quotas; an update needs room for both fleets."
+    remedy = (
+        f"Request {needed} of '{name}' in the console of Service Quotas; "
+        "an update needs room for both fleets."
+    )
     if not limits:
         return False, f"no quota is called '{name}'", remedy
     return (

@@ -1,7 +1,8 @@
 """A state of an endpoint as requests to SageMaker, and back.
 
-Models and configs are immutable, so they are named by the digest of their content; a config's weights are a separate
-part of the name. The keys that a container trusts stay unchanged: machines can hold different ones.
+Models and configs are immutable, so they are named by the digest of their content; a config's
+weights are a separate part of the name. The keys that a container trusts stay unchanged: machines
+can hold different ones.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from onnx_ops.protocol.server_process import OPTION_PREFIX, TRUSTED_KEYS_VARIABL
 
 ENDPOINT_TAG = "onnx-ops.endpoint"
 DOCUMENT = "ONNX_OPS_DEPLOYMENT_DOCUMENT"
-"""Environment variables of a model's container that hold its deployment: this name with `_0`, `_1` ..."""
+"""Environment variables of a model's container that hold its deployment: this name with `_0`, `_1`
+...
+"""
 _VALUE_CHARACTERS = 1000
 """A variable's value has at most 1,024."""
 _STEM_CHARACTERS = 30

@@ -1,6 +1,7 @@
 """Archives, models and endpoint configs of an endpoint, named by their content, and their deletion on request.
 
-The same version gives the same bytes under the same key. An archive is sent with its digest and never overwritten.
+The same version gives the same bytes under the same key. An archive is sent with its digest and
+never overwritten.
 """
 
 from __future__ import annotations
@@ -142,7 +143,8 @@ class EndpointResources:
         """Delete an orphan; no error if it is gone.
 
         Raises:
-            ConflictError: the live endpoint uses it again. SageMaker itself would delete it nevertheless.
+            ConflictError: the live endpoint uses it again. SageMaker itself would delete it
+                nevertheless.
         """
         kind, name = orphan.kind, orphan.name
         configs = self._live_configs()

@@ -1,7 +1,7 @@
 """Updates of an endpoint: observe, apply the change that is due, observe again.
 
-SageMaker's waiter reports success for an update that was rolled back; this one requires the desired config and
-weights, and reads why they were not reached.
+SageMaker's waiter reports success for an update that was rolled back; this one requires the desired
+config and weights, and reads why they were not reached.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _TAKEN_BACK = "The traffic is unchanged. See the alarms and the log of the versi
 class EndpointUpdate:
     """One `apply` of one endpoint, and its progress.
 
-    No alarm guards a rollback: an alarm would return the traffic to the version that must not serve.
+    No alarm guards a rollback: an alarm would return the traffic to the version that must not
+    serve.
     """
 
     def __init__(
@@ -156,7 +157,10 @@ class EndpointUpdate:
         if description["EndpointStatus"] == "Failed":
             if self._requested and not self._is_deleted:
                 what, why = "SageMaker could not start the endpoint", _failure_reason(description)
-                remedy = "See its log group /aws/sagemaker/Endpoints in CloudWatch; the next attempt creates it anew."
+                remedy = (
+                    "See its log group /aws/sagemaker/Endpoints in CloudWatch; "
+                    "the next attempt creates it anew."
+                )
                 raise InfrastructureError(what, where=self._client.endpoint, why=why, remedy=remedy)
             # Nothing else is possible with a failed endpoint, and it answers no requests.
             self._request("delete_endpoint", *NOT_FOUND, *IN_PROGRESS)
@@ -213,7 +217,8 @@ class EndpointUpdate:
             raise InfrastructureError(
                 f"alarm {', '.join(firing)} fires, so it cannot guard an update",
                 where=endpoint,
-                remedy=f"Wait until it is quiet, or run `onnx-ops rollback {endpoint}`, which no alarm stops.",
+                remedy=f"Wait until it is quiet, or run `onnx-ops rollback {endpoint}`, "
+                "which no alarm stops.",
             )
         if states:
             self._fence.begin_update(layout.config_name, states)
@@ -224,8 +229,9 @@ class EndpointUpdate:
     ) -> None:
         """Raise AlarmRollbackError if an update to this layout was started, and an alarm has changed its state since.
 
-        The update was not finished, or the layout would be in service. An alarm that is quiet again counts, too: in
-        doubt the layout is not tried again, as SageMaker gives its reasons in prose only.
+        The update was not finished, or the layout would be in service. An alarm that is quiet again
+        counts, too: in doubt the layout is not tried again, as SageMaker gives its reasons in prose
+        only.
         """
         if not self._alarms or (before := self._fence.alarms_before(layout.config_name)) is None:
             return
@@ -272,10 +278,12 @@ class EndpointUpdate:
             endpoint, why = self._client.endpoint, _failure_reason(description)
             if is_stuck:
                 raise InfrastructureError(
-                    "SageMaker could neither finish nor revert the update; old and new instances both answer",
+                    "SageMaker could neither finish nor revert the update; "
+                    "old and new instances both answer",
                     where=endpoint,
                     why=why,
-                    remedy=f"Free the capacity that the reason names, then run `onnx-ops rollback {endpoint}`, "
+                    remedy="Free the capacity that the reason names, "
+                    f"then run `onnx-ops rollback {endpoint}`, "
                     "which updates it to the version before.",
                 )
             if self._alarms:

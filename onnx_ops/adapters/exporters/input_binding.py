@@ -59,8 +59,8 @@ def bind_call(
 ) -> CallBinding:
     """Bind inputs to the parameters of their names.
 
-    One input can have another name than the only parameter that a call must give. A function that takes all inputs in
-    one `*parameter` has no names: its inputs need a declared order.
+    One input can have another name than the only parameter that a call must give. A function that
+    takes all inputs in one `*parameter` has no names: its inputs need a declared order.
 
     Args:
         owner: what errors name.
@@ -68,7 +68,8 @@ def bind_call(
         renamed: whether a single input can have another name.
 
     Raises:
-        UserError: an input is the name of no parameter, a parameter has no input, or the order is not declared.
+        UserError: an input is the name of no parameter, a parameter has no input, or the order is
+            not declared.
     """
     parameters = inspect.signature(function).parameters
     named = _list_named(parameters)
@@ -89,7 +90,8 @@ def bind_call(
         raise UserError(
             f"{owner} has no input {unnamed[0]!r}",
             where=WHERE,
-            why=f"it takes {_format_names(named)} by name, and further ones only in `*{variadic}`, behind all of these",
+            why=f"it takes {_format_names(named)} by name, "
+            f"and further ones only in `*{variadic}`, behind all of these",
             remedy="Wrap the model in one whose call names each input, and export that one.",
         )
     check_names(inputs, named, required=required, owner=owner)
@@ -186,7 +188,8 @@ def check_order(inputs: Collection[str], *, ordered: bool, owner: str, why: str)
         f"{owner} takes {len(inputs)} inputs by position, and their order is not declared",
         where=WHERE,
         why=why,
-        # Without the names of the data: copied, they would declare its order, which need not be the model's.
-        remedy="List them in the order of the model in every data set: `columns: [FIRST, SECOND]` for a table, "
-        "`inputs: {FIRST: ARRAY, SECOND: ARRAY}` for arrays.",
+        # Without the names of the data: copied, they would declare its order, which need not be the
+        # model's.
+        remedy="List them in the order of the model in every data set: `columns: [FIRST, "
+        "SECOND]` for a table, `inputs: {FIRST: ARRAY, SECOND: ARRAY}` for arrays.",
     )

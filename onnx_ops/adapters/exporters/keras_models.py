@@ -20,7 +20,9 @@ _CONTEXT = ("training", "mask")
 
 
 _UNBUILT = "Model .* had a build config, but the model cannot be built"
-"""Start of Keras 3.15's warning about a subclassed model that it creates anew without loading its weights."""
+"""Start of Keras 3.15's warning about a subclassed model that it creates anew without loading its
+weights.
+"""
 
 
 def load_keras(file: Path) -> Any:
@@ -40,7 +42,8 @@ def load_keras(file: Path) -> Any:
             "Keras did not load the weights of the model",
             where=file.name,
             why="it cannot build the layers of a subclassed model that takes its inputs like this",
-            remedy="Define `build` of the model with a shape for each argument, or take the inputs in one dictionary.",
+            remedy="Define `build` of the model with a shape for each argument, "
+            "or take the inputs in one dictionary.",
         ) from error
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise UserError(f"cannot load the model: {error}", where=file.name) from error
@@ -83,8 +86,8 @@ def check_keras_inputs(model: Any, names: Collection[str]) -> None:
 def call_keras(model: Any, tensors: Mapping[str, Any]) -> Any:
     """Call a Keras model by the names of its inputs, in inference mode.
 
-    A functional model gets a dictionary by its own names. A subclassed one gets keyword arguments where `call` names
-    the inputs, else a dictionary.
+    A functional model gets a dictionary by its own names. A subclassed one gets keyword arguments
+    where `call` names the inputs, else a dictionary.
     """
     if _read_names(model) is None and _names_parameters(model, tensors):
         return model(**tensors, training=False)

@@ -20,7 +20,9 @@ _WRONG_AS_STEP = ("KMeans", "MiniBatchKMeans")
 """Estimators whose `predict` is converted correctly, and whose `transform` is not."""
 
 LOST_IN_FLOAT32 = 1e-6
-"""Relative to the largest eigenvalue. Rounding of a kernel's entries adds about 6e-8 of the largest to each."""
+"""Relative to the largest eigenvalue. Rounding of a kernel's entries adds about 6e-8 of the largest
+to each.
+"""
 
 
 def check_convertible(parts: list[object], *, last: object) -> None:
@@ -48,7 +50,10 @@ def _xgboost(part: Any) -> Iterator[ConversionDefect]:
         yield (
             "a forest of XGBoost",
             "onnxmltools counts parallel trees as rounds of boosting",
-            "Boost single trees (`num_parallel_tree: 1`), or use a forest of scikit-learn or LightGBM.",
+            (
+                "Boost single trees (`num_parallel_tree: 1`), or use a forest of scikit-learn or "
+                "LightGBM."
+            ),
         )
     if (booster := settings.get("booster")) in ("dart", "gblinear"):
         yield (
@@ -57,7 +62,8 @@ def _xgboost(part: Any) -> Iterator[ConversionDefect]:
             "Use booster gbtree.",
         )
     others = {
-        "survival:cox": "Train with another objective, such as reg:squarederror on the logarithm of the target.",
+        "survival:cox": "Train with another objective, such as reg:squarederror on the logarithm of the "
+        "target.",
         "reg:logistic": "Train an XGBClassifier with binary:logistic.",
         "multi:softmax": "Use objective multi:softprob: `predict` answers the same.",
     }
@@ -101,7 +107,10 @@ def _lightgbm(part: Any) -> Iterator[ConversionDefect]:
         yield (
             f"{name} with columns of a data frame's type category",
             "LightGBM assigns its own numbers to such categories, and the export lacks them",
-            "Encode the column in a ColumnTransformer with OrdinalEncoder, and name it in `categorical_feature`.",
+            (
+                "Encode the column in a ColumnTransformer with OrdinalEncoder, "
+                "and name it in `categorical_feature`."
+            ),
         )
     if settings.get("linear_tree"):
         yield f"{name} with linear_tree", _DIFFERS, "Leave out linear_tree."
@@ -143,7 +152,10 @@ def _neighbors(part: Any) -> Iterator[ConversionDefect]:
 
 def _neighbors_in_radius(part: Any) -> Iterator[ConversionDefect]:
     name = type(part).__name__
-    reason = "the converted model fails on rows that have no neighbour, or not as many as others (measured)"
+    reason = (
+        "the converted model fails on rows that have no neighbour, "
+        "or not as many as others (measured)"
+    )
     yield name, reason, f"Use K{name.removeprefix('Radius')}."
 
 
@@ -190,7 +202,10 @@ def _cluster_step(part: Any) -> Iterator[ConversionDefect]:
     yield (
         f"{type(part).__name__} as a step",
         "skl2onnx passes on the number of the cluster instead of the distances",
-        "Leave it out, or use another transformer, such as KBinsDiscretizer or GaussianRandomProjection.",
+        (
+            "Leave it out, or use another transformer, "
+            "such as KBinsDiscretizer or GaussianRandomProjection."
+        ),
     )
 
 
@@ -202,14 +217,20 @@ def _gaussian_process(_: Any) -> Iterator[ConversionDefect]:
 def _threshold(part: Any) -> Iterator[ConversionDefect]:
     name = type(part).__name__
     threshold = "`best_threshold_`" if name.startswith("Tuned") else "the threshold"
-    remedy = f"Return its `estimator_`, and compare the probability with {threshold} where you use the answer."
+    remedy = (
+        f"Return its `estimator_`, and compare the probability with {threshold} where you use "
+        "the answer."
+    )
     yield name, "skl2onnx leaves out the threshold", remedy
 
 
 def _kernel_components(part: Any) -> Iterator[ConversionDefect]:
     if part.eigenvalues_[-1] < LOST_IN_FLOAT32 * part.eigenvalues_[0]:
         yield (
-            f"KernelPCA with components that are {part.eigenvalues_[-1] / part.eigenvalues_[0]:.0e} of the largest",
+            (
+                "KernelPCA with components that are "
+                f"{part.eigenvalues_[-1] / part.eigenvalues_[0]:.0e} of the largest"
+            ),
             "float32 cannot hold components that small beside the others",
             "Set n_components, or scale the columns before it.",
         )

@@ -35,8 +35,9 @@ OPSETS = (11, 21)
 class PaddleExporter(Exporter):
     """Exports static PaddlePaddle layers with paddle2onnx.
 
-    Such as `paddle.jit.to_static(layer, input_spec=[InputSpec([None, 64], 'float32', 'x')])`. Inputs are passed by the
-    names of `input_spec`; a spec without a name has that of the parameter of `forward`.
+    Such as `paddle.jit.to_static(layer, input_spec=[InputSpec([None, 64], 'float32', 'x')])`.
+    Inputs are passed by the names of `input_spec`; a spec without a name has that of the parameter
+    of `forward`.
     """
 
     tools: tuple[str, ...] = ("paddlepaddle", "numpy")
@@ -58,7 +59,10 @@ class PaddleExporter(Exporter):
             importlib.import_module("paddle.jit.dy2static.program_translator").StaticFunction,
         )
         if not static:
-            remedy = "Return paddle.jit.to_static(layer, input_spec=[InputSpec([None, …], 'float32', 'x')])."
+            remedy = (
+                "Return paddle.jit.to_static(layer, input_spec=[InputSpec([None, …], "
+                "'float32', 'x')])."
+            )
             raise UserError(
                 f"{type(model).__name__} is not a static layer", where="train.run", remedy=remedy
             )

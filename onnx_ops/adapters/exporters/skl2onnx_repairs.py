@@ -85,8 +85,8 @@ def _ignore_flattening(parts: Sequence[object]) -> Iterator[None]:
 def _keep_imputed_types() -> Iterator[None]:
     """Give an imputer's output the type of its input.
 
-    skl2onnx declares it before it joins the columns, with the type of the first one, and refuses integers that stand
-    before fractions.
+    skl2onnx declares it before it joins the columns, with the type of the first one, and refuses
+    integers that stand before fractions.
     """
     registry: Any = importlib.import_module("skl2onnx.common._registration")
     name = "SklearnSimpleImputer"

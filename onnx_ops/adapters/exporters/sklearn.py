@@ -48,7 +48,10 @@ RANKERS = ("XGBRanker", "LGBMRanker")
 _GENERATED = r"(?:UU|pdistsqe_|cflat_|cdistd_|cdistdf_)(\d+)"
 """Names that skl2onnx numbers through all conversions of a process."""
 
-_REMEDY = "Use another estimator or step; https://onnx.ai/sklearn-onnx/supported.html lists what can be converted."
+_REMEDY = (
+    "Use another estimator or step; https://onnx.ai/sklearn-onnx/supported.html lists what can "
+    "be converted."
+)
 
 _PATTERN = r"(?u)\b\w\w+\b"
 _WORD = r"[\p{L}\p{N}_][\p{L}\p{N}_]+"
@@ -58,7 +61,8 @@ _WORD = r"[\p{L}\p{N}_][\p{L}\p{N}_]+"
 class SklearnExporter(TreeExporter):
     """Exports scikit-learn estimators and pipelines with skl2onnx.
 
-    Inputs are a matrix, a vector of texts, or columns of a table; outputs are those of `list_outputs`.
+    Inputs are a matrix, a vector of texts, or columns of a table; outputs are those of
+    `list_outputs`.
     """
 
     tools: tuple[str, ...] = ("scikit-learn", "scipy", "numpy")
@@ -90,8 +94,8 @@ class SklearnExporter(TreeExporter):
     ) -> tuple[Any, InputLayout]:
         """Return a graph that loads, and its layout: in float32 if the operators that it needs have no other type.
 
-        Trees, nearest neighbours, kernels and others have no float64, and scalers before them no integers.
-        scikit-learn's trees convert their rows to float32 too.
+        Trees, nearest neighbours, kernels and others have no float64, and scalers before them no
+        integers. scikit-learn's trees convert their rows to float32 too.
 
         Raises:
             UserError: as the converter says of the layout that follows the data.
@@ -178,10 +182,11 @@ class SklearnExporter(TreeExporter):
 def list_outputs(model: object) -> tuple[str, ...]:
     """Return the names of a model's outputs.
 
-    They are the variable of a regressor, ranker or transformer, the label and probabilities of a classifier or mixture,
-    the label (1 or -1) and scores of a detector of outliers, and the label of a clustering. A classifier that has no
-    probabilities gives its label only: skl2onnx gives scores of other shapes than scikit-learn. OneClassSVM gives its
-    scores only: its support vectors have a score of 0, where rounding decides on the label.
+    They are the variable of a regressor, ranker or transformer, the label and probabilities of a
+    classifier or mixture, the label (1 or -1) and scores of a detector of outliers, and the label
+    of a clustering. A classifier that has no probabilities gives its label only: skl2onnx gives
+    scores of other shapes than scikit-learn. OneClassSVM gives its scores only: its support vectors
+    have a score of 0, where rounding decides on the label.
     """
     from sklearn.base import is_outlier_detector, is_regressor
 
@@ -301,7 +306,10 @@ def _convert(model: object, layout: InputLayout, opset: int, own: str) -> Any:
     }
     remedy = _REMEDY
     if layout.is_table and getattr(model, "steps", None) is None:
-        remedy = f"Put the columns first: make_pipeline(columns, {type(model).__name__}(estimator)), around one matrix."
+        remedy = (
+            f"Put the columns first: make_pipeline(columns, {type(model).__name__}(estimator)), "
+            "around one matrix."
+        )
     if others := [
         package for package in packages if package in ("xgboost", "lightgbm") and package != own
     ]:
@@ -385,7 +393,8 @@ def _check_analyzer(part: Any) -> None:
         raise UserError(
             f"{type(part).__name__} with its own {own[0]} cannot be converted faithfully",
             where="export",
-            why="the export splits texts into words of letters, digits and underscores, and supports no other way",
+            why="the export splits texts into words of letters, digits and underscores, "
+            "and supports no other way",
             remedy=f"Leave out {own[0]}, or prepare the texts before the pipeline.",
         )
 

@@ -23,7 +23,8 @@ class InputLayout:
     """How the inputs of the data reach the converter.
 
     Args:
-        types: the converter's inputs: name, kind of numpy (`f4`, `f8`, `i`, `U`) and number of columns.
+        types: the converter's inputs: name, kind of numpy (`f4`, `f8`, `i`, `U`) and number of
+            columns.
         order: names of the data's inputs in the order of the model's columns.
         joined: whether the inputs are the columns of the one matrix in `types`.
         split: whether the one input is a matrix, whose columns are those of `types`.
@@ -51,7 +52,8 @@ def choose_layout(model: object, parts: list[object], request: ExportRequest) ->
     """Choose the layout by the inputs that the estimator was fitted on.
 
     Raises:
-        UserError: the data lacks a column, or the model has no names and the order of the columns is not declared.
+        UserError: the data lacks a column, or the model has no names and the order of the columns
+            is not declared.
     """
     samples = request.samples
     for name, array in samples.items():
@@ -103,9 +105,11 @@ def _choose_column_layout(model: object, columns: Tensors, *, by_column: bool) -
     kinds = {_kind(array) for array in columns.values()}
     if kinds != {"U"} and "U" in kinds:
         raise UserError(
-            f"{type(model).__name__} takes columns of texts and of numbers as they are, which cannot be exported",
+            f"{type(model).__name__} takes columns of texts and of numbers as they are, "
+            "which cannot be exported",
             where="export",
-            remedy="Begin the pipeline with a ColumnTransformer, which defines how each column is used.",
+            remedy="Begin the pipeline with a ColumnTransformer, which defines how each column is "
+            "used.",
         )
     kind = "U" if "U" in kinds else "f8" if kinds == {"f8"} else "f4"
     joined = (f"columns{_INNER}", kind, len(columns))
@@ -121,7 +125,8 @@ def _check_widths(columns: Tensors) -> None:
     for name, array in columns.items():
         if array.ndim != 2 or array.shape[1] != 1:
             raise UserError(
-                f"an estimator takes one input, or one for each column; {name} is of shape {array.shape}",
+                "an estimator takes one input, or one for each column; "
+                f"{name} is of shape {array.shape}",
                 where=WHERE,
                 remedy="Name one array in `inputs:`, or leave `inputs:` out for a table.",
             )
@@ -134,7 +139,8 @@ def _check_features(features: Sequence[str], names: Sequence[str] | None) -> Non
     raise UserError(
         "the columns of the matrix are in another order than in the fit",
         where=WHERE,
-        why=f"the model takes {', '.join(names[:_SHOWN])}; the matrix has {', '.join(features[:_SHOWN])}",
+        why=f"the model takes {', '.join(names[:_SHOWN])}; "
+        f"the matrix has {', '.join(features[:_SHOWN])}",
         remedy=_list_columns(names),
     )
 
@@ -145,9 +151,11 @@ def _check_positions(model: Any, samples: Tensors, *, ordered: bool) -> None:
     expected = 1 if _takes_texts(model) else getattr(model, "n_features_in_", len(samples))
     if expected != len(samples):
         raise UserError(
-            f"{name} takes {expected} column{'s' if expected > 1 else ''}, and the data has {len(samples)}",
+            f"{name} takes {expected} column{'s' if expected > 1 else ''}, "
+            f"and the data has {len(samples)}",
             where=WHERE,
-            remedy="List the columns of the fit in their order, by `columns: [age, income]`, in every data set.",
+            remedy="List the columns of the fit in their order, by `columns: [age, income]`, "
+            "in every data set.",
         )
     check_order(
         samples,

@@ -26,8 +26,9 @@ def read_source_trees(model: object) -> tuple[Tree, ...] | None:
 
     The estimator is the model itself or the last step of a pipeline.
 
-    A forest averages its trees: each leaf weighs 1/n. Boosting adds them up, each times the learning rate; with k
-    classes tree i belongs to class i modulo k. For two classes, a file holds only the weights of the second.
+    A forest averages its trees: each leaf weighs 1/n. Boosting adds them up, each times the
+    learning rate; with k classes tree i belongs to class i modulo k. For two classes, a file holds
+    only the weights of the second.
     """
     last, grown = get_last_step(model), _estimators(model)
     if not grown:
@@ -59,7 +60,8 @@ def _is_one_of(estimator: Any, names: tuple[str, ...]) -> bool:
 def _tree(estimator: Any, factor: float, *, column: int | None = None, width: int = 1) -> Tree:
     """Return a tree with every leaf's weight times `factor`; a boosted tree adds to output `column` of `width` only."""
     grown = estimator.tree_
-    # The estimator compares float32 features with float64 thresholds, which are therefore rounded down to float32.
+    # The estimator compares float32 features with float64 thresholds, which are therefore rounded
+    # down to float32.
     nearest = grown.threshold.astype(np.float32)
     below = np.nextafter(nearest, np.float32(-np.inf))
     limits = np.where(nearest.astype(np.float64) > grown.threshold, below, nearest)
@@ -95,7 +97,8 @@ def _weights(estimator: Any, value: Any) -> Any:
 def route_missing_values(converted: Any, model: object) -> None:
     """Route NaN to the same branches in the export as in the source, if that is one ensemble of trees.
 
-    The converter does not. A tree routes NaN with the majority of its training rows, unless it was trained on NaN.
+    The converter does not. A tree routes NaN with the majority of its training rows, unless it was
+    trained on NaN.
     """
     ensembles = [node for node in converted.graph.node if node.op_type in ENSEMBLES]
     grown = [estimator.tree_ for estimator in _estimators(model)]
@@ -116,7 +119,8 @@ def route_missing_values(converted: Any, model: object) -> None:
 def _find_tracks(trees: Sequence[Any], values: Mapping[str, Sequence[int]]) -> list[int]:
     """Return for each node of an export 1 if NaN takes its true branch, else 0.
 
-    Both forms of a tree are walked together from the root, so that the numbers of the export's nodes do not matter.
+    Both forms of a tree are walked together from the root, so that the numbers of the export's
+    nodes do not matter.
 
     Args:
         trees: scikit-learn's, in the order of the export.

@@ -1,7 +1,8 @@
 """Estimators that skl2onnx cannot convert, rewritten as equal ones that it can.
 
-It converts most wrappers only around an estimator of one matrix, and lacks clusterings and linear transformers that are
-special cases of others. The parity gate compares the export with the model that training returned.
+It converts most wrappers only around an estimator of one matrix, and lacks clusterings and linear
+transformers that are special cases of others. The parity gate compares the export with the model
+that training returned.
 """
 
 from __future__ import annotations
@@ -137,7 +138,8 @@ def _rewrite_isotonic(model: Any) -> tuple[object, tuple[Step, ...]]:
 
     if model.out_of_bounds != "clip":
         raise UserError(
-            f"IsotonicRegression with out_of_bounds={model.out_of_bounds!r} cannot be converted faithfully",
+            f"IsotonicRegression with out_of_bounds={model.out_of_bounds!r} cannot be converted "
+            "faithfully",
             where="export",
             why="the export answers outside the range of training with the ends of the range",
             remedy="Set out_of_bounds='clip'.",
@@ -148,7 +150,8 @@ def _rewrite_isotonic(model: Any) -> tuple[object, tuple[Step, ...]]:
 def interpolate(places: Any, values: Any) -> tuple[Step, ...]:
     """Return the steps from a column to the linear interpolation between values at increasing places.
 
-    The answer is values[0] + Σ clip((x - places[i]) / (places[i+1] - places[i]), 0, 1) (values[i+1] - values[i]).
+    The answer is values[0] + Σ clip((x - places[i]) / (places[i+1] - places[i]), 0, 1) (values[i+1]
+    - values[i]).
     """
     import numpy as np
 
@@ -247,8 +250,8 @@ def _invert(transformer: Any) -> tuple[Step, ...]:
         f"TransformedTargetRegressor with {name} cannot be converted faithfully",
         where="export",
         why="its answers are transformed back by Python code",
-        remedy=f"Use one of {', '.join((*_SCALERS, *list(_FUNCTIONS)[1:]))}, or transform the answers in the "
-        "application.",
+        remedy=f"Use one of {', '.join((*_SCALERS, *list(_FUNCTIONS)[1:]))}, "
+        "or transform the answers in the application.",
     )
 
 

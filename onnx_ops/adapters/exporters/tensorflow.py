@@ -47,7 +47,8 @@ _GENERATED = r"__(\d+)"
 class TensorflowExporter(Exporter):
     """Exports Keras models and SavedModels with tf2onnx.
 
-    Inputs are passed by the names of the signature, of the Keras model, or of the parameters of `__call__`.
+    Inputs are passed by the names of the signature, of the Keras model, or of the parameters of
+    `__call__`.
     """
 
     tools: tuple[str, ...] = ("tensorflow-cpu", "numpy")
@@ -66,7 +67,8 @@ class TensorflowExporter(Exporter):
             raise UserError(
                 f"{type(model).__name__} is neither a Keras model nor a tf.Module",
                 where="train.run",
-                remedy="It must return one of them; a tf.Module needs a signature: `@tf.function(input_signature=…)`.",
+                remedy="It must return one of them; a tf.Module needs a signature: "
+                "`@tf.function(input_signature=…)`.",
             )
 
     def load(self, folder: Path) -> object:
@@ -171,8 +173,8 @@ class TfliteExporter(Exporter):
         """Run the interpreter without its accelerated kernels.
 
         Raises:
-            ValueError: the model refuses the inputs, or some are not finite: the kernels do not define their result for
-                these.
+            ValueError: the model refuses the inputs, or some are not finite: the kernels do not
+                define their result for these.
         """
         if precision == "float64":
             return None

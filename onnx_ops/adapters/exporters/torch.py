@@ -48,7 +48,8 @@ _UNTRANSLATED = re.compile(
 class TorchExporter(TracingExporter):
     """Inputs are passed to `forward` by the names of its parameters.
 
-    Options: `translations` (`package.module:TABLE`), ONNX functions of the project for operators of torch.
+    Options: `translations` (`package.module:TABLE`), ONNX functions of the project for operators of
+    torch.
     """
 
     tools: tuple[str, ...] = ("torch", "numpy")
@@ -70,7 +71,8 @@ class TorchExporter(TracingExporter):
             raise UserError(
                 f"cannot load the module: {type(error).__name__}: {error}",
                 where=file.name,
-                remedy="It must be a whole module written by torch.save, with its class importable here.",
+                remedy="It must be a whole module written by torch.save, "
+                "with its class importable here.",
             ) from error
 
     def export(self, model: object, request: ExportRequest) -> None:
@@ -78,7 +80,8 @@ class TorchExporter(TracingExporter):
         section = request.section
         module = self._module(model, request)
         proto = _export(importlib.import_module("torch"), module, request).model_proto
-        # Below its own lowest opset the exporter converts the file, and keeps the newer one if that fails.
+        # Below its own lowest opset the exporter converts the file, and keeps the newer one if that
+        # fails.
         written = max(
             entry.version for entry in proto.opset_import if entry.domain in DEFAULT_DOMAINS
         )
@@ -92,7 +95,8 @@ class TorchExporter(TracingExporter):
         proto.ir_version = section.ir_version
         proto.producer_version = ""
         for node in iterate_nodes(proto):
-            # The module path of a node stays; the other properties hold stack traces with paths of this machine.
+            # The module path of a node stays; the other properties hold stack traces with paths of
+            # this machine.
             scopes = [
                 (p.key, p.value)
                 for p in node.metadata_props
@@ -175,7 +179,8 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
     binding = _bind(module, request.samples)
     rows, outputs = _choose_rows(torch, module, binding, request)
     positional, keyword = binding.pack(rows)
-    # Names, not torch.export.Dim: with those, torch.onnx fixes what it cannot keep free, without a warning.
+    # Names, not torch.export.Dim: with those, torch.onnx fixes what it cannot keep free, without a
+    # warning.
     free = {name: dict(get_free_axes(section, name)) for name in binding.names}
     recurrent = importlib.import_module("onnx_ops.adapters.exporters.torch_recurrent")
     attention = importlib.import_module("onnx_ops.adapters.exporters.torch_attention")
@@ -219,7 +224,8 @@ def _choose_rows(
             "the module takes all rows of the samples together, and not the first two of them",
             where="export",
             why=f"{error.why}; an endpoint answers any number of rows, each for itself",
-            remedy="Make one row of what belongs together: give a graph's nodes and edges a leading axis of graphs.",
+            remedy="Make one row of what belongs together: give a graph's nodes and edges a leading "
+            "axis of graphs.",
         ) from error
 
 
@@ -242,8 +248,8 @@ def _explain_failure(
             f"torch.onnx.export has no translation of operator {name}",
             where="export",
             why="torch has neither an ONNX function nor a decomposition of it",
-            remedy=f"Map torch.ops.{name} to a function of onnxscript in a table of the project, and set "
-            f"export.options: {{{TRANSLATIONS}: package.module:TABLE}}.",
+            remedy=f"Map torch.ops.{name} to a function of onnxscript in a table of the project, "
+            f"and set export.options: {{{TRANSLATIONS}: package.module:TABLE}}.",
         )
     watch = importlib.import_module("onnx_ops.adapters.exporters.torch_fixed_axes")
     shapes = binding.by_parameter(free)
@@ -252,17 +258,20 @@ def _explain_failure(
         () if is_traced else watch.find_fixed_axes(module, *binding.pack(rows), shapes, free)
     ):
         return UserError(
-            f"the module fixes axis {fixed.axis} of {fixed.name} ({free[fixed.name][fixed.axis]}) at {fixed.size}",
+            f"the module fixes axis {fixed.axis} of {fixed.name} "
+            f"({free[fixed.name][fixed.axis]}) at {fixed.size}",
             where="export.dynamic",
             why=fixed.place,
-            remedy="Replace what needs this size there: a loop over the axis, or a layer or constant as long as it. "
+            remedy="Replace what needs this size there: a loop over the axis, "
+            "or a layer or constant as long as it. "
             f"Or leave the axis out of `export.dynamic.{fixed.name}`.",
         )
     return UserError(
         "torch.onnx.export cannot export the module",
         where="export",
         why=describe_error(cause),
-        remedy="Look for data-dependent control flow; give every free axis a name in `export.dynamic`.",
+        remedy="Look for data-dependent control flow; give every free axis a name in "
+        "`export.dynamic`.",
     )
 
 
@@ -279,7 +288,8 @@ def _load_translations(section: Export) -> Mapping[Any, Any] | None:
             f"{section.translations} is not a table of translations",
             where=where,
             why="it must be a mapping of operators to functions",
-            remedy="Write it like {torch.ops.acme.scale.default: scale}, with `scale` a function of onnxscript.",
+            remedy="Write it like {torch.ops.acme.scale.default: scale}, "
+            "with `scale` a function of onnxscript.",
         )
     return table
 
@@ -326,7 +336,8 @@ def _try_out(
 ) -> list[str]:
     """Return the names of the module's outputs for the samples.
 
-    They must be tensors of types that the exporter does not write as something else, and that clients can read.
+    They must be tensors of types that the exporter does not write as something else, and that
+    clients can read.
     """
     try:
         with torch.no_grad():
@@ -336,15 +347,16 @@ def _try_out(
             "the module refuses the samples",
             where="export",
             why=describe_error(error),
-            remedy="Inputs are passed by name: to the parameters of `forward`, to a Keras model as a dictionary; "
-            "see `inputs:` of the data.",
+            remedy="Inputs are passed by name: to the parameters of `forward`, "
+            "to a Keras model as a dictionary; see `inputs:` of the data.",
         ) from error
     values = name_outputs(answer)
     if not all(isinstance(value, torch.Tensor) for value in values.values()):
         raise UserError(
             f"the module returns {type(answer).__name__} of other things than tensors",
             where="export",
-            remedy="`forward` must return a tensor, a list or tuple of tensors, or a flat dictionary of them.",
+            remedy="`forward` must return a tensor, a list or tuple of tensors, "
+            "or a flat dictionary of them.",
         )
     for name, value in values.items():
         what = f"output {name!r} is of type {str(value.dtype).removeprefix('torch.')}"
@@ -352,7 +364,8 @@ def _try_out(
             raise UserError(
                 what,
                 where="export",
-                why="the exporter writes complex numbers as pairs of real ones in one more dimension: another function",
+                why="the exporter writes complex numbers as pairs of real ones in one more "
+                "dimension: another function",
                 remedy="Return torch.view_as_real(output), which is the same in both.",
             )
         if value.dtype == torch.bfloat16:
@@ -380,7 +393,8 @@ def _wrap(model: Any, names: Collection[str], call: Callable[[Any, Mapping[str, 
 def _quiet() -> Iterator[None]:
     """Suppress the exporter's progress output, its warnings about its own internals, and its log messages."""
     known = [name for name in logging.Logger.manager.loggerDict if name.partition(".")[0] in _NOISY]
-    # Other loggers, and later ones, inherit the level of their root. Setting one empties the caches of all loggers.
+    # Other loggers, and later ones, inherit the level of their root. Setting one empties the caches
+    # of all loggers.
     loggers = [
         logger
         for name in {*_NOISY, *known}
@@ -465,7 +479,8 @@ TRANSFORMERS_CONFIG = "config.json"
 class HuggingfaceExporter(TorchExporter):
     """Exports models of transformers.
 
-    The data set's `inputs:` are names of arguments of `forward`, the outputs are the tensors that it returns.
+    The data set's `inputs:` are names of arguments of `forward`, the outputs are the tensors that
+    it returns.
     """
 
     tools = ("transformers", *TorchExporter.tools)
@@ -485,8 +500,10 @@ class HuggingfaceExporter(TorchExporter):
             raise UserError(
                 f"{type(model).__name__} is not a class of transformers",
                 where="train.run",
-                why="the files of save_pretrained hold no code, and another class of that name would be loaded",
-                remedy="Set export.framework: torch, which takes any module, and give it inputs and outputs there.",
+                why="the files of save_pretrained hold no code, and another class of that name "
+                "would be loaded",
+                remedy="Set export.framework: torch, which takes any module, "
+                "and give it inputs and outputs there.",
             )
         model.save_pretrained(folder)
 

@@ -1,8 +1,8 @@
 """Recurrent layers of torch as ONNX's operators, whatever the length of the sequence.
 
-While torch.export traces a module, it takes the shapes of `torch.lstm`, `torch.gru` and `torch.rnn_*` from
-decompositions with a loop over the sequence, which fixes its length. Here each of them is one operator with shapes of
-its own, and a translation to ONNX's LSTM, GRU or RNN.
+While torch.export traces a module, it takes the shapes of `torch.lstm`, `torch.gru` and
+`torch.rnn_*` from decompositions with a loop over the sequence, which fixes its length. Here each
+of them is one operator with shapes of its own, and a translation to ONNX's LSTM, GRU or RNN.
 
 This module imports torch, so import it only where it is needed.
 """
@@ -21,10 +21,12 @@ from onnx_ops.errors import UserError
 op: Any = onnxscript.opset18  # it also takes lists, which its types leave out
 
 _SIGNATURE = (
-    "(Tensor input, {state} hx, Tensor[] params, bool has_biases, int num_layers, float dropout, bool train, "
-    "bool bidirectional, bool batch_first) -> ({outputs})"
+    "(Tensor input, {state} hx, Tensor[] params, bool has_biases, int num_layers, "
+    "float dropout, bool train, bool bidirectional, bool batch_first) -> ({outputs})"
 )
-"""That of torch's functions for padded sequences; `input` is (length, batch, features), or `batch_first`."""
+"""That of torch's functions for padded sequences; `input` is (length, batch, features), or
+`batch_first`.
+"""
 
 
 class RecurrentOperators(TorchFunctionMode):
@@ -47,8 +49,8 @@ class RecurrentOperators(TorchFunctionMode):
                 "the module packs sequences of different lengths",
                 where="export",
                 why="ONNX has no packed sequences, and their sizes depend on the data",
-                remedy="Give the layer padded sequences, and take the steps that you need from its answer by their "
-                "lengths.",
+                remedy="Give the layer padded sequences, and take the steps that you need from its "
+                "answer by their lengths.",
             )
         operator = _OPERATORS.get(func)
         if operator is None or len(args) != 9 or not isinstance(args[3], bool):
@@ -86,8 +88,8 @@ def _translate(
 ) -> Callable[..., Any]:
     """Return the translation to an operator of ONNX, one for each layer, both directions in it.
 
-    `gates` are those of the operator, in its order, by their places in torch's weights. `activation` is that of each
-    direction, where it is not the operator's own.
+    `gates` are those of the operator, in its order, by their places in torch's weights.
+    `activation` is that of each direction, where it is not the operator's own.
     """
 
     def write(

@@ -1,6 +1,7 @@
 """Run a function in a forked process: a library that crashes, hangs or takes all memory raises an error here.
 
-Unlike in `process`, the child is a fork of this installation: it starts in milliseconds and has the same packages.
+Unlike in `process`, the child is a fork of this installation: it starts in milliseconds and has the
+same packages.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _GRACE_S = 2.0
 class ProcessCrashError(Exception):
     """A guarded function did not return.
 
-    `reason` is the cause, `output` the last lines that it printed, `timed_out` whether it exceeded its time.
+    `reason` is the cause, `output` the last lines that it printed, `timed_out` whether it exceeded
+    its time.
     """
 
     def __init__(self, reason: str, output: str = "", *, timed_out: bool = False) -> None:
@@ -57,8 +59,8 @@ def run_guarded(
 ) -> T:
     """Call a function in a forked process and return its result.
 
-    Function, arguments and result must be picklable. `timeout` is in seconds, `memory` in bytes of the process's own
-    data, by default the machine's.
+    Function, arguments and result must be picklable. `timeout` is in seconds, `memory` in bytes of
+    the process's own data, by default the machine's.
 
     Raises:
         OnnxOpsError: raised by the function.
@@ -102,7 +104,9 @@ def run_guarded(
 
 
 _children = threading.Lock()
-"""Held while a child is started or joined: both read the exit codes of ended children, each of which is sent once."""
+"""Held while a child is started or joined: both read the exit codes of ended children, each of
+which is sent once.
+"""
 
 _starting = threading.local()
 _prepare_child = spawn.get_preparation_data
@@ -118,9 +122,9 @@ def _prepare_child_without_main(name: str) -> dict[str, Any]:
 def _start_without_main(process: BaseProcess) -> None:
     """Start a process that does not import the program again.
 
-    The standard library does that in every child, for functions that the program defines. Those called here are in
-    modules, and the program may be a script that calls onnx-ops at its top level: it would run again in the child.
-    Processes that other threads start are not affected.
+    The standard library does that in every child, for functions that the program defines. Those
+    called here are in modules, and the program may be a script that calls onnx-ops at its top
+    level: it would run again in the child. Processes that other threads start are not affected.
     """
     spawn.get_preparation_data = _prepare_child_without_main
     _starting.is_guarded = True

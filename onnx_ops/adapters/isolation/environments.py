@@ -26,7 +26,9 @@ BASE = (
     "numpy>=2",
     "onnx>=1.16",
 )
-"""Requirements of the inner side of the protocol, besides this package; the framework decides on the loose ones."""
+"""Requirements of the inner side of the protocol, besides this package; the framework decides on
+the loose ones.
+"""
 
 _LAYOUT = 1
 """Increased when environments of an older release cannot be used any more."""
@@ -52,7 +54,10 @@ class PythonEnvironments:
         """Return the folder of an environment, which need not exist."""
         for requirement in wanted.requirements:
             if not requirement.strip() or requirement.lstrip().startswith("-"):
-                remedy = "Write each in the format of pip: `package==1.2`. Configure indexes in the settings of pip or uv."
+                remedy = (
+                    "Write each in the format of pip: `package==1.2`. "
+                    "Configure indexes in the settings of pip or uv."
+                )
                 raise UserError(
                     f"{requirement!r} is not a requirement", where="env.requirements", remedy=remedy
                 )
@@ -109,7 +114,10 @@ _PINNED = re.compile(
 _NPM_LAYOUT = 1
 """Increased when folders of an older release cannot be used any more."""
 
-NPM_REMEDY = "Install npm (Debian, Ubuntu: `apt-get install nodejs npm`), or copy the project's environments here."
+NPM_REMEDY = (
+    "Install npm (Debian, Ubuntu: `apt-get install nodejs npm`), "
+    "or copy the project's environments here."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +129,8 @@ class NpmPackages:
     def installed(self, requirements: Sequence[str]) -> Path:
         """Return the folder with `node_modules`, which is created if missing.
 
-        Scripts of packages are not run, so each has exactly the files of its archive. Needs no network if the folder
-        exists.
+        Scripts of packages are not run, so each has exactly the files of its archive. Needs no
+        network if the folder exists.
         """
         parse_pins(requirements)
         place = self.folder / (
@@ -204,6 +212,7 @@ def run_installer(
             "its environment cannot be created",
             where="env.requirements",
             why=select_last_lines(done.stdout),
-            remedy="Correct the requirements, or check that the package index is reachable. Then run again.",
+            remedy="Correct the requirements, or check that the package index is reachable. "
+            "Then run again.",
         )
     return done.stdout.decode("utf-8", errors="replace")

@@ -1,6 +1,7 @@
 """Exporters and optimizers whose packages are in an isolated environment: both sides of the process boundary.
 
-This module imports only what every environment has: the standard library, annotated-types, cattrs, numpy and onnx.
+This module imports only what every environment has: the standard library, annotated-types, cattrs,
+numpy and onnx.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ from onnx_ops.scratch import Scratch
 DEFAULT_TIMEOUT_S = 1800.0
 """Seconds for an answer where `env.timeout` is not set; training has no limit."""
 GRACE_S = 5.0
-"""Seconds that a process gets after its time-out to report where it hangs, and to end on request."""
+"""Seconds that a process gets after its time-out to report where it hangs, and to end on request.
+"""
 
 _STEP_S = 0.005
 
@@ -58,9 +59,9 @@ def read_memory_bytes() -> int:
 class IsolatedProcess:
     """One process and its children, in a separate process group.
 
-    The command reads requests from standard input, writes answers to the given descriptor, ends when its standard input
-    does, and should keep the memory limit; the time-out is given with each request. `where` is the stage, section or
-    target that errors name.
+    The command reads requests from standard input, writes answers to the given descriptor, ends
+    when its standard input does, and should keep the memory limit; the time-out is given with each
+    request. `where` is the stage, section or target that errors name.
     """
 
     copy_output: ClassVar[Callable[[bytes], object] | None] = None
@@ -111,7 +112,8 @@ class IsolatedProcess:
 
         Raises:
             ValueError: the callee refuses its inputs.
-            OnnxOpsError: the callee's error; StageError if the process crashed, or took longer than `timeout`.
+            OnnxOpsError: the callee's error; StageError if the process crashed, or took longer than
+                `timeout`.
         """
         with self.shared_folder() as folder:
             request = dump(
@@ -167,8 +169,9 @@ class IsolatedProcess:
             f"its process {how} while it was to {do}",
             where=self._where,
             why=output or "it printed nothing",
-            remedy=f"The lines above are its last output. It may use {self._memory / 1e9:.1f} GB of memory: see "
-            "`env.memory`. Another version of a package may help: see `env.requirements`.",
+            remedy=f"The lines above are its last output. It may use {self._memory / 1e9:.1f} GB of "
+            "memory: see `env.memory`. Another version of a package may help: "
+            "see `env.requirements`.",
         )
 
 
@@ -210,7 +213,10 @@ def build_interpreter_command(python: Path, entry: str, packages: Collection[str
     It may import this package and `packages`, top-level packages or modules of this installation.
     """
     module, _, function = entry.partition(":")
-    code = f"import sys; sys.path.insert(0, sys.argv[1]); from {module} import {function}; {function}()"
+    code = (
+        f"import sys; sys.path.insert(0, sys.argv[1]); from {module} import {function}; "
+        f"{function}()"
+    )
 
     def command(scratch: Path, answers: int, memory: int) -> list[str]:
         visible = scratch / "packages"
@@ -242,7 +248,8 @@ _UNREAD_S = 2.0
 class OutputTail:
     """Reads a stream to its end in a separate thread and keeps its last 64 KiB.
 
-    Lines that begin with `mark` are passed to `on_progress` instead, without the mark; the others to `on_output`.
+    Lines that begin with `mark` are passed to `on_progress` instead, without the mark; the others
+    to `on_output`.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """Answer requests inside an isolated environment: both sides' form of values, and the inner side's loop.
 
-Needs the standard library only, and numpy, annotated-types and cattrs where arrays and this package's values travel.
+Needs the standard library only, and numpy, annotated-types and cattrs where arrays and this
+package's values travel.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _PLAIN = (str, int, float, bool)
 def serve(worker: object, where: str, refusing: Collection[str] = ()) -> None:
     """Answer requests by the worker's methods of their names until standard input is closed.
 
-    Arguments of the process: folder of visible packages, file descriptor for answers, bytes of memory.
+    Arguments of the process: folder of visible packages, file descriptor for answers, bytes of
+    memory.
 
     Args:
         worker: its methods' annotations give the types of their arguments.
@@ -62,7 +64,8 @@ def _answer(
     work: Callable[..., Any] = getattr(worker, do)
     timeout = request.pop("timeout")
     if timeout is not None:
-        # A thread of C: it speaks and ends the process even where a converter never gives the interpreter back.
+        # A thread of C: it speaks and ends the process even where a converter never gives the
+        # interpreter back.
         faulthandler.dump_traceback_later(timeout, exit=True)
     try:
         kinds = get_type_hints(work)

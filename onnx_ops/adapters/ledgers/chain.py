@@ -1,7 +1,8 @@
 """Stored entries of a ledger: chained by digests, and signed.
 
-An entry is one line of JSON that holds the digest of the line before it. A second line has its signatures: a DSSE
-signature (https://github.com/secure-systems-lab/dsse, v1.0) covers the exact bytes of the first.
+An entry is one line of JSON that holds the digest of the line before it. A second line has its
+signatures: a DSSE signature (https://github.com/secure-systems-lab/dsse, v1.0) covers the exact
+bytes of the first.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ PAYLOAD_TYPE = "application/vnd.onnx-ops.ledger-entry+json"
 
 _NEWER = "A newer onnx-ops wrote it: upgrade this one."
 _REMEDY = (
-    "Restore the file from a backup (entries never change), or accept a state with `onnx-ops ledger adopt`; see "
-    "`onnx-ops docs runbooks/ledger-damaged`."
+    "Restore the file from a backup (entries never change), or accept a state with `onnx-ops "
+    "ledger adopt`; see `onnx-ops docs runbooks/ledger-damaged`."
 )
 _UNKNOWN_KEY = (
-    "If you trust the owner of the key, copy its public key to the trusted release keys; else restore the ledger from "
-    "a backup: see `onnx-ops docs runbooks/ledger-damaged`."
+    "If you trust the owner of the key, copy its public key to the trusted release keys; "
+    "else restore the ledger from a backup: see `onnx-ops docs runbooks/ledger-damaged`."
 )
 
 
@@ -43,8 +44,8 @@ _UNKNOWN_KEY = (
 class ChainedEntry:
     """An entry as it is stored.
 
-    `previous` is the digest of the entry before it, None for the first one. `snapshot` is the digest of a snapshot of
-    the state before it, if it names one.
+    `previous` is the digest of the entry before it, None for the first one. `snapshot` is the
+    digest of a snapshot of the state before it, if it names one.
     """
 
     previous: Digest | None
@@ -88,12 +89,13 @@ def format_name(endpoint: str, sequence: int) -> str:
 class LedgerKeys:
     """The keys of those who may grant.
 
-    A machine trusts some release keys: they vouch for the first entry of a ledger, for an adoption, and for a snapshot.
-    From there on, the ledger itself says whose signatures count.
+    A machine trusts some release keys: they vouch for the first entry of a ledger, for an adoption,
+    and for a snapshot. From there on, the ledger itself says whose signatures count.
 
     Args:
         verifier: trusts the release keys of this machine.
-        signer: returns the key of this process, or None; asked once an entry is written, may raise an OnnxOpsError.
+        signer: returns the key of this process, or None; asked once an entry is written, may raise
+            an OnnxOpsError.
         public: returns the release keys of this machine in base64 of DER, by digest.
     """
 
@@ -106,14 +108,15 @@ class LedgerKeys:
     ) -> tuple[EnvelopeSignature, ...]:
         """Return the signatures of an entry.
 
-        An entry that grants nothing has none if there is no key here that counts, or if a service would have to sign
-        it: a rollback must not wait for one.
+        An entry that grants nothing has none if there is no key here that counts, or if a service
+        would have to sign it: a rollback must not wait for one.
 
         Args:
             data: its bytes.
             grant: what it grants, or empty.
             where: location for errors.
-            admitted: the keys that count in the ledger; without any, those that this machine trusts.
+            admitted: the keys that count in the ledger; without any, those that this machine
+                trusts.
 
         Raises:
             MissingKeyError: the entry grants something, and no key that counts can sign it here.
@@ -134,8 +137,9 @@ class LedgerKeys:
                 f"this entry {grant}, and no trusted key can sign it here",
                 where=where,
                 why=why,
-                remedy="Run it where a trusted release key is, or have that machine admit the key of this one: "
-                "`onnx-ops keys admit FILE`. `onnx-ops keys list` shows the keys.",
+                remedy="Run it where a trusted release key is, or have that machine admit the key "
+                "of this one: `onnx-ops keys admit FILE`. `onnx-ops keys list` shows the "
+                "keys.",
             )
         return ()
 
@@ -231,7 +235,8 @@ def adopt(stored: StoredEntry, keys: LedgerKeys) -> Head | None:
     """Return the head after an entry whatever was before it, if it sets the state and a key of this machine signed it.
 
     Raises:
-        CorruptStateError: it would set the state, but no key that this machine trusts has signed it.
+        CorruptStateError: it would set the state, but no key that this machine trusts has signed
+            it.
     """
     entry = stored.entry
     if not isinstance(entry.body, LedgerAdopted) or entry.body.state is None:

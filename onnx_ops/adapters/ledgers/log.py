@@ -44,7 +44,9 @@ _log = logging.getLogger(__name__)
 _NAME = re.compile(r"\d{8}\.jsonl")
 _SNAPSHOT = "snapshot.json"
 _ADOPTED = "adopted.json"
-"""Names the last entry that set the state, for readers of a ledger that is damaged before it. Nothing rests on it."""
+"""Names the last entry that set the state, for readers of a ledger that is damaged before it.
+Nothing rests on it.
+"""
 SNAPSHOT_EVERY = 4
 """Entries between two snapshots: a state takes one read for each of them, and five more."""
 _SWEEP_EVERY = 64
@@ -55,7 +57,8 @@ _SWEEP_EVERY = 64
 class LedgerSnapshot:
     """A state, and the version of the fold that led to it.
 
-    It saves reads, and counts only if a signed entry names its digest: the one that follows the state's head.
+    It saves reads, and counts only if a signed entry names its digest: the one that follows the
+    state's head.
     """
 
     fold: int
@@ -65,7 +68,8 @@ class LedgerSnapshot:
 class ObjectLedger(Ledger):
     """`<endpoint>/<sequence>.jsonl`, `snapshot.json` and `adopted.json` in an object store.
 
-    Entries never change, so each is read once in the life of this object, and what follows must follow what it read.
+    Entries never change, so each is read once in the life of this object, and what follows must
+    follow what it read.
 
     Args:
         keys: sign what is appended, and verify what grants something.
@@ -168,7 +172,10 @@ class ObjectLedger(Ledger):
         try:
             is_created = self._objects.create(name, encode(chained, signatures))
         except StorageError as error:
-            remedy = f"{error.remedy} To roll back meanwhile, see `onnx-ops docs runbooks/ledger-read-only`."
+            remedy = (
+                f"{error.remedy} To roll back meanwhile, "
+                "see `onnx-ops docs runbooks/ledger-read-only`."
+            )
             raise StorageError(
                 error.what, where=f"ledger {name}", why=error.why, remedy=remedy
             ) from error
@@ -257,7 +264,8 @@ class ObjectLedger(Ledger):
     def _has_later(self, endpoint: str, last: int) -> bool:
         """Return whether there are entries after the one that follows `last`, so that this one cannot be missing.
 
-        On a remote store, all names are listed once in the life of this object: many take as long as many reads.
+        On a remote store, all names are listed once in the life of this object: many take as long
+        as many reads.
         """
         if endpoint in self._listed and not isinstance(self._objects, LocalObjects):
             return self._objects.read(format_name(endpoint, last + 2)) is not None

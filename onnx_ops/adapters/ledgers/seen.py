@@ -40,19 +40,22 @@ def require_fixed(
     if expected is None or expected.digest == digest:
         return
     raise CorruptStateError(
-        f"the ledger went back: {'it ends before' if digest is None else 'it has another'} entry {sequence}",
+        f"the ledger went back: {'it ends before' if digest is None else 'it has another'} entry "
+        f"{sequence}",
         where=f"ledger {endpoint}",
-        why=f"this machine has seen entry {sequence}; the storage was restored from a backup, or changed",
-        remedy="If it was restored on purpose, accept its state with `onnx-ops ledger adopt`, or without a key remove "
-        f"{expected.path}. Else see `onnx-ops docs runbooks/ledger-damaged`.",
+        why=f"this machine has seen entry {sequence}; the storage was restored from a backup, "
+        "or changed",
+        remedy="If it was restored on purpose, accept its state with `onnx-ops ledger adopt`, "
+        f"or without a key remove {expected.path}. "
+        "Else see `onnx-ops docs runbooks/ledger-damaged`.",
     )
 
 
 class SeenHeads:
     """One file by endpoint in a folder; without a folder, nothing is remembered.
 
-    Those who can change the ledger's storage must not be able to write there. A file that a power cut damaged counts as
-    missing.
+    Those who can change the ledger's storage must not be able to write there. A file that a power
+    cut damaged counts as missing.
     """
 
     def __init__(self, folder: Path | None) -> None:

@@ -1,7 +1,8 @@
 """Metrics of a managed online endpoint in Azure Monitor, which stores one-minute averages.
 
-The average of `RequestsPerMinute` is a number of requests, so sums over whole minutes are counts. Latencies have
-percentiles but no exceedances, so the weaker rule of docs/rollout-analysis.md judges them.
+The average of `RequestsPerMinute` is a number of requests, so sums over whole minutes are counts.
+Latencies have percentiles but no exceedances, so the weaker rule of docs/rollout-analysis.md judges
+them.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ _P50, _P99 = "RequestLatency_P50", "RequestLatency_P99"
 class AzureMonitorMetrics(MetricsSource):
     """Counts and percentiles of deployments, without a histogram. All settings are those of the endpoint.
 
-    Counts restart with each day (UTC), which is their origin. `MetricsReading.at` is the end of the last minute
-    whose numbers do not change any more, about three minutes ago.
+    Counts restart with each day (UTC), which is their origin. `MetricsReading.at` is the end of the
+    last minute whose numbers do not change any more, about three minutes ago.
     """
 
     def __init__(self, settings: Mapping[str, Json], clock: Clock | None = None) -> None:

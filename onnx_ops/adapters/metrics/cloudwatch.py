@@ -1,6 +1,7 @@
 """Metrics of a SageMaker endpoint's variants in CloudWatch, which counts whole minutes and publishes them late.
 
-A reading ends with the last complete minute and starts with the endpoint's last change. The clock is that of AWS.
+A reading ends with the last complete minute and starts with the endpoint's last change. The clock
+is that of AWS.
 """
 
 from __future__ import annotations

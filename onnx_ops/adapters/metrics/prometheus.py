@@ -48,8 +48,9 @@ _Label = Annotated[str, Pattern("[a-zA-Z_][a-zA-Z0-9_]*", "the name of a label")
 class PrometheusSettings:
     """Settings of section `metrics`: server, and names of series and labels, by default those of the endpoint server.
 
-    `select` are further labels that all series must have, as `{job: serving, namespace: prod}`. `origin` is a series
-    that changes its labels or its value when the counters restart, such as `process_start_time_seconds`.
+    `select` are further labels that all series must have, as `{job: serving, namespace: prod}`.
+    `origin` is a series that changes its labels or its value when the counters restart, such as
+    `process_start_time_seconds`.
     """
 
     endpoint_label: _Label = "endpoint"
@@ -78,7 +79,10 @@ class PrometheusSettings:
         origin = f"{self.origin}{{{','.join(matchers if self.is_own_server else selected)}}}"
         named = f"__name__=~{_quoted('|'.join(metrics))}"
         series = f"{{{','.join([named, *matchers])}}}"
-        return f'{origin} or label_replace(timestamp({origin}), "{_SCRAPED}", "yes", "", "") or {series}'
+        return (
+            f'{origin} or label_replace(timestamp({origin}), "{_SCRAPED}", "yes", "", "") '
+            f"or {series}"
+        )
 
 
 @dataclass(slots=True)
@@ -101,8 +105,9 @@ class _Page:
 class PrometheusMetrics(MetricsSource):
     """Counts of endpoint servers, read from Prometheus.
 
-    `MetricsReading.at` is when the oldest sample was scraped, up to a scrape interval ago. The origin changes with
-    every instance that starts or stops; counts across such a change are left out.
+    `MetricsReading.at` is when the oldest sample was scraped, up to a scrape interval ago. The
+    origin changes with every instance that starts or stops; counts across such a change are left
+    out.
     """
 
     def __init__(self, settings: Mapping[str, Json]) -> None:
@@ -197,7 +202,8 @@ class PrometheusMetrics(MetricsSource):
                 "Prometheus has no samples of the endpoint",
                 where=config.endpoint,
                 why=f"no series {names.origin} was scraped within its look-back",
-                remedy="Check that the server is scraped, and its labels; see `onnx-ops docs metrics-sources`.",
+                remedy="Check that the server is scraped, and its labels; "
+                "see `onnx-ops docs metrics-sources`.",
             )
         return page
 

@@ -21,8 +21,9 @@ _PLACE = re.compile(rf"({REPOSITORY.pattern})(?:#([1-9][0-9]*))?", re.ASCII)
 class GitHubNotifier(Notifier):
     """Writes into a repository's issues.
 
-    The token comes from ONNX_OPS_NOTIFY_GITHUB_TOKEN or GITHUB_TOKEN, or from the file `notify.github` of the state
-    folder; it needs "Issues: write" there. The API's address comes from GITHUB_API_URL, as in GitHub's own runners.
+    The token comes from ONNX_OPS_NOTIFY_GITHUB_TOKEN or GITHUB_TOKEN, or from the file
+    `notify.github` of the state folder; it needs "Issues: write" there. The API's address comes
+    from GITHUB_API_URL, as in GitHub's own runners.
 
     Args:
         place: `owner/repository`, or `owner/repository#12` to write all comments to one issue.
@@ -72,7 +73,8 @@ class GitHubNotifier(Notifier):
             raise NotFoundError(
                 "there is no GitHub token for notifications",
                 where=str(self._file),
-                remedy=f"Put one with write access to issues into {VARIABLES[0]}, or into that file with mode 0600.",
+                remedy=f"Put one with write access to issues into {VARIABLES[0]}, "
+                "or into that file with mode 0600.",
             ) from error
 
 

@@ -57,7 +57,8 @@ class WebhookNotifier(Notifier):
             raise NotFoundError(
                 "there is no address for notifications",
                 where=str(self._file),
-                remedy=f"Put the webhook address of the chat into {VARIABLE}, or into that file with mode 0600.",
+                remedy=f"Put the webhook address of the chat into {VARIABLE}, "
+                "or into that file with mode 0600.",
             ) from error
 
 

@@ -1,8 +1,8 @@
 """Ranges of activations, read from parts of the calibration rows that add up exactly.
 
-ONNX Runtime's histograms depend on the order of the rows: the first batch decides the width of the bins. Here bins
-reach up to a power of two above the largest value, and the bins of two histograms become equal by joining neighbours.
-The sum is exactly the same, however the rows are divided.
+ONNX Runtime's histograms depend on the order of the rows: the first batch decides the width of the
+bins. Here bins reach up to a power of two above the largest value, and the bins of two histograms
+become equal by joining neighbours. The sum is exactly the same, however the rows are divided.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ from onnx_ops.ports.data import Array
 
 _LIBRARY = "onnxruntime.quantization.calibrate"
 _FINER = 2
-"""Bins, as a multiple of the runtime's own: never wider than them, since a power of two is below twice the largest."""
+"""Bins, as a multiple of the runtime's own: never wider than them, since a power of two is below
+twice the largest.
+"""
 
 _LEAST = -126
 """Exponent of a histogram of zeros: of the smallest normal number of float32."""
 
 _DEFAULTS = (128, 99.999, "same")
-"""Of the runtime's calibrators: bins after quantization, percentile, and what histograms of 8-bit floats assume."""
+"""Of the runtime's calibrators: bins after quantization, percentile, and what histograms of 8-bit
+floats assume.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +37,8 @@ class Histogram:
     """Counts of values in bins of equal width.
 
     Attributes:
-        counts: of the bins from -(2 ** exponent), or from 0 if it holds absolute values, to 2 ** exponent.
+        counts: of the bins from -(2 ** exponent), or from 0 if it holds absolute values, to 2 **
+            exponent.
         exponent: of the end of the last bin.
         is_absolute: whether the values are absolute.
         lowest, highest: of the values themselves, float32 or float16.

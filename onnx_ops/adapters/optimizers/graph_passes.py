@@ -61,8 +61,8 @@ class ShapeOptions:
 class GraphOptimizer(Optimizer):
     """Saves the graph after ONNX Runtime's optimizations, to load faster.
 
-    Option `level`: basic and extended are valid on every machine; all also lays out convolutions for the registers of
-    the machine, so the targets must have the same kind of CPU.
+    Option `level`: basic and extended are valid on every machine; all also lays out convolutions
+    for the registers of the machine, so the targets must have the same kind of CPU.
     """
 
     tools: tuple[str, ...] = _TOOLS
@@ -78,7 +78,8 @@ class GraphOptimizer(Optimizer):
             and len({(machine.family, machine.wide) for machine in request.machines}) > 1
         ):
             raise UserError(
-                "level `all` lays a graph out for the registers of one kind of machine, and the targets have several",
+                "level `all` lays a graph out for the registers of one kind of machine, "
+                "and the targets have several",
                 where=f"variant {request.section.name}, options",
                 remedy="Set level: extended, or make a pipeline for each kind.",
             )
@@ -122,7 +123,8 @@ class GraphOptimizer(Optimizer):
 class ShapeOptimizer(Optimizer):
     """Replaces symbolic dimensions by fixed sizes, for kernels that are planned ahead.
 
-    Option `dims`: sizes by name. The batch axis stays free: gates and endpoints use batches of all sizes.
+    Option `dims`: sizes by name. The batch axis stays free: gates and endpoints use batches of all
+    sizes.
     """
 
     tools: tuple[str, ...] = _TOOLS
@@ -206,7 +208,10 @@ class _CleanupOptimizer(Optimizer):
             try:
                 run_guarded(type(self).clean, request.source, result, chosen, timeout=self._timeout)
             except ProcessCrashError as crash:
-                remedy = f"Leave this variant out of `quantize`, or give other passes with options.{self.option}."
+                remedy = (
+                    "Leave this variant out of `quantize`, "
+                    f"or give other passes with options.{self.option}."
+                )
                 raise StageError(
                     f"{self.tool} failed", where=where, why=crash.explanation, remedy=remedy
                 ) from None

@@ -169,20 +169,26 @@ def _choose_remedy(reasons: Set[str], source: Any) -> str:
     if any(reason.endswith(_FLOAT32_ONLY) for reason in reasons):
         return "Quantize the model as it was in float32."
     if source.functions and reasons <= {_COMPUTED, _INNER}:
-        return "Weights in functions are not seen; inline them: onnx.inliner.inline_local_functions(model)."
+        return (
+            "Weights in functions are not seen; "
+            "inline them: onnx.inliner.inline_local_functions(model)."
+        )
     return "Leave this variant out of `quantize`."
 
 
 BATCH = 16
-"""Rows of one calibration run of a model with a free batch axis; every activation of them is held in memory."""
+"""Rows of one calibration run of a model with a free batch axis; every activation of them is held
+in memory.
+"""
 
 
 class BatchReader:
     """Yields calibration batches in the order of the rows.
 
-    Rows are on axis 0, and are given to the model on its own axis, with `values`, the inputs that have no rows. A model
-    with a fixed batch gets exactly that many rows; the remaining rows are unused. The quantizer requests ranges
-    of batches (`set_range`), so that it holds the activations of one range only.
+    Rows are on axis 0, and are given to the model on its own axis, with `values`, the inputs that
+    have no rows. A model with a fixed batch gets exactly that many rows; the remaining rows are
+    unused. The quantizer requests ranges of batches (`set_range`), so that it holds the activations
+    of one range only.
 
     Raises:
         UserError: the rows do not fit the model's inputs, are too few, or are not finite.
@@ -207,7 +213,10 @@ class BatchReader:
             )
         for name, array in rows.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
-                what = f"calibration rows of input {name} hold NaN or infinity: no range can be computed from them"
+                what = (
+                    f"calibration rows of input {name} hold NaN or infinity: "
+                    "no range can be computed from them"
+                )
                 raise UserError(what, where=where, remedy="Calibrate with clean rows.")
         fixed, count = info.fixed_batch, len(next(iter(rows.values())))
         self._rows = rows

@@ -55,8 +55,9 @@ class WeightOnlyOptions:
 class WeightOnlyQuantizer(Optimizer):
     """Stores constant matrices in blocks of few bits, for size.
 
-    Options: `bits` (8), `block` (32), `symmetric` (true), `algorithm` (rtn rounds; hqq and gptq support 4 bits only and
-    move weights to preserve the answers, gptq by calibration rows), `accuracy` (4: activations in 8 bits too).
+    Options: `bits` (8), `block` (32), `symmetric` (true), `algorithm` (rtn rounds; hqq and gptq
+    support 4 bits only and move weights to preserve the answers, gptq by calibration rows),
+    `accuracy` (4: activations in 8 bits too).
     """
 
     tools: tuple[str, ...] = ("onnxruntime", "onnx", "numpy")
@@ -117,14 +118,20 @@ def _list_notes(
     if left := [
         node.name or node.output[0] for node in iterate_nodes(derived) if node.op_type in _PRODUCTS
     ]:
-        yield f"in float, because excluded or without a constant matrix of their own: {', '.join(left)}"
+        yield (
+            "in float, because excluded or without a constant matrix of their own: "
+            f"{', '.join(left)}"
+        )
     if algorithm != "rtn":
         yield (
             f"{algorithm} moves weights by more than rounding, so as to keep the answers: "
             "parity.weight_steps must allow it"
         )
     if any(machine.family in ("x86", "arm") for machine in request.machines):
-        yield "on a CPU this is a recipe for size: it took 1.1 to 2.1 times the time of float32 where it was measured"
+        yield (
+            "on a CPU this is a recipe for size: it took 1.1 to 2.1 times the time of float32 "
+            "where it was measured"
+        )
     if options.get("accuracy") == 4:
         yield "accuracy 4: activations in 8 bits too, with ranges computed in each run"
 
@@ -198,7 +205,8 @@ class Fp16Optimizer(Optimizer):
             raise TooLargeError(
                 "the model has more than 2 GiB, which the converter does not take",
                 where=f"variant {request.section.name}",
-                remedy="Convert it before its export, as in torch with model.half(), or use method: weight-only.",
+                remedy="Convert it before its export, as in torch with model.half(), "
+                "or use method: weight-only.",
             )
         source, model = read_model(request.source), read_model(request.source)
         trace_nodes(request.section.exclude, source, source)
@@ -243,7 +251,8 @@ class Fp16Optimizer(Optimizer):
         notes = [f"{count} constants in float16{exclusions}"]
         if any(not machine.fp16 for machine in request.machines):
             notes.append(
-                "a target computes float16 in float32, with casts around it: half the size, and no faster"
+                "a target computes float16 in float32, with casts around it: half the size, "
+                "and no faster"
             )
         return tuple(notes)
 

@@ -27,12 +27,16 @@ from onnx_ops.scratch import Scratch
 CONFIG = "config"
 
 _KEPT = ("passes", "systems", "host", "target")
-"""The used part of a configuration. Sources, destinations and evaluation of models are the pipeline's."""
+"""The used part of a configuration. Sources, destinations and evaluation of models are the
+pipeline's.
+"""
 
 _CODE = ("user_script", "script_dir", "model_script")
 _ROWS = "calibration"
 _NARROWING = re.compile("quant|float16|mixedprecision|nbits|rtn|gptq|awq|bnb", re.IGNORECASE)
-"""Names of passes whose models differ from their source by design. Other passes get strict parity checks."""
+"""Names of passes whose models differ from their source by design. Other passes get strict parity
+checks.
+"""
 
 _EXCLUDING = (
     "OnnxDynamicQuantization",
@@ -41,7 +45,9 @@ _EXCLUDING = (
     "OnnxBlockWiseRtnQuantization",
 )
 _GEMM_SUFFIX = "_MatMul"
-"""Suffix that ONNX Runtime's quantizers add to the name of a rewritten Gemm, before they apply exclusions."""
+"""Suffix that ONNX Runtime's quantizers add to the name of a rewritten Gemm, before they apply
+exclusions.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +60,9 @@ class OliveOptions:
 class OliveOptimizer(Optimizer):
     """Runs the passes of an Olive configuration in an isolated environment.
 
-    Option `config`: a JSON or YAML file of the project, or its content. Its `passes` are used, and `systems`, `host`
-    and `target` where they are local; the model, the folders and the evaluation are the pipeline's. Its data sets are
-    replaced by the calibration rows.
+    Option `config`: a JSON or YAML file of the project, or its content. Its `passes` are used, and
+    `systems`, `host` and `target` where they are local; the model, the folders and the evaluation
+    are the pipeline's. Its data sets are replaced by the calibration rows.
     """
 
     requirements = (
@@ -82,7 +88,10 @@ class OliveOptimizer(Optimizer):
         where = f"variant {section.name}, options.config"
         config = read_options(section, self.options).get(CONFIG)
         if not config:
-            remedy = "Set options: {config: configs/olive/int8.json}, or give it in place: {passes: {...}}."
+            remedy = (
+                "Set options: {config: configs/olive/int8.json}, or give it in place: "
+                "{passes: {...}}."
+            )
             raise UserError(
                 "olive needs a configuration", where=f"variant {section.name}", remedy=remedy
             )
@@ -124,7 +133,8 @@ class OliveOptimizer(Optimizer):
             raise UserError(
                 "a pass reads data, and there are no calibration rows",
                 where=f"variant {section.name}",
-                remedy="Add calibrate: {data: train, samples: 256}. They stand for the data sets of the configuration.",
+                remedy="Add calibrate: {data: train, samples: 256}. They stand for the data sets of "
+                "the configuration.",
             )
         from onnx_ops.measure.row_layout import read_layout  # it loads NumPy
 
@@ -132,7 +142,8 @@ class OliveOptimizer(Optimizer):
             raise UserError(
                 "a pass reads data, and not every input of the model has rows on its first axis",
                 where=f"variant {section.name}",
-                remedy="Use method static: Olive's data sets have rows on the first axis of every input.",
+                remedy="Use method static: Olive's data sets have rows on the first axis of every "
+                "input.",
             )
         with Scratch() as folder:
             made = _run(_workflow(request, config, folder), section.name)
@@ -144,7 +155,8 @@ class OliveOptimizer(Optimizer):
             raise UserError(
                 f"Olive quantized {', '.join(quantized)}, which `exclude` names",
                 where=f"variant {section.name}",
-                remedy="Its preparation joins and renames nodes: set quant_preprocess: false, or leave them out.",
+                remedy="Its preparation joins and renames nodes: set quant_preprocess: false, "
+                "or leave them out.",
             )
         return (
             f"Olive {version('olive-ai')}: {', '.join(str(entry['type']) for entry in entries)}",
@@ -191,7 +203,10 @@ def _check_systems(systems: Mapping[str, Any], where: str) -> None:
     """Raise UserError for a system on which passes would run elsewhere."""
     for name, system in systems.items():
         if not isinstance(system, Mapping) or system.get("type") != "LocalSystem":
-            remedy = "Passes run in the environment of the stage (`env`); set type: LocalSystem, or leave it out."
+            remedy = (
+                "Passes run in the environment of the stage (`env`); set type: LocalSystem, "
+                "or leave it out."
+            )
             raise UserError(f"systems.{name} is not a LocalSystem", where=where, remedy=remedy)
 
 
@@ -280,7 +295,10 @@ def _data(calibration: Tensors, folder: Path) -> dict[str, Any]:
 def _run(workflow: Mapping[str, Any], variant: str) -> Path:
     """Run a workflow and return the path of the model that Olive made."""
     where = f"variant {variant}"
-    remedy = "Try the configuration with `olive run`, or name the packages of its passes in `env.requirements`."
+    remedy = (
+        "Try the configuration with `olive run`, or name the packages of its passes in "
+        "`env.requirements`."
+    )
     with _warnings() as messages:
         try:
             done = importlib.import_module("olive.workflows").run(dict(workflow))

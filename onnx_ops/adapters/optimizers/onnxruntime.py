@@ -45,10 +45,14 @@ from onnx_ops.scratch import Scratch
 TOOLS = ("onnxruntime", "onnx", "numpy")
 
 DYNAMIC_OPERATORS = ("Gather", "Gemm", "MatMul")
-"""Operators that are faster without calibration: a convolution as MatMulInteger is many times slower than in float."""
+"""Operators that are faster without calibration: a convolution as MatMulInteger is many times
+slower than in float.
+"""
 
 FLOAT_OPERATORS = frozenset({"Softmax", "ArgMax"})
-"""Kept in float by static quantization: in steps of 1/256, probabilities tie and the larger one is lost."""
+"""Kept in float by static quantization: in steps of 1/256, probabilities tie and the larger one is
+lost.
+"""
 
 PER_CHANNEL_OPSET = 13
 """DequantizeLinear has an axis from this opset on."""
@@ -57,12 +61,17 @@ WIDE_OPSET = 21
 """QuantizeLinear takes 16 bits from this opset on."""
 
 _REWRITTEN_GEMM = "_MatMul"
-"""The dynamic quantizer first turns each Gemm X into a MatMul X_MatMul, and applies exclusions afterwards."""
+"""The dynamic quantizer first turns each Gemm X into a MatMul X_MatMul, and applies exclusions
+afterwards.
+"""
 
 _FLOAT = 1
 _FUSED = "com.microsoft"
 _KEEP = "Keep the node that it names in float with `exclude`, or leave this variant out."
-_UNFUSED = "Quantize the graph as it was before operators were fused: types of fused ones cannot be inferred."
+_UNFUSED = (
+    "Quantize the graph as it was before operators were fused: "
+    "types of fused ones cannot be inferred."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +112,8 @@ class StaticOptions(DynamicOptions):
 class DynamicQuantizer(Optimizer):
     """Quantizes weights to int8, and activations in each run. Needs no data.
 
-    Options: `op_types`; `reduce_range` (7-bit weights), which follows the targets' CPUs unless it is set.
+    Options: `op_types`; `reduce_range` (7-bit weights), which follows the targets' CPUs unless it
+    is set.
     """
 
     tools: tuple[str, ...] = TOOLS
@@ -122,7 +132,10 @@ class DynamicQuantizer(Optimizer):
         notes = _quantize(request, options, _dynamic)
         return (
             why,
-            "ranges of activations are computed for each batch: answers depend on the other rows in it",
+            (
+                "ranges of activations are computed for each batch: "
+                "answers depend on the other rows in it"
+            ),
             *notes,
         )
 
@@ -130,8 +143,9 @@ class DynamicQuantizer(Optimizer):
 class StaticQuantizer(Optimizer):
     """Quantizes weights and activations to 8 bits, by calibration rows.
 
-    Options: `op_types`; `activations` (uint8, int8, uint16), `weights` (int8, uint8), `reduce_range` (7-bit weights)
-    and `symmetric` (activations around 0), which follow the targets' machines unless they are set.
+    Options: `op_types`; `activations` (uint8, int8, uint16), `weights` (int8, uint8),
+    `reduce_range` (7-bit weights) and `symmetric` (activations around 0), which follow the targets'
+    machines unless they are set.
     """
 
     tools: tuple[str, ...] = TOOLS
@@ -300,8 +314,8 @@ def _quantize(
 def _prepare(source: Any, folder: Path, large: bool) -> Path:
     """Infer shapes again and simplify the graph, unless that adds weights that are not in the source.
 
-    A quantized weight must stay comparable with its original. The source's shapes are removed first: the quantizers
-    give weights other shapes and then fail on the old ones.
+    A quantized weight must stay comparable with its original. The source's shapes are removed
+    first: the quantizers give weights other shapes and then fail on the old ones.
     """
     known = set(collect_constants(source))
     del source.graph.value_info[:]
@@ -328,7 +342,8 @@ def _preprocess(path: Path, prepared: Path, *, simplify: bool, large: bool) -> P
         str(path),
         str(prepared),
         skip_optimization=not simplify,
-        skip_symbolic_shape=True,  # it needs sympy, which is not everywhere: results would depend on it
+        # it needs sympy, which is not everywhere: results would depend on it
+        skip_symbolic_shape=True,
         save_as_external_data=large,
         all_tensors_to_one_file=large,
     )

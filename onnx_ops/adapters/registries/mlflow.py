@@ -88,8 +88,8 @@ class MlflowRegistry:
 
     Args:
         tracking_uri: a tracking server's URL, or the URL of the database behind one.
-        artifact_root: where files go when the database is used directly (a folder or `s3://…`); beside a SQLite
-            database if it is left out. A tracking server decides for itself.
+        artifact_root: where files go when the database is used directly (a folder or `s3://…`);
+            beside a SQLite database if it is left out. A tracking server decides for itself.
         public_url: where people open MLflow's pages, if that is not `tracking_uri`.
     """
 
@@ -122,8 +122,8 @@ class MlflowRegistry:
     def publish(self, publication: Publication) -> Mapping[str, str]:
         """Register one version per variant, if it is new; return versions by variant.
 
-        After a crash the next call completes the set. An existing version keeps its content; its decisions, evidence
-        and description become those of this publication.
+        After a crash the next call completes the set. An existing version keeps its content; its
+        decisions, evidence and description become those of this publication.
         """
         model, about = _valid_name(publication.model), publication.about
         for record in publication.variants:

@@ -56,7 +56,9 @@ _ARTIFACT_SCHEMES = frozenset(
         "mlflow-artifacts",
     )
 )
-"""Schemes of storage to which MLflow can write a version. Others, such as `http`, can name any host."""
+"""Schemes of storage to which MLflow can write a version. Others, such as `http`, can name any
+host.
+"""
 
 _ENVIRONMENT: Mapping[str, str] = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -66,7 +68,9 @@ _ENVIRONMENT: Mapping[str, str] = {
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
 }
-"""Variables that MLflow reads on use; values set by the user stay. MLflow's defaults wait minutes for a dead server."""
+"""Variables that MLflow reads on use; values set by the user stay. MLflow's defaults wait minutes
+for a dead server.
+"""
 
 _MODULES = (
     "mlflow",
@@ -189,7 +193,8 @@ class MlflowConnection:
 
         options: dict[str, Any] = {"max_retries": 0, "timeout": _PROBE_S, "raise_on_status": False}
         try:
-            # MLflow's own request, so that proxies, certificates and credentials are those of the calls that follow.
+            # MLflow's own request, so that proxies, certificates and credentials are those of the
+            # calls that follow.
             credentials = get_default_host_creds(self.uri)  # type: ignore[no-untyped-call]
             with ThreadPoolExecutor(count) as pool:
                 answers = [
@@ -218,7 +223,8 @@ class MlflowConnection:
             return ServiceUnavailableError(
                 "MLflow does not accept the credentials",
                 where=self.shown,
-                remedy="Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
+                remedy="Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, "
+                "or MLFLOW_TRACKING_TOKEN",
             )
         return self._unavailable(text)
 
@@ -284,7 +290,8 @@ class ArtifactDownload:
                 "its files are in a place from which none are fetched",
                 where=where,
                 why=f"the artifact location is {quoted(location)}",
-                remedy="Register the release again with `onnx-ops run`, or move the alias to another version.",
+                remedy="Register the release again with `onnx-ops run`, "
+                "or move the alias to another version.",
             )
         from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
@@ -333,7 +340,8 @@ class ArtifactDownload:
                 "the files of this version cannot be read now",
                 where=self._where,
                 why=quoted(f"{type(error).__name__}: {error}"),
-                remedy="Check that this machine can reach the artifact storage of MLflow, and has credentials for it.",
+                remedy="Check that this machine can reach the artifact storage of MLflow, "
+                "and has credentials for it.",
             ) from error
 
 

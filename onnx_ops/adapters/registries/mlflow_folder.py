@@ -52,7 +52,8 @@ def validate_record(record: VariantRecord) -> None:
     """Validate names, weights and digests of a variant before anything is sent.
 
     Raises:
-        UserError: a file name is not safe, or is reserved by MLflow; or there is not exactly one ONNX file.
+        UserError: a file name is not safe, or is reserved by MLflow; or there is not exactly one
+            ONNX file.
         RefusedError: the model's weights are not all among the files.
         DigestMismatchError: a file is not what the manifest declares.
     """
@@ -87,7 +88,8 @@ def find_model_file(names: Iterable[str]) -> str:
     models = sorted(name for name in names if PurePosixPath(name).suffix == ".onnx")
     if len(models) != 1:
         raise UserError(
-            f"a version holds exactly one .onnx file, not {len(models)}: {', '.join(models) or 'none'}"
+            "a version holds exactly one .onnx file, "
+            f"not {len(models)}: {', '.join(models) or 'none'}"
         )
     return models[0]
 
@@ -95,7 +97,8 @@ def find_model_file(names: Iterable[str]) -> str:
 def build_folder(record: VariantRecord, folder: Path, *, model_id: str, run_id: str) -> Digest:
     """Fill an empty folder with a LoggedModel; return the digest of its MLmodel.
 
-    The ONNX files are linked, not copied: they can be larger than the free space for temporary files.
+    The ONNX files are linked, not copied: they can be larger than the free space for temporary
+    files.
     """
     for name, path in record.files.items():
         link = folder / name
@@ -107,7 +110,8 @@ def build_folder(record: VariantRecord, folder: Path, *, model_id: str, run_id: 
     ]
     (folder / _REQUIREMENTS).write_text("\n".join(requirements) + "\n")
     (folder / _PYTHON_ENV).write_text(
-        f"python: {platform.python_version()}\nbuild_dependencies: [pip]\ndependencies: [-r {_REQUIREMENTS}]\n"
+        f"python: {platform.python_version()}\nbuild_dependencies: [pip]\ndependencies: "
+        f"[-r {_REQUIREMENTS}]\n"
     )
     from mlflow.models import Model
 

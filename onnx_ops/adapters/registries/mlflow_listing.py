@@ -1,7 +1,8 @@
 """Versions of a model read from MLflow's database or server without MLflow, whose import takes longer than that.
 
-This is for runs that only confirm what is registered. What cannot be read like this (another database, a certificate or
-a way to authenticate that only MLflow knows, a table that is not as expected) is left to MLflow.
+This is for runs that only confirm what is registered. What cannot be read like this (another
+database, a certificate or a way to authenticate that only MLflow knows, a table that is not as
+expected) is left to MLflow.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Publication of a release: a run, a LoggedModel and a version per variant.
 
-The version is the commit point. It is created last, with all its tags, so a version that exists is complete. What a
-killed attempt left before that point is reused if it is finished, and marked FAILED if it is not.
+The version is the commit point. It is created last, with all its tags, so a version that exists is
+complete. What a killed attempt left before that point is reused if it is finished, and marked
+FAILED if it is not.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ T = TypeVar("T")
 class ReleasePublisher:
     """Publishes one publication into an experiment and a registered model that exist.
 
-    Its records have been checked. `pages` is the address of MLflow's UI, or empty where links can only be relative to
-    it.
+    Its records have been checked. `pages` is the address of MLflow's UI, or empty where links can
+    only be relative to it.
     """
 
     def __init__(
@@ -121,14 +122,16 @@ class ReleasePublisher:
     def _find_version(self, record: VariantRecord) -> ModelVersion | None:
         """Return the version of this release, variant and content.
 
-        After a race of two publishers the lower number counts, and the higher is deleted unless it has an alias. A
-        variant built again from the same export with another recipe of quantization is another version.
+        After a race of two publishers the lower number counts, and the higher is deleted unless it
+        has an alias. A variant built again from the same export with another recipe of quantization
+        is another version.
         """
         name = self._publication.model
         versions = sorted(
             self._client.search_model_versions(
-                f"name = '{name}' and tags.{RELEASE} = '{self._publication.lineage.release}' "
-                f"and tags.{VARIANT} = '{record.variant}' and tags.`{DIGEST}` = '{record.manifest.digest()}'"
+                f"name = '{name}' and tags.{RELEASE} = '{self._publication.lineage.release}' and "
+                f"tags.{VARIANT} = '{record.variant}' and tags.`{DIGEST}` = "
+                f"'{record.manifest.digest()}'"
             ),
             key=lambda version: int(version.version),
         )
@@ -144,7 +147,8 @@ class ReleasePublisher:
     def _create(self, record: VariantRecord, parent_id: str) -> str:
         # An attempt that ended before its version was created may have uploaded the whole model.
         models = self._models(
-            f"tags.{VARIANT} = '{record.variant}' and tags.`{DIGEST}` = '{record.manifest.digest()}'"
+            f"tags.{VARIANT} = '{record.variant}' and tags.`{DIGEST}` = "
+            f"'{record.manifest.digest()}'"
         )
         ready = (model for model in models if str(model.status) == "READY")
         whole = next(
@@ -214,7 +218,8 @@ class ReleasePublisher:
             self._upload_evidence(run_id, record)
             run = self._client.get_run(run_id)
             if run.data.metrics != dict(record.metrics):
-                # One millisecond after the present ones: MLflow keeps one value for a name and time.
+                # One millisecond after the present ones: MLflow keeps one value for a name and
+                # time.
                 model_id = str(entry.source).removeprefix("models:/")
                 times = [
                     metric.timestamp

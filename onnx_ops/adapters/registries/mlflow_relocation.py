@@ -1,7 +1,7 @@
 """Artifact locations of a project that was moved, renamed or copied with its MLflow database.
 
-MLflow stores absolute locations. Without this, a moved project would look for its evidence where it was before, and
-write that of new runs there.
+MLflow stores absolute locations. Without this, a moved project would look for its evidence where it
+was before, and write that of new runs there.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _LOCATIONS = (
 def relocate_artifacts(database: Path, root: Path) -> tuple[str, ...]:
     """Point all locations of a SQLite database below the present root; return the roots that they had.
 
-    Only locations of experiments that are found below the root are evidence that it was moved. A file that is no
-    database of MLflow is left to the error of its first use.
+    Only locations of experiments that are found below the root are evidence that it was moved. A
+    file that is no database of MLflow is left to the error of its first use.
 
     Raises:
         ServiceUnavailableError: the database cannot be changed now.

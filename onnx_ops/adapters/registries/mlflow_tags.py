@@ -30,7 +30,8 @@ def build_decision_tags(record: VariantRecord) -> dict[str, str]:
     """Return the tags that change when a release is judged again.
 
     Raises:
-        UserError: a signed decision exceeds the length of a tag; if cut, its signature would not match.
+        UserError: a signed decision exceeds the length of a tag; if cut, its signature would not
+            match.
     """
     tags = {
         f"{GATE}{target}": decision.verdict.value for target, decision in record.decisions.items()

@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 TEST_DELIVERIES = 4
 
 _READS = 8
-"""Concurrent requests for the list of webhooks: workers of a server without a common key fail some of them."""
+"""Concurrent requests for the list of webhooks: workers of a server without a common key fail some
+of them.
+"""
 
 KEY_REMEDY = (
-    "Start every worker of MLflow's server with the same MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY (a Fernet key). "
-    "Webhooks stored under another key cannot be read: restore the old key, or delete the rows of table `webhooks`."
+    "Start every worker of MLflow's server with the same MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY (a "
+    "Fernet key). Webhooks stored under another key cannot be read: restore the old key, "
+    "or delete the rows of table `webhooks`."
 )
 _HINTS = (
     (
@@ -31,7 +34,10 @@ _HINTS = (
     ),
     (
         "public ip",
-        "Start MLflow's server with MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS=true; the receiver's address is private.",
+        (
+            "Start MLflow's server with MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS=true; "
+            "the receiver's address is private."
+        ),
     ),
     (
         "connection refused",
@@ -42,11 +48,13 @@ _HINTS = (
     ("timed out", "The receiver cannot be reached from MLflow's server."),
     ("500 error", f"If it answers other requests: {KEY_REMEDY}"),
 )
-"""Remedies for an administrator of the server, by what MLflow's message contains (in lower case)."""
+"""Remedies for an administrator of the server, by what MLflow's message contains (in lower case).
+"""
 
 _SERVER_ERROR = 500
 _STATUS_HINTS = {
-    401: "The receiver has another secret: `onnx-ops webhooks install --url URL` where its secret is.",
+    401: "The receiver has another secret: `onnx-ops webhooks install --url URL` where its secret "
+    "is.",
     400: "The clocks of MLflow's server and of the receiver differ by minutes.",
     404: "Another program listens there, or the path is wrong: it ends in /webhooks/mlflow.",
 }
@@ -56,7 +64,8 @@ _STATUS_HINTS = {
 class WebhookReport:
     """The webhook, what `install` changed, and how many `tests` have `arrived`.
 
-    `problem` describes a fault of the webhook or of the first failed delivery, and `remedy` its fix.
+    `problem` describes a fault of the webhook or of the first failed delivery, and `remedy` its
+    fix.
     """
 
     name: str
@@ -148,7 +157,10 @@ class MlflowWebhooks:
         report = WebhookReport(name=self._name, url=webhook.url, did=changes)
         statuses = self._mlflow.statuses("/api/2.0/mlflow/webhooks", _READS)
         if unread := sum(status >= _SERVER_ERROR for status in statuses):
-            problem = f"{unread} of {_READS} requests for the webhooks failed: MLflow's workers cannot read the secret"
+            problem = (
+                f"{unread} of {_READS} requests for the webhooks failed: "
+                "MLflow's workers cannot read the secret"
+            )
             return replace(report, problem=problem, remedy=KEY_REMEDY)
         for number in range(TEST_DELIVERIES):
             result = client.test_webhook(webhook.webhook_id)

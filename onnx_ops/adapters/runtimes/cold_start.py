@@ -52,7 +52,8 @@ def measure_start(
     """Load a model in a fresh process, and answer one request `requests` times.
 
     Returns:
-        Nanoseconds to build the session and of the first inference, and peak bytes, as in `ports.StartSamples`.
+        Nanoseconds to build the session and of the first inference, and peak bytes, as in
+        `ports.StartSamples`.
     """
     check_machine(target)
     loaded = prepare_model_file(model, target)
@@ -132,7 +133,8 @@ def mark_memory() -> tuple[int, int]:
 
     Without /proc, both are the highest so far.
     """
-    # Where that is not allowed, the peak is that of the imports, which `compute_added_memory` recognizes.
+    # Where that is not allowed, the peak is that of the imports, which `compute_added_memory`
+    # recognizes.
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     status = _status()

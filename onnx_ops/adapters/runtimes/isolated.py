@@ -83,6 +83,7 @@ class _InnerRuntime(OnnxRuntime):
 
 def run_runtime() -> None:
     """Serve the runtime of the environment."""
-    # Fresh processes are found by the path of visible packages, which an isolated interpreter does not pass on.
+    # Fresh processes are found by the path of visible packages, which an isolated interpreter does
+    # not pass on.
     os.environ["PYTHONPATH"] = sys.argv[1]
     serve(_InnerRuntime(), "benchmark")

@@ -66,8 +66,8 @@ def check_machine(target: Target) -> None:
     """Check that this machine has the target's providers; load its plug-ins.
 
     Raises:
-        MeasurementError: it lacks an execution provider, a package of one, or a device for it, or the target is not
-            measured here.
+        MeasurementError: it lacks an execution provider, a package of one, or a device for it, or
+            the target is not measured here.
     """
     if target.env is not None and target.env.isolated:
         raise MeasurementError(
@@ -102,13 +102,15 @@ def build_session(
 ) -> Any:
     """Build a session as the target describes it.
 
-    With an `ort_format`, the converted file is loaded, unless more than running the model is requested: with
-    `record_assignment` the session keeps which provider took which node, and the graph is written to `write_to` after
-    the runtime's own optimizations.
+    With an `ort_format`, the converted file is loaded, unless more than running the model is
+    requested: with `record_assignment` the session keeps which provider took which node, and the
+    graph is written to `write_to` after the runtime's own optimizations.
 
     Raises:
-        MeasurementError: the machine lacks something, or the runtime refuses the model or a setting.
-        NotFoundError, DigestMismatchError: a library of custom operators is missing, or is another one.
+        MeasurementError: the machine lacks something, or the runtime refuses the model or a
+            setting.
+        NotFoundError, DigestMismatchError: a library of custom operators is missing, or is another
+            one.
     """
     check_machine(target)
     check_libraries(target.custom_ops, f"target {target.name}")
@@ -262,8 +264,9 @@ def resolve_provider_options(
 ) -> Mapping[str, str]:
     """Return a provider's options with `{cache}` replaced by a folder.
 
-    A compiled engine is valid for one model, device, driver and version of the runtime. TensorRT's file names do not
-    reflect the weights, so that a retrained model would run with its predecessor's engine.
+    A compiled engine is valid for one model, device, driver and version of the runtime. TensorRT's
+    file names do not reflect the weights, so that a retrained model would run with its
+    predecessor's engine.
     """
     if _CACHE not in "".join(provider.options.values()):
         return provider.options

@@ -21,7 +21,9 @@ from onnx_ops.scratch import Scratch
 
 MODEL = "model.ort"
 OPERATORS = "required_operators_and_types.config"
-"""Operators that a build of ONNX Runtime needs to load the file: for its option `--include_ops_by_config`."""
+"""Operators that a build of ONNX Runtime needs to load the file: for its option
+`--include_ops_by_config`.
+"""
 USABILITY = "usability.txt"
 """How much of the model NNAPI and CoreML would run, and why not the rest."""
 

@@ -200,7 +200,10 @@ class GuardedRuntime(OnnxRuntime):
             return run_guarded(work, model, target, *arguments, timeout=self._timeout)
         except ProcessCrashError as crash:
             what = "ONNX Runtime crashed"
-            remedy = "Export the model with other operators or shapes, or set a lower `graph_level` in the target."
+            remedy = (
+                "Export the model with other operators or shapes, "
+                "or set a lower `graph_level` in the target."
+            )
             if crash.timed_out:
                 what, remedy = "ONNX Runtime hangs", "Give it more time: --timeout."
             raise MeasurementError(

@@ -109,14 +109,19 @@ class Keyring:
     def rotate(self, admit: Callable[[Mapping[Digest, str]], object]) -> tuple[Digest, Digest]:
         """Replace the signing key, return the old and the new one; the old public key stays trusted.
 
-        Both public keys are trusted before the new private key signs anything, so that every decision is verifiable
-        after a crash at any point. The next call continues with the same new key.
+        Both public keys are trusted before the new private key signs anything, so that every
+        decision is verifiable after a crash at any point. The next call continues with the same new
+        key.
 
         Args:
-            admit: has the old key admit the new one to the ledgers. If it fails, the old key continues to sign.
+            admit: has the old key admit the new one to the ledgers. If it fails, the old key
+                continues to sign.
         """
         if self._remote is not None:
-            remedy = "Make a new one there, trust its public key (`onnx-ops keys public`), and change the setting."
+            remedy = (
+                "Make a new one there, trust its public key (`onnx-ops keys public`), "
+                "and change the setting."
+            )
             raise UserError("the signing key is not in a file here", where="signer", remedy=remedy)
         old = read_key(self._signing)
         following = self._signing.with_name(f"{self._signing.stem}.next.pem")

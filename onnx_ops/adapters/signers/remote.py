@@ -1,6 +1,7 @@
 """Signing keys that are not in a file: in an environment variable, in AWS KMS, in Azure Key Vault.
 
-A key of KMS or Key Vault never leaves the service; both sign the SHA-256 of the data with ECDSA P-256.
+A key of KMS or Key Vault never leaves the service; both sign the SHA-256 of the data with ECDSA
+P-256.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from onnx_ops.ports import Signer
 
 _API = "api-version=7.4"
 _VAULTS = (".vault.azure.net", ".vault.azure.cn", ".vault.usgovcloudapi.net")
-_FORMS = "env:VARIABLE, awskms:KEY (its ID, ARN or alias/NAME) and azurekv:https://VAULT.vault.azure.net/keys/NAME"
+_FORMS = (
+    "env:VARIABLE, awskms:KEY (its ID, ARN or alias/NAME) "
+    "and azurekv:https://VAULT.vault.azure.net/keys/NAME"
+)
 
 
 def open_signer(text: str) -> Signer:

@@ -1,7 +1,8 @@
 """Bounds on the connections of the webhook receiver.
 
-Clients that connect and send nothing, or a part of a request, must keep no delivery out. uvicorn only refuses further
-connections beyond `limit_concurrency`, and waits for the head of a first request without a limit.
+Clients that connect and send nothing, or a part of a request, must keep no delivery out. uvicorn
+only refuses further connections beyond `limit_concurrency`, and waits for the head of a first
+request without a limit.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_CONNECTIONS = 64
 MAX_FROM_SOURCE = 32
-"""Connections from one address. Beyond either number, the oldest one that waits for its client is closed."""
+"""Connections from one address. Beyond either number, the oldest one that waits for its client is
+closed.
+"""
 HEAD_S = 5.0
 """Time to send the head of a request, from the start of the connection or the last response."""
 MAX_HEAD_BYTES = 1 << 14

@@ -46,8 +46,9 @@ _TIMEOUT_S = 10.0
 class WebhookReceiver:
     """Listens while this context manager is open; port 0 is any free one.
 
-    A delivery calls `wake` with the name of its model, or `refused` with the reason why it was rejected. `secret` is
-    shared with MLflow, and `clock` determines its age. `metrics` returns `/metrics` in Prometheus' text format.
+    A delivery calls `wake` with the name of its model, or `refused` with the reason why it was
+    rejected. `secret` is shared with MLflow, and `clock` determines its age. `metrics` returns
+    `/metrics` in Prometheus' text format.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Runs inside `mlflow server --app-name onnx-ops` and refuses changes that no signed decision allows, for UI and API.
 
-MLflow looks up `create_app` before it starts its workers, and again in each worker. A worker that cannot start is
-restarted forever, so a wrong configuration must end the first look-up, with one message.
+MLflow looks up `create_app` before it starts its workers, and again in each worker. A worker that
+cannot start is restarted forever, so a wrong configuration must end the first look-up, with one
+message.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ _REASON = re.compile(rf"{re.escape(OVERRIDE_TAG_PREFIX)}({NAME_PATTERN})")
 class Configuration:
     """Settings of the server's operator.
 
-    `keys` are the trusted keys, None if no folder is named; `signer` signs overrides, None if overrides are refused.
+    `keys` are the trusted keys, None if no folder is named; `signer` signs overrides, None if
+    overrides are refused.
     """
 
     keys: TrustedKeys | None = None
@@ -71,7 +72,8 @@ def read_configuration(environ: Mapping[str, str]) -> Configuration:
 
     Raises:
         UserError: a value is invalid, or two of them contradict each other.
-        NotFoundError, ConfigError, RefusedError: a file is missing, invalid, or readable by other users.
+        NotFoundError, ConfigError, RefusedError: a file is missing, invalid, or readable by other
+            users.
     """
     folder, policy_file, key_file = (
         environ.get(name, "") for name in (TRUSTED_KEYS, POLICY, OVERRIDE_KEY)
@@ -92,7 +94,8 @@ def read_configuration(environ: Mapping[str, str]) -> Configuration:
         raise UserError(
             f"overrides would be signed by key {short_digest(signer.key)}, which is not trusted",
             where=str(Path(key_file)),
-            remedy=f"Put {public_path(Path(key_file)).name} into the folder that {TRUSTED_KEYS} names.",
+            remedy=f"Put {public_path(Path(key_file)).name} into the folder that {TRUSTED_KEYS} "
+            "names.",
         )
     return Configuration(keys=keys, policy=policy, signer=signer, basic_auth=basic_auth)
 
@@ -177,7 +180,8 @@ class Guard:
             ):
                 raise RefusedError(
                     f"it is a signed decision whose verdict is {signed.record.verdict.name}",
-                    remedy="Judge the release again with `onnx-ops run`; a later decision replaces it.",
+                    remedy="Judge the release again with `onnx-ops run`; "
+                    "a later decision replaces it.",
                 )
 
     def delete_version(self, model: str, version: str) -> None:
@@ -214,7 +218,8 @@ class Guard:
         if self._versions.registered_here(model):
             with _prefix_refusals(f"model {model} was not renamed"):
                 raise RefusedError(
-                    "every decision about its versions is signed for this name, and endpoints are bound to it",
+                    "every decision about its versions is signed for this name, "
+                    "and endpoints are bound to it",
                     remedy="Register under the new name with `register.model` and `onnx-ops run`.",
                 )
 
@@ -238,7 +243,10 @@ class Guard:
                     remedy="Ask who keeps the policy for one.",
                 )
             if index is not None and not is_among(user, users := located.policy.rules[index].users):
-                rule = f"{located.places[index]} lets only {', '.join(users)} move {located.policy.rules[index].aliases}"
+                rule = (
+                    f"{located.places[index]} lets only {', '.join(users)} move "
+                    f"{located.policy.rules[index].aliases}"
+                )
                 raise RefusedError(
                     f"{rule}, and you are {user or 'not known'}", remedy=f"Ask {users[0]} to do it."
                 )
@@ -289,12 +297,14 @@ class Guard:
             return
         if new is None or not is_valid_for(new, record, target, keys):
             raise RefusedError(
-                "the stored record is validly signed, and this one is not about this version and target"
+                "the stored record is validly signed, and this one is not about this version and "
+                "target"
             )
         if new.record.sequence < record.decisions[target].record.sequence:
             raise RefusedError(
                 "the version has a later decision",
-                why=f"it was made {record.decisions[target].record.decided_at}, this one {new.record.decided_at}",
+                why=f"it was made {record.decisions[target].record.decided_at}, "
+                f"this one {new.record.decided_at}",
                 remedy="Judge again with `onnx-ops run FILE --no-cache gate`.",
             )
 
@@ -325,7 +335,10 @@ class Guard:
         if self._configuration.signer is None or located is None or not located.policy.overrides:
             return "Or promote a version that passed."
         if is_among(user, located.policy.overrides):
-            return f"Or override it: set tag {override_reason_tag(target)} with the reason, then this alias again."
+            return (
+                f"Or override it: set tag {override_reason_tag(target)} with the reason, "
+                "then this alias again."
+            )
         return f"Or ask {' or '.join(located.policy.overrides)} to override it, with a reason."
 
     def _permit_override(self, user: str, key: str) -> str:

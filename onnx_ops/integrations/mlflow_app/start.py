@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def create_app() -> FastAPI | Flask:
     """Return MLflow's application with the guard, and with basic-auth if the environment configures it.
 
-    A Flask application under WSGI servers, a FastAPI one around it under uvicorn, as in MLflow itself.
+    A Flask application under WSGI servers, a FastAPI one around it under uvicorn, as in MLflow
+    itself.
     """
     from mlflow.environment_variables import _MLFLOW_SGI_NAME
     from mlflow.server import app

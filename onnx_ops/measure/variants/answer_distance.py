@@ -15,7 +15,9 @@ from onnx_ops.ports.data import Array
 _ROWS = 32
 
 _CLOSE = 0.9
-"""Least median cosine of a variant that is worth measuring; int8 has .98 to 1, and guesses have about 0."""
+"""Least median cosine of a variant that is worth measuring; int8 has .98 to 1, and guesses have
+about 0.
+"""
 
 _AGREEMENT = 0.8
 """Least share of rows with the same largest column."""
@@ -41,7 +43,10 @@ def describe_far_answers(runtime: Runtime, source: Path, variant: Path, rows: Te
         ]
         if distance := _describe_distance(pairs):
             count = sum(len(one) for one, _ in pairs)
-            return f"output {name} is far from the source's: {distance} on {count} rows; it can hardly pass a metric"
+            return (
+                f"output {name} is far from the source's: {distance} on {count} rows; "
+                "it can hardly pass a metric"
+            )
     return ""
 
 

@@ -181,7 +181,10 @@ def describe_trial(trial: Trial, metric: str) -> str:
         f"{one.estimate:.3g}x the time on {name}" for name, one in sorted(trial.ratios.items())
     )
     drop = trial.drop or 0.0
-    return f"{trial.label}: {metric} {0.0 - 100 * drop:+.3g} points, {times}, {trial.size_bytes / 1e3:.4g} kB"
+    return (
+        f"{trial.label}: {metric} {0.0 - 100 * drop:+.3g} points, "
+        f"{times}, {trial.size_bytes / 1e3:.4g} kB"
+    )
 
 
 def describe_recipe(record: SearchRecord, trial: Trial) -> Sequence[str]:

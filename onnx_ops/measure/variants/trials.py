@@ -53,7 +53,9 @@ PROBED, RANGED = 16, 16
 
 PAIRS, BLOCKS = 5, 2
 TIMED_S = 1.5
-"""Seconds that timing one model against fp32 may take if a few runs fit in; gates make the final measurement."""
+"""Seconds that timing one model against fp32 may take if a few runs fit in; gates make the final
+measurement.
+"""
 
 _ALPHA = 0.05
 _RUNS = (3, 10)
@@ -64,9 +66,10 @@ _RUNS_P99 = 300
 class SearchContext:
     """The inputs of a search.
 
-    The export has a separate folder; `folder` receives the models that are built. Recipes depend on the kinds of
-    machine. The metric is measured on the rows of `tuning_data`, and `lower` is whether less of it is better; ranges
-    come from `calibration`. `batch` is the number of rows of one timed request.
+    The export has a separate folder; `folder` receives the models that are built. Recipes depend on
+    the kinds of machine. The metric is measured on the rows of `tuning_data`, and `lower` is
+    whether less of it is better; ranges come from `calibration`. `batch` is the number of rows of
+    one timed request.
     """
 
     project: Context

@@ -42,7 +42,8 @@ def find_champion(context: Context, model: str, target: str) -> Champion | None:
 def attach_champion(stage: Stage, context: Context) -> Stage:
     """Return the benchmark stage with its champion as a hint, unless it has one.
 
-    Its process then needs no registry client. The baseline is not part of the key, so it is passed as a hint.
+    Its process then needs no registry client. The baseline is not part of the key, so it is passed
+    as a hint.
     """
     settings: Mapping[str, Any] = stage.settings
     if HINT in stage.hints:

@@ -157,7 +157,10 @@ def _find_group_problems(name: str, array: Any, where: str) -> Iterator[LocatedE
     from onnx_ops.statistics.grouping import number_groups  # needs numpy, which planning does not
 
     if number_groups(array) is None:
-        text = f"the group must be one value per row, none of them missing; it is {array.dtype} {tuple(array.shape)}"
+        text = (
+            "the group must be one value per row, none of them missing; "
+            f"it is {array.dtype} {tuple(array.shape)}"
+        )
         remedy = "Name an array such as the id of the patient or the customer."
         yield ("group",), UserError(text, where=f"{where}: group {name!r}", remedy=remedy)
 
@@ -270,9 +273,11 @@ def _find_matrix_problem(columns: Mapping[str, Any], where: str) -> UserError | 
     for name, array in columns.items():
         if array.dtype.kind not in "fiub" or array.ndim > 2:
             return UserError(
-                f"column {name!r} does not fit into a matrix of numbers: it is {array.dtype} {tuple(array.shape)}",
+                f"column {name!r} does not fit into a matrix of numbers: "
+                f"it is {array.dtype} {tuple(array.shape)}",
                 where=where,
                 why=describe_text_cell(array),
-                remedy="Choose the columns (`columns: [age, income]`), or leave out `inputs`: one input per column.",
+                remedy="Choose the columns (`columns: [age, income]`), or leave out `inputs`: "
+                "one input per column.",
             )
     return None if columns else UserError("there is no column for the matrix", where=where)

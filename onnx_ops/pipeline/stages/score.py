@@ -89,7 +89,10 @@ def read_shards(
 def check_compatibility(model: Path, target: Target, where: str) -> None:
     """Check the file's versions first: a runtime's own message is unclear or missing."""
     if reason := explain_incompatibility(model, target):
-        remedy = f"Export what all targets accept, give the target its custom_ops, or leave {target.name} out."
+        remedy = (
+            "Export what all targets accept, give the target its custom_ops, "
+            f"or leave {target.name} out."
+        )
         raise UserError(reason, where=where, remedy=remedy)
 
 

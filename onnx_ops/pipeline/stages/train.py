@@ -78,7 +78,8 @@ def _save(exporter: Exporter, model: object, folder: Path) -> None:
     """Write the model that the training function returned.
 
     Raises:
-        UserError: it holds what pickle cannot write, such as a lambda or an instance of a local class.
+        UserError: it holds what pickle cannot write, such as a lambda or an instance of a local
+            class.
     """
     try:
         exporter.save(model, folder)
@@ -87,5 +88,6 @@ def _save(exporter: Exporter, model: object, folder: Path) -> None:
             f"the returned {type(model).__name__} cannot be saved",
             where="train.run",
             why=describe_error(error),
-            remedy="Define its classes and functions at the top level of a module, without lambdas and open files.",
+            remedy="Define its classes and functions at the top level of a module, "
+            "without lambdas and open files.",
         ) from error

@@ -1,11 +1,13 @@
 """Messages of the Open Inference Protocol over gRPC, and their translation to the binary form of HTTP.
 
-The descriptors are built from the table below: generated code would have to match the version of protobuf. It would
-also register names in the default pool that a client in the same process (such as Triton's) registers.
+The descriptors are built from the table below: generated code would have to match the version of
+protobuf. It would also register names in the default pool that a client in the same process (such
+as Triton's) registers.
 
-- https://github.com/kserve/open-inference-protocol (specification/protocol/open_inference_grpc.proto)
-- https://github.com/triton-inference-server/common (protobuf/grpc_service.proto), for `ModelStreamInfer` and
-  `RepositoryIndex`
+- https://github.com/kserve/open-inference-protocol
+  (specification/protocol/open_inference_grpc.proto)
+- https://github.com/triton-inference-server/common (protobuf/grpc_service.proto), for
+  `ModelStreamInfer` and `RepositoryIndex`
 """
 
 from __future__ import annotations
@@ -205,8 +207,9 @@ _MAX_VARINT_BYTES = 10
 def decode_request(data: bytes) -> Any:
     """Return a ModelInferRequest. Raises UserError.
 
-    A field of two bytes becomes an object of a hundred, so the fields of the message and of its inputs are counted
-    before they are parsed. The elements of typed contents are not: there are at most as many as bytes.
+    A field of two bytes becomes an object of a hundred, so the fields of the message and of its
+    inputs are counted before they are parsed. The elements of typed contents are not: there are at
+    most as many as bytes.
     """
     try:
         fields = _list_fields(data, 0, len(data), MAX_KEYS)
@@ -259,7 +262,8 @@ def _read_varint(data: bytes, place: int) -> tuple[int, int]:
 def encode_request(message: Any) -> tuple[bytes, int]:
     """Return a ModelInferRequest in the binary form of HTTP, and the length of its JSON.
 
-    All outputs are requested in the binary form. Raises UserError if the tensors and their data do not match.
+    All outputs are requested in the binary form. Raises UserError if the tensors and their data do
+    not match.
     """
     inputs, data = message.inputs, message.raw_input_contents
     if not data:
@@ -309,7 +313,8 @@ def _encode_contents(tensor: Any) -> bytes:
     """Return the typed contents of a tensor in the binary form."""
     if tensor.datatype not in _CONTENTS:
         raise UserError(
-            f"tensor {shorten(tensor.name)} of {shorten(tensor.datatype)} has no raw_input_contents",
+            f"tensor {shorten(tensor.name)} of {shorten(tensor.datatype)} has no "
+            "raw_input_contents",
             remedy=f"Typed contents are those of {', '.join(_CONTENTS)}.",
         )
     field, dtype = _CONTENTS[tensor.datatype]

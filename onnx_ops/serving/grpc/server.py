@@ -1,7 +1,8 @@
 """A worker's gRPC server: the same requests as over HTTP, answered by the same service.
 
-Each message becomes a request in the binary form of HTTP, and its response becomes a message again. So the rules for
-tensors, errors and counts are implemented once. Metadata takes the place of headers.
+Each message becomes a request in the binary form of HTTP, and its response becomes a message again.
+So the rules for tensors, errors and counts are implemented once. Metadata takes the place of
+headers.
 """
 
 from __future__ import annotations
@@ -329,7 +330,8 @@ class ReadinessServicer(health.aio.HealthServicer):  # type: ignore[misc]
 class GrpcServer:
     """The gRPC listener of one worker. The system spreads connections over the workers, which share the port.
 
-    Web pages cannot call it: browsers have no HTTP/2 without TLS. So it checks neither `Host` nor `Origin`.
+    Web pages cannot call it: browsers have no HTTP/2 without TLS. So it checks neither `Host` nor
+    `Origin`.
     """
 
     def __init__(

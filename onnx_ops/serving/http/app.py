@@ -45,7 +45,9 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Handler = Callable[[RequestHead, bytes], RawResponse | Awaitable[RawResponse]]
-"""Returns the response to a request with this head and body, now or later (also if the client has gone meanwhile)."""
+"""Returns the response to a request with this head and body, now or later (also if the client has
+gone meanwhile).
+"""
 
 _MAX_FEEDBACK_BYTES = 1 << 20
 _MAX_INDEX_BYTES = 1 << 10
@@ -290,8 +292,9 @@ class PublicApp(HttpApp):
     def post_feedback(self, head: RequestHead, body: bytes) -> RawResponse:
         """Count feedback; return the number of `counted` and of `unknown` entries.
 
-        The content type must be JSON: browsers send that to another site only if the site allows it, which this server
-        does not (https://fetch.spec.whatwg.org/#cors-safelisted-request-header).
+        The content type must be JSON: browsers send that to another site only if the site allows
+        it, which this server does not
+        (https://fetch.spec.whatwg.org/#cors-safelisted-request-header).
         """
         if head.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
             return build_error(415, "feedback must be JSON: send `Content-Type: application/json`")

@@ -22,7 +22,9 @@ _log = logging.getLogger(__name__)
 _TICK_S = 0.25
 _LINGER_S = 2.0
 _SLOW_S = 5.0
-"""A request that takes longer to arrive is closed when there is no room, long before the usual timeout."""
+"""A request that takes longer to arrive is closed when there is no room, long before the usual
+timeout.
+"""
 _DRAIN_IDLE_S = 1.0
 """When the server drains, a connection that has been idle for this long is closed."""
 _MAX_BODIES = 8
@@ -43,8 +45,9 @@ _MAX_KNOWN_HOSTS = 64
 class HostPolicy:
     """Allowed Host headers, with port or for any port, and Origin headers; None: any.
 
-    This protects a server on loopback from DNS rebinding: a web page that makes its own host name resolve to 127.0.0.1
-    cannot change the Host header of its requests (docs/serving.md, "Web pages").
+    This protects a server on loopback from DNS rebinding: a web page that makes its own host name
+    resolve to 127.0.0.1 cannot change the Host header of its requests (docs/serving.md, "Web
+    pages").
     """
 
     hosts: frozenset[bytes] | None = None
@@ -56,8 +59,9 @@ class HostPolicy:
     def from_options(cls, address: str, port: int, options: ServerOptions) -> HostPolicy:
         """Return the policy of a server that listens on an IP address.
 
-        On loopback, the server allows its own names and those of the options. Elsewhere, it checks only headers for
-        which the options have a list: the names there depend on the proxy in front of it.
+        On loopback, the server allows its own names and those of the options. Elsewhere, it checks
+        only headers for which the options have a list: the names there depend on the proxy in front
+        of it.
         """
         on_loopback = ip_address(address).is_loopback
         hosts, origins = _split_list(options.allowed_hosts), _split_list(options.allowed_origins)
@@ -98,8 +102,8 @@ def _build_refusal(header: str, value: bytes, why: str, option: str) -> RefusedE
     return RefusedError(
         f"the request's {header} header is {shown!r}, which is not allowed",
         why=why,
-        remedy=f"To allow it, start the server with --allowed-{option}={shown or '*'}, or set allowed_{option} in the "
-        "endpoint's settings.",
+        remedy=f"To allow it, start the server with --allowed-{option}={shown or '*'}, "
+        f"or set allowed_{option} in the endpoint's settings.",
     )
 
 
@@ -107,7 +111,8 @@ class TimedConnection(asyncio.Protocol):
     """A connection whose time is limited.
 
     Attributes:
-        stage, since: what the connection does, and since when on the clock of `ConnectionLimits.now`.
+        stage, since: what the connection does, and since when on the clock of
+            `ConnectionLimits.now`.
     """
 
     transport: asyncio.Transport
@@ -124,7 +129,8 @@ class ConnectionLimits:
     """Limits and clock of all connections of one worker (see `ServerOptions`).
 
     Attributes:
-        now: a clock that advances a few times a second: reading the system's clock for every request costs more.
+        now: a clock that advances a few times a second: reading the system's clock for every
+            request costs more.
         open: the connections that were admitted.
         body_bytes, max_body_bytes: size of all request bodies in memory, as they are received.
         inflated: the budget of those that are inflated.

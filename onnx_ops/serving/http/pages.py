@@ -1,7 +1,7 @@
 """HTML pages of an endpoint: the start page, and the description of its API from its OpenAPI document.
 
-The pages have no script and load nothing. Names of models and tensors can be any text, so the template escapes every
-value.
+The pages have no script and load nothing. Names of models and tensors can be any text, so the
+template escapes every value.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 _PAGE_LINES = (
     b"content-type: text/html; charset=utf-8\r\n"
-    b"content-security-policy: default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
-    b"frame-ancestors 'none'\r\n"
+    b"content-security-policy: default-src 'none'; style-src 'unsafe-inline'; "
+    b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'\r\n"
     b"x-content-type-options: nosniff\r\n"
     b"referrer-policy: no-referrer\r\n"
 )
@@ -308,7 +308,10 @@ def build_example(signature: ModelSignature, host: bytes) -> tuple[str, str]:
 def _write_request(document: Mapping[str, Any]) -> str:
     """Return a command that writes a request whose inputs repeat the one value that they have here."""
     code = f"import json; r = {dict(document)!a}\n"
-    code += "for t in r['inputs']: t['data'] *= __import__('math').prod(t['shape'])\nprint(json.dumps(r))"
+    code += (
+        "for t in r['inputs']: "
+        "t['data'] *= __import__('math').prod(t['shape'])\nprint(json.dumps(r))"
+    )
     return f"python3 -c {shlex.quote(code)} > request.json"
 
 

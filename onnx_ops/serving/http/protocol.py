@@ -1,8 +1,8 @@
 """The protocol of one connection: HTTP/1.1 by httptools, within limits, and the responses in the order of requests.
 
-A request is answered from the parser's callbacks, without a task or an object for it: its head is a dictionary, its
-body bytes. Only an inference that is queued is answered later. Requests behind it wait in `_backlog`, and the client's
-further data in its socket.
+A request is answered from the parser's callbacks, without a task or an object for it: its head is a
+dictionary, its body bytes. Only an inference that is queued is answered later. Requests behind it
+wait in `_backlog`, and the client's further data in its socket.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ _LIST_HEADERS = (
     b"content-encoding",
     b"accept-encoding",
 )
-"""Headers whose values are joined, as all of them decide how the request is read (RFC 9110, 5.3)."""
+"""Headers whose values are joined, as all of them decide how the request is read (RFC 9110, 5.3).
+"""
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _STATUS_LINE = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
@@ -168,9 +169,10 @@ class HttpProtocol(TimedConnection):
     def data_received(self, data: bytes) -> None:
         """Parse received data, and ignore offers of another protocol.
 
-        A server may ignore the offer (RFC 9110, 7.8). The parser does not: after such a head it expects the other
-        protocol, and would read the body as the next request (https://github.com/MagicStack/httptools/issues/124). So
-        a new parser gets the head again, without the offer, and all that follows.
+        A server may ignore the offer (RFC 9110, 7.8). The parser does not: after such a head it
+        expects the other protocol, and would read the body as the next request
+        (https://github.com/MagicStack/httptools/issues/124). So a new parser gets the head again,
+        without the offer, and all that follows.
         """
         if self.stage is REJECTED:
             self._discarded_bytes += len(data)

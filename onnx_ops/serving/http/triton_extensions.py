@@ -26,7 +26,8 @@ EXTENSIONS = ("binary_tensor_data", "model_configuration", "statistics")
 def build_config(loaded: LoadedDeployment) -> Mapping[str, object]:
     """Return the configuration of a model.
 
-    As in Triton, the shapes of a model with a batch size are without axis 0. Other models have batch size 0.
+    As in Triton, the shapes of a model with a batch size are without axis 0. Other models have
+    batch size 0.
     """
     signature = loaded.signature
     specs = (*signature.inputs.values(), *signature.outputs.values())
@@ -56,8 +57,8 @@ def build_statistics(
 ) -> Mapping[str, object]:
     """Return the statistics of a version from the numbers of its slots.
 
-    Triton's other fields are left out: rows of requests, parts of their time, and the time of the last one are not
-    recorded.
+    Triton's other fields are left out: rows of requests, parts of their time, and the time of the
+    last one are not recorded.
     """
     row = [sum(column) for column in zip(*rows, strict=True)]
     successes = row[get_column(200)]

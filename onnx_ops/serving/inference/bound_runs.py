@@ -1,8 +1,8 @@
 """Runs of small models on dedicated memory, for requests that differ from earlier ones only in their data.
 
-The text before and after the data determines names, types, shapes and outputs. A text that arrives twice gets memory to
-which the session's inputs and outputs are bound, which saves a third of the time (docs/adr/0008-endpoint-server.md,
-"One path").
+The text before and after the data determines names, types, shapes and outputs. A text that arrives
+twice gets memory to which the session's inputs and outputs are bound, which saves a third of the
+time (docs/adr/0008-endpoint-server.md, "One path").
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _MAX_TENSOR_BYTES = 1 << 16
 _DATA = b'"data":'
 
 Bind = Callable[[InferenceRequest, Sequence[Array]], "BoundRun | None"]
-"""Returns a bound run for requests like this one, which had these outputs; None if the session cannot be bound."""
+"""Returns a bound run for requests like this one, which had these outputs; None if the session
+cannot be bound.
+"""
 
 
 class BoundRun:
@@ -37,7 +39,8 @@ class BoundRun:
         run: runs the model.
         request: all but the data of each request; its feed is the memory.
         outputs: the memory of the outputs, in the order of the request.
-        code: type of the elements of the only input in the struct module; empty if JSON cannot be packed into it.
+        code: type of the elements of the only input in the struct module; empty if JSON cannot be
+            packed into it.
     """
 
     __slots__ = (

@@ -1,9 +1,9 @@
 """Counts by cell of users, which a worker writes and the supervisor reads.
 
-The judge of a rollout sets a watch: which two deployments are counted, and which latencies count as slow. A request
-counts in the epoch in which it was routed, whenever it is answered. Each worker has a ring of blocks of memory. A
-block belongs to one epoch of one generation of the routing table, under one watch; its tag says which. The next epoch
-with the same place in the ring resets it.
+The judge of a rollout sets a watch: which two deployments are counted, and which latencies count as
+slow. A request counts in the epoch in which it was routed, whenever it is answered. Each worker has
+a ring of blocks of memory. A block belongs to one epoch of one generation of the routing table,
+under one watch; its tag says which. The next epoch with the same place in the ring resets it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class CellPlace:
 class CellCounter:
     """Counts of one worker. A worker that replaces another one continues its counts.
 
-    A request costs 0.05 µs without a watch, and 0.7 µs while its deployment is watched (`benchmarks.count_cost`).
+    A request costs 0.05 µs without a watch, and 0.7 µs while its deployment is watched
+    (`benchmarks.count_cost`).
     """
 
     def __init__(self, shared: SharedMetrics, worker: int) -> None:

@@ -45,7 +45,9 @@ _MAX_INLINE_TEXT = 1 << 16
 _MAX_INLINE_BODY = 1 << 20
 """So are larger bodies in the binary form, of which only the header is text."""
 _MAX_REPLICA_BYTES = 64 << 20
-"""Larger models are out of the processor's caches at any share of the traffic, and memory may be short."""
+"""Larger models are out of the processor's caches at any share of the traffic, and memory may be
+short.
+"""
 
 Run = Callable[..., Sequence[Array]]
 """Returns outputs by name for a feed. Runs on a thread pass the options of a `RunMonitor`."""
@@ -190,9 +192,10 @@ class InferenceRoute:
 class ControlReplica:
     """A second copy of the main deployment, with the traffic share of the other one.
 
-    A model that seldom runs finds its weights outside the processor's caches: a model of 12 MB took 470 µs instead of
-    250 at a tenth of the traffic. So the deployment with less traffic is compared with a replica of the other one
-    that has the same small share: the requests to `loaded` in comparable slots.
+    A model that seldom runs finds its weights outside the processor's caches: a model of 12 MB took
+    470 µs instead of 250 at a tenth of the traffic. So the deployment with less traffic is compared
+    with a replica of the other one that has the same small share: the requests to `loaded` in
+    comparable slots.
     """
 
     loaded: LoadedDeployment
@@ -203,7 +206,8 @@ class ControlReplica:
 class TableRevision:
     """A table to publish, with the slots of its deployments in the metrics.
 
-    `split_number` is the number of its split: one more than that of the revision before if the split is another one.
+    `split_number` is the number of its split: one more than that of the revision before if the
+    split is another one.
     """
 
     number: int
@@ -288,8 +292,8 @@ class TableSnapshot:
     def get_leader(self, previous: LatencyEstimator) -> LatencyEstimator:
         """Return the latency of the leading deployment, which decides where models run.
 
-        The leader stays the same while it gets traffic, that is until a rollout ends. Otherwise it is the deployment
-        with the most traffic, and the oldest among equals.
+        The leader stays the same while it gets traffic, that is until a rollout ends. Otherwise it
+        is the deployment with the most traffic, and the oldest among equals.
         """
         weights = self.table.state.split.weights
         serving = {
@@ -331,13 +335,15 @@ class PendingRequest:
     """An inference request that is queued.
 
     Attributes:
-        started_at, deadline, expires_at: on the clock of `time.perf_counter`. It does not begin to run after
-            `deadline`, and does not run any longer after `expires_at`.
-        draw: the assignment of users by which the deployment was chosen; None if the client has chosen it.
+        started_at, deadline, expires_at: on the clock of `time.perf_counter`. It does not begin to
+            run after `deadline`, and does not run any longer after `expires_at`.
+        draw: the assignment of users by which the deployment was chosen; None if the client has
+            chosen it.
         cell: the user's cell, or `KEYLESS_CELL`.
         place: where the request is counted as in progress, if it is counted by user.
         is_judged: whether its result counts for or against its version.
-        comparable: whether its latency may be compared with other deployments (see `TrafficRouter`).
+        comparable: whether its latency may be compared with other deployments (see
+            `TrafficRouter`).
         queue_seconds: time in the queue.
         service_seconds: run time, if the request ran alone.
         abandoned: the client is gone.
@@ -363,14 +369,16 @@ class PendingRequest:
 
 
 Load = Callable[[Deployment, MetricsRow, bool], LoadedDeployment]
-"""Loads a deployment that counts in a row; if it is a control replica, without sharing memory with the first copy."""
+"""Loads a deployment that counts in a row; if it is a control replica, without sharing memory with
+the first copy.
+"""
 
 
 class LoadedDeployments:
     """Snapshots of a worker: published, previous, and prepared ones.
 
-    `get_current`, `discard` and `release` belong to the event loop; `restore` and `prepare` to one other thread. While
-    these run, the event loop must not switch to another revision.
+    `get_current`, `discard` and `release` belong to the event loop; `restore` and `prepare` to one
+    other thread. While these run, the event loop must not switch to another revision.
     """
 
     def __init__(

@@ -32,8 +32,9 @@ _SUBJECTS = ("token", "request_id", "key", "deployment")
 class _Subject:
     """The deployment that an entry of feedback is about, and the cell of the user.
 
-    Feedback on an answer under another split is no evidence (`is_judged`). Early feedback is often better than late
-    feedback: a candidate that has just begun has only early feedback, and would win against a version with both.
+    Feedback on an answer under another split is no evidence (`is_judged`). Early feedback is often
+    better than late feedback: a candidate that has just begun has only early feedback, and would
+    win against a version with both.
     """
 
     slot: int
@@ -44,13 +45,14 @@ class _Subject:
 class FeedbackCounter:
     """Counts feedback that clients report, for the deployment that sent the response.
 
-    Each worker remembers its last request ids in memory that all workers read. An entry is one number: 36 bits of a
-    hash of the id, the last 8 of the number of the split, 14 of the user's cell and 6 of the slot, at the place that
-    the hash selects. A later request can overwrite it; the feedback is then unknown. An id is counted once. Feedback by
-    key is about the last answer to the user's cell.
+    Each worker remembers its last request ids in memory that all workers read. An entry is one
+    number: 36 bits of a hash of the id, the last 8 of the number of the split, 14 of the user's
+    cell and 6 of the slot, at the place that the hash selects. A later request can overwrite it;
+    the feedback is then unknown. An id is counted once. Feedback by key is about the last answer to
+    the user's cell.
 
-    The token of an answer (see `FeedbackTokens`) is counted by any server of the endpoint, and once by each. All
-    workers remember the stamps of counted tokens in the same memory.
+    The token of an answer (see `FeedbackTokens`) is counted by any server of the endpoint, and once
+    by each. All workers remember the stamps of counted tokens in the same memory.
     """
 
     def __init__(self, deployments: LoadedDeployments, cells: CellCounter) -> None:
@@ -66,7 +68,8 @@ class FeedbackCounter:
     ) -> None:
         """Remember which deployment answered a request with this id, and the user's cell last.
 
-        Later splits and epochs have higher numbers. One call does both, since every request makes it.
+        Later splits and epochs have higher numbers. One call does both, since every request makes
+        it.
         """
         if cell != KEYLESS_CELL:
             self._answers[cell] = (split << _EPOCH_BITS | epoch) << _SLOT_BITS | slot
@@ -151,8 +154,9 @@ class FeedbackCounter:
     def _admit(self, stamp: int) -> bool:
         """Return whether a token has not counted yet, and remember it.
 
-        A bucket keeps the last stamps. Of those before its least it is not known whether they have counted, so they
-        count no more. Two workers that get a token in the same microsecond can both count it.
+        A bucket keeps the last stamps. Of those before its least it is not known whether they have
+        counted, so they count no more. Two workers that get a token in the same microsecond can
+        both count it.
         """
         bucket = self._shared.get_token_bucket(stamp)
         stamps = bucket.tolist()
@@ -165,8 +169,8 @@ class FeedbackCounter:
     def _find_answer(self, key: bytes) -> _Subject | None:
         """Return which deployment answered a user's cell last.
 
-        If this server has not answered it, and users do not change with the epoch, that is the one that would; but
-        under which split the user was answered is unknown.
+        If this server has not answered it, and users do not change with the epoch, that is the one
+        that would; but under which split the user was answered is unknown.
         """
         snapshot = self._deployments.get_current()
         cell = snapshot.router.get_cell(key)
@@ -207,7 +211,8 @@ def _read_entries(body: bytes) -> list[dict[str, Any]]:
         has_subject = len(names) == 1 and isinstance(entry[names[0]], str)
         if not has_subject or not isinstance(entry.get("success"), bool):
             raise UserError(
-                f"feedback {place} must hold `success` (true or false) and one of {', '.join(_SUBJECTS)} (text)",
+                f"feedback {place} must hold `success` (true or false) "
+                f"and one of {', '.join(_SUBJECTS)} (text)",
                 remedy='For example: {"feedback": [{"request_id": "a1", "success": true}]}',
             )
     return entries

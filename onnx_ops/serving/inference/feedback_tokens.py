@@ -25,7 +25,8 @@ class FeedbackToken:
     """What an authentic token says.
 
     Attributes:
-        stamp: nanoseconds since the epoch when it was sealed, another one for each token of a worker.
+        stamp: nanoseconds since the epoch when it was sealed, another one for each token of a
+            worker.
         deployment: name of the deployment that answered.
         cell: the user's cell, or `KEYLESS_CELL`.
         is_current: whether the answer was given under the present split.
@@ -40,10 +41,11 @@ class FeedbackToken:
 class FeedbackTokens:
     """Seals and opens tokens under one table, which has a feedback key.
 
-    A token is a nonce and a content, sealed by AES-GCM (NIST SP 800-38D), in base64url: clients can neither read nor
-    change it. The nonce is a random prefix of this object and a stamp that grows, so it never repeats. The content is a
-    digest of the deployment's name and files, one of the split, and the user's cell: what all servers of an endpoint
-    share, unlike slots. Sealing takes 1 µs (`benchmarks.count_cost`).
+    A token is a nonce and a content, sealed by AES-GCM (NIST SP 800-38D), in base64url: clients can
+    neither read nor change it. The nonce is a random prefix of this object and a stamp that grows,
+    so it never repeats. The content is a digest of the deployment's name and files, one of the
+    split, and the user's cell: what all servers of an endpoint share, unlike slots. Sealing takes 1
+    µs (`benchmarks.count_cost`).
     """
 
     def __init__(self, table: RoutingTable) -> None:

@@ -69,7 +69,8 @@ class TrustPolicy:
             requested := EndpointBinding(model=record.model, target=record.target)
         ):
             raise RefusedError(
-                f"this endpoint serves only {bound.model} on {bound.target}, not {requested.model} on"
+                f"this endpoint serves only {bound.model} on {bound.target}, "
+                f"not {requested.model} on"
                 f" {requested.target}",
                 where=deployment.name,
                 remedy="Deploy it to another endpoint, or delete this one first.",
@@ -93,11 +94,13 @@ class TrustPolicy:
 class ModelCopies:
     """Private copies of the models' files, by their manifest's digest.
 
-    Other processes can change the files of a deployment at any time, also between a check and the opening of a file.
-    So a file is read there only once, for its copy. The copy is compared with the manifest, and only the copy is
-    opened. Only the server's user may write in the folder of the copies.
+    Other processes can change the files of a deployment at any time, also between a check and the
+    opening of a file. So a file is read there only once, for its copy. The copy is compared with
+    the manifest, and only the copy is opened. Only the server's user may write in the folder of the
+    copies.
 
-    A copy costs the disk space of the model. It is hashed at each load, as a damaged one is made again.
+    A copy costs the disk space of the model. It is hashed at each load, as a damaged one is made
+    again.
     """
 
     def __init__(self, folder: Path, trust: TrustPolicy | None = None) -> None:
@@ -178,10 +181,12 @@ class ModelCopies:
                 manifest = _copy_files(source, temporary)
                 if manifest.digest() != deployment.manifest:
                     raise DigestMismatchError(
-                        f"digest mismatch: the manifest of {deployment.name} is {short_digest(deployment.manifest)}",
+                        f"digest mismatch: the manifest of {deployment.name} is "
+                        f"{short_digest(deployment.manifest)}",
                         where=str(source),
                         why=f"the files in the folder have {short_digest(manifest.digest())}",
-                        remedy="Fetch the version again; its files were changed after they were registered.",
+                        remedy="Fetch the version again; its files were changed after they were "
+                        "registered.",
                     )
                 shutil.rmtree(copy, ignore_errors=True)  # a damaged one
                 temporary.rename(copy)
@@ -239,11 +244,13 @@ def _verify_libraries(deployment: Deployment, manifest: Manifest, record: Record
             raise DigestMismatchError(
                 f"the library of operators {library} is not among the files of {deployment.name}",
                 why="only a library that was registered with the version is loaded",
-                remedy="Run the pipeline again, so that the version contains the libraries of its target.",
+                remedy="Run the pipeline again, so that the version contains the libraries of its "
+                "target.",
             )
         if record is not None and manifest[library] not in record.custom_ops:
             raise RefusedError(
-                f"the library of operators {library} is not one that target {record.target} declares",
+                f"the library of operators {library} is not one that target {record.target} "
+                "declares",
                 where=deployment.name,
                 remedy="Declare it in the target's `custom_ops`, and run the pipeline again.",
             )

@@ -76,15 +76,20 @@ _ENTRY_FORMAT = 2
 _MIN_WEIGHT_BYTES = 1024
 _MIN_ALIGNED_BYTES = (1 << 20) + 1
 """Weights from which on the runtime aligns what it writes (github.com/microsoft/onnxruntime/pull/23069). It writes the
-packed form of smaller ones right behind them, and its kernels crash unless that is at a multiple of `_ALIGNMENT`."""
+packed form of smaller ones right behind them, and its kernels crash unless that is at a multiple of
+`_ALIGNMENT`.
+"""
 _ALIGNMENT = 64
 _PACKED_PLACE = re.compile(rb"\|(\d+);\d+;")
-"""Place of packed weights in their file, as the runtime writes it into the model: `KEY|OFFSET;LENGTH;FLAGS`."""
+"""Place of packed weights in their file, as the runtime writes it into the model:
+`KEY|OFFSET;LENGTH;FLAGS`.
+"""
 _MAX_ENTRIES = 8
 _LOOP_OPERATORS = (b'"\x04Loop', b'"\x04Scan')
 """The type of a node in a file: field 4, its length, its name.
 
-The bodies of loops allocate memory in every pass, and two threads that run such a model at once spend most of their
+The bodies of loops allocate memory in every pass, and two threads that run such a model at once
+spend most of their
 time on the lock of the session's arena: runs of 380 µs took 800."""
 _UNBOUNDED_OPERATORS = (
     *_LOOP_OPERATORS,
@@ -94,7 +99,9 @@ _UNBOUNDED_OPERATORS = (
     b'"\x0cGreedySearch',
     b'"\x08Sampling',
 )
-"""Operators that run graphs as often as their inputs say; those behind the loops become loops in the runtime."""
+"""Operators that run graphs as often as their inputs say; those behind the loops become loops in
+the runtime.
+"""
 _SEARCHED_BYTES = 1 << 20
 _WARM_UP_RUNS = 3
 _SEED = 20_240_229
@@ -119,7 +126,8 @@ def open_session(
         libraries: of custom operators. They must be verified: loading a library runs its code.
         optimize: not needed if the graph was optimized before it was written.
         cache: value of `{cache}` in options of providers.
-        entries: further configuration of the session; `optimized_model_filepath` is where the result is written.
+        entries: further configuration of the session; `optimized_model_filepath` is where the
+            result is written.
 
     Raises:
         InfrastructureError: an execution provider is not available, or does not start.
@@ -188,7 +196,8 @@ def _build_provider_error(wanted: Sequence[str], why: str) -> InfrastructureErro
     return InfrastructureError(
         f"the model was measured on {wanted[0]}, which is not available here",
         why=why,
-        remedy="Serve it on a machine with that execution provider, or deploy what was measured on another target.",
+        remedy="Serve it on a machine with that execution provider, or deploy what was measured on "
+        "another target.",
     )
 
 
@@ -214,9 +223,9 @@ def measure_folder(folder: Path) -> int:
 class PackedModelCache:
     """Optimized models with packed weights, mapped by all workers of a machine.
 
-    The key of an entry is the model's manifest, the processor's features and the runtime's version. An entry is used
-    only while its files have the digests that were recorded when it was made. It is made only if its model returns the
-    same bits as the original.
+    The key of an entry is the model's manifest, the processor's features and the runtime's version.
+    An entry is used only while its files have the digests that were recorded when it was made. It
+    is made only if its model returns the same bits as the original.
 
     Only the server's user may write in its folder. Models below `min_bytes` get no entry.
     """
@@ -397,10 +406,11 @@ def _describe_entry(folder: Path) -> dict[str, object]:
 class LoadedModel:
     """A loaded model. `run` is thread-safe.
 
-    `native` is the runtime's function behind `session.run`, which also checks for missing inputs and fallback
-    providers; these checks take a sixth of the time of a small model. `options` are those of runs on the event loop.
-    `seconds` is the time of a run on one row; 0 if unknown. `size_bytes` are those of all files. `is_unbounded` is
-    whether the inputs decide how often a part of the model runs.
+    `native` is the runtime's function behind `session.run`, which also checks for missing inputs
+    and fallback providers; these checks take a sixth of the time of a small model. `options` are
+    those of runs on the event loop. `seconds` is the time of a run on one row; 0 if unknown.
+    `size_bytes` are those of all files. `is_unbounded` is whether the inputs decide how often a
+    part of the model runs.
     """
 
     deployment: Deployment
@@ -438,7 +448,8 @@ class LoadedModel:
 
     def bind(self, request: InferenceRequest, arrays: Sequence[Array]) -> BoundRun | None:
         """Return a bound run for requests like this one, which had these outputs; None if it returns other bits."""
-        # What `session.run_with_iobinding` calls after it looked for a graph of WebGPU, for ten times a small run.
+        # What `session.run_with_iobinding` calls after it looked for a graph of WebGPU, for ten
+        # times a small run.
         native = getattr(getattr(self.session, "_sess", None), "run_with_iobinding", None)
         if native is None or self.session.get_providers() != [CPU]:
             return None
@@ -487,8 +498,8 @@ class LoadedModel:
     def warm_up(self) -> float:
         """Run the model on zeros, with size 1 for every free dimension; return the seconds of the last run.
 
-        They are 0 if the model does not run on such sizes or categories. If only the batch size and numbers were
-        assumed, it must run.
+        They are 0 if the model does not run on such sizes or categories. If only the batch size and
+        numbers were assumed, it must run.
         """
         feed = self._build_least_feed()
         started_at = 0.0
@@ -582,8 +593,9 @@ def load_model(
 def _build_signature(session: Any, deployment: Deployment, path: Path) -> ModelSignature:
     """Return the model's signature.
 
-    Inputs of ONNX's optional type may be omitted; so may inputs with a default of a single element. Larger defaults
-    are weights of a model that was exported with them as inputs; clients do not see them.
+    Inputs of ONNX's optional type may be omitted; so may inputs with a default of a single element.
+    Larger defaults are weights of a model that was exported with them as inputs; clients do not see
+    them.
     """
     nodes = session.get_inputs()
     defaults = [node for node in session.get_overridable_initializers() if set(node.shape) <= {1}]
@@ -611,7 +623,8 @@ def _build_spec(node: Any, path: Path) -> TensorSpec:
         raise UserError(
             f"{node.name} is a {node.type}, for which the Open Inference Protocol has no datatype",
             where=str(path),
-            remedy="Export the model with tensors of other types (for scikit-learn classifiers: without ZipMap).",
+            remedy="Export the model with tensors of other types (for scikit-learn classifiers: "
+            "without ZipMap).",
         )
     shape = tuple(d if isinstance(d, int) else str(d or "?") for d in node.shape)
     return TensorSpec(name=node.name, dtype=dtype, shape=shape)

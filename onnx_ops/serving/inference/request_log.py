@@ -1,7 +1,7 @@
 """Log of answered requests: lines of JSON, and spans for an OpenTelemetry collector (extra `otel`).
 
-Requests are recorded when their responses are ready, and written on a thread. The standard variables configure the
-spans: the collector, the sampler, the limits of its queue
+Requests are recorded when their responses are ready, and written on a thread. The standard
+variables configure the spans: the collector, the sampler, the limits of its queue
 (https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/).
 """
 

@@ -1,9 +1,10 @@
 """Queues of requests, one for each deployment, and the threads that run them.
 
-A queue adds no delay: a thread takes what arrived while it was busy and runs it at once, as one batch if the model's
-rows are independent of each other, else one by one. Under light load no request waits; under heavy load batches grow.
-Requests that the event loop reads in one turn are queued together before a thread takes them: else the first one would
-run alone, for almost the time of a batch.
+A queue adds no delay: a thread takes what arrived while it was busy and runs it at once, as one
+batch if the model's rows are independent of each other, else one by one. Under light load no
+request waits; under heavy load batches grow. Requests that the event loop reads in one turn are
+queued together before a thread takes them: else the first one would run alone, for almost the time
+of a batch.
 """
 
 from __future__ import annotations
@@ -43,14 +44,15 @@ _NO_STALL_S = 100e-3
 class LatencyEstimator:
     """Exponentially weighted mean of run times in seconds, each with weight 1/8.
 
-    A run during which the system took the processor away looks like a slow one. Therefore a slow run of a fast model
-    counts as at most 1 ms or four times the mean, so that a single one does not move the model off the event loop.
-    Runs of more than 100 ms count in full.
+    A run during which the system took the processor away looks like a slow one. Therefore a slow
+    run of a fast model counts as at most 1 ms or four times the mean, so that a single one does not
+    move the model off the event loop. Runs of more than 100 ms count in full.
     """
 
     seconds: float = 0.0
     is_fast: bool = field(init=False)
-    """Whether the model should run on the event loop. Between the two limits it stays where it is."""
+    """Whether the model should run on the event loop. Between the two limits it stays where it is.
+    """
 
     def __post_init__(self) -> None:
         self.is_fast = self.seconds < INLINE_S
@@ -66,8 +68,9 @@ class LatencyEstimator:
     def should_run_inline(self, leader: LatencyEstimator) -> bool:
         """Return whether the model should run on the event loop.
 
-        The same model is about 50 µs slower on a thread. Two versions with run times near the limit would differ for
-        that alone. So the leader decides for all deployments, except for those that are far slower than it can be.
+        The same model is about 50 µs slower on a thread. Two versions with run times near the limit
+        would differ for that alone. So the leader decides for all deployments, except for those
+        that are far slower than it can be.
         """
         return leader.is_fast and (leader is self or self.seconds < _FAR_SLOWER_S)
 
@@ -85,15 +88,16 @@ class _Batch:
 class WorkerThreads:
     """Threads of a worker that run batches, shared by all queues (docs/adr/0008-endpoint-server.md).
 
-    Requests start in the order of their arrival, across all queues. If each queue had its own turn, the version with
-    most of the traffic would also have most of the waiting, and a rollout would see a difference where there is none.
-    For the same reason, queues have no threads of their own: a model was measured 45 % slower on one of two.
+    Requests start in the order of their arrival, across all queues. If each queue had its own turn,
+    the version with most of the traffic would also have most of the waiting, and a rollout would
+    see a difference where there is none. For the same reason, queues have no threads of their own:
+    a model was measured 45 % slower on one of two.
 
-    A batch that takes far longer than those of the queue that waits for it is overdue: another batch starts beside it,
-    so that a model that hangs delays no other.
+    A batch that takes far longer than those of the queue that waits for it is overdue: another
+    batch starts beside it, so that a model that hangs delays no other.
 
-    While it is isolating, batches of only one queue run at the same time, except beside overdue ones. So what ends the
-    process then is known (see `worker_health`).
+    While it is isolating, batches of only one queue run at the same time, except beside overdue
+    ones. So what ends the process then is known (see `worker_health`).
 
     Args:
         limit: batches at the same time, without overdue ones.

@@ -2,9 +2,11 @@
 
 Every function raises `UserError` (or `TooLargeError`) with a message that names the tensor.
 
-- https://github.com/kserve/open-inference-protocol (inference_rest.md), and its extension for binary data as in Triton
-  and KServe: `Inference-Header-Content-Length` bytes of JSON, then the bytes of the tensors one after another.
-- https://mlflow.org/docs/latest/ml/deployment/deploy-model-locally/ (inference server specification)
+- https://github.com/kserve/open-inference-protocol (inference_rest.md), and its extension for
+  binary data as in Triton and KServe: `Inference-Header-Content-Length` bytes of JSON, then the
+  bytes of the tensors one after another.
+- https://mlflow.org/docs/latest/ml/deployment/deploy-model-locally/ (inference server
+  specification)
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from onnx_ops.serving.inference.tensors import (
 
 MLFLOW_FORMS = ("inputs", "instances", "dataframe_split", "dataframe_records")
 SAGEMAKER_TYPE = "application/vnd.sagemaker-triton.binary+json"
-"""Content type of the binary form where no header but the content type passes: `;json-header-size=N` is added."""
+"""Content type of the binary form where no header but the content type passes:
+`;json-header-size=N` is added.
+"""
 
 _INFER = ResponseFormat.INFER
 _SHARED_MEMORY = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
@@ -49,14 +53,16 @@ def read_infer(
 ) -> InferenceRequest:
     """Decode an Open Inference v2 request.
 
-    `header_length` is the bytes of JSON at its start. None: all. 0: the body is the raw data of the only input.
+    `header_length` is the bytes of JSON at its start. None: all. 0: the body is the raw data of the
+    only input.
     """
     if header_length is None:
         document, literals = parse_document(bytes(body))
         return _read_document(document, signature, literals=literals)
     if header_length > len(body):
         raise UserError(
-            f"inference-header-content-length is {header_length}, but the body has {len(body)} bytes"
+            f"inference-header-content-length is {header_length}, "
+            f"but the body has {len(body)} bytes"
         )
     if header_length == 0:
         name = signature.get_only_input("a raw body")

@@ -65,7 +65,8 @@ class LeaseLapsedError(ServiceUnavailableError):
 class InputsRejectedError(UserError):
     """Inputs that match the model's signature but make its run fail (422).
 
-    Another version may accept them: for example, if a vocabulary has fewer tokens than clients send.
+    Another version may accept them: for example, if a vocabulary has fewer tokens than clients
+    send.
     """
 
 
@@ -121,8 +122,8 @@ def build_error_from(
 ) -> RawResponse:
     """Return the response to a request that failed.
 
-    An invocation whose inputs the model rejects gets a 500, not a 422: SageMaker counts 4xx as errors of the caller,
-    and a rollout there would not notice a failing candidate.
+    An invocation whose inputs the model rejects gets a 500, not a 422: SageMaker counts 4xx as
+    errors of the caller, and a rollout there would not notice a failing candidate.
     """
     if isinstance(error, QueueFullError | LeaseLapsedError):
         lines += b"retry-after: %d\r\n" % error.retry_after_s
@@ -163,8 +164,8 @@ def encode_outputs(
 ) -> tuple[bytes, bytes]:
     """Return the body of a response, and the header lines that describe it.
 
-    JSON has no NaN and no infinities: they are written as null. The binary form keeps them. Raises UserError if a table
-    was requested, and the outputs do not fit one.
+    JSON has no NaN and no infinities: they are written as null. The binary form keeps them. Raises
+    UserError if a table was requested, and the outputs do not fit one.
     """
     if request.response_format is not _INFER:
         return _encode_predictions(request, arrays), _JSON_LINE
@@ -198,7 +199,8 @@ def _encode_predictions(request: InferenceRequest, arrays: Sequence[Array]) -> b
     content: object
     if request.response_format is ResponseFormat.NAMED:
         content = {
-            # orjson takes contiguous arrays of numbers; text and single values must be Python objects.
+            # orjson takes contiguous arrays of numbers; text and single values must be Python
+            # objects.
             name: array.tolist()
             if array.dtype.kind == "O" or array.ndim == 0
             else np.ascontiguousarray(array)
@@ -209,10 +211,12 @@ def _encode_predictions(request: InferenceRequest, arrays: Sequence[Array]) -> b
         for name, array in named.items():
             if array.ndim == 0:
                 raise UserError(
-                    f"output {name!r} is a single value and does not fit a table; send inputs or instances"
+                    f"output {name!r} is a single value and does not fit a table; "
+                    "send inputs or instances"
                 )
             flat = array[:, 0] if array.shape[1:] == (1,) else array
-            # Numbers through JSON, so that float32 keeps its short text and NaN becomes null, as in every other form.
+            # Numbers through JSON, so that float32 keeps its short text and NaN becomes null, as in
+            # every other form.
             columns[name] = (
                 flat.tolist()
                 if flat.dtype.kind == "O"

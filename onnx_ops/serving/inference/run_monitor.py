@@ -1,7 +1,7 @@
 """Ends runs of models that take too long.
 
-ONNX Runtime checks the flag `terminate` of a run's options before each node, inside of loops too. A run that does not
-end then is in a single node for long: it cannot be ended, so its process is.
+ONNX Runtime checks the flag `terminate` of a run's options before each node, inside of loops too. A
+run that does not end then is in a single node for long: it cannot be ended, so its process is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from onnx_ops.serving.metrics import ROUTED, RUN_KINDS, SELECTED, MetricsRow, ma
 _log = logging.getLogger(__name__)
 
 INLINE_LIMIT_S = 0.25
-"""Time of a run on the event loop, which answers no other request meanwhile. Then it is run again on a thread."""
+"""Time of a run on the event loop, which answers no other request meanwhile. Then it is run again
+on a thread.
+"""
 GRACE_S = 5.0
 """Time for a run to end."""
 _TICK_S = 0.1
@@ -49,12 +51,14 @@ class RunMonitor:
     """Ends the runs of one process at their deadlines, by a thread.
 
     Args:
-        thread_runs: numbers of runs in progress, by slot and kind (see `SharedMetrics.get_thread_runs`).
+        thread_runs: numbers of runs in progress, by slot and kind (see
+            `SharedMetrics.get_thread_runs`).
         give_up: called for a run that does not end.
 
     Attributes:
-        inline_since, inline_options: start and options of the run on the event loop; no options: there is none. They
-            are plain attributes because a request sets them in 0.1 µs, and a lock would cost more.
+        inline_since, inline_options: start and options of the run on the event loop; no options:
+            there is none. They are plain attributes because a request sets them in 0.1 µs, and a
+            lock would cost more.
     """
 
     def __init__(
@@ -139,8 +143,8 @@ class RunMonitor:
     def _end_inline(self, now: float) -> None:
         """End the run on the event loop if it takes too long.
 
-        `now` was read before the run. So a run that ends meanwhile has taken longer than the limit as well, and its
-        request resets the options, once this thread has released the lock.
+        `now` was read before the run. So a run that ends meanwhile has taken longer than the limit
+        as well, and its request resets the options, once this thread has released the lock.
         """
         options = self.inline_options
         if options is not None and now - self.inline_since > INLINE_LIMIT_S:

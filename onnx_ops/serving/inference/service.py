@@ -68,7 +68,8 @@ _CLIENT_GONE = 499
 MAX_BATCH_ROWS = 1024
 """Rows of one batch, so that a request never waits for a run that is much longer than its own."""
 _REST_S = 10.0
-"""Time after a run that took too long on the event loop, in which its deployment is not run there."""
+"""Time after a run that took too long on the event loop, in which its deployment is not run there.
+"""
 _NEVER = float("inf")
 
 Result = RawResponse | OnnxOpsError
@@ -79,8 +80,8 @@ LimitRuns = Callable[[Sequence[PendingRequest]], AbstractContextManager[Any]]
 class InferenceService:
     """Answers inference requests. All methods but `run_batch` need its event loop.
 
-    Requests that reach no deployment are counted in `unrouted`. `deadline_s` is the longest time in a queue, and
-    `run_timeout_s` that of a run.
+    Requests that reach no deployment are counted in `unrouted`. `deadline_s` is the longest time in
+    a queue, and `run_timeout_s` that of a run.
     """
 
     def __init__(
@@ -121,7 +122,8 @@ class InferenceService:
     ) -> RawResponse | PendingRequest:
         """Return the response, or the queued request that calls `respond` with it.
 
-        The deployment is chosen only here, so a request never uses a table that was replaced while it was received.
+        The deployment is chosen only here, so a request never uses a table that was replaced while
+        it was received.
         """
         started_at = time.perf_counter()
         snapshot: TableSnapshot | None = None
@@ -196,7 +198,8 @@ class InferenceService:
     def _has_lease(self) -> bool:
         """Return whether the server may give traffic to a candidate.
 
-        The clock is asked at each request: a process that was frozen has no other moment to notice it.
+        The clock is asked at each request: a process that was frozen has no other moment to notice
+        it.
         """
         return time.clock_gettime_ns(time.CLOCK_BOOTTIME) < self._header[LEASE]
 
@@ -241,8 +244,8 @@ class InferenceService:
     ) -> bool:
         """Return whether the error of a request that the split has routed counts against its version.
 
-        A request that every version with traffic refuses is the fault of its client, who could decide a rollout by
-        sending many to one version. So the others read it, too.
+        A request that every version with traffic refuses is the fault of its client, who could
+        decide a rollout by sending many to one version. So the others read it, too.
         """
         is_refusal = isinstance(error, UserError) and not isinstance(error, InputsRejectedError)
         if not is_refusal or snapshot is None or loaded is None:
@@ -439,7 +442,8 @@ class InferenceService:
     ) -> float:
         """Count a request whose response is ready; return its comparable latency.
 
-        It is counted before it is sent: what a client has seen is counted, even if this process is killed then.
+        It is counted before it is sent: what a client has seen is counted, even if this process is
+        killed then.
 
         Args:
             service_s: 0 if its latency is not comparable.
@@ -476,7 +480,8 @@ class InferenceService:
         """Mirror and log a request whose response is ready and counted; remember it and add its token for feedback."""
         status = response.status
         if loaded is not None and snapshot is not None:
-            # Requests for which a client has selected the deployment decide neither an A/B test nor about a shadow.
+            # Requests for which a client has selected the deployment decide neither an A/B test nor
+            # about a shadow.
             if draw is not None:
                 request_id = head.get(_REQUEST_ID)
                 self.feedback.remember(
@@ -513,7 +518,8 @@ def run_requests(
 ) -> tuple[list[Result], list[tuple[float, int]]]:
     """Run requests within their limits, in batches where the model allows it.
 
-    Return the result of each request, and of each run of the model its seconds and the number of its requests.
+    Return the result of each request, and of each run of the model its seconds and the number of
+    its requests.
     """
     results: dict[int, Result] = {}
     decoded: dict[int, InferenceRequest] = {}

@@ -1,7 +1,8 @@
 """Shadow traffic: mirrored requests on their way to a shadow process, and how responses differ.
 
-A worker copies a request and its response into the queue of a socket, in 2 to 3 µs (`benchmarks.serving.shadow_cost`).
-A shadow process runs the request and compares the responses (`workers/shadow_processes.py`).
+A worker copies a request and its response into the queue of a socket, in 2 to 3 µs
+(`benchmarks.serving.shadow_cost`). A shadow process runs the request and compares the responses
+(`workers/shadow_processes.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ _MAX_JOINED_BYTES = 1 << 16
 _MAX_BUFFERS = 256
 """Buffers of one system call; the kernel takes at most 1024 (IOV_MAX)."""
 _SEND_PAUSE_S = 0.005
-"""Time in which messages are collected for one system call. Without it, each would wake the shadow process."""
+"""Time in which messages are collected for one system call. Without it, each would wake the shadow
+process.
+"""
 _MAX_SEND_PAUSE_S = 0.08
 """While the process is busy, each attempt that sends nothing doubles the pause up to this."""
 _MAX_SENT_BYTES = 1 << 20
@@ -271,8 +274,8 @@ def run_mirrored_request(model: DeployedModel, row: MetricsRow, request: Mirrore
 def responses_differ(expected: RawResponse, actual: RawResponse, tolerance: float) -> bool:
     """Return whether an output is missing, reshaped, or beyond the tolerance.
 
-    A floating-point number may differ by `tolerance` times the largest finite number of its output in `expected`;
-    infinities and NaN must have the same places. Everything else must be equal.
+    A floating-point number may differ by `tolerance` times the largest finite number of its output
+    in `expected`; infinities and NaN must have the same places. Everything else must be equal.
     """
     before, after = _decode_outputs(expected), _decode_outputs(actual)
     return before.keys() != after.keys() or any(

@@ -16,7 +16,9 @@ from onnx_ops.serving.inference.tensors import DATATYPE_OF, TensorReader, join_t
 
 _NUMPY = orjson.OPT_SERIALIZE_NUMPY
 _PIECE = 1 << 14
-"""Elements that are written in a millisecond or two: other requests are answered between the pieces."""
+"""Elements that are written in a millisecond or two: other requests are answered between the
+pieces.
+"""
 
 
 class ResponseFormat(Enum):
@@ -34,11 +36,12 @@ class InferenceRequest:
     Attributes:
         feed: one array per input; bfloat16 as its bits in uint16, text as an array of objects.
         outputs: the requested outputs, in the order of the response.
-        rows: length of axis 0, if that axis is free in every input of the feed and in every output, and the same in
-            all inputs. Else 0: such a request cannot be batched.
+        rows: length of axis 0, if that axis is free in every input of the feed and in every output,
+            and the same in all inputs. Else 0: such a request cannot be batched.
         request_id: the client's id of the request, copied to the response.
         binary: for each output whether its data is written in the binary form; empty if for none.
-        is_sagemaker: the content type carries the length of the JSON, since SageMaker passes no other header.
+        is_sagemaker: the content type carries the length of the JSON, since SageMaker passes no
+            other header.
     """
 
     feed: dict[str, Array]
@@ -109,13 +112,15 @@ class ModelSignature:
         model, version: named in every response.
         inputs, outputs: by name, in the model's order.
         optional: inputs that a request may omit.
-        refuses_nan: the source of the model refuses NaN, so the model's outputs for NaN are meaningless.
+        refuses_nan: the source of the model refuses NaN, so the model's outputs for NaN are
+            meaningless.
 
     Attributes:
         shared_dims: symbolic dimensions that occur more than once: input and axis of each place.
         binary_only: outputs that JSON cannot represent.
         has_text_input: elements of text are read one by one in every form.
-        has_fixed_rows: axis 0 of an output is fixed, so the rows of several requests could not be separated.
+        has_fixed_rows: axis 0 of an output is fixed, so the rows of several requests could not be
+            separated.
         response_prefix, outputs_prefix: the start of every v2 response, and of most.
     """
 
@@ -181,7 +186,8 @@ class ModelSignature:
                 if size != sizes[0][0]:
                     first, first_name = sizes[0]
                     raise UserError(
-                        f"dimension {symbol!r} is {first} in tensor {first_name!r} but {size} in {name!r}"
+                        f"dimension {symbol!r} is {first} in tensor {first_name!r} but {size} in "
+                        f"{name!r}"
                     )
 
     def get_reader(self, name: object) -> TensorReader:

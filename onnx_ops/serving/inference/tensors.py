@@ -1,8 +1,8 @@
 """JSON and bytes to arrays of exactly the type that a model declares.
 
-Numpy never infers a type: it would turn text into numbers, null into NaN, and a boolean into 1. Small JSON
-bodies are parsed by orjson. In large ones simdjson leaves arrays of numbers unparsed until their type is known, so that
-they never become Python objects.
+Numpy never infers a type: it would turn text into numbers, null into NaN, and a boolean into 1.
+Small JSON bodies are parsed by orjson. In large ones simdjson leaves arrays of numbers unparsed
+until their type is known, so that they never become Python objects.
 """
 
 from __future__ import annotations
@@ -49,14 +49,17 @@ DTYPE_OF_ONNX: Mapping[str, str] = {
 """`TensorSpec.dtype` by the runtime's name of the type."""
 
 RequestBody = bytes | memoryview
-"""The body of a request. A large one in the binary form stays in the memory into which it was read."""
+"""The body of a request. A large one in the binary form stays in the memory into which it was read.
+"""
 
 MAX_VALUES = 1 << 22
 """Values in a JSON body. A value of two bytes can take over a hundred bytes of memory."""
 MAX_CONTAINERS = 1 << 20
 """Lists and objects in a JSON body."""
 MAX_KEYS = 1 << 12
-"""Keys of one JSON object: columns of a record, or parameters. A body below `LARGE_BODY_BYTES` has no room for more."""
+"""Keys of one JSON object: columns of a record, or parameters. A body below `LARGE_BODY_BYTES` has
+no room for more.
+"""
 LARGE_BODY_BYTES = 8192
 """Bytes from which simdjson is faster (benchmarks/wire.py)."""
 _UNCHECKED_BYTES = 1 << 20
@@ -69,7 +72,9 @@ _PIECE_BYTES = 1 << 18
 _LOOKED_AT = 64
 """Arrays of a body that are looked at."""
 _LOOKED_UP = 64
-"""Keys of an object that are looked up, which leaves arrays unparsed. Each lookup passes all keys before it."""
+"""Keys of an object that are looked up, which leaves arrays unparsed. Each lookup passes all keys
+before it.
+"""
 _NOT_OF_NUMBERS = (b"{", b'"', b"l", b"r")
 """null, true and false have one of the letters."""
 _WITHOUT_BRACKETS = bytes.maketrans(b"[]", b"  ")
@@ -79,7 +84,9 @@ _parsers: dict[int, simdjson.Parser] = {}
 _SMALL_LISTS = ("shape", "columns", "index", "parameters", "outputs")
 """Keys whose lists are always small."""
 _EMPTY_LIMIT = 1 << 16
-"""Largest product of the other dimensions of an empty tensor: a model may return arrays of that size."""
+"""Largest product of the other dimensions of an empty tensor: a model may return arrays of that
+size.
+"""
 _MAX_RANK = 32
 
 _LAZY_CODES: Mapping[str, Literal["d", "i", "u"]] = {"f": "d", "i": "i", "u": "u"}
@@ -189,7 +196,8 @@ class LargeArray(LazyArray):
 def _take_large_arrays(body: bytes) -> tuple[bytes, dict[str, LazyArray]]:
     """Return a body with a text in place of each large array of numbers, and these arrays by that text.
 
-    Brackets in a text of the client's are no danger: the quotes of ours would end that text, and the body is no JSON.
+    Brackets in a text of the client's are no danger: the quotes of ours would end that text, and
+    the body is no JSON.
     """
     taken: dict[str, LazyArray] = {}
     parts: list[bytes] = []
@@ -243,7 +251,8 @@ def _count_letter(text: bytes, letter: str) -> int:
 def parse_document(body: bytes) -> tuple[Any, bool]:
     """Parse a JSON body, with large arrays of numbers as `LazyArray`.
 
-    Returns the document, and whether it can contain booleans. NaN and infinities are errors, as in strict JSON.
+    Returns the document, and whether it can contain booleans. NaN and infinities are errors, as in
+    strict JSON.
     """
     literals = may_contain_literals(body)
     if len(body) >= LARGE_BODY_BYTES:
@@ -289,7 +298,8 @@ def _check_keys(count: int) -> None:
 
 def may_contain_literals(text: bytes) -> bool:
     """Return whether JSON can contain booleans, by their letters."""
-    # Integers, not bytes: for b"r", `in` first tries to convert it to a number, and raises and catches an exception.
+    # Integers, not bytes: for b"r", `in` first tries to convert it to a number, and raises and
+    # catches an exception.
     return _R in text or _L in text
 
 
@@ -306,8 +316,9 @@ def release_parsers() -> None:
 def _parse_lazily(body: bytes) -> Any:
     """Return None for a body that orjson must parse, as its arrays are irregular.
 
-    A parser keeps about 14 times the bytes of its largest body, so a thread keeps one, whose memory is warm, only for
-    smaller bodies. It refuses to parse while a lazy array of the last body lives; orjson then takes over.
+    A parser keeps about 14 times the bytes of its largest body, so a thread keeps one, whose memory
+    is warm, only for smaller bodies. It refuses to parse while a lazy array of the last body lives;
+    orjson then takes over.
     """
     taken: dict[str, LazyArray] = {}
     if len(body) >= _LARGE_ARRAY_BYTES:
@@ -339,7 +350,8 @@ class _LazyWalk:
             keys = list(value)
             if len(set(keys)) != len(keys) or any("\0" in name for name in keys):
                 raise ValueError(
-                    "simdjson takes the first of a repeated key, orjson the last; its keys end at NUL"
+                    "simdjson takes the first of a repeated key, orjson the last; "
+                    "its keys end at NUL"
                 )
             if len(keys) > _LOOKED_UP:
                 document = value.as_dict()
@@ -458,7 +470,8 @@ class TensorReader:
     ) -> Array:
         """Return an array from flat or nested lists.
 
-        `shape` and `count` are from `check_shape`; `literals` is whether `data` can contain booleans.
+        `shape` and `count` are from `check_shape`; `literals` is whether `data` can contain
+        booleans.
         """
         flat = data
         if type(data) is list and len(data) != count and len(shape) == 2:
@@ -530,7 +543,8 @@ class TensorReader:
             return _build_text_array(self._split_text(body, start, size, count), shape)
         if size != count * self.dtype.itemsize:
             raise self.error(
-                f": shape {list(shape)} of {self.datatype} needs {count * self.dtype.itemsize} bytes, not {size}"
+                f": shape {list(shape)} of {self.datatype} needs {count * self.dtype.itemsize} "
+                f"bytes, not {size}"
             )
         if (
             self.dtype.kind == "b"

@@ -22,8 +22,9 @@ _MASK = 0xFFFFFFFF
 class CellDraw:
     """The assignment of all cells of users to deployments, for one epoch; epoch 0 lasts as long as the split.
 
-    `slots` holds for each cell its place in `TrafficRouter.slots`. `is_timed` is whether latencies are counted by cell:
-    not for some requests of an epoch only, since those that are left out could be of one version.
+    `slots` holds for each cell its place in `TrafficRouter.slots`. `is_timed` is whether latencies
+    are counted by cell: not for some requests of an epoch only, since those that are left out could
+    be of one version.
     """
 
     generation: int
@@ -39,16 +40,17 @@ _STICKY_SLOTS = bytes(cell * 100 // USER_CELLS for cell in range(USER_CELLS))
 class TrafficRouter:
     """The split of one table: one slot per percent of traffic, newest first.
 
-    With an epoch, the cells of users are assigned anew in each, independently of other epochs and generations. Without,
-    and with two deployments, a higher weight of the newer one only moves users into it. The salt depends on the newest
-    deployment with traffic: it is constant during an experiment and different for the next.
+    With an epoch, the cells of users are assigned anew in each, independently of other epochs and
+    generations. Without, and with two deployments, a higher weight of the newer one only moves
+    users into it. The salt depends on the newest deployment with traffic: it is constant during an
+    experiment and different for the next.
 
-    `fallback` answers all requests while the server has no lease; empty if it needs none. Where `is_leased`, all are
-    refused without a lease.
+    `fallback` answers all requests while the server has no lease; empty if it needs none. Where
+    `is_leased`, all are refused without a lease.
 
-    `draw` is the last assignment that was used. Latencies are compared in `comparable` slots, of two deployments as
-    many each: both then get the same traffic (see `ControlReplica`), and a timed request is as likely to be of one as
-    of the other.
+    `draw` is the last assignment that was used. Latencies are compared in `comparable` slots, of
+    two deployments as many each: both then get the same traffic (see `ControlReplica`), and a timed
+    request is as likely to be of one as of the other.
     """
 
     slots: tuple[str, ...]
@@ -116,8 +118,8 @@ class TrafficRouter:
 def mix_bits(value: int) -> int:
     """Spread every bit: the finalizer of MurmurHash3 (A. Appleby), a bijection.
 
-    CRC-32 is linear: without this, two salts would give shares that coincide or are disjoint, and users of one
-    experiment's candidate would be in the candidate of the next.
+    CRC-32 is linear: without this, two salts would give shares that coincide or are disjoint, and
+    users of one experiment's candidate would be in the candidate of the next.
     """
     value ^= value >> 16
     value = value * 0x85EBCA6B & _MASK
@@ -129,8 +131,9 @@ def mix_bits(value: int) -> int:
 def draw_slots(seed: str) -> bytes:
     """Return a slot for each cell of users, every slot for as many cells: a permutation that the seed determines.
 
-    Cells are sorted by a random number each, of SplitMix64 (Steele, Lea and Flood 2014, OOPSLA, 453-472). Unlike
-    NumPy's generators, it is the same in all versions, and servers of different versions must agree.
+    Cells are sorted by a random number each, of SplitMix64 (Steele, Lea and Flood 2014, OOPSLA,
+    453-472). Unlike NumPy's generators, it is the same in all versions, and servers of different
+    versions must agree.
     """
     start = np.frombuffer(hashlib.sha256(seed.encode()).digest(), "<u8", 1)
     numbers = start + np.arange(1, USER_CELLS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

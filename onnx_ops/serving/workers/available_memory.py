@@ -22,8 +22,9 @@ _NVML = "libnvidia-ml.so.1"
 def read_available_bytes(root: Path | None = None) -> int | None:
     """Return the bytes that processes of this server can still allocate; None if that cannot be read.
 
-    That is the least of what the machine has and what each control group (version 1 or 2) leaves. The page cache is
-    available: the kernel gives it up before it ends a process. Swap is not counted.
+    That is the least of what the machine has and what each control group (version 1 or 2) leaves.
+    The page cache is available: the kernel gives it up before it ends a process. Swap is not
+    counted.
 
     Args:
         root: where /proc and /sys are read.
@@ -58,7 +59,8 @@ def _list_group_bytes(root: Path) -> Iterator[int]:
 def _list_groups(mount: Path, name: str) -> list[Path]:
     """Return the folders of a group and those above it.
 
-    A container without a namespace for groups sees its group as the mount, and in /proc the name outside of it.
+    A container without a namespace for groups sees its group as the mount, and in /proc the name
+    outside of it.
     """
     parts = Path(name.lstrip("/")).parts
     folder = mount.joinpath(*parts)
@@ -117,7 +119,8 @@ class GpuMemory:
         if library.nvmlInit_v2():
             return
         self._library = library
-        # CUDA numbers the visible GPUs in the order of this variable, else by speed unless there is one only.
+        # CUDA numbers the visible GPUs in the order of this variable, else by speed unless there is
+        # one only.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         count = ctypes.c_uint()
         library.nvmlDeviceGetCount_v2(ctypes.byref(count))

@@ -1,7 +1,8 @@
 """The listening sockets, and how they survive the supervisor that made them.
 
-Workers accept from one shared socket, so that a dying worker loses no waiting connection. If the supervisor dies, the
-next one gets the socket from a worker over the folder's handover socket (docs/adr/0008-endpoint-server.md).
+Workers accept from one shared socket, so that a dying worker loses no waiting connection. If the
+supervisor dies, the next one gets the socket from a worker over the folder's handover socket
+(docs/adr/0008-endpoint-server.md).
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def connect_unix(path: Path, *, timeout_s: float) -> socket.socket:
 def get_shadow_path(folder: Path, origin: str, slot: int) -> Path:
     """Return the Unix socket of the shadow process of a slot.
 
-    Workers whose supervisor died have other slots: the origin of `SharedMetrics` keeps them from the next processes.
+    Workers whose supervisor died have other slots: the origin of `SharedMetrics` keeps them from
+    the next processes.
     """
     return folder / f"shadow-{origin}-{slot}.sock"
 

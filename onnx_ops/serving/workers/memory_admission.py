@@ -1,7 +1,7 @@
 """Admission by memory: new deployments must fit beside the running ones, before any worker loads them.
 
-A separate process loads them first and is measured (see `trial_load`). A deployment that exceeds the memory of the
-server would otherwise end workers that have requests to answer.
+A separate process loads them first and is measured (see `trial_load`). A deployment that exceeds
+the memory of the server would otherwise end workers that have requests to answer.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class MemoryMeter:
 
     Attributes:
         before_bytes: private memory of the process at its start.
-        available_bytes: what was available before its start, by the kind of memory; without what cannot be read.
+        available_bytes: what was available before its start, by the kind of memory; without what
+            cannot be read.
         has_exceeded: it needed more than is available, and was killed.
     """
 
@@ -125,8 +126,8 @@ class MemoryMeter:
     def compute_peak(self, private_bytes: int, resident_bytes: int) -> Mapping[str, int]:
         """Return the bytes that the process needed at its peak, by the kind of memory.
 
-        The kernel records the peak of resident memory, which contains mapped files. These are counted at their most, so
-        that the peak of private memory is between two samples, too.
+        The kernel records the peak of resident memory, which contains mapped files. These are
+        counted at their most, so that the peak of private memory is between two samples, too.
 
         Args:
             private_bytes: at the end of the process.
@@ -161,7 +162,8 @@ def estimate_restarts(pids: Collection[int], size: int, before_bytes: int) -> in
 def measure_server_memory(pids: Collection[int]) -> ServerMemory | None:
     """Return the memory that running workers use, and what is available beside it; None if that cannot be read.
 
-    Must run in the process that has forked the workers: its private memory is what they started with.
+    Must run in the process that has forked the workers: its private memory is what they started
+    with.
     """
     available_bytes = read_available_bytes()
     used = _measure_workers(pids, measure_memory(os.getpid())[0])
@@ -216,11 +218,14 @@ def build_excess_error(
     """Return the error of deployments that exceed the memory before the workers load them."""
     need = MemoryNeed(workers=1, worker_bytes=peak_bytes)
     why = (
-        f"the process that loads it before the {workers} workers needs more than {_format_up(need.total_bytes)}, with "
-        f"a reserve of {_format_up(need.reserve_bytes)}, and {available_bytes // _MIB:,} MiB are available beside the "
-        "running deployments"
+        f"the process that loads it before the {workers} workers needs more than "
+        f"{_format_up(need.total_bytes)}, with a reserve of {_format_up(need.reserve_bytes)}, "
+        f"and {available_bytes // _MIB:,} MiB are available beside the running deployments"
     )
-    packing = " If it is packed for the cache, which takes several times its size, `prepack: 0 B` avoids that."
+    packing = (
+        " If it is packed for the cache, which takes several times its size, `prepack: "
+        "0 B` avoids that."
+    )
     return _build_memory_error(deployments, "memory", why, packing)
 
 
@@ -232,8 +237,8 @@ def _build_memory_error(
         f"deployment {names} does not fit into the {memory} of the server",
         where=deployments[0].location,
         why=why,
-        remedy="Serve with fewer workers, give the server more memory, or publish a smaller variant: see "
-        f"`onnx-ops docs variants`.{advice}",
+        remedy="Serve with fewer workers, give the server more memory, "
+        f"or publish a smaller variant: see `onnx-ops docs variants`.{advice}",
     )
 
 

@@ -1,8 +1,9 @@
 """The shadow processes: one for each deployment that gets mirrored requests, forked by the supervisor.
 
-A shadow process loads only its deployment and has no public socket. Workers send it copies of requests over a Unix
-socket (`ShadowQueue`). It runs at the lowest priority, so that it takes only time that no other process needs. The
-supervisor owns the listening socket: it outlives a process that dies, and the next process continues with it.
+A shadow process loads only its deployment and has no public socket. Workers send it copies of
+requests over a Unix socket (`ShadowQueue`). It runs at the lowest priority, so that it takes only
+time that no other process needs. The supervisor owns the listening socket: it outlives a process
+that dies, and the next process continues with it.
 """
 
 from __future__ import annotations
@@ -302,7 +303,8 @@ class ShadowProcesses:
                 message = await channel.receive()
                 while await channel.receive() is not None:
                     pass
-        finally:  # it has closed its socket, which it does only by ending, or is not needed any more
+        finally:
+            # it has closed its socket, which it does only by ending, or is not needed any more
             shadow.control = None
             if not exit_status.done():  # else its process id may be another's
                 kill_process(pid, signal.SIGKILL)

@@ -1,6 +1,7 @@
 """The supervisor: owns folder, sockets and table, runs workers, and publishes.
 
-It has imported all modules, but loads no model and starts no thread, so that it can fork a worker at any time.
+It has imported all modules, but loads no model and starts no thread, so that it can fork a worker
+at any time.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ _MAX_ADMINS = 64
 _MAX_ADMIN_BODY = 1 << 20
 _ADMIN_DRAIN_S = 1
 _PREPARE_S = 280
-"""Limit for a trial load and the workers' own loads together; clients wait a little longer for a publication."""
+"""Limit for a trial load and the workers' own loads together; clients wait a little longer for a
+publication.
+"""
 
 
 class TablePublisher:
@@ -115,7 +118,8 @@ class TablePublisher:
     def is_published(self, desired: EndpointState | RoutingTable) -> bool:
         """Return whether exactly this state, or table, is published.
 
-        A generation that is older than the current one, or is the current one with another content, is a conflict.
+        A generation that is older than the current one, or is the current one with another content,
+        is a conflict.
         """
         state = desired.state if isinstance(desired, RoutingTable) else desired
         if len({d.model for d in state.deployments}) != 1:
@@ -126,7 +130,8 @@ class TablePublisher:
         remedy = "Observe the endpoint again and decide again."
         if state.generation < current.generation:
             raise ConflictError(
-                f"generation {state.generation} is older than the published generation {current.generation}",
+                f"generation {state.generation} is older than the published generation "
+                f"{current.generation}",
                 remedy=remedy,
             )
         if not state.is_equivalent(current):
@@ -250,7 +255,8 @@ class Supervisor:
     def collect_counts(self, request: UserCountsRequest | None = None) -> Counts:
         """Return the counts of every published deployment, by user if requested.
 
-        If a watched deployment gets neither traffic nor mirrored requests, cold starts are measured in the background.
+        If a watched deployment gets neither traffic nor mirrored requests, cold starts are measured
+        in the background.
         """
         self._watched = request or self._watched
         if request is not None and not self._can_count_users(request):
@@ -307,8 +313,8 @@ class Supervisor:
     async def _turn_epochs(self) -> None:
         """Turn epochs until the split has none.
 
-        After an error the epoch is no evidence, and it is turned again after a rest: if this task ended, no epoch would
-        close any more, and a rollout would wait forever without a reason.
+        After an error the epoch is no evidence, and it is turned again after a rest: if this task
+        ended, no epoch would close any more, and a rollout would wait forever without a reason.
         """
         counts, what = self._publisher.counts, "the epoch could not be turned"
         while True:
@@ -454,7 +460,8 @@ class Supervisor:
         )
         write_durably(self._folder / SERVER_FILE, codec.dumps(record))
         _log.info("serving on port %d with %d workers", record.port, self._options.workers)
-        # Workers of a supervisor that died would miss a publication. They have answered, by the same table, until now.
+        # Workers of a supervisor that died would miss a publication. They have answered, by the
+        # same table, until now.
         if orphans := self._list_orphans():
             _log.warning(
                 "taking over from workers %s, whose supervisor died", ", ".join(map(str, orphans))
@@ -495,8 +502,8 @@ def serve(
 ) -> None:
     """Serve the folder's last published table until SIGTERM or SIGINT, then drain.
 
-    A folder that is missing is created; port 0 is any free port. With `must_load`, a deployment that cannot be loaded
-    is an error: nothing is published to this server.
+    A folder that is missing is created; port 0 is any free port. With `must_load`, a deployment
+    that cannot be loaded is an error: nothing is published to this server.
     """
     with ExitStack() as stack:
         try:
@@ -506,7 +513,8 @@ def serve(
             orphans = list_workers(folder)
             listeners = receive_sockets(folder, host, port) if orphans else None
             if options.grpc_port:
-                # Imported here, so that workers share its memory. It starts no thread until a server is made.
+                # Imported here, so that workers share its memory. It starts no thread until a
+                # server is made.
                 importlib.import_module("onnx_ops.serving.grpc.server")
                 if not orphans:
                     listen_tcp(
@@ -530,7 +538,8 @@ def serve(
                 "the server's folder cannot be used", where=str(folder), why=why
             ) from error
         gc.collect()
-        gc.freeze()  # else every worker's first collection would copy the memory that all of them share
+        # else every worker's first collection would copy the memory that all of them share
+        gc.freeze()
         supervisor = Supervisor(folder, options, listeners, publisher, shared, must_load=must_load)
         asyncio.run(supervisor.run(admin))
         with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
 """The trial load: new deployments are first loaded in a separate process.
 
-A model can abort the process that loads it, hang it, or exceed its memory limit. Because a worker has requests to
-answer, it loads only models that such a process has loaded before. What the process needs of the memory is measured: it
-must be available for all workers (see `memory_admission`).
+A model can abort the process that loads it, hang it, or exceed its memory limit. Because a worker
+has requests to answer, it loads only models that such a process has loaded before. What the process
+needs of the memory is measured: it must be available for all workers (see `memory_admission`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ _MAX_OUTPUT_BYTES = 1 << 16
 _SHOWN_LINES = 3
 _REPORT = b"report "
 """Before the report of a process; an error has none."""
-_RAISE_LIMIT = "Raise the memory limit of the server, or publish a smaller variant: see `onnx-ops docs variants`."
+_RAISE_LIMIT = (
+    "Raise the memory limit of the server, or publish a smaller variant: "
+    "see `onnx-ops docs variants`."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +66,8 @@ class TrialReport:
         private_bytes: memory that it shared with no other process, at its end.
         resident_bytes: peak of its resident memory, with mapped files.
         deployment_bytes: private memory that each deployment has added, by name.
-        has_packed: it packed models for the cache, which takes memory that the next load does not need.
+        has_packed: it packed models for the cache, which takes memory that the next load does not
+            need.
     """
 
     seconds: float
@@ -110,8 +114,8 @@ async def run_trial_load(
 
     If no available memory can be read, the process allocates as much as the other workers will.
 
-    Raises as `load_model`, and InfrastructureError if the process crashed, or ran out of time, or if the deployments
-    do not fit into the memory.
+    Raises as `load_model`, and InfrastructureError if the process crashed, or ran out of time, or
+    if the deployments do not fit into the memory.
 
     Args:
         limit_s: seconds after which the process is killed.
@@ -134,7 +138,8 @@ def _build_needs(
 ) -> Mapping[str, MemoryNeed]:
     """Return what all workers and shadow processes need, by the kind of memory.
 
-    What a single one of several deployments takes of a GPU is unknown, so that a shadow process counts as all of them.
+    What a single one of several deployments takes of a GPU is unknown, so that a shadow process
+    counts as all of them.
     """
     return {
         kind: MemoryNeed(
@@ -224,7 +229,8 @@ def _run_trial(
 
     Args:
         workers: process ids whose limits of memory are adopted.
-        others: number of other processes whose memory is allocated, too: they share a limit that cannot be read.
+        others: number of other processes whose memory is allocated, too: they share a limit that
+            cannot be read.
     """
     signal.alarm(
         limit_s

@@ -77,12 +77,16 @@ _log = logging.getLogger(__name__)
 
 PACKED_FOLDER = "prepacked"
 CONTROL_PACKED_FOLDER = "control-prepacked"
-"""Processes that map a file share its pages: those of a control replica must not be warmed by the first copy."""
+"""Processes that map a file share its pages: those of a control replica must not be warmed by the
+first copy.
+"""
 
 _LENGTH = struct.Struct("!I")
 _BEAT_S = 0.25
 _ISOLATION_S = 60.0
-"""Time in which a worker runs one deployment at a time, if those before it died while they ran several."""
+"""Time in which a worker runs one deployment at a time, if those before it died while they ran
+several.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,12 @@
 """Which deployments end or block the workers, and which of them is taken out of service for that.
 
-Workers write into shared memory what they run, before they run it. When one dies, or its event loop stands still, its
-death is charged to what it was running. Only requests that the split has routed decide: a client that selects a
-deployment could end any worker with it.
+Workers write into shared memory what they run, before they run it. When one dies, or its event loop
+stands still, its death is charged to what it was running. Only requests that the split has routed
+decide: a client that selects a deployment could end any worker with it.
 
-Several deployments can run at once, and then each gets a share of the death. Under load that happens at every death,
-and shares alone hardly differ. So once it has happened twice, each new worker runs one deployment at a time for a
-while: its death is that of one deployment.
+Several deployments can run at once, and then each gets a share of the death. Under load that
+happens at every death, and shares alone hardly differ. So once it has happened twice, each new
+worker runs one deployment at a time for a while: its death is that of one deployment.
 """
 
 from __future__ import annotations
@@ -69,10 +69,11 @@ class RunCounts:
 def share_death(runs: Mapping[int, RunCounts]) -> Mapping[int, Fraction]:
     """Return by slot the share of a worker's death that is charged to each deployment.
 
-    Each run in progress is suspected alike. If requests end workers whatever the version, the charges of versions are
-    therefore as their running times, and a comparison by request sees no difference. Equal shares for all deployments
-    would charge one with a tenth of the traffic with half of the deaths, once all of them run all the time. The share
-    of a run that a client has selected is charged to no deployment.
+    Each run in progress is suspected alike. If requests end workers whatever the version, the
+    charges of versions are therefore as their running times, and a comparison by request sees no
+    difference. Equal shares for all deployments would charge one with a tenth of the traffic with
+    half of the deaths, once all of them run all the time. The share of a run that a client has
+    selected is charged to no deployment.
     """
     total = sum(counts.total for counts in runs.values())
     return {slot: Fraction(counts.routed, total) for slot, counts in runs.items() if counts.routed}
@@ -178,7 +179,8 @@ class WorkerHealth:
         suspects = runs = {slot: counts for slot, counts in runs.items() if counts.total}
         if slot := state[HUNG_RUN + RUN_SLOT]:
             suspects = {slot: _add_run(RunCounts(), state[HUNG_RUN + RUN_CELL])}
-        # The next worker counts a request that was lost on the event loop by user. Those on threads are counted anyway.
+        # The next worker counts a request that was lost on the event loop by user. Those on threads
+        # are counted anyway.
         for number in (RUN_SLOT, RUN_CELL):
             state[LOST_RUN + number] = state[INLINE_RUN + number]
             state[INLINE_RUN + number] = state[HUNG_RUN + number] = 0

@@ -1,7 +1,7 @@
 """Gives memory back to the system after large requests.
 
-ONNX Runtime's arena keeps what the largest run has needed: one request of 320 KB to a model that multiplies its input
-by its transpose kept 1.6 GiB for good. So does malloc, in smaller parts.
+ONNX Runtime's arena keeps what the largest run has needed: one request of 320 KB to a model that
+multiplies its input by its transpose kept 1.6 GiB for good. So does malloc, in smaller parts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ TRIM_RATIO = 1.2
 """Growth of the resident memory above which it is trimmed."""
 CHECK_S = 2.0
 _REST_S = 10.0
-"""Least time between two trims. Large requests that go on arriving pay the page faults of one in this time."""
+"""Least time between two trims. Large requests that go on arriving pay the page faults of one in
+this time.
+"""
 _MAX_REST_S = 160.0
 """Each trim that does not return enough doubles the time until the next one, up to this."""
 
@@ -36,8 +38,9 @@ _M_ARENA_MAX = -8
 def use_one_arena() -> None:
     """Let the threads of this process and of its forks share one arena of malloc; called before they start.
 
-    An arena returns memory only from its end. After large requests on several threads, workers kept up to .8 of their
-    size in arenas, against .2 in one. A request does not wait for another one's allocations measurably.
+    An arena returns memory only from its end. After large requests on several threads, workers kept
+    up to .8 of their size in arenas, against .2 in one. A request does not wait for another one's
+    allocations measurably.
     """
     if "MALLOC_ARENA_MAX" not in os.environ:
         with suppress(AttributeError):  # another C library
@@ -47,7 +50,8 @@ def use_one_arena() -> None:
 class MemoryTrimmer:
     """Trims the memory of a worker once it has grown.
 
-    The runtime's arena returns memory only at the end of a run, so each model runs once on its smallest inputs.
+    The runtime's arena returns memory only at the end of a run, so each model runs once on its
+    smallest inputs.
     """
 
     def __init__(

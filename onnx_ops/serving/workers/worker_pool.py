@@ -38,7 +38,9 @@ _MAX_PAUSE_S = 5.0
 _FIRST_PAUSE_S = 0.1
 _ATTEMPTS_PER_REVISION = 2
 _HANG_S = 4.0
-"""Silence of an event loop after which its worker is killed, besides the time in which the largest body is parsed."""
+"""Silence of an event loop after which its worker is killed, besides the time in which the largest
+body is parsed.
+"""
 _PARSED_BYTES_PER_S = 100e6
 """The parser blocks the interpreter. It is several times as fast (`benchmarks/wire.py`)."""
 _CHECK_S = 0.5
@@ -51,7 +53,9 @@ MAX_LOAD_FAILURES = 5
 503, but another table can be published to it."""
 
 RunWorker = Callable[[int, socket.socket, str], None]
-"""Runs a worker, with its number, its end of the control socket, and why it must not load the table."""
+"""Runs a worker, with its number, its end of the control socket, and why it must not load the
+table.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -151,8 +155,10 @@ class WorkerPool:
                     if not all(attempts.values()):
                         raise InfrastructureError(
                             "a worker process ended whenever it loaded the state",
-                            why="a trial process had loaded it before, so it conflicts with other models of the worker",
-                            remedy="See the server's log for how it ended, and publish the previous state again.",
+                            why="a trial process had loaded it before, "
+                            "so it conflicts with other models of the worker",
+                            remedy="See the server's log for how it ended, "
+                            "and publish the previous state again.",
                         )
         except TimeoutError as error:
             for worker in tuple(self._workers.values()):
@@ -234,7 +240,9 @@ class WorkerPool:
             started_at = time.monotonic()
             await asyncio.sleep(_CHECK_S)
             if time.monotonic() - started_at > 2 * _CHECK_S:
-                continue  # the whole machine was paused or is overloaded: the workers may not have had their turn
+                # the whole machine was paused or is overloaded: the workers may not have had their
+                # turn
+                continue
             for worker in self._workers.values():
                 silence_s = self._health.get_silence_s(worker.number)
                 if worker.ready.done() and silence_s > self._hang_s:
@@ -307,7 +315,8 @@ class WorkerPool:
 def fork_child(run: Callable[[], None], *, keep: Collection[int]) -> int:
     """Fork a child that runs a function and exits; return its process id. Needs a single thread.
 
-    The child ends with exit code 1 if `run` raises. It inherits the standard files and those to `keep`.
+    The child ends with exit code 1 if `run` raises. It inherits the standard files and those to
+    `keep`.
     """
     # Handlers of this process would take a signal that arrives before the child has its own.
     signals = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -322,8 +331,9 @@ def fork_child(run: Callable[[], None], *, keep: Collection[int]) -> int:
         signal.signal(
             signal.SIGINT, signal.SIG_IGN
         )  # the terminal signals all processes; the supervisor decides
-        # Other files are closed by number, and their objects are never used again: the parent's event loop shares its
-        # selector with the child, and a clean-up here would unregister the parent.
+        # Other files are closed by number, and their objects are never used again: the parent's
+        # event loop shares its selector with the child, and a clean-up here would unregister the
+        # parent.
         for name in os.listdir("/proc/self/fd"):
             if int(name) not in {0, 1, 2, *keep}:
                 with contextlib.suppress(OSError):
@@ -341,7 +351,8 @@ def fork_child(run: Callable[[], None], *, keep: Collection[int]) -> int:
 async def wait_exit(pid: int) -> None:
     """Wait until a child has ended, without reaping it.
 
-    At the lowest priority, even a killed process can take seconds to end, and the supervisor must not block.
+    At the lowest priority, even a killed process can take seconds to end, and the supervisor must
+    not block.
     """
     loop, handle, exited = asyncio.get_running_loop(), os.pidfd_open(pid), asyncio.Event()
     loop.add_reader(handle, exited.set)

@@ -1,17 +1,18 @@
 """The effective number of independent observations behind counts of requests.
 
-Canary steps on servers of onnx-ops need none of this: see `unit_evidence`. It serves what no coin is drawn anew for:
-A/B tests, which keep a user on one version, sources that count no units, and service levels, which compare with no
-other version.
+Canary steps on servers of onnx-ops need none of this: see `unit_evidence`. It serves what no coin
+is drawn anew for: A/B tests, which keep a user on one version, sources that count no units, and
+service levels, which compare with no other version.
 
-The *design effect* D is how much more counts vary than if each request were assigned, or failed, independently (Kish
-1965, Survey Sampling; for a split by users: Deng, Lu and Litz 2017, WSDM, 641-649). The log likelihood is divided by
-it, as for any overdispersed count (quasi-likelihood: Wedderburn 1974, Biometrika 61:439-447), so counts are never worth
-more than those of as many independent requests.
+The *design effect* D is how much more counts vary than if each request were assigned, or failed,
+independently (Kish 1965, Survey Sampling; for a split by users: Deng, Lu and Litz 2017, WSDM,
+641-649). The log likelihood is divided by it, as for any overdispersed count (quasi-likelihood:
+Wedderburn 1974, Biometrika 61:439-447), so counts are never worth more than those of as many
+independent requests.
 
-In an A/B test, a user's counts grow and stay on one side. The summed evidence of fixed users is then more alike from
-look to look than that of a martingale with the same variance, and crosses a boundary no more often (Slepian 1962, Bell
-Syst. Tech. J. 41:463-501).
+In an A/B test, a user's counts grow and stay on one side. The summed evidence of fixed users is
+then more alike from look to look than that of a martingale with the same variance, and crosses a
+boundary no more often (Slepian 1962, Bell Syst. Tech. J. 41:463-501).
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ independent requests for a service level."""
 def compute_block_effect(blocks: Sequence[UserBlocks]) -> float:
     """Return the design effect of events counted by block of users, one element for each version; at least 1.
 
-    With x = e - R n for each block and the pooled rate R, it is the sum of x squared over its expectation if each
-    request is a unit. A block's x is the sum of those of its users, which are independent: blocks have the variance of
-    users, and any server can continue to count them. Requests without a key are units of their own.
+    With x = e - R n for each block and the pooled rate R, it is the sum of x squared over its
+    expectation if each request is a unit. A block's x is the sum of those of its users, which are
+    independent: blocks have the variance of users, and any server can continue to count them.
+    Requests without a key are units of their own.
     """
     n, e = (
         np.array([values(one) for one in blocks], dtype=np.float64)
@@ -55,7 +57,8 @@ def compute_block_effect(blocks: Sequence[UserBlocks]) -> float:
 def count_effective_users(blocks: UserBlocks) -> float:
     """Return how many equally active users the requests of one version are worth.
 
-    (Sum of n)^2 / sum of n^2 (Kish), which is at most `USER_BLOCKS`. Each request without a key counts as one user.
+    (Sum of n)^2 / sum of n^2 (Kish), which is at most `USER_BLOCKS`. Each request without a key
+    counts as one user.
     """
     n = np.array(blocks.requests, dtype=np.float64)
     squares = (n[:-1] ** 2).sum() + n[-1:].sum()
@@ -65,7 +68,8 @@ def count_effective_users(blocks: UserBlocks) -> float:
 def compute_split_effect(blocks: Sequence[UserBlocks]) -> float:
     """Return the design effect of the split of requests by block of users, one element for each of two versions.
 
-    It is the index of dispersion of the versions' shares of each block's requests, with the observed share.
+    It is the index of dispersion of the versions' shares of each block's requests, with the
+    observed share.
     """
     n = np.array([values.requests for values in blocks], dtype=np.float64)
     total = n.sum()
@@ -87,11 +91,13 @@ def _events(blocks: UserBlocks) -> tuple[int, ...]:
 def estimate_dispersion(table: npt.ArrayLike) -> Array:
     """Estimate the design effect of counts without users; at least 1.
 
-    The candidate's events of each interval are compared with the odds ratio of all other intervals, since the ratio of
-    an interval fits its own events. This detects bursts and retries, but not users who differ for the whole rollout.
+    The candidate's events of each interval are compared with the odds ratio of all other intervals,
+    since the ratio of an interval fits its own events. This detects bursts and retries, but not
+    users who differ for the whole rollout.
 
     Args:
-        table: (..., intervals, 4): the candidate's events and requests, the stable version's events and requests.
+        table: (..., intervals, 4): the candidate's events and requests, the stable version's events
+            and requests.
     """
     rows = np.asarray(table, dtype=np.float64)
     events, canary, stable = rows[..., 0], rows[..., 1], rows[..., 3]
@@ -122,9 +128,9 @@ def estimate_dispersion(table: npt.ArrayLike) -> Array:
 def estimate_error_effect(table: npt.ArrayLike) -> Array:
     """Return the design effect of the candidate's errors for a service level; at least 1.
 
-    It is the index of dispersion of the errors over intervals, of the candidate or of both versions, whichever is
-    larger. Since outages that were not seen may still come, the requests of an interval count as at most
-    1 / `OUTAGE_SHARE`.
+    It is the index of dispersion of the errors over intervals, of the candidate or of both
+    versions, whichever is larger. Since outages that were not seen may still come, the requests of
+    an interval count as at most 1 / `OUTAGE_SHARE`.
 
     The argument is that of `estimate_dispersion`.
     """

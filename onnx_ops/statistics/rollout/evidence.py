@@ -1,26 +1,28 @@
 """Evidence that one version has more events, valid after every interval.
 
-Of the n requests of an interval the candidate answered c, and x of all n were events (errors, slow requests). Given
-these margins, the number k of events on the candidate has Fisher's noncentral hypergeometric law, whose only parameter
-is the odds ratio (Fisher 1935, J. R. Stat. Soc. 98:39-82). Neither the rate of events nor its drift enters. Where
-requests are assigned at random and the versions do not differ, it is the law of k for any cause of the events, in
-bursts or not: the assignment alone is the experiment.
+Of the n requests of an interval the candidate answered c, and x of all n were events (errors, slow
+requests). Given these margins, the number k of events on the candidate has Fisher's noncentral
+hypergeometric law, whose only parameter is the odds ratio (Fisher 1935, J. R. Stat. Soc. 98:39-82).
+Neither the rate of events nor its drift enters. Where requests are assigned at random and the
+versions do not differ, it is the law of k for any cause of the events, in bursts or not: the
+assignment alone is the experiment.
 
-An e-process starts at 1 and, under its null hypothesis, is at most 1 in expectation at any stopping time; the chance
-that it ever reaches L is at most 1/L (Ville 1939; Ramdas, Grünwald, Vovk and Shafer 2023, Statistical Science
-38:576-601). Here it is a mixture of likelihood ratios over odds ratios above the tolerated one (method of mixtures:
-Robbins 1970, Ann. Math. Stat. 41:1397-1409). The noncentral hypergeometric law has a monotone likelihood ratio, so the
-guarantee at the tolerated odds ratio holds for all below it. The log likelihood is divided by the design effect of the
-counts (see `design_effect`), which is 1 where each request is assigned independently.
+An e-process starts at 1 and, under its null hypothesis, is at most 1 in expectation at any stopping
+time; the chance that it ever reaches L is at most 1/L (Ville 1939; Ramdas, Grünwald, Vovk and
+Shafer 2023, Statistical Science 38:576-601). Here it is a mixture of likelihood ratios over odds
+ratios above the tolerated one (method of mixtures: Robbins 1970, Ann. Math. Stat. 41:1397-1409).
+The noncentral hypergeometric law has a monotone likelihood ratio, so the guarantee at the tolerated
+odds ratio holds for all below it. The log likelihood is divided by the design effect of the counts
+(see `design_effect`), which is 1 where each request is assigned independently.
 
-Evidence does not depend on the order of intervals. Merging intervals changes it, since their rates are then assumed to
-be equal; it stays valid if the split did not change between them and the merge did not depend on counts of events. More
-events on the candidate never lower it: given the margins, k grows by at most one with x (Efron 1965, Ann. Math. Stat.
-36:272-279).
+Evidence does not depend on the order of intervals. Merging intervals changes it, since their rates
+are then assumed to be equal; it stays valid if the split did not change between them and the merge
+did not depend on counts of events. More events on the candidate never lower it: given the margins,
+k grows by at most one with x (Efron 1965, Ann. Math. Stat. 36:272-279).
 
-For an error rate s, the e-process against "the rate is s or more" is a mixture of likelihood ratios of smaller rates
-to s. The rates that it does not exclude are a confidence sequence (Howard, Ramdas, McAuliffe and Sekhon 2021, Ann.
-Stat. 49:1055-1080), valid after every request.
+For an error rate s, the e-process against "the rate is s or more" is a mixture of likelihood ratios
+of smaller rates to s. The rates that it does not exclude are a confidence sequence (Howard, Ramdas,
+McAuliffe and Sekhon 2021, Ann. Stat. 49:1055-1080), valid after every request.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ _CELLS = 1 << 20
 """Numbers held in memory at once."""
 
 RISK = 0.05
-"""Chance that a candidate that is no worse is ever rolled back, over all guardrails; and of a wrong A/B decision."""
+"""Chance that a candidate that is no worse is ever rolled back, over all guardrails; and of a wrong
+A/B decision.
+"""
 
 _CONFIDENCE_GRID = np.geomspace(0.01, 100.0, 185)
 """Odds ratios of confidence sets; 5 % apart."""
@@ -65,12 +69,13 @@ def compute_log_likelihood(table: npt.ArrayLike, odds_ratios: npt.ArrayLike) -> 
     The log probabilities of independent intervals add.
 
     Args:
-        table: (..., 4) whole numbers: the candidate's events and requests, the stable version's events and requests.
+        table: (..., 4) whole numbers: the candidate's events and requests, the stable version's
+            events and requests.
         odds_ratios: (m,) positive.
 
     Returns:
-        (..., m): log P(k | odds ratio) - log P(k | 1) for each interval. Zero where only one outcome was possible,
-        as without events or with requests on one side only.
+        (..., m): log P(k | odds ratio) - log P(k | 1) for each interval. Zero where only one
+        outcome was possible, as without events or with requests on one side only.
     """
     counts = np.asarray(table, dtype=np.int64)
     logs = np.log(np.asarray(odds_ratios, dtype=np.float64))
@@ -97,8 +102,8 @@ def compute_log_likelihood(table: npt.ArrayLike, odds_ratios: npt.ArrayLike) -> 
 def _scale_down(rows: Counts) -> Counts:
     """Divide rows with so many events that their likelihood would not fit into memory.
 
-    Fewer observations with the same rates are less evidence, and a million events decide. Requests are rounded up, so
-    that they are no fewer than events.
+    Fewer observations with the same rates are less evidence, and a million events decide. Requests
+    are rounded up, so that they are no fewer than events.
     """
     scale = np.maximum(1, -(-np.minimum(rows[:, 0] + rows[:, 2], rows[:, 1]) // _CELLS))[:, None]
     return np.stack([rows[:, 0::2] // scale, -(-rows[:, 1::2] // scale)], axis=-1).reshape(-1, 4)
@@ -153,8 +158,8 @@ def compute_log10_evidence(summed: npt.ArrayLike) -> Array:
 def average_evidence(evidences: npt.ArrayLike) -> Array:
     """Return log10 of the evidence that any of several null hypotheses is false.
 
-    It is the mean, as for any e-processes (Vovk and Wang 2021, Ann. Stat. 49:1736-1754). The last axis is that of the
-    hypotheses.
+    It is the mean, as for any e-processes (Vovk and Wang 2021, Ann. Stat. 49:1736-1754). The last
+    axis is that of the hypotheses.
     """
     return log_mean_exp(np.asarray(evidences, dtype=np.float64) * math.log(10)) / math.log(10)
 
@@ -167,8 +172,8 @@ def measure_evidence(table: npt.ArrayLike, tolerated: float, effect: float = 1.0
 def bound_odds_ratio(table: npt.ArrayLike, effect: float = 1.0) -> tuple[float, float]:
     """Return 95 % bounds of the odds ratio that hold at all times together.
 
-    The set of odds ratios that a mixture over all of them does not exclude by 20:1, widened to the next points of the
-    grid. Bounds of 0.01 and 100 mean "and beyond".
+    The set of odds ratios that a mixture over all of them does not exclude by 20:1, widened to the
+    next points of the grid. Bounds of 0.01 and 100 mean "and beyond".
     """
     summed = _summed(table, _CONFIDENCE_GRID) / effect
     included = np.flatnonzero(log_mean_exp(summed) - summed < math.log(1 / RISK))
@@ -184,10 +189,12 @@ def run_split_test(
     Both directions are tested at half of `RISK`: the limit is 40:1.
 
     Args:
-        table: (intervals, 4): the candidate's successes and outcomes, the stable version's successes and outcomes.
+        table: (intervals, 4): the candidate's successes and outcomes, the stable version's
+            successes and outcomes.
 
     Returns:
-        (decision about the candidate, log10 evidence that its rate is higher, log10 evidence that it is lower).
+        (decision about the candidate, log10 evidence that its rate is higher, log10 evidence that
+        it is lower).
     """
     rows = np.asarray(table, dtype=np.int64).reshape(-1, 4)
     above, below = _summed(rows, make_alternatives(1.0, FINE_GRID)), _summed(rows, 1 / FINE_GRID)

@@ -40,7 +40,9 @@ _CHANCES = np.array([0.6, 0.7, 0.8, 0.9, 0.99])
 MISMATCH_LIMIT = 3.0
 """log10 of the evidence that pauses a rollout: a chance of 0.1 % for a correct split."""
 MISMATCH_TOLERANCE = 0.1
-"""Share of the candidate's weight by which its share of requests may be off: users are not equally active."""
+"""Share of the candidate's weight by which its share of requests may be off: users are not equally
+active.
+"""
 
 BREAKER_REQUESTS = 20
 BREAKER_SHARE = 0.5
@@ -61,19 +63,21 @@ def fix_thresholds(
 ) -> tuple[LatencyThresholds, LatencyThresholds] | tuple[None, None]:
     """Choose latency thresholds from a histogram of the stable version.
 
-    They are the bounds closest to the percentiles of `LATENCY_QUANTILES` and `LATENCY_PLACES`, and bounds higher by the
-    allowed slow-down. A candidate that is slower by less than that exceeds the second ones no more often than the
-    stable version exceeds the first ones, whatever the distribution of latencies and their common drift. Requests are
-    counted against bounds exactly, so it does no harm that a bound is not the percentile itself.
+    They are the bounds closest to the percentiles of `LATENCY_QUANTILES` and `LATENCY_PLACES`, and
+    bounds higher by the allowed slow-down. A candidate that is slower by less than that exceeds the
+    second ones no more often than the stable version exceeds the first ones, whatever the
+    distribution of latencies and their common drift. Requests are counted against bounds exactly,
+    so it does no harm that a bound is not the percentile itself.
 
     Args:
         bounds_s: upper bounds of the buckets in seconds, ascending.
         counts: requests in each bucket, and last those above all bounds; one more than bounds.
-        max_increases: how much slower the candidate may be at each of them, as a fraction, rounded to the nearest
-            bound; the `LATENCY_PLACES` may be left out.
+        max_increases: how much slower the candidate may be at each of them, as a fraction, rounded
+            to the nearest bound; the `LATENCY_PLACES` may be left out.
 
     Returns:
-        The thresholds of the stable version and of the candidate; None if there were too few requests.
+        The thresholds of the stable version and of the candidate; None if there were too few
+        requests.
     """
     if len(counts) != len(bounds_s) + 1:
         raise ValueError(f"{len(counts)} counts do not fit {len(bounds_s)} bounds")
@@ -117,9 +121,9 @@ def evaluate_cold_start(
 ) -> GuardrailResult:
     """Evaluate whether the candidate takes longer to start, once, before any traffic.
 
-    The loads of both versions alternate. A single test needs no e-process: its p-value is below 1 / L with a chance of
-    at most 1 / L, like anytime-valid evidence that reaches L. It therefore shares the family-wise error with the other
-    guardrails.
+    The loads of both versions alternate. A single test needs no e-process: its p-value is below 1 /
+    L with a chance of at most 1 / L, like anytime-valid evidence that reaches L. It therefore
+    shares the family-wise error with the other guardrails.
 
     Args:
         rail: compared with a fixed `max` if it has one, else with the stable version.
@@ -142,7 +146,10 @@ def evaluate_cold_start(
         # Exact rank sum test (Wilcoxon 1945, Biometrics Bulletin 1:80-83; Mann and Whitney 1947).
         scaled_s = [each / (1 + allowed) for each in candidate_s]
         p = float(mannwhitneyu(scaled_s, stable_s, alternative="greater", method="exact").pvalue)
-        rule = f"candidate {_range(candidate_s)}, stable {_range(stable_s)}, {100 * allowed:g} % slower is allowed"
+        rule = (
+            f"candidate {_range(candidate_s)}, stable {_range(stable_s)}, "
+            f"{100 * allowed:g} % slower is allowed"
+        )
     return GuardrailResult(
         name=rail.name,
         evidence=-math.log10(p),
@@ -163,11 +170,12 @@ def count_slower_intervals(
 ) -> tuple[int, int]:
     """Return the intervals in which the candidate was slower, and their total.
 
-    The weaker latency rule, for sources that report percentiles of each interval but count no exceedances. An interval
-    in which the candidate's percentile is more than a tenth above the stable version's is a sign against it. For a
-    candidate that is not slower, the chance of a sign is at most one half. The rule needs at least nine intervals,
-    assumes that they are independent, and detects no slow-down below a tenth. The percentile of few requests is biased:
-    intervals with fewer than `MIN_SIGN_REQUESTS` of either version do not count.
+    The weaker latency rule, for sources that report percentiles of each interval but count no
+    exceedances. An interval in which the candidate's percentile is more than a tenth above the
+    stable version's is a sign against it. For a candidate that is not slower, the chance of a sign
+    is at most one half. The rule needs at least nine intervals, assumes that they are independent,
+    and detects no slow-down below a tenth. The percentile of few requests is biased: intervals with
+    fewer than `MIN_SIGN_REQUESTS` of either version do not count.
     """
     slower = compared = 0
     for interval in intervals:
@@ -194,10 +202,11 @@ def evaluate_ends(
 ) -> GuardrailResult | None:
     """Evaluate whether servers end more often than with the stable version alone; None if none ended.
 
-    A server that ends takes both versions with it, so that the traffic split says nothing about it. Where ends are a
-    Poisson process of one rate, those of k that fall into this rollout are binomial, with its share of the time. The
-    evidence is that law's likelihood ratio, averaged over `GRID`. It is looked at after each end, for which a higher
-    limit makes up: simulated, it is reached in 0.1 % of rollouts at most, whatever the rate and the time before.
+    A server that ends takes both versions with it, so that the traffic split says nothing about it.
+    Where ends are a Poisson process of one rate, those of k that fall into this rollout are
+    binomial, with its share of the time. The evidence is that law's likelihood ratio, averaged over
+    `GRID`. It is looked at after each end, for which a higher limit makes up: simulated, it is
+    reached in 0.1 % of rollouts at most, whatever the rate and the time before.
     """
     ends_before, ends_now = (sum(each.ends for each in part) for part in (before, now))
     if not ends_now:
@@ -215,8 +224,9 @@ def evaluate_ends(
         name="ends",
         evidence=float(log_mean_exp(logs)) / math.log(10),
         limit=ENDS_LIMIT,
-        rule=f"{ends_now} ends of servers without a last report in {_format_time(now_s)} of this rollout: {servers}; "
-        f"{ends_before} in {_format_time(before_s)} with the stable version alone",
+        rule=f"{ends_now} ends of servers without a last report in {_format_time(now_s)} of this "
+        f"rollout: {servers}; {ends_before} in {_format_time(before_s)} with the stable "
+        "version alone",
     )
 
 
@@ -232,10 +242,11 @@ def compute_mismatch_evidence(
 ) -> Array:
     """Return log10 evidence that the candidate's share of requests is wrong.
 
-    It is wrong if it is not within a tenth of the candidate's weight. Beta-binomial mixture over the binomial that fits
-    best within the tolerance; dividing by the best fit keeps the evidence valid for each split in it (universal
-    inference: Wasserman, Ramdas and Balakrishnan 2020, PNAS 117:16880-16890). The arguments broadcast; percent lies
-    strictly between 0 and 100; effect is that of the requests (`design_effect.compute_split_effect`); units have none.
+    It is wrong if it is not within a tenth of the candidate's weight. Beta-binomial mixture over
+    the binomial that fits best within the tolerance; dividing by the best fit keeps the evidence
+    valid for each split in it (universal inference: Wasserman, Ramdas and Balakrishnan 2020, PNAS
+    117:16880-16890). The arguments broadcast; percent lies strictly between 0 and 100; effect is
+    that of the requests (`design_effect.compute_split_effect`); units have none.
     """
     k = np.asarray(canary, dtype=np.float64)
     n = np.asarray(requests, dtype=np.float64)
@@ -261,8 +272,8 @@ def is_grossly_failing(
 def is_refusing(canary: tuple[int, int], stable: tuple[int, int]) -> bool:
     """Return whether the candidate refuses requests that the stable version accepts.
 
-    Each side: refused, requests. Evidence that grows with each request would mistake a burst of wrong requests of one
-    client, which all go to the same version, for the candidate's fault.
+    Each side: refused, requests. Evidence that grows with each request would mistake a burst of
+    wrong requests of one client, which all go to the same version, for the candidate's fault.
     """
     return _exceeds(canary, stable, REFUSED_REQUESTS, REFUSED_SHARE)
 

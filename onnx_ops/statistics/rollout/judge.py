@@ -206,7 +206,8 @@ def _trace_guardrail(name: str, points: Sequence[AnalysisResult], limit: float) 
 def _measure_place(place: str, tolerated: float, observations: Observations) -> tuple[float, float]:
     """Return log10 of the evidence of the whole rollout, and the design effect of the counts that need one.
 
-    Evidence of units and that of an A/B test after them multiply: the latter is an e-process given the former.
+    Evidence of units and that of an A/B test after them multiply: the latter is an e-process given
+    the former.
     """
     evidence, effect = measure_unit_evidence(observations.drawn, place, tolerated), 1.0
     steps = {split.step for split in observations.drawn}
@@ -274,7 +275,8 @@ def _evaluate_shadow(copies: ShadowCounts, trial: ShadowTrial, limit: float) -> 
         limit=limit,
         compared=copies.seen,
         required=trial.min_requests,
-        rule=f"{copies.differing} of {copies.compared} differ, {copies.failed} failed, {100 * share:g} % may",
+        rule=f"{copies.differing} of {copies.compared} differ, "
+        f"{copies.failed} failed, {100 * share:g} % may",
     )
 
 
@@ -307,8 +309,8 @@ def _find_few_units(observations: Observations, step: PlannedStep, policy: Rollo
     place = min(counted, key=lambda place: counted[place])
     if counted[place] < policy.min_units:
         return (
-            f"{place} has {counted[place]} of {policy.min_units} independent units of the candidate "
-            "(a user in an epoch, or a request without a key)"
+            f"{place} has {counted[place]} of {policy.min_units} independent units of the "
+            "candidate (a user in an epoch, or a request without a key)"
         )
     return ""
 
@@ -330,7 +332,10 @@ def _count_users(observations: Observations, place: str) -> float:
 
 def _explain_few_users(users: float, policy: RolloutPolicy) -> str:
     if not users:
-        return f"at least one version has no results yet, and those of {policy.min_units} users of each are needed"
+        return (
+            f"at least one version has no results yet, and those of {policy.min_units} users of "
+            "each are needed"
+        )
     missing = math.ceil(policy.min_units - users)
     return (
         f"the results of each version come from {users:.0f} equally active users or more, "
@@ -368,7 +373,10 @@ def _explain_uncertified(
     if bool(ev.is_rate_certified(bad, total, share, effect)):
         return ""
     shown = ev.bound_error_rate(bad, total, effect)
-    return f"{bad} of {total} {what}, which shows a {noun} below {100 * shown:.3g} %, not below {100 * share:g} %"
+    return (
+        f"{bad} of {total} {what}, which shows a {noun} below {100 * shown:.3g} %, "
+        f"not below {100 * share:g} %"
+    )
 
 
 def _find_mismatch(
@@ -462,7 +470,8 @@ def _describe_failure(observations: Observations, here: Sequence[ObservationInte
 def _describe_failing_units(observations: Observations) -> str:
     """Describe a gross failure by units, those of the epoch in progress included; empty if there is none.
 
-    Evidence is not valid within an epoch, where the same coins are looked at again. A higher limit makes up for it.
+    Evidence is not valid within an epoch, where the same coins are looked at again. A higher limit
+    makes up for it.
     """
     latest, splits = observations.open_epoch, list(observations.drawn)
     if latest is not None:
@@ -481,8 +490,9 @@ def _describe_failing_units(observations: Observations) -> str:
             continue
         if measure_unit_evidence(splits, place, 1.0) >= BREAKER_LIMIT:
             return (
-                f"gross failure: {100 * mine:.0f} % of requests {what} in {counts[0].sum():.0f} units of the "
-                f"candidate, {100 * theirs:.2g} % in {counts[1].sum():.0f} of the stable version -> ROLL BACK"
+                f"gross failure: {100 * mine:.0f} % of requests {what} in {counts[0].sum():.0f} "
+                f"units of the candidate, {100 * theirs:.2g} % in {counts[1].sum():.0f} of the "
+                "stable version -> ROLL BACK"
             )
     return ""
 
@@ -507,7 +517,10 @@ def describe_policy(policy: RolloutPolicy, capabilities: frozenset[str]) -> Iter
     if policy.shadow:
         rate = policy.shadow.max_differing
         needed = max(policy.shadow.min_requests, ev.compute_clean_requests(rate))
-        yield f"shadow: to show that less than {100 * rate:g}% of answers differ takes {needed:,} equal answers"
+        yield (
+            f"shadow: to show that less than {100 * rate:g}% of answers differ takes {needed:,} "
+            "equal answers"
+        )
     for step in policy.planned():
         if policy.slo and step.kind in ("canary", "ab_test"):
             rate = policy.slo.error_rate
@@ -515,12 +528,16 @@ def describe_policy(policy: RolloutPolicy, capabilities: frozenset[str]) -> Iter
             in_all = math.ceil(100 * max(clean, step.minimum) / step.percent)
             intervals = _compute_fewest_intervals(rate)
             yield (
-                f"step {step.percent}%: to show an error rate below {100 * rate:g}% takes {clean:,} error-free "
-                f"requests to the candidate in at least {intervals:,} intervals of a minute; with min_requests "
-                f"{step.minimum:,} that is about {in_all:,} in total"
+                f"step {step.percent}%: to show an error rate below {100 * rate:g}% takes "
+                f"{clean:,} error-free requests to the candidate in at least {intervals:,} "
+                f"intervals of a minute; with min_requests {step.minimum:,} that is about "
+                f"{in_all:,} in total"
             )
     if (
         any(rail.name != "errors" for rail in policy.guardrails)
         and "exceedances" not in capabilities
     ):
-        yield "latency is judged by percentiles: the provider does not count requests over a threshold"
+        yield (
+            "latency is judged by percentiles: the provider does not count requests over a "
+            "threshold"
+        )

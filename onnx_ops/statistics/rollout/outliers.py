@@ -1,9 +1,10 @@
 """Servers of one endpoint whose share of bad requests differs from that of the other servers.
 
-Such a server is a broken machine, or reports invented counts. Each server is compared with the rest, in both
-directions, by the evidence of `evidence` against an odds ratio of at most `TOLERATED_RATIO`. Each generation of the
-routing table is an interval, so that servers are compared over the same time as far as the counts show it. Units are
-requests: one user whose requests all reach one server can make it an outlier. So the result is a hint.
+Such a server is a broken machine, or reports invented counts. Each server is compared with the
+rest, in both directions, by the evidence of `evidence` against an odds ratio of at most
+`TOLERATED_RATIO`. Each generation of the routing table is an interval, so that servers are compared
+over the same time as far as the counts show it. Units are requests: one user whose requests all
+reach one server can make it an outlier. So the result is a hint.
 """
 
 from __future__ import annotations
@@ -29,9 +30,13 @@ from onnx_ops.statistics.rollout.evidence import (
 TOLERATED_RATIO = 2.0
 """Odds ratio up to which servers count as alike: machines and their clients differ a little."""
 OUTLIER_LIMIT = 6.0
-"""log10 of the evidence for one comparison. It is looked at often, and each further comparison raises it."""
+"""log10 of the evidence for one comparison. It is looked at often, and each further comparison
+raises it.
+"""
 MAX_OUTLIERS = 8
-"""Outliers of one deployment and place. If more servers differ, there is no common share to differ from."""
+"""Outliers of one deployment and place. If more servers differ, there is no common share to differ
+from.
+"""
 
 _PLACES: tuple[Literal["errors", "slow"], ...] = ("errors", "slow")
 _MAX_REQUESTS = 1 << 40
@@ -48,9 +53,10 @@ _Tallies: TypeAlias = Mapping[str, Mapping[int, RequestCounts]]
 def find_outliers(counts: Iterable[GenerationCounts]) -> tuple[ServerOutlier, ...]:
     """Return the servers that differ from the others by more than chance, by deployment and place.
 
-    If all servers differ by at most `TOLERATED_RATIO`, and requests are independent, the chance that any is returned is
-    at most 1e-6 at each look. The counts of several starts of a server are added. Counts without the name of a server,
-    and those that cannot be counts of requests, are ignored.
+    If all servers differ by at most `TOLERATED_RATIO`, and requests are independent, the chance
+    that any is returned is at most 1e-6 at each look. The counts of several starts of a server are
+    added. Counts without the name of a server, and those that cannot be counts of requests, are
+    ignored.
     """
     comparisons = [
         (deployment, place, *_tabulate(by_server, place))
@@ -115,8 +121,8 @@ def _select(
 ) -> Iterator[tuple[str, tuple[int, int], tuple[int, int], float]]:
     """Yield the servers that differ most from the rest, each with its counts, those of the rest, and the evidence.
 
-    Higher shares come first: a broken server makes the others look too good. One that was found is left out of the
-    rest.
+    Higher shares come first: a broken server makes the others look too good. One that was found is
+    left out of the rest.
     """
     left = np.arange(len(servers))
     while len(left) > max(1, len(servers) - MAX_OUTLIERS):
@@ -154,7 +160,8 @@ def _sum_pair(rows: _Counts) -> tuple[int, int]:
 def _measure(mine: _Counts, others: _Counts) -> Array:
     """Return log10 of the evidence that the share of bad requests is higher in `mine`, for each server.
 
-    It is the mean of the evidence of each generation and of all together: a machine can break at any time.
+    It is the mean of the evidence of each generation and of all together: a machine can break at
+    any time.
     """
     evidence = np.full(len(mine), -np.inf)
     chosen = np.flatnonzero(_can_be_higher(mine, others))
@@ -169,8 +176,8 @@ def _measure(mine: _Counts, others: _Counts) -> Array:
 def _can_be_higher(mine: _Counts, others: _Counts) -> npt.NDArray[np.bool_]:
     """Return for which servers evidence can reach the limit, which is far cheaper than the evidence.
 
-    The likelihood favours none of the alternatives where no odds ratio is above the tolerated one, and at most the
-    largest of them by each bad request.
+    The likelihood favours none of the alternatives where no odds ratio is above the tolerated one,
+    and at most the largest of them by each bad request.
     """
     bad, requests = np.moveaxis(mine.astype(np.float64), -1, 0)
     others_bad, others_requests = np.moveaxis(others.astype(np.float64), -1, 0)

@@ -1,22 +1,26 @@
 """Evidence from units whose version is drawn anew in each epoch, valid at the end of every epoch.
 
-In a canary step, a coin decides which version serves a unit: a cell of users in one epoch, or a request without a key.
-The coin is the only thing that is random here; users, bursts, outages and drift may be anything. A unit has a badness
-y in [0, 1], the share of its requests that were events. Under the null hypothesis, no unit is made worse by the
-candidate than tau times: y1 <= tau * y0, where y1 and y0 are its badness under either version.
+In a canary step, a coin decides which version serves a unit: a cell of users in one epoch, or a
+request without a key. The coin is the only thing that is random here; users, bursts, outages and
+drift may be anything. A unit has a badness y in [0, 1], the share of its requests that were events.
+Under the null hypothesis, no unit is made worse by the candidate than tau times: y1 <= tau * y0,
+where y1 and y0 are its badness under either version.
 
-With the candidate's share p, the coin Z (1: candidate), an increasing score h with h(0) = 0, and a fixed center m,
+With the candidate's share p, the coin Z (1: candidate), an increasing score h with h(0) = 0, and a
+fixed center m,
 
     1 + lambda * ((h(y1) / tau - m) * (1 - p) * Z - (h(y0) - m) * p * (1 - Z))
 
-has a mean of at most 1, since the two cases weigh p (1 - p) each. The product over units is therefore an e-process at
-the ends of epochs, and reaches L with a chance of at most 1 / L (Ville 1939). It is the wealth of a gambler who bets
-on the coins (testing by betting: Shafer 2021, J. R. Stat. Soc. A 184:407-431; bounded variables: Waudby-Smith and
-Ramdas 2024, J. R. Stat. Soc. B 86:1-27; randomization as the only assumption: Fisher 1935, The Design of Experiments).
-No variance is estimated, so nothing that happens to one user can hide what happens to others, and one more failure
-under the candidate only raises the evidence.
+has a mean of at most 1, since the two cases weigh p (1 - p) each. The product over units is
+therefore an e-process at the ends of epochs, and reaches L with a chance of at most 1 / L (Ville
+1939). It is the wealth of a gambler who bets on the coins (testing by betting: Shafer 2021, J. R.
+Stat. Soc. A 184:407-431; bounded variables: Waudby-Smith and Ramdas 2024, J. R. Stat. Soc. B
+86:1-27; randomization as the only assumption: Fisher 1935, The Design of Experiments). No variance
+is estimated, so nothing that happens to one user can hide what happens to others, and one more
+failure under the candidate only raises the evidence.
 
-The evidence is the mean wealth of gamblers with different lambda, h and m, which is an e-process, too.
+The evidence is the mean wealth of gamblers with different lambda, h and m, which is an e-process,
+too.
 """
 
 from __future__ import annotations
@@ -36,7 +40,9 @@ from onnx_ops.statistics.rollout.guardrails import MISMATCH_LIMIT, compute_misma
 RATIOS = (1.2, 1.5, 2.0, 3.0, 5.0, 8.0, 15.0, 40.0, 200.0)
 """Ratios of the rates of events that the gamblers expect, as multiples of the tolerated one."""
 CLIPS = (1.0, 0.25, 0.0)
-"""Scores h(y) = min(1, y / clip): the share of events, a mean between both, and whether there was any."""
+"""Scores h(y) = min(1, y / clip): the share of events, a mean between both, and whether there was
+any.
+"""
 _BOLDEST = 0.97
 """Share of the wealth that a gambler risks at most on one coin."""
 _EDGES = np.array(BADNESS_EDGES)
@@ -45,8 +51,8 @@ _EDGES = np.array(BADNESS_EDGES)
 def choose_centers(place: str) -> tuple[float, ...]:
     """Return the centers m of a place: 0, and for latency the share of slow requests of the stable version.
 
-    Units around the center hardly move the evidence, so that common events (half of all requests exceed the median) add
-    little noise. Evidence is valid for any fixed center.
+    Units around the center hardly move the evidence, so that common events (half of all requests
+    exceed the median) add little noise. Evidence is valid for any fixed center.
     """
     quantile = {**LATENCY_QUANTILES, **LATENCY_PLACES}.get(place)
     return (0.0,) if quantile is None else (0.0, 1.0 - quantile)
@@ -62,16 +68,19 @@ def make_log_factors(percent: int, tolerated: float, centers: tuple[float, ...])
         centers: values of m.
 
     Returns:
-        (gamblers, 2, bins): for a unit of the candidate and one of the stable version, by bin of badness.
+        (gamblers, 2, bins): for a unit of the candidate and one of the stable version, by bin of
+        badness.
     """
     p, gamblers = percent / 100, []
     for clip in CLIPS:
         score = np.minimum(1.0, _EDGES / clip) if clip else (_EDGES > 0).astype(np.float64)
         for center in centers:
-            # The factors of the worst unit of the stable version and the best one of the candidate stay positive.
+            # The factors of the worst unit of the stable version and the best one of the candidate
+            # stay positive.
             limit = min(1 / (p * (1 - center)), 1 / ((1 - p) * center) if center else math.inf)
             for ratio in RATIOS:
-                # Kelly's bet where the candidate has `ratio` times as many events as the stable version.
+                # Kelly's bet where the candidate has `ratio` times as many events as the stable
+                # version.
                 bet = min((ratio - 1) / (p * ratio + 1 - p), _BOLDEST * limit)
                 candidate = np.log1p(bet * (1 - p) * (score / tolerated - center))
                 gamblers.append(np.stack([candidate, np.log1p(-bet * p * (score - center))]))
@@ -81,8 +90,8 @@ def make_log_factors(percent: int, tolerated: float, centers: tuple[float, ...])
 def choose_percent(place: str, percents: Counts) -> Counts:
     """Return the candidate's shares of the units that a place compares.
 
-    Latency is compared between the version with less traffic and as many cells of the other one, whose requests the
-    control replica answers.
+    Latency is compared between the version with less traffic and as many cells of the other one,
+    whose requests the control replica answers.
     """
     return percents if place in ("errors", "refused") else np.full_like(percents, 50)
 
@@ -92,8 +101,8 @@ def sum_log_factors(
 ) -> Array:
     """Return the log of what units multiply each gambler's wealth by.
 
-    Where units show that the split is not the requested one, the coin is the one that they show: a split that went
-    wrong is no fault of the candidate.
+    Where units show that the split is not the requested one, the coin is the one that they show: a
+    split that went wrong is no fault of the candidate.
 
     Args:
         counts: (n, 2, bins) units of the candidate and the stable version by bin of badness.

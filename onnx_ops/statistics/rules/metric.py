@@ -39,18 +39,23 @@ _P_VALUES = 4
 """Schema of evidence that introduced p-values in results; older evidence is judged without them."""
 
 _EVEN_ROWS = 75
-"""Least effective rows (or groups) for a PASS of an absolute limit on an error; chosen by simulation."""
+"""Least effective rows (or groups) for a PASS of an absolute limit on an error; chosen by
+simulation.
+"""
 
 _CONCENTRATED = 1 / 8
-"""Share of the rows: rows are named when fewer equally bad ones carry the error; about 1/3 for normal errors."""
+"""Share of the rows: rows are named when fewer equally bad ones carry the error; about 1/3 for
+normal errors.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricLimit:
     """One limit of a metric gate.
 
-    Limits of a change are compared with an interval of the change: `max_drop` of candidate minus baseline,
-    `max_increase` of candidate over baseline, minus 1. `plain`: values have the label's unit.
+    Limits of a change are compared with an interval of the change: `max_drop` of candidate minus
+    baseline, `max_increase` of candidate over baseline, minus 1. `plain`: values have the label's
+    unit.
     """
 
     kind: Literal["max_drop", "max_increase", "min", "max"]
@@ -165,8 +170,9 @@ def judge_independence(gates: Sequence[Gate], evidence: Evidence) -> Iterator[Ga
             metric=INDEPENDENCE,
             limit="",
             verdict=Verdict.INCONCLUSIVE,
-            reason=f"rows may belong together: {'; '.join(evidence.grouped)}. If they do, intervals are too narrow: "
-            "name the array of groups with `group:` in the data set",
+            reason=f"rows may belong together: {'; '.join(evidence.grouped)}. If they do, "
+            "intervals are too narrow: name the array of groups with `group:` in the data "
+            "set",
             advisory=True,
         )
 
@@ -342,7 +348,10 @@ def _find_score_problem(score: ScoreComparison) -> str:
 def _explain(
     name: str, limit: MetricLimit, entry: _Entry, interval: Interval, verdict: Verdict
 ) -> str:
-    reason = f"{_describe_interval(name, limit, entry, interval)}, limit {limit.format(limit.bound)}, n = {entry.n}"
+    reason = (
+        f"{_describe_interval(name, limit, entry, interval)}, limit {limit.format(limit.bound)}, "
+        f"n = {entry.n}"
+    )
     if entry.groups:
         reason += f" in {entry.groups} groups"
     if limit.of_change and interval.is_point:
@@ -372,7 +381,10 @@ def _explain_indecision(limit: MetricLimit, entry: _Entry, interval: Interval) -
     if isinstance(entry, ScoreComparison):
         reason += _explain_few_rows(limit, entry)
         if limit.of_change and interval.estimate == 0:
-            reason += "; no change was seen, but unseen rows leave room for one: add rows, of the rarest class first"
+            reason += (
+                "; no change was seen, but unseen rows leave room for one: add rows, "
+                "of the rarest class first"
+            )
     advice = advise_sample_size(entry.n)
     return f"{reason}; {advice}" if advice else reason
 
@@ -394,7 +406,10 @@ def _explain_few_rows(limit: MetricLimit, entry: ScoreComparison) -> str:
     if entry.effective is None or not entry.heavy:
         return ""
     if entry.effective < _CONCENTRATED * units or (not limit.of_change and _is_uneven(entry)):
-        return f"; few rows carry the error ({entry.effective:.0f} of {units} count){_name_heavy_rows(entry)}"
+        return (
+            f"; few rows carry the error ({entry.effective:.0f} of {units} "
+            f"count){_name_heavy_rows(entry)}"
+        )
     return ""
 
 

@@ -39,7 +39,9 @@ from onnx_ops.statistics.rules.parity_rules import (
 
 COMPENSATED = 0.95
 """Squared error of a layer's answers over that of plain rounding, below which a weight was moved on purpose. GPTQ-like
-rounding gave .02 to .73 in 25 layers, faults of the same size .99 and more: `benchmarks.truth.quantization`."""
+rounding gave .02 to .73 in 25 layers, faults of the same size .99 and more:
+`benchmarks.truth.quantization`.
+"""
 
 FURTHEST = 4.0
 """Steps that such a weight may move. It bounds errors that real rows do not show, of inputs that are 0 in all of
@@ -47,7 +49,9 @@ them."""
 
 NEARLY_ROUNDED = (0.65, 1.15)
 """Steps, and squared error over that of plain rounding, up to which a weight counts as rounded with a scale of another
-criterion, as k-quants are. A level that is off by one is up to 1.5 steps away; planted faults gave 1.3 and more."""
+criterion, as k-quants are. A level that is off by one is up to 1.5 steps away; planted faults gave
+1.3 and more.
+"""
 
 SATURATION_WARNING = 0.03
 """Share of saturated values that is reported, though it does not fail."""
@@ -142,7 +146,10 @@ def _describe_limit(m: ParityMeasurement, gate: ParityGate) -> str:
     if not m.scale or not m.noise:
         return limit
     smallest = m.noise * gate.noise_factor
-    return f"{limit}, smallest visible error {as_percent(smallest / m.scale)} of the largest answer {m.scale:.3g}"
+    return (
+        f"{limit}, smallest visible error {as_percent(smallest / m.scale)} of the largest answer "
+        f"{m.scale:.3g}"
+    )
 
 
 def _describe_explained(measurements: Sequence[ParityMeasurement]) -> str:
@@ -189,7 +196,10 @@ def _judge_weights(gate: ParityGate, evidence: Evidence) -> GateResult:
     worst = max(evidence.weights, key=lambda w: (not _is_rounded(w, gate), w.steps, w.tensor))
     answers = ""
     if worst.steps > gate.weight_steps and worst.output_error is not None:
-        answers = f", and its layer's answers on real rows have {worst.output_error:.3g}x the squared error of plain rounding"
+        answers = (
+            f", and its layer's answers on real rows have {worst.output_error:.3g}x the squared "
+            "error of plain rounding"
+        )
         if not _is_rounded(worst, gate):
             steps, error = NEARLY_ROUNDED
             answers += (
@@ -208,8 +218,8 @@ def _judge_weights(gate: ParityGate, evidence: Evidence) -> GateResult:
 def _is_rounded(weight: WeightMeasurement, gate: ParityGate) -> bool:
     """Return whether a weight was rounded, or moved further so that errors compensate, as GPTQ does.
 
-    No fault brings a layer's answers closer to the float export's than plain rounding does. A bias that does so is
-    corrected, however far it moves: it adds to every row alike.
+    No fault brings a layer's answers closer to the float export's than plain rounding does. A bias
+    that does so is corrected, however far it moves: it adds to every row alike.
     """
     steps, error = NEARLY_ROUNDED
     is_near = (
@@ -263,8 +273,8 @@ def _judge_noise(gate: ParityGate, measured: Sequence[ActivationMeasurement]) ->
     worst = max(measured, key=lambda a: (a.noise, a.tensor))
     return ACTIVATIONS.make_result(
         gate,
-        f"activation {worst.tensor!r} is read back up to {worst.noise:.3g}x step/√12 from what was written, "
-        f"limit {gate.activation_noise:.4g}x, {len(measured)} activations",
+        f"activation {worst.tensor!r} is read back up to {worst.noise:.3g}x step/√12 from what "
+        f"was written, limit {gate.activation_noise:.4g}x, {len(measured)} activations",
         estimate=worst.noise,
         n=sum(a.values for a in measured),
     )
@@ -279,8 +289,8 @@ def _judge_saturation(gate: ParityGate, measured: Sequence[ActivationMeasurement
         )
     return SATURATION.make_result(
         gate,
-        f"{as_percent(worst.saturated)} of activation {worst.tensor!r} lie outside its quantized range, "
-        f"limit {as_percent(gate.saturation)}, {len(measured)} activations{note}",
+        f"{as_percent(worst.saturated)} of activation {worst.tensor!r} lie outside its quantized "
+        f"range, limit {as_percent(gate.saturation)}, {len(measured)} activations{note}",
         estimate=worst.saturated,
         n=worst.values,
     )
@@ -296,8 +306,8 @@ def _judge_clipping(
     fits = clipping <= gate.clipping
     yield CLIPPING.make_result(
         gate,
-        f"the range of activation {tensor!r} cuts off {clipping:.3g}x the energy that rounding loses, "
-        f"limit {gate.clipping:.4g}x, {len(clippings)} activations"
+        f"the range of activation {tensor!r} cuts off {clipping:.3g}x the energy that rounding "
+        f"loses, limit {gate.clipping:.4g}x, {len(clippings)} activations"
         + ("" if fits else "; too narrow: calibrate with more rows, or with another method"),
         estimate=clipping,
         n=sum(a.values for a in measured),
@@ -320,12 +330,13 @@ def _judge_ranges(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
     fits = stretch <= gate.stretch
     yield RANGES.make_result(
         gate,
-        f"the range of {tensor} reaches {stretch:.3g}x as far as its values, limit {gate.stretch:.4g}x, "
-        f"{len(ranges)} ranges"
+        f"the range of {tensor} reaches {stretch:.3g}x as far as its values, "
+        f"limit {gate.stretch:.4g}x, {len(ranges)} ranges"
         + (
             ""
             if fits
-            else "; too wide, its steps are that much coarser: calibrate with rows like those of use"
+            else "; too wide, its steps are that much coarser: calibrate with rows like those of "
+            "use"
         ),
         estimate=stretch,
         n=len(ranges),
@@ -365,20 +376,26 @@ def judge_source(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
             if len(evidence.unused_inputs) > _NAMED
             else ""
         )
-        reason = f"no answer to the compared rows depends on {names}{more}: leave it out, or look for a wrong name"
+        reason = (
+            f"no answer to the compared rows depends on {names}{more}: leave it out, "
+            "or look for a wrong name"
+        )
         yield UNUSED_INPUTS.make_result(gate, join_lines(reason), passes=True)
     source = evidence.source
     if source is not None and source.nan == "refused":  # no ONNX file does so automatically
-        reason = "the source refuses NaN, so that there is no answer to compare with: an endpoint must refuse it too"
+        reason = (
+            "the source refuses NaN, so that there is no answer to compare with: "
+            "an endpoint must refuse it too"
+        )
         yield NAN.make_result(gate, reason, passes=True)
     if source is None or not source.samples:
         return
     detected = 1 - (1 - _RARE) ** source.rows
     yield ROWS.make_result(
         gate,
-        f"the source is slow: it answered {source.rows} of {source.samples} rows; a difference in "
-        f"{as_percent(_RARE)} of all rows is seen with a chance of {as_percent(round(detected, 2))} "
-        f"(`validate: {{source_time: …}}` allows more)",
+        f"the source is slow: it answered {source.rows} of {source.samples} rows; "
+        f"a difference in {as_percent(_RARE)} of all rows is seen with a chance of "
+        f"{as_percent(round(detected, 2))} (`validate: {{source_time: …}}` allows more)",
         passes=True,
         n=source.rows,
     )
@@ -398,8 +415,9 @@ def judge_invariance(gate: ParityGate, evidence: Evidence) -> Iterator[GateResul
         return
     worst = max(measured, key=lambda m: (m.ratio, m.error, m.output))
     figures = (
-        f"max |Δ| {worst.error:.3g} in output {worst.output!r} is {worst.ratio:.3g}x the source's noise, "
-        f"{_describe_changed_classes(measured)}{rows} rows in one batch and one by one"
+        f"max |Δ| {worst.error:.3g} in output {worst.output!r} is {worst.ratio:.3g}x the "
+        f"source's noise, {_describe_changed_classes(measured)}{rows} rows in one batch and one "
+        "by one"
     )
     reason = f"answers do not depend on the batch's composition: {figures}"
     if worst.ratio > gate.noise_factor:

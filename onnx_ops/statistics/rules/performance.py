@@ -301,8 +301,9 @@ def _judge_median(
         return make_unmeasured(gate, figure, f"≤ {text(limit)}", advisory=advisory)
     center = compare_quantile(samples, 0.5, limit)
     reason = (
-        f"median {figure} {text(center.estimate)} [{text(center.low)}, {text(center.high)}], limit {text(limit)}, "
-        f"{center.n} fresh processes, from {text(min(samples))} to {text(max(samples))}"
+        f"median {figure} {text(center.estimate)} [{text(center.low)}, "
+        f"{text(center.high)}], limit {text(limit)}, {center.n} fresh processes, "
+        f"from {text(min(samples))} to {text(max(samples))}"
     )
     return _make_result(
         gate,

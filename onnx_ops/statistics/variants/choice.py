@@ -65,9 +65,9 @@ class _Candidate:
 def choose(decisions: Sequence[Decision], policy: TargetObjective = LATENCY) -> Choice:
     """Choose the passing variant to serve on one target, by the objective.
 
-    Where latency or cost is preferred, a passing fp32 stays unless a variant beats it with confidence. Variants whose
-    intervals overlap that of the best are tied with it; of these the one with the fewest bytes is chosen, then the
-    first in the order of the pipeline file.
+    Where latency or cost is preferred, a passing fp32 stays unless a variant beats it with
+    confidence. Variants whose intervals overlap that of the best are tied with it; of these the one
+    with the fewest bytes is chosen, then the first in the order of the pipeline file.
     """
     target = _get_target(decisions)
     decided, undecided = _correct_for_family(decisions)
@@ -181,8 +181,9 @@ def _describe_tie(chosen: _Candidate, others: Sequence[_Candidate]) -> str:
 def _correct_for_family(decisions: Sequence[Decision]) -> tuple[list[Decision], dict[str, float]]:
     """Return the decisions that also pass as one of several, and the levels of those that do not.
 
-    Of six variants exactly at the limit one passes by chance in a quarter of all releases. Their p-values are therefore
-    compared with the limits of Holm 1979 (Scandinavian Journal of Statistics 6:65-70).
+    Of six variants exactly at the limit one passes by chance in a quarter of all releases. Their
+    p-values are therefore compared with the limits of Holm 1979 (Scandinavian Journal of Statistics
+    6:65-70).
     """
     p_values = _collect_family(decisions)
     family = sorted(
@@ -201,8 +202,8 @@ def _correct_for_family(decisions: Sequence[Decision]) -> tuple[list[Decision], 
 def _collect_family(decisions: Sequence[Decision]) -> dict[str, float]:
     """Return the largest p-value of each variant's enforced gates.
 
-    A passing export is left out: it comes first, at the full level, since the others are derived from it. One that does
-    not pass is one of the family.
+    A passing export is left out: it comes first, at the full level, since the others are derived
+    from it. One that does not pass is one of the family.
     """
     p_values: dict[str, float] = {}
     for decision in decisions:
@@ -236,7 +237,8 @@ def estimate_prospects(result: GateResult, tried: int) -> tuple[float, float, fl
     None for a result that is not about a change, or whose change is exact.
 
     Returns:
-        (chance that a variant without a change passes as one of `tried`, the same chance for a change of twice the
+        (chance that a variant without a change passes as one of `tried`, the same chance for a
+        change of twice the
             limit, chance that the latter fails).
     """
     if (
@@ -262,8 +264,9 @@ def estimate_prospects(result: GateResult, tried: int) -> tuple[float, float, fl
 def _describe_undecided(undecided: Mapping[str, float]) -> str:
     passes = "passes" if len(undecided) == 1 else "pass"
     return (
-        f"{', '.join(undecided)} {passes} the metric gate alone, but one of so many variants passes by chance "
-        f"too often (p ≤ {min(undecided.values()):.2g} is required): more rows decide it"
+        f"{', '.join(undecided)} {passes} the metric gate alone, "
+        "but one of so many variants passes by chance too often (p ≤ "
+        f"{min(undecided.values()):.2g} is required): more rows decide it"
     )
 
 
@@ -307,11 +310,17 @@ def _describe_choice(
         return f"{name} passes; {policy.objective} was not measured{alone}"
     match policy.objective:
         case "size":
-            return f"{name} passes, and of what passes it is the smallest, {chosen.bytes / 1e3:.4g} kB{alone}"
+            return (
+                f"{name} passes, and of what passes it is the smallest, "
+                f"{chosen.bytes / 1e3:.4g} kB{alone}"
+            )
         case "accuracy":
             return f"{name} passes {_describe_accuracy(chosen)}{alone}"
         case "cost":
-            return f"{name} passes, {_describe_cost(chosen, policy, loaded=loaded)}{_describe_ratio(chosen)}{alone}"
+            return (
+                f"{name} passes, "
+                f"{_describe_cost(chosen, policy, loaded=loaded)}{_describe_ratio(chosen)}{alone}"
+            )
         case _:
             return f"{name} passes{_describe_ratio(chosen)}{alone}"
 
@@ -347,11 +356,12 @@ def choose_scheduling(
 ) -> tuple[int, bool]:
     """Return how many requests a server should run at once (0: as many as it can), and whether in batches.
 
-    Among the configurations that are as fast as the fastest one, the one with the most threads is chosen: a thread
-    reads and answers requests while the others run, which is not measured.
+    Among the configurations that are as fast as the fastest one, the one with the most threads is
+    chosen: a thread reads and answers requests while the others run, which is not measured.
 
     Args:
-        measured: empty if the server runs the model on its event loop, or if it could not be measured.
+        measured: empty if the server runs the model on its event loop, or if it could not be
+            measured.
         independent: whether outputs do not depend on the other rows of a batch.
     """
     if not measured:

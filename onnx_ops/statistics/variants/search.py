@@ -1,7 +1,7 @@
 """The search for variants: next step, Pareto front, node contributions.
 
-The next step depends only on the budget and on earlier trials: an interrupted search resumes from its journal. Imports
-no numerical library.
+The next step depends only on the budget and on earlier trials: an interrupted search resumes from
+its journal. Imports no numerical library.
 """
 
 from __future__ import annotations
@@ -98,7 +98,10 @@ def choose_next_step(state: SearchState) -> BuildTrial | ProbeNode | StopSearch:
             if isinstance(action, BuildTrial)
             else f"{action.recipe}, node {action.node}"
         )
-        why = f"{max(0.0, left):.2g} s are left, and the next step ({what}) would take about {cost:.2g} s"
+        why = (
+            f"{max(0.0, left):.2g} s are left, and the next step ({what}) "
+            f"would take about {cost:.2g} s"
+        )
         return StopSearch(
             reason=f"max_minutes: of {state.budget.max_minutes:g} minutes {why}", timed_out=True
         )
@@ -218,8 +221,8 @@ def _find_fewest(
 ) -> tuple[int | None, int | None]:
     """Return how many of the worst nodes must stay in float, and how many to try next.
 
-    The number is doubled, then bisected. Nothing is tried beyond a trial that is slower than the best so far with
-    confidence, since more nodes in float cost more time.
+    The number is doubled, then bisected. Nothing is tried beyond a trial that is slower than the
+    best so far with confidence, since more nodes in float cost more time.
     """
     low, passing, untried = _double_nodes_in_float(state, recipe, ranked)
     if passing is None:
@@ -461,7 +464,10 @@ def _find_most_exact(
         return best, ""
     return (
         None,
-        f"no model on the front is notably more exact than the fastest (it loses {100 * lost:.2g} points)",
+        (
+            "no model on the front is notably more exact than the fastest (it loses "
+            f"{100 * lost:.2g} points)"
+        ),
     )
 
 
@@ -476,8 +482,14 @@ def _explain_empty_front(state: SearchState) -> str:
     keeping = [trial for trial in measured if keeps_metric(trial, state.budget)]
     if not keeping:
         least = min(measured, key=_get_drop)
-        return f"no model keeps the task metric: {least.label} loses the least, {100 * _get_drop(least):.2g} points"
+        return (
+            f"no model keeps the task metric: {least.label} loses the least, "
+            f"{100 * _get_drop(least):.2g} points"
+        )
     if not any(is_eligible(t, state.budget) for t in keeping):
-        return "every model that keeps the task metric is larger, or slower at its 99th percentile, than the budget allows"
+        return (
+            "every model that keeps the task metric is larger, or slower at its 99th percentile, "
+            "than the budget allows"
+        )
     best = min(map(compute_time_ratio, keeping))
     return f"no model that keeps the task metric is faster or smaller than fp32 (best: {best:.3g}x)"

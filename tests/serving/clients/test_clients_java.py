@@ -19,7 +19,10 @@ HERE = Path(__file__).parent
 def java() -> str:
     program = shutil.which("java")
     if program is None or shutil.which("javac") is None:
-        lacking = "no JDK is installed (Debian: apt-get install default-jdk-headless): its HTTP client is not tested"
+        lacking = (
+            "no JDK is installed (Debian: apt-get install default-jdk-headless): "
+            "its HTTP client is not tested"
+        )
         if os.environ.get("ONNX_OPS_TEST_SERVICES") == "required":
             pytest.fail(lacking)
         pytest.skip(lacking)

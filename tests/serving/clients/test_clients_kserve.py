@@ -36,7 +36,8 @@ def interpreter(pytestconfig: pytest.Config) -> Path:
 
 
 @pytest.mark.services
-@pytest.mark.nightly  # a minute: KServe's packages conflict with ours and have an environment of their own
+# a minute: KServe's packages conflict with ours and have an environment of their own
+@pytest.mark.nightly
 def test_kserve_client_against_server_succeeds(types: Server, interpreter: Path) -> None:
     command = [str(interpreter), str(HERE / "kserve_calls.py"), f"http://127.0.0.1:{types.port}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

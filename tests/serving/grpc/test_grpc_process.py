@@ -178,7 +178,10 @@ def test_grpc_port_option_without_extra_names_missing_packages(tmp_path: Path) -
     hidden = (
         "from importlib import metadata\nfrom onnx_ops import plugins\nreal = plugins.version\n"
     )
-    hidden += "plugins.version = lambda name: plugins.MISSING if name.startswith('grpcio') else real(name)"
+    hidden += (
+        "plugins.version = lambda name: plugins.MISSING if name.startswith('grpcio') "
+        "else real(name)"
+    )
     command = [
         sys.executable,
         *after(hidden),

@@ -210,8 +210,8 @@ def _damage(draw: random.Random, data: bytearray) -> None:
 def send_attack(attack: Attack, port: int) -> list[int]:
     """Send an attack and check all that is answered; return the statuses.
 
-    There is at most one answer for each request line, and one more for what is no request at all. None has the id of a
-    request inside of a body.
+    There is at most one answer for each request line, and one more for what is no request at all.
+    None has the id of a request inside of a body.
     """
     data = b""
     with socket.create_connection(("127.0.0.1", port), timeout=30) as client:

@@ -189,7 +189,8 @@ def test_compressed_body_above_received_byte_limit_returns_413(worker: Worker) -
 
 @pytest.mark.parametrize(
     ("body", "coding", "status"),
-    # Named: gzip writes the time into its header, and workers of pytest-xdist must collect the same ids.
+    # Named: gzip writes the time into its header, and workers of pytest-xdist must collect the same
+    # ids.
     [
         pytest.param(gzip.compress(BODY)[:-1], "gzip", 400, id="without its last byte"),
         pytest.param(gzip.compress(b"") * 10_000, "gzip", 400, id="ten thousand empty streams"),

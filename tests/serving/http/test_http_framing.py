@@ -16,7 +16,8 @@ from tests.support.server import Answer, parse_answers, scaled
 
 OFFERS = {
     "no offer": "",
-    "h2c": "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n",
+    "h2c": "connection: Upgrade, HTTP2-Settings\r\nupgrade: "
+    "h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n",
     "websocket": "connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n",
     "twice": "upgrade: h2c\r\nconnection: keep-alive\r\nconnection: upgrade\r\nupgrade: TLS/1.0\r\n",
 }
@@ -194,7 +195,10 @@ def test_expect_100_continue_in_http_1_0_is_ignored(endpoint: Worker) -> None:
     "body", [b'{"inputs": []}', b"GET /v2/health/live HTTP/1.1\r\nhost: x\r\n\r\n"]
 )
 def test_body_received_after_answer_is_not_read_as_request(endpoint: Worker, body: bytes) -> None:
-    head = f"POST /unrouted HTTP/1.1\r\nhost: 127.0.0.1:{endpoint.port}\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    head = (
+        f"POST /unrouted HTTP/1.1\r\nhost: 127.0.0.1:{endpoint.port}\r\ncontent-length: "
+        f"{len(body)}\r\n\r\n".encode()
+    )
     with Client(endpoint) as client:
         client.send("one packet", infer(endpoint, 1), (head, body[:5]))
         assert product(client.answer()) == 2.0
@@ -212,7 +216,10 @@ def test_body_received_after_answer_is_not_read_as_request(endpoint: Worker, bod
 def test_invalid_body_received_after_answer_closes_connection(
     endpoint: Worker, begin: bytes, spaces: int
 ) -> None:
-    head = f"POST /unrouted HTTP/1.1\r\nhost: 127.0.0.1:{endpoint.port}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    head = (
+        f"POST /unrouted HTTP/1.1\r\nhost: 127.0.0.1:{endpoint.port}\r\ntransfer-encoding: "
+        "chunked\r\n\r\n".encode()
+    )
     with Client(endpoint) as client:
         client.send("one packet", (head, b""))
         assert client.answer()[0] == 404

@@ -48,7 +48,8 @@ def next_good_request_is_answered(worker: Worker) -> Iterator[None]:
     answer = worker.send(GOOD)
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b'"data":[2.0,4.0]' in answer
-    # Requests whose clients have gone may still be on their way; connections are accepted in their order.
+    # Requests whose clients have gone may still be on their way; connections are accepted in their
+    # order.
     wait_until(lambda: not worker.connections.open)
     assert worker.connections.body_bytes == 0
 

@@ -37,7 +37,8 @@ def test_inflate_of_standard_library_stream_returns_body() -> None:
 
 @pytest.mark.parametrize(
     ("body", "coding"),
-    # Named: gzip writes the time into its header, and workers of pytest-xdist must collect the same ids.
+    # Named: gzip writes the time into its header, and workers of pytest-xdist must collect the same
+    # ids.
     [
         pytest.param(b"", b"gzip", id="empty"),
         pytest.param(BODY, b"gzip", id="plain as gzip"),

@@ -547,8 +547,8 @@ def test_metrics_after_mixed_requests_have_exact_counts(
     )
     assert 'onnx_ops_generation{endpoint="e"} 0\n' in text
     assert (
-        'onnx_ops_traffic_weight_ratio{endpoint="e",deployment="green",version="2",variant="fp32"} 0.3\n'
-        in text
+        'onnx_ops_traffic_weight_ratio{endpoint="e",deployment="green",version="2",variant="fp32"} '
+        "0.3\n" in text
     )
 
 

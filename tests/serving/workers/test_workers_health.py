@@ -259,7 +259,8 @@ def count_deaths_until_out(
 ) -> int | None:
     """Return the deaths after which the new deployment is out of service; None if it is not after 40.
 
-    All threads run requests by the split, and those of `killers` end the worker. Isolated workers run one deployment.
+    All threads run requests by the split, and those of `killers` end the worker. Isolated workers
+    run one deployment.
     """
 
     def draw() -> int:

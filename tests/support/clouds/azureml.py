@@ -1,9 +1,10 @@
 """Azure ML on this machine: the real SDK speaks to it over HTTPS, and real servers answer behind it.
 
-It knows what the provider needs, and the rules that hurt: long-running operations, `Updating` conflicts, traffic that a
-careless request zeroes, deployments with traffic that cannot be deleted, quota with a fifth in reserve, reads that are
-behind, throttling, connections that break. It was written from the SDK's requests and Azure's documents; whether Azure
-itself does the same was not tried.
+It knows what the provider needs, and the rules that hurt: long-running operations, `Updating`
+conflicts, traffic that a careless request zeroes, deployments with traffic that cannot be deleted,
+quota with a fifth in reserve, reads that are behind, throttling, connections that break. It was
+written from the SDK's requests and Azure's documents; whether Azure itself does the same was not
+tried.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ TOKEN = "token-of-the-fake"  # noqa: S105 (it opens nothing)
 _PIN = "azureml-model-deployment"
 _MODEL_STATUS = "ms-azureml-model-error-statuscode"
 _STRIDE = 37
-"""Prime to 100: a hundred requests in a row visit every percent once, and neighbours are far apart."""
+"""Prime to 100: a hundred requests in a row visit every percent once, and neighbours are far apart.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +189,10 @@ class AzureCloud:
         for request in requests_of(call):
             if not is_allowed(request):
                 self.denied.append(request)
-                message = f"The client does not have authorization to perform action '{request.action}' over scope."
+                message = (
+                    "The client does not have authorization to perform action "
+                    f"'{request.action}' over scope."
+                )
                 return refuse(403, "AuthorizationFailed", message)
         if call.path.startswith("/blobs/"):
             return self.blobs.answer(call, call.path.removeprefix(f"/blobs/{CONTAINER}").strip("/"))

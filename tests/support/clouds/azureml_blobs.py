@@ -125,6 +125,9 @@ _HEADERS = {
 
 
 def _error(status: int, code: str) -> Reply:
-    body = f'<?xml version="1.0" encoding="utf-8"?><Error><Code>{code}</Code><Message>{code}</Message></Error>'
+    body = (
+        '<?xml version="1.0" '
+        f'encoding="utf-8"?><Error><Code>{code}</Code><Message>{code}</Message></Error>'
+    )
     headers = {**_HEADERS, "x-ms-error-code": code, "Content-Type": "application/xml"}
     return Reply(status=status, body=body.encode(), headers=headers)

@@ -237,7 +237,10 @@ class Control:
             return self._missing(path)
         for what, found in ((f"endpoint {endpoint}", owner), (f"deployment {name}", there)):
             if found is not None and found.state in BUSY:
-                message = f"Cannot create a deployment because {what} is in {found.state} provisioning state"
+                message = (
+                    f"Cannot create a deployment because {what} is in {found.state} provisioning "
+                    "state"
+                )
                 return refuse(409, "Conflict", message)
         if call.method == "DELETE":
             split = {

@@ -26,7 +26,8 @@ class Operation:
 class Resource:
     """A thing at a path. Its operation ends after it was looked at `left` times: no clock, so every run is alike.
 
-    `before` is what reads still show for `stale` more times; None of it means that they do not find it.
+    `before` is what reads still show for `stale` more times; None of it means that they do not find
+    it.
     """
 
     body: Body

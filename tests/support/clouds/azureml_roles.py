@@ -1,8 +1,8 @@
 """What the identity that runs onnx-ops may do by `infra/azure`, and what a request to the fake asks for.
 
-Of built-in roles the documented content stands here; our own are read from the file. What a person is to permit outside
-of that file is not held against it: the shared registry, and the subscription's sizes, quotas and container registries,
-which only `doctor` looks at.
+Of built-in roles the documented content stands here; our own are read from the file. What a person
+is to permit outside of that file is not held against it: the shared registry, and the
+subscription's sizes, quotas and container registries, which only `doctor` looks at.
 """
 
 from __future__ import annotations

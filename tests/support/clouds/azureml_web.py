@@ -21,7 +21,8 @@ _DAY = datetime.timedelta(days=1)
 
 Fault = Literal["throttle", "error", "drop", "hang", "conflict", "expired", "page", "page-error"]
 """429, 500, a connection that is closed without an answer, an answer that never comes until the client gives up, 409
-(somebody else changes the same thing), 401 (the credentials have expired), or a page of HTML instead of an answer, with
+(somebody else changes the same thing), 401 (the credentials have expired), or a page of HTML
+instead of an answer, with
 200 or 500."""
 _MOST_PATIENT_S = 600.0
 """No client waits longer for an answer that never comes."""
@@ -63,11 +64,13 @@ FAULTS: Mapping[Fault, Reply | None] = {
     "hang": Reply(status=0, never=True),
     "conflict": Reply(
         status=409,
-        body=b'{"error":{"code":"Conflict","message":"It cannot be changed while in Updating provisioning state"}}',
+        body=b'{"error":{"code":"Conflict","message":"It cannot be changed while in Updating '
+        b'provisioning state"}}',
     ),
     "expired": Reply(
         status=401,
-        body=b'{"error":{"code":"ExpiredAuthenticationToken","message":"The access token expiry is in the past."}}',
+        body=b'{"error":{"code":"ExpiredAuthenticationToken","message":"The access token expiry '
+        b'is in the past."}}',
     ),
 }
 

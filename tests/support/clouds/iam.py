@@ -32,7 +32,9 @@ PARAMETERS: Mapping[str, str] = {
     "ContainerRole.Arn": ROLE,
     "Models.Arn": f"arn:aws:s3:::{BUCKET}",
 }
-"""What parameters without a default, and references to the template's own resources, stand for here."""
+"""What parameters without a default, and references to the template's own resources, stand for
+here.
+"""
 
 
 @dataclass(frozen=True, slots=True)

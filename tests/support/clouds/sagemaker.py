@@ -1,8 +1,9 @@
 """A SageMaker of one's own on loopback: real boto3 clients talk to it, real models answer behind it.
 
-It runs in a process of its own, so that a client that is killed leaves it as it would leave the cloud. At the same
-address are S3, IAM, STS, CloudWatch and Application Auto Scaling of moto. Clients in its `environment` may do what
-`infra/aws` permits to who runs onnx-ops, and nothing else; those of `client` may do everything.
+It runs in a process of its own, so that a client that is killed leaves it as it would leave the
+cloud. At the same address are S3, IAM, STS, CloudWatch and Application Auto Scaling of moto.
+Clients in its `environment` may do what `infra/aws` permits to who runs onnx-ops, and nothing else;
+those of `client` may do everything.
 """
 
 from __future__ import annotations

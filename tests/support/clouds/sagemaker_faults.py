@@ -27,10 +27,11 @@ _CREATES = {
 class Fault:
     """What happens at moment `at` (counted from 0, two a request) and the `times - 1` further ones of its kind.
 
-    `kind`: throttle, error, expired (credentials), drop (the connection ends without an answer), hang (no answer ever
-    comes), conflict (what the service says where another writer was faster), page or page-error (HTML instead of an
-    answer, with 200 or 500) or kill (SIGKILL to `pid`, then drop).
-    `only` limits it to requests whose name contains that text, and then `at` counts these alone.
+    `kind`: throttle, error, expired (credentials), drop (the connection ends without an answer),
+    hang (no answer ever comes), conflict (what the service says where another writer was faster),
+    page or page-error (HTML instead of an answer, with 200 or 500) or kill (SIGKILL to `pid`, then
+    drop). `only` limits it to requests whose name contains that text, and then `at` counts these
+    alone.
     """
 
     at: int
@@ -68,7 +69,10 @@ def fail(fault: Fault, name: str, environ: dict[str, Any], start: Start) -> Iter
 
 def deny(request: Request, *, speaks_json: bool, start: Start) -> Iterable[bytes]:
     """What AWS says to who may not do that."""
-    message = f"User: caller is not authorized to perform: {request.action} on resource: {request.resource}"
+    message = (
+        "User: caller is not authorized to perform: "
+        f"{request.action} on resource: {request.resource}"
+    )
     if speaks_json:
         return answer_json(start, 400, {"__type": "AccessDeniedException", "message": message})
     start("403 Forbidden", [("Content-Type", "application/xml")])

@@ -74,7 +74,10 @@ class Moto:
                 files, {**described.get("Environment", {}), "ONNX_OPS_SERVE_WORKERS": "1"}
             )
         except NotReadyError as error:
-            checked = "did not pass the ping health check. Please check CloudWatch logs for this endpoint."
+            checked = (
+                "did not pass the ping health check. Please check CloudWatch logs for this "
+                "endpoint."
+            )
             raise NotReadyError(f"{checked} {error}") from error
 
     def count(self, endpoint: str, variant: str, answer: Answer) -> None:

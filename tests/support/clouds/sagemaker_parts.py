@@ -61,9 +61,9 @@ class Endpoint:
 class Behaviour:
     """What tests may choose. `reads`: how many a change takes; `lag`: for how many the past is shown.
 
-    `taken_back`, `stuck`: the next updates are rolled back, or end as UpdateRollbackFailed, with this text as reason.
-    `quota` refuses new instances with that text; `limits` are those of Service Quotas, by instance type; `denied` are
-    actions that no role may take.
+    `taken_back`, `stuck`: the next updates are rolled back, or end as UpdateRollbackFailed, with
+    this text as reason. `quota` refuses new instances with that text; `limits` are those of Service
+    Quotas, by instance type; `denied` are actions that no role may take.
     """
 
     reads: int = 2

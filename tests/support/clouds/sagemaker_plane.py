@@ -1,7 +1,8 @@
 """SageMaker's control plane as a state machine: models, configs, endpoints, and how they come to be.
 
-Time is counted in reads: an update ends after some `DescribeEndpoint`, not after some seconds, so tests see every
-state and none depends on the machine's speed. What is here was read in the service model and the documentation.
+Time is counted in reads: an update ends after some `DescribeEndpoint`, not after some seconds, so
+tests see every state and none depends on the machine's speed. What is here was read in the service
+model and the documentation.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Plane:
             raise Invalid(f'Cannot create already existing model "{arn_of("model", name)}".')
         if not self._around.trusts(request["ExecutionRoleArn"]):
             raise Invalid(
-                f"Could not assume role {request['ExecutionRoleArn']}. Please ensure that the role exists."
+                f"Could not assume role {request['ExecutionRoleArn']}. "
+                "Please ensure that the role exists."
             )
         url = request["PrimaryContainer"]["ModelDataUrl"]
         if self._around.lacks(
@@ -80,7 +82,8 @@ class Plane:
         name = request["EndpointConfigName"]
         if name in self._configs:
             raise Invalid(
-                f'Cannot create already existing endpoint configuration "{arn_of("endpoint-config", name)}".'
+                "Cannot create already existing endpoint configuration "
+                f'"{arn_of("endpoint-config", name)}".'
             )
         check_config(request)
         capture = (
@@ -160,7 +163,8 @@ class Plane:
             raise Invalid(self.behaviour.quota, code="ResourceLimitExceeded")
         if new.config == endpoint.fleet.config and endpoint.status == "InService":
             raise Invalid(
-                f"Endpoint {endpoint.name} is using the endpoint configuration {new.config} already."
+                f"Endpoint {endpoint.name} is using the endpoint configuration {new.config} "
+                "already."
             )
         self._check_guards(endpoint, new, request)
         self._check_alarms(endpoint, request)
@@ -300,7 +304,8 @@ class Plane:
             return
         if {v.name for v in endpoint.fleet.production} != {v.name for v in new.production}:
             raise Invalid(
-                "Deployment guardrails need the same variant names in the old and the new configuration."
+                "Deployment guardrails need the same variant names in the old and the new "
+                "configuration."
             )
         routing = guards.get("BlueGreenUpdatePolicy", {}).get("TrafficRoutingConfiguration", {})
         for key, low, high in (("CanarySize", 1, 50), ("LinearStepSize", 10, 50)):
@@ -329,7 +334,8 @@ class Plane:
             resource = f"endpoint/{endpoint.name}/variant/{variant.name}"
             if kept.get(variant.name) != variant.instance_type and self._around.scaled(resource):
                 raise Invalid(
-                    f"The variant {variant.name} is registered with Application Auto Scaling: deregister it."
+                    f"The variant {variant.name} is registered with Application Auto Scaling: "
+                    "deregister it."
                 )
 
     def _resting(self, name: str) -> Endpoint:
@@ -366,6 +372,7 @@ class Plane:
     def _get(there: Mapping[str, dict[str, Any]], noun: str, name: str) -> dict[str, Any]:
         if name not in there:
             raise Invalid(
-                f'Could not find {noun} "{arn_of(noun.replace("uration", "").replace(" ", "-"), name)}".'
+                f"Could not find {noun} "
+                f'"{arn_of(noun.replace("uration", "").replace(" ", "-"), name)}".'
             )
         return there[name]

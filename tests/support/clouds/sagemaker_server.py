@@ -1,7 +1,7 @@
 """The fake as a process: `python -m tests.support.clouds.sagemaker_server FOLDER` writes its address to FOLDER/url.
 
-One address serves SageMaker's control plane and runtime, and whatever moto knows. Every request of a client has two
-moments, before it takes effect and after, at which a fault may be ordered.
+One address serves SageMaker's control plane and runtime, and whatever moto knows. Every request of
+a client has two moments, before it takes effect and after, at which a fault may be ordered.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Log:
             if fault is not None and fault.only not in name:
                 return None
             number, self.moments = self.moments, self.moments + 1
-            # Two moments of one request are apart by one: a fault repeats at the same moment of the next requests.
+            # Two moments of one request are apart by one: a fault repeats at the same moment of the
+            # next requests.
             due = fault is not None and fault.at <= number < fault.at + 2 * fault.times
             return fault if fault is not None and due and (number - fault.at) % 2 == 0 else None
 
@@ -88,7 +89,8 @@ class Fake:
 
     def __call__(self, environ: dict[str, Any], start: Start) -> Iterable[bytes]:
         path, target = environ.get("PATH_INFO", ""), environ.get("HTTP_X_AMZ_TARGET", "")
-        # A connection that stays open must not hold the rest of a request that a fault has cut short.
+        # A connection that stays open must not hold the rest of a request that a fault has cut
+        # short.
         environ["wsgi.input"] = io.BytesIO(
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         )
@@ -182,7 +184,10 @@ class Fake:
                 "OriginalStatusCode": answer.status,
                 "OriginalMessage": answer.body.decode(errors="replace"),
             }
-            message = f"Received server error ({answer.status}) from {variant.name} with the message above"
+            message = (
+                f"Received server error ({answer.status}) from {variant.name} with the message "
+                "above"
+            )
             return answer_json(
                 start,
                 424,

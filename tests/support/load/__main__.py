@@ -1,8 +1,10 @@
 """Load an endpoint server, and count exactly what failed.
 
-    python -m tests.support.load http://127.0.0.1:8080/v2/models/m/infer --body request.json --connections 16
+    python -m tests.support.load http://127.0.0.1:8080/v2/models/m/infer --body request.json
+    --connections 16
 
-Ends 0 if every request was answered with 200, else 1; SIGINT and SIGTERM end the load early, with all its figures.
+Ends 0 if every request was answered with 200, else 1; SIGINT and SIGTERM end the load early, with
+all its figures.
 """
 
 from __future__ import annotations

@@ -20,7 +20,9 @@ from tests.support.load.records import Failure, Records
 
 _ECHO = DEPLOYMENT_HEADER.encode()
 _PAUSE_S = 0.01
-"""After a refused connection; without it, a server that is away would be asked thousands of times a second."""
+"""After a refused connection; without it, a server that is away would be asked thousands of times a
+second.
+"""
 _SWEEP_S = 0.05
 _TICK_S = 0.001
 _ROW = 7

@@ -29,8 +29,9 @@ class LoadPlan:
         connections: how many keep-alive connections; one request at a time on each.
         seconds: how long requests are begun; those under way are then waited for.
         requests: how many requests are begun at most; 0 for as many as fit.
-        rate: requests a second that arrive whether or not the server keeps up (open loop, Poisson arrivals);
-            0 sends the next request of a connection as soon as the last one was answered (closed loop).
+        rate: requests a second that arrive whether or not the server keeps up (open loop, Poisson
+            arrivals); 0 sends the next request of a connection as soon as the last one was answered
+            (closed loop).
         keys: how many users send; each sends `x-user-key: user-N`. 0 sends no key.
         timeout_s: a request without an answer after that long has failed.
         seed: of the arrivals.

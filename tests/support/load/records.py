@@ -35,14 +35,16 @@ class Failure(IntEnum):
 class Records:
     """One row a request, in the order in which they ended.
 
-    Times are those of the machine's monotonic clock, in nanoseconds, which all processes of a machine share.
+    Times are those of the machine's monotonic clock, in nanoseconds, which all processes of a
+    machine share.
 
     Args:
         due_ns: when the request was to be sent. In an open loop it may be earlier than `sent_ns`.
         sent_ns: taken just before it was sent.
         done_ns: when its answer was complete, or it had failed.
         status: the HTTP status, or a `Failure`.
-        deployment: an index into `names`, which names who answered; names[0] is "" for answers without a name.
+        deployment: an index into `names`, which names who answered; names[0] is "" for answers
+            without a name.
         number: its number in the plan.
         key: which user sent it.
     """
@@ -143,10 +145,11 @@ class Publication:
 def stale(records: Records, publications: Sequence[Publication]) -> Column:
     """The rows of answers (200) that no state of the endpoint allows.
 
-    Publication k may be in force from when its call began until a later one has returned. An answer is allowed if its
-    deployment has traffic in a publication that may have been in force at some moment between the request's sending
-    and its end. That is linearizability of a register: what a publish that returned replaced is never seen by a
-    request that is sent later (Herlihy and Wing 1990).
+    Publication k may be in force from when its call began until a later one has returned. An answer
+    is allowed if its deployment has traffic in a publication that may have been in force at some
+    moment between the request's sending and its end. That is linearizability of a register: what a
+    publish that returned replaced is never seen by a request that is sent later (Herlihy and Wing
+    1990).
 
     Args:
         records: the load; requests before the first publication belong to none and count as stale.
@@ -161,7 +164,8 @@ def stale(records: Records, publications: Sequence[Publication]) -> Column:
         rows = np.flatnonzero((records.deployment == index) & ~allowed)
         if not len(holds) or not len(rows):
             continue
-        # Both begins and ends ascend: of the publications that began before the answer, the last one ends last.
+        # Both begins and ends ascend: of the publications that began before the answer, the last
+        # one ends last.
         last = np.searchsorted(begun[holds], records.done_ns[rows], side="right") - 1
         allowed[rows] = (last >= 0) & (ends[holds[last]] >= records.sent_ns[rows])
     return np.flatnonzero(~allowed)

@@ -230,7 +230,8 @@ class NodeRuntime(Runtime):
             return own
         if not target.env.isolated or target.env.python or target.env.memory:
             raise UserError(
-                "JavaScript packages have a separate folder, need no Python, and have no memory limit",
+                "JavaScript packages have a separate folder, need no Python, "
+                "and have no memory limit",
                 where=f"target {target.name}: env",
                 remedy="Leave out `isolated`, `python` and `memory`.",
             )
