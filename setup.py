@@ -1,4 +1,7 @@
-"""Builds begin with an empty folder: setuptools packs what a build of older sources has left in `build/lib`."""
+"""Build the package from an empty folder.
+
+Otherwise setuptools packs what a build of older sources has left in `build/lib`.
+"""
 
 import shutil
 

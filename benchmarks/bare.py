@@ -1,6 +1,9 @@
-"""The main job as a bare script: the same calls on the same data, without plan, store, ledger or orchestrator.
+"""Run the calls of the digits pipeline as a bare script.
 
-Run by `overhead.py`; on its own: python -m benchmarks.bare FOLDER
+The calls and the data are those of a whole run. There is no plan, store, ledger or orchestrator.
+`overhead.py` runs this script. To run it alone:
+
+    python -m benchmarks.bare FOLDER
 """
 
 from __future__ import annotations

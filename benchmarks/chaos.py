@@ -1,12 +1,12 @@
-"""Kill the server's processes under load, at every moment of a publication and at random ones.
+"""Kill processes of the server under load, during publications and at random.
 
     python -m benchmarks.chaos [--quick] [--only supervisor|worker|random] [--json]
 
-A moment is the time just before or after a call by which the supervisor touches the disk or speaks
-with a worker (tests.support.fault_injection). After each blow: what was published comes back, no
-answer is stale, the next publication is accepted. A killed supervisor costs no request, a killed
-worker at most the one under way on each connection. Ends 1 if a promise does not hold. `--quick`
-takes every fifth moment.
+A moment is the time just before or just after a call with which the supervisor accesses the disk or
+communicates with a worker (tests.support.fault_injection). After each kill, what was published must
+come back, no answer may be stale, and the next publication must be accepted. A killed supervisor
+must cost no request. A killed worker may cost at most the request in progress on each connection.
+Exits with 1 if a promise does not hold. `--quick` uses every fifth moment.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ def main() -> int:
 def sweep(
     folder: Path, first: Deployment, kind: str, last: int, step: int, *, quiet: bool
 ) -> Claim:
-    """One blow at each moment; `random` draws moments, victims and numbers of workers."""
+    """Kill a process at each moment of a publication.
+
+    The kind `random` draws the moments, the killed processes and the numbers of workers.
+    """
     draw = random.Random(3)  # noqa: S311 (the same blows at every run)
     blows: list[tuple[int, Victim, int]] = []
     if kind == "random":

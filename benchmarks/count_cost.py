@@ -1,10 +1,11 @@
-"""What counting a request costs: status, latency bucket and sum, and by user, in the memory that all workers share.
+"""Measure the cost of counting a request.
 
     python -m benchmarks.count_cost
 
-Also what choosing a user's deployment costs, with and without epochs, and the token of an answer.
-Prints the least of many rounds, in nanoseconds of one thread's processor time; the limit of
-counting is one microsecond.
+The status, the latency bucket and the latency sum are counted in the memory that all workers share,
+and also by user. The benchmark also measures the choice of a user's deployment, with and without
+epochs, and the token of an answer. Prints the minimum of many rounds, in nanoseconds of one
+thread's CPU time. The limit for counting is one microsecond.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What CUDA does to answers, latency and verdicts: ResNet-50, an encoder of MiniLM's shape and a small perceptron.
+"""Measure what CUDA changes in answers, latency and verdicts.
 
-It needs an NVIDIA GPU, onnxruntime-gpu and torch. Weights are random, since only shapes matter to
-what is measured. Every figure comes from the commands that users run: `bench`, `quantize` and
-`judge`.
+The models are ResNet-50, an encoder of MiniLM's shape and a small perceptron. The benchmark needs
+an NVIDIA GPU, onnxruntime-gpu and torch. Weights are random, since only shapes matter to what is
+measured. Every figure comes from the commands that users run: `bench`, `quantize` and `judge`.
 
     python -m benchmarks.cuda --folder FOLDER
 """
@@ -125,7 +125,10 @@ def _times(folder: Path) -> Iterator[str]:
 
 
 def _answers(folder: Path) -> Iterator[str]:
-    """Largest difference from float32 on the CPU, as a share of the largest answer, with and without TF32."""
+    """Yield a table of the largest difference from float32 on the CPU.
+
+    A difference is a share of the largest answer. It is measured with and without TF32.
+    """
     import onnxruntime as ort
 
     yield "\n| file | TF32 off | TF32 on |\n|---|---|---|"

@@ -1,4 +1,4 @@
-"""What the bare script and the pipeline have in common: data, request, publication."""
+"""The data, the request and the publication of both script and pipeline."""
 
 from __future__ import annotations
 

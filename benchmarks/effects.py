@@ -1,13 +1,13 @@
-"""Does every release operation end as it should, whichever of its effects fails? By counts, over every effect.
+"""Let each effect of each release operation fail, and count inconsistencies.
 
     python -m benchmarks.effects [--quick] [--only NAME]
 
-A run that nothing disturbs counts the effects of an operation: every call of the system that
-changes a file of the ledger, of a model folder or of the content store, and for runs, deletions and
-prunings every call of the registry and of an endpoint's provider. A trial is one of them: the
+An undisturbed run counts the effects of an operation. An effect is a system call that changes a
+file of the ledger, of a model folder or of the content store. For runs, deletions and prunings, it
+is also a call of the registry or of an endpoint's provider. A trial concerns one effect: the
 process is killed before or after it, the disk is full, the file is closed, or the call or its
-answer is lost. Then follows what an operator and the reconciler do next. Ends 1 if one trial ends
-otherwise than the undisturbed run, leaves a torn record, or ends with an unexpected error.
+answer is lost. Then follow the steps of an operator and of the reconciler. Exits with 1 if a trial
+ends otherwise than the undisturbed run, leaves a torn record, or ends with an unexpected error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.release.effect_operations import OPERATIONS, synthetic
 from tests.release.effect_sweep import sweep_effects
 
 QUICK = 29
-"""Of so many effects a quick run tries one."""
+"""A quick run tries one effect of so many."""
 
 
 def main() -> int:

@@ -1,10 +1,11 @@
-"""Damaged streams of requests against a real server for as long as asked.
+"""Send damaged streams of requests to a real server for a given time.
 
     python -m benchmarks.fuzz_http --minutes 10 [--seed 1]
 
 Prints the number of streams, the statuses of the answers, and the growth of memory after the first
-tenth. A process that ends, an answer too many, an answer to a request inside of a body, and a
-status of 500 end it with the seed and the number of the stream that repeat it.
+tenth of the time. The run ends early if a process ends, if the server gives too many answers, if it
+answers a request inside of a body, or if it answers with status 500. Then the seed and the number
+of the stream are printed, which repeat the error.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Damaged requests against the wire for as long as asked: only refusals with a status of 4xx may come out of it.
+"""Read damaged requests for a given time.
 
     python -m benchmarks.fuzz_wire --minutes 10 [--seed 1]
 
-Prints the number of requests read and refused, and the growth of memory after the first tenth. An
-error that is no refusal ends it with the seed and the number of the request that repeat it.
+A request must be read, or refused with a status of 4xx. Prints the number of requests read and
+refused, and the growth of memory after the first tenth of the time. Any other error ends the run
+with the seed and the number of the request, which repeat the error.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def main() -> int:
 
 
 def memory() -> float:
-    """Most memory that the process ever had, in MB."""
+    """Return the peak memory of the process, in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

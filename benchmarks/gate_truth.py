@@ -1,8 +1,9 @@
-"""Do the gates keep their promises? Injected faults and known truths against the product's own code.
+"""Check the promised error rates of the gates by faults with a known truth.
 
     python -m benchmarks.gate_truth [--quick] [--only GATE] [--trials N] [--seed N] [--load bursts]
 
-Exits with 1 if the interval of a rate leaves its promise. Worlds come from a new seed in each run,
+The injected faults and known truths run against the product's own code. Exits with 1 if the
+confidence interval of a rate leaves its promise. Simulated data come from a new seed in each run,
 which is printed. The full run takes minutes; `--quick` has fewer trials and seeds.
 """
 

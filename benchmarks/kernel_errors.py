@@ -1,10 +1,11 @@
-"""How far are ONNX Runtime's kernels of one argument from float64?
+"""Measure the distance of ONNX Runtime's unary kernels from float64.
 
     python -m benchmarks.kernel_errors
 
-Prints the largest distance beyond eps |y|, in units of eps, beside the figure that parity allows,
-over 2.6 million arguments: evenly from -30 to 30, normal, small, and at both ends of the logarithm
-of their size. Ends 1 if a kernel errs by more than 2.5 times its figure.
+Prints the largest distance beyond eps |y|, in units of eps, beside the figure that parity allows.
+The 2.6 million arguments are evenly spaced from -30 to 30, normally distributed, small, and
+negative with evenly spaced logarithms of their size. Exits with 1 if a kernel errs by more than 2.5
+times its figure.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from onnx_ops.onnx_graph.rounding_operators import EPSILON, KERNEL_ERRORS
 
 _ALPHA, _GAMMA = 1.67326319217681884765625, 1.05070102214813232421875
 _MISH_FROM = 1.0
-"""|y| up to which Mish is held against its figure: beyond, it errs by a few eps |y|."""
+"""Largest |y| at which Mish must keep its figure.
+
+Beyond, the kernel errs by a few eps |y|.
+"""
 
 EXACT: Mapping[str, Callable[[Any], Any]] = {
     "Atan": np.arctan,

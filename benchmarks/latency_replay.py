@@ -1,11 +1,12 @@
-"""How often does the latency gate err, and how long does it measure? Thousands of decisions from one recording.
+"""Replay thousands of decisions of the latency gate from one recording.
 
     python -m benchmarks.latency_replay [--rounds 240] [--decisions 2000] [--load "as it is"|bursts]
 
-One model races two copies of itself for a while; the decisions draw from that recording, so that
-what the machine does later does not matter. Each starts at a different round, takes those that
-follow, shuffles the three sessions of each round and slows one of them down by a known ratio. Ends
-1 if a promised bound does not hold.
+Shows how often the gate errs, and how long it measures. One model races two copies of itself for a
+while. The decisions draw from that recording, so that later load on the machine does not matter.
+Each decision starts at a different round and takes the rounds that follow. It shuffles the three
+sessions of each round, and slows one of them down by a known ratio. Exits with 1 if a promised
+bound does not hold.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ COPIES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """A race of one model with itself; `round_s` is what a round took, sessions built and warmed up included."""
+    """A race of one model with itself.
+
+    `round_s` is the duration of a round in seconds, with the build and the warm-up of its sessions.
+    """
 
     samples: PairedBenchmarkSamples
     round_s: float
@@ -99,7 +103,7 @@ def decisions(recording: Recording, ratio: float, count: int, *, probed: bool) -
 
 
 def _decide(samples: PairedBenchmarkSamples, ratio: float, draw: np.random.Generator) -> Decided:
-    """As `measure.timing` does it, look by look."""
+    """Decide look by look, as `measure.timing` does."""
     recorded = len(samples.nanoseconds)
     rounds = (int(draw.integers(recorded)) + np.arange(LOOKS[-1])) % recorded
     deal = np.argsort(draw.random((LOOKS[-1], COPIES)), axis=1)

@@ -1,11 +1,11 @@
-"""Do rollouts on a real server, under real load, keep good candidates and take bad ones back?
+"""Run rollouts on a real server under real load, and count wrong ends.
 
     python -m benchmarks.live_rollouts [--rollouts N] [--world NAME]
 
-For each world so many rollouts of a version that is the same, and as many of one that fails on a
-share of requests: 10 %, and with few clients all of them. Ends 1 if more than one of sixty good
-ones is rolled back, or a bad one is not. Epochs last a second, and a rollout from ten seconds to a
-minute.
+In each world, N rollouts release the same version again, and N release a bad one. A bad version
+fails on 10 % of the requests, and on all of them where there are few clients. Exits with 1 if more
+than one good candidate is rolled back, or if a bad one is not. Epochs last a second, and a rollout
+from ten seconds to a minute.
 """
 
 from __future__ import annotations
@@ -34,15 +34,18 @@ from tests.support.load.client import Load
 POLICY = RolloutPolicy(steps=(0.2, 0.5, 1.0), min_requests=(1000,), guardrails=RAILS, epoch=1.0)
 REQUESTS = 6000
 BAD, WORSE = 9, 7
-"""Places in the table of either version: beyond both, and beyond the bad candidate's only."""
+"""Table indexes: outside of both versions' tables, and of the bad one's only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crowd:
-    """Who sends: users by Zipf's law, with so many rows by user (log-normal), failing and retrying as often.
+    """The users who send requests.
 
-    `hit` is the share of requests that a bad candidate fails on. `patience_s` is the longest that a
-    rollout takes: one client is a unit of the candidate only in some epochs.
+    The requests of a user follow Zipf's law with the exponent `skew`. The rows per request are
+    log-normal by user, with the deviation `rows`. `fails` is the share of requests that fail on any
+    version. Such a request is sent again with the probability `retried`. `hit` is the share of
+    requests that fail on a bad candidate only. `patience_s` is the longest duration of a rollout in
+    seconds: a single client is a unit of the candidate only in some epochs.
     """
 
     users: int = 2000
@@ -96,7 +99,7 @@ def send(plan: LoadPlan) -> None:
 
 
 def wait_for_requests(site: Site) -> None:
-    """Until the first version has answered as many as thresholds of latency are read off."""
+    """Wait until the first version has enough answers for latency thresholds."""
     deadline = time.monotonic() + 120
     while (
         sum(sum(one.service) for one in site.local.counts(site.config).deployments.values())
@@ -108,7 +111,7 @@ def wait_for_requests(site: Site) -> None:
 
 
 def rolled_out(crowd: Crowd, seed: int, *, bad: bool) -> tuple[bool, str]:
-    """Whether the candidate was rolled back, and why the last move was made."""
+    """Return whether the candidate was rolled back, and why the last move was made."""
     with tempfile.TemporaryDirectory() as folder:
         site = Site(Path(folder))
         try:

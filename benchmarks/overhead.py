@@ -1,10 +1,11 @@
-"""What the house costs: a whole run against the same calls in a bare script, and runs and commands with nothing to do.
+"""Measure the overhead of onnx-ops over a bare script.
 
     python -m benchmarks.overhead [--rounds 3] [--prefect]
 
-Every figure is a ratio of whole processes that were timed side by side in this run, in turns, on
-this machine: the median of the rounds, with the seconds behind it. `--prefect` adds the same run as
-a Prefect flow on a real server.
+A whole run is compared with the same calls in a bare script. Runs and commands with nothing to do
+are compared with an empty Python process. Every figure is a ratio of whole processes, which take
+turns in this run on this machine: the median of the rounds, with the seconds behind it. `--prefect`
+adds the same run as a Prefect flow on a real server.
 """
 
 from __future__ import annotations

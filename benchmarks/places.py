@@ -1,11 +1,12 @@
-"""How fast do replicas follow tables, and do clients lose requests over steps, rollbacks, kills and outages?
+"""Measure how fast replicas follow tables, and whether clients lose requests.
 
     python -m benchmarks.places [--store folder|s3|blob]... [--rollouts N] [--kills N] [--outages N]
     [--rate R]
 
-Four replicas, each with its own folder, follow one place, and answer an open-loop load each. Their
-way to S3 and Blob leads through a proxy, which can be cut. Ends 1 if a promised bound does not
-hold: a step and a rollback are adopted within 5 s, a replica that is cut off gives the candidate no
+Requests are sent during steps, rollbacks, kills and outages. Four replicas, each with its own
+folder, follow the same tables and each answer an open-loop load. Their connection to S3 and Azure
+Blob Storage leads through a proxy that can be cut. Exits with 1 if a promised bound does not hold:
+a step and a rollback are adopted within 5 s, a replica that is cut off gives the candidate no
 traffic after 35 s, and no request fails but those of a replica that was killed.
 """
 
@@ -43,12 +44,11 @@ BODY = b'{"inputs": {"x": [[1.0, 1.0]]}}'
 
 @dataclass(kw_only=True)
 class Figures:
-    """What was seen over one kind of store. Times are in seconds.
+    """The results for one kind of store. Times are in seconds.
 
     Attributes:
-        failed: requests that failed at each replica while it was not killed, by the kind of their
-            end.
-        down: requests that failed at replicas which had been killed and did not answer again yet.
+        failed: requests that failed at each replica while it ran, by kind of failure.
+        down: requests that failed at replicas between their kill and their next answer.
     """
 
     steps: list[float] = field(default_factory=list)
@@ -60,7 +60,10 @@ class Figures:
 
 
 class Place:
-    """A site of four replicas under load, with a proxy before each where the store has a port."""
+    """A site of four replicas under load.
+
+    If the store has a port, each replica reaches it through a proxy.
+    """
 
     def __init__(
         self, folder: Path, kind: str, root: str, port: int, route: Callable[[int], dict[str, str]]
@@ -73,8 +76,9 @@ class Place:
         self._route = route
         self.sequence = 0
         self.outages: dict[str, list[tuple[int, int]]] = {name: [] for name in NAMES}
-        """By replica, when it was killed and when it answered again, in nanoseconds of the
-        monotonic clock.
+        """For each replica, when it was killed and when it answered again.
+
+        Times are in nanoseconds of the monotonic clock.
         """
 
     def start(self, name: str) -> None:
@@ -83,9 +87,10 @@ class Place:
         self.site.start(name)
 
     def apply(self, **weights: int) -> float:
-        """Publish a split; return the seconds from the creation of its table until all replicas have adopted it.
+        """Publish a split, and return the seconds until all replicas have adopted it.
 
-        New models are loaded before, by a table that gives them no traffic.
+        The time begins with the creation of the split's table. New models are loaded before, by a
+        table that gives them no traffic.
         """
         self.sequence += 1
         name, adopted_at = TableNumber(self.sequence).name, [0.0]
@@ -117,7 +122,7 @@ class Place:
         return time.monotonic() - began
 
     def cut(self, name: str) -> None:
-        """Cut a replica off from the store; in a folder, its follower stops."""
+        """Cut a replica off from the store; with a folder, its follower stops."""
         if name in self.proxies:
             self.proxies[name].cut()
         else:
@@ -130,7 +135,7 @@ class Place:
             self.site.processes[name].send_signal(signal.SIGCONT)
 
     def kill(self, name: str) -> None:
-        """End a replica with its server at once, and start it again."""
+        """Kill a replica and its server, and start the replica again."""
         record, began_ns = self.site.read_record(name), time.monotonic_ns()
         self.site.stop(name, signal.SIGKILL)
         if record is not None:
@@ -143,7 +148,10 @@ class Place:
         self.outages[name].append((began_ns, time.monotonic_ns()))
 
     def split_failures(self, name: str, records: Records) -> tuple[dict[str, int], int]:
-        """Return the requests of a replica that failed while it ran, by the kind of their end, and how many others."""
+        """Return the failures while a replica ran, and the number of all others.
+
+        The first value counts the failed requests by kind of failure.
+        """
         is_down = np.zeros(len(records), dtype=bool)
         for began_ns, ended_ns in self.outages[name]:
             is_down |= (records.sent_ns <= ended_ns) & (records.done_ns >= began_ns)
@@ -165,7 +173,7 @@ def _list_children(pid: int) -> list[int]:
 
 
 def run_place(place: Place, options: argparse.Namespace) -> Figures:
-    """Roll out, roll back, cut off, kill and take the store away, under load."""
+    """Roll out, roll back, kill replicas and cut off the store, under load."""
     figures, site, draw = Figures(), place.site, random.Random(options.seed)  # noqa: S311 (a choice of victims)
     place.apply(blue=100)
     for name in NAMES:
@@ -200,13 +208,17 @@ def run_place(place: Place, options: argparse.Namespace) -> Figures:
 
 
 def _measure_cut(place: Place) -> float:
-    """Cut one replica off in a canary, roll back, and return the seconds until its last answer of the candidate."""
+    """Return how long a replica that is cut off gives the candidate traffic.
+
+    The replica is cut off in a canary, which is then rolled back. The time is in seconds, from the
+    rollback to the replica's last answer by the candidate.
+    """
     suite, site = EndpointProviderSuite(), place.site
     place.apply(green=50, blue=50)
 
     def has_both() -> bool:
-        # A replica that was killed just before gives the candidate traffic once a reconciliation
-        # has looked.
+        # A replica that was just restarted gives the candidate traffic only after a
+        # reconciliation has confirmed the rollout.
         site.provider.confirm_rollout(site.config)
         return {suite.scale(site.address("r4")) for _ in range(20)} == {2.0, 3.0}
 
@@ -236,7 +248,7 @@ def _plan(address: str, rate: float) -> LoadPlan:
 
 
 def list_claims(kind: str, figures: Figures) -> list[Claim]:
-    """Return what is promised beside what was seen."""
+    """Return each promised bound beside the measured value."""
     lost = sum(sum(kinds.values()) for kinds in figures.failed.values())
     limit_s = LEASE_S + DEADLINE_S
     slowest = max(figures.steps), max(figures.rollbacks)

@@ -1,11 +1,12 @@
-"""Publish and roll back under load: does a request fail, or a replaced version answer?
+"""Publish and roll back under load, and count failed and stale answers.
 
     python -m benchmarks.publish_stress [--publications 1000] [--workers 2] [--connections 16]
     [--quick] [--json]
 
-Every publication moves all traffic: to a newcomer with a name of its own, back to the version
-before, to the next newcomer. A stale answer is one by a version that was replaced by a publish
-which had returned before the request was sent. Ends 1 if there is one, or if any request failed.
+Every publication moves all traffic: to a new deployment with its own name, back to the version
+before, to the next new deployment. An answer is stale if its version was replaced by a publication
+that had returned before the request was sent. Exits with 1 if there is a stale answer, if a request
+failed, or if there were too few requests.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from tests.support.server import ServerFamily
 BODY = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}'
 GATE = "publish stress"
 LEAST_REQUESTS = 10
-"""Requests per publication below which too few fell near one to show anything."""
+"""Smallest number of requests per publication that shows anything.
+
+With fewer, too few requests are sent near a publication.
+"""
 
 
 def main() -> int:

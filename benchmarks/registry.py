@@ -1,13 +1,13 @@
-"""What a reconcile pass that finds nothing to do costs the registry, with few versions and with many.
+"""Measure what an idle reconcile pass costs the registry.
 
-    python -m benchmarks.registry [--versions 10000] [--models 50] [--rounds 40] [--page
-    docs/reconcile-cost.md]
+    python -m benchmarks.registry [--versions 10000] [--models 50] [--rounds 40]
+        [--page docs/reconcile-cost.md]
 
-Two MLflow servers side by side in one run, in turns: one with 100 versions, one with `--versions`,
-over the same number of models, each model with an endpoint that serves its champion. Behind them
-SQLite, then PostgreSQL, which is started for the purpose where it is installed with its driver
-psycopg2. Requests are counted where MLflow's client sends them. Ends 1 if the number of requests
-grows with the versions.
+Two MLflow servers take turns in one run: one with 100 versions, one with `--versions`, over the
+same number of models. Each model has an endpoint that serves its champion. The database is SQLite,
+then PostgreSQL, which is started for the purpose where it is installed with its driver psycopg2.
+Requests are counted where MLflow's client sends them. Exits with 1 if the number of requests grows
+with the versions.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ CALLS: Mapping[str, Callable[[Context, WatchLoop], object]] = {
 
 @dataclass
 class Counter:
-    """What one side took: seconds of each turn, and requests, by call."""
+    """The seconds of each turn and the number of requests, by call, of one server."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in CALLS})
     requests: dict[str, int] = field(default_factory=dict)
@@ -141,7 +141,7 @@ def measure(kind: str, folder: Path, options: argparse.Namespace) -> tuple[Count
 
 
 def counted(sides: list[tuple[Context, WatchLoop, Counter]]) -> None:
-    """One call of each kind on each side, with the requests that it sends."""
+    """Make one call of each kind on each server, and count its requests."""
     send = requests.Session.send
     sent: list[str] = []
 
@@ -163,7 +163,10 @@ def counted(sides: list[tuple[Context, WatchLoop, Counter]]) -> None:
 
 
 def connected(url: str, folder: Path) -> Context:
-    """A real registry and a real ledger; endpoints and model files in memory, as they are not what is measured."""
+    """Return a context with a real registry and a real ledger.
+
+    Endpoints and model files are in memory, as they are not measured.
+    """
     registry = MlflowRegistry(url)
     ledger = ObjectLedger(open_objects(str(folder / "ledger")), make_ledger_keys())
     return replace(
@@ -172,7 +175,7 @@ def connected(url: str, folder: Path) -> Context:
 
 
 def serve(context: Context, model: str, version: str) -> None:
-    """An endpoint that serves a version, as a finished rollout leaves it."""
+    """Record an endpoint that serves a version, as a finished rollout leaves it."""
     config = EndpointConfig(
         endpoint=f"endpoint-{model}",
         provider="memory",
@@ -202,7 +205,7 @@ def serve(context: Context, model: str, version: str) -> None:
 
 
 def quiet(report: WatchEvent) -> None:
-    """A pass that does anything is not what is to be measured."""
+    """Stop the benchmark if a pass is not idle, since idle passes are measured."""
     if report.kind is not WatchEventKind.WAITING:
         raise SystemExit(f"not idle: {report}")
 

@@ -1,12 +1,13 @@
-"""Is a verdict over replicas as sure as one over a single server? Simulated replicas that end, scale and lag.
+"""Measure the error rates of canary verdicts over simulated replicas.
 
     python -m benchmarks.replica_canaries [--rollouts N] [--epochs N] [--seed N] [--world NAME]...
 
-Each rollout is a canary step of 10 %, in simulated time, by real followers, counts, reports and
-judge. It is looked at once an epoch. Ends 1 if the interval of a rate leaves its bound: candidates
-that are alike are rolled back in 2 % of rollouts at most, and one with ten times the errors in 95 %
-at least. A user meets one version in an epoch. With 100 rollouts of each kind it takes an hour of
-one core.
+A verdict over replicas that end, scale and lag must be as sure as one over a single server. Each
+rollout is a canary step of 10 % in simulated time, by real followers, counts, reports and judge. It
+is judged once an epoch. Exits with 1 if the confidence interval of a rate leaves its bound. Equal
+candidates are rolled back in at most 2 % of rollouts, and candidates with ten times the errors in
+at least 95 %. A user meets one version in an epoch. With 100 rollouts of each kind, the benchmark
+takes an hour of one core.
 """
 
 from __future__ import annotations
@@ -40,9 +41,12 @@ KILL_S, KILL_FOLLOWER_S = 30.0, 100.0
 CUT_S, CUT_EVERY_S = 40.0, 180.0
 LATE_S, APART_S = 20.0, 1.0
 SCALED_S, SCALE_EVERY_S = 250.0, 600.0
-"""Time with more replicas, and from one time to the next."""
+"""Time with more replicas, and interval from one such time to the next."""
 LOOK_S = 10.0
-"""Interval of reconciliations, each of which lets new replicas answer by the candidate."""
+"""Interval of reconciliations.
+
+Each of them lets new replicas give the candidate traffic.
+"""
 FEW, MANY, KEYLESS = Traffic(users=20, skew=1.1), Traffic(users=5000, skew=0.8), Traffic()
 WORSE = Traffic(users=2000, skew=0.8, errors=0.001, worse=10.0, uneven=False)
 Disturb = Callable[[SimulatedSite], None]
@@ -54,7 +58,10 @@ def _repeat(
     call: Callable[[], None],
     victim: SimulatedReplica | None = None,
 ) -> None:
-    """Repeat what happens to a replica, or to the site."""
+    """Call a function at an interval of simulated time.
+
+    `victim` is the replica that the call ends: its `ends_at` is set to the time of the next call.
+    """
 
     def turn() -> None:
         call()
@@ -86,7 +93,7 @@ def kill_follower(site: SimulatedSite) -> None:
 
 
 def scale(site: SimulatedSite) -> None:
-    """Scale from 2 to 6 replicas and back, again and again; each time one of them is killed."""
+    """Scale from 2 to 6 replicas and back repeatedly, and kill one each time."""
     site.add()
     site.add()
 
@@ -104,7 +111,7 @@ def scale(site: SimulatedSite) -> None:
 
 
 def lag(site: SimulatedSite) -> None:
-    """Clocks that are apart, reports that come late, and a replica that is cut off now and then."""
+    """Let clocks differ and reports arrive late, and cut a replica off at times."""
     apart = [site.random.uniform(-APART_S / 2, APART_S / 2) for _ in range(3)]
     site.add(ahead_s=apart[0])
     site.add(ahead_s=apart[1], late_s=LATE_S)
@@ -119,7 +126,10 @@ def lag(site: SimulatedSite) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How one rollout ended: the epoch in which it was rolled back, None if it was not, and what was counted."""
+    """How one rollout ended, and what was counted.
+
+    `epoch` is the epoch in which the rollout was rolled back; None if it was not.
+    """
 
     epoch: int | None
     why: str
@@ -150,7 +160,11 @@ def run_rollout(disturb: Disturb, traffic: Traffic, epochs: int, seed: int) -> O
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """One kind of rollouts: what disturbs them, and the least share that is rolled back (0: the candidate is alike)."""
+    """One kind of rollouts, and what disturbs them.
+
+    `least` is the least share that is rolled back; it is 0 if the candidate equals the stable
+    version.
+    """
 
     disturb: Disturb
     traffic: Sequence[Traffic] = (FEW, MANY, KEYLESS)
@@ -212,7 +226,7 @@ def prove_world(
 
 
 def prove_users(seed: int, percent: int, *, users: int = 10_000, requests: int = 20) -> list[Claim]:
-    """Let each user send requests to four replicas within an epoch, and in the next one."""
+    """Let each user send requests to four replicas in two consecutive epochs."""
     with tempfile.TemporaryDirectory(prefix="onnx-ops-canary-") as folder:
         site = SimulatedSite(Path(folder), seed)
         with site.installed():

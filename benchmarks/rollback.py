@@ -1,11 +1,12 @@
-"""How long from the command to all traffic on the previous version? On a real endpoint under load, with MLflow down.
+"""Measure the time from a rollback to all traffic on the previous version.
 
     python -m benchmarks.rollback [--turns N]
 
-Inside a process that is up, and as a whole command. Both are compared with a start of the program
-that does nothing (`onnx-ops --version`), in turns with the commands, so that a slow or busy machine
-changes neither ratio. Ends 1 if a promised bound does not hold: a rollback inside a process takes
-half of such a start at most, a command three of them, and no request fails.
+The endpoint is real and under load; MLflow is down. A rollback is timed inside a running process,
+and as a whole command. Both are compared with a start of the program that does nothing (`onnx-ops
+--version`). Starts and commands take turns, so that a slow or busy machine changes neither ratio.
+Exits with 1 if a promised bound does not hold: a rollback inside a process takes at most half of
+such a start, a command at most three of them, and no request fails.
 """
 
 from __future__ import annotations
@@ -41,9 +42,13 @@ from tests.support.load import LoadPlan, LoadProcess, Payload
 
 ENDPOINT, MODEL, TARGET = "digits", "linear", "cpu-1t"
 NOBODY = "http://127.0.0.1:9"
-"""Nothing listens there: MLflow is down."""
+"""An address on which nothing listens, so that MLflow is down."""
 BOOKKEEPING_S = 8.0
-"""The command leaves a process behind that writes to MLflow; it must not disturb the next one."""
+"""Wait after each command, in seconds.
+
+The command leaves a process behind that writes to MLflow. That process must not disturb the next
+command.
+"""
 BODY = json.dumps(
     {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}
 ).encode()
@@ -95,7 +100,10 @@ def main() -> int:
 
 
 def two_versions(root: Path, registry: FakeRegistry | None = None) -> Context:
-    """A project with an endpoint that serves version 2 and keeps version 1; its registry was there for that alone."""
+    """Create a project with an endpoint that serves version 2 and keeps version 1.
+
+    The registry serves only to create the project; the returned context does not use it.
+    """
     registry = registry or FakeRegistry()
     (root / "onnx-ops.toml").touch()
     config = EndpointConfig(
@@ -120,7 +128,7 @@ def two_versions(root: Path, registry: FakeRegistry | None = None) -> Context:
 
 
 def setting_up(root: Path, registry: FakeRegistry) -> Context:
-    """The project's context with a registry in memory."""
+    """Return the project's context with a registry in memory."""
     return replace(open_project(root).context, registry=lambda: registry)
 
 
@@ -144,12 +152,12 @@ def timed(call: object) -> float:
 
 
 def turns(number: int) -> Iterator[str]:
-    """Versions to go back to: 1, 2, 1 ..., each from the other one."""
+    """Return the versions to go back to: 1, 2, 1 ..., each from the other one."""
     return itertools.islice(itertools.cycle("12"), number)
 
 
 def command(root: Path, to: str) -> float:
-    """Seconds of `onnx-ops rollback`."""
+    """Return the seconds that `onnx-ops rollback` takes."""
     seconds = timed(
         partial(program, root, "rollback", ENDPOINT, "--to", to, "--force", "--reason", "timed")
     )

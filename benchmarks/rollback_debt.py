@@ -1,15 +1,16 @@
-"""Is a version served again after its rollback was requested, whatever fails?
+"""Check that no version is served again after a request to roll it back.
 
     python -m benchmarks.rollback_debt [--quick] [--provider NAME] [--only FAULT]
 
-On real servers of this machine, and on the fakes of two clouds behind their real SDKs. Every trial
+The servers run on this machine, and on the fakes of two clouds behind their real SDKs. Every trial
 requests a rollback while something is broken: the request ends with an error, is killed, or runs
-out of time. Then the command, the reconciler or the watch tries again and again, first while it is
-still broken, then once it is repaired. A client calls the endpoint all the time.
+out of time. Then the command, the reconciler or the watch tries repeatedly, first while the fault
+lasts, then after the repair. A client calls the endpoint all the time.
 
-Served again is a version that answers after another one has answered, or after nobody has; or that
-an effect in the ledger was to give traffic to. Ends 1 if the rolled-back version was served again,
-if a rollback was forgotten, if a command took longer than 10 s, or if a trial showed nothing.
+A version is served again if it answers after another version has answered, or after no version has.
+It is also served again if an effect in the ledger was to give it traffic. Exits with 1 if the
+rolled-back version was served again, if a rollback was forgotten, if a command took longer than
+10 s, or if a trial showed nothing.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ from onnx_ops.release.endpoint_calls import COMMAND_TIMEOUT_S
 from onnx_ops.testing.fakes import FakeRegistry
 
 ANSWER_S = 10.0
-"""An operator gets an answer within this time."""
+"""Time in seconds within which an operator must get an answer."""
 SET_UP_S = 100.0
-"""So long an endpoint may take to serve both versions, one after the other."""
+"""Time limit in seconds for an endpoint to serve both versions in turn."""
 REPAIRED_S = 60.0
-"""What follows a repair has this long until traffic is where it belongs."""
+"""Time limit in seconds from a repair to the right traffic."""
 TRIAL_S = 240.0
-"""A trial that takes longer is given up, and counts as one that showed nothing."""
+"""Time limit of a trial in seconds; a longer trial counts as showing nothing."""
 ENDINGS = ("error", "kill -9", "time-out")
 WAYS = list(itertools.product(ENDINGS, FOLLOWERS))
 QUICK = {
@@ -73,16 +74,21 @@ QUICK = {
     "replicas-folder": ("two reconcilers", "operator's share not mounted, canary"),
     "replicas-s3": ("response lost", "replica cut off, canary"),
 }
-"""The faults that a quick run tries, of the providers that have many."""
+"""The faults of a quick run, for the providers that have many."""
 NOT_QUICK = ("replicas-blob",)
-"""Its server is a package of npm."""
+"""Providers that a quick run leaves out; the server of this one is an npm package."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """`pending`: the request could not be carried out at once. `again`: answers of the rolled-back version after
-    another state of the endpoint, and effects that were to bring it back. `seconds`: of the slowest
-    command.
+    """The result of one trial.
+
+    Attributes:
+        pending: whether the request could not be carried out immediately.
+        again: number of answers of the rolled-back version after another state of the endpoint, and
+            of effects that were to bring it back.
+        seconds: duration of the slowest command.
+        forgotten: whether the rollback never took effect, or did not last.
     """
 
     pending: bool
@@ -94,7 +100,7 @@ class Trial:
 def try_fault(
     site: Site, fault_name: str, ending: str, follower: str, *, number: int, draw: random.Random
 ) -> Trial:
-    """Make one trial. `number` decides which of two ways of a fault is tried."""
+    """Make one trial. `number` selects one of the two ways of a fault."""
     fault, variant, clock = site.faults[fault_name], bool(number % 2), SystemClock()
     place = site.place(f"debt-{number}-{draw.randrange(1 << 24):06x}", fault_name)
     with site.endpoint(place, fault_name), ExitStack() as stack:
@@ -120,7 +126,10 @@ def try_fault(
 
 
 def serve_before(place: Place, fault: Fault, variant: bool) -> None:
-    """Let the endpoint serve what the fault concerns: a candidate, or a release that has finished."""
+    """Let the endpoint serve what the fault concerns.
+
+    This is a candidate, or a release that has finished.
+    """
     if fault.candidate:
         run_bounded(serve_canary, place, limit_s=SET_UP_S)
     else:
@@ -129,7 +138,14 @@ def serve_before(place: Place, fault: Fault, variant: bool) -> None:
 
 
 def send_until_recorded(place: Place, ending: str, draw: random.Random) -> Iterator[float]:
-    """Request the rollback, again if the process was killed before it was recorded; yield the seconds of each."""
+    """Request the rollback until it is recorded, at most twice.
+
+    The second request follows if the first process was killed too early. Yields the seconds of each
+    request.
+
+    Raises:
+        MeasurementError: the rollback was not recorded.
+    """
     yield send_request(place, ending, draw)
     if not place.is_requested():
         yield send_request(place, "error", draw)
@@ -140,10 +156,10 @@ def send_until_recorded(place: Place, ending: str, draw: random.Random) -> Itera
 def follow_until_paid(
     place: Place, fault: Fault, follower: str, repair: Repair, seconds: list[float]
 ) -> float | None:
-    """Let processes try again, while it is broken and after the repair.
+    """Let processes retry the rollback, under the fault and after the repair.
 
-    Return when the debt was closed, in seconds since the epoch; None if it stays open. The seconds
-    of the slowest commands are added to `seconds`.
+    Return when the rollback took effect, in seconds since the epoch; None if it did not in time.
+    The durations of the slowest commands are added to `seconds`.
     """
     clock = SystemClock()
     with ExitStack() as stack:
@@ -152,7 +168,7 @@ def follow_until_paid(
         def is_paid() -> bool:
             seconds.extend(
                 seconds_of_one() for seconds_of_one in slowest
-            )  # what is not read blocks them
+            )  # unread reports would block the processes
             return place.is_paid()
 
         paid_at, repaired_at = 0.0, clock.now() + fault.broken_s
@@ -165,10 +181,11 @@ def follow_until_paid(
 
 
 def count_again(client: Client, fault: Fault, requested_at: float, paid_at: float) -> int:
-    """Return how many answers of version 2 began when it should not have been served any more.
+    """Return how many answers of version 2 began when it must not serve any more.
 
-    A finished release may answer at a server until that one serves version 1, and nowhere after the
-    debt is closed. A candidate may, until the debt is closed, or its lease would be over.
+    A finished release can answer at a server until that server serves version 1, and nowhere after
+    the rollback took effect. A candidate can answer until the rollback took effect, or until its
+    lease must have ended.
     """
     limit = min(paid_at, requested_at + LEASE_S + DEADLINE_S) if fault.candidate else paid_at
     late = [
@@ -186,7 +203,10 @@ def count_again(client: Client, fault: Fault, requested_at: float, paid_at: floa
 
 
 def send_request(place: Place, ending: str, draw: random.Random) -> float:
-    """Request a rollback in a process of its own. Return the seconds until it answered, 0 if it was killed."""
+    """Request a rollback in a separate process.
+
+    Return the seconds until the process answered; 0 if it was killed.
+    """
     killed_s = draw.uniform(0.0, 0.6) if ending == "kill -9" else None
     return run_bounded(
         request, place, 0.05 if ending == "time-out" else COMMAND_TIMEOUT_S, killed_s=killed_s
@@ -195,7 +215,10 @@ def send_request(place: Place, ending: str, draw: random.Random) -> float:
 
 @contextmanager
 def following(place: Place, follower: str) -> Iterator[Callable[[], float]]:
-    """Let a process try again and again; give a function that returns the seconds of its slowest command so far."""
+    """Let a process retry the rollback repeatedly.
+
+    Yields a function that returns the seconds of the slowest command so far.
+    """
     mine, its = context_of(place).Pipe()
     process = start_process(FOLLOWERS[follower], place, its)
     began: list[float] = []
@@ -223,7 +246,7 @@ def following(place: Place, follower: str) -> Iterator[Callable[[], float]]:
 def try_provider(
     name: str, *, only: Sequence[str] | None, quick: bool, seed: int
 ) -> list[Trial | None]:
-    """Make all trials of a provider and print them; None stands for one that showed nothing."""
+    """Make all trials of a provider, and print them; None: a trial showed nothing."""
     draw = random.Random(seed)  # noqa: S311 (moments, no secrets)
     trials: list[Trial | None] = []
     rows: list[tuple[str, ...]] = []
@@ -272,7 +295,7 @@ def run_trial(
     number: int,
     draw: random.Random,
 ) -> Trial | None:
-    """Make one trial within bounds; None if it showed nothing."""
+    """Make one trial within a time limit; None if it showed nothing."""
     site.place("").registry.create(registry)
     trial, began = None, time.monotonic()
     try:
@@ -302,7 +325,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", help="only this fault")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of kills (0)")
     options = parser.parse_args()
-    os.environ["PYTHONWARNINGS"] = "ignore"  # marshmallow, about the schemas of Azure's SDK
+    os.environ["PYTHONWARNINGS"] = "ignore"  # from marshmallow, about the schemas of Azure's SDK
     names = options.provider or [
         name for name in PROVIDERS if not (options.quick and name in NOT_QUICK)
     ]

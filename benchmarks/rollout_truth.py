@@ -1,9 +1,10 @@
-"""Do rollouts keep their promises? Simulated traffic of known truth against the product's own code.
+"""Check the promises of rollouts by simulated traffic with a known truth.
 
     python -m benchmarks.rollout_truth [--quick] [--trials N] [--seed N]
 
-Exits with 1 if the interval of a rate leaves its promise. Worlds come from a new seed in each run,
-which is printed. `--quick` has a tenth of the trials and fewer kinds of traffic.
+The traffic runs against the product's own code. Exits with 1 if the confidence interval of a rate
+leaves its promise. Worlds come from a new seed in each run, which is printed. `--quick` has a tenth
+of the trials and fewer kinds of traffic.
 """
 
 from __future__ import annotations

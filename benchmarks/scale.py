@@ -1,11 +1,12 @@
-"""What many pipelines cost: planning, the house's own work for each stage, memory, and a second run.
+"""Measure what many pipelines cost.
 
     python -m benchmarks.scale [--pipelines 200] [--variants 4] [--targets 4] [--processes 2]
 
-Exporter, optimizer and runtime are plugins of this benchmark that cost next to nothing; planner,
-engine, statistics, codec and store are the real ones. Stages run in this process, so that starting
-processes does not hide the rest; what a process for each stage adds is then measured on a few
-pipelines (`--processes`). Seconds are of this machine.
+Measured are planning, the work of onnx-ops around each stage, memory, and a second run. Exporter,
+optimizer and runtime are plugins of this benchmark that cost next to nothing. Planner, engine,
+statistics, codec and store are the real ones. Stages run in this process, so that starting
+processes does not hide the rest. What a process for each stage adds is then measured on a few
+pipelines (`--processes`). Seconds are those of this machine.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ from onnx_ops.domain.pipeline import StageStatus  # noqa: E402
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Led:
-    """One pipeline, planned and run; seconds, CPU seconds, and the most memory that this process ever had, in MB."""
+    """The measurements of one pipeline that was planned and run.
+
+    Times are in seconds, `cpu` in CPU seconds. `memory` is the peak memory of this process so far,
+    in MB.
+    """
 
     plan: float
     run: float
@@ -109,7 +114,7 @@ def led(project: Project, file: Path, *, here: bool = True) -> Led:
 
 
 def cpu() -> float:
-    """CPU seconds of this process and of its children that have ended."""
+    """Return the CPU seconds of this process and of its children that have ended."""
     found = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in found)
 
@@ -125,7 +130,7 @@ def print_times(title: str, all_led: list[Led]) -> None:
     print(f"  exit codes               {sorted({one.exit_code for one in all_led})}")
     print(f"  plan, a pipeline         {median([one.plan for one in all_led])}")
     if len(all_led) >= 20:
-        # The first one warms caches up.
+        # The first pipeline warms caches up.
         print(f"    pipelines 2-11         {median([one.plan for one in all_led[1:11]])}")
         print(f"    the last 10            {median([one.plan for one in all_led[-10:]])}")
     count = executed or stages

@@ -1,8 +1,9 @@
-"""What becomes of each of scikit-learn's classifiers and regressors, as a table.
+"""Write a table of what happens to each of scikit-learn's estimators.
 
-Each is fitted on a bundled set (iris, diabetes) with its defaults, exported at opset 18, and held
-against itself on all rows. The outcome is `same`, `differs` with how far, or the typed error that
-says where it ends; anything else ends this script with its traceback.
+These are its classifiers and regressors. Each is fitted with its defaults on a bundled data set
+(iris, diabetes), exported at opset 18, and compared with its source on all rows. The outcome is
+`same`, `differs` with the distance, or the typed error that ends the export. Any other error ends
+this script with its traceback.
 
     python -m benchmarks.sklearn_estimators > docs/sklearn-estimators.md
 """
@@ -29,7 +30,7 @@ from onnx_ops.errors import OnnxOpsError
 from onnx_ops.ports import ExportRequest
 
 CLOSE = 1e-3
-"""Relative to the largest value of an output; more counts as a difference."""
+"""Largest distance that counts as the same, relative to an output's largest value."""
 
 
 HEAD = """# Supported scikit-learn estimators
@@ -38,7 +39,7 @@ Every estimator of scikit-learn, exported at opset 18 with its defaults and comp
 diabetes (two classes or targets if it accepts no others). `benchmarks/sklearn_estimators.py` writes this page.
 
 *same*: the export gives the answers of its source. `UserError`, `StageError`: the export is refused.
-"""
+"""  # noqa: E501
 
 
 def main() -> None:
@@ -68,7 +69,7 @@ def outcome(name: str, kind: str, make: Any) -> tuple[str, str, str]:
         warnings.simplefilter("ignore")
         try:
             model, rows = fitted(make, kind, rows, data.target)
-        except Exception as error:  # an estimator for other data raises whatever it meets
+        except Exception as error:  # an estimator for other data raises errors of any kind
             return name, kind, f"not fitted: {short(error)}"
         try:
             return name, kind, compare(model, rows)
@@ -77,11 +78,14 @@ def outcome(name: str, kind: str, make: Any) -> tuple[str, str, str]:
 
 
 def fitted(make: Any, kind: str, rows: Any, target: Any) -> tuple[Any, Any]:
-    """With what it cannot do without, tried in this order: an inner estimator or a list of them, two classes, two
-    targets, one component, one feature.
+    """Return an estimator that is fitted, with the rows that it was fitted on.
+
+    It is made without arguments, with an inner estimator, with a list of them, or with one
+    component. If it cannot be fitted, the same is tried with two classes, two targets, and one
+    feature.
 
     Raises:
-        Exception: the first that it raised; none of this is enough.
+        Exception: the first error of all attempts, if none succeeds.
     """
     inner = LogisticRegression(max_iter=500) if kind == "classifier" else Ridge()
     makers = [

@@ -1,9 +1,9 @@
 # ruff: noqa: E501 (a case is one line)
-"""Models of tables, from a file to an answer of the endpoint, as a table for the docs.
+"""Write a table of tabular models, from a file to an answer of the endpoint.
 
-Each case is fitted on columns of a CSV file, exported, compared with its source on every group of
-inputs that parity asks, published to an endpoint server's process and asked there. The outcome is
-`works`, `differs` with where, or the refusal.
+Each case is fitted on columns of a CSV file, exported, and compared with its source on every group
+of inputs of the parity gate. It is then published to an endpoint server's process, which answers
+requests. The outcome is `works`, `differs` with the place, or the refusal.
 
     python -m benchmarks.tables > docs/tables-cases.md
 """
@@ -91,9 +91,11 @@ MIXED = (*NUMBERS, "city", "plan", "member")
 EVERYTHING = (*MIXED, "note")
 
 Case = tuple[str, Any, tuple[str, ...], str]
-"""Name, estimator, columns, and what is predicted: `class`, `three`, `text`, `amount`, `rank` or `amounts`.
+"""Name, estimator, columns, and what is predicted.
 
-Instead of one estimator a list of them with what they predict: the first that can be fitted counts.
+What is predicted is `class`, `three`, `text`, `labels`, `amount`, `rank`, `share` or `amounts`.
+Instead of one estimator, there can be a list of them with what they predict: the first that can be
+fitted counts.
 """
 
 
@@ -119,13 +121,14 @@ KNOWN_WRONG = frozenset(
         "LightGBM, a data frame's categories",
     }
 )
-"""Cases of which the converters make another function than the source; all others count as
-convertible.
+"""Cases that converters turn into another function than the source.
+
+All other cases count as convertible.
 """
 
 
 def write_csv(path: Path, *, missing: bool) -> None:
-    """A table of 300 people; `missing` leaves some ages and scores empty."""
+    """Write a table of 300 people; `missing` leaves some ages and scores empty."""
     draw = np.random.default_rng(0)
     words = np.array(
         [
@@ -164,7 +167,7 @@ def write_csv(path: Path, *, missing: bool) -> None:
 def mixed(
     last: Any, *, numbers: Any = None, encoder: Any = None, text: Any = None, more: Any = ()
 ) -> Any:
-    """A pipeline of which each kind of column has its own step."""
+    """Return a pipeline in which each kind of column has its own step."""
     plain = numbers or make_pipeline(SimpleImputer(), StandardScaler())
     steps = [
         ("numbers", plain, list(NUMBERS)),
@@ -177,7 +180,7 @@ def mixed(
 
 
 def cases() -> list[Case]:
-    """All of them, unfitted."""
+    """Return all cases, unfitted."""
     logistic = linear_model.LogisticRegression(max_iter=500)
     found: list[Case] = [
         ("numbers, one input a column, logistic regression", make_pipeline(StandardScaler(), logistic), NUMBERS, "class"),
@@ -252,7 +255,10 @@ def cases() -> list[Case]:
 
 
 def wrappers() -> Iterator[Case]:
-    """Wrappers around whole pipelines, search objects, clusterings, detectors of outliers, and transformers."""
+    """Yield wrappers around whole pipelines, and other last steps.
+
+    These are search objects, clusterings, detectors of outliers, and transformers.
+    """
     logistic, ridge = linear_model.LogisticRegression(max_iter=500), linear_model.Ridge()
     forest = ensemble.RandomForestClassifier(10, random_state=0)
     calibrated = calibration.CalibratedClassifierCV
@@ -341,14 +347,17 @@ def wrappers() -> Iterator[Case]:
 
 
 def others(named: set[str]) -> Iterator[Case]:
-    """Every other estimator that skl2onnx can convert: classifiers, regressors, and what transforms numbers."""
+    """Yield every other estimator that skl2onnx can convert.
+
+    These are classifiers, regressors, and transformers of numbers.
+    """
     from skl2onnx._supported_operators import sklearn_operator_name_map
 
-    # One category is left out: columns that depend on each other let some estimators answer from
+    # The first category is dropped: with linearly dependent columns, some estimators answer from
     # rounding noise.
     dense = OneHotEncoder(handle_unknown="ignore", drop="first", sparse_output=False)
-    # What takes no negative numbers gets numbers from 0 to 1; what takes whole numbers only gets
-    # those of a bin.
+    # Estimators that reject negative numbers get numbers from 0 to 1. Estimators that accept only
+    # whole numbers get the numbers of bins.
     scalers = (
         StandardScaler(),
         MinMaxScaler(),
@@ -404,13 +413,14 @@ _NO_NUMBERS = frozenset(
         *("VotingClassifier", "VotingRegressor", "KNeighborsTransformer", "PLSRegression"),
     }
 )
-"""Transformers that are classifiers too, or no step for a matrix of numbers: texts, labels, kernels
-and graphs.
+"""Transformers that are no step for a matrix of numbers, or are classifiers too.
+
+The former take texts, labels, kernels or graphs.
 """
 
 
 def attempts(make: Any, inner: Any) -> Iterator[Any]:
-    """Yield the estimator with its defaults, and with what it may not do without."""
+    """Yield the estimator with its defaults, and with arguments that it can require."""
     for arguments, options in (
         ((), {}),
         ((), {"random_state": 0}),
@@ -530,7 +540,7 @@ def outcome(case: Case, folder: Path, endpoint: Endpoint) -> str:
     if isinstance(model, list):
         try:
             model = first_fitted(model, rows, arrays)
-        except Exception as error:  # an estimator for other data raises whatever it meets
+        except Exception as error:  # an estimator for other data raises errors of any kind
             return f"not fitted: {short(str(error))}"
     else:
         y = label(kind, arrays, arrays["target"][:, 0])
@@ -564,7 +574,10 @@ def find_difference(
     path: Path,
     samples: dict[str, Any],
 ) -> str:
-    """Return where an export differs from its model by more than the gate allows; empty if nowhere."""
+    """Return where an export differs from its model by more than the gate allows.
+
+    The text is empty if there is no such difference.
+    """
     reference = collect_reference_outputs(exporter, model, path, samples)
     factor = ParityGate().noise_factor
     for measured in measure_parity(OnnxRuntime(), path, Target(name="cpu"), reference.groups):
@@ -577,12 +590,16 @@ def find_difference(
 
 
 def first_fitted(models: list[tuple[Any, str]], rows: Any, arrays: Any) -> Any:
-    """Return the first model that fits its kind of label, fitted; raises what the first one raised if none does."""
+    """Return the first model that can be fitted to its kind of label, fitted.
+
+    Raises:
+        Exception: the error of the first model, if none can be fitted.
+    """
     first: Exception | None = None
     for model, kind in models:
         try:
             return model.fit(rows, label(kind, arrays, arrays["target"][:, 0]))
-        except Exception as error:  # an estimator for other data raises whatever it meets
+        except Exception as error:  # an estimator for other data raises errors of any kind
             first = first or error
     raise first or AssertionError("no model was given")
 
@@ -600,12 +617,13 @@ class Endpoint:
         self.generation = 0
         self.answers = 0
         self.rounded: Counter[str] = Counter()
-        """By case, the rows that were answered as the source answers in float32, and not as in
-        float64.
-        """
+        """Rows that agree with the source in float32 but not in float64, by case."""
 
     def compare(self, case: str, place: Path, head: Any, exact: Any, rounded: Any) -> str:
-        """Publish the model and compare its answers to records, instances and CSV with its source's."""
+        """Publish the model, and compare its answers with those of its source.
+
+        The requests are records, instances and CSV.
+        """
         self.generation += 1
         version = str(self.generation)
         deployment = Deployment(
@@ -645,7 +663,7 @@ class Endpoint:
 
 
 def is_close(given: Any, expected: Any) -> Any:
-    """For each row, whether the endpoint's answer is the source's."""
+    """Return for each row whether the endpoint's answer is the source's."""
     if expected.dtype.kind != "f":
         return np.array(given).astype(str) == expected.astype(str)
     array = np.array(given, np.float64).reshape(expected.shape)
@@ -653,7 +671,10 @@ def is_close(given: Any, expected: Any) -> Any:
 
 
 def bodies(head: Any) -> dict[str, tuple[bytes, str]]:
-    """The same rows as records, instances and CSV; a missing number is null, or an empty cell."""
+    """Return the same rows as records, instances and CSV.
+
+    A missing number is null, or an empty cell.
+    """
     records = [
         {
             n: None if array.dtype.kind == "f" and np.isnan(array[i, 0]) else array[i, 0].item()

@@ -1,4 +1,6 @@
-"""Count the files and functions of the package that a command enters in its own process.
+"""Count the files and functions of the package that a command enters.
+
+Only the command's own process is counted.
 
 cd PROJECT && python -m benchmarks.trips rollback digits --reason test
 """

@@ -1,14 +1,14 @@
-"""Two reconcilers on two machines over one ledger: do they agree, whatever is asked and killed and however clocks go?
+"""Check that two reconcilers on two machines agree over one ledger.
 
     python -m benchmarks.two_machines [--trials 20] [--provider sagemaker]
 
-The machines have projects, model folders and states of their own, and clocks that are five minutes
-ahead and behind; they share the ledger, the registry, the keys, and an endpoint on the fake of a
-cloud behind its real SDK. Their watches run side by side and are killed again and again. Meanwhile
-aliases are moved to versions that may serve, that have failed their gates and that a stranger has
-signed; versions are rolled back and overridden, from either machine. A client calls the endpoint
-all the time. Ends 1 if a request failed, if a version answered that nobody approved, or if ledger,
-registry and endpoint do not agree in the end.
+The machines have separate projects, model folders and states, and clocks that are five minutes
+ahead and behind. They share the ledger, the registry, the keys, and an endpoint on the fake of a
+cloud behind its real SDK. Their watches run side by side and are killed repeatedly. Meanwhile
+aliases are moved to versions that are approved, that have failed their gates, and that a stranger
+has signed. Versions are rolled back and overridden, from either machine. A client calls the
+endpoint all the time. Exits with 1 if a request failed, if a version answered that was not
+approved, or if ledger, registry and endpoint do not agree in the end.
 """
 
 from __future__ import annotations
@@ -57,15 +57,23 @@ REFUSED = ("3", "4")
 """Version 3 has failed its gates; version 4 was signed by a stranger."""
 EVENTS = 12
 LONG_S = 1000.0
-"""After so long every lease is over, on whichever clock."""
+"""Time after which every lease has ended, on either clock."""
 SETTLED_S = 60.0
 TRIAL_S = 240.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """`requests`, how many of them `failed`, and how many were answered by a version that was not approved, or were to
-    be. `kills` of reconcilers, and what does not agree in the end."""
+    """The result of one trial.
+
+    Attributes:
+        requests: number of requests.
+        failed: number of requests that failed.
+        unapproved: number of answers by a version that was not approved, and of intents to give
+            such a version traffic.
+        kills: number of times that a reconciler was killed.
+        disagreement: what does not agree in the end.
+    """
 
     requests: int
     failed: int
@@ -83,7 +91,7 @@ def roll_back(place: Place, to: str) -> None:
 
 
 class Machines:
-    """The watches of two machines, which die and are started again."""
+    """The watches of two machines, which are killed and started again."""
 
     def __init__(self, places: dict[str, Place]) -> None:
         self.places = places
@@ -107,7 +115,7 @@ class Machines:
 
 @contextmanager
 def two_machines(place: Place) -> Iterator[Machines]:
-    """The endpoint's project on two machines, each in a copy of its folder."""
+    """Yield the endpoint's project on two machines, each with a copy of its folder."""
     with tempfile.TemporaryDirectory(prefix="onnx-ops-machines-") as folder:
         places = {}
         for name, ahead_s in CLOCKS_S.items():
@@ -162,7 +170,7 @@ def make_trial(site: Site, number: int, draw: random.Random) -> Trial:
 
 
 def happen(machines: Machines, place: Place, draw: random.Random) -> None:
-    """Let one thing happen."""
+    """Let one random event happen."""
     one = draw.choice(list(machines.places))
     match draw.choice(
         ["alias", "alias", "champion", "override", "rollback", "kill", "kill", "time"]
@@ -200,7 +208,10 @@ def serving(place: Place) -> set[str]:
 
 
 def disagreement(place: Place) -> str:
-    """What ledger, registry and endpoint say otherwise; empty if they agree and nothing is left to do."""
+    """Return how ledger, registry and endpoint disagree.
+
+    The text is empty if they agree and nothing is left to do.
+    """
     try:
         state = place.state()
         actual = place.context().provider(place.config.provider).observe(place.config)
@@ -228,7 +239,7 @@ def disagreement(place: Place) -> str:
 
 
 def registry_of(root: Path) -> FakeRegistry:
-    """Two versions that may serve, and two that may not."""
+    """Return a registry with two approved versions and two refused ones."""
     registry = create_project(root)
     for seed, verdict in (("failed", Verdict.FAIL), ("forged", Verdict.PASS)):
         registry.publish(
@@ -248,9 +259,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of what happens when (0)")
     options = parser.parse_args()
     draw = random.Random(options.seed)  # noqa: S311 (events, no secrets)
-    warnings.simplefilter("ignore")  # marshmallow, about the schemas of Azure's SDK
+    warnings.simplefilter("ignore")  # from marshmallow, about the schemas of Azure's SDK
     os.environ["PYTHONWARNINGS"] = "ignore"
-    importlib.import_module("azure.ai.ml")  # takes longer than a trial where much else is going on
+    importlib.import_module("azure.ai.ml")  # takes longer than a trial on a busy machine
     trials: list[Trial | None] = []
     for name in options.provider or ("sagemaker", "azureml"):
         with (

@@ -1,4 +1,7 @@
-"""The models that variants are made of: a CNN on digits, encoders with and without outlier channels, an embedder."""
+"""The models from which variants are made.
+
+They are a CNN on digits, encoders with and without outlier channels, and an embedder.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,21 @@ import numpy as np
 from onnx_ops.domain.gate import ACCURACY, MetricDefinition
 
 FITTED, TUNED, TESTED = 512, 256, 384
-"""Rows of the encoders: for the head, for decisions, for the score."""
+"""Rows of the encoders: for the head, for decisions, and for the score."""
 
 HINT = 0.1
-"""Share of tokens that are of the kind that a row has most of: what makes the task neither trivial
-nor hopeless.
+"""Share of tokens that are set to a row's favoured kind.
+
+It makes the task neither trivial nor hopeless.
 """
 
 
 @dataclass(kw_only=True)
 class Model:
-    """A float model in a file, rows for ranges, for decisions and for the score, and its variants by tool."""
+    """A float model in a file, its rows, and its variants by tool.
+
+    There are rows for ranges, for decisions and for the score.
+    """
 
     name: str
     path: Path
@@ -48,15 +55,16 @@ def make(name: str, scratch: Path, width: int) -> Model:
 
 
 def embedder(folder: Path) -> Model:
-    """Return an encoder of MiniLM's shape whose mean state is the answer: 6 layers of 384, 30,522 words, drawn weights.
+    """Return an encoder of MiniLM's shape whose mean state is the answer.
 
-    It has no labels: answers are compared with those in float32, by cosine.
+    It has 6 layers of width 384, 30,522 words, and random weights. It has no labels: answers are
+    compared with those in float32, by cosine.
     """
     import torch
 
     torch.manual_seed(0)
     body = encoder_body(384, words=30522)
-    torch.nn.init.normal_(body.tokens.weight, std=0.02)  # else the words drown what the layers add
+    torch.nn.init.normal_(body.tokens.weight, std=0.02)  # else the words hide what the layers add
     body.forward = body.features
     tokens = np.random.default_rng(0).integers(0, 30522, (64 + 64 + 128, 128))
     with torch.no_grad():
@@ -118,10 +126,11 @@ def cnn(folder: Path) -> Model:
 
 
 def encoder(name: str, folder: Path, width: int) -> Model:
-    """Six layers over 128 tokens whose weights are drawn, and a head that is fitted to its features.
+    """Return an encoder with six layers over 128 tokens.
 
-    Outlier channels are made by scaling channels of a normalization up and the columns of the
-    products that read it down: the function in float is the same.
+    Its weights are random, and its head is fitted to its features. Outlier channels are made by
+    scaling channels of a normalization up, and the columns of the products that read it down: the
+    function in float is the same.
     """
     import torch
 
@@ -143,7 +152,10 @@ def encoder(name: str, folder: Path, width: int) -> Model:
 
 @functools.cache
 def fitted(width: int) -> tuple[Any, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The encoder, its tokens and labels: the most common of eight kinds of token in a row."""
+    """Return the encoder, its tokens and its labels.
+
+    The label of a row is its most common kind of token, of eight kinds.
+    """
     import torch
 
     torch.manual_seed(0)

@@ -1,4 +1,7 @@
-"""Presets of Olive and Optimum for `variants.py`, each tool in an environment of its own with pinned packages."""
+"""Presets of Olive and Optimum for `variants.py`.
+
+Each tool has a separate environment with pinned packages.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from onnx_ops.domain.execution import Environment
 OLIVE, OPTIMUM = "Olive 0.13.0", "Optimum 0.1.0"
 _SAME = ("onnx==1.23.2", "onnxruntime==1.31.1", "torch==2.13.0", "numpy==2.4.6")
 PINS = {
-    # olive-ai imports requests and does not ask for it
+    # olive-ai imports requests without declaring the dependency
     OLIVE: ("olive-ai==0.13.0", "requests==2.34.2", "transformers==5.23.0", *_SAME),
     OPTIMUM: ("optimum-onnx[onnxruntime]==0.1.0", "optimum==2.1.0", "transformers==4.57.6", *_SAME),
 }
@@ -27,7 +30,10 @@ TIMEOUT_S = 600
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One model for one tool: the file, rows for ranges, an empty folder, and where the result goes."""
+    """One model for one tool.
+
+    It has the file, rows for ranges, an empty folder, and the path of the result.
+    """
 
     python: Path
     source: Path
@@ -39,7 +45,10 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """What a row of the table names. `make` leaves a model at the work's `out`, or raises."""
+    """One preset of a tool, which is a row of the table.
+
+    `make` leaves a model at the work's `out`, or raises.
+    """
 
     tool: str
     name: str
@@ -47,10 +56,12 @@ class Preset:
 
 
 def interpreter(tool: str, folder: Path) -> Path:
-    """The Python that has the tool; its environment is made on first use, by pip: its settings say where torch is from.
+    """Return the Python of the environment that has the tool.
+
+    pip makes the environment on first use. Settings of pip determine where torch comes from.
 
     Raises:
-        StageError: its packages cannot be installed.
+        StageError: the packages cannot be installed.
     """
     return PythonEnvironments(folder=folder, base=()).python(Environment(requirements=PINS[tool]))
 
@@ -70,7 +81,10 @@ def _optimize(work: Work) -> None:
 
 
 def _optimize_with_rows(work: Work) -> None:
-    """The passes that `optimize` writes down, with the rows of this benchmark in place of its text data set."""
+    """Run the passes that `optimize` writes down, with the rows of this benchmark.
+
+    The rows replace its text data set.
+    """
     _olive(work, "optimize", *_asked(work), "--save_config_file", "--dry_run")
     config = json.loads((work.folder / "config.json").read_text())
     names = [one["name"] for one in config["data_configs"]]
@@ -152,10 +166,14 @@ quantizer.quantize(config, folder, calibration_tensors_range=ranges)
 
 
 def _call(work: Work, *words: str) -> None:
-    """Run the tool's interpreter; what it said last is the reason if it fails."""
+    """Run the tool's interpreter.
+
+    Raises:
+        RuntimeError: it failed; the reason is the last line of its error output.
+    """
     done = subprocess.run(
-        [str(work.python), *words], cwd=work.folder, env=build_clean_environ(), capture_output=True, text=True,
-        timeout=TIMEOUT_S, check=False,
+        [str(work.python), *words], cwd=work.folder, env=build_clean_environ(),
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
     if done.returncode != 0:
         raise RuntimeError(

@@ -1,4 +1,7 @@
-"""Every tool makes its variants of a model: the search, ONNX Runtime's defaults, other tools' presets."""
+"""The variants that every tool makes of a model.
+
+The tools are the search, ONNX Runtime's defaults, and other tools' presets.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +35,13 @@ from onnx_ops.tools.quantize import list_machines
 DROP = 0.01
 MINUTES = {"cnn": 1.0, "minilm": 5.0, "encoder": 5.0, "encoder-outliers": 5.0}
 COSINE = 0.993
-"""What a variant of the embedder must keep."""
+"""Cosine that a variant of the embedder must keep."""
 
 TARGET = Target(name="cpu-1t")
 
 
 def ours(model: Model, scratch: Path) -> None:
-    """The search, given only the budget."""
+    """Run the search, given only the budget."""
     context = build_context(load_settings())
     folder = scratch / model.name / "ours"
     (folder / "source").mkdir(parents=True)
@@ -125,7 +128,10 @@ def ort_defaults(model: Model, scratch: Path) -> None:
 
 
 def prepared(model: Model, scratch: Path) -> Path:
-    """The export after ORT's own preparation, without the shapes that torch wrote: with them its quantizers raise."""
+    """Return the export after ORT's own preparation.
+
+    The shapes that torch wrote are removed, since ORT's quantizers fail with them.
+    """
     import onnx
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -139,7 +145,10 @@ def prepared(model: Model, scratch: Path) -> Path:
 
 
 def others(model: Model, scratch: Path, folder: Path | None) -> None:
-    """Presets of Olive and Optimum; one that torch's shapes make fail is tried again after ORT's preparation."""
+    """Run the presets of Olive and Optimum.
+
+    A preset that fails because of torch's shapes is tried again after ORT's preparation.
+    """
     for tool in dict.fromkeys(preset.tool for preset in PRESETS):
         presets = [preset for preset in PRESETS if preset.tool == tool]
         if folder is None:
@@ -159,7 +168,10 @@ def others(model: Model, scratch: Path, folder: Path | None) -> None:
 def tried(
     model: Model, scratch: Path, python: Path, presets: Sequence[Preset], suffix: str
 ) -> list[Preset]:
-    """Run presets, four at a time; returns those that stumble over the shapes that torch wrote."""
+    """Run presets, four at a time.
+
+    Return those that fail because of the shapes that torch wrote.
+    """
     source = prepared(model, scratch) if suffix else model.path
     with ThreadPoolExecutor(4) as pool:
         running: dict[str, tuple[Preset, Path, Future[None]]] = {}
@@ -190,7 +202,7 @@ def attempt(model: Model, name: str, path: Path, make_it: Callable[[Path], objec
             make_it(path)
             session(path).run(None, {model.feed: model.test[0][:1]})
         model.variants[name] = path
-    except Exception as error:  # other people's tools raise anything
+    except Exception as error:  # other tools raise errors of any kind
         model.failures[name] = describe(error)
 
 

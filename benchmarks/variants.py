@@ -1,9 +1,10 @@
-"""How fast and how right the variants are that the search finds, beside those of other tools' presets.
+"""Compare the variants that the search finds with other tools' presets.
 
-One run: a CNN, an encoder of MiniLM's shape and two small ones (one with outlier channels) are
-made, every tool makes its variants of them, and all variants of a model are then timed in turns, in
-one thread each, by that thread's CPU time. Accuracy is on rows that no tool has seen. Figures are
-judged only on a CPU with AVX512-VNNI; elsewhere they are printed.
+Shown are their speed and accuracy. One run makes a CNN, an encoder of MiniLM's shape and two small
+ones (one with outlier channels). Every tool makes its variants of them. All variants of a model are
+then timed in turns, in one thread each, by that thread's CPU time. Accuracy is measured on rows
+that no tool has seen. Figures are judged only on a CPU with AVX512-VNNI; elsewhere they are
+printed.
 
     python -m benchmarks.variants --peers FOLDER
 """
@@ -33,7 +34,10 @@ from onnx_ops.statistics.intervals import tango_interval
 
 ROUNDS, RUNS = 15, 8
 SURELY = 12
-"""Of 15 rounds by chance in 1.8 % of cases."""
+"""Number of rounds, of 15, that counts as certain.
+
+It is reached by chance in 1.8 % of cases.
+"""
 
 LIMITS = {"cnn": 0.37, "minilm": 0.45, "encoder": 0.45, "encoder-outliers": 0.42}
 MINILM_SIZE = 0.3
@@ -62,7 +66,10 @@ def main() -> int:
 
 
 def measured(name: str, scratch: Path, width: int, peers: Path | None) -> Iterator[str]:
-    """Make one model and everybody's variants of it, and print their figures; yields the limits that are missed."""
+    """Make one model and all tools' variants of it, and print their figures.
+
+    Yields the limits that are missed.
+    """
     model = make(name, scratch, width)
     ours(model, scratch)
     ort_defaults(model, scratch)
@@ -71,7 +78,7 @@ def measured(name: str, scratch: Path, width: int, peers: Path | None) -> Iterat
 
 
 def abilities() -> bool:
-    """Print what this CPU can do; return whether it has AVX512-VNNI."""
+    """Print the features of this CPU; return whether it has AVX512-VNNI."""
     runtime = build_context(load_settings()).runtime(TARGET.runtime)
     hardware = runtime.fingerprint(TARGET)
     flags = [
@@ -96,7 +103,7 @@ def missed_limits(name: str, ratio: float, size: float) -> Iterator[str]:
 
 
 def table(model: Model) -> Iterator[str]:
-    """Print the figures of one model; yields the limits that are missed."""
+    """Print the figures of one model, and yield the limits that are missed."""
     paths = {"fp32": model.path, **model.variants}
     times = timed(paths, model)
     sessions = {name: session(path) for name, path in paths.items()}
@@ -133,7 +140,10 @@ def table(model: Model) -> Iterator[str]:
 def compared(
     model: Model, times: Mapping[str, np.ndarray[Any, Any]], right: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Print which are faster than ours and as accurate; yield those where this is certain."""
+    """Print which variants are faster than ours and as accurate.
+
+    Yields those for which this is certain.
+    """
     own = next((name for name in times if name.startswith("ours: auto-fast")), "fp32")
     found = list(faster(times, right, own))
     said = "; ".join(f"{name} in {rounds} of {ROUNDS} rounds" for name, rounds in found)
@@ -144,9 +154,10 @@ def compared(
 
 
 def timed(paths: Mapping[str, Path], model: Model) -> dict[str, np.ndarray[Any, Any]]:
-    """The thread's CPU time of each round, in a fresh session, since its place in memory moves it by some percent.
+    """Return the thread's CPU time of each round, by variant.
 
-    The order of a round is drawn anew.
+    Each round has a fresh session, since its place in memory changes the time by some percent. The
+    order of a round is drawn anew.
     """
     rng = np.random.default_rng(0)
     feed = {model.feed: model.test[0][:1]}
@@ -166,7 +177,11 @@ def timed(paths: Mapping[str, Path], model: Model) -> dict[str, np.ndarray[Any, 
 def faster(
     times: Mapping[str, np.ndarray[Any, Any]], right: Mapping[str, Any], own: str
 ) -> Iterator[tuple[str, int]]:
-    """Variants of others that were faster than `own` in most rounds, and in how many, unless proven less accurate."""
+    """Yield other tools' variants that were faster than `own` in most rounds.
+
+    The second value is the number of these rounds. Variants that are proven less accurate are left
+    out.
+    """
     for name in times:
         lost, gained = (right[own] & ~right[name]).sum(), (~right[own] & right[name]).sum()
         _, _, high = tango_interval(len(right[name]), int(lost), int(gained))
@@ -176,9 +191,10 @@ def faster(
 
 
 def answers(one: Any, model: Model) -> tuple[Any, str]:
-    """Which rows are right, asked one at a time, so that no batch shares its ranges, and the metric as a text.
+    """Return which rows are right, and the metric as a text.
 
-    A row of the embedder is right where its cosine is what was asked for.
+    Rows are sent one at a time, so that no batch shares its ranges. A row of the embedder is right
+    where its cosine is what was asked for.
     """
     rows, wanted = model.test
     outputs = np.concatenate(

@@ -1,10 +1,11 @@
-"""What a request costs on the wire, beside the snippet of the tutorials: `json` and pydantic lists in FastAPI.
+"""Compare the cost of a request on the wire with that of the tutorials' snippet.
 
     python -m benchmarks.wire
 
-Only bytes to arrays and arrays to bytes, in one process, no HTTP and no model; the least of many
-interleaved rounds. The second table shows from which size simdjson gains on orjson
-(`LARGE_BODY_BYTES` in serving/inference/tensors.py).
+The snippet uses `json` and pydantic lists in FastAPI. Only the conversions between bytes and arrays
+are measured, in one process, without HTTP and model. Each value is the minimum of many interleaved
+rounds. The second table shows from which size simdjson is faster than orjson (`LARGE_BODY_BYTES` in
+serving/inference/tensors.py).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from onnx_ops.serving.inference.signature import ModelSignature
 
 
 class Features(BaseModel):
-    """The body of the snippet."""
+    """The request body of the snippet."""
 
     data: list[float]
 
@@ -45,7 +46,7 @@ def wire(
 
 
 def least(cases: Mapping[str, Callable[[], object]], rounds: int, repeats: int) -> dict[str, float]:
-    """Microseconds a call: the least of the rounds."""
+    """Return the microseconds of a call, the minimum of the rounds."""
     best = dict.fromkeys(cases, math.inf)
     for _ in range(rounds):
         for name, case in cases.items():

@@ -1,4 +1,6 @@
-"""Draw the picture of the README: the terminal output of `make demo` after the first release.
+"""Draw the picture of the README.
+
+It shows the terminal output of `make demo` after the first release.
 
 python docs/picture.py
 """
@@ -17,7 +19,7 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "images" / "demo.svg"
 WIDTH = 120
-"""What commands take where output is no terminal."""
+"""Width that commands use where their output is no terminal."""
 
 
 def main() -> None:

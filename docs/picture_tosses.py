@@ -1,4 +1,6 @@
-"""Draw the picture of the page "How a rollout is judged": splits of 1,000 requests.
+"""Draw the picture of the page "How a rollout is judged".
+
+It shows splits of 1,000 requests.
 
 python docs/picture_tosses.py
 """

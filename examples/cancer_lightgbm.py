@@ -14,7 +14,7 @@ from onnx_ops.ports import Dataset
 def train(
     data: Mapping[str, Dataset], *, rounds: int = 40, leaves: int = 15, seed: int = 7
 ) -> Pipeline:
-    """A scaler and boosted trees, fitted on the set `train`."""
+    """Fit a scaler and boosted trees on the set `train`."""
     rows = data["train"]
     trees = LGBMClassifier(
         n_estimators=rounds,

@@ -1,4 +1,7 @@
-"""Logistic regression on a table of customers: numbers, texts, truth values and missing cells, one input per column."""
+"""Logistic regression on a table of customers, with one input per column.
+
+The columns hold numbers, texts, truth values and missing cells.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from onnx_ops.ports import Dataset
 
 
 def train(data: Mapping[str, Dataset], *, strength: float = 1.0) -> Pipeline:
-    """A pipeline with a step for each kind of column, fitted on the set `train` as a data frame."""
+    """Fit a pipeline with a step for each kind of column.
+
+    It is fitted on the set `train` as a data frame.
+    """
     rows = data["train"]
     columns = ColumnTransformer(
         [

@@ -1,7 +1,8 @@
-"""The main job on scikit-learn's bundled digits: one pipeline file, three releases under load, and a rollback.
+"""Release a model of scikit-learn's bundled digits three times, and roll back.
 
-The first release serves at once. The second goes through a canary. The third fails a gate, is
-promoted all the same, and is rolled back by its canary. Then an operator goes back to the first.
+One pipeline file describes the model, and the endpoint is under load. The first release serves
+immediately. The second goes through a canary. The third fails a gate, is promoted all the same, and
+is rolled back by its canary. Then an operator goes back to the first.
 """
 
 from __future__ import annotations
@@ -27,17 +28,19 @@ PIPELINE = "configs/pipelines/digits-mlp.yaml"
 ENDPOINT, MODEL = "digits", "digits-mlp"
 REQUEST = ROOT / ".onnx-ops" / "request.json"
 BEGUN = REQUEST.with_name("demo-begun")
-"""Marks a folder whose releases can no longer be repeated: one that was rolled back is not released
-again.
+"""Marks a folder in which the demo has run.
+
+Its releases can no longer be repeated, since a release that was rolled back is not released again.
 """
 ONNX_OPS = str(Path(sys.executable).with_name("onnx-ops"))
 CONNECTIONS, USERS = 4, 2000
 CALM_S = 6
-"""Seconds of load before a rollout: the latencies of the version in service are what a candidate is
-held against.
+"""Seconds of load before a rollout.
+
+A candidate is compared with the latencies of the version in service.
 """
 RED = 1
-"""Exit code of a gate that failed, and of a rollout that was rolled back."""
+"""Exit code of a failed gate, and of a rollout that was rolled back."""
 
 
 def main() -> int:
@@ -72,7 +75,11 @@ def main() -> int:
 
 
 def releases(load: Load) -> None:
-    """Make a good second release, a bad third one, and a rollback; raise SystemExit where one ends otherwise."""
+    """Make a good second release, a bad third one, and a rollback.
+
+    Raises:
+        SystemExit: one of them ends otherwise.
+    """
     BEGUN.touch()
     load.run_for(CALM_S)
     heading("2. A second release: 10 %, 50 %, 100 % of the traffic, judged at each step")
@@ -97,7 +104,10 @@ def releases(load: Load) -> None:
 
 
 class Load:
-    """Users who send one digit at a time over a few connections, while `running`; `sent` and `failed` are counts."""
+    """Users who send one digit at a time over a few connections, while `running`.
+
+    `sent` and `failed` count their requests.
+    """
 
     def __init__(self, url: str) -> None:
         self.sent = self.failed = 0
@@ -152,7 +162,10 @@ class Load:
 
 
 def roll_out(load: Load, *, ends: int) -> None:
-    """Let a reconciler, which is a service elsewhere, judge the rollout under load and move traffic, until it ends."""
+    """Let a reconciler judge the rollout under load and move traffic, until it ends.
+
+    In production, the reconciler is a service.
+    """
     reconcile = ("reconcile", ENDPOINT, "--watch", "--interval", "1s")
     show_command(*reconcile)
     with load.running(), subprocess.Popen([ONNX_OPS, *reconcile], cwd=ROOT) as reconciler:
@@ -197,7 +210,10 @@ def expect(code: int, *arguments: str) -> None:
 
 
 def release(change: str, *, passes: bool) -> str:
-    """Run the pipeline with a change, print its verdicts, and return the version of its fp32 variant."""
+    """Run the pipeline with a change, and print its verdicts.
+
+    Return the version of its fp32 variant.
+    """
     show_command("run", PIPELINE, "--set", change)
     command = [ONNX_OPS, "run", PIPELINE, "--set", change, "--json"]
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
@@ -224,13 +240,13 @@ def output(*arguments: str) -> str:
 
 
 def question(image: np.ndarray) -> dict[str, object]:
-    """One digit, in the words of the Open Inference Protocol."""
+    """Return a request with one digit, as the Open Inference Protocol defines it."""
     data = [float(value) for value in image]
     return {"inputs": [{"name": "x", "shape": [1, 64], "datatype": "FP32", "data": data}]}
 
 
 def show_answer(url: str) -> None:
-    """Ask the endpoint about one digit, over HTTP, as any client would."""
+    """Send one digit to the endpoint over HTTP, and print the answer."""
     digits = load_digits()
     image, label = digits.data[1234], int(digits.target[1234])
     REQUEST.write_text(json.dumps(question(image)), encoding="utf-8")
@@ -248,14 +264,15 @@ def show_answer(url: str) -> None:
 
 def print_next_steps(url: str) -> None:
     print(
-        f"""
-What to try next (`. .venv/bin/activate` first):
-  ask the endpoint         curl -s {url} -H 'content-type: application/json' -d @{REQUEST.relative_to(ROOT)}
-  run it again             onnx-ops run {PIPELINE}        # nothing changed: nothing runs
-  the report               onnx-ops report {MODEL}/1
-  all that happened        onnx-ops history {ENDPOINT}
-  see it in MLflow         the `mlflow server` line above, then http://127.0.0.1:5000
-  stop the endpoint        make demo-stop"""
+        "\nWhat to try next (`. .venv/bin/activate` first):\n"
+        f"  ask the endpoint         curl -s {url} -H 'content-type: application/json' "
+        f"-d @{REQUEST.relative_to(ROOT)}\n"
+        f"  run it again             onnx-ops run {PIPELINE}        "
+        "# nothing changed: nothing runs\n"
+        f"  the report               onnx-ops report {MODEL}/1\n"
+        f"  all that happened        onnx-ops history {ENDPOINT}\n"
+        "  see it in MLflow         the `mlflow server` line above, then http://127.0.0.1:5000\n"
+        "  stop the endpoint        make demo-stop"
     )
 
 

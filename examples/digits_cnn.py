@@ -14,7 +14,7 @@ BATCH = 64
 
 
 class DigitsCnn(nn.Module):
-    """Images (batch, 1, 8, 8) in [0, 1] to scores (batch, 10)."""
+    """A network from images (batch, 1, 8, 8) in [0, 1] to scores (batch, 10)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,10 @@ class DigitsCnn(nn.Module):
 def train(
     data: Mapping[str, Dataset], *, epochs: int = 12, lr: float = 0.002, seed: int = 7
 ) -> nn.Module:
-    """Fit on the set `train`; the same seed gives the same weights on the same machine."""
+    """Fit the network on the set `train`.
+
+    The same seed gives the same weights on the same machine.
+    """
     torch.manual_seed(seed)
     order = np.random.default_rng(seed)
     images = torch.from_numpy(np.asarray(data["train"].inputs["image"]))

@@ -1,4 +1,7 @@
-"""A small convolutional network on handwritten digits, with Keras on its PyTorch backend."""
+"""A small convolutional network on handwritten digits, with Keras.
+
+Keras runs on its PyTorch backend.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,17 @@ from typing import Any
 
 from onnx_ops.ports import Dataset
 
-os.environ.setdefault(
-    "KERAS_BACKEND", "torch"
-)  # Keras chooses its backend when it is first imported
+# Keras chooses its backend when it is first imported.
+os.environ.setdefault("KERAS_BACKEND", "torch")
 
 import keras
 
 
 def train(data: Mapping[str, Dataset], *, filters: int = 8, epochs: int = 6, seed: int = 7) -> Any:
-    """One convolution and one dense layer, fitted on the set `train`, whose images have the shape (n, 1, 8, 8)."""
+    """Fit one convolution and one dense layer on the set `train`.
+
+    Its images have the shape (n, 1, 8, 8).
+    """
     keras.utils.set_random_seed(seed)
     rows = data["train"]
     model = keras.Sequential(

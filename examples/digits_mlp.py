@@ -19,7 +19,7 @@ def train(
     max_iter: int = 200,
     learning_rate: float = 0.001,
 ) -> Pipeline:
-    """A scaler and a multi-layer perceptron, fitted on the set `train`."""
+    """Fit a scaler and a multi-layer perceptron on the set `train`."""
     rows = data["train"]
     network = MLPClassifier(
         hidden_layer_sizes=tuple(hidden),

@@ -1,4 +1,7 @@
-"""A small perceptron on handwritten digits, with PaddlePaddle. It runs in Paddle's own environment."""
+"""A small perceptron on handwritten digits, with PaddlePaddle.
+
+It runs in Paddle's own environment.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from onnx_ops.ports import Dataset
 
 
 def train(data: Mapping[str, Dataset], *, width: int = 64, epochs: int = 60, seed: int = 7) -> Any:
-    """One hidden layer, fitted on the whole set `train` at each step; made static, since only that can be saved.
+    """Fit one hidden layer, on the whole set `train` at each step.
 
-    Its activation is tanh: Paddle's ReLU makes 0 of NaN, which ONNX passes on, and parity detects
-    that.
+    The model is made static, since only a static model can be saved. Its activation is tanh:
+    Paddle's ReLU turns NaN into 0, while ONNX passes NaN on, and parity detects that.
     """
     paddle.seed(seed)
     rows = data["train"]
@@ -36,7 +39,7 @@ def train(data: Mapping[str, Dataset], *, width: int = 64, epochs: int = 60, see
 
 
 class Scaled(paddle.nn.Layer):
-    """Pixels from 0 to 16 in, a score for each digit out."""
+    """A model from pixels from 0 to 16 to a score for each digit."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""A small perceptron on handwritten digits, with TensorFlow's Keras. It runs in TensorFlow's own environment."""
+"""A small perceptron on handwritten digits, with TensorFlow's Keras.
+
+It runs in TensorFlow's own environment.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from onnx_ops.ports import Dataset
 
 
 def train(data: Mapping[str, Dataset], *, width: int = 64, epochs: int = 15, seed: int = 7) -> Any:
-    """One hidden layer, fitted on the set `train`; the pixels go from 0 to 16."""
+    """Fit one hidden layer on the set `train`, whose pixels are from 0 to 16."""
     keras.utils.set_random_seed(seed)
     rows = data["train"]
     model = keras.Sequential(

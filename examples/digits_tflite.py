@@ -12,7 +12,7 @@ from onnx_ops.ports import Dataset
 
 
 def train(data: Mapping[str, Dataset], **settings: Any) -> bytes:
-    """The file's bytes, its weights in float32."""
+    """Return the bytes of the file, with weights in float32."""
     return bytes(
         tf.lite.TFLiteConverter.from_keras_model(
             digits_tensorflow.train(data, **settings)

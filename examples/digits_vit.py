@@ -1,4 +1,7 @@
-"""A tiny vision transformer on handwritten digits, with Hugging Face transformers. Nothing is asked of a hub."""
+"""A tiny vision transformer on handwritten digits, with Hugging Face transformers.
+
+Nothing is downloaded from a hub.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,14 @@ from onnx_ops.ports import Dataset
 
 BATCH = 32
 SPREAD = 0.15
-"""Standard deviation of the first weights. With the library's 0.02, made for wide models, so narrow a one learns
-next to nothing in this time."""
+"""Standard deviation of the first weights.
+
+The library's 0.02 is made for wide models. With it, so narrow a model learns next to nothing in
+this time.
+"""
 
 WARM_UP = 0.1
-"""Share of the steps in which the rate rises."""
+"""Share of the steps in which the learning rate rises."""
 
 
 def train(
@@ -29,10 +35,10 @@ def train(
     rate: float = 2e-3,
     seed: int = 7,
 ) -> Any:
-    """Made from a configuration and fitted on the set `train`, whose images have the shape (n, 1, 8, 8).
+    """Build the model from a configuration, and fit it on the set `train`.
 
-    Each batch is shifted by up to a pixel: a transformer does not know that a shifted digit is the
-    same.
+    Its images have the shape (n, 1, 8, 8). Each batch is shifted by up to a pixel: a transformer
+    does not know that a shifted digit is the same.
     """
     torch.manual_seed(seed)
     config = ViTConfig(
@@ -70,7 +76,7 @@ def train(
 
 
 def shifted(images: torch.Tensor, order: torch.Generator) -> torch.Tensor:
-    """A batch moved by -1, 0 or 1 pixels in each direction, filled with black."""
+    """Return a batch moved by -1, 0 or 1 pixels in each direction, filled with black."""
     down, right = (int(torch.randint(0, 3, (), generator=order)) for _ in range(2))
     framed = torch.nn.functional.pad(images, (1, 1, 1, 1))
     return framed[:, :, down : down + 8, right : right + 8]

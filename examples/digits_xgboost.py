@@ -17,7 +17,7 @@ def train(
     rate: float = 0.3,
     seed: int = 7,
 ) -> XGBClassifier:
-    """Single trees, boosted on the set `train`."""
+    """Fit boosted trees on the set `train`."""
     rows = data["train"]
     model = XGBClassifier(
         n_estimators=rounds, max_depth=depth, learning_rate=rate, random_state=seed, n_jobs=1

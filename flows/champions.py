@@ -1,4 +1,7 @@
-"""Benchmark the champions again, to detect drift after an upgrade or on a new machine."""
+"""Benchmark the champions again, to detect drift.
+
+Drift can occur after an upgrade or on a new machine.
+"""
 
 from typing import Any
 
@@ -13,7 +16,9 @@ from onnx_ops.orchestration.flows import actor, ends_as_failed
 @flow(name="champions", persist_result=False)
 @ends_as_failed
 def champions(pipelines: tuple[str, ...] = (), blocks: tuple[str, ...] = ()) -> State[Any]:
-    """Repeat each champion's benchmark and evaluate its gates; the run fails as `Drifted` if one is worse.
+    """Repeat each champion's benchmark and evaluate its gates.
+
+    The run fails as `Drifted` if a champion is worse.
 
     Args:
         pipelines: Names of pipelines or models; by default all with a champion.

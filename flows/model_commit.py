@@ -17,7 +17,9 @@ def model_commit(
     jobs: int | None = None,
     blocks: tuple[str, ...] = (),
 ) -> State[Any]:
-    """Run every pipeline that a change affects: by its files, data, targets, or the code that it imports.
+    """Run every pipeline that a change affects.
+
+    A change affects a pipeline by its files, data, targets, or the code that it imports.
 
     Args:
         since: The commit, tag or branch before the change.

@@ -20,7 +20,9 @@ def pipeline(
     jobs: int | None = None,
     blocks: tuple[str, ...] = (),
 ) -> State[Any]:
-    """Train, export, validate, quantize, benchmark, gate, register and deploy; unchanged stages are cached.
+    """Run all stages of a pipeline; unchanged stages are cached.
+
+    The stages train, export, validate, quantize, benchmark, gate, register and deploy.
 
     Args:
         file: Pipeline file, relative to the project's root, such as

@@ -1,4 +1,7 @@
-"""Move endpoints to the desired state of the registry, where a webhook was lost or a process was killed."""
+"""Move endpoints to the desired state of the registry.
+
+This is needed where a webhook was lost or a process was killed.
+"""
 
 from typing import Any
 

@@ -21,7 +21,9 @@ def rollback(
     target: str = "",
     blocks: tuple[str, ...] = (),
 ) -> State[Any]:
-    """Roll back to the previous version, or to `to`. Needs no MLflow: aliases follow when the registry answers.
+    """Roll back to the previous version, or to `to`.
+
+    This needs no MLflow: aliases follow when the registry answers.
 
     Args:
         endpoints: Names of endpoints.

@@ -1,4 +1,7 @@
-"""Drive a rollout to its end as the reconciler does, with a task run for each step and a page of evidence."""
+"""Drive a rollout to its end as the reconciler does.
+
+There is a task run for each step, and a page of evidence.
+"""
 
 from typing import Any
 
@@ -14,7 +17,9 @@ from onnx_ops.orchestration.rollouts import run_rollout
 def rollout(
     endpoint: str, limit: str = "1 d", interval: str = "10 s", blocks: tuple[str, ...] = ()
 ) -> State[Any]:
-    """Move traffic step by step as the metrics allow; the run fails if the candidate is rolled back.
+    """Move traffic step by step as the metrics allow.
+
+    The run fails if the candidate is rolled back.
 
     Args:
         endpoint: Name of the endpoint.

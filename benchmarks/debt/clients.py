@@ -1,4 +1,4 @@
-"""A client that calls an endpoint all the time."""
+"""A client that calls an endpoint continuously."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ BODY = json.dumps({"inputs": {"x": [[1.0, 2.0]]}}).encode()
 
 
 class Client:
-    """Calls the endpoint until it is stopped; remembers who answered, and counts `failures`.
+    """A client that calls the endpoint until it is stopped.
 
-    `began_at` holds the time, in seconds since the epoch, at which the request of each answer
-    began.
+    `answers` holds the deployment that gave each answer, and `failures` counts failed requests.
+    `began_at` holds the time at which the request of each answer began, in seconds since the epoch.
     """
 
     def __init__(self, route: Route, *, timeout_s: float) -> None:
@@ -34,10 +34,10 @@ class Client:
         self._thread.start()
 
     def wait_for(self, count: int, deployment: str) -> None:
-        """Wait until a deployment has given so many more answers.
+        """Wait until a deployment has given `count` more answers.
 
         Raises:
-            MeasurementError: it does not answer.
+            MeasurementError: the deployment does not answer.
         """
         goal, deadline = self.answers.count(deployment) + count, time.monotonic() + TIMEOUT_S
         while self.answers.count(deployment) < goal:

@@ -1,4 +1,4 @@
-"""Processes that are killed, on purpose or because they do not end; and waits that end."""
+"""Processes that can be killed, and waits with a time limit."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ def run_bounded(
     limit_s: float = KILLED_S,
     killed_s: float | None = None,
 ) -> float:
-    """Run a function in a process of its own, and kill it after `killed_s` on purpose or after `limit_s` because it
-    does not end. Return its seconds; 0 if it was killed on purpose.
+    """Run a function in a separate process, and return its seconds.
+
+    The process is killed on purpose after `killed_s`. Without `killed_s`, it is killed after
+    `limit_s` if it has not ended. The result is 0 if `killed_s` is given.
 
     Raises:
-        MeasurementError: it ended with an error.
+        MeasurementError: the function ended with an error.
     """
     process = start_process(function, place, *arguments)
     began = time.monotonic()
@@ -62,7 +64,7 @@ def start_process(function: Callable[..., None], place: Place, *arguments: objec
 
 
 def end_process(process: BaseProcess) -> bool:
-    """Kill what has not ended; return whether it had."""
+    """Kill the process if it still runs; return whether it had ended before."""
     ended = process.exitcode is not None
     process.kill()
     process.join(KILLED_S)
@@ -80,7 +82,7 @@ def comes_true(condition: Callable[[], bool], within_s: float) -> bool:
 
 @contextmanager
 def given_up_after(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError inside once the time is over."""
+    """Raise TimeoutError in the block when the time is over."""
 
     def give_up(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"not over after {seconds:g} s")

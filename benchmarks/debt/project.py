@@ -1,4 +1,7 @@
-"""A project that several processes open: one endpoint that serves version 2 and served version 1 before."""
+"""A project that several processes open, with one endpoint.
+
+The endpoint serves version 2 and served version 1 before.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +41,15 @@ from onnx_ops.testing.registries import publication
 
 MODEL, TARGET = "linear", "cpu-1t"
 POLICY = RetryPolicy(operation_s=20, answer_s=1, lag_s=1, pause_s=0.01, longest_s=0.1)
-"""Azure's fake needs no minutes."""
+"""Short waits, since the fake of Azure needs no minutes."""
 _WRITES = frozenset({"annotate", "delete_alias", "mirror", "publish", "set_alias"})
 
 
 class FileRegistry:
-    """A registry in a file, which several processes share. While a file `down` lies beside it, it does not answer."""
+    """A registry in a file that several processes share.
+
+    The registry does not answer while a file named `down` lies in the same folder.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -87,7 +93,10 @@ class FileRegistry:
 
 
 class WrongClock(SystemClock):
-    """A machine's clock that is ahead by some seconds; `file` holds seconds by which all clocks were put forward."""
+    """The clock of a machine that is ahead by some seconds.
+
+    `file` holds the seconds by which the clocks of all machines were put forward.
+    """
 
     def __init__(self, ahead_s: float, file: Path) -> None:
         self._ahead_s = ahead_s
@@ -103,10 +112,11 @@ class WrongClock(SystemClock):
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """How a process opens an endpoint of the project in `root`; `environment` leads it to the cloud.
+    """The way in which a process opens an endpoint of the project in `root`.
 
-    `shared` is the folder of the registry and the ledgers. `machine` is another name for this one,
-    whose clock is ahead by `ahead_s` seconds.
+    `environment` holds the variables with which the process reaches the cloud. `shared` is the
+    folder of the registry and the ledgers. `machine` is another name for this machine. The clock of
+    that machine is ahead by `ahead_s` seconds.
     """
 
     root: Path
@@ -140,7 +150,7 @@ class Place:
         return context
 
     def ledger(self) -> ObjectLedger:
-        """A ledger of its own for each endpoint, so that no two have anything to do with each other."""
+        """Return the ledger of this endpoint alone, so that endpoints are independent."""
         return ObjectLedger(
             LocalObjects(self.shared / "ledgers" / self.config.endpoint), make_ledger_keys()
         )
@@ -161,17 +171,23 @@ class Place:
         )
 
     def requested_at(self) -> float:
-        """When the rollback was requested first, in seconds since the epoch."""
+        """Return when the rollback was first requested, in seconds since the epoch."""
         entries = self.ledger().read(self.config.endpoint)
         return next(entry.at for entry in entries if isinstance(entry.body, RollbackRequested))
 
     def is_paid(self) -> bool:
-        """Whether the ledger says that the rollback took effect, and that version 2 may not come back."""
+        """Return whether the rollback took effect and version 2 is rejected.
+
+        Both are read from the ledger.
+        """
         state = self.state()
         return state.pending_rollback is None and state.find_rejection(state.known["2"]) is not None
 
     def intents_for_the_rolled_back(self) -> int:
-        """How many effects after the request, as the ledger shows them, were to give traffic to version 2."""
+        """Count the effects after the request that were to give version 2 traffic.
+
+        The effects are the intents that the ledger records.
+        """
         bodies = [entry.body for entry in self.ledger().read(self.config.endpoint)]
         requests = [
             number for number, body in enumerate(bodies) if isinstance(body, RollbackRequested)
@@ -184,7 +200,10 @@ class Place:
 
 
 def create_project(root: Path) -> FakeRegistry:
-    """Make a project with a key. Return a registry with two versions that it has approved."""
+    """Make a project with a key.
+
+    Return a registry with two versions that the project has approved.
+    """
     (root / "onnx-ops.toml").touch()
     signer = open_project(root).context.signer()
     assert signer is not None
@@ -197,7 +216,7 @@ def create_project(root: Path) -> FakeRegistry:
 
 
 def _signed(made: Publication, signer: Signer) -> Publication:
-    """The publication with decisions that the project's own key has signed."""
+    """Return the publication with decisions signed by the project's own key."""
     variants = (
         replace(
             v,
@@ -232,7 +251,10 @@ def serve_first(place: Place, scale_down_delay: float = DAY) -> Context:
 
 
 def serve_both(place: Place, keep_first: bool) -> None:
-    """Let version 1 serve, then version 2; version 1 stays loaded, or is let go."""
+    """Let version 1 serve, then version 2.
+
+    Version 1 stays loaded if `keep_first` is true, and is unloaded otherwise.
+    """
     context = serve_first(place, DAY if keep_first else 0.0)
     promote(context, MODEL, "2", TARGET)
     reconcile_until_stable(context, place.config.endpoint)
@@ -246,7 +268,10 @@ def serve_both(place: Place, keep_first: bool) -> None:
 
 
 def serve_canary(place: Place) -> None:
-    """Let version 1 serve, then version 2 beside it with half of the traffic, until an operator approves more."""
+    """Let version 1 serve, then version 2 beside it with half of the traffic.
+
+    Version 2 gets more traffic only when an operator approves it.
+    """
     context = place.context()
     bind_endpoint(context, place.config, RolloutPolicy(steps=(0.5, 1.0)))
     for version in ("1", "2"):
@@ -257,11 +282,14 @@ def serve_canary(place: Place) -> None:
         raise SystemExit(f"version 2 does not have half of the traffic: {actual}")
 
 
-# What follows runs in processes of its own, which may be killed.
+# The functions below run in separate processes, which can be killed.
 
 
 def request(place: Place, timeout_s: float) -> None:
-    """Ask once for a rollback, as the command does. Ends 0 if it was carried out or is pending."""
+    """Request a rollback once, as the command does.
+
+    Ends with 0 if the rollback was carried out or is pending.
+    """
     _, errors = roll_back_each(
         place.context(), (place.config.endpoint,), reason="a trial", timeout_s=timeout_s
     )
@@ -270,7 +298,7 @@ def request(place: Place, timeout_s: float) -> None:
 
 
 def repeat_command(place: Place, connection: Connection) -> None:
-    """Ask for the rollback again and again; report when each command began and ended."""
+    """Request the rollback repeatedly; report when each command began and ended."""
     while True:
         connection.send(("began", time.monotonic()))
         roll_back_each(place.context(), (place.config.endpoint,), reason="a trial")
@@ -299,7 +327,11 @@ def watch(place: Place, connection: Connection | None = None) -> None:
 
 
 def confirm(place: Place) -> None:
-    """What has arrived stays, however often the endpoint is looked at. Raises SystemExit if it does not."""
+    """Check that version 1 still serves after repeated reconciliations.
+
+    Raises:
+        SystemExit: version 1 does not serve.
+    """
     context, provider = place.context(), place.config.provider
     for _ in range(3):
         reconcile_until_stable(context, place.config.endpoint)

@@ -18,7 +18,7 @@ PROVIDERS = ("local", "sagemaker", "azureml", *REPLICAS)
 
 @contextmanager
 def opened(name: str, root: Path) -> Iterator[Site]:
-    """A provider, with its cloud or its store where it has one."""
+    """Yield the site of a provider, with its cloud or its store if it has one."""
     if name == "local":
         yield Local(root)
     elif name in REPLICAS:

@@ -1,6 +1,7 @@
-"""Replicas that follow tables in a store: a folder, S3 or Azure Blob Storage. Each has a way to the store that breaks.
+"""Replicas that follow tables in a store that can fail.
 
-What breaks for all replicas breaks for the operator too.
+The store is a folder, S3 or Azure Blob Storage. Each replica has its own connection to the store,
+which can break. What breaks for all replicas breaks for the operator too.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.support.proxy import Proxy, ProxyRule, Treatment, forward
 
 OPERATOR = "operator"
 LAPSED_S = LEASE_S + DEADLINE_S + 5.0
-"""After so long without the store no replica gives a candidate traffic."""
+"""Time without the store after which no replica gives a candidate traffic."""
 _WRITES = ("PUT", "POST", "DELETE")
 _REFUSALS = {
     "s3": ("", "<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"),
@@ -40,14 +41,14 @@ _REFUSALS = {
         ),
     ),
 }
-"""What a store answers to a write that the credentials do not permit: a header, and the body."""
+"""The answer of a store to a write that is not permitted: a header, and the body."""
 
 
 class Replicas(Site):
-    """Followers and servers of this machine. `port` is that of the store, 0 for a folder.
+    """Followers and servers on this machine.
 
-    The faults concern a finished release, and, with `, canary` in their names, a candidate with
-    half of the traffic.
+    `port` is the port of the store; it is 0 for a folder. The faults concern a finished release.
+    Those with `, canary` in their names concern a candidate with half of the traffic.
     """
 
     def __init__(
@@ -138,7 +139,10 @@ class Replicas(Site):
         return self.routes(place)[0]
 
     def routes(self, place: Place) -> list[Route]:
-        """Return where the replicas answer, newcomers included, once those that run serve the newest table."""
+        """Return the addresses of the replicas, newcomers included.
+
+        First waits until all running replicas serve the newest table.
+        """
         replicas = self._replicas
         numbers = filter(
             None, map(TableNumber.parse, open_objects(replicas.control_url).list_names(FOLDER))
@@ -174,14 +178,17 @@ class Replicas(Site):
         return self._mounts / self._replicas.endpoint / name
 
     def _mount_share(self, name: str) -> Path:
-        """Return the folder as a machine with this name sees it: a link, since not all may mount."""
+        """Return the folder as a machine with this name sees it.
+
+        The share is a symbolic link, since mounting needs a permission.
+        """
         share = self._find_share(name)
         share.parent.mkdir(parents=True, exist_ok=True)
         share.symlink_to(Path(self._url) / self._replicas.endpoint)
         return share
 
     def _unmount_share(self, name: str) -> None:
-        """Leave an empty folder where a machine has mounted its share."""
+        """Put an empty folder where a machine has mounted its share."""
         share = self._find_share(name)
         aside = share.rename(share.with_name("aside"))
         share.mkdir()
@@ -198,14 +205,18 @@ class Replicas(Site):
             self._broken.callback(self._proxies[name].mend)
 
     def _treat(self, rule: ProxyRule) -> Repair:
-        """Let a rule treat the requests of all."""
+        """Apply a rule to the requests of all replicas and of the operator."""
         for proxy in self._proxies.values():
             proxy.rule = rule
             self._broken.callback(setattr, proxy, "rule", forward)
         return self._broken.close
 
     def _store_down(self, place: Place, variant: bool) -> Repair:
-        """All connections are cut. In the place of a folder is a file, with which all fails, or an empty folder."""
+        """Make the store unavailable to all.
+
+        All connections are cut. If the store is a folder, either a file replaces it, with which
+        every access fails, or an empty folder.
+        """
         if self._port:
             self._cut(list(self._proxies))
             return self._broken.close
@@ -219,7 +230,10 @@ class Replicas(Site):
         return self._broken.close
 
     def _cut_off(self, place: Place, variant: bool) -> Repair:
-        """A replica is cut off. With a folder, its follower stops, or its share is not mounted any more."""
+        """Cut one replica off from the store.
+
+        If the store is a folder, the replica's follower stops, or its share is unmounted.
+        """
         del place
         if self._port:
             self._cut(["r1"])
@@ -232,7 +246,10 @@ class Replicas(Site):
         return self._broken.close
 
     def _newcomer(self, place: Place, variant: bool) -> Repair:
-        """A replica starts with an empty folder; in half of the trials the store is down for it at first."""
+        """Start a replica with an empty folder.
+
+        In half of the trials the store is down for this replica at first.
+        """
         del place
         self._start("new1")
         if variant and self._port:
@@ -240,7 +257,10 @@ class Replicas(Site):
         return self._broken.close
 
     def _read_only(self, place: Place, variant: bool) -> Repair:
-        """Writes are refused to all, or, in half of the trials, where the tables and not the reports are."""
+        """Refuse writes to the store.
+
+        In half of the trials, only writes to the tables are refused, and reports can be written.
+        """
         where = "/control/" if variant else "/"
         if self._port:
             refused = Treatment(refusal=self._refusal)
@@ -266,7 +286,10 @@ class Replicas(Site):
         return self._treat(lambda method, target: Treatment(delay_s=draw.uniform(1.0, 3.0)))
 
     def _response_lost(self, place: Place, variant: bool) -> Repair:
-        """An object is created, and the answer does not arrive: of tables, or of everything that is written."""
+        """Lose the answer to the creation of an object.
+
+        This concerns tables only or, in half of the trials, everything that is written.
+        """
         del place
         where = "/" if variant else f"/{FOLDER}/"
         lost = Treatment(loses_answer=True)
@@ -279,7 +302,7 @@ class Replicas(Site):
 
 
 def _move_back(aside: Path, folder: Path) -> None:
-    """Put a folder back, in whose place others may have written meanwhile."""
+    """Move a folder back to its place, where others may have written meanwhile."""
 
     def move() -> bool:
         if folder.is_file():

@@ -1,4 +1,7 @@
-"""What can be broken while a rollback is requested: this machine, and the fakes of two clouds behind their SDKs."""
+"""What can be broken while a rollback is requested.
+
+The providers are servers on this machine, and the fakes of two clouds behind their SDKs.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ _DISK_BYTES = 1 << 20
 
 Repair = Callable[[], object]
 Break = Callable[[Place, bool], Repair]
-"""Breaks something, in one of two ways where there are two, and returns what repairs it."""
+"""A function that breaks something, and returns the repair.
+
+Its second argument selects one of two ways, where there are two.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +55,15 @@ class Fault:
     """One fault, and the trial that it needs.
 
     Attributes:
-        unloaded: version 1 is not loaded any more, as the fault concerns only what is loaded anew;
-            None: in half of the trials.
-        down: no version answers once it is broken.
-        candidate: version 2 is a candidate with half of the traffic, not a finished release.
-        broken_s: so long the followers try before anything is repaired.
-        followers: processes that try again and again at the same time.
-        replicas, newcomers: how many of them there are; newcomers start while it is broken.
+        unloaded: whether version 1 is unloaded before, as the fault concerns only what is loaded
+            anew; None: in half of the trials.
+        down: whether no version answers under the fault.
+        candidate: whether version 2 is a candidate with half of the traffic, not a finished
+            release.
+        broken_s: seconds in which the followers try before anything is repaired.
+        followers: number of processes that try repeatedly at the same time.
+        replicas: number of replicas.
+        newcomers: number of replicas that start under the fault.
     """
 
     apply: Break
@@ -70,7 +78,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """Where clients send requests, and which header of an answer names the deployment."""
+    """The address for clients, and the header that names an answer's deployment."""
 
     url: str
     headers: Mapping[str, str]
@@ -78,7 +86,7 @@ class Route:
     tls: ssl.SSLContext | None = None
 
     def deployment(self, text: str) -> str:
-        """The deployment's name in the ledger."""
+        """Return the deployment's name in the ledger."""
         return text.partition("-")[0]
 
 
@@ -128,7 +136,10 @@ def files_damaged(place: Place) -> None:
 
 
 def without_files(damage: Callable[[Place], None], *also: Callable[[Place], object]) -> Break:
-    """Version 1's files are damaged, and cannot be fetched until the registry answers again."""
+    """Return a fault that damages version 1's files.
+
+    The files cannot be fetched until the registry answers again.
+    """
 
     def apply(place: Place, variant: bool) -> Repair:
         del variant
@@ -142,7 +153,10 @@ def without_files(damage: Callable[[Place], None], *also: Callable[[Place], obje
 
 
 def mount_command(probe: Path) -> tuple[str, ...]:
-    """Return how a disk can be mounted here; empty if it cannot, so that a full disk is not tried."""
+    """Return the command that can mount a disk on this machine.
+
+    The command is empty if no disk can be mounted. Then a full disk is not tried.
+    """
     probe.mkdir()
     why = ""
     for command in (("mount",), ("sudo", "-n", "mount")):
@@ -159,7 +173,7 @@ def mount_command(probe: Path) -> tuple[str, ...]:
 
 @contextmanager
 def small_disk(folder: Path, mount: Sequence[str]) -> Iterator[None]:
-    """Mount a disk of a mebibyte over the folder."""
+    """Mount a disk of one mebibyte over the folder."""
     options = f"size={_DISK_BYTES},mode=0700,uid={os.getuid()},gid={os.getgid()}"
     call = [*mount, "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
     subprocess.run(call, check=True, capture_output=True, text=True)
@@ -170,8 +184,11 @@ def small_disk(folder: Path, mount: Sequence[str]) -> Iterator[None]:
 
 
 class Local(Site):
-    """Servers on this machine. After each fault but one no server answers, so every answer of version 2 comes from a
-    server that was started again."""
+    """Servers on this machine.
+
+    No server answers after a fault, except after "disk full". Every answer of version 2 then comes
+    from a server that was started again.
+    """
 
     name = "local"
     environment: Mapping[str, str] = {}
@@ -234,7 +251,7 @@ class Local(Site):
             try:
                 taken.bind(("127.0.0.1", port))
                 break
-            except OSError:  # a killed process lets go of its ports a little later
+            except OSError:  # a killed process frees its ports a little later
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.02)
@@ -250,7 +267,10 @@ class Local(Site):
         return lambda: None
 
     def _token_unreadable(self, place: Place, variant: bool) -> Repair:
-        """The server does not start: others can read its token, or a folder is in its place."""
+        """Prevent the start of the server by means of its token.
+
+        Other users can read the token, or a folder is in its place.
+        """
         self._kill(place)
         token = self._folder(place) / TOKEN_FILE
         if variant:
@@ -266,7 +286,7 @@ class Local(Site):
         return repair
 
     def _disk_full(self, place: Place, variant: bool) -> Repair:
-        """The server's disk is full, and the server dead in half of the trials."""
+        """Fill the server's disk; in half of the trials, also kill the server."""
         if variant:
             self._kill(place)
         filler = self._folder(place) / "filler"

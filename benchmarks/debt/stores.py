@@ -1,4 +1,7 @@
-"""Stores of a place of replicas: a folder, S3 and Azure Blob Storage, as servers of this machine."""
+"""Stores of replicas, as servers on this machine.
+
+A store is a folder, S3 or Azure Blob Storage.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,11 @@ STORES = ("folder", "s3", "blob")
 
 @contextmanager
 def open_store(kind: str) -> Iterator[tuple[str, int, Callable[[int], dict[str, str]]]]:
-    """Yield the root of a store, its port (0: none), and the variables of a process that goes through a proxy."""
+    """Open a store, and yield how processes reach it.
+
+    Yields the root of the store, its port (0: none), and a function. For the port of a proxy, the
+    function returns the variables of a process that goes through the proxy.
+    """
     if kind == "folder":
         yield "", 0, lambda _: {}
     elif kind == "s3":
@@ -42,7 +49,10 @@ def open_store(kind: str) -> Iterator[tuple[str, int, Callable[[int], dict[str, 
 
 
 def _list_aws(changed: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of AWS: a process of a fork server that is older than the store lacks them."""
+    """Return the variables of AWS, with changes.
+
+    A process of a fork server lacks them if the fork server is older than the store.
+    """
     return {name: value for name, value in os.environ.items() if name.startswith("AWS_")} | dict(
         changed
     )

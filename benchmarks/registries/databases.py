@@ -1,4 +1,4 @@
-"""PostgreSQL for a while, and a registry's worth of rows to put into them."""
+"""A temporary PostgreSQL server, and the rows of a large registry."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 from tests.support.ports import free_port
 
 TAG_BYTES = 900
-"""About what a signed decision takes."""
+"""Approximate size of a signed decision."""
 
 
 def program(name: str) -> str | None:
-    """One of PostgreSQL's programs; Debian keeps them off the path."""
+    """Return the path of a PostgreSQL program; Debian keeps them off the PATH."""
     found = [
         shutil.which(name),
         *map(str, sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"), reverse=True)),
@@ -31,7 +31,7 @@ def program(name: str) -> str | None:
 
 
 def why_no_postgresql() -> str:
-    """Why PostgreSQL cannot be measured here; empty if it can."""
+    """Return why PostgreSQL cannot be measured here; empty if it can."""
     if not (program("initdb") and program("postgres")):
         return "PostgreSQL is not installed (apt-get install postgresql)"
     try:
@@ -43,7 +43,10 @@ def why_no_postgresql() -> str:
 
 @contextmanager
 def postgresql(folder: Path) -> Iterator[str]:
-    """A server of our own, as PostgreSQL's user where we are root, which it refuses to run as."""
+    """Run a PostgreSQL server, and yield its address.
+
+    For root, the server runs as the user `postgres`, since PostgreSQL refuses to run as root.
+    """
     user = "postgres" if os.geteuid() == 0 else None
     data, port = folder / "postgresql", free_port()
     data.mkdir(parents=True)
@@ -77,7 +80,7 @@ def postgresql(folder: Path) -> Iterator[str]:
         _until_it_listens(port, server)
         yield f"postgresql+psycopg2://onnxops@127.0.0.1:{port}"
     finally:
-        server.send_signal(signal.SIGINT)  # "fast": it does not wait for clients to leave
+        server.send_signal(signal.SIGINT)  # a "fast" shutdown, which does not wait for clients
         server.wait(timeout=60)
 
 
@@ -104,9 +107,12 @@ def _until_it_listens(port: int, server: subprocess.Popen[bytes]) -> None:
 
 
 def populate(uri: str, folder: Path, *, models: int, versions: int, alias: str) -> None:
-    """That many versions spread evenly over the models, each with the tags of a registered release; the last one of
-    each model has the alias."""
-    MlflowRegistry(uri, artifact_root=str(folder)).all_aliases()  # makes the tables
+    """Fill a registry's database with models and versions.
+
+    The versions are spread evenly over the models. Each has the tags of a registered release. The
+    last version of each model has the alias.
+    """
+    MlflowRegistry(uri, artifact_root=str(folder)).all_aliases()  # creates the tables
     engine = sqlalchemy.create_engine(uri)
     tables = sqlalchemy.MetaData()
     tables.reflect(

@@ -1,1 +1,4 @@
-"""The endpoint server beside others, one interleaved run on one machine. Entry: `python -m benchmarks.serving`."""
+"""Compare the endpoint server with others in one interleaved run.
+
+All of them run on one machine. The entry point is `python -m benchmarks.serving`.
+"""

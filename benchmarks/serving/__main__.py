@@ -1,14 +1,14 @@
-"""The endpoint server beside others, in one interleaved run on one machine.
+"""Compare the endpoint server with others in one interleaved run.
 
     python -m benchmarks.serving [--quick] [--only mlp|cnn|image|dense] [--json] [--triton FOLDER]
 
-Contestants: the server of this project with a split, metrics, with and without user keys; the
-FastAPI and pydantic snippet of the tutorials, as they write and start it, and tuned; `mlflow models
-serve`; MLServer; NVIDIA Triton; an ASGI application and a server in C that run no model;
-`session.run` alone. Load comes from `wrk` where it is installed, else from tests.support.load. Ends
-1 if a promise does not hold. MLServer is installed once into a separate virtual environment below
---cache. Triton takes part where --triton has `bin/tritonserver` and `backends/onnxruntime`. Its
-ONNX Runtime should be the version that is installed here.
+All servers run on one machine. Contestants: the server of this project with a split, metrics, with
+and without user keys; the FastAPI and pydantic snippet of the tutorials, as they write and start
+it, and tuned; `mlflow models serve`; MLServer; NVIDIA Triton; an ASGI application and a server in C
+that run no model; `session.run` alone. Load comes from `wrk` where it is installed, else from
+tests.support.load. Exits with 1 if a promise does not hold. MLServer is installed once into a
+separate virtual environment below --cache. Triton takes part where --triton has `bin/tritonserver`
+and `backends/onnxruntime`. Its ONNX Runtime should have the version that is installed here.
 """
 
 from __future__ import annotations
@@ -187,7 +187,10 @@ def list_image_matches(folder: Path, triton: Path | None) -> list[Match]:
 
 
 def list_dense_matches(folder: Path, triton: Path | None) -> list[Match]:
-    """Return this server with the threads that evidence chooses, and with each other setting."""
+    """Return matches of this server with the chosen threads, one thread and all.
+
+    The chosen threads are those that a release would select by measurements.
+    """
     model = replace(DENSE, threads=choose_threads(DENSE, folder))
     callers = list_callers(Ours(OURS, model, folder), folder, triton)
     for name, binary, threads in ((ONE, ONE_BINARY, 1), (ALL, ALL_BINARY, 0)):
@@ -197,7 +200,7 @@ def list_dense_matches(folder: Path, triton: Path | None) -> list[Match]:
 
 
 def list_callers(ours: Ours, folder: Path, triton: Path | None) -> list[Caller]:
-    """Return this server, the snippet and Triton, with the requests that each is sent."""
+    """Return this server, the snippet and Triton, with the requests of each."""
     snippet = fastapi_snippet(ours.model, folder)
     callers: list[Caller] = [
         (OURS, ours, ours.call()),
@@ -221,7 +224,7 @@ def list_matches(
 
 
 def floor(model: Model, folder: Path, call: Call) -> list[Contestant]:
-    """Nothing where there is no C compiler."""
+    """Return the server in C; nothing where there is no C compiler."""
     return [Floor(model, folder, call)] if Floor.can_be_built() else []
 
 

@@ -1,4 +1,4 @@
-"""What the endpoint server promises beside others, and whether this run bears it out."""
+"""What the endpoint server promises in comparison, and whether a run confirms it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ABOUT = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """The scores of all matches, found by name, model and how the load comes."""
+    """The scores of all matches, found by name, model and number of connections."""
 
     scores: Sequence[Score]
 
@@ -38,7 +38,10 @@ class Board:
         )
 
     def faster(self, name: str, other: str, model: str, place: str) -> float:
-        """Requests a second against another's: the median of the rounds' ratios."""
+        """Return the ratio of requests per second to another server's.
+
+        This is the median of the rounds' ratios.
+        """
         mine, theirs = self.find(name, model, place), self.find(other, model, place)
         return statistics.median(a / b for a, b in zip(mine.rates, theirs.rates, strict=True))
 
@@ -74,7 +77,7 @@ def claims_of_image(board: Board) -> list[Claim]:
 
 
 def claims_of_dense(board: Board) -> list[Claim]:
-    """Return how the threads that evidence chose compare with the better of one and all."""
+    """Compare the chosen threads with the better of one thread and all threads."""
     return [
         _at_least(
             "dense model: requests/s of the chosen threads against the better of one and all: "
@@ -88,7 +91,10 @@ def claims_of_dense(board: Board) -> list[Claim]:
 
 
 def claims_of_triton(board: Board) -> list[Claim]:
-    """One of each row of Triton that has a row of ours beside it with the same requests."""
+    """Return a claim for each row of Triton that has a matching row of this server.
+
+    Matching rows have the same requests.
+    """
     claims: list[Claim] = []
     for name, other in ((OURS, TRITON), (BINARY, TRITON_BINARY)):
         for theirs in (score for score in board.scores if score.match.name == other):
@@ -138,7 +144,10 @@ HEAD = (
 
 
 def rows_of(board: Board) -> list[tuple[str, ...]]:
-    """The table of all matches, in the columns of HEAD. CPU is the least of the rounds, all else the median."""
+    """Return the table of all matches, in the columns of HEAD.
+
+    CPU is the minimum of the rounds, all other values are medians.
+    """
     rows: list[tuple[str, ...]] = []
     for score in board.scores:
         model, place = score.match.contestant.model.name, score.match.place

@@ -1,4 +1,4 @@
-"""Who is compared: how each is started, and what it is sent."""
+"""The contestants: how each is started, and what is sent to it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ _TRITON_FILES = ("bin/tritonserver", "backends/onnxruntime/libtriton_onnxruntime
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One kind of request that a contestant is sent, with its bodies in turn. `keys` users send it; 0 sends no key."""
+    """One kind of request to a contestant, with bodies that are sent in turn.
+
+    `keys` is the number of users who send it; 0 sends no key.
+    """
 
     path: str
     bodies: Sequence[bytes]
@@ -42,7 +45,10 @@ class Call:
 
 
 class Contestant(ABC):
-    """A server of one model. `start` returns the seconds until its first right answer."""
+    """A server of one model.
+
+    `start` returns the seconds until its first right answer.
+    """
 
     def __init__(self, name: str, model: Model, folder: Path) -> None:
         self.name = name
@@ -62,7 +68,7 @@ class Contestant(ABC):
         return {}
 
     def prepare(self) -> None:
-        """What is done once before the first start, and not counted."""
+        """Prepare the first start; this is done once and not measured."""
         self.folder.mkdir(parents=True)
 
     def start(self) -> float:
@@ -88,7 +94,7 @@ class Contestant(ABC):
         return time.perf_counter() - begun
 
     def answers(self, call: Call) -> bool:
-        """Whether the request is answered 200."""
+        """Return whether the request is answered with status 200."""
         headers = {"content-type": "application/json", **call.headers}
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{call.path}", call.bodies[0], headers
@@ -117,10 +123,16 @@ class Contestant(ABC):
 
 
 class OpenInference(Contestant):
-    """A server of the Open Inference Protocol. All are sent the same bytes."""
+    """A server of the Open Inference Protocol.
+
+    All such servers get the same bytes.
+    """
 
     def call(self) -> Call:
-        """Rows in JSON. Every other body has no spaces, as some clients write it."""
+        """Return rows in JSON.
+
+        Every other body has no spaces, as some clients write it.
+        """
         shape = json.dumps([1, *self.model.shape])
         head = f'{{"inputs": [{{"name": "x", "datatype": "FP32", "shape": {shape}, "data": '
         texts = [f"{head}{row}}}]}}" for row in self.model.flat()]
@@ -131,7 +143,10 @@ class OpenInference(Contestant):
         return Call(path=f"/v2/models/{self.model.name}/infer", bodies=bodies)
 
     def binary(self) -> Call:
-        """The same rows as raw bytes behind a JSON header; the answers are raw as well."""
+        """Return the same rows as raw bytes behind a JSON header.
+
+        The answers are raw as well.
+        """
         rows = self.model.rows()
         tensor = {
             "name": "x",
@@ -152,10 +167,10 @@ class OpenInference(Contestant):
 
 
 class Ours(OpenInference):
-    """`onnx_ops.serving`: two deployments that share the traffic, metrics on, one worker.
+    """`onnx_ops.serving` with two deployments that share the traffic.
 
-    A batchable model has one deployment, since a batch holds requests of one deployment, and Triton
-    runs one version.
+    It has metrics and one worker. A batchable model has one deployment, since a batch holds
+    requests of one deployment, and Triton runs one version.
     """
 
     def prepare(self) -> None:
@@ -193,7 +208,10 @@ class Ours(OpenInference):
 
 
 class Plain(OpenInference):
-    """A parser loop without split, metrics, limits or checks: what a server in Python takes at the least."""
+    """A parser loop without split, metrics, limits or checks.
+
+    It shows the least that a server in Python takes.
+    """
 
     def command(self) -> list[str | Path]:
         return [sys.executable, _PEERS / "plain.py", str(self.port)]
@@ -203,10 +221,10 @@ class Plain(OpenInference):
 
 
 class Triton(OpenInference):
-    """NVIDIA Triton with its ONNX Runtime backend on the CPU, one thread a session, without gRPC and metrics.
+    """NVIDIA Triton with its ONNX Runtime backend on the CPU.
 
-    `home` has `bin/tritonserver` and `backends/onnxruntime`, as `/opt/tritonserver` has in NVIDIA's
-    image.
+    It has one thread for each session, and neither gRPC nor metrics. `home` has `bin/tritonserver`
+    and `backends/onnxruntime`, as `/opt/tritonserver` has in NVIDIA's image.
     """
 
     def __init__(self, name: str, model: Model, folder: Path, home: Path) -> None:
@@ -225,7 +243,11 @@ class Triton(OpenInference):
         (place / "config.pbtxt").write_text(self.config())
 
     def config(self) -> str:
-        """Return the model's configuration: the most requests/s of one and two instances, with and without batches."""
+        """Return the model's configuration.
+
+        It is the one with the most requests/s among one and two instances, with and without
+        batches.
+        """
         instances, batching = (2, "dynamic_batching { }") if self.model.batchable else (1, "")
         return f"""
             backend: "onnxruntime"
@@ -254,9 +276,10 @@ class Triton(OpenInference):
 
 
 class Uvicorn(Contestant):
-    """A module of `peers` under uvicorn, started as tutorials start it: `uvicorn module:app`.
+    """A module of `peers` under uvicorn.
 
-    uvloop and httptools are installed here, and uvicorn uses them automatically.
+    It is started as tutorials start it: `uvicorn module:app`. uvloop and httptools are installed
+    here, and uvicorn uses them automatically.
     """
 
     options: tuple[str, ...] = ()
@@ -287,7 +310,7 @@ class Uvicorn(Contestant):
 
 
 class TunedUvicorn(Uvicorn):
-    """Without a line in a log for each request."""
+    """The same without an access log."""
 
     options = (
         "--loop",
@@ -317,7 +340,7 @@ class MlflowServe(Contestant):
         return [*serve, "-m", self.folder / "saved", "-p", str(self.port)]
 
     def environ(self) -> Mapping[str, str]:
-        """It looks for `uvicorn` on the path."""
+        """Return the PATH with this environment, on which MLflow looks for `uvicorn`."""
         return {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
     def call(self) -> Call:
@@ -326,7 +349,7 @@ class MlflowServe(Contestant):
 
 
 class MlServer(OpenInference):
-    """MLServer with a small runtime of its own, in an environment of its own below `cache`."""
+    """MLServer with a small custom runtime, in a separate environment below `cache`."""
 
     def __init__(self, model: Model, folder: Path, cache: Path) -> None:
         super().__init__("MLServer", model, folder)
@@ -357,7 +380,10 @@ class MlServer(OpenInference):
 
 
 class Floor(Contestant):
-    """A server in C that runs no model: what a request costs the system, without inference."""
+    """A server in C that runs no model.
+
+    It shows what a request costs the operating system, without inference.
+    """
 
     def __init__(self, model: Model, folder: Path, call: Call) -> None:
         super().__init__(FLOOR, model, folder)
@@ -379,7 +405,7 @@ class Floor(Contestant):
 
 
 def make_environment(place: Path, requirements: Path) -> None:
-    """A virtual environment with these requirements, unless it is there already."""
+    """Create a virtual environment with these requirements, unless it exists."""
     done = place / requirements.name
     if done.is_file() and done.read_bytes() == requirements.read_bytes():
         return

@@ -1,4 +1,7 @@
-"""One burst of load, by `wrk` where it is installed (Debian package `wrk`), else by tests.support.load."""
+"""One burst of load.
+
+`wrk` sends it where it is installed (Debian package `wrk`), else tests.support.load.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,15 @@ from tests.support.load import LoadPlan, LoadProcess, Payload
 _SCRIPT = Path(__file__).with_name("wrk.lua")
 _REQUESTS = 4096
 _REQUESTS_BYTES = 16 << 20
-"""wrk repeats this many different requests, or fewer where they take more memory."""
+"""Number and total bytes of the different requests that wrk repeats, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Burst:
-    """Figures of one burst. `failed` counts broken connections, time-outs and statuses from 400."""
+    """The measurements of one burst.
+
+    `failed` counts broken connections, time-outs and statuses from 400.
+    """
 
     requests: int
     seconds: float

@@ -1,4 +1,7 @@
-"""Three small classifiers and a dense model of 50 MB, the same bytes at every run: the servers are compared."""
+"""Three small classifiers and a dense model of 50 MB for comparing servers.
+
+Each has the same bytes in every run.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,15 @@ from onnx import TensorProto, helper, numpy_helper
 CLASSES = 10
 _ROWS = 256
 _ROWS_BYTES = 4 << 20
-"""Rows of a model that take more than this are fewer."""
+"""Most bytes that the rows of a model take; larger rows are fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model with input `x` (float32) and output `y`, and the rows to send. The shapes leave out the batch.
+    """A model with input `x` (float32) and output `y`, and the rows to send.
 
-    `batchable` and `threads` are those of its deployment, as a release decides them.
+    The shapes leave out the batch. `batchable` and `threads` are those of its deployment, as a
+    release decides them.
     """
 
     name: str
@@ -36,7 +40,10 @@ class Model:
         return folder / "models" / self.name / "model.onnx"
 
     def rows(self) -> NDArray[np.float32]:
-        """Return different inputs, each a batch of one. Numbers of four decimals, the same for every contestant."""
+        """Return different inputs, each a batch of one.
+
+        The numbers have four decimals and are the same for every contestant.
+        """
         count = min(_ROWS, max(1, _ROWS_BYTES // (4 * math.prod(self.shape))))
         draw = np.random.default_rng(7).random((count, 1, *self.shape))
         return draw.round(4).astype(np.float32)

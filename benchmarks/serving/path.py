@@ -1,11 +1,12 @@
-"""User-space CPU of a request: a worker's protocol with a transport that keeps what is written, and no socket.
+"""Measure the user-space CPU time of a request without a socket.
 
     python -m benchmarks.serving.path [--rounds N]
 
-Requests differ as they do behind a gateway: new request ids and traces, users, two clients that
-share one connection. Prints the microseconds of a request beyond those of `session.run`, beside a
-parser loop of 40 lines that has neither split, metrics nor limits (`peers/plain.py`). Each figure
-is the least of many interleaved rounds of one thread's time.
+A worker's protocol gets a transport that keeps what is written. Requests differ as they do behind a
+gateway: new request ids and traces, users, two clients that share one connection. Prints the
+microseconds of a request beyond those of `session.run`. Beside them are those of a parser loop of
+40 lines that has neither split, metrics nor limits (`peers/plain.py`). Each value is the minimum of
+many interleaved rounds of one thread's time.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from tests.serving.serving_process import deploy
 from tests.serving.serving_worker import Worker
 
 REQUESTS = 512
-"""Requests of a round. All differ where clients' requests do."""
+"""Requests of a round; all of them differ where clients' requests do."""
 BOUND_US: Mapping[str, float] = {"JSON": 7.0, "binary": 6.0}
 BINARY = {"content-type": "application/octet-stream"}
 
 
 class Transport:
-    """Keeps the last written bytes."""
+    """A transport that keeps the bytes that were written last."""
 
     written = b""
 
@@ -58,7 +59,7 @@ def json_bodies() -> list[bytes]:
 
 
 def binary_bodies() -> list[tuple[bytes, int]]:
-    """Bodies, each with the length of its JSON header."""
+    """Return bodies, each with the length of its JSON header."""
     draw = np.random.default_rng(1).random((REQUESTS, *MLP.shape)).astype(np.float32)
     tensor = {
         "name": "x",
@@ -71,7 +72,7 @@ def binary_bodies() -> list[tuple[bytes, int]]:
 
 
 def other_json(body: bytes) -> bytes:
-    """The same request as another client writes it."""
+    """Return the same request as another client writes it."""
     return json.dumps(json.loads(body), separators=(",", ":")).encode()
 
 
@@ -103,7 +104,10 @@ def traced(number: int) -> dict[str, str]:
 
 
 def behind_gateway(number: int) -> dict[str, str]:
-    """Two clients in turn, behind a proxy that names its client, its user and its trace."""
+    """Return headers of two alternating clients behind a proxy.
+
+    The proxy adds the client's address, its user and its trace.
+    """
     common = {
         "x-forwarded-for": f"10.0.{number % 200}.7",
         "x-forwarded-proto": "https",
@@ -129,7 +133,7 @@ CALLERS: Mapping[str, Callable[[int], dict[str, str]]] = {
 
 
 def requests_of(form: str, caller: Callable[[int], dict[str, str]]) -> list[bytes]:
-    """Requests whose bodies differ, except for `identical`."""
+    """Return requests whose bodies differ, except for `identical`."""
     requests = []
     for number in range(REQUESTS):
         place = 0 if caller is identical else number
@@ -152,7 +156,10 @@ json_bodies_, binary_bodies_ = json_bodies(), binary_bodies()
 
 @contextmanager
 def connections(folder: Path) -> Iterator[Mapping[str, Callable[[], Any]]]:
-    """Yield what makes a connection of each server, between two deployments in ours."""
+    """Yield functions that build a connection of each server.
+
+    The worker of this project has two deployments that share the traffic.
+    """
     write_all(folder)
     request_queue._LEAVE_INLINE_S = math.inf  # noqa: SLF001 (a busy machine must not move the model to a thread)
     location = MLP.path(folder).parent
@@ -192,7 +199,13 @@ async def measure(rounds: int) -> tuple[float, dict[tuple[str, str, str], float]
 
 
 def drive(connection: Any, requests: list[bytes]) -> Callable[[], None]:
-    """Return what sends all requests, each of which must be answered."""
+    """Return a function that sends all requests.
+
+    First sends each request once.
+
+    Raises:
+        SystemExit: a request is not answered with status 200.
+    """
     transport = Transport()
     connection.connection_made(transport)
     for request in requests:
@@ -210,7 +223,7 @@ def drive(connection: Any, requests: list[bytes]) -> Callable[[], None]:
 
 
 def cost(play: Callable[[], object]) -> float:
-    """Microseconds of a request."""
+    """Return the microseconds of a request."""
     begun = time.thread_time_ns()
     play()
     return (time.thread_time_ns() - begun) / 1e3 / REQUESTS

@@ -1,4 +1,4 @@
-"""The contest itself: everybody up at once, and in every round everybody's turn."""
+"""The comparison of servers: all run at the same time, and take turns in a round."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _BARE_RUNS = 20_000
 class Match:
     """One way of calling one contestant, at some number of connections.
 
-    With `together`, client and server have one processor between them. Else each wakes the other on
-    another one, which on a virtual machine takes longer than many an answer.
+    With `together`, client and server share one processor. Otherwise, each wakes the other on a
+    different processor, which takes longer than many answers on a virtual machine.
     """
 
     name: str
@@ -43,13 +43,13 @@ class Match:
 
     @property
     def place(self) -> str:
-        """How the load comes, for people to read."""
+        """Return the number of connections and the processors, as a text for people."""
         return f"{self.connections}, one CPU" if self.together else str(self.connections)
 
 
 @dataclass(slots=True, kw_only=True)
 class Score:
-    """What the rounds gave for one heat, a value a round."""
+    """The results of one match, with one value for each round."""
 
     match: Match
     rates: list[float] = field(default_factory=list)
@@ -72,7 +72,10 @@ class Score:
         self.p99_us.append(figures.p99_us)
 
     def document(self) -> dict[str, object]:
-        """For `--json` and the table. CPU is the least of the rounds, all else their median."""
+        """Return the values for `--json`.
+
+        CPU is the minimum of the rounds, all other values are medians.
+        """
         return {
             "server": self.match.name,
             "model": self.match.contestant.model.name,
@@ -93,7 +96,7 @@ class Score:
 def run_matches(
     matches: Sequence[Match], *, rounds: int, seconds: float, starts: int, folder: Path
 ) -> list[Score]:
-    """Start every contestant, let all matches run in turn in every round, and stop them.
+    """Start every contestant, run all matches in turn in every round, and stop them.
 
     A contestant is started `starts` times; the shortest start counts.
     """
@@ -108,7 +111,7 @@ def run_matches(
                 if turn:
                     contestant.stop()
                 ready.setdefault(contestant, []).append(contestant.start())
-        for score in scores:  # once for warmth, not counted
+        for score in scores:  # a warm-up, not counted
             if not score.match.contestant.answers(score.match.call):
                 raise SystemExit(
                     f"{score.match.name} does not answer 200 to its request: "
@@ -148,7 +151,7 @@ def play(score: Score, seconds: float, folder: Path) -> None:
 
 @contextmanager
 def _one_processor(pids: Sequence[int]) -> Iterator[None]:
-    """Keep processes, and those that this one starts, on one processor."""
+    """Restrict processes, and those that this one starts, to one processor."""
     usual = os.sched_getaffinity(0)
     try:
         _move(pids, {min(usual)})
@@ -161,12 +164,12 @@ def _move(pids: Sequence[int], processors: set[int]) -> None:
     os.sched_setaffinity(0, processors)
     for pid in pids:
         for thread in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(ProcessLookupError):  # it has ended meanwhile
+            with suppress(ProcessLookupError):  # the thread has ended meanwhile
                 os.sched_setaffinity(int(thread.name), processors)
 
 
 def choose_threads(model: Model, folder: Path) -> int:
-    """Return the threads that a release of the model would be served with on this machine."""
+    """Return the threads with which a release of the model would be served here."""
     runtime = plugins.load("runtimes", "onnxruntime")
     target, inputs, cores = Target(name="cpu-1t"), {"x": model.rows()[:, 0]}, os.cpu_count() or 1
     samples = runtime.sample(model.path(folder), target, {"x": inputs["x"][:1]}, runs=20, warmup=20)
@@ -177,7 +180,10 @@ def choose_threads(model: Model, folder: Path) -> int:
 
 
 def bare_run_us(model: Model, folder: Path, rounds: int) -> float:
-    """CPU of `session.run` alone in microseconds, the least of the rounds."""
+    """Return the CPU time of `session.run` alone in microseconds.
+
+    This is the minimum of the rounds.
+    """
     shape = ",".join(str(size) for size in (1, *model.shape))
     command: list[str | Path] = [sys.executable, _BARE, model.path(folder), shape, str(_BARE_RUNS)]
     outputs = [

@@ -1,10 +1,11 @@
-"""CPU that a mirrored request costs the worker which answers the client's request.
+"""Measure the CPU time that a mirrored request costs the worker.
 
     python -m benchmarks.serving.shadow_cost [--rounds N]
 
-Prints the microseconds of a JSON request without a shadow, with a copy of each that another process
-receives, and with copies that are dropped because the queue is full. Each figure is the least of
-many interleaved rounds of one thread's time, system calls included; the model's run is in it.
+The worker is the one that answers the client's request. Prints the microseconds of a JSON request
+in three cases: without a shadow, with a copy of each request that another process receives, and
+with copies that are dropped because the queue is full. Each value is the minimum of many
+interleaved rounds of one thread's time. It includes system calls and the model's run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A framework, an optimizer and a runtime that cost next to nothing: what a run takes with them is the house's own.
+"""A framework, an optimizer and a runtime that cost next to nothing.
 
-Installed by putting this folder on the path. The model is one matrix product, computed by numpy;
-times follow a script.
+What a run takes with them is the overhead of onnx-ops. They are installed by putting this folder on
+the path. The model is one matrix product, computed by numpy. Times follow a script.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FEATURES, CLASSES = 8, 3
 
 
 def train(data: Mapping[str, Any], seed: int = 0) -> Any:
-    """A model: weights (FEATURES, CLASSES), float32."""
+    """Return a model: weights (FEATURES, CLASSES), float32."""
     del data
     return np.random.default_rng(seed).standard_normal((FEATURES, CLASSES)).astype(np.float32)
 
@@ -74,7 +74,7 @@ class SyntheticExporter(Exporter):
 
 
 class SyntheticOptimizer(Optimizer):
-    """A copy under another name."""
+    """An optimizer that copies the model under another name."""
 
     tools = ("onnx",)
     quantized = False
@@ -86,8 +86,11 @@ class SyntheticOptimizer(Optimizer):
 
 
 class SyntheticRuntime(Runtime):
-    """Variants take nine tenths of the time of what they are compared with, with a little noise that is always the
-    same."""
+    """A runtime whose times are simulated.
+
+    Variants take nine tenths of the time of what they are compared with. A little noise is added,
+    which is the same in every run.
+    """
 
     tools = ("numpy",)
 
@@ -153,7 +156,7 @@ class SyntheticRuntime(Runtime):
 
 
 def _product(rows: npt.NDArray[Any], weight: npt.NDArray[Any]) -> Array:
-    """Row by row, so that a row's answer does not depend on the rows beside it."""
+    """Multiply row by row, so that an answer does not depend on neighbouring rows."""
     with np.errstate(all="ignore"):
         product: Array = np.einsum("bf,fc->bc", rows, weight)
     return product

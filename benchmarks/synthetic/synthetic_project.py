@@ -1,4 +1,7 @@
-"""A project of any number of pipelines, variants and targets over the synthetic plugins."""
+"""A project of synthetic plugins, with any number of pipelines and targets.
+
+The number of variants is free too.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ gates:
 
 
 def write_project(root: Path, *, pipelines: int, variants: int, targets: int) -> list[Path]:
-    """Write the project into a folder; its pipeline files. `variants` counts the export too."""
+    """Write the project into a folder, and return its pipeline files.
+
+    `variants` includes the export.
+    """
     for folder in ("configs/targets", "configs/pipelines", "data"):
         (root / folder).mkdir(parents=True)
     (root / "onnx-ops.toml").write_text('signing = "off"\n', encoding="utf-8")
@@ -61,6 +67,9 @@ def _write(root: Path, number: int, quantize: str, targets: str) -> Path:
 
 
 def in_this_process(prepared: PreparedPipeline) -> PreparedPipeline:
-    """The same plan without processes for its stages: what is left is the house's own work."""
+    """Return the same plan with all stages in this process.
+
+    What is left is the work of onnx-ops.
+    """
     stages = tuple(replace(stage, own_process=False) for stage in prepared.plan.stages)
     return replace(prepared, plan=Plan(pipeline=prepared.plan.pipeline, stages=stages))

@@ -1,1 +1,1 @@
-"""Whether the gates keep what they promise, one module a gate."""
+"""Checks of the promises of the gates, with one module for each gate."""

@@ -1,4 +1,7 @@
-"""Six variants on three targets: how often a release gets one that is exactly as bad as the limit allows."""
+"""Measure how often a release chooses a variant that is as bad as the limit.
+
+There are six variants on three targets, whose true drop equals the limit exactly.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ BOUND = 0.06
 VARIANTS, TARGETS = 6, 3
 GATE = MetricGate(max_drop=LIMIT)
 SHARES = ((0.02, 0.01), (0.05, 0.04))
-"""Rows that a variant loses and wins where its true drop equals the limit."""
+"""Shares of rows that a variant loses and wins, with a true drop at the limit."""
 ROWS = (300, 1000, 3000, 10_000)
 
 
@@ -76,7 +79,12 @@ def prove(*, quick: bool, trials: int | None = None) -> list[Claim]:
 
 
 def _release(n: int, shares: list[tuple[float, float]], differing: float, trial: int) -> list[bool]:
-    """Whether a variant was chosen anywhere, ours and each judged alone; any FAIL; none chosen somewhere, both."""
+    """Return the outcomes of one release on all targets.
+
+    The values are: whether a variant was chosen on any target, by this project and by judging each
+    variant alone; whether there was a FAIL; whether a target has no chosen variant, in the same two
+    ways.
+    """
     random = make_generator(n, trial, round(1e4 * shares[0][0]), round(1e5 * differing))
     common = [random.multinomial(n, [lost, won, 1 - lost - won])[:2] for lost, won in shares]
     chosen, alone, failed = [], [], False
@@ -94,12 +102,12 @@ def _release(n: int, shares: list[tuple[float, float]], differing: float, trial:
 
 
 def _other(random: np.random.Generator, count: int, n: int, share: float) -> int:
-    """The count on a target whose arithmetic answers a few rows otherwise."""
+    """Return the count on a target whose arithmetic changes a few answers."""
     return max(0, count + int(random.binomial(n, share)) - int(random.binomial(n, share)))
 
 
 def _export(target: int) -> Decision:
-    """At a first release the export has nothing to be compared with."""
+    """Return the decision on an export; at a first release it has no baseline."""
     passed = GateResult(gate="size", metric="", limit="", verdict=Verdict.PASS, reason="")
     return Decision(variant="fp32", target=str(target), results=(passed,))
 

@@ -1,4 +1,4 @@
-"""A promised bound beside what was counted, and tables for people."""
+"""Promised bounds beside the counted values, and tables for people."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from onnx_ops.statistics.intervals import clopper_pearson
 
 _CHANCE = 0.005
-"""Chance that a promise which holds is reported as missed, at most."""
+"""Largest probability that a promise which holds is reported as missed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """One promise. `bound` and `figure` are texts in the same unit."""
+    """One promise, in which `bound` and `figure` are texts in the same unit."""
 
     gate: str
     what: str
@@ -29,15 +29,15 @@ class Claim:
 def at_most(
     gate: str, what: str, events: int, trials: int, bound: float, *, worst_of: int = 1
 ) -> Claim:
-    """A rate that may not exceed `bound`.
+    """Return the claim that a rate does not exceed `bound`.
 
     Worlds are drawn anew in each run, and a rate at its bound is above it in half of them. The
-    promise is missed where the interval of the rate lies above the bound: once in two hundred runs
-    by chance. A bound of 0 allows no event.
+    promise is missed where the confidence interval of the rate lies above the bound. This happens
+    by chance once in two hundred runs. A bound of 0 allows no event.
 
     Args:
-        worst_of: settings that this one is the worst of; the interval allows for the choice
-            (Bonferroni).
+        worst_of: number of settings of which this one is the worst; the interval allows for the
+            choice (Bonferroni).
     """
     return _rate(
         gate,
@@ -50,7 +50,10 @@ def at_most(
 
 
 def at_least(gate: str, what: str, events: int, trials: int, bound: float) -> Claim:
-    """A rate that may not fall below `bound`; as `at_most` of what did not happen."""
+    """Return the claim that a rate does not fall below `bound`.
+
+    This is `at_most` of the events that did not happen.
+    """
     missed = _exceeds(trials - events, trials, 1 - bound, 1)
     return _rate(gate, what, events, trials, f"≥ {100 * bound:g} %", missed)
 

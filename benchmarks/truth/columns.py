@@ -1,7 +1,8 @@
-"""Parity verdicts by column: small heads beside large ones, rare events, rankings with ties, and hard sums.
+"""Parity verdicts by column on correct exports that are hard to judge.
 
-Each world is drawn from a seed, exported by PyTorch's exporter of TorchScript or by skl2onnx, and
-so correct.
+They have small heads beside large ones, rare events, rankings with ties, and hard sums. Each world
+is drawn from a seed. It is exported by PyTorch's exporter of TorchScript or by skl2onnx, and is
+therefore correct.
 """
 
 from __future__ import annotations
@@ -57,20 +58,25 @@ RATES = (0.1, 0.04, 7e-3, 1e-3, 1e-4, 1e-6)
 """Mean probabilities of rare events."""
 
 _GAUSSIAN_REFUSED = 0.3
-"""A Gaussian process in float32 can be off by more than .1 % of its largest answer, which no
-estimate excuses.
+"""Largest share of Gaussian processes that is refused.
+
+A Gaussian process in float32 can be off by more than .1 % of its largest answer, which no estimate
+excuses.
 """
 
 SIGMOID_ERROR = 1.26e-7
-"""Largest error of ONNX Runtime's sigmoid: two million logits in each of seven ranges of answers up to .9. It occurs
-below 1 % and, at 1.17e-7, above 60 %."""
+"""Largest error of ONNX Runtime's sigmoid.
+
+It was measured on two million logits in each of seven ranges of answers up to .9. It occurs below 1
+%. Above 60 %, the largest error is 1.17e-7.
+"""
 
 Array = npt.NDArray[Any]
 Run = Callable[[Any, torch.Tensor], Any]
 
 
 class Net(nn.Module):
-    """Parts by name, and how they answer."""
+    """A module of named parts, and the function that computes its answer."""
 
     def __init__(self, run: Run, **parts: nn.Module) -> None:
         super().__init__()
@@ -82,7 +88,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """A correct export, and the source's answers."""
+    """A correct export, and the answers of its source."""
 
     name: str
     path: Path
@@ -139,7 +145,7 @@ def _find_faults(what: str, trials: list[bool]) -> Claim:
 
 
 def _list_faults(folder: Path, seeds: range) -> Mapping[str, Iterator[bool]]:
-    """Return kinds of faults, and whether each one is found."""
+    """Return the kinds of faults, and for each fault whether it is found."""
     return {
         **{
             f"a head {share:g} wrong, {by}": _break_heads(folder, seeds, share, judge)
@@ -173,7 +179,7 @@ def _break_scores(folder: Path, seeds: range) -> Iterator[bool]:
 
 
 def _break_probabilities(folder: Path, seeds: range) -> Iterator[bool]:
-    """Add ten times what the sigmoid errs."""
+    """Add ten times the sigmoid's error to the answers."""
     for rate in RATES:
         for seed in seeds:
             world = make(f"rate {rate:g}", folder, seed)
@@ -249,7 +255,7 @@ def _write_behind(path: Path, op_type: str, values: Array) -> Path:
 
 
 def make(name: str, folder: Path, number: int) -> World:
-    """Make one of the worlds of a name."""
+    """Make one of the worlds with this name."""
     path, seed = folder / "world.onnx", derive_seed(number)
     if name == "gaussian process":
         draw = np.random.default_rng(seed)
@@ -320,7 +326,7 @@ def _join_heads(parts: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _make_boxes(seed: int) -> tuple[Array, nn.Module]:
-    """Ten boxes of 0 to 640, and two scores for each."""
+    """Make a net that answers ten boxes of 0 to 640, and two scores for each."""
 
     def run(parts: Any, x: torch.Tensor) -> torch.Tensor:
         boxes = (640 * torch.sigmoid(parts["boxes"](x))).reshape(-1, 10, 4)
@@ -354,7 +360,10 @@ def _make_ranking(run: Run, outputs: int) -> Callable[[int], tuple[Array, nn.Mod
 
 
 def _select_boxes(parts: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the 20 best of 300 scores, and their boxes, as before a suppression of overlaps."""
+    """Return the 20 best of 300 scores, and their boxes.
+
+    This is the selection before a suppression of overlaps.
+    """
     answers = parts["net"](x)
     scores, boxes = answers[:, :300], answers[:, 300:]
     best, indices = torch.topk(torch.sigmoid(scores), 20, -1)
@@ -364,7 +373,7 @@ def _select_boxes(parts: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _make_near_ties(seed: int) -> tuple[Array, nn.Module]:
-    """Two classes whose scores are 1e-8 apart."""
+    """Make a net with two classes whose scores are 1e-8 apart."""
     part = _perceptron(2)
     with torch.no_grad():
         _get_last(part).weight[1] = _get_last(part).weight[0] * (1 + 1e-7) + 1e-8
@@ -398,7 +407,7 @@ def _make_running_sum(seed: int) -> tuple[Array, nn.Module]:
 
 
 def _make_wide_sum(seed: int) -> tuple[Array, nn.Module]:
-    """A product of 20,000 terms of one sign."""
+    """Make a net with a product of 20,000 terms of one sign."""
     part = nn.Linear(20_000, 3)
     with torch.no_grad():
         part.weight.abs_()

@@ -1,4 +1,7 @@
-"""Random numbers of the truth tables. Every run draws new worlds from one seed, which it prints."""
+"""Random numbers of the truth tables.
+
+Every run draws new worlds from one seed, which it prints.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ def begin_run(seed: int | None) -> int:
 
 
 def derive_seed(*world: int) -> int:
-    """Return the seed of one world of this run. Different worlds, and the same one in another run, are independent."""
+    """Return the seed of one world of this run.
+
+    The seeds of different worlds are independent. So are the seeds of one world in different runs.
+    """
     return int(np.random.SeedSequence([_RUN_SEED.get(), *world]).generate_state(1)[0])
 
 

@@ -1,4 +1,7 @@
-"""Evidence with nothing in it but what is judged, so that verdicts come from the product's own judge."""
+"""Evidence that contains only what is judged.
+
+The verdicts come from the product's own judge.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parity verdicts on correct exports of models that were not chosen for it: how many are refused, and at what cost."""
+"""Parity verdicts on correct exports of models that were not chosen for it.
+
+Shown are the number of refused exports, and the time in which the sources answer.
+"""
 
 from __future__ import annotations
 
@@ -39,20 +42,26 @@ TARGET = Target(name="truth")
 
 EXPORTS = 200
 QUICK_STEP = 12
-"""A quick run tries every twelfth."""
+"""Step between the models that a quick run tries."""
 
 _OFF = 1e-3
 _OFF_ROWS = 0.05
-"""An export is wrong if one in twenty real rows is off, by a thousandth of the largest answer, from what the source
-answers in float32 and from what it answers in float64. Both are the source: trees jump where their
-input is rounded, and a scaler in float64 may move a fifth of the rows across a split, though the
-export agrees with the scaler in float32
-on all of them. Kernels that round otherwise still move up to 4.7 % of the rows."""
+"""Share of real rows above which an export is wrong.
+
+A row counts if it is off by `_OFF` times the largest answer from both the source's answer in
+float32 and its answer in float64. Both are answers of the source: trees jump where their input is
+rounded. A scaler in float64 can move a fifth of the rows across a split, though the export agrees
+with the scaler in float32 on all of them. Kernels that round differently still move up to 4.7 % of
+the rows.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One model, and how to export it; `write` raises whatever the converter does."""
+    """One model, and how to export it.
+
+    `write` raises the errors of the converter.
+    """
 
     name: str
     exporter: Exporter
@@ -63,7 +72,10 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """`right` says whether the export is right on real rows, whatever the gate says of it."""
+    """The verdict on one export.
+
+    `right` is whether the export is right on real rows, independent of the verdict.
+    """
 
     name: str
     right: bool
@@ -115,7 +127,10 @@ def prove(*, quick: bool) -> list[Claim]:
 
 
 def _judge_sources(step: int) -> tuple[list[Outcome], int]:
-    """Export and judge every `step`-th model; return also how many could not be converted."""
+    """Export and judge every `step`-th model.
+
+    The second value is the number of models that could not be converted.
+    """
     outcomes: list[Outcome] = []
     unable = 0
     with tempfile.TemporaryDirectory(prefix="onnx-ops-truth-") as folder, warnings.catch_warnings():
@@ -126,9 +141,7 @@ def _judge_sources(step: int) -> tuple[list[Outcome], int]:
                 with contextlib.redirect_stdout(io.StringIO()):  # the older exporter prints graphs
                     source.write(path)
                 outcomes.append(judge_export(source, path))
-            except (
-                Exception
-            ):  # converters raise anything; what they cannot convert is not asked here
+            except Exception:  # a converter raises errors of any kind; only exports are judged
                 unable += 1
     return outcomes, unable
 
@@ -190,7 +203,7 @@ def _make_writer(
 
 
 def _make_dynamo_writer(exporter: Exporter, case: Any) -> Callable[[Path], None]:
-    """Return an export with a free length where the net does not fix it."""
+    """Return a writer of exports with a free length where the net does not fix it."""
     sections = Export(framework="torch", dynamic=case.dynamic), Export(framework="torch")
     free, batch_only = (
         _make_writer(exporter, case.module, section, case.samples) for section in sections
@@ -208,7 +221,7 @@ def _make_dynamo_writer(exporter: Exporter, case: Any) -> Callable[[Path], None]
 
 
 def _make_legacy_writer(case: Any) -> Callable[[Path], None]:
-    """Return an export by the exporter of TorchScript, with the batch free only."""
+    """Return a writer of exports by TorchScript, with only the batch free."""
 
     def write(path: Path) -> None:
         rows = {name: torch.from_numpy(array[:2]) for name, array in case.samples.items()}
@@ -252,7 +265,10 @@ def judge_export(source: Source, path: Path) -> Outcome:
 
 
 def _is_right(source: Source, path: Path) -> bool:
-    """Return whether all but one in twenty real rows have the source's answer, in either precision."""
+    """Return whether an export is right on real rows.
+
+    At most one in twenty rows differs from the source's answers in both precisions.
+    """
     references = [
         source.exporter.reference(source.model, source.samples, p) for p in ("float64", "float32")
     ]

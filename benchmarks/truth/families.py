@@ -1,4 +1,7 @@
-"""The families of models that faults are injected into, each exported by the product's own exporter."""
+"""Families of models into which faults are injected.
+
+The product's own exporters export each model.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ from onnx_ops.domain.pipeline import Export
 from onnx_ops.measure.reference_outputs import ReferenceGroup, collect_reference_outputs
 from onnx_ops.ports import Exporter, ExportRequest, Tensors, Tree, TreeExporter
 
-torch.set_num_threads(1)  # the models are tiny: on busy cores its threads only wait for one another
+torch.set_num_threads(1)  # in tiny models on busy cores, threads only wait for each other
 
 ROWS = 256
-"""Real rows that the export is validated on."""
+"""Number of real rows on which the export is validated."""
 
 TOKENS, WIDTH, CLASSES = 12, 32, 10
 VOCABULARY = 300
@@ -35,7 +38,10 @@ VOCABULARY = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """A correct export, the source's answers, limits and trees, and rows that neither of them has seen."""
+    """A correct export, and the answers, limits and trees of its source.
+
+    `unseen` holds rows that neither of them has seen.
+    """
 
     family: str
     seed: int
@@ -75,7 +81,10 @@ class Cnn(nn.Module):
 
 
 class Transformer(nn.Module):
-    """One block over float tokens: positions, attention of two heads, and a GELU layer, both with residuals."""
+    """One transformer block over float tokens.
+
+    It has positions, attention of two heads and a GELU layer, both of the latter with residuals.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +122,7 @@ class Recurrent(nn.Module):
 
 
 class Words(nn.Module):
-    """A bag of words with attention to the first."""
+    """A bag of words with attention to the first word."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +140,10 @@ class Words(nn.Module):
 
 
 class Clock(nn.Module):
-    """Hour and weekday of a time in milliseconds, some of them before 1970."""
+    """A net that reads the hour and the weekday of times in milliseconds.
+
+    Some of the times are before 1970.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,14 +159,14 @@ class Clock(nn.Module):
 
 
 def exports(folder: Path, seeds: int) -> Iterator[Exported]:
-    """Every family with every seed."""
+    """Yield an export of every family with every seed."""
     for seed in map(derive_seed, range(seeds)):
         for family, make in FAMILIES.items():
             yield make(family, folder / f"{family}-{seed}.onnx", seed)
 
 
 def trained(module: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, steps: int) -> nn.Module:
-    """The module after a few steps of Adam on all rows."""
+    """Train the module with a few steps of Adam on all rows, and return it."""
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
     module.train()
     for _ in range(steps):
@@ -170,7 +182,10 @@ def _torch(
     shape: tuple[int, ...],
     whole: tuple[int, int] | None = None,
 ) -> Callable[[str, Path, int], Exported]:
-    """On standard normal rows, or on whole numbers between two bounds."""
+    """Return a maker of exports of a torch module.
+
+    The rows are standard normal, or whole numbers between two bounds.
+    """
 
     def make(family: str, path: Path, seed: int) -> Exported:
         torch.manual_seed(seed)

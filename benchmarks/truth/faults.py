@@ -1,7 +1,7 @@
-"""Kinds of fault that exports suffer from, each done to a correct ONNX graph.
+"""Kinds of faults of exports, each injected into a correct ONNX graph.
 
-A fault changes the model in place, choosing the place by `draw`, and returns False where the model
-has no such place.
+A fault changes the model in place, and chooses the place by `draw`. It returns False where the
+model has no such place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def fault(name: str) -> Callable[[Fault], Fault]:
 def tensors_of(
     model: onnx.ModelProto, operators: Sequence[str], dimensions: Sequence[int]
 ) -> list[onnx.TensorProto]:
-    """Float initializers with more than one value that such an operator reads."""
+    """Return float initializers with several values that such operators read."""
     read = {name for node in model.graph.node if node.op_type in operators for name in node.input}
     return [
         tensor
@@ -138,7 +138,10 @@ def _transposed(array: Any, _: np.random.Generator) -> Any:
 
 
 def _cut(bits: int) -> Change:
-    """Only so many bits of the mantissa are left: 10 are float16's, 7 bfloat16's."""
+    """Return a change that keeps only so many bits of the mantissa.
+
+    float16 has 10 bits, bfloat16 has 7.
+    """
 
     def change(array: Any, _: np.random.Generator) -> Any:
         mask = np.uint32(0xFFFFFFFF ^ ((1 << (23 - bits)) - 1))
@@ -253,9 +256,8 @@ def _clip(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
 @fault("wrong axis")
 def _axis(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
     del draw
-    found = nodes_of(
-        model, "Softmax"
-    )  # the first is that of the attention, over the last of four axes
+    # The first softmax is that of the attention, over the last of four axes.
+    found = nodes_of(model, "Softmax")
     if found:
         set_attribute(found[0], "axis", 1)
     return bool(found)
@@ -263,7 +265,10 @@ def _axis(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
 
 @fault("axis of the last softmax")
 def _last_axis(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
-    """Over the second of two axes, given as 1 instead of -1."""
+    """Set the axis of the last softmax to 1.
+
+    Over two axes, this is the same as -1.
+    """
     del draw
     found = nodes_of(model, "Softmax")
     if found:

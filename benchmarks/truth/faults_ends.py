@@ -1,4 +1,7 @@
-"""Faults at a model's ends (what goes in, what comes out, the batch) and in tree ensembles and linear models."""
+"""Faults at the ends of a model, and in tree ensembles and linear models.
+
+The ends are the inputs, the outputs and the batch.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +121,10 @@ def _frozen(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
 
 @fault("batch leaks")
 def _leak(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
-    """Each row less the mean of its batch, as a normalisation left in training mode does."""
+    """Subtract the mean of its batch from each row.
+
+    A normalization that was left in training mode does the same.
+    """
     del draw
     if not takes_floats(model):
         return False
@@ -275,7 +281,7 @@ def _softmax(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
 
 
 def _score(model: onnx.ModelProto) -> str:
-    """The output of floats."""
+    """Return the name of the output of floats."""
     return str(
         next(
             v.name for v in model.graph.output if v.type.tensor_type.elem_type == TensorProto.FLOAT
@@ -302,7 +308,10 @@ def _change(
 
 
 def _at_largest(array: Any, draw: np.random.Generator, function: Any) -> Any:
-    """One of the values that are not small: most leaves and coefficients of the rest are zero."""
+    """Change one of the values that are not small.
+
+    Most of the other leaves and coefficients are zero.
+    """
     places = np.flatnonzero(np.abs(array) >= np.quantile(np.abs(array), 0.75))
     place = pick(draw, [int(p) for p in places if array[p]])
     array[place] = function(float(array[place]))

@@ -1,4 +1,7 @@
-"""Kinds of fault in what stands first in a graph: tables of words, whole numbers, recurrent layers."""
+"""Kinds of faults in the first nodes of a graph.
+
+These are tables of words, whole numbers, and recurrent layers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Rows in groups: how often the accuracy gate errs at its limit, with and without the key, and who is warned."""
+"""Errors of the accuracy gate at its limit, on rows in groups.
+
+Shown are the error rates with and without the key of the groups, and the rates of warnings.
+"""
 
 from __future__ import annotations
 
@@ -17,42 +20,47 @@ from onnx_ops.statistics.variants.choice import ERROR_LEVEL
 LIMIT = 0.01
 BOUND = 0.055
 FALSE_ALARMS = 0.02
-"""Share of sets of independent rows."""
+"""Largest share of sets of independent rows with a warning."""
 WARNED = 0.10
-"""Worlds whose error without the key exceeds it must be warned of."""
+"""Error rate without the key above which there must be a warning."""
 
 WORLDS = (
     (50, 1, 0.0), (2000, 1, 0.0), (50, 40, 0.0), (50, 5, 0.3), (50, 10, 0.1), (50, 40, 0.02),
     (100, 20, 0.05), (50, 10, 0.2), (50, 10, 0.5), (50, 40, 0.05), (50, 40, 0.1),
-    (50, 40, 0.5), (100, 20, 0.1), (100, 20, 0.5), (200, 10, 0.1), (200, 10, 0.5), (400, 2, 0.5), (400, 5, 0.2),
-    (400, 5, 0.3), (1000, 4, 0.3), (1000, 10, 0.5), (2000, 5, 0.5),
+    (50, 40, 0.5), (100, 20, 0.1), (100, 20, 0.5), (200, 10, 0.1), (200, 10, 0.5), (400, 2, 0.5),
+    (400, 5, 0.2), (400, 5, 0.3), (1000, 4, 0.3), (1000, 10, 0.5), (2000, 5, 0.5),
 )  # fmt: skip
-"""Groups, rows of each (a mean where sizes differ, at most 40), correlation of two rows of a group.
+"""Groups, rows of each, and the correlation of two rows of a group.
+
+Where sizes differ, the rows are a mean, and a group has at most 40.
 """
 WON = (0.002, 0.01, 0.05)
-"""Share of rows that only the candidate gets right; the share that only the baseline does is larger
-by the limit.
+"""Share of rows that only the candidate gets right.
+
+The share of rows that only the baseline gets right is larger by the limit.
 """
 WRONG = 0.1
 """Share of rows that both models get wrong."""
 
 
 AGAIN = 0.05
-"""Settings that err more often are tried once more, with other draws and `MORE` times as many:
-those alone count.
+"""Error rate above which a setting is tried once more.
+
+The second trial has other draws, and `MORE` times as many. It alone counts.
 """
 MORE = 10
 
 INPUTS, ALIKE = 8, 0.3
-"""Numbers of a row that a model reads, and the correlation of two rows' in a group: rows of one
-patient are alike.
+"""Numbers of a row that a model reads, and their correlation in a group.
+
+The rows of one group are alike, as those of one patient are.
 """
 
 _WARNED_ROWS = 200_000
-"""Rows of a world that are searched for signs."""
+"""Number of rows of a world that are searched for signs."""
 
 _AT_ONCE = 1_000_000
-"""Rows that are drawn at once."""
+"""Number of rows in one draw."""
 
 
 def prove(*, quick: bool, trials: int | None = None) -> list[Claim]:
@@ -99,21 +107,31 @@ def prove(*, quick: bool, trials: int | None = None) -> list[Claim]:
 def _describe_world(
     groups: int, size: int, rho: float, rates: Any, alarms: tuple[int, int], warned: int
 ) -> tuple[str, ...]:
-    """Return the cells of a world: rates of verdicts, and of warnings where there were trials for them."""
+    """Return the cells of a world.
+
+    These are the rates of verdicts, and the rates of warnings where there were trials.
+    """
     shares = (f"{100 * rate:.1f} %" for rate in (*rates[0], *rates[1]))
     warnings = (f"{100 * count / warned:.0f} %" if warned else "" for count in alarms)
     return f"{groups} x {size}", f"{rho:g}", *shares, *warnings
 
 
 def _claim_rates(worst: Mapping[str, tuple[float, int, int, str]]) -> Iterator[Claim]:
-    """Yield the claims on wrong verdicts with the key: events, trials and world of the worst rate."""
+    """Yield the claims on wrong verdicts with the key.
+
+    `worst` holds the rate, events, trials and world of the worst rate, by verdict.
+    """
     for verdict, (_, events, tried, name) in worst.items():
         what = f"wrong {verdict} with the key, worst of {6 * len(WORLDS)}: {name}"
         yield at_most("groups", what, events, tried, BOUND, worst_of=6 * len(WORLDS))
 
 
 def _claim_warnings(hidden: Any, null: int) -> Iterator[Claim]:
-    """Yield the claims on warnings: `hidden` counts both ways to warn and their trials, `null` independent rows."""
+    """Yield the claims on warnings.
+
+    `hidden` counts the warnings of both kinds, and their trials. `null` is the number of trials
+    with independent rows.
+    """
     what = f"warned in worlds that err in more than {100 * WARNED:g} % without the key"
     for how, count in zip(("", ", by errors alone"), hidden, strict=False):
         yield at_least("groups", what + how, int(count), int(hidden[2]), 0.9)
@@ -130,7 +148,7 @@ def _verdicts(
     equal: bool,
     trials: int,
 ) -> Any:
-    """How often it passes and fails, without the key and with it."""
+    """Return how often the gate passes and fails, without the key and with it."""
     found = np.zeros((2, 2), int)
     at_once = max(1, _AT_ONCE // (groups * size))
     for start in range(0, trials, at_once):
@@ -153,15 +171,17 @@ def _verdicts(
                 counts = _counts(
                     int(n), int(changes - sum_) // 2, int(changes + sum_) // 2, divisor
                 )
-                chance = change_p_value(
-                    counts, -LIMIT
-                )  # it agrees with the interval, and is quicker
+                # The p-value agrees with the interval, and is quicker to compute.
+                chance = change_p_value(counts, -LIMIT)
                 found[key] += [chance < ERROR_LEVEL, chance > 1 - ERROR_LEVEL]
     return found
 
 
 def shared(random: np.random.Generator, group: Any, rho: float, shares: list[float]) -> Any:
-    """Numbers of kinds of rows; two of one group are of one kind by more than chance, with correlation rho."""
+    """Draw the kind of each row, as a number.
+
+    Two rows of one group are of one kind by more than chance, with correlation rho.
+    """
     borders = np.cumsum(shares)[:-1]
     own, common = (_kinds(random, count, borders) for count in (len(group), int(group.max()) + 1))
     return np.where(random.random(len(group), dtype=np.float32) < rho**0.5, common[group], own)
@@ -174,15 +194,16 @@ def _kinds(random: np.random.Generator, count: int, borders: Any) -> Any:
 
 def _counts(n: int, lost: int, gained: int, effect: float) -> PairedCounts:
     return PairedCounts(
-        metric="accuracy", against="fp32", n=n, both=n - lost - gained, only_baseline=lost, only_candidate=gained,
-        change_effect=effect,
+        metric="accuracy", against="fp32", n=n, both=n - lost - gained,
+        only_baseline=lost, only_candidate=gained, change_effect=effect,
     )  # fmt: skip
 
 
 def _alarms(groups: int, size: int, rho: float, trials: int) -> tuple[int, int]:
-    """How often rows in the order of their groups look grouped, and how often by their errors alone.
+    """Count how often rows in the order of their groups look grouped.
 
-    Errors of both models go by group, and so do the inputs.
+    The second value counts how often they do by their errors alone. The errors of both models
+    depend on the group, and so do the inputs.
     """
     group = np.repeat(np.arange(groups), size)
     found = np.zeros(2, int)

@@ -43,7 +43,10 @@ for _module in ("faults_ends", "faults_inputs"):
 
 TARGET = TargetFiles(PROFILES).load("cpu-1t")
 SLOWER = {"the same": 0, "+2 %": 2, "+10 %": 10, "+20 %": 20}
-"""Layers more than the baseline's `LAYERS`, which are what its time is made of."""
+"""Additional layers of the candidate, by slow-down.
+
+The time of the baseline consists of its `LAYERS` layers.
+"""
 
 REPEATS, QUICK_REPEATS = 5, 1
 FAMILY_FAULTS, QUICK_FAMILIES = (
@@ -60,7 +63,7 @@ Kind = Literal["speed", "float", "rounded"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """What was judged, whether the candidate may replace the baseline, and the verdict."""
+    """A judged pair, whether the candidate can replace the baseline, and the verdict."""
 
     kind: Kind
     name: str
@@ -144,14 +147,14 @@ def _judged(
             )
         )
         verdict, reason = found.verdict, found.targets[0].decision.reason
-    except UserError as error:  # a file that is not valid is refused, which is right for a bad one
+    except UserError as error:  # an invalid file is refused, which is right for a bad one
         verdict, reason = Verdict.FAIL, f"refused: {error}"
     seconds = time.perf_counter() - begun
     return Pair(kind=kind, name=name, good=good, verdict=verdict, reason=reason, seconds=seconds)
 
 
 def _speed(folder: Path, quick: bool) -> Iterator[Pair]:
-    """The same function, with layers beside it whose result counts for nothing."""
+    """Judge the same function with added layers that do not change the result."""
     baseline = write_slower(folder / "layers.onnx", 0)
     for slowdown, extra in SLOWER.items():
         candidate = baseline if not extra else write_slower(folder / f"layers-{extra}.onnx", extra)
@@ -167,7 +170,10 @@ def _speed(folder: Path, quick: bool) -> Iterator[Pair]:
 
 
 def write_slower(path: Path, extra: int) -> Path:
-    """`LAYERS` layers, and as many more at their side as `extra` says, which are multiplied by 0."""
+    """Write a model of `LAYERS` layers, with `extra` layers beside them.
+
+    The result of the extra layers is multiplied by 0.
+    """
     draw = np.random.default_rng(0)
     weights = [numpy_helper.from_array(np.zeros((), np.float32), "nothing")]
     nodes: list[onnx.NodeProto] = []
@@ -203,7 +209,10 @@ def write_slower(path: Path, extra: int) -> Path:
 
 
 def _floats(folder: Path, quick: bool) -> Iterator[Pair]:
-    """Faults of exports, and graphs that were optimized, stored in another format or moved to another opset."""
+    """Judge faulty exports, and graphs that were changed without a fault.
+
+    The latter were optimized, stored in another format or moved to another opset.
+    """
     for family in QUICK_FAMILIES if quick else FAMILY_FAULTS:
         export = FAMILIES[family](family, folder / f"float-{family}.onnx", derive_seed(0))
         dataset, candidate = Dataset(inputs=export.samples), folder / "candidate.onnx"
@@ -248,13 +257,16 @@ def _other_opset(source: Path, path: Path) -> bool:
     version = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
     try:
         onnx.save(version_converter.convert_version(model, version + 1), path)
-    except Exception:  # the converter knows neither all operators nor other domains
+    except Exception:  # the converter does not support all operators and domains
         return False
     return True
 
 
 def _rounded(folder: Path, quick: bool) -> Iterator[Pair]:
-    """Int8, float16 and 4-bit variants, sound ones and such with a fault of rounding or of the graph."""
+    """Judge int8, float16 and blockwise 8-bit variants, sound and faulty ones.
+
+    The faults are faults of rounding or of the graph.
+    """
     for kind in QUICK_ROUNDED if quick else ROUNDED:
         model = make(kind, folder, derive_seed(1))
         dataset = Dataset(inputs={model.feed: model.scored}, label=model.labels)
@@ -284,7 +296,10 @@ def _rounded(folder: Path, quick: bool) -> Iterator[Pair]:
 
 
 def _narrow(source: Path, folder: Path) -> dict[str, Path]:
-    """Float16, and 8 bits in blocks where there are matrix products."""
+    """Return a float16 variant, and one with 8 bits in blocks.
+
+    The latter needs matrix products.
+    """
     made = {}
     for name, optimizer, method, options in (
         ("float16", Fp16Optimizer(), "fp16", {}),
@@ -296,7 +311,7 @@ def _narrow(source: Path, folder: Path) -> dict[str, Path]:
             optimizer.optimize(
                 OptimizeRequest(section=section, source=source, path=path, calibration=None)
             )
-        except UserError:  # nothing to store in blocks
+        except UserError:  # there is nothing to store in blocks
             continue
         made[name] = path
     return made
@@ -317,7 +332,7 @@ def _negated(model: onnx.ModelProto) -> bool:
 
 
 def _scaled(model: onnx.ModelProto) -> bool:
-    """Answers a tenth larger: no class changes."""
+    """Make the answers larger by a tenth, which changes no class."""
     kind = model.graph.output[0].type.tensor_type.elem_type
     factor = np.array(1.1, helper.tensor_dtype_to_np_dtype(kind))
     model.graph.initializer.append(numpy_helper.from_array(factor, "tenth"))

@@ -1,4 +1,7 @@
-"""Latency verdicts on real sessions, against true ratios that are known from the number of layers."""
+"""Latency verdicts on real sessions with known true ratios.
+
+The ratios follow from the number of layers.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ LIMIT = 0.05
 LAYERS = 100
 WIDTH = 48
 EXTRA = {"A/A": 0, "+2 %": 2, "+10 %": 10}
-"""Layers more than the baseline's, by the slow-down that they stand for."""
+"""Additional layers of the candidate, by the slow-down that they cause."""
 
 TRIALS, QUICK_TRIALS = 300, 2
 SIMULATED, QUICK_SIMULATED = 1000, 10
@@ -61,7 +64,10 @@ _BUSY_S, _IDLE_S = (0.005, 0.1), (0.02, 0.4)
 
 @dataclass(slots=True, kw_only=True)
 class Cell:
-    """Trials of one slow-down under one load; in `noisy` of them the self-test withheld the verdict."""
+    """Trials of one slow-down under one load.
+
+    In `noisy` of them, the self-test withheld the verdict.
+    """
 
     load: str
     slowdown: str
@@ -76,7 +82,7 @@ class Cell:
 
 
 def prove(*, quick: bool, trials: int | None = None, load: str | None = None) -> list[Claim]:
-    """One of `LOADS`, or all."""
+    """Return the claims under one of `LOADS`, or under all of them."""
     count = trials or (QUICK_TRIALS if quick else TRIALS)
     cells: list[Cell] = []
     with tempfile.TemporaryDirectory(prefix="onnx-ops-truth-") as folder:
@@ -96,8 +102,8 @@ def prove(*, quick: bool, trials: int | None = None, load: str | None = None) ->
     if quick or not quiet:
         return claims
     median = statistics.median(quiet[0].seconds)
-    # How long it takes is the machine's affair: only the full run, which is made on a quiet one,
-    # promises it.
+    # The time depends on the machine. Only the full run promises it, since it is made on a quiet
+    # machine.
     promise = Claim(
         gate="latency",
         what="median time to decision, A/A",
@@ -109,7 +115,10 @@ def prove(*, quick: bool, trials: int | None = None, load: str | None = None) ->
 
 
 def write_layers(path: Path, extra: int) -> Path:
-    """LAYERS + `extra` equal layers, each a small matrix product and a Tanh, which the runtime does not merge."""
+    """Write a model of LAYERS + `extra` equal layers.
+
+    Each layer is a small matrix product and a Tanh, which the runtime does not merge.
+    """
     draw = np.random.default_rng(0)
     nodes, weights, value = [], [], "x"
     for layer in range(LAYERS + extra):
@@ -131,10 +140,11 @@ def write_layers(path: Path, extra: int) -> Path:
 
 
 def _simulated(quick: bool) -> list[Claim]:
-    """The product's rule on pairs of known truth: independent, correlated, and with a drift of the candidate alone.
+    """Apply the product's rule to simulated pairs of known truth.
 
-    The truth of a run that drifts is its mean over a full run: early looks see another part of it.
-    A run that is longer drifts back, and forth again.
+    The pairs are independent, correlated, or have a drift of the candidate alone. The truth of a
+    run that drifts is its mean over a full run, of which early looks see another part. A longer run
+    drifts back, and forth again.
     """
     trials, rows, claims = QUICK_SIMULATED if quick else SIMULATED, [], []
     for number, (world, (make, make_self)) in enumerate(WORLDS.items()):
@@ -165,7 +175,7 @@ def _simulated(quick: bool) -> list[Claim]:
 
 
 def _rule(own: Pairs, itself: Pairs) -> tuple[Verdict, int]:
-    """A comparison as `measure.timing` makes it, and the pairs that it took."""
+    """Return the verdict as `measure.timing` makes it, and the pairs that it took."""
     ours, selves = ([[float(value)] for value in values] for values in (own, itself))
     pairs = next(n for n in LOOKS if not should_continue(ours[:n], selves[:n], (LIMIT,)))
     if explain_withheld_verdict(ours[:pairs], selves[:pairs], LIMIT) is not None:
@@ -183,7 +193,7 @@ def _correlated(r: float, sd: float) -> Draw:
 
 
 def _drifting(sd: float, noise: float) -> Draw:
-    """A straight line, up or down, of that standard deviation over a full run."""
+    """Return a line, up or down, with this standard deviation over a full run."""
     line = np.linspace(-1, 1, FULL_RUN)
     line *= sd / line.std()
 
@@ -232,12 +242,15 @@ WORLDS: dict[str, tuple[Draw, Draw]] = {
         for name, make in _ALONE.items()
     },
 }
-"""Pairs of the candidate, and of the baseline with itself."""
+"""Pairs of the candidate, and pairs of the baseline with itself, by world."""
 
 
 @contextlib.contextmanager
 def bursts() -> Iterator[None]:
-    """Another process burns CPU in bursts; the system moves it from core to core."""
+    """Burn CPU in bursts in another process.
+
+    The system moves that process from core to core.
+    """
     burner = multiprocessing.get_context("spawn").Process(target=_burn, args=(0,), daemon=True)
     burner.start()
     try:
@@ -257,7 +270,7 @@ LOADS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
 def _burn(seed: int) -> None:
     draw = random.Random(seed)  # noqa: S311 - not a secret
     parent = os.getppid()
-    while os.getppid() == parent:  # a benchmark that was killed leaves no burner behind
+    while os.getppid() == parent:  # ends even if the benchmark is killed
         until = time.perf_counter() + draw.uniform(*_BUSY_S)
         while time.perf_counter() < until:
             pass
@@ -265,7 +278,7 @@ def _burn(seed: int) -> None:
 
 
 def _trials(load: str, models: dict[str, Path], count: int) -> list[Cell]:
-    """All slow-downs in turns, so that what the machine does meanwhile meets each of them alike."""
+    """Try all slow-downs in turns, so that other load affects them alike."""
     cells = {slowdown: Cell(load=load, slowdown=slowdown) for slowdown in models}
     feed = {"x": np.random.default_rng(1).standard_normal((1, WIDTH)).astype(np.float32)}
     for trial in range(count):

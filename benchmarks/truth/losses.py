@@ -1,4 +1,8 @@
-"""Metrics that are no counts, at 50 to 2,000 rows: how often they err at their limit, beside the plain bootstrap."""
+"""Error rates at their limit of metrics that are no counts.
+
+The metrics are computed on 50 to 2,000 rows. The rates are shown beside those of the plain
+bootstrap.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +30,24 @@ GROWTH = 1.05
 BOUND = 0.06
 ROWS = (50, 100, 200, 500, 2000)
 RIVAL = 400
-"""Resamples of the rival; its error does not depend on their number by more than half a point."""
+"""Number of resamples of the bootstrap that is compared.
+
+Its error changes by at most half a point with that number.
+"""
 
 OFTEN_WRONG = 350
-"""Rows at which f1 is wrong most often: with fewer, what was not seen makes the interval wide."""
+"""Number of rows at which f1 is wrong most often.
+
+With fewer rows, the allowance for unseen changes makes the interval wide.
+"""
 MANY = 500
-"""Of more rows there are fewer trials, which take long."""
+"""Number of rows above which there are fewer trials, as they take long."""
 AGAIN, MORE = 0.045, 10
 DRAWS = 20
 
 Random = np.random.Generator
 Models: TypeAlias = Callable[[Random, int], tuple[Any, Any, Any]]
-"""Draws labels, answers of the baseline, and answers of the candidate."""
+"""A function that draws labels, and the answers of baseline and candidate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +81,10 @@ def prove(*, quick: bool, trials: int | None = None) -> list[Claim]:
 
 
 def _errors(trials: int, quick: bool) -> Iterator[Claim]:
-    """rmse and mae: the candidate's errors are the baseline's and as much noise of the same population."""
+    """Try rmse and mae at a true growth that equals the limit.
+
+    The candidate's errors are the baseline's plus noise of the same population.
+    """
     rows = []
     for power, name in ((2, "rmse"), (1, "mae")):
         worst = (0, "")
@@ -99,7 +112,7 @@ def _errors(trials: int, quick: bool) -> Iterator[Claim]:
 
 
 def _noise(population: Population, power: int) -> float:
-    """How much noise makes the metric grow by the limit."""
+    """Return the share of noise with which the metric grows by the limit."""
     if power == 2:
         return float((GROWTH**2 - 1) ** 0.5)
     random = make_generator(power)
@@ -115,7 +128,7 @@ def _symmetric(random: Random, population: Population, rows: int) -> Any:
 
 
 def _wrong(random: Random, population: Population, n: int, power: int, share: float) -> list[bool]:
-    """Whether ours passes and fails, and the bootstrap does."""
+    """Return whether the product wrongly passes or fails, then the same of the rival."""
     errors = population.draw(random, n)
     theirs = np.abs(errors) ** power
     mine = np.abs(errors + share * _symmetric(random, population, n)) ** power
@@ -128,9 +141,10 @@ def _wrong(random: Random, population: Population, n: int, power: int, share: fl
 
 
 def _giants(trials: int, quick: bool) -> Iterator[Claim]:
-    """Errors of 10,000 times the others' that both models share, while the candidate's others are 20 % larger.
+    """Try giant errors that both models share.
 
-    In the sample, the metric itself hardly grows. A PASS would rest on the giants alone.
+    They are 10,000 times the other errors. The candidate's other errors are 20 % larger. In the
+    sample, the metric itself hardly grows. A PASS would rest on the giant errors alone.
     """
     rows = []
     metrics: tuple[MetricName, ...] = ("rmse", "mae")
@@ -159,9 +173,9 @@ def _passes_with_giants(gate: MetricGate, random: Random, n: int, giants: int) -
 
 
 def _maxima(trials: int, quick: bool) -> Iterator[Claim]:
-    """An absolute `max` of rmse and mae that is the true value.
+    """Try an absolute `max` of rmse and mae that equals the true value.
 
-    A setting that errs in more than `AGAIN` is tried once more, as in `_classes`.
+    A setting with an error rate above `AGAIN` is tried once more, as in `_classes`.
     """
     rows = []
     metrics: tuple[tuple[int, MetricName], ...] = ((2, "rmse"), (1, "mae"))
@@ -214,10 +228,10 @@ def _judge_maximum(
 
 
 def _classes(trials: int, quick: bool) -> Iterator[Claim]:
-    """f1 and auc, whose true drop is known from 8,000,000 rows.
+    """Try f1 and auc, whose true drop is known from 8,000,000 rows.
 
-    A setting that errs in more than `AGAIN` is tried once more, with other draws and `MORE` times
-    as many: those count.
+    A setting with an error rate above `AGAIN` is tried once more, with other draws and `MORE` times
+    as many. Only these count.
     """
     rows = []
     for definition, populations in (
@@ -250,7 +264,7 @@ def _classes(trials: int, quick: bool) -> Iterator[Claim]:
 def _wrong_drops(
     definition: MetricDefinition, draw: Models, random: Random, n: int, drop: float, trials: int
 ) -> npt.NDArray[np.int64]:
-    """How often it passes and fails."""
+    """Return how often the metric passes and fails."""
     found = np.zeros(2, np.int64)
     for trial in range(trials):
         label, base, candidate = draw(random, n)
@@ -263,7 +277,11 @@ def _wrong_drops(
 
 
 def _labels(positive: float, wrong: float, changed: float) -> Models:
-    """A share of positive rows, of the baseline's wrong answers, and of answers that the candidate turns."""
+    """Return a function that draws labels and answers.
+
+    The arguments are shares: of positive rows, of the baseline's wrong answers, and of the answers
+    that the candidate changes.
+    """
 
     def draw(random: Random, n: int) -> tuple[Any, Any, Any]:
         label = (random.random(n) < positive).astype(int)
@@ -274,7 +292,10 @@ def _labels(positive: float, wrong: float, changed: float) -> Models:
 
 
 def _scores(positive: float, noise: float, tail: float = np.inf) -> Models:
-    """Scores with tails of Student's t; the candidate adds noise."""
+    """Return a function that draws scores with tails of Student's t.
+
+    The candidate adds noise.
+    """
 
     def draw(random: Random, n: int) -> tuple[Any, Any, Any]:
         label = random.random(n) < positive
@@ -300,7 +321,10 @@ SCORES: dict[str, Models] = {
 
 
 def _true_drop(definition: MetricDefinition, draw: Models, draws: int) -> float:
-    """The mean over as many draws of 400,000 rows: one alone is off by .15 standard errors of 2,000 rows."""
+    """Return the mean of the drops in so many draws of 400,000 rows.
+
+    A single draw is off by .15 standard errors of 2,000 rows.
+    """
     from onnx_ops.statistics.scores import build_metric_statistic
 
     drops = []

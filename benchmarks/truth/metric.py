@@ -1,4 +1,4 @@
-"""How often the metric gate passes a model that is exactly as much worse as the limit allows."""
+"""Pass rate of the metric gate for a model that is worse by exactly the limit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ LIMIT = 0.01
 BOUND = 0.055
 ROWS = (200, 500, 1000, 2000, 5000, 20_000)
 WON = (0.002, 0.01, 0.03)
-"""Share of rows that only the candidate gets right; the share that only the baseline does is larger
-by the limit.
+"""Share of rows that only the candidate gets right.
+
+The share of rows that only the baseline gets right is larger by the limit.
 """
 
 DRAWS, QUICK_DRAWS = 40_000, 8_000
@@ -42,7 +43,7 @@ def prove(*, quick: bool) -> list[Claim]:
         head,
         rows,
     )
-    error = 3 * (BOUND * (1 - BOUND) / draws) ** 0.5  # of the draws
+    error = 3 * (BOUND * (1 - BOUND) / draws) ** 0.5  # three standard errors of the draws
     return [
         Claim(
             gate="metric",
@@ -55,7 +56,7 @@ def prove(*, quick: bool) -> list[Claim]:
 
 
 def _rates(n: int, won: float, draws: int) -> tuple[float, float]:
-    """Shares of PASS and FAIL."""
+    """Return the shares of PASS and FAIL."""
     shares = [won + LIMIT, won, 1 - 2 * won - LIMIT]
     counts = make_generator(n, round(1e4 * won)).multinomial(n, shares, size=draws)
     verdicts = [_verdict(n, int(lost), int(gained)) for lost, gained, _ in counts]

@@ -9,7 +9,7 @@ from benchmarks.truth.claims import Claim
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
     return "\n".join(lines)
 
@@ -20,7 +20,7 @@ def promises(claims: Sequence[Claim]) -> str:
 
 
 def fill(page: Path, name: str, text: str) -> None:
-    """Replace what stands between `<!-- NAME -->` and `<!-- /NAME -->`.
+    """Replace the text between `<!-- NAME -->` and `<!-- /NAME -->`.
 
     Raises:
         SystemExit: the page has no such place.

@@ -52,18 +52,21 @@ SEEDS, QUICK_SEEDS = 3, 1
 KINDS, GOOD = 60, 36
 
 _CLOSE = 10 * 2 * float(np.finfo(np.float32).eps)
-"""Below this share of the largest output, two exports differ by rounding only."""
+"""Share of the largest output below which two exports differ by rounding only."""
 
 _RANDOM_ROWS = 20_000
 
 _MADE_UP_ROWS = 128
-"""As `judge` takes when it is not asked for more."""
+"""Number of rows that `judge` generates by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One fault in one export. `detail` is why it was caught, or what became of one that was not; `compared` whether
-    comparing the two files without any data shows a difference."""
+    """One fault in one export.
+
+    `detail` is why the fault was caught, or what became of a fault that was not caught. `compared`
+    is whether a comparison of the two files without any data shows a difference.
+    """
 
     kind: str
     family: str
@@ -121,7 +124,10 @@ def prove(*, quick: bool) -> list[Claim]:
 
 
 def judged(path: Path, target: Target, export: Exported) -> GateResult:
-    """The verdict of the product's parity gate; a file that is not a valid model, or does not run, fails."""
+    """Return the verdict of the product's parity gate.
+
+    A file fails if it is not a valid model, or if it does not run.
+    """
     try:
         check_model(path)
         measured = measure_parity(OnnxRuntime(), path, target, export.groups)
@@ -152,7 +158,10 @@ def _good(export: Exported, folder: Path) -> Iterator[tuple[str, GateResult]]:
 
 
 def _multiplied(source: Path, path: Path) -> bool:
-    """A scaler that multiplies by 1 / deviation, which rounds otherwise and is as right."""
+    """Write a model whose scaler multiplies by 1 / deviation, if it has a scaler.
+
+    Such a scaler rounds differently and is as right.
+    """
     model = onnx.load(source)
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     found = [
@@ -185,7 +194,7 @@ def _faulty(export: Exported, path: Path) -> Iterator[Trial]:
         if not inject(model, np.random.default_rng([export.seed, number])):
             continue
         if model.SerializeToString(deterministic=True) == before:
-            continue  # the places were alike, so that nothing is wrong
+            continue  # the change had no effect, so that there is no fault
         onnx.save(model, path)
         result = judged(path, TARGET, export)
         caught = result.verdict is Verdict.FAIL
@@ -202,7 +211,7 @@ def _faulty(export: Exported, path: Path) -> Iterator[Trial]:
 
 
 def _told_apart(right: Path, wrong: Path) -> bool:
-    """Whether `judge` refuses the faulty file beside the right one, on rows that it makes up."""
+    """Return whether `judge` refuses the faulty file on generated rows."""
     try:
         samples = generate_samples(
             shared_inputs(right, wrong),
@@ -216,7 +225,10 @@ def _told_apart(right: Path, wrong: Path) -> bool:
 
 
 def equivalence(export: Exported, faulty: Path) -> tuple[bool, str]:
-    """Whether the change alters no answer that a caller can get, shown on many inputs that the gate did not use."""
+    """Return whether the change alters no answer that a caller can get, and why.
+
+    This is shown on many inputs that the gate did not use.
+    """
     inputs = _many(export)
     largest = _largest(export.path, faulty, inputs)
     rows = sum(len(next(iter(feed.values()))) for feed in inputs)
@@ -237,7 +249,10 @@ def equivalence(export: Exported, faulty: Path) -> tuple[bool, str]:
 
 
 def _largest(right: Path, wrong: Path, inputs: tuple[Tensors, ...]) -> float:
-    """Largest distance of two files' answers, in units of the largest answer."""
+    """Return the largest distance of two files' answers.
+
+    The unit is the largest answer.
+    """
     answers = OnnxRuntime().run(right, TARGET, inputs)
     others = OnnxRuntime().run(wrong, TARGET, inputs)
     return max(
@@ -274,7 +289,7 @@ def _many(export: Exported) -> tuple[Tensors, ...]:
 
 
 def _print_kinds(trials: list[Trial]) -> None:
-    """Print how the trials of each kind of fault ended, and in which families of models."""
+    """Print the outcomes of each kind of fault, and the families of models."""
     outcomes: dict[str, Counter[str]] = defaultdict(Counter)
     families: dict[str, set[str]] = defaultdict(set)
     for trial in trials:

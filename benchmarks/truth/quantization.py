@@ -1,4 +1,7 @@
-"""Verdicts on sound quantized models of many recipes, and on such with faults that the task metric does not see."""
+"""Verdicts on quantized models of many recipes, sound and faulty ones.
+
+The task metric does not detect the faults.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ TARGET = Target(name="truth")
 SEEDS = 3
 QUICK_MODELS = ("mlp", "cnn", "depthwise")
 FAULTY = ("per channel", "per tensor", "dynamic")
-"""Recipes that faults are put into."""
+"""Recipes into which faults are injected."""
 
 _GOOD_EXPORT = ParityMeasurement(
     output="output", group="real", rows=1, error=0.0, noise=1.0, ratio=0.0
@@ -137,7 +140,10 @@ def _trial(fault: str, model: Trained, recipe: str, path: Path, right: Any) -> T
 
 
 def _weights(model: Trained, path: Path) -> tuple[WeightMeasurement, ...]:
-    """A variant that cannot be compared has none, which is inconclusive."""
+    """Return the measurements of the weights.
+
+    A variant that cannot be compared has none, which is inconclusive.
+    """
     try:
         return measure_weights(model.path, path, OnnxRuntime(), model.unseen)
     except MeasurementError:
@@ -155,7 +161,10 @@ def _change(model: onnx.ModelProto, name: str, change: Change) -> bool:
 
 
 def _weight(part: str, change: Change) -> Callable[[onnx.ModelProto], bool]:
-    """Changes a part of the first quantized weight: its levels, its scale or its zero point."""
+    """Return a change of a part of the first quantized weight.
+
+    The part is its levels, its scale or its zero point.
+    """
 
     def inject(model: onnx.ModelProto) -> bool:
         tensors = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -169,7 +178,10 @@ def _weight(part: str, change: Change) -> Callable[[onnx.ModelProto], bool]:
 
 
 def _first_up(array: Any) -> Any:
-    """One channel more by 10 %: that of a scale for each channel, else by levels, along the last axis."""
+    """Increase one channel by 10 %.
+
+    If there is a scale for each channel, its scale changes, else its levels along the last axis.
+    """
     whole = array.astype(np.float64)
     whole[..., 0] *= 1.1
     return np.rint(whole) if array.dtype == np.int8 else whole
@@ -185,7 +197,7 @@ def _channel(model: onnx.ModelProto) -> bool:
 
 
 def _bias(model: onnx.ModelProto) -> bool:
-    """The first bias is zero, be it quantized or left in float."""
+    """Set the first bias to zero, whether it is quantized or left in float."""
     for tensor in sorted(model.graph.initializer, key=lambda t: t.name):
         if "bias" in tensor.name and not tensor.name.endswith(("_scale", "_zero_point")):
             return _change(model, tensor.name, lambda a: a * 0)
@@ -193,7 +205,10 @@ def _bias(model: onnx.ModelProto) -> bool:
 
 
 def _activation(part: int, change: Change) -> Callable[[onnx.ModelProto], bool]:
-    """Changes what DequantizeLinear reads (1 scale, 2 zero point) of an activation; QuantizeLinear keeps its own."""
+    """Return a change of what DequantizeLinear reads of an activation.
+
+    `part` is 1 for the scale and 2 for the zero point. QuantizeLinear keeps its own.
+    """
 
     def inject(model: onnx.ModelProto) -> bool:
         made = {node.output[0] for node in model.graph.node if node.op_type == "QuantizeLinear"}
@@ -211,9 +226,11 @@ def _activation(part: int, change: Change) -> Callable[[onnx.ModelProto], bool]:
 
 
 def _resized(factor: float, *places: int) -> Callable[[onnx.ModelProto], bool]:
-    """Ranges of activations, in order of the graph, for those who write them and those who read them; none for all.
+    """Return a change of ranges of activations, at these places of the graph.
 
-    A range counts by its scale, which what moves values about shares. The input's is the first.
+    It affects both the nodes that write a range and those that read it. Without places, it affects
+    all ranges. A range counts by its scale, which nodes that only move values share. The input's
+    range is the first.
     """
 
     def inject(model: onnx.ModelProto) -> bool:
@@ -232,7 +249,7 @@ def _resized(factor: float, *places: int) -> Callable[[onnx.ModelProto], bool]:
 
 
 def _wide(model: onnx.ModelProto) -> bool:
-    """Every weight in a third of its levels."""
+    """Put every weight into a third of its levels."""
     names = {tensor.name for tensor in model.graph.initializer}
     found = False
     for stem in [
@@ -262,4 +279,4 @@ FAULTS: dict[str, tuple[Callable[[onnx.ModelProto], bool], ...]] = {
     "inner range three times too wide": tuple(_resized(3.0, place) for place in (1, 2, 3)),
     "every range three times too wide": (_resized(3.0),),
 }
-"""By name, at each of its places."""
+"""Faults by name, each at all of its places."""

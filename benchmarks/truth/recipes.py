@@ -1,4 +1,4 @@
-"""Small trained models, and the recipes by which tools make sound int8 variants of them."""
+"""Small trained models, and recipes by which tools make sound int8 variants."""
 
 from __future__ import annotations
 
@@ -34,18 +34,24 @@ from onnx_ops.onnx_graph.rewrites import flatten_biases
 from onnx_ops.ports import ExportRequest
 
 CALIBRATION = 256
-"""Rows that ranges are read off."""
+"""Number of rows from which ranges are calibrated."""
 
 TRAINING, COPIES = 1200, 5
-"""Rows to train on; the rest, that many times with small noise, is scored."""
+"""Rows to train on, and copies of the other rows.
+
+The copies have small noise, and are scored.
+"""
 
 _OPSET = 21
-"""The first at which QuantizeLinear takes 16 bits."""
+"""The first opset in which QuantizeLinear takes 16 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """A float export with rows of its training set, of which the first calibrate, and labelled rows."""
+    """A float export with rows of its training set, and labelled rows.
+
+    The first rows of the training set are used for calibration.
+    """
 
     name: str
     path: Path
@@ -78,7 +84,7 @@ class Residual(nn.Module):
 
 
 class Depthwise(nn.Module):
-    """Depthwise convolutions cut off at 6, as mobile nets have them."""
+    """Depthwise convolutions with activations cut off at 6, as in mobile nets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +115,7 @@ class Recurrent(nn.Module):
 
 
 class Mixer(nn.Module):
-    """Branches of other sizes that meet in one tensor, GELU and a normalization."""
+    """Branches of different sizes that meet in one tensor, GELU and a normalization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +143,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, tuple[int, ...]]]] =
 
 
 def make(name: str, folder: Path, seed: int) -> Trained:
-    """One of `MODELS`, trained on digits."""
+    """Return one of `MODELS`, trained on digits."""
     kind, (feed, shape) = MODELS[name]
     features, labels = load_digits(return_X_y=True)
     draw = np.random.default_rng(seed)
@@ -145,8 +151,8 @@ def make(name: str, folder: Path, seed: int) -> Trained:
     rows, known = (features[order] / 16).astype(np.float32), labels[order]
     if name == "heavy tails":
         rows = (rows * np.exp(0.5 * draw.standard_normal((len(rows), 1)))).astype(np.float32)
-    # Ranges are calibrated on rows like those that are scored: on clean ones, noise would be cut
-    # off.
+    # Ranges are calibrated on rows like those that are scored. The ranges of clean rows would cut
+    # the noise off.
     parts = rows[:TRAINING], np.concatenate([rows[TRAINING:]] * COPIES)
     noisy = [(part + draw.normal(0, 0.05, part.shape)).astype(np.float32) for part in parts]
     rows, held_out = (_shaped(part, shape) for part in noisy)
@@ -166,14 +172,17 @@ def make(name: str, folder: Path, seed: int) -> Trained:
 
 
 def _shaped(rows: Any, shape: tuple[int, ...]) -> Any:
-    """Eight rows of eight pixels as tokens, with empty ones behind; or as an image, or flat."""
+    """Shape rows of pixels as tokens, as an image, or flat.
+
+    Tokens are eight rows of eight pixels, followed by empty ones.
+    """
     if shape[0] == TOKENS:
         return np.pad(rows.reshape(-1, 8, 8), ((0, 0), (0, TOKENS - 8), (0, 0)))
     return rows.reshape(-1, *shape)
 
 
 def variants(model: Trained, folder: Path) -> Iterator[tuple[str, Path]]:
-    """Every recipe that has an effect on the model; a file each."""
+    """Yield a file of every recipe that has an effect on the model."""
     prepared = _prepared(model, folder)
     for name, recipe in RECIPES.items():
         path = folder / f"{model.path.stem}.{name.replace(' ', '-')}.onnx"
@@ -184,7 +193,10 @@ def variants(model: Trained, folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _prepared(model: Trained, folder: Path) -> Path:
-    """With shapes, which the quantizers want, and the weights of the source."""
+    """Write the model with shapes, which the quantizers need.
+
+    The weights are those of the source.
+    """
     source = read_model(model.path)
     del source.graph.value_info[:]
     plain, path = folder / "plain.onnx", folder / f"{model.path.stem}.prepared.onnx"
@@ -220,12 +232,16 @@ def _static(**changes: Any) -> Recipe:
 def _dynamic(model: Trained, prepared: Path, path: Path) -> None:
     quantize_dynamic(
         str(prepared), str(path), per_channel=True, weight_type=QuantType.QInt8,
-        op_types_to_quantize=["MatMul", "Gemm"], extra_options={"MatMulConstBOnly": True, "DefaultTensorType": 1},
+        op_types_to_quantize=["MatMul", "Gemm"],
+        extra_options={"MatMulConstBOnly": True, "DefaultTensorType": 1},
     )  # fmt: skip
 
 
 def _gptq(model: Trained, prepared: Path, path: Path) -> None:
-    """Per channel, then each matrix of a product rounded column by column, later columns making up for former ones."""
+    """Quantize per channel, then round each matrix of a product by columns.
+
+    Later columns compensate for the errors of earlier ones.
+    """
     _static()(model, prepared, path)
     source, derived = read_model(model.path), read_model(path)
     tensors = {tensor.name: tensor for tensor in derived.graph.initializer}
@@ -251,7 +267,10 @@ def _gptq(model: Trained, prepared: Path, path: Path) -> None:
 
 
 def gptq(steps: Any, inputs: Any) -> Any:
-    """Levels (outputs, inputs) of a weight in steps. Frantar et al. 2023, arXiv:2210.17323, algorithm 1."""
+    """Return the levels (outputs, inputs) of a weight that is given in steps.
+
+    Frantar et al. 2023, arXiv:2210.17323, algorithm 1.
+    """
     hessian = inputs.astype(np.float64).T @ inputs
     damped = hessian + np.eye(len(hessian)) * max(0.01 * float(np.diag(hessian).mean()), 1e-9)
     upper = np.linalg.cholesky(np.linalg.inv(damped)).T

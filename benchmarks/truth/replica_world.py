@@ -1,8 +1,9 @@
-"""Replicas in simulated time: real followers, real counts of servers, real reports in a folder, without processes.
+"""Replicas in simulated time, without processes.
 
-A simulated server routes and counts by the functions that a worker calls, and answers its
-follower's admin requests. The provider reads the reports, and the judge's functions follow. Only
-sockets, models and clocks are missing.
+The followers, the counts of servers, and the reports in a folder are real. A simulated server
+routes and counts by the functions that a worker calls, and answers its follower's admin requests.
+The provider reads the reports, and the judge's functions follow. Only sockets, models and clocks
+are missing.
 """
 
 from __future__ import annotations
@@ -67,18 +68,26 @@ from tests.support.endpoints import endpoint_config, fileless_deployment
 EPOCH_S = 60.0
 ENDPOINT, STABLE, CANDIDATE = "digits", "v1", "v2"
 _SECONDS = 0.001
-"""Latency of all requests: none is judged."""
+"""Latency of all requests in seconds; no latency is judged."""
 _SLOW_SHARE, _SLOW_S = 0.02, 15.0
-"""Requests that last long, of either version, and for how long at most: some end in the next epoch.
+"""Share of requests that last long, of either version, and for how long at most.
+
+Some of them end in the next epoch.
 """
 _RENEW_S = 15.0
-"""Time after which a replica reports even if nothing reads it: its lease needs that."""
+"""Time after which a replica reports even if nothing reads the report.
+
+Its lease needs these reports.
+"""
 _DOWN_S = (2.0, 6.0)
 """Time from the end of a replica to its next start."""
 
 
 class SimulatedTime(types.SimpleNamespace):
-    """Stands for the module `time`. What is due is called in the order of time."""
+    """A replacement for the module `time`.
+
+    Calls that are due are made in the order of time.
+    """
 
     CLOCK_BOOTTIME = 7
 
@@ -88,7 +97,7 @@ class SimulatedTime(types.SimpleNamespace):
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._number = itertools.count()
         self.end = now
-        """Until when `run` lets time pass."""
+        """The time until which `run` lets time pass."""
 
     def time(self) -> float:
         return self.now
@@ -105,7 +114,7 @@ class SimulatedTime(types.SimpleNamespace):
         heapq.heappush(self._due, (self.now + seconds, next(self._number), call))
 
     def run(self, seconds: float) -> None:
-        """Let so much time pass."""
+        """Let this many seconds pass."""
         end = self.end = self.now + seconds
         while self._due and self._due[0][0] <= end:
             self.now, _, call = heapq.heappop(self._due)
@@ -114,7 +123,10 @@ class SimulatedTime(types.SimpleNamespace):
 
 
 class TimedObjects(LocalObjects):
-    """Objects whose times are simulated. They may come late, or not at all while the way to them is cut."""
+    """Objects whose times are simulated.
+
+    They can arrive late. They are unavailable while the connection to them is cut.
+    """
 
     def __init__(self, root: Path, clock: SimulatedTime, *, late_s: float = 0.0) -> None:
         super().__init__(root)
@@ -156,7 +168,10 @@ class TimedObjects(LocalObjects):
 
 
 class SimulatedServer(LocalServer):
-    """One start after the other of a server with one worker. `ahead_s` is how far its clock is ahead."""
+    """A server with one worker, which can be started repeatedly.
+
+    `ahead_s` is how far its clock is ahead, in seconds.
+    """
 
     def __init__(self, folder: Path, clock: SimulatedTime, ahead_s: float) -> None:
         super().__init__(folder, sys.executable)
@@ -191,7 +206,7 @@ class SimulatedServer(LocalServer):
         return self._record
 
     def kill(self, port: int | None = None) -> None:
-        """End at once: requests in progress and all counts are lost."""
+        """Kill the server: requests in progress and all counts are lost."""
         self._record = self.table = None
 
     @override
@@ -253,10 +268,13 @@ class SimulatedServer(LocalServer):
             self._clock.call_later(rest_s, turn)
 
     def answer(self, user: bytes | int, fails: Callable[[str], bool], lasts_s: float) -> str:
-        """Route and count one request of a user, or one without a key by its slot; return its version."""
+        """Route and count one request, and return its version.
+
+        A request has the key of a user, or no key and a slot.
+        """
         if self.router.fallback and self._clock.time_ns() >= self._lease_ns:
             self.lapsed += 1
-            return self.router.fallback  # it is no evidence: it is of no draw
+            return self.router.fallback  # no evidence, as it belongs to no draw
         draw, cell = self.router.get_draw(self.shared.header[EPOCH]), KEYLESS_CELL
         if isinstance(user, int):
             name = self.router.slots[user]
@@ -318,7 +336,7 @@ class SimulatedFollower(Follower):
 
 
 class SimulatedReplica:
-    """A replica: its server, and the followers that follow each other."""
+    """A replica: its server, and one follower after another."""
 
     def __init__(
         self, site: SimulatedSite, name: str, *, ahead_s: float = 0.0, late_s: float = 0.0
@@ -334,7 +352,7 @@ class SimulatedReplica:
         self._follower: SimulatedFollower | None = None
         self._reported_at = float("-inf")
         self.ends_at = float("inf")
-        """When it is killed, stopped or cut off."""
+        """The time at which the replica is killed, stopped or cut off."""
 
     @property
     def is_ready(self) -> bool:
@@ -350,12 +368,15 @@ class SimulatedReplica:
         if self._follower is not present:
             return
         for work in (present.poll, present.publish, self._report_if_read):
-            with suppress(OnnxOpsError):  # as the follower does, which tries it again
+            with suppress(OnnxOpsError):  # the real follower tries again too
                 work()
         self._clock.call_later(REPORT_S, lambda: self._report(present))
 
     def _report_if_read(self) -> None:
-        """Report, unless the next report replaces this one before it is read, or before this replica ends."""
+        """Report, unless this report would be replaced before it matters.
+
+        The next report can replace this one before it is read, or before this replica ends.
+        """
         now = self._clock.now
         is_last = any(now <= at <= now + REPORT_S for at in (self._clock.end, self.ends_at))
         if self._follower is not None and (
@@ -365,35 +386,36 @@ class SimulatedReplica:
             self._reported_at = now
 
     def kill(self) -> None:
-        """End follower and server without a report."""
+        """Kill the follower and the server without a report."""
         self._follower = None
         self.server.kill()
 
     def restart(self, down_s: float, *, with_server: bool = True) -> None:
-        """Kill it, or its follower alone, and start it again."""
+        """Kill the replica, or its follower alone, and start it again."""
         self._follower = None
         if with_server:
             self.server.kill()
         self._clock.call_later(down_s, self.start)
 
     def stop(self) -> None:
-        """End it in order, as SIGTERM does."""
+        """Stop the replica in order, as SIGTERM does."""
         if self._follower is not None:
             self._follower.end()
         self._follower = None
 
     def cut(self, *, is_cut: bool) -> None:
-        """Cut it off from the store, or mend that."""
+        """Cut the replica off from the store, or connect it again."""
         for objects in self._stores:
             objects.is_cut = is_cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Requests of a rollout: `requests` an epoch, of users by Zipf's law; without `users`, they have no keys.
+    """The requests of a rollout.
 
-    Each user has its own chance of errors where they are `uneven`; the mean is `errors`, and
-    `worse` times that with the candidate.
+    There are `requests` in an epoch, of users by Zipf's law with the exponent `skew`. Without
+    `users`, they have no keys. Each user has a different chance of errors where they are `uneven`.
+    The mean chance is `errors`, and `worse` times that with the candidate.
     """
 
     users: int = 0
@@ -405,7 +427,7 @@ class Traffic:
 
 
 class SimulatedSite:
-    """A place of replicas with the judge of its rollout, of one seed."""
+    """Replicas of one endpoint with the judge of its rollout, from one seed."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.random = random.Random(seed)  # noqa: S311 (a simulation)
@@ -430,7 +452,7 @@ class SimulatedSite:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Let the product's modules see the simulated time, and the provider its stores."""
+        """Let the product's modules use the simulated time, and the provider its stores."""
         stores = {str(store.root): store for store in (self.control, self.reports)}
         with ExitStack() as stack:
             for module in (replicas, follower, rollout_counts):
@@ -448,7 +470,7 @@ class SimulatedSite:
         return replica
 
     def publish(self, sequence: int, percent: int) -> None:
-        """Publish a table, after that which has its new models loaded."""
+        """Publish a table, after the table that lets replicas load its new models."""
         weights = {STABLE: 100} if not percent else {CANDIDATE: percent, STABLE: 100 - percent}
         split = TrafficSplit(weights=weights, epoch_s=EPOCH_S if percent else 0.0)
         state = EndpointState(deployments=tuple(map(fileless_deployment, weights)), split=split)
@@ -470,7 +492,7 @@ class SimulatedSite:
             self.confirm()
 
     def confirm(self) -> None:
-        """Show the replicas that the rollout is judged."""
+        """Confirm to the replicas that the rollout is judged."""
         self._provider.confirm_rollout(self._config)
 
     def send(self, traffic: Traffic) -> None:
@@ -503,7 +525,10 @@ class SimulatedSite:
         return self.random.uniform(*_DOWN_S)
 
     def judge(self) -> str:
-        """Judge the rollout as a reconciliation does; return why it is rolled back, empty if it is not."""
+        """Judge the rollout as a reconciliation does.
+
+        Return why it is rolled back; the text is empty if it is not.
+        """
         assert self._observations is not None
         reading = self._provider.metrics().read(self._config, {CANDIDATE: None, STABLE: None})
         reading = self._observations.select_new(reading)
@@ -514,7 +539,10 @@ class SimulatedSite:
         return judge(self._observations, CANARY).abort_reason
 
     def count_units(self) -> tuple[int, int, int]:
-        """Return the epochs that were counted, and the units of the candidate and of the stable version in them."""
+        """Return the number of counted epochs, and the units in them.
+
+        The units are those of the candidate, then those of the stable version.
+        """
         assert self._observations is not None
         (split,) = self._observations.drawn
         errors = split.units.get("errors")

@@ -1,4 +1,7 @@
-"""Runs many rollouts of a world and holds their ends against a promise. Every run of the program draws new seeds."""
+"""Many rollouts of a world, whose ends are compared with a promise.
+
+Every run of the program draws new seeds.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,17 @@ from benchmarks.truth.claims import Claim
 from benchmarks.truth.rollout_world import Result, Rollouts, World
 
 _AT_ONCE = 2_000_000
-"""Users that are held in memory, of all rollouts together."""
+"""Number of users that are held in memory, of all rollouts together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trials:
-    """How many rollouts each promise is held against.
+    """The rollouts with which each promise is compared.
 
     Args:
-        count: rollouts of each kind.
-        seeds: for each part of a run, a new one.
-        quick: fewer kinds and looks.
+        count: number of rollouts of each kind.
+        seeds: a new seed for each part of a run.
+        quick: whether there are fewer kinds and looks.
     """
 
     count: int
@@ -29,7 +32,7 @@ class Trials:
 
     @property
     def looks(self) -> int:
-        """Looks at a canary that never advances."""
+        """Return the number of looks at a canary that never advances."""
         return 40 if self.quick else 100
 
     def with_trials(self, count: int) -> Trials:
@@ -53,9 +56,15 @@ class Trials:
     def at_most(
         self, gate: str, what: str, result: Result, end: str | tuple[str, ...], bound: float
     ) -> Claim:
-        """Promise that at most this share of rollouts ends so; missed where the interval lies above."""
+        """Promise that at most this share of rollouts ends so.
+
+        The promise is missed where the confidence interval lies above.
+        """
         return claims.at_most(gate, what, result.count(end), len(result.ends), bound)
 
     def at_least(self, gate: str, what: str, result: Result, end: str, bound: float) -> Claim:
-        """Promise that at least this share of rollouts ends so; missed where the interval lies below."""
+        """Promise that at least this share of rollouts ends so.
+
+        The promise is missed where the confidence interval lies below.
+        """
         return claims.at_least(gate, what, result.count(end), len(result.ends), bound)

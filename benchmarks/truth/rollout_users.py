@@ -1,5 +1,8 @@
-"""Traffic of users: who sends more than others, fails more often or sends larger inputs, and retries. Both versions are
-alike unless a world says otherwise."""
+"""Traffic of users who differ from each other.
+
+Some send more than others, fail more often, send larger inputs, or retry. Both versions are alike
+unless a world specifies a difference.
+"""
 
 from __future__ import annotations
 
@@ -17,46 +20,48 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 SLACK = 2 ** (2 / 16)
-"""How much higher the candidate's thresholds lie: 10 %, at the nearest bound of the server's
-histogram.
+"""Factor by which the candidate's thresholds are higher.
+
+It is 10 %, at the nearest bound of the server's histogram.
 """
 SPREAD = 0.5
 """Standard deviation of log latency."""
 _BEFORE = 4000
-"""Requests before the rollout that the thresholds are read off."""
+"""Number of requests before the rollout from which thresholds are computed."""
 _COLD = 3.0
-"""How many times longer the first requests to a cold candidate take."""
+"""Factor by which the first requests to a cold candidate take longer."""
 _DAY = 24
-"""Looks from one night to the next."""
+"""Number of looks from one night to the next."""
 _FAULT_AT = 15
 """Epoch in which clients begin to fail by their own fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Users:
-    """Who sends the requests of a world.
+    """The users who send the requests of a world.
 
     Args:
-        count: of users; 0 for requests without a key, of which each is assigned on its own, retries
-            too.
-        skew: exponent of Zipf's law of who sends how much.
-        errors: chance of one, of either version.
-        worse: how many times more likely it is on the candidate.
-        failing: share of users that make all errors; 0: everybody does.
+        count: number of users; 0 for requests without a key, each of which is assigned separately,
+            retries included.
+        skew: exponent of Zipf's law, by which users send requests.
+        errors: chance of an error, of either version.
+        worse: factor by which an error is more likely on the candidate.
+        failing: share of users that make all errors; 0: all users do.
         spread: standard deviation of log latency between users, by what they send.
-        times: how many times longer the candidate takes.
+        times: factor by which the candidate takes longer.
         retried: chance that a failed request is sent once more by its user, and fails once more.
-        bunch: errors that come together, of one user.
-        tails: degrees of freedom of Student's t that log latency is drawn from; 0: normal.
+        bunch: number of errors that come together, of one user.
+        tails: degrees of freedom of Student's t from which log latency is drawn; 0: normal.
         correlated: correlation of log latency from one request to the next, whichever version
             answers.
         daily: whether errors and latency rise and fall together by day and night.
-        between: how many times longer the candidate takes for what lies between the 80th and the
+        between: factor by which the candidate takes longer for requests between the 80th and the
             90th percentile.
-        cold: first requests to the candidate that take three times as long.
-        beta: of which the users' own success rates are drawn, in an A/B test.
+        cold: number of first requests to the candidate that take three times as long.
+        beta: parameters of the distribution from which the users' success rates are drawn, in an
+            A/B test.
         success: the candidate's success rate as a multiple of the stable version's.
-        heavy: share of all requests that one more user sends.
+        heavy: share of all requests that one additional user sends.
         faulty: share of users whose requests begin to fail, whichever version answers.
         outages: share of looks in which `outage` of all requests fail, instead of `errors`.
     """
@@ -86,8 +91,8 @@ class Users:
 class UserTraffic:
     """Requests of `trials` rollouts in one world, by unit and by block of users.
 
-    Latency is held against thresholds at these `quantiles`, those of the guardrails. Users are
-    assigned anew at each look, which is an epoch, unless they are `sticky`.
+    Latency is compared with thresholds at these `quantiles`, which are those of the guardrails.
+    Users are assigned anew at each look, unless they are `sticky`. A look is an epoch.
     """
 
     def __init__(
@@ -109,7 +114,7 @@ class UserTraffic:
         self._shares = np.cumsum(weights)
         self._shares[-1] = 1.0
         self._places = random.random((trials, many))
-        """Of each user on the line that the split cuts."""
+        """Place of each user on the line that the split cuts."""
         self._shift = users.spread * random.standard_normal((trials, many))
         self._fails = random.random((trials, many)) < (users.failing or 1.0)
         self._faulty = random.random((trials, many)) < users.faulty
@@ -117,16 +122,18 @@ class UserTraffic:
         self._success = random.beta(good, bad, (trials, many))
         self._state = random.standard_normal((trials, 1))
         self._answered = np.zeros(trials, dtype=np.int64)
-        """Requests, by the candidate."""
+        """Number of requests that the candidate has answered."""
         events = 2 + len(quantiles)
         self.units = np.zeros((events, trials, 2, len(BADNESS_EDGES)))
-        """By event (errors, successes, over each threshold): units of the last look, of either
-        version.
+        """Units of the last look, of either version, by event.
+
+        The events are errors, successes, and latencies over each threshold.
         """
         self._block = random.integers(0, USER_BLOCKS, (trials, many))
         self.blocks = np.zeros((events, 2, trials, 2, USER_BLOCKS + 1))
-        """By event: requests and events of candidate and stable version, by block of users; only if
-        they stick.
+        """Requests and events of both versions, by event and by block of users.
+
+        Users are counted only if they are sticky.
         """
         user = np.searchsorted(self._shares, random.random((trials, _BEFORE)))
         before = self._latency(np.arange(trials), user)
@@ -134,8 +141,11 @@ class UserTraffic:
         self._between = np.quantile(before, (0.8, 0.9), axis=1)
 
     def draw(self, active: Ints, shares: Floats, look: int) -> Ints:
-        """Counts between two looks: (events, active, 4 counts), each the candidate's events and requests, the stable
-        version's events and requests."""
+        """Draw the counts between two looks: (events, active, 4 counts).
+
+        The counts are the candidate's events and requests, and the stable version's events and
+        requests.
+        """
         users, random = self._users, self._random
         shape = (len(active), self._requests)
         user = np.searchsorted(self._shares, random.random(shape))
@@ -160,8 +170,8 @@ class UserTraffic:
         self._answered[active] = number[:, -1]
         log += np.where(mine & (number <= users.cold), np.log(_COLD), 0.0)
         warm = number > WARM_UP_REQUESTS
-        # In an epoch with warm-up requests, the server compares no latency by unit: the other
-        # version has none.
+        # In an epoch with warm-up requests, the server compares no latency by unit, since the
+        # other version has no warm-up requests.
         timed = compared & (
             (warm | ~mine) if self._sticky else (warm | ~mine).all(axis=1, keepdims=True)
         )
@@ -173,7 +183,7 @@ class UserTraffic:
         requests = [many, many, *[many * timed] * len(slow)]
         if users.count:
             self._add(active, user, mine, requests, [many * flag for flag in flags])
-        # Each request without a key is assigned on its own, retries too.
+        # Each request without a key is assigned separately, retries included.
         part = (
             many * mine if users.count else random.binomial(many, np.where(many > 1, share, mine))
         )
@@ -189,7 +199,10 @@ class UserTraffic:
     def _failures(
         self, active: Ints, user: Ints, mine: npt.NDArray[np.bool_], busy: float, look: int
     ) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """How many requests each one is, with its retries or its bunch, and whether they fail."""
+        """Return how many requests each draw stands for, and whether they fail.
+
+        A failed request counts with its retries or its bunch.
+        """
         users, random = self._users, self._random
         together = users.bunch / (1 - users.retried)
         chance = np.where(mine, users.errors * users.worse, users.errors) * busy / together

@@ -1,7 +1,8 @@
-"""Many rollouts at once: traffic that is drawn, counted, judged by the product's functions and moved by its machine.
+"""Many rollouts that are simulated together.
 
+Their traffic is drawn, counted, judged by the product's functions and moved by its state machine.
 The evidence of all rollouts is computed together, by the functions that `statistics.rollout.judge`
-calls for one; `choose_next_action` is asked what follows from it, for each rollout at each look. A
+calls for one. `choose_next_action` returns what follows from it, for each rollout at each look. A
 look is an epoch.
 """
 
@@ -41,16 +42,19 @@ Rates = Callable[[int], tuple[tuple[float, ...], tuple[float, ...]]]
 
 LOOK_S = 60.0
 _SUCCESSES = 1
-"""Number of the event; errors are 0, and slow requests come behind."""
+"""Index of the event; errors are 0, and slow requests follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What one scenario is like. `requests` come between two looks; `routed` is the candidate's true share of them
-    as a multiple of its weight; `successes` are the two success rates of an A/B test, one outcome a
-    request. `users` say how often what happens instead of these. They are assigned anew at each
-    look, except in an A/B test, and for
-    `blind` sources, which count neither units nor users."""
+    """One scenario of rollouts.
+
+    `requests` come between two looks. `routed` is the candidate's true share of them as a multiple
+    of its weight. `successes` are the two success rates of an A/B test, with one outcome for each
+    request. If there are `users`, they determine the events instead of `rates` and `successes`.
+    They are assigned anew at each look, except in an A/B test, and for `blind` sources, which count
+    neither units nor users.
+    """
 
     policy: RolloutPolicy
     rates: Rates = lambda _: ((), ())
@@ -64,7 +68,11 @@ class World:
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """By rollout: how it ended, how many requests the candidate had got by then, and after how many looks."""
+    """The results of all rollouts.
+
+    They are how each ended, how many requests the candidate had got by then, and after how many
+    looks.
+    """
 
     ends: list[str] = field(default_factory=list)
     exposed: list[int] = field(default_factory=list)
@@ -75,7 +83,7 @@ class Result:
         return sum(how in ends for how in self.ends)
 
     def quantile(self, share: float) -> str:
-        """Number of looks after which this share of all rollouts had ended, however they did."""
+        """Return the looks after which this share of all rollouts had ended in any way."""
         found = sorted(
             n if how in ("rolled back", "finished") else 10**9
             for n, how in zip(self.looks, self.ends, strict=True)
@@ -121,16 +129,16 @@ class Rollouts:
         self._is_drawn = not world.blind and world.policy.ab_test is None
         self._sums = np.zeros((trials, len(self._places), 25))
         self._wealth: dict[int, npt.NDArray[np.float64]] = {}
-        """Log wealth of gamblers after the steps before the present one."""
+        """Log wealth of gamblers after the steps before the present one, by column."""
         self._above = np.zeros((trials, 25))
         self._below = np.zeros((trials, 24))
         self._step = np.zeros((trials, 4), dtype=np.int64)
-        """Of the present step: the candidate's errors and requests, the stable version's."""
+        """Errors and requests in the present step: the candidate's, the stable version's."""
         self._units = np.zeros((trials, 1 + len(self._places), 2, len(BADNESS_EDGES)))
-        """Of the present step: units by errors, and by the events of each place."""
+        """Units of the present step, by errors and by the events of each place."""
         self._step_from = np.zeros(trials, dtype=np.int64)
         self._rows: list[Ints] = []
-        """At each look: (trials, events, 4)."""
+        """Counts at each look: (trials, events, 4)."""
         self._users = None
         if world.users is not None:
             quantiles = [{**LATENCY_QUANTILES, **LATENCY_PLACES}[place] for place in timed]
@@ -196,7 +204,10 @@ class Rollouts:
             )
 
     def _sum_wealth(self, active: Ints, column: int) -> npt.NDArray[np.float64]:
-        """Return the log wealth of a place's gamblers, (active, gamblers). Column 0 is the breaker's."""
+        """Return the log wealth of a place's gamblers, (active, gamblers).
+
+        Column 0 belongs to the breaker.
+        """
         rail, place = (None, "errors") if column == 0 else self._places[column - 1]
         tolerated = 1.0 if rail is None else rail.tolerated(place)
         planned = self._world.policy.planned()
@@ -212,7 +223,10 @@ class Rollouts:
             self._units[index] = 0
 
     def _find_units(self, event: int, active: Ints, table: Ints) -> npt.NDArray[np.float64]:
-        """Return units by badness, (active, 2, bins). Without users, each request of the table is one."""
+        """Return units by badness, (active, 2, bins).
+
+        Without users, each request of the table is one unit.
+        """
         if self._users is not None:
             return np.asarray(self._users.units[event, active])
         counts = np.zeros((len(active), 2, len(BADNESS_EDGES)))
@@ -220,7 +234,10 @@ class Rollouts:
         return counts
 
     def _drawn(self, look: int, active: Ints, percent: Ints) -> tuple[Ints, Ints, Ints]:
-        """Counts since the last look: errors, each place's events as (active, places, 4), and outcomes."""
+        """Return the counts since the last look: errors, events and outcomes.
+
+        The events of each place have the shape (active, places, 4).
+        """
         world, rails = self._world, self._world.policy.guardrails
         shares = np.minimum(percent / 100 * world.routed, 1)
         if self._users is not None:
@@ -260,7 +277,10 @@ class Rollouts:
         )
 
     def _blocks(self, event: int, index: int) -> list[UserBlocks]:
-        """Return the counts by block of users of both versions. Without users, all are in the last one."""
+        """Return the counts by block of users of both versions.
+
+        Without users, all requests are in the last block.
+        """
         if self._users is not None:
             n, e = self._users.blocks[event, :, index]
         else:
@@ -270,7 +290,10 @@ class Rollouts:
         return [UserBlocks(requests=tuple(n[side]), events=tuple(e[side])) for side in (0, 1)]
 
     def _timed(self, canary: Ints, stable: Ints, percent: Ints) -> tuple[Ints, Ints]:
-        """Return the compared requests: of the version with more traffic those of its control replica."""
+        """Return the compared requests of the candidate and of the stable version.
+
+        For the version with more traffic, these are the requests of its control replica.
+        """
         replica = np.minimum(percent, 100 - percent) / np.maximum(percent, 100 - percent)
         found = self._random.binomial(np.where(percent < 50, stable, canary), replica)
         return np.where(percent < 50, canary, found), np.where(percent < 50, found, stable)

@@ -1,4 +1,7 @@
-"""What rollouts promise where requests are not independent: few clients, users who retry or fail, slow hours."""
+"""What rollouts promise where requests are not independent.
+
+There are few clients, users who retry or fail, and slow hours.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,9 @@ HEAD = ("rolled back", "canary requests")
 _SOME = Users(count=2000, skew=0.8)
 _COUNTS = (1, 2, 3, 5, 10, 20, 50)
 _EPOCHS = 500
-"""Epochs after which one client, of which a tenth is the candidate's, has shown a failure by all
-chance.
+"""Number of epochs in which one client is very likely to show a failure.
+
+A tenth of these epochs is the candidate's.
 """
 _KINDS: Mapping[str, Users] = {
     "all errors by 2 % of users": Users(failing=0.02),
@@ -59,7 +63,7 @@ _NULLS: Mapping[str, Users] = {
 
 
 def prove(trials: Trials) -> list[Claim]:
-    """Return every promise; prints a table for each kind."""
+    """Return every promise, and print a table for each kind."""
     return [
         *_clients(trials),
         *_alike(_sticky(trials), "users", trials),
@@ -88,7 +92,10 @@ def _tell(name: str, result: Result, end: str = "rolled back") -> tuple[str, str
 
 
 def _clients(trials: Trials) -> Iterable[Claim]:
-    """Few clients with keys, 10/50/100 % by at least 300/1,000 requests, guardrail errors."""
+    """Try few clients with keys, with 10/50/100 % of the traffic.
+
+    The steps need at least 300 and 1,000 requests. The guardrail is that of errors.
+    """
     rows = []
     for count in _COUNTS[:: 2 if trials.quick else 1]:
         name = f"{count} client{'s' * (count > 1)}"
@@ -128,7 +135,10 @@ def _alike(worlds: Mapping[str, Users], kind: str, trials: Trials) -> Iterable[C
 
 
 def _crowded_cells(trials: Trials) -> Iterable[Claim]:
-    """Millions of users share 16,000 cells, each of which is one unit; and rates that are hardly seen."""
+    """Try crowded cells, and rates that are hardly seen.
+
+    Millions of users share 16,000 cells, each of which is one unit.
+    """
     rows = []
     few = trials.with_trials(10 if trials.quick else 60)
     looks = 10 if trials.quick else 40
@@ -208,7 +218,7 @@ def _power(trials: Trials) -> Iterable[Claim]:
 
 
 def _distribution(trials: Trials) -> Iterable[Claim]:
-    """Guardrail `latency`, which looks at the whole distribution."""
+    """Try the guardrail `latency`, which compares the whole distribution."""
     rows = []
     for name, users in {**_sticky(trials), **_NULLS}.items():
         policy = replace(CANARY, guardrails=ANYWHERE)
@@ -310,7 +320,10 @@ def _split_tests(trials: Trials) -> Iterable[Claim]:
 
 
 def _levels(trials: Trials) -> Iterable[Claim]:
-    """How often a service level of 2 % is shown within 150 epochs, with 20 requests to the candidate in each."""
+    """Try how often a service level of 2 % is shown within 150 epochs.
+
+    The candidate gets 20 requests in each epoch.
+    """
     rows = []
     for name, users in (
         ("no keys", Users()),
@@ -354,7 +367,10 @@ def _level() -> RolloutPolicy:
 
 
 def _blind(trials: Trials) -> Iterable[Claim]:
-    """A source that counts neither units nor users, judged by the variation between intervals."""
+    """Try a source that counts neither units nor users.
+
+    It is judged by the variation between intervals.
+    """
     rows = []
     worlds = {
         "independent": Users(),

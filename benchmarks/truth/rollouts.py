@@ -1,4 +1,4 @@
-"""What rollouts promise, held against traffic whose truth is known."""
+"""What rollouts promise, compared with traffic whose truth is known."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ TWO_STEPS = RolloutPolicy(
 
 
 def slow(times: float) -> tuple[float, float]:
-    """Chances that a request exceeds a median and a 99th percentile, of latencies that are so many times as long."""
+    """Return the chances that a request exceeds a median and a 99th percentile.
+
+    The latencies are longer than usual by the factor `times`.
+    """
     shift = np.log(times) / SPREAD
     return float(1 - ndtr(-shift)), float(1 - ndtr(ndtri(0.99) - shift))
 
@@ -42,7 +45,7 @@ def steady(mine: float, theirs: float, times: float = 1.0) -> Rates:
 
 
 def drifting(low: float, high: float, looks: int) -> Rates:
-    """Errors of both versions rise together, and so do their latencies."""
+    """Return rates with which errors and latencies of both versions rise together."""
 
     def rates(look: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         part = min(1.0, look / looks)
@@ -53,7 +56,7 @@ def drifting(low: float, high: float, looks: int) -> Rates:
 
 
 def prove(*, quick: bool, seed: int, trials: int | None = None) -> list[Claim]:
-    """Return every promise; prints a table for each kind."""
+    """Return every promise, and print a table for each kind."""
     seeds = itertools.count(seed)
     many = Trials(count=trials or (100 if quick else 1000), seeds=seeds, quick=quick)
     return [
@@ -180,7 +183,7 @@ def _routing(trials: Trials) -> list[Claim]:
         )
         what = f"10 % asked, {name} sent: paused"
         if routed <= 1.05 and routed >= 1:
-            # 0.1 % promised: fewer than a thousand trials cannot show it.
+            # The promise is 0.1 %, which fewer than a thousand trials cannot show.
             claims.append(trials.at_most("split", what, result, "paused", 0.001))
         else:
             claims.append(trials.at_least("split", what, result, "paused", 0.99))
@@ -221,7 +224,10 @@ def _split_tests(trials: Trials) -> list[Claim]:
 
 
 def _percentiles(trials: Trials) -> list[Claim]:
-    """The weaker rule, on percentiles of 40 intervals with 100 requests to the candidate and 900 to the other."""
+    """Try the weaker rule, which compares percentiles.
+
+    There are 40 intervals with 100 requests to the candidate and 900 to the stable version.
+    """
     claims, rows = [], []
     random = np.random.default_rng(next(trials.seeds))
     few = min(trials.count, 500)
@@ -249,7 +255,10 @@ def _percentiles(trials: Trials) -> list[Claim]:
 
 
 def _levels(trials: Trials) -> list[Claim]:
-    """A candidate that is exactly as bad as the service level, looked at after every request."""
+    """Try a candidate that is exactly as bad as the service level.
+
+    There is a look after every request.
+    """
     claims, rows = [], []
     random = np.random.default_rng(next(trials.seeds))
     many = trials.count if trials.quick else 4 * trials.count

@@ -1,4 +1,7 @@
-"""Estimators of scikit-learn, XGBoost and LightGBM and pipelines of them, fitted on scikit-learn's own data sets."""
+"""Models of scikit-learn, XGBoost and LightGBM, and pipelines of them.
+
+They are fitted on scikit-learn's own data sets.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,10 @@ ROWS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """`rows` are float32; `framework` names the exporter."""
+    """A fitted model with its rows.
+
+    `rows` are float32; `framework` names the exporter.
+    """
 
     name: str
     framework: str
@@ -51,8 +57,11 @@ class Fitted:
 
 
 def fitted_models(step: int = 1) -> Iterator[Fitted]:
-    """Every `step`-th of: each estimator that can be fitted, pipelines, boosted trees with missing values and
-    categories."""
+    """Yield every `step`-th model.
+
+    The models are each estimator that can be fitted, pipelines, and boosted trees with missing
+    values and categories.
+    """
     makers: list[Callable[[], Fitted | None]] = []
     for kind, load in (("classifier", datasets.load_iris), ("regressor", datasets.load_diabetes)):
         makers += [
@@ -72,7 +81,7 @@ def fitted_models(step: int = 1) -> Iterator[Fitted]:
 
 def _estimator(kind: str, name: str, make: Any, load: Callable[[], Any]) -> Fitted | None:
     data = load()
-    with contextlib.suppress(Exception):  # an estimator for other data raises whatever it meets
+    with contextlib.suppress(Exception):  # an estimator for other data raises any error
         model, rows = fitted(make, kind, data.data.astype(np.float32), data.target)
         return Fitted(name=name, framework="sklearn", model=model, rows=_shuffled(rows))
     return None
@@ -108,7 +117,7 @@ CANCER, DIGITS, DIABETES = (
 
 
 def _holed(load: Callable[[], tuple[Rows, Rows]]) -> Callable[[], tuple[Rows, Rows]]:
-    """With a tenth of the values missing."""
+    """Return a loader with a tenth of the values missing."""
 
     def read() -> tuple[Rows, Rows]:
         rows, labels = load()
@@ -119,7 +128,10 @@ def _holed(load: Callable[[], tuple[Rows, Rows]]) -> Callable[[], tuple[Rows, Ro
 
 
 def _with_categories(load: Callable[[], tuple[Rows, Rows]]) -> Callable[[], tuple[Rows, Rows]]:
-    """The first two columns become whole numbers from 0 to 7, by their rank."""
+    """Return a loader whose first two columns are whole numbers from 0 to 7.
+
+    The numbers follow from the rank of the values.
+    """
 
     def read() -> tuple[Rows, Rows]:
         rows, labels = load()

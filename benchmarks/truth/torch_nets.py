@@ -1,7 +1,7 @@
-"""Small networks of the kinds that people export, with rows for each: what a correct export of them must pass.
+"""Small networks of the kinds that people export, with rows for each.
 
-They are neither trained nor chosen by how they export; every layer family of PyTorch that keeps to
-tensors is there.
+A correct export of them must pass. They are neither trained nor chosen by how they export. Every
+layer family of PyTorch that uses only tensors is there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROWS, WORDS, LENGTH, WIDTH = 192, 50, 10, 16
 
 
 class Net(nn.Module):
-    """Parts by name, and a function of the parts and the inputs."""
+    """A module of named parts, and a function of the parts and the inputs."""
 
     def __init__(self, parts: Mapping[str, nn.Module], run: Callable[..., Any]) -> None:
         super().__init__()
@@ -38,7 +38,10 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """`dynamic` are free axes beside the batch, by input."""
+    """One network with its rows.
+
+    `dynamic` holds the free axes other than the batch, by input.
+    """
 
     name: str
     module: nn.Module
@@ -51,7 +54,7 @@ _CASES: dict[str, tuple[Make, tuple[str, ...]]] = {}
 
 
 def cases(step: int = 1) -> Iterator[Case]:
-    """Every `step`-th of them."""
+    """Yield every `step`-th case."""
     for number, (name, (make, kinds)) in list(enumerate(_CASES.items()))[::step]:
         torch.manual_seed(derive_seed(number))
         draw = make_generator(number)
@@ -236,12 +239,15 @@ function(
 
 
 def _by_cell(x: T, parts: int) -> T:
-    """(rows, cells x anchors, parts) of (rows, anchors x parts, height, width)."""
+    """Return the values of a grid as (rows, cells x anchors, parts).
+
+    The grid has the shape (rows, anchors x parts, height, width).
+    """
     return x.reshape(len(x), 2, parts, -1).permute(0, 1, 3, 2).flatten(1, 2)
 
 
 def _detect(p: Any, x: T) -> Any:
-    """Boxes by cell and anchor, decoded, and the best of them."""
+    """Decode boxes by cell and anchor, and return the best of them with their scores."""
     y = functional.relu(p["a"](x))
     boxes = _by_cell(p["box"](y), 4)
     scores = torch.sigmoid(_by_cell(p["score"](y), 3))

@@ -18,7 +18,7 @@ HEAD = """# Commands
 
 All commands and their options. This page is generated from the program. [Exit codes and errors](../exit-codes.md) lists
 the exit codes.
-"""
+"""  # noqa: E501
 _WORDS: dict[type, str] = {
     bool: "",
     int: "whole number",
@@ -29,7 +29,10 @@ _WORDS: dict[type, str] = {
 
 
 def commands() -> Iterator[tuple[str, Any]]:
-    """Yield every executable command with its full name (`keys new`), in the order of the help."""
+    """Yield every executable command with its full name, such as `keys new`.
+
+    The order is that of the help.
+    """
     root: Any = typer.main.get_command(app)
     for name, command in root.commands.items():
         if hasattr(command, "commands"):
@@ -74,7 +77,10 @@ def _command(name: str, command: Any) -> str:
 
 
 def _split(text: str) -> tuple[str, list[str]]:
-    """Split a command's help into description and examples. A wrapped example ends at an empty line."""
+    """Split a command's help into description and examples.
+
+    A wrapped example ends at an empty line.
+    """
     examples = [
         " ".join(example.split())
         for example in re.findall(r"Examples?: (.+?)(?:\n\n|\Z)", text, re.S)

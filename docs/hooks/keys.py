@@ -33,7 +33,10 @@ def choices_of(schema: Json) -> list[Json]:
 
 
 def entries_of(schema: Json) -> Json:
-    """Return the schema of the values of a mapping with free names; empty if it has none, or accepts anything."""
+    """Return the schema of the values of a mapping with free names.
+
+    It is empty if the mapping has none, or accepts anything.
+    """
     entries = schema.get("additionalProperties")
     return entries if isinstance(entries, dict) else {}
 

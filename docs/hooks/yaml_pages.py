@@ -1,4 +1,7 @@
-"""Reference pages of the YAML files, generated from their JSON Schemas and the tested example files."""
+"""Reference pages of the YAML files.
+
+They are generated from the JSON Schemas and the tested example files.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,12 @@ Every key of `configs/pipelines/*.yaml`. This page is generated from the schema 
 
 Percentages, times and sizes have units: `5%`, `5 ms`, `24h`, `2 MB`. Paths and names may contain `${env:NAME}`, which
 is replaced by the environment variable, if the [settings](../settings.md#what-a-pipeline-file-may-reach) allow it.
-"""
+"""  # noqa: E501
 TARGET_HEAD = """# The target file
 
 Every key of `configs/targets/*.yaml` and of the [shipped profiles](../target-profiles.md). This page is generated from
 the schema.
-"""
+"""  # noqa: E501
 TITLES = {
     "": "Top level",
     "PluginData": "Data of a plugin",
@@ -107,7 +110,10 @@ def _files(folder: str) -> list[Any]:
 
 
 def _shown(schema: Json) -> list[Any]:
-    """Return the YAML blocks of other pages that belong to such a file; tests load them with the program."""
+    """Return the YAML blocks of other pages that belong to this kind of file.
+
+    Tests load these blocks with the program.
+    """
     texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))]
     parts = [
         yaml.safe_load(part)
@@ -184,7 +190,10 @@ def _default(value: Json) -> str:
 
 
 def _example(key: str, value: Json, schema: Json) -> str:
-    """Return an example of a key that occurs in no file: from `EXAMPLES`, else from the schema."""
+    """Return an example of a key that occurs in no file.
+
+    It comes from `EXAMPLES`, else from the schema.
+    """
     found = [EXAMPLES[key]] if key in EXAMPLES else []
     choices = _choices(value, schema)
     found += [example for one in choices for example in one.get("examples", ())]

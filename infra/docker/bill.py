@@ -1,11 +1,16 @@
-"""Complete a bill of materials in CycloneDX's format: hashes of the Python packages, and the packages of the system.
+"""Complete a bill of materials in CycloneDX's format.
 
 Usage: bill.py BILL STATUS BASE REPORT... > COMPLETE
 
-BILL is what `cyclonedx-py environment` wrote, REPORT what `pip install --report` did, STATUS
-Debian's list of installed packages (/var/lib/dpkg/status), BASE the image that all stands on. A
-package whose hash is not known ends this with an error. Debian keeps no hash of a package that is
-installed: such a component is known by name, version and architecture.
+Hashes of the Python packages and the packages of the system are added.
+
+- BILL: the output of `cyclonedx-py environment`.
+- STATUS: Debian's list of installed packages (/var/lib/dpkg/status).
+- BASE: the base image.
+- REPORT: the output of `pip install --report`.
+
+A package whose hash is not known ends this with an error. Debian keeps no hash of an installed
+package: such a component is known by name, version and architecture.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from urllib.parse import quote
 
 
 def main(bill: str, status: str, base: str, *reports: str) -> None:
-    """Add hashes, the packages of the system and the base image to a bill of materials, and print it."""
+    """Print the bill of materials with hashes, system packages and base image."""
     document = json.loads(Path(bill).read_text(encoding="utf-8"))
     hashes = {name: digest for report in reports for name, digest in installed(Path(report))}
     for component in document["components"]:
@@ -35,7 +40,7 @@ def main(bill: str, status: str, base: str, *reports: str) -> None:
 
 
 def installed(report: Path) -> Iterator[tuple[str, str]]:
-    """Name and SHA-256 of every archive that pip installed."""
+    """Yield name and SHA-256 of every archive that pip installed."""
     for one in json.loads(report.read_text(encoding="utf-8"))["install"]:
         yield (
             normalized(one["metadata"]["name"]),

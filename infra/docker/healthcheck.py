@@ -1,4 +1,4 @@
-"""Ends with 0 if the container's server answers its ping within two seconds."""
+"""Exit with 0 if the container's server answers its ping within two seconds."""
 
 import os
 import urllib.request

@@ -1,4 +1,4 @@
-"""CPU time of `session.run` alone: prints microseconds a run.
+"""Print the CPU time of `session.run` alone, in microseconds for each run.
 
 python bare_run.py MODEL.onnx SHAPE RUNS
 """

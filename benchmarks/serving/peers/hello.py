@@ -1,4 +1,7 @@
-"""The least that a Python ASGI framework does: reads the body, answers a constant. No model."""
+"""An ASGI application that does the least possible, and runs no model.
+
+It reads the body and answers a constant.
+"""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""An ONNX Runtime model for MLServer, as its page on custom runtimes shows one."""
+"""An ONNX Runtime model for MLServer, as its page on custom runtimes shows it."""
 
 import onnxruntime as ort
 from mlserver import MLModel

@@ -1,4 +1,7 @@
-"""A parser loop without split, metrics, limits or checks: what Python takes for a request at the least."""
+"""A parser loop without split, metrics, limits or checks.
+
+It shows the least time that Python takes for a request.
+"""
 
 import asyncio
 import os

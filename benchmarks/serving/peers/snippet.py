@@ -1,7 +1,7 @@
-"""The FastAPI server that tutorials show: one pydantic model, one session, one route. See docs/from-fastapi.md.
+"""The FastAPI server that tutorials show, with one model, session and route.
 
-`/predict` is the route as tutorials write it, and `/tuned` the same route declared `async`, which
-spares it the way through a pool of threads, and keeps every other request waiting while the model
+See docs/from-fastapi.md. `/predict` is the route as tutorials write it. `/tuned` is the same route
+declared `async`, which avoids the thread pool and keeps every other request waiting while the model
 runs.
 """
 
