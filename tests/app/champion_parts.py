@@ -1,4 +1,7 @@
-"""A champion over fakes, with all that it was decided upon: what tests of the watch over champions are written in."""
+"""A champion over fakes, with everything that its decision is based on.
+
+Tests of the watch over champions use it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,11 @@ _COUNT = itertools.count()
 
 @dataclass
 class ChampionScene:
-    """Version 1 is champion. `now` is what the measurements find, one after the other, the last one for ever."""
+    """A scene in which version 1 is champion.
+
+    `now` are the results of the measurements, one after the other. The last one is repeated
+    forever.
+    """
 
     root: Path
     now: Sequence[Evidence] = (AS_IT_WAS,)
@@ -52,7 +59,7 @@ class ChampionScene:
         )
         self.inputs = {"export": Manifest(files={"model.onnx": store.put_bytes(b"export")})}
         self.key = digest_bytes(b"key")
-        # Stores of worlds that are gone may share their memory with this one's; what they hold has
+        # Stores of earlier worlds may share their memory with this one; their contents must have
         # other digests.
         self.evidence = store.put_bytes(
             codec.dumps(replace(INT8, conditions={"scene": str(next(_COUNT))}))

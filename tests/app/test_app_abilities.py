@@ -1,4 +1,7 @@
-"""What can be done for an endpoint follows from its provider and from what counts its requests."""
+"""Operations that are possible for an endpoint.
+
+They follow from its provider and its source of request counts.
+"""
 
 from __future__ import annotations
 

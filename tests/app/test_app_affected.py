@@ -1,4 +1,7 @@
-"""Which paths have changed, and which of them a pipeline rests on; whose definition of a shared target counts."""
+"""Changed paths, and the pipelines that depend on them.
+
+The tests also cover which definition of a shared target is used.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def write(root: Path, **texts: str) -> None:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
-    """Its target `board` is one that several projects share."""
+    """Return a project whose target `board` is shared by several projects."""
     monkeypatch.chdir(tmp_path)
     files = {
         FILE: PIPELINE,
@@ -80,7 +83,8 @@ def test_changed_since_commit_lists_changed_new_and_deleted_files(tmp_path: Path
 
 def test_affected_of_target_includes_shared_and_own_definition(project: Project) -> None:
     assert touched(project, SHARED) == (SHARED,)
-    assert touched(project, OWN) == (OWN,)  # it is gone, and the shared one counts instead
+    # the project's own file does not exist, so the shared one is used
+    assert touched(project, OWN) == (OWN,)
     assert touched(project, "fleet/other.yaml") == ()
 
 

@@ -1,5 +1,7 @@
-"""Several pipelines side by side, with real stages in real processes: what is shared is done once, and one that fails
-stops no other."""
+"""Several pipelines side by side, with real stages in real processes.
+
+Shared stages run once, and a pipeline that fails stops no other.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ benchmark: {{targets: [cpu-1t]}}
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
-    """`same-a` and `same-b` train the same, `bad` fails at it, `wrong` cannot be read."""
+    """Return a project with four pipelines.
+
+    `same-a` and `same-b` have the same training, `bad` fails at it, `wrong` cannot be read.
+    """
     (tmp_path / "configs" / "targets").mkdir(parents=True)
     (tmp_path / "configs" / "targets" / "cpu-1t.yaml").write_text("name: cpu-1t\n")
     (tmp_path / "onnx-ops.toml").write_text('signing = "off"\n')

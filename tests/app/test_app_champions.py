@@ -1,4 +1,4 @@
-"""Champions measured again: which ones, by what, and what is said of them."""
+"""Repeated measurements of champions: their selection, stages and reports."""
 
 from __future__ import annotations
 

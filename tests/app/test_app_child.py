@@ -1,4 +1,7 @@
-"""Stages in real processes of their own: results, errors, crashes, time-outs, and parents that die."""
+"""Stages in separate processes.
+
+The tests cover results, errors, crashes, time-outs, and the death of parents.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +107,7 @@ def context(project: Settings) -> Context:
 
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where this process has its temporary files meanwhile."""
+    """Return the folder for the temporary files of this process."""
     folder = tmp_path / "scratch"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -204,7 +207,7 @@ def test_run_in_subprocess_after_timeout_ends_all_processes(
     project: Settings, scratch: Path
 ) -> None:
     why = ""
-    for seconds in (2.5, 10.0, 40.0):  # until its process has come as far as it should
+    for seconds in (2.5, 10.0, 40.0):  # longer and longer, until the training has started
         with pytest.raises(StageError, match=f"time-out of {seconds:g} s") as stopped:
             run_in_subprocess(project, train_stage("hang", timeout=seconds), KEY, {})
         why = stopped.value.why

@@ -1,4 +1,8 @@
-"""Durations of stages: that of the last execution, without waiting, in a file that may be damaged."""
+"""Durations of stages.
+
+A stage has the duration of its last execution, without waiting. They are in a file that may be
+damaged.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ def test_durations_record_keeps_last_duration_of_each_stage(tmp_path: Path) -> N
     assert durations.last == {}
     for name, seconds in (("export", 3.0), ("validate", 1.0), ("export", 2.0)):
         durations.record(name, seconds)
-    durations.record("validate", 0.0)  # unknown: a worker of another release
+    durations.record("validate", 0.0)  # unknown: a worker of another release reports it
     assert Durations(path).last == {"export": 2.0, "validate": 1.0}
     assert [file.name for file in path.parent.iterdir()] == ["p.json"]
 

@@ -1,4 +1,4 @@
-"""A pipeline whose data DVC keeps, from its file to MLflow, with real parts throughout."""
+"""A pipeline with data in DVC, from its file to MLflow, with only real parts."""
 
 from __future__ import annotations
 

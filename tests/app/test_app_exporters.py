@@ -1,4 +1,7 @@
-"""Where an exporter runs: here, in the environment that it brings, or in the one that the pipeline asks for."""
+"""Where an exporter runs.
+
+It runs in this environment, in the one that it brings, or in the one that the pipeline names.
+"""
 
 from __future__ import annotations
 

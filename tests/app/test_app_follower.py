@@ -1,4 +1,7 @@
-"""When a replica may give a candidate traffic, and what it is started with. Its process: test_endpoint_replicas."""
+"""When a replica can give a candidate traffic, and how it starts.
+
+test_endpoint_replicas tests the process of a replica.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,10 @@ ABORT = plan(3, CANARY, a=100, b=0)[1]
 
 @pytest.fixture
 def following() -> Following:
-    """A replica that serves the canary, and has just listed the tables and reported."""
+    """Return a replica that serves the canary.
+
+    It has just listed the tables and reported.
+    """
     following = Following()
     following.see(CANARY)
     following.adopted = CANARY
@@ -98,9 +104,8 @@ def test_lease_end_without_heartbeat_is_zero_until_it_returns(following: Followi
 def test_lease_end_after_gap_is_zero_until_later_heartbeat(following: Following, beat: int) -> None:
     now = NOW + LEASE_S + 1
     following.listed_at = following.reported_at = now
-    following.see_beat(
-        beat, now
-    )  # the judge may have looked within the gap, and a rollback been requested since
+    # The judge may have looked within the gap, and a rollback may have been requested since.
+    following.see_beat(beat, now)
     assert following.compute_lease_end(now) == 0
     following.see_beat(beat, now + 1)
     assert following.compute_lease_end(now + 1) == 0
@@ -148,7 +153,8 @@ def test_serving_end_after_moved_traffic_and_lost_heartbeat_is_extended(
 def test_serving_end_is_extended_only_with_newest_table(following: Following) -> None:
     following.renew_serving_end()
     following.see(ABORT)
-    following.listed_at = following.reported_at = NOW + 100  # it was cut off, and is back
+    # The replica was cut off, and is connected again.
+    following.listed_at = following.reported_at = NOW + 100
     assert following.renew_serving_end() == NOW + LEASE_S
     following.adopted = ABORT
     assert following.renew_serving_end() == NOW + 100 + LEASE_S

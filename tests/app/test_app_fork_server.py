@@ -1,4 +1,4 @@
-"""The fork server: what its processes take over, and what happens when it is killed."""
+"""The fork server: what its processes inherit, and what happens when it is killed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def train(data):
         "group": os.getpgid(0), "files": len(os.listdir("/proc/self/fd")),
     }
     raise RuntimeError(json.dumps(document))
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ STAGE = Stage(
 
 
 def describe(project: Settings) -> dict[str, Any]:
-    """What a stage's process says of itself."""
+    """Return the description that a stage's process gives."""
     with pytest.raises(UserError) as caught:
         run_in_subprocess(project, STAGE, KEY, {})
     text = str(caught.value)
@@ -61,7 +61,7 @@ def describe(project: Settings) -> dict[str, Any]:
 
 
 def servers(pid: int | None = None) -> list[psutil.Process]:
-    """Fork servers of a process, by default of this one."""
+    """Return the fork servers of a process, by default of this one."""
     alive = [one for one in psutil.Process(pid).children() if one.status() != psutil.STATUS_ZOMBIE]
     return [child for child in alive if "onnx_ops.app.worker" in child.cmdline()]
 

@@ -1,4 +1,7 @@
-"""The pipelines of `configs/pipelines`, one for each framework, from data to gates. The heavy ones run at night."""
+"""The pipelines of `configs/pipelines`, one for each framework.
+
+They run from data to gates. The heavy ones run at night.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from tests.support.extras import hide
 from tests.support.processes import ROOT
 
 KEPT = "ONNX_OPS_TEST_ENVIRONMENTS"
-"""Folder in which environments stay from one run of the tests to the next."""
+"""Variable with the folder for environments that later test runs reuse."""
 
 LIGHT = ("iris-onnx",)
 HEAVY = (
@@ -33,9 +36,9 @@ HEAVY = (
     "digits-xgboost",
 )
 GATES = {"digits-mlp": ("gates=[{kind: parity}, {kind: metric, name: accuracy, min: 90%}]",)}
-"""Tests share their machine with each other: latency is not their subject."""
+"""Gates without latency, because tests share their machine with each other."""
 ELSEWHERE = ("digits-cnn",)
-"""Run by other tests."""
+"""Pipelines that other tests run."""
 
 
 def test_pipeline_files_are_all_covered_by_framework_tests() -> None:
@@ -62,9 +65,8 @@ def run(root: Path, name: str, *overrides: str) -> Any:
     return project, execute(project, prepared)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:__array__ implementation:DeprecationWarning"
-)  # Keras and numpy 2
+# Keras causes this warning with numpy 2.
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.parametrize(
     "name", [*LIGHT, *(pytest.param(name, marks=pytest.mark.nightly) for name in HEAVY)]
 )

@@ -1,4 +1,7 @@
-"""Evaluation and release apart: code of the user never runs where the key is, and only its own results are signed."""
+"""Separate evaluation and release.
+
+Code of the user never runs where the key is. Only results of that code are signed.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,7 @@ def release(root: Path, folder: Path) -> Summary:
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a project at `root` and its evaluation at `evaluation`."""
+    """Return a folder with a project at `root` and its evaluation at `evaluation`."""
     place = tmp_path_factory.mktemp("evaluated")
     write_project(place / "root")
     assert evaluate(place / "root", place / "evaluation").exit_code == 0
@@ -87,7 +90,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(evaluated: Path, tmp_path: Path) -> Path:
-    """A copy of `evaluated` that a test may change."""
+    """Return a copy of `evaluated` that a test can change."""
     copy = tmp_path / "copy"
     shutil.copytree(evaluated, copy, symlinks=True)
     return copy
@@ -154,7 +157,10 @@ def _find(document: dict[str, Any], stage: str) -> dict[str, Any]:
 
 
 def _forge_evidence(folder: Path, document: dict[str, Any], **changes: str) -> None:
-    """Replace the evidence of the benchmark by one that claims something else, under its true digest."""
+    """Replace the evidence of the benchmark by evidence with other claims.
+
+    The new evidence has a correct digest.
+    """
     files = _find(document, "benchmark/fp32@cpu-1t")["manifest"]["files"]
     evidence = json.loads(
         (folder / "content" / files["evidence.json"].removeprefix("sha256:")).read_bytes()

@@ -1,4 +1,7 @@
-"""What the handler takes for known already: registrations and deployments, whose results stand outside the store."""
+"""Results that the handler reuses although they are outside the store.
+
+They are registrations and deployments.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,10 @@ def registered(context: Context, run: Digest) -> Manifest:
 
 
 def handler_of(context: Context) -> StageHandler:
-    """The only stage that computes something is the registration, which holds its own key."""
+    """Return a handler whose registration is the only computed stage.
+
+    The registration holds its own key.
+    """
 
     def perform(_: Stage, key: Digest, __: Mapping[str, Manifest]) -> Manifest:
         return registered(context, key)
@@ -157,7 +163,7 @@ def test_was_compared_without_endpoint_uses_champion_in_registry(
     tmp_path: Path, champion: bool, release: bytes, compared: bytes, expected: bool
 ) -> None:
     context = FakeWorld().context(root=tmp_path)
-    registered(context, KEY)  # of the release b"release"
+    registered(context, KEY)  # a version of the release b"release"
     if champion:
         context.registry().set_alias("m", format_alias("champion", "cpu"), "1")
     champion_manifest = Manifest(files={"model.onnx": digest_bytes(compared)}).digest()
@@ -169,7 +175,7 @@ def test_was_compared_without_endpoint_uses_champion_in_registry(
 
 
 def test_cached_registration_of_other_registry_is_none(tmp_path: Path) -> None:
-    """Two registries over one store, in turn."""
+    """Two registries over one store are used in turn."""
     context, stage = FakeWorld().context(root=tmp_path), REGISTER
     first, second = (
         handler_of(context),

@@ -1,4 +1,4 @@
-"""What is recorded of a commit, and found again from a branch of it."""
+"""Records of a commit, and their lookup from a branch of it."""
 
 from __future__ import annotations
 

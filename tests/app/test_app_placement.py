@@ -1,4 +1,4 @@
-"""Stages for other machines: what travels, what comes back, and what is refused."""
+"""Stages for other machines: sent files, returned results, and refusals."""
 
 from __future__ import annotations
 
@@ -40,11 +40,14 @@ def train(data):
 
 def fail(data):
     raise ValueError("no such luck")
-"""
+"""  # noqa: E501
 
 
 class Nearby(Pools):
-    """A pool whose worker is this process, in a project of its own; keeps what it was asked for."""
+    """A pool whose worker is this process, in a separate project.
+
+    It records the requested stages.
+    """
 
     def __init__(self, worker: Project) -> None:
         self.worker = worker
@@ -92,7 +95,10 @@ def asker(tmp_path: Path) -> Project:
 
 @pytest.fixture
 def executed(worker: Project, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the worker executes, without a process and a framework; each execution has another result."""
+    """Replace execution on the worker, and return the ids of executed stages.
+
+    It needs no process and no framework. Each execution has another result.
+    """
     stages: list[str] = []
 
     def execute(stage: Stage, *_: object) -> Manifest:
@@ -113,7 +119,7 @@ def worker(tmp_path: Path) -> Project:
 
 
 def placed(kind: StageKind, *, hints: Mapping[str, Json] | None = None, **settings: Json) -> Stage:
-    """A stage for workers of the pool `gpu`."""
+    """Return a stage for workers of the pool `gpu`."""
     settings = {"revision": REVISIONS[kind], **settings}
     return Stage(
         id=kind.value,

@@ -1,4 +1,4 @@
-"""Existing repositories get a pipeline, and nothing of theirs changes."""
+"""Existing repositories get a pipeline, and their own files do not change."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from sklearn.tree import DecisionTreeClassifier
 def fit(*, depth):
     table = pandas.read_csv(Path(__file__).parents[1] / "train.csv")
     return DecisionTreeClassifier(max_depth=depth).fit(table[["Monthly Charges", "age"]], table["label"])
-"""
+"""  # noqa: E501
 _WORKFLOW = (
     "name: test\non: push\njobs:\n  test:\n    runs-on: ubuntu-latest\n    steps: [{run: pytest}]\n"
 )
@@ -62,11 +62,14 @@ def make_src_layout(root: Path) -> list[str]:
     write(
         root,
         **{
-            "pyproject.toml": f'{project}[tool.pytest.ini_options]\npythonpath = ["src"]\ntestpaths = '
-            '["tests"]\n',
+            "pyproject.toml": (
+                f'{project}[tool.pytest.ini_options]\npythonpath = ["src"]\ntestpaths = ["tests"]\n'
+            ),
             "src/fraud/__init__.py": "",
             "src/fraud/training.py": _TRAINING,
-            "tests/test_fraud.py": "from fraud import training\n\ndef test_train():\n    assert training\n",
+            "tests/test_fraud.py": (
+                "from fraud import training\n\ndef test_train():\n    assert training\n"
+            ),
             ".github/workflows/test.yml": _WORKFLOW,
             "data/train.csv": _TABLE,
             "data/test.csv": _TABLE,
@@ -222,9 +225,8 @@ def test_init_into_repository_creates_pipeline_whose_gates_pass(
     subprocess.run(["git", "init", "--quiet", str(root)], check=True)
     document = add(root, LAYOUTS[layout][0](root))
     done = run(root, "onnx_ops", "run", document["pipeline"], "--until", "gate", "--json")
-    assert done.returncode in (0, 3), (
-        done.stdout + done.stderr
-    )  # a shared machine can measure nothing conclusive
+    # A measurement on a shared machine may be inconclusive.
+    assert done.returncode in (0, 3), done.stdout + done.stderr
     assert {choice["verdict"] for choice in json.loads(done.stdout)["choices"]} <= {
         "pass",
         "inconclusive",

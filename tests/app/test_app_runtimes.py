@@ -1,4 +1,7 @@
-"""One pipeline on targets of several runtimes: what each measures, and what becomes of the rest when one is killed."""
+"""One pipeline on targets of several runtimes.
+
+The tests cover the measurements of each, and the others when one is killed.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +34,14 @@ from tests.support.checkout import copy_parts
 from tests.support.suite import Sweep
 
 KEPT = "ONNX_OPS_TEST_ENVIRONMENTS"
-"""Folder in which environments stay from one run of the tests to the next."""
+"""Variable with the folder for environments that later test runs reuse."""
 
 HERE = f"onnxruntime=={version('onnxruntime')}"
 LIMITS = "gates=[{kind: parity}, {kind: metric, name: accuracy, min: 85%}]"
-"""Tests share their machine with each other: latency is measured, and not judged."""
+"""Gates without latency.
+
+It is measured, but not judged, because tests share their machine with each other.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +72,10 @@ def root(tmp_path: Path, environments: Path) -> Path:
 
 
 def lend_this_interpreter(environments: Path) -> None:
-    """An environment that is whole already: which packages it installs is not what is tested here."""
+    """Create an environment that is already complete, with this interpreter.
+
+    The installation of packages is not tested here.
+    """
     place = PythonEnvironments(folder=environments, uv=find_uv()).place(
         Environment(requirements=(HERE,))
     )
@@ -92,7 +101,10 @@ def evidence(project: Project, result: Any, target: str) -> Evidence:
 
 
 def measured(root: Path, pipeline: str, *targets: str) -> dict[str, str | None]:
-    """Every target has verdicts and its own choice, and its evidence names its origin; return the choices."""
+    """Run a pipeline on several targets, and return the choices.
+
+    Every target must have verdicts and a choice, and its evidence must name its origin.
+    """
     project, result, summary = run(root, pipeline, *targets)
     assert [
         (o.stage, o.reason) for o in result.outcomes.values() if o.status is StageStatus.FAILED
@@ -128,8 +140,7 @@ def test_openvino_target_is_measured_in_separate_environment(root: Path) -> None
         target: differing(evidence(project, result, target))
         for target in (*targets, "openvino-cpu")
     }
-    # What OpenVINO computes for NaN is its own; the data holds none, so that nothing is refused for
-    # it.
+    # OpenVINO computes other values for NaN. The data holds no NaN, so nothing is refused for it.
     openvino = found.pop("openvino-cpu")
     assert ("missing", False) in openvino
     assert not any(inside for _, inside in openvino)
@@ -137,7 +148,10 @@ def test_openvino_target_is_measured_in_separate_environment(root: Path) -> None
 
 
 def differing(evidence: Evidence) -> set[tuple[str, bool]]:
-    """The groups of inputs that the gate's own limit does not allow, and whether a caller could send them."""
+    """Return the groups of inputs that the gate's own limit does not allow.
+
+    Each group comes with whether a caller could send its inputs.
+    """
     limit = ParityGate().noise_factor
     return {(m.group, m.inside) for m in evidence.parity if m.mismatch or m.ratio > limit}
 
@@ -151,7 +165,7 @@ def of_node(process: psutil.Process) -> bool:
 
 
 def of_browser(process: psutil.Process) -> bool:
-    """The browser itself, once it has a page."""
+    """Return whether a process is the browser's main process with an open page."""
     command = process.cmdline()
     if (
         "--headless" not in command
@@ -168,7 +182,7 @@ def of_isolated(process: psutil.Process) -> bool:
 
 VICTIMS = {"node": of_node, "browser-wasm": of_browser, "apart": of_isolated}
 LONG_ENOUGH_S = 1.0
-"""Until a request to a stopped process gives up."""
+"""Seconds until a request to a stopped process gives up."""
 
 
 @pytest.mark.nightly
@@ -195,9 +209,10 @@ def test_run_with_killed_runtimes_reports_errors_and_continues(root: Path, sweep
 
 @contextmanager
 def killed(*victims: Victim) -> Iterator[None]:
-    """Stop each process below this one that is meant as soon as it is seen, and kill it while something waits for it.
+    """Stop and kill a process of each kind of victim below this one.
 
-    One that is killed between two requests is replaced in silence; so the next one is killed too.
+    A process is stopped when it is seen, and killed while a request waits for it. A process that is
+    killed between two requests is replaced silently, so the next one is killed too.
     """
     done = threading.Event()
     hit: set[Victim] = set()

@@ -1,4 +1,4 @@
-"""A new project runs its own tests at once, whichever template it is from."""
+"""A new project immediately passes its own tests, from each template."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Many pipelines in short, by counts: what is read, parsed, looked up and written grows with the pipelines and no
-faster. The long version, with seconds and megabytes, is `benchmarks/scale.py`."""
+"""Costs of many pipelines, as counts.
+
+The numbers of reads, parses, look-ups and writes grow no faster than the pipelines. The long
+version, with seconds and megabytes, is `benchmarks/scale.py`.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,11 @@ def synthetic() -> Iterator[Any]:
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often: a YAML text is parsed, the metadata of a distribution is, an object is written, a file is hashed."""
+    """Count costly operations.
+
+    They are parses of YAML texts and of the metadata of distributions, written objects, and hashed
+    files.
+    """
     found: Counter[str] = Counter()
 
     def counted(place: object, name: str, what: str) -> None:
@@ -80,7 +87,7 @@ def test_run_of_later_pipeline_costs_as_much_as_third(
     assert {one for one, _ in each[1:]} == {3 + (VARIANTS - 1) + 2 * PAIRS}, (
         "the data sets are shared"
     )
-    third = each[2][1]  # the second one still looks at what it shares with the first
+    third = each[2][1]  # the second one still checks what it shares with the first
     assert all(found == third for _, found in each[3:]), each
     later = each[-1][1]
     assert later.get("metadata", 0) == 0, "versions of distributions are read once"
@@ -113,9 +120,8 @@ def test_prepare_reads_endpoints_of_other_files_once_until_changed(
 ) -> None:
     files = synthetic.write_project(tmp_path / "few", pipelines=5, variants=1, targets=1)
     target = tmp_path / "few" / "configs" / "targets" / "machine-0.yaml"
-    target.write_text(
-        target.read_text().replace("synthetic", "onnxruntime")
-    )  # which a local endpoint serves
+    # A local endpoint serves models of this runtime.
+    target.write_text(target.read_text().replace("synthetic", "onnxruntime"))
     for number, file in enumerate(files):
         sections = (
             f"register: {{model: m{number}}}\ndeploy: {{endpoint: e{number}, target: machine-0}}\n"

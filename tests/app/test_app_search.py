@@ -1,4 +1,7 @@
-"""A pipeline with `method: auto` from its file to its gates and its report, with real parts throughout."""
+"""A pipeline with `method: auto`, from its file to its gates and its report.
+
+All parts are real.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ class Listening(Observer):
 
 
 def write_project(root: Path) -> None:
-    """A perceptron of two wide layers, and rows that it answers right."""
+    """Write a perceptron of two wide layers, and rows that it answers correctly."""
     rng = np.random.default_rng(0)
     first, second = (
         rng.normal(size=shape).astype(np.float32) / 8 for shape in ((64, 256), (256, 4))

@@ -1,4 +1,4 @@
-"""The estimate of `check`: does a second version fit into the memory of an endpoint's servers?"""
+"""The estimate of `check` for a second version in an endpoint's memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Rows that are scored in shards: the same metrics as in one piece, and a run that continues where another ended."""
+"""Rows that are scored in shards.
+
+The metrics are the same as in one piece. A run continues where another one ended.
+"""
 
 from __future__ import annotations
 

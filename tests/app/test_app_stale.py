@@ -1,4 +1,7 @@
-"""No stale result and no needless work: one edit at a time, and which stages a run does again."""
+"""No stale result and no needless work, for one edit at a time.
+
+The tests check which stages a run executes again.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ FILES = {
     "shop/__init__.py": "from shop.net import Net\n",
     "shop/net.py": "from .constants import FACTOR\n\nclass Net:\n    factor = FACTOR\n",
     "shop/constants.py": "FACTOR = 2\n",
-    "shop/training.py": "import yaml\nfrom shop import Net\n\ndef train(data, rate):\n    return Net()\n",
+    "shop/training.py": (
+        "import yaml\nfrom shop import Net\n\ndef train(data, rate):\n    return Net()\n"
+    ),
     "shop/table.json": "{}\n",
     "shop/unused.py": "from .net import Net\n",
     "judging/__init__.py": "",
@@ -86,8 +91,9 @@ NAMED = {
 """A module of the framework that a model's file names beside the user's class."""
 
 BROUGHT = "brought"
-"""In place of a framework: a torch model that the pipeline brings; its file names a class of PyYAML
-too.
+"""Pseudo framework: a torch model that the pipeline brings.
+
+Its file also names a class of PyYAML.
 """
 
 
@@ -105,7 +111,7 @@ def of(variant: str, stages: set[str]) -> set[str]:
 
 @dataclass
 class World:
-    """A project in a folder, and the versions that packages pretend to have."""
+    """A project in a folder, with simulated versions of packages."""
 
     project: Project
     framework: str
@@ -116,7 +122,7 @@ class World:
         return self.project.settings.root
 
     def write(self) -> None:
-        """Every file as it was at first; what was added is removed."""
+        """Restore every file, and remove added files."""
         for name, text in FILES.items():
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             (self.root / name).write_text(text.replace("FRAMEWORK", self.framework))
@@ -140,7 +146,10 @@ class World:
         np.savez(self.root / f"{name}.npz", x=x + np.float32(shift), y=y + int(label), y2=1 - y)
 
     def run(self) -> set[str]:
-        """Which stages were done again. What a stage computes follows its key; training gives the same bytes."""
+        """Run the pipeline, and return the stages that were executed again.
+
+        The result of a stage follows its key, and training gives the same bytes.
+        """
         context = self.project.context
 
         def perform(stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
@@ -167,7 +176,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], World]]:
-    """One project for each exporter, which has run once."""
+    """Return one project for each exporter, which has run once."""
     made: dict[str, World] = {}
     real = plugins.version
 
@@ -220,7 +229,7 @@ def touch(world: World) -> None:
 LIBRARY = "custom_ops: [{path: operators.so, digest: DIGEST, domains: [mine]}]\n"
 
 EDITS: dict[str, tuple[Edit, set[str]]] = {
-    # Code.
+    # Edits of code.
     "the class": (text("shop/net.py", "= FACTOR", "= 3 * FACTOR"), TRAINED),
     "a constant that the class imports": (text("shop/constants.py", "2", "3"), TRAINED),
     "the package around the class": (
@@ -231,7 +240,7 @@ EDITS: dict[str, tuple[Edit, set[str]]] = {
     "a file that code reads": (text("shop/table.json", "{}", "[]"), TRAINED),
     "an own metric": (text("judging/score.py", "1.0", "2.0"), MEASURED),
     "a helper of an own metric": (text("judging/parts.py", "/ 2", "/ 3"), MEASURED),
-    # Data.
+    # Edits of data.
     "training rows": (lambda world: world.save("train", 1.0), {"data/train", "train", "register"}),
     "test rows": (lambda world: world.save("test", 1.0), {"data/test"} | EXPORTED),
     "test labels": (lambda world: world.save("test", 0.0, 1.0), {"data/test"} | EXPORTED),
@@ -246,7 +255,7 @@ EDITS: dict[str, tuple[Edit, set[str]]] = {
         pipeline("test.npz, inputs: {x: x}", "test.npz, inputs: {z: x}"),
         {"data/test"} | EXPORTED,
     ),
-    # Options.
+    # Edits of options.
     "a parameter of training": (
         text("params.yaml", "rate: 0.5", "rate: 0.7"),
         {"train", "register"},
@@ -310,13 +319,13 @@ EDITS: dict[str, tuple[Edit, set[str]]] = {
         pipeline("ir_version: 10", "ir_version: 10, env: {requirements: [a==1]}"),
         TRAINED,
     ),
-    # Versions.
+    # Changes of versions.
     "Python": (version("python"), {"data/train", "data/test"} | TRAINED),
     "onnx-ops": (version("onnx-ops"), {"data/train", "data/test"} | TRAINED),
     "a package that training imports": (version("PyYAML"), {"train"}),
     "numpy": (version("numpy"), TRAINED),
     "onnxruntime": (version("onnxruntime"), EXPORTED - {"export"}),
-    # Nothing may run again.
+    # Edits after which no stage runs again.
     "another module": (text("other.py", "...", "pass"), set()),
     "a comment in another module": (text("other.py", "def", "# trains\ndef"), set()),
     "a module of the package that nothing imports": (
@@ -361,7 +370,7 @@ EDITS: dict[str, tuple[Edit, set[str]]] = {
 ISOLATED = ("paddle", "tensorflow", "tflite")
 QUANTIZED = {"quantize/int8", "quantize/half"} | of("int8", MEASURED) | of("half", MEASURED)
 OTHERWISE: dict[tuple[str, str], set[str]] = {
-    # An ONNX file holds all that it computes, and the runtime answers for its source.
+    # An ONNX file holds everything that it computes. Its source only depends on the runtime.
     **{
         ("onnx", edit): {"train"}
         for edit, (_, again) in EDITS.items()
@@ -371,14 +380,14 @@ OTHERWISE: dict[tuple[str, str], set[str]] = {
     ("onnx", "what code depends on"): {"train"} | MEASURED,
     ("onnx", "numpy"): QUANTIZED,
     ("onnx", "onnxruntime"): EXPORTED,
-    # Packages of this installation are not those of an environment.
+    # Packages of this installation are not those of an isolated environment.
     **{(name, "numpy"): QUANTIZED for name in ISOLATED},
     **{(name, "a package that training imports"): set() for name in ISOLATED},
 }
 
 
 def each_exporter(default: str) -> list[object]:
-    """The others in the nightly tier."""
+    """Return all exporters; those other than the default run in the nightly tier."""
     return [
         pytest.param(name, marks=() if name == default else pytest.mark.nightly)
         for name in plugins.names("exporters")
@@ -400,9 +409,8 @@ def check_edit(world: World, change: Edit, expected: set[str]) -> None:
 def test_run_after_edit_executes_only_dependent_stages(
     worlds: Callable[[str], World], framework: str, edit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        type(plugins.load("exporters", framework)), "options", ("convert",)
-    )  # few have any
+    # Few exporters have options.
+    monkeypatch.setattr(type(plugins.load("exporters", framework)), "options", ("convert",))
     change, expected = EDITS[edit]
     check_edit(worlds(framework), change, OTHERWISE.get((framework, edit), expected))
 
@@ -451,4 +459,5 @@ def test_run_of_user_model_after_class_edit_exports_again(
     finally:
         world.versions.clear()
         world.write()
-    assert world.run() <= {"train"}  # it looks at the file again, and what follows is known
+    # `train` reads the file again, and the results of later stages are cached
+    assert world.run() <= {"train"}

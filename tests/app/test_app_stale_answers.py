@@ -1,4 +1,7 @@
-"""Code of a model's classes that is edited while its weights stay: the export answers as the edited code does."""
+"""Edits of a model's classes while its weights stay the same.
+
+The export must answer as the edited code does.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ def made(x, y):
 
 def answers(model, x):
     return model.predict(x).reshape(-1, 1)
-"""
+"""  # noqa: E501
 KERAS = """
 import os
 os.environ["KERAS_BACKEND"] = "torch"
@@ -105,7 +108,7 @@ def made(x, y):
 
 def answers(model, x):
     return model(input_ids=torch.from_numpy(x)).last_hidden_state.detach().numpy()
-"""
+"""  # noqa: E501
 ONNX = """
 import pathlib, tempfile
 import onnx.parser
@@ -120,7 +123,7 @@ def made(x, y):
 
 def answers(model, x):
     return FACTOR * x
-"""
+"""  # noqa: E501
 NETS = {
     "sklearn": SKLEARN.replace(
         "ESTIMATOR", "from sklearn.linear_model import LinearRegression as Estimator"
@@ -183,7 +186,7 @@ def make_project(framework: str, tmp_path: Path) -> Project:
 
 
 def run(project: Project, folder: str) -> tuple[set[str], np.ndarray]:
-    """Which stages did something, and what the export answers."""
+    """Return the executed stages, and the answers of the export."""
     root = project.settings.root
     result = execute(project, prepare(project, root / "stale.yaml", until=StageKind.EXPORT))
     assert not result.errors
@@ -196,7 +199,7 @@ def run(project: Project, folder: str) -> tuple[set[str], np.ndarray]:
 
 
 def source_answers(root: Path) -> np.ndarray:
-    """What the code answers as it stands there, in a process of its own."""
+    """Return the answers of the present code, computed in a separate process."""
     subprocess.run([sys.executable, "-c", ANSWER], cwd=root, check=True, timeout=300)
     return np.asarray(np.load(root / "answers.npy"))
 

@@ -1,4 +1,4 @@
-"""One exit code for a run, as the command line promises it."""
+"""The exit code of a run, as documented for the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Turns: measurements alone, work beside work, and one at a time for the work of a key, in threads and processes."""
+"""Turns of measurements and other work.
+
+A measurement runs alone, and other work runs in parallel. Work with the same key runs one at a
+time. This holds for threads and processes.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +72,7 @@ def test_measurement_lock_with_waiting_measurement_delays_later_work() -> None:
             thread.start()
             threads.append(thread)
             assert begun.wait(TIMEOUT_S)
-            while quiet._tickets < 1 + len(threads):  # it stands in the queue
+            while quiet._tickets < 1 + len(threads):  # until it is in the queue
                 pass
         assert order == []
     for thread in threads:

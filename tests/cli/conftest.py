@@ -1,4 +1,4 @@
-"""What several tests of commands need."""
+"""Fixtures for tests of several commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from tests.measure.scripted import Scripted
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A runtime, a machine and its load whose figures are always the same, for the files of `tool_files`."""
+    """Replace the runtime and the machine, with fixed measurements and load.
+
+    They work for the files of `tool_files`.
+    """
     runtime = Scripted({Path("good.onnx"): 1.0, Path("wrong.onnx"): 1.2, Path("int8.onnx"): 0.6})
     machine = replace(
         runtime.fingerprint(Target(name="cpu-1t")), cpu_model="a CPU", cores=2, runtime_version="1"

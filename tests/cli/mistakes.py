@@ -1,7 +1,8 @@
-"""Mistakes that people make in a project: what they change, which command finds it, and where.
+"""Mistakes that people make in a project.
 
-Each stands beside a project that is right. A mistake in a pipeline file replaces one text in it;
-others change a file of the project, or are the command itself.
+Each one states what changes, which command finds it, and where. Apart from the mistake, the project
+is correct. A mistake in a pipeline file replaces one text in it. Other mistakes change a file of
+the project, or are the command itself.
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ class Mistake:
 
     Args:
         name: what a person did.
-        path: key that is blamed, as in `gates[1].max_drop`.
-        old, new: the text that is replaced in the pipeline file, and what by.
-        line: number of the blamed line in the file; that of `new` if None.
-        change: what else is done to the project's folder.
+        path: reported key, as in `gates[1].max_drop`.
+        old, new: text in the pipeline file, and its replacement.
+        line: number of the reported line in the file; that of `new` if None.
+        change: further change of the project's folder.
         file: the pipeline file.
-        command: that finds it; `check FILE` if empty.
+        command: command that finds the mistake; `check FILE` if empty.
         code: exit code.
         environ: variables that are set.
         hidden: packages that are not installed.
@@ -162,12 +163,12 @@ def folder_for(name: str) -> Change:
 
 
 def coded(old: str, new: str) -> Change:
-    """One replacement in the module of the training function."""
+    """Return a change that replaces one text in the module of the training function."""
     return lambda root: (root / "models/shop.py").write_text(CODE.replace(old, new))
 
 
 def unopened(root: Path) -> None:
-    """An object array, which only a pickle can hold."""
+    """Write an object array, which only a pickle can hold."""
     np.savez(root / "data/test.npz", x=np.array([{}, {}], dtype=object), y=np.arange(2))
 
 

@@ -1,4 +1,7 @@
-"""The command line: what it imports, how it refuses, what it prints; and that it is in a process what it is here."""
+"""The command line: its imports, refusals and output.
+
+A process must give the same result as a call within the test.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ HEAVY = {
 
 
 def commands(command: Any, name: str = "") -> Iterator[str]:
-    """Every command and group of commands by its words, the program itself first."""
+    """Yield every command and group of commands by its words.
+
+    The program itself is first.
+    """
     yield name
     for word, part in getattr(command, "commands", {}).items():
         yield from commands(part, f"{name} {word}".strip())
@@ -74,7 +80,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def modules_after(arguments: list[str]) -> set[str]:
-    """Top-level modules that a process has loaded when the command has ended."""
+    """Return the top-level modules that a process has loaded when the command ends."""
     program = (
         "import sys, json\n"
         f"sys.argv = {['onnx-ops', *arguments]!r}\n"
@@ -127,7 +133,7 @@ def test_inspect_imports_no_heavy_module(tmp_path: Path) -> None:
 def test_command_process_gives_same_result_as_call(
     project: Path, arguments: list[str], environ: dict[str, str], code: int
 ) -> None:
-    """The other tests call the entry point; this is why they may."""
+    """The other tests call the entry point, which this result justifies."""
     write_models(project)
     write_hostile(project)
     environ = {"ONNX_OPS_NOTIFY_WEBHOOK": "http://127.0.0.1:9/none", **environ}
@@ -142,7 +148,7 @@ def test_command_process_gives_same_result_as_call(
         check=False,
     )
     assert (called.code, done.returncode) == (code, code), called.stderr + done.stderr
-    if code != 3:  # figures differ
+    if code != 3:  # measured values differ
         assert called == Result(done.returncode, done.stdout, done.stderr)
 
 
@@ -152,7 +158,7 @@ def test_version_option_prints_installed_version(project: Path) -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_in_each_shell_offers_commands(shell: str, project: Path) -> None:
-    """The script that `--show-completion` prints asks the program with these variables."""
+    """The script of `--show-completion` runs the program with these variables."""
     typed = (
         {"COMP_WORDS": "onnx-ops rol", "COMP_CWORD": "1"}
         if shell == "bash"
@@ -185,7 +191,7 @@ def test_help_of_each_command_has_example(name: str, project: Path, golden: Gold
 
 
 def error_text(done: Result) -> str:
-    """Exit code and texts of a command that was refused."""
+    """Return the exit code and the texts of a refused command."""
     return f"exit {done.code}\n{done.stdout}{done.stderr}"
 
 
@@ -196,7 +202,8 @@ def test_check_of_wrong_yaml_reports_all_problems_with_places(
     done = run_command("check", "wrong.yaml", "--json", cwd=project)
     places = {(one["line"], one["column"], one["path"]) for one in done.document()["problems"]}
     assert done.code == 2
-    # A key that comes twice, one that is unknown, a wrong unit, and a gate without what it needs.
+    # The problems are a duplicate key, an unknown key, a wrong unit, and a gate without a required
+    # key.
     assert places >= {
         (3, 1, ""),
         (8, 30, "export"),

@@ -1,4 +1,7 @@
-"""Every command that touches a cloud, by a user whom the cloud does not know: messages and exit codes."""
+"""Every command that uses a cloud, by a user without access to the cloud.
+
+The tests check messages and exit codes.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,10 @@ def deployment(version: str, signer: Signer) -> Deployment:
 def stranger(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
-    """A project whose endpoint has gone from version 1 to 2, on a machine that has lost its credentials or region."""
+    """Provide a project on a machine that has lost its credentials or region.
+
+    Its endpoint has changed from version 1 to 2.
+    """
     monkeypatch.chdir(tmp_path)
     for name in (
         "AWS_ACCESS_KEY_ID",
@@ -77,14 +83,12 @@ def stranger(
         monkeypatch.setenv(name, "/dev/null")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AZURE_TOKEN_CREDENTIALS", "EnvironmentCredential")
-    monkeypatch.setenv(
-        "AZUREML_CURRENT_CLOUD", "AzureCloud"
-    )  # the SDK would set it, and not restore it
+    # The SDK would set the variable without restoring it.
+    monkeypatch.setenv("AZUREML_CURRENT_CLOUD", "AzureCloud")
+    # A rollback reports after four seconds. On a busy machine, an import in it can take that long.
     for name in ("azure.ai.ml", "azure.identity") if request.param == "azureml" else ("boto3",):
         with warnings.catch_warnings(action="ignore"):
-            importlib.import_module(
-                name
-            )  # a rollback reports after four seconds: a busy machine takes them for this
+            importlib.import_module(name)
     settings = AZURE if request.param == "azureml" else SETTINGS
     if request.param == "region":
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
@@ -105,17 +109,15 @@ def stranger(
         action = Action(kind=kind, state=state, roles=roles, why="test")
         perform_action(Journal.open(context, "digits"), action)
     yield str(request.param)
-    end_all(tmp_path)  # a rollback leaves a process that tries for minutes
+    end_all(tmp_path)  # a rollback leaves a process that retries for minutes
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_command_without_cloud_access_shows_remedy(
     name: str, stranger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name in (
-        "prune",
-        "reconcile",
-    ):  # those that ask the registry too, whose database takes seconds to make
+    # These commands also use the registry, whose database takes seconds to create.
+    if name in ("prune", "reconcile"):
         here = open_project()
         there = replace(here, context=replace(here.context, registry=FakeRegistry))
         monkeypatch.setattr("onnx_ops.app.context.open_project", lambda: there)

@@ -1,4 +1,4 @@
-"""`onnx-ops doctor`: what it finds of this project."""
+"""`onnx-ops doctor`: its findings about this project."""
 
 from __future__ import annotations
 

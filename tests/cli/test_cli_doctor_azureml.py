@@ -1,4 +1,4 @@
-"""`onnx-ops doctor --provider`: what one provider finds, for the endpoints that are bound to it."""
+"""`onnx-ops doctor --provider`: findings about one provider's bound endpoints."""
 
 from __future__ import annotations
 

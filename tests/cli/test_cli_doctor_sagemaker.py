@@ -1,4 +1,4 @@
-"""`doctor --provider sagemaker` and the findings behind it, against the fake account."""
+"""`doctor --provider sagemaker` and its findings, against the fake account."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def test_sagemaker_diagnosis_with_html_response_reports_failed_check(
             account.fault(at=0, kind=kind, times=20, only=name)
             findings = found()
             bad = {check for check, finding in findings.items() if not finding.ok}
-            assert bad or name == "HEAD /models", name  # whose answer has no body
+            assert bad or name == "HEAD /models", name  # the answer to this request has no body
     finally:
         account.fault()
 
 
 def push(account: FakeSageMaker) -> None:
-    """What `docker push` leaves in ECR."""
+    """Create the image in ECR that `docker push` would create."""
     ecr = client(account, "ecr")
     digest = "sha256:" + "a" * 64
     manifest = {

@@ -18,7 +18,7 @@ from tests.support.command import Result, run_command
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project with one release of one variant."""
+    """Return a project with one release of one variant."""
     root = tmp_path_factory.mktemp("dvc-released")
     copy_parts(root, "configs/targets", "examples", "configs/pipelines/iris-onnx.yaml")
     (root / "onnx-ops.toml").write_text("signing = 'auto'\n")

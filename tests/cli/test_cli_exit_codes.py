@@ -1,4 +1,7 @@
-"""What a command's exit code and standard output say of steps, rollouts and JSON, without a process for each."""
+"""Exit codes and standard output of commands.
+
+They report steps, rollouts and JSON. The tests need no process for each command.
+"""
 
 from __future__ import annotations
 

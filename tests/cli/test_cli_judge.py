@@ -20,9 +20,10 @@ from tests.support.voice import make_voice_rows, write_voice_detector
 
 @pytest.fixture
 def folder(tmp_path: Path, scripted: None) -> Path:
-    """Files of `write_models` and a static int8 variant, on a machine whose figures are always the same.
+    """Return a folder with the files of `write_models` and a static int8 variant.
 
-    Its weights have 7 bits: on every processor it answers alike.
+    The measurements of the machine are always the same. The variant's weights have 7 bits, so its
+    answers are the same on every processor.
     """
     write_models(tmp_path)
     derive(tmp_path / "good.onnx", "static", {"reduce_range": True}).rename(tmp_path / "int8.onnx")

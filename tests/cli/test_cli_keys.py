@@ -36,7 +36,10 @@ def signing_key(project: Path) -> EcdsaSigner:
 
 
 def promoted(project: Path) -> str:
-    """A version with a decision by today's key, champion of the target."""
+    """Return a version with a decision by the present key.
+
+    It is the target's champion.
+    """
     signer = signing_key(project)
     release = publication(project / "files", model="digits", seed="a")
     (variant,) = release.variants
@@ -111,7 +114,7 @@ def test_keys_retire_keeps_earlier_grants_in_ledger(project: Path) -> None:
     assert keys("retire", short_digest(old.key)).code == 0
     state = open_project().context.ledger.state("digits")
     assert (state.config, set(state.keys)) == (config_of("digits"), {signing_key(project).key})
-    # Neither a snapshot nor a process that knows the ledger is needed.
+    # The state needs neither a snapshot nor a process that knows the ledger.
     folder = project / ".onnx-ops" / "ledger" / "digits"
     assert not (folder / "snapshot.json").exists()
     (folder / "00000001.jsonl").unlink()

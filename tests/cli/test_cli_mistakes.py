@@ -1,4 +1,4 @@
-"""Every mistake of the list is one message, at its place, with the right exit code."""
+"""Every mistake of the list causes one message, at its place, with its exit code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.golden import Golden
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project without a mistake; each test changes a copy of it."""
+    """Return a project without a mistake; each test changes a copy of it."""
     root = tmp_path_factory.mktemp("mistakes") / "shop"
     write_project(root)
     return root
@@ -49,7 +49,7 @@ def make(mistake: Mistake, project: Path, root: Path) -> None:
 
 
 def line_of(mistake: Mistake, root: Path) -> int:
-    """Number of the line that is blamed."""
+    """Return the number of the reported line."""
     if mistake.line is not None:
         return mistake.line
     return (root / mistake.file).read_text().partition(mistake.new)[0].count("\n") + 1
@@ -177,7 +177,10 @@ def test_run_with_failing_training_shows_error_once_with_line(
 def test_run_with_unsuitable_metric_suggests_others(
     labels: object, project: Path, tmp_path: Path
 ) -> None:
-    """Two labels fit one score per row: only the answers show that it is not a probability."""
+    """Two labels fit one score per row.
+
+    Only the answers show that the score is not a probability.
+    """
 
     def change(root: Path) -> None:
         write_regressor(root)

@@ -1,4 +1,4 @@
-"""`onnx-ops notify`, and what `doctor` says of it."""
+"""`onnx-ops notify`, and the findings of `doctor` about it."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_watch_without_notifier_starts_no_thread(tmp_path: Path) -> None:
 def test_rollback_that_moved_no_traffic_sends_no_notification(
     inbox: WebhookSink, tmp_path: Path
 ) -> None:
-    """Those that did not move have nothing to report, and no process is started for them."""
+    """Such a rollback has nothing to report, and no process is started for it."""
     result = CliRunner().invoke(app, ["rollback", "nowhere", "--reason", "slow", "--wait"])
     assert result.exit_code == 2
     assert inbox.requests == []

@@ -1,4 +1,4 @@
-"""What is printed keeps words, paths, intervals and names whole at any width."""
+"""Output keeps words, paths, intervals and names whole at any width."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PATH = "/srv/models/.onnx-ops/endpoints/digits/deployments/v12/model.onnx"
 
 @pytest.fixture
 def sink(width: int, monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """What is printed on a terminal of this width."""
+    """Return the output on a terminal of this width."""
     sink = io.StringIO()
     out = Console(file=sink, width=width, force_terminal=True, color_system=None, emoji=False)
     monkeypatch.setattr(common, "console", lambda: out)

@@ -1,4 +1,7 @@
-"""Where stages run, how long and for what price: `plan`, `status --runs`, and the pools of `doctor`."""
+"""The places, durations and prices of stages.
+
+The commands are `plan`, `status --runs`, and `doctor` for pools.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ EMPTY = PoolStatus(
 
 @pytest.fixture
 def pools(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """Pools of an orchestrator that these tests do not need."""
+    """Replace the pools of an orchestrator, which these tests do not need."""
     fake: Mock = create_autospec(Pools, instance=True)
     monkeypatch.setattr(RunningStages, "pools", fake)
     monkeypatch.setattr("onnx_ops.adapters.host.SystemClock.now", lambda self: 1000.0)
@@ -79,7 +82,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> Mock:
 
 @pytest.fixture
 def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """What is printed on a terminal of 80 columns."""
+    """Return the output on a terminal of 80 columns."""
     sink = io.StringIO()
     out = Console(file=sink, width=80, force_terminal=True, color_system=None, emoji=False)
     monkeypatch.setattr(common, "console", lambda: out)
@@ -175,9 +178,8 @@ def test_status_runs_with_available_workers_exits_with_0(
 def test_status_runs_without_prefect_server_exits_with_2(tmp_path: Path) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    with temporary_settings(
-        restore_defaults={PREFECT_API_URL}
-    ):  # other tests of this process may have set one
+    # Other tests of this process may have set an address.
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):
         nowhere = run_command("status", "--runs", "--json", cwd=tmp_path)
     assert (nowhere.code, json.loads(nowhere.stdout)["where"]) == (2, "PREFECT_API_URL")
     assert run_command("status", "digits", "--runs", cwd=tmp_path).code == 2

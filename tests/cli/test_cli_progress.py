@@ -1,4 +1,4 @@
-"""Progress: which step is at work, and how long those that are known still take."""
+"""Progress: the present step, and the remaining time if durations are known."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
 
 
 def shown(clock: list[float], steps: list[str], seconds: list[float]) -> list[str]:
-    """Lines at the end of each step."""
+    """Return the line at the end of each step."""
     console = Console(file=io.StringIO(), force_terminal=True)
     durations = read_durations(console)
     one, lines = StepProgress(console, durations, "test ", steps), []
@@ -73,7 +73,10 @@ def stage_of(kind: StageKind, name: str, *needs: str) -> Stage:
 
 
 def run_side_by_side(console: Console, clock: list[float], jobs: int = 2) -> list[str]:
-    """Lines while stages are at work: two of 10 s and 20 s beside each other, and one of 5 s that waits for both."""
+    """Return the lines while stages run.
+
+    Two stages of 10 s and 20 s run side by side. One stage of 5 s waits for both.
+    """
     stages = (
         stage_of(StageKind.QUANTIZE, "quantize/a"),
         stage_of(StageKind.QUANTIZE, "quantize/b"),

@@ -1,4 +1,4 @@
-"""`onnx-ops quantize`: what it writes, what it says, and what it refuses."""
+"""`onnx-ops quantize`: its files, its output, and its refusals."""
 
 from __future__ import annotations
 
@@ -166,7 +166,10 @@ def test_quantize_of_model_above_target_opset_exits_with_2(folder: Path) -> None
 
 
 def test_quantize_to_variant_that_crashes_target_reports_it(folder: Path) -> None:
-    """float16 behind this transposition, which encoders have, ends ONNX Runtime 1.31 on a CPU."""
+    """float16 behind this transposition crashes ONNX Runtime 1.31 on a CPU.
+
+    Encoders have such a transposition.
+    """
     text = """(float[batch, 4, 8] x) => (float[rows, columns, 8] y) {
         turned = Transpose<perm = [1, 0, 2]>(x) y = MatMul(turned, weight) }"""
     write_graph(folder / "model.onnx", text, weight=np.ones((8, 8), np.float32))

@@ -18,7 +18,10 @@ PAGE = "<!doctype html><title>é</title>"
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in a project whose registry holds digits/1 with a report, and digits/2 without one."""
+    """Return a folder in a project whose registry holds two versions.
+
+    digits/1 has a report, and digits/2 has none.
+    """
     world = FakeWorld()
     model, page = tmp_path / "model.onnx", tmp_path / "page.html"
     model.write_bytes(b"model")

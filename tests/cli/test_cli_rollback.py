@@ -1,4 +1,4 @@
-"""The command's own part: which endpoints, and what it says."""
+"""The selection of endpoints and the output of `onnx-ops rollback`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `run` prints about a stage that failed."""
+"""The output of `run` about a failed stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`onnx-ops quantize --method auto`: what it finds, what it keeps, and what it refuses."""
+"""`onnx-ops quantize --method auto`: its findings, its files, and its refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`onnx-ops targets`: what can be measured here, and why the rest cannot."""
+"""`onnx-ops targets`: the measurable targets, and the reasons for the others."""
 
 from __future__ import annotations
 

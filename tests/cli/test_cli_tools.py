@@ -30,7 +30,7 @@ def command(folder: Path, *arguments: str) -> Result:
 
 
 def without_digest(text: str) -> str:
-    """It is another with every version of the packages that write the file."""
+    """Remove the digest, which depends on the packages that write the file."""
     return re.sub(r"(?<=sha256 )\w+", "…", text)
 
 
@@ -152,7 +152,7 @@ class TestInspect:
 
 
 class TestOperatorsOfOtherDomains:
-    """An operator that no target has, and one of ONNX Runtime's own."""
+    """An operator that no target has, and an operator of ONNX Runtime."""
 
     COMMANDS = (
         ("inspect", "model.onnx"),
@@ -303,7 +303,7 @@ def test_bench_as_json_with_mistake_prints_error_document(folder: Path) -> None:
 
 
 class TestExternalWeights:
-    """The default of torch: weights in a file beside the model."""
+    """torch's default: weights in a file beside the model."""
 
     def test_tools_accept_external_weights(self, folder: Path) -> None:
         write_external(folder / "model.onnx", "model.onnx.data")

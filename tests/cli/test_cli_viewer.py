@@ -1,4 +1,7 @@
-"""`onnx-ops inspect --serve`: a real process whose pages are asked for, and which ends on request."""
+"""`onnx-ops inspect --serve`: a real process that serves pages.
+
+It ends on request.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,7 @@ def test_view_without_netron_names_missing_extra(
 
 
 def _outer_addresses() -> set[str]:
-    """Those under which other machines reach this one."""
+    """Return the addresses under which other machines reach this one."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
     except OSError:

@@ -1,4 +1,7 @@
-"""`reconcile --watch` and `webhooks` as processes, on a real MLflow server with real webhooks and a real endpoint."""
+"""`reconcile --watch` and `webhooks` as processes.
+
+MLflow's server, its webhooks and the endpoint are real.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ listening = partial(
 
 @pytest.fixture(scope="module")
 def mlflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the server."""
+    """Return the folder of the server."""
     return tmp_path_factory.mktemp("mlflow")
 
 
@@ -60,7 +63,7 @@ def site(server: str, tmp_path: Path) -> Iterator[Site]:
 
 @pytest.mark.nightly
 def test_reconcile_watch_after_webhook_applies_or_reverts_alias(site: Site) -> None:
-    """Passes are an hour apart, so that what happens is what webhooks have asked for."""
+    """Passes are an hour apart, so that only webhooks trigger actions."""
     registry, port = site.context.registry(), free_port()
     url = f"http://127.0.0.1:{port}/webhooks/mlflow"
     site.publish("a")
@@ -166,7 +169,7 @@ def test_webhooks_repair_of_changed_webhook_restores_it(server: str, tmp_path: P
 def test_webhooks_install_on_closed_server_names_settings_to_change(
     server: str, mlflow: Path, tmp_path: Path
 ) -> None:
-    """And one that has lost its key cannot read its webhooks."""
+    """A server that has lost its key cannot read its webhooks either."""
     with listening(wake=print, refused=print) as receiver, mlflow_server(tmp_path) as url:
         ours = MlflowWebhooks(url)
         with pytest.raises(UserError) as closed:
@@ -197,7 +200,10 @@ def test_webhooks_check_without_server_key_raises_error_after_restart(tmp_path: 
 
 
 def copy_webhooks(source: Path, to: Path) -> None:
-    """What one server has stored under its key becomes another server's, which has another key."""
+    """Copy the webhooks of one server to another.
+
+    They are encrypted with the key of the first server. The other server has a different key.
+    """
     with closing(sqlite3.connect(to, timeout=60)) as database, database:
         database.execute("ATTACH ? AS source", (str(source),))
         for table in ("webhooks", "webhook_events"):

@@ -1,4 +1,4 @@
-"""Models and rows that the tools are pointed at."""
+"""Models and rows for tests of the tools."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from tests.support.pairs import write_changed
 
 
 def write_models(folder: Path) -> None:
-    """`good.onnx`; `wrong.onnx`, which answers other than it; `other.onnx`, which takes other inputs; `rows.npz`."""
+    """Write three models and `rows.npz`.
+
+    `wrong.onnx` gives other answers than `good.onnx`. `other.onnx` takes other inputs.
+    """
     write_changed(write_perceptron(folder / "good.onnx"), "third.bias", np.zeros_like, "wrong.onnx")
     write_convolution(folder / "other.onnx")
     np.savez(folder / "rows.npz", x=rows(50)["x"], label=np.arange(50))
 
 
 def write_hostile(folder: Path) -> None:
-    """Files that no tool may stumble over, beside those of `write_models`."""
+    """Add files that must not crash any tool to those of `write_models`."""
     (folder / "garbage.onnx").write_bytes(bytes(range(256)) * 20)
     (folder / "empty.onnx").write_bytes(b"")
     (folder / "cut.onnx").write_bytes((folder / "good.onnx").read_bytes()[:700])

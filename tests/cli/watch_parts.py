@@ -1,4 +1,7 @@
-"""A project on a real MLflow server, with a real local endpoint, and `onnx-ops reconcile --watch` as a process."""
+"""A project on a real MLflow server, with a real local endpoint.
+
+`onnx-ops reconcile --watch` runs as a process.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,11 @@ CHAMPION, CHALLENGER = f"champion-{TARGET}", f"challenger-{TARGET}"
 
 
 class Site:
-    """One project; `model` and endpoint have its folder's name, as all projects of a test run share an MLflow."""
+    """One project.
+
+    Model and endpoint are named for its folder, because all projects of a test run share an MLflow
+    server.
+    """
 
     def __init__(self, folder: Path, url: str) -> None:
         self.folder, self.url = folder, url
@@ -50,7 +57,7 @@ class Site:
         bind_endpoint(self.context, replace(config, target_digest=digest), RolloutPolicy())
 
     def publish(self, seed: str, verdict: Verdict = Verdict.PASS) -> str:
-        """A version with a decision that this project's key has signed."""
+        """Publish a version with a decision that this project's key has signed."""
         release = publication(
             self.folder / "built", model=self.model, seed=seed, verdict=verdict, target=TARGET
         )
@@ -76,7 +83,7 @@ class Site:
         return {} if found is None else dict(found.split.weights)
 
     def ever_deployed(self) -> set[str]:
-        """Every version that any intent would have given traffic."""
+        """Return every version that any intent would have given traffic."""
         bodies = [entry.body for entry in self.context.ledger.read(self.endpoint)]
         return {
             d.version
@@ -86,7 +93,7 @@ class Site:
         }
 
     def done(self) -> list[str]:
-        """Kinds of the actions that have ended well, and refusals, in order."""
+        """Return the kinds of successful actions, and refusals, in order."""
         entries = self.context.ledger.read(self.endpoint)
         ended = {
             entry.body.of
@@ -106,7 +113,7 @@ class Site:
 
 
 class Watching:
-    """The process and the reports it has printed."""
+    """The process, and the reports that it has printed."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process

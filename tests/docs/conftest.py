@@ -1,4 +1,7 @@
-"""The generators of the reference are imported as MkDocs does it: by their bare names."""
+"""Import path of the generators of the reference.
+
+MkDocs imports them by their bare names.
+"""
 
 from __future__ import annotations
 

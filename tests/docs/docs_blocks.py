@@ -1,16 +1,18 @@
 """Fenced blocks of the documentation, and the commands in them.
 
-A comment right above a block says what is special about it:
+A comment directly above a block describes a special property of the block:
 
-    <!-- not run: REASON -->              it cannot run here; its commands and options must exist
-    all the same <!-- breaks: WHAT -->                 something is broken while it runs <!-- output
-    of another machine -->    it runs, and its output is not compared <!-- scratch: empty -->
-    the page begins in an empty folder, not in a project that has released <!-- scratch: machine -->
-    it begins on a machine that has nothing yet, not even this package <!-- soon -->
-    what it shows comes after a while <!-- after: WHAT -->                  a person does something
-    before it <!-- with: WHAT -->                   something is there from here to the end of the
-    page <!-- file: NAME -->                   it is the content of a file <!-- runs on: TEXT or URL
-    -->         its servers print this or answer there; all but those begun by `&` end then
+- `<!-- not run: REASON -->`: it cannot run in a test; its commands and options must exist anyway.
+- `<!-- breaks: WHAT -->`: something is broken while it runs.
+- `<!-- output of another machine -->`: it runs, and its output is not compared.
+- `<!-- scratch: empty -->`: the page begins in an empty folder, not in a project that has released.
+- `<!-- scratch: machine -->`: it begins on a machine without anything, not even this package.
+- `<!-- soon -->`: the shown output comes after a while.
+- `<!-- after: WHAT -->`: a person does something before it.
+- `<!-- with: WHAT -->`: something exists from the block to the end of the page.
+- `<!-- file: NAME -->`: it is the content of a file.
+- `<!-- runs on: TEXT or URL -->`: its servers print the text or answer at the URL; all servers
+  except those that begin with `&` end then.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ _SEPARATORS = "();<>|&\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A fenced block. `line` is that of its fence, from 1; `notes` are the comments right above it."""
+    """A fenced block.
+
+    `line` is the line of its fence, from 1. `notes` are the comments directly above it.
+    """
 
     page: Path
     line: int
@@ -44,7 +49,10 @@ class Block:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
     def note(self, kind: str) -> str | None:
-        """What a comment `kind: …` says, "" for a bare `kind`; None without one."""
+        """Return the text of a comment `kind: …`.
+
+        It is "" for a bare `kind`, and None without such a comment.
+        """
         for text in self.notes:
             name, _, said = text.partition(":")
             if name == kind:
@@ -58,14 +66,17 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command as it stands, and the output that the page shows; None where it shows none."""
+    """A command as it is written, and the output that the page shows.
+
+    The output is None if the page shows none.
+    """
 
     text: str
     shown: tuple[str, ...] | None
 
 
 def blocks_of(page: Path) -> tuple[Block, ...]:
-    """All fenced blocks of a page, in their order."""
+    """Return all fenced blocks of a page in their order."""
     lines, found, number = page.read_text(encoding="utf-8").splitlines(), [], 0
     while number < len(lines):
         if opening := _FENCE.match(lines[number]):
@@ -88,7 +99,10 @@ def _notes(lines: list[str], fence: int) -> Iterator[str]:
 
 
 def commands_of(block: Block) -> tuple[Command, ...]:
-    """The commands of a shell block; in a console block the lines after `$`, each with what follows it."""
+    """Return the commands of a shell block.
+
+    In a console block they are the lines after `$`, each with the lines that follow it.
+    """
     if block.language == "bash":
         return tuple(Command(text=text, shown=None) for text in _joined(block.text.splitlines()))
     found: list[Command] = []
@@ -99,7 +113,10 @@ def commands_of(block: Block) -> tuple[Command, ...]:
 
 
 def _joined(lines: list[str]) -> list[str]:
-    """Lines that end in a backslash with their next ones; empty lines and comments left out."""
+    """Return the lines without empty lines and comments.
+
+    A line that ends in a backslash is joined with the next one.
+    """
     text = "\n".join(lines).replace("\\\n", " ")
     return [
         line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("# ")
@@ -107,7 +124,10 @@ def _joined(lines: list[str]) -> list[str]:
 
 
 def calls(text: str) -> Iterator[list[str]]:
-    """The words of each simple command of a shell text: what stands between `&&`, `|`, `;` and ends of lines."""
+    """Yield the words of each simple command of a shell text.
+
+    Commands are separated by `&&`, `|`, `;` and ends of lines.
+    """
     text = re.sub(r"(^|\s)#\s.*$", "", text.replace("\\\n", " "), flags=re.MULTILINE)
     lexer = shlex.shlex(text, posix=True, punctuation_chars=_SEPARATORS)
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""

@@ -1,4 +1,7 @@
-"""Pages on extensions, followed literally: their files are written, installed, and tested by their own suites."""
+"""Pages on extensions, followed literally.
+
+Their files are written, installed, and tested by their own suites.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ def read_files(page: Path) -> dict[str, str]:
 
 
 def install_extension(page: Path, folder: Path) -> None:
-    """Write the files of a page, and the metadata that `pip install .` would write into `folder`."""
+    """Write the files and the metadata of a page into `folder`.
+
+    The metadata is what `pip install .` would write.
+    """
     files = read_files(page)
     for name, text in files.items():
         path = folder / name
@@ -44,7 +50,10 @@ def install_extension(page: Path, folder: Path) -> None:
 
 
 def run_suite(folder: Path, *arguments: str) -> str:
-    """Run tests of a page in a process of their own; return its output. They must pass."""
+    """Run tests of a page in a separate process; return its output.
+
+    The tests must pass.
+    """
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT)))}
     result = subprocess.run(
@@ -55,7 +64,10 @@ def run_suite(folder: Path, *arguments: str) -> str:
 
 
 def find_undocumented(text: str) -> set[str]:
-    """Return the functions of onnx_ops that a plug-in uses although `ports.md` does not list them."""
+    """Return the functions of onnx_ops that a plug-in uses without documentation.
+
+    `ports.md` lists the documented functions.
+    """
     used = {
         f"{node.module}.{alias.name}"
         for node in ast.walk(ast.parse(text))

@@ -1,4 +1,4 @@
-"""What pages take for granted: servers that are there, things that are broken."""
+"""Preconditions of pages: running servers and broken parts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.server import ServerFamily
 
 
 def stop(project: Path) -> None:
-    """End the project's servers, once what a rollback does in the background is done."""
+    """End the project's servers after the background work of a rollback is done."""
     for process in psutil.process_iter(["cwd", "cmdline"]):
         words = process.info["cmdline"] or ()
         if process.info["cwd"] == str(project) and "onnx_ops.serving.main" not in words:
@@ -47,7 +47,7 @@ def stop_endpoints(project: Path) -> None:
 
 @contextlib.contextmanager
 def broken(what: str | None, project: Path, shell: Shell) -> Iterator[None]:
-    """What a page says is broken, while its block runs."""
+    """Break what a page names while its block runs."""
     match what:
         case None:
             yield
@@ -73,7 +73,7 @@ def broken(what: str | None, project: Path, shell: Shell) -> Iterator[None]:
 
 @contextlib.contextmanager
 def there(what: str, project: Path, shell: Shell) -> Iterator[None]:
-    """What a page needs from there on."""
+    """Provide what a page needs for its remaining blocks."""
     match what:
         case "a webhook for notifications":
             with WebhookSink().open() as inbox:
@@ -97,9 +97,8 @@ def there(what: str, project: Path, shell: Shell) -> Iterator[None]:
                 yield
         case "an installed webhook of an MLflow server":
             with webhook_server(project, shell):
-                shell.run(
-                    "onnx-ops webhooks install --url http://127.0.0.1:8650/webhooks/mlflow"
-                )  # makes the secret
+                # The command makes the secret.
+                shell.run("onnx-ops webhooks install --url http://127.0.0.1:8650/webhooks/mlflow")
                 yield
         case "rows.json":
             (project / what).write_text(json.dumps([[0.0] * 64]), encoding="utf-8")
@@ -161,7 +160,7 @@ def iris_server(project: Path) -> Iterator[None]:
 
 
 def kill_supervisor(project: Path) -> None:
-    """SIGKILL to the supervisor alone: its workers answer on."""
+    """Send SIGKILL to the supervisor alone; its workers continue to answer."""
     folder = project / ".onnx-ops" / "endpoints" / "digits"
     supervisor = psutil.Process(codec.loads((folder / SERVER_FILE).read_bytes(), ServerRecord).pid)
     supervisor.send_signal(signal.SIGKILL)
@@ -169,7 +168,7 @@ def kill_supervisor(project: Path) -> None:
 
 
 def kill_server(project: Path) -> None:
-    """SIGKILL to the supervisor and its workers, found by their state folder."""
+    """Send SIGKILL to the supervisor and its workers, found by their state folder."""
     folder = project / ".onnx-ops" / "endpoints" / "digits"
     for process in psutil.process_iter(["cmdline", "cwd"]):
         if folder in [

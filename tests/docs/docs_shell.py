@@ -1,4 +1,4 @@
-"""A shell that runs the blocks of a page one after the other, as a reader would."""
+"""A shell that runs the blocks of a page one after the other, as a reader does."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Shell:
 
     Args:
         folder: where it begins.
-        path: what commands are looked for in; this installation's first unless given.
-        variables: further ones.
+        path: search path of commands; by default, this installation's programs come first.
+        variables: further variables.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Shell:
         )
 
     def run(self, text: str) -> tuple[str, int]:
-        """What a command prints, both streams together, and how it ended."""
+        """Return the output of a command, both streams together, and its exit code."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         timer = threading.Timer(TIMEOUT_S, os.killpg, (self._process.pid, signal.SIGKILL))
@@ -73,7 +73,7 @@ class Shell:
         )
 
     def begin(self, text: str, log: Path) -> psutil.Process:
-        """Start a command that runs on, with its output in a file."""
+        """Start a command that continues to run, with its output in a file."""
         output, code = self.run(
             f"bash -c {shlex.quote(text)} </dev/null >>{shlex.quote(str(log))} 2>&1 & echo $!"
         )
@@ -81,7 +81,10 @@ class Shell:
         return psutil.Process(int(output))
 
     def close(self) -> None:
-        """End the shell. Endpoints that its commands started have sessions of their own, and live on."""
+        """End the shell.
+
+        Endpoints that its commands started have separate sessions, and continue to run.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -93,7 +96,10 @@ class Shell:
 
 
 def wait_for(sign: str, log: Path, process: psutil.Process, *, may_end: bool = False) -> bool:
-    """Wait until an address answers, or a text stands in the log; False if the process has ended before, as it may."""
+    """Wait until an address answers, or a text is in the log.
+
+    Return False if the process has ended before, which `may_end` allows.
+    """
     deadline = time.monotonic() + TIMEOUT_S
     while not (
         _answers(sign)
@@ -118,7 +124,7 @@ def _answers(address: str) -> bool:
 
 
 def outcome_of(command: Command) -> tuple[int, tuple[str, ...]]:
-    """The exit code that a page shows (0 if none), and the output without it."""
+    """Return the exit code that a page shows (0 if none), and the output without it."""
     shown = command.shown or ()
     if shown and (ended := re.fullmatch(r"exit (\d+)", shown[-1])):
         return int(ended[1]), shown[:-1]
@@ -126,21 +132,25 @@ def outcome_of(command: Command) -> tuple[int, tuple[str, ...]]:
 
 
 def without_figures(line: str) -> str:
-    """Figures, times and the widths of tables are each machine's own."""
+    """Return a line without values that differ between machines.
+
+    These are numbers, times and the widths of tables.
+    """
     return re.sub(r"\s+", " ", re.sub(r"\d[\d.,e:+T-]*", "0", line)).strip()
 
 
 def without_ports(line: str) -> str:
-    """A line whose figures count, but for the port that the system chose."""
+    """Return a line with its numbers, but without the port that the system chose."""
     return re.sub(r"\s+", " ", re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:0", line)).strip()
 
 
 def missing(
     shown: tuple[str, ...], output: str, plain: Callable[[str], str] = without_figures
 ) -> list[str]:
-    """Lines that a page shows and a command did not print, in this order, both as `plain` makes them.
+    """Return the lines that a page shows and a command did not print.
 
-    `…` in a line stands for any text, and a line of it for any lines.
+    The lines must occur in this order. `plain` is applied to both texts. `…` in a line stands for
+    any text, and a line `…` for any lines.
     """
     printed = [plain(line) for line in output.splitlines()]
     lost, begin = [], 0

@@ -1,4 +1,7 @@
-"""What blocks of the documentation say is true, without running them: commands, options and keys exist."""
+"""Static checks of the documentation's blocks.
+
+Their commands, options and keys exist. The blocks do not run.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 LANGUAGES = {"bash", "console", "python", "yaml", "json", "toml", "ini", "text"}
 
 IN_A_CHECKOUT = (ROOT / "docs" / "endpoint-proof.md", ROOT / "docs" / "extend-command.md")
-"""Pages on how to repeat what this repository measured, and how to change its commands."""
+"""Pages for readers with a checkout.
+
+They describe how to repeat this repository's measurements, and how to change its commands.
+"""
 
 
 def shaped(language: str) -> list[Any]:
@@ -67,7 +73,10 @@ def test_page_imports_no_test_module(page: Path) -> None:
 
 
 def unknown(words: list[str]) -> str:
-    """What of a command is not known; empty if all of it is, or it is none of ours."""
+    """Return the unknown parts of a command.
+
+    The result is empty if all parts are known, or if the command is not one of onnx-ops.
+    """
     if words[:3] == ["python", "-m", "onnx_ops"]:
         words = ["onnx-ops", *words[3:]]
     if words[0] != "onnx-ops" or len(words) < 2 or words[1].startswith(("-", "…")):
@@ -97,7 +106,10 @@ def test_unknown_command_or_option_is_detected() -> None:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with this project's targets and functions, and what the pages make up: a metric, parameters."""
+    """Return a folder with this project's targets and functions.
+
+    It also has what the pages invent: a metric and parameters.
+    """
     root = tmp_path_factory.mktemp("project")
     (root / "configs").mkdir()
     (root / "configs" / "targets").symlink_to(ROOT / "configs" / "targets")
@@ -132,7 +144,10 @@ def test_yaml_block_is_valid_for_its_reader(block: Block, project: Path, tmp_pat
 
 
 def check_pipeline_part(block: Block, value: dict[str, Any], project: Path, folder: Path) -> None:
-    """A whole file as it stands, or sections in place of those of a pipeline that is whole."""
+    """Check a complete pipeline file, or sections of one.
+
+    Sections replace those of a complete pipeline.
+    """
     file = folder / "page.yaml"
     if "pipeline" in value:
         file.write_text(block.text, encoding="utf-8")
@@ -146,9 +161,8 @@ def check_pipeline_part(block: Block, value: dict[str, Any], project: Path, fold
         file.write_text(
             yaml.safe_dump({**whole, **measured, **written}, sort_keys=False), encoding="utf-8"
         )
-    load_pipeline(
-        file, root=project, reach=Reach(paths=(str(ROOT),))
-    )  # which the project's files are links to
+    # The project's files are links to files in ROOT.
+    load_pipeline(file, root=project, reach=Reach(paths=(str(ROOT),)))
 
 
 @pytest.mark.parametrize("block", shaped("json"))

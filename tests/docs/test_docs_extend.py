@@ -1,4 +1,7 @@
-"""The page on extensions, followed literally: its modules are written, imported and used from file to report."""
+"""The page on extensions, followed literally.
+
+Its modules are written, imported and used from file to report.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,10 @@ gates:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Write and import the modules of the page, and install its optimizer as `pip install .` does."""
+    """Write and import the modules of the page.
+
+    Install its optimizer as `pip install .` does.
+    """
     install_extension(PAGE, tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     metrics, gates = dict(METRICS), dict(GATES)

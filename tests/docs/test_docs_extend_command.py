@@ -1,4 +1,7 @@
-"""The page on commands, followed literally in a copy of the package: its command runs, and passes the page's tests."""
+"""The page on commands, followed literally in a copy of the package.
+
+Its command runs, and passes the page's tests.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ LINKS = ("benchmarks", "configs", "docs", "examples", "pyproject.toml")
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy of the package and its tests, with the files and the row of the page."""
+    """Return a copy of the package and its tests.
+
+    The files of the page, and its row in the table of commands, are added.
+    """
     folder = tmp_path_factory.mktemp("checkout")
     ignore = shutil.ignore_patterns("__pycache__", "templates")
     for name in PARTS:

@@ -1,4 +1,7 @@
-"""The page on endpoint providers, followed literally: its provider is installed, and tested by its suite."""
+"""The page on endpoint providers, followed literally.
+
+Its provider is installed, and tested by its suite.
+"""
 
 from __future__ import annotations
 

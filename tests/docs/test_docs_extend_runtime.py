@@ -1,4 +1,7 @@
-"""The page on runtimes, followed literally: its runtime is installed, tested by its suite, and used by a command."""
+"""The page on runtimes, followed literally.
+
+Its runtime is installed, tested by its suite, and used by a command.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The messages on the runbooks are those of the program."""
+"""The messages in the runbooks are those of the program."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ _SHORTEST = 7
 
 @pytest.fixture(scope="module")
 def messages() -> list[re.Pattern[str]]:
-    """Every text in the program's source of more than one word, f-strings with any text for what is put in."""
+    """Return patterns for the texts of the program with more than one word.
+
+    Computed parts of f-strings match any text.
+    """
     found: set[str] = set()
     for path in (ROOT / "onnx_ops").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             texts = [str(part.value) if isinstance(part, ast.Constant) else "" for part in parts]
             if isinstance(node, ast.JoinedStr | ast.Constant) and _tells("".join(texts)):
-                texts[0] = texts[0].removeprefix("; ")  # one that is appended to another
+                texts[0] = texts[0].removeprefix("; ")  # a text that is appended to another one
                 found.add(".+".join(re.escape(text) for text in texts))
     return [re.compile(pattern) for pattern in found]
 

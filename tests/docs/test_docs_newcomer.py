@@ -1,7 +1,7 @@
-"""A new user on a machine that has nothing: a page followed word by word from the built wheel, in a new environment.
+"""A new user on an empty machine.
 
-Prefect's server and worker, MLflow's server with its pages in a browser, Git and the reconciler are
-the real ones.
+The user follows a page word by word, with the built wheel in a new environment. Prefect's server
+and worker, MLflow's server with its pages in a browser, Git and the reconciler are the real ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ ALIAS = "challenger-cpu-1t"
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Shell]:
-    """A shell in an empty home, beside the wheel of this tree; nothing that it starts lives on."""
+    """Return a shell in an empty home, beside the wheel of this tree.
+
+    No process that it starts outlives the test.
+    """
     wheels = tmp_path / "wheels"
     built = [
         sys.executable,
@@ -105,7 +108,7 @@ def follow(block: Block, command: Command, shell: Shell) -> None:
 
 
 def allow_for_a_shared_machine(project: Path) -> None:
-    """Wide enough for any machine that the tests may share: the page is not about its noise."""
+    """Widen a gate for a shared machine: the page is not about noise."""
     file = project / "configs" / "pipelines" / "shop.yaml"
     text = file.read_text(encoding="utf-8")
     assert "max_regression: 5%" in text
@@ -113,7 +116,7 @@ def allow_for_a_shared_machine(project: Path) -> None:
 
 
 def add_alias(address: str) -> None:
-    """What the page asks the reader to click."""
+    """Make the clicks that the page requests."""
     from playwright.sync_api import sync_playwright
 
     browser = next(
@@ -135,7 +138,10 @@ def add_alias(address: str) -> None:
 
 
 def act_as_github(project: Path) -> None:
-    """The last commit, pushed: the steps of the project's own action, and a server that stands for GitHub."""
+    """Run the project's own action for the last commit, as after a push.
+
+    A server replaces GitHub.
+    """
     action = yaml.safe_load(
         (project / ".github" / "actions" / "onnx-ops" / "action.yml").read_text(encoding="utf-8")
     )

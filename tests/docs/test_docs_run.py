@@ -1,4 +1,7 @@
-"""Every block of shell and Python on the pages runs, in a project that has released, and prints what the page shows."""
+"""Runs of every block of shell and Python on the pages.
+
+The blocks run in a project that has released, and print what the page shows.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +47,17 @@ def name(page: Path) -> str:
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
-    """A project whose endpoint `digits` serves version 2 and served version 1, and a copy of it at rest."""
+    """Provide a project with a release, and a copy of it without running servers.
+
+    Its endpoint `digits` serves version 2, and served version 1 before.
+    """
     project = tmp_path_factory.mktemp("docs") / "project"
     scaffold(project, "digits-mlp", "sklearn")
     file = project / PIPELINE
     text = file.read_text(encoding="utf-8").replace("endpoint: digits-mlp", "endpoint: digits")
     variants, rest = text.index("quantize:"), text.index("benchmark:")
-    # Wide enough for any machine that these tests may share: they are about the pages, not about
-    # its noise.
+    # The limit is wide enough for every shared machine: these tests are about the pages, not about
+    # noise.
     file.write_text(
         (text[:variants] + text[rest:]).replace("max_regression: 5%", "max_regression: 80%")
     )
@@ -68,7 +74,7 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, P
 
 
 def bring_files(project: Path) -> None:
-    """The files that the page of single files speaks of."""
+    """Create the files that the page on single files mentions."""
     from sklearn.datasets import load_digits
 
     model = onnx.load(next((project / ".onnx-ops" / "models").glob("*/model.onnx")))
@@ -101,7 +107,7 @@ def test_page_blocks_run_in_released_project(page: Path, released: tuple[Path, P
     follow(page, project, project)
 
 
-@pytest.mark.nightly  # two minutes; `test_docs_blocks` looks at its commands every time
+@pytest.mark.nightly  # two minutes; `test_docs_blocks` checks its commands every time
 @pytest.mark.services
 @pytest.mark.parametrize("page", FRESH, ids=name)
 def test_page_blocks_run_in_empty_folder(page: Path, tmp_path: Path) -> None:
@@ -155,8 +161,10 @@ def follow_block(block: Block, shell: Shell, project: Path) -> None:
 
 
 def follow_server(text: str, sign: str, shell: Shell, log: Path, *, alone: bool) -> None:
-    """A command of a block with servers: one that ends in `&` lives as long as the page, and others are run as usual.
-    In a block without `&` each may be a server, which is ended once it shows the sign.
+    """Run a command of a block with servers.
+
+    A command that ends in `&` runs until the end of the page, and the others run as usual. In a
+    block without `&` every command can be a server, which is ended once it shows the sign.
     """
     log.write_text("", encoding="utf-8")
     if text.endswith("&"):
@@ -174,7 +182,11 @@ def follow_server(text: str, sign: str, shell: Shell, log: Path, *, alone: bool)
 
 
 def answered(command: Command, shell: Shell) -> tuple[str, int]:
-    """What a command prints. Where this machine was too noisy for a verdict, it is measured again, as the pages say."""
+    """Return the output and the exit code of a command.
+
+    If this machine was too noisy for a verdict, the measurement is repeated, as the pages
+    recommend.
+    """
     output, code = shell.run(command.text)
     for _ in range(TRIES):
         if code != INCONCLUSIVE or not command.text.startswith("onnx-ops run"):

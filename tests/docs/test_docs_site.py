@@ -1,4 +1,7 @@
-"""The site builds strictly, holds every option and key and page, and fetches nothing from elsewhere."""
+"""The site of the documentation.
+
+It builds strictly, holds every option, key and page, and loads nothing from elsewhere.
+"""
 
 from __future__ import annotations
 

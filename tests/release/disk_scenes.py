@@ -1,4 +1,7 @@
-"""Scenes whose ledger, model folders and content store are files, and what must be true of these files in the end."""
+"""Scenes whose ledger, model folders and content store are files.
+
+The module also checks these files for damage.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ STATE = ".onnx-ops"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskWorld(FakeWorld):
-    """What outlives a process lies below `root`, as in a project; what a process remembers of it ends with it."""
+    """A world whose persistent state is below `root`, as in a project.
+
+    Everything else is memory of a process, and ends with it.
+    """
 
     root: Path
     alive: dict[str, Context] = field(default_factory=dict)
@@ -59,7 +65,7 @@ def disk_world(root: Path) -> DiskWorld:
 
 @contextmanager
 def on_disk(root: Path) -> Iterator[None]:
-    """Scenes that are made meanwhile stand below this folder."""
+    """Create the scenes of this block below a folder."""
     token = new_world.set(lambda: disk_world(root))
     try:
         yield
@@ -68,7 +74,10 @@ def on_disk(root: Path) -> Iterator[None]:
 
 
 def disk_copies_of(setup: Callable[[], Scene], root: Path) -> Callable[[], Scene]:
-    """Return what `setup` returns, as it was: each call of the result puts the files below `root` back."""
+    """Return a function that copies the scene that `setup` returns.
+
+    Each call of the function also restores the files below `root`.
+    """
     with on_disk(root):
         first = setup()
     assert isinstance(first.world, DiskWorld)
@@ -88,7 +97,7 @@ def disk_copies_of(setup: Callable[[], Scene], root: Path) -> Callable[[], Scene
 
 
 def damage(root: Path) -> list[str]:
-    """What is torn below a world's folder, read as a process reads it that starts now."""
+    """Return the damage below a world's folder, as a newly started process reads it."""
     found: list[str] = []
     ledger, models, store = ledger_of(root), models_of(root), store_of(root)
     for endpoint in ledger.endpoints():

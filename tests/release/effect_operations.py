@@ -1,4 +1,7 @@
-"""The operations whose effects are disturbed: those of the reconciler and of operators, retention, and whole runs."""
+"""The operations whose effects are disturbed.
+
+They are operations of the reconciler and of operators, retention, and whole runs.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ _RELEASE = (
 
 @contextmanager
 def synthetic() -> Iterator[None]:
-    """The plugins of the synthetic project can be found meanwhile."""
+    """Make the plugins of the synthetic project importable inside the block."""
     with patch.object(sys, "path", [str(PLUGINS), *sys.path]):
         yield
     for name in ("synthetic_project", "synthetic_plugins", "synthetic_job"):
@@ -46,7 +49,10 @@ def synthetic() -> Iterator[None]:
 
 
 def project_of(scene: Scene) -> Project:
-    """A process's view of the scene's project: the files are real, the services those of the scene."""
+    """Return the project of a scene as a process opens it.
+
+    The files are real, and the services are those of the scene.
+    """
     project, context = open_project(scene.context.root), scene.context
     return replace(
         project,
@@ -66,7 +72,10 @@ def project_of(scene: Scene) -> Project:
 
 
 def run(scene: Scene, until: StageKind | None = None) -> tuple[str, ...]:
-    """Run the project's pipeline; which stages did something. Raises what a stage raised."""
+    """Run the project's pipeline, and return the executed stages.
+
+    It raises the errors of the stages.
+    """
     project = project_of(scene)
     (file,) = (project.settings.root / "configs" / "pipelines").glob("*.yaml")
     helper = importlib.import_module("synthetic_project")
@@ -80,7 +89,7 @@ def run(scene: Scene, until: StageKind | None = None) -> tuple[str, ...]:
 
 
 def pipeline() -> Scene:
-    """A project with a pipeline that was never run."""
+    """Return a scene with a pipeline that was never run."""
     scene = Scene()
     helper = importlib.import_module("synthetic_project")
     (file,) = helper.write_project(scene.context.root, pipelines=1, variants=2, targets=1)
@@ -90,14 +99,17 @@ def pipeline() -> Scene:
 
 
 def judged() -> Scene:
-    """A project whose pipeline has run until its gates."""
+    """Return a scene whose pipeline has run up to its gates."""
     scene = pipeline()
     run(scene, StageKind.GATE)
     return scene
 
 
 def end_of_run(scene: Scene) -> Mapping[str, Any]:
-    """With what the registry holds, and what a further run does."""
+    """Return the comparable end with versions and stages.
+
+    The versions are those of the registry, the stages those of a further run.
+    """
     versions = [
         (one.version, one.variant, one.manifest) for one in scene.world.registry.versions(MODEL)
     ]
@@ -121,7 +133,10 @@ def end_of_deletion(scene: Scene) -> Mapping[str, Any]:
 
 
 def full_house() -> Scene:
-    """Version 1 to 5, of which 3 serves and 2 is the one before; and a store with an unreferenced object."""
+    """Return a scene with versions 1 to 5, and a store with an unreferenced object.
+
+    Version 3 serves, and version 2 is the previous one.
+    """
     scene = serving("a", "b", "c")
     store = scene.context.store
     used = store.put_bytes(b"used")

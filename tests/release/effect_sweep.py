@@ -1,7 +1,8 @@
-"""Every effect of a release operation, one at a time: killed at it, or it fails, or its answer is lost.
+"""Disturbance of every effect of a release operation, one effect at a time.
 
-The effects are counted by a run that nothing disturbs. A trial disturbs one of them, lets follow
-what an operator and the reconciler do next, and compares the end with that of the undisturbed run.
+The process is killed at the effect, or the effect fails, or its answer is lost. An undisturbed run
+counts the effects. A trial disturbs one of them. Then the operator and the reconciler continue. The
+end is compared with that of the undisturbed run.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from tests.release.release_scenes import end_of
 from tests.support.faults import Faults, Killed
 
 FaultKind = Literal["kill -9", "ENOSPC", "EACCES", "kill -9 at a call", "lost"]
-"""The first three happen to a call of the system that changes a file, the others to a call of a
-port.
+"""Kind of a disturbance.
+
+The first three happen to a system call that changes a file, the others to a call of a port.
 """
 
 OF_FILES: tuple[FaultKind, ...] = ("kill -9", "ENOSPC", "EACCES")
@@ -41,9 +43,11 @@ Point = tuple[FaultKind, int]
 
 
 def comparable_end(scene: Scene) -> dict[str, Any]:
-    """Return the end of a scene, whose roles are reduced to the bytes that are served in them: when a rollout ended and
-    when an override was given differ. `unshown` are entries that the registry should show to
-    people, and does not.
+    """Return the end of a scene, without parts that legitimately differ.
+
+    Roles are reduced to the files that are served in them: the times at which a rollout ended and
+    an override was given differ. `unshown` are entries that the registry should show to people, and
+    does not.
     """
     end, shown = end_of(scene), scene.world.registry.mirrored
     roles = {
@@ -62,7 +66,10 @@ def comparable_end(scene: Scene) -> dict[str, Any]:
 
 
 def _to_show(scene: Scene) -> Iterator[LedgerEntry]:
-    """The entries before the last note of each endpoint that the registry says what the ledger says."""
+    """Yield the entries that the registry should show.
+
+    For each endpoint they precede the last `AliasesWritten` entry.
+    """
     for name in scene.world.ledger.endpoints():
         entries = scene.world.ledger.read(name)
         last = max(
@@ -76,8 +83,11 @@ def _to_show(scene: Scene) -> Iterator[LedgerEntry]:
 
 @dataclass(frozen=True)
 class Operation:
-    """`act` is disturbed; then again, if a person sees that it is not `done`. `follow` is what comes afterwards, and
-    `end` returns all that must be as if nothing had happened."""
+    """An operation that is disturbed.
+
+    `act` is disturbed. It is repeated if a person sees that it is not `done`. `follow` comes
+    afterwards. `end` returns everything that must equal the undisturbed run.
+    """
 
     setup: Callable[[], Scene]
     act: Callable[[Scene], object]
@@ -89,7 +99,7 @@ class Operation:
 
 @dataclass
 class Tally:
-    """What was tried, and what was inconsistent in it."""
+    """The points that were tried, and the inconsistencies at each."""
 
     tried: list[Point] = field(default_factory=list)
     inconsistent: dict[Point, list[str]] = field(default_factory=dict)
@@ -98,7 +108,10 @@ class Tally:
 def sweep_effects(
     operation: Operation, root: Path, choose: Callable[[Iterable[Point]], Sequence[Point]] = list
 ) -> Tally:
-    """Disturb the chosen ones of all points of an operation whose files lie below `root`."""
+    """Disturb an operation at the chosen points of all its points.
+
+    Its files are below `root`.
+    """
     copies = disk_copies_of(operation.setup, root)
     points: list[Point] = []
     for kinds in (OF_FILES, OF_CALLS):
@@ -141,7 +154,11 @@ def _faults(kind: FaultKind, moment: int) -> Faults:
 def _try(
     operation: Operation, scene: Scene, root: Path, point: Point, expected: Mapping[str, Any]
 ) -> list[str]:
-    """A process that meets an error has ended; one that meets a closed folder lives until its lease has expired."""
+    """Try one point, and return the problems.
+
+    A process that gets an error ends. A process that cannot write to the folder lives until its
+    lease has expired.
+    """
     kind, moment = point
     repeat = True
     try:

@@ -1,4 +1,4 @@
-"""Releases, endpoints and operators over fakes: what the tests of release operations are written in."""
+"""Releases, endpoints and operators over fakes, for tests of release operations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def config_of(endpoint: str) -> EndpointConfig:
 
 
 def decision_record(release: Digest, variant: str, manifest: Digest) -> DecisionRecord:
-    """A decision that lets a version serve."""
+    """Return a decision that lets a version serve."""
     return DecisionRecord(
         model=MODEL,
         release=release,
@@ -67,7 +67,10 @@ def decision_record(release: Digest, variant: str, manifest: Digest) -> Decision
 def publish_file(
     world: FakeWorld, file: Path, release: Digest, *, variant: str = "fp32", **about: Any
 ) -> str:
-    """Register a model file as a version with a signed decision, in which `about` stands in place of the defaults."""
+    """Register a model file as a version with a signed decision.
+
+    `about` replaces the defaults of the decision.
+    """
     manifest = Manifest(files={"model.onnx": digest_file(file)})
     decided = replace(decision_record(release, variant, manifest.digest()), **about)
     record = VariantRecord(
@@ -83,7 +86,10 @@ def publish_file(
 
 
 def override_record(record: VersionRecord | Deployment, **changes: Any) -> OverrideRecord:
-    """An override of exactly this version by alice, in which `changes` stand in place of the defaults."""
+    """Return an override of exactly this version by alice.
+
+    `changes` replace the defaults.
+    """
     about = {
         name: getattr(record, name)
         for name in ("model", "version", "release", "variant", "manifest")
@@ -93,7 +99,7 @@ def override_record(record: VersionRecord | Deployment, **changes: Any) -> Overr
 
 
 def override_tags(envelope: Envelope, reason: str = "sure") -> dict[str, str]:
-    """The tags of a version that hold an override."""
+    """Return the tags of a version that hold an override."""
     return {
         override_reason_tag(TARGET): reason,
         override_record_tag(TARGET): codec.dumps(envelope).decode(),
@@ -101,7 +107,7 @@ def override_tags(envelope: Envelope, reason: str = "sure") -> dict[str, str]:
 
 
 new_world: ContextVar[Callable[[], FakeWorld]] = ContextVar("new_world", default=FakeWorld)
-"""What makes the world of a scene: one in memory, where a test does not say otherwise."""
+"""Function that makes the world of a scene; in memory by default."""
 
 
 def make_world() -> FakeWorld:
@@ -109,7 +115,7 @@ def make_world() -> FakeWorld:
 
 
 def roll_back(context: Context, endpoint: str, **options: Any) -> RollbackResult:
-    """What the command does with one endpoint, however slow the machine is."""
+    """Roll back one endpoint as the command does, with enough time for a slow machine."""
     results, errors = roll_back_each(context, (endpoint,), timeout_s=60.0, **options)
     for error in errors.values():
         raise error
@@ -118,9 +124,10 @@ def roll_back(context: Context, endpoint: str, **options: Any) -> RollbackResult
 
 @dataclass
 class Scene:
-    """A world with a process in it. `restart` plays that the process was killed and another one started.
+    """A world with one process.
 
-    `faults` stand around everything that the process does.
+    `restart` simulates a kill of the process and a start of another one. `faults` wrap everything
+    that the process does.
     """
 
     world: FakeWorld = field(default_factory=make_world)
@@ -144,7 +151,10 @@ class Scene:
     def publish(
         self, seed: str, *, variant: str = "fp32", verdict: Verdict = Verdict.PASS, **decided: Any
     ) -> str:
-        """A version of release `seed` with a signed decision; versions count from 1."""
+        """Publish a version of release `seed` with a signed decision.
+
+        Versions count from 1.
+        """
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "model.onnx"
             file.write_text(f"{seed} {variant}")
@@ -154,7 +164,7 @@ class Scene:
             )
 
     def forge(self, version: str, **changes: object) -> VersionRecord:
-        """Let the registry say something else about a version."""
+        """Change the registry's record of a version."""
         record = replace(self.record(version), **changes)  # type: ignore[arg-type]
         self.world.registry.replace_record(record)
         return record
@@ -178,17 +188,20 @@ class Scene:
         return reports
 
     def reconcile_some(self, endpoint: str = "digits") -> None:
-        """As far as it goes without a word of an operator."""
+        """Reconcile as far as possible without a command of an operator."""
         reconcile_until_stable(self.context, endpoint)
 
     def reconcile_all(self) -> None:
-        """Twice around, since an endpoint may owe aliases until the others have followed."""
+        """Reconcile all endpoints twice.
+
+        An endpoint may have to wait with aliases until the others have followed.
+        """
         names = [name for name in self.world.ledger.endpoints() if "@" not in name]
         for name in (*names, *names):
             self.reconcile(name)
 
     def serve(self, version: str, endpoint: str = "digits") -> None:
-        """Promote a version and let the endpoint follow, whatever steps that takes."""
+        """Promote a version, and advance the endpoint until it has all traffic."""
         self.promote(version)
         self.reconcile(endpoint)
         while self.state(endpoint).roles.candidate is not None:
@@ -200,7 +213,7 @@ class Scene:
         send_command(self.context, endpoint, word)
 
     def abort(self, endpoint: str = "digits") -> RollbackResult:
-        """What an operator does who takes a candidate back."""
+        """Abort a rollout, as an operator does."""
         return roll_back(
             self.context, endpoint, reason="aborted by an operator", candidate_only=True
         )
@@ -213,14 +226,17 @@ class Scene:
     def give_override(
         self, version: str, reason: str, *, by: str = "alice", signer: FakeSigner | None = None
     ) -> None:
-        """What the registry's own server writes when a person who may override sets the tag."""
+        """Write an override, as the registry's server does.
+
+        The server does so when a person with the permission sets the tag.
+        """
         signed = sign_record(
             override_record(self.record(version), reason=reason, by=by), signer or self.world.signer
         )
         self.world.registry.annotate(MODEL, version, override_tags(signed.envelope, reason))
 
     def set_alias(self, alias: str, version: str) -> None:
-        """What a person does in the registry's own pages."""
+        """Set an alias, as a person does in the registry's pages."""
         self.world.registry.set_alias(MODEL, alias, version)
 
     def aliases(self) -> Mapping[str, str]:
@@ -230,13 +246,16 @@ class Scene:
         return fold(endpoint, self.world.ledger.read(endpoint))
 
     def traffic(self, endpoint: str = "digits") -> Mapping[str, int]:
-        """What the endpoint itself does."""
+        """Return the traffic that the endpoint itself reports."""
         state = self.world.provider.observe(config_of(endpoint))
         return {} if state is None else dict(state.split.weights)
 
 
 def effects(entries: tuple[LedgerEntry, ...]) -> list[str]:
-    """Kinds of the actions that counted: those whose outcome says that they were done while they were not overtaken."""
+    """Return the kinds of the completed actions.
+
+    The outcome of such an action reports success, and no other action has overtaken it.
+    """
     done: list[str] = []
     intents: dict[int, str] = {}
     last = 0

@@ -1,4 +1,7 @@
-"""Moments in the life of an endpoint at which a reconciler has something to do, and what must be true in the end."""
+"""Moments in the life of an endpoint at which a reconciler has work.
+
+The module also collects what must be true in the end.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ GUARDED = RolloutPolicy(
 
 
 def copies_of(setup: Callable[[], Scene]) -> Callable[[], Scene]:
-    """Return what `setup` returns, which is done once: each call of the result makes an equal scene of its own."""
+    """Return a function that makes equal copies of the scene that `setup` returns.
+
+    `setup` is called only once.
+    """
     kept = pickle.dumps(setup())
 
     def copy() -> Scene:
@@ -39,7 +45,7 @@ def copies_of(setup: Callable[[], Scene]) -> Callable[[], Scene]:
 
 
 def interrupted(scene: Scene, call: Callable[[], object], *, reaches: bool = False) -> None:
-    """Do something in a process that is killed in the middle of its effect on the endpoint."""
+    """Call a function whose process is killed during its effect on the endpoint."""
     provider, apply = scene.world.provider, scene.world.provider.apply
 
     def die(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
@@ -55,7 +61,7 @@ def interrupted(scene: Scene, call: Callable[[], object], *, reaches: bool = Fal
 
 
 def owe(scene: Scene, ask: Callable[[Scene], object] = Scene.roll_back) -> None:
-    """Ask for something while the endpoint cannot be reached."""
+    """Request an operation while the endpoint cannot be reached."""
     scene.world.provider.down = True
     with pytest.raises(StillPendingError):
         ask(scene)
@@ -63,7 +69,10 @@ def owe(scene: Scene, ask: Callable[[Scene], object] = Scene.roll_back) -> None:
 
 
 def refused_while_at_work(scene: Scene, call: Callable[[Context], object]) -> None:
-    """A second process does something while the first is at an effect on the endpoint, in which it is then killed."""
+    """Check that a second process is refused while the first changes the endpoint.
+
+    The first process is then killed during its effect.
+    """
 
     def interfere(*_: object, **__: object) -> None:
         with pytest.raises(ConflictError, match="changing this endpoint"):
@@ -87,7 +96,7 @@ def serving(*seeds: str, world: FakeWorld | None = None) -> Scene:
 
 
 def on_trial(*words: OperatorCommand) -> Scene:
-    """Version 2 in the place of 1, and version 3 on trial."""
+    """Return a scene in which version 2 has replaced 1, and version 3 is on trial."""
     scene = on_trial_in(serving("a", "b"))
     for word in words:
         scene.say(word)
@@ -109,7 +118,10 @@ def with_candidate(scene: Scene, *, verdict: Verdict = Verdict.PASS) -> Scene:
 
 
 def pair() -> Scene:
-    """Two endpoints on version 1; the first has followed to version 2, which the second has not seen yet."""
+    """Return a scene with two endpoints on version 1.
+
+    The first one has followed to version 2, which the second one has not seen yet.
+    """
     scene = Scene()
     scene.bind("digits-a")
     scene.bind("digits-b")
@@ -159,14 +171,17 @@ def moved_by_hand() -> Scene:
 
 
 def begun(policy: RolloutPolicy = GUARDED) -> Scene:
-    """Version 1 serves, version 2 has just begun its rollout."""
+    """Return a scene in which version 1 serves and version 2 has begun its rollout."""
     scene = asked_for(policy)
     scene.reconcile()
     return scene
 
 
 def asked_for(policy: RolloutPolicy = GUARDED) -> Scene:
-    """Version 1 serves, version 2 is wanted, and figures will decide about it."""
+    """Return a scene in which version 1 serves and version 2 is requested.
+
+    Metrics will decide about version 2.
+    """
     scene = Scene()
     scene.bind(policy=policy)
     scene.promote(scene.publish("a"))
@@ -176,7 +191,10 @@ def asked_for(policy: RolloutPolicy = GUARDED) -> Scene:
 
 
 def counted_out(bad: bool) -> Scene:
-    """Enough was counted to decide about version 2, and it was not evaluated yet."""
+    """Return a scene with enough requests for a decision about version 2.
+
+    The version was not evaluated yet.
+    """
     scene = begun()
     counted = scene.world.provider.counted
     counted.count("v1", requests=9000, errors=9, over_p50=4500, over_p99=90)
@@ -185,7 +203,7 @@ def counted_out(bad: bool) -> Scene:
 
 
 def end_of(scene: Scene) -> dict[str, object]:
-    """Everything that must be the same whatever happened on the way."""
+    """Return everything that must be equal after every disturbance."""
     names = scene.world.ledger.endpoints()
     states = {name: scene.state(name) for name in names}
     return {

@@ -1,4 +1,4 @@
-"""Endpoints that a changed pipeline file would leave behind, over fakes."""
+"""Endpoints that a changed pipeline file would abandon, over fakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Whose signatures count in a ledger, a stolen key, and the state of a damaged or unsigned ledger."""
+"""Trust in the signatures of a ledger.
+
+The tests cover trusted signers, a stolen key, and a damaged or unsigned ledger.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +58,17 @@ MAIN, OTHER, THIEF = FakeSigner(), FakeSigner(b"another machine"), FakeSigner(b"
 
 
 def open_keys(signer: FakeSigner | None, *trusted: FakeSigner) -> LedgerKeys:
-    """Return the keys of a machine: its own, and those that it trusts."""
+    """Return the keys of a machine: its own key, and those that it trusts."""
     public = {one.key: one.trusted_keys for one in trusted}
     verifier = TrustedKeys((), encoded=",".join(public.values()))
     return LedgerKeys(lambda: verifier, lambda: signer, lambda: public)
 
 
 class Site:
-    """An endpoint whose ledger several machines open. `MAIN` has bound it: version 2 serves, 3 is on trial."""
+    """An endpoint whose ledger several machines open.
+
+    `MAIN` has bound the endpoint. Version 2 serves, and version 3 is on trial.
+    """
 
     def __init__(self) -> None:
         self.objects = MemoryObjects()
@@ -87,7 +93,7 @@ class Site:
         return self.open(None, MAIN).ledger.count(ENDPOINT)
 
     def forge(self, body: EntryBody, signer: FakeSigner) -> None:
-        """Append what only the signature can tell from an honest entry."""
+        """Append an entry that only its signature distinguishes from an honest one."""
         names = sorted(name for name in self.objects.data if name.startswith(f"{ENDPOINT}/0"))
         previous = decode(ENDPOINT, len(names), self.objects.data[names[-1]]).digest
         entry = LedgerEntry(
@@ -149,7 +155,10 @@ def test_roll_back_with_unadmitted_key_succeeds(site: Site) -> None:
 
 
 def rotate(site: Site) -> Context:
-    """Replace the key of `MAIN` by that of `OTHER`; return the context of the machine that only has the new one."""
+    """Replace the key of `MAIN` by that of `OTHER`.
+
+    Return the context of the machine that only has the new key.
+    """
     admit_key(site.scene.context, {OTHER.key: OTHER.trusted_keys})
     changed, errors = withdraw_key(site.open(OTHER, MAIN, OTHER), MAIN.key)
     assert (list(changed), errors) == ([ENDPOINT], {})
@@ -162,7 +171,7 @@ def test_withdraw_key_preserves_state_for_machines_without_that_key(site: Site) 
     kept = replace(state, head=before.head, keys=before.keys, adopted=0)
     assert kept == before
     assert set(state.keys) == {OTHER.key}
-    # The chain leads from the new key's entry to the first.
+    # The chain leads back from the new key's entry to the first entry.
     assert [one.sequence for one in site.open(None, OTHER).ledger.read(ENDPOINT)] == list(
         range(1, state.head + 1)
     )
@@ -210,7 +219,10 @@ def test_withdraw_key_for_last_key_is_refused(site: Site) -> None:
 
 
 def steal(site: Site) -> int:
-    """Let a thief with the key of `MAIN` advance and lift a rejection; return the last honest entry."""
+    """Let a thief with the key of `MAIN` advance and lift a rejection.
+
+    Return the last honest entry.
+    """
     roll_back(site.scene.context, ENDPOINT, candidate_only=True)
     site.scene.reconcile()
     last = site.count
@@ -423,7 +435,11 @@ def test_forged_adoption_raises_corrupt_state_error(
 
 @pytest.mark.parametrize("pointer", [b"", b"{}", b"7", b"-1", b"1e9", b"99999999", b"true"])
 def test_forged_adoption_pointer_raises_corrupt_state_error(site: Site, pointer: bytes) -> None:
-    """Two adoptions, the second after a rollback: storage may damage what is between, but not undo it."""
+    """Forge the pointer to the last adoption.
+
+    There are two adoptions, the second after a rollback. Storage can damage what is between them,
+    but cannot undo it.
+    """
     operator = site.open(MAIN, MAIN)
     adopt(operator, Adoption(state=site.read(MAIN), count=site.count, damage=""))
     first = site.count

@@ -1,8 +1,9 @@
-"""What is loaded where an attacker writes the registry, the ledger's storage, or both, without the gate's key.
+"""Files that are loaded while an attacker writes the registry or the ledger.
 
-The attacker has no key at all, or has stolen the key that signs entries of the ledger but no
-decisions. The files of versions 2 and 3 failed their gates; the override that once let version 2
-serve is known to the attacker, and so is every decision that was ever signed.
+The attacker writes the registry, the ledger's storage, or both, without the gate's key. The
+attacker has no key at all, or has stolen the key that signs entries of the ledger but no decisions.
+The files of versions 2 and 3 failed their gates. The attacker knows every decision that was ever
+signed, and the override that once let version 2 serve.
 """
 
 from __future__ import annotations
@@ -68,7 +69,10 @@ THIEF = FakeSigner(b"has no trusted key")
 
 
 class Loading(FakeProvider):
-    """Loads as the server does, up to the runtime: what it would open is in `loaded`."""
+    """Provider that loads as the server does, up to the runtime.
+
+    `loaded` holds the files that the runtime would open.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -98,7 +102,10 @@ class Loading(FakeProvider):
 
 @dataclass
 class Site:
-    """An endpoint that serves version 1, the past that the attacker knows, and what is loaded from now on."""
+    """An endpoint that serves version 1, and its history.
+
+    The attacker knows the history. The site records what is loaded from now on.
+    """
 
     root: Path
     real: bool = False
@@ -135,7 +142,7 @@ class Site:
 
     @property
     def context(self) -> Context:
-        """Those of a process that has just started."""
+        """Return the context of a process that has just started."""
         context = replace(
             replace(self.world, ledger=self.ledger()).context(root=self.root),
             files=ModelFolders(self.root / "models"),
@@ -176,7 +183,7 @@ class Site:
         return self.ledger().state(ENDPOINT)
 
     def forge(self, version: str, **changes: Any) -> None:
-        """The registry says something else about a version."""
+        """Change the registry's record of a version."""
         self.world.registry.replace_record(replace(self.record(version), **changes))
 
     def ask_for(self, version: str) -> None:
@@ -184,7 +191,7 @@ class Site:
         self.world.registry.set_alias(MODEL, CHAMPION, version)
 
     def append(self, *bodies: EntryBody) -> None:
-        """The ledger's storage gets further entries, each with the digest of the one before."""
+        """Append entries to the ledger's storage, each with the digest of its predecessor."""
         for body in bodies:
             if self.has_release_key:
                 Journal.open(self.context, ENDPOINT, actor="alice").append(body)
@@ -192,7 +199,7 @@ class Site:
                 append_unsigned(self.root / "ledger", ENDPOINT, body)
 
     def rewrite(self, change: Callable[[Any], Any]) -> None:
-        """Every document of the ledger is replaced by what `change` makes of it."""
+        """Replace every document of the ledger by the result of `change`."""
         for path in sorted((self.root / "ledger" / ENDPOINT).iterdir()):
             path.write_text(
                 "\n".join(
@@ -201,7 +208,10 @@ class Site:
             )
 
     def deployment(self, version: str, **changes: Any) -> Deployment:
-        """A deployment of a version as the ledger would have it, with the authority that the attacker gives it."""
+        """Return a deployment of a version as the ledger would hold it.
+
+        Its authority is the one that the attacker gives it.
+        """
         record = self.record(version)
         known = self.state().known["1"]
         there = {"location": str(self.root / "built" / MODEL / version), "authority": None}
@@ -211,7 +221,7 @@ class Site:
         return replace(known, name=f"v{version}", **{**about, **there, **changes})
 
     def drive(self) -> None:
-        """Everything that an unsuspecting operator does next."""
+        """Do everything that an unsuspecting operator does next."""
         for act in (
             lambda: self.messages.extend(
                 r.why for r in reconcile_until_stable(self.context, ENDPOINT)
@@ -263,13 +273,13 @@ def decision_of(
 
 
 def stolen(site: Site, version: str) -> SignedDecision:
-    """A passing decision about the version that a stranger has signed."""
+    """Return a passing decision about the version, signed with an untrusted key."""
     record = replace(decision_of(site, version).record, verdict=Verdict.PASS)
     return sign_record(record, THIEF)
 
 
 def override_of(site: Site, version: str) -> Envelope:
-    """An override that a stranger has signed."""
+    """Return an override of the version, signed with an untrusted key."""
     return sign_record(override_record(site.record(version)), THIEF).envelope
 
 
@@ -308,7 +318,7 @@ def decision_of_another_model(site: Site) -> None:
 
 
 def renamed_into_another_model(site: Site) -> None:
-    """Everything of the other model's version but its files stands on this one."""
+    """Put everything of the other model's version except its files on this version."""
     other = site.record("1", OTHER)
     site.forge("3", release=other.release, manifest=other.manifest, decisions=other.decisions)
     site.ask_for("3")
@@ -331,7 +341,7 @@ def tags_of_the_overridden(site: Site) -> None:
 
 
 def identity_of_the_approved(site: Site) -> None:
-    """Version 3 says to be version 1 in everything, and holds its own files."""
+    """Give version 3 all fields of version 1, but keep its own files."""
     one = site.record("1")
     site.forge("3", release=one.release, manifest=one.manifest, decisions=one.decisions)
     site.world.registry.set_alias(MODEL, CHALLENGER, "3")
@@ -369,7 +379,7 @@ def begun_rollout_with_the_authority_of_another(site: Site) -> None:
 
 
 def other_files_under_an_approved_name(site: Site) -> None:
-    """All that is said is approved; only the files are others."""
+    """Keep all approved fields, and replace only the files."""
     one = site.state().known["1"]
     site.append(
         begun(bringing(replace(one, name="v7", location=str(site.root / "built" / MODEL / "3"))))
@@ -389,7 +399,10 @@ def added_library(site: Site) -> None:
 
 
 def finished_rollout(site: Site) -> None:
-    """The ledger says that version 3 serves, so the endpoint differs from its expected state."""
+    """Make the ledger claim that version 3 serves.
+
+    The endpoint then differs from its expected state.
+    """
     head = site.state().head
     site.append(begun(bringing(site.deployment("3"))), ActionOutcome(of=head + 1, ok=True))
 
@@ -410,7 +423,10 @@ def way_back_to_other_files(site: Site) -> None:
 
 
 def previous_version_replaced(site: Site) -> None:
-    """The operator's own rollback is to bring the files."""
+    """Replace the previous version.
+
+    The operator's own rollback then loads the files.
+    """
     head, one = site.state().head, site.state().known["1"]
     roles = Roles(stable=one, previous=site.deployment("3"), finished_at=1.0)
     keeping = Action(kind=ActionKind.CLEAN_UP, state=all_to(one), roles=roles, why="kept")
@@ -442,7 +458,7 @@ def known_override_again(site: Site) -> None:
 
 
 def ledger_of_before_the_rollback(site: Site) -> None:
-    """The newer entries are gone, and the endpoint's server was lost too."""
+    """Remove the newer entries of the ledger, and lose the endpoint's server."""
     folder = site.root / "ledger" / ENDPOINT
     for path in folder.iterdir():
         if not path.stem.isdecimal() or int(path.stem) > site.before:
@@ -452,7 +468,7 @@ def ledger_of_before_the_rollback(site: Site) -> None:
 
 
 def snapshot_with_other_files(site: Site) -> None:
-    """The snapshot says that version 3 serves and that nothing was ever rejected."""
+    """Forge a snapshot in which version 3 serves and nothing was ever rejected."""
     three = codec.to_json(site.deployment("3"))
     while site.state().head % SNAPSHOT_EVERY != 1:
         Journal.open(site.context, ENDPOINT).append(
@@ -481,7 +497,10 @@ def bound_to_trust_nobody(site: Site) -> None:
 
 
 def everything_rewritten(site: Site) -> None:
-    """Every digest of version 1 is that of version 3, in the registry and in the ledger."""
+    """Replace every digest of version 1 by that of version 3.
+
+    This happens in the registry and in the ledger.
+    """
     one, three = site.record("1"), site.record("3")
     swap: dict[str, str] = {one.manifest: three.manifest, one.release: three.release}
 
@@ -514,7 +533,7 @@ REGISTRY: dict[Callable[[Site], None], str] = {
 LEDGER: dict[Callable[[Site], None], str] = {
     begun_rollout: "no signed decision names its files",
     begun_rollout_with_the_authority_of_another: "names other files",
-    # of the server's copy of the approved files
+    # v7 serves the server's copy of the approved files.
     other_files_under_an_approved_name: "v7 serves all traffic",
     added_library: "is not among the files of v7",
     finished_rollout: "no signed decision names its files",
@@ -536,9 +555,7 @@ ATTACKS = {**REGISTRY, **LEDGER, **BOTH}
 
 
 UNSIGNED = "has no signature|does not follow|does not fit|v1 serves all traffic"
-"""What is reported of a ledger that an attacker without a key has changed; the others are as with
-the key.
-"""
+"""Pattern of additional reports about changes by an attacker without a key."""
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
@@ -576,7 +593,10 @@ def test_attack_on_real_server_loads_only_approved_files(
 
 
 def test_ledger_entry_without_signed_decision_is_refused_before_provider_call() -> None:
-    """Before the server refuses it: not every provider has one that verifies."""
+    """The process refuses the entry before the server does.
+
+    Not every provider has a server that verifies decisions.
+    """
     scene = serving("a")
     forged = replace(scene.state().known["1"], name="v9", authority=None)
     Journal.open(scene.context, ENDPOINT).append(begun(bringing(forged)))

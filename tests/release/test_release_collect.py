@@ -1,4 +1,7 @@
-"""What leaves the content store: nothing that a result, the ledger or evidence needs, and nothing young."""
+"""Deletion from the content store.
+
+Objects that are young, or that a result, the ledger or evidence needs, are kept.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ def collectable(context: Context) -> list[Digest | None]:
 
 @pytest.fixture(params=["folder", "objects"])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Scene, Context]:
-    """An endpoint that serves, and context whose clock is that of the machine: it tells the age of what is stored."""
+    """Return an endpoint that serves, and a context with the machine's clock.
+
+    The clock determines the age of stored objects.
+    """
     scene = serving("a")
     (tmp_path / "now").touch()
     scene.world.clock.advance((tmp_path / "now").stat().st_mtime - scene.world.clock.now())
@@ -66,7 +72,7 @@ def test_find_unreferenced_lists_unused_content_without_deleting_it(
 
 
 def test_find_unreferenced_with_zero_age_skips_young_content(world: tuple[Scene, Context]) -> None:
-    """A run puts its files, and records them afterwards."""
+    """A run stores its files before it records them."""
     scene, context = world
     context.store.put_bytes(b"of a run")
     scene.world.clock.advance(DAY - 3600)
@@ -129,7 +135,7 @@ def test_prune_deletes_unreferenced_content_unless_stored_again(
     assert [one.digest for one in plan.contents] == [unused]
     assert context.store.read(unused) == b"unused"
     before = replace(plan, contents=tuple(replace(one, at=one.at - 5) for one in plan.contents))
-    assert prune(context, before).contents == ()  # a run has put it again since
+    assert prune(context, before).contents == ()  # a run has stored it again since
     assert context.store.read(unused) == b"unused"
     assert prune(context, plan).contents == plan.contents
     assert context.store.contents() == ()

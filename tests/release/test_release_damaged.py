@@ -1,4 +1,4 @@
-"""A ledger that is damaged stops its own endpoint and nothing else."""
+"""A damaged ledger stops only its own endpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ FACES = replace(config_of("faces"), provider="local", model="faces", target="gpu
 
 
 class Site:
-    """Endpoints on a real folder of ledgers: `digits` and `digits-eu` serve one model, `faces` is bound to another."""
+    """Endpoints on a real folder of ledgers.
+
+    `digits` and `digits-eu` serve one model, and `faces` is bound to another one.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,7 +58,7 @@ class Site:
             self.scene.serve(self.scene.publish(seed))
 
     def break_entry(self, endpoint: str, number: int) -> None:
-        """Damage an entry that no snapshot stands for."""
+        """Damage an entry that no snapshot covers."""
         path = self.folder / endpoint / f"{number:08d}.jsonl"
         path.write_bytes(path.read_bytes()[:40])
         path.with_name("snapshot.json").unlink(missing_ok=True)
@@ -65,7 +68,7 @@ class Site:
 
     @property
     def context(self) -> Context:
-        """As another process reads it, which has no entry in mind."""
+        """Return the context of another process, which has cached no entry."""
         ledger = ObjectLedger(LocalObjects(self.folder), make_ledger_keys())
         return replace(self.scene.context, open_ledger=lambda: ledger)
 
@@ -145,7 +148,10 @@ def test_watch_with_one_damaged_ledger_reconciles_other_endpoints(site: Site) ->
 
 @pytest.fixture
 def pair(site: Site) -> Site:
-    """Two endpoints of one model on version 2; the ledger of the second is then damaged at its end."""
+    """Return two endpoints of one model on version 2.
+
+    The ledger of the second one is then damaged at its end.
+    """
     site.scene.bind("digits-eu")
     for seed in ("a", "b"):
         site.scene.world.clock.advance(DAY)
@@ -164,11 +170,12 @@ def test_champion_alias_beside_damaged_ledger_follows_observed_traffic(pair: Sit
     scene.world.registry.down = False
     provider = scene.world.provider
     its_own, back = (provider.observe(config_of(name)) for name in ("digits-eu", "digits"))
+    # The endpoint shows version 2, gives no answer, and shows version 1.
     for shown, champion in (
         (its_own, "2"),
         (None, "2"),
         (back, "1"),
-    ):  # version 2, no answer, and version 1
+    ):
         provider.interfere("digits-eu", shown)
         reconcile_until_stable(pair.context, "digits")
         assert scene.aliases()[CHAMPION] == champion
@@ -257,7 +264,7 @@ def test_history_of_damaged_ledger_lists_entries_before_damage(
     assert (error["endpoint"], error["error"]) == ("digits", "CorruptStateError")
     lines_of_model, errors = read_history(site.context, HistoryFilter(model="other"))
     assert lines_of_model == ()
-    assert list(errors) == ["faces"]  # its binding is lost
+    assert list(errors) == ["faces"]  # the binding of `faces` is lost
 
 
 def test_read_intact_of_damaged_ledger_returns_entries_before_damage(site: Site) -> None:

@@ -1,4 +1,7 @@
-"""The rule of signed decisions: whatever a registry may say, nothing but a valid, latest pass lets a version serve."""
+"""The rule of signed decisions.
+
+Only a valid and latest PASS lets a version serve, whatever the registry contains.
+"""
 
 from __future__ import annotations
 
@@ -167,10 +170,16 @@ def test_require_passing_decision_ignores_untrusted_and_unrelated_decisions(
 ) -> None:
     here = version(signed(record(verdict=Verdict.FAIL)))
     elsewhere = [
-        signed(record(sequence=number, target=TARGET if stranger else name, model="digits" if stranger else "faces"),
-               STRANGER if stranger else SIGNER)
+        signed(
+            record(
+                sequence=number,
+                target=TARGET if stranger else name,
+                model="digits" if stranger else "faces",
+            ),
+            STRANGER if stranger else SIGNER,
+        )
         for number, stranger, name in others
-    ]  # fmt: skip
+    ]
     with pytest.raises(RefusedError, match="is FAIL"):
         require_passing_decision(here, TARGET, SIGNER, others=elsewhere)
 
@@ -198,7 +207,7 @@ HUGE = codec.dumps(signed(record()).envelope).decode()
 
 
 def changed(old: str, new: str) -> str:
-    """The tag, with other text in the bytes that were signed."""
+    """Return the tag with other text in the signed bytes."""
     envelope = signed(record()).envelope
     payload = base64.b64decode(envelope.payload).decode()
     assert old in payload

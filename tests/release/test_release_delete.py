@@ -1,4 +1,4 @@
-"""Taking an endpoint out of service, over fakes."""
+"""Deletion of endpoints, over fakes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Every effect of every release operation, killed at it, refused or lost: the ledger, model folders and the content
-store are files; the registry and the endpoints, whose calls are lost too, are in memory.
+"""Disturbance of every effect of every release operation.
 
-`python -m benchmarks.effects` tries them all and prints how many there were.
+The process is killed at the effect, or the effect is refused or lost. The ledger, model folders and
+content store are files. The registry and the endpoints are in memory, and their calls are lost too.
+
+`python -m benchmarks.effects` tries all effects and prints their number.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from tests.release.effect_sweep import Point, sweep_effects
 from tests.support.suite import Sweep
 
 SOME = {"all at once": 60, "delete": 40, "prune": 120}
-"""Operations that every commit tries, and the stride from one effect that it tries to the next."""
+"""Operations that every commit tries, and the stride between the tried effects."""
 
 
 def check(name: str, root: Path, choose: Callable[[Iterable[Point]], Sequence[Point]]) -> None:

@@ -1,7 +1,8 @@
-"""Every release operation, killed before and after every call of every port, and with others at work beside it.
+"""Every release operation, killed before and after every call of every port.
 
-Whatever the moment, what follows leads to the same end as without the kill: the same roles,
-traffic, aliases and rejections, every effect done once and recorded as done once.
+Other tests have other processes at work meanwhile. The end must be the same as without the kill at
+every moment: the same roles, traffic, aliases and rejections. Every effect is done once and
+recorded as done once.
 """
 
 from __future__ import annotations
@@ -39,13 +40,16 @@ from tests.support.faults import Faults, Killed
 from tests.support.suite import PARTS, Sweep
 
 MOST_MOMENTS = 1000
-"""More than any driver has, where they are not counted beforehand."""
+"""Upper limit of a driver's moments, for tests that do not count them beforehand."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """`ask` for something and reconcile, in a process that may be killed; again if a person sees that it is not `done`.
-    Without an `ask`, the reconciler finds something to do by itself."""
+    """A request and the reconciliation that follows it.
+
+    The process that calls `ask` and reconciles may be killed. The request is repeated if a person
+    sees that it is not `done`. Without an `ask`, the reconciler finds work without a request.
+    """
 
     setup: Callable[[], Scene]
     ask: Callable[[Scene], object] = lambda scene: None
@@ -131,13 +135,13 @@ SCENARIOS: Mapping[str, Scenario] = {
 
 
 def prepared(name: str) -> Scenario:
-    """Return the scenario of that name, whose scene is set up once for all its moments."""
+    """Return the scenario of that name, whose scene is set up only once."""
     scenario = SCENARIOS[name]
     return replace(scenario, setup=copies_of(scenario.setup))
 
 
 def finish(scenario: Scenario, scene: Scene) -> Scene:
-    """What a person and the reconciler do next."""
+    """Do what a person and the reconciler do next."""
     scene.faults = None
     if not scenario.done(scene):
         scenario.act(scene)
@@ -146,7 +150,10 @@ def finish(scenario: Scenario, scene: Scene) -> Scene:
 
 
 def play(scenario: Scenario, faults: Faults) -> dict[str, object]:
-    """The end of a scenario whose process is killed, or loses a call or its answer, and what follows it."""
+    """Return the end of a scenario with faults, after everything that follows them.
+
+    The process is killed, or loses a call or its answer.
+    """
     scene = scenario.setup()
     scene.faults = faults
     try:
@@ -177,7 +184,10 @@ def test_operation_killed_at_any_moment_ends_as_undisturbed(name: str, sweep: Sw
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_operation_with_one_failed_call_ends_as_undisturbed(name: str, sweep: Sweep) -> None:
-    """Each call of each port, or its answer, is lost once. What was requested, or is owed, is done by what follows."""
+    """Each call of each port, or its answer, is lost once.
+
+    The following steps complete the request and pending effects.
+    """
     scenario = prepared(name)
     counted = Faults()
     expected = without_clean_ups(play(scenario, counted))
@@ -189,19 +199,21 @@ def test_operation_with_one_failed_call_ends_as_undisturbed(name: str, sweep: Sw
 
 
 def without_clean_ups(end: dict[str, object]) -> dict[str, object]:
-    """Leave out when something was cleaned up: a registry that fails for a moment lets that be done before the next
-    rollout begins, and not by it."""
+    """Return the end without the moment of clean-ups.
+
+    A registry that fails briefly delays a clean-up until before the next rollout.
+    """
     done = {
         name: [effect for effect in found if effect != "clean-up"]
-        for name, found in end["effects"].items()
-    }  # type: ignore[attr-defined]
+        for name, found in end["effects"].items()  # type: ignore[attr-defined]
+    }
     split = [(name, {k: v for k, v in weights.items() if v}) for name, weights in end["changes"]]  # type: ignore[attr-defined]
     return {**end, "effects": done, "changes": [change for change, _ in itertools.groupby(split)]}
 
 
 @pytest.mark.parametrize("name", ["all at once", "abort by word", "rollback"])
 def test_operation_killed_twice_ends_as_undisturbed(name: str, sweep: Sweep) -> None:
-    """The process that finishes the work of a dead one may die as well."""
+    """The process that finishes the work of a killed one can be killed as well."""
     scenario = prepared(name)
     counted = Faults()
     expected = play(scenario, counted)
@@ -228,7 +240,10 @@ DRIVEN = [
 
 @pytest.mark.parametrize("name", DRIVEN)
 def test_concurrent_reconcilers_apply_each_effect_once(name: str, sweep: Sweep) -> None:
-    """A second driver makes all its steps at one moment of the first one, for every moment."""
+    """A second driver makes all its steps at one moment of the first one.
+
+    This is tried for every moment.
+    """
     scenario = prepared(name)
     counted = Faults()
     expected = play(scenario, counted)
@@ -253,7 +268,10 @@ def test_concurrent_reconcilers_apply_each_effect_once(name: str, sweep: Sweep) 
 def test_roll_back_at_any_moment_of_reconciliation_removes_version(
     candidate: str, sweep: Sweep
 ) -> None:
-    """What the operator rolled back does not serve in the end, and the driver's late effects do not stick."""
+    """A version that the operator rolled back does not serve in the end.
+
+    The driver's late effects do not last.
+    """
 
     def setup() -> Scene:
         scene = serving("a", "b")

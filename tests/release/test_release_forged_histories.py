@@ -1,7 +1,7 @@
-"""Histories that an attacker without a key has changed, and what honest processes then do with them.
+"""Histories changed by an attacker without a key, and the reaction of processes.
 
-Version 2 was rolled back, version 4 failed its gates, version 5 passed them and was never
-requested. Everything else that the attacker does is drawn.
+Version 2 was rolled back. Version 4 failed its gates. Version 5 passed them and was never
+requested. All other actions of the attacker are drawn at random.
 """
 
 from __future__ import annotations
@@ -72,19 +72,22 @@ KEYLESS = LedgerKeys(KEYS.verifier, lambda: None)
 THIEF = make_ledger_keys(FakeSigner(b"has no trusted key"))
 HISTORIES, NIGHTLY_HISTORIES = 60, 600
 SERVED = {"1", "3"}
-"""Versions that were granted all traffic and not rolled back."""
+"""Versions that had all traffic and were not rolled back."""
 
 
 @dataclass
 class Attack:
-    """One attacker's view: the storage of the ledger, and the registry where it can be written."""
+    """The access of one attacker.
+
+    The attacker can write the storage of the ledger, and in some attacks the registry.
+    """
 
     scene: Scene
     objects: MemoryObjects
     draw: random.Random
 
     def forge_entries(self) -> None:
-        """Append entries that follow, of any kind, about any version."""
+        """Append chained entries of any kind, about any version."""
         version = self.deployment(self.draw.choice("12345"))
         other = self.deployment(self.draw.choice("12345"))
         percent = self.draw.choice((0, 10, 50, 100))
@@ -141,7 +144,7 @@ class Attack:
             append_raw(self.objects, ENDPOINT, body)
 
     def disturb_entries(self) -> None:
-        """Cut, remove, exchange, repeat, edit or borrow what is stored."""
+        """Cut, remove, exchange, repeat, edit or copy stored entries."""
         names, stored = self.names(), self.objects.data
         if not names:
             return
@@ -189,7 +192,7 @@ class Attack:
                 stored[f"{ENDPOINT}/snapshot.json"] = json.dumps(document).encode()
 
     def write_registry(self) -> None:
-        """Move aliases and remove marks of rollbacks."""
+        """Move aliases, and remove marks of rollbacks."""
         registry = self.scene.world.registry
         registry.set_alias(
             MODEL, self.draw.choice((CHAMPION, CHALLENGER)), self.draw.choice("12345")
@@ -201,7 +204,7 @@ class Attack:
         return sorted(name for name in self.objects.data if name.startswith(f"{ENDPOINT}/0"))
 
     def deployment(self, version: str) -> Deployment:
-        """A version as the ledger would have it, with its own decision."""
+        """Return a version as the ledger would hold it, with its own decision."""
         known = ObjectLedger(MemoryObjects(dict(make_base()[1].data)), KEYS).state(ENDPOINT).known
         if version in known:
             return known[version]
@@ -214,7 +217,7 @@ class Attack:
         )
 
     def lifted_state(self) -> ReleaseState:
-        """The state before the attack, without its rejections."""
+        """Return the state before the attack, without its rejections."""
         return replace(
             ObjectLedger(MemoryObjects(dict(make_base()[1].data)), KEYS).state(ENDPOINT),
             rejected={},
@@ -280,7 +283,7 @@ def drive(attack: Attack, seen: Path | None) -> None:
 
 
 def list_seen_traffic(scene: Scene, before: int) -> set[str]:
-    """Return the versions that got traffic since then."""
+    """Return the versions that got traffic since `before`."""
     changes = [
         state for endpoint, state in scene.world.provider.applied[before:] if endpoint == ENDPOINT
     ]
@@ -301,8 +304,8 @@ def list_loaded(scene: Scene, before: int) -> set[Digest]:
 def try_histories(count: int, *, registry: bool, ledger: bool, folder: Path) -> None:
     """Try drawn attacks.
 
-    With the ledger alone, traffic only goes back. With the registry, versions with a passing
-    decision that were never rolled back can come.
+    With access to the ledger alone, traffic only returns to earlier versions. With access to the
+    registry, versions can get traffic that have a passing decision and were never rolled back.
     """
     first = secrets.randbelow(1 << 32)
     sys.stdout.write(f"seeds {first} to {first + count - 1}\n")

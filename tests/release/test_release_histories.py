@@ -1,6 +1,8 @@
-"""Random histories of an endpoint: whatever is asked, fails, is killed or overtaken in whatever order, nothing that was
-rolled back begins, finishes or is restored without an override that was signed later for exactly
-its files.
+"""Random histories of an endpoint.
+
+Requests, failures, kills and concurrent processes come in any order. A version that was rolled back
+never begins, finishes or is restored without an override. The override must be signed later, for
+exactly its files.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ BRINGS = frozenset(
     {ActionKind.FIRST, ActionKind.START, ActionKind.ADVANCE, ActionKind.FINISH, ActionKind.RESTORE}
 )
 VERSIONS = ("1", "2", "3", "4", "5")
-"""Version 3 is of the same release as version 2; version 5 has failed its gates."""
+"""Version 3 has the same release as version 2. Version 5 has failed its gates."""
 MOST_MOMENTS = 40
 Fault: TypeAlias = tuple[str, int] | None
 
@@ -56,7 +58,10 @@ faults: st.SearchStrategy[Fault] = st.none() | st.tuples(
 
 @dataclass
 class Judge:
-    """What a reader of the ledger, who shares no code with its fold, holds to be rejected and to be pending."""
+    """A reader of the ledger that tracks rejected and pending versions.
+
+    It shares no code with the ledger's fold.
+    """
 
     signer: FakeSigner
     rejected: set[Digest] = field(default_factory=set)
@@ -70,7 +75,7 @@ class Judge:
     known: dict[Digest, Deployment] = field(default_factory=dict)
 
     def read_on(self, entries: Iterable[LedgerEntry]) -> list[str]:
-        """Read the entries that are new, and return what they bring although it was rejected."""
+        """Read the new entries, and return the rejected versions that they bring."""
         return [wrong for entry in entries for wrong in self._read(entry)]
 
     def may_serve(self, deployment: Deployment) -> bool:
@@ -138,7 +143,10 @@ def _served(action: Action) -> list[Deployment]:
 
 
 class Histories(RuleBasedStateMachine):
-    """An endpoint, its registry, operators, drivers that die, and a person who writes into the registry."""
+    """An endpoint with its registry, operators and drivers.
+
+    Drivers can be killed, and a person can write into the registry.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +167,11 @@ class Histories(RuleBasedStateMachine):
         self.scene.serve("2")
 
     def act(self, call: Callable[[], object], fault: Fault = None) -> None:
-        """Do something that may be refused; before or after one of its calls it fails, is killed or overtaken."""
+        """Call a function that may be refused.
+
+        With a fault, one of its calls fails, or the process is killed or overtaken. This happens
+        before or after the call.
+        """
         scene = self.scene
         if fault is not None:
             kind, moment = fault
@@ -183,7 +195,10 @@ class Histories(RuleBasedStateMachine):
         scene.faults = None
 
     def other_machine(self) -> Context:
-        """A driver on another machine, whose clock is wrong and which does not see who has died here."""
+        """Return a driver on another machine.
+
+        Its clock is wrong, and it does not see which processes have ended on this machine.
+        """
         context, clock = self.scene.world.context("another machine"), self.scene.world.clock
         host = FakeHost("another machine", dead=set())
         return replace(context, host=host, clock=FakeClock(clock.now() + self.ahead_s))
@@ -214,7 +229,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(version=versions, other=versions)
     def copy_override(self, version: str, other: str) -> None:
-        """A person without a key copies the tags of one version to another."""
+        """Copy the tags of one version to another, as a person without a key does."""
 
         def copy() -> None:
             tags = self.scene.record(other).tags
@@ -255,7 +270,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(version=st.none() | versions)
     def interfere(self, version: str | None) -> None:
-        """The endpoint is lost, or a user gives its traffic to a version past the ledger."""
+        """Lose the endpoint, or give its traffic to a version without the ledger."""
         known = self.scene.state().known
         state = None
         if version is not None and version in known:
@@ -290,7 +305,7 @@ class Histories(RuleBasedStateMachine):
                 assert state.find_rejection(deployment) is not None
 
     def teardown(self) -> None:
-        """Once everything answers and no process is at work, traffic is where it may be."""
+        """Check the traffic once everything answers and no process is at work."""
         self.break_down(endpoint_is=False, registry_is=False)
         self.scene.restart()
         self.wait(1000.0)

@@ -1,4 +1,4 @@
-"""The audit trail: who did what to which endpoint, when, and which versions it was about."""
+"""The audit trail: the actor, action, endpoint, time and versions of each entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts that figures decide about, driven by the reconciler over fakes."""
+"""Rollouts that metrics decide about, driven by the reconciler over fakes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ SHADOWED = RolloutPolicy(
 def traffic(
     scene: Scene, requests: int, *, errors: tuple[int, int] = (0, 0), slow: tuple[int, int] = (0, 0)
 ) -> None:
-    """So many requests of both versions as they are split now; `errors` and `slow` are of stable and candidate."""
+    """Count requests of both versions by their present weights, and reconcile.
+
+    `errors` and `slow` hold the numbers for stable and candidate.
+    """
     weights = scene.traffic()
     for place, name in enumerate(("v1", "v2")):
         count = requests * weights.get(name, 0) // 100
@@ -152,7 +155,7 @@ def test_reconcile_records_readings_at_most_once_per_interval() -> None:
 
 @pytest.mark.parametrize("restarts", [0, 1, 10, 40])
 def test_server_restarts_during_rollout_preserve_verdict(restarts: int) -> None:
-    """Counters that begin anew add counts, and neither hide nor invent failures."""
+    """Restarted counters add their counts. They neither hide nor invent failures."""
     scene = begun(
         RolloutPolicy(
             steps=(0.1, 1.0), min_requests=(10**6,), guardrails=(Guardrail(name="errors"),)

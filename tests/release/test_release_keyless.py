@@ -1,4 +1,7 @@
-"""What a process without a trusted key can do, and what an outcome without an observation is worth."""
+"""A process without a trusted key.
+
+The tests also cover the value of an outcome without an observation.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ KEYLESS = LedgerKeys(KEYS.verifier, lambda: None)
 
 
 class Site:
-    """A scene with a key, over a ledger that a process without one can open too."""
+    """A scene with a key, whose ledger a process without a key can open too."""
 
     def __init__(self) -> None:
         self.objects = MemoryObjects()
@@ -41,7 +44,7 @@ class Site:
 
 @pytest.fixture
 def site() -> Site:
-    """Version 2 in the place of 1."""
+    """Return a site in which version 2 has replaced version 1."""
     site = Site()
     serving("a", "b", world=site.scene.world)
     return site
@@ -49,7 +52,7 @@ def site() -> Site:
 
 @pytest.fixture
 def trial() -> Site:
-    """Version 2 in the place of 1, and version 3 on trial."""
+    """Return a site in which version 2 has replaced 1, and version 3 is on trial."""
     site = Site()
     on_trial_in(serving("a", "b", world=site.scene.world))
     return site

@@ -1,7 +1,7 @@
-"""kill -9 of the reconciler between any two of its effects: a child process that really dies, and one that follows it.
+"""kill -9 of the reconciler between any two of its effects.
 
-Nothing outlives the child but registry, endpoints, ledger and model folders, as they are at the
-moment of its death.
+A child process really dies, and another process continues. Only registry, endpoints, ledger and
+model folders outlive the child, as they are at the moment of its death.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from tests.support.faults import Faults
 from tests.support.suite import Sweep
 
 UNHURT = 3
-"""Exit status of a child that lived to the end, whatever it met there."""
+"""Exit status of a child that was not killed."""
 RECONCILED = [name for name in SCENARIOS if name != "without endpoint"]
 
 
 def asked(name: str) -> Callable[[], Scene]:
-    """Copies of a scenario in which a person has asked for something that no reconciler has read yet."""
+    """Return copies of a scenario with a request that no reconciler has read yet."""
 
     def setup() -> Scene:
         scene = SCENARIOS[name].setup()
@@ -47,7 +47,7 @@ def asked(name: str) -> Callable[[], Scene]:
 
 
 def reconcile(scene: Scene) -> None:
-    """Passes over everything until one has done nothing."""
+    """Reconcile everything until a pass does nothing."""
     did: list[WatchEvent] = []
     watcher = WatchLoop(scene.context, ReconcileQueue(), interval_s=1.0, on_event=did.append)
     for _ in range(10):
@@ -60,7 +60,7 @@ def reconcile(scene: Scene) -> None:
 
 
 def moments_of_effects(scene: Scene) -> list[int]:
-    """The moments of a reconciler at which the world differs from what it was at the moment before."""
+    """Return the moments of a reconciler at which the world has changed."""
     moments: list[int] = []
     seen = b""
 
@@ -77,7 +77,10 @@ def moments_of_effects(scene: Scene) -> list[int]:
 
 
 def reconcile_and_die(scene: Scene, file: Path, at: int) -> tuple[Scene, bool]:
-    """A child reconciles and is killed at a moment: what it leaves to the next process, and if it died."""
+    """Reconcile in a child that is killed at a moment.
+
+    Return the scene that it leaves to the next process, and whether it was killed.
+    """
 
     def die(moment: int) -> None:
         if moment == at:
@@ -99,7 +102,7 @@ def reconcile_and_die(scene: Scene, file: Path, at: int) -> tuple[Scene, bool]:
 
 
 def entries(scene: Scene) -> dict[str, list[str]]:
-    """What the ledgers say, but for readings, and for intents: of them, the outcomes."""
+    """Return the ledgers' entries without metrics and intents; outcomes are included."""
     return {
         name: [_line(e) for e in _lasting(scene, name)] for name in scene.world.ledger.endpoints()
     }

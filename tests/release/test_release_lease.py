@@ -1,4 +1,4 @@
-"""An effect that takes longer than a lease lasts, as a new deployment in a cloud does."""
+"""Effects that take longer than a lease, such as a new deployment in a cloud."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UPDATE_S = 20 * 60
 
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
-    """Version 1 serves and version 2 shall."""
+    """Return a scene in which version 1 serves and version 2 is promoted."""
     monkeypatch.setattr(lease, "LEASE_CHECK_INTERVAL_S", 0.001)
     scene = with_candidate(serving("a"))
     scene.promote("2")
@@ -37,7 +37,10 @@ def renewals(scene: Scene) -> list[LedgerEntry]:
 
 
 def during_an_update(scene: Scene, every_half_lease: Callable[[int], object]) -> None:
-    """The next change of the endpoint takes as long as a cloud's; time goes on by half a lease at once."""
+    """Let the next change of the endpoint take as long as in a cloud.
+
+    The clock advances by half a lease for each step.
+    """
     provider = scene.world.provider
     apply = provider.apply
 
@@ -73,7 +76,10 @@ def test_lease_during_long_update_is_renewed(scene: Scene, golden: Golden) -> No
 def test_lease_of_stopped_holder_expires(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
-    """A process that was stopped does not renew; it is overtaken, and what it does then is refused."""
+    """A stopped process does not renew its lease.
+
+    Another process overtakes it, and its later actions are refused.
+    """
     monkeypatch.setattr(lease, "LEASE_CHECK_INTERVAL_S", 3600.0)
 
     def look(turn: int) -> None:
@@ -90,7 +96,10 @@ def test_lease_of_stopped_holder_expires(
 
 
 def test_lease_of_overtaken_holder_is_not_renewed(scene: Scene) -> None:
-    """An operator does not ask for a lease. What was theirs stays theirs, however long the other one runs."""
+    """An operator needs no lease.
+
+    The operator's change stays in effect, however long the other process runs.
+    """
 
     def look(turn: int) -> None:
         if turn == 0:

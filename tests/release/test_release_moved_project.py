@@ -1,4 +1,7 @@
-"""A project whose folder is moved: it serves, is restored and is rolled back without a change to its ledger."""
+"""A project whose folder is moved.
+
+It serves, is restored and is rolled back without a change to its ledger.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,8 @@ def test_roll_back_in_moved_project_serves_previous_version(tmp_path: Path, case
         promote(site.context, MODEL, "5", TARGET)
         reconcile_until_stable(site.context, ENDPOINT)
         assert site.serving() == {"v5": 100}
-        # Entries name no folder, except where the ledger was begun, which is for people to read.
+        # Entries contain no folder, except for the origin of the ledger, which is for people to
+        # read.
         origin = f'"place":"{old}/ledger"'
         texts = [
             path.read_text().replace(origin, "") for path in (old / "ledger" / ENDPOINT).iterdir()

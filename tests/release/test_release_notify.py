@@ -1,4 +1,4 @@
-"""Notifications: none is lost, whatever is killed or down; and none delays a rollout."""
+"""Notifications: no kill or outage loses one, and none delays a rollout."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def with_chat(scene: Scene) -> tuple[Scene, FakeNotifier]:
 
 
 def alarm(scene: Scene, why: str = "errors: 28/800 -> ROLL BACK") -> None:
-    """What a driver does when a guardrail fires."""
+    """Record an alarm, as a driver does when a guardrail fires."""
     journal = Journal.open(scene.context, "digits")
     request_and_carry_out(journal, plan_abort(journal.state.roles, "cpu", why=why, reject=True))
 
 
 def retry(scene: Scene) -> None:
-    """Another rollout of the same version, which an operator wanted in spite of everything."""
+    """Roll out the same version again, as an operator requests with an override."""
     scene.world.clock.advance(1)  # an override of the same moment would be the same override
     scene.promote("3", override=True, reason="again")
     scene.reconcile()
@@ -156,7 +156,7 @@ def test_refused_alias_set_again_is_notified_once() -> None:
 
 
 def drive(scene: Scene) -> None:
-    """What a driver with a notifier does in a pass, with an alarm in it."""
+    """Reconcile as a driver with a notifier does, with an alarm in the pass."""
     if scene.state().roles.candidate is not None:
         alarm(scene)
     reconcile_until_stable(scene.context, "digits")
@@ -220,7 +220,7 @@ def play(scene: Scene, chat: FakeNotifier, deed: str) -> None:
 def test_automatic_rollback_in_random_history_is_notified(
     story: list[tuple[str, int | None]],
 ) -> None:
-    """Whatever else happens, whichever process is killed where, and however long the notifier is down."""
+    """Other events, kills of any process and outages of the notifier occur meanwhile."""
     scene, chat = with_chat(TRIALS()())
     send_pending(scene.context, "digits")
     for deed, kill in story:
@@ -246,7 +246,10 @@ def test_automatic_rollback_in_random_history_is_notified(
 
 
 def automatic(entries: tuple[LedgerEntry, ...]) -> set[int]:
-    """Sequences of the outcomes of alarms, read from the entries alone."""
+    """Return the sequence numbers of the outcomes of alarms.
+
+    They are read from the entries alone.
+    """
     found, state = set(), fold("digits", ())
     for number, entry in enumerate(entries):
         body, opened = entry.body, state.open_intent
@@ -364,7 +367,7 @@ def test_send_test_message_calls_all_notifiers() -> None:
 
 
 class Passes:
-    """A notification loop whose passes a test makes."""
+    """A notification loop whose passes a test triggers."""
 
     def __init__(self, scene: Scene) -> None:
         self.deliveries: list[DeliveryResult] = []

@@ -1,4 +1,7 @@
-"""Overrides that a person gave in the registry, and what a veto of the registry's server does to the reconciler."""
+"""Overrides that a person gives in the registry.
+
+The tests also cover a veto of the registry's server against the reconciler.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from tests.release.release_scenes import serving, with_candidate
 
 @pytest.fixture
 def scene() -> Scene:
-    """Version 1 serves; version 2 failed its gates."""
+    """Return a scene in which version 1 serves, and version 2 failed its gates."""
     return with_candidate(serving("a"), verdict=Verdict.FAIL)
 
 
@@ -162,7 +165,10 @@ def test_finish_sets_previous_alias_before_champion_alias() -> None:
 
 
 def restored(scene: Scene, count: int) -> Scene:
-    """The same world after the machine was lost, and a backup of the ledger restored with so many entries."""
+    """Return the world after a loss of the machine.
+
+    A backup of the ledger with `count` entries is restored.
+    """
     kept = MemoryLedger()
     for entry in scene.world.ledger.read("digits")[:count]:
         kept.append(entry)
@@ -171,7 +177,11 @@ def restored(scene: Scene, count: int) -> Scene:
 
 
 def overridden_and_rolled_back() -> Scene:
-    """Version 2 failed its gates, served by an override, and was rolled back; the ledger is of before all that."""
+    """Return a scene with a ledger from before an override.
+
+    Version 2 failed its gates, served by an override, and was rolled back. The ledger is older than
+    all that.
+    """
     scene = with_candidate(serving("a"), verdict=Verdict.FAIL)
     before = len(scene.world.ledger.read("digits"))
     scene.world.clock.advance(1)
@@ -186,7 +196,10 @@ def overridden_and_rolled_back() -> Scene:
 
 @pytest.mark.parametrize("alias", [CHALLENGER, CHAMPION])
 def test_rolled_back_version_in_new_ledger_is_refused(alias: str) -> None:
-    """Its override of then is as valid as ever; the registry remembers that the rollback came later."""
+    """The old override is still valid.
+
+    The registry records that the rollback came later.
+    """
     scene = overridden_and_rolled_back()
     scene.set_alias(alias, "2")
     (refused,) = [report for report in scene.reconcile() if report.refused]

@@ -1,7 +1,7 @@
-"""Who wins: what a run does to a place that another release has, by where each of them came from.
+"""Precedence: when a run replaces a version of another release.
 
-`run` is a run of a pipeline by a schedule, a commit or a user. The other ways name a version, so
-they always win.
+It depends on the origin of both. `run` is a run of a pipeline by a schedule, a commit or a user.
+The other origins name a version, so they always take precedence.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ENDPOINT = "digits"
 
 
 def run(scene: Scene, version: str, *, always: bool = False) -> PromotionResult:
-    """Do what a run does whose release has this version."""
+    """Promote this version as the run does that released it."""
     release = scene.record(version).release
     done = promote_release(
         scene.context, MODEL, version, TARGET, release=release, always=always, expects=(ENDPOINT,)
@@ -65,8 +65,10 @@ def promote_by_command(scene: Scene, version: str) -> None:
 
 
 BY_HAND = [promote_by_alias, move_champion, promote_by_command]
-"""The alias of a challenger or a champion in MLflow; the command, which is also what GitHub's
-workflow calls.
+"""Ways of promotion by hand.
+
+They are the alias of a challenger or a champion in MLflow, and the command. GitHub's workflow calls
+the command too.
 """
 
 
@@ -113,7 +115,7 @@ def test_repeated_run_after_manual_promotion_moves_no_traffic(
         assert run(scene, "2").left == "1"
     assert len(scene.world.provider.applied) == applied
     assert scene.aliases()[CHAMPION] == "1"
-    # What was promoted by hand gives way to what is new.
+    # A new release replaces a version that was promoted by hand.
     assert run(scene, scene.publish("c")).left == ""
     assert scene.traffic()["v3"] == 100
 
@@ -168,7 +170,7 @@ def test_run_of_older_release_during_trial_keeps_candidate() -> None:
     candidate = scene.state().roles.candidate
     assert candidate is not None
     assert candidate.version == "3"
-    assert run(scene, "1").did != "left"  # it serves
+    assert run(scene, "1").did != "left"  # version 1 serves already
 
 
 def test_run_after_failed_start_is_continued(scene: Scene) -> None:

@@ -1,4 +1,4 @@
-"""Retention over fakes: what is served, promoted or young never goes."""
+"""Retention over fakes: served, promoted and young versions are kept."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def plan(scene: Scene, *, keep: int = 1, older_than_s: float = DAY) -> PrunePlan
 
 @pytest.fixture
 def scene() -> Scene:
-    """Version 1 to 5, of which 3 serves, 2 is the one before, and 5 is the newest; all are two days old."""
+    """Return a scene with versions 1 to 5, which are all two days old.
+
+    Version 3 serves, version 2 is the previous one, and version 5 is the newest.
+    """
     scene = serving("a", "b", "c")
     scene.publish("d")
     scene.publish("e")
@@ -70,7 +73,7 @@ def test_prune_deletes_versions_and_their_folders(scene: Scene) -> None:
 
 
 def test_prune_deletes_old_folders_of_deleted_versions(scene: Scene) -> None:
-    """A pruning was killed between a version and its folder."""
+    """An earlier pruning was killed between the deletions of a version and its folder."""
     gone = scene.record("1").manifest
     scene.world.registry.delete_version(MODEL, "1")
     assert plan(scene, older_than_s=3 * DAY).folders == ()

@@ -1,4 +1,8 @@
-"""A writer that loses the race for the ledger's next entry reads again: no command fails because another was faster."""
+"""Concurrent writers of the ledger.
+
+A writer that loses the race for the next entry reads again. No command fails because another writer
+was faster.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +52,10 @@ def beside(
     other: Callable[[Context], object],
     command: Callable[[Scene], object],
 ) -> list[Scene]:
-    """What a command leaves when another process does something once meanwhile, for every moment of the command."""
+    """Return the scenes after a command that another process interrupts once.
+
+    There is one scene for every moment of the command.
+    """
     scenes: list[Scene] = []
     counted = Faults()
     while not scenes or len(scenes) < counted.moments:
@@ -116,7 +123,7 @@ def test_reconcile_with_endless_conflicts_raises_ledger_conflict_error(
     asked: list[int] = []
 
     def overtaken(self: Any, entry: LedgerEntry) -> None:
-        """Another process writes just before each of the command's own entries."""
+        """Let another process write just before each of the command's entries."""
         if not isinstance(entry.body, ThresholdsFixed):
             asked.append(entry.sequence)
             other = Journal.open(scene.world.context("other"), "digits")

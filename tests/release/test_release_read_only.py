@@ -1,4 +1,7 @@
-"""A ledger that cannot be written: commands say so, a copy continues it, and its entries are put back later."""
+"""A ledger that cannot be written.
+
+Commands report the problem, a copy continues the ledger, and its entries are put back later.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from tests.release.release_scenes import serving
 
 @pytest.fixture
 def scene(tmp_path: Path) -> Scene:
-    """An endpoint with a version that served before, whose files lie below `project`."""
+    """Return an endpoint with a previous version, whose files are below `project`."""
     with on_disk(tmp_path / "project"):
         return serving("a", "b")
 
@@ -44,7 +47,7 @@ def test_rollback_in_copied_ledger_survives_merge_into_original(
     )
     assert scene.traffic()["v2"] == 100
     shutil.copytree(ledger, aside)
-    scene.roll_back()  # in the copy, which lies where the original was
+    scene.roll_back()  # in the copy, which is where the original was
     assert scene.traffic()["v1"] == 100
     ledger.rename(copy)
     aside.rename(ledger)

@@ -1,4 +1,4 @@
-"""The way back, whatever else is going on, and what it means for the endpoints beside."""
+"""Rollbacks during other operations, and their effects on other endpoints."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from tests.support.must import must
 
 @pytest.fixture
 def scene() -> Scene:
-    """Versions 1, 2 and 3 served one after another; 3 serves now."""
+    """Return a scene in which versions 1, 2 and 3 served in turn; 3 serves now."""
     return serving("a", "b", "c")
 
 
@@ -122,7 +122,7 @@ def test_repeated_roll_back_of_unreachable_endpoint_keeps_its_goal(
 def test_repeated_roll_back_during_open_intent_raises_still_pending_error(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slow endpoint would else never get there, however often it is asked."""
+    """Otherwise a slow endpoint would never complete a repeated rollback."""
     monkeypatch.setattr(rollback, "COMMAND_TIMEOUT_S", 0.01)
     owe(scene)
     pending = must(scene.state().pending_rollback)
@@ -186,7 +186,7 @@ def test_roll_back_without_previous_version_raises_not_found_error() -> None:
 
 @pytest.fixture
 def trial(scene: Scene) -> Scene:
-    """Version 4 receives a tenth of the traffic; version 3 the rest."""
+    """Return a scene in which version 4 has 10 % of the traffic, and version 3 the rest."""
     scene.bind(policy=CANARY)
     scene.promote(scene.publish("d"))
     scene.reconcile()
@@ -246,7 +246,7 @@ def test_reconcile_after_registry_deletion_of_version_succeeds(scene: Scene) -> 
 
 @pytest.mark.parametrize("alias", [CHAMPION, CHALLENGER])
 def test_alias_set_after_rollback_outranks_pending_aliases(scene: Scene, alias: str) -> None:
-    """The writes that a rollback owes are about the versions that took part in it."""
+    """A rollback's pending alias changes only concern its own versions."""
     version = scene.publish("d")
     scene.world.registry.down = True
     scene.roll_back()
@@ -433,7 +433,10 @@ def test_reconcile_after_lease_expiry_finishes_killed_rollback(
 def test_roll_back_with_policy_change_before_outcome_succeeds(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A deployment of the pipeline changes the policy between the effect and its outcome."""
+    """A deployment of the pipeline changes the policy after the effect.
+
+    The outcome of the effect is not recorded yet.
+    """
     apply = scene.world.provider.apply
 
     def and_configure(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
@@ -455,7 +458,7 @@ def test_roll_back_after_ledger_conflict_decides_again(scene: Scene) -> None:
     other, head = scene.world.context("another process"), scene.state().head
 
     def change_policy(moment: int) -> None:
-        if moment == 1:  # the rollback has read the ledger, and not yet written to it
+        if moment == 1:  # the rollback has read the ledger, and has not written to it yet
             bind_endpoint(other, config_of("digits"), CANARY)
 
     scene.faults = Faults(between=change_policy)
@@ -470,7 +473,10 @@ PAIR = ("digits-a", "digits-b")
 
 @pytest.fixture
 def pair() -> Scene:
-    """Two endpoints of one model and target, both on version 2, which took the place of version 1."""
+    """Return a scene with two endpoints of one model and target.
+
+    Version 2 has replaced version 1 on both.
+    """
     scene = Scene()
     for name in PAIR:
         scene.bind(name, AT_ONCE)
@@ -516,7 +522,7 @@ def test_rollback_of_all_endpoints_without_pin_moves_champion_alias(pair: Scene)
 
 @pytest.mark.parametrize("moved", [False, True])
 def test_pinned_endpoint_follows_next_release(pair: Scene, moved: bool) -> None:
-    """Also after a person moved the champion to what it serves."""
+    """This also holds after a person moved the champion to the version that it serves."""
     pair.roll_back(PAIR[1])
     pair.reconcile_all()
     if moved:
@@ -532,7 +538,7 @@ def test_pinned_endpoint_follows_next_release(pair: Scene, moved: bool) -> None:
 
 @pytest.fixture
 def trials(pair: Scene) -> Scene:
-    """Version 3 is wanted by steps on both."""
+    """Return a scene in which version 3 is rolled out in steps on both endpoints."""
     for name in PAIR:
         pair.bind(name, CANARY)
     pair.promote(pair.publish("c"))
@@ -597,7 +603,10 @@ class CountedObjects(LocalObjects):
 
 
 def test_roll_back_after_10_000_entries_reads_at_most_ten_objects() -> None:
-    """The first 9,995 entries are not even there: a snapshot is taken of every fourth one."""
+    """The first 9,995 entries do not even exist.
+
+    A snapshot is taken after every fourth entry.
+    """
     objects = CountedObjects({})
     writer = ObjectLedger(objects, make_ledger_keys())
     scene = serving("a", "b", world=FakeWorld(ledger=writer))

@@ -1,4 +1,7 @@
-"""Promotion and the reconciler: how a version comes to serve, and what may not."""
+"""Promotion and the reconciler.
+
+The tests show how a version gets traffic, and which versions cannot.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +138,7 @@ def test_canary_advances_one_step_per_operator_command() -> None:
 
 @pytest.fixture
 def trial() -> Scene:
-    """Version 2 receives a tenth of the traffic; version 1 the rest."""
+    """Return a scene in which version 2 has 10 % of the traffic, and version 1 the rest."""
     scene = serving("a")
     scene.bind(policy=CANARY)
     scene.promote(scene.publish("b"))
@@ -225,7 +228,7 @@ def unsigned(scene: Scene, record: VersionRecord) -> dict[str, object]:
 
 
 def decided(**changes: object) -> Callable[[Scene, VersionRecord], dict[str, object]]:
-    """Its decision, signed with changes."""
+    """Return a function that makes changed, signed decisions."""
 
     def spoil(scene: Scene, record: VersionRecord) -> dict[str, object]:
         about = replace(record.decisions[TARGET].record, **changes)  # type: ignore[arg-type]
@@ -246,8 +249,9 @@ SPOILT = {
     "has changed since": decided(target_digest=digest_bytes(b"as it was")),
     "the registry holds": tampered,
 }
-"""Each kind of reason; what a decision may be is tried in `test_release_decided`, by attackers in
-`…_attacks`.
+"""One decision for each kind of reason.
+
+`test_release_decided` tests decisions in detail, and `…_attacks` tests attackers.
 """
 
 
@@ -389,7 +393,8 @@ def test_reconcile_without_registry_restores_endpoint_and_reports_outage(trial: 
     trial.world.provider.interfere("digits", None)
     reports = trial.reconcile()
     assert reports[0].did == "restore"
-    assert all(report.registry_down for report in reports[1:])  # a restoration does not read it
+    # a restoration does not read the registry
+    assert all(report.registry_down for report in reports[1:])
     assert trial.traffic() == {"v2": 10, "v1": 90}
 
 

@@ -1,4 +1,7 @@
-"""What CloudWatch's alarm took back at SageMaker, on every way on which a release comes: real boto3, real inference."""
+"""Rollbacks by an alarm of CloudWatch at SageMaker, for every origin of a release.
+
+boto3 and inference are real.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,19 @@ from tests.support.must import must
 pytestmark = [pytest.mark.services, pytest.mark.nightly]
 
 ALARM = {
-    "AlarmName": "failing", "MetricName": "Invocation5XXErrors", "Namespace": "AWS/SageMaker", "Statistic": "Sum",
-    "Period": 60, "EvaluationPeriods": 1, "Threshold": 1.0, "ComparisonOperator": "GreaterThanThreshold",
-}  # fmt: skip
+    "AlarmName": "failing",
+    "MetricName": "Invocation5XXErrors",
+    "Namespace": "AWS/SageMaker",
+    "Statistic": "Sum",
+    "Period": 60,
+    "EvaluationPeriods": 1,
+    "Threshold": 1.0,
+    "ComparisonOperator": "GreaterThanThreshold",
+}
 
 
 class SageMaker(Scene):
-    """A scene whose endpoint is a guarded one at SageMaker."""
+    """A scene with a guarded endpoint at SageMaker."""
 
     def begin(self, fake: FakeSageMaker, folder: Path) -> None:
         self.fake, self.folder = fake, folder
@@ -46,7 +55,7 @@ class SageMaker(Scene):
         return replace(super().context, provider=lambda _: self.provider, files=kept)
 
     def release(self, factor: float) -> str:
-        """A version that multiplies."""
+        """Publish a version that multiplies by a factor."""
         folder = self.folder / f"made-{factor}"
         scaling_deployment(folder, name="v", version="", scale=factor)
         return publish_file(self.world, folder / "model.onnx", digest_bytes(str(factor).encode()))
@@ -57,7 +66,10 @@ class SageMaker(Scene):
         )
 
     def reconcile_while_the_alarm_fires(self) -> list[StepReport]:
-        """Reconcile; once the update is under way, the alarm fires, and is quiet again when all is over."""
+        """Reconcile while the alarm fires.
+
+        The alarm fires once the update is under way, until all is over.
+        """
         self.fake.behave(reads=400)
         reports: list[StepReport] = []
         reconciler = threading.Thread(target=lambda: reports.extend(self.reconcile()))
@@ -108,7 +120,7 @@ def test_version_rejected_by_alarm_is_deployed_again_only_with_override(scene: S
     assert "alarm failing fired" in str(state.find_rejection(scene.record(bad)))
     assert CHALLENGER not in scene.aliases()
 
-    # Reconcile and watch, while the alarm fires and when it is quiet.
+    # Reconcile and watch, while the alarm fires and after it has ended.
     for firing in ("ALARM", "OK"):
         scene.alarm(firing)
         scene.reconcile()
@@ -121,7 +133,7 @@ def test_version_rejected_by_alarm_is_deployed_again_only_with_override(scene: S
     assert scene.serving() == ["v1"]
     assert len(scene.fake.updates("digits")) == 1
 
-    # A person's signed override lets it come, never past the alarm.
+    # A person's signed override lets the version serve, but never while the alarm fires.
     scene.alarm("ALARM")
     scene.promote(bad, override=True, reason="the alarm was about something else")
     with pytest.raises(InfrastructureError, match="alarm failing fires"):

@@ -1,4 +1,7 @@
-"""What the operator reads about endpoints: `read_status` and `read_history`, as text and as documents."""
+"""Endpoint data for operators: `read_status` and `read_history`.
+
+They are tested as text and as documents.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ from tests.support.golden import Golden
 
 
 def seen(*, outlived: bool) -> EndpointStatus:
-    """An endpoint whose manager does not answer; its clients get answers all the same if it is `outlived`."""
+    """Return the status of an endpoint whose manager does not answer.
+
+    Its clients still get answers if it is `outlived`.
+    """
     scene = serving("a")
     scene.world.provider.down = True
     scene.world.provider.is_unsupervised = lambda config: outlived  # type: ignore[method-assign]

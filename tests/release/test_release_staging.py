@@ -17,7 +17,10 @@ SOAK_S = 3600.0
 
 @pytest.fixture
 def scene() -> Scene:
-    """Three endpoints that serve version 1 and get what comes next in order, the last two after an hour each."""
+    """Return a scene with three endpoints that serve version 1.
+
+    They get the next version in order, the last two after an hour each.
+    """
     scene = Scene()
     scene.bind(policy=CANARY)
     bind_endpoint(

@@ -1,16 +1,17 @@
-"""A model of replicas that follow numbered routing tables, and every state that a few steps of it can reach.
+"""A model of replicas that follow numbered routing tables.
 
-It is checked before the code that it describes. The ledger holds intents, each with the number of
-its table: `PREPARE` (the candidate has weight 0), `WEIGHT` (it gets traffic) and `ABORT` (back to
-stable, for good). Any process may create the object of an intent, once, at any time afterwards: a
-reconciler that was delayed, or two of them. A hint, `head`, names an object; its writers can be
-delayed too, and set it back.
+The tests check every state that a few steps of the model can reach. The model is checked before the
+code that it describes. The ledger holds intents, each with the number of its table: `PREPARE` (the
+candidate has weight 0), `WEIGHT` (it gets traffic) and `ABORT` (back to stable, permanently). Any
+process may create the object of an intent, once, at any time afterwards. It can be a delayed
+reconciler, or one of two reconcilers. A hint, `head`, names an object. Its writers can be delayed
+too, and set it back.
 
 A replica that lists the objects takes the highest one. It gives a candidate traffic only for
-`LEASE` ticks of its own clock after it has listed. Once that time was over, it does so again only
-after the judge has looked at the rollout: an abort may be intended of which no object says anything
-yet. A replica that is cut off, frozen or slow, and a store that is down, are replicas that take no
-step for a while: the model leaves that open at every moment.
+`LEASE` ticks of the replica's clock after it has listed. Once that time is over, it does so again
+only after the judge has looked at the rollout. The reason is that an abort may be intended without
+an object yet. A replica that is cut off, frozen or slow takes no step for a while. The same holds
+if a store is down. The model allows this at every moment.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ import pytest
 LEASE = 2
 PREPARE, WEIGHT, ABORT = 1, 2, 3
 _TICKS = 4
-"""One more than a lease lasts, and one for the abort."""
+"""Ticks of the model: one more than a lease, and one for the abort."""
 
 
 class Replica(NamedTuple):
-    """One server. `adopted` is the table that it follows, 0 for none; `reported` the last one that its reports name.
+    """One server.
 
-    `age` are the ticks since it renewed its lease. `heard` is the last look of the judge that it
-    knows; `is_confirmed`: one came without a gap since.
+    `adopted` is the table that it follows, 0 for none. `reported` is the last table that its
+    reports name. `age` is the number of ticks since it renewed its lease. `heard` is the last look
+    of the judge that it knows. `is_confirmed` is true if a look came without a gap since.
     """
 
     adopted: int = 0
@@ -47,12 +49,13 @@ class Replica(NamedTuple):
 
 
 class World(NamedTuple):
-    """What all processes see together.
+    """The state that all processes share.
 
     `since_abort` are the ticks since the object of the abort was created, `since_intent` those
-    since it was intended; -1 before. `looks` counts those of the judge that continue the rollout.
-    `paid`: whether a reconciler has recorded that no replica serves the candidate any more.
-    `began_late`: a replica began to serve it longer than a lease after the abort was intended.
+    since it was intended; both are -1 before. `looks` counts those of the judge that continue the
+    rollout. `paid`: whether a reconciler has recorded that no replica serves the candidate any
+    more. `began_late`: a replica began to serve it longer than a lease after the abort was
+    intended.
     """
 
     intents: int = 0
@@ -68,15 +71,16 @@ class World(NamedTuple):
     ticks: int = 0
 
     def with_replica(self, place: int, replica: Replica) -> World:
-        """Return the world with another replica; their order does not matter."""
+        """Return the world with another replica; the order of replicas does not matter."""
         others = self.replicas[:place] + self.replicas[place + 1 :]
         return self._replace(replicas=tuple(sorted((*others, replica))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The rules of the protocol, each of which a test breaks once. The judge looks `looks` times at most, and
-    replicas start again `restarts` times.
+    """The rules of the protocol, each of which a test breaks once.
+
+    The judge looks at most `looks` times. Replicas restart `restarts` times.
     """
 
     weight_waits_for_reports: bool = True
@@ -115,7 +119,11 @@ def _list_next(world: World, rules: Rules) -> Iterator[World]:
 
 
 def _reconcile(world: World, rules: Rules) -> Iterator[World]:
-    """Yield what reconcilers do: write an intent, create an object, write the hint, record that the debt is paid."""
+    """Yield the worlds after each step of a reconciler.
+
+    A reconciler writes an intent, creates an object, writes the hint, or records that the debt is
+    paid.
+    """
     is_ready = (
         all(one.reported >= PREPARE for one in world.replicas) or not rules.weight_waits_for_reports
     )
@@ -140,7 +148,10 @@ def _reconcile(world: World, rules: Rules) -> Iterator[World]:
 
 
 def _follow(world: World, place: int, replica: Replica, rules: Rules) -> Iterator[World]:
-    """Yield what a replica does: list the objects, look at the hint, report, start again."""
+    """Yield the worlds after each step of a replica.
+
+    A replica lists the objects, reads the hint, reports, or restarts.
+    """
     for number in world.objects if rules.late_objects_count else [max(world.objects, default=0)]:
         if number:
             yield world.with_replica(
@@ -153,7 +164,7 @@ def _follow(world: World, place: int, replica: Replica, rules: Rules) -> Iterato
         )
     if replica.adopted > replica.reported:
         yield world.with_replica(place, replica._replace(reported=replica.adopted))
-    if world.restarts < rules.restarts:  # what it followed is on its disk, its clock is not
+    if world.restarts < rules.restarts:  # Its table is on disk, but the clock of its lease is lost.
         adopted, age = (replica.adopted, 0) if rules.restart_keeps_lease else (0, LEASE + 1)
         again = world.with_replica(
             place, Replica(adopted=adopted, age=age, reported=replica.reported)
@@ -162,7 +173,7 @@ def _follow(world: World, place: int, replica: Replica, rules: Rules) -> Iterato
 
 
 def _hear(world: World, replica: Replica, rules: Rules) -> Replica:
-    """Return a replica that has read how often the judge has looked."""
+    """Return a replica that has read the number of the judge's looks."""
     is_gap = replica.age > LEASE and rules.gap_needs_look
     is_confirmed = not is_gap and (
         replica.is_confirmed or world.looks != replica.heard or not rules.gap_needs_look
@@ -171,7 +182,7 @@ def _hear(world: World, replica: Replica, rules: Rules) -> Replica:
 
 
 def explain_fault(world: World) -> str:
-    """Return what must never be; empty if it is not."""
+    """Return the violated invariant; empty if there is none."""
     serves = any(one.serves_candidate for one in world.replicas)
     if serves and world.since_abort > LEASE:
         return "the candidate gets traffic longer than a lease after its abort"
@@ -185,7 +196,7 @@ def explain_fault(world: World) -> str:
 
 
 def find_fault(rules: Rules) -> tuple[str, int]:
-    """Return the first fault that can be reached in the fewest steps, and the number of worlds that were looked at."""
+    """Return the fault with the fewest steps, and the number of visited worlds."""
     first = World()
     seen, queue = {first}, deque([first])
     while queue:

@@ -1,4 +1,4 @@
-"""What the ledger records of the last rollout, and how a page shows it."""
+"""The ledger's record of the last rollout, and its page."""
 
 from __future__ import annotations
 

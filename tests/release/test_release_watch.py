@@ -1,4 +1,4 @@
-"""The watch: passes that cost little, endpoints that do not disturb each other, a registry that comes and goes."""
+"""The watch: cheap passes, independent endpoints, and an intermittent registry."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.golden import Golden
 
 
 class Counting:
-    """A port that counts what it is asked."""
+    """A port that counts its calls."""
 
     def __init__(self, port: object) -> None:
         self._port = port
@@ -65,7 +65,7 @@ class Watch:
         )
 
     def look(self) -> list[str]:
-        """One pass; what the registry was asked in it."""
+        """Make one pass, and return the calls of the registry."""
         self.registry.asked.clear()
         self.watcher.reconcile_all()
         return list(self.registry.asked)

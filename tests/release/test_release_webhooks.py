@@ -1,7 +1,8 @@
-"""Any mix of genuine, late, doubled, reordered, replayed and forged deliveries: what is done follows the registry.
+"""Webhook deliveries in any mix, and the reconciler that follows the registry.
 
-A second reconciler, which hears no webhook, looks whenever the first one is woken. Both must end
-alike, so a delivery can be no more than a hint; what it claims moves nothing.
+Deliveries are genuine, late, doubled, reordered, replayed or forged. A second reconciler receives
+no webhook. It looks whenever the first one is woken. Both must end alike. A delivery is therefore
+only a hint, and its claims change nothing.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from tests.release.release_scenes import copies_of, end_of
 
 SECRET = "a secret of some length"  # noqa: S105 (of a test)
 FAILED = "3"
-"""A version that has not passed."""
+"""A version that has not passed its gates."""
 
 _NUMBERS = itertools.count()
-"""Of deliveries: a receiver hears each once."""
+"""Numbers of deliveries: a receiver accepts each number once."""
 
 Step = tuple[str, int | str]
 
@@ -50,7 +51,7 @@ looks = st.tuples(st.just("look"), st.just(0))
 
 @dataclass(frozen=True)
 class Delivery:
-    """What MLflow has sent, as a listener on the wire could keep it."""
+    """A delivery of MLflow, as a listener on the network could record it."""
 
     number: int
     at: float
@@ -67,7 +68,7 @@ class Delivery:
 
 @dataclass
 class Stage:
-    """The reconciler that listens, the one that does not, and all that was ever sent."""
+    """Two reconcilers, of which one receives webhooks, and all sent deliveries."""
 
     listening: Scene
     other: Scene
@@ -79,8 +80,8 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.watchers = [
-            # With the longest interval, no pass is skipped after refusals: a wake-up skips none
-            # either.
+            # With the longest interval, no pass is skipped after refusals, and no wake-up is
+            # skipped.
             WatchLoop(
                 scene.context,
                 ReconcileQueue(),
@@ -91,7 +92,7 @@ class Stage:
         ]
 
     def move(self, version: str) -> None:
-        """A person moves the alias, and MLflow makes a delivery of it."""
+        """Move the alias as a person does, and record MLflow's delivery."""
         for scene in (self.listening, self.other):
             if version:
                 scene.set_alias(CHALLENGER, version)
@@ -141,7 +142,10 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def copies() -> Callable[[], Scene]:
-    """Version 1 and 2 have passed, and version 3 has not; nothing serves."""
+    """Return copies of a scene in which nothing serves.
+
+    Versions 1 and 2 have passed, and version 3 has not.
+    """
 
     def setup() -> Scene:
         scene = Scene()
@@ -156,7 +160,7 @@ def copies() -> Callable[[], Scene]:
 
 @dataclass
 class Heard:
-    """A receiver that wakes the last of the bells, and how something is posted to it."""
+    """A receiver that wakes the last of the bells, and a way to post to it."""
 
     bells: list[ReconcileQueue]
     clock: FakeClock
@@ -191,7 +195,7 @@ def test_webhook_deliveries_of_any_kind_only_trigger_reconciliation(
 ) -> None:
     woken = 0
 
-    # A few random examples may hold no delivery that leads to anything.
+    # A few random examples possibly contain no delivery with an effect.
     @settings(max_examples=examples, deadline=None, derandomize=examples < 100)
     @example(
         [step for n, v in enumerate("331") for step in (("move", v), ("deliver", n), ("look", 0))]

@@ -1,4 +1,4 @@
-"""An operator writes off a replica that is gone for good."""
+"""An operator writes off a replica that is permanently gone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.release.release_scenes import serving
 
 @dataclass
 class Servers:
-    """What a provider of replicas lists and forgets."""
+    """The servers that a provider of replicas lists and forgets."""
 
     listed: dict[str, EndpointServer] = field(default_factory=dict)
 

@@ -1,4 +1,7 @@
-"""Requests that abuse an endpoint server: forty kinds, and a run of them beside clients that behave."""
+"""Forty kinds of requests that abuse an endpoint server.
+
+`run_abuses` sends them while other clients send good requests.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,17 @@ from tests.support.server import ServerFamily
 
 INFER = "/v2/models/m/infer"
 OPTIONS = "--workers=2", "--allowed-hosts=x", "--run-timeout=1 s", "--read-timeout=5 s"
-"""Options of a server that is abused. A run that takes longer than a second is an abuse of this
-model.
+"""Options of a server that is abused.
+
+A run that takes longer than a second is an abuse of this model.
 """
 ABUSERS = 3
 MEMORY_RATIO = 1.2
 SPARE_BYTES = 16 << 20
-"""What a worker may keep beyond that: Python returns an arena only when no object is left in it."""
+"""Bytes that a worker's memory may grow beyond `MEMORY_RATIO`.
+
+Python releases an arena only when no object is left in it.
+"""
 MAX_PAUSE_S = 10.0
 _FOREVER = 1 << 40
 _READ_S = 30.0
@@ -40,7 +47,10 @@ _LARGE = 1 << 20
 
 
 def build_model() -> onnx.ModelProto:
-    """A model that adds one to `x`, `n` times, and multiplies `s` by its transpose."""
+    """Return a model that adds one to `x`, `n` times.
+
+    It also multiplies `s` by its transpose.
+    """
     return onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 18]>
     m (int64[1] n, float[b, 2] x, float[r, 1] s) => (float[b, 2] y, float[r, 1] z) {
       zero = Constant<value = int64[1] {0}>()
@@ -55,7 +65,7 @@ def build_model() -> onnx.ModelProto:
       square = MatMul(s, turned)
       axes = Constant<value = int64[1] {1}>()
       z = ReduceSum(square, axes)
-    }""")
+    }""")  # noqa: E501
 
 
 def build_tensor(name: str, datatype: str, shape: Sequence[int], data: object) -> dict[str, object]:
@@ -80,7 +90,10 @@ def encode(**document: object) -> bytes:
 
 
 def post(body: bytes, path: str = INFER, length: int | None = None, **headers: object) -> bytes:
-    """Return the bytes of the last request of a connection; `length` is announced instead of the body's."""
+    """Return the bytes of the last request of a connection.
+
+    The request announces `length`, if given, instead of the length of the body.
+    """
     lines = {
         "host": "x",
         "content-type": "application/json",
@@ -97,7 +110,7 @@ def _with_data(data: bytes) -> bytes:
 
 
 def _square(rows: int) -> bytes:
-    """A request in the binary form whose product has `rows` times `rows` numbers."""
+    """Return a binary request whose product has `rows` times `rows` numbers."""
     inputs = [*build_inputs()[:2], build_tensor("s", "FP32", [rows, 1], None)]
     del inputs[2]["data"]
     inputs[2]["parameters"] = {"binary_data_size": 4 * rows}
@@ -115,7 +128,10 @@ def _binary(size: object, length: object, tail: bytes = b"") -> bytes:
 
 @cache
 def _bomb() -> bytes:
-    """Return the compressed start of a request, which takes a second to make."""
+    """Return the compressed start of a request.
+
+    Making it takes a second.
+    """
     return gzip.compress(b'{"inputs": [' + b" " * (256 << 20))
 
 
@@ -197,23 +213,24 @@ REQUESTS: Mapping[str, Callable[[], bytes]] = {
     "a product of a gigabyte": lambda: _square(16_000),
     "a product beyond all memory": lambda: _square(4_000_000),
 }
-"""What one connection sends, by kind."""
+"""Requests of one connection by kind."""
 
 
 def send(data: bytes, port: int) -> None:
-    """Send bytes, and read what is answered until the connection ends or is silent."""
+    """Send bytes, and read the response until the connection ends or is silent."""
     with socket.create_connection(("127.0.0.1", port), timeout=_READ_S) as client:
-        with suppress(OSError):  # the server may answer and close before all is sent
-            client.sendall(
-                data
-            )  # without an end of the connection: the server does not run what its client left
+        # The server may answer and close the connection before everything is sent.
+        with suppress(OSError):
+            # The connection stays open: the server does not run requests of a client that
+            # disconnected.
+            client.sendall(data)
         with suppress(OSError):
             while client.recv(1 << 16):
                 pass
 
 
 def hold(start: bytes, port: int, connections: int = 50) -> None:
-    """Hold connections that have sent a part of a request."""
+    """Hold connections that have sent only a part of a request."""
     with ExitStack() as stack:
         for _ in range(connections):
             with suppress(OSError):
@@ -236,7 +253,7 @@ CONNECTIONS: Mapping[str, Callable[[int], None]] = {
     "half a body": lambda port: hold(post(b"{", length=1 << 25), port, 20),
     "no reader": lambda port: flood(post(encode()).replace(_CLOSE, b"") * 50, port),
 }
-"""What takes more than one message, by kind."""
+"""Abuses that need more than one message, by kind."""
 KINDS: Sequence[str] = (*REQUESTS, *CONNECTIONS)
 
 
@@ -250,10 +267,10 @@ def abuse(kind: str, port: int) -> None:
 
 @dataclass(slots=True)
 class AbuseResult:
-    """What became of a server and its other clients.
+    """Effects of abuse on a server and its other clients.
 
-    `pauses_s` are the times in which a worker was missing; `deaths` the workers that were replaced;
-    `growth_bytes` is that of a worker.
+    `pauses_s` are the times in which a worker was missing. `deaths` counts the workers that were
+    replaced. `growth_bytes` is the growth of a worker's memory.
     """
 
     records: Records
@@ -265,7 +282,10 @@ class AbuseResult:
 
     @property
     def other_failures(self) -> int:
-        """Failures of good requests beyond those on the connections of a worker that was replaced."""
+        """Return the failures of good requests that no replaced worker explains.
+
+        A replaced worker explains one failure on each of its connections.
+        """
         return max(0, self.records.failed - self.deaths * _CONNECTIONS)
 
 
@@ -275,7 +295,7 @@ _CONNECTIONS = 4
 def run_abuses(
     server: ServerFamily, kinds: Sequence[str], *, abusers: int = ABUSERS
 ) -> AbuseResult:
-    """Send abusive requests, some at a time, beside good ones."""
+    """Send abusive requests, several at a time, while other clients send good ones."""
     load = LoadPlan(
         url=server.url(INFER),
         payloads=[Payload(body=encode())],
@@ -307,7 +327,8 @@ def run_abuses(
             thread.join()
         time.sleep(1)
         records = clients.stop()
-    with suppress(AssertionError):  # the ratio shows it
+    # The memory ratio of the result shows whether memory was released.
+    with suppress(AssertionError):
         until(
             lambda: memory(server.workers()).rss <= MEMORY_RATIO * before,
             "memory that is given back",
@@ -332,7 +353,7 @@ class _Watch:
     is_over: threading.Event = field(default_factory=threading.Event)
 
     def follow(self, server: ServerFamily, workers: int) -> None:
-        """Record each worker, and for how long one was missing."""
+        """Record each worker, and how long any worker was missing."""
         missing_since = None
         while not self.is_over.wait(0.05):
             pids = server.workers()
@@ -359,7 +380,7 @@ def _watching(server: ServerFamily) -> Iterator[_Watch]:
 
 
 def shuffle_kinds(seed: int, rounds: int = 1) -> list[str]:
-    """Return the kinds in an order that the seed determines, some times each."""
+    """Return the kinds in an order that the seed determines, `rounds` times each."""
     kinds = [*KINDS] * rounds
     random.Random(seed).shuffle(kinds)  # noqa: S311 (to be repeatable)
     return kinds

@@ -1,4 +1,4 @@
-"""Azure Blob Storage as a real server: Azurite, which npm brings."""
+"""Azurite, the emulator of Azure Blob Storage, installed with npm."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from tests.support.ports import free_port
 
 ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-"""The account that every Azurite has; it opens nothing else."""
+"""Key of the account that every Azurite has; it gives access to nothing else."""
 
 
 @contextmanager
 def azurite(packages: Path, container: str) -> Iterator[str]:
-    """A server with one empty container; yields its connection string. `packages` is a folder for npm."""
+    """Run Azurite with one empty container; yield its connection string.
+
+    `packages` is a folder for npm.
+    """
     from azure.storage.blob import BlobServiceClient
 
     found = shutil.which("azurite-blob")
@@ -42,7 +45,7 @@ def azurite(packages: Path, container: str) -> Iterator[str]:
             with BlobServiceClient.from_connection_string(
                 opened, retry_total=20, retry_backoff_factor=0.1
             ) as client:
-                client.create_container(container)  # asks again until the server answers
+                client.create_container(container)  # The client retries until the server answers.
             yield opened
         finally:
             process.terminate()

@@ -1,7 +1,7 @@
-"""The test models that ship with the onnx package, and what `inspect` and `compare` make of each.
+"""Results of `inspect` and `judge` for the test models of the onnx package.
 
-`python -m tests.support.backend_models` reads paths from standard input and writes one JSON line
-for each: it is the process that a model may take down with it.
+`python -m tests.support.backend_models` reads paths from standard input. It writes one JSON line
+for each result. It is a separate process because a model may crash it.
 """
 
 from __future__ import annotations
@@ -28,24 +28,26 @@ if TYPE_CHECKING:
     import onnx
 
 OPSET, IR_VERSION = 26, 13
-"""What ONNX Runtime 1.31 accepts; the models for single operators are made at the newest of the
-onnx package.
+"""Newest versions that ONNX Runtime 1.31 accepts.
+
+The onnx package makes its models of single operators at its own newest version.
 """
 
 ON_DISK = ("pytorch-converted", "pytorch-operator", "simple", "light")
 
 LOOKED_AT_ONLY = "light"
-"""Whole image classifiers, with weights of one number each: running one on all groups takes many
-minutes.
+"""Whole image classifiers whose weights hold one number each.
+
+They are only inspected. Comparing one of them on all groups takes many minutes.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a tool made of a model: a verdict, a typed error, or neither.
+    """Result of one tool for one model: a verdict, a typed error, or neither.
 
-    `kind` is a verdict, the name of an error type, `crashed`, or `untyped` for any other exception;
-    only the last two are faults.
+    `kind` is a verdict, the name of an error type, `crashed`, or `untyped` for any other exception.
+    Only `crashed` and `untyped` are faults.
     """
 
     model: str
@@ -59,22 +61,25 @@ class Outcome:
 
 
 def write_models(folder: Path, operators: Iterable[str] | None = None) -> tuple[Path, ...]:
-    """Copy or make all of them, one folder each: `folder/KIND/NAME/model.onnx`. Takes about half a minute.
+    """Copy or make all test models as `folder/KIND/NAME/model.onnx`.
+
+    This takes about half a minute.
 
     Args:
-        folder: where.
-        operators: those whose models are made, by the modules of the onnx package that do so; all
-            by default.
+        folder: where the models are written.
+        operators: modules of the onnx package whose operators get models; all by default.
     """
     found = [*_stored(folder), *_made(folder, operators)]
     return tuple(sorted(found))
 
 
 def outcomes(models: Sequence[Path], *, timeout: float = 120.0) -> Iterator[Outcome]:
-    """What `inspect` and `judge` make of each, in processes of their own that are replaced when one dies.
+    """Yield the results of `inspect` and `judge` for each model.
+
+    The tools run in a separate process, which is replaced when a model ends it.
 
     Args:
-        models: files as `write_models` gives them.
+        models: files as `write_models` returns them.
         timeout: seconds for one model.
     """
     waiting = list(models)
@@ -91,7 +96,10 @@ def outcomes(models: Sequence[Path], *, timeout: float = 120.0) -> Iterator[Outc
 
 
 def _batch(models: Sequence[Path], timeout: float) -> Iterator[tuple[Path, list[str], str]]:
-    """Each model with its lines, in one process, up to the first that ends it."""
+    """Yield each model with its output lines, and how the process ended.
+
+    All models run in one process, up to the first model that ends it.
+    """
     environ = {**os.environ, "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", "tests.support.backend_models"]
     with subprocess.Popen(
@@ -113,7 +121,7 @@ def _batch(models: Sequence[Path], timeout: float) -> Iterator[tuple[Path, list[
 
 
 def _lines(process: subprocess.Popen[bytes], timeout: float, wanted: int) -> tuple[list[str], str]:
-    """The lines of one model, and how the process ended if it did."""
+    """Return the output lines of one model, and how the process ended if it did."""
     stream = process.stdout.fileno()  # type: ignore[union-attr]
     output = b""
     while output.count(b"\n") < wanted:
@@ -128,7 +136,7 @@ def _lines(process: subprocess.Popen[bytes], timeout: float, wanted: int) -> tup
 
 
 def look(model: Path) -> Outcome:
-    """What `inspect` makes of a file."""
+    """Return the result of `inspect` for a model."""
     from onnx_ops.onnx_graph.model_summary import estimate_cost, summarize_model
 
     def run() -> tuple[str, str]:
@@ -140,7 +148,7 @@ def look(model: Path) -> Outcome:
 
 
 def hold_against_itself(model: Path) -> Outcome:
-    """What the parity of `judge` makes of a file and itself, on a few random rows."""
+    """Return the parity verdict of a model compared with itself, on a few random rows."""
     from onnx_ops.adapters.runtimes.placement import GuardedRuntime
     from onnx_ops.config.targets import PROFILES, TargetFiles
     from onnx_ops.tools.compare import compare
@@ -189,7 +197,10 @@ def _stored(folder: Path) -> Iterator[Path]:
 
 
 def _made(folder: Path, operators: Iterable[str] | None) -> Iterator[Path]:
-    """Models of single operators, lowered to what the runtime accepts where none of their operators is newer."""
+    """Yield models of single operators.
+
+    A model is lowered to the versions that the runtime accepts, unless it has a newer operator.
+    """
     from onnx.backend.test.case import node
     from onnx.backend.test.loader import load_node_model_tests
 
@@ -198,7 +209,8 @@ def _made(folder: Path, operators: Iterable[str] | None) -> Iterator[Path]:
         if operators is None:
             load_node_model_tests()
         for operator in operators or ():
-            import_module(f"{node.__name__}.{operator}")  # which makes its models
+            # The import registers the operator's models.
+            import_module(f"{node.__name__}.{operator}")
     for case in tuple(node._NodeTestCases):
         path = folder / "node" / case.name / "model.onnx"
         path.parent.mkdir(parents=True)

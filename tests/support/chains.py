@@ -1,4 +1,4 @@
-"""Ledgers as an attacker with their storage changes them."""
+"""Ledgers as an attacker with access to their storage changes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from onnx_ops.errors import CorruptStateError, StorageError
 
 
 class MemoryObjects(LocalObjects):
-    """Objects in memory. `crash` names the next call that ends as if the process were killed."""
+    """Objects in memory.
+
+    `crash` names the next call that ends as if the process were killed.
+    """
 
     def __init__(self, data: dict[str, bytes] | None = None) -> None:
         super().__init__(Path("/nowhere"))
@@ -51,9 +54,9 @@ class MemoryObjects(LocalObjects):
 def append_raw(
     objects: ObjectStore, endpoint: str, body: EntryBody, *, actor: str = "alice", at: float = 0.0
 ) -> None:
-    """Append an entry that follows the last one, as far as that is possible without a key.
+    """Append an entry that follows the last one, as far as possible without a key.
 
-    If the last one cannot be read, it names none.
+    If the last entry cannot be read, the new one names no predecessor.
     """
     names = [name for name in objects.list_names(endpoint) if name[0] == "0"]
     previous = None

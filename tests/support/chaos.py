@@ -1,4 +1,7 @@
-"""Kill a server family under load at chosen moments, and report what its clients noticed."""
+"""Kills of a server family under load, and their effects on clients.
+
+A kill happens at a chosen moment of a publication.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +28,17 @@ Victim = Literal["supervisor", "worker"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one blow led to.
+    """Result of killing one process during a publication.
 
     Args:
-        moment: where in the publication it fell.
-        reached: whether the publication went that far; else no process was killed.
-        answered: whether the publication was answered 200.
-        generation: what the server that lives afterwards serves.
-        wanted: the generation that was being published.
+        moment: moment of the publication at which the process was killed.
+        reached: whether the publication reached that moment; if not, no process was killed.
+        answered: whether the publication was answered with 200.
+        generation: generation that the surviving server serves.
+        wanted: generation that was being published.
         healed: whether the next publication was accepted.
-        stale: answers by a version that was replaced before the request was sent.
-        records: the load from before the blow until after the healing.
+        stale: number of answers by a version that was replaced before the request was sent.
+        records: records of the load from before the kill until after the next publication.
     """
 
     moment: int
@@ -48,9 +51,9 @@ class Outcome:
     records: Records
 
     def broken(self, victim: Victim) -> list[str]:
-        """The promises that did not hold, in words.
+        """Return a description of each guarantee that did not hold.
 
-        A killed supervisor costs no client anything. A killed worker costs at most the request
+        A killed supervisor must not fail any request. A killed worker may fail at most the request
         under way on each of its connections.
         """
         found = []
@@ -76,14 +79,17 @@ class Outcome:
 
 
 def dying_server(folder: Path, *options: str) -> tuple[ServerFamily, Path]:
-    """A server that watches for a fault point, and the point's file. `folder` is the state folder."""
+    """Return a server that watches for a fault point, and the file of the point.
+
+    `folder` is the state folder.
+    """
     point = folder.parent / f"{folder.name}-point.json"
     program = ("-m", "tests.support.fault_injection", str(point))
     return ServerFamily(folder=folder, program=program, options=options), point
 
 
 def count_moments(folder: Path, first: Deployment, *, workers: int = 2) -> int:
-    """How many moments a publication has."""
+    """Return the number of moments of a publication."""
     server, point = dying_server(folder, "--workers", str(workers))
     try:
         publisher, upcoming = _begun(server, first)
@@ -97,9 +103,10 @@ def count_moments(folder: Path, first: Deployment, *, workers: int = 2) -> int:
 def publish_and_kill(
     folder: Path, first: Deployment, *, moment: int, victim: Victim, workers: int = 2
 ) -> Outcome:
-    """Publish under load, and kill the victim at that moment of the publication (see `fault_injection`).
+    """Publish under load, and kill the victim at one moment of the publication.
 
-    A killed supervisor is started again, beside the workers that it left.
+    `fault_injection` describes the moments. A killed supervisor is started again, beside the
+    workers that it left.
     """
     server, point = dying_server(folder, "--workers", str(workers))
     try:
@@ -137,7 +144,7 @@ def publish_and_kill(
 
 
 def _begun(server: ServerFamily, first: Deployment) -> tuple[Publisher, Iterator[EndpointState]]:
-    """A started server with two publications; the next one is of generation _GENERATION."""
+    """Start a server with some publications; the next one has generation _GENERATION."""
     server.start()
     publisher, upcoming = Publisher(server), states(first)
     for _ in range(_GENERATION - 1):

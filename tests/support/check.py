@@ -25,24 +25,32 @@ from tests.support.processes import ROOT
 PACKAGE = "onnx_ops"
 TESTS = Path("tests")
 TEST_CPU_S = 8.0
-"""CPU after which no further test starts: the last one, and the rest of a check, take up to 12 s.
+"""CPU seconds after which no further test starts.
+
+The last test, and the rest of a check, take up to 12 s.
 """
 MAX_TEST_FILES = 30
-"""The collection of more takes a considerable part of that."""
+"""Most test files of a check.
+
+Collecting more takes a considerable part of `TEST_CPU_S`.
+"""
 _BIN = Path(sys.executable).parent
 STEPS: Mapping[str, Sequence[str]] = {
     "format": (str(_BIN / "ruff"), "format", "--check", "--quiet", "."),
     "ruff": (str(_BIN / "ruff"), "check", "--quiet", "."),
     "imports": (str(_BIN / "lint-imports"),),
-    # The daemon of mypy reports errors that `mypy` does not: it follows imports that are configured
-    # to be skipped.
+    # mypy's daemon reports errors that `mypy` does not: it follows imports that are configured to
+    # be skipped.
     "mypy": (str(_BIN / "mypy"),),
     "complexity": (sys.executable, "-m", "tests.support.complexity"),
 }
 
 
 def list_changes(base: str, root: Path = ROOT) -> list[str]:
-    """Return the files that differ from a commit, new ones included; deleted ones too, whose users must change."""
+    """Return the files that differ from a commit, including new files.
+
+    Deleted files are included too, because the modules that use them must change.
+    """
     commands = (
         ["git", "diff", "--name-only", "-z", base, "--"],
         ["git", "ls-files", "-z", "-o", "--exclude-standard"],
@@ -76,14 +84,17 @@ class NearTests:
         for change in changes:
             room = _find_test_folder(Path(change))
             for rank, path in self._rank(Path(change)):
-                # Tests of the same folder come first, and those that import less, which are about
-                # less.
+                # Tests of the same folder come first. Then come tests that import less, because
+                # they are more specific.
                 key = rank, room not in path.parents, len(self._read_imports(path))
                 ranks[path] = min(key, ranks.get(path, key))
         return [str(path) for path in sorted(ranks, key=lambda path: (ranks[path], path))]
 
     def _rank(self, change: Path) -> Iterator[tuple[int, Path]]:
-        """Yield test files of a changed file with their distance; those that are named for a module have 1."""
+        """Yield the test files of a changed file with their distance.
+
+        Test files that are named for the module have distance 1.
+        """
         if _is_test(change):
             if change in self._texts:
                 yield 0, change
@@ -92,7 +103,8 @@ class NearTests:
             yield from self._find_importing(_name_module(change))
             if (
                 change.parts[0] == PACKAGE
-            ):  # last, tests of its room: they may call a command or a plug-in by its name
+                # The tests of its room come last: they may call a command or a plug-in by name.
+            ):
                 yield from (
                     (9, path)
                     for path in self._list_tests()
@@ -121,9 +133,11 @@ class NearTests:
                     yield path
 
     def _find_importing(self, module: str) -> Iterator[tuple[int, Path]]:
-        """Yield the tests that import a module, with 2, and those that import a module that imports it, with 3.
+        """Yield the tests that depend on a module with their distance.
 
-        Without any, those that import a module that imports one of these, and so on.
+        Tests that import the module have distance 2. Tests that import a module that imports it
+        have distance 3. If there are none, the search continues with the next level of importers,
+        and so on.
         """
         modules, seen, distance, has_tests = {module}, {module}, 2, False
         while modules and (distance <= 3 or not has_tests):
@@ -143,7 +157,10 @@ class NearTests:
             distance += 1
 
     def _read_candidates(self, path: Path, modules: Collection[str]) -> set[str]:
-        """Return the imports of a test file if its text can contain one of the modules; parsing all takes seconds."""
+        """Return the imports of a test file whose text may name one of the modules.
+
+        For other files the result is empty, because parsing all files takes seconds.
+        """
         text = self._texts[path]
         is_candidate = any(name.rpartition(".")[2] in text for name in modules)
         return self._read_imports(path) if is_candidate else set()
@@ -155,7 +172,7 @@ class NearTests:
 
 
 def _find_test_folder(change: Path) -> Path:
-    """Return the folder of the tests of a changed file: that of its room."""
+    """Return the test folder of the room of a changed file."""
     return TESTS / change.parts[1] if len(change.parts) > 2 else TESTS
 
 
@@ -169,7 +186,10 @@ def _name_module(path: Path) -> str:
 
 
 def _list_imports(text: str) -> Iterator[str]:
-    """Yield the modules that a text imports, wherever it does; a name that it imports may be a module, too."""
+    """Yield the modules that a text imports anywhere.
+
+    An imported name is yielded too, because it may be a module.
+    """
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -219,7 +239,8 @@ def run_tests(files: Sequence[str], cpu_s: float) -> bool:
     budget = ["-p", "tests.support.cpu_limit", "--cpu-limit", str(cpu_s)]
     command = [sys.executable, "-m", "pytest", *options, *budget, *files[:MAX_TEST_FILES]]
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
-    has_passed = code in (0, 5)  # 5: all tests of these files start services, or take minutes
+    # 5: all tests of these files are excluded, since they start services or take minutes
+    has_passed = code in (0, 5)
     _report(
         f"tests: {'ok' if has_passed else 'failed'}, {count_child_cpu_s() - before:.1f} s of CPU"
     )

@@ -1,4 +1,4 @@
-"""Parts of this checkout as the beginning of other projects."""
+"""Copies of parts of this checkout, as a start for other projects."""
 
 from __future__ import annotations
 

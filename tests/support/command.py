@@ -1,7 +1,8 @@
-"""The command line within this process: the same entry point, streams, folder and environment as the console script.
+"""The command line within this process.
 
-Tests of arguments, outputs and exit codes call it; a process costs a second of imports. What only a
-process can show, as signals and what is imported, is tested with one.
+It has the same entry point, streams, folder and environment as the console script. Tests of
+arguments, outputs and exit codes use it, because a new process spends a second on imports. Signals,
+imported modules and the like are tested with a real process.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from onnx_ops.cli.main import main
 
 PROGRAM = Path(sys.executable).with_name("onnx-ops")
 WIDTH = "80"
-"""Columns of a terminal that is none."""
+"""Columns of the output if there is no terminal."""
 
 _SETTINGS = ("ONNX_OPS_", "MLFLOW_", "PREFECT_")
 _MADE_ONCE = {
@@ -33,24 +34,27 @@ _MADE_ONCE = {
     "onnx_ops.adapters.azure": ("get_credential",),
     "onnx_ops.adapters.endpoints.azureml_client": ("_ml_client",),
 }
-"""What a process keeps for one project or one identity, by the modules that keep it."""
+"""Functions that cache values for one project or one identity, by module."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a command has left when it has ended."""
+    """Exit code and output of a command."""
 
     code: int
     stdout: str
     stderr: str
 
     def parsed(self, code: int = 0) -> Any:
-        """The document that a command printed, which must have ended with this exit code."""
+        """Return the parsed output of a command, after a check of its exit code."""
         assert self.code == code, f"exit {self.code}\n{self.stdout}\n{self.stderr}"
         return json.loads(self.stdout)
 
     def document(self) -> dict[str, Any]:
-        """The document of a command with `--json` that says its own exit code."""
+        """Return the parsed output of a command with `--json`.
+
+        Its field `exit_code` must equal the exit code.
+        """
         found: dict[str, Any] = json.loads(self.stdout)
         assert found["exit_code"] == self.code
         return found
@@ -62,9 +66,9 @@ def run_command(
     """Run `onnx-ops` with these arguments.
 
     Args:
-        cwd: folder in which it runs.
-        environ: variables beside those of this process, of which none of onnx-ops' own is passed
-            on.
+        cwd: folder in which the command runs.
+        environ: variables beside those of this process. Variables of onnx-ops in this process are
+            not passed on.
     """
     words = ["onnx-ops", *map(str, arguments)]
     given = clean(environ or {})
@@ -76,7 +80,8 @@ def run_command(
             stack.enter_context(_warnings())
             stack.enter_context(patch.multiple(sys, argv=words, path=[*folders, *sys.path]))
             stack.callback(sys.modules.__setitem__, "__main__", sys.modules["__main__"])
-            sys.modules["__main__"] = ModuleType("__main__")  # click names the program by it
+            # click takes the program's name from it
+            sys.modules["__main__"] = ModuleType("__main__")
             code = _call()
         for file in (out, err):
             file.seek(0)
@@ -84,13 +89,17 @@ def run_command(
 
 
 def clean(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a command: this process's own without settings of onnx-ops and its services, and `environ`."""
+    """Return the environment of a command.
+
+    It consists of `environ`, and of this process's variables without the settings of onnx-ops and
+    its services.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS)}
     return {**kept, "COLUMNS": WIDTH, **environ}
 
 
 def _call() -> int:
-    """What the interpreter makes of the end of a program."""
+    """Return the exit code with which the interpreter would end."""
     try:
         main()
     except SystemExit as ended:
@@ -125,7 +134,10 @@ def _place(cwd: Path, environ: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _warnings() -> Iterator[None]:
-    """The interpreter's own filters: what packages of others say as they are imported is no error of a command."""
+    """Use the interpreter's default warning filters.
+
+    Warnings that other packages emit during their import must not fail a command.
+    """
     with warnings.catch_warnings():
         warnings.resetwarnings()
         for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
@@ -142,7 +154,10 @@ def _forget() -> None:
 
 @contextmanager
 def _streams(out: int, err: int) -> Iterator[None]:
-    """Files in place of standard output and error, for this process, its libraries in C and its children."""
+    """Replace standard output and error by files.
+
+    The replacement holds for this process, its C libraries and its children.
+    """
     kept = (os.dup(1), os.dup(2))
     try:
         os.dup2(out, 1)

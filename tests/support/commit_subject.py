@@ -1,4 +1,7 @@
-"""Refuse a commit whose subject is too long: `python -m tests.support.commit_subject FILE`, git's hook commit-msg."""
+"""Refuse a commit whose subject is too long.
+
+git runs `python -m tests.support.commit_subject FILE` as hook commit-msg.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ import sys
 from pathlib import Path
 
 MAX_CHARACTERS = 72
-"""Longer subjects are cut off where git and forges show one line for a commit."""
+"""git and forges cut off longer subjects where they show one line for a commit."""
 _AUTOSQUASH = ("amend! ", "fixup! ", "squash! ")
-"""Begin the subjects of commits that a rebase removes."""
+"""Prefixes of the subjects of commits that a rebase removes."""
 
 
 def read_subject(message: str) -> str:
-    """Return the subject of a message as git will store it: the first paragraph, in one line, without comments."""
+    """Return the subject of a message as git will store it.
+
+    The subject is the first paragraph, in one line, without comments.
+    """
     lines = [line.strip() for line in message.splitlines() if not line.startswith("#")]
     text = "\n".join(lines).strip()
     return " ".join(text.partition("\n\n")[0].split("\n"))

@@ -1,10 +1,11 @@
-"""Limit the cyclomatic complexity of functions, as `radon cc` counts it: `python -m tests.support.complexity`.
+"""Limit the cyclomatic complexity of functions, as `radon cc` counts it.
 
-Ruff's C901 counts statements only. radon also counts `and`, `or`, ternaries and comprehensions,
-which make an expression as hard to read as nested branches. `complexity.toml` lists the functions
-above the limit. Its values only fall: a function that rises above its value, a new one above the
-limit and a value that is no longer reached are problems. `--lower` writes what was paid back into
-the table; it never raises a value.
+Run `python -m tests.support.complexity`. Ruff's C901 counts statements only. radon also counts
+`and`, `or`, ternaries and comprehensions, which make an expression as hard to read as nested
+branches. `complexity.toml` lists the functions above the limit, and its values may only fall.
+These are problems: a function that rises above its value, a new function above the limit, and a
+value that is no longer reached. `--lower` writes lower values into the table; it never raises a
+value.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TABLE = Path(__file__).with_suffix(".toml")
 FOLDERS = ("onnx_ops", "benchmarks", "flows")
 LIMIT = 15
 MAX_EXEMPTIONS = 15
-"""Functions that read best as they are, each with a reason."""
+"""Most functions above the limit that stay unsplit, each with a reason."""
 
 
 def measure_text(text: str) -> dict[str, int]:
@@ -53,7 +54,7 @@ def measure_folders(root: Path = ROOT) -> dict[str, int]:
     return {
         f"{path.relative_to(root)}: {name}": complexity
         for path in paths
-        if "templates" not in path.parts  # links to files that are measured at their place
+        if "templates" not in path.parts  # links to files that are measured at their original path
         for name, complexity in measure_text(path.read_text(encoding="utf-8")).items()
     }
 
@@ -95,7 +96,10 @@ def find_problems(
 
 
 def lower_entries(text: str, measured: Mapping[str, int]) -> str:
-    """Return the table with the values that functions have reached, without those that are paid back."""
+    """Return the table with the present complexity of its functions.
+
+    Functions that are no longer above the limit are removed.
+    """
     lines = []
     for line in text.splitlines(keepends=True):
         entry = re.match(

@@ -1,4 +1,4 @@
-"""A plugin of pytest that starts no further test once the tests have used some seconds of CPU."""
+"""A pytest plugin that starts no further test after some seconds of CPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    """Leave a test out after the limit."""
+    """Skip a test after the limit."""
     limit: float | None = item.config.option.cpu_limit
     if limit is None or _count_cpu_s() < limit:
         return None
@@ -40,7 +40,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Report how many tests were left out, since a run that was cut short is no complete one."""
+    """Report how many tests were skipped, because such a run is incomplete."""
     left = config.stash[_LEFT]
     if left:
         files = len({name.partition("::")[0] for name in left})

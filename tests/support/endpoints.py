@@ -9,7 +9,10 @@ from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 
 
 def fileless_deployment(name: str, content: str = "", **fields: Any) -> Deployment:
-    """A deployment of model `m` that is nowhere, with digests of its content; `v1` is of version 1."""
+    """Return a deployment of model `m` without files.
+
+    Its digests are those of `content`. Deployment `v1` has version 1.
+    """
     digest = digest_bytes((content or name).encode())
     usual = {
         "model": "m",
@@ -21,7 +24,7 @@ def fileless_deployment(name: str, content: str = "", **fields: Any) -> Deployme
 
 
 def endpoint_config(endpoint: str, **fields: Any) -> EndpointConfig:
-    """The settings of an endpoint of model `m`."""
+    """Return the settings of an endpoint of model `m`."""
     usual = {
         "provider": "local",
         "model": "m",

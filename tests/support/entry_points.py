@@ -1,4 +1,7 @@
-"""Let tests find the plugins of this checkout, where an older installation of the package declares others."""
+"""Entry points of this checkout for tests.
+
+An older installation of the package may declare others.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
 def pytest_configure() -> None:
-    """Put the entry points of `pyproject.toml` in front of those of the installation, if they differ."""
+    """Put the entry points of `pyproject.toml` before those of the installation.
+
+    Nothing changes if both are equal.
+    """
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
     groups = {**project["entry-points"], "console_scripts": project["scripts"]}
     wanted = {

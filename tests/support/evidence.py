@@ -1,4 +1,4 @@
-"""Evidence with nothing measured, of which a test gives what it is about."""
+"""Evidence without measurements, of which a test sets only the relevant fields."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ QUIET = ((0.001,), (-0.001,), (0.0,), (0.002,), (-0.002,)) * 8
 
 
 def make_evidence(variant: str = "int8", **fields: Any) -> Evidence:
-    """Evidence of a variant of one byte on `cpu`, quantized unless it is `fp32`."""
+    """Return evidence of a variant of one byte on `cpu`.
+
+    The variant is quantized unless it is `fp32`.
+    """
     defaults: dict[str, Any] = {
         "pipeline": "p",
         "target": "cpu",

@@ -1,4 +1,7 @@
-"""An ONNX file whose data lie in another one, which may be a hostile place."""
+"""An ONNX file whose data are in another file.
+
+The location of that file may be hostile.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ from onnx import TensorProto, helper
 
 
 def write_external(path: Path, location: str, *, factors: Sequence[float] = (2.0, 3.0)) -> None:
-    """`y = x * factor` whose factors lie in a file named `location`, which is not checked: it may be a hostile one.
+    """Write `y = x * factor`, whose factors are in a file named `location`.
 
-    The file itself is written only where `location` is a plain name.
+    `location` is not checked, because it may be hostile. The data file itself is written only if
+    `location` is a plain name.
     """
     data = np.asarray(factors, dtype=np.float32)
     factor = TensorProto(

@@ -1,4 +1,8 @@
-"""Tests of what an extra brings: skipped, and loudly, where it is not installed; or run as if it were not."""
+"""Tests of optional dependencies.
+
+A test is skipped with a visible reason if an extra is not installed, or runs as if it were not
+installed.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,14 @@ def require(module: str, *, reason: str) -> None:
     """
     try:
         found = find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package that it is part of
+    except ModuleNotFoundError:  # the parent package is missing too
         found = False
     if not found:
         pytest.skip(reason, allow_module_level=True)
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, *distributions: str) -> None:
-    """Let onnx-ops believe that distributions are not installed."""
+    """Make onnx-ops treat distributions as not installed."""
     version = plugins.version
     monkeypatch.setattr(
         plugins, "version", lambda name: plugins.MISSING if name in distributions else version(name)

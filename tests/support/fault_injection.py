@@ -2,9 +2,10 @@
 
     python -m tests.support.fault_injection POINT SERVER-ARGUMENTS...
 
-POINT is a file with a `FaultPoint`, written when the server is to begin counting. A moment is the
-time just before or just after a call by which the supervisor touches the disk or speaks with a
-worker. The number of moments so far is in the file beside it, POINT with the suffix `.count`.
+POINT is a file with a `FaultPoint`. A test writes it when the server is to begin counting. A moment
+is the time just before or just after a call by which the supervisor uses the disk or communicates
+with a worker. The number of moments so far is in the file beside it, POINT with the suffix
+`.count`.
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ _SOCKET = ("send", "sendall", "sendmsg", "recv", "recv_into", "recvmsg")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultPoint:
-    """Who is killed (SIGKILL) at which moment, counted from 0. At a negative one none is: moments are counted."""
+    """Who is killed (SIGKILL), and at which moment, counted from 0.
+
+    At a negative moment no process is killed: moments are only counted.
+    """
 
     at: int
     victim: Literal["supervisor", "worker"] = "supervisor"
 
 
 def arm(path: Path, point: FaultPoint) -> None:
-    """Let the server that watches `path` count from 0, and obey."""
+    """Make the server that watches `path` count from 0, and die at the point."""
     _count_file(path).unlink(missing_ok=True)
     temporary = path.with_suffix(".new")
     temporary.write_bytes(codec.dumps(point))
@@ -45,14 +49,17 @@ def arm(path: Path, point: FaultPoint) -> None:
 
 
 def count_points(path: Path) -> int:
-    """How many moments have passed since the point was armed."""
+    """Return how many moments have passed since the point was armed."""
     with suppress(FileNotFoundError):
         return _count_file(path).stat().st_size
     return 0
 
 
 class Watch:
-    """Counts the moments of the process that made it; forked processes are not counted."""
+    """Counter of the moments of the process that created it.
+
+    Moments of forked processes are not counted.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -63,7 +70,7 @@ class Watch:
         self._write = os.write
 
     def install(self) -> None:
-        """Stand around the system calls of this process."""
+        """Wrap the system calls of this process."""
         for module, names in ((os, _SYSTEM), (socket.socket, _SOCKET)):
             for name in names:
                 setattr(module, name, self._around(getattr(module, name)))

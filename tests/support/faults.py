@@ -1,8 +1,8 @@
 """Fault injection: a process that dies at a chosen moment.
 
-Every call of a port, and every call of the system that changes a file, has two moments, before it
-takes effect and after. `Faults(at=n)` lets the process die at the n-th moment, or with an `error`
-lets the call fail; `Faults()` only counts them, so that a test can sweep over all.
+Every call of a port, and every system call that changes a file, has two moments: before it takes
+effect, and after. `Faults(at=n)` ends the process at the n-th moment. With an `error`, the call
+fails instead. `Faults()` only counts the moments, so that a test can try all of them.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _CHANGES = (
 
 
 class Faults:
-    """Counts the moments of the ports it stands around; raises Killed at moment `at`, and at every later one.
+    """Counter of the moments of the ports that it wraps.
 
-    With an `error`, that is raised instead, at moment `at` alone: before its effect a call failed,
-    after it an answer was lost. `between` is called at every moment: what it does happens while the
-    process is at that point.
+    It raises Killed at moment `at`, and at every later one. With an `error`, it raises that error
+    at moment `at` only. Before the effect this is a failed call, after it a lost answer. `between`
+    is called at every moment, while the process is at that point.
     """
 
     def __init__(
@@ -59,7 +59,10 @@ class Faults:
         self._between = between
 
     def around(self, context: Context) -> Context:
-        """The same context, whose ledger, registry, endpoints, files and notifiers the process may not live to use."""
+        """Return the same context with ports at whose calls the process may die.
+
+        These are the ledger, registry, endpoints, model files and notifiers.
+        """
         return replace(
             context,
             open_ledger=lambda: cast("Ledger", _Watched(context.ledger, self)),
@@ -74,9 +77,10 @@ class Faults:
 
     @contextmanager
     def in_folder(self, root: Path) -> Iterator[None]:
-        """Stand around every call by which this process changes a file below `root`. A file that was opened and not yet
-        written has a moment as well: what is killed there leaves it empty. Nothing waits for the
-        disk.
+        """Wrap every call by which this process changes a file below `root`.
+
+        A file that was opened and not yet written has a moment too: a kill there leaves it empty.
+        Calls do not wait for the disk.
         """
         with ExitStack() as stack:
             for module, names in ((os, _CHANGES), (io, ("open",)), (builtins, ("open",))):
@@ -98,7 +102,7 @@ class Faults:
             try:
                 self.moment()
             except BaseException:
-                if name == "open":  # its caller will never know what to close
+                if name == "open":  # the caller never receives the descriptor that it should close
                     os.close(result) if isinstance(result, int) else result.close()
                 raise
             return result
@@ -136,7 +140,7 @@ class _Watched:
 
 
 def _changes(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether the call changes anything: an `open` may only read."""
+    """Return whether the call changes anything: an `open` can be for reading only."""
     if name != "open":
         return True
     how = arguments[1] if len(arguments) > 1 else options.get("mode", options.get("flags", "r"))
@@ -146,7 +150,10 @@ def _changes(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> 
 
 
 def _places(arguments: tuple[Any, ...], options: dict[str, Any], root: Path) -> bool:
-    """Whether the call is about a file below `root`, named by its path or by a descriptor."""
+    """Return whether the call is about a file below `root`.
+
+    The file is named by its path or by a descriptor.
+    """
     about, folder = arguments[0], options.get("dir_fd", options.get("src_dir_fd"))
     try:
         place = (

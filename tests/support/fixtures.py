@@ -1,4 +1,4 @@
-"""Fixtures of conformance suites, in one line."""
+"""Fixtures of conformance suites, in one line each."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import pytest
 
 
 def fixed(value: object) -> Any:
-    """A fixture of a class that is always this value."""
+    """Return a fixture of a class that always has this value."""
     return pytest.fixture(lambda _: value)
 
 
 def made(make: Callable[[], object]) -> Any:
-    """A fixture of a class that is made anew by a function, which may import what is slow to import."""
+    """Return a fixture of a class whose value a function makes for each test.
+
+    The function may import packages that take long to import.
+    """
     return pytest.fixture(lambda _: make())

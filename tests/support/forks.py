@@ -1,7 +1,7 @@
-"""Processes that start in milliseconds, since what they import is there already.
+"""Processes that start in milliseconds, because their imports are preloaded.
 
 Python starts one fork server for each process, with the modules that its first user names. Here
-later users add theirs.
+later users add their modules.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ _loaded: set[str] = {"onnx", "onnxruntime", "onnx_ops.adapters.isolation.crash_g
 
 
 def fork_context(*modules: str) -> ForkServerContext:
-    """Return the context of processes that have these modules; start the fork server anew if it lacks any."""
+    """Return the context of processes that have these modules preloaded.
+
+    Restart the fork server if it lacks any of them.
+    """
     context = multiprocessing.get_context("forkserver")
     if not _loaded.issuperset(modules):
         _loaded.update(modules)

@@ -1,4 +1,4 @@
-"""Git repositories of tests."""
+"""Git repositories for tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AUTHOR = (
 
 
 def git(root: Path, *arguments: str) -> str:
-    """Run git as an author who needs no settings; return what it prints."""
+    """Run git as an author without configuration, and return its output."""
     command = ["git", *_AUTHOR, *arguments]
     return subprocess.run(
         command, cwd=root, check=True, capture_output=True, text=True
@@ -24,7 +24,10 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def commit_all(root: Path, message: str = "change") -> str:
-    """Commit every file of a folder, which becomes a repository if it is none; return the commit."""
+    """Commit every file of a folder, and return the commit.
+
+    The folder becomes a repository if it is not one.
+    """
     if not (root / ".git").exists():
         git(root, "init", "--quiet", "-b", "main")
     git(root, "add", "--all")

@@ -1,8 +1,9 @@
-"""Texts that people read, in one file for each surface; `--regenerate` writes what the tests have found.
+"""Texts for people, stored in one file for each surface.
 
-A plugin of pytest, loaded by `tests/conftest.py`. A test says `golden("errors", text)`; the text
-stands in `tests/golden/errors.txt` under the name of the test, indented, so that no text looks like
-a name.
+`--regenerate` writes the texts that the tests produce. This is a pytest plugin, loaded by
+`tests/conftest.py`. A test calls `golden("errors", text)`. The text is stored in
+`tests/golden/errors.txt` under the name of the test. It is indented, so that no text looks like a
+name.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ _RUNS = re.compile(r"([ ━─])\1+")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 Texts = dict[str, dict[str, str]]
-"""By surface and entry."""
+"""Texts by surface and entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Golden:
-    """Compares what a test has found with the stored text of that test.
+    """Comparison of a test's texts with the stored ones.
 
     Args:
         test: id of the test.
-        made: what has been found, to be written at the end; None to compare.
-        folder: that of this test alone, which is called FOLDER in its texts.
+        made: texts that the tests produced, to be written at the end; None to compare.
+        folder: folder of this test alone, which the texts call FOLDER.
     """
 
     test: str
@@ -43,11 +44,11 @@ class Golden:
     seen: set[tuple[str, str]] = field(default_factory=set)
 
     def __call__(self, surface: str, text: str, part: str = "") -> None:
-        """Fail unless the text is the stored one.
+        """Fail unless the text equals the stored one.
 
         Args:
             surface: name of the file.
-            part: which of the test's texts it is, where it has several.
+            part: name of the text, for a test with several texts.
         """
         name = f"{self.test} {part}".strip()
         assert (surface, name) not in self.seen, "two texts of one name"
@@ -72,7 +73,10 @@ class Golden:
 
 
 def plain(text: str, replaced: Mapping[str, str] | None = None) -> str:
-    """A text without colours, spaces at ends of lines, and what differs from run to run."""
+    """Return a text without parts that differ from run to run.
+
+    Colours and spaces at ends of lines are removed; `replaced` replaces other parts.
+    """
     text = _COLOUR.sub("", text)
     for old, new in (replaced or {}).items():
         text = text.replace(old, new)
@@ -80,12 +84,15 @@ def plain(text: str, replaced: Mapping[str, str] | None = None) -> str:
 
 
 def without_figures(text: str) -> str:
-    """A text with `#` for every number, units and signs kept, and one space for the many that align columns."""
+    """Return a text with `#` for every number.
+
+    Units and signs are kept. Several spaces that align columns become one.
+    """
     return _RUNS.sub(r"\1", _FIGURE.sub("#", plain(text)))
 
 
 def read(surface: str) -> dict[str, str]:
-    """The stored texts of a surface, by entry."""
+    """Return the stored texts of a surface by entry."""
     found: dict[str, list[str]] = {}
     lines: list[str] = []
     path = FOLDER / f"{surface}.txt"
@@ -137,7 +144,11 @@ def golden(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> Golde
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write what was found. Nothing else is kept of a function that ran, nor of a file that ran, nightly tests too."""
+    """Write the texts that were produced.
+
+    Other texts of a test function that ran are removed. So are other texts of a test file that ran
+    completely, including those of nightly tests.
+    """
     made = session.config.stash.get(_MADE, None)
     if made is None:
         return

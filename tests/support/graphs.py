@@ -1,4 +1,4 @@
-"""Small ONNX models from their text."""
+"""Small ONNX models, written as text."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def parse_graph(
     ir_version: int = 10,
     **constants: Any,
 ) -> onnx.ModelProto:
-    """Return the model of `(float[N,2] x) => (float[N,2] y) { [its name] y = Relu(x) }`, with constants by name.
+    """Return the model of an ONNX text.
 
-    `domains` are further operator sets, whose operators are written `own.Softsign(x)`. Functions
-    may follow the graph.
+    The text is like `(float[N,2] x) => (float[N,2] y) { [its name] y = Relu(x) }`. Constants are
+    given by name. `domains` are further operator sets, whose operators are written
+    `own.Softsign(x)`. Functions may follow the graph.
     """
     imports = ", ".join(
         f'"{domain}" : {version}' for domain, version in {"": opset, **(domains or {})}.items()

@@ -1,4 +1,7 @@
-"""ONNX Runtime's int8 matrix products, in NumPy: exact, and as x86 without VNNI computes them."""
+"""ONNX Runtime's int8 matrix products, in NumPy.
+
+They are exact, or computed as x86 without VNNI computes them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ def multiply(
 ) -> npt.NDArray[np.int32]:
     """Multiply uint8 activations (rows, inner) by int8 weights (inner, columns).
 
-    With `saturates`, neighbouring products are added in pairs, each of which is cut to 16 bits
+    With `saturates`, neighbouring products are added in pairs, and each sum saturates at 16 bits
     (`vpmaddubsw`).
     """
     if not saturates:

@@ -18,12 +18,12 @@ with hold_lock(Path(sys.argv[1]), shared=sys.argv[2] == "shared"):
     sys.stdin.read()
 """
 _PAUSE_S = 0.2
-"""Time in which a thread that does not wait for the lock would end."""
+"""Seconds in which a call that does not wait for the lock would return."""
 
 
 @contextmanager
 def run_lock_holder(path: Path, *, shared: bool = False) -> Iterator[subprocess.Popen[str]]:
-    """Run a process that holds the lock, which ends with the block at the latest."""
+    """Run a process that holds the lock until the end of the block at the latest."""
     command = [sys.executable, "-c", _HOLD, str(path), "shared" if shared else "exclusive"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -37,7 +37,10 @@ def run_lock_holder(path: Path, *, shared: bool = False) -> Iterator[subprocess.
 
 
 def assert_waits_for_lock(path: Path, call: Callable[[], object], *, shared: bool = False) -> None:
-    """Assert that a call waits while another process holds the lock, and returns once that process is killed."""
+    """Assert that a call waits while another process holds the lock.
+
+    It must return once that process is killed.
+    """
     errors: list[BaseException] = []
 
     def run() -> None:

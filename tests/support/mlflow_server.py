@@ -22,18 +22,20 @@ def mlflow_server(
     workers: int = 1,
     environ: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
-    """A server's URL; database, artifacts and log are in `folder`.
+    """Run a server, and yield its URL.
+
+    Database, artifacts and log are in `folder`.
 
     Args:
-        folder: made if it is not there.
+        folder: made if it does not exist.
         database: SQLAlchemy URL; SQLite in the folder by default.
-        artifacts: name of their folder.
+        artifacts: name of the folder of the artifacts.
         port: a free one by default.
-        workers: processes.
+        workers: number of processes.
         environ: variables beside those of this process.
 
     Raises:
-        AssertionError: it did not start; with its log.
+        AssertionError: the server did not start; with its log.
     """
     folder.mkdir(parents=True, exist_ok=True)
     port = port or free_port()

@@ -1,4 +1,4 @@
-"""What must be there, for tests that read it."""
+"""Checks that a value exists, for tests that read it."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
     python -m tests.support.mutants [--map MAP] [--out RESULTS] [--only ID ...] [--rooms ROOM ...]
     [-- PYTEST-OPTIONS]
 
-The faults stand in `mutants.toml`. For each one, the tests that executed its lines run first
+The faults are in `mutants.toml`. For each one, the tests that executed its lines run first
 (`--map`), the cheapest first; then those of its room, until one fails. A test counts only if it
 passes without the fault. A run that takes too long, or whose process crashes, detects the fault
 too, and is reported as such.
@@ -40,34 +40,44 @@ from tests.support.mutants_plugin import CONTEXTS, FAILURES, PACKAGE, SELECTION
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_suffix(".toml")
 LIMIT_S = 600.0
-"""Seconds of one run of pytest; more where the recorded tests take longer."""
+"""Longest seconds of one run of pytest; more if the recorded tests take longer."""
 MOST_TESTS = 250
-"""Tests that are chosen by the lines of a fault. A line that more tests execute is not what most of
-them are about.
+"""Most tests that are chosen by the lines of a fault.
+
+If more tests execute a line, most of them are not about it.
 """
 
 ELSEWHERE_S = 2.0
-"""Seconds that a test of another room costs beside its own: servers that its folder shares may
-start for it.
+"""Seconds that are added for a test of another room.
+
+The servers that its folder shares may have to start for it.
 """
 
 _PLUGIN = "tests.support.mutants_plugin"
 _RUN = "PYTHON_MUTANTS_RUN"
-"""Variable that marks the processes of a run; a server under test inherits only variables with such
-a name.
+"""Variable that marks the processes of a run.
+
+A server under test inherits only variables with such a name.
 """
 _WHOLE_FILES = ("tests/e2e/", "tests/docs/")
-"""Folders in which the tests of a file build on each other: a file runs whole, and each in a run of
-its own.
+"""Folders in which the tests of a file depend on each other.
+
+Such a file runs as a whole, in a separate run.
 """
 _OPTIONS = ("-q", "--maxfail=3", "--tb=no", "-p", "no:randomly", "-p", "no:cacheprovider")
 _FAILED, _NOTHING = 1, (0, 5)
-"""Exit codes of pytest: tests failed; all passed, or none was selected."""
+"""Exit codes of pytest.
+
+The first means failed tests. The others mean that all passed, or that none was selected.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One small change that breaks the package. `file` is relative to the package; `old` occurs there once."""
+    """One small change that breaks the package.
+
+    `file` is relative to the package. `old` occurs there once.
+    """
 
     id: str
     file: str
@@ -85,7 +95,10 @@ class Fault:
         return text.replace(self.old, self.new)
 
     def scopes(self, text: str) -> Iterator[range]:
-        """Yield the lines that the fault changes, then the smallest statement around them, then the whole file."""
+        """Yield ranges of lines around the fault, the smallest first.
+
+        They are the changed lines, the smallest statement around them, and the whole file.
+        """
         first = text.count("\n", 0, text.index(self.old)) + 1
         lines = range(first, first + len(self.old.splitlines()))
         yield lines
@@ -104,9 +117,10 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultResult:
-    """Whether a fault was detected. `how`: tests, timeout, crash, or empty; `tests` are the first ids that failed.
+    """Whether a fault was detected.
 
-    `fallback` says whether the tests of the room ran too where those of the lines passed.
+    `how` is tests, timeout, crash or empty. `tests` are the first ids that failed. `fallback` is
+    true if the tests of the room ran too after those of the lines had passed.
     """
 
     id: str
@@ -119,17 +133,21 @@ class FaultResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineMap:
-    """Seconds by test id, and by file and line the numbers of the tests that executed it."""
+    """Recorded seconds and lines of tests.
+
+    `seconds` holds them by test id. `lines` holds, by file and line, the numbers of the tests that
+    executed it.
+    """
 
     seconds: Mapping[str, float]
     lines: Mapping[str, Mapping[str, Sequence[int]]]
 
     def select(self, fault: Fault, text: str, room: Sequence[str], budget_s: float) -> list[str]:
-        """Return the cheapest tests that executed the changed lines, at most so many seconds of them, file by file.
-        `room` are the files and folders of the fault's room.
+        """Return the cheapest tests that executed the changed lines, file by file.
 
-        Lines that no test executed, as those that run while a module is imported, stand for what is
-        around them.
+        They take at most `budget_s` seconds. `room` are the files and folders of the fault's room.
+        If no test executed the lines, the lines around them are used. An example is a line that
+        runs while a module is imported.
         """
         ids, by_line = list(self.seconds), self.lines.get(fault.path, {})
         numbers = set[int]()
@@ -170,13 +188,15 @@ def _runnable(file: str, tests: list[str]) -> list[str]:
 
 
 class Tree:
-    """A copy of the checkout in which faults are planted. The environment is that of this interpreter.
+    """A copy of the checkout in which faults are planted.
+
+    It uses the environment of this interpreter.
 
     Args:
-        folder: where the copy is made; what stands there is brought up to date.
+        folder: where the copy is made; an existing copy is updated.
         options: further options of pytest.
         limit_s: longest run of pytest.
-        line_map: what was recorded; it lengthens the limit of runs that take long without a fault.
+        line_map: recorded map; it lengthens the limit of runs that take long without a fault.
 
     Raises:
         RuntimeError: programs that are started here would not import the package from the copy.
@@ -190,7 +210,7 @@ class Tree:
         self._limit_s = limit_s
         self._line_map = line_map
         self._passes: dict[str, bool] = {}
-        """Whether tests pass without a fault, as far as that was asked."""
+        """Whether tests pass without a fault, as far as that was tested."""
         listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
         names = (
             subprocess.run(listed, cwd=ROOT, capture_output=True, check=True)
@@ -209,7 +229,11 @@ class Tree:
         self._check_imports()
 
     def _check_imports(self) -> None:
-        """An installation in development mode leads to the checkout; a program that is started elsewhere shows it."""
+        """Check that programs import the package from the copy.
+
+        An installation in development mode leads to the checkout instead. Programs that start in
+        another folder reveal it.
+        """
         script = Path(sys.executable).with_name("onnx-ops")
         for command in ([sys.executable, "-P", "-c", f"import {PACKAGE}"], [str(script), "--help"]):
             done = subprocess.run(
@@ -229,7 +253,10 @@ class Tree:
     def detect(
         self, fault: Fault, groups: Iterable[Sequence[str]], *, fallback: bool
     ) -> FaultResult:
-        """Run groups of tests until one that passes without the fault fails with it."""
+        """Run groups of tests until one detects the fault.
+
+        A test detects it if it fails with the fault and passes without it.
+        """
         begun = time.monotonic()
         for tests in groups:
             with self._planted(fault):
@@ -304,12 +331,18 @@ class Tree:
         return tuple(test for test in tests if self._passes[test])
 
     def _is_collected(self, tests: Sequence[str]) -> bool:
-        """Whether pytest knows these tests without a fault; a map may be older than the tests."""
+        """Return whether pytest finds these tests without a fault.
+
+        A map may be older than the tests.
+        """
         code, _ = self._run(tests, "--collect-only")
         return code in _NOTHING
 
     def _run(self, tests: Sequence[str], *options: str) -> tuple[int | None, tuple[str, ...]]:
-        """Return pytest's exit code, None after a time-out, and the ids of the tests that failed."""
+        """Return pytest's exit code, and the ids of the tests that failed.
+
+        The exit code is None after a time-out.
+        """
         expected_s = 0.0 if self._line_map is None else self._line_map.expected_s(tests)
         with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
             failures, selection, token = (
@@ -358,7 +391,7 @@ class Tree:
 
 
 def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one map of lines to tests of those that workers have recorded."""
+    """Return one map of lines to tests from the maps of several workers."""
     seconds: dict[str, float] = {}
     lines: dict[str, dict[str, list[int]]] = {}
     for part in parts:
@@ -372,14 +405,20 @@ def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _write_source(path: Path, text: str) -> None:
-    """Write a source, and remove what was compiled of it: Python compares times in whole seconds."""
+    """Write a source file, and remove its compiled file.
+
+    Python compares file times in whole seconds.
+    """
     path.write_text(text, encoding="utf-8")
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
         compiled.unlink(missing_ok=True)
 
 
 def _end_processes(token: str) -> None:
-    """Kill what a run has started and not ended: processes with its token among their variables."""
+    """Kill processes that a run has started and not ended.
+
+    They have its token among their variables.
+    """
     mark = f"{_RUN}={token}".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -429,7 +468,10 @@ def _problem(fault: Fault) -> str:
 
 
 def _expand(path: str) -> list[list[str]]:
-    """Return the runs of one path of a room: files and folders that match, together or one by one."""
+    """Return the runs of one path of a room.
+
+    Matching files and folders run together or one by one.
+    """
     matches = sorted(match.relative_to(ROOT).as_posix() for match in ROOT.glob(path))
     if f"{path}/" in _WHOLE_FILES:
         return [
@@ -446,7 +488,7 @@ def detect_all(
     fallback: bool,
     report: Callable[[FaultResult], None],
 ) -> None:
-    """Detect every fault by its groups of tests, one at a time in each tree."""
+    """Detect every fault by its groups of tests, one fault at a time in each tree."""
     waiting: queue.SimpleQueue[Fault] = queue.SimpleQueue()
     for fault in faults:
         waiting.put(fault)
@@ -468,7 +510,10 @@ def detect_all(
 
 
 def read_results(path: Path | None, *, fallback: bool) -> dict[str, FaultResult]:
-    """Return earlier results by id, without those of faults that the tests of their room may yet detect."""
+    """Return earlier results by id.
+
+    Faults that the tests of their room may yet detect are left out.
+    """
     if path is None or not path.exists():
         return {}
     entries = [
@@ -502,7 +547,7 @@ def _summary(faults: Sequence[Fault], results: Mapping[str, FaultResult]) -> str
 
 
 def _arguments(given: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the tool's own options, and those of pytest behind `--`."""
+    """Return the tool's own options, and the options of pytest after `--`."""
     at = given.index("--") if "--" in given else len(given)
     parser = argparse.ArgumentParser(
         prog="python -m tests.support.mutants",

@@ -1,4 +1,7 @@
-"""A pytest plugin that reports failed tests to `tests.support.mutants`, or records which lines each test executes."""
+"""A pytest plugin for `tests.support.mutants`.
+
+It reports failed tests, or records which lines each test executes.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,24 @@ from typing import Any
 
 PACKAGE = "onnx_ops"
 FAILURES = "PYTHON_MUTANTS_FAILURES"
-"""Variable with the file that gets the ids of failed tests."""
+"""Variable with the path of the file to which ids of failed tests are written."""
 SELECTION = "PYTHON_MUTANTS_SELECTION"
-"""Variable with the file that lists the tests to run, or their files or folders: an id need not be
-an argument.
+"""Variable with the path of the file that lists the tests to run.
+
+It may also list files or folders. The tests need not be arguments of pytest.
 """
 CONTEXTS = "PYTHON_MUTANTS_CONTEXTS"
-"""Variable with the file that gets seconds by test id, and by file and line the numbers of the
-tests.
+"""Variable with the path of the file to which the map is written.
+
+The map holds seconds by test id, and by file and line the numbers of the tests.
 """
 
 
 def pytest_configure(config: Any) -> None:
-    """Register the reporter that the environment asks for; processes under test do not get the variable."""
+    """Register the reporters that the environment requests.
+
+    Processes under test do not inherit the variables.
+    """
     if path := os.environ.pop(FAILURES, ""):
         config.pluginmanager.register(_FailureReporter(Path(path)))
     if path := os.environ.pop(SELECTION, ""):
@@ -34,7 +42,10 @@ def pytest_configure(config: Any) -> None:
 
 
 class _FailureReporter:
-    """Appends the id of each test that fails, or whose set-up or tear-down does."""
+    """Reporter that appends the id of each test that fails.
+
+    Failures in set-up and tear-down count too.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -46,7 +57,10 @@ class _FailureReporter:
 
 
 class _Selection:
-    """Deselects all tests but those that are listed, and those of listed files and folders."""
+    """Plugin that deselects all tests except the listed ones.
+
+    Tests of listed files and folders are kept too.
+    """
 
     def __init__(self, chosen: frozenset[str]) -> None:
         self._chosen = chosen
@@ -63,7 +77,10 @@ class _Selection:
 
 
 class _LineRecorder:
-    """Records the lines of the package that each test executes in this process, by contexts of coverage."""
+    """Recorder of the package's lines that each test executes in this process.
+
+    It uses the contexts of coverage.
+    """
 
     def __init__(self, path: Path) -> None:
         import coverage

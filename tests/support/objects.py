@@ -1,4 +1,4 @@
-"""What stands on objects, over objects of any kind: the store and the ledger, by their own suites."""
+"""Conformance suites of the store and the ledger over objects of any kind."""
 
 from __future__ import annotations
 
@@ -29,14 +29,20 @@ def record_name(key: Digest) -> str:
 
 
 def open_ledger(url: str, environ: Mapping[str, str]) -> Ledger:
-    """With credentials that may be younger than the server that forks processes, of which this may be one."""
+    """Open a ledger with the credentials in `environ`.
+
+    They may be newer than the fork server from which this process was forked.
+    """
     os.environ.update(environ)
     return ObjectLedger(open_objects(url), make_ledger_keys())
 
 
 class RemoteStoreSuite(StoreSuite):
-    """Subclass it, and give the fixture `place`: the URL of a folder that is empty. Every reader has a cache of its
-    own, so that what it reads comes from the remote side."""
+    """Suite of a content store over remote objects.
+
+    Subclass it, and provide the fixture `place`: the URL of an empty folder. Every reader has a
+    separate cache, so that it reads from the remote side.
+    """
 
     @pytest.fixture
     def reopen(self, place: str, tmp_path: Path) -> Callable[[], Store]:
@@ -76,7 +82,10 @@ class RemoteStoreSuite(StoreSuite):
 
 
 class ObjectLedgerSuite(LedgerSuite):
-    """Subclass it, and give the fixture `place`: the URL of a folder that is empty."""
+    """Suite of a ledger over remote objects.
+
+    Subclass it, and provide the fixture `place`: the URL of an empty folder.
+    """
 
     @pytest.fixture
     def opener(self, place: str) -> Opener:

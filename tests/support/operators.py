@@ -1,4 +1,7 @@
-"""A custom operator to test with: a model that uses one, its library built from C, and a release of both."""
+"""A custom operator for tests.
+
+It provides a model that uses the operator, its library built from C, and a release of both.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ DOMAIN = "acme.ops"
 
 
 def write_softsign(path: Path, *, scale: float = 2.0, as_function: bool = False) -> None:
-    """`y = scale * x / (1 + |x|)` on float32 (batch, 3), by the custom operator; or by a function of its name."""
+    """Write the model `y = scale * x / (1 + |x|)` on float32 (batch, 3).
+
+    It uses the custom operator, or with `as_function` a function of the same name.
+    """
     domain, attribute = ("own", "") if as_function else (DOMAIN, f"<scale = {float(scale)}>")
     text = (
         "(float[batch,3] x) => (float[batch,3] y) "
@@ -33,7 +39,10 @@ def write_softsign(path: Path, *, scale: float = 2.0, as_function: bool = False)
 
 
 def build_library(source: Path, path: Path) -> CustomOps:
-    """Compile a library of operators. A test without a C compiler is skipped, or fails where services are required."""
+    """Compile a library of operators.
+
+    A test without a C compiler is skipped, or fails if services are required.
+    """
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         reason = (
@@ -55,7 +64,10 @@ def released(
     scale: float = 2.0,
     version: str = "1",
 ) -> Deployment:
-    """A version of the model for one target, as a release leaves it in an empty folder."""
+    """Return a version of the model for one target.
+
+    Its files are written to an empty folder, as a release writes them.
+    """
     folder.mkdir(parents=True)
     write_softsign(folder / "model.onnx", scale=scale)
     copy_libraries(folder / "model.onnx", libraries)

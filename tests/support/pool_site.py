@@ -1,4 +1,7 @@
-"""Two or more machines in folders of their own: who asks for stages, workers of pools, and what may be killed."""
+"""Two or more machines, each in a separate folder.
+
+One of them requests stages. The others are workers of pools, which tests can kill.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ from tests.support.processes import ROOT, children_of, until
 
 NAME = "lab"
 _USERS, _GROUP = 12_000, 12_000
-"""Of machines that have users of their own: the first number, and the group that shares the store.
+"""First user id and shared group of machines with separate users.
+
+The members of the group share the store.
 """
 
 PIPELINE = f"configs/pipelines/{NAME}.yaml"
@@ -74,7 +79,7 @@ def slow(predictions, labels):
 def note(log, mark, what):
     with open(log, "a") as stream:
         stream.write(f"{mark} {what} {time.time()} {os.getpid()}\\n")
-'''
+'''  # noqa: E501
 
 
 @dataclass
@@ -88,21 +93,23 @@ class Worker:
 
     @property
     def log(self) -> str:
-        """What it has printed."""
+        """Return the worker's output."""
         return (self.folder / "log").read_text(encoding="utf-8", errors="replace")
 
     def forks(self) -> list[int]:
-        """Processes of the flow runs under way."""
+        """Return the processes of the flow runs under way."""
         return flow_runs_of(self.process.pid)
 
     def stages(self) -> list[int]:
-        """Processes of the stages under way."""
+        """Return the processes of the stages under way."""
         return stages_of(self.process.pid)
 
 
 @dataclass
 class PoolSite:
-    """Who asks, in `folder/asker`, and its workers; all reach one Prefect server and one store.
+    """The machine that requests runs, in `folder/asker`, and its workers.
+
+    All of them reach one Prefect server and one store.
 
     Args:
         folder: an empty folder.
@@ -179,13 +186,13 @@ class PoolSite:
         return root
 
     def _share(self, path: Path, *, is_folder: bool) -> None:
-        """Make a file or folder that every machine can write."""
+        """Make a file or folder writable for every machine."""
         path.mkdir() if is_folder else path.touch()
         os.chown(path, 0, _GROUP)
         path.chmod(0o2770 if is_folder else 0o660)
 
     def _before(self, root: Path) -> list[str]:
-        """Return the beginning of a command that runs on the machine with this folder."""
+        """Return the start of a command that runs on the machine with this folder."""
         if not self.apart:
             return []
         number = self.networks[root]
@@ -198,7 +205,7 @@ class PoolSite:
         return ["ip", "netns", "exec", f"onnx-ops-{number}", "setpriv", *user]
 
     def environment(self, root: Path, **more: str) -> dict[str, str]:
-        """Variables of a process on the machine with this folder."""
+        """Return the variables of a process on the machine with this folder."""
         environ = {
             name: value for name, value in os.environ.items() if not name.startswith("ONNX_OPS_")
         }
@@ -209,7 +216,7 @@ class PoolSite:
         }
         (root / "tmp").mkdir(
             exist_ok=True
-        )  # its own lock for measurements, as on a machine of its own
+        )  # a separate lock for measurements, as on a separate machine
         client["TMPDIR"] = str(root / "tmp")
         if self.apart:
             number = self.networks[root]
@@ -221,7 +228,7 @@ class PoolSite:
     def work(
         self, pool: str, *arguments: str, before: Sequence[str] = (), settings: str = ""
     ) -> Worker:
-        """Start a worker and wait until it is there."""
+        """Start a worker, and wait until it is ready."""
         folder = self._machine(f"worker-{len(self.workers)}", settings)
         command = [*before, str(PROGRAM), "work", "--pool", pool, *arguments]
         worker = Worker(pool, folder, command, self._start(command, folder))
@@ -312,7 +319,7 @@ class PoolSite:
         return json.loads(out)
 
     def manifests(self, result: Any) -> dict[str, Digest]:
-        """Return the digests of what the stages of a run have made."""
+        """Return the digests of the outputs of a run's stages."""
         return {
             o["stage"]: Manifest(files=o["manifest"]["files"]).digest()
             for o in result["outcomes"]
@@ -320,7 +327,7 @@ class PoolSite:
         }
 
     def runs(self, *names: str) -> list[dict[str, Any]]:
-        """Return the flow runs of stages, in order; of all stages if none is named."""
+        """Return the flow runs of the named stages, in order; of all stages by default."""
         own: dict[str, Any] = {"expected_start_time": {"after_": self.began.isoformat()}}
         if names:
             own["name"] = {"any_": [f"{NAME}/{name}" for name in names]}
@@ -343,7 +350,7 @@ class PoolSite:
         return found
 
     def close(self) -> None:
-        """End every worker and what it has left."""
+        """End every worker and its remaining processes."""
         for worker in self.workers:
             forks = worker.forks()
             with contextlib.suppress(ProcessLookupError):
@@ -356,12 +363,18 @@ class PoolSite:
 
 
 def flow_runs_of(worker: int) -> list[int]:
-    """Processes of the flow runs that a worker executes; its fork server is none of them."""
+    """Return the processes of the flow runs that a worker executes.
+
+    The worker's fork server is not included.
+    """
     return [pid for pid in children_of(worker) if not _is_fork_server(pid)]
 
 
 def stages_of(user: int) -> list[int]:
-    """Processes of stages, which monitors start that the fork server of their user has forked."""
+    """Return the processes of stages of a user.
+
+    Monitors start them, and the user's fork server has forked the monitors.
+    """
     monitors = [
         pid for child in children_of(user) if _is_fork_server(child) for pid in children_of(child)
     ]
@@ -375,7 +388,7 @@ def _is_fork_server(pid: int) -> bool:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process and everything that descends from it, whatever sessions that has."""
+    """Kill a process and all its descendants, including those in other sessions."""
     descendants = children_of(pid)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
@@ -385,7 +398,7 @@ def kill_tree(pid: int) -> None:
 
 @contextlib.contextmanager
 def pool_site(prefect: PrefectSite, **options: Any) -> Iterator[PoolSite]:
-    """A site in a temporary folder, which is removed at the end."""
+    """Provide a site in a temporary folder, which is removed at the end."""
     with tempfile.TemporaryDirectory(prefix="onnx-ops-pools-") as folder:
         site = PoolSite(Path(folder), prefect, **options)
         try:

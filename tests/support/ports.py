@@ -10,17 +10,17 @@ from pathlib import Path
 _LOWEST = 10_000
 _CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _CHANCE = random.SystemRandom()
-"""Seeded tests that run side by side must not choose alike."""
+"""Seeded tests that run in parallel must not choose the same ports."""
 
 
 def free_port() -> int:
-    """A port of the loopback interface without a listener.
+    """Return a port of the loopback interface without a listener.
 
-    It is below those from which the kernel takes a connection's own end: one of these may be taken
-    before the server that it is meant for has started.
+    It is below the range from which the kernel takes local ports of connections. A port in that
+    range may be taken before the server that needs it has started.
     """
     end = 32_768
-    with contextlib.suppress(OSError):  # another system than Linux
+    with contextlib.suppress(OSError):  # a system other than Linux
         end = int(_CONNECTIONS.read_text(encoding="ascii").split()[0])
     for port in _CHANCE.sample(
         range(_LOWEST, max(end, _LOWEST)), k=min(100, max(end - _LOWEST, 0))

@@ -1,7 +1,6 @@
-"""A PostgreSQL server of its own, for the tests of what stores its records there.
+"""A separate PostgreSQL server, for tests of records that are stored there.
 
-Elsewhere than in `.ci/run`, which installs PostgreSQL and sets REQUIRED, the tests are skipped
-where it is missing.
+`.ci/run` installs PostgreSQL and sets REQUIRED. Elsewhere, the tests are skipped if it is missing.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ import pytest
 from tests.support.ports import free_port
 
 REQUIRED = "ONNX_OPS_TEST_SERVICES"
-"""Set to `required` where a missing service is a failure."""
+"""Variable that is `required` if a missing service is a failure."""
 
 
 @contextmanager
 def postgres() -> Iterator[str]:
-    """A fresh cluster; yields the SQLAlchemy URL of an empty database."""
+    """Run a new cluster, and yield the SQLAlchemy URL of an empty database."""
     programs = _programs()
     if programs is None:
         lacking = (
@@ -38,7 +37,7 @@ def postgres() -> Iterator[str]:
         pytest.skip(lacking)
     folder, port = Path(tempfile.mkdtemp(prefix="onnx-ops-postgres-")), free_port()
     user = "postgres" if os.geteuid() == 0 else getpass.getuser()
-    if os.geteuid() == 0:  # it refuses to run as root
+    if os.geteuid() == 0:  # PostgreSQL refuses to run as root
         owner = pwd.getpwnam(user)
         os.chown(folder, owner.pw_uid, owner.pw_gid)
     data = folder / "data"
@@ -85,7 +84,7 @@ def postgres() -> Iterator[str]:
 
 
 def _programs() -> Path | None:
-    """Debian keeps them off the path."""
+    """Return the folder of PostgreSQL's programs, which Debian keeps off the path."""
     found = shutil.which("initdb")
     if found is not None:
         return Path(found).resolve().parent

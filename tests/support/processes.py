@@ -1,4 +1,7 @@
-"""Processes of this machine: what they use, read from /proc (proc(5)), and servers to start."""
+"""Processes of this machine: their use of resources, and servers to start.
+
+The use of resources is read from /proc (proc(5)).
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,22 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[2]
-"""Top of the checkout: where `python -m tests.support.…` finds its module."""
+"""Top of the checkout, where `python -m tests.support.…` finds its module."""
 _PROC = Path("/proc")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _STATE, _PARENT, _SESSION, _UTIME, _STIME = 0, 1, 3, 11, 12
-"""Places in /proc/PID/stat after the command's name, which may hold anything."""
+"""Positions in /proc/PID/stat after the command's name.
+
+The name can contain any character.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Of several processes together, in bytes. A shared page counts once in `pss`, and once a process in `rss`."""
+    """Memory of several processes together, in bytes.
+
+    A shared page counts once in `pss`, and once for each process in `rss`.
+    """
 
     pss: int
     rss: int
@@ -37,7 +46,7 @@ def until(
     seconds: float = 60.0,
     pause_s: float = 0.02,
 ) -> T:
-    """Wait for something to become true; the time is a limit of patience, not a measurement."""
+    """Wait for a condition; `seconds` is only a limit, not a measurement."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, f"{what} did not come true within {seconds:.0f} s"
@@ -54,7 +63,10 @@ def running_process(
     seconds: float = 120.0,
     **options: Any,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is ready, until the end of the block; its output is appended to `log`. `options` are of Popen."""
+    """Run a process until the end of the block, and yield it once it is ready.
+
+    Its output is appended to `log`. `options` are those of Popen.
+    """
     with log.open("ab") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=stream, **options)
     deadline = time.monotonic() + seconds
@@ -74,7 +86,7 @@ def running_process(
 
 
 def does_answer(url: str) -> bool:
-    """Whether a server answers to a GET."""
+    """Return whether a server answers a GET."""
     with suppress(OSError):
         urllib.request.urlopen(url, timeout=2).close()
         return True
@@ -82,18 +94,24 @@ def does_answer(url: str) -> bool:
 
 
 def session_of(leader: int) -> list[int]:
-    """The live processes of the session that `leader` began, whatever their parent is now."""
+    """Return the live processes of the session that `leader` began.
+
+    Their present parent does not matter.
+    """
     return _with(_SESSION, leader)
 
 
 def children_of(pid: int) -> list[int]:
-    """The live processes whose parent is `pid`."""
+    """Return the live processes whose parent is `pid`."""
     return _with(_PARENT, pid)
 
 
 def end_all(folder: Path) -> None:
-    """Kill the processes that work in a folder or below it, or whose command names it."""
-    import psutil  # not where only the base is installed
+    """Kill the processes of a folder.
+
+    They work in the folder or below it, or their command names it.
+    """
+    import psutil  # not installed with the base package alone
 
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -103,14 +121,17 @@ def end_all(folder: Path) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process lives; a zombie does not."""
+    """Return whether a process is alive; a zombie is not."""
     with suppress(OSError):
         return _stat(pid)[_STATE] not in "ZX"
     return False
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """User and system time of processes that live, in steps of the kernel's clock tick (usually 10 ms)."""
+    """Return the user and system time of live processes in seconds.
+
+    The resolution is the kernel's clock tick (usually 10 ms).
+    """
     ticks = 0
     for pid in pids:
         fields = _stat(pid)
@@ -119,7 +140,7 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 
 def memory(pids: Iterable[int]) -> Memory:
-    """What the processes hold in memory."""
+    """Return the memory of the processes."""
     totals = {"Pss": 0, "Rss": 0}
     for pid in pids:
         for line in (_PROC / str(pid) / "smaps_rollup").read_text(encoding="ascii").splitlines():
@@ -130,7 +151,7 @@ def memory(pids: Iterable[int]) -> Memory:
 
 
 def peak_memory(pids: Iterable[int]) -> int:
-    """The sum of the most that each process ever held in memory, in bytes."""
+    """Return the sum of the peak memory of each process, in bytes."""
     total = 0
     for pid in pids:
         status = (_PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace")
@@ -142,7 +163,7 @@ def _with(place: int, value: int) -> list[int]:
     found = []
     for entry in _PROC.iterdir():
         if entry.name.isdecimal():
-            with suppress(OSError):  # it ended meanwhile
+            with suppress(OSError):  # the process ended meanwhile
                 fields = _stat(int(entry.name))
                 if int(fields[place]) == value and fields[_STATE] not in "ZX":
                     found.append(int(entry.name))

@@ -1,14 +1,14 @@
-"""The processor at hand, and an emulated one: x86 without VNNI, whose int8 products saturate.
+"""The present processor, and an emulated x86 without VNNI, whose int8 saturates.
 
     python -m tests.support.processor [ARGUMENTS OF PYTEST]
 
 runs the tests with the marker `processor` on an emulated Haswell, which has AVX2 and neither
 AVX-512 nor VNNI (program qemu-x86_64 of Debian's and Ubuntu's package qemu-user). The emulator has
-no AVX-512: VNNI on a processor without it cannot be emulated. Programs that a test starts run on
-the real processor.
+no AVX-512. It therefore cannot emulate VNNI on a processor without it. Programs that a test starts
+run on the real processor.
 
-A plugin of pytest, loaded by `tests/conftest.py`: with `--emulated`, onnx-ops sees the features of
-the emulated processor, since `/proc/cpuinfo` keeps those of the real one.
+This is also a pytest plugin, loaded by `tests/conftest.py`. With `--emulated`, onnx-ops sees the
+features of the emulated processor, because `/proc/cpuinfo` keeps those of the real one.
 """
 
 from __future__ import annotations
@@ -33,27 +33,31 @@ _FEATURES = frozenset({"avx", "avx2", "f16c", "fma", "sse4_1", "sse4_2"})
 """Features of a Haswell among those that select ONNX Runtime's kernels."""
 
 _MODEL = "Haswell,-pcid,-x2apic,-tsc-deadline,-hle,-rtm,-invpcid"
-"""Without the features that qemu does not emulate: each thread would print warnings, among the
-output of tests.
+"""Processor of the emulator, without the features that qemu does not emulate.
+
+With these features each thread would print warnings into the output of tests.
 """
 
 _HERE = Target(name="here")
 
 _ENVIRONMENT = {"NPY_DISABLE_CPU_FEATURES": "X86_V3"}
-"""NumPy's AVX2 sorts crash in the emulator (qemu 7.2). ONNX Runtime's kernels are not affected."""
+"""Variables that disable NumPy's AVX2 sorts.
+
+These sorts crash in the emulator (qemu 7.2). ONNX Runtime's kernels are not affected.
+"""
 
 
 @functools.cache
 def detect_here() -> Arithmetic:
-    """Return the arithmetic of the processor at hand."""
+    """Return the arithmetic of the present processor."""
     return detect_arithmetic(_read_here(), _HERE)
 
 
 def saturates_here() -> bool:
-    """Return whether int8 products saturate on the processor at hand.
+    """Return whether int8 products saturate on the present processor.
 
-    Those of a processor without AVX2 do not. It counts as one that saturates all the same, since a
-    pool's machines may have more features than the pool names.
+    A processor without AVX2 counts as one that saturates, although its products do not. The reason
+    is that a pool's machines may have more features than the pool names.
     """
     return detect_here().saturates and "avx2" in _read_here().cpu_flags
 
@@ -77,7 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "processor: holds on x86 with and without VNNI; runs on an emulated one as well"
     )
     if config.option.emulated:
-        # Before the tests are collected: some ask for the processor when they are imported.
+        # Set before the tests are collected: some read the processor when they are imported.
         features = patch("onnx_ops.adapters.runtimes.hardware._cpu", lambda: ("Haswell", _FEATURES))
         features.start()
         config.add_cleanup(features.stop)

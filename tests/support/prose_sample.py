@@ -1,6 +1,8 @@
-"""Draw docstrings, comments, messages, sentences of the docs and names of tests at random, to be read one by one.
+"""Draw texts of the project at random, for reading.
 
-python -m tests.support.prose_sample --seed 7 --count 60
+The texts are docstrings, comments, messages, sentences of the docs and names of tests.
+
+    python -m tests.support.prose_sample --seed 7 --count 60
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _SHORTEST = 5
-"""Words of the shortest text that counts as a sentence."""
+"""Fewest words of a text that counts as a sentence."""
 _DIRECTIVE = re.compile(r"#\s*(noqa|type:|fmt:|pragma|!)")
 
 Texts = Iterator[tuple[str, str]]
@@ -25,7 +27,10 @@ Texts = Iterator[tuple[str, str]]
 
 
 def list_docstrings() -> Texts:
-    """Yield every docstring of the package, private ones and those of attributes included."""
+    """Yield every docstring of the package.
+
+    Private docstrings and those of attributes are included.
+    """
     for path, text in _list_modules("onnx_ops"):
         tree = ast.parse(text)
         for node in ast.walk(tree):
@@ -36,7 +41,7 @@ def list_docstrings() -> Texts:
 def _read_docstrings(
     path: str, node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 ) -> Texts:
-    """Yield the docstring of a definition, and those below assignments in a module or class."""
+    """Yield the docstring of a definition, and those of its attributes."""
     if own := ast.get_docstring(node):
         yield f"{path}:{getattr(node, 'lineno', 1)} {getattr(node, 'name', 'module')}", own
     if isinstance(node, ast.Module | ast.ClassDef):
@@ -45,12 +50,15 @@ def _read_docstrings(
             if isinstance(assigned, ast.Assign | ast.AnnAssign) and is_text:
                 yield (
                     f"{path}:{assigned.lineno} {ast.unparse(assigned)[:60]}",
-                    ast.literal_eval(below.value),
-                )  # type: ignore[attr-defined]
+                    ast.literal_eval(below.value),  # type: ignore[attr-defined]
+                )
 
 
 def list_comments() -> Texts:
-    """Yield every comment of package, tests and benchmarks; lines that follow each other are one."""
+    """Yield every comment of package, tests and benchmarks.
+
+    Consecutive lines are one comment.
+    """
     for path, text in _list_modules("onnx_ops", "tests", "benchmarks", "flows"):
         parts: list[str] = []
         last = start = 0
@@ -79,7 +87,7 @@ def list_messages() -> Texts:
 
 
 def _read_message(node: ast.AST) -> str:
-    """Return a text in a call, its parts that are computed as `…`."""
+    """Return a text in a call, with `…` for computed parts."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
         return node.value if re.match(r"[A-Za-z`']", node.value) else ""
     if isinstance(node, ast.JoinedStr):

@@ -1,4 +1,7 @@
-"""A proxy before a server of this machine, which can be cut, and can delay, refuse or lose single requests."""
+"""A proxy before a server of this machine.
+
+It can be cut, and can delay, refuse or lose single requests.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ _DRAIN_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Treatment:
-    """What happens to a request: it waits, is answered with `refusal` here, or its answer is lost."""
+    """Treatment of a request.
+
+    The request waits for `delay_s`, is answered with `refusal` by the proxy, or loses its answer.
+    """
 
     delay_s: float = 0.0
     refusal: bytes = b""
@@ -24,7 +30,10 @@ class Treatment:
 
 
 ProxyRule = Callable[[str, str], Treatment]
-"""Decides by method and target. It is asked in several threads."""
+"""Function that returns the treatment for a method and target.
+
+It is called in several threads.
+"""
 
 
 def forward(method: str, target: str) -> Treatment:
@@ -34,10 +43,11 @@ def forward(method: str, target: str) -> Treatment:
 
 
 class Proxy:
-    """A TCP proxy to a port. While it is cut, connections are closed, and new ones refused.
+    """A TCP proxy to a port.
 
-    `rule` treats the requests of HTTP/1.1. Each begins a segment, as no client here sends one
-    before it has the answer to the last.
+    While it is cut, it closes connections and refuses new ones. `rule` treats the requests of
+    HTTP/1.1. Each request begins a segment, because clients here wait for the answer to the
+    previous one.
     """
 
     def __init__(self, port: int) -> None:
@@ -59,14 +69,14 @@ class Proxy:
         self._cut.clear()
 
     def close(self) -> None:
-        """Cut it for good, and give the port back."""
+        """Cut the proxy permanently, and release the port."""
         self.cut()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def _accept(self) -> None:
-        with suppress(OSError):  # closed
+        with suppress(OSError):  # the listener is closed
             while True:
                 client, _ = self._listener.accept()
                 if self._cut.is_set():
@@ -121,7 +131,10 @@ class Proxy:
 
 
 def _refuse(client: socket.socket, answer: bytes) -> None:
-    """Answer, and read what the client still sends, so that it sees the answer and not a reset connection."""
+    """Answer, and read what the client still sends.
+
+    Otherwise the client would see a reset connection instead of the answer.
+    """
     client.sendall(answer)
     client.shutdown(socket.SHUT_WR)
     client.settimeout(_DRAIN_S)

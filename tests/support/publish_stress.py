@@ -1,4 +1,7 @@
-"""Publish and roll back, over and over, while clients call: does a request fail, or a replaced version answer?"""
+"""Repeated publications and rollbacks while clients send requests.
+
+They show whether requests fail, or whether a replaced version answers.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,22 @@ from tests.support.server import Answer, ServerFamily
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StressResult:
-    """What was published, and what became of the requests meanwhile."""
+    """Publications, and the results of the requests meanwhile."""
 
     publications: tuple[Publication, ...]
     records: Records
 
     @property
     def stale(self) -> int:
-        """Answers by a version that a publish had replaced which had returned before the request was sent."""
+        """Return the number of stale answers.
+
+        An answer is stale if a publication that replaced its version had returned before the
+        request was sent.
+        """
         return len(stale(self.records, self.publications))
 
     def publish_ms(self, quantile: float) -> float:
-        """A quantile (0 to 100) of how long a publication took."""
+        """Return a quantile (0 to 100) of the duration of a publication."""
         spans = [
             (p.returned_ns - p.begun_ns) / 1e6
             for p in self.publications
@@ -39,7 +46,10 @@ class StressResult:
 
 
 class Publisher:
-    """Publishes states of one server under rising generations, and notes each call's begin and end."""
+    """Publisher of states of one server under rising generations.
+
+    It records the begin and end of each call.
+    """
 
     def __init__(self, server: ServerFamily) -> None:
         self._server = server
@@ -47,7 +57,9 @@ class Publisher:
         self.publications: list[Publication] = []
 
     def publish(self, state: EndpointState) -> Answer:
-        """Publish once. An answer other than 200 counts as a call whose outcome is not known.
+        """Publish once.
+
+        An answer other than 200 counts as a call whose outcome is not known.
 
         Raises:
             OSError, http.client.HTTPException: the server did not answer; the outcome is not known.
@@ -65,9 +77,11 @@ class Publisher:
 
 
 def states(first: Deployment) -> Iterator[EndpointState]:
-    """Without end: a state with `first`, then a newcomer that takes all traffic, the way back, the next newcomer ...
+    """Yield an endless series of states.
 
-    Every newcomer has a name of its own, and the files of `first`.
+    The first one serves `first`. Then a new deployment takes all traffic, `first` takes it back,
+    the next new deployment takes it, and so on. Every new deployment has a different name, and the
+    files of `first`.
     """
     yield _state(first, first)
     for number in count(1):
@@ -84,7 +98,7 @@ def _state(serving: Deployment, *held: Deployment) -> EndpointState:
 def stress_publications(
     server: ServerFamily, first: Deployment, plan: LoadPlan, *, publications: int
 ) -> StressResult:
-    """Publish that many times under load, as fast as the server takes it.
+    """Publish a number of times under load, as fast as the server accepts it.
 
     Raises:
         MeasurementError: a publication was refused.

@@ -1,4 +1,7 @@
-"""Modules over sequences: recurrent layers in all forms, and modules that fix the length. This imports torch."""
+"""Torch modules over sequences.
+
+They are recurrent layers in all forms, and modules that fix the length.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ FEATURES, HIDDEN = 3, 5
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer and a head over all steps; `layer` is LSTM, GRU, RNN or RNN with `nonlinearity="relu"`.
+    """A recurrent layer and a head over all steps.
 
-    Inputs and outputs have the batch first, also where the layer has the steps first, and the state
-    of each layer.
+    `layer` is LSTM, GRU or RNN; `nonlinearity="relu"` is possible for RNN. Inputs and outputs have
+    the batch first, even if the layer has the steps first. This includes the state of each layer.
     """
 
     def __init__(self, layer: str, *, steps_first: bool = False, **settings: Any) -> None:
@@ -40,21 +43,27 @@ class Recurrent(nn.Module):
 
 
 class Stateful(Recurrent):
-    """Takes the hidden state of a GRU or RNN, (batch, layers * directions, hidden)."""
+    """Module that takes the hidden state of a GRU or RNN.
+
+    The state has shape (batch, layers * directions, hidden).
+    """
 
     def forward(self, x: torch.Tensor, h: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
         return self.answer(x, h.transpose(0, 1).contiguous())
 
 
 class StatefulLstm(Recurrent):
-    """Takes both states of an LSTM, (batch, layers * directions, hidden) each."""
+    """Module that takes both states of an LSTM.
+
+    Each has shape (batch, layers * directions, hidden).
+    """
 
     def forward(self, x: torch.Tensor, h: torch.Tensor, c: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
         return self.answer(x, (h.transpose(0, 1).contiguous(), c.transpose(0, 1).contiguous()))
 
 
 def sequences(module: nn.Module, batch: int, length: int, *, seed: int = 0) -> Tensors:
-    """Return inputs of a module over sequences: `x`, and the states that it takes."""
+    """Return inputs of a module over sequences: `x`, and its states, if any."""
     draw = np.random.default_rng(seed)
     inputs = {"x": draw.standard_normal((batch, length, FEATURES)).astype(np.float32)}
     if isinstance(module, Stateful | StatefulLstm):
@@ -65,7 +74,7 @@ def sequences(module: nn.Module, batch: int, length: int, *, seed: int = 0) -> T
 
 
 class Masked(nn.Module):
-    """Attention of a recurrent layer's steps, with a second input of the same length."""
+    """Attention over a recurrent layer's steps, with a second input of equal length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,14 +123,14 @@ class Banded(nn.Module):
 
 
 class Padded(nn.Module):
-    """Pads to a multiple of 8."""
+    """Module that pads its input to a multiple of 8."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.pad(x, (0, 0, 0, -x.shape[1] % 8))
 
 
 class Mixing(nn.Module):
-    """A layer as wide as the sequence is long, inside another one."""
+    """A layer as wide as the sequence is long, inside another layer."""
 
     def __init__(self, length: int) -> None:
         super().__init__()

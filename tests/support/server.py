@@ -1,4 +1,7 @@
-"""A real endpoint server in processes of its own, to call, to load, to measure and to kill."""
+"""A real endpoint server in separate processes.
+
+Tests call it, put it under load, measure it and kill it.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ _PAUSE_S = 0.002
 
 
 def stop_endpoints(folder: Path) -> None:
-    """Stop the local endpoints whose folders are in this one, if there is any."""
+    """Stop the local endpoints whose folders are in this one, if any."""
     from onnx_ops.adapters.endpoints.local_server import LocalServer
 
     for endpoint in folder.iterdir() if folder.is_dir() else ():
@@ -49,7 +52,7 @@ def stop_endpoints(folder: Path) -> None:
 
 
 def scaled(root: Path, name: str) -> Deployment:
-    """The deployment of a model in its folder below `root`."""
+    """Return the deployment of a model in its folder below `root`."""
     version, scale = SCALES[name]
     return scaling_deployment(root / name, name=name, version=version, scale=scale, model="m")
 
@@ -67,7 +70,10 @@ class Answer:
 
 
 def parse_answers(data: bytes) -> tuple[list[Answer], bytes]:
-    """The whole answers in what a server sent, interim ones too, and what follows them."""
+    """Return the complete answers in received bytes, and the remaining bytes.
+
+    Interim answers are included.
+    """
     answers = []
     while b"\r\n\r\n" in data:
         head, _, rest = data.partition(b"\r\n\r\n")
@@ -84,7 +90,10 @@ def parse_answers(data: bytes) -> tuple[list[Answer], bytes]:
 
 
 def received(client: socket.socket, answers: int = 1) -> bytes:
-    """As many whole answers as asked for, or all until the connection is closed."""
+    """Receive as many complete answers as requested.
+
+    If the connection is closed earlier, return everything received.
+    """
     data = b""
     with suppress(ConnectionError):
         while sum(answer.status != 100 for answer in parse_answers(data)[0]) < answers:
@@ -97,7 +106,9 @@ def received(client: socket.socket, answers: int = 1) -> bytes:
 
 @dataclass(slots=True, kw_only=True)
 class ServerFamily:
-    """The server of one folder, with whatever processes it starts. As a context manager, it runs inside.
+    """The server of one folder, with all processes that it starts.
+
+    As a context manager, it runs the server inside the block.
 
     Args:
         folder: its state folder; the log is written beside it.
@@ -122,7 +133,7 @@ class ServerFamily:
 
     @property
     def supervisor(self) -> int:
-        """The process that was started last."""
+        """Return the process that was started last."""
         if self.process is None:
             raise MeasurementError("the server was not started")
         return self.process.pid
@@ -132,7 +143,7 @@ class ServerFamily:
         return [sys.executable, *self.program, *own, *self.options, *options]
 
     def launch(self) -> None:
-        """Start a server on the folder, beside whatever is left of an earlier one."""
+        """Start a server on the folder, beside the remains of an earlier one."""
         self.folder.mkdir(mode=0o700, exist_ok=True)
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -144,7 +155,7 @@ class ServerFamily:
         """Launch a server; return once it is ready.
 
         Raises:
-            MeasurementError: it ended, or was not ready within a minute.
+            MeasurementError: the server ended, or was not ready within a minute.
         """
         self.launch()
         deadline = time.monotonic() + _START_S
@@ -160,7 +171,10 @@ class ServerFamily:
         raise MeasurementError("the server was not ready in time", why=self.log()[-2000:])
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal to the process that was started last, and to it alone; return the exit code."""
+        """Send a signal to the process that was started last; return its exit code.
+
+        Other processes get no signal.
+        """
         os.kill(self.supervisor, number)
         return self.reap()
 
@@ -168,12 +182,15 @@ class ServerFamily:
         return self.stop(signal.SIGKILL)
 
     def reap(self) -> int:
-        """Wait for the end of the process that was started last, which another process has caused."""
+        """Wait for the end of the process that was started last, and return its exit code.
+
+        Another process has caused the end.
+        """
         assert self.process is not None
         return self.process.wait(timeout=_STOP_S)
 
     def destroy(self) -> None:
-        """SIGKILL to everything that any start of this family left."""
+        """Send SIGKILL to all remaining processes of any start of this family."""
         for pid in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -181,11 +198,11 @@ class ServerFamily:
             self.reap()
 
     def processes(self) -> list[int]:
-        """Every live process of this family, those of earlier starts included."""
+        """Return every live process of this family, including those of earlier starts."""
         return [pid for session in self.sessions for pid in session_of(session)]
 
     def workers(self) -> list[int]:
-        """The live processes of the last start but the one that was started."""
+        """Return the live processes of the last start, without the supervisor."""
         return [pid for pid in session_of(self.supervisor) if pid != self.supervisor]
 
     def record(self) -> ServerRecord:
@@ -206,7 +223,10 @@ class ServerFamily:
         *,
         admin: bool = False,
     ) -> Answer:
-        """Call the public listener, or the one of the admin. A body that is not bytes is sent as JSON."""
+        """Call the public listener, or the admin listener.
+
+        A body that is not bytes is sent as JSON.
+        """
         port = self.record().admin_port if admin else self.port
         connection = http.client.HTTPConnection(_LOOPBACK, port, timeout=60)
         try:

@@ -1,6 +1,7 @@
-"""How the suite is divided: over workers, by the servers that tests share; and sweeps over commits, by thirds.
+"""Division of the test suite over workers and commits.
 
-A plugin of pytest, loaded by `tests/conftest.py`.
+Workers share it by the servers that tests share. Each commit runs a third of every sweep. This is a
+pytest plugin, loaded by `tests/conftest.py`.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PARTS = 3
-"""One commit runs one part of every sweep; the nightly tier runs all."""
+"""Parts of a sweep: a commit runs one of them, and the nightly tier runs all."""
 
 SHARED: dict[str, str] = {
-    # They share the import of the SDK, which takes as long as most of their tests.
+    # These files share the import of the SDK, which takes as long as most of their tests.
     "tests/adapters/test_endpoint_azureml_diagnosis.py": "azure",
     "tests/adapters/test_endpoint_azureml.py": "azure",
     "tests/adapters/test_endpoint_azureml_faults.py": "azure",
@@ -51,7 +52,9 @@ SHARED: dict[str, str] = {
     "tests/integrations/": "integrations",
     "tests/orchestration/": "prefect",
 }
-"""Test files, or folders with a trailing slash, whose tests share a server: they run on one worker.
+"""Group by test file, or by folder with a trailing slash.
+
+The tests of a group share a server, and run on one worker.
 """
 
 FIRST = (
@@ -68,8 +71,9 @@ FIRST = (
     "tests/release/test_release_faults.py",
     "torch",
 )
-"""Groups and files that take longest, longest first: begun first, so that no worker ends long
-before the other.
+"""Groups and files that take longest, longest first.
+
+They begin first, so that all workers end at about the same time.
 """
 
 
@@ -84,13 +88,15 @@ class Sweep:
         self.part = part
 
     def __call__(self, points: Iterable[T]) -> list[T]:
-        """Return every third point, beginning with the run's own."""
+        """Return every third point, beginning with the one of this run's part."""
         chosen = list(points)
         return chosen if self.part == 0 else chosen[self.part - 1 :: PARTS] or chosen[:1]
 
 
 def part_of(option: str) -> int:
-    """Return the part that `--sweep` names; of a commit, by its digest.
+    """Return the part that `--sweep` names.
+
+    For `commit`, the digest of the commit determines the part.
 
     Raises:
         pytest.UsageError: the option is none of those that its help lists.
@@ -107,7 +113,10 @@ def part_of(option: str) -> int:
 
 
 def group_of(test_id: str) -> str:
-    """Return what the tests that must run on one worker have in common: a server, or else their file."""
+    """Return the group of a test, whose tests must run on one worker.
+
+    The group is a shared server, or else the file of the test.
+    """
     file = test_id.partition("::")[0]
     folders = (file[: index + 1] for index, letter in enumerate(file) if letter == "/")
     return next((SHARED[place] for place in (file, *folders) if place in SHARED), file)
@@ -125,8 +134,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # Begun in the background by a shell without job control; the processes of the tests would
-        # ignore it as well.
+        # A shell without job control started the run in the background, so that it ignores SIGINT.
+        # The processes of the tests would ignore the signal as well.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line(
         "markers", "sweep: cases of a sweep, of which one run takes a part (--sweep)"
@@ -135,11 +144,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "in_order: tests of one story, which run in the order of their file"
     )
     part = part_of(config.option.sweep)
-    config.option.sweep = (
-        f"{part}/{PARTS}" if part else "all"
-    )  # the workers of pytest-xdist take the same
-    # Nightly runs draw new examples. The first one of a test may import what the test needs, hence
-    # no deadline.
+    # The workers of pytest-xdist take the same part.
+    config.option.sweep = f"{part}/{PARTS}" if part else "all"
+    # Nightly runs draw new examples. The first example of a test may import the test's
+    # dependencies, so there is no deadline.
     settings.register_profile("suite", derandomize=part != 0, print_blob=True, deadline=None)
     settings.load_profile("suite")
 
@@ -159,28 +167,34 @@ def sweep(pytestconfig: pytest.Config) -> Sweep:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    """Collect without the collector of garbage: it takes a third of the time, and there is none among syntax trees."""
+    """Collect tests without the garbage collector.
+
+    Garbage collection takes a third of the time, and finds no garbage among syntax trees.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
-        # All are young, and the next search would be for all of them; pytest ends with two more.
-        # Without tests to run, even the first would be a waste.
+        # All objects are young, so the next collection would examine all of them, and pytest ends
+        # with two more collections. Without tests to run, even the first would be a waste.
         if not session.config.option.collectonly:
-            gc.collect()  # frozen garbage would never be collected
+            gc.collect()  # garbage that is frozen is never collected
         gc.freeze()
         gc.enable()
 
 
 def freeze_live_objects() -> None:
-    """Free the garbage that there is, and leave all other objects out of later searches for it."""
-    gc.collect()  # frozen garbage would never be collected
+    """Free the garbage, and exempt all other objects from later collections."""
+    gc.collect()  # garbage that is frozen is never collected
     gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def spare_what_is_there() -> None:
-    """Leave what there is before a file's tests out of the search for garbage: a timed run waits for a whole one."""
+    """Exempt objects that exist before a file's tests from garbage collection.
+
+    Otherwise a full collection could delay a timed run.
+    """
     freeze_live_objects()
 
 
@@ -190,7 +204,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _take_part(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the cases of sweeps that are another commit's turn."""
+    """Deselect the cases of sweeps that other commits run."""
     sweeps: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sweep"):
@@ -206,14 +220,20 @@ def _take_part(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _sweep_of(item: pytest.Item) -> str:
-    """Return what the cases of one sweep have in common: the marked test, or the marked class."""
+    """Return the common id of the cases of a sweep.
+
+    It is that of the marked test, or of the marked class.
+    """
     marks: Iterable[pytest.Mark] = vars(getattr(item, "cls", None) or object).get("pytestmark", ())
     is_class = any(mark.name == "sweep" for mark in marks)
     return item.nodeid.rpartition("::")[0] if is_class else item.nodeid.partition("[")[0]
 
 
 def _restore_order(items: list[pytest.Item]) -> None:
-    """Put the tests of one story in the order of their file, wherever pytest-randomly has put them."""
+    """Put the tests of each story in the order of their file.
+
+    pytest-randomly may have changed their order.
+    """
     stories: dict[str, list[int]] = {}
     for place, item in enumerate(items):
         if item.get_closest_marker("in_order"):
@@ -231,7 +251,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScope
     from xdist.scheduler import LoadScopeScheduling
 
     class ByGroup(LoadScopeScheduling):  # type: ignore[misc] # xdist has no types
-        """Gives a worker a whole group at a time, the longest groups first."""
+        """Scheduler that gives a worker a whole group at a time, the longest groups first."""
 
         def _split_scope(self, nodeid: str) -> str:
             return group_of(nodeid)

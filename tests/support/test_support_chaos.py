@@ -1,4 +1,4 @@
-"""What counts as a broken promise after a blow."""
+"""Guarantees that a server family breaks after a kill."""
 
 from __future__ import annotations
 

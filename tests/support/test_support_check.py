@@ -1,4 +1,4 @@
-"""What `make check` takes as changed and as near, and where its tests end."""
+"""Changed files, nearest tests and the CPU limit of `make check`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ FILES = {
     "tests/release/test_release_other.py": "from onnx_ops.release.watch import WatchLoop\n",
     "tests/release/release_parts.py": "from onnx_ops.release.parts import Part\n",
     "tests/release/test_release_parts_used.py": "from tests.release.release_parts import Scene\n",
-    "tests/cli/test_cli_rollback.py": "from onnx_ops.cli.main import app\nfrom onnx_ops.release.rollback import x\n",
+    "tests/cli/test_cli_rollback.py": (
+        "from onnx_ops.cli.main import app\nfrom onnx_ops.release.rollback import x\n"
+    ),
     "tests/docs/test_docs_extend.py": 'PAGE = "docs/extend.md"\n',
     "tests/test_scratch.py": "from onnx_ops.scratch import Scratch\n",
 }
@@ -51,8 +53,8 @@ def test_choose_for_a_module_orders_named_tests_importing_tests_and_those_of_the
     near: NearTests,
 ) -> None:
     assert name_tests(near, "onnx_ops/release/rollback.py") == [
-        "release_rollback_kills", "release_rollback", "release_watch", "release_status", "cli_rollback",
-        "release_other", "release_parts_used",
+        "release_rollback_kills", "release_rollback", "release_watch", "release_status",
+        "cli_rollback", "release_other", "release_parts_used",
     ]  # fmt: skip
 
 

@@ -1,4 +1,7 @@
-"""What collection imports: packages that take long to import are imported by the tests that need them."""
+"""Imports during collection.
+
+Packages that take long to import are imported only by the tests that need them.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ import pytest
 from tests.support.processes import ROOT
 
 SLOW = {
-    "boto3", "keras", "lightgbm", "matplotlib", "mlflow", "moto", "pandas", "prefect", "sklearn", "torch",
-    "transformers", "xgboost",
+    "boto3", "keras", "lightgbm", "matplotlib", "mlflow", "moto", "pandas", "prefect", "sklearn",
+    "torch", "transformers", "xgboost",
 }  # fmt: skip
 COLLECT = """
 import json, sys

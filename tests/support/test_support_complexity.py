@@ -1,4 +1,7 @@
-"""The lint step's check of complexity: what counts, what is a problem, and what `--lower` writes."""
+"""The complexity check of the lint step.
+
+The tests cover the counts, the problems, and what `--lower` writes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class Reader:
 
 
 def test_measure_text_counts_branching_expressions() -> None:
-    # pick: 1 + comprehension + its `if` + `and` + `or` + ternary; a closure has a value itself.
+    # pick: 1 + comprehension + its `if` + `and` + `or` + ternary. A closure has a separate value.
     assert measure_text(SOURCE) == {"pick": 6, "Reader.read": 2, "Reader.read.parse": 2}
 
 

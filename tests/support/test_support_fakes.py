@@ -1,4 +1,4 @@
-"""The fakes keep the promises of their ports, by the same suites as the real ones."""
+"""The fakes pass the same conformance suites as the real implementations."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TestFakeProvider(EndpointProviderSuite):
 
     @contextmanager
     def disturbed(self, fault: Disturbance, at: int = 0) -> Iterator[Sized]:
-        """Nothing is asked but one change."""
+        """Disturb a change, which the fake counts as one request."""
         apply, asked = self.fake.apply, list[str]()
 
         def faulty(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
@@ -63,7 +63,10 @@ class TestFakeProvider(EndpointProviderSuite):
             yield asked
 
     def scale(self, address: str, *, user: str | None = None) -> float:
-        """The fake answers no requests; its state says who would answer most of them."""
+        """Return the scale of the deployment with the most traffic.
+
+        The fake answers no requests, but its state shows the weights.
+        """
         assert address == "memory:e"
         assert user is None
         state = self.fake.observe(CONFIG)

@@ -1,4 +1,4 @@
-"""A process that dies at a chosen moment, and what /proc shows of processes."""
+"""A process that dies at a chosen moment, and data of /proc about processes."""
 
 from __future__ import annotations
 
@@ -96,9 +96,8 @@ def test_process_measurements_return_cpu_time_and_memory() -> None:
     assert cpu_seconds(me) > before
     held = memory(me)
     assert 0 < held.pss <= held.rss <= peak_memory(me)
-    with mmap.mmap(
-        -1, 64 << 20
-    ) as blob:  # pages that the process did not have before, whatever it has freed
+    # The process did not have this memory before, even if it has freed other pages.
+    with mmap.mmap(-1, 64 << 20) as blob:
         blob.write(b"x" * len(blob))
         assert memory(me).rss - held.rss > len(blob) // 2
     with pytest.raises(FileNotFoundError):

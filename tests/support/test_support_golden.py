@@ -1,4 +1,4 @@
-"""Stored texts: what is compared, and that no text is left of a test that is gone."""
+"""Stored texts: their comparison, and the removal of texts of deleted tests."""
 
 from __future__ import annotations
 

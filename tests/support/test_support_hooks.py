@@ -1,4 +1,7 @@
-"""The hooks of `.pre-commit-config.yaml`: their programs run, and long subjects of commits are refused."""
+"""The hooks of `.pre-commit-config.yaml`.
+
+Their programs run, and too long subjects of commits are refused.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ CONFIG = ROOT / ".pre-commit-config.yaml"
 (REPO,) = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))["repos"]
 HOOKS: list[dict[str, Any]] = REPO["hooks"]
 PROGRAMS = Path(sys.executable).parent
-"""The programs of this environment, which may be another one than `.venv`."""
+"""The programs of this environment, which can be another one than `.venv`."""
 
 
 def run_hook(hook_id: str, *arguments: str) -> subprocess.CompletedProcess[str]:

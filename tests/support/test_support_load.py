@@ -1,4 +1,4 @@
-"""The load generator against real sockets that behave, and that do not."""
+"""The load generator against sockets that behave correctly or not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BUSY = b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 0\r\n\r\n"
 
 
 class Peer:
-    """A server that gives the nth request, over all connections, whatever `behave(n)` says.
+    """A server that answers the nth request, over all connections, with `behave(n)`.
 
     None closes the connection instead of an answer; b"" leaves the request without one.
     """
@@ -158,7 +158,7 @@ def test_load_process_distinguishes_reset_from_refused_connection() -> None:
     assert client.recv(1000).startswith(b"POST / ")
     listener.close()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
-    client.close()  # with that option: a reset
+    client.close()  # with SO_LINGER 0, this sends a reset
     thread.join()
     assert load.wait().failures() == {"reset": 1, "refused": 2}
 
@@ -261,7 +261,7 @@ def test_load_command_prints_json_and_exits_1_on_failures(peer: Peer, tmp_path: 
 
 
 def answered(*rows: tuple[int, int, str]) -> Records:
-    """Records of answers: sent, done, by whom."""
+    """Return records of answers: time sent, time done, and deployment."""
     names = ("", *sorted({name for _, _, name in rows}))
     table = [(s, s, d, 200, names.index(n), i, 0) for i, (s, d, n) in enumerate(rows)]
     return Records.from_rows(np.array(table, dtype=np.int64), names)
@@ -278,14 +278,14 @@ def test_stale_returns_answers_of_deployments_not_published_during_request() -> 
     publications = published((0, 10, "a"), (100, 110, "b"), (200, 210, "a"))
     records = answered(
         (20, 30, "a"),
-        (20, 30, "b"),  # not published yet
+        (20, 30, "b"),  # "b" is not published yet
         (90, 105, "b"),
         (105, 106, "a"),
-        (111, 120, "a"),  # replaced, and the publish had returned
-        (111, 205, "a"),  # the roll-back had begun when it was answered
+        (111, 120, "a"),  # "a" is replaced, and the publication had returned
+        (111, 205, "a"),  # the rollback had begun before the answer
         (205, 206, "b"),
-        (211, 220, "b"),  # rolled back
-        (300, 301, ""),  # no response names its deployment
+        (211, 220, "b"),  # "b" was rolled back
+        (300, 301, ""),  # the answer names no deployment
     )
     assert stale(records, publications).tolist() == [1, 4, 7, 8]
 

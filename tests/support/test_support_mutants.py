@@ -1,4 +1,4 @@
-"""The planted faults fit the package as it is."""
+"""The planted faults fit the present package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Ports for servers of tests: free, and out of the way of connections."""
+"""Ports for servers of tests.
+
+They are free, and outside the range of connections' local ports.
+"""
 
 from __future__ import annotations
 
@@ -35,5 +38,5 @@ def test_free_port_skips_port_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyP
         taken = server.getsockname()[1]
         monkeypatch.setattr(ports, "_LOWEST", taken)
         monkeypatch.setattr(ports, "_CONNECTIONS", tmp_path / "range")
-        (tmp_path / "range").write_text(f"{taken + 1}\t60999\n")  # so that there is no other
+        (tmp_path / "range").write_text(f"{taken + 1}\t60999\n")  # so that no other port is left
         assert free_port() != taken

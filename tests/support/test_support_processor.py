@@ -1,4 +1,4 @@
-"""What runs the tests of int8 on an emulated processor reports when it cannot."""
+"""The runner of int8 tests on an emulated processor reports when it cannot run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Modules of PyTorch that tests export. Tests import this file where they need it: torch takes long to import."""
+"""PyTorch modules that tests export.
+
+Tests import this file where they need it, because torch takes long to import.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from torch import nn
 
 
 class Convolution(nn.Module):
-    """Batch normalisation and dropout behave otherwise in training than in use."""
+    """Module with layers that differ between training and inference.
+
+    They are batch normalisation and dropout.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +35,7 @@ class Convolution(nn.Module):
 
 
 class Pooled(nn.Module):
-    """Takes images of any height and width, at least 2."""
+    """Module that takes images of any height and width, at least 2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,14 +52,14 @@ class TwoInputs(nn.Module):
 
 
 class Difference(nn.Module):
-    """Exchanged inputs give other answers."""
+    """Module that gives other answers if its inputs are exchanged."""
 
     def forward(self, user: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
         return (user - 2 * item).sum(1, keepdim=True)
 
 
 class Exchanged(nn.Module):
-    """Passes the inputs of a module of two by position, in the wrong order."""
+    """Module that passes two inputs to another module by position, in the wrong order."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -64,7 +70,10 @@ class Exchanged(nn.Module):
 
 
 class Optionals(nn.Module):
-    """Takes optional inputs, of which callers leave some out, and one by keyword only."""
+    """Module with optional inputs and a keyword-only input.
+
+    Callers omit some of the optional inputs.
+    """
 
     def forward(
         self,
@@ -80,7 +89,7 @@ class Optionals(nn.Module):
 
 
 class AnyInputs(nn.Module):
-    """Takes its inputs by position only."""
+    """Module that takes its inputs by position only."""
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         first, second = inputs
@@ -88,28 +97,28 @@ class AnyInputs(nn.Module):
 
 
 class Swallowing(nn.Module):
-    """Ignores inputs that it does not name."""
+    """Module that ignores inputs that it does not name."""
 
     def forward(self, user: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
         return user.sum(1, keepdim=True)
 
 
 class AnyNames(nn.Module):
-    """Names none of its inputs."""
+    """Module that names none of its inputs."""
 
     def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
         return inputs["user"] - 2 * inputs["item"]
 
 
 class Mixed(nn.Module):
-    """Takes one input by name and the others by position."""
+    """Module that takes one input by name and the others by position."""
 
     def forward(self, user: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         return user - 2 * others[0]
 
 
 class Ignoring(nn.Module):
-    """Has an input on which no answer depends."""
+    """Module with an input on which no answer depends."""
 
     def forward(self, user: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
         return user.sum(1, keepdim=True) + (item - item).sum(1, keepdim=True)
@@ -131,42 +140,45 @@ class Nested(nn.Module):
 
 
 class Single(nn.Module):
-    """Makes a float32 tensor of its own, so that it does not run in float64."""
+    """Module that creates a float32 tensor, so that it does not run in float64."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.mm(x, torch.ones(8, 2))
 
 
 class Guarded(nn.Module):
-    """Reads a number out of a tensor in order to branch on it."""
+    """Module that converts a tensor to a number in order to branch on it."""
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         return image if float(image.sum()) > 0 else -image
 
 
 class Counted(nn.Module):
-    """Makes a plain number of the batch, where torch.export needs its strict mode to keep it free."""
+    """Module that makes a plain number of the batch size.
+
+    torch.export keeps the batch size dynamic only in strict mode.
+    """
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         return image.reshape(len(image), -1)
 
 
 class Branching(nn.Module):
-    """Branches on a tensor."""
+    """Module that branches on a tensor."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x if x.sum() > 0 else -x
 
 
 class Conditional(nn.Module):
-    """Branches as torch wants it."""
+    """Module that branches with torch's operator for conditions."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return torch.cond(x.sum() > 0, lambda y: y.sin() + 1, lambda y: y.cos() * 2, (x,))
 
 
 class Casting(nn.Module):
-    """Its input in another type."""
+    """Module that converts its input to another type."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -178,7 +190,7 @@ class Casting(nn.Module):
 
 @torch.library.custom_op("onnx_ops_tests::twice", mutates_args=())
 def twice(x: torch.Tensor) -> torch.Tensor:
-    """An operator that torch cannot translate."""
+    """Return twice the input, by an operator that torch cannot translate."""
     return 2 * x
 
 
@@ -230,7 +242,7 @@ class MaskedAttention(Attention):
 
 
 class GraphNodes(nn.Module):
-    """Nodes of one graph, whose edges are numbers of nodes."""
+    """Module over the nodes of one graph, whose edges are numbers of nodes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""A voice activity detector with a state and a sampling rate, built by hand like a public one, and its faults."""
+"""A voice activity detector with a state and a sampling rate, and its faults.
+
+It is built by hand, similar to a public one.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ _TEXT = """
     logit = MatMul(h_new, out_weight)
     output = Sigmoid(logit)
 }}
-"""
+"""  # noqa: E501
 
 FAULTS = {
     "state of row 0": "Expand(state_of_first, state_shape)",
@@ -55,7 +58,10 @@ def write_voice_detector(
     state_rows: str = "N",
     other_slow_branch: bool = False,
 ) -> Path:
-    """Write the model: input [N, 12], state [2, N, 5], a scalar `sr` that must be 16000 or 8000."""
+    """Write the model.
+
+    Its inputs are input [N, 12], state [2, N, 5], and a scalar `sr` that must be 16000 or 8000.
+    """
     draw = np.random.default_rng(5)
     shapes = {
         "fast_weight": (12, 5),
@@ -97,7 +103,7 @@ def write_voice_detector(
 
 
 def make_voice_rows(count: int) -> dict[str, np.ndarray]:
-    """Rows as callers hold them: the state has them on axis 1."""
+    """Return rows as callers hold them: the state has the rows on axis 1."""
     draw = np.random.default_rng(6)
     return {
         "input": draw.standard_normal((count, WIDTH)).astype(np.float32),

@@ -7,7 +7,10 @@ from onnx import TensorProto, helper
 
 
 def zipped(keys: list[int]) -> onnx.ModelProto:
-    """Return the softmax of `x` (N, 3) as output `probabilities`: one map for each row, under these keys."""
+    """Return the softmax of `x` (N, 3) as output `probabilities`.
+
+    The output has one map for each row, with these keys.
+    """
     maps = helper.make_sequence_type_proto(
         helper.make_map_type_proto(
             TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, [])

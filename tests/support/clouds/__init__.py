@@ -1,1 +1,1 @@
-"""Clouds on loopback that the real SDKs talk to, with real inference behind them."""
+"""Fake clouds on loopback, used by the real SDKs, with real inference behind them."""

@@ -1,10 +1,15 @@
-"""Azure ML on this machine: the real SDK speaks to it over HTTPS, and real servers answer behind it.
+"""A fake Azure ML on loopback.
 
-It knows what the provider needs, and the rules that hurt: long-running operations, `Updating`
-conflicts, traffic that a careless request zeroes, deployments with traffic that cannot be deleted,
-quota with a fifth in reserve, reads that are behind, throttling, connections that break. It was
-written from the SDK's requests and Azure's documents; whether Azure itself does the same was not
-tried.
+The real SDK calls it over HTTPS, and real inference servers answer. It implements what the provider
+needs, and the restrictions of Azure that cause faults:
+
+- long-running operations and `Updating` conflicts,
+- requests that set all traffic to zero by mistake,
+- deployments that cannot be deleted while they have traffic,
+- a quota of which a fifth is reserved,
+- reads that lag behind, throttling and broken connections.
+
+It follows the SDK's requests and Azure's documentation. It was not compared with Azure itself.
 """
 
 from __future__ import annotations
@@ -33,24 +38,32 @@ TOKEN = "token-of-the-fake"  # noqa: S105 (it opens nothing)
 _PIN = "azureml-model-deployment"
 _MODEL_STATUS = "ms-azureml-model-error-statuscode"
 _STRIDE = 37
-"""Prime to 100: a hundred requests in a row visit every percent once, and neighbours are far apart.
+"""Step between the percent values of consecutive requests.
+
+It is coprime to 100: a hundred consecutive requests take every percent once, and consecutive values
+are far apart.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultRule:
-    """What happens to one request of the control plane or the storage, before or after its effect."""
+    """Fault of one request of the control plane or the storage.
+
+    It happens before or after the effect of the request.
+    """
 
     fault: Fault
     after: bool = False
 
 
 class AzureCloud:
-    """One workspace with a datastore; a process with the variables of `environment` uses it.
+    """One workspace with a datastore.
+
+    A process with the variables of `environment` uses it.
 
     Args:
-        folder: for the certificate.
-        clock: by which requests are counted.
+        folder: folder for the certificate.
+        clock: clock by which requests are counted.
     """
 
     def __init__(self, folder: Path, *, clock: Clock | None = None) -> None:
@@ -66,11 +79,14 @@ class AzureCloud:
         self.calls: list[tuple[str, str]] = []
         """Method and path of every request to the control plane and the storage."""
         self.denied: list[Request] = []
-        """What was asked for and is not permitted by `infra/azure`."""
+        """Requested actions that `infra/azure` does not permit."""
         self.fault_rule: Callable[[int, Call], FaultRule | None] = lambda *_: None
-        """Asked with the number of the request, from 0; other requests go on meanwhile."""
+        """Called with the number of the request, from 0.
+
+        Other requests continue meanwhile.
+        """
         self.token_faults: list[Fault] = []
-        """What happens to the next requests for a token, in order."""
+        """Faults of the next requests for a token, in order."""
         path = (
             f"/subscriptions/{SUBSCRIPTION}/resourceGroups/{GROUP}"
             f"/providers/Microsoft.MachineLearningServices/workspaces/{WORKSPACE}"
@@ -83,7 +99,10 @@ class AzureCloud:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What a process needs to take this for Azure, with a managed identity of its own."""
+        """Return the variables with which a process uses this server as Azure.
+
+        They include a managed identity.
+        """
         return {
             "REGISTRY_DISCOVERY_ENDPOINT_URL": f"{self._web.url}/",
             "ARM_CLOUD_METADATA_URL": f"{self._web.url}/metadata/endpoints?api-version=2019-05-01",
@@ -96,7 +115,7 @@ class AzureCloud:
 
     @property
     def settings(self) -> Mapping[str, Json]:
-        """Settings of an endpoint here."""
+        """Return the settings of an endpoint in this cloud."""
         return {
             "subscription": SUBSCRIPTION,
             "resource_group": GROUP,
@@ -107,15 +126,18 @@ class AzureCloud:
         }
 
     def routes(self, endpoint: str) -> list[dict[str, int]]:
-        """Every split that took effect since the endpoint was made, oldest first."""
+        """Return every traffic split that took effect since the endpoint was made.
+
+        The oldest split is first.
+        """
         return self.control.routes.get(endpoint, [])
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """What happens inside is forgotten afterwards."""
+        """Restore the state of the cloud after the block."""
         names = ("resources", "routes", "mirrors", "nodes", "keys", "_operations")
         with self._lock:
-            # Operations hold functions that change their resources: nothing may be under way.
+            # No operation may be under way: operations hold functions that change their resources.
             state = {name: copy.copy(getattr(self.control, name)) for name in names}
             bodies = {
                 path: copy.deepcopy(resource.body)

@@ -1,4 +1,4 @@
-"""Autoscale settings of Azure Monitor, as far as the fake's deployments have some."""
+"""Autoscale settings of Azure Monitor for the deployments of the fake."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SETTINGS = re.compile(
 
 
 class Autoscale:
-    """Settings by name. It never scales anything: tests do."""
+    """Settings by name. The fake never scales: tests do."""
 
     def __init__(self) -> None:
         self.settings: dict[str, Body] = {}
@@ -36,7 +36,10 @@ class Autoscale:
         return reply(200, self.settings[name])
 
     def _put(self, name: str, body: Body) -> Reply:
-        """Azure takes numbers of instances as text, and one setting for a target."""
+        """Store a setting.
+
+        Azure takes numbers of instances as text, and one setting for a target.
+        """
         properties = body["properties"]
         for profile in properties["profiles"]:
             low, default, high = (

@@ -1,4 +1,7 @@
-"""As much of Azure's blob service as its SDK needs to put, look at, get, list and delete block blobs."""
+"""The part of Azure's blob service that its SDK needs for block blobs.
+
+It can put, get, list and delete blobs, and return their properties.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ class Blobs:
         self._blocks: dict[tuple[str, str], bytes] = {}
 
     def below(self, folder: str) -> dict[str, bytes]:
-        """The blobs of a folder, by their path in it."""
+        """Return the blobs of a folder by their path in the folder."""
         prefix = f"{folder.strip('/')}/"
         return {
             name.removeprefix(prefix): data
@@ -33,7 +36,11 @@ class Blobs:
         }
 
     def answer(self, call: Call, name: str) -> Reply:
-        """Args: `name` is the blob's path in the container; empty for the container itself."""
+        """Answer a request about a blob.
+
+        Args:
+            name: the blob's path in the container; empty for the container itself.
+        """
         if not name and call.query.get("comp") == "list":
             return self._list(call)
         if call.method == "PUT":

@@ -1,4 +1,4 @@
-"""The control plane of the fake: what Azure Resource Manager answers for one workspace."""
+"""The control plane of the fake: the Azure Resource Manager of one workspace."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _MOST_DEPLOYMENTS = 20
 _SPARE = 1.2
 _SOON = {"Retry-After": "0.01"}
 _DELETED = {"Retry-After": "1"}
-"""The SDK reads this one as a whole number, and takes 0 for none."""
+"""Header of the answer to a deletion.
+
+The SDK reads it as an integer, and takes 0 for absent.
+"""
 LOCATION, SIZE, CORES = "loopback", "Standard_DS3_v2", 4
 _MADE = "2026-11-20T12:00:00Z"
 _REGISTRIES = "/providers/Microsoft.ContainerRegistry/registries"
@@ -49,8 +52,14 @@ _DATASTORE = {
 
 @dataclass(slots=True, kw_only=True)
 class Conditions:
-    """How the cloud behaves. `looks` until an operation ends, `lag` reads that show what was before, `quota` in
-    instances, and what does not start."""
+    """Behaviour of the cloud that tests can set.
+
+    Args:
+        looks: polls until an operation ends.
+        lag: reads that still show the previous state.
+        quota: quota in instances.
+        broken: deployments that do not start.
+    """
 
     looks: int = 2
     lag: int = 0
@@ -64,13 +73,16 @@ class Conditions:
 
 
 class Control:
-    """Resources by their path below the workspace. One request at a time."""
+    """Resources by their path below the workspace. It handles one request at a time."""
 
     def __init__(self, url: str, workspace: str, blobs: Blobs, containers: Containers) -> None:
         self.conditions = Conditions()
         self.resources: dict[str, Resource] = {}
         self.routes: dict[str, list[dict[str, int]]] = {}
-        """Every split that ever was in effect, by endpoint; the last one is."""
+        """Every traffic split that took effect, by endpoint.
+
+        The last split is in effect now.
+        """
         self.mirrors: dict[str, dict[str, int]] = {}
         self.nodes: dict[tuple[str, str], Container] = {}
         self.keys: dict[str, str] = {}
@@ -83,7 +95,7 @@ class Control:
         self.registries = Registries(url, workspace.split("/")[2], self._copied)
 
     def concurrency(self, endpoint: str, deployment: str) -> int:
-        """Requests that a deployment's instances take at a time."""
+        """Return the number of requests that a deployment's instances take concurrently."""
         body = self.resources[f"onlineEndpoints/{endpoint}/deployments/{deployment}"].body
         requests = body["properties"].get("requestSettings") or {}
         return int(requests.get("maxConcurrentRequestsPerInstance", 1)) * int(
@@ -137,7 +149,11 @@ class Control:
         return self._missing(path)
 
     def _around(self, path: str) -> Body | None:
-        """What stands around the workspace: container registries, identities, who may pull, sizes and free cores."""
+        """Return resources outside the workspace; None for other paths.
+
+        These are container registries, identities, role assignments for pulls, sizes and free
+        cores.
+        """
         what = path.partition(f"/locations/{LOCATION}/")[2]
         if what == "vmSizes":
             return {"value": [{"name": SIZE, "family": "standardDSv2Family", "vCPUs": CORES}]}
@@ -263,9 +279,8 @@ class Control:
 
     def _written_deployment(self, call: Call, path: str, endpoint: str, name: str) -> Reply:
         body = json.loads(call.body)
-        if (
-            call.method == "PATCH"
-        ):  # tags and the number of instances are all that may change of what runs
+        # Only tags and the number of instances of a running deployment can be changed.
+        if call.method == "PATCH":
             if set(body) - {"tags", "sku"}:
                 return refuse(400, "BadArgument", "Only tags and sku can be changed.")
             body = {**copy.deepcopy(self.resources[path].body), **body}
@@ -307,7 +322,7 @@ class Control:
     def _launched(
         self, resource: Resource, endpoint: str, name: str, before: Body | None
     ) -> tuple[str, str] | None:
-        """Mount the model and start the container; why not, if that fails."""
+        """Mount the model and start the container; return an error if that fails."""
         properties = resource.body["properties"]
         shared = self.registries.files(str(properties["model"]))
         copied = self._copied(str(properties["model"]).partition(f"{self._workspace}/")[2])
@@ -325,7 +340,7 @@ class Control:
         return None
 
     def _copied(self, path: str) -> tuple[Body, dict[str, bytes]] | None:
-        """The model at a path below the workspace, and its files."""
+        """Return the model at a path below the workspace, and its files."""
         asset = self.resources.get(path)
         if asset is None:
             return None
@@ -341,7 +356,7 @@ class Control:
         return reply(201, resource.body)
 
     def _written(self, path: str, body: Body) -> tuple[Resource, Body | None]:
-        """The resource with its new body, and the body that it had."""
+        """Return the resource with its new body, and its previous body."""
         there = self.resources.get(path)
         before = None if there is None else copy.deepcopy(there.body)
         described = self._described(path, body)
@@ -412,5 +427,5 @@ class Control:
 
 
 def _instances(body: Body) -> int:
-    """What Azure counts: a fifth more than runs."""
+    """Return the instances that Azure counts: a fifth more than run."""
     return math.ceil(int((body.get("sku") or {}).get("capacity", 1)) * _SPARE)

@@ -1,4 +1,4 @@
-"""Azure Monitor's metrics of the fake's endpoints, from the requests that were routed."""
+"""Azure Monitor's metrics of the fake's endpoints, from the routed requests."""
 
 from __future__ import annotations
 
@@ -15,13 +15,19 @@ from tests.support.clouds.azureml_web import Call, Reply
 from tests.support.clouds.containers import BROKEN
 
 MODEL_ERROR = 424
-"""What Azure's front answers, and counts, where the container's answer is not 200."""
+"""Status that Azure's front end answers and counts for a container's failure.
+
+A container fails if its status is not 200.
+"""
 _MINUTE = 60
 _PERCENTILE = re.compile(r"RequestLatency_P(\d+)")
 
 
 class Monitor:
-    """Counts by minute, endpoint, deployment and status, which is the container's, or `BROKEN`."""
+    """Request counts by minute, endpoint, deployment and status.
+
+    The status is the container's, or `BROKEN`.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock

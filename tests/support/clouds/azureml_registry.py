@@ -1,4 +1,7 @@
-"""Registries of the fake: models that stand beside all workspaces, copied there from one of them."""
+"""Model registries of the fake.
+
+A registry is shared by all workspaces. Models are copied to it from a workspace.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ _SOON = {"Retry-After": "0.01"}
 
 
 class Registries:
-    """One registry. What was copied into it stays, whatever becomes of the workspace's model.
+    """One registry. It keeps its copies when the workspace's models change.
 
     Args:
-        copied: the workspace's asset at a path and its files; None if it is not there.
+        copied: returns the workspace's asset at a path and its files; None if there is no asset.
     """
 
     def __init__(
@@ -37,7 +40,7 @@ class Registries:
         copied: Callable[[str], tuple[Body, Mapping[str, bytes]] | None],
     ) -> None:
         self.models: dict[str, tuple[Body, dict[str, bytes]]] = {}
-        """Asset and files by its path in the registry."""
+        """Assets and their files, by path in the registry."""
         self.looks = 2
         self._url = url
         self._subscription = subscription
@@ -49,7 +52,10 @@ class Registries:
         return path.startswith(("/registrymanagement/", "/mferp/", "/imports/"))
 
     def files(self, asset: str) -> Mapping[str, bytes] | None:
-        """What a deployment mounts that names `asset`; None if that names no model here."""
+        """Return the files that a deployment of `asset` mounts.
+
+        None if `asset` names no model of this registry.
+        """
         found = _NAMED.fullmatch(asset)
         if found is None or found["registry"] != REGISTRY or found["path"] not in self.models:
             return None

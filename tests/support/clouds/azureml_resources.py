@@ -1,4 +1,7 @@
-"""Resources of the fake that change over a while, as Azure's do, and are seen a little late."""
+"""Resources of the fake that change over several reads, as Azure's do.
+
+Reads show a change with a delay.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ BUSY = ("Creating", "Updating", "Deleting")
 
 @dataclass(slots=True)
 class Operation:
-    """What a long-running request has become. `error` is a code and a message."""
+    """State of a long-running request. `error` is a code and a message."""
 
     done: bool = False
     error: tuple[str, str] | None = None
@@ -24,10 +27,10 @@ class Operation:
 
 @dataclass(slots=True)
 class Resource:
-    """A thing at a path. Its operation ends after it was looked at `left` times: no clock, so every run is alike.
+    """A resource at a path.
 
-    `before` is what reads still show for `stale` more times; None of it means that they do not find
-    it.
+    Its operation ends after `left` polls. Polls replace a clock, so that every run is alike. The
+    next `stale` reads show `before`; None means that they do not find the resource.
     """
 
     body: Body
@@ -46,7 +49,7 @@ class Resource:
         self.body["properties"]["provisioningState"] = value
 
     def look(self) -> None:
-        """Advance the time."""
+        """Count one poll, and complete the operation after the last one."""
         if self.left:
             self.left -= 1
             if not self.left and self.then is not None:
@@ -57,12 +60,12 @@ class Resource:
     def begin(
         self, state: str, looks: int, then: Callable[[], tuple[str, str] | None]
     ) -> Operation:
-        """Start an operation; the effect comes with its end."""
+        """Start an operation; its effect comes with its end."""
         self.state, self.left, self.then, self.operation = state, max(1, looks), then, Operation()
         return self.operation
 
     def shown(self) -> Body | None:
-        """What a read finds now."""
+        """Return what a read shows now."""
         if self.stale:
             self.stale -= 1
             return self.before

@@ -1,8 +1,9 @@
-"""What the identity that runs onnx-ops may do by `infra/azure`, and what a request to the fake asks for.
+"""Permissions that `infra/azure` grants, and permissions that a request needs.
 
-Of built-in roles the documented content stands here; our own are read from the file. What a person
-is to permit outside of that file is not held against it: the shared registry, and the
-subscription's sizes, quotas and container registries, which only `doctor` looks at.
+The permissions are those of the identity that runs onnx-ops. Built-in roles are copied from Azure's
+documentation; our own roles are read from the file. Requests for which an administrator grants
+permissions outside of that file are not checked. These are the shared registry, and the
+subscription's sizes, quotas and container registries, which only `doctor` reads.
 """
 
 from __future__ import annotations
@@ -25,20 +26,29 @@ _RESOURCE = re.compile(r"^resource (\w+) '([^@]+)@[^']+' = \{\n(.*?)^\}", re.MUL
 _ACTION = re.compile(r"'(Microsoft\.[\w./*]+/(?:read|write|delete|action))'")
 _VERBS = {"GET": "read", "HEAD": "read", "PUT": "write", "PATCH": "write", "DELETE": "delete"}
 _ANYBODY = ("/operations/", "/mferp/", "/registrymanagement/", "/imports/")
-"""The status of one's own operations; and registries."""
+"""Paths that need no permission.
+
+They are the status of the caller's own operations, and registries.
+"""
 _WORKSPACE = "/providers/Microsoft.MachineLearningServices/workspaces/"
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """An action, and the scope at which a role must allow it: `workspace`, `storage` or `` for the resource group."""
+    """An action, and the scope at which a role must allow it.
+
+    The scope is `workspace`, `storage` or empty for the resource group.
+    """
 
     action: str
     scope: str
 
 
 def is_allowed(request: Request) -> bool:
-    """Return whether a role that the operator's identity has at this scope, or above it, holds the action."""
+    """Return whether a role of the operator's identity allows the action.
+
+    The role must be assigned at this scope or above it.
+    """
     return any(
         scope in ("", request.scope) and any(_matches(action, request.action) for action in actions)
         for scope, actions in granted()
@@ -47,7 +57,10 @@ def is_allowed(request: Request) -> bool:
 
 @cache
 def granted() -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Return the scope and the actions of every role that infra/azure assigns to the operator's identity."""
+    """Return the scope and the actions of every role of the operator's identity.
+
+    The roles are those that infra/azure assigns.
+    """
     text = (ROOT / "infra" / "azure" / "onnx-ops.bicep").read_text(encoding="utf-8")
     resources = {name: (kind, body) for name, kind, body in _RESOURCE.findall(text)}
     own = {
@@ -68,7 +81,7 @@ def granted() -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 
 def requests_of(call: Call) -> list[Request]:
-    """Return what must be allowed so that Azure does what was asked."""
+    """Return the permissions that Azure requires for a request."""
     if call.path.startswith("/blobs/"):
         return [Request(f"{_BLOBS}/{_VERBS[call.method]}", "storage")]
     if call.path.startswith(_ANYBODY) or "/resourceGroups/" not in call.path:
@@ -83,7 +96,11 @@ def requests_of(call: Call) -> list[Request]:
 
 
 def _action(call: Call) -> str:
-    """Resource providers name their actions after the types in a path, whose every second part is a name."""
+    """Return the action of a request.
+
+    Resource providers name their actions after the types in a path. Every second part of a path is
+    a name.
+    """
     provider, *parts = call.path.rpartition("/providers/")[2].strip("/").split("/")
     types = [part for at, part in enumerate(parts) if at % 2 == 0]
     return "/".join([provider, *types, "action" if call.method == "POST" else _VERBS[call.method]])

@@ -1,4 +1,4 @@
-"""HTTPS on the loopback, with a certificate made for it, and faults on order."""
+"""HTTPS on loopback, with a certificate made for it, and faults that tests order."""
 
 from __future__ import annotations
 
@@ -20,17 +20,26 @@ from onnx_ops.adapters.host import SystemClock
 _DAY = datetime.timedelta(days=1)
 
 Fault = Literal["throttle", "error", "drop", "hang", "conflict", "expired", "page", "page-error"]
-"""429, 500, a connection that is closed without an answer, an answer that never comes until the client gives up, 409
-(somebody else changes the same thing), 401 (the credentials have expired), or a page of HTML
-instead of an answer, with
-200 or 500."""
+"""Fault of a request.
+
+- `throttle`: 429.
+- `error`: 500.
+- `drop`: the connection is closed without an answer.
+- `hang`: no answer comes until the client gives up.
+- `conflict`: 409, another client is changing the same resource.
+- `expired`: 401, the credentials have expired.
+- `page`, `page-error`: an HTML page instead of an answer, with 200 or 500.
+"""
 _MOST_PATIENT_S = 600.0
-"""No client waits longer for an answer that never comes."""
+"""Longest wait for a client to give up; no client waits longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One request. `path` is decoded and without the query; names of headers are in lower case."""
+    """One request. `path` is decoded and without the query.
+
+    Names of headers are in lower case.
+    """
 
     method: str
     path: str
@@ -41,7 +50,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """`body` is sent as it is. `never`: nothing is sent, and the client has to give up."""
+    """One answer. `body` is sent as it is.
+
+    With `never`, nothing is sent, and the client has to give up.
+    """
 
     status: int
     body: bytes = b""
@@ -76,7 +88,10 @@ FAULTS: Mapping[Fault, Reply | None] = {
 
 
 class Web:
-    """A server of `answer`. None as an answer closes the connection."""
+    """An HTTPS server that calls `answer`.
+
+    It closes the connection if the answer is None.
+    """
 
     def __init__(self, folder: Path, answer: Callable[[Call], Reply | None]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +132,7 @@ class _Server(ThreadingHTTPServer):
     def finish_request(
         self, request: socket.socket | tuple[bytes, socket.socket], client_address: object
     ) -> None:
-        """The handshake is made in the connection's own thread."""
+        """Make the TLS handshake in the connection's own thread."""
         if isinstance(request, socket.socket):
             with suppress(OSError), self._context.wrap_socket(request, server_side=True) as secured:
                 super().finish_request(secured, client_address)

@@ -1,4 +1,7 @@
-"""Containers behind the fake clouds: the image's own entrypoint as a process, on a model's files."""
+"""Containers of the fake clouds: the image's entrypoint as a process.
+
+It serves the files of a model.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ from tests.support.ports import free_port
 
 START_S = 60.0
 BROKEN = 502
-"""Status where a container does not answer."""
+"""Status that stands for a container that does not answer."""
 _LOOPBACK = "127.0.0.1"
 _PASSED_ON = ("PATH", "PYTHONPATH", "HOME", "LD_LIBRARY_PATH", "TMPDIR")
 
 
 class NotReadyError(Exception):
-    """A container that does not answer its ping; holds the end of its log."""
+    """A container did not answer its ping; the error holds the end of its log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,7 @@ class Container:
     process: subprocess.Popen[bytes]
 
     def invoke(self, body: bytes, headers: Mapping[str, str]) -> Answer:
-        """POST /invocations, as the cloud's front does."""
+        """Send POST /invocations, as the cloud's front end does."""
         began = time.monotonic()
         status, kind = BROKEN, "application/json"
         data = json.dumps(
@@ -71,28 +74,33 @@ class Container:
 
 
 class Containers:
-    """One container for each set of files and variables, started when it is first needed and kept until the end.
+    """Containers, one for each set of files and variables.
 
-    So a test that goes through hundreds of deployments of two models starts two processes.
+    A container is started when it is first needed, and runs until the end. A test with hundreds of
+    deployments of two models therefore starts two processes.
 
     Args:
-        model_variable: names to the container where the model's files are.
-        port_variable: names its port.
-        folder: for the files; a temporary one without.
+        model_variable: variable that gives the container the path of the model's files.
+        port_variable: variable that gives the container its port.
+        folder: folder for the files; a temporary one by default.
     """
 
     def __init__(
         self, *, model_variable: str, port_variable: str, folder: Path | None = None
     ) -> None:
         self.startup_s = START_S
-        """How long a container may take to answer its ping."""
+        """Longest time in which a container must answer its ping."""
         self._model_variable = model_variable
         self._port_variable = port_variable
         self._folder = Path(tempfile.mkdtemp(dir=folder, prefix="containers-"))
         self._running: dict[str, Container] = {}
 
     def start(self, files: Mapping[str, bytes], variables: Mapping[str, str]) -> Container:
-        """Raises NotReadyError if it does not answer its ping."""
+        """Start a container, or return the running one.
+
+        Raises:
+            NotReadyError: the container does not answer its ping.
+        """
         key = digest_json(
             [{name: digest_bytes(data) for name, data in files.items()}, dict(variables)]
         )

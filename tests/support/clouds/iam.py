@@ -1,6 +1,7 @@
-"""What the roles of `infra/aws` permit: of IAM's policy language the part that they use, and no more of it.
+"""Permissions of the roles of `infra/aws`.
 
-An explicit deny wins, then an allow; what no statement is about is denied.
+Only the part of IAM's policy language that the roles use is implemented. An explicit deny precedes
+an allow. Actions without a statement are denied.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ PARAMETERS: Mapping[str, str] = {
     "ContainerRole.Arn": ROLE,
     "Models.Arn": f"arn:aws:s3:::{BUCKET}",
 }
-"""What parameters without a default, and references to the template's own resources, stand for
-here.
+"""Values of parameters and references.
+
+They are parameters without a default, and references to the template's own resources.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One thing that is asked of AWS: an action on a resource; `context` holds the condition keys."""
+    """A requested action on a resource. `context` holds the condition keys."""
 
     action: str
     resource: str
@@ -53,7 +55,7 @@ def is_allowed(statements: Iterable[Mapping[str, Any]], request: Request) -> boo
 
 
 def may_assume(role: str, claims: Mapping[str, str]) -> bool:
-    """Return whether a role's trust policy lets the bearer of a GitHub token with these claims become it."""
+    """Return whether a role can be assumed with a GitHub token that has these claims."""
     context = {f"{TOKEN}:{name}": value for name, value in claims.items()}
     document = resources()[role]["Properties"]["AssumeRolePolicyDocument"]
     trusting = [
@@ -66,7 +68,7 @@ def may_assume(role: str, claims: Mapping[str, str]) -> bool:
 
 
 def caller() -> list[dict[str, Any]]:
-    """Return the statements of who runs onnx-ops."""
+    """Return the statements of the role that runs onnx-ops."""
     found: list[dict[str, Any]] = resources()["Caller"]["Properties"]["PolicyDocument"]["Statement"]
     return found
 
@@ -96,7 +98,10 @@ def resources() -> dict[str, Any]:
 
 
 class _Template(yaml.SafeLoader):
-    """Short forms of CloudFormation's functions are read as a mapping from their name."""
+    """YAML loader for CloudFormation.
+
+    Short forms of its functions become mappings from their name.
+    """
 
 
 def _function(loader: yaml.SafeLoader, tag: str, node: yaml.Node) -> dict[str, Any]:
@@ -142,7 +147,10 @@ def _applies(statement: Mapping[str, Any], request: Request) -> bool:
 
 
 def _holds(operator: str, wanted: list[str], value: str | None) -> bool:
-    """Whether a condition holds for the value of its key; None where the request has no such key."""
+    """Return whether a condition holds for the value of its key.
+
+    The value is None if the request has no such key.
+    """
     match operator:
         case "Null":
             return wanted == [str(value is None).lower()]
@@ -157,7 +165,7 @@ def _holds(operator: str, wanted: list[str], value: str | None) -> bool:
 
 
 def _matches(pattern: str, text: str) -> bool:
-    """IAM's wildcards: `*` stands for any text, `?` for one character."""
+    """Match IAM's wildcards: `*` stands for any text, `?` for one character."""
     plain = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
     return re.fullmatch(plain, text, re.DOTALL) is not None
 

@@ -1,9 +1,9 @@
-"""A SageMaker of one's own on loopback: real boto3 clients talk to it, real models answer behind it.
+"""A fake SageMaker on loopback.
 
-It runs in a process of its own, so that a client that is killed leaves it as it would leave the
-cloud. At the same address are S3, IAM, STS, CloudWatch and Application Auto Scaling of moto.
-Clients in its `environment` may do what `infra/aws` permits to who runs onnx-ops, and nothing else;
-those of `client` may do everything.
+Real boto3 clients call it, and real models answer. It runs in a separate process, so that a killed
+client leaves the same state as in the cloud. The same address serves moto's S3, IAM, STS,
+CloudWatch and Application Auto Scaling. Clients in its `environment` have only the permissions that
+`infra/aws` grants to the role that runs onnx-ops. Those of `client` have all permissions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ SETTINGS: Mapping[str, Json] = {
 
 @dataclass(slots=True, kw_only=True)
 class FakeSageMaker:
-    """The running fake. `environment` is what clients need to reach it."""
+    """The running fake.
+
+    `environment` holds the variables that clients need to reach it.
+    """
 
     url: str
     process: subprocess.Popen[bytes]
@@ -56,12 +59,15 @@ class FakeSageMaker:
         }
 
     def reset(self) -> None:
-        """As it was when it had started."""
+        """Restore the state after the start."""
         self._say("reset", {})
         _furnish(self)
 
     def fault(self, **given: Any) -> None:
-        """Order a fault (see `sagemaker_server.Fault`), or none; calls are counted anew."""
+        """Order a fault, or none, and reset the count of calls.
+
+        See `sagemaker_faults.Fault`.
+        """
         self._say("fault", given)
 
     def behave(self, **given: Any) -> None:
@@ -69,30 +75,33 @@ class FakeSageMaker:
         self._say("behaviour", given)
 
     def startup(self, seconds: float) -> None:
-        """How long a container may take to answer its ping."""
+        """Set how long a container may take to answer its ping."""
         self._say("startup", {"seconds": seconds})
 
     def shift(self, seconds: float) -> None:
-        """Put the cloud's clock forward."""
+        """Move the cloud's clock forward."""
         self._say("shift", {"seconds": seconds})
 
     def scale(self, endpoint: str, variant: str, instances: int) -> None:
-        """What autoscaling would do."""
+        """Set the number of instances, as autoscaling would."""
         self._say("count", {"endpoint": endpoint, "variant": variant, "instances": instances})
 
     def calls(self) -> list[str]:
-        """Names of the requests since the last order of a fault, in order; not those to the runtime."""
+        """Return the names of the requests since the last order of a fault.
+
+        They are in order, without those to the runtime.
+        """
         names: list[str] = self._say("calls", {})["calls"]
         return names
 
     def updates(self, endpoint: str) -> list[dict[str, Any]]:
-        """Every UpdateEndpoint of an endpoint that was taken, in order."""
+        """Return every accepted UpdateEndpoint of an endpoint, in order."""
         return [
             one for one in self._say("updates", {})["updates"] if one["EndpointName"] == endpoint
         ]
 
     def denied(self) -> list[str]:
-        """Action and resource of whatever was denied since this was asked last."""
+        """Return the actions and resources that were denied since the last call."""
         denied: list[str] = self._say("denied", {})["denied"]
         return denied
 
@@ -105,7 +114,10 @@ class FakeSageMaker:
 
 @contextmanager
 def fake_sagemaker(folder: Path) -> Iterator[FakeSageMaker]:
-    """Start one, with a bucket and a role that SageMaker may assume; end it and its containers afterwards."""
+    """Start a fake with a bucket and a role that SageMaker may assume.
+
+    End the fake and its containers afterwards.
+    """
     command = [sys.executable, "-m", "tests.support.clouds.sagemaker_server", str(folder)]
     environ = {**os.environ, "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
     with running_process(
@@ -117,7 +129,7 @@ def fake_sagemaker(folder: Path) -> Iterator[FakeSageMaker]:
 
 
 def client(fake: FakeSageMaker, service: str) -> Any:
-    """A boto3 client of the fake's; always the same one."""
+    """Return a boto3 client of the fake; always the same one for a service."""
     return _client(fake.url, service)
 
 

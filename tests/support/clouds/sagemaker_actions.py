@@ -1,4 +1,7 @@
-"""What a request to the fake asks of IAM: the actions and resources that AWS checks for it, and the tags they carry."""
+"""IAM permissions that a request to the fake needs.
+
+They are the actions and resources that AWS checks for the request, with their tags.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from tests.support.clouds.iam import Request
 from tests.support.clouds.sagemaker_parts import ACCOUNT, REGION, arn_of
 
 Tags = Mapping[str, Mapping[str, str]]
-"""By ARN."""
+"""Tags by ARN."""
 _NAMED = {
     "Model": ("model", "ModelName"),
     "EndpointConfig": ("endpoint-config", "EndpointConfigName"),
@@ -22,7 +25,10 @@ _LINKED_ROLE = "sagemaker.application-autoscaling.amazonaws.com"
 
 
 def requests_of(environ: Mapping[str, Any], tags: Tags) -> list[Request]:
-    """Return everything that must be allowed so that AWS does what was asked; nothing where it needs no permission."""
+    """Return all permissions that AWS requires for a request.
+
+    The list is empty if the request needs no permission.
+    """
     target = str(environ.get("HTTP_X_AMZ_TARGET", ""))
     body = environ["wsgi.input"].getvalue()
     if target.startswith("SageMaker."):
@@ -59,7 +65,10 @@ def _sagemaker(operation: str, request: Mapping[str, Any], tags: Tags) -> Iterat
 
 
 def _nouns(operation: str) -> list[tuple[str, str]]:
-    """What an operation is about, and the key of its name; an endpoint is moved together with its config."""
+    """Return the resource types of an operation, and the keys of their names.
+
+    Other operations are about an endpoint and its config.
+    """
     for suffix, named in _NAMED.items():
         if operation.endswith(suffix):
             return [named]
@@ -67,15 +76,21 @@ def _nouns(operation: str) -> list[tuple[str, str]]:
 
 
 def _other(service: str, operation: str, request: Mapping[str, Any]) -> Iterator[Request]:
-    """The services that speak JSON."""
+    """Yield the permissions for the services that use JSON."""
     if service == "AnyScaleFrontendService" and operation.startswith("Describe"):
         yield Request(f"application-autoscaling:{operation}", "*")
     elif service == "AnyScaleFrontendService":
         arn = f"arn:aws:application-autoscaling:{REGION}:{ACCOUNT}:scalable-target/1"
         yield Request(f"application-autoscaling:{operation}", arn)
-        alarm = f"arn:aws:cloudwatch:{REGION}:{ACCOUNT}:alarm:TargetTracking-{request['ResourceId']}-AlarmHigh-1"
+        alarm = (
+            f"arn:aws:cloudwatch:{REGION}:{ACCOUNT}:alarm:"
+            f"TargetTracking-{request['ResourceId']}-AlarmHigh-1"
+        )
         if operation == "RegisterScalableTarget":
-            role = f"role/aws-service-role/{_LINKED_ROLE}/AWSServiceRoleForApplicationAutoScaling_SageMakerEndpoint"
+            role = (
+                f"role/aws-service-role/{_LINKED_ROLE}/"
+                "AWSServiceRoleForApplicationAutoScaling_SageMakerEndpoint"
+            )
             context = {"iam:AWSServiceName": _LINKED_ROLE}
             yield Request("iam:CreateServiceLinkedRole", f"arn:aws:iam::{ACCOUNT}:{role}", context)
         elif operation == "PutScalingPolicy":
@@ -96,7 +111,10 @@ def _other(service: str, operation: str, request: Mapping[str, Any]) -> Iterator
 
 
 def _query(request: Mapping[str, str]) -> Iterator[Request]:
-    """IAM and STS. AWS lets every identity ask who it is."""
+    """Yield the permissions for IAM and STS.
+
+    AWS lets every identity request its own identity.
+    """
     action = request["Action"]
     if action == "GetCallerIdentity":
         return

@@ -1,4 +1,4 @@
-"""Faults of the fake SageMaker: how a request ends that does not end well."""
+"""Faults of the fake SageMaker: how a failing request ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.clouds.iam import Request
 Start = Callable[..., Any]
 
 _MOST_PATIENT_S = 600.0
-"""No client waits longer for an answer that never comes."""
+"""Longest wait for a client to give up; no client waits longer."""
 _CREATES = {
     "CreateModel": "model",
     "CreateEndpointConfig": "endpoint configuration",
@@ -25,13 +25,18 @@ _CREATES = {
 
 @dataclass(slots=True, kw_only=True)
 class Fault:
-    """What happens at moment `at` (counted from 0, two a request) and the `times - 1` further ones of its kind.
+    """A fault of requests at chosen moments.
 
-    `kind`: throttle, error, expired (credentials), drop (the connection ends without an answer),
-    hang (no answer ever comes), conflict (what the service says where another writer was faster),
-    page or page-error (HTML instead of an answer, with 200 or 500) or kill (SIGKILL to `pid`, then
-    drop). `only` limits it to requests whose name contains that text, and then `at` counts these
-    alone.
+    It happens at moment `at`, and at the same moment of the `times - 1` following requests. Moments
+    are counted from 0; each request has two.
+
+    Args:
+        kind: throttle, error, expired (credentials), drop (the connection ends without an answer),
+            hang (no answer ever comes), conflict (the service's error if another writer was
+            faster), page or page-error (HTML instead of an answer, with 200 or 500) or kill
+            (SIGKILL to `pid`, then drop).
+        only: limits the fault to requests whose name contains this text; then `at` counts only
+            these.
     """
 
     at: int
@@ -42,10 +47,10 @@ class Fault:
 
 
 def fail(fault: Fault, name: str, environ: dict[str, Any], start: Start) -> Iterable[bytes]:
-    """The end of the request of that name.
+    """Return the answer to a failing request with this name.
 
     Raises:
-        ConnectionAbortedError: it has no answer.
+        ConnectionAbortedError: the request gets no answer.
     """
     if fault.kind in ("drop", "hang", "kill"):
         if fault.kind == "kill":
@@ -68,7 +73,7 @@ def fail(fault: Fault, name: str, environ: dict[str, Any], start: Start) -> Iter
 
 
 def deny(request: Request, *, speaks_json: bool, start: Start) -> Iterable[bytes]:
-    """What AWS says to who may not do that."""
+    """Return the answer of AWS to a caller without the permission."""
     message = (
         "User: caller is not authorized to perform: "
         f"{request.action} on resource: {request.resource}"
@@ -85,8 +90,11 @@ def deny(request: Request, *, speaks_json: bool, start: Start) -> Iterable[bytes
 
 
 def can_conflict(name: str, *, after: bool) -> bool:
-    """Whether the service could say to a request of that name, before or after its effect, that another writer was
-    faster: creations get it although they were done where their first answer was lost."""
+    """Return whether another writer can cause a conflict for a request of this name.
+
+    The conflict occurs before or after the effect of the request. Creations get it after their
+    effect: they succeeded, but their first answer was lost.
+    """
     if name.startswith("SageMaker.Create"):
         return after
     return not after and name.startswith(("SageMaker.Update", "PUT /"))
@@ -113,7 +121,7 @@ def _until_given_up(connection: socket.socket) -> None:
 
 
 def _said(kind: str, name: str, *, s3: bool) -> tuple[str, str, str]:
-    """Status, code and message of an answer."""
+    """Return the status, code and message of an answer."""
     match kind, s3:
         case "throttle", True:
             return "503 Slow Down", "SlowDown", "Please reduce your request rate."

@@ -1,4 +1,7 @@
-"""The services beside SageMaker: moto's S3, IAM, CloudWatch and Application Auto Scaling, and what they lack."""
+"""The services beside SageMaker, and what moto's versions of them lack.
+
+They are S3, IAM, CloudWatch and Application Auto Scaling.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _PRINCIPAL = "sagemaker.amazonaws.com"
 
 
 class Moto:
-    """The other services, and the machines."""
+    """The other services, and the containers."""
 
     def __init__(self, containers: Containers, clock: Callable[[], float]) -> None:
         self._containers = containers
@@ -31,7 +34,7 @@ class Moto:
         return self._object(url) is not None
 
     def trusts(self, role: str) -> bool:
-        """Whether SageMaker may assume it."""
+        """Return whether SageMaker may assume a role."""
         from moto.backends import get_backend
 
         roles = get_backend("iam")[ACCOUNT]["aws"].roles.values()
@@ -40,7 +43,7 @@ class Moto:
         )
 
     def lacks(self, role: str, action: str, resource: str) -> bool:
-        """Whether the containers' role may not do what SageMaker does in its name."""
+        """Return whether the containers' role lacks a permission that SageMaker uses."""
         return role == ROLE and not is_allowed(container(), Request(action, resource))
 
     def firing(self, alarms: list[str]) -> list[str]:
@@ -56,7 +59,11 @@ class Moto:
         return any(resource in by_resource for by_resource in targets.values())
 
     def start(self, model: Mapping[str, Any]) -> Container:
-        """Raises NotReadyError with what SageMaker would say."""
+        """Start the container of a model.
+
+        Raises:
+            NotReadyError: it does not start; the error has SageMaker's message.
+        """
         described = model["PrimaryContainer"]
         archive = self._object(described["ModelDataUrl"])
         if archive is None:
@@ -81,7 +88,7 @@ class Moto:
             raise NotReadyError(f"{checked} {error}") from error
 
     def count(self, endpoint: str, variant: str, answer: Answer) -> None:
-        """What SageMaker reports to CloudWatch of one invocation."""
+        """Record the metrics that SageMaker reports to CloudWatch for one invocation."""
         from moto.backends import get_backend
 
         figures = {
@@ -114,7 +121,10 @@ class Moto:
 
 
 def teach_percentiles() -> None:
-    """moto has sums and averages only; `p50` and the like are the value at that rank (as CloudWatch's, nearly)."""
+    """Add percentiles to moto, which has only sums and averages.
+
+    `p50` and the like are the value at that rank, nearly as in CloudWatch.
+    """
     from moto.cloudwatch.models import Statistics
 
     plain = Statistics.get_statistics_for_type
@@ -131,7 +141,10 @@ def teach_percentiles() -> None:
 
 
 def policy_question(environ: dict[str, Any]) -> list[Request] | None:
-    """What SimulatePrincipalPolicy is asked about a role, which its contexts name; None for another request."""
+    """Return the actions and resources of a SimulatePrincipalPolicy request.
+
+    Their contexts name the role. None for another request.
+    """
     if environ.get("PATH_INFO") != "/" or environ.get("HTTP_X_AMZ_TARGET"):
         return None
     asked = parse_qs(environ["wsgi.input"].getvalue().decode("utf-8", "replace"))
@@ -146,7 +159,11 @@ def policy_question(environ: dict[str, Any]) -> list[Request] | None:
 
 
 def policy_answer(asked: Sequence[Request], denied: Sequence[str]) -> bytes:
-    """What the role of `infra/aws` may do, and other roles everything, but for the actions that are `denied`."""
+    """Return the answer to SimulatePrincipalPolicy.
+
+    The containers' role has the permissions of `infra/aws`; other roles have all. Actions in
+    `denied` are denied to every role.
+    """
 
     def decision(request: Request) -> str:
         able = request.context["role"] != ROLE or is_allowed(container(), request)

@@ -1,4 +1,7 @@
-"""What the fake control plane is made of: variants, fleets, endpoints, and how they are described."""
+"""Parts of the fake control plane.
+
+They are variants, fleets, endpoints, and their descriptions.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,14 @@ from typing import Any
 
 ACCOUNT, REGION = "123456789012", "us-east-1"
 CALLER = "AKIACALLER"
-"""Key of a client that has the role of who runs onnx-ops; every other key may do everything."""
+"""Access key of a client with the role that runs onnx-ops.
+
+Every other key has all permissions.
+"""
 
 
 class Invalid(Exception):
-    """A ValidationException with SageMaker's text, or another error of the service by its code."""
+    """An error of the service: a ValidationException, or another one by its code."""
 
     def __init__(
         self, message: str, *, code: str = "ValidationException", status: int = 400
@@ -42,7 +48,11 @@ class Fleet:
 
 @dataclass(slots=True)
 class Endpoint:
-    """`left` counts reads until the present status ends. `stale` more reads show `seen`, which was before."""
+    """An endpoint of the fake.
+
+    `left` counts the reads until the present status ends. The next `stale` reads show `seen`, the
+    previous state.
+    """
 
     name: str
     fleet: Fleet
@@ -59,11 +69,16 @@ class Endpoint:
 
 @dataclass(slots=True)
 class Behaviour:
-    """What tests may choose. `reads`: how many a change takes; `lag`: for how many the past is shown.
+    """Behaviour of the control plane that tests can set.
 
-    `taken_back`, `stuck`: the next updates are rolled back, or end as UpdateRollbackFailed, with
-    this text as reason. `quota` refuses new instances with that text; `limits` are those of Service
-    Quotas, by instance type; `denied` are actions that no role may take.
+    Args:
+        reads: reads until a change ends.
+        lag: reads that still show the previous state.
+        taken_back: if set, the next updates are rolled back with this text as reason.
+        stuck: if set, the next updates end as UpdateRollbackFailed with this text as reason.
+        quota: if set, new instances are refused with this text.
+        denied: actions that no role has.
+        limits: limits of Service Quotas by instance type.
     """
 
     reads: int = 2
@@ -76,7 +91,7 @@ class Behaviour:
 
 
 def check_config(request: Mapping[str, Any]) -> None:
-    """What the service model cannot say of an endpoint config."""
+    """Check the rules for an endpoint config that the service model does not contain."""
     production = request["ProductionVariants"]
     names = [variant["VariantName"] for variant in production]
     if len(set(names)) != len(names):
@@ -94,7 +109,7 @@ def check_config(request: Mapping[str, Any]) -> None:
 
 
 def shown(endpoint: Endpoint) -> dict[str, Any]:
-    """What DescribeEndpoint answers."""
+    """Return the answer of DescribeEndpoint."""
     answer: dict[str, Any] = {
         "EndpointName": endpoint.name,
         "EndpointArn": arn_of("endpoint", endpoint.name),
@@ -152,7 +167,7 @@ def page(
     fields: tuple[str, ...],
     request: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Ten at a time, so that a client without paging misses some."""
+    """Return a page of ten items, so that a client without paging misses some."""
     names = sorted(there)
     begin = int(request.get("NextToken") or 0)
     items = [{field: there[name][field] for field in fields} for name in names[begin : begin + 10]]

@@ -1,8 +1,8 @@
-"""SageMaker's control plane as a state machine: models, configs, endpoints, and how they come to be.
+"""SageMaker's control plane as a state machine of models, configs and endpoints.
 
-Time is counted in reads: an update ends after some `DescribeEndpoint`, not after some seconds, so
-tests see every state and none depends on the machine's speed. What is here was read in the service
-model and the documentation.
+Time is counted in reads: an update ends after a number of `DescribeEndpoint` calls, not of seconds.
+Tests therefore see every state, and none depends on the machine's speed. The behaviour follows the
+service model and the documentation.
 """
 
 from __future__ import annotations
@@ -34,23 +34,30 @@ _BUSY = ("Creating", "Updating", "SystemUpdating", "RollingBack", "Deleting")
 
 
 class Plane:
-    """All operations by name, each taking a request that was validated and answering what the service would."""
+    """All operations by name.
+
+    Each operation takes a validated request, and returns the answer of the service.
+    """
 
     def __init__(self, around: Moto, clock: Callable[[], float]) -> None:
         self.behaviour = Behaviour()
         self.endpoints: dict[str, Endpoint] = {}
         self.lock = threading.RLock()
         self.updates: list[dict[str, Any]] = []
-        """Every UpdateEndpoint that was taken."""
+        """Every accepted UpdateEndpoint."""
         self._around = around
         self._clock = clock
         self._models: dict[str, dict[str, Any]] = {}
         self._configs: dict[str, dict[str, Any]] = {}
         self.tags: dict[str, dict[str, str]] = {}
-        """By ARN."""
+        """Tags by ARN."""
 
     def call(self, operation: str, request: dict[str, Any]) -> dict[str, Any]:
-        """Raises Invalid as the service would."""
+        """Perform an operation.
+
+        Raises:
+            Invalid: the service would refuse the request.
+        """
         method = getattr(self, f"do_{operation}", None)
         if method is None:
             raise Invalid(f"the fake does not know {operation}", code="InternalFailure", status=500)
@@ -203,7 +210,11 @@ class Plane:
         return {}
 
     def serving(self, name: str) -> Fleet:
-        """The fleet that answers now. Raises Invalid if there is none."""
+        """Return the fleet that answers now.
+
+        Raises:
+            Invalid: there is none.
+        """
         with self.lock:
             endpoint = self.endpoints.get(name)
             if endpoint is None or endpoint.status in ("Creating", "Failed", "Deleting"):
@@ -213,7 +224,7 @@ class Plane:
             return copy.copy(endpoint.fleet)
 
     def _pass(self, endpoint: Endpoint) -> None:
-        """One more read goes by."""
+        """Count one read of an endpoint."""
         if endpoint.status not in _BUSY:
             return
         if (
@@ -315,7 +326,7 @@ class Plane:
             raise Invalid("CanarySize goes with CANARY.")
 
     def _check_alarms(self, endpoint: Endpoint, request: Mapping[str, Any]) -> None:
-        """SageMaker looks at the alarms in the name of the containers' role."""
+        """Check that SageMaker can read the alarms with the containers' role."""
         policy = request.get("DeploymentConfig", {}).get("AutoRollbackConfiguration", {})
         roles = {
             self._models[variant.model]["ExecutionRoleArn"] for variant in endpoint.fleet.production

@@ -1,7 +1,8 @@
-"""The fake as a process: `python -m tests.support.clouds.sagemaker_server FOLDER` writes its address to FOLDER/url.
+"""The fake SageMaker as a process.
 
-One address serves SageMaker's control plane and runtime, and whatever moto knows. Every request of
-a client has two moments, before it takes effect and after, at which a fault may be ordered.
+`python -m tests.support.clouds.sagemaker_server FOLDER` writes its address to FOLDER/url. One
+address serves SageMaker's control plane and runtime, and moto's services. Every request of a client
+has two moments at which tests can order a fault: before it takes effect, and after.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _MOST_BYTES = 6_291_456
 
 @dataclass(slots=True)
 class Log:
-    """What clients have asked since the last order, by name, and the fault that is ordered."""
+    """Names of the requests since the last order, and the ordered fault."""
 
     calls: list[str] = field(default_factory=list)
     moments: int = 0
@@ -40,20 +41,20 @@ class Log:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def moment(self, name: str) -> Fault | None:
-        """The fault that happens now."""
+        """Return the fault that happens now."""
         with self.lock:
             fault = self.fault
             if fault is not None and fault.only not in name:
                 return None
             number, self.moments = self.moments, self.moments + 1
-            # Two moments of one request are apart by one: a fault repeats at the same moment of the
-            # next requests.
+            # Consecutive moments alternate between before and after: a fault repeats at the same
+            # moment of the next requests.
             due = fault is not None and fault.at <= number < fault.at + 2 * fault.times
             return fault if fault is not None and due and (number - fault.at) % 2 == 0 else None
 
 
 class Fake:
-    """A WSGI application."""
+    """The fake as a WSGI application."""
 
     def __init__(self, folder: Path) -> None:
         from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
@@ -74,7 +75,10 @@ class Fake:
         self._turning = threading.Lock()
 
     def reset(self) -> None:
-        """Forget everything that clients made and tests ordered; containers stay, for the same archives."""
+        """Forget everything that clients made and tests ordered.
+
+        Containers are kept and reused for the same archives.
+        """
         from moto.moto_api._internal.models import moto_api_backend
 
         moto_api_backend.reset()
@@ -89,8 +93,8 @@ class Fake:
 
     def __call__(self, environ: dict[str, Any], start: Start) -> Iterable[bytes]:
         path, target = environ.get("PATH_INFO", ""), environ.get("HTTP_X_AMZ_TARGET", "")
-        # A connection that stays open must not hold the rest of a request that a fault has cut
-        # short.
+        # Read the whole body: if a fault ends the request early, the rest must not stay in an open
+        # connection.
         environ["wsgi.input"] = io.BytesIO(
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         )
@@ -99,7 +103,8 @@ class Fake:
             return answer_json(start, 200, self._order(path.removeprefix("/_fake/"), given))
         if path.endswith("/invocations") and path.startswith("/endpoints/"):
             return self._invoke(environ, start, path.split("/")[2])
-        name = f"{environ['REQUEST_METHOD']} {path} {target or environ.get('QUERY_STRING', '')}".strip()
+        about = target or environ.get("QUERY_STRING", "")
+        name = f"{environ['REQUEST_METHOD']} {path} {about}".strip()
         if target.startswith("SageMaker."):
             name = target
         with self._log.lock:
@@ -116,7 +121,7 @@ class Fake:
         return [body]
 
     def _forbidden(self, environ: dict[str, Any]) -> Request | None:
-        """What the client may not do, if there is something."""
+        """Return the first permission that the client lacks, if any."""
         if f"Credential={CALLER}/" not in environ.get("HTTP_AUTHORIZATION", ""):
             return None
         with self.plane.lock:
@@ -199,7 +204,10 @@ class Fake:
         return [answer.body]
 
     def _choose(self, endpoint: str, fleet: Fleet, pinned: str) -> Variant:
-        """By weight, so evenly that any hundred requests are split as the weights say."""
+        """Choose a variant by weight.
+
+        The choice is so even that every hundred requests are split exactly by the weights.
+        """
         variants = {variant.name: variant for variant in fleet.production}
         if pinned:
             if pinned not in variants:
@@ -217,7 +225,10 @@ class Fake:
         return variants[name]
 
     def _order(self, what: str, given: dict[str, Any]) -> dict[str, Any]:
-        """What tests say: reset, fault, calls, denied, updates, behaviour, startup, shift, count."""
+        """Carry out an order of a test.
+
+        The orders are reset, fault, calls, denied, updates, behaviour, startup, shift and count.
+        """
         denied = list(self._denied)
         if what == "reset":
             self.reset()
@@ -239,7 +250,7 @@ class Fake:
 
 
 def _whole(application: Any, environ: dict[str, Any]) -> tuple[str, list[tuple[str, str]], bytes]:
-    """An application's answer, before any of it is sent."""
+    """Return an application's complete answer, before any part of it is sent."""
     head: list[Any] = []
 
     def start(status: str, headers: list[tuple[str, str]], *_: Any) -> None:
@@ -255,7 +266,7 @@ def _body(environ: dict[str, Any]) -> bytes:
 
 
 def serve(folder: Path) -> None:
-    """Serve until SIGTERM; the address stands in `folder/url` once it answers."""
+    """Serve until SIGTERM; write the address to `folder/url` once the server answers."""
     from moto.moto_server.werkzeug_app import MotoRequestHandler
     from werkzeug.serving import make_server
 
@@ -264,7 +275,7 @@ def serve(folder: Path) -> None:
     class Handler(MotoRequestHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = (
-            True  # an answer in several writes would wait for acknowledgements, 40 ms each
+            True  # An answer in several writes would wait for acknowledgements, 40 ms each.
         )
 
         def date_time_string(self, timestamp: float | None = None) -> str:

@@ -1,4 +1,7 @@
-"""Requests and answers of SageMaker as bytes, held against botocore's own service model."""
+"""Requests and answers of SageMaker as bytes.
+
+They are checked against botocore's service model.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class Wire:
         self._model = botocore.session.get_session().get_service_model("sagemaker")
 
     def read(self, target: str, body: bytes) -> tuple[str, dict[str, Any]]:
-        """Operation and request.
+        """Return the operation and the request.
 
         Raises:
             Invalid: there is no such operation, or the service model does not allow the request.
@@ -40,7 +43,11 @@ class Wire:
         return operation, request
 
     def write(self, operation: str, answer: Mapping[str, Any]) -> bytes:
-        """Only what the service model knows of; raises AssertionError where the fake returns more."""
+        """Return the members of an answer that the service model contains, as JSON.
+
+        Raises:
+            AssertionError: the fake returns other members too, except for Describe operations.
+        """
         shape = self._model.operation_model(operation).output_shape
         known = {} if shape is None else shape.members
         assert set(answer) <= set(known) or operation.startswith("Describe"), (
@@ -51,7 +58,13 @@ class Wire:
 
 
 def check(value: Any, shape: Any, where: str) -> None:
-    """What botocore leaves to the service: most, patterns and enumerations. Raises Invalid."""
+    """Check the rules that botocore leaves to the service.
+
+    These are limits, patterns and enumerations.
+
+    Raises:
+        Invalid: the value breaks one of them.
+    """
     if shape.type_name == "structure":
         for name, one in value.items():
             check(one, shape.members[name], f"{where}.{name}")

@@ -1,4 +1,7 @@
-"""A load generator for endpoint servers: `python -m tests.support.load URL`, or `LoadProcess` from Python."""
+"""A load generator for endpoint servers.
+
+Run `python -m tests.support.load URL`, or use `LoadProcess` from Python.
+"""
 
 from tests.support.load.plan import LoadPlan, Payload
 from tests.support.load.process import LoadProcess

@@ -25,7 +25,7 @@ from tests.support.load.plan import LoadPlan, Payload
 from tests.support.load.records import Records
 
 RUNNING = "running"
-"""First line on standard error, written once all connections stand."""
+"""First line on standard error, written once all connections are open."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

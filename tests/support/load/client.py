@@ -1,4 +1,4 @@
-"""Keep-alive HTTP/1.1 connections that send the requests of a plan and note what became of each."""
+"""Keep-alive HTTP/1.1 connections that send a plan's requests and record results."""
 
 from __future__ import annotations
 
@@ -20,18 +20,22 @@ from tests.support.load.records import Failure, Records
 
 _ECHO = DEPLOYMENT_HEADER.encode()
 _PAUSE_S = 0.01
-"""After a refused connection; without it, a server that is away would be asked thousands of times a
-second.
+"""Pause after a refused connection.
+
+Without it, a server that is down would get thousands of connection attempts a second.
 """
 _SWEEP_S = 0.05
 _TICK_S = 0.001
 _ROW = 7
 _FINAL = 200
-"""Statuses below it are interim: the real answer follows."""
+"""Statuses below it are interim: the final answer follows."""
 
 
 class Connection:
-    """A place for one request at a time, with a socket that is made again whenever it ends."""
+    """A slot for one request at a time.
+
+    Its socket is replaced whenever it ends.
+    """
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -51,7 +55,11 @@ class Connection:
             self._write(self._wire)
 
     async def connect(self) -> None:
-        """Raises OSError if the server takes no connection."""
+        """Open the socket.
+
+        Raises:
+            OSError: the server takes no connection.
+        """
         host, port = self._load.plan.address
         _, self._wire = await asyncio.get_running_loop().create_connection(
             lambda: _Wire(self), host, port
@@ -73,7 +81,10 @@ class Connection:
         wire.transport.write(data)
 
     def ended(self, wire: _Wire, status: int, *, reusable: bool, deployment: bytes = b"") -> None:
-        """What `wire` has to say; a socket that was given up is not listened to any more."""
+        """Record the end of a request on `wire`.
+
+        Ends on a socket that was given up are ignored.
+        """
         if wire is not self._wire:
             return
         if not reusable:
@@ -82,7 +93,7 @@ class Connection:
         self._end(status, deployment)
 
     def give_up(self) -> None:
-        """End the request under way as timed out, and the socket with it."""
+        """End the request under way as timed out, and close its socket."""
         if self._wire is not None:
             self.ended(self._wire, Failure.TIMED_OUT, reusable=False)
 
@@ -97,7 +108,7 @@ class Connection:
 
 
 class _Wire(asyncio.Protocol):
-    """One socket, and the parser of what comes from it."""
+    """One socket, and the parser of what it receives."""
 
     transport: asyncio.Transport
 
@@ -134,7 +145,10 @@ class _Wire(asyncio.Protocol):
 
 
 class Load:
-    """One run of a plan. `stop` ends it early: requests under way are waited for."""
+    """One run of a plan.
+
+    `stop` ends it early; requests under way are waited for.
+    """
 
     def __init__(self, plan: LoadPlan) -> None:
         self.plan = plan
@@ -153,10 +167,10 @@ class Load:
         self._check_end()
 
     async def connect(self) -> None:
-        """Make all connections.
+        """Open all connections.
 
         Raises:
-            ServiceUnavailableError: the server does not take them.
+            ServiceUnavailableError: the server does not accept them.
         """
         try:
             for connection in self._connections:
@@ -168,7 +182,7 @@ class Load:
             ) from error
 
     async def run(self) -> Records:
-        """Send until the plan's end, then wait for what is under way."""
+        """Send requests until the plan's end, then wait for those under way."""
         loop = asyncio.get_running_loop()
         sweeper = loop.create_task(self._sweep())
         loop.call_later(self.plan.seconds, self.stop)

@@ -1,4 +1,4 @@
-"""What a load generator is to send, and how fast."""
+"""Requests of a load generator, and their rate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnx_ops.protocol.messages import USER_KEY_HEADER
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """One body with the headers that belong to it."""
+    """One body with its headers."""
 
     body: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -27,14 +27,14 @@ class LoadPlan:
         payloads: the bodies, sent in turn.
         headers: sent with every request.
         connections: how many keep-alive connections; one request at a time on each.
-        seconds: how long requests are begun; those under way are then waited for.
-        requests: how many requests are begun at most; 0 for as many as fit.
+        seconds: how long new requests are sent; those under way are then waited for.
+        requests: most requests that are sent; 0 for no limit.
         rate: requests a second that arrive whether or not the server keeps up (open loop, Poisson
             arrivals); 0 sends the next request of a connection as soon as the last one was answered
             (closed loop).
         keys: how many users send; each sends `x-user-key: user-N`. 0 sends no key.
         timeout_s: a request without an answer after that long has failed.
-        seed: of the arrivals.
+        seed: seed of the arrivals.
     """
 
     url: str
@@ -67,7 +67,10 @@ class LoadPlan:
 
 
 class Requests:
-    """The bytes of each request of a plan, made ahead but for the line that names the user."""
+    """The bytes of each request of a plan.
+
+    They are built in advance, except for the line that names the user.
+    """
 
     def __init__(self, plan: LoadPlan) -> None:
         parts = urlsplit(plan.url)
@@ -82,7 +85,7 @@ class Requests:
         ] or [b""]
 
     def key_of(self, number: int) -> int:
-        """Which user sends request `number`: each user sends every payload."""
+        """Return which user sends request `number`. Each user sends every payload."""
         return number // len(self._heads) % len(self._keys)
 
     def render(self, number: int) -> bytes:

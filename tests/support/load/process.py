@@ -1,4 +1,7 @@
-"""A load in a process of its own, so that it shares no interpreter with what it measures or with the test."""
+"""A load in a separate process.
+
+It therefore shares no interpreter with the measured server or with the test.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ _GRACE_S = 30.0
 
 
 class LoadProcess:
-    """Runs a plan between `start` and `stop` or `wait`, or as a context manager. `start` returns once it sends."""
+    """A process that runs a plan between `start` and `stop` or `wait`.
+
+    It is also a context manager. `start` returns once the process sends requests.
+    """
 
     def __init__(self, plan: LoadPlan) -> None:
         self._plan = plan
@@ -25,7 +31,12 @@ class LoadProcess:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def start(self) -> None:
-        """Raises MeasurementError if the load does not begin, for one because the server takes no connection."""
+        """Start the process.
+
+        Raises:
+            MeasurementError: the load does not begin, for example because the server takes no
+                connection.
+        """
         self._folder = tempfile.TemporaryDirectory(prefix="load-")
         command = self._command(Path(self._folder.name))
         self._process = subprocess.Popen(
@@ -39,7 +50,7 @@ class LoadProcess:
             raise MeasurementError("the load did not begin", where=self._plan.url, why=why)
 
     def stop(self) -> Records:
-        """End the load now; what is under way is waited for."""
+        """End the load now; requests under way are waited for."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         return self._collect(self._plan.timeout_s + _GRACE_S)

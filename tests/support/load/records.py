@@ -1,4 +1,4 @@
-"""What became of every request of a load."""
+"""Results of every request of a load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOREVER_NS = int(np.iinfo(np.int64).max)
 
 
 class Failure(IntEnum):
-    """Why a request got no answer; stands where an answered request has its HTTP status."""
+    """Why a request got no answer, in place of the HTTP status."""
 
     REFUSED = -1
     """No connection could be made."""
@@ -28,25 +28,25 @@ class Failure(IntEnum):
     """The connection was closed before the answer was complete."""
     TIMED_OUT = -4
     GARBLED = -5
-    """What came is not HTTP."""
+    """The received bytes are not HTTP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Records:
-    """One row a request, in the order in which they ended.
+    """One row for each request, in the order in which they ended.
 
-    Times are those of the machine's monotonic clock, in nanoseconds, which all processes of a
-    machine share.
+    Times are those of the machine's monotonic clock, in nanoseconds. All processes of a machine
+    share this clock.
 
     Args:
         due_ns: when the request was to be sent. In an open loop it may be earlier than `sent_ns`.
-        sent_ns: taken just before it was sent.
+        sent_ns: taken just before the request was sent.
         done_ns: when its answer was complete, or it had failed.
         status: the HTTP status, or a `Failure`.
-        deployment: an index into `names`, which names who answered; names[0] is "" for answers
-            without a name.
-        number: its number in the plan.
-        key: which user sent it.
+        deployment: an index into `names`, which holds the deployments that answered; names[0] is ""
+            for answers without a name.
+        number: the number of the request in the plan.
+        key: the user that sent the request.
     """
 
     due_ns: Column
@@ -67,16 +67,16 @@ class Records:
         return len(self.status)
 
     def select(self, mask: NDArray[np.bool_]) -> Records:
-        """The records for which a mask of shape (n,) holds."""
+        """Return the records for which a mask of shape (n,) holds."""
         return replace(self, **{name: getattr(self, name)[mask] for name in _COLUMNS})
 
     @property
     def failed(self) -> int:
-        """Requests that were not answered with 200."""
+        """Return the number of requests that were not answered with 200."""
         return int((self.status != 200).sum())
 
     def failures(self) -> dict[str, int]:
-        """How many failed, by HTTP status or by the name of the `Failure`."""
+        """Return the numbers of failures by HTTP status or name of the `Failure`."""
         counts = Counter(self.status[self.status != 200].tolist())
         return {
             Failure(code).name.lower() if code < 0 else str(code): n
@@ -84,22 +84,25 @@ class Records:
         }
 
     def by_deployment(self) -> dict[str, int]:
-        """How many of the answers with 200 each deployment gave."""
+        """Return the number of answers with 200 by deployment."""
         counts = Counter(self.deployment[self.status == 200].tolist())
         return {self.names[index]: n for index, n in sorted(counts.items())}
 
     def latencies_ms(self) -> NDArray[np.float64]:
-        """Of the answers with 200, from when each was due."""
+        """Return the latencies of the answers with 200, from when each request was due."""
         good = self.status == 200
         return np.asarray((self.done_ns - self.due_ns)[good] / 1e6, dtype=np.float64)
 
     @property
     def seconds(self) -> float:
-        """From the first request's sending to the last one's end."""
+        """Return the seconds from the first request's sending to the last one's end."""
         return float(self.done_ns.max() - self.sent_ns.min()) / 1e9 if len(self) else 0.0
 
     def summary(self) -> dict[str, Any]:
-        """The load in figures: `requests_per_s` counts answers with 200; quantiles are null where there are none."""
+        """Return a summary of the load.
+
+        `requests_per_s` counts answers with 200. Quantiles are null if there are none.
+        """
         good, spans = len(self) - self.failed, self.latencies_ms()
         quantiles = {
             f"p{q}_ms": float(np.percentile(spans, q)) if len(spans) else None for q in (50, 90, 99)
@@ -132,9 +135,10 @@ _COLUMNS = ("due_ns", "sent_ns", "done_ns", "status", "deployment", "number", "k
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """A change of an endpoint: the deployments that have traffic after it, and when the call began and returned.
+    """A change of an endpoint.
 
-    A call whose outcome is not known has `returned_ns=FOREVER_NS`.
+    It holds the deployments that have traffic after the change, and when the call began and
+    returned. A call whose outcome is not known has `returned_ns=FOREVER_NS`.
     """
 
     names: frozenset[str]
@@ -143,13 +147,13 @@ class Publication:
 
 
 def stale(records: Records, publications: Sequence[Publication]) -> Column:
-    """The rows of answers (200) that no state of the endpoint allows.
+    """Return the rows of answers (200) that no state of the endpoint allows.
 
-    Publication k may be in force from when its call began until a later one has returned. An answer
-    is allowed if its deployment has traffic in a publication that may have been in force at some
-    moment between the request's sending and its end. That is linearizability of a register: what a
-    publish that returned replaced is never seen by a request that is sent later (Herlihy and Wing
-    1990).
+    Publication k is possibly in force from the begin of its call until a later call has returned.
+    An answer is allowed if its deployment has traffic in a publication that was possibly in force
+    at some moment between the request's sending and its end. That is linearizability of a register:
+    a request that is sent after a publication returned never gets a version that the publication
+    replaced (Herlihy and Wing 1990).
 
     Args:
         records: the load; requests before the first publication belong to none and count as stale.
@@ -164,8 +168,8 @@ def stale(records: Records, publications: Sequence[Publication]) -> Column:
         rows = np.flatnonzero((records.deployment == index) & ~allowed)
         if not len(holds) or not len(rows):
             continue
-        # Both begins and ends ascend: of the publications that began before the answer, the last
-        # one ends last.
+        # Both begins and ends ascend. Of the publications that began before the answer, the last
+        # one also ends last.
         last = np.searchsorted(begun[holds], records.done_ns[rows], side="right") - 1
         allowed[rows] = (last >= 0) & (ends[holds[last]] >= records.sent_ns[rows])
     return np.flatnonzero(~allowed)
