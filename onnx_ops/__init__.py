@@ -1,4 +1,7 @@
-"""Release engineering for ONNX models. The commands as functions are in `onnx_ops.api`, and importable from here."""
+"""Release engineering for ONNX models.
+
+The commands are functions in `onnx_ops.api`, which can also be imported from here.
+"""
 
 import os
 from importlib import import_module

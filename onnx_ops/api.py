@@ -28,9 +28,10 @@ __all__ = ["Result", "check", "judge", "promote", "rollback", "run", "status"]
 
 
 class Result:
-    """The result of a command: `document`, as --json prints it, `exit_code`, and `screen` (with ANSI colours).
+    """The result of a command: its document, its exit code, and its screen.
 
-    `result[key]`, `len(result)` and iteration are those of the document.
+    `document` is what --json prints. `screen` has ANSI colours. `result[key]`, `len(result)` and
+    iteration are those of the document.
     """
 
     def __init__(self, document: Any, exit_code: int, screen: str) -> None:
@@ -142,7 +143,9 @@ def check(*files: str | Path, overrides: Sequence[str] = ()) -> Result:
 def run(
     *files: str | Path, overrides: Sequence[str] = (), quiet: bool = False, **options: Any
 ) -> Result:
-    """Run pipelines from training to deployment; `onnx-ops run`. Unchanged stages are skipped (cached).
+    """Run pipelines from training to deployment; `onnx-ops run`.
+
+    Unchanged stages are skipped (cached).
 
     Args:
         files: Pipeline files.
@@ -166,7 +169,9 @@ def run(
 
 
 def status(*endpoints: str, model: str = "", target: str = "") -> Result:
-    """Return what endpoints serve, one document each; `onnx-ops status`. Needs no MLflow.
+    """Return what endpoints serve, one document each; `onnx-ops status`.
+
+    MLflow is not needed.
 
     Raises:
         NotFoundError: there is no such endpoint.
@@ -185,7 +190,9 @@ def promote(
     actor: str = "",
     override: bool = False,
 ) -> Result:
-    """Make a version the challenger of a target and start its rollouts; `onnx-ops promote`.
+    """Make a version the challenger of a target; `onnx-ops promote`.
+
+    Its rollouts start.
 
     Args:
         model: Registered model.
@@ -220,7 +227,9 @@ def rollback(
     actor: str = "",
     force: bool = False,
 ) -> Result:
-    """Move all traffic back, now; `onnx-ops rollback`. Repeating a completed rollback is no error.
+    """Move all traffic back, now; `onnx-ops rollback`.
+
+    Repeating a completed rollback is no error.
 
     Args:
         endpoints: Names of endpoints; without one, every endpoint of `model`, and of `target` if
@@ -256,9 +265,9 @@ def rollback(
 def _call(
     command: Callable[..., None], *arguments: Any, changes: bool = False, **options: Any
 ) -> Result:
-    """Call a command as its line would, and collect its output.
+    """Call a command as the command line would, and collect its output.
 
-    One that changes something raises the worst error that it met, with its screen as a note.
+    A command that changes something raises the worst error that it met, with its screen as a note.
     """
     import typer
 

@@ -49,8 +49,9 @@ _UNSIGNED = (
 _ENCODED = "MFkwEwYHKoZIzj0CAQYIKoZIzj0DAQcDQgAE"
 """Base64 prefix of every ECDSA P-256 public key in DER."""
 _SUBJECT = "manifest.json"
-"""The subject's digest is that of the manifest's canonical JSON, which names every file of a
-version.
+"""Name of the subject of a statement.
+
+Its digest is that of the manifest's canonical JSON, which names every file of a version.
 """
 
 
@@ -89,7 +90,7 @@ def verify_bytes(
     """Verify that a trusted key has signed a payload.
 
     Raises:
-        InvalidSignatureError: none has; about the first signature.
+        InvalidSignatureError: no trusted key has; the error is about the first signature.
     """
     signed, refused = _pre_authentication(payload_type, payload), None
     for signature in signatures:
@@ -156,14 +157,19 @@ def verify_envelope(
 
 
 def is_about(about: Record, what: VersionRecord | Deployment, target: str) -> bool:
-    """Return whether a record names this model, variant, release, content and target; an override also the version."""
+    """Return whether a record is about this version or deployment on this target.
+
+    It names the same model, variant, release, content and target; an override also the version.
+    """
     expected = (what.model, what.variant, what.release, what.manifest, target)
     named = (about.model, about.variant, about.release, about.manifest, about.target) == expected
     return named and (not isinstance(about, OverrideRecord) or about.version == what.version)
 
 
 def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
-    """Return the passing decision or override that allows a deployment's files to be loaded.
+    """Return the decision or override that allows a deployment's files to be loaded.
+
+    A decision must be a passing one.
 
     Raises:
         RefusedError: there is none, it is about something else, or no trusted key has signed it.
@@ -205,19 +211,29 @@ def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
 
 
 def read_authority_target(deployment: Deployment) -> str:
-    """Return the target that a deployment's authority names, unverified; empty if it has none."""
+    """Return the target that a deployment's authority names, unverified.
+
+    Empty if it has no authority.
+    """
     if deployment.authority is None:
         return ""
     return read_envelope(deployment.authority, _get_record_type(deployment)).record.target
 
 
 def _get_record_type(deployment: Deployment) -> type[Record]:
-    """Return the type of a deployment's authority: a decision has evidence, an override has none."""
+    """Return the type of a deployment's authority.
+
+    A deployment by a decision has evidence, a deployment by an override has none.
+    """
     return OverrideRecord if deployment.evidence is None else DecisionRecord
 
 
 KeyRole: TypeAlias = Literal["gate", "release"]
-"""What a key may sign: decisions and overrides, or entries of the ledger that grant something."""
+"""What a key is allowed to sign.
+
+A `gate` key signs decisions and overrides. A `release` key signs entries of the ledger that grant
+something.
+"""
 
 
 KEY_FOLDERS: tuple[tuple[str, tuple[KeyRole, ...]], ...] = (
@@ -278,7 +294,11 @@ class TrustedKeys:
         return tuple(sorted(self._load()))
 
     def verify(self, data: bytes, signature: str, key: Digest) -> None:
-        """Verify a signature. Raises InvalidSignatureError if the key is not trusted or it does not match."""
+        """Verify a signature.
+
+        Raises:
+            InvalidSignatureError: the key is not trusted, or the signature does not match.
+        """
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
         from cryptography.hazmat.primitives.hashes import SHA256

@@ -42,24 +42,33 @@ _LONGEST = 300
 
 
 def union_members(kind: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or of a family that a table lists; nothing for other types."""
+    """Return the members of a union, or of a family that a table lists.
+
+    Other types have none.
+    """
     if is_family(kind):
         return tuple(kind.members().values())
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else ()
 
 
 def is_family(kind: Any) -> bool:
-    """Return whether a type is the base of a family of dataclasses, and not one of them."""
+    """Return whether a type is the base of a family of dataclasses, not one of them."""
     return isinstance(kind, type) and issubclass(kind, TaggedFamily) and not is_dataclass(kind)
 
 
 def is_json(kind: Any) -> bool:
-    """Return whether this is the recursive type `Json`, which is unequal to itself once resolved."""
+    """Return whether this is the recursive type `Json`.
+
+    Once resolved, the type is unequal to itself.
+    """
     return {get_origin(member) for member in union_members(kind)} >= {Sequence, Mapping}
 
 
 def tag_of(kind: Any) -> str | None:
-    """Return the one value of a dataclass's literal field `kind`, which distinguishes members of a union, or None."""
+    """Return the one value of a dataclass's literal field `kind`, or None.
+
+    It distinguishes the members of a union.
+    """
     hint = get_type_hints(kind).get("kind") if is_dataclass(kind) else None
     return str(get_args(hint)[0]) if get_origin(hint) is Literal else None
 
@@ -84,25 +93,18 @@ def from_json(value: object, kind: TypeForm[T], *, where: str = "") -> T:
     Raises:
         CorruptStateError: it does not describe one.
     """
-    if is_dataclass(kind) and not isinstance(
-        value, dict
-    ):  # cattrs takes [] for an object without keys
+    # cattrs takes [] for an object without keys.
+    if is_dataclass(kind) and not isinstance(value, dict):
         raise CorruptStateError(
             f"not a {getattr(kind, '__name__', kind)}", where=where, why="it is not a JSON object"
         )
-    if get_origin(kind) is tuple and not isinstance(
-        value, list | tuple
-    ):  # cattrs takes the keys of an object
+    # cattrs takes the keys of an object for a list.
+    if get_origin(kind) is tuple and not isinstance(value, list | tuple):
         raise CorruptStateError(f"not a {kind}", where=where, why="it is not a JSON array")
     try:
         return _converter().structure(value, cast("type[T]", kind))
-    except (
-        ExceptionGroup,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-    ) as error:  # groups are those of cattrs
+    # cattrs raises exception groups.
+    except (ExceptionGroup, ValueError, TypeError, KeyError, AttributeError) as error:
         what, why = f"not a {getattr(kind, '__name__', kind)}", _explain(error)
         raise CorruptStateError(what, where=where, why=why) from error
 
@@ -161,16 +163,18 @@ def _converter() -> JsonConverter:
     )
     converter.register_unstructure_hook(Enum, lambda value: value.value)
     converter.register_unstructure_hook(StrEnum, lambda value: value.value)
-    converter.register_structure_hook(
-        StrEnum, lambda value, kind: kind(value)
-    )  # else the hook of str would take it
+    # Without this hook, the hook of str would apply to a StrEnum.
+    converter.register_structure_hook(StrEnum, lambda value, kind: kind(value))
     converter.register_structure_hook(Path, lambda value, _: Path(value))
     converter.register_unstructure_hook(Path, str)
     return converter
 
 
 def _later_fields(kind: Any) -> tuple[str, ...]:
-    """Return the fields that were added later, whose defaults are omitted: see `domain.quantities.OMIT_DEFAULT`."""
+    """Return the fields that were added later, whose defaults are omitted.
+
+    See `domain.quantities.OMIT_DEFAULT`.
+    """
     return (
         tuple(f.name for f in fields(kind) if f.metadata.get("later")) if is_dataclass(kind) else ()
     )

@@ -2,23 +2,25 @@
 
     OnnxOpsError                       what, where, why, remedy, and an exit code
     ├── UserError (2)                  the input is wrong
-    │   ├── ConfigError                a pipeline or target file has problems, each with its
-    position │   │   └── NotReadyError (4)      the file is valid, and this machine lacks what it
-    needs │   ├── NotFoundError              a file, function, version or endpoint does not exist │
-    └── TooLargeError              a request exceeds a limit that protects memory ├──
-    MissingPackageError (4)        an optional package is not installed ├── InfrastructureError (4)
-    the machine or a service failed, not the model │   ├── ServiceUnavailableError    a server does
-    not answer │   ├── StillPendingError          a request was accepted and is not carried out yet
-    │   ├── AlarmRollbackError         an alarm of the provider rolled a deployment back │   ├──
-    StorageError               the disk is full, or a file or folder is not accessible │   ├──
-    StageError                 a stage crashed, was killed or timed out │   ├── MeasurementError
-    something could not be measured (missing provider, crash) │   ├── MissingKeyError            no
-    key here may sign what is to be granted │   └── CorruptStateError          a stored record does
-    not match its digest or format ├── RefusedError (5)               a policy, a permission or a
-    signature check refused │   ├── InvalidSignatureError      no trusted key has signed the
-    decision │   └── DigestMismatchError        content differs from what was recorded ├──
-    InternalError (4)              onnx-ops has a fault: an exception that it did not expect └──
-    ConflictError (4)              another process acted first; try again
+    │   ├── ConfigError                a pipeline or target file has problems, with their positions
+    │   │   └── NotReadyError (4)      the file is valid, and this machine lacks what it needs
+    │   ├── NotFoundError              a file, function, version or endpoint does not exist
+    │   └── TooLargeError              a request exceeds a limit that protects memory
+    ├── MissingPackageError (4)        an optional package is not installed
+    ├── InfrastructureError (4)        the machine or a service failed, not the model
+    │   ├── ServiceUnavailableError    a server does not answer
+    │   ├── StillPendingError          a request was accepted and is not carried out yet
+    │   ├── AlarmRollbackError         an alarm of the provider rolled a deployment back
+    │   ├── StorageError               the disk is full, or a file or folder is not accessible
+    │   ├── StageError                 a stage crashed, was killed or timed out
+    │   ├── MeasurementError           something could not be measured (missing provider, crash)
+    │   ├── MissingKeyError            no key here may sign what is to be granted
+    │   └── CorruptStateError          a stored record does not match its digest or format
+    ├── RefusedError (5)               a policy, a permission or a signature check refused
+    │   ├── InvalidSignatureError      no trusted key has signed the decision
+    │   └── DigestMismatchError        content differs from what was recorded
+    ├── InternalError (4)              onnx-ops has a fault: an exception that it did not expect
+    └── ConflictError (4)              another process acted first; try again
         └── LedgerConflictError        another process wrote the next ledger entry first
 
 Exit codes are those of the command line (0 success, 1 failed gate, 2, 3 inconclusive, 4, 5, 130).
@@ -132,7 +134,10 @@ class NotReadyError(ConfigError):
 
 
 def config_error(problems: tuple[Problem, ...]) -> ConfigError:
-    """Return a `NotReadyError` if all problems are problems of this machine, else a `ConfigError`."""
+    """Return a `NotReadyError` or a `ConfigError`.
+
+    It is a `NotReadyError` if all problems are problems of this machine.
+    """
     return (NotReadyError if all(problem.environment for problem in problems) else ConfigError)(
         problems
     )
@@ -147,7 +152,10 @@ class TooLargeError(UserError):
 
 
 class MissingPackageError(OnnxOpsError):
-    """An optional package that is not installed. Not retried, unlike an `InfrastructureError`."""
+    """An optional package that is not installed.
+
+    Unlike an `InfrastructureError`, it is not retried.
+    """
 
 
 class InfrastructureError(OnnxOpsError):
@@ -187,7 +195,10 @@ class CorruptStateError(InfrastructureError):
 
 
 class InternalError(OnnxOpsError):
-    """An exception that onnx-ops did not expect: a defect of onnx-ops, and no verdict on the user's files."""
+    """An exception that onnx-ops did not expect.
+
+    It is a defect of onnx-ops, and no verdict on the user's files.
+    """
 
 
 class ConflictError(OnnxOpsError):
@@ -217,7 +228,10 @@ _QUOTED = 2000
 
 
 def quoted(error: object) -> str:
-    """Return a library's message as one line; a very long one is cut in the middle, at whole words."""
+    """Return a library's message as one line.
+
+    A very long message is cut in the middle, at whole words.
+    """
     words = str(error).split()
     text = " ".join(words)
     if len(text) <= _QUOTED:
@@ -249,7 +263,10 @@ def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def from_document(document: dict[str, object]) -> OnnxOpsError:
-    """Rebuild an error from the document of `as_document`; an unknown type becomes an `OnnxOpsError`."""
+    """Rebuild an error from the document of `as_document`.
+
+    An unknown type becomes an `OnnxOpsError`.
+    """
     kind = globals().get(str(document.get("error")))
     if kind in (ConfigError, NotReadyError):
         problems: Any = document.get("problems")

@@ -1,4 +1,6 @@
-"""Locks on files and folders (flock), which exclude the processes of this machine from each other.
+"""Locks on files and folders (flock).
+
+They exclude the processes of this machine from each other.
 
 A lock belongs to an open file (flock(2)): two opens of one file exclude each other, also in one
 process. The system releases the lock when the last descriptor of that open file is closed. A killed
@@ -17,7 +19,10 @@ from pathlib import Path
 
 
 def acquire_lock(descriptor: int, *, shared: bool = False) -> None:
-    """Lock an open file or folder; wait while another open file has a conflicting lock."""
+    """Lock an open file or folder.
+
+    Wait while another open file has a conflicting lock.
+    """
     fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
 
 
@@ -37,7 +42,7 @@ def hold_lock(
     """Hold a lock on a file, which is created if missing and stays.
 
     Args:
-        shared: exclude only those who do not share it.
+        shared: whether to exclude only exclusive holders.
         on_wait: is called once if the lock is not free.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,9 +56,10 @@ def hold_lock(
 
 @contextlib.contextmanager
 def hold_temporary_lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file that its holder removes, for names of which there is no end.
+    """Hold an exclusive lock on a file that its holder removes.
 
-    A process that waited for the removed file locks the file that now has the name.
+    It is for names whose number is not limited. A process that waited for the removed file locks
+    the file that now has the name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:

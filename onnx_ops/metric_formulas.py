@@ -1,4 +1,6 @@
-"""Formulas of task metrics: pure functions of arrays, without limits, intervals or models.
+"""Formulas of task metrics: pure functions of arrays.
+
+Limits, intervals and models belong to other modules.
 
 `statistic(weights)` maps (resamples, rows) to (resamples,). A value is NaN where the weighted rows
 do not define it.
@@ -99,7 +101,10 @@ def f1_step(
 
 
 def _indicator(numbers: Array, classes: int, selected: Array | None = None) -> Any:
-    """Return a sparse (classes, rows) matrix: 1 where the row is of the class, and selected."""
+    """Return a sparse matrix of the class of each row.
+
+    Its shape is (classes, rows). It is 1 where the row is of the class, and selected.
+    """
     from scipy import sparse  # takes long to import, and few metrics need it
 
     rows = np.arange(len(numbers)) if selected is None else np.flatnonzero(selected)
@@ -168,7 +173,7 @@ class MetricStatistic:
 
 
 def make_f1_statistic(label: Array, answers: Array, average: str) -> MetricStatistic:
-    """Return F1 of class numbers; the positive class of a binary one is 1."""
+    """Return F1 of class numbers; the positive class of a binary F1 is 1."""
     # The positive class has a number even where no row is of it.
     known, numbers = np.unique(np.concatenate([label, answers, [1]]), return_inverse=True)
     true, predicted, positive = numbers[: len(label)], numbers[len(label) : -1], int(numbers[-1])
@@ -177,7 +182,10 @@ def make_f1_statistic(label: Array, answers: Array, average: str) -> MetricStati
 
 
 def make_auc_statistic(label: Array, answers: Array) -> MetricStatistic:
-    """Return the area under the curve of scores; `label` is whether each row is positive."""
+    """Return the area under the ROC curve of scores.
+
+    `label` is whether each row is positive.
+    """
     # A wrong row scores at random: it loses to half of the rows of the other class.
     fewer = min(int(label.sum()), int((~label).sum()))
     return MetricStatistic(
@@ -186,5 +194,5 @@ def make_auc_statistic(label: Array, answers: Array) -> MetricStatistic:
 
 
 def make_mean_statistic(values: Array) -> MetricStatistic:
-    """Return the mean of values, one per row, of which a wrong row has 0."""
+    """Return the mean of one value per row; a wrong row has the value 0."""
     return MetricStatistic(statistic=mean(values), reads=values, step=1 / len(values))

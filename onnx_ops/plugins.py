@@ -28,7 +28,10 @@ KINDS = {
     "notifiers": "Notifier",
     "pools": "Pools",
 }
-"""Base class in `onnx_ops.ports` by kind of plugin; the entry-point group is `onnx_ops.<kind>`."""
+"""Base class in `onnx_ops.ports` by kind of plugin.
+
+The entry-point group of a kind is `onnx_ops.<kind>`.
+"""
 
 
 EXTRAS: Mapping[str, tuple[str, ...]] = {
@@ -51,7 +54,10 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "view": ("netron",),
     "xgboost": ("onnxmltools", "xgboost"),
 }
-"""Distributions of each extra that our code imports; pyproject.toml has their versions."""
+"""Distributions of each extra that onnx-ops imports.
+
+Their versions are in pyproject.toml.
+"""
 
 _BROUGHT_BY = {
     "azure": "azure-ai-ml",
@@ -81,7 +87,10 @@ MISSING = "not installed"
 
 @functools.lru_cache(maxsize=4)
 def _points(path: tuple[str, ...]) -> Mapping[str, EntryPoints]:
-    """Return entry points by kind. Reading them parses the metadata of every distribution on the path."""
+    """Return entry points by kind.
+
+    Reading them parses the metadata of every distribution on the path.
+    """
     found = entry_points()
     return {kind: found.select(group=f"onnx_ops.{kind}") for kind in KINDS}
 
@@ -92,7 +101,9 @@ def names(kind: str) -> tuple[str, ...]:
 
 
 def load(kind: str, name: str, *arguments: object) -> Any:
-    """Return a new instance of a plugin, created with the arguments that its kind takes.
+    """Return a new instance of a plugin.
+
+    It is created with the arguments that its kind takes.
 
     An endpoint takes its state folder and the folder of trusted public keys.
 
@@ -138,16 +149,20 @@ def distribution(kind: str, name: str) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _distribution(path: tuple[str, ...], kind: str, name: str) -> str | None:
-    """Read the distribution once: each access parses its metadata, and a plan needs it for each stage."""
+    """Return the name of the distribution that offers a plugin, cached.
+
+    Each access parses the distribution's metadata, and a plan needs the name for each stage.
+    """
     found = find(kind, name).dist
     return None if found is None else found.name
 
 
 @functools.cache
 def version(name: str) -> str:
-    """Return the version of a distribution, or of one that provides its package, such as onnxruntime-gpu.
+    """Return the version of a distribution.
 
-    Nothing is imported. Cached, since a plan calls it often.
+    Without a distribution of that name, it is the version of one that provides its package, such as
+    onnxruntime-gpu. Nothing is imported. The result is cached, since a plan calls this often.
     """
     try:
         return metadata.version(name)
@@ -157,7 +172,7 @@ def version(name: str) -> str:
 
 
 def find_distributions(package: str) -> Mapping[str, str]:
-    """Return the distributions that provide an importable package, with their versions."""
+    """Return the distributions that provide an importable package, and their versions."""
     named = _find_namesake(package)
     return {
         name: version(name)
@@ -171,7 +186,7 @@ _NAMESAKES = {"sklearn": "scikit-learn", "yaml": "PyYAML"}
 
 @functools.cache
 def _find_namesake(package: str) -> str:
-    """Return the distribution that is called as its regular package is; empty without one.
+    """Return the distribution with the name of its regular package; empty without one.
 
     The table of all packages reads the files of every distribution, which takes half a second.
     """
@@ -184,7 +199,9 @@ def _find_namesake(package: str) -> str:
 
 
 def load_cuda(ort: Any, providers: Collection[str]) -> None:
-    """Load CUDA's libraries from their Python packages, which the dynamic linker does not search.
+    """Load CUDA's libraries from their Python packages.
+
+    The dynamic linker does not search these packages.
 
     Output of ONNX Runtime about missing libraries is discarded: building a session raises an error
     for them.
@@ -206,7 +223,10 @@ def _packages() -> Mapping[str, list[str]]:
 
 
 def require(*distributions: str, where: str) -> None:
-    """Raise MissingPackageError if distributions are not installed. Nothing is imported."""
+    """Raise MissingPackageError if distributions are not installed.
+
+    Nothing is imported.
+    """
     if missing := absent(distributions):
         raise missing_package(*missing, where=where)
 
@@ -232,7 +252,10 @@ def missing_package(*packages: str, where: str, why: str = "") -> MissingPackage
 
 
 def imported(error: ImportError) -> str:
-    """Return the top-level package that could not be imported, from the error or its cause."""
+    """Return the top-level package that could not be imported.
+
+    It is named by the error or its cause.
+    """
     cause = error.__cause__
     name = error.name or (cause.name if isinstance(cause, ImportError) else "") or ""
     return name.partition(".")[0]
@@ -254,12 +277,14 @@ def _extras_of(package: str) -> set[str]:
 
 
 def install_hint(*packages: str) -> str:
-    """Return the command that installs missing packages, by extras of onnx-ops where possible."""
+    """Return the command that installs missing packages.
+
+    It names extras of onnx-ops where possible.
+    """
     offers = sorted(map(_extras_of, packages), key=len)
     extras: set[str] = set()
-    for (
-        offer
-    ) in offers:  # packages of a single extra come first, as that one may provide others too
+    # Packages of a single extra come first, as that extra can provide others too.
+    for offer in offers:
         if offer and extras.isdisjoint(offer):
             extras.add(min(offer))
     words = [f"'onnx-ops[{','.join(sorted(extras))}]'"] if extras else []
@@ -268,7 +293,9 @@ def install_hint(*packages: str) -> str:
 
 
 def select_environment(plugin: Plugin, env: Environment | None) -> Environment | None:
-    """Return the environment to run an exporter or optimizer in; None for this installation.
+    """Return the environment to run an exporter or optimizer in.
+
+    None stands for this installation.
 
     Raises:
         UserError: `env` requests packages in this installation, which stages never change, or an

@@ -1,4 +1,7 @@
-"""Texts of others, shown so that no terminal, runner or browser takes a part of them for a command."""
+"""Texts of others, shown so that no program takes a part of them for a command.
+
+Such programs are terminals, runners and browsers.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,38 @@ from contextlib import suppress
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Control characters but tab and line feed, and those that reorder a line or end it."""
+"""Control characters, and characters that reorder or end a line.
+
+Tab and line feed are excepted.
+"""
 
 _COMMAND = re.compile(r"^(\s*:)(?=:)|(#)(?=#(?:\[|vso))", re.MULTILINE)
-"""Where a runner of GitHub Actions, or an agent of Azure Pipelines, begins to read a command."""
+"""Where a CI service begins to read a command.
+
+The services are runners of GitHub Actions and agents of Azure Pipelines.
+"""
 
 
 _SHORTEST = 6
-"""Characters of a text that is hidden: a shorter one stands in other texts by chance."""
+"""Smallest length of a hidden text: a shorter one occurs in texts by chance."""
 
 _hidden: dict[str, str] = {}
 
 
 def hide(text: str, name: str) -> None:
-    """Show a text by its name from now on, such as a variable's value by `${env:NAME}`, unless it is very short."""
+    """Show a text by its name from now on, unless it is very short.
+
+    For example, `${env:NAME}` replaces the value of a variable.
+    """
     if len(text) >= _SHORTEST:
         _hidden[text] = name
 
 
 def hide_secrets_of(url: str) -> None:
-    """Show a URL without its password, and without the values of its query, from now on."""
+    """Show a URL without its secrets from now on.
+
+    These are its password and the values of its query.
+    """
     with suppress(ValueError):
         parts = urlsplit(url)
         user, _, password = parts.netloc.rpartition("@")[0].partition(":")
@@ -40,7 +55,10 @@ def hide_secrets_of(url: str) -> None:
 
 
 def show_controls(text: str) -> str:
-    """Return text whose control characters are visible, such as `\\x1b`; tabs and ends of lines stay."""
+    """Return text whose control characters are visible, such as `\\x1b`.
+
+    Tabs and ends of lines stay.
+    """
     return _CONTROL.sub(_name, text.replace("\r\n", "\n"))
 
 
@@ -52,12 +70,18 @@ def show(text: str) -> str:
 
 
 def disarm(text: str) -> str:
-    """Return text as `show` does, without commands of CI services, whose signs get a space between them."""
+    """Return text as `show` does, without commands of CI services.
+
+    The signs that begin a command get a space between them.
+    """
     return _COMMAND.sub(lambda found: f"{found[0]} ", show(text))
 
 
 def show_json(text: str) -> str:
-    """Return a JSON text without what is hidden, and with escapes for the control characters in its strings."""
+    """Return a JSON text without what is hidden.
+
+    The control characters in its strings become escapes.
+    """
     for value, name in _hidden.items():
         text = text.replace(value, name)
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

@@ -1,4 +1,7 @@
-"""Files of this machine: temporary folders, durable files, errors of a full disk, durations of steps."""
+"""Files of this machine: temporary folders, durable files, durations of steps.
+
+Errors of a full disk are converted here too.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from onnx_ops.file_locks import acquire_lock, try_lock
 
 PREFIX = "onnx-ops-scratch-"
 TEMPORARY = ".tmp-"
-"""Begins the name of a file that is being written, or whose writer was killed."""
+"""Prefix of the name of a file that is being written, or whose writer was killed."""
 PRIVATE = 0o600
 """Mode of a file for its owner only."""
 _REMEMBERED = 2000
@@ -38,7 +41,9 @@ _OPEN = "Grant the current user access to it, or set another folder in onnx-ops.
 
 
 class Scratch:
-    """A temporary folder for this user only, removed at the end of a `with` or with this object.
+    """A temporary folder for this user only.
+
+    It is removed at the end of a `with`, or with this object.
 
     A killed process leaves its folder behind, as large as its models and with its secrets. A folder
     in use has a lock, which the system releases with the process and its forks. The next process
@@ -49,13 +54,11 @@ class Scratch:
         _sweep(Path(tempfile.gettempdir()))
         while True:
             folder = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # another process found it before it was locked
+            # Another process can remove the folder before it is locked.
+            with contextlib.suppress(FileNotFoundError):
                 handle = os.open(folder.name, _FLAGS)
-                with contextlib.suppress(
-                    OSError
-                ):  # without locks in the file system, no process removes it either
+                # In a file system without locks, no process removes the folder either.
+                with contextlib.suppress(OSError):
                     acquire_lock(handle, shared=True)
                 if Path(folder.name).exists():
                     break
@@ -83,7 +86,10 @@ class Scratch:
 
 @functools.cache
 def _sweep(place: Path) -> None:
-    """Remove the folders of this user's killed processes; once per process, as listing a folder takes time."""
+    """Remove the folders of this user's killed processes.
+
+    This is done once per process, since listing a folder takes time.
+    """
     for path in place.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             handle = os.open(path, _FLAGS)
@@ -95,7 +101,10 @@ def _sweep(place: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Sync the content of a file, or the renames and links in a folder, so that they survive a power failure."""
+    """Sync the content of a file, or the renames and links in a folder.
+
+    They then survive a power failure.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -117,7 +126,10 @@ def _temporary_file(folder: Path, mode: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def durable_file(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
-    """Yield a temporary file, by default a private one; it is renamed if the block succeeds."""
+    """Yield a temporary file, which is renamed if the block succeeds.
+
+    By default, it is a private file.
+    """
     with _temporary_file(path.parent, mode) as temporary:
         yield temporary
         sync_path(temporary)
@@ -126,7 +138,10 @@ def durable_file(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
 
 
 def write_durably(path: Path, data: bytes, mode: int = PRIVATE) -> None:
-    """Replace a file atomically, even in case of a power failure. An OSError leaves the old content."""
+    """Replace a file atomically, even in case of a power failure.
+
+    An OSError leaves the old content.
+    """
     with durable_file(path, mode) as temporary:
         temporary.write_bytes(data)
 
@@ -142,7 +157,7 @@ def read_plain_file(path: Path, *, most: int) -> bytes:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         raise
-    except OSError as error:  # of a symbolic link
+    except OSError as error:  # O_NOFOLLOW refuses a symbolic link
         raise CorruptStateError(
             "not a plain file", where=str(path), why=error.strerror or str(error)
         ) from error
@@ -158,7 +173,9 @@ def read_plain_file(path: Path, *, most: int) -> bytes:
 
 
 def create_file(path: Path, data: bytes, mode: int = PRIVATE) -> bool:
-    """Write a file, by default a private one, if its name is free; return whether it was.
+    """Write a file if its name is free; return whether it was.
+
+    By default, it is a private file.
 
     An exclusive open would leave a partial file if the writer is killed. A link appears completely
     or not at all.
@@ -176,7 +193,9 @@ def create_file(path: Path, data: bytes, mode: int = PRIVATE) -> bool:
 
 @contextlib.contextmanager
 def storage_errors(where: str = "") -> Iterator[None]:
-    """Convert an OSError about a full disk or missing access into a `StorageError` with a remedy.
+    """Convert an OSError about storage into a `StorageError` with a remedy.
+
+    The disk is full, or access is missing.
 
     Raises:
         StorageError: in place of such an OSError; any other passes unchanged.
@@ -195,7 +214,10 @@ def storage_errors(where: str = "") -> Iterator[None]:
 
 
 class Durations:
-    """The last duration of each step, in a file. A file that cannot be read or written costs estimates, and no work."""
+    """The last duration of each step, in a file.
+
+    If the file cannot be read or written, only estimates are lost, and no work.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         self._path, self._lock = path, threading.Lock()

@@ -1,1 +1,4 @@
-"""Bind files, settings and options to frozen values: strictly, with the position of every problem."""
+"""Bind files, settings and options to frozen values.
+
+Binding is strict, and reports the position of every problem.
+"""

@@ -1,8 +1,9 @@
-"""Bind plain values to frozen dataclasses: one binder for sections of files, settings of plugins and options.
+"""Bind plain values to frozen dataclasses.
 
-A dataclass declares its fields by annotations: types, limits (`annotated_types`), units and
-notations (`domain.quantities`). The binder reports every problem with its location. It imports no
-validation library, since the endpoint server and the rollback command use it too.
+One binder serves sections of files, settings of plugins, and options. A dataclass declares its
+fields by annotations: types, limits (`annotated_types`), units and notations (`domain.quantities`).
+The binder reports every problem with its location. It imports no validation library, since the
+endpoint server and the rollback command use it too.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ _LIMITS: Mapping[type, tuple[str, str, Callable[[Any, Any], bool]]] = {
 }
 _YAML_1_1 = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 _REFUSED: Mapping[str, str] = {"distribution": DISTRIBUTION}
-"""Choices of a library that are refused here, with the reason."""
+"""Choices that a library accepts but onnx-ops refuses, with the reason."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Binding:
-    """The result of binding: the value (None if there are issues), every issue, and the dataclasses by location.
+    """The result of binding: the value, every issue, and the dataclasses by location.
 
-    A wrong part of a dataclass is replaced by its default.
+    The value is None if there are issues. A wrong part of a dataclass is replaced by its default.
     """
 
     value: Any = None
@@ -66,7 +67,10 @@ class Binding:
 
 
 class SettingsError(UserError):
-    """Invalid settings of a plugin. `issues` has the location of each problem in the settings."""
+    """Invalid settings of a plugin.
+
+    `issues` has the location of each problem in the settings.
+    """
 
     def __init__(self, issues: Sequence[Issue], *, where: str = "", remedy: str = "") -> None:
         self.issues = tuple(issues)
@@ -161,18 +165,24 @@ def default_of(f: Field[Any]) -> Any:
 
 
 def is_required(f: Field[Any], kind: type) -> bool:
-    """Return whether a file must have a field; the tag of a union's member is required although it has a default."""
+    """Return whether a file must have a field.
+
+    The tag of a union's member is required although it has a default.
+    """
     return default_of(f) is MISSING or (f.name == "kind" and tag_of(kind) is not None)
 
 
 def short_field(kind: type) -> str | None:
-    """Return the key that a plain text sets when it replaces the mapping, if there is one."""
+    """Return the key that a plain text sets in place of the mapping, if there is one."""
     keys = file_fields(kind).items()
     return next((key for key, (_, hint) in keys if Notation.SHORT_FORM in unwrap(hint)[1]), None)
 
 
 class _Binder:
-    """One pass over a value. Methods return BROKEN where there is no value, after they have added an issue."""
+    """One pass over a value.
+
+    Where there is no value, methods add an issue and return BROKEN.
+    """
 
     def __init__(self) -> None:
         self.issues: list[Issue] = []
@@ -194,7 +204,10 @@ class _Binder:
         return self._refuse(loc, problem) if problem else bound
 
     def _convert(self, value: Any, kind: Any, unit: Unit | None, loc: Loc) -> Any:
-        """Bind a value to a type, without the limits of its metadata. A unit decides before the type does."""
+        """Bind a value to a type, without the limits of its metadata.
+
+        A unit takes precedence over the type.
+        """
         members, origin = union_members(kind), get_origin(kind)
         if unit is not None:
             return self._quantity(value, unit, loc)
@@ -299,7 +312,10 @@ class _Binder:
         return BROKEN if any(entry is BROKEN for entry in result.values()) else result
 
     def _member(self, value: Any, members: Sequence[type], loc: Loc) -> Any:
-        """Choose the member of a union of dataclasses before its fields are bound, so that only its problems show."""
+        """Choose the member of a union of dataclasses, and bind it.
+
+        The member is chosen before its fields are bound, so that only its problems show.
+        """
         if not isinstance(value, dict):
             return self._refuse(loc, f"expected a mapping, got {describe(value)}")
         tags = {tag_of(member): member for member in members}
@@ -360,7 +376,11 @@ class _Binder:
                 self._refuse((*loc, key), f"unknown key '{key}'{hint}", on_key=True)
 
     def _field(self, value: Any, f: Field[Any], hint: Any, loc: Loc) -> Any:
-        """Bind a field. A list that may be empty may be left blank; some may be written as their only entry."""
+        """Bind a field.
+
+        A list that can be empty can be left blank. With `Notation.SINGLE_ENTRY`, a single entry can
+        appear without its list.
+        """
         kind, metadata = unwrap(hint)
         if get_origin(kind) is tuple and f.default == ():
             if value is None:
@@ -382,7 +402,7 @@ def own_key(member: type, members: Sequence[type]) -> str:
 
 
 def _limit_problem(value: Any, written: Any, metadata: Iterable[Any]) -> str:
-    """Return which limit a value breaks; empty if none."""
+    """Return which limit a value breaks; empty if it breaks none."""
     unit = metadata_of(metadata, Unit)
     for limit in metadata:
         if isinstance(limit, MinLen) and len(value) < limit.min_length:

@@ -13,7 +13,10 @@ Loc = tuple[str | int, ...]
 
 
 class _Broken:
-    """Placeholder for a value that cannot be read; an issue at its location gives the reason."""
+    """Placeholder for a value that cannot be read.
+
+    An issue at its location gives the reason.
+    """
 
     def __repr__(self) -> str:
         return "BROKEN"
@@ -24,7 +27,10 @@ BROKEN: Final = _Broken()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A position in a source; lines and columns count from 1. Line 0 is the source as a whole."""
+    """A position in a source.
+
+    Lines and columns count from 1. Line 0 is the source as a whole.
+    """
 
     source: str
     line: int = 0
@@ -50,13 +56,18 @@ class Issue:
 
     @property
     def shown(self) -> Loc:
-        """The location that is printed: that of the mapping where a key is wrong."""
+        """The location that is printed.
+
+        Where a key is wrong, it is that of the mapping.
+        """
         return self.loc[:-1] if self.on_key else self.loc
 
 
 @dataclass(slots=True, kw_only=True)
 class Document:
-    """One file as plain values. Overrides and substitutions change it in place before it is bound to types.
+    """One file as plain values.
+
+    Overrides and substitutions change it in place before it is bound to types.
 
     Attributes:
         places: The position of each value, and in `keys` of each key.
@@ -79,7 +90,9 @@ class Document:
         return value
 
     def written(self, loc: Loc) -> Loc:
-        """Return the location as written in the file, where an entry can appear without its list.
+        """Return the location as written in the file.
+
+        There, an entry can appear without its list.
 
         A last part that is missing from the file is kept.
         """
@@ -94,7 +107,10 @@ class Document:
         return tuple(parts)
 
     def problem(self, issue: Issue) -> Problem:
-        """Return an issue with its position: that of the value or key, else of what would contain it."""
+        """Return an issue with its position.
+
+        It is the position of the value or key, else of what would contain it.
+        """
         place = issue.place or (self.keys.get(issue.loc) if issue.on_key else None)
         nearest = issue.loc
         while place is None:

@@ -1,15 +1,19 @@
-"""Where a project has its pipelines and targets: `configs/`, or `onnx-ops/` within another project."""
+"""Where a project has its pipelines and targets.
+
+They are in `configs/`, or in `onnx-ops/` within another project.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 OWN = Path("configs")
-"""In a project that onnx-ops created."""
+"""The folder in a project that onnx-ops created."""
 
 WITHIN = Path("onnx-ops")
-"""In a repository that it was added to. Its name is no identifier, so that build tools do not take
-it for a package.
+"""The folder in a repository to which onnx-ops was added.
+
+Its name is no Python identifier, so that build tools do not take it for a package.
 """
 
 PIPELINES, TARGETS = "pipelines", "targets"
@@ -26,6 +30,9 @@ def find_pipelines(root: Path) -> list[Path]:
 
 
 def list_source_folders(root: Path) -> list[Path]:
-    """Return the folders that the project's modules are below: the root, and `src/` unless it is a package itself."""
+    """Return the folders that the project's modules are below.
+
+    These are the root, and `src/` unless it is a package itself.
+    """
     src = root / "src"
     return [root, src] if src.is_dir() and not (src / "__init__.py").is_file() else [root]

@@ -1,4 +1,7 @@
-"""Find a function by `package.module:function` in source text. Nothing is imported, so no code runs."""
+"""Find a function by `package.module:function` in source text.
+
+Nothing is imported, so no code runs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ _PARSING = threading.Lock()
 
 
 def parse_python(source: bytes) -> ast.Module:
-    """Parse one source at a time: Python 3.11 counts the depth of the trees of all threads together (CPython #106905).
+    """Parse one source at a time.
+
+    Python 3.11 counts the depth of the trees of all threads together (CPython #106905).
 
     Raises:
         SyntaxError: it is not Python.
@@ -58,9 +63,8 @@ def explain_missing_function(reference: str, root: Path) -> str | None:
 def check_arguments(reference: str, given: Iterable[str], root: Path) -> list[tuple[str, str]]:
     """Return why the function cannot be called with its data and the given parameters.
 
-    The data sets are its first positional parameter; a function without one loads its own data.
-
-    Decorators can change a function's parameters: a decorated function is not checked.
+    The data sets are its first positional parameter. A function without one loads its own data. A
+    decorated function is not checked, since a decorator can change its parameters.
 
     Returns:
         Each problem's parameter, which is empty for one that is missing, and its message.
@@ -96,9 +100,10 @@ def _list_needed(takes: ast.arguments) -> list[str]:
 
 
 def find_missing_imports(reference: str, root: Path) -> list[tuple[str, str]]:
-    """Return the failing imports of a function's module and of the project's modules that it imports.
+    """Return the failing imports of a function's module.
 
-    Only statements at the top level of a module count: others may never run.
+    The project's modules that it imports are included. Only statements at the top level of a module
+    count: others might never run.
 
     Returns:
         Each missing package, and where it is imported.
@@ -110,9 +115,8 @@ def find_missing_imports(reference: str, root: Path) -> list[tuple[str, str]]:
         path = find_source(name, root)
         if path is None or path in seen or not path.is_relative_to(root):
             continue
-        if {"site-packages", "dist-packages"}.intersection(
-            path.parts
-        ):  # an environment below the root
+        # An environment below the root is not part of the project.
+        if {"site-packages", "dist-packages"}.intersection(path.parts):
             continue
         seen.add(path)
         try:
@@ -142,13 +146,19 @@ def _imported_modules(
 
 
 def resolve_import(statement: ast.ImportFrom, package: Sequence[str]) -> str:
-    """Return the module that a `from` statement in a module of this package imports from."""
+    """Return the module from which a `from` statement imports.
+
+    The statement is in a module of this package.
+    """
     above = package[: len(package) - statement.level + 1] if statement.level else ()
     return ".".join([*above, *([statement.module] if statement.module else [])])
 
 
 def _is_importable(module: str, root: Path) -> bool:
-    """Return whether a module is the project's, or its top-level package is installed. Nothing is imported."""
+    """Return whether a module is the project's or installed.
+
+    A module counts as installed if its top-level package is. Nothing is imported.
+    """
     first = module.partition(".")[0]
     if (
         (root / first).is_dir()
@@ -172,7 +182,10 @@ def _is_importable(module: str, root: Path) -> bool:
 def _definition(
     reference: str, root: Path, deep: int = 8
 ) -> tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef] | None:
-    """Return where a function is defined, in the module named or in one that it is imported from."""
+    """Return where a function is defined.
+
+    It is defined in the module named, or in a module from which that one imports it.
+    """
     module, _, function = reference.partition(":")
     path = find_source(module, root)
     if path is None or not deep:
@@ -200,7 +213,10 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def find_source(module: str, root: Path) -> Path | None:
-    """Return the source of a module of the project, or else of one on `sys.path`; None if there is none."""
+    """Return the source of a module; None if there is none.
+
+    A module of the project takes precedence over one on `sys.path`.
+    """
     folders = (*list_source_folders(root), *map(Path, sys.path))
     files = (find_module_file(module, base) for base in folders)
     return next((file for file in files if file is not None), None)
@@ -226,7 +242,10 @@ def list_siblings(module: str, root: Path) -> list[str]:
 
 
 def _names(body: Iterable[ast.stmt]) -> Iterator[str]:
-    """Return the names that a module binds at its top level, inside `if` and `try` too."""
+    """Yield the names that a module binds at its top level.
+
+    Names inside `if`, `try` and `with` are included.
+    """
     for statement in body:
         match statement:
             case (

@@ -1,4 +1,4 @@
-"""Load pipeline files and promotion policies, with every problem of a file reported at once."""
+"""Load pipeline files and promotion policies, and report all problems of a file."""
 
 from __future__ import annotations
 
@@ -36,14 +36,19 @@ from onnx_ops.domain.target import Target
 from onnx_ops.errors import ConfigError, config_error
 
 PreflightCheck = Callable[[Draft, Mapping[str, Target], Pipeline | None], Iterable[Issue]]
-"""Returns the problems that a run would meet in the data, models and code that the sections name, and on this machine.
-The pipeline is None if the file has problems.
+"""Returns the problems that a run would meet.
+
+It checks the data, models and code that the sections name, and this machine. The pipeline is None
+if the file has problems.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocatedPolicy:
-    """A promotion policy, with the place `file:line` of each rule, and of its overrides."""
+    """A promotion policy, with the places of its rules and of its overrides.
+
+    A place is `file:line`.
+    """
 
     policy: PromotionPolicy
     places: tuple[str, ...]
@@ -65,21 +70,22 @@ def load_pipeline(
     unservable: Unservable = lambda *_: "",
     preflight: PreflightCheck = lambda *_: (),
 ) -> Pipeline:
-    """Read a pipeline file and report all its problems at once.
+    """Read a pipeline file, or report all its problems.
 
-    A pipeline without a parity gate gets the default one, in first place: an export that computes
-    another function never passes because the gate was omitted.
+    A pipeline without a parity gate gets the default one as its first gate. Omitting the gate
+    therefore never lets an export pass that computes another function.
 
     Args:
         path: The file.
         root: The project's root; targets and user code are looked for below it.
         overrides: `path=value`, each value read as YAML, such as `train.with.epochs=3`.
         environ: What `${env:NAME}` refers to; the process's environment by default.
-        reach: What the file may name beyond the project.
+        reach: What the file is allowed to name beyond the project.
         shared: Folder of targets that several projects share.
-        plugins: Installed names by kind (`onnx_ops.plugins.KINDS`). With it, plugins and the
-            endpoints of other pipeline files are checked, too; a kind that it does not have is not.
-        settings, metrics: Check those of installed endpoint plugins and sources of metrics.
+        plugins: Installed names by kind (`onnx_ops.plugins.KINDS`). If given, plugins and the
+            endpoints of other pipeline files are checked, too. A kind that is missing from it is
+            not checked.
+        settings, metrics: Check the settings of installed endpoint plugins and metrics sources.
         capabilities, unservable: Return what an endpoint plugin can do for an entry, and why it
             cannot run its models.
         preflight: Returns the problems that a run would have.
@@ -112,7 +118,7 @@ def load_pipeline(
             *check_other_files(draft, path, root),
         ]
     problems = document.problems()
-    if not beyond:  # else it would read them
+    if not beyond:  # the check would read what is out of reach
         issues += preflight(
             draft, targets, None if problems or target_problems or issues else pipeline
         )

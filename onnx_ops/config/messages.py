@@ -1,4 +1,4 @@
-"""Wording of messages: values as their author wrote them, and suggestions for misspelled ones."""
+"""Wording of messages: values as written, and suggestions for misspelled names."""
 
 from __future__ import annotations
 

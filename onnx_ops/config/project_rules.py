@@ -1,4 +1,7 @@
-"""Rules between a pipeline file and its environment: targets, functions, installed plugins, other pipeline files."""
+"""Rules between a pipeline file and its environment.
+
+The environment consists of targets, functions, installed plugins and other pipeline files.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +34,17 @@ from onnx_ops.domain.target import Target
 from onnx_ops.errors import ConfigError, NotFoundError, Problem, UserError
 
 SettingsCheck = Callable[[str, Mapping[str, Json]], object]
-"""Raises UserError if the plugin of that name cannot use the settings; SettingsError with the place
-of each problem.
+"""Raises UserError if the plugin of that name cannot use the settings.
+
+A SettingsError has the place of each problem.
 """
 
 
 def load_targets(draft: Draft, files: TargetFiles) -> tuple[dict[str, Target], list[Problem]]:
-    """Return the benchmarked targets that exist and can be read, and the problems in the files of the others."""
+    """Return the benchmarked targets, and the problems in the files of others.
+
+    The targets returned exist and can be read.
+    """
     targets: dict[str, Target] = {}
     problems: list[Problem] = []
     for name in dict.fromkeys(draft.targets):
@@ -53,7 +60,7 @@ def load_targets(draft: Draft, files: TargetFiles) -> tuple[dict[str, Target], l
 def check_project(
     draft: Draft, files: TargetFiles, targets: Mapping[str, Target]
 ) -> Iterator[Issue]:
-    """Yield missing targets and functions, and settings that the targets do not support."""
+    """Yield missing targets and functions, and settings that do not suit the targets."""
     yield from _check_target_names(draft, files)
     for name, target in targets.items():
         yield from _check_target(draft, name, target)
@@ -88,22 +95,24 @@ def check_project(
 
 
 _PLUGIN_PATHS = {"dvc": "repo"}
-"""Settings of shipped data sources that are paths, by source."""
+"""Settings of shipped data sources that are paths, by data source."""
 
 
 def check_reach(
     draft: Draft, targets: Mapping[str, Target], reach: Reach, root: Path
 ) -> Iterator[Issue]:
-    """Yield files and functions that are neither in the project nor allowed by its settings."""
+    """Yield files and functions that are neither in the project nor allowed.
+
+    The project's settings can allow them.
+    """
     for loc, text in _list_paths(draft, targets):
         if why := reach.explain_path(text, root):
             yield Issue(loc, why)
     for loc, reference in _list_functions(draft):
         module = reference.partition(":")[0]
         is_own = any(find_module_file(module, folder) for folder in list_source_folders(root))
-        if (
-            is_own or find_source(module, root) is None
-        ):  # another check reports a module that does not exist
+        # Another check reports a module that does not exist.
+        if is_own or find_source(module, root) is None:
             continue
         if why := reach.explain_package(module):
             yield Issue(loc, why)
@@ -163,7 +172,10 @@ def _check_target(draft: Draft, name: str, target: Target) -> Iterator[Issue]:
 def check_plugins(
     draft: Draft, targets: Mapping[str, Target], plugins: Mapping[str, Sequence[str]]
 ) -> Iterator[Issue]:
-    """Yield names of plugins that are not installed. Kinds that `plugins` does not have are not checked."""
+    """Yield names of plugins that are not installed.
+
+    Kinds that `plugins` does not have are not checked.
+    """
     names: list[tuple[str, Loc, str]] = [
         ("data", ("data", name, "use"), section.use)
         for name, section in draft.data.items()
@@ -198,7 +210,10 @@ def check_endpoint_settings(
     provider: SettingsCheck,
     source: SettingsCheck,
 ) -> Iterator[Issue]:
-    """Yield settings that an endpoint's provider, or its metrics source, does not accept. Both must be installed."""
+    """Yield settings that a provider or a metrics source does not accept.
+
+    Both must be installed to be checked.
+    """
     sources = plugins.get("metrics", ())
     for loc, deployment in draft.deploy:
         if deployment.provider in plugins.get("endpoints", ()):
@@ -216,7 +231,10 @@ def check_endpoint_settings(
 
 
 def check_plugin_settings(loc: Loc, read: Callable[[], object]) -> Iterator[Issue]:
-    """Yield the problems that reading the settings at `loc` raises, located where the plugin locates them."""
+    """Yield the problems that reading the settings at `loc` raises.
+
+    They are located where the plugin locates them.
+    """
     try:
         read()
     except SettingsError as error:
@@ -246,9 +264,10 @@ def check_other_files(draft: Draft, path: Path, root: Path) -> Iterator[Issue]:
 
 @functools.lru_cache(maxsize=4096)
 def _read_endpoint_names(path: Path, _state: tuple[int, ...]) -> tuple[str, ...]:
-    """Return the endpoint names in a file in this state, regardless of other problems: its own check reports those.
+    """Return the endpoint names in a file in this state.
 
-    Without the cache, many files checked in one process would each read all others.
+    Other problems of the file are ignored, since its own check reports them. Without the cache,
+    many files checked in one process would each read all others.
     """
     try:
         deploy: Any = read_file(path).at(("deploy",))

@@ -1,7 +1,8 @@
-"""Durations, percentages and sizes: convert text with a unit to a number in the base unit, and back.
+"""Convert durations, percentages and sizes between text and numbers.
 
-The base units are those of `onnx_ops.domain.quantities`: seconds (`s`), a plain ratio (`1`) and
-bytes (`B`). Arithmetic is decimal, so `5 ms` is exactly the float 0.005 and `0.5%` exactly 0.005.
+The text has a unit, and the number is in the base unit. The base units are those of
+`onnx_ops.domain.quantities`: seconds (`s`), a plain ratio (`1`) and bytes (`B`). Arithmetic is
+decimal, so `5 ms` is exactly the float 0.005 and `0.5%` exactly 0.005.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What a pipeline file may reach beyond its project: what the settings allow of variables, paths and packages."""
+"""What a pipeline file can reach beyond its project.
+
+The settings allow variables, paths and packages.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,27 @@ _SETTINGS = "onnx-ops.toml"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """Allowed names of environment variables (`AWS_ROLE`, `BUCKET_*`), folders and URLs, and packages of functions."""
+    """What the settings allow beyond the project.
+
+    `variables` are names of environment variables (`AWS_ROLE`, `BUCKET_*`), `paths` are folders and
+    URLs, and `packages` are packages of functions.
+    """
 
     variables: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
 
     def explain_variable(self, name: str) -> str:
-        """Return why `${env:NAME}` may not read a variable; empty if it may."""
+        """Return why `${env:NAME}` is not allowed to read a variable; empty if it is."""
         if any(fnmatchcase(name, pattern) for pattern in self.variables):
             return ""
         return f"pipeline files may not read {name}; add it to allowed_variables in {_SETTINGS}"
 
     def explain_path(self, text: str, root: Path) -> str:
-        """Return why a file may not be read; empty if it may. Links count as the places that they lead to."""
+        """Return why a file is not allowed to be read; empty if it is.
+
+        A link counts as the place to which it leads.
+        """
         if text.startswith(_REGISTERED):
             return ""
         remedy = f"add its folder to allowed_paths in {_SETTINGS}"
@@ -44,7 +54,7 @@ class Reach:
             return f"'{shorten(show(text))}' is not in the project; {remedy}"
         try:
             place = os.path.realpath(root / text)
-        except ValueError:  # a zero byte, of which the data source tells
+        except ValueError:  # a zero byte, which the data source reports
             return ""
         folders = (root, *(root / folder for folder in self.paths if "://" not in folder))
         if any(Path(place).is_relative_to(os.path.realpath(folder)) for folder in folders):
@@ -54,7 +64,10 @@ class Reach:
         return f"'{shorten(text)}' {what}; {remedy}, or move it there"
 
     def explain_package(self, module: str) -> str:
-        """Return why functions of a module outside the project may not be called; empty if they may."""
+        """Return why functions of a module outside the project are not allowed.
+
+        Empty if they are allowed.
+        """
         parts = module.split(".")
         if any(".".join(parts[: end + 1]) in self.packages for end in range(len(parts))):
             return ""

@@ -1,4 +1,8 @@
-"""Rules within one `rollout`, and between it, other rollouts of the file and its endpoint provider's capabilities."""
+"""Rules about rollouts: within one, between several, and with their provider.
+
+They check each `rollout` of a file, the rollouts of a file together, and the capabilities of an
+endpoint's provider.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,9 @@ Capabilities = Callable[[Deploy], frozenset[str]]
 """Returns the capabilities of an entry's endpoint plugin and metrics source."""
 
 Unservable = Callable[[Deploy, Target], str]
-"""Returns why the endpoint plugin of an entry cannot run models as a target measured them; empty if
-it can.
+"""Returns why the endpoint plugin of an entry cannot run a target's models.
+
+It must run them as the target measured them. Empty if it can.
 """
 
 _TOLERANCE = 1e-9
@@ -47,7 +52,10 @@ def check_providers(
     capabilities: Capabilities,
     unservable: Unservable,
 ) -> Iterator[Issue]:
-    """Yield policies that an installed provider cannot keep, and targets whose models it cannot run as measured."""
+    """Yield policies and targets that an installed provider does not support.
+
+    It cannot keep such a policy, or cannot run the models of such a target as measured.
+    """
     for loc, entry in draft.deploy:
         if entry.provider not in providers:
             continue
@@ -74,7 +82,11 @@ def check_providers(
 
 
 def _check_dependencies(draft: Draft) -> Iterator[Issue]:
-    """Yield rollouts that wait for each other, for missing endpoints, or longer than can be known."""
+    """Yield rollouts whose dependencies cannot be met.
+
+    They wait for each other, for missing endpoints, or longer than the other endpoint's
+    `scale_down_delay`. A longer time cannot be known.
+    """
     entries = {entry.endpoint: entry for _, entry in draft.deploy}
     for loc, entry in draft.deploy:
         policy, where = entry.rollout, (*loc, "rollout")
@@ -98,7 +110,7 @@ def _check_dependencies(draft: Draft) -> Iterator[Issue]:
 
 
 def _find_predecessors(name: str, entries: Mapping[str, Deploy]) -> set[str]:
-    """Return the endpoint and all that it waits for, however indirectly."""
+    """Return the endpoint and all endpoints that it waits for, however indirectly."""
     endpoints, pending = set[str](), [name]
     while pending:
         endpoint = pending.pop()
@@ -186,7 +198,7 @@ def _check_guardrails(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
 
 
 def _check_judgement(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
-    """Yield durations and numbers of requests that do not fit the steps, or that nothing uses."""
+    """Yield durations and numbers of requests that do not fit the steps or are unused."""
     if policy.min_step_duration is not None and policy.min_step_duration >= policy.step_timeout:
         yield Issue(
             (*where, "min_step_duration"), "'min_step_duration' must be shorter than 'step_timeout'"
@@ -220,7 +232,7 @@ def _check_approvals(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
 
 
 def _list_unused(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
-    """Yield what is set for the judgement of steps where none is judged."""
+    """Yield settings for the judgement of steps in a rollout that judges none."""
     given = {
         "min_requests": policy.min_requests,
         "min_step_duration": policy.min_step_duration,

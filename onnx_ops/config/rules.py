@@ -1,4 +1,7 @@
-"""Rules within one pipeline file. Each checks a draft of the pipeline and yields issues."""
+"""Rules within one pipeline file.
+
+Each rule checks a draft of the pipeline and yields issues.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,9 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A pipeline with gaps. A section is None if it is missing or could not be read at all.
+    """A pipeline with gaps.
+
+    A section is None if it is missing or could not be read at all.
 
     A wrong part of a section is replaced by its default; the loader drops issues that follow from
     that.
@@ -68,12 +73,15 @@ class Draft:
 
     @property
     def scored(self) -> str:
-        """Name of the data set that `validate.samples` scores; empty if the section is wrong."""
+        """Name of the data set that `validate.samples` scores.
+
+        Empty if the section is wrong.
+        """
         return self.validate.samples.data if self.validate else ""
 
     @property
     def used_sets(self) -> list[tuple[Loc, str]]:
-        """Names of the data sets for scoring, calibration and tuning, with their locations."""
+        """Names and locations of the data sets for scoring, calibration and tuning."""
         names: list[tuple[Loc, str]] = (
             [(("validate", "samples", "data"), self.scored)] if self.validate else []
         )
@@ -143,7 +151,10 @@ def check_file(draft: Draft) -> Iterator[Issue]:
 
 
 def check_gates(gates: Iterable[tuple[Loc, Gate]]) -> Iterator[Issue]:
-    """Yield issues of gates, of a pipeline or a target, that limit nothing or contradict themselves."""
+    """Yield issues of gates that limit nothing or contradict themselves.
+
+    The gates are those of a pipeline or a target.
+    """
     for loc, gate in gates:
         for key, message in gate.find_problems():
             yield Issue((*loc, key) if key else loc, message)
@@ -186,9 +197,8 @@ def _check_inputs(draft: Draft) -> Iterator[Issue]:
                 f"no data set is called '{name}'{default}{did_you_mean(name, draft.sets) or known}",
             )
     scored = draft.data.get(draft.scored)
-    columns = (
-        () if scored is None else tuple(scored.inputs)
-    )  # empty: the columns of the data are the inputs
+    # Without declared inputs, the columns of the data are the inputs.
+    columns = () if scored is None else tuple(scored.inputs)
     for name, values in draft.inputs.items():
         loc = ("inputs", name)
         if columns and name not in columns:
@@ -245,7 +255,10 @@ def _check_calibration(draft: Draft, loc: Loc, entry: Quantize) -> Iterator[Issu
 
 
 def _find_optimizer(method: str) -> Optimizer | None:
-    """Return the optimizer of a method; None for a search, or if it is not installed, which is a separate issue."""
+    """Return the optimizer of a method.
+
+    None for a search, or if the optimizer is not installed, which is a separate issue.
+    """
     try:
         optimizer: Optimizer = plugins.load("optimizers", method)
     except OnnxOpsError:

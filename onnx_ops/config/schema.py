@@ -1,4 +1,6 @@
-"""JSON Schemas of the YAML files, for editors; generated from the same types that validate them.
+"""JSON Schemas of the YAML files, for editors.
+
+They are generated from the same types that validate the files.
 
 `python -m onnx_ops.config.schema [FOLDER]` writes them, by default into `configs/schema`.
 """
@@ -48,7 +50,10 @@ Schema = dict[str, Any]
 
 
 def pipeline_schema() -> Schema:
-    """Return the JSON Schema (draft 2020-12) of pipeline files. It does not cover names that refer to each other."""
+    """Return the JSON Schema (draft 2020-12) of pipeline files.
+
+    It does not cover names that refer to each other.
+    """
     schema = _schema(Pipeline, "onnx-ops pipeline")
     for section in (schema, *schema["$defs"].values()):
         for name, value in section.get("properties", {}).items():
@@ -186,7 +191,10 @@ def _object(kind: type, definitions: dict[str, Schema]) -> Schema:
 
 
 def _field(f: Field[Any], hint: Any, definitions: dict[str, Schema]) -> Schema:
-    """Return the schema of a field with its description, as `_Binder._field` reads it: a list may be left blank."""
+    """Return the schema of a field with its description.
+
+    It accepts what `_Binder._field` reads: a list can be left blank.
+    """
     kind, metadata = unwrap(hint)
     schema = _of(hint, definitions)
     if get_origin(kind) is tuple and default_of(f) == ():
@@ -202,7 +210,10 @@ def _any_of(*schemas: Schema) -> Schema:
 
 
 def _or_parameter(schema: Schema) -> Schema:
-    """Let a scalar be written as a reference, too; a text without limits takes one as it is."""
+    """Let a scalar be written as a reference, too.
+
+    A text without limits accepts a reference without a change of its schema.
+    """
     choices = schema.get("anyOf", [schema])
     is_limited = any(
         choice.get("type") in ("integer", "number", "boolean")

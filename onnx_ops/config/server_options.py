@@ -1,4 +1,7 @@
-"""Options of the endpoint server as text: flags of its command line and variables of containers."""
+"""Options of the endpoint server as text.
+
+They are flags of its command line, and environment variables of containers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from onnx_ops.protocol.server_process import OPTION_PREFIX, ContainerOptions, Se
 
 
 def list_options() -> tuple[tuple[str, type, Any, str], ...]:
-    """Return name, type, default and description of every option. Quantities are texts with a unit."""
+    """Return name, type, default and description of every option.
+
+    Quantities are texts with a unit.
+    """
     described = []
     for name, (f, hint) in file_fields(ServerOptions).items():
         metadata = unwrap(hint)[1]
@@ -35,7 +41,10 @@ def format_flags(options: ServerOptions) -> list[str]:
 
 
 def format_option_variables(options: ContainerOptions) -> dict[str, str]:
-    """Return the environment variables that give a container's server the options that are not defaults."""
+    """Return the environment variables that give a container's server its options.
+
+    Options with their default value are left out.
+    """
     defaults = ContainerOptions()
     changed = {
         f.name

@@ -1,4 +1,7 @@
-"""Settings from one source: `onnx-ops.toml` with profiles, then environment variables `ONNX_OPS_*`."""
+"""Settings from `onnx-ops.toml` with profiles, then from environment variables.
+
+The variables are `ONNX_OPS_*`, and take precedence.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,9 @@ class FileSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Locations of state, and addresses of services. Every default path is below `state`.
+    """Locations of state, and addresses of services.
+
+    Every default path is below `state`.
 
     Attributes:
         targets: Folder of target files that several projects share, or empty.
@@ -154,7 +159,11 @@ def split_list(text: str) -> tuple[str, ...]:
 
 
 def find_root(start: Path) -> Path:
-    """Return the nearest folder from `start` upwards with `onnx-ops.toml`, else with `configs/`, else `start`."""
+    """Return the root of the project around `start`.
+
+    It is the nearest folder from `start` upwards with `onnx-ops.toml`, else with `configs/targets`,
+    else `start`.
+    """
     folders, markers = (start.resolve(), *start.resolve().parents), (FILE, "configs/targets")
     return next(
         (folder for marker in markers for folder in folders if (folder / marker).exists()),
@@ -163,7 +172,10 @@ def find_root(start: Path) -> Path:
 
 
 def load_settings(start: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:
-    """Return the settings of the project around `start` (the working directory by default)."""
+    """Return the settings of the project around `start`.
+
+    `start` is the working directory by default.
+    """
     environ = os.environ if environ is None else environ
     root = (
         Path(environ["ONNX_OPS_ROOT"]).resolve()

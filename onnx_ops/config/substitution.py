@@ -1,4 +1,6 @@
-"""Read files with substitutions: `--set path=value`, `${env:NAME}` and `${params:train.epochs}`.
+"""Read files with overrides, environment variables and parameters.
+
+They are written `--set path=value`, `${env:NAME}` and `${params:train.epochs}`.
 
 A path is keys with dots and indices in brackets: `train.with.epochs`, `gates[1].max_drop`. A
 problem with a substituted value is located at its source: the option, or its place in
@@ -22,8 +24,9 @@ from onnx_ops.errors import ConfigError, NotFoundError, Problem
 from onnx_ops.printable import hide
 
 NEWEST_SCHEMA = 1
-"""The newest version of the file formats that this release reads; a file without `schema` has
-version 1.
+"""The newest version of the file formats that this release reads.
+
+A file without `schema` has version 1.
 """
 
 PARAMETERS_FILE = "params.yaml"
@@ -32,8 +35,9 @@ WITHOUT_PARAMETERS: tuple[tuple[str, ...], ...] = (
     ("pipeline",),
     ("deploy", "endpoint"),
 )
-"""Keys from the root, without indices of lists, that take no `${params:…}`: other programs read
-them as written.
+"""Keys that take no `${params:…}`, since other programs read them as written.
+
+They are listed from the root, without indices of lists.
 """
 WITH_ENVIRONMENT: tuple[tuple[str, ...], ...] = (
     ("deploy", "settings", "*"),
@@ -42,7 +46,10 @@ WITH_ENVIRONMENT: tuple[tuple[str, ...], ...] = (
     ("register", "model"),
     ("model",),
 )
-"""Keys from the root, without indices of lists, that take `${env:NAME}`; `*` stands for any one."""
+"""Keys that take `${env:NAME}`; `*` stands for any one key.
+
+They are listed from the root, without indices of lists.
+"""
 
 _PART = re.compile(r"\.?([^.\[\]=\s]+)|\[([0-9]{1,6})\]")
 _ENVIRONMENT_MARK = "${env:"
@@ -60,10 +67,11 @@ def read_document(
     environ: Mapping[str, str] | None = None,
     reach: Reach = PROJECT_ONLY,
 ) -> Document:
-    """Read a file and apply overrides and environment variables, whose values are hidden in every message from now on.
+    """Read a file, and apply overrides and environment variables.
 
-    Without `environ` no variable is known, so every `${env:NAME}` is a problem, as is one beyond
-    the `reach`.
+    The values of these variables are hidden in every message from now on. Without `environ` no
+    variable is known, so that every `${env:NAME}` is a problem. A variable beyond the `reach` is a
+    problem, too.
     """
     document = read_file(path)
     if document.value is None:
@@ -113,7 +121,10 @@ def parse_path(text: str) -> Loc:
 
 
 def _apply_override(document: Document, override: str) -> None:
-    """Change the document in place. A problem with the override itself goes to `document.refused`."""
+    """Change the document in place.
+
+    A problem with the override itself goes to `document.refused`.
+    """
     source = f"--set {override}"
     try:
         path, equals, value = override.partition("=")
@@ -135,7 +146,10 @@ def _apply_override(document: Document, override: str) -> None:
 
 
 def _descend(document: Document, loc: Loc, part: str | int, source: str) -> Loc:
-    """Go one step down. Index 0 of a lone mapping is that mapping; a missing or blank key becomes a mapping."""
+    """Return the location one step down.
+
+    Index 0 of a lone mapping is that mapping. A missing or blank key becomes a mapping.
+    """
     container = document.at(loc)
     _require_room(container, part, loc)
     if isinstance(container, dict):
@@ -147,7 +161,10 @@ def _descend(document: Document, loc: Loc, part: str | int, source: str) -> Loc:
 
 
 def _require_room(container: object, part: str | int, loc: Loc) -> None:
-    """Raise ValueError unless something can be set at `part`: any key of a mapping, an entry of a list that exists."""
+    """Raise ValueError unless something can be set at `part`.
+
+    It can be any key of a mapping, or an entry of a list that exists.
+    """
     if isinstance(container, dict):
         return
     if not isinstance(container, list):
@@ -206,10 +223,10 @@ def _check_environment(
 
 
 def substitute_parameters(document: Document, root: Path) -> Mapping[str, Json]:
-    """Substitute the values of the project's `params.yaml`, in place. Failures become issues of the document.
+    """Substitute the values of the project's `params.yaml`, in place.
 
-    A reference that is the whole value is replaced by the parameter, of any type; within a text,
-    only by a scalar.
+    Failures become issues of the document. A reference that is the whole value is replaced by the
+    parameter, of any type. A reference within a text can be replaced only by a scalar.
 
     Returns:
         The values that were used, by their path in `params.yaml`.
@@ -261,7 +278,10 @@ def _check_parameters(loc: Loc, is_key: bool, text: str, params: Document) -> It
 
 
 def _check_parameter(loc: Loc, name: str, params: Document, *, is_part: bool) -> Iterator[Issue]:
-    """Yield the problems of a parameter that a text at `loc` names, alone or as a part."""
+    """Yield the problems of a parameter that a text at `loc` names.
+
+    It is the whole text, or a part of it.
+    """
     try:
         path = parse_path(name)
     except ValueError as error:

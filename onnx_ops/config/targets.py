@@ -1,4 +1,7 @@
-"""Target files: the project's `configs/targets/NAME.yaml`, those that projects share, and shipped profiles."""
+"""Target files: those of the project, those that projects share, and profiles.
+
+The project's files are `configs/targets/NAME.yaml`. Profiles are shipped with onnx-ops.
+"""
 
 from __future__ import annotations
 
@@ -38,17 +41,19 @@ UNMEASURED = frozenset(
         "xnnpack",
     }
 )
-"""Profiles on whose hardware this project timed no model. A comment in each of their files states
-it.
+"""Profiles on whose hardware this project timed no model.
+
+A comment in the file of each profile states it.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class TargetFiles:
-    """Target files of the project at `root`, of the folder that several projects share, and shipped profiles.
+    """Target files of the project, of the shared folder, and shipped profiles.
 
-    The first with a name is used. Paths of libraries are below `root` wherever the target is
-    defined. All methods raise UserError if the shared folder does not exist.
+    The project is at `root`, and several projects share the folder `shared`. The first file with a
+    name is used. Paths of libraries are below `root` wherever the target is defined. All methods
+    raise UserError if the shared folder does not exist.
     """
 
     root: Path
@@ -70,7 +75,10 @@ class TargetFiles:
         return next((path for path in paths if path.is_file()), None)
 
     def source(self, name: str) -> str:
-        """Return the place of the target's file for messages: below the project, elsewhere, or `shipped`."""
+        """Return the place of the target's file for messages.
+
+        It is a path below the project, a path elsewhere, or `shipped`.
+        """
         path = self.path(name)
         if path is None or path.parent == PROFILES:
             return "shipped"
@@ -79,16 +87,21 @@ class TargetFiles:
         )
 
     def is_measured(self, name: str) -> bool | None:
-        """Return whether this project timed models with the profile; None if the target is not a shipped profile."""
+        """Return whether this project timed models with the profile.
+
+        None if the target is not a shipped profile.
+        """
         path = self.path(name)
         return None if path is None or path.parent != PROFILES else name not in UNMEASURED
 
     def load(self, name: str, *, where: str = "configs/targets") -> Target:
-        """Return a target, or the profile of that name, with absolute paths of its libraries.
+        """Return a target, or the profile of that name.
+
+        The paths of its libraries are absolute.
 
         Raises:
             NotFoundError: there is neither; `where` is named as its place, such as an option.
-            ConfigError: its file has problems; all of them at once.
+            ConfigError: its file has problems; the error has all of them.
         """
         path = self.path(name)
         if path is None:
@@ -135,7 +148,10 @@ def profile_names() -> tuple[str, ...]:
 
 
 def _check_provider_options(target: Target, document: Document) -> Iterator[Issue]:
-    """Yield the options that providers do not read: some take a wrong name silently."""
+    """Yield the options that providers do not read.
+
+    Some providers accept a wrong name silently.
+    """
     for index, provider in enumerate(target.providers):
         known = load_provider_options().get(provider.name, provider.options)
         for option in (option for option in provider.options if option not in known):
@@ -146,12 +162,18 @@ def _check_provider_options(target: Target, document: Document) -> Iterator[Issu
 
 @functools.cache
 def load_provider_options() -> Mapping[str, frozenset[str]]:
-    """Return the names of the options that each provider reads; other providers are not checked."""
+    """Return the names of the options that each provider reads.
+
+    Providers that are not listed are not checked.
+    """
     path = PROFILES.parent / "provider_options.yaml"
     read: Any = read_text(path.read_text(encoding="utf-8"), source=str(path)).value
     return {name: frozenset(options) for name, options in read.items()}
 
 
 def list_targets(files: TargetFiles) -> tuple[str, ...]:
-    """Return the sorted names of the project's targets and of the profiles that every machine can run."""
+    """Return the sorted names of the project's targets and of two profiles.
+
+    Every machine can run these profiles (`BUILTIN`).
+    """
     return tuple(sorted({*files.names(), *BUILTIN}))

@@ -1,7 +1,7 @@
-"""Strict YAML: text to a `Document`, on PyYAML's composer, with the scalars of YAML 1.2's core schema.
+"""Strict YAML: convert a text to a `Document`, on PyYAML's composer.
 
-Nothing is ever constructed from a tag: the loader has no constructor at all. Sizes, nodes, depth
-and the expansion of aliases are bounded.
+Scalars are those of YAML 1.2's core schema. Nothing is ever constructed from a tag: the loader has
+no constructor at all. Sizes, nodes, depth and the expansion of aliases are bounded.
 """
 
 from __future__ import annotations
@@ -80,7 +80,10 @@ def read_file(path: Path) -> Document:
 
 
 def _near(path: Path) -> str:
-    """Return which file was meant: one with a like name there or among the pipelines, else the pipelines there are."""
+    """Return a hint to the file that was meant.
+
+    It names a file with a similar name there or among the pipelines, else the pipelines there are.
+    """
     usual = find_config_folder(Path()) / PIPELINES
     folders = dict.fromkeys((path.parent, usual, path.parent / usual))
     candidates = [
@@ -98,8 +101,9 @@ def _near(path: Path) -> str:
 
 
 def read_text(text: str, *, source: str, positions: bool = True) -> Document:
-    """Read a text. Without `positions` every place is the source as a whole (for values from the command line).
+    """Read a text.
 
+    Without `positions`, every place is the source as a whole (for values from the command line).
     Problems of single values (duplicate keys, tags, ambiguous numbers) are collected as the
     document's issues.
     """
@@ -142,7 +146,10 @@ def format_path(path: Path) -> str:
 
 
 class _Loader(Reader, Scanner, Parser, Composer, BaseResolver):
-    """PyYAML up to the node graph, with depth and size bounded and explicit tags noted by node identity."""
+    """PyYAML up to the node graph.
+
+    Depth and size are bounded. Explicit tags are noted by node identity.
+    """
 
     def __init__(self, text: str) -> None:
         Reader.__init__(self, text)
@@ -168,7 +175,10 @@ class _Loader(Reader, Scanner, Parser, Composer, BaseResolver):
 
 
 class _Conversion:
-    """Conversion of a node graph to plain values. Aliases are expanded, and their size is counted."""
+    """Conversion of a node graph to plain values.
+
+    Aliases are expanded, and their size is counted.
+    """
 
     def __init__(self, source: str, tags: dict[int, str], positions: bool) -> None:
         self.places: dict[Loc, Place] = {}
@@ -205,7 +215,7 @@ class _Conversion:
         return result
 
     def _key(self, node: yaml.Node, loc: Loc) -> str | int | None:
-        """Return the key, or None (and add an issue) if it can be none."""
+        """Return the key; None, with an issue, if the node cannot be a key."""
         if not isinstance(node, yaml.ScalarNode):
             self._blame(
                 node, (*loc, ""), "a key must be a text or a whole number, not a list or mapping"

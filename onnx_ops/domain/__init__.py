@@ -1,1 +1,4 @@
-"""Domain types: frozen values with no behaviour beyond their own rules. Imports the standard library only."""
+"""Domain types: frozen values with no behaviour beyond their own rules.
+
+Apart from `annotated_types`, the modules import the standard library only.
+"""

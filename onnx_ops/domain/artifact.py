@@ -18,7 +18,9 @@ MODEL_FILE = "model.onnx"
 """Name of the model in the folder of a version's files."""
 
 CUSTOM_OPS = "custom_ops"
-"""Folder among a version's files that holds libraries of operators: `custom_ops/TARGET/DIGEST.so`.
+"""Folder of operator libraries among a version's files.
+
+A library has the name `custom_ops/TARGET/DIGEST.so`.
 """
 
 _PREFIX = "sha256:"
@@ -75,14 +77,16 @@ def hex_digits(digest: Digest) -> str:
 
 
 def short_digest(digest: Digest) -> str:
-    """Return the first twelve digits, for people."""
+    """Return the first twelve hexadecimal digits, for display."""
     return hex_digits(digest)[:12]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredObject:
-    """One object in a store. `digest` is that of its content, None for a file that a killed writer left. `at` is the
-    time of the last put in seconds since the epoch, by the storage's clock.
+    """One object in a store.
+
+    `digest` is the digest of its content; None for a file that a killed writer left. `at` is the
+    time of the last put, in seconds since the epoch by the storage's clock.
     """
 
     name: str
@@ -93,7 +97,10 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Digests by file name: the result of a stage, the files of a model, the content of a version."""
+    """Digests of a set of files, by file name.
+
+    The set is the result of a stage, the files of a model, or the content of a version.
+    """
 
     files: Mapping[str, Digest]
 
@@ -129,7 +136,10 @@ def digest_folder(folder: Path) -> Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One input or output. A dimension is a number, or the name of a symbolic one (`?` if it has none)."""
+    """One input or output of a model.
+
+    A dimension is a number, or the name of a symbolic dimension (`?` if it has no name).
+    """
 
     name: str
     dtype: str

@@ -1,4 +1,7 @@
-"""Signed records in DSSE envelopes (https://github.com/secure-systems-lab/dsse, v1.0), and the override record."""
+"""Signed records in DSSE envelopes, and the record of an override.
+
+The envelopes follow DSSE v1.0 (https://github.com/secure-systems-lab/dsse).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ class EnvelopeSignature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """A DSSE envelope. `payload` is base64 of the bytes that are signed together with `payloadType`."""
+    """A DSSE envelope.
+
+    `payload` is the base64 of the bytes that are signed together with `payloadType`.
+    """
 
     payload: str
     payloadType: str  # noqa: N815 (its name in the standard)
@@ -41,15 +47,18 @@ class Attested(Generic[R_co]):
 
     @property
     def keys(self) -> tuple[Digest, ...]:
-        """Digests of the keys that signed it, unverified."""
+        """Digests of the keys that the signatures name, unverified."""
         return tuple(signature.keyid for signature in self.envelope.signatures)
 
 
 OVERRIDE_TAG_PREFIX = "override."
-"""A version's tag `override.<target>` holds the reason, as a person wrote it."""
+"""Prefix of the tag `override.<target>`, which holds the reason as written."""
 
 MAX_REASON_LENGTH = 1000
-"""Characters; the signed record holds it again, and a tag has a limit too."""
+"""Largest number of characters of a reason.
+
+The signed record repeats the reason, and a tag has a limit too.
+"""
 
 
 def override_reason_tag(target: str) -> str:
@@ -58,18 +67,23 @@ def override_reason_tag(target: str) -> str:
 
 
 def override_record_tag(target: str) -> str:
-    """Return the tag of the signed record. Names of targets have no dots."""
+    """Return the tag of the signed record of an override.
+
+    Names of targets have no dots, so that the two tags of an override differ from all others.
+    """
     return f"{OVERRIDE_TAG_PREFIX}{target}.by"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverrideRecord:
-    """The signed record that overrides a version's gates, by a person or the registry's server for a person.
+    """The signed record that overrides a version's gates.
+
+    It is signed by a person, or by the registry's server for a person.
 
     `custom_ops` are the libraries of operators that the target declares according to a signed
-    decision about this content; `execution` is how the target runs a model according to that
+    decision about this content. `execution` is how the target runs a model according to that
     decision. `by` is the user that the server knows, empty if it knows none. `at` is ISO 8601 in
-    UTC; two records of the same override at different times are two overrides.
+    UTC. Two records of the same override at different times are two overrides.
     """
 
     schema: int = 1

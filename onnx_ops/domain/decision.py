@@ -1,4 +1,4 @@
-"""Verdicts, decisions and their records; the metrics that rank variants; drift of champions."""
+"""Verdicts and decisions, metrics that rank variants, and drift of champions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ Preference: TypeAlias = Literal["latency", "size", "accuracy", "cost"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """Which passing variant is chosen. `objective: size` is short for `objective: {default: size}`."""
+    """The preference by which one of the passing variants is chosen.
+
+    `objective: size` is short for `objective: {default: size}`.
+    """
 
     default: Annotated[
         Preference,
@@ -41,7 +44,10 @@ class Objective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetObjective:
-    """The preference on one target. `price` is the cost per hour in any currency, None if unknown."""
+    """The preference on one target, and what the target costs.
+
+    `price` is the cost per hour in any currency; None if unknown.
+    """
 
     objective: Preference = "latency"
     price: float | None = None
@@ -51,10 +57,10 @@ class TargetObjective:
 class RankingMetrics:
     """The metrics of one variant on one target that ranking uses.
 
-    `ratio` is the request time over that of the export. `change` is the improvement of the task
-    metric `metric` over the export's: a difference, or where lower is better the share by which the
-    error fell. `seconds` is the median time of a single request; `load` the time per request under
-    the highest measured load.
+    `ratio` is the request time divided by that of the export. `change` is the improvement of the
+    task metric `metric` over the export's value. It is a difference; where lower is better, it is
+    the share by which the error fell. `seconds` is the median time of a single request. `load` is
+    the time per request under the highest measured load.
     """
 
     size_bytes: int = 0
@@ -66,7 +72,10 @@ class RankingMetrics:
 
 
 class Verdict(Enum):
-    """PASS < INCONCLUSIVE < ERROR < FAIL; verdicts combine by taking the worst."""
+    """Verdict of a gate: PASS < INCONCLUSIVE < ERROR < FAIL.
+
+    Several verdicts combine to the worst of them.
+    """
 
     PASS = "pass"  # noqa: S105 (a verdict, not a password)
     INCONCLUSIVE = "inconclusive"
@@ -75,7 +84,7 @@ class Verdict(Enum):
 
     @property
     def rank(self) -> int:
-        """Position in the order."""
+        """Position in the order of verdicts."""
         return list(Verdict).index(self)
 
     def __lt__(self, other: Verdict) -> bool:
@@ -99,7 +108,7 @@ def combine_verdicts(verdicts: Iterable[Verdict]) -> Verdict:
 class GateResult:
     """One line of the gate table.
 
-    `estimate`, `low`, `high` and `bound` (the number behind `limit`) are in `unit`; `n` counts the
+    `estimate`, `low`, `high` and `bound` (the number behind `limit`) are in `unit`. `n` counts the
     observations, and `groups` their groups. `p_value` is the chance of an estimate at least as good
     if the truth were at the limit. An advisory result is shown and never enters a verdict.
     """
@@ -124,8 +133,9 @@ class GateResult:
 class Decision:
     """The verdicts of one variant on one target.
 
-    `faster_than_export`: a paired comparison shows, with confidence, that the variant is faster
-    than the float export on this target; None for the export itself or where it was not measured.
+    `faster_than_export`: whether a paired comparison shows, with confidence, that the variant is
+    faster than the float export on this target. None for the export itself, or where it was not
+    measured.
     """
 
     variant: str
@@ -163,13 +173,14 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRecord:
-    """The signed record of one decision, bound to the content it was made about.
+    """The signed record of one decision, bound to the content that was judged.
 
-    `batchable`: each row's answer was seen not to depend on the rows beside it, and running
-    requests together is not slower. `threads` is how many of them, or of such batches, a server
-    should run at once; 0: as many as it can. `custom_ops` are the libraries of operators that the
-    target declares, `execution` is how it runs a model. `decided_at` is ISO 8601 in UTC; `sequence`
-    grows with every decision (milliseconds since the epoch), and the highest valid one counts.
+    `batchable`: each row's answer was observed not to depend on the rows beside it, and running
+    requests together is not slower. `threads` is the number of requests, or of batches of them,
+    that a server should run concurrently; 0: as many as it can. `custom_ops` are the libraries of
+    operators that the target declares. `execution` is how the target runs a model. `decided_at` is
+    ISO 8601 in UTC. `sequence` grows with every decision (milliseconds since the epoch), and the
+    highest valid one counts.
     """
 
     schema: int = 1
@@ -198,9 +209,9 @@ SignedDecision: TypeAlias = Attested[DecisionRecord]
 class Drift:
     """The result of measuring a champion again.
 
-    `verdict` is FAIL for one that has drifted, ERROR where it could not be measured, INCONCLUSIVE
-    if the measurements do not decide. `changed` lists differences of the runtime and the machine;
-    `measured` counts the measurements.
+    `verdict` is FAIL for a champion that has drifted, ERROR if it could not be measured, and
+    INCONCLUSIVE if the measurements do not decide. `changed` lists differences of the runtime and
+    the machine. `measured` counts the measurements.
     """
 
     model: str
@@ -216,7 +227,7 @@ class Drift:
 
     @property
     def drifted(self) -> bool:
-        """Whether it has drifted."""
+        """Whether the champion has drifted."""
         return self.verdict is Verdict.FAIL
 
     @property

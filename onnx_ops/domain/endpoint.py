@@ -14,7 +14,7 @@ from onnx_ops.domain.execution import Execution
 from onnx_ops.domain.quantities import OMIT_DEFAULT, Json
 
 MIN_EPOCH_S, MAX_EPOCH_S = 0.1, 86_400.0
-"""Shortest and longest epoch of a split that is drawn anew."""
+"""Shortest and longest epoch, in seconds, after which users can be assigned anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +27,11 @@ class Deployment:
 
     `batchable`: the evidence shows that each row's answer is independent of the other rows in the
     batch, so that a server can run requests of several clients together. `threads` limits the
-    requests, or batches, that a server runs at once; 0: its own limit. `evidence` is the digest of
-    the evidence it was approved on; empty where a person overrode that. `custom_ops` names those of
-    its files that are libraries of operators for this endpoint's target. `execution` is how a
-    server runs it, the same as on the target. `authority` is the signed decision or override that
-    names these files.
+    requests, or batches, that a server runs concurrently; 0: the server's own limit. `evidence` is
+    the digest of the evidence on which the deployment was approved; None where a person overrode
+    the gates. `custom_ops` names those of its files that are libraries of operators for this
+    endpoint's target. `execution` is how a server runs it, the same as on the target. `authority`
+    is the signed decision or override that names these files.
     """
 
     name: str
@@ -53,12 +53,12 @@ class Deployment:
 class TrafficSplit:
     """Whole percentages by deployment name. The weights sum to 100.
 
-    With `epoch_s`, users are assigned to deployments anew in each epoch of so many seconds, so that
-    epochs are independent trials. With 0, a user stays with a deployment for as long as the split
-    holds.
+    With `epoch_s`, users are assigned to deployments anew in each epoch of that many seconds, so
+    that epochs are independent trials. With 0, a user stays with a deployment for as long as the
+    split holds.
 
     `shadow` maps deployments to the percentage of all requests whose copies they get; clients do
-    not receive those answers. They are compared: a number differs if it is off by more than
+    not receive those answers. The answers are compared: a number differs if it is off by more than
     `shadow_tolerance` times the largest number of its output.
     """
 
@@ -123,7 +123,11 @@ class EndpointState:
         return next((one for one in self.deployments if (one.name, one.manifest) == wanted), None)
 
     def covers(self, other: EndpointState) -> bool:
-        """Return whether both are equal except for the generation and deployments without traffic."""
+        """Return whether this state equals another one but for idle deployments.
+
+        This state can have further deployments that get neither traffic nor copies. Generations are
+        not compared.
+        """
         (mine, *shared), (theirs, *wanted) = _effect(self), _effect(other)
         spare = {name: effect for name, effect in mine.items() if name not in theirs}
         same = {name: effect for name, effect in mine.items() if name in theirs} == theirs
@@ -139,7 +143,10 @@ def serves_only(state: EndpointState, deployment: Deployment) -> bool:
 
 
 def build_rollback_state(current: EndpointState, state: EndpointState) -> EndpointState:
-    """Return the state for a rollback to `state` at an endpoint that has other deployments."""
+    """Return the state for a rollback to `state` that keeps other deployments loaded.
+
+    The other deployments are those of the present state, and get no traffic.
+    """
     goal = state.leader()
     others = [one for one in current.deployments if one.name != goal.name]
     leader = current.find_deployment(goal) or goal
@@ -168,7 +175,11 @@ _Effect: TypeAlias = tuple[Digest, bool, int, tuple[str, ...], Execution, tuple[
 
 
 def _effect(state: EndpointState) -> tuple[dict[str, _Effect], float | None, float]:
-    """Return what each deployment is and gets, by name, the tolerance of shadow answers, and the epoch."""
+    """Return what is compared of a state.
+
+    These are what each deployment is and gets, by name; the tolerance of shadow answers (None
+    without copies); and the epoch.
+    """
     weights, shadow = state.split.weights, state.split.shadow
     per_name = {
         d.name: (
@@ -186,10 +197,11 @@ def _effect(state: EndpointState) -> tuple[dict[str, _Effect], float | None, flo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointServer:
-    """One server of an endpoint that runs on its own, by its last report, `age_s` ago.
+    """One server of an endpoint that runs independently, as in its last report.
 
-    `state` is `reports`, `silent` or `ended`. `table` is the number of the routing table that it
-    serves; empty if it serves none. `versions` are those of what it runs, by package.
+    The report is `age_s` seconds old. `state` is `reports`, `silent` or `ended`. `table` is the
+    number of the routing table that it serves; empty if it serves none. `versions` are those of
+    what it runs, by package.
     """
 
     name: str
@@ -207,10 +219,10 @@ class ServerMemory:
     """The memory of one server of an endpoint, as the server has measured it.
 
     Attributes:
-        workers: processes that run, each of which loads every deployment.
+        workers: number of running processes; each of them loads every deployment.
         worker_bytes: what the deployments of one worker use, the median over workers.
-        available_bytes: what all of them together can still allocate.
-        server: its name; empty where the endpoint has one server.
+        available_bytes: what all workers together can still allocate.
+        server: name of the server; empty where the endpoint has one server.
     """
 
     workers: int
@@ -221,7 +233,10 @@ class ServerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrphanedResource:
-    """A provider's resource of an endpoint that nothing uses. `paid`: it incurs costs while it exists."""
+    """A provider's resource of an endpoint that nothing uses.
+
+    `paid`: whether it incurs costs while it exists.
+    """
 
     kind: str
     name: str
@@ -233,8 +248,8 @@ class OrphanedResource:
 class EndpointConfig:
     """What an endpoint is bound to, as its pipeline file declares.
 
-    `metrics` names under `source` the plugin that counts its requests, with that plugin's settings;
-    empty where the provider counts them.
+    `metrics` names under `source` the plugin that counts its requests, and holds that plugin's
+    settings. It is empty where the provider counts them.
     """
 
     endpoint: str
@@ -247,5 +262,8 @@ class EndpointConfig:
     metrics: Mapping[str, Json] = field(default_factory=dict)
 
     def serves(self, model: str, target: str) -> bool:
-        """Return whether it serves this model on this target; an empty name matches any."""
+        """Return whether the endpoint serves this model on this target.
+
+        An empty name matches any.
+        """
         return model in ("", self.model) and target in ("", self.target)

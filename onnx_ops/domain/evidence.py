@@ -12,8 +12,10 @@ from onnx_ops.domain.quantities import OMIT_DEFAULT
 from onnx_ops.domain.target import HardwareFingerprint
 
 NanPolicy = Literal["refused", "answered", "passed on", ""]
-"""Treatment of NaN by the source: it refuses such inputs, answers with numbers, or answers NaN; empty where no
-input can hold NaN.
+"""Treatment of NaN by the source model.
+
+It refuses such inputs, answers with numbers, or passes NaN on to its answer. Empty where no input
+can hold NaN.
 """
 
 
@@ -23,9 +25,10 @@ NAN_PROPERTY = "onnx-ops.nan"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceLimits:
-    """Inputs that the source model does not answer: groups that it refuses, with its error text, and NaN.
+    """Inputs that the source model does not answer.
 
-    `rows` of the `samples` rows were run on a slow source; both are 0 where all rows were run.
+    `refused` maps the groups of inputs that it refuses to its error text. `nan` is its treatment of
+    NaN. `rows` of the `samples` rows were run on a slow source; both are 0 where all rows were run.
     """
 
     nan: NanPolicy = ""
@@ -51,17 +54,19 @@ class TreeStructure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationMeasurement:
-    """One quantized activation on real rows.
+    """One quantized activation, measured on real rows.
 
-    `noise` is the largest |read back - written| of values inside the range, in units of step /
-    sqrt(12), the standard deviation of rounding: rounding alone makes up to sqrt(3). `departure` is
-    the root mean square distance from the float export's value in that unit, to which all earlier
-    layers contribute; None where the float export has no such value. `saturated` is the share of
-    values outside the range, without those below a range that begins at 0. `clipping` is the mean
-    square of what the range cuts off, relative to the mean square of 8-bit rounding over that
-    range. `stretch` is the width of the range relative to that of the values, at the end where it
-    fits best; None where the range may be that of a function (Softmax, Sigmoid, Tanh) and where no
-    value differs from 0.
+    Attributes:
+        noise: the largest |read back - written| of values inside the range. The unit is step /
+            sqrt(12), the standard deviation of rounding. Rounding alone makes up to sqrt(3).
+        saturated: share of values outside the range, without those below a range that begins at 0.
+        departure: root mean square distance from the float export's value, in the unit of `noise`.
+            All earlier layers contribute to it. None where the float export has no such value.
+        clipping: mean square of what the range cuts off, relative to the mean square of 8-bit
+            rounding over that range.
+        stretch: width of the range relative to that of the values, at the end where it fits best.
+            None where the range can be that of a function (Softmax, Sigmoid, Tanh), and where no
+            value differs from 0.
     """
 
     tensor: str
@@ -75,9 +80,10 @@ class ActivationMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloatOperator:
-    """An operator of a quantized variant that runs in float although its kind could run in int8.
+    """An operator of a quantized variant that runs in float.
 
-    `setting` fixes it; empty where no setting does.
+    Operators of its kind can run in int8. `setting` is the setting that fixes it; empty where no
+    setting does.
     """
 
     name: str
@@ -101,7 +107,9 @@ class Advice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int8Coverage:
-    """Which matrix products and convolutions run in int8 after the runtime's graph optimization.
+    """Which matrix products and convolutions run in int8.
+
+    This is measured after the runtime's graph optimization.
 
     `int8` and `floats` hold their names in the export. `unheeded` are operators that were excluded
     from quantization but that the runtime runs in int8.
@@ -113,7 +121,10 @@ class Int8Coverage:
 
     @property
     def summary(self) -> str:
-        """How many of the operators run in int8; recurrent layers are named where there are any."""
+        """How many of the operators run in int8.
+
+        Recurrent layers are named where there are any.
+        """
         recurrent = sorted({one.op_type for one in self.floats} & {"GRU", "LSTM", "RNN"})
         kinds = "/".join(("MatMul/Conv/Gemm", *recurrent))
         return f"{len(self.int8)} of {len(self.int8) + len(self.floats)} {kinds} run in int8"
@@ -124,9 +135,10 @@ EVIDENCE_SCHEMA = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityColumn:
-    """One column of an output on real rows: its largest |answer|, and the largest error beside the noise.
+    """One column of an output, measured on real rows.
 
-    Errors up to the noise times the gate's `noise_factor` are not visible.
+    `scale` is its largest |answer|, and `error` its largest error. Errors up to `noise` times the
+    gate's `noise_factor` are not visible.
     """
 
     column: str
@@ -139,21 +151,23 @@ class ParityColumn:
 class ParityMeasurement:
     """One output on one group of inputs.
 
-    Floats are measured by column, an index of the last axis (of the channels behind a convolution,
-    and apart in each segment of a joined output). `error`, `noise` and `ratio` = error / noise are
-    those of the worst `column`, whose largest |answer| is `scale`: `error` is max |onnx - src64|,
-    and `noise` the larger of max |src32 - src64| and the rounding error that the graph shows.
-    `columns` are those in which the least is visible, on real rows. For integer and string outputs
-    `error` is the share of rows that differ although the source is sure of them. `mismatch` names a
-    difference of shape or of the non-finite values, which no tolerance covers. `tolerance` is the
-    fixed tolerance that replaces the noise where the source does not run in float64.
+    Floats are measured by column, an index of the last axis. Behind a convolution it is an index of
+    the channels, and in a joined output each segment counts separately. `error`, `noise` and
+    `ratio` = error / noise are those of the worst `column`, whose largest |answer| is `scale`.
+    `error` is max |onnx - src64|. `noise` is the larger of max |src32 - src64| and the rounding
+    error that the graph shows. `columns` are those in which the least is visible, on real rows.
+
+    For integer and string outputs, `error` is the share of rows that differ although the source is
+    sure of them. `mismatch` names a difference of shape or of the non-finite values, which no
+    tolerance covers. `tolerance` is the fixed tolerance that replaces the noise where the source
+    does not run in float64.
 
     Where the source itself jumps (trees), `explained` counts the rows that differ beyond the noise
     and lie within the source's answers to inputs jittered by rounding. `unexplained` counts the
     other rows, which alone set the error.
 
-    `inside`: callers can send such inputs. `example` shows the row with the largest difference, if
-    any.
+    `inside`: whether callers can send such inputs. `example` shows the row with the largest
+    difference, if there is one.
     """
 
     output: str
@@ -175,7 +189,7 @@ class ParityMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchInvariance:
-    """One output of real rows run in one batch, compared with the same rows run one at a time.
+    """One output of real rows in one batch, and of the same rows one at a time.
 
     `error` is max |f(batch)[i] - f(row i)|; `ratio` is error in units of the source's noise.
     `changed` is the share of rows whose class (arg max, or label) differs; None for an output that
@@ -206,13 +220,14 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightMeasurement:
-    """Largest distance of a quantized weight from its float original, in quantization steps.
+    """Largest distance of a quantized weight from its float original.
 
-    Where that is more than rounding moves a weight, `output_error` is the mean square error of its
-    layer's outputs on real rows, relative to that of plain rounding; None where it was not
-    measured. `stretch` is the range of the type's levels relative to that of the levels in use;
-    None where the weight has no 8-bit levels. `bias`: it is one, and `output_error` is relative to
-    that of its layer with the original bias.
+    The distance `steps` is in quantization steps. Where it is larger than rounding makes it,
+    `output_error` is the mean square error of the layer's outputs on real rows, relative to that of
+    plain rounding. It is None where it was not measured. `stretch` is the range of the type's
+    levels relative to that of the levels in use; None where the weight has no 8-bit levels. `bias`:
+    whether the tensor is a bias. Its `output_error` is relative to that of its layer with the
+    original bias.
     """
 
     tensor: str
@@ -236,13 +251,14 @@ class SampledRows:
 class PairedCounts:
     """A metric of two models on the same rows.
 
-    `both` rows are right in both, `only_baseline` and `only_candidate` in one, the rest of `n` in
-    neither. `against` is `champion`, `fp32` or, for an absolute value, empty.
+    Both models are right on `both` rows, one of them on `only_baseline` or `only_candidate` rows,
+    and none on the rest of the `n` rows. `against` is `champion`, `fp32` or, for an absolute value,
+    empty.
 
     Where the data names groups, `groups` counts them. The design effects `change_effect` and
-    `value_effect` are how many times as many rows as independent ones are needed for the change and
-    for the candidate's own value. `equal`: all outputs of both models are equal on every row, so
-    that the change is exactly 0.
+    `value_effect` are factors: so many times as many rows as independent ones are needed for the
+    change, and for the candidate's own value. `equal`: whether all outputs of both models are equal
+    on every row, so that the change is exactly 0.
     """
 
     metric: str
@@ -283,7 +299,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreComparison:
-    """A metric that is not a count of rows: the candidate's value, and its difference from another model's.
+    """A metric that is not a count of rows, of the candidate and another model.
 
     `metric` is the label of its definition; `against` is as in `PairedCounts`. `baseline` is the
     other model's value on the same rows, `reference` the same with its interval. `difference` is
@@ -293,10 +309,10 @@ class ScoreComparison:
     infinite, a failure of the model).
 
     `groups` counts the groups that replace rows. `effective` is how many equally bad rows (or
-    groups) would carry the candidate's error as evenly; `heavy` holds the indices of the rows that
+    groups) would carry the candidate's error as evenly. `heavy` holds the indices of the rows that
     carry half of it, the worst first. `carrying` counts the heaviest rows (or groups) without which
-    the others carry the losses of both models evenly enough, 0 if all do; `rest` is the difference
-    or ratio of those others, None if they have no loss.
+    the others carry the losses of both models evenly enough; 0 if all rows do. `rest` is the
+    difference or ratio of those others, None if they have no loss.
     """
 
     metric: str
@@ -321,7 +337,9 @@ class ScoreComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyComparison:
-    """Paired latency of the variant (B) relative to another model (A) on one machine, measured now.
+    """Paired latency of the variant (B) relative to another model (A).
+
+    Both are measured now, on one machine.
 
     `log_ratios[i]` holds log(median B / median A) of the block pairs of session pair i;
     `self_log_ratios` the same for A against itself, the measure of the host's noise. Each run is
@@ -339,10 +357,11 @@ class LatencyComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencySamples:
-    """Single runs of the variant in nanoseconds; the raw values are stored beside the evidence.
+    """Durations of single runs of the variant, in nanoseconds.
 
-    Quantiles are of the runs that were not preempted; `preempted` counts the others. `sorted_ns`
-    keeps those runs in order, so that a gate can count exceedances of any limit.
+    The raw values are stored beside the evidence. Quantiles are those of the runs that were not
+    preempted; `preempted` counts the others. `sorted_ns` holds those runs in ascending order, so
+    that a gate can count exceedances of any limit.
     """
 
     batch: int
@@ -359,12 +378,12 @@ def throughput_metric_name(concurrency: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedRatios:
-    """A metric other than latency of the variant (B) relative to another model (A), measured alternately.
+    """A metric other than latency, of the variant (B) relative to another model (A).
 
-    `figure` is a `throughput_metric_name`, `load` or `first` (durations of a fresh process), or
-    `peak` (its memory). `log_ratios[i]` holds log(B / A) of pair i: of sessions under load, of
-    processes otherwise; `self_log_ratios` the same for A against itself, the measure of the host's
-    noise.
+    The two are measured alternately. `figure` is a `throughput_metric_name`, `load` or `first`
+    (durations of a fresh process), or `peak` (its memory). `log_ratios[i]` holds log(B / A) of pair
+    i: of sessions under load, of processes otherwise. `self_log_ratios` holds the same for A
+    against itself, the measure of the host's noise.
     """
 
     figure: str
@@ -376,10 +395,10 @@ class PairedRatios:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputMeasurement:
-    """Requests per second of fresh sessions of the variant, each called by `concurrency` threads at once.
+    """Requests per second of fresh sessions of the variant.
 
-    `per_second` holds one value per session, the median of its windows; `requests` counts those of
-    all windows.
+    `concurrency` threads call each session concurrently. `per_second` holds one value per session,
+    the median of its windows. `requests` counts those of all windows.
     """
 
     concurrency: int
@@ -390,7 +409,10 @@ class ThroughputMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingMeasurement:
-    """Rows per second where `threads` requests of `rows` rows each run at any moment, in one session."""
+    """Rows per second of one session under concurrent requests.
+
+    `threads` requests of `rows` rows each run at any moment.
+    """
 
     threads: int
     rows: int
@@ -399,11 +421,12 @@ class SchedulingMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColdStartMeasurement:
-    """Fresh processes that load the variant and answer `requests` requests; one value per process.
+    """Fresh processes that load the variant and answer `requests` requests.
 
-    `load_s` is the time to build the session, with the runtime imported and the file in the page
-    cache; `first_s` that of the first inference. `peak_bytes` is the peak of resident memory from
-    then on, less what was resident just before loading; empty where the system does not report it.
+    There is one value per process. `load_s` is the time to build the session, with the runtime
+    imported and the file in the page cache. `first_s` is the time of the first inference.
+    `peak_bytes` is the peak of resident memory from the start of loading, minus the memory that was
+    resident just before; empty where the system does not report it.
     """
 
     batch: int
@@ -415,11 +438,11 @@ class ColdStartMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeFacts:
-    """The providers that were requested and used, and how many nodes each one ran.
+    """The providers that were requested and used, and the nodes that each one ran.
 
-    `shape_nodes` counts those of another provider than the first that compute from nothing but
-    shapes: a runtime keeps them on the CPU, where shapes are. `clock_resolution_ns` is the shortest
-    step of the clock that times runs, measured; None in older evidence.
+    `shape_nodes` counts the nodes of other providers than the first that compute only from shapes.
+    A runtime keeps these nodes on the CPU, where shapes are. `clock_resolution_ns` is the measured
+    shortest step of the clock that times runs; None in older evidence.
     """
 
     runtime: str
@@ -434,7 +457,10 @@ class RuntimeFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChampionFacts:
-    """The target's champion when the variant was measured: version, digest of its files, and size."""
+    """The target's champion when the variant was measured.
+
+    The fields are its version, the digest of its files, and its size.
+    """
 
     version: str
     manifest: Digest
@@ -445,17 +471,22 @@ class ChampionFacts:
 class Evidence:
     """All measurements of one variant on one target.
 
-    `failure` is the reason for a missing measurement; its cause is the environment, never the
-    model. `raw` is the digest of the samples (`.npz`). `divergence` is that of the export, found
-    where it is first compared with its source, or else that of the target from that place. `recipe`
-    describes in sentences how the variant was made, `advice` what slows it down on the target.
-    `opsets` are the versions that the variant imports by domain, `operators` counts its nodes by
-    operator and version of its definition (`Gemm-13`). `champion` is what served then, even if its
-    files are those of the variant and there is nothing to compare. `grouped` explains why the
-    scored rows seem to belong together in groups where no key names groups. `scored_on` are the
-    machines that scored the rows in shards; none where the measuring machine did. `sampled` is None
-    where all rows of the data set are scored. `unused_inputs` are the inputs on which no answer of
-    the export depends.
+    Attributes:
+        failure: reason for a missing measurement. Its cause is the environment, never the model.
+        raw: digest of the samples (`.npz`).
+        divergence: that of the export on the machine that first compares it with its source. If
+            there is none, that of the target in comparison with this machine.
+        recipe: how the variant was made, in sentences.
+        advice: what slows the variant down on the target.
+        opsets: versions that the variant imports, by domain.
+        operators: number of its nodes by operator and version of the operator's definition
+            (`Gemm-13`).
+        champion: what served then, even if its files are those of the variant and there is nothing
+            to compare.
+        grouped: why the scored rows seem to belong together in groups, where no key names groups.
+        scored_on: machines that scored the rows in shards; none where the measuring machine did.
+        sampled: None where all rows of the data set are scored.
+        unused_inputs: inputs on which no answer of the export depends.
     """
 
     schema: int = EVIDENCE_SCHEMA

@@ -1,4 +1,7 @@
-"""How a runtime executes a model (declared by a target, done by a server), and the environment that it needs."""
+"""Execution of a model: providers, session settings and environment.
+
+A target declares how a runtime executes a model, and a server executes it in the same way.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ from onnx_ops.domain.quantities import Bytes, Json, Notation, Seconds
 CPU = "CPUExecutionProvider"
 
 INLINE_S = 250e-6
-"""A server runs a model that is faster than this on its event loop: handing over to a thread would
-cost as much.
+"""Run time in seconds below which a server runs a model on its event loop.
+
+For such a model, handing over to a thread would cost as much as the run.
 """
 
 GraphLevel = Literal["disabled", "basic", "extended", "all"]
@@ -66,7 +70,10 @@ class Execution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """An isolated environment for a framework or runtime whose packages are not part of this installation."""
+    """An isolated environment for a framework or a runtime.
+
+    The packages of the framework or runtime are not part of this installation.
+    """
 
     requirements: Annotated[
         tuple[str, ...],
@@ -84,7 +91,10 @@ class Environment:
     ] = True
 
     def content(self) -> dict[str, Json]:
-        """Return what affects results: memory and time limits do not."""
+        """Return the fields that affect results.
+
+        The limits of memory and time do not.
+        """
         return {
             "requirements": list(self.requirements),
             "python": self.python,
@@ -93,7 +103,9 @@ class Environment:
 
 
 PROVIDER_PACKAGES: Mapping[str, str] = {
-    "CUDAExecutionProvider": "pip install onnxruntime-gpu, in place of onnxruntime; it needs an NVIDIA GPU.",
+    "CUDAExecutionProvider": (
+        "pip install onnxruntime-gpu, in place of onnxruntime; it needs an NVIDIA GPU."
+    ),
     "TensorrtExecutionProvider": (
         "pip install onnxruntime-gpu, in place of onnxruntime, and TensorRT; "
         "it needs an NVIDIA GPU."
@@ -101,9 +113,13 @@ PROVIDER_PACKAGES: Mapping[str, str] = {
     "OpenVINOExecutionProvider": "pip install onnxruntime-openvino, in place of onnxruntime.",
     "CoreMLExecutionProvider": "pip install onnxruntime, on macOS.",
     "DmlExecutionProvider": "pip install onnxruntime-directml, on Windows.",
-    "MIGraphXExecutionProvider": "pip install onnxruntime-migraphx, in place of onnxruntime; it needs ROCm.",
+    "MIGraphXExecutionProvider": (
+        "pip install onnxruntime-migraphx, in place of onnxruntime; it needs ROCm."
+    ),
     "NnapiExecutionProvider": "Only builds of ONNX Runtime for Android have it.",
-    "XnnpackExecutionProvider": "Only mobile builds of ONNX Runtime have it, and custom builds with --use_xnnpack.",
+    "XnnpackExecutionProvider": (
+        "Only mobile builds of ONNX Runtime have it, and custom builds with --use_xnnpack."
+    ),
     "QNNExecutionProvider": "pip install onnxruntime-qnn, and name it: package: onnxruntime_qnn.",
 }
 """Installation command of each provider."""

@@ -1,4 +1,4 @@
-"""Gates and the definitions of their task metrics, and what a benchmark must measure for them."""
+"""Gates, their task metrics, and what a benchmark must measure for them."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ from onnx_ops.domain.task_metrics import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricDefinition:
-    """All settings that shape a metric's value, without limits. A custom metric has `use` and no `name`.
+    """All settings that shape a metric's value, without limits.
 
-    Two definitions that measure the same are equal: defaults are filled in.
+    A custom metric has `use` and no `name`. Defaults are filled in, so that two definitions that
+    measure the same are equal.
     """
 
     name: MetricName | None = None
@@ -58,17 +59,23 @@ class MetricDefinition:
 
     @property
     def reads(self) -> AnswerKind | None:
-        """What it reads from outputs and labels; None for a custom metric, which takes any array."""
+        """What the metric reads from outputs and labels.
+
+        None for a custom metric, which takes any array.
+        """
         return None if self.metric is None else self.metric.reads
 
     @property
     def method(self) -> CountedRows | MeanLoss | Resampled | None:
-        """What computes it, and its interval; None for a custom metric, which is resampled."""
+        """What computes the metric and its interval.
+
+        None for a custom metric, which is resampled.
+        """
         return None if self.metric is None else self.metric.method
 
     @property
     def options(self) -> Options:
-        """The keys of the gate that shape it, with their values."""
+        """The keys of the gate that shape the metric, with their values."""
         given = {
             "k": self.k,
             "average": self.average,
@@ -104,7 +111,10 @@ class MetricDefinition:
 
     @property
     def other_kind(self) -> str:
-        """The kind of output, and the metrics of the other kind; empty for metrics without such a kind."""
+        """The metric's kind of output, and metrics of the other kind, as a sentence.
+
+        Empty for metrics without such a kind.
+        """
         return suggest_other_kind(self.name) if self.name is not None else ""
 
     @property
@@ -119,7 +129,7 @@ RMSE = MetricDefinition(name=DEFAULT_FOR_NUMBERS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurementRequest:
-    """What a benchmark must measure for its gates, in addition to what it always measures.
+    """What a benchmark must measure for its gates, besides what it always measures.
 
     `tolerances` are slow-downs that the measurement should be able to detect, by kind of gate: they
     determine its duration. `speedup` holds those that a variant must reach against the export; a
@@ -132,7 +142,9 @@ class MeasurementRequest:
 
 
 class Gate(TaggedFamily):
-    """Base of all kinds of gates: frozen dataclasses with the key `kind`, entries of `GATES`.
+    """Base of all kinds of gates, which are entries of `GATES`.
+
+    Each kind is a frozen dataclass with the key `kind`.
 
     The rule that judges a kind is registered with `statistics.rules.common.judge_gate`.
     """
@@ -142,10 +154,13 @@ class Gate(TaggedFamily):
     kind: str
 
     counts: ClassVar[str] = ""
-    """What `n` counts in results that are no ratio."""
+    """What `n` counts in those results that are not ratios."""
 
     figures: ClassVar[tuple[str, ...]] = ()
-    """Metrics of `PairedRatios` that this kind judges, beside those of a concurrency."""
+    """Metrics of `PairedRatios` that this kind judges.
+
+    Metrics of a concurrency are judged by `ThroughputGate` and are not listed.
+    """
 
     @classmethod
     def members(cls) -> Mapping[str, type[Gate]]:
@@ -157,12 +172,18 @@ class Gate(TaggedFamily):
         return MeasurementRequest()
 
     def find_problems(self) -> Iterator[tuple[str, str]]:
-        """Yield problems between keys that are valid one by one: the key, or empty for the gate, and the message."""
+        """Yield problems between keys that are valid one by one.
+
+        Each problem is the key concerned (empty for the gate as a whole) and a message.
+        """
         yield from ()
 
 
 class TargetGate(Gate):
-    """Base of the gates that a target can have, of limits of its machine; task metrics belong to the pipeline."""
+    """Base of the gates that a target can have.
+
+    They set limits of its machine. Gates of task metrics belong to the pipeline.
+    """
 
     __slots__ = ()
 
@@ -193,8 +214,9 @@ def _find_zero_regression(max_regression: float | None) -> Iterator[tuple[str, s
 InputGroup: TypeAlias = Literal[
     "range", "batches", "lengths", "splits", "beyond_range", "missing", "infinite", "empty_batch"
 ]
-"""Kinds of inputs that parity runs besides the real rows; callers can send those from `range` to
-`splits`.
+"""Kinds of inputs that parity runs besides the real rows.
+
+Callers can send those from `range` to `splits`.
 """
 
 
@@ -204,7 +226,11 @@ GroupRule: TypeAlias = Literal["fail", "advise", "ignore"]
 @gate_kind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityGate(TargetGate):
-    """Agreement with the source: float variants within the noise of each column, quantized ones by invariants."""
+    """Agreement with the source model.
+
+    Float variants must stay within the noise of each column. Quantized variants are judged by
+    invariants.
+    """
 
     kind: Literal["parity"] = "parity"
     counts: ClassVar[str] = "rows"
@@ -257,9 +283,10 @@ class ParityGate(TargetGate):
 @gate_kind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricGate(Gate):
-    """A task metric, relative to the baseline on the same rows (`max_drop`, `max_increase`) or absolute (`min`, `max`).
+    """A task metric, relative to the baseline or absolute.
 
-    Limits are judged; all other keys define what is measured.
+    `max_drop` and `max_increase` are relative to the baseline on the same rows, `min` and `max` are
+    absolute. Limits are judged; all other keys define what is measured.
     """
 
     kind: Literal["metric"] = "metric"
@@ -339,7 +366,11 @@ class MetricGate(Gate):
 @gate_kind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyGate(TargetGate):
-    """Latency, relative to the baseline in paired runs, as absolute quantiles, or relative to the export."""
+    """Latency in paired runs or as quantiles.
+
+    Limits are relative to the baseline in paired runs, absolute as quantiles, or relative to the
+    export.
+    """
 
     kind: Literal["latency"] = "latency"
     max_regression: Annotated[
@@ -383,7 +414,7 @@ class LatencyGate(TargetGate):
         return MeasurementRequest(tolerances=tolerances)
 
     def find_problems(self) -> Iterator[tuple[str, str]]:
-        """Yield that it sets no limit, or limits that cannot be kept or take no effect."""
+        """Yield a missing limit, and limits that cannot be kept or take no effect."""
         if self == LatencyGate():
             yield (
                 "",
@@ -400,7 +431,7 @@ class LatencyGate(TargetGate):
 @gate_kind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputGate(TargetGate):
-    """Requests per second of one session that several threads call at once."""
+    """Requests per second of one session that several threads call concurrently."""
 
     kind: Literal["throughput"] = "throughput"
     counts: ClassVar[str] = "sessions"
@@ -420,7 +451,7 @@ class ThroughputGate(TargetGate):
         return MeasurementRequest(throughput=(self.concurrency,), tolerances=tolerances)
 
     def find_problems(self) -> Iterator[tuple[str, str]]:
-        """Yield that it sets no limit, or one that cannot be kept."""
+        """Yield a missing limit, or one that cannot be kept."""
         if self.max_regression is None and self.min is None:
             yield "", "a throughput gate needs 'max_regression' or 'min'"
         yield from _find_zero_regression(self.max_regression)
@@ -429,7 +460,10 @@ class ThroughputGate(TargetGate):
 @gate_kind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColdStartGate(TargetGate):
-    """Time of a fresh process to build the session from the file, and time of its first inference."""
+    """Time in which a fresh process builds the session and runs the first inference.
+
+    The session is built from the file. The two times are separate.
+    """
 
     kind: Literal["cold_start"] = "cold_start"
     counts: ClassVar[str] = "processes"
@@ -449,13 +483,13 @@ class ColdStartGate(TargetGate):
     ] = None
 
     def request(self) -> MeasurementRequest:
-        """Return that fresh processes are measured, and the regression to detect."""
+        """Request fresh processes, and the regression to detect."""
         return MeasurementRequest(
             starts=True, tolerances=_make_tolerances(self.kind, self.max_regression)
         )
 
     def find_problems(self) -> Iterator[tuple[str, str]]:
-        """Yield that it sets no limit, or one that cannot be kept."""
+        """Yield a missing limit, or one that cannot be kept."""
         if (self.load, self.first, self.max_regression) == (None, None, None):
             yield "", "a cold_start gate needs 'load', 'first' or 'max_regression'"
         yield from _find_zero_regression(self.max_regression)
@@ -464,7 +498,10 @@ class ColdStartGate(TargetGate):
 @gate_kind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryGate(TargetGate):
-    """Peak resident memory that loading the model and answering requests adds to a fresh process."""
+    """Peak resident memory that a model adds to a fresh process.
+
+    The process loads the model and answers requests.
+    """
 
     kind: Literal["memory"] = "memory"
     counts: ClassVar[str] = "processes"
@@ -475,13 +512,13 @@ class MemoryGate(TargetGate):
     ] = None
 
     def request(self) -> MeasurementRequest:
-        """Return that fresh processes are measured, and the regression to detect."""
+        """Request fresh processes, and the regression to detect."""
         return MeasurementRequest(
             starts=True, tolerances=_make_tolerances(self.kind, self.max_regression)
         )
 
     def find_problems(self) -> Iterator[tuple[str, str]]:
-        """Yield that it sets no limit, or one that cannot be kept."""
+        """Yield a missing limit, or one that cannot be kept."""
         if self.max is None and self.max_regression is None:
             yield "", "a memory gate needs 'max' or 'max_regression'"
         yield from _find_zero_regression(self.max_regression)
@@ -498,7 +535,10 @@ class SizeGate(TargetGate):
 
 
 def select_gates(pipeline: Iterable[Gate], target: Iterable[TargetGate]) -> tuple[Gate, ...]:
-    """Return the gates of a pipeline on a target; the target's gates replace those of the same kind."""
+    """Return the gates of a pipeline that apply on a target.
+
+    The target's gates replace those of the same kind.
+    """
     own = tuple(target)
     kinds = {gate.kind for gate in own}
     return (*(gate for gate in pipeline if gate.kind not in kinds), *own)

@@ -27,10 +27,10 @@ from onnx_ops.domain.rollout_policy import RolloutPolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerOrigin:
-    """Where a ledger was begun: the name of the project, and the place of its ledgers.
+    """Where a ledger was begun: the project's name, and the place of its ledgers.
 
-    `keys` are the release keys whose signatures count from there on: public keys in base64 of DER,
-    by digest.
+    `keys` are the release keys whose signatures count from that entry on: public keys in base64 of
+    DER, by digest.
     """
 
     project: str
@@ -40,9 +40,10 @@ class LedgerOrigin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointBound:
-    """The endpoint was bound to a model, a target and a provider, or its settings or policy changed.
+    """The endpoint was bound, or its settings or policy changed.
 
-    The first entry of a ledger has its origin.
+    An endpoint is bound to a model, a target and a provider. The first entry of a ledger has its
+    origin.
     """
 
     kind: Literal["endpoint-bound"] = "endpoint-bound"
@@ -53,10 +54,11 @@ class EndpointBound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerAdopted:
-    """From here on, signatures by `keys` count, and the ledger has this state; None: the state is unchanged.
+    """From this entry on, signatures by `keys` count, and `state` is the state.
 
-    The holder of a key has checked that state, so entries before this one need not be verifiable
-    any more: their key was retired or stolen, they are damaged, or they were never signed.
+    None: the state is unchanged. The holder of a key has checked the state. Earlier entries
+    therefore need not be verifiable any more: their key was retired or stolen, they are damaged, or
+    they were never signed.
     """
 
     kind: Literal["ledger-adopted"] = "ledger-adopted"
@@ -67,7 +69,10 @@ class LedgerAdopted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AliasSelection:
-    """An alias of the registry selects a version; a reconciler saw that first at `seen_at`."""
+    """An alias of the registry selects a version.
+
+    A reconciler saw that first at `seen_at`.
+    """
 
     alias: str
     version: str
@@ -76,9 +81,10 @@ class AliasSelection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intent:
-    """`holder` is about to perform the action. Until it expires or has an outcome, it is the lease of the endpoint.
+    """`holder` is about to perform the action.
 
-    `selected` is the alias that the action follows, if it follows one.
+    The intent is the lease of the endpoint until it expires or has an outcome. `selected` is the
+    alias that the action follows, if it follows one.
     """
 
     kind: Literal["intent"] = "intent"
@@ -98,7 +104,10 @@ class VersionSelected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRenewed:
-    """The holder of the intent in entry `of` is still working. Counts only while that intent is open."""
+    """The holder of the intent in entry `of` is still working.
+
+    This entry counts only while that intent is open.
+    """
 
     kind: Literal["lease-renewed"] = "lease-renewed"
     of: int
@@ -107,7 +116,10 @@ class LeaseRenewed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionOutcome:
-    """The intent or the refusal in entry `of` succeeded, or failed for the reason `detail`."""
+    """The outcome of the intent or the refusal in entry `of`.
+
+    It succeeded, or failed for the reason `detail`.
+    """
 
     kind: Literal["outcome"] = "outcome"
     of: int
@@ -117,7 +129,9 @@ class ActionOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackRequested:
-    """All traffic must go back, as `action` describes; its rejections hold from this entry on.
+    """All traffic must go back, as `action` describes.
+
+    The rejections of the action hold from this entry on.
 
     The rollback is pending until an outcome confirms that the endpoint was observed there, or until
     it is withdrawn. `by_operator` is False if metrics or the registry requested it.
@@ -130,7 +144,10 @@ class RollbackRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestWithdrawn:
-    """An operator withdrew what is pending: a rollback with its rejections, or a deletion."""
+    """An operator withdrew what is pending.
+
+    This is a rollback with its rejections, or a deletion.
+    """
 
     kind: Literal["request-withdrawn"] = "request-withdrawn"
     reason: str
@@ -147,7 +164,7 @@ class OperatorCommandSent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AliasesWritten:
-    """The registry shows these aliases (None: deleted), as the ledger does."""
+    """The registry now shows these aliases as the ledger does; None: deleted."""
 
     kind: Literal["aliases-written"] = "aliases-written"
     aliases: Mapping[str, str | None]
@@ -155,7 +172,10 @@ class AliasesWritten:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRefused:
-    """An alias pointed to a version that is not allowed to serve. An outcome follows once the alias is reverted."""
+    """An alias pointed to a version that is not allowed to serve.
+
+    An outcome follows once the alias is reverted.
+    """
 
     kind: Literal["version-refused"] = "version-refused"
     alias: str
@@ -166,7 +186,10 @@ class VersionRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseLeft:
-    """A run did not promote `version`: it was promoted before, and version `serving` has taken its place since."""
+    """A run did not promote `version`, which was promoted before.
+
+    Version `serving` has taken its place since.
+    """
 
     kind: Literal["release-left"] = "release-left"
     version: str
@@ -175,7 +198,9 @@ class ReleaseLeft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverrideRecorded:
-    """A person allowed this version to serve, with a reason, regardless of its gates and history.
+    """A person allowed this version to serve, regardless of its gates and history.
+
+    The person gave a reason.
 
     `signed` names the files and the target; the other fields repeat its content for readers.
     """
@@ -190,7 +215,10 @@ class OverrideRecorded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointDeleted:
-    """The deletion of the endpoint was requested, and completed if `done`. Its name may then be bound again."""
+    """The deletion of the endpoint was requested, and completed if `done`.
+
+    After its completion, the name can be bound again.
+    """
 
     kind: Literal["endpoint-deleted"] = "endpoint-deleted"
     reason: str = ""
@@ -199,7 +227,10 @@ class EndpointDeleted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointAbandoned:
-    """The endpoint was unbound, and what runs at `place` stays there. Its name may be bound again elsewhere."""
+    """The endpoint was unbound, and what runs at `place` stays there.
+
+    Its name can be bound again elsewhere.
+    """
 
     kind: Literal["endpoint-abandoned"] = "endpoint-abandoned"
     reason: str
@@ -208,10 +239,10 @@ class EndpointAbandoned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThresholdsFixed:
-    """Latency thresholds for the rollout of `candidate` (its manifest), read before the candidate got any request.
+    """Latency thresholds for the rollout of `candidate` (its manifest).
 
-    `thresholds` apply to the stable version and `slower` to the candidate; None if there were too
-    few requests.
+    They were read before the candidate got any request. `thresholds` apply to the stable version
+    and `slower` to the candidate; None if there were too few requests.
     """
 
     kind: Literal["thresholds-fixed"] = "thresholds-fixed"
@@ -222,7 +253,10 @@ class ThresholdsFixed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsRecorded:
-    """Counts of the rollout in progress from a metrics source. Any process continues from the last reading."""
+    """Counts of the rollout in progress from a metrics source.
+
+    Any process can continue from the last reading.
+    """
 
     kind: Literal["metrics-recorded"] = "metrics-recorded"
     reading: MetricsReading
@@ -240,7 +274,10 @@ class RolloutPaused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerWrittenOff:
-    """An operator declared that a silent server of the endpoint is gone for good: no rollback waits for it."""
+    """An operator declared that a silent server of the endpoint is gone for good.
+
+    No rollback waits for this server.
+    """
 
     kind: Literal["server-written-off"] = "server-written-off"
     server: str
@@ -249,7 +286,7 @@ class ServerWrittenOff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotificationSent:
-    """This notifier has sent what the entries up to `of` call for."""
+    """This notifier has sent all notifications of the entries up to `of`."""
 
     kind: Literal["notification-sent"] = "notification-sent"
     notifier: str
@@ -283,13 +320,18 @@ EntryBody = (
 LEDGER_SCHEMA = 2
 
 FOLD_VERSION = 4
-"""Version of `fold`. Snapshots of another one are not used: increase it whenever the same entries imply another state.
+"""Version of `fold`; snapshots of another version are not used.
+
+Increase it whenever the same entries imply another state.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEntry:
-    """One entry. `sequence` counts from 1 without gaps; `at` is in seconds since the epoch."""
+    """One entry of a ledger.
+
+    `sequence` counts from 1 without gaps; `at` is in seconds since the epoch.
+    """
 
     schema: int = LEDGER_SCHEMA
     endpoint: str
@@ -319,7 +361,9 @@ class PendingRollback:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseState:
-    """The state of an endpoint. Times are in seconds since the epoch; sequences are those of entries.
+    """The state of an endpoint.
+
+    Times are in seconds since the epoch; sequences are those of entries.
 
     Attributes:
         endpoint: name of the endpoint.
@@ -347,16 +391,17 @@ class ReleaseState:
         used_overrides: digests of all overrides ever recorded: none counts again after a rollback.
         known: every deployment that can have taken traffic, by version.
         stables: manifests of all versions that served as stable.
-        deleting: the endpoint is to be deleted; no other action is allowed.
-        pending_rollback: takes precedence over everything but a deletion.
+        deleting: whether the endpoint is to be deleted; no other action is allowed then.
+        pending_rollback: the rollback to carry out; takes precedence over everything but a
+            deletion.
         last_rollback: the rollback that took effect last, until another version serves.
         thresholds: the thresholds that were fixed last.
         observations: counts of the rollout in progress.
         open_refusal: the refusal in entry `refusal_sequence` whose alias is not reverted yet.
         pause: why the rollout needs an operator.
         notified: sequence up to which each notifier has sent.
-        written_off: servers that were declared gone, with the reason. One that reports again counts
-            again.
+        written_off: servers that were declared gone, with the reason. A server that reports again
+            counts again.
     """
 
     endpoint: str
@@ -401,11 +446,13 @@ class ReleaseState:
 
 
 def fold(endpoint: str, entries: Iterable[LedgerEntry]) -> ReleaseState:
-    """Return the state that the entries imply. The same entries always give the same state.
+    """Return the state that the entries imply.
+
+    The same entries always give the same state.
 
     Raises:
         ValueError: the entries belong to another endpoint, or are not in sequence; before an
-            adoption that sets the state, some may be missing.
+            adoption that sets the state, some entries can be missing.
     """
     state = ReleaseState(endpoint=endpoint)
     for entry in entries:
@@ -418,7 +465,7 @@ def apply_entry(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
 
     Raises:
         ValueError: the entry does not follow the last one, or belongs to another endpoint. An
-            adoption that sets the state may follow any earlier entry.
+            adoption that sets the state can follow any earlier entry.
     """
     after, body = state, entry.body
     if entry.endpoint != state.endpoint or not _follows(state, entry):
@@ -466,14 +513,20 @@ def _list_changed_rejections(before: ReleaseState, after: ReleaseState) -> set[s
 
 
 def _follows(state: ReleaseState, entry: LedgerEntry) -> bool:
-    """Return whether an entry may be the next one; entries before an adoption that sets the state may be missing."""
+    """Return whether an entry can be the next one.
+
+    Entries before an adoption that sets the state can be missing.
+    """
     if isinstance(entry.body, LedgerAdopted) and entry.body.state is not None:
         return entry.sequence > state.head
     return entry.sequence == state.head + 1
 
 
 def _adopt(state: ReleaseState, sequence: int, body: LedgerAdopted) -> ReleaseState:
-    """Return the state that an adoption sets whatever it was before, or the same one with other keys."""
+    """Return the state that an adoption sets, or the same state with other keys.
+
+    An adoption sets the state whatever it was before.
+    """
     if body.state is None:
         return replace(state, head=sequence, keys=body.keys)
     return replace(
@@ -508,7 +561,7 @@ def _unbind(state: ReleaseState, *, keeps_overrides: bool) -> ReleaseState:
 
 
 def _record_override(state: ReleaseState, body: OverrideRecorded) -> ReleaseState:
-    """Record an override. It counts once: it has no effect after a rollback."""
+    """Record an override, once: the same record has no effect after a rollback."""
     if (digest := body.signed.digest()) not in state.used_overrides:
         overrides = {**state.overrides, body.manifest: body}
         return replace(state, overrides=overrides, used_overrides=state.used_overrides | {digest})
@@ -530,7 +583,7 @@ def _record(
     | ReleaseLeft
     | ServerWrittenOff,
 ) -> ReleaseState:
-    """Record what changes neither roles nor rejections."""
+    """Record an entry that changes neither roles nor rejections."""
     match body:
         case VersionSelected():
             after = replace(state, selected=body.selected)
@@ -539,7 +592,7 @@ def _record(
         case ServerWrittenOff():
             after = replace(state, written_off={**state.written_off, body.server: body.reason})
         case OperatorCommandSent():
-            # To resume is to have no command again: the checks decide.
+            # RESUME removes the command, so that the checks decide again.
             command = None if body.command is OperatorCommand.RESUME else body.command
             after = replace(state, command=command, command_sequence=sequence, pause=None)
         case RolloutPaused():
@@ -576,7 +629,8 @@ def _count(state: ReleaseState, reading: MetricsReading) -> Observations | None:
     """Return the counts of the rollout in progress after one more reading."""
     counts, stable, candidate = state.observations, state.roles.stable, state.roles.candidate
     if counts is not None and state.open_intent is not None and reading.origin:
-        # The split can change at any moment: such a reading starts no interval.
+        # While an intent is open, the split can change at any moment. A reading of a source
+        # without generations then starts no interval.
         return counts.reset_reading(counts.split_at)
     if counts is not None and stable is not None and candidate is not None:
         return counts.with_reading(reading, stable=stable.name, candidate=candidate.name)
@@ -584,7 +638,10 @@ def _count(state: ReleaseState, reading: MetricsReading) -> Observations | None:
 
 
 def _open_intent(state: ReleaseState, entry: LedgerEntry, intent: Intent) -> ReleaseState:
-    """Open an intent. It replaces an open one, which may have reached the endpoint already."""
+    """Open an intent.
+
+    It replaces an open one, whose action can have reached the endpoint already.
+    """
     action = intent.action
     again = state.open_intent is not None and state.open_intent.action == action
     latest: dict[str, Any] = {}
@@ -632,7 +689,10 @@ def _request_rollback(
 
 
 def _close(state: ReleaseState, outcome: ActionOutcome, at: float) -> ReleaseState:
-    """Close the open refusal or intent; an outcome of one that was replaced changes nothing."""
+    """Close the open refusal or intent.
+
+    The outcome of an intent that was replaced changes nothing.
+    """
     if state.open_refusal is not None and outcome.of == state.refusal_sequence:
         return replace(state, open_refusal=None)
     opened = state.open_intent
@@ -640,7 +700,7 @@ def _close(state: ReleaseState, outcome: ActionOutcome, at: float) -> ReleaseSta
         return state
     if outcome.ok:
         return _complete(state, opened.action, at)
-    # A failed effect may have taken place: an interval of counts ends before it.
+    # A failed action can still have changed the split: no interval of counts spans it.
     observations = None if state.observations is None else state.observations.reset_reading(at)
     pending = state.pending_rollback
     if pending is not None:
@@ -677,7 +737,10 @@ def _complete(state: ReleaseState, action: Action, at: float) -> ReleaseState:
 
 
 def _rejected(state: ReleaseState, action: Action) -> Mapping[Digest, str]:
-    """Return what is rejected once an action is decided: never what it leads to."""
+    """Return what is rejected once an action is decided.
+
+    The version that the action makes stable is never rejected.
+    """
     rejected = {**state.rejected, **dict.fromkeys(action.reject, action.why)}
     stable = action.roles.stable
     stable_digests = () if stable is None else (stable.release, stable.manifest)
@@ -685,7 +748,10 @@ def _rejected(state: ReleaseState, action: Action) -> Mapping[Digest, str]:
 
 
 def _overrides(state: ReleaseState, action: Action) -> Mapping[Digest, OverrideRecorded]:
-    """Return the overrides that remain once an action is decided: none of what it rejects."""
+    """Return the overrides that remain once an action is decided.
+
+    No override of what the action rejects remains.
+    """
     items = state.overrides.items()
     return {
         manifest: given
@@ -695,14 +761,20 @@ def _overrides(state: ReleaseState, action: Action) -> Mapping[Digest, OverrideR
 
 
 def _known(state: ReleaseState) -> Mapping[str, Deployment]:
-    """Return every deployment that can have taken traffic, those of the open intent included."""
+    """Return every deployment that can have taken traffic.
+
+    Those of the open intent are included.
+    """
     if state.open_intent is None:
         return state.known
     return {**state.known, **{d.version: d for d in state.open_intent.action.state.deployments}}
 
 
 def _start_observations(state: ReleaseState, action: Action, at: float) -> Observations | None:
-    """Return the counts of the candidate; those of a new one start with its fixed thresholds."""
+    """Return the counts of the candidate.
+
+    The counts of a new candidate start with its fixed thresholds.
+    """
     candidate, step = action.roles.candidate, action.roles.step
     if candidate is None:
         return None

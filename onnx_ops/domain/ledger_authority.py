@@ -1,4 +1,4 @@
-"""What an entry of the ledger grants, and so needs a signature for.
+"""What an entry of the ledger grants, which requires a signature.
 
 A user who can write the ledger's storage can add entries. Without a signature, these can only
 record, restrict, or lead back to a version that a signed entry made stable and that was not
@@ -46,7 +46,7 @@ GRANTS: Mapping[type, str] = {
     OverrideRecorded: "overrides gates",
     VersionSelected: "says what an alias selects",
 }
-"""Kinds of entries that always grant."""
+"""Kinds of entries that always grant something, and what they grant."""
 
 RECORDS = (
     ActionOutcome,
@@ -56,17 +56,19 @@ RECORDS = (
     LeaseRenewed,
     ServerWrittenOff,
 )
-"""Kinds that never do. An outcome is a hint: the endpoint is observed, and restored to what was
-granted.
+"""Kinds of entries that never grant anything.
+
+An outcome is a hint: the endpoint is observed, and restored to what was granted.
 """
 
 _UPKEEP = (ActionKind.RESTORE, ActionKind.RETIRE, ActionKind.CLEAN_UP, ActionKind.RECONFIGURE)
 
 
 def explain_grant(state: ReleaseState, body: EntryBody) -> str:
-    """Return what the next entry grants, as a predicate of the entry; empty if it needs no signature.
+    """Return what the next entry grants; empty if it needs no signature.
 
-    A ledger of a model and target without endpoint grants nothing.
+    The text is a predicate of the entry. A ledger of a model and target without endpoint grants
+    nothing.
     """
     if "@" in state.endpoint or isinstance(body, RECORDS):
         return ""
@@ -77,7 +79,10 @@ def explain_grant(state: ReleaseState, body: EntryBody) -> str:
 
 
 def _check_bounds(state: ReleaseState, body: EntryBody) -> tuple[bool, str]:
-    """Return whether an entry only records, restricts or leads back, and what it grants otherwise."""
+    """Return whether an entry needs no signature, and what it grants otherwise.
+
+    An entry needs none if it only records, restricts or leads back.
+    """
     match body:
         case EndpointDeleted():
             return body.done and state.deleting, "deletes the endpoint"
@@ -109,7 +114,10 @@ def _is_granted(state: ReleaseState, action: Action) -> bool:
 
 
 def _keeps_roles(state: ReleaseState, action: Action) -> bool:
-    """Return whether the action only brings the endpoint to its roles, with at most the candidate's share."""
+    """Return whether the action only brings the endpoint to its roles.
+
+    The candidate gets at most the share of its step.
+    """
     roles, after, weights = state.roles, action.roles, action.state.split.weights
     if (after.stable, after.candidate, after.step) != (roles.stable, roles.candidate, roles.step):
         return False
@@ -132,7 +140,10 @@ def _keeps_roles(state: ReleaseState, action: Action) -> bool:
 
 
 def _leads_back(state: ReleaseState, action: Action) -> bool:
-    """Return whether all traffic goes to a version that was granted and is not rejected, and nothing else changes."""
+    """Return whether the action only leads back to a granted version.
+
+    All traffic goes to a version that was granted and is not rejected. Nothing else changes.
+    """
     goal, split = action.roles.stable, action.state.split
     if not action.is_rollback or goal is None or action.roles.candidate is not None:
         return False
@@ -154,7 +165,10 @@ def _leads_back(state: ReleaseState, action: Action) -> bool:
 
 
 def _list_granted(state: ReleaseState) -> list[Deployment]:
-    """Return every deployment that a signed entry has brought, that of the open action included."""
+    """Return every deployment that a signed entry has brought.
+
+    Those of the open action are included.
+    """
     roles = state.roles
     opened = () if state.open_intent is None else state.open_intent.action.state.deployments
     present = (d for d in (roles.stable, roles.previous, roles.candidate) if d is not None)
@@ -162,7 +176,11 @@ def _list_granted(state: ReleaseState) -> list[Deployment]:
 
 
 def _follows(state: ReleaseState, aliases: Mapping[str, str | None], goal: Deployment) -> bool:
-    """Return whether aliases of the endpoint are deleted, and the champion at most moves to the goal."""
+    """Return whether a rollback to the goal is allowed to write these aliases.
+
+    They are aliases of the endpoint. Each is deleted, but that of the champion can move to the
+    goal.
+    """
     own = _list_aliases(state)
     allowed = {None, goal.version}
     return all(
@@ -172,7 +190,10 @@ def _follows(state: ReleaseState, aliases: Mapping[str, str | None], goal: Deplo
 
 
 def _shows_served(state: ReleaseState, aliases: Mapping[str, str | None]) -> bool:
-    """Return whether the aliases are the endpoint's own, on versions that were stable, or as the ledger has them."""
+    """Return whether the registry is allowed to show these aliases.
+
+    They are the endpoint's own. Each is on a version that was stable, or as the ledger has it.
+    """
     served = {None, *(version for version, d in state.known.items() if d.manifest in state.stables)}
     if state.roles.stable is not None:
         served.add(state.roles.stable.version)

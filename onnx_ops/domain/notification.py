@@ -1,4 +1,4 @@
-"""Notifications for people, derived from the ledger, and the same as events for programs."""
+"""Notifications for people, derived from the ledger, and events for programs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.rollout import Action, ActionKind, WaitKind
 
 REPEAT_INTERVAL_S = 3600.0
-"""Seconds within which the same failure, refusal or wait of an endpoint is notified once."""
+"""Seconds within which a repeated notification of an endpoint is sent once.
+
+This holds for the same failure, refusal or wait.
+"""
 
 _LONGEST = 400
-"""Longest reason in characters; the history has all of it."""
+"""Largest number of characters of a reason; the history has the whole text."""
 
 
 class NotificationKind(StrEnum):
@@ -46,7 +49,10 @@ class NotificationKind(StrEnum):
 
 
 PROGRESS = frozenset({NotificationKind.STARTED, NotificationKind.ADVANCED})
-"""Steps of a rollout that goes well: events for programs, and notifications only on request."""
+"""Steps of a rollout that goes well.
+
+They are events for programs, and notifications only on request.
+"""
 
 _REPEATS = frozenset(
     {
@@ -69,12 +75,13 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notification:
-    """A notification: what happened, why in one line, a link, and the commands to type.
+    """A notification: what happened, why, a link, and the commands to type.
 
-    `commands` maps purposes to commands. `sequence` is its ledger entry, 0 if it is in no ledger;
-    `at` is the time of that entry in seconds since the epoch, `actor` its writer. `version` is the
-    version concerned, `serving` the one that has the traffic afterwards (most of it, during a
-    rollout); empty where there is none. `link` is empty where there is no page.
+    `why` is one line. `commands` maps purposes to commands. `sequence` is that of its ledger entry,
+    0 if it is in no ledger. `at` is the time of that entry in seconds since the epoch, `actor` its
+    writer. `version` is the version concerned. `serving` is the version that has the traffic
+    afterwards (most of it, during a rollout). Both are empty where there is none. `link` is empty
+    where there is no page.
     """
 
     endpoint: str
@@ -107,7 +114,10 @@ class Notification:
 
 
 def derive_notification(before: ReleaseState, entry: LedgerEntry) -> Notification | None:
-    """Return the notification of an entry, if there is one, given the state before it."""
+    """Return the notification of an entry, if there is one.
+
+    `before` is the state before the entry.
+    """
     body, opened, name = entry.body, before.open_intent, before.endpoint
     match body:
         case ActionOutcome() if opened is not None and body.of == before.generation:
@@ -157,10 +167,11 @@ def derive_notification(before: ReleaseState, entry: LedgerEntry) -> Notificatio
 def list_pending_notifications(
     endpoint: str, entries: Iterable[LedgerEntry], *, after: int = 0, progress: bool = False
 ) -> tuple[Notification, ...]:
-    """Return the notifications of entries after sequence `after`, oldest first; `progress` includes good steps.
+    """Return the notifications of entries after sequence `after`, oldest first.
 
-    Repetitions within `REPEAT_INTERVAL_S` are omitted: an effect that fails in every pass, an alias
-    that is set repeatedly, an endpoint that keeps failing.
+    `progress` includes the steps of a rollout that goes well. Repetitions within
+    `REPEAT_INTERVAL_S` are omitted: an effect that fails in every pass, an alias that is set
+    repeatedly, an endpoint that keeps failing.
     """
     state = ReleaseState(endpoint=endpoint)
     sent_at: dict[tuple[NotificationKind, str], float] = {}
@@ -353,8 +364,8 @@ REGISTERED = "onnx-ops.release.registered"
 class ReleaseEvent:
     """Something that happened to a resource.
 
-    `resource` is `onnx-ops.endpoint.NAME` or `onnx-ops.model.NAME`, `name` its display name;
-    triggers can filter by `labels`. `related` are other resources by their role. `at` is seconds
+    `resource` is `onnx-ops.endpoint.NAME` or `onnx-ops.model.NAME`, and `name` is its display name.
+    Triggers can filter by `labels`. `related` are other resources by their role. `at` is in seconds
     since the epoch. `key` is the same for every report of one occurrence; None where occurrences
     cannot be distinguished.
     """
@@ -375,7 +386,10 @@ def format_model_id(name: str) -> str:
 
 
 def build_event(notice: Notification) -> ReleaseEvent:
-    """Return the event of a notification: about a model if it is in no ledger, else about an endpoint."""
+    """Return the event of a notification.
+
+    The event of a drift is about a model, any other event about an endpoint.
+    """
     drift = notice.what is NotificationKind.DRIFTED
     payload: dict[str, Json] = {
         "what": notice.headline,
@@ -403,7 +417,10 @@ def build_event(notice: Notification) -> ReleaseEvent:
 
 
 def build_drift_notification(drift: Drift, *, at: float, actor: str) -> Notification:
-    """Return the notification of a champion that has drifted; `at` is in seconds since the epoch."""
+    """Return the notification of a champion that has drifted.
+
+    `at` is in seconds since the epoch.
+    """
     return Notification(
         endpoint=f"{drift.model}@{drift.target}",
         sequence=0,
@@ -414,9 +431,13 @@ def build_drift_notification(drift: Drift, *, at: float, actor: str) -> Notifica
         headline=f"champion v{drift.version} ({drift.variant}) has drifted",
         why=drift.reason,
         commands={
-            "See what it was": f"onnx-ops explain {drift.model}/{drift.version} --target {drift.target}",
+            "See what it was": (
+                f"onnx-ops explain {drift.model}/{drift.version} --target {drift.target}"
+            ),
             "Measure again": f"onnx-ops drift check {drift.pipeline}",
-            "Choose again": f"onnx-ops run configs/pipelines/{drift.pipeline}.yaml --no-cache benchmark",
+            "Choose again": (
+                f"onnx-ops run configs/pipelines/{drift.pipeline}.yaml --no-cache benchmark"
+            ),
         },
         model=drift.model,
         version=drift.version,

@@ -91,7 +91,10 @@ class PlacedAttempts(Attempts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileData:
-    """Arrays from a `.npz` file, or columns of a table: CSV (also tab-separated or gzip), Parquet or JSON Lines."""
+    """Arrays from a `.npz` file, or columns of a table.
+
+    A table is CSV (also tab-separated or gzip), Parquet or JSON Lines.
+    """
 
     file: Annotated[
         str, doc("Path of a .npz, .csv, .parquet or .jsonl file, relative to the project's root.")
@@ -195,7 +198,10 @@ class Export(PlacedAttempts):
 
     @property
     def translations(self) -> str:
-        """The reference to the project's table of ONNX functions for torch operators; empty if none is given."""
+        """The reference to the project's table of ONNX functions for torch operators.
+
+        Empty if none is given.
+        """
         return str(self.options.get(TRANSLATIONS, "")) if self.framework == "torch" else ""
 
 
@@ -272,7 +278,10 @@ class Quantize(PlacedAttempts):
     ] = ROLES
 
     def variant_names(self) -> tuple[str, ...]:
-        """Return the names of the variants that this entry makes: several for a search."""
+        """Return the names of the variants that this entry makes.
+
+        A search makes several.
+        """
         if self.method != AUTO:
             return (self.name,)
         return tuple(f"{self.name}-{role}" for role in dict.fromkeys(self.variants))
@@ -401,21 +410,24 @@ PLACEABLE = (
     StageKind.SCORE,
     StageKind.BENCHMARK,
 )
-"""Stages that can run on another machine. Keys and credentials of the others stay here."""
+"""Stages that can run on another machine.
+
+Keys and credentials of the other stages stay on this machine.
+"""
 
 MEASURED = (StageKind.SCORE, StageKind.BENCHMARK)
-"""Stages whose result depends on the machine, which it names."""
+"""Stages whose result depends on the machine; the result names the machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """One stage of a plan, applied to one variant and target where it fans out.
 
-    `settings` is everything in the pipeline that affects the result; `tools` are the versions of
-    the packages that do. `needs` names the stages whose manifests are its inputs; it cannot run
-    without them. `tolerates` names further stages that it waits for and uses if they succeeded.
-    `hints` affect how the stage runs, not its result, and are not part of the key. `own_process`
-    requests a separate process.
+    `settings` is everything in the pipeline that affects the result. `tools` are the versions of
+    the packages that affect it. `needs` names the stages whose manifests are its inputs; the stage
+    cannot run without them. `tolerates` names further stages that it waits for, and uses if they
+    succeeded. `hints` affect how the stage runs, not its result, and are not part of the key.
+    `own_process` requests a separate process.
     """
 
     id: str
@@ -433,7 +445,10 @@ class Stage:
     hints: Mapping[str, Json] = field(default_factory=dict)
 
     def key(self, inputs: Mapping[str, Manifest]) -> Digest:
-        """Return the digest of the stage's kind, place, settings and tools, and of the content of its inputs."""
+        """Return the digest that names the result of the stage.
+
+        It covers the stage's kind, place, settings and tools, and the content of its inputs.
+        """
         return digest_json(
             {
                 "kind": self.kind.value,

@@ -1,4 +1,7 @@
-"""Quantities with units. The unit is part of the type, so that the loader and the schema agree on it."""
+"""Quantities with units.
+
+The unit is part of the type, so that the loader and the schema agree on it.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,17 @@ from annotated_types import Ge, Gt, MaxLen, Unit
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 
 OMIT_DEFAULT: Mapping[str, bool] = {"later": True}
-"""Metadata of a field that was added after values were first stored. Its default is not written, so that older
-programs read the values and digests of documents stay the same.
+"""Metadata of a field that was added after values were first stored.
+
+Its default is not written. Older programs can therefore read the values, and the digests of
+documents stay the same.
 """
 
 COMPUTED: Mapping[str, bool] = {"found": True}
-"""Metadata of a field that is not a key of a file: the reader of the file computes it."""
+"""Metadata of a field that the reader of a file computes.
+
+The field is not a key of the file.
+"""
 
 
 class Notation(Enum):
@@ -29,7 +37,10 @@ class Notation(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A pattern that a text must match, and its description in messages. Part of the field's annotation."""
+    """A pattern that a text must match, and its description in messages.
+
+    It is part of a field's annotation.
+    """
 
     regex: str
     description: str
@@ -37,18 +48,19 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OneOf:
-    """The texts that a value can be, such as the keys of a table; a later entry counts too.
+    """The texts that a value can be, such as the keys of a table.
 
-    Part of the field's annotation.
+    An entry that is added to the table later counts too. It is part of a field's annotation.
     """
 
     choices: Collection[str]
 
 
 class TaggedFamily:
-    """Base of dataclasses that the value of their key `kind` distinguishes: a union of the members of a table.
+    """Base of dataclasses that are distinguished by the value of their key `kind`.
 
-    Readers of files and of JSON, and the schema, take a later entry of the table too.
+    Together they are a union of the members of a table. Readers of files and of JSON, and the
+    schema, also accept an entry that is added to the table later.
     """
 
     __slots__ = ()

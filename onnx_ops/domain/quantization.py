@@ -1,4 +1,7 @@
-"""The search for quantized variants under a budget, and recipes for the arithmetic of each machine."""
+"""The search for quantized variants under a budget, and recipes for each machine.
+
+A recipe depends on the machine's arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ SEARCH_FILE = "search.json"
 
 Role: TypeAlias = Literal["fast", "small", "exact"]
 ROLES: tuple[Role, ...] = ("fast", "small", "exact")
-"""Places on the front that a search gives variants to: NAME-fast, NAME-small, NAME-exact."""
+"""Points of the Pareto front that become variants.
+
+The variants are NAME-fast, NAME-small and NAME-exact.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +59,10 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """One way to make a variant. `nodes` can each stay in float; empty for a recipe without that choice.
+    """One way to make a variant.
 
-    A `deferred` recipe reduces size, and is tried once the others are repaired.
+    `nodes` are those that can each stay in float; empty for a recipe without that choice. A
+    `deferred` recipe reduces size, and is tried once the others are repaired.
     """
 
     name: str
@@ -69,10 +76,10 @@ class Recipe:
 class Trial:
     """One model that was built and measured on the tuning rows.
 
-    `drop` is the loss of the task metric against fp32 (negative: a gain), `error` the root mean
-    square distance of its outputs in units of their standard deviation. `ratios` are request times
-    over those of fp32, `p99` is in seconds, both by target. `failure` is the reason why there are
-    no measurements.
+    `drop` is the loss of the task metric against fp32 (negative: a gain). `error` is the root mean
+    square distance of its outputs, in units of their standard deviation. `ratios` are request times
+    divided by those of fp32, and `p99` is in seconds, both by target. `failure` is the reason why
+    there are no measurements.
     """
 
     recipe: str
@@ -99,7 +106,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """The error of the outputs if only this node were quantized; infinite counts as None with a `failure`."""
+    """The error of the outputs if only this node were quantized.
+
+    An infinite error is None, with a `failure`.
+    """
 
     recipe: str
     node: str
@@ -118,10 +128,11 @@ class SearchLogEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeContribution:
-    """The effect of keeping one node in float while the other kept nodes stay the same.
+    """The effect of keeping one node in float.
 
-    `metric` is the gain of the task metric (negative: a loss), `time` the factor of the request
-    time by target: 1.1 is 10 % more. `kept` is False where the node was quantized again.
+    The other kept nodes stay the same. `metric` is the gain of the task metric (negative: a loss).
+    `time` is the factor of the request time by target: 1.1 is 10 % more. `kept` is False where the
+    node was quantized again.
     """
 
     recipe: str
@@ -133,7 +144,7 @@ class NodeContribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierSlot:
-    """A place on the front: the number of its trial, or why it is empty."""
+    """A point of the Pareto front: the number of its trial, or why it is empty."""
 
     role: Role
     trial: int | None = None
@@ -144,8 +155,8 @@ class FrontierSlot:
 class SearchRecord:
     """All trials and results of a search.
 
-    `pareto_front` holds indices of trials; `stopped` is the reason why the search ended, and
-    `timed_out` whether recipes were left to try.
+    `pareto_front` holds indices of trials. `stopped` is the reason why the search ended.
+    `timed_out` is whether recipes were left to try.
     """
 
     schema: int = 1
@@ -168,7 +179,10 @@ class SearchRecord:
 
 _CPUS = frozenset({CPU, "cpu"})
 WASM = "wasm"
-"""WebAssembly: products of small numbers are widened to 16 bits before they are added up."""
+"""WebAssembly.
+
+Products of small numbers are widened to 16 bits before they are added.
+"""
 
 
 DISTRIBUTION = (
@@ -179,12 +193,12 @@ DISTRIBUTION = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """How a target computes in few bits.
+    """How a target computes with few bits.
 
-    `saturates`: sums of two products of uint8 and int8 are cut to 16 bits, so that large weights
-    give wrong sums. `fp16`: half precision is computed as such, not converted to float32 and back.
-    `wide`: registers of 512 bits, on which the layout of convolutions in a graph saved at level
-    `all` depends.
+    `saturates`: whether sums of two products of uint8 and int8 are cut to 16 bits, so that large
+    weights give wrong sums. `fp16`: whether half precision is computed as such, not converted to
+    float32 and back. `wide`: whether registers have 512 bits. The layout of convolutions in a graph
+    that is saved at level `all` depends on it.
     """
 
     family: Literal["x86", "arm", "accelerator", "other"]
@@ -235,7 +249,9 @@ def detect_arithmetic(hardware: HardwareFingerprint, target: Target) -> Arithmet
 def choose_static_recipe(
     options: Mapping[str, Any], machines: Sequence[Arithmetic]
 ) -> StaticRecipe:
-    """Return the types of static quantization that every machine runs fast and correctly.
+    """Return the types of static quantization for all machines.
+
+    Every machine runs them fast and correctly.
 
     Args:
         options: `activations`, `weights`, `reduce_range`, `symmetric`, where the user has set them.
@@ -309,7 +325,9 @@ def find_type_conflict(options: Mapping[str, Any]) -> str:
 def list_search_recipes(
     machines: Sequence[Arithmetic], *, calibrated: bool, small: bool
 ) -> tuple[Recipe, ...]:
-    """Return the recipes that a search tries on all machines, the cheapest to build first.
+    """Return the recipes that a search tries on all machines.
+
+    The cheapest to build is first.
 
     Types within each recipe follow the machines (`choose_static_recipe`, `choose_reduce_range`).
 

@@ -1,4 +1,7 @@
-"""Values that a registry receives and returns, and the policy that defines which user can move which alias."""
+"""Values that a registry receives and returns, and the promotion policy.
+
+The policy defines which user can move which alias.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.quantities import OMIT_DEFAULT
 
 ANYONE = "*"
-"""Matches every user, also one whom the server does not know."""
+"""Matches every user, including one whom the server does not know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +96,7 @@ def flatten_origins(lineage: Lineage) -> dict[str, str]:
 class Provenance:
     """The author, time and commit of a report; unknown fields are empty.
 
-    `at` is a time in UTC, to the minute. `changed`: files differed from the commit.
+    `at` is a time in UTC, to the minute. `changed`: whether files differed from the commit.
     """
 
     at: str = ""
@@ -105,9 +108,10 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseRelease:
-    """The record of the branch that a release is compared with: choices and evidence of one of its commits.
+    """The record of the branch that a release is compared with.
 
-    `why` gives the reason in one line if there is no record.
+    It holds the choices and the evidence of one of the branch's commits. `why` gives the reason in
+    one line if there is no record.
     """
 
     branch: str
@@ -123,9 +127,9 @@ class VariantRecord:
 
     `files` are the model's files by name (the first level of the version's folder), `manifest`
     their digests. `evidence` are further documents by artifact path. `metrics` are plain numbers
-    for the registry's tables. `decisions` by target; unsigned decisions are for people, signed ones
-    are what promotes. `measured_on` names the data set of the lineage that was measured; `example`
-    is a request, JSON `{"inputs": {name: rows}}`.
+    for the registry's tables. `decisions` and `signed` are by target: the unsigned decisions are
+    for people, and only the signed ones permit a promotion. `measured_on` names the data set of the
+    lineage that was measured. `example` is a request, JSON `{"inputs": {name: rows}}`.
     """
 
     variant: str
@@ -140,13 +144,19 @@ class VariantRecord:
     example: bytes = b""
 
     def evidence_digest(self) -> Digest:
-        """Digest of the evidence documents, signed decisions and gate results included."""
+        """Return the digest of the evidence documents.
+
+        Signed decisions and gate results are included.
+        """
         return digest_json({name: digest_file(path) for name, path in self.evidence.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """The versions of one pipeline run. `about` is Markdown that describes the registered model."""
+    """The versions of one pipeline run.
+
+    `about` is Markdown that describes the registered model.
+    """
 
     model: str
     lineage: Lineage
@@ -156,7 +166,7 @@ class Publication:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRecord:
-    """One registered version, read back."""
+    """One registered version, as read from the registry."""
 
     model: str
     version: str
@@ -169,9 +179,11 @@ class VersionRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedVersion:
-    """A registered version in a list. `created_at` is seconds since the epoch; `evidence` is the digest over the
-    documents that were published with it last (`VariantRecord.evidence_digest`), if the registry
-    knows it.
+    """A registered version in a list.
+
+    `created_at` is in seconds since the epoch. `evidence` is the digest over the documents that
+    were published with the version last (`VariantRecord.evidence_digest`), if the registry knows
+    it.
     """
 
     version: str
@@ -186,8 +198,8 @@ class ListedVersion:
 class Choice:
     """The variant that a release serves on one target, or why there is none.
 
-    `objective` is the preference applied; `tied` names variants that the noise does not allow to
-    distinguish from it.
+    `objective` is the preference that was applied. `tied` names variants that the noise does not
+    allow to distinguish from the chosen one.
     """
 
     target: str
@@ -200,7 +212,9 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """The result of the register stage: version by variant, and the choice of each target.
+    """The result of the register stage.
+
+    It has the version of each variant, and the choice of each target.
 
     `run` is the stage's key; `report` the address of the release's report, if the registry has
     pages. `evidence` maps a variant to the digest of the documents that were published with its

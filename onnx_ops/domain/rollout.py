@@ -1,4 +1,4 @@
-"""The rollout state machine: its values, and the pure function that chooses the next action.
+"""The rollout state machine: its values, and the function for the next action.
 
     first-deployment -> (start -> advance* -> finish) -> retire-previous
                                     \\-> abort                  \\-> rollback
@@ -25,7 +25,7 @@ from onnx_ops.domain.rollout_policy import PlannedStep, RolloutPolicy, SplitTest
 _NO_TRAFFIC = PlannedStep(kind="canary", percent=0)
 _NO_FEEDBACK = "no feedback was reported"
 _REPORTED_DESIGN_EFFECT = 1.5
-"""Design effect from which a guardrail's summary mentions it."""
+"""Smallest design effect that a guardrail's summary mentions."""
 
 
 class ActionKind(StrEnum):
@@ -67,10 +67,10 @@ class WaitKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
-    """Deployments of one endpoint by role. `step` indexes the policy's steps while there is a candidate.
+    """Deployments of one endpoint by role.
 
-    `finished_at` is when the last rollout finished, in seconds since the epoch; 0 once `previous`
-    is retired.
+    `step` is an index of the policy's steps while there is a candidate. `finished_at` is when the
+    last rollout finished, in seconds since the epoch; 0 once `previous` is retired.
     """
 
     stable: Deployment | None = None
@@ -104,7 +104,10 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """Nothing to do now, and why. A rollout that is paused or inconclusive continues on an operator's command only."""
+    """Nothing to do now, and why.
+
+    A rollout that is paused or inconclusive continues only on an operator's command.
+    """
 
     why: str
     kind: WaitKind = WaitKind.IDLE
@@ -112,14 +115,24 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardrailResult:
-    """One guardrail: events among the requests of either version, and the evidence (log10) against the candidate.
+    """The result of one guardrail, with the evidence against the candidate.
 
-    `low` and `high` bound the odds ratio at any time; None where not computed. `compared` counts
-    what the evidence of the present step rests on; the step needs `required`. `units` are those of
-    either version with any event, and all, where the source counts them; else `design_effect` is
-    how many requests carry the information of one independent request. A violation pauses the
-    rollout if `holds`, else aborts it. `rule` describes what was compared where it is not a pair of
-    counts. `percentile` is where the counts speak most against the candidate.
+    Attributes:
+        percentile: where the counts speak most against the candidate.
+        canary: events among the requests of the candidate, and all its requests.
+        stable: the same of the stable version.
+        units: units with any event, and all units, of candidate and stable version, where the
+            source counts them.
+        evidence: log10 of the evidence against the candidate.
+        limit: log10 of the evidence that is a violation.
+        low: lower bound of the odds ratio at any time; None where not computed.
+        high: upper bound of the odds ratio at any time; None where not computed.
+        design_effect: where units are not counted, how many requests carry the information of one
+            independent request.
+        holds: whether a violation pauses the rollout; otherwise it aborts the rollout.
+        compared: count of what the evidence of the present step rests on.
+        required: the value of `compared` that the step needs.
+        rule: what was compared, where that is not a pair of counts.
     """
 
     name: str
@@ -168,11 +181,11 @@ class GuardrailResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOutlier:
-    """A server whose share of bad requests to a deployment differs from that of the other servers.
+    """A server whose share of bad requests to a deployment is unlike that of others.
 
-    `place` is what is bad about them. `own` and `others` are bad requests and all, on this server
-    and on the others. `evidence` is log10. It is a hint: requests are counted as if they were
-    independent.
+    `place` is what is bad about the requests. `own` and `others` are bad requests and all requests,
+    on this server and on the others. `evidence` is a log10. The result is a hint: requests are
+    counted as if they were independent.
     """
 
     server: str
@@ -195,12 +208,13 @@ class ServerOutlier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnalysisResult:
-    """What the metrics show about the present step. Texts are empty where there is nothing to report.
+    """What the metrics show about the present step.
 
-    `started_at` is when the step took effect; `requests` counts the candidate's since then (copies
-    in a shadow step). `unmet_target` names a service level that is not shown yet, `split_mismatch`
-    describes traffic that is not split as planned, `gross_failure` a candidate that fails outright.
-    `ab_outcome` is that of the A/B test. `outliers` decide nothing.
+    Texts are empty where there is nothing to report. `started_at` is when the step took effect.
+    `requests` counts the candidate's requests since then (copies in a shadow step). `unmet_target`
+    names a service level that is not shown yet. `split_mismatch` describes traffic that is not
+    split as planned, `gross_failure` a candidate that fails outright. `ab_outcome` is that of the
+    A/B test. `outliers` decide nothing.
     """
 
     started_at: float
@@ -291,7 +305,9 @@ def choose_next_action(
 
 
 def plan_abort(roles: Roles, target: str, *, why: str, reject: bool) -> Action:
-    """Return the action that gives the stable version all traffic. The candidate stays loaded: only weights change.
+    """Return the action that gives the stable version all traffic.
+
+    The candidate stays loaded: only weights change.
 
     Raises:
         ValueError: no rollout is in progress.
@@ -309,7 +325,10 @@ def plan_abort(roles: Roles, target: str, *, why: str, reject: bool) -> Action:
 
 
 def plan_rollback(roles: Roles, to: Deployment, target: str, *, why: str) -> Action:
-    """Return the action that gives `to` all traffic and rejects what had it. Only weights change."""
+    """Return the action that gives `to` all traffic and rejects what had it.
+
+    Only weights change.
+    """
     left = [
         d for d in (roles.candidate, roles.stable) if d is not None and d.manifest != to.manifest
     ]
@@ -328,7 +347,10 @@ def plan_rollback(roles: Roles, to: Deployment, target: str, *, why: str) -> Act
 
 
 def plan_reversal(roles: Roles, begun: Action, target: str, *, why: str) -> Action | None:
-    """Return the action that reverses `begun`, started at `roles`; None if `begun` brought no version to traffic."""
+    """Return the action that reverses `begun`, which started at `roles`.
+
+    None if `begun` brought no version to traffic.
+    """
     if roles.stable is None or begun.kind not in (
         ActionKind.START,
         ActionKind.ADVANCE,
@@ -349,12 +371,14 @@ def build_split_state(
     tolerance: float | None = None,
     epoch_s: float = 0.0,
 ) -> EndpointState:
-    """Return the state in which `candidate` receives `percent` of the traffic and `stable` the rest.
+    """Return the state with `percent` of the traffic on `candidate`.
+
+    `stable` receives the rest.
 
     Args:
         idle: deployments that stay loaded without traffic.
         mirror_percent: percentage of requests of which the candidate gets a copy.
-        tolerance: relative difference that answers to copies may show.
+        tolerance: relative difference that answers to copies can show.
         epoch_s: seconds after which all users are assigned anew; 0: a user stays with a version.
 
     Raises:
@@ -377,7 +401,10 @@ def build_split_state(
 
 
 def _rejected(bad: Iterable[Deployment], good: Deployment) -> tuple[Digest, ...]:
-    """Return what is rejected: whole releases, or single versions of the good version's release."""
+    """Return what is rejected: releases as a whole, or single versions.
+
+    Of the good version's release, only single versions are rejected.
+    """
     return tuple(dict.fromkeys(d.manifest if d.release == good.release else d.release for d in bad))
 
 
@@ -397,14 +424,20 @@ def _deploy_first(desired: Deployment | None, target: str) -> Action | Wait:
 
 
 def find_step(policy: RolloutPolicy, index: int) -> PlannedStep:
-    """Return the candidate's step, never 100 %; if the policy was shortened, its last one before."""
+    """Return the candidate's step, which is never 100 %.
+
+    If the policy was shortened, it is the last step before 100 %.
+    """
     before = policy.planned()[:-1] or (_NO_TRAFFIC,)
     return before[min(index, len(before) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Rollout:
-    """The rollout of an endpoint that has a stable version, as `choose_next_action` is asked about it."""
+    """The rollout of an endpoint that has a stable version.
+
+    The fields are arguments of `choose_next_action`.
+    """
 
     stable: Deployment
     roles: Roles
@@ -416,7 +449,10 @@ class _Rollout:
     draws_epochs: bool
 
     def find_abort(self, desired: Deployment | None) -> Action | None:
-        """Return the abort of a candidate that failed or is no longer requested; None if there is neither."""
+        """Return the abort of a candidate that failed or is no longer requested.
+
+        None if neither is the case.
+        """
         candidate, analysis = self.roles.candidate, self.analysis
         if candidate is None:
             return None
@@ -480,7 +516,10 @@ class _Rollout:
         return self.move_to_step(self.roles.step + 1, candidate, because)
 
     def _evaluate_step(self, candidate: Deployment, step: PlannedStep) -> Action | Wait | str:
-        """Return why the rollout may leave the step, else what to do. Without metrics nothing moves."""
+        """Return why the rollout can leave the step, else what to do.
+
+        Without metrics, the rollout does not move.
+        """
         policy, analysis = self.policy, self.analysis
         share = _describe_share(candidate, step)
         if analysis is None:
@@ -588,7 +627,10 @@ def _describe_evidence(step: PlannedStep, analysis: AnalysisResult) -> str:
 def _find_missing(
     step: PlannedStep, policy: RolloutPolicy, analysis: AnalysisResult, elapsed: float
 ) -> str:
-    """Return what the step has not shown yet, or empty. NaN shows nothing."""
+    """Return what the step has not shown yet, or empty.
+
+    NaN shows nothing.
+    """
     if not analysis.requests >= step.minimum:
         return f"{analysis.requests} of {step.minimum} requests"
     for guard in analysis.guardrails:

@@ -1,6 +1,7 @@
-"""Counts of a rollout: readings of a metrics source, the intervals between them, and fixed thresholds.
+"""Counts of a rollout: readings, the intervals between them, and thresholds.
 
-Every count is a whole number of requests or of units, so that any process can continue counting.
+A metrics source gives the readings. The thresholds are fixed before the rollout. Every count is a
+whole number of requests or of units, so that any process can continue counting.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from onnx_ops.domain.rollout_policy import LATENCY_PLACES, LATENCY_QUANTILES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyThresholds:
-    """Latencies in seconds that requests of a version are counted above, fixed before the rollout.
+    """Latencies in seconds above which requests of a version are counted.
 
-    They are read from `requests` requests to the stable version. `places_s` follow
-    `LATENCY_PLACES`.
+    They are fixed before the rollout, from `requests` requests to the stable version. `places_s`
+    are in the order of `LATENCY_PLACES`.
     """
 
     p50_s: float
@@ -67,7 +68,10 @@ class RequestCounts:
     over_places: tuple[int, ...] | None = field(default=None, metadata=OMIT_DEFAULT)
 
     def over(self) -> Mapping[str, int]:
-        """Return the known counts of requests over a threshold, by the name of its guardrail or place."""
+        """Return the known counts of requests over a threshold.
+
+        The keys are the names of the threshold's guardrail or place.
+        """
         counts = {name: getattr(self, _over_field(name)) for name in LATENCY_QUANTILES}
         known = {name: count for name, count in counts.items() if count is not None}
         return {**known, **dict(zip(LATENCY_PLACES, self.over_places or (), strict=False))}
@@ -83,7 +87,10 @@ class RequestCounts:
         )
 
     def plus(self, other: RequestCounts) -> RequestCounts:
-        """Return the counts of both. A count that one of them does not know is unknown."""
+        """Return the counts of both.
+
+        A count that one of them does not know is unknown.
+        """
         return RequestCounts(
             requests=self.requests + other.requests,
             errors=self.errors + other.errors,
@@ -100,7 +107,10 @@ class RequestCounts:
         )
 
     def minus(self, before: RequestCounts | None) -> RequestCounts | None:
-        """Return the counts since `before` (None: all counts); None if they are inconsistent, as after a restart."""
+        """Return the counts since `before` (None: all counts).
+
+        The result is None if they are inconsistent, as after a restart.
+        """
         if before is None:
             zero = RequestCounts(timed=None if self.timed is None else 0)
             before = zero.with_over(dict.fromkeys(self.over(), 0))
@@ -140,7 +150,10 @@ class RequestCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShadowCounts:
-    """Copies of requests: answers that were compared, those that differ, and copies that failed."""
+    """Copies of requests.
+
+    They are counted as answers that were compared, answers that differ, and copies that failed.
+    """
 
     compared: int = 0
     differing: int = 0
@@ -182,29 +195,38 @@ class ShadowCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyQuantiles:
-    """Latencies in seconds since the last reading, from a source that cannot count requests over a threshold."""
+    """Latencies in seconds since the last reading.
+
+    They are from a source that cannot count requests over a threshold.
+    """
 
     p50_s: float
     p99_s: float
 
 
 BADNESS_EDGES = (0.0, *(2.0**-k for k in range(10, 5, -1)), *(k / 32 for k in range(1, 33)))
-"""Upper edges of the bins of badness: no event, halves of 1/32 for rare events of busy users, then steps of 1/32.
+"""Upper edges of the bins of badness.
 
-A unit is in the first bin whose edge is not below events / requests. Rounding up needs no
+The first bin has no event. Halves of 1/32 follow, for rare events of busy users, then steps of
+1/32. A unit is in the first bin whose edge is not below events / requests. Rounding up needs no
 correction, since it does not depend on the assignment.
 """
 USER_BLOCKS = 64
-"""Blocks of users, which the cell of a user's key modulo this number belongs to."""
+"""Number of blocks of users.
+
+A user belongs to the block of the cell of the user's key, modulo this number.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCounts:
-    """Units of either version by badness, the share of a unit's requests that were events.
+    """Units of either version, by badness.
+
+    The badness of a unit is the share of its requests that were events.
 
     A unit is what is assigned to a version independently of others: the requests of one cell of
     users in one epoch, or a single request without a key. Each version has a number for each of
-    `BADNESS_EDGES`; zeros at the end may be left out.
+    `BADNESS_EDGES`; zeros at the end can be left out.
     """
 
     candidate: tuple[int, ...] = ()
@@ -220,11 +242,12 @@ class UnitCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochUnits:
-    """Units of one epoch, for all of which the traffic split of the routing table `generation` held.
+    """Units of one epoch.
 
-    `units` are by place: `errors`, `refused`, and the latency guardrails and places with a
-    threshold. For the latter, a unit counts its timed requests. Counts of one cell from several
-    servers are added before its badness is formed.
+    The traffic split of the routing table `generation` held for all of them. `units` are by place:
+    `errors`, `refused`, and the latency guardrails and places with a threshold. For the latter, a
+    unit counts its timed requests. Counts of one cell from several servers are added before its
+    badness is formed.
     """
 
     generation: int
@@ -234,7 +257,9 @@ class EpochUnits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserBlocks:
-    """Requests and events of one deployment by block of users, for a split that is sticky by user.
+    """Requests and events of one deployment by block of users.
+
+    They are counted for a split that is sticky by user.
 
     Each has `USER_BLOCKS` + 1 numbers; the last one is of requests without a key. For feedback,
     requests are entries and events are successes.
@@ -253,12 +278,12 @@ class UserBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationCounts:
-    """Counts of one server since one start, under one generation of its routing table. They only grow.
+    """Counts of one server since one start, under one generation of its routing table.
 
-    `origin` identifies server and start. `tallies` are by deployment. `shadow` counts copies to the
-    candidate. `blocks` are by deployment and place (`errors`, `feedback`, latency); empty unless
-    the split is sticky by user. `server` is the name that a server keeps over its starts; empty if
-    it has none.
+    The counts only grow. `origin` identifies server and start. `tallies` are by deployment.
+    `shadow` counts copies to the candidate. `blocks` are by deployment and place (`errors`,
+    `feedback`, latency); empty unless the split is sticky by user. `server` is the name that a
+    server keeps over its starts; empty if it has none.
     """
 
     origin: str
@@ -271,7 +296,10 @@ class GenerationCounts:
     server: str = field(default="", metadata=OMIT_DEFAULT)
 
     def is_later_than(self, before: GenerationCounts) -> bool:
-        """Return whether these counts of the same origin and generation were read after `before`, or equal it."""
+        """Return whether these counts were read after `before`, or equal it.
+
+        Both have the same origin and generation.
+        """
         grown = all(
             self.tallies.get(name, RequestCounts()).requests >= tally.requests
             for name, tally in before.tallies.items()
@@ -293,9 +321,10 @@ class GenerationCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerUptime:
-    """Seconds in which a server served one generation of the routing table, and how often it ended without a report.
+    """Seconds in which a server served one generation of the routing table.
 
-    `is_alone`: only the stable version got requests. `server` is empty for the sum of several.
+    `ends` counts how often it ended without a report. `is_alone`: whether only the stable version
+    got requests. `server` is empty for the sum of several servers.
     """
 
     server: str
@@ -307,19 +336,21 @@ class ServerUptime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsReading:
-    """The counts of a source. `at` is in seconds since the epoch, by the source's clock.
+    """The counts of a metrics source.
+
+    `at` is in seconds since the epoch, by the source's clock.
 
     Servers of onnx-ops report `counts` by server, start and generation, and `epochs`: the closed
     epochs that they still know, in ascending order. An epoch is closed once every server has closed
-    it. `open_epoch` is the latest one that is not. Their clocks are never compared.
+    it. `open_epoch` is the latest one that is not closed. The clocks of servers are never compared.
 
     Sources that know no assignment (CloudWatch, Azure Monitor, Prometheus) report `tallies` by
-    deployment, and perhaps `shadow` and `quantiles`, since `origin`: another origin means that the
+    deployment, and perhaps `shadow` and `quantiles`, since `origin`. Another origin means that the
     counters restarted.
 
     `cold_s` are durations of loads of either version, before the candidate got any traffic.
     `failure` is why the source misses evidence at present. `uptimes` are those of servers that
-    others start again: with the stable version alone, and with both.
+    another system restarts: with the stable version alone, and with both.
     """
 
     at: float
@@ -344,7 +375,10 @@ class MetricsReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservationInterval:
-    """Counts between two readings of one step, in which the traffic split did not change. It took `seconds`."""
+    """Counts between two readings of one step.
+
+    The traffic split did not change between them. The interval took `seconds`.
+    """
 
     step: int
     canary: RequestCounts = field(default_factory=RequestCounts)
@@ -357,10 +391,10 @@ class ObservationInterval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationUnits:
-    """The traffic split of one generation of the routing table, and the units of its `epochs` until `last_epoch`.
+    """The traffic split of one generation of the routing table, and its units.
 
-    `percent` is the candidate's share. `units` are by place; there are none unless users are
-    assigned anew in each epoch (`is_drawn`).
+    The units are those of its `epochs` until `last_epoch`. `percent` is the candidate's share.
+    `units` are by place; there are none unless users are assigned anew in each epoch (`is_drawn`).
     """
 
     generation: int
@@ -372,7 +406,7 @@ class GenerationUnits:
     units: Mapping[str, UnitCounts] = field(default_factory=dict)
 
     def with_epoch(self, epoch: EpochUnits) -> GenerationUnits:
-        """Return the sums with one more epoch, which is counted once."""
+        """Return the sums with one more epoch; each epoch is counted only once."""
         if epoch.epoch <= self.last_epoch:
             return self
         added = {
@@ -386,16 +420,16 @@ class GenerationUnits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observations:
-    """All counts of the rollout in progress. `started_at` is when its present step took effect.
+    """All counts of the rollout in progress.
 
-    `thresholds` apply to the stable version, `slower` to the candidate. `cold_s` holds the seconds
-    of the last loads of candidate and stable version. `reading` is the last reading, without what
-    other fields hold.
+    `started_at` is when its present step took effect. `thresholds` apply to the stable version,
+    `slower` to the candidate. `cold_s` holds the seconds of the last loads of candidate and stable
+    version. `reading` is the last reading, without what other fields hold.
 
     Servers of onnx-ops: `counts` holds the largest counts of each origin and generation,
-    `generations` the splits of this rollout with their units. What belongs to a step is shown by
-    the generation; clocks are never compared. A restart or another server adds counts, and
-    interrupts nothing.
+    `generations` the splits of this rollout with their units. The generation shows what belongs to
+    a step; clocks are never compared. A restart or another server adds counts, and interrupts
+    nothing.
 
     Other sources: the next interval starts at `reading`, or with the next reading if the split
     changed since (`reading` is None). The last change was at `split_at`.
@@ -418,11 +452,17 @@ class Observations:
 
     @property
     def drawn(self) -> tuple[GenerationUnits, ...]:
-        """The splits whose units are counted and were assigned anew in each epoch; empty for other sources."""
+        """The counted splits in which users were assigned anew in each epoch.
+
+        Empty for sources other than servers of onnx-ops.
+        """
         return tuple(split for split in self.generations if split.is_drawn) if self.counts else ()
 
     def sum_blocks(self, place: str) -> tuple[UserBlocks, ...]:
-        """Return the counts by block of users of the present step, for each version; empty if the source has none."""
+        """Return the present step's counts by block of users, for each version.
+
+        Empty if the source has none.
+        """
         total = GenerationCounts(origin="", generation=0, tallies={})
         ours = {split.generation for split in self.generations if split.step == self.step}
         for one in self.counts:
@@ -446,11 +486,17 @@ class Observations:
         return moved if split.step == self.step else replace(moved, step=split.step, started_at=at)
 
     def reset_reading(self, at: float) -> Observations:
-        """Return the observations after the split changed or may have changed: no interval spans that."""
+        """Return the observations after the split changed or could have changed.
+
+        No interval spans that moment.
+        """
         return self if self.counts else replace(self, reading=None, split_at=at)
 
     def select_new(self, reading: MetricsReading) -> MetricsReading:
-        """Return the reading without counts of other rollouts and without epochs that are counted already."""
+        """Return the part of a reading that is new for this rollout.
+
+        Counts of other rollouts, and epochs that are counted already, are left out.
+        """
         last = {split.generation: split.last_epoch for split in self.generations}
         return replace(
             reading,
@@ -517,7 +563,10 @@ class Observations:
 
 
 def sum_generation(counts: Iterable[GenerationCounts], generation: int) -> GenerationCounts:
-    """Return the counts of all servers under one generation. Blocks of users are added, too."""
+    """Return the counts of all servers under one generation.
+
+    Blocks of users are added, too.
+    """
     total = GenerationCounts(origin="", generation=generation, tallies={})
     for one in counts:
         if one.generation == generation:
@@ -528,7 +577,10 @@ def sum_generation(counts: Iterable[GenerationCounts], generation: int) -> Gener
 def diff_readings(
     before: MetricsReading | None, now: MetricsReading, *, step: int, stable: str, candidate: str
 ) -> ObservationInterval | None:
-    """Return the counts between two readings of a source without generations; None if they do not follow each other."""
+    """Return the counts between two readings of a source without generations.
+
+    None if the readings do not follow each other.
+    """
     if before is None or before.origin != now.origin or now.at < before.at:
         return None
     canary_counts, stable_counts = (
@@ -552,7 +604,10 @@ def diff_readings(
 def _diff_counts(
     before: GenerationCounts, now: GenerationCounts, *, stable: str, candidate: str
 ) -> ObservationInterval:
-    """Return the counts of one generation between two readings. Counts that do not follow each other are left out."""
+    """Return the counts of one generation between two readings.
+
+    Counts that do not follow each other are left out.
+    """
     canary_counts, stable_counts = (
         now.tallies.get(name, RequestCounts()).minus(before.tallies.get(name)) or RequestCounts()
         for name in (candidate, stable)

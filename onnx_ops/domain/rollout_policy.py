@@ -29,21 +29,30 @@ LATENCY_QUANTILES: Mapping[str, float] = {
     "latency_p95": 0.95,
     "latency_p99": 0.99,
 }
-"""Guardrails of latency: the share of the stable version's requests below the threshold."""
+"""Guardrails of latency quantiles.
+
+The number is the share of the stable version's requests below the threshold.
+"""
 LATENCY_PLACES: Mapping[str, float] = {
     f"latency@p{percent}": percent / 100 for percent in (*range(5, 100, 5), 99)
 }
-"""Places of the distribution that guardrail `latency` compares, with the same share for each."""
+"""Places of the distribution that guardrail `latency` compares.
+
+The number is the share of the stable version's requests below the place.
+"""
 StepKind: TypeAlias = Literal["cold", "shadow", "canary", "ab_test", "full"]
 
 Share = Annotated[float, Unit("1"), Gt(0), Lt(1)]
-"""A percentage between 0% and 100%, without its ends."""
+"""A percentage above 0% and below 100%."""
 OddsRatio = Annotated[float, Ge(1), Lt(100)]
 COLD_START_SAMPLES = 8
-"""Loads of either version that guardrail `cold_start` compares."""
+"""Number of loads of each version that guardrail `cold_start` compares."""
 
 DEFAULT_SLOWDOWN = 0.1
-"""A version with less traffic is slower by this much, because its weights are cached less often."""
+"""Slow-down that is tolerated by default.
+
+A version with less traffic is slower by this much, because its weights are cached less often.
+"""
 
 _TOLERATED: Mapping[str, float] = {
     "latency_p95": 1.1,
@@ -126,7 +135,7 @@ class ShadowTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitTest:
-    """A fixed split until a success metric shows which version is better, or time is over."""
+    """A fixed split until a success metric shows the better version, or time is over."""
 
     metric: Annotated[
         str,
@@ -146,7 +155,10 @@ class SplitTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """One step of a rollout: the candidate's percentage of traffic, or of copies in a shadow step.
+    """One step of a rollout.
+
+    `percent` is the candidate's percentage of traffic; `mirror_percent` is that of copies in a
+    shadow step.
 
     A cold step has neither and measures the cold start. `minimum` is the number of requests to the
     candidate that the step needs; 0 without analysis.
@@ -161,7 +173,10 @@ class PlannedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPolicy:
-    """How the challenger gets its traffic. Without guardrails, slo, shadow or ab_test, each step waits for approval."""
+    """How the challenger gets its traffic.
+
+    Without guardrails, slo, shadow or ab_test, each step waits for approval.
+    """
 
     steps: Annotated[
         tuple[Fraction, ...], MinLen(1), doc("Traffic shares of the candidate, ending at 100%.")
@@ -228,7 +243,10 @@ class RolloutPolicy:
     ] = None
 
     def max_latency_increases(self) -> Mapping[str, float]:
-        """Return how much slower than the stable version the candidate may be, as a fraction, by place."""
+        """Return the tolerated slow-down of the candidate, by place.
+
+        It is a fraction of the stable version's latency.
+        """
         limits = {
             place: rail.max_latency_increase for rail in self.guardrails for place in rail.places
         }

@@ -1,4 +1,7 @@
-"""The axis of each input of a model that holds rows, derived from the names of its dimensions."""
+"""The axis of each input of a model that holds rows.
+
+It is derived from the names of the input's dimensions.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,16 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 Shape = Sequence[int | str]
-"""Sizes and names of dimensions; a negative size, `?` or an empty name is free and has no name."""
+"""Sizes and names of dimensions.
+
+A dimension is free and has no name if its size is negative or its name is `?` or empty.
+"""
 
 _BATCH_NAME = re.compile(r"n|b|bs|.*batch.*", re.IGNORECASE)
 _GENERATED_NAME = re.compile(r"\??|unk_.*|None")
-"""Names that exporters give to every free dimension, also to those that always have one size
-(tf2onnx: `unk__6`).
+"""Names that exporters give to every free dimension.
+
+Dimensions that always have one size get them too (tf2onnx: `unk__6`).
 """
 
 
@@ -21,7 +28,10 @@ def is_free(size: int | str) -> bool:
 
 
 def is_named(size: int | str) -> bool:
-    """Return whether a free dimension has a name that states which others have its size."""
+    """Return whether a free dimension has a name.
+
+    Dimensions with the same name have the same size.
+    """
     return isinstance(size, str) and not _GENERATED_NAME.fullmatch(size)
 
 
@@ -29,8 +39,8 @@ def find_batch_symbol(shapes: Mapping[str, Shape]) -> str:
     """Return the name of the dimension that holds rows; empty if no name states it.
 
     It is the name that all inputs with a free dimension share, except those that begin with 1 and
-    are broadcast. It begins one of them, or is called like a batch (`N`, `batch_size`). One that is
-    called so needs no second input.
+    are broadcast. It is the first dimension of one of them, or its name is that of a batch (`N`,
+    `batch_size`). With such a name, no second input needs to share it.
     """
     free = {name: shape for name, shape in shapes.items() if any(map(is_free, shape))}
     required = {name for name, shape in free.items() if shape[0] != 1}
@@ -56,7 +66,10 @@ def _find_symbol_axes(shapes: Mapping[str, Shape], symbol: str) -> dict[str, int
 
 
 def find_axis(shape: Shape, symbol: str) -> int | None:
-    """Return the first axis of that name; the first one if it is free without a name; None if there is none."""
+    """Return the first axis with that name; None if there is none.
+
+    If no axis has the name, it is the first axis, provided that this is free and has no name.
+    """
     if symbol in shape:
         return list(shape).index(symbol)
     return 0 if len(shape) and is_free(shape[0]) and not is_named(shape[0]) else None
@@ -65,13 +78,13 @@ def find_axis(shape: Shape, symbol: str) -> int | None:
 def find_row_axes(shapes: Mapping[str, Shape], *, pooled: bool = True) -> dict[str, int]:
     """Return the axis that holds rows for each input that has one.
 
-    Without a shared name, free first dimensions hold rows if no input has its free dimensions
-    elsewhere only. With fixed sizes only, rows are where the first size of the first input is found
+    Without a shared name, free first dimensions hold rows, unless an input has its free dimensions
+    elsewhere only. With fixed sizes only, rows are where the first size of the first input occurs
     in every other input.
 
     Args:
         shapes: shapes of all inputs by name; scalars have none.
-        pooled: whether first dimensions of different names are taken for one.
+        pooled: whether first dimensions of different names are taken for the same dimension.
     """
     ranked = {name: shape for name, shape in shapes.items() if len(shape)}
     if symbol := find_batch_symbol(ranked):
@@ -86,7 +99,9 @@ def find_row_axes(shapes: Mapping[str, Shape], *, pooled: bool = True) -> dict[s
 def guess_row_axes(
     shapes: Mapping[str, Shape], sizes: Mapping[str, Sequence[int]]
 ) -> dict[str, int]:
-    """Return the axes of rows by the sizes of arrays, if free dimensions have no names and one size in common.
+    """Return the axes of rows, by the sizes of arrays.
+
+    This applies if free dimensions have no names, and have one size in common.
 
     Args:
         shapes: shapes of the model's inputs.
@@ -114,7 +129,10 @@ def guess_row_axes(
 def find_declared_axes(
     dynamic: Mapping[str, Mapping[int, str]], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, int]:
-    """Return the axis of the rows of each input whose free axes are declared; default: a batch on axis 0."""
+    """Return the axis of the rows of each input whose free axes are declared.
+
+    By default, axis 0 of an input is a batch.
+    """
     return find_row_axes(
         {
             name: [
@@ -126,7 +144,10 @@ def find_declared_axes(
 
 
 def _find_common_size(ranked: Mapping[str, Shape], free: Collection[str]) -> dict[str, int]:
-    """Return the axes of the first fixed size of the first input, if all inputs of several values have it."""
+    """Return the axes of the first fixed size of the first input.
+
+    Empty unless all inputs of several values have that size.
+    """
     several = {
         name: shape for name, shape in ranked.items() if any(size != 1 for size in shape)
     } or ranked
@@ -147,7 +168,10 @@ def _find_common_size(ranked: Mapping[str, Shape], free: Collection[str]) -> dic
 
 
 def find_fixed_batch(shapes: Mapping[str, Shape]) -> int:
-    """Return the number of rows that every request must have; 0 if any number is accepted."""
+    """Return the number of rows that every request must have.
+
+    It is 0 if any number is accepted.
+    """
     sizes = (shapes[name][axis] for name, axis in find_row_axes(shapes).items())
     return max((size for size in sizes if isinstance(size, int) and size > 0), default=0)
 
@@ -168,9 +192,10 @@ def move_axis_first(shape: Shape, axis: int) -> tuple[int | str, ...]:
 
 
 def count_common_rows(shapes: Mapping[str, Sequence[int]], known: int = 0) -> int:
-    """Return the number of rows of arrays that hold them on any axis; 0 if they have no size in common.
+    """Return the number of rows of arrays that hold rows on any axis.
 
-    It is a size that all arrays have, on the first axis of as many as possible.
+    It is a size that all arrays have, on the first axis of as many as possible. It is 0 if they
+    have no size in common.
 
     Args:
         known: the number of rows, if something else states it.
@@ -183,7 +208,10 @@ def count_common_rows(shapes: Mapping[str, Sequence[int]], known: int = 0) -> in
 
 
 def list_named_axes(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, str, int]]:
-    """Yield the name, input and axis of each free dimension; one without a name is called after its place."""
+    """Yield the name, input and axis of each free dimension.
+
+    A dimension without a name is named after its place.
+    """
     for name, shape in shapes.items():
         for axis, size in enumerate(shape):
             if is_free(size):
@@ -197,7 +225,9 @@ def list_named_axes(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, str, int
 def find_sized_axes(
     shapes: Mapping[str, Shape], *, unnamed: bool = True
 ) -> dict[str, list[tuple[str, int]]]:
-    """Return the places (input, axis) of each free dimension by its name, from shapes with rows on axis 0.
+    """Return the places (input, axis) of each free dimension, by its name.
+
+    The shapes have rows on axis 0.
 
     Args:
         unnamed: whether to return dimensions without a name, each under its own place.

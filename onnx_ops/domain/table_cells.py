@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 _SAMPLE = 200
-"""A column is taken for numbers or for texts by its first cells."""
+"""Number of first cells by which a column is taken for numbers or for texts."""
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
@@ -20,14 +20,14 @@ _WRITTEN_NUMBER = re.compile(
 )
 
 _VALUE_SHARE = 1 / 3
-"""A first line with more numbers than this share is data, not names."""
+"""A first line with a larger share of numbers than this is data, not names."""
 
 
 def find_text_among_numbers(cells: Iterable[str]) -> tuple[int, str] | None:
-    """Return the row, from 1, and the text of the first cell that makes a column of numbers one of texts.
+    """Return the first cell that makes a column of numbers a column of texts.
 
-    None for a column whose cells are mostly other texts, or all numbers, such as postal codes with
-    leading zeros.
+    The result is its row, from 1, and its text. It is None for a column whose cells are mostly
+    other texts, or all numbers, such as postal codes with leading zeros.
     """
     texts = [cell.strip() for cell in cells]
     if not _are_mostly_numbers(texts[:_SAMPLE]):
@@ -44,9 +44,10 @@ def _are_mostly_numbers(texts: Sequence[str]) -> bool:
 
 
 def find_values_in_header(names: Sequence[str]) -> list[str]:
-    """Return the names of columns that are numbers, if so many are that the first line holds data.
+    """Return the column names that are numbers, if the first line seems to hold data.
 
-    Evenly spaced whole numbers, such as positions and years, are names.
+    It does if many names are numbers. Evenly spaced whole numbers, such as positions and years, are
+    names.
     """
     numbers = [name for name in names if _NUMBER.fullmatch(name.strip())]
     if len(numbers) <= _VALUE_SHARE * len(names) or len(numbers) < 2:

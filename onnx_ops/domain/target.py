@@ -1,4 +1,4 @@
-"""Targets, the named places that a model must run on, and the machines that measure them."""
+"""Targets, the named places that a model must run on, and machines that measure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from onnx_ops.domain.quantities import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """One line of a diagnosis: the check, its finding, and the remedy if the check fails.
+    """One line of a diagnosis: the check, its finding, and a remedy.
+
+    A check that succeeds needs no remedy.
 
     `absent`: an optional component is not installed, which is no fault.
     """
@@ -62,8 +64,9 @@ CpuFlag: TypeAlias = Literal[
     "sve",
     "sve2",
 ]
-"""CPU features that select ONNX Runtime's kernels, as Linux names them; other features do not
-affect measurements.
+"""CPU features that select ONNX Runtime's kernels, as Linux names them.
+
+Other features do not affect measurements.
 """
 
 SPEED_FLAGS: tuple[str, ...] = get_args(CpuFlag)
@@ -84,7 +87,10 @@ class Requirements:
     driver: Annotated[str, doc("Minimum driver version of the accelerator: '550.54'.")] = ""
 
     def least(self, here: HardwareFingerprint) -> HardwareFingerprint:
-        """Return a machine that just satisfies the requirements, with the runtime of `here`."""
+        """Return a machine that just satisfies the requirements.
+
+        Its runtime is that of `here`.
+        """
         return HardwareFingerprint(
             machine=self.machine or here.machine,
             cpu_model=self.cpu,
@@ -121,14 +127,20 @@ class Requirements:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    """Return the numbers of a dotted version; none for a text that does not start with one."""
+    """Return the numbers of a dotted version.
+
+    A text that does not start with a number has none.
+    """
     parts = [re.match(r"\d+", part) for part in text.split(".")]
     return tuple(int(part.group()) for part in itertools.takewhile(bool, parts) if part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareFingerprint:
-    """The machine and runtime of a measurement. Machines with equal fingerprints can share cached benchmarks."""
+    """The machine and runtime of a measurement.
+
+    Machines with equal fingerprints can share cached benchmarks.
+    """
 
     machine: str
     cpu_model: str
@@ -173,7 +185,9 @@ class CustomOps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrtFormat:
-    """Conversion of the variant to an `.ort` file, the format of ONNX Runtime's builds for phones.
+    """Conversion of the variant to an `.ort` file.
+
+    This is the format of ONNX Runtime's builds for phones.
 
     `fixed` applies all graph optimizations; `runtime` leaves some to a provider that compiles its
     part of the graph.
@@ -239,7 +253,10 @@ class Target:
         return Execution(providers=self.providers, session=self.session)
 
     def digest(self) -> Digest:
-        """Digest of everything that shapes a measurement (description, price and limits do not)."""
+        """Return the digest of everything that shapes a measurement.
+
+        Description, price and limits do not.
+        """
         session = self.session
         optional: dict[str, Json] = {
             "custom_ops": sorted(library.digest for library in self.custom_ops),

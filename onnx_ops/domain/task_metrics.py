@@ -1,7 +1,7 @@
-"""The table of task metrics: one entry has every trait of a metric, and what computes it.
+"""The table of task metrics: all properties of a metric, and what computes it.
 
-Files and commands that measure nothing read the table too, so that entries import NumPy and
-formulas when they compute.
+Files and commands that measure nothing read the table too. Entries therefore import NumPy and the
+formulas only when they compute.
 """
 
 from __future__ import annotations
@@ -185,10 +185,13 @@ METRICS: dict[str, TaskMetric] = {
 """The metrics by name, in the order of schemas and messages."""
 
 DEFAULT_FOR_CLASSES = "accuracy"
-"""The metric that is measured wherever labels allow it, and the one of a gate without a name."""
+"""The metric of a gate without a name.
+
+It is measured wherever labels allow it.
+"""
 
 DEFAULT_FOR_NUMBERS = "rmse"
-"""The metric that is measured beside it where labels are numbers."""
+"""The metric that is measured beside accuracy where labels are numbers."""
 
 _OTHER_KIND: Mapping[AnswerKind, str] = MappingProxyType(
     {
@@ -201,13 +204,19 @@ _OTHER_KIND: Mapping[AnswerKind, str] = MappingProxyType(
 
 
 def suggest_other_kind(name: str) -> str:
-    """Return of which kind a metric is, and metrics of the other kind; empty for one without such a kind."""
+    """Return the kind of a metric, and metrics of the other kind, as a sentence.
+
+    Empty for a metric without such a kind.
+    """
     text = _OTHER_KIND.get(METRICS[name].reads, "") if name in METRICS else ""
     return text and f"{name} {text}"
 
 
 def list_errors() -> str:
-    """Return the names of the metrics of which less is better, for descriptions of keys."""
+    """Return the names of the metrics of which less is better.
+
+    They are shown in descriptions of keys.
+    """
     return ", ".join(name for name, metric in METRICS.items() if not metric.higher_is_better)
 
 

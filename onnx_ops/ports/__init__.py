@@ -1,4 +1,7 @@
-"""Interfaces of the core to the outside world. Adapters implement them; `onnx_ops.testing` verifies that."""
+"""Interfaces of the core to the outside world.
+
+Adapters implement them; `onnx_ops.testing` verifies that.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ports of data sets and existing models, and the array types that all rooms share."""
+"""Ports of data sets and existing models, and the types of arrays."""
 
 from __future__ import annotations
 
@@ -24,21 +24,24 @@ else:
     Array = Any
 
 Tensors = Mapping[str, Array]
-"""Named arrays; for model inputs and outputs the names are the ONNX ones and axis 0 is the batch.
+"""Named arrays.
+
+For model inputs and outputs, the names are the ONNX ones, and axis 0 is the batch.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Model inputs by ONNX name, and labels if there are any, of as many rows along axis 0.
+    """Model inputs by ONNX name, and labels if there are any.
 
-    As its source has them, an input can hold its rows on another axis; beside a model they are on
-    axis 0. `values` are inputs that are no rows, but the same for all of them.
+    All of them have the same number of rows. When a source returns them, an input can hold its rows
+    on any axis. When they are given to a model, rows are on axis 0. `values` are inputs without
+    rows; they are the same for all rows.
 
-    `group` numbers the group of each row, where the pipeline names one. Otherwise `columns` holds
-    the same for arrays that are neither input nor label and that can show which rows belong
-    together. `features` are the names of a matrix's columns, where the pipeline joins columns of a
-    table.
+    `group` numbers the group of each row, where the pipeline names an array of groups. Otherwise
+    `columns` holds such numbers for the arrays that are neither input nor label and that can show
+    which rows belong together. `features` are the names of a matrix's columns, where the pipeline
+    joins columns of a table.
     """
 
     inputs: Tensors
@@ -74,7 +77,9 @@ class Dataset:
         )
 
     def put_rows_first(self, axes: Mapping[str, int], remedy: str = "") -> Dataset:
-        """Return the inputs with rows on axis 0, from the axes that hold them; 0 for an input without an entry.
+        """Return the data set with the rows of its inputs on axis 0.
+
+        `axes` are the axes that hold the rows; 0 for an input without an entry.
 
         Raises:
             UserError: an input has another number of rows.
@@ -129,7 +134,9 @@ class DataSource(Plugin):
 
     @abstractmethod
     def fingerprint(self, section: DataSection, root: Path) -> str:
-        """Return a text that changes with the data, without loading it or importing a heavy package.
+        """Return a text that changes with the data.
+
+        It neither loads the data nor imports a heavy package.
 
         Raises:
             NotFoundError: the data does not exist.
@@ -145,7 +152,9 @@ class DataSource(Plugin):
         """
 
     def sample(self, section: DataSection, root: Path) -> Sample | None:
-        """Return the first rows quickly and without network access; None if they are not available locally.
+        """Return the first rows quickly and without network access.
+
+        None if they are not available locally.
 
         Raises:
             NotFoundError, UserError: as `load`, as far as these rows show it.
@@ -163,11 +172,17 @@ class DataSource(Plugin):
         return {}
 
     def list_dependencies(self, section: DataSection) -> Iterable[str]:
-        """Return the project's files whose change can change the data; they need not exist."""
+        """Return the project's files whose change can change the data.
+
+        They need not exist.
+        """
         return ()
 
     def with_folders(self, environments: Path, state: Path) -> DataSource:
-        """Return the source with its environments and its state between runs below these folders."""
+        """Return the source with folders for its environments and its state.
+
+        The state is kept between runs. Both are below the given folders.
+        """
         return self
 
 
@@ -191,4 +206,7 @@ class ModelSource(Protocol):
         """
 
     def path(self, place: str, scratch: Path) -> Path:
-        """Return the model as a local file or folder; `scratch` does not exist yet and takes downloads."""
+        """Return the model as a local file or folder.
+
+        `scratch` does not exist yet and takes downloads.
+        """

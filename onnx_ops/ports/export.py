@@ -24,9 +24,9 @@ class ExportRequest:
     """Input of an exporter.
 
     `samples` holds real inputs by ONNX name, at least two rows. `ordered`: whether the pipeline
-    declares their order, which a model needs that takes several inputs without names. `features`
-    are the names of the columns of a matrix, where they are known. `axes` is where `samples` have
-    rows, if not on axis 0; None for an input that has none.
+    declares the order of the inputs. A model that takes several inputs without names needs that.
+    `features` are the names of the columns of a matrix, where they are known. `axes` is where
+    `samples` have rows, if not on axis 0; None for an input that has none.
     """
 
     section: Export
@@ -46,11 +46,15 @@ class ExportRequest:
 
 
 class Exporter(Plugin):
-    """Turns a framework's model into an ONNX file and runs the original for comparison."""
+    """Turns a framework's model into an ONNX file.
+
+    It also runs the original for comparison.
+    """
 
     options: tuple[str, ...] | None = None
-    """Names of the keys of `export.options` that it takes. `check` refuses others; with None, only
-    the export does.
+    """Names of the keys of `export.options` that the exporter takes.
+
+    `check` refuses others. With None, others are refused only by the export.
     """
 
     @abstractmethod
@@ -74,25 +78,33 @@ class Exporter(Plugin):
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
-        """Return the source model's outputs under the ONNX output names, computed in that precision.
+        """Return the source model's outputs under the ONNX output names.
 
-        None if the source cannot be run in that precision; parity then falls back on fixed
-        tolerances.
+        They are computed in the given precision. None if the source cannot be run in that
+        precision; parity then falls back on fixed tolerances.
         """
 
     def with_custom_ops(self, libraries: tuple[CustomOps, ...]) -> Exporter:
-        """Return the exporter with libraries of operators for the sessions that run its source, if any."""
+        """Return the exporter with libraries of operators, if there are any.
+
+        The sessions that run its source use them.
+        """
         return self
 
 
 class TrainingExporter(Exporter):
-    """An exporter that trains in another environment, where its framework is installed."""
+    """An exporter that trains in another environment.
+
+    Its framework is installed there.
+    """
 
     @abstractmethod
     def train(
         self, run: str, data: Mapping[str, Dataset], parameters: Mapping[str, Json], folder: Path
     ) -> None:
-        """Call the training function `package.module:function` and save its model into an empty folder.
+        """Call the training function and save its model into an empty folder.
+
+        The function is `run`: `package.module:function`.
 
         Raises:
             StageError: it failed, or its process crashed.
@@ -100,9 +112,10 @@ class TrainingExporter(Exporter):
 
 
 Tracer = Callable[[Tensors, Collection[str]], tuple[Tensors, Tensors | None]]
-"""Runs the source on inputs and gives those of the named values that it has, in float32 and, if it can, in float64.
+"""Runs the source on inputs and returns those of the named values that it has.
 
-Raises ValueError if the source refuses the inputs.
+The values are in float32 and, if the source can compute them, in float64. Raises ValueError if the
+source refuses the inputs.
 """
 
 
@@ -111,7 +124,9 @@ class TracingExporter(Exporter):
 
     @abstractmethod
     def tracer(self, model: object, request: ExportRequest) -> Tracer:
-        """Return the source's intermediate values under their names in the export; write no file.
+        """Return what computes the source's intermediate values.
+
+        They have their names in the export. No file is written.
 
         Raises:
             UserError, StageError: as for `export`.
@@ -120,7 +135,9 @@ class TracingExporter(Exporter):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """One decision tree, its n nodes in preorder: a split, then its branch up to the threshold, then the other one.
+    """One decision tree, its n nodes in preorder.
+
+    A split is followed by its branch up to the threshold, then by the other one.
 
     `features` int64 (n), -1 at a leaf; `thresholds` float32 (n), the largest float32 that still
     takes the first branch; `weights` float32 (n, outputs), what a leaf adds to each output. The

@@ -15,11 +15,12 @@ from onnx_ops.ports.plugin import Plugin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizeRequest:
-    """Input of an optimizer. `calibration` holds inputs by ONNX name, or None if none was declared.
+    """Input of an optimizer.
 
-    Its rows are on axis 0; `values` are inputs that have none.
-    `machines` are the distinct kinds of machine of the variant's targets. `ranges` are what
-    `read_ranges` has read from these rows, in parts; without them the rows are read.
+    `calibration` holds inputs by ONNX name; None if the pipeline declares no calibration. Its rows
+    are on axis 0. `values` are inputs without rows. `machines` are the distinct kinds of machine of
+    the variant's targets. `ranges` are what `read_ranges` has read from the calibration rows, in
+    parts. Without `ranges`, the optimizer reads the rows.
     """
 
     section: Quantize
@@ -35,24 +36,31 @@ class Optimizer(Plugin):
     """Derives one ONNX file from another."""
 
     quantized: bool = False
-    """Whether the variant differs from its source by design, so that its weights and a task metric are judged, not its
-    distance from the source."""
+    """Whether the variant differs from its source by design.
+
+    If so, its weights and a task metric are judged, not its distance from the source.
+    """
 
     needs_calibration: bool = False
     """Whether `calibrate` is required."""
 
     reads_ranges: bool = False
-    """Whether `read_ranges` reads the ranges of calibration rows in parts, which `calibrate.shards`
-    asks for.
+    """Whether `read_ranges` reads the ranges of calibration rows in parts.
+
+    `calibrate.shards` needs that.
     """
 
     options: type | None = None
-    """Dataclass of the keys of `options` in an entry of `quantize`. `check` refuses others; None: only the optimizer
-    checks them."""
+    """Dataclass of the keys of `options` in an entry of `quantize`.
+
+    `check` refuses others. With None, only the optimizer checks them.
+    """
 
     @abstractmethod
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
-        """Write the derived file to `request.path`; return one sentence per decision, with its reason.
+        """Write the derived file to `request.path`, and return the decisions.
+
+        Each decision is one sentence, with its reason.
 
         Raises:
             UserError: an option does not fit, or an excluded node took no effect.
@@ -60,7 +68,9 @@ class Optimizer(Plugin):
         """
 
     def read_ranges(self, request: OptimizeRequest, path: Path, shard: tuple[int, int]) -> None:
-        """Write the ranges of one part of the calibration batches to `path`; nothing if the part is empty.
+        """Write the ranges of one part of the calibration batches to `path`.
+
+        Nothing is written if the part is empty.
 
         Args:
             request: what `optimize` gets; its path is not written.
@@ -68,7 +78,7 @@ class Optimizer(Plugin):
             shard: number and count of the parts.
 
         Raises:
-            UserError: this optimizer calibrates with all rows at once, or an option does not fit.
+            UserError: this optimizer calibrates with all rows together, or an option does not fit.
         """
         raise UserError(
             "it calibrates with all rows at once", where=f"variant {request.section.name}"
@@ -79,7 +89,9 @@ class Optimizer(Plugin):
         return ()
 
     def inline_files(self, section: Quantize, root: Path) -> Quantize:
-        """Return the section with the content of its files in place of their names, for the stage's key.
+        """Return the section with the content of its files in place of their names.
+
+        It is used for the stage's key.
 
         Raises:
             NotFoundError, UserError: a file does not exist, or an option does not fit.
@@ -87,5 +99,8 @@ class Optimizer(Plugin):
         return section
 
     def quantizes(self, section: Quantize) -> bool:
-        """Return whether a section with inlined files makes a quantized variant: options can decide that."""
+        """Return whether a section with inlined files makes a quantized variant.
+
+        Options can decide that.
+        """
         return self.quantized

@@ -1,4 +1,7 @@
-"""The base of every plug-in: the attributes that plans, checks and installations read."""
+"""The base of every plug-in.
+
+It has the attributes that plans, checks and installations read.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,27 @@ from abc import ABC
 
 
 class Plugin(ABC):  # noqa: B024 (the base class of each kind has the abstract methods)
-    """Attributes of every plug-in. Each has a default; a class, or an instance, overrides those that differ.
+    """Attributes of every plug-in.
 
-    They are read without calling a method, before packages of the plug-in are needed.
+    Each has a default; a class, or an instance, overrides those that differ. They are read without
+    calling a method, before packages of the plug-in are needed.
     """
 
     tools: tuple[str, ...] = ()
-    """Distributions that the plug-in needs, and whose versions shape its results: another version runs stages again. A
-    command that needs the plug-in fails before it starts if one is not installed."""
+    """Distributions that the plug-in needs, and whose versions shape its results.
+
+    Another version runs stages again. A command that needs the plug-in fails before it starts if
+    one of them is not installed.
+    """
 
     converters: tuple[str, ...] = ()
-    """Further distributions, which shape an export only. Another version exports again and does not
-    train again.
+    """Further distributions, which shape an export only.
+
+    Another version exports again and does not train again.
     """
 
     requirements: tuple[str, ...] = ()
-    """Packages of the isolated environment that an exporter or optimizer runs in by default; none for this
-    installation."""
+    """Packages of the isolated environment that the plug-in runs in by default.
+
+    This is for exporters and optimizers. Without packages, they run in this installation.
+    """

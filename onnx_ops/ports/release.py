@@ -1,4 +1,7 @@
-"""Ports of release operations: registry, ledger, endpoints, metrics source, model files and notifiers."""
+"""Ports of release operations.
+
+They are those of the registry, the ledger, endpoints, metrics sources, model files and notifiers.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,9 @@ class Registry(Protocol):
     """Versions with their evidence, and the aliases that name the versions to serve."""
 
     def publish(self, publication: Publication) -> Mapping[str, str]:
-        """Publish one version per variant; return versions by variant. Publishing the same release again adds nothing.
+        """Publish one version per variant; return versions by variant.
+
+        Publishing the same release again adds nothing.
 
         Raises:
             ServiceUnavailableError: the registry does not answer.
@@ -46,10 +51,15 @@ class Registry(Protocol):
         """Return a version. Raises NotFoundError or ServiceUnavailableError."""
 
     def versions(self, model: str) -> tuple[ListedVersion, ...]:
-        """Return all versions that onnx-ops registered, oldest first; empty if the model does not exist."""
+        """Return all versions that onnx-ops registered, oldest first.
+
+        Empty if the model does not exist.
+        """
 
     def delete_version(self, model: str, version: str) -> None:
-        """Delete a version and the objects stored for it alone. Deleting a missing version is no error.
+        """Delete a version and the objects that are stored for it alone.
+
+        Deleting a missing version is no error.
 
         Raises:
             RefusedError: an alias points at it.
@@ -59,7 +69,9 @@ class Registry(Protocol):
         """Return versions by alias; empty if the model does not exist."""
 
     def all_aliases(self) -> Mapping[str, Mapping[str, str]]:
-        """Return versions by alias, by model. Requested in pages of models, regardless of the number of versions.
+        """Return versions by alias, by model.
+
+        They are requested in pages of models, regardless of the number of versions.
 
         Raises:
             ServiceUnavailableError: the registry does not answer.
@@ -75,7 +87,7 @@ class Registry(Protocol):
         """Set tags of a version."""
 
     def fetch(self, record: VersionRecord, folder: Path) -> Manifest:
-        """Download the version's model files into an empty folder and return their digests.
+        """Download the version's model files into an empty folder; return their digests.
 
         Raises:
             ServiceUnavailableError: the registry does not answer.
@@ -89,13 +101,18 @@ class Registry(Protocol):
         """
 
     def mirror(self, entry: LedgerEntry, model: str) -> None:
-        """Show a ledger entry to users of the registry. Failures are allowed; nothing depends on the copy."""
+        """Show a ledger entry to users of the registry.
+
+        Failures are allowed; nothing depends on the copy.
+        """
 
     def where(self, model: str) -> str:
         """Return the address or the command by which a person opens this registry."""
 
     def page(self, model: str, version: str, name: str) -> str:
-        """Return the address of an evidence document of the version; empty if the registry has no pages for them.
+        """Return the address of an evidence document of the version.
+
+        Empty if the registry has no pages for such documents.
 
         Raises:
             NotFoundError: there is no such version.
@@ -104,7 +121,10 @@ class Registry(Protocol):
 
 
 class Ledger(Protocol):
-    """Append-only logs, one per endpoint. Of two writers that follow the same entry, only one succeeds."""
+    """Append-only logs, one per endpoint.
+
+    Of two writers that follow the same entry, only one succeeds.
+    """
 
     @property
     def place(self) -> str:
@@ -118,7 +138,9 @@ class Ledger(Protocol):
         """Return the names of all ledgers."""
 
     def state(self, endpoint: str) -> ReleaseState:
-        """Return the fold of all entries, in a handful of reads regardless of their number.
+        """Return the fold of all entries.
+
+        It takes a handful of reads, regardless of the number of entries.
 
         Raises:
             CorruptStateError: an entry that it needs cannot be read.
@@ -132,15 +154,21 @@ class Ledger(Protocol):
         """
 
     def read_intact(self, endpoint: str, *, signed: bool = True) -> tuple[LedgerEntry, ...]:
-        """Return the entries before the first one that cannot be read; without `signed`, signatures do not count."""
+        """Return the entries before the first one that cannot be read.
+
+        Without `signed`, signatures do not count.
+        """
 
     def count(self, endpoint: str) -> int:
-        """Return the sequence of the last entry that is stored, readable or not, or was seen here; 0 without any."""
+        """Return the sequence of the last entry; 0 without any.
+
+        The entry is stored, readable or not, or was seen by this machine.
+        """
 
     def append(self, entry: LedgerEntry) -> None:
         """Write the entry durably if its sequence is free.
 
-        An adoption that sets the state may follow entries that cannot be read.
+        An adoption that sets the state can follow entries that cannot be read.
 
         Raises:
             LedgerConflictError: another process wrote that sequence first.
@@ -152,7 +180,10 @@ class EndpointProvider(Plugin):
     """Brings endpoints to their desired state."""
 
     def sign_with(self, signer: Callable[[], Signer | None]) -> None:
-        """Take the signer of the release key, for a provider whose servers believe signatures only."""
+        """Take the signer of the release key.
+
+        A provider needs it if its servers accept signed tables only.
+        """
 
     @abstractmethod
     def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
@@ -172,14 +203,22 @@ class EndpointProvider(Plugin):
 
     @abstractmethod
     def explain_unservable(self, target: Target) -> str:
-        """Return why no endpoint here can run models as measured on the target; empty if one can."""
+        """Return why no endpoint here can run models as measured on the target.
+
+        Empty if an endpoint can.
+        """
 
     @abstractmethod
     def place(self, config: EndpointConfig) -> str:
-        """Return the endpoint's location, for people, without network. Configs of one place are the same endpoint."""
+        """Return the endpoint's location, for people, without network access.
+
+        Configs of one place are the same endpoint.
+        """
 
     def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
-        """Validate a change of the settings of an existing endpoint that stays in its place.
+        """Validate a change of the settings of an existing endpoint.
+
+        The endpoint stays in its place.
 
         Raises:
             UserError: the existing endpoint does not support the change.
@@ -187,11 +226,16 @@ class EndpointProvider(Plugin):
 
     @abstractmethod
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """Return the endpoint's state and its drift from its settings; None if it does not answer."""
+        """Return the endpoint's state, and its drift from its settings.
+
+        None if it does not answer.
+        """
 
     @abstractmethod
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Bring the endpoint to this state, with its settings. Idempotent. No request is dropped.
+        """Bring the endpoint to this state, with its settings.
+
+        The call is idempotent. No request is dropped.
 
         Raises:
             ConflictError: a later generation, or another state of this one, was applied already.
@@ -214,8 +258,8 @@ class EndpointProvider(Plugin):
         others that the endpoint holds stay. An endpoint that does not run, or does not answer, is
         started with this state only.
 
-        The state's own generation is that of the request: an endpoint that has reached the state
-        since may be left.
+        The state's own generation is that of the request. An endpoint that has reached the state
+        since the request can be left as it is.
 
         Raises:
             NotFoundError, DigestMismatchError: the deployment's files are needed, and lost or
@@ -225,7 +269,9 @@ class EndpointProvider(Plugin):
         """
 
     def confirm_rollout(self, config: EndpointConfig) -> None:
-        """Let a candidate keep its traffic: a reconciliation has looked at the rollout, and continues it.
+        """Let a candidate keep its traffic.
+
+        A reconciliation has looked at the rollout, and continues it.
 
         Raises:
             ServiceUnavailableError: the endpoint could not be reached.
@@ -233,10 +279,15 @@ class EndpointProvider(Plugin):
 
     @abstractmethod
     def address(self, config: EndpointConfig) -> str | None:
-        """Return the address of an existing endpoint: clients send requests to `<address>/invocations`."""
+        """Return the address of an existing endpoint.
+
+        Clients send requests to `<address>/invocations`.
+        """
 
     def list_servers(self, config: EndpointConfig) -> Sequence[EndpointServer]:
-        """Return the servers of the endpoint that report one by one; none where the provider runs them.
+        """Return the servers of the endpoint that report individually.
+
+        Empty where the provider runs the servers.
 
         Raises:
             ServiceUnavailableError: their reports cannot be read.
@@ -244,7 +295,9 @@ class EndpointProvider(Plugin):
         return ()
 
     def list_memory(self, config: EndpointConfig) -> Sequence[ServerMemory]:
-        """Return the memory of the servers that run; none where the provider chooses it.
+        """Return the memory of the servers that run.
+
+        Empty where the provider chooses the memory.
 
         Raises:
             ServiceUnavailableError: their reports cannot be read.
@@ -254,7 +307,9 @@ class EndpointProvider(Plugin):
     def count_by_server(
         self, config: EndpointConfig, servers: Collection[str], deployments: Collection[str]
     ) -> Sequence[GenerationCounts]:
-        """Return the counts of servers that `list_servers` returned, each with its name; none where there are none.
+        """Return the counts of servers that `list_servers` returned.
+
+        Each has the name of its server. Empty where there are no such servers.
 
         Raises:
             ServiceUnavailableError: their reports cannot be read.
@@ -262,7 +317,10 @@ class EndpointProvider(Plugin):
         return ()
 
     def forget_server(self, config: EndpointConfig, name: str) -> None:
-        """Wait no more for a server that `list_servers` returned. One that reports again counts again."""
+        """Wait no more for a server that `list_servers` returned.
+
+        A server that reports again counts again.
+        """
 
     @abstractmethod
     def metrics(self) -> MetricsSource:
@@ -271,7 +329,9 @@ class EndpointProvider(Plugin):
     def list_orphans(
         self, config: EndpointConfig, needed: frozenset[Digest]
     ) -> Sequence[OrphanedResource]:
-        """Return resources of this endpoint that neither its deployments nor a manifest in `needed` uses.
+        """Return the resources of this endpoint that are not needed any more.
+
+        Neither its deployments nor a manifest in `needed` uses them.
 
         Raises:
             ServiceUnavailableError: the provider does not answer.
@@ -288,21 +348,26 @@ class EndpointProvider(Plugin):
 
     @abstractmethod
     def remove(self, config: EndpointConfig) -> None:
-        """Remove the endpoint and release what it served. Removing a missing endpoint is no error.
+        """Remove the endpoint and release what it served.
+
+        Removing a missing endpoint is no error.
 
         Raises:
             ServiceUnavailableError: it could not be deleted.
         """
 
     def is_unsupervised(self, config: EndpointConfig) -> bool:
-        """Return whether clients get answers from the last published state although `observe` sees nothing.
+        """Return whether clients get answers although `observe` sees nothing.
 
-        Applying a state restores what is missing.
+        The answers are from the last published state. Applying a state restores what is missing.
         """
         return False
 
     def explain_elsewhere(self, config: EndpointConfig) -> str:
-        """Return why a rollback from here would not reach the endpoint's clients; empty if it would."""
+        """Return why a rollback from here would not reach the endpoint's clients.
+
+        Empty if it would.
+        """
         return ""
 
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterable[Diagnosis]:
@@ -314,7 +379,10 @@ class EndpointProvider(Plugin):
         return ()
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return what this machine lacks for the endpoint, as far as known without network."""
+        """Return what this machine lacks for the endpoint.
+
+        Only what is known without network access is reported.
+        """
         return None
 
 
@@ -327,17 +395,21 @@ class MetricsSource(Plugin):
 
     @abstractmethod
     def capabilities(self) -> frozenset[str]:
-        """Return what it can report: `exceedances` (requests over a latency) or `quantiles`; `shadow`, `feedback`,
-        `cold_starts`."""
+        """Return what the source can report.
+
+        This is `exceedances` (requests over a latency) or `quantiles`, and `shadow`, `feedback`,
+        `cold_starts`.
+        """
 
     @abstractmethod
     def read(
         self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]
     ) -> MetricsReading:
-        """Return the counts of these deployments until now, all at the same moment, each against its thresholds.
+        """Return the counts of these deployments until now.
 
-        Counts only grow while `MetricsReading.origin` stays the same; a restart of the counters
-        changes it. Unknown counts are None.
+        All counts are of the same moment. Each deployment is counted against its thresholds. Counts
+        only grow while `MetricsReading.origin` stays the same; a restart of the counters changes
+        it. Unknown counts are None.
 
         Raises:
             ServiceUnavailableError: the source does not answer; a driver then waits.
@@ -346,9 +418,10 @@ class MetricsSource(Plugin):
     def latencies(
         self, config: EndpointConfig, deployment: str
     ) -> tuple[Sequence[float], Sequence[int]] | None:
-        """Return a deployment's latency histogram: ascending upper bounds in seconds, and one count more than bounds.
+        """Return a deployment's latency histogram; None if the source has none.
 
-        It covers what the source still knows, at most the last day. None if it has no histogram.
+        It consists of ascending upper bounds in seconds, and of one count more than bounds. It
+        covers what the source still knows, at most the last day.
 
         Raises:
             ServiceUnavailableError: the source does not answer.
@@ -356,7 +429,10 @@ class MetricsSource(Plugin):
         return None
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return what this machine lacks for the endpoint, as far as known without network."""
+        """Return what this machine lacks for the endpoint.
+
+        Only what is known without network access is reported.
+        """
         return None
 
 
@@ -370,7 +446,9 @@ class ModelFiles(Protocol):
         """Return the folder's path, if it exists and is intact."""
 
     def admit(self, folder: Path, manifest: Manifest) -> str:
-        """Verify every file against the manifest and store the folder; return its location.
+        """Verify every file against the manifest, and store the folder.
+
+        Return its location.
 
         Raises:
             DigestMismatchError: a file is not what the manifest declares.
@@ -378,7 +456,10 @@ class ModelFiles(Protocol):
         """
 
     def list_folders(self) -> Sequence[StoredObject]:
-        """Return every stored folder, by its manifest's digest; `at` is when it was admitted."""
+        """Return every stored folder, by its manifest's digest.
+
+        `at` is when the folder was admitted.
+        """
 
     def forget(self, manifest: Digest) -> None:
         """Remove a folder; no error if it does not exist."""
@@ -387,12 +468,14 @@ class ModelFiles(Protocol):
 class Notifier(Plugin):
     """A service that delivers messages to people: a chat, an issue tracker, a mailbox.
 
-    Its exceptions never contain a secret, be it a token or an address.
+    Its exceptions never contain a secret, whether a token or an address.
     """
 
     @abstractmethod
     def send(self, notification: Notification) -> None:
-        """Send, and return within seconds once the service has accepted it. Sending twice does no harm.
+        """Send a notification.
+
+        Return within seconds once the service has accepted it. Sending twice does no harm.
 
         Raises:
             ServiceUnavailableError: the service does not answer, or limits the rate; try again.

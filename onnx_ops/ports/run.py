@@ -1,4 +1,7 @@
-"""Ports of a run: executor, observer, clock, pools and host; and the context that holds all ports of a project."""
+"""Ports of a run, and the context that holds all ports of a project.
+
+The ports of a run are executor, observer, clock, pools and host.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,10 @@ class Clock(Protocol):
 
 
 class Executor(Protocol):
-    """Runs the work of a stage: in this process, in a separate one, or as a task of an orchestrator."""
+    """Runs the work of a stage.
+
+    It runs in this process, in a separate one, or as a task of an orchestrator.
+    """
 
     def run(
         self, stage: Stage, work: Work, decide: Callable[[Manifest], Decision | None]
@@ -61,7 +67,10 @@ class Executor(Protocol):
     def show(
         self, stage: Stage, outcome: StageOutcome, decide: Callable[[Manifest], Decision | None]
     ) -> None:
-        """Show the outcome of a stage that needed no work (cached, skipped); an earlier failed gate shows as failed."""
+        """Show the outcome of a stage that needed no work (cached, skipped).
+
+        A gate that failed earlier is shown as failed.
+        """
 
 
 class Observer:
@@ -77,7 +86,10 @@ class Observer:
         """Report the progress of a long stage."""
 
     def printed(self, stage: Stage, line: str, file: Path) -> None:
-        """Report a line that the stage's code printed, and the file that holds all of them."""
+        """Report a line that the stage's code printed.
+
+        `file` holds all of these lines.
+        """
 
     def worked(self, stage: Stage, seconds: float) -> None:
         """Report how long a stage worked; the rest of its time it waited for a machine."""
@@ -114,7 +126,7 @@ class EndedRun:
 
     Attributes:
         run: The identifier that its worker had for it.
-        message: Of a failure.
+        message: The message of a failure.
         seconds: Time that a worker spent on it; 0 if unknown.
     """
 
@@ -130,8 +142,8 @@ class WorkerStatus:
 
     Attributes:
         kinds: Kinds of stages that it takes; empty if it has described nothing.
-        limit: Maximum number of stages at once; 0 if unknown.
-        release: Of onnx-ops.
+        limit: Maximum number of concurrent stages; 0 if unknown.
+        release: Version of onnx-ops.
         store: Where it reads requests and records results.
         machine: What its measurements are bound to.
         providers: Execution providers of its ONNX Runtime.
@@ -175,7 +187,10 @@ class PoolStatus:
     runs: tuple[PlacedRun, ...] = ()
 
     def list_takers(self, kind: str) -> tuple[WorkerStatus, ...]:
-        """Return the workers that run a kind of stage; a worker without a description counts for all kinds."""
+        """Return the workers that run a kind of stage.
+
+        A worker without a description counts for all kinds.
+        """
         return tuple(worker for worker in self.workers if not worker.kinds or kind in worker.kinds)
 
 
@@ -208,9 +223,9 @@ class Pools(Plugin):
 
     @abstractmethod
     def work(self, pool: str, kinds: Sequence[StageKind], *, limit: int) -> None:
-        """Execute stages that wait in a pool on this machine, at most `limit` at once, until a signal ends it.
+        """Execute stages that wait in a pool on this machine, until a signal ends it.
 
-        Missing parts of the pool are created.
+        At most `limit` stages run concurrently. Missing parts of the pool are created.
 
         Raises:
             ServiceUnavailableError: the orchestrator does not answer.
@@ -233,7 +248,7 @@ class Host(Protocol):
         """Return an identifier of this process, which `alive` accepts on the same machine."""
 
     def alive(self, holder: str) -> bool:
-        """Return whether that holder may still be running; True if unknown."""
+        """Return whether that holder can still be running; True if unknown."""
 
     def actor(self) -> str:
         """Return the person or service on whose behalf this process runs."""
@@ -247,10 +262,10 @@ def _silent(_: str) -> None:
 class Context:
     """The ports of one project. Adapters are created on first use.
 
-    `root` is the project's folder, the base of user code and relative paths. `signer` gives None
+    `root` is the project's folder, the base of user code and relative paths. `signer` returns None
     where decisions are not signed. `exporter` and `optimizer` run in the given environment, else in
     their default one or in this process. `notifiers` are by name. `conditions` describes the state
-    of the machine (load, governor, limits). `journal` is that of the stage with a key,
+    of the machine (load, governor, limits). `journal` returns the journal of the stage with a key.
     `report_progress` receives the progress of a long stage.
     """
 

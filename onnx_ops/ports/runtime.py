@@ -32,14 +32,16 @@ class PairedBenchmarkSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedBenchmarkSamples:
-    """Raw samples of a paired benchmark: nanoseconds and preemptions of shape (rounds, blocks, models, runs).
+    """Raw samples of a paired benchmark.
+
+    `nanoseconds` and `preempted` have the shape (rounds, blocks, models, runs).
 
     `probe`, of the same shape, is the duration of a short, constant piece of work on the same core
     directly before or after each run, the longer of the two. It shows how fast the machine was at
     that moment. None where a runtime has no probe.
 
-    `calls`: each sample is the mean of so many consecutive runs, where the clock is too coarse for
-    one.
+    `calls`: each sample is the mean of that many consecutive runs, where the clock is too coarse
+    for a single run.
     """
 
     nanoseconds: Array
@@ -74,8 +76,11 @@ class LoadSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSamples:
-    """Nanoseconds from the first request of a window to its last answer, of shape (rounds, windows, models). Every
-    window answered `requests` requests."""
+    """Durations of windows of requests.
+
+    A duration is in nanoseconds, from the first request of a window to its last answer. The shape
+    is (rounds, windows, models). Every window answered `requests` requests.
+    """
 
     nanoseconds: Array
     requests: int
@@ -83,7 +88,11 @@ class LoadSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartSchedule:
-    """Fresh processes in `rounds`, one for each model, in random order within a round; each answers `requests`."""
+    """How models are started in fresh processes.
+
+    Each of `rounds` starts one process for each model, in random order. Each process answers
+    `requests` requests.
+    """
 
     rounds: int
     requests: int = 20
@@ -94,10 +103,10 @@ class StartSchedule:
 class StartSamples:
     """Samples of fresh processes, arrays of shape (rounds, models).
 
-    `load_ns` is the time to build the session, with the runtime imported; `first_ns` that of the
-    first inference. `peak_bytes` is the highest resident memory, file mappings included, while it
-    loaded and answered, less the resident memory just before; -1 where the system does not report
-    it.
+    `load_ns` is the time to build the session, with the runtime imported. `first_ns` is the time of
+    the first inference. `peak_bytes` is the highest resident memory, file mappings included, while
+    the process loaded and answered, minus the resident memory just before. It is -1 where the
+    system does not report it.
     """
 
     load_ns: Array
@@ -154,7 +163,10 @@ class Runtime(Plugin):
     def under_load(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule
     ) -> LoadSamples:
-        """Time windows of requests that several threads send to one session, alternating between models."""
+        """Time windows of requests that several threads send to one session.
+
+        The windows alternate between models.
+        """
 
     @abstractmethod
     def starts(
@@ -175,7 +187,9 @@ class Runtime(Plugin):
         raise MeasurementError(f"runtime {target.runtime} does not show the graph that it runs")
 
     def package(self, model: Path, target: Target, folder: Path) -> None:
-        """Write the files of a target with an `ort_format` into `folder`: `model.ort`, and its facts.
+        """Write the files of a target with an `ort_format` into `folder`.
+
+        They are `model.ort` and its facts.
 
         Raises:
             UserError: the runtime has no such format.

@@ -10,7 +10,10 @@ from onnx_ops.domain.artifact import Digest, Manifest, StoredObject
 
 
 class Store(Protocol):
-    """Content by digest, and stage results by key. Safe for several processes at once, even if any is killed."""
+    """Content by digest, and stage results by key.
+
+    A store is safe for several concurrent processes, even if any is killed.
+    """
 
     def put_bytes(self, data: bytes) -> Digest:
         """Store bytes, and return their digest."""
@@ -32,7 +35,10 @@ class Store(Protocol):
         """Record the result of the stage with that key."""
 
     def lookup(self, key: Digest) -> Manifest | None:
-        """Return the result of a key if the record and all its files are intact, else None."""
+        """Return the result of a key, or None.
+
+        It is None unless the record and all its files are intact.
+        """
 
     def results(self) -> Iterator[Manifest]:
         """Return every recorded result, including those with missing files."""
@@ -41,7 +47,10 @@ class Store(Protocol):
         """Return all stored content and the leftovers of killed writers, without records."""
 
     def forget(self, stored: StoredObject) -> bool:
-        """Remove the object, unless it was put again since; return whether it was removed. No error if it is gone."""
+        """Remove the object, unless it was put again since.
+
+        Return whether it was removed. A missing object is no error.
+        """
 
 
 class Signer(Protocol):
@@ -66,14 +75,24 @@ class Verifier(Protocol):
     """Verifies signatures against the trusted public keys."""
 
     def verify(self, data: bytes, signature: str, key: Digest) -> None:
-        """Verify a signature. Raises InvalidSignatureError if the key is not trusted or it does not match."""
+        """Verify a signature.
+
+        Raises:
+            InvalidSignatureError: the key is not trusted, or the signature does not match.
+        """
 
 
 class StageJournal(Protocol):
-    """The progress of one long stage, in order. It survives a crash of its writer at any moment."""
+    """The progress of one long stage, in order.
+
+    It survives a crash of its writer at any moment.
+    """
 
     def read(self) -> tuple[Any, ...]:
-        """Return the documents so far; those after a torn or altered one are dropped permanently."""
+        """Return the documents so far.
+
+        Those after a torn or altered one are dropped permanently.
+        """
 
     def append(self, document: Any) -> None:
         """Add a JSON document. It is on the disk when this returns."""

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 # Headers of the public listener, in lower case.
 USER_KEY_HEADER = "x-user-key"
-"""Requests with the same value are answered by the same deployment, while the split or its epoch
+"""Header with the key of a user.
+
+Requests with the same value are answered by the same deployment, while the split or its epoch
 lasts.
 """
 REQUEST_ID_HEADER = "x-request-id"
@@ -29,7 +31,7 @@ REQUEST_ID_HEADER = "x-request-id"
 TRACE_PARENT_HEADER = "traceparent"
 """W3C trace context, copied to the response."""
 TIMEOUT_HEADER = "x-request-timeout-ms"
-"""After this many milliseconds, a request that is queued or runs gets a 504."""
+"""Milliseconds after which a request that is queued or runs gets a 504."""
 PIN_HEADERS = ("x-amzn-sagemaker-target-variant", "azureml-model-deployment")
 """Headers that select a deployment by name, regardless of its traffic weight."""
 DEPLOYMENT_HEADER = "x-onnx-ops-deployment"
@@ -39,7 +41,10 @@ FEEDBACK_HEADER = "x-onnx-ops-feedback"
 VARIANT_HEADER = "x-amzn-invoked-production-variant"
 """Names the deployment that answered, as SageMaker does."""
 BINARY_LENGTH_HEADER = "inference-header-content-length"
-"""Bytes of JSON at the start of a body in the binary form of the Open Inference Protocol."""
+"""Header with the number of bytes of JSON at the start of a body.
+
+It belongs to the binary form of the Open Inference Protocol.
+"""
 
 STATE_PATH = "/admin/state"
 COUNTS_PATH = "/admin/counts"
@@ -47,27 +52,31 @@ TABLE_PATH = "/admin/table"
 LEASE_PATH = "/admin/lease"
 
 FAILURE_STATUSES = frozenset({"422", "429", "500", "503", "504", "other"})
-"""Statuses that count against the deployment: its model failed on inputs that fit its signature, was not loaded, or
-answered too late. Queue overflow (429) and timeouts (504) are fair: all deployments share one
-first-come order.
+"""Statuses that count against the deployment.
+
+Its model failed on inputs that fit its signature, was not loaded, or answered too late. It is fair
+to count queue overflow (429) and timeouts (504): all deployments share one first-come order.
 """
 REJECTION_STATUSES = frozenset({"400", "404", "413", "415"})
 """Statuses of requests that were rejected before they reached a model."""
 
 USER_CELLS = 16_000
-"""Users are grouped by a hash of their key into cells, 160 for each percent: so every weight is met
-exactly.
+"""Number of cells into which users are grouped, by a hash of their key.
+
+There are 160 for each percent, so that every weight is met exactly.
 """
 KEYLESS_CELL = USER_CELLS
 """The cell of requests without a user key."""
 CELLS = USER_CELLS + 1
 CELL_REQUESTS, CELL_ERRORS, CELL_REFUSED, CELL_FEEDBACK, CELL_SUCCESSES, CELL_LATENCIES = range(6)
-"""Fields of the counts of a cell. From `CELL_LATENCIES` on: requests by the number of thresholds
-that they exceed.
+"""Fields of the counts of a cell.
+
+From `CELL_LATENCIES` on, they count requests by the number of thresholds that they exceed.
 """
 MAX_USER_THRESHOLDS = 24
-"""Latency thresholds of a deployment: places of its distribution, and four quantiles with allowed
-slow-downs.
+"""Largest number of latency thresholds of a deployment.
+
+They are places of its distribution, and four quantiles with allowed slow-downs.
 """
 CELL_FIELDS = CELL_LATENCIES + MAX_USER_THRESHOLDS + 1
 _CELL_BYTES = 2 + 4 * CELL_FIELDS
@@ -77,10 +86,10 @@ _CELL_BYTES = 2 + 4 * CELL_FIELDS
 class AdminState:
     """Response to GET and PUT of the state; None before the first publication.
 
-    `failed` are deployments that could not be loaded again, with the reason. Those `out_of_service`
-    ended workers, and get no requests until the next publication. `counting_failure` is why a
-    rollout gets no evidence at present; empty if nothing failed. `memory` is None if it cannot be
-    read.
+    `failed` are deployments that could not be loaded again, with the reason. `out_of_service` are
+    deployments that ended workers; they get no requests until the next publication.
+    `counting_failure` is why a rollout gets no evidence at present; empty if nothing failed.
+    `memory` is None if it cannot be read.
     """
 
     state: EndpointState | None
@@ -94,10 +103,10 @@ class AdminState:
 class Lease:
     """Body of a PUT of the lease, and of its response.
 
-    `until_ns` is its end in nanoseconds since boot (CLOCK_BOOTTIME), 0 to end it;
-    `serving_until_ns` that of the lease which a table needs for any request at all
-    (`RoutingTable.is_leased`). `lapsed` counts the requests since the start of the server that the
-    fallback answered, or that were refused, because there was no lease.
+    `until_ns` is the end of the lease in nanoseconds since boot (CLOCK_BOOTTIME); 0 ends it.
+    `serving_until_ns` is the end of the lease that a table with `RoutingTable.is_leased` needs for
+    any request. `lapsed` counts requests since the start of the server: those that the fallback
+    answered, or that were refused, because there was no lease.
     """
 
     until_ns: int
@@ -134,7 +143,9 @@ class DeploymentCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableCounts:
-    """Counts since one generation of the routing table was published until the next one. They only grow.
+    """Counts from the publication of one routing table to that of the next.
+
+    `generation` is that of the table. The counts only grow.
 
     Attributes:
         split: equal for servers that draw the same deployment for each user.
@@ -151,9 +162,10 @@ class TableCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochCounts:
-    """Counts of the requests that were routed in one epoch of a split that is drawn anew in each.
+    """Counts of the requests that were routed in one epoch of a split.
 
-    The split of `generation` held for the whole epoch. `cells` are as those of `TableCounts`.
+    The split of `generation` held for the whole epoch; it is drawn anew in each epoch. `cells` are
+    as those of `TableCounts`.
     """
 
     generation: int
@@ -166,7 +178,7 @@ class UserCountsRequest:
     """Body of a POST to the counts: count the requests of two deployments by user.
 
     `limits_s` are, by deployment, ascending latency thresholds, at most `MAX_USER_THRESHOLDS`.
-    Others than before reset the counts by user.
+    Different thresholds than before reset the counts by user.
     """
 
     limits_s: Mapping[str, tuple[float, ...]]
@@ -246,7 +258,10 @@ def error_to_bytes(error: OnnxOpsError) -> bytes:
 
 
 def error_from_bytes(data: bytes) -> OnnxOpsError:
-    """Parse an error response of the server; any other body gives a ServiceUnavailableError."""
+    """Parse an error response of the server.
+
+    Any other body gives a ServiceUnavailableError.
+    """
     try:
         document = json.loads(data)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What replicas report: their status, their counts, and each epoch that they have closed.
+"""What replicas report: their status, their counts, and their closed epochs.
 
 Reports are claims of one process about itself. They judge a rollout, and hold no authority: they
 cannot change what is served.
@@ -30,7 +30,7 @@ _LARGEST_COUNT = 1 << 48
 _REPLICA = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,62}")
 _START = re.compile(r"[0-9a-f]{12}")
 _SEPARATOR = "~"
-"""Between the parts of a report's name; no part contains it."""
+"""Separates the parts of a report's name; no part contains it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, slots=True, order=True)
 class ReportSource:
-    """One start of one replica, of which counts only grow."""
+    """One start of one replica. The counts of a start only grow."""
 
     replica: str
     start: str
@@ -102,18 +102,24 @@ class ReportSource:
 
     def name_epoch(self, generation: int, epoch: int) -> str:
         """Return the name of the counts of a closed epoch, which never change."""
-        return f"{EPOCHS_FOLDER}/{generation:08d}-{epoch}{_SEPARATOR}{self.replica}{_SEPARATOR}{self.start}.json"
+        return (
+            f"{EPOCHS_FOLDER}/{generation:08d}-{epoch}"
+            f"{_SEPARATOR}{self.replica}{_SEPARATOR}{self.start}.json"
+        )
 
     @classmethod
     def parse(cls, parts: list[str]) -> Self | None:
-        """Return the source that the last two parts of a name are; None if they are none."""
+        """Return the source in the last two parts of a name; None if they are no source."""
         if len(parts) < 2 or not _REPLICA.fullmatch(parts[-2]) or not _START.fullmatch(parts[-1]):
             return None
         return cls(parts[-2], parts[-1])
 
 
 def has_possible_counts(counts: Counts) -> bool:
-    """Return whether a server can have counted these numbers: none is negative, or too large for sums of 64 bits."""
+    """Return whether a server can have counted these numbers.
+
+    None of them is negative, or too large for sums of 64 bits.
+    """
     opened = {} if counts.open_epoch is None else counts.open_epoch.cells
     if not all(map(has_possible_cells, (opened, *(table.cells for table in counts.tables)))):
         return False
@@ -147,12 +153,18 @@ def _list_numbers(counts: DeploymentCounts) -> Iterator[float]:
 
 
 def parse_counts_name(name: str) -> ReportSource | None:
-    """Return the source of an object in the folder of the counts; None if its name is none of a report."""
+    """Return the source of an object in the folder of the counts.
+
+    None if its name is not that of a report.
+    """
     return ReportSource.parse(name.removesuffix(".json").split(_SEPARATOR))
 
 
 def parse_epoch_name(name: str) -> tuple[int, int, ReportSource] | None:
-    """Return generation, epoch and source of an object in the folder of the epochs; None if its name is none."""
+    """Return generation, epoch and source of an object in the folder of the epochs.
+
+    None if its name is not that of a report.
+    """
     parts = name.removesuffix(".json").split(_SEPARATOR)
     generation, _, epoch = parts[0].partition("-")
     source = ReportSource.parse(parts)
@@ -162,7 +174,11 @@ def parse_epoch_name(name: str) -> tuple[int, int, ReportSource] | None:
 
 
 def check_replica_name(name: str) -> str:
-    """Return the name of a replica. Raise UserError unless it can be part of a report's name."""
+    """Return the name of a replica.
+
+    Raises:
+        UserError: it cannot be part of a report's name.
+    """
     if not _REPLICA.fullmatch(name):
         raise UserError(
             f"{name[:80]!r} cannot be the name of a replica",

@@ -1,9 +1,9 @@
-"""Routing tables that replicas follow: objects that are created once, numbered by the ledger, and signed.
+"""Routing tables that replicas follow.
 
-A replica follows the highest table that counts, and skips what is none. A table counts if a trusted
-release key has signed it for this endpoint and this number. A way back needs no signature: it names
-a table that one has signed, and gives all traffic to the version that answers there without a
-lease.
+A table is an object that is created once, numbered by the ledger, and signed. A replica follows the
+highest table that counts, and skips objects that do not. A table counts if a trusted release key
+has signed it for this endpoint and this number. A `WayBack` needs no signature: it names a signed
+table, and gives all traffic to the version that answers there without a lease.
 """
 
 from __future__ import annotations
@@ -24,16 +24,22 @@ from onnx_ops.ports import Signer, Verifier
 from onnx_ops.protocol.routing_table import RoutingTable, build_next_table
 
 FOLDER = "table"
-"""Folder of the tables in the place's control location."""
+"""Folder of the tables, below the control location of the place."""
 HEAD = "head.json"
-"""A hint beside it: the last `TableHead` that was written. Nothing rests on it but the time of its
-writing.
+"""Name of a hint beside the folder: the last `TableHead` that was written.
+
+Only the time of its writing has an effect.
 """
 PAYLOAD_TYPE = "application/vnd.onnx-ops.replica-table+json"
 LEASE_S = 30.0
-"""How long a replica gives a candidate traffic after it has listed the tables."""
+"""Seconds for which a replica gives a candidate traffic.
+
+They begin when it lists the tables.
+"""
 DEADLINE_S = 5.0
-"""How long a request that began under the lease may last, and a replica may take to adopt a table.
+"""Largest duration in seconds of a request that began under the lease.
+
+A replica has the same time to adopt a table.
 """
 MAX_TABLE_BYTES = 4 << 20
 
@@ -42,20 +48,23 @@ _NAME = re.compile(r"(\d{8})-([01])\.json")
 
 @dataclass(frozen=True, slots=True, order=True)
 class TableNumber:
-    """Number of a table: the sequence of the ledger's entry, and 0 for the table that only has its models loaded."""
+    """Number of a table: the sequence of the ledger's entry, and a phase.
+
+    The phase is 0 for the table that only has its models loaded.
+    """
 
     sequence: int
     phase: int = 1
 
     @classmethod
     def parse(cls, name: str) -> Self | None:
-        """Return the number in the name of an object; None if it is no table's."""
+        """Return the number in the name of an object; None if it is not that of a table."""
         match = _NAME.fullmatch(name)
         return None if match is None else cls(int(match[1]), int(match[2]))
 
     @classmethod
     def from_generation(cls, generation: int) -> Self:
-        """Return the number of the table that a server has published under this generation."""
+        """Return the number of the table that a server publishes under this generation."""
         return cls(*divmod(generation, 2))
 
     @property
@@ -80,7 +89,7 @@ class ReplicaTable:
         table: deployments, without locations, with their layout; its fallback answers without a
             lease.
         limits_s: latency thresholds of the deployments that are compared, as in a
-            `UserCountsRequest`; empty: none are.
+            `UserCountsRequest`; empty if none are compared.
         previous: digest of the bytes of the table that it follows; None if it is the first.
         judge_timeout_s: seconds after which a candidate that is not judged any more loses its
             traffic; 0: never.
@@ -96,7 +105,10 @@ class ReplicaTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WayBack:
-    """All traffic goes to the fallback, or else the leader, of the table with number `to`."""
+    """All traffic goes to the fallback of the table with number `to`.
+
+    Without a fallback, it goes to the leader of that table.
+    """
 
     endpoint: str
     number: TableNumber
@@ -105,7 +117,7 @@ class WayBack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableHead:
-    """The last table, and a count of the times that its judge has looked at the endpoint."""
+    """The last table, and a count of the judge's observations of the endpoint."""
 
     number: TableNumber
     beat: int
@@ -115,7 +127,10 @@ StoredTable: TypeAlias = ReplicaTable | WayBack
 
 
 def encode_table(table: StoredTable, signer: Signer | None) -> bytes:
-    """Return the object of a table: a line of JSON and, with a signer, a line of its DSSE signatures."""
+    """Return the object of a table.
+
+    It is a line of JSON and, with a signer, a line of its DSSE signatures.
+    """
     kind = "table" if isinstance(table, ReplicaTable) else "way back"
     line = codec.dumps({"kind": kind, "content": codec.to_json(table)})
     if signer is None:
@@ -162,13 +177,13 @@ def decode_table(
 
 
 def resolve(table: StoredTable, read: Callable[[TableNumber], ReplicaTable]) -> ReplicaTable:
-    """Return the table itself, or the one that a way back stands for.
+    """Return the table itself, or the one that a `WayBack` stands for.
 
     Args:
         read: returns the signed table with a number; raises an OnnxOpsError if there is none.
 
     Raises:
-        OnnxOpsError: the way back leads to no signed table.
+        OnnxOpsError: the `WayBack` leads to no signed table.
     """
     if isinstance(table, ReplicaTable):
         return table
@@ -186,7 +201,10 @@ def resolve(table: StoredTable, read: Callable[[TableNumber], ReplicaTable]) -> 
 
 
 def give_way(table: RoutingTable) -> EndpointState:
-    """Return the state in which all traffic goes to the fallback of a table, or else to its leader."""
+    """Return the state in which all traffic goes to the fallback of a table.
+
+    Without a fallback, all traffic goes to its leader.
+    """
     name = table.fallback or table.state.leader().name
     weights = {**dict.fromkeys(table.layout, 0), name: 100}
     return replace(table.state, split=TrafficSplit(weights=weights))
@@ -200,7 +218,7 @@ def find_newest(
     """Return the highest table that counts, and why higher objects do not, by name.
 
     Args:
-        names: of the objects in the folder of the tables.
+        names: names of the objects in the folder of the tables.
         read: as `read_stored`; raises an OnnxOpsError for an object that does not count.
         above: number of a table that is known: lower ones are not read.
     """
@@ -221,7 +239,11 @@ def find_newest(
 
 
 def require_table(table: StoredTable) -> ReplicaTable:
-    """Return a table that is no way back; raises CorruptStateError for one."""
+    """Return a table that is no `WayBack`.
+
+    Raises:
+        CorruptStateError: it is a `WayBack`.
+    """
     if not isinstance(table, ReplicaTable):
         raise CorruptStateError("a way back leads to another way back", where=table.number.name)
     return table
@@ -233,7 +255,10 @@ def gives_candidate_traffic(table: RoutingTable) -> bool:
 
 
 def has_same_traffic(one: RoutingTable, other: RoutingTable) -> bool:
-    """Return whether both tables give the same deployments the same requests and copies."""
+    """Return whether both tables give the same deployments the same traffic.
+
+    Traffic consists of requests and copies.
+    """
     first, second = (
         (
             {name: weight for name, weight in table.state.split.weights.items() if weight},
@@ -262,14 +287,14 @@ def plan_tables(
     new_key: str = "",
     is_leased: bool = False,
 ) -> tuple[ReplicaTable | None, ReplicaTable]:
-    """Return the table that has new models loaded, if that must be waited for, and the table of the state.
+    """Return the table that loads new models, if needed, and that of the state.
 
-    A model that gets traffic for the first time is loaded everywhere first, with the traffic as it
-    was.
+    A model that gets traffic for the first time is first loaded everywhere, while the traffic stays
+    as it was. The first table does that; it is None if nothing must be waited for.
 
     Args:
         before: the newest table.
-        digest: of its bytes.
+        digest: digest of its bytes.
         new_key: feedback key if the newest table has none.
         is_leased: whether replicas refuse all requests without a lease.
     """
@@ -305,10 +330,10 @@ def plan_tables(
 def _plan_load(
     before: ReplicaTable, state: EndpointState, number: TableNumber, digest: Digest | None
 ) -> ReplicaTable | None:
-    """Return the table that has the new models of a state loaded, with the traffic of the table before.
+    """Return the table that has the new models of a state loaded.
 
-    None if no new model gets traffic, or if a deployment that serves gets other files: then nothing
-    is kept.
+    Its traffic is that of the table before. None if no new model gets traffic. None, too, if a
+    deployment that serves gets other files: then nothing is kept.
     """
     old, served = before.table.state, before.table.state.split
     new = [d for d in state.deployments if d not in old.deployments]
@@ -337,9 +362,10 @@ def list_receivers(state: EndpointState) -> set[str]:
 
 
 def _choose_fallback(state: EndpointState, served: str | None) -> str:
-    """Return the deployment that needs no lease, if another one gets requests or copies too.
+    """Return the deployment that needs no lease.
 
-    That is the one which needed none before, or else the last listed one with traffic.
+    Empty unless another one gets requests or copies too. It is the deployment that needed no lease
+    before, or else the last listed one with traffic.
     """
     serving = [d.name for d in state.deployments if state.split.weights.get(d.name)]
     chosen = served if served in serving else serving[-1]

@@ -22,7 +22,9 @@ FORMAT = "onnx-ops/table"
 VERSION = 1
 
 NOTICE_S = 10.0
-"""Time in which a balancer takes a server out, from when it is not ready until it refuses requests.
+"""Seconds between the moment a server is not ready and its refusal of requests.
+
+In this time, a load balancer takes the server out.
 """
 
 CURRENT_FILE = "table.json"
@@ -41,11 +43,12 @@ class RoutingTable:
     another deployment.
 
     `fallback` is the deployment that answers all requests while the server has no lease; empty if
-    it needs none. With `is_leased`, the server refuses all requests while it has no lease for them,
-    and is not ready `NOTICE_S` before.
+    no lease is needed. With `is_leased`, the server refuses all requests while it has no lease for
+    them. It stops being ready `NOTICE_S` seconds before that.
 
     `feedback_key` seals the tokens by which any server of the endpoint accepts feedback, in
-    hexadecimal; empty: answers have no tokens. It is a secret, so it is in no text about a table.
+    hexadecimal. If it is empty, answers have no tokens. It is a secret, so it is in no text about a
+    table.
     """
 
     state: EndpointState
@@ -73,7 +76,10 @@ class RoutingTable:
         return newest, next(d.manifest for d in self.state.deployments if d.name == newest)
 
     def compute_split_digest(self) -> str:
-        """Return a digest of what decides, with generation and epoch, which deployment answers a user."""
+        """Return a digest of what decides which deployment answers a user.
+
+        Generation and epoch decide that too, and are not part of the digest.
+        """
         parts = (*self.get_experiment(), *self.list_slots(), repr(self.state.split.epoch_s))
         return short_digest(digest_bytes("\0".join(parts).encode()))
 

@@ -1,4 +1,7 @@
-"""Configuration and discovery of endpoint servers: options, files, processes; and the holders of leases."""
+"""Options, files and processes of endpoint servers, and the holders of leases.
+
+With the files and processes, other programs find a server.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,14 @@ LOCK_FILE = "server.lock"
 TOKEN_FILE = "token"  # noqa: S105 (the name of the file)
 """The bearer token of the admin listener; readable by its owner only."""
 WORKERS_FOLDER = "workers"
-"""One file per live worker, named after its process id; holds the start time of that process."""
+"""Folder with one file per live worker, named after its process id.
+
+The file holds the start time of that process.
+"""
 HANDOVER_SOCKET = "handover.sock"
-"""Unix socket on which workers without a supervisor give their listening sockets to the next
-supervisor.
+"""Unix socket on which workers hand over their listening sockets.
+
+Workers without a supervisor give them to the next supervisor.
 """
 AUDIT_FILE = "audit.jsonl"
 """Audit trail: one line per requested change and one per result."""
@@ -126,7 +133,10 @@ class ContainerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions(ContainerOptions):
-    """Options of `onnx-ops serve`. In a container, the entrypoint sets the options of this class."""
+    """Options of `onnx-ops serve`.
+
+    In a container, the entrypoint sets the options of this class.
+    """
 
     grpc_port: Annotated[
         int, Ge(0), Le(65_535), doc("Port of the gRPC API, which needs the extra `grpc`; 0: none.")
@@ -165,7 +175,10 @@ class ServerRecord:
 
 
 def explain_unservable(target: Target, available: Collection[str]) -> str:
-    """Return why a server with these execution providers cannot run the target's models; empty if it can."""
+    """Return why a server with these providers cannot run the target's models.
+
+    Empty if it can.
+    """
     if target.runtime != "onnxruntime":
         return f"it measures with runtime '{target.runtime}', and the server runs 'onnxruntime'"
     if target.env is not None and target.env.isolated:
@@ -191,9 +204,8 @@ def read_start_time(pid: int) -> str | None:
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        columns = text[
-            text.rindex(")") + 2 :
-        ].split()  # the name, in parentheses, can hold any character
+        # The name of the process, in parentheses, can hold any character.
+        columns = text[text.rindex(")") + 2 :].split()
         if columns[_STATE_FIELD - 2] in _DEAD_STATES and len(os.listdir(f"/proc/{pid}/task")) <= 1:
             return None
     except (FileNotFoundError, ProcessLookupError):
@@ -228,13 +240,15 @@ class LocalHost:
 
 
 def _started(process: int) -> str:
-    """Return when a process started, in clock ticks since boot; empty if it does not run, or `unknown`."""
-    with contextlib.suppress(
-        PermissionError
-    ):  # another user's process, on a system that hides these
+    """Return when a process started, in clock ticks since boot.
+
+    Empty if it does not run; `unknown` if the time is not known.
+    """
+    # Some systems hide the processes of other users.
+    with contextlib.suppress(PermissionError):
         if Path("/proc/self").exists():
             return read_start_time(process) or ""
-    with contextlib.suppress(PermissionError):  # it runs, too
+    with contextlib.suppress(PermissionError):  # another user's process, which runs
         try:
             os.kill(process, 0)
         except ProcessLookupError:
@@ -273,7 +287,6 @@ def signal_worker(pid: int, folder: Path, number: signal.Signals) -> None:
         contextlib.suppress(ProcessLookupError),
         open(os.pidfd_open(pid), "rb", buffering=0) as handle,
     ):
-        if pid in list_workers(
-            folder
-        ):  # checked while the handle is open, so that the pid cannot be reused
+        # Checked while the handle is open, so that the pid cannot be reused.
+        if pid in list_workers(folder):
             signal.pidfd_send_signal(handle.fileno(), number)

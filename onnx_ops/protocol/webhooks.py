@@ -25,7 +25,7 @@ ALIAS_EVENTS = ("model_version_alias.created", "model_version_alias.deleted")
 """Events that can change the desired state of an endpoint."""
 
 TOLERANCE_S = 300.0
-"""Largest difference between a delivery's clock and ours, in seconds."""
+"""Largest difference between a delivery's clock and the receiver's, in seconds."""
 
 MAX_BODY_BYTES = 256 * 1024
 """Largest body that is read. An alias event is far below 1 KiB."""
@@ -52,7 +52,9 @@ def sign_delivery(secret: str, delivery: str, timestamp: str, body: bytes) -> st
 def verify_delivery(
     headers: Mapping[str, str], body: bytes, *, secret: str, now: float
 ) -> WebhookDelivery:
-    """Verify and parse a delivery. Header names are in lower case; `now` is in seconds since the epoch.
+    """Verify and parse a delivery.
+
+    Header names are in lower case. `now` is in seconds since the epoch.
 
     Raises:
         InvalidSignatureError: it was not signed with the secret.
