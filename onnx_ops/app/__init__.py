@@ -1,1 +1,4 @@
-"""Operations on a project: check, plan and run its pipelines, release and measure its models."""
+"""Operations on a project.
+
+They check, plan and run its pipelines, and release and measure its models.
+"""

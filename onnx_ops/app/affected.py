@@ -1,4 +1,7 @@
-"""Pipelines that a change affects: by their files, targets, data, models, and the code that they import."""
+"""Find the pipelines that a change affects.
+
+A pipeline depends on its files, targets, data, models, and the code that these import.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,10 @@ from onnx_ops.pipeline.stages.data import get_source_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Affected:
-    """A pipeline file, relative to the project's root, and the changed paths that it depends on.
+    """An affected pipeline file, and the changed paths that it depends on.
 
-    `problem` is why it cannot be read; its dependencies are then unknown, so that every change
-    counts.
+    The file is relative to the project's root. `problem` is why it cannot be read; its dependencies
+    are then unknown, so that every change counts.
     """
 
     file: str
@@ -60,9 +63,10 @@ def affected(project: Project, changed: Collection[str]) -> tuple[Affected, ...]
 
 
 def changed_since(root: Path, base: str) -> frozenset[str]:
-    """Return paths that changed since this branch left `base`, committed or not, relative to the project's root.
+    """Return the paths that changed since this branch left `base`.
 
-    Without a `base` all paths count.
+    Changes count whether they are committed or not. Paths are relative to the project's root.
+    Without a `base`, all paths count.
     """
     if not ask_git(root, "rev-parse", "--git-dir", may_fail=True):
         raise UserError(
@@ -89,9 +93,10 @@ def changed_since(root: Path, base: str) -> frozenset[str]:
 
 
 def _list_sources(project: Project, name: str, pipeline: Pipeline) -> Iterator[str]:
-    """Yield paths of the project that shape the pipeline's results; a folder includes all its files.
+    """Yield the project's paths that shape the pipeline's results.
 
-    The repository can hold a large file as a pointer file: `data.npz.dvc`.
+    A folder includes all its files. The repository can hold a large file as a pointer file:
+    `data.npz.dvc`.
     """
     root = project.settings.root
     yield from (name, FILE)
@@ -111,7 +116,10 @@ def _list_sources(project: Project, name: str, pipeline: Pipeline) -> Iterator[s
 
 
 def _list_target_files(project: Project, pipeline: Pipeline) -> Iterator[str]:
-    """Yield the files of targets, where they are or would be, and their libraries of custom operators."""
+    """Yield the files of targets, and their libraries of custom operators.
+
+    Both the present path of a target file and its path in the project are yielded.
+    """
     root = project.settings.root
     targets = find_config_folder(root) / TARGETS
     yield from ((targets / f"{target}.yaml").as_posix() for target in pipeline.benchmark.targets)
@@ -133,10 +141,10 @@ def _list_data_files(project: Project, pipeline: Pipeline) -> Iterator[str]:
 
 
 def _list_model_files(root: Path, pipeline: Pipeline) -> Iterator[str]:
-    """Yield an existing model with the code that it names, and the code that trains one."""
+    """Yield the model file, the code that it names, and the code that trains a model."""
     if pipeline.model:
         yield from (pipeline.model, f"{pipeline.model}.dvc")
-        if pipeline.export.framework != "onnx":  # whose files hold all that they compute
+        if pipeline.export.framework != "onnx":  # an ONNX file needs no code of the project
             yield from collect_user_code(
                 find_referenced_modules(root / pipeline.model, root), root
             ).files

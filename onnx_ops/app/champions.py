@@ -1,4 +1,6 @@
-"""Repeated measurements of champions: each with the benchmark of its decision, on the current runtime and machine.
+"""Repeat the measurements of champions.
+
+Each champion is measured with the benchmark of its decision, on the current runtime and machine.
 
 A benchmark is stored under the digest of its evidence, which the signed decision of a version
 holds. So it can be repeated without a pipeline file, regardless of later releases.
@@ -30,7 +32,10 @@ _CHAMPION = format_alias("champion", "")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChampionRecord:
-    """A version that should serve a target. `basis` is its decision and evidence, or why they are unknown."""
+    """A version that should serve a target.
+
+    `basis` is the evidence and the gates of its decision, or the error why they are unknown.
+    """
 
     record: VersionRecord
     target: str
@@ -89,9 +94,9 @@ def list_champions(context: Context, names: Sequence[str] = ()) -> tuple[Champio
 
 
 def measure_again(context: Context, perform: ExecuteStage, champion: ChampionRecord) -> Drift:
-    """Measure a champion; repeat a measurement that shows drift, since a single one is sometimes wrong.
+    """Measure a champion, and repeat a measurement that shows drift.
 
-    Nothing is recorded or changed.
+    A single measurement is sometimes wrong. Nothing is recorded or changed.
     """
     basis = champion.basis
     if isinstance(basis, OnnxOpsError):
@@ -124,8 +129,8 @@ def _measured(
             "--no-cache benchmark",
         )
     stage, key, inputs = parse_request(json.loads(context.store.read(memory[REQUEST])))
-    # Another key: the result of the pipeline stays as it is, and no worker answers with an earlier
-    # measurement.
+    # With a new key, the stored result of the pipeline stays unchanged, and no worker answers with
+    # an earlier measurement.
     manifest = perform(stage, digest_json(["again", key, uuid.uuid4().hex]), inputs)
     now = codec.loads(context.store.read(manifest["evidence.json"]), Evidence, where=stage.id)
     results = judge_drift(gates, then, now)
@@ -146,8 +151,8 @@ def save_benchmark(
 ) -> None:
     """Store everything needed to repeat a benchmark, under the digest of its evidence.
 
-    A repetition scores the rows itself, because results of score stages come from an earlier
-    runtime or another machine.
+    Results of score stages are not stored, because they come from an earlier runtime or another
+    machine. A repetition computes the scores again.
     """
     stage = replace(
         stage, settings={name: value for name, value in stage.settings.items() if name != "shards"}

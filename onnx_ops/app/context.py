@@ -1,4 +1,4 @@
-"""A project: its settings, and the adapters that settings and pipeline files select.
+"""A project: its settings, and the adapters that these and pipeline files select.
 
 An adapter is created and imported only when a command uses it: a rollback completes in less time
 than importing the modules that read and run pipelines would take.
@@ -53,7 +53,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Project:
-    """Settings and context of one project, and the state shared by its pipelines that run in parallel."""
+    """Settings and context of one project.
+
+    `releasing` and `running` are shared by its pipelines that run in parallel.
+    """
 
     settings: Settings
     context: Context
@@ -84,11 +87,12 @@ class Project:
 
         Args:
             actor: user recorded in the audit log of its releases.
-            observer: gets the progress.
+            observer: receives the progress.
             abandon: the reason why endpoints may be left behind.
             no_cache: kinds of stages whose cached results are ignored.
-            durations: gets the duration of each stage.
-            plan: of the run, whose imports begin with its first stage that is executed.
+            durations: receives the duration of each stage.
+            plan: the plan of the run; the imports of its stages begin with the first stage that is
+                executed.
         """
         from onnx_ops.app.execution import StageExecutor
         from onnx_ops.app.handler import StageHandler
@@ -126,9 +130,10 @@ def _make_running() -> RunningStages:
 
 
 def build_context(settings: Settings) -> Context:
-    """Return the adapters that the settings describe. Nothing is opened before it is used.
+    """Return the adapters that the settings describe.
 
-    The project's source folders become importable, as an editable installation would make them.
+    Nothing is opened before it is used. The project's source folders become importable, as an
+    editable installation would make them.
     """
     sys.path += [
         str(folder)
@@ -207,7 +212,7 @@ def ask_git(root: Path, *arguments: str, may_fail: bool = False) -> str:
 
 
 def resolve_commit(root: Path, name: str) -> str:
-    """Return the digest of a commit of the repository around a folder; empty if it has none."""
+    """Return the ID of a commit of the repository around a folder; empty if unknown."""
     revision = f"{name}^{{commit}}"
     return ask_git(
         root, "rev-parse", "--verify", "--quiet", "--end-of-options", revision, may_fail=True
@@ -301,7 +306,11 @@ def _notifiers(settings: Settings) -> Mapping[str, Notifier]:
 
 @functools.cache
 def load_tool(settings: Settings, group: str, name: str, env: Environment | None = None) -> Any:
-    """Return an exporter or optimizer. One with `requirements` runs isolated with those, unless `env` overrides it."""
+    """Return an exporter or optimizer.
+
+    A tool with `requirements` runs in an isolated environment with these, unless `env` overrides
+    it.
+    """
     plugin = plugins.load(group, name)
     wanted = plugins.select_environment(plugin, env)
     if wanted is None:

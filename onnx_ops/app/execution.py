@@ -1,4 +1,4 @@
-"""Execution of stages: in a child process, by a pool's workers, or here."""
+"""Execution of stages: in this process, in a child process, or on a pool's worker."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ PROGRESS = b"\x1eprogress "
 """Prefix of a line of a child's output that reports the progress of its stage."""
 
 _TIMED = (StageKind.SEARCH, StageKind.BENCHMARK)
-"""Stages that measure times: one of them at once."""
+"""Kinds of stages that measure times: only one such stage runs at a time."""
 
 
 _WAIT = "waiting for other work on this machine"
 
 _MOST_OUTPUT_BYTES = 64 << 20
-"""Of one stage, in its file."""
+"""Limit of the output of one stage that its file keeps."""
 
 _MOST_OUTPUT_FILES = 200
 
 
 class StageOutput:
-    """The file that keeps what the code of a stage prints, created with its first line.
+    """The file that keeps the output of a stage's code, created with its first line.
 
     Args:
-        file: its path; an earlier execution's is replaced.
-        observer: gets each last line.
+        file: path of the file; the file of an earlier execution is replaced.
+        observer: receives the last line of each output.
     """
 
     def __init__(self, file: Path, stage: Stage, observer: Observer) -> None:
@@ -57,9 +57,8 @@ class StageOutput:
 
     def write(self, output: bytes) -> None:
         """Append output, and show its last line."""
-        with contextlib.suppress(
-            OSError
-        ):  # a full disk ends the stage itself, with its own message
+        # A full disk ends the stage, with a message about the disk.
+        with contextlib.suppress(OSError):
             if not self._written:
                 self.file.parent.mkdir(parents=True, exist_ok=True)
             if self._written < _MOST_OUTPUT_BYTES:
@@ -72,7 +71,7 @@ class StageOutput:
 
     @property
     def place(self) -> str:
-        """The file as a message names it; empty if nothing was printed."""
+        """A sentence that names the file in a message; empty if nothing was printed."""
         return f" Its output is in {self.file}." if self._written else ""
 
     def remove_old(self) -> None:
@@ -84,16 +83,18 @@ class StageOutput:
 
 
 _PRELOADED = {"scikit-learn": "sklearn", "skl2onnx": "skl2onnx"}
-"""Distributions whose packages the fork server imports for the stages that need them: they start no
-threads.
+"""Packages that the fork server imports for the stages that need them.
+
+The keys are the names of distributions. These packages start no threads.
 """
 
 
 @dataclass(frozen=True)
 class StageExecutor:
-    """Executes stages: here, in a child if the stage requests it or has a time-out, or by a pool's worker.
+    """Executes stages in this process, in a child process, or on a pool's worker.
 
-    Executors with the same `running` can run side by side.
+    A child process is used if the stage requests it or has a time-out. Executors with the same
+    `running` can run concurrently.
     """
 
     settings: Settings
@@ -149,7 +150,7 @@ class StageExecutor:
             )
 
     def _prepare(self, stage: Stage) -> None:
-        """Begin the imports of the plan's later stages side by side with this one."""
+        """Begin the imports of the plan's later stages while this stage is executed."""
         if self.plan is None:
             return
         here = [one for one in self.plan.stages if one.own_process and not get_pool(one)]
@@ -160,7 +161,7 @@ class StageExecutor:
 
     @contextlib.contextmanager
     def _measure(self, stage: Stage) -> Iterator[None]:
-        """Measure the work of a stage, without what it waited before."""
+        """Measure the work of a stage, excluding the time that it waited before."""
         begun = time.monotonic()
         try:
             with self.durations.measure(stage.id):
@@ -175,7 +176,7 @@ class StageExecutor:
 
 
 def _find_output_file(settings: Settings, stage: Stage, key: Digest) -> Path:
-    """Return the path of a stage's output, of which each execution of the same work has one."""
+    """Return the path of a stage's output file. Executions of the same work share it."""
     name = stage.id.replace("/", "-").replace("@", "-").replace("#", "-")
     return settings.state / "output" / f"{name}-{hex_digits(key)[:8]}.log"
 
@@ -188,11 +189,14 @@ def run_in_subprocess(
     observer: Observer | None = None,
     running: RunningStages | None = None,
 ) -> Manifest:
-    """Execute a stage in a child process. Raise its error; StageError if it crashed, was killed or timed out.
+    """Execute a stage in a child process, and raise its error.
 
     The child ends with this process: it watches its standard input, which stays open until then.
     Its temporary files are in a scratch folder, since a killed child leaves them behind: gigabytes
     for a large model.
+
+    Raises:
+        StageError: the child crashed, was killed or timed out.
     """
     with Scratch() as folder:
         result, scratch = folder / "result.json", folder / "tmp"

@@ -1,9 +1,10 @@
-"""The follower of a replica: a process beside the endpoint server that follows the place's tables, and reports.
+"""The follower of a replica: a process beside the endpoint server.
 
-It alone has the client of the object store and its credentials. It starts the server without them,
-publishes each table to it through the admin API, renews its lease, and writes what it serves and
-counts. Each of these has a thread, so that a store that hangs delays neither the others nor the end
-of a lease, which the server's workers see on their own clock.
+It follows the tables of its place, and reports. Only this process has the client of the object
+store and its credentials. It starts the server without them, publishes each table to it through the
+admin API, renews its lease, and writes what the server serves and counts. Each of these tasks has a
+thread. So a store that hangs delays neither the other tasks nor the end of a lease, which the
+server's workers see on their own clock.
 """
 
 from __future__ import annotations
@@ -80,13 +81,19 @@ from onnx_ops.scratch import write_durably
 _log = logging.getLogger(__name__)
 
 POLL_S, LEASED_POLL_S, LOCAL_POLL_S = 2.0, 1.0, 0.25
-"""Seconds between two looks at the hint: in general, while a lease is needed, and in a folder."""
+"""Seconds between two reads of the hint at the newest table.
+
+The values hold in general, while a lease is needed, and for a local folder as the store.
+"""
 LIST_S, RENEW_S, LOCAL_LIST_S = 60.0, 8.0, 1.0
-"""Seconds between two lists of the tables: in general, while a lease is needed, and in a folder."""
+"""Seconds between two lists of the tables.
+
+The values hold in general, while a lease is needed, and for a local folder as the store.
+"""
 _RETRY_S = 10.0
-"""Rest before a table that was refused is tried again."""
+"""Pause before a table that was refused is tried again, in seconds."""
 _STORE_S = 5.0
-"""Time for one request to the store; the loops repeat what failed."""
+"""Time for one request to the store, in seconds; the loops repeat failed requests."""
 _CHECK_S = 0.2
 _SERVER_CHECK_S = 0.5
 _PUBLISH_S = 300.0
@@ -98,7 +105,7 @@ _PACKAGES = ("onnx-ops", "onnxruntime")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaOptions:
-    """How a replica runs: where it reads tables and writes reports, and what it calls itself."""
+    """Options of a replica: its locations of tables and reports, and its identity."""
 
     control: str
     reports: str
@@ -111,9 +118,9 @@ class ReplicaOptions:
 
 
 class Following:
-    """What a replica knows of its place's tables, and for how long it may give a candidate traffic.
+    """The tables that a replica knows, and how long it may give a candidate traffic.
 
-    Times are seconds since boot: of one clock, which counts while the machine or the process is
+    Times are seconds since boot, on a clock that also runs while the machine or the process is
     suspended.
     """
 
@@ -131,16 +138,16 @@ class Following:
         self._serving_end = 0.0
 
     def see(self, table: ReplicaTable | None) -> None:
-        """Take a table that counts; a lower one than the newest changes nothing."""
+        """Take note of a valid table, which is the newest if its number is the highest."""
         if table is not None and (self.newest is None or table.number > self.newest.number):
             self.newest = table
 
     def see_beat(self, beat: int, now: float) -> None:
-        """Take the count of the judge's looks.
+        """Take note of the beat, which counts the judge's looks.
 
-        A rollback may have been requested while the store did not answer, and no table says so yet.
-        Therefore a replica that comes back gives a candidate no traffic before the judge has looked
-        again.
+        A rollback may have been requested while the store did not answer, and no table shows it
+        yet. Therefore a replica that comes back gives a candidate no traffic before the judge has
+        looked again.
         """
         if now - self._heard_at > LEASE_S:
             self._is_confirmed = False
@@ -152,7 +159,10 @@ class Following:
 
     @property
     def needs_lease(self) -> bool:
-        """Whether the adopted table gives a candidate traffic, or needs a lease for any request."""
+        """Whether the adopted table needs a lease.
+
+        It does if it gives a candidate traffic, or needs a lease for any request.
+        """
         table = None if self.adopted is None else self.adopted.table
         return table is not None and (table.is_leased or gives_candidate_traffic(table))
 
@@ -163,22 +173,22 @@ class Following:
         )
 
     def compute_lease_end(self, now: float) -> float:
-        """Return until when the adopted table's candidate may get traffic; 0 if it may not.
+        """Return until when the adopted table's candidate may get traffic, or 0.
 
         The replica must have listed the tables, and reported, and the judge must have looked since
-        the last gap in the answers of the store. A newer table that moves traffic ends the lease
-        before it is adopted.
+        the last gap in the answers of the store. Otherwise the result is 0. A newer table that
+        moves traffic ends the lease before it is adopted.
         """
         timeout_s = 0.0 if self.adopted is None else self.adopted.judge_timeout_s
         is_judged = self._is_confirmed and (not timeout_s or now - self._beat_at < timeout_s)
         return self._compute_end() if self._is_current() and is_judged else 0.0
 
     def renew_serving_end(self) -> float:
-        """Return until when a server whose table is leased may answer at all.
+        """Return until when a server whose table is leased may answer requests.
 
-        Without the newest table, it may as long as before: neither are requests refused while a
-        table is adopted, nor does a replica that comes back answer by a table that was rolled back
-        meanwhile.
+        If the newest table is not adopted yet, the time stays unchanged. So requests are not
+        refused while a table is being adopted. A replica that comes back does not answer by a table
+        that was rolled back meanwhile.
         """
         end = self._compute_end()
         if self._is_current():
@@ -186,7 +196,10 @@ class Following:
         return self._serving_end
 
     def _compute_end(self) -> float:
-        """Return how long a list and a report count. It is read before the tables: a list is noted after they are."""
+        """Return until when the last list and the last report count.
+
+        Call this before reading the tables: a list is noted after its tables are.
+        """
         return max(0.0, min(self.listed_at, self.reported_at) + LEASE_S)
 
     def _is_current(self) -> bool:
@@ -198,7 +211,7 @@ class Following:
 
 
 class Follower:
-    """One replica: see the module."""
+    """Runs one replica, as described in the module."""
 
     def __init__(
         self,
@@ -250,11 +263,14 @@ class Follower:
         self.end()
 
     def stop(self) -> None:
-        """Let `run` end with the server and a last report. It takes no lock, so that signal handlers may call it."""
+        """Let `run` end with the server and a last report.
+
+        This takes no lock, so that signal handlers can call it.
+        """
         self._is_ending = True
 
     def poll(self) -> None:
-        """Look at the hint, list the tables if that is due, and renew the lease."""
+        """Read the hint, list the tables if that is due, and renew the lease."""
         now = read_boot_clock()
         head = self._read_head()
         if head is not None:
@@ -271,7 +287,7 @@ class Follower:
                 self._following.skipped = skipped
                 self._report_due.set()
             self._following.see(found)
-            self._following.listed_at = now  # of the moment before it was asked
+            self._following.listed_at = now  # the time before the request
         self.renew_lease()
 
     def publish(self) -> None:
@@ -284,9 +300,8 @@ class Follower:
             return
         try:
             self._ask("PUT", TABLE_PATH, codec.dumps(self._locate(table)), timeout_s=_PUBLISH_S)
-            if (
-                table.limits_s
-            ):  # users are counted from the first request on that the candidate may get
+            # Users are counted from the first request that the candidate may get.
+            if table.limits_s:
                 self._ask(
                     "POST", COUNTS_PATH, codec.dumps(UserCountsRequest(limits_s=table.limits_s))
                 )
@@ -300,7 +315,11 @@ class Follower:
         self._report_due.set()
 
     def renew_lease(self) -> None:
-        """Set the times until which the server gives a candidate traffic, and answers at all if its table is leased."""
+        """Set the times until which the server serves.
+
+        Until the first time, it gives a candidate traffic. Until the second, it answers requests if
+        its table is leased.
+        """
         with self._lock:
             end, serving_end = (
                 self._following.compute_lease_end(read_boot_clock()),
@@ -311,14 +330,14 @@ class Follower:
             self._lease, self._lapsed = end, codec.loads(answer, Lease).lapsed
 
     def report(self) -> None:
-        """Write the status, the counts, and the epochs that were closed since."""
+        """Write the status, the counts, and the epochs closed since the last report."""
         began = read_boot_clock()
         self._write_status(self._build_status())
         self._following.reported_at = began
         self._attempt(self.renew_lease)
         adopted = self._following.adopted
         if adopted is None:
-            if not self._uptimes:  # an end before the first table is one, too
+            if not self._uptimes:  # a server that ends before the first table counts, too
                 self._write_counts(
                     Counts(origin=self._source.start, at=began, bounds_s=(), deployments={})
                 )
@@ -330,7 +349,7 @@ class Follower:
         )
 
     def keep_server(self) -> None:
-        """Start the server, or start it again with other options, unless it runs with these."""
+        """Start the server, or restart it if it runs with other options."""
         record = self._server.record()
         if record is not None and (record.port, record.options) == (
             self._options.port,
@@ -346,13 +365,14 @@ class Follower:
         self._is_serving = False
         self._server.start(self._options.port, self._options.server)
         self._is_serving = True
-        self._following.adopted = None  # what it serves is what it is given again
+        self._following.adopted = None  # the new server gets its table again
         self._report_due.set()
 
     def end(self) -> None:
-        """Stop the loops and the server, whose requests in flight are answered, and write the last report.
+        """Stop the loops and the server, and write the last report.
 
-        It is announced before: a platform may kill what has not ended in ten seconds.
+        Requests in flight are answered. The end is announced before the stop: a platform may kill a
+        process that has not ended within ten seconds.
         """
         self._stop.set()
         self._report_due.set()
@@ -370,12 +390,18 @@ class Follower:
             _log.error("the last report could not be written: %s", error)
 
     def announce_end(self) -> None:
-        """Write the counts until now as the last ones, so that the end is none of the model's making."""
+        """Write the counts until now as the final ones.
+
+        The end of the server is then not attributed to the model.
+        """
         if (counts := self._last_counts) is not None:
             self._write_counts(counts, is_final=True)
 
     def _repeat(self, work: Callable[[], None]) -> None:
-        """Repeat one of the loops until this process ends; an error is logged once, and tried again."""
+        """Repeat one of the loops until this process ends.
+
+        An error is logged once, and the loop tries again.
+        """
         while not self._stop.is_set():
             self._attempt(work)
             if work == self.report:
@@ -393,9 +419,7 @@ class Follower:
         name = work.__name__
         try:
             work()
-        except (
-            Exception
-        ) as error:  # a thread that ended would be a replica that is cut off for good
+        except Exception as error:  # if a thread ended, the replica would be cut off for good
             reason = (
                 str(error)
                 if isinstance(error, OnnxOpsError)
@@ -415,7 +439,7 @@ class Follower:
         try:
             return None if data is None else codec.loads(data, TableHead, where=HEAD)
         except CorruptStateError:
-            return None  # it is a hint
+            return None  # the head is only a hint
 
     def _read_table(self, number: TableNumber) -> StoredTable:
         data = self._control.read(number.name)
@@ -424,7 +448,10 @@ class Follower:
         return decode_table(data, number, self._options.endpoint, self._verifier)
 
     def _locate(self, table: ReplicaTable) -> object:
-        """Return the routing table with the folders of its files on this machine, which are downloaded if missing."""
+        """Return the routing table with the folders of its files on this machine.
+
+        Missing files are downloaded, and folders that the table does not need are removed.
+        """
         state = table.table.state
         deployments = tuple(replace(d, location=self._fetch(d)) for d in state.deployments)
         needed = {d.manifest for d in state.deployments}
@@ -484,7 +511,10 @@ class Follower:
         self._reports.write(self._source.status_name, codec.dumps(status))
 
     def _record_uptime(self, *, ends: int = 0) -> None:
-        """Add the time since the last call, and ends of the server, to the table that is served or being adopted."""
+        """Add uptime and ends of the server to the table that is served or being adopted.
+
+        The uptime is the time since the last call.
+        """
         now, table = read_boot_clock(), self._following.adopted or self._following.newest
         generation = 0 if table is None else table.number.generation
         known = self._uptimes.get(generation) or ServerUptime(
@@ -525,8 +555,8 @@ class Follower:
 def require_known(names: Sequence[str], known: TableNumber | None, place: str) -> None:
     """Raise ServiceUnavailableError if a list of tables lacks the known one.
 
-    A share that is not mounted any more is an empty folder: its list is no answer of the store, and
-    renews no lease.
+    A share that is not mounted any more is an empty folder. Its list is not an answer of the store,
+    and must not renew a lease.
     """
     if known is not None and f"{known}.json" not in names:
         raise ServiceUnavailableError(
@@ -538,7 +568,7 @@ def require_known(names: Sequence[str], known: TableNumber | None, place: str) -
 
 
 def read_boot_clock() -> float:
-    """Return the seconds since boot, those in which the machine was suspended included."""
+    """Return the seconds since boot, including suspension of the machine."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -554,7 +584,11 @@ def _read_versions() -> Mapping[str, str]:
 
 
 def name_replica(folder: Path, given: str) -> str:
-    """Return the replica's name: the given one, or the host's with random digits, kept in its folder."""
+    """Return the replica's name, as given or as kept in its folder.
+
+    Without a given name, a new replica has the host's name with random digits, which its folder
+    keeps.
+    """
     if given:
         return check_replica_name(given)
     path = folder / _NAME_FILE
@@ -628,7 +662,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def check_options(own: Mapping[str, str], options: ServerOptions) -> None:
-    """Raise UserError or RefusedError for options with which no table could be followed."""
+    """Raise UserError or RefusedError for options with which no table can be followed."""
     if not options.endpoint:
         raise UserError("a replica needs the name of its endpoint", where="--endpoint")
     if not options.trusted_keys:
@@ -649,7 +683,9 @@ def check_options(own: Mapping[str, str], options: ServerOptions) -> None:
 
 
 def read_release_keys(folder: Path, trusted: str) -> TrustedKeys:
-    """Return the release keys of a setting, whose path is relative to the server's folder.
+    """Return the release keys of a setting.
+
+    A path in the setting is relative to the server's folder.
 
     Raises:
         UserError: it is neither a path nor a key.
@@ -674,4 +710,4 @@ def read_release_keys(folder: Path, trusted: str) -> TrustedKeys:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     logging.shutdown()
-    os._exit(code)  # a thread that waits for the store delays nothing
+    os._exit(code)  # does not wait for threads that wait for the store

@@ -1,8 +1,8 @@
-"""A process that has imported the modules of stages and forks for each stage, so that it starts in milliseconds.
+"""A process that has imported the modules of stages, and forks for each stage.
 
-The fork server of Python's standard library imports the main module in every child, and is started
-again in each forked process. This one forks a monitor for each request, which forks the stage's
-process and reports its process id and its exit code.
+So a stage starts in milliseconds. The fork server of Python's standard library imports the main
+module in every child, and is started again in each forked process. This one forks a monitor for
+each request. The monitor forks the stage's process, and reports its process id and its exit code.
 """
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ from typing import IO
 from onnx_ops.errors import StageError
 
 _NUMBER = 4
-"""Bytes of a process id and of an exit code."""
+"""Size of a process id and of an exit code, in bytes."""
 _SHIFTS: list[object] = []
-"""Memory that shifts what is allocated after it, and is never written."""
+"""Memory that shifts the addresses of later allocations, and is never written."""
 _STAGES = "onnx_ops.pipeline.stages"
 _PACKAGES = "_ONNX_OPS_FORK_SERVER_PACKAGES"
-"""Variable of the server process."""
+"""Environment variable of the server process that names further packages."""
 
 
 class ForkedProcess:
-    """A process that leads a separate session. Its standard error goes to its standard output.
+    """A process that leads a separate session.
+
+    Its standard error goes to its standard output.
 
     Args:
         pid: its process id.
@@ -90,7 +92,7 @@ class ForkedProcess:
             return self._code
 
     def kill(self) -> None:
-        """Kill it and all its children."""
+        """Kill the process and all its children."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -100,9 +102,10 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Starts processes of `onnx_ops.app.worker`. Thread-safe, and usable by forks of the process that started it.
+    """Starts processes of `onnx_ops.app.worker`.
 
-    The server process ends when no process that uses it is left.
+    It is thread-safe, and usable by forks of the process that started it. The server process ends
+    when no process that uses it is left.
     """
 
     def __init__(self) -> None:
@@ -111,10 +114,10 @@ class ForkServer:
         self._packages: tuple[str, ...] = ()
 
     def start(self, packages: Collection[str] = ()) -> None:
-        """Start the server process, unless there is one. It does not wait for its imports.
+        """Start the server process, unless there is one, without waiting for its imports.
 
         Args:
-            packages: further ones that the server imports, so that no stage has to.
+            packages: further packages that the server imports, so that stages need not import them.
         """
         with self._lock:
             self._packages = tuple(packages)
@@ -124,7 +127,7 @@ class ForkServer:
         """Start a process with these environment variables, in this folder.
 
         Raises:
-            StageError: the server process ends at once.
+            StageError: the server process ends immediately.
         """
         process = self._fork() or self._fork()  # a server may have been killed
         if process is None:
@@ -140,7 +143,10 @@ class ForkServer:
         return process
 
     def _fork(self) -> ForkedProcess | None:
-        """Return a new process; None, and no server any more, if the server does not answer."""
+        """Return a new process, or None if the server does not answer.
+
+        In the latter case, the next call starts another server.
+        """
         (theirs, stdin), (stdout, printed), (status, reported) = (os.pipe() for _ in range(3))
         with self._lock:
             control = self._connect()
@@ -180,7 +186,10 @@ class ForkServer:
 
 
 def serve() -> None:
-    """Fork for each request that arrives on standard input, a socket. Returns in the forked processes only."""
+    """Fork for each request that arrives on standard input, a socket.
+
+    This function returns in the forked processes only.
+    """
     with contextlib.suppress(PermissionError):  # it leads its group already
         os.setsid()
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -203,7 +212,7 @@ def serve() -> None:
 
 
 def _import_packages() -> None:
-    """Import what most stages need, and what this run's do, as far as it is installed."""
+    """Import the packages that most stages and this run need, if they are installed."""
     for name in ("onnx", "onnxruntime", *filter(None, os.environ.pop(_PACKAGES, "").split(","))):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -213,7 +222,11 @@ def _import_packages() -> None:
 
 
 def _fork_monitored(stdin: int, stdout: int, status: int) -> None:
-    """Fork, and return in the new process; this one reports its id, waits for its end and reports that."""
+    """Fork, and return in the new process only.
+
+    The present process reports the id of the new process, waits for its end, and reports its exit
+    code.
+    """
     pid = os.fork()
     if pid == 0:
         os.setsid()
@@ -233,14 +246,14 @@ def _fork_monitored(stdin: int, stdout: int, status: int) -> None:
 
 
 def _adopt(path: list[str]) -> None:
-    """Take over the environment, the folder and the import path of who asked for this process.
+    """Take over environment, folder and import path of the requesting process.
 
-    What a new process draws anew is drawn anew here: the state of numpy's global generator, without
-    which two sources without a seed would agree; and addresses, which move the speed of a model by
-    some percent.
+    A new process draws some values at random, which are therefore drawn again here. These are the
+    state of numpy's global generator, without which two sources without a seed would agree, and
+    memory addresses, which change the speed of a model by some percent.
     """
     if not (line := sys.stdin.readline()):
-        os._exit(1)  # who asked is gone
+        os._exit(1)  # the requesting process has ended
     request = json.loads(line)
     os.environ.clear()
     os.environ.update(request["environ"])
@@ -256,6 +269,8 @@ def _adopt(path: list[str]) -> None:
 
 
 FORK_SERVER = ForkServer()
-"""Of this process. Who forks itself and has threads then, such as a pool's worker, starts it
+"""The fork server of this process.
+
+A process that forks after it has started threads, such as a pool's worker, starts this server
 before.
 """

@@ -1,8 +1,10 @@
-"""Evaluation and release in separate jobs: what the first hands over, so that the second runs no code of the user.
+"""Evaluation and release in separate jobs.
 
-The first job trains, exports and measures without a key. The second one reads its results from a
-folder, checks that they belong to its own pipeline file, and signs, registers and deploys. A key of
-the second is out of reach of the code that ran in the first.
+The first job hands over its results, so that the second runs no code of the user.
+
+The first job trains, exports and measures without a key. The second reads the results from a
+folder, checks that they belong to its own pipeline file, and signs, registers and deploys. The code
+that ran in the first job cannot reach a key of the second.
 """
 
 from __future__ import annotations
@@ -29,19 +31,22 @@ from onnx_ops.ports import Store
 from onnx_ops.scratch import read_plain_file
 
 EVALUATION = (StageKind.DATA, *PLACEABLE)
-"""Stages that read data or run code of the user, or whose tools do."""
+"""Kinds of stages that read data or run code of the user, or whose tools do."""
 
 _FILE, _CONTENT = "evaluation.json", "content"
 _LARGEST = 64 << 20
-"""Bytes of the description; a pipeline has some thousand for each variant and target."""
+"""Limit of the description's size, in bytes.
+
+A pipeline has some thousand bytes for each variant and target.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The stages of a pipeline before its gates, as they ended at a commit; empty outside of a repository.
+    """The stages of a pipeline before its gates, as they ended at a commit.
 
-    `file` is the digest of what the pipeline file declares, without its endpoints, whose settings
-    name the machine.
+    `commit` is empty outside of a repository. `file` is the digest of what the pipeline file
+    declares, without its endpoints, whose settings name the machine.
     """
 
     file: Digest
@@ -51,7 +56,7 @@ class Evaluation:
 
 
 def require_new_folder(folder: Path) -> None:
-    """Raise UserError if a folder, to which an evaluation shall be written, has content."""
+    """Raise UserError if the folder for an evaluation already has content."""
     if folder.is_file() or (folder.exists() and any(folder.iterdir())):
         raise UserError(
             "it is not a new folder",
@@ -61,14 +66,19 @@ def require_new_folder(folder: Path) -> None:
 
 
 def digest_file(pipeline: Pipeline) -> Digest:
-    """Return the digest of what a pipeline file declares, with overrides and without its endpoints."""
+    """Return the digest of what a pipeline file declares.
+
+    Overrides are included, and endpoints are left out.
+    """
     return digest_json(codec.to_json(replace(pipeline, deploy=())))
 
 
 def write_evaluation(
     folder: Path, pipeline: Pipeline, result: RunResult, commit: str, store: Store, *, shared: bool
 ) -> None:
-    """Write a run's stages before its gates, with the content of their results unless the store is `shared`.
+    """Write a run's stages before its gates into a folder.
+
+    The content of their results is included, unless the store is `shared`.
 
     Raises:
         UserError: the folder has content.
@@ -86,7 +96,10 @@ def write_evaluation(
 
 
 def _list_content(evaluation: Evaluation) -> Iterator[Digest]:
-    """Yield the content that a release reads: rows only where a benchmark is repeated on them."""
+    """Yield the content that a release reads.
+
+    Rows are included only if a benchmark is repeated on them.
+    """
     measured = {
         name
         for stage in evaluation.stages
@@ -107,12 +120,14 @@ def _list_content(evaluation: Evaluation) -> Iterator[Digest]:
 
 
 def read_evaluation(folder: Path, commit: str, store: Store) -> Evaluation:
-    """Read what `write_evaluation` has written, and put its content into the store. Every file is untrusted.
+    """Read what `write_evaluation` has written, and put its content into the store.
+
+    Every file is untrusted.
 
     Raises:
         UserError: there is no evaluation.
         CorruptStateError: a file is not plain, too large, not of its schema, or not of its digest.
-        RefusedError: it is of another commit.
+        RefusedError: the evaluation is of another commit.
     """
     where = str(folder / _FILE)
     evaluation = codec.loads(_read_description(folder), Evaluation, where=where)
@@ -136,7 +151,10 @@ def _read_description(folder: Path) -> bytes:
 
 
 def _require_consistency(evaluation: Evaluation, where: str) -> None:
-    """Raise CorruptStateError unless each stage has one outcome, and each result names content by digest."""
+    """Raise CorruptStateError unless the stages and outcomes are consistent.
+
+    Each stage must have one outcome, and each result must name its content by digest.
+    """
     names = [stage.id for stage in evaluation.stages]
     if names != [outcome.stage for outcome in evaluation.outcomes] or len(set(names)) < len(names):
         raise CorruptStateError("its stages and outcomes do not belong together", where=where)
@@ -148,7 +166,10 @@ def _require_consistency(evaluation: Evaluation, where: str) -> None:
 
 
 def _store_content(folder: Path, store: Store) -> None:
-    """Put the files of a folder, which a shared store needs none of, into the store; check them by their names."""
+    """Put the files of a folder into the store, and check them by their names.
+
+    With a shared store, the folder is empty or does not exist.
+    """
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
             if (
@@ -159,7 +180,9 @@ def _store_content(folder: Path, store: Store) -> None:
 
 
 def adopt(evaluation: Evaluation, pipeline: Pipeline, planned: Plan, store: Store) -> Plan:
-    """Return the plan of a release, whose stages before the gates are those of the evaluation.
+    """Return the plan of a release.
+
+    Its stages before the gates are those of the evaluation.
 
     Args:
         planned: the plan of the pipeline file, by a `ReleaseProbe`.
@@ -178,7 +201,10 @@ def adopt(evaluation: Evaluation, pipeline: Pipeline, planned: Plan, store: Stor
 
 
 def _require_same_file(evaluation: Evaluation, pipeline: Pipeline, planned: Plan) -> None:
-    """Raise RefusedError if an evaluation has other stages than the pipeline file, or is of other declarations."""
+    """Raise RefusedError if an evaluation does not belong to the pipeline file.
+
+    It then has other stages, or was made from other declarations.
+    """
     own = {stage.id: stage for stage in planned.stages if stage.kind in EVALUATION}
     given = {stage.id: stage for stage in evaluation.stages}
     changed = own.keys() ^ given.keys()
@@ -198,7 +224,10 @@ def _require_same_file(evaluation: Evaluation, pipeline: Pipeline, planned: Plan
 
 
 def _describe_place(stage: Stage) -> tuple[object, ...]:
-    """Return the properties of a stage that need no data: its place in the plan, and the target that it measures."""
+    """Return the properties of a stage that are known without data.
+
+    These are its place in the plan, and the target that it measures.
+    """
     return (
         stage.kind,
         stage.variant,
@@ -212,7 +241,10 @@ def _describe_place(stage: Stage) -> tuple[object, ...]:
 def _require_own_evidence(
     stage: Stage, pipeline: str, manifests: Mapping[str, Manifest], store: Store
 ) -> None:
-    """Require that a benchmark's evidence describes the variant, files and target of its stage."""
+    """Require that a benchmark's evidence belongs to its stage.
+
+    It must describe the stage's variant, files and target.
+    """
     evidence = codec.loads(
         store.read(manifests[stage.id]["evidence.json"]), Evidence, where=stage.id
     )
@@ -231,7 +263,10 @@ def _require_own_evidence(
 
 @dataclass(frozen=True)
 class ReleaseHandler:
-    """Runs the stages of a release. Those before its gates are never executed: their outcomes are the evaluation's."""
+    """Runs the stages of a release.
+
+    Stages before its gates are never executed: their outcomes are those of the evaluation.
+    """
 
     handler: StageHandler
     evaluation: Evaluation
@@ -259,8 +294,8 @@ class ReleaseHandler:
         """Execute a stage of the release.
 
         Raises:
-            StageError: it is a stage before the gates, which failed in the evaluation.
-            RefusedError: it promotes what was not compared with what serves now.
+            StageError: the stage is before the gates, and failed in the evaluation.
+            RefusedError: the stage promotes a release that was not compared with what serves now.
         """
         if stage.kind in EVALUATION:
             raise StageError(

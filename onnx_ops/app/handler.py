@@ -41,33 +41,41 @@ from onnx_ops.release.reconcile import StepReport, reconcile_until_stable
 from onnx_ops.scratch import Durations
 
 RELEASE = (StageKind.PROMOTE, StageKind.DEPLOY)
-"""Stages whose result is the state of an endpoint, which the ledger holds instead of the store."""
+"""Stages whose result is the state of an endpoint.
+
+The ledger holds that state instead of the store.
+"""
 
 
 @dataclass(frozen=True)
 class StageHandler:
     """Runs stages and looks up their results.
 
-    `perform` executes stages that compute something; release stages are operations, for which
-    `actor` answers.
+    `perform` executes stages that compute something. Release stages are operations, which are
+    recorded with `actor`.
     """
 
     context: Context
     perform: ExecuteStage
     actor: str = ""
     abandon: str = ""
-    """Why deployments at the former place of an endpoint may be left behind; empty: not allowed."""
+    """Why deployments at an endpoint's former place may be left behind.
+
+    If it is empty, they must not be left behind.
+    """
     claims: Path | None = None
     """Folder of the locks of running stages; without it no stage waits for another."""
 
     releasing: AbstractContextManager[object] = field(default_factory=threading.RLock)
-    """Held while the registry or an endpoint is written: pipelines that run side by side release
-    one by one.
+    """Lock that is held while the registry or an endpoint is written.
+
+    So pipelines that run concurrently release one after the other.
     """
 
     confirms: bool = True
-    """Whether a known registration is verified in the registry. A plan leaves that to the run: importing MLflow takes
-        seconds.
+    """Whether a known registration is verified in the registry.
+
+    A plan leaves that to the run: importing MLflow takes seconds.
     """
 
     durations: Durations = field(default_factory=Durations)
@@ -161,9 +169,8 @@ class StageHandler:
                 at_rest(config.endpoint, reports)
                 return Manifest(files={"steps.json": context.store.put_bytes(codec.dumps(reports))})
             manifest = self.perform(stage, key, inputs)
-            if (
-                stage.kind is StageKind.TRAIN and stage.settings["framework"] != "onnx"
-            ):  # whose files hold all
+            # An ONNX file needs no code.
+            if stage.kind is StageKind.TRAIN and stage.settings["framework"] != "onnx":
                 # Code that the model's files name changes their results without changing the files.
                 files = manifest.subset(TRAINED).files.values()
                 named = (
@@ -196,16 +203,15 @@ class StageHandler:
         return {"modules": modules, "files": dict(code.files), "packages": packages}
 
     def _needs_new_comparison(self, stage: Stage, manifest: Manifest) -> bool:
-        """Return whether a release that would be promoted was compared with another champion than that of now."""
+        """Return whether a release to promote was compared with a former champion only."""
         settings: Mapping[str, Any] = stage.settings
         if not stage.hints.get("promotes") or not settings["model"]:
             return False
         evidence = codec.loads(self.context.store.read(manifest["evidence.json"]), Evidence)
         try:
             return not was_compared(self.context, settings["model"], evidence)
-        except (
-            InfrastructureError
-        ):  # one variant must not lose its measurement by that; the promotion meets it again
+        except InfrastructureError:
+            # A variant must not lose its measurement by that. The promotion meets the error again.
             return False
 
     def _is_released(self, stage: Stage, inputs: Mapping[str, Manifest]) -> bool:
@@ -232,10 +238,11 @@ def _list_releases(states: Iterable[ReleaseState]) -> set[Digest]:
 
 
 def was_compared(context: Context, model: str, evidence: Evidence) -> bool:
-    """Return whether a release was compared with what serves its target now, or needs no comparison.
+    """Return whether a release needs no further comparison before it is promoted.
 
-    A release that was promoted at an endpoint before is not compared again: it serves, or is left.
-    Without an endpoint, the champion of the registry counts.
+    It was compared with what serves its target now, or nothing serves there. A release that was
+    promoted at an endpoint before is not compared again: it serves, or is left. Without an
+    endpoint, the champion of the registry counts.
 
     Raises:
         InfrastructureError: the ledger or the registry does not answer.
@@ -256,11 +263,12 @@ def was_compared(context: Context, model: str, evidence: Evidence) -> bool:
 
 
 def _is_current(context: Context, registration: Registration) -> bool:
-    """Return whether the registry holds the registration's versions, each with the evidence of this registration.
+    """Return whether the registry holds a registration's versions and their evidence.
 
-    A registry of another project, or a new one, holds none. A registry keeps one set of decisions
-    per version, so that a gate that was changed and changed back is published again. If it does not
-    answer, nothing is confirmed: the stage then meets the error, and retries as configured.
+    Each version must have the evidence of this registration. The registry of another project, or a
+    new one, holds none. A registry keeps one set of decisions per version, so that a gate that was
+    changed and changed back is published again. If the registry does not answer, nothing is
+    confirmed: the stage then meets the error, and retries as configured.
     """
     try:
         listed = {entry.version: entry for entry in context.registry().versions(registration.model)}
@@ -277,7 +285,10 @@ def _is_current(context: Context, registration: Registration) -> bool:
 def read_choice(
     context: Context, stage: Stage, inputs: Mapping[str, Manifest]
 ) -> tuple[Registration, Choice, str]:
-    """Return the registration, the choice for the stage's target, and its version; empty if none was chosen."""
+    """Return the registration, the choice for the stage's target, and its version.
+
+    The version is empty if none was chosen.
+    """
     registration = codec.loads(
         context.store.read(inputs["register"]["registration.json"]), Registration
     )
@@ -286,7 +297,10 @@ def read_choice(
 
 
 def _serves(state: ReleaseState, version: str) -> bool:
-    """Return whether the endpoint has been given a version, wholly or as a candidate, with no action pending."""
+    """Return whether the endpoint has been given a version, with no action pending.
+
+    The version is the stable version or the candidate.
+    """
     roles = (state.roles.stable, state.roles.candidate)
     given = any(role is not None and role.version == version for role in roles)
     return given and state.open_intent is None and not state.pending_aliases

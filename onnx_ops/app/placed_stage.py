@@ -1,4 +1,4 @@
-"""Execution of a stage that another machine has placed on this worker, and the reasons to refuse it."""
+"""Execute a stage that another machine has placed on this worker, or refuse it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from onnx_ops.scratch import Scratch
 def answer(
     project: Project, request: str, *, place: str, run: str, observer: Observer
 ) -> OnnxOpsError | None:
-    """Execute a requested stage, on the worker's side; record its result under the stage's key.
+    """Execute a requested stage on a worker, and record its result under its key.
 
     Args:
-        project: of the worker: its store, its isolated environments, its installation.
+        project: the worker's project: its store, its isolated environments, its installation.
         request: digest of the request in the store.
         place: the location of the requesting machine's store.
         run: an identifier of this execution, under which its error is recorded.
-        observer: gets the progress.
+        observer: receives the progress.
 
     Returns:
         The error of the stage, if it failed.
@@ -59,7 +59,7 @@ def answer(
             shutil.copyfile(store.path(digest), path)
         places = {path: str(root / _checked_name(name)) for path, name in document["paths"].items()}
         hints: Any = _relocated({**document["hints"], "pool": ""}, places)
-        # Its own root, so that it executes the code that was sent and no other.
+        # The stage has a separate root, so that it executes the code that was sent and no other.
         there = replace(
             project,
             settings=replace(project.settings, root=root),
@@ -80,7 +80,11 @@ def answer(
 
 
 def _require_same_release(stage: Stage) -> None:
-    """Raise an error if this installation would compute another result than the requested one."""
+    """Raise an error if this installation would compute a different result.
+
+    Packages or the revision of the stage can differ, or a worker does not execute this kind of
+    stage.
+    """
     here = f"worker on {platform.node()}"
     if stage.kind not in PLACEABLE:
         raise RefusedError(f"a worker does not execute {stage.kind.value} stages", where=here)
@@ -88,9 +92,8 @@ def _require_same_release(stage: Stage) -> None:
     differs = dict[str, tuple[object, object]]()
     if revision != REVISIONS[stage.kind]:
         differs["revision of the stage"] = (REVISIONS[stage.kind], revision)
-    if stage.kind not in MEASURED and not is_isolated(
-        stage
-    ):  # evidence names the versions that measured
+    # Measuring stages are exempt: their evidence names the versions that measured.
+    if stage.kind not in MEASURED and not is_isolated(stage):
         local = {name: plugins.version(name) for name in stage.tools if name != "python"}
         local |= (
             {"python": ".".join(platform.python_version_tuple()[:2])}

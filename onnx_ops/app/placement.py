@@ -1,4 +1,4 @@
-"""Stages that are placed on workers of work pools: what is sent, and what comes back."""
+"""Place stages on workers of work pools: send requests, and take results."""
 
 from __future__ import annotations
 
@@ -37,18 +37,19 @@ def ask(
     renew: bool = False,
     took: Callable[[float], None] | None = None,
 ) -> Manifest:
-    """Return the result that a worker of the stage's pool computes, or has computed for another run.
+    """Return the result that a worker of the stage's pool computes or has computed.
 
-    The request and everything that it needs are in the store: the inputs, the user's code,
-    libraries of operators, and the champion that a benchmark is compared with.
+    The result can have been computed for another run. The request and everything that it needs are
+    in the store: the inputs, the user's code, libraries of operators, and the champion that a
+    benchmark is compared with.
 
     Args:
         place: the location of the store, for messages on the other machine.
         renew: compute the result again, even if it is stored.
-        took: gets the seconds that the worker spent.
+        took: receives the seconds that the worker spent.
 
     Raises:
-        OnnxOpsError: what the worker raised, or why no worker has done it.
+        OnnxOpsError: the error of the worker, or the reason why no worker executed the stage.
     """
     prepared = attach_champion(stage, context) if stage.kind is StageKind.BENCHMARK else stage
     files, paths = dict[str, Json](), dict[str, Json]()
@@ -96,7 +97,10 @@ def ask(
 
 
 def _take(stage: Stage, key: Digest, store: Store) -> Manifest | None:
-    """Return the recorded result, unless a machine measured it that the target does not accept."""
+    """Return the recorded result, or None.
+
+    A result is ignored if the target does not accept the machine that measured it.
+    """
     result = store.lookup(key)
     if result is None or stage.kind not in MEASURED:
         return result
@@ -112,7 +116,10 @@ def _take(stage: Stage, key: Digest, store: Store) -> Manifest | None:
 def _list_files(
     stage: Stage, inputs: Mapping[str, Manifest], context: Context
 ) -> Iterator[tuple[str, Path, str]]:
-    """Yield what a stage reads besides its inputs: name over there, file or folder, and the path in hints, if any."""
+    """Yield the files and folders that a stage reads besides its inputs.
+
+    Each has its name on the other machine, its path here, and its path in the hints, or empty.
+    """
     settings: Mapping[str, Any] = stage.settings
     hints: Mapping[str, Any] = stage.hints
     modules = _list_modules(settings, inputs, context.store)
@@ -137,7 +144,10 @@ def _list_files(
 def _list_modules(
     settings: Mapping[str, Any], inputs: Mapping[str, Manifest], store: Store
 ) -> set[str]:
-    """Return the user's functions that a stage calls, and the modules whose classes a trained model has."""
+    """Return the functions and modules of the user that a stage needs.
+
+    These are the functions that it calls, and the modules whose classes a trained model has.
+    """
     metrics = [*settings.get("metrics", ()), *filter(None, [settings.get("metric")])]
     functions = [metric["definition"].get("use") for metric in metrics]
     translations = settings.get("section", {}).get("options", {}).get(TRANSLATIONS)

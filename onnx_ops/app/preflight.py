@@ -64,7 +64,7 @@ class Preflight:
     _sets: dict[str, _Rows] = field(default_factory=dict)
 
     def findings(self) -> list[Issue]:
-        """Return every problem with what the sections name."""
+        """Return every problem with the data, files and options that the sections name."""
         findings = [finding for name in self.draft.data for finding in self._open(name)]
         findings += [*self._files(), *self._imports()]
         model, problems = self._read_model()
@@ -138,7 +138,10 @@ class Preflight:
             yield Issue(("model",), f"no such model: '{draft.model}'{hint}")
 
     def _imports(self) -> Iterator[Issue]:
-        """Yield missing imports of the project's functions that are called in this installation, each once."""
+        """Yield missing imports of the project's functions, each once.
+
+        Only functions that are called in this installation are checked.
+        """
         seen: set[str] = set()
         for loc, reference in self._list_functions():
             for module, text in find_missing_imports(reference, self.context.root):
@@ -147,7 +150,10 @@ class Preflight:
                     yield self._describe_import(loc, module, text)
 
     def _list_functions(self) -> list[tuple[Loc, str]]:
-        """Return the training function, unless its packages are in an isolated environment, and the metrics."""
+        """Return the training function and the metrics.
+
+        The training function is left out if its packages are in an isolated environment.
+        """
         train, export = self.draft.train, self.draft.export
         functions: list[tuple[Loc, str]] = []
         # Another check reports a framework that does not exist.
@@ -161,7 +167,10 @@ class Preflight:
         ]
 
     def _describe_import(self, loc: Loc, module: str, text: str) -> Issue:
-        """Return the issue of a missing import; note its distribution in `absent` if an extra installs it."""
+        """Return the issue of a missing import.
+
+        Its distribution is noted in `absent` if an extra installs it.
+        """
         first = module.partition(".")[0]
         if plugins.has_extra(first):
             self.absent.append(plugins.distribution_of(first))
@@ -173,7 +182,11 @@ class Preflight:
         return Issue(loc, f"{text}, which is neither in the project nor installed{hint}")
 
     def _read_model(self) -> tuple[ModelInfo | None, list[str]]:
-        """Return the description of the project's existing ONNX file, if there is one, and why it is refused."""
+        """Return the description of the project's existing ONNX file, and its problems.
+
+        The description is None if there is no such file or it cannot be read. The problems are the
+        reasons why the file is refused.
+        """
         from onnx_ops.onnx_graph.compatibility import (
             list_user_model_notes,
             list_user_model_problems,
@@ -193,7 +206,10 @@ class Preflight:
             return None, [error.without_place()]
 
     def _inputs(self, model: ModelInfo) -> Iterator[Issue]:
-        """Yield problems of rows for scoring, calibration or tuning that the model does not accept."""
+        """Yield problems of rows that the model does not accept.
+
+        These are rows for scoring, calibration or tuning.
+        """
         from onnx_ops.domain.row_axes import find_row_axes
         from onnx_ops.measure.files import convert_inputs
         from onnx_ops.tools.supplied_rows import find_input_problems
@@ -224,7 +240,11 @@ class Preflight:
                 yield Issue((*loc, *below), message)
 
     def _export_options(self) -> Iterator[Issue]:
-        """Yield free axes of inputs that do not exist, and options that the exporter does not have."""
+        """Yield problems of the section `export`.
+
+        These are free axes of inputs that do not exist, and options that the exporter does not
+        have.
+        """
         from onnx_ops.adapters.exporters.signature import find_section_problems
         from onnx_ops.domain.row_axes import find_declared_axes
         from onnx_ops.pipeline.stages.export import AXES_REMEDY
@@ -270,7 +290,10 @@ class Preflight:
             return None
 
     def _labels(self, model: ModelInfo | None) -> Iterator[Issue]:
-        """Yield gates whose metric cannot be computed with the labels, or with a ready model's outputs."""
+        """Yield issues of labels with which a gate's metric cannot be computed.
+
+        The outputs of a ready model are checked too.
+        """
         from onnx_ops.measure.scoring import find_label_problem
 
         scored = self._scored
@@ -317,7 +340,10 @@ def _is_class_vector(labels: Array) -> bool:
 def _list_table_notes(
     section: DataSection, arrays: Mapping[str, Any], dataset: Dataset
 ) -> Iterator[str]:
-    """Yield what a table's cells show that was hardly meant: a first line of values, texts in columns of numbers."""
+    """Yield notes on cells of a table that are probably a mistake.
+
+    These are a first line of values, and texts in columns of numbers.
+    """
     if not isinstance(section, FileData) or any(
         array.shape[1:] != (1,) for array in arrays.values()
     ):
@@ -330,7 +356,10 @@ def _list_table_notes(
 
 
 def _build_zeros(model: ModelInfo, rows: int) -> Mapping[str, Any] | None:
-    """Return zeros of the shapes and types of the model's outputs; None if these are not known."""
+    """Return zeros of the shapes and types of the model's outputs, or None.
+
+    The result is None if these are not known.
+    """
     import numpy as np
 
     arrays: dict[str, Any] = {}
@@ -348,7 +377,10 @@ def _build_zeros(model: ModelInfo, rows: int) -> Mapping[str, Any] | None:
 def _describe_source_error(
     loc: Loc, section: DataSection, error: OnnxOpsError, root: Path
 ) -> Issue:
-    """Return the issue of data that cannot be read, without the project's path, which its place in the file shows."""
+    """Return the issue of data that cannot be read.
+
+    The message leaves out the file's full path, since the issue names the file by its place.
+    """
     if not isinstance(section, FileData):
         return Issue((*loc, "with") if isinstance(section, PluginData) else loc, str(error))
     path = str((root / section.file).resolve())

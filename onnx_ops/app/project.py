@@ -1,4 +1,7 @@
-"""Operations on the pipeline files of a project. Modules that read and run pipelines are imported on use."""
+"""Operations on the pipeline files of a project.
+
+Modules that read and run pipelines are imported on use.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,8 @@ if TYPE_CHECKING:
 class PreparedPipeline:
     """A checked pipeline, its targets and its plan.
 
-    `overridden`: values differ from the file's. `evaluation` holds the results of the stages before
-    the gates if they were run elsewhere.
+    `overridden` is whether values differ from those of the file. `evaluation` holds the results of
+    the stages before the gates if they were run elsewhere.
     """
 
     pipeline: Pipeline
@@ -61,12 +64,12 @@ def check(
 ) -> CheckedFile:
     """Check a pipeline file.
 
-    With `static` only the file and the project's source code are checked, not data and models; with
-    `machine` also the packages and credentials that a whole run needs here.
+    With `static`, only the file and the project's source code are checked, not data and models.
+    With `machine`, the packages and credentials that a whole run needs here are checked too.
 
     Raises:
         ConfigError: the file has problems; the error holds all of them.
-        NotReadyError: the file has none, and a package or a credential is missing.
+        NotReadyError: the file has no problems, but a package or a credential is missing.
     """
 
     from onnx_ops.config.loader import load_pipeline
@@ -117,7 +120,10 @@ def check(
 def _machine_findings(
     project: Project, pipeline: Pipeline, targets: Mapping[str, Target], reported: Collection[str]
 ) -> list[Issue]:
-    """Return missing packages and credentials that a whole run needs, except those reported already."""
+    """Return missing packages and credentials that a whole run needs.
+
+    Those reported already are left out.
+    """
     from onnx_ops.app.handler import binding
     from onnx_ops.app.server_memory import find_memory_shortages
     from onnx_ops.app.target_status import find_unmeasurable
@@ -156,9 +162,8 @@ def _machine_findings(
         config, _ = binding(stage)
         for part in (project.context.provider(config.provider), project.context.metrics(config)):
             lack = part.find_missing_requirement(config)
-            if (
-                lack is not None and lack.what not in seen
-            ):  # a provider's own metrics share its requirements
+            # The metrics of a provider share its requirements.
+            if lack is not None and lack.what not in seen:
                 seen.add(lack.what)
                 findings.append(
                     Issue(_location(pipeline, stage), lack.without_place(), environment=True)
@@ -219,7 +224,7 @@ def list_capabilities(project: Project, entry: Deploy) -> frozenset[str]:
 
 
 def describe_rollouts(project: Project, pipeline: Pipeline) -> list[str]:
-    """Return how long the rollouts of a pipeline will take, for the author of the file."""
+    """Return how long the rollouts of a pipeline will take, for the file's author."""
     if not any(entry.rollout.is_analyzed for entry in pipeline.deploy):
         return []
     from onnx_ops.statistics.rollout.judge import describe_policy
@@ -242,8 +247,7 @@ def prepare(
     """Check a file and plan it.
 
     Args:
-        offline: only show the plan; a model at another place is not asked for, and counts as
-            changed.
+        offline: only show the plan; a remote model is not requested, and counts as changed.
     """
     from onnx_ops.pipeline import plan
     from onnx_ops.pipeline.probe import OfflineProbe, ProjectProbe, is_remote
@@ -272,9 +276,9 @@ def prepare_release(
     overrides: Sequence[str] = (),
     until: StageKind | None = None,
 ) -> PreparedPipeline:
-    """Plan the gates and the release of a pipeline that was evaluated elsewhere, from the folder that it left.
+    """Plan the gates and the release of a pipeline that was evaluated elsewhere.
 
-    No code of the user is imported, and no data is read.
+    The evaluation is read from its folder. No code of the user is imported, and no data is read.
 
     Raises:
         ConfigError: the file has problems.
@@ -308,7 +312,10 @@ def prepare_release(
 def write_evaluation(
     project: Project, prepared: PreparedPipeline, result: RunResult, folder: Path
 ) -> None:
-    """Write the stages of a run before its gates, for `prepare_release` on another machine."""
+    """Write the stages of a run before its gates, for a release on another machine.
+
+    `prepare_release` reads them there.
+    """
     from onnx_ops.app import hand_over
     from onnx_ops.app.context import resolve_commit
 
@@ -320,7 +327,10 @@ def write_evaluation(
 
 
 def require_packages(project: Project, plan: Plan) -> None:
-    """Refuse a plan that needs packages which are not installed here, before any of its stages starts."""
+    """Refuse a plan that needs packages which are not installed here.
+
+    This is checked before any of its stages starts.
+    """
     if needed := _missing_packages(project, plan):
         missing = [name for _, names in needed for name in names]
         why = "; ".join(f"{stage.id} needs {', '.join(names)}" for stage, names in needed)
@@ -328,7 +338,10 @@ def require_packages(project: Project, plan: Plan) -> None:
 
 
 def _missing_packages(project: Project, plan: Plan) -> list[tuple[Stage, list[str]]]:
-    """Return the stages that need packages which are not installed; each package is listed with the first one."""
+    """Return the stages that need packages which are not installed.
+
+    Each package is listed with the first stage that needs it.
+    """
     seen: set[str] = set()
     needed = []
     for stage in plan.stages:
@@ -341,7 +354,10 @@ def _missing_packages(project: Project, plan: Plan) -> list[tuple[Stage, list[st
 
 
 def _list_packages(project: Project, stage: Stage) -> Iterator[str]:
-    """Yield the distributions that a stage needs in this installation, missing ones included."""
+    """Yield the distributions that a stage needs in this installation.
+
+    Missing ones are included.
+    """
     from onnx_ops.adapters.data.tables import find_table_suffix
     from onnx_ops.app.handler import RELEASE, binding
     from onnx_ops.domain.pipeline import StageKind
@@ -363,7 +379,10 @@ def _list_packages(project: Project, stage: Stage) -> Iterator[str]:
 
 
 def _ignore_state(project: Project) -> None:
-    """Keep a state folder within the repository out of it, without a change to the repository's own `.gitignore`."""
+    """Keep a state folder within the repository out of version control.
+
+    The repository's `.gitignore` is not changed.
+    """
     settings = project.settings
     file = settings.state / ".gitignore"
     if settings.state.is_relative_to(settings.root) and not file.exists():
@@ -383,10 +402,11 @@ def execute(
     jobs: int = 1,
     base: BaseRelease | None = None,
 ) -> RunResult:
-    """Run a plan, `jobs` stages at once, and compare the release with `base` in the report.
+    """Run a plan, and compare the release with `base` in the report.
 
-    The measurements of an unchanged commit are recorded under it. If this recording fails, the run
-    does not: later comparisons report that nothing is recorded.
+    Up to `jobs` stages run concurrently. The measurements of an unchanged commit are recorded under
+    it. A failure of this recording does not fail the run: later comparisons report that nothing is
+    recorded.
 
     Args:
         actor: user recorded in the audit log of its releases (default: the user of this process).
@@ -444,7 +464,10 @@ def _list_own_stages(prepared: PreparedPipeline) -> tuple[Stage, ...]:
 
 
 def _add_release_hints(project: Project, plan: Plan, base: BaseRelease | None) -> Plan:
-    """Return a plan whose registration holds who made the release, and what it is compared with."""
+    """Add the provenance and the base of the release to its register stage.
+
+    The provenance is who made the release. The base is what it is compared with.
+    """
     from onnx_ops.app.results import read_provenance
     from onnx_ops.domain.pipeline import StageKind
     from onnx_ops.pipeline.stages.register import BASE, PROVENANCE
@@ -472,7 +495,10 @@ def _has_deployed(result: RunResult) -> bool:
 
 
 def _choose_handler(prepared: PreparedPipeline, handler: StageHandler) -> Handler:
-    """Return the handler of a plan, whose stages before the gates may have been run elsewhere."""
+    """Return the handler of a plan.
+
+    Its stages before the gates may have been run elsewhere.
+    """
     if prepared.evaluation is None:
         return handler
     from onnx_ops.app.hand_over import ReleaseHandler
@@ -481,14 +507,18 @@ def _choose_handler(prepared: PreparedPipeline, handler: StageHandler) -> Handle
 
 
 _WORST_FIRST = (2, 5, 1, 4, 3)
-"""Wrong input, refused, a gate failed, the environment failed, inconclusive: as one run orders
-them.
+"""Exit codes in their order of precedence, as within one run.
+
+They mean: wrong input, refused, a gate failed, the environment failed, inconclusive.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineResult:
-    """The outcome of one pipeline of several: a summary with the errors of its stages, or why it was not started."""
+    """The outcome of one pipeline of several.
+
+    It is a summary with the errors of its stages, or the reason why it was not started.
+    """
 
     file: Path
     summary: Summary | None = None
@@ -515,10 +545,10 @@ def run_files(
     observe: Callable[[], Observer | None] = lambda: None,
     base: str = "",
 ) -> Iterator[PipelineResult]:
-    """Plan and run every file, at most `jobs` of them at once; results come in the order of the files.
+    """Plan and run every file, up to `jobs` of them concurrently.
 
-    An invalid or failing file does not stop the others. Neither yielded results nor finished plans
-    are kept in memory.
+    Results come in the order of the files. An invalid or failing file does not stop the others.
+    Neither yielded results nor finished plans are kept in memory.
     """
     from onnx_ops.app.results import find_base, summarize
     from onnx_ops.pipeline import ordered_map

@@ -1,8 +1,9 @@
-"""Add onnx-ops to an existing repository: a pipeline for its model, and what commands and workflows need.
+"""Add onnx-ops to an existing repository.
 
-Only missing files are written, and nothing that build tools, test runners or linters of Python
-collect: everything is below `onnx-ops/`, besides `onnx-ops.toml` and files of GitHub Actions with
-names of their own.
+This writes a pipeline for its model, and the files that commands and workflows need. Only missing
+files are written, and nothing that build tools, test runners or linters of Python collect.
+Everything is below `onnx-ops/`, besides `onnx-ops.toml` and files of GitHub Actions with distinct
+names.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ _FRAMEWORKS = (
     ("torch", "torch", "torch"),
     ("sklearn", "sklearn", "sklearn"),
 )
-"""Package that a training function imports, its exporter, and the extras of that; the first that is
-found counts.
+"""Packages that a training function imports, their exporters and extras.
+
+The first package that is found counts. The extras are those of the exporter.
 """
 
 _LABELS = ("label", "target", "y", "labels")
@@ -49,7 +51,7 @@ _LABELS = ("label", "target", "y", "labels")
 _GENERATED_ROWS = 64
 
 _OPSET = 18
-"""Of a file without operators of the default domain."""
+"""Opset for a file without operators of the default domain."""
 
 _REPLACED = (
     ("--requirement requirements.txt", "--requirement onnx-ops/requirements.txt"),
@@ -59,7 +61,7 @@ _REPLACED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepositorySource:
-    """What the pipeline releases.
+    """The model that the pipeline releases, and its data.
 
     Attributes:
         source: Path of an ONNX file, or `package.module:function`.
@@ -76,7 +78,10 @@ class RepositorySource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepositorySetup:
-    """Files that were written, and those that were there already, relative to the repository."""
+    """Files that were written, and those that existed.
+
+    Their paths are relative to the repository.
+    """
 
     pipeline: str
     written: tuple[str, ...]
@@ -114,11 +119,10 @@ def add_to_repository(root: Path, name: str, given: RepositorySource) -> Reposit
 
 
 def choose_name(root: Path) -> str:
-    """Return the name of the repository's package, else of its folder, as a name of a pipeline."""
+    """Return a name for a pipeline, from the repository's package or folder."""
     named = ""
-    with contextlib.suppress(
-        OSError, ValueError, KeyError, TypeError
-    ):  # a broken file is not this command's problem
+    # A broken file is not this command's problem.
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         named = str(
             tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
         )
@@ -126,7 +130,7 @@ def choose_name(root: Path) -> str:
 
 
 def _write_missing(path: Path, content: str | bytes | Path) -> bool:
-    """Write a text, bytes or a copy of a file, unless there is a file."""
+    """Write a text, bytes or a copy of a file; return False if the file exists."""
     if path.exists():
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -159,8 +163,7 @@ def _list_files(
         _fill("onnx-ops.txt", words).replace("./vendor/", f"./{folder}/vendor/"),
     )
     yield f"{folder}/requirements.txt", _compose_requirements(root, words)
-    # Flows are those of the package: Python files would be collected by the linters of the
-    # repository.
+    # The flows of the package are used: linters of the repository would collect Python files.
     flows = re.sub(
         r"flows/(\w+)\.py:(\w+)", r"onnx_ops.templates.flows.\1.\2", _fill("prefect.yaml", words)
     )
@@ -177,7 +180,7 @@ _WORKFLOWS = {
     "promote": "onnx-ops-promote",
     "rollback": "onnx-ops-rollback",
 }
-"""Workflows of a new project, and their names beside others."""
+"""Workflows of a new project, and their names in an existing repository."""
 
 
 def _list_github_files() -> Iterator[tuple[str, str | Path]]:
@@ -331,7 +334,10 @@ def _find_label(path: Path) -> str:
 def _describe_file(
     root: Path, name: str, given: RepositorySource
 ) -> tuple[list[str], str, tuple[str, bytes] | None]:
-    """Return the sections of an ONNX file, no extras, and generated rows if the data is not given."""
+    """Return the sections of an ONNX file, and generated rows without given data.
+
+    There are no extras.
+    """
     from onnx_ops.measure.files import pack_arrays
     from onnx_ops.onnx_graph.input_bounds import read_input_bounds
     from onnx_ops.onnx_graph.model_info import read_model_info

@@ -1,4 +1,7 @@
-"""Results of a run: decisions, choices, versions, endpoints, one exit code; and the record of its commit."""
+"""Results of a run: decisions, choices, versions, endpoints and one exit code.
+
+Choices and evidence are recorded under the commit of the run.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,10 @@ from onnx_ops.statistics.variants.choice import choose
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """`awaiting` are the targets whose chosen variant must be promoted by a person.
+    """The results of a run.
 
-    `left` are the promotions that the run left out, since something else has taken the place since.
+    `awaiting` are the targets whose chosen variant must be promoted by a person. `left` are the
+    promotions that the run left out, since another version has replaced the promoted one.
     """
 
     pipeline: str
@@ -41,7 +45,10 @@ class Summary:
 
 
 def locate_report(registration: Registration) -> str:
-    """Return the address of the release's report, or the command that writes it if the registry has no pages."""
+    """Return the address of the release's report, or a command that writes it.
+
+    The command is returned if the registry has no pages.
+    """
     version = next(iter(registration.versions.values()))
     return registration.report or f"onnx-ops report {registration.model}/{version}"
 
@@ -140,7 +147,11 @@ def _root(stage_id: str, outcomes: Mapping[str, StageOutcome]) -> StageOutcome:
 
 
 def _exit_code(result: RunResult, choices: tuple[Choice, ...]) -> int:
-    """Return the exit code. With a choice per target only the release can fail; else wrong input precedes verdicts."""
+    """Return the exit code of a run.
+
+    If every target has a choice, only the release can fail. Otherwise wrong input takes precedence
+    over verdicts.
+    """
     missing = [c.verdict for c in choices if c.variant is None]
     if choices and not missing:
         kinds = (StageKind.REGISTER, StageKind.PROMOTE, StageKind.DEPLOY)
@@ -160,8 +171,9 @@ def _exit_code(result: RunResult, choices: tuple[Choice, ...]) -> int:
 
 _CHOICES, _EVIDENCE = "choices.json", "evidence/"
 _COMMITS = 100
-"""Commits of the base branch that are looked through: most touch no model, so that nothing was
-measured for them.
+"""Number of commits of the base branch that are searched.
+
+Most commits touch no model, so that nothing was measured for them.
 """
 
 _SHARED = 20
@@ -184,7 +196,10 @@ _BASE_VARIABLES = (
 
 
 def read_provenance(root: Path, now: float, environ: Mapping[str, str]) -> Provenance:
-    """Return who made this state of the project, by git and else by the variables of a CI service."""
+    """Return who made this state of the project.
+
+    The sources are git, or else the variables of a CI service.
+    """
     head = "HEAD"
     if _first(environ, _BASE_VARIABLES) and ask_git(
         root, "rev-parse", "--verify", "--quiet", "HEAD^2", may_fail=True
@@ -206,14 +221,18 @@ def read_provenance(root: Path, now: float, environ: Mapping[str, str]) -> Prove
 
 
 def read_base_branch(environ: Mapping[str, str]) -> str:
-    """Return the branch that a pull request goes to, by the variables of a CI service; empty outside of one."""
+    """Return the branch that a pull request goes to; empty outside of one.
+
+    Variables of a CI service name it.
+    """
     return _first(environ, _BASE_VARIABLES).removeprefix("refs/heads/")
 
 
 def record_commit(root: Path, store: Store, summary: Summary) -> None:
-    """Record choices and evidence of a run under the checked-out commit, for later comparisons.
+    """Record choices and evidence of a run under the checked-out commit.
 
-    Nothing is recorded outside a repository, or where files differ from the commit.
+    Later comparisons use them. Nothing is recorded outside a repository, or where files differ from
+    the commit.
     """
     commit = resolve_commit(root, "HEAD")
     if not summary.choices or not commit or _is_changed(root):
@@ -229,9 +248,9 @@ def record_commit(root: Path, store: Store, summary: Summary) -> None:
 
 
 def export_commit(root: Path, store: Store, pipeline: str, folder: Path) -> None:
-    """Copy the record of the checked-out commit to a folder, for runs that have another store.
+    """Copy the record of the checked-out commit to a folder.
 
-    The folder keeps the newest commits.
+    Runs that have another store read it there. The folder keeps the newest commits.
     """
     commit = resolve_commit(root, "HEAD")
     recorded = store.lookup(_key(root, pipeline, commit)) if commit else None
@@ -247,7 +266,7 @@ def export_commit(root: Path, store: Store, pipeline: str, folder: Path) -> None
 
 
 def import_commits(root: Path, store: Store, folder: Path) -> None:
-    """Record what `export_commit` left in a folder; nothing if there is no such folder."""
+    """Record what `export_commit` left in a folder, if the folder exists."""
     for place in sorted(folder.glob("*/*/")):
         files = {
             path.relative_to(place).as_posix(): store.put_file(path)
@@ -259,10 +278,10 @@ def import_commits(root: Path, store: Store, folder: Path) -> None:
 
 
 def find_base(root: Path, store: Store, pipeline: str, base: str, name: str = "") -> BaseRelease:
-    """Return the record of the commit where this branch left its base, or of the last recorded one before it.
+    """Return the record of the commit where this branch left its base.
 
-    The base is a tag, a commit or a branch, which may exist only at `origin`; `name` is its display
-    name.
+    If that commit has no record, the last recorded commit before it is used. The base is a tag, a
+    commit or a branch, which may exist only at `origin`. `name` is its display name.
     """
     name = name or base
     try:

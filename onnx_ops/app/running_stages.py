@@ -1,4 +1,4 @@
-"""The stages that run on this machine: their processes and pools, and the locks between them."""
+"""The stages that run on this machine: their processes, pools and locks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def machine_lock(
 
 
 class MeasurementLock:
-    """Reserves the machine for a measurement among the pipelines that one process runs side by side.
+    """Reserves the machine for a measurement among pipelines that run concurrently.
 
-    First come, first served: work runs beside work, a measurement waits for all running work, and
-    later work waits for it.
+    The pipelines run in one process. The lock is granted in the order of requests. Work runs beside
+    other work. A measurement waits for all running work, and later work waits for the measurement.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,10 @@ class MeasurementLock:
 
 
 class RunningStages:
-    """The child processes and pools of running stages, so that a cancelled run can end them, and their lock."""
+    """The child processes and pools of running stages, and their lock.
+
+    A cancelled run can end the processes and pools.
+    """
 
     def __init__(self) -> None:
         self.lock = MeasurementLock()
@@ -84,7 +87,10 @@ class RunningStages:
         self._preparation: threading.Thread | None = None
 
     def import_registry(self) -> None:
-        """Import MLflow, which takes two seconds, while stages run in other processes; only the first call does."""
+        """Import MLflow, which takes two seconds, while stages run in other processes.
+
+        Only the first call does this.
+        """
         if self._preparation is None:
             self._preparation = threading.Thread(target=_import_registry, daemon=True)
             self._preparation.start()
@@ -108,7 +114,10 @@ class RunningStages:
 
     @contextlib.contextmanager
     def ended_on_error(self) -> Iterator[None]:
-        """End every running stage, on every machine, if the block raises, cancellation included."""
+        """End every running stage, on every machine, if the block raises.
+
+        A cancellation counts too.
+        """
         try:
             yield
         except BaseException:
@@ -130,5 +139,8 @@ def _import_registry() -> None:
 
 
 def hold_key_lock(folder: Path, key: Digest) -> contextlib.AbstractContextManager[None]:
-    """Hold the lock of a key among the threads and processes on this machine that name this folder."""
+    """Hold the lock of a key.
+
+    It excludes other threads and processes on this machine that name this folder.
+    """
     return hold_temporary_lock(folder / f"{hex_digits(key)}.lock")

@@ -1,8 +1,8 @@
-"""New projects: the required files of this repository, renamed for the project, with a model to start from.
+"""New projects: the required files of this repository, renamed for the project.
 
-Flows, workflows, infrastructure and examples are those that this project itself runs and tests;
-`templates/` links to them, and a wheel holds copies. A project also gets the wheel of this release,
-so that a runner can install it from a checkout of the project alone.
+A project has a model to start from. Flows, workflows, infrastructure and examples are those that
+onnx-ops runs and tests; `templates/` links to them, and a wheel holds copies. A project also gets
+the wheel of this release, so that a runner can install it from a checkout of the project alone.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ PROJECTS: Mapping[TemplateName, Template] = {
             "digits-mlp": "{name}",
             "examples.digits_mlp": "models.train",
             "endpoint: digits\n": "endpoint: {name}\n",
-            # The tutorials start with all traffic at once, and switch to a canary later.
+            # The tutorials start with all traffic immediately, and switch to a canary later.
             "    # The first release has nothing to be compared with, "
             "and gets all traffic at once. A rollout of this example takes\n    # seconds, "
             "since users are assigned anew every 5 s; by default every minute.\n": "",
-            "steps: [10%, 50%, 100%], guardrails: [errors, latency_p50, "
-            "latency_p99], min_requests: [300, 1000], epoch: 5 s": "steps: [100%], scale_down_delay: 24h",
+            "steps: [10%, 50%, 100%], guardrails: [errors, latency_p50, latency_p99], "
+            "min_requests: [300, 1000], epoch: 5 s": "steps: [100%], scale_down_delay: 24h",
         },
     ),
     "table": Template(
@@ -124,7 +124,8 @@ _COPIED: tuple[tuple[str, str, str], ...] = (
         ("workflows", name, ".github/workflows")
         for name in ("model-commit.yml", "promote.yml", "rollback.yml")
     ),
-    # What the image's build runs; its Dockerfile installs from the wheel, and is a template.
+    # Scripts that the image's build runs. Its Dockerfile installs from the wheel, and is a
+    # template.
     *(
         ("infra/docker", name, "infra/docker")
         for name in ("bill.py", "healthcheck.py", "install.sh")
@@ -134,8 +135,9 @@ _COPIED: tuple[tuple[str, str, str], ...] = (
         for name in ("aws", "azure", "compose", "kubernetes", "pools", "prefect")
     ),
 )
-"""Files that are copied unchanged: their folder of the templates, their pattern there, and their
-place.
+"""Files that are copied unchanged.
+
+Each entry has the folder in the templates, the pattern there, and the place in the project.
 """
 
 
@@ -208,7 +210,7 @@ def write_wheel(installed: Distribution, folder: Path) -> Path:
     wheel = folder / f"{stem}-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in files.items():
-            # One time for all, so that the same release makes the same bytes.
+            # All entries have one time, so that the same release makes the same bytes.
             archive.writestr(
                 zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), data, zipfile.ZIP_DEFLATED
             )
@@ -219,9 +221,8 @@ def _list_package_files() -> list[Path]:
     """Return the files of the package that runs here, as a build would take them."""
     file = PACKAGE.parent / "pyproject.toml"
     project = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    if (
-        project.get("project", {}).get("name") == "onnx-ops"
-    ):  # a checkout, which also has files that no build takes
+    # A checkout also has files that no build takes.
+    if project.get("project", {}).get("name") == "onnx-ops":
         globs = project["tool"]["setuptools"]["package-data"]["onnx_ops"]
         paths = {
             *PACKAGE.rglob("*.py"),
@@ -233,7 +234,10 @@ def _list_package_files() -> list[Path]:
 
 
 def _build_record(files: Mapping[str, bytes], name: str) -> bytes:
-    """Return the RECORD of a wheel: a line for each file with its digest and size, and one for RECORD itself."""
+    """Return the RECORD of a wheel.
+
+    It has a line for each file with its digest and size, and one for RECORD itself.
+    """
     lines = []
     for path, data in files.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

@@ -1,8 +1,8 @@
-"""Memory of the servers of an endpoint, for a new version beside the one that runs.
+"""Memory of an endpoint's servers for a new version beside the one that runs.
 
 A server measures a new version before its workers load it (`serving.workers.trial_load`). `check`
-estimates that earlier, for the author of the file: the new version counts as being as large as the
-stable one.
+estimates that earlier, for the author of the file. The estimate assumes that the new version is as
+large as the stable one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from onnx_ops.release.journal import read_readable_state
 
 
 def find_memory_shortages(context: Context, config: EndpointConfig) -> Iterator[str]:
-    """Yield the servers that could not load a new version beside the stable one, with the reason.
+    """Yield why servers could not load a new version beside the stable one.
 
     A server that does not answer, or a version without evidence here, is no shortage.
     """
@@ -45,7 +45,10 @@ def find_memory_shortages(context: Context, config: EndpointConfig) -> Iterator[
 
 
 def _read_peak(context: Context, evidence: Digest | None) -> int:
-    """Return the peak of one process in bytes that a version's evidence holds; 0 without such a measurement."""
+    """Return the peak memory of one process in bytes, from a version's evidence.
+
+    The result is 0 without such a measurement.
+    """
     if evidence is None:
         return 0
     try:

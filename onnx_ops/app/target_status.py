@@ -39,17 +39,20 @@ class TargetStatus:
 
 
 def list_target_statuses(project: Project) -> list[TargetStatus]:
-    """Return the project's targets, then the shipped profiles that it does not replace; each by name."""
+    """Return the status of the project's targets, then of the shipped profiles.
+
+    Both are ordered by name. Profiles that the project replaces are left out.
+    """
     with _write_probe() as probe:
         names = dict.fromkeys((*project.targets.names(), *profile_names()))
         return [_read_status(project, name, probe) for name in names]
 
 
 def find_unmeasurable(context: Context, targets: Iterable[Target]) -> dict[str, str]:
-    """Return the targets that this machine cannot measure, with the reason; those of pools and builds are not checked.
+    """Return the targets that this machine cannot measure, with the reason.
 
-    The hardware of every target is compared. A session is built for other providers than the CPU's
-    only: that takes the import of the runtime.
+    Targets of pools and builds are not checked. The hardware of every other target is compared. A
+    session is built only for providers other than the CPU's: that takes the import of the runtime.
     """
     reasons: dict[str, str] = {}
     for target in targets:
@@ -71,7 +74,7 @@ def find_unmeasurable(context: Context, targets: Iterable[Target]) -> dict[str, 
 
 @contextlib.contextmanager
 def _write_probe() -> Iterator[Path]:
-    """Yield a model of one product of matrices."""
+    """Yield the path of a model with a single matrix product."""
     from onnx import TensorProto, helper
 
     a, b, c = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, 4]) for name in "abc")

@@ -1,4 +1,7 @@
-"""The child process of a stage, forked by the fork server: reads one request, runs it, writes its result."""
+"""The child process of a stage, forked by the fork server.
+
+It reads one request, executes its stage, and writes the result.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ from onnx_ops.scratch import storage_errors, write_durably
 
 def main() -> None:
     """Read one request, execute its stage, write one result."""
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what user code prints is shown at once
+    # The output of user code is shown immediately.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     IsolatedProcess.copy_output = partial(os.write, sys.stdout.fileno())
     request = json.loads(sys.stdin.readline())
     threading.Thread(target=_die_with_parent, args=(Path(request["scratch"]),), daemon=True).start()
@@ -37,10 +41,11 @@ def main() -> None:
 
 
 def _die_with_parent(scratch: Path) -> None:
-    """End this process when its parent, which holds the other end of standard input, is gone.
+    """End this process when its parent is gone.
 
-    The processes that the stage has started go too: they are of this process's group, which is its
-    own. So does what they have written, as the parent can no longer remove it.
+    The parent holds the other end of standard input. The processes that the stage has started end
+    too: they are in the process group that this process leads. The files that they have written are
+    removed, as the parent can no longer do that.
     """
     sys.stdin.read()
     shutil.rmtree(scratch, ignore_errors=True)
@@ -55,9 +60,8 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     stage, key, inputs = parse_request(request)
     limit = stage.memory or read_memory_bytes()
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(
-        resource.RLIMIT_DATA, (limit, most)
-    )  # its own children may have other limits
+    # Only the soft limit is set, since child processes may have other limits.
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
     try:
         with storage_errors(stage.id):
             context = replace(build_context(load_settings()), report_progress=_report_progress)

@@ -1,1 +1,4 @@
-"""Prefect: stages as task runs, results as artifacts, verdicts as states, releases as events."""
+"""Integration of Prefect.
+
+Stages are task runs, results artifacts, verdicts states, and releases events.
+"""

@@ -41,7 +41,8 @@ def publish_tables(summary: Summary) -> None:
             "variant": row.variant,
             "target": row.target,
             "gate": row.describe_gate(),
-            "verdict": f"{row.result.verdict.value.upper()}{' (advisory)' if row.result.advisory else ''}",
+            "verdict": f"{row.result.verdict.value.upper()}"
+            f"{' (advisory)' if row.result.advisory else ''}",
             "figure": row.measured,
             "limit": row.result.limit,
             "n": str(row.result.n or ""),
@@ -84,7 +85,10 @@ def publish_tables(summary: Summary) -> None:
 
 
 def publish_pictures(summary: Summary, evidence: Collection[Evidence]) -> None:
-    """Publish `<pipeline>-<target>-variants`: size and latency of measured variants, as an image in the artifact."""
+    """Publish the size and latency of measured variants as an image for each target.
+
+    The key of each artifact is `<pipeline>-<target>-variants`.
+    """
     for choice in summary.choices:
         picture = variants_picture(
             choice.target, tuple(evidence), summary.decisions, choice.variant
@@ -140,9 +144,8 @@ class _Progress(Observer):
 
     def _update(self) -> None:
         ended = self._ended
-        if (
-            self._artifact is not None and ended > self._shown
-        ):  # else an update before has sent this number
+        # Otherwise an earlier update has sent this number.
+        if self._artifact is not None and ended > self._shown:
             with _patiently():
                 update_progress_artifact(self._artifact, progress=100.0 * ended / self._planned)
                 self._shown = ended

@@ -1,4 +1,4 @@
-"""Prefect blocks with the addresses of a project's services and the secrets for them.
+"""Prefect blocks with the addresses and secrets of a project's services.
 
 Prefect's server and workers import this module when they start (entry point `prefect.collections`),
 so it stays light. A block sets environment variables that `onnx_ops.config.settings`, MLflow and
@@ -28,12 +28,18 @@ _LOGO = HttpUrl(
 _DOCUMENTATION = HttpUrl("https://docs.prefect.io/v3/concepts/blocks")
 
 _CREDENTIAL = re.compile(r"(AWS|AZURE)_[A-Z0-9_]+")
-"""Write access to a block must not allow setting PATH, PYTHONPATH or LD_PRELOAD on workers."""
+"""Names of the variables that a block can set as credentials.
+
+Write access to a block must not allow setting PATH, PYTHONPATH or LD_PRELOAD on workers.
+"""
 
 
 _DIFFERENT_CODE = ("env", "custom_ops", "package")
 _HARMLESS = re.compile(r"[\w ,:+=-]*|\d+\.\d+")
-"""Nor must it make workers install a package or load a library."""
+"""Texts that a target in a block can hold.
+
+Write access to a block must not make workers install a package or load a library.
+"""
 
 
 class EnvironmentBlock:
@@ -239,7 +245,7 @@ def _written(targets: Mapping[str, Mapping[str, Any]], folder: Path) -> Path:
     for name, target in targets.items():
         if not re.fullmatch(NAME_PATTERN, name):
             raise ValueError(f"{name!r} is not the name of a target")
-        # JSON is YAML
+        # JSON is valid YAML.
         (folder / f"{name}.yaml").write_text(json.dumps({"name": name, **target}), encoding="utf-8")
     return folder
 

@@ -1,4 +1,7 @@
-"""The nightly check of champions as a flow run: a task run per champion, a table, and notifications of drift."""
+"""The nightly check of champions as a flow run.
+
+It has a task run for each champion, a table, and notifications of drift.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ _ENDS = {1: DRIFTED, 4: "EnvironmentFailed"}
 def check_champions(
     context: Context, perform: ExecuteStage, names: Sequence[str], *, by: str
 ) -> State[Any]:
-    """Measure champions again, one after the other, and send notifications and events about drift.
+    """Measure champions again, one after the other.
+
+    Notifications and events about drift are sent.
 
     Args:
         names: pipelines or models; all if empty.
@@ -66,7 +71,10 @@ def check_champions(
 
 
 def concluded(drifts: Sequence[Drift]) -> State[Any]:
-    """Return the final state of the flow run: Failed, named `Drifted`, if a champion has drifted."""
+    """Return the final state of the flow run.
+
+    It is Failed, with the name `Drifted`, if a champion has drifted.
+    """
     lines = [f"{d.model} v{d.version} @ {d.target}: {_verdict(d)}. {d.reason}" for d in drifts]
     message = "\n".join(lines) or "no champions yet: the first release of a pipeline creates one"
     code = compute_drift_exit_code(drifts)

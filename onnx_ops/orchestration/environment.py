@@ -19,7 +19,10 @@ from onnx_ops.scratch import Scratch
 
 
 class CollectionSettings(PrefectBaseSettings):
-    """Prefect's settings of this collection: `PREFECT_INTEGRATIONS_ONNX_OPS_ROOT` and `…_BLOCKS`."""
+    """Prefect's settings of this collection.
+
+    Their variables are `PREFECT_INTEGRATIONS_ONNX_OPS_ROOT` and `…_BLOCKS`.
+    """
 
     model_config = build_settings_config(("integrations", "onnx_ops"))
 
@@ -33,10 +36,11 @@ class CollectionSettings(PrefectBaseSettings):
 
 @contextlib.contextmanager
 def project_of(blocks: Sequence[str]) -> Iterator[Project]:
-    """Open the project with the variables of the blocks in the environment of this process and its children.
+    """Open the project with the variables of Prefect blocks in the environment.
 
-    Blocks take precedence over the environment and the settings file. Changes of traffic emit
-    events. A flow run that is cancelled or fails ends its running stages, on every machine.
+    The environment is that of this process and its children. Blocks take precedence over the
+    environment and the settings file. Changes of traffic emit events. A flow run that is cancelled
+    or fails ends its running stages, on every machine.
 
     Args:
         blocks: types and names, such as `onnx-ops-registry/prod`; those of the settings if empty.
@@ -68,7 +72,10 @@ def project_of(blocks: Sequence[str]) -> Iterator[Project]:
 
 
 def environment(blocks: Sequence[str], folder: Path) -> Mapping[str, str]:
-    """Return the variables of these blocks; `folder` is an empty folder for files that variables name.
+    """Return the variables of these blocks.
+
+    Args:
+        folder: an empty folder for files that variables name.
 
     Raises:
         UserError: a block does not exist, belongs to another package, or contradicts another block.

@@ -1,4 +1,7 @@
-"""Prefect events for automations. An event never fails a run and delays it only briefly."""
+"""Prefect events for automations.
+
+An event never fails a run and delays it only briefly.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,10 @@ class PrefectEvents(Notifier):
 
 
 def with_events(context: Context) -> Context:
-    """Return a context with an additional first notifier, which emits events; the same context without a server."""
+    """Return a context with an additional first notifier, which emits events.
+
+    Without a configured server, the same context is returned.
+    """
     from prefect.settings import PREFECT_API_URL
 
     if not PREFECT_API_URL.value():
@@ -78,9 +84,10 @@ def with_events(context: Context) -> Context:
 
 
 def emit_run_events(context: Context, pipeline: Pipeline, summary: Summary) -> None:
-    """Emit the new decisions and registrations of a pipeline's run; cached ones were emitted before.
+    """Emit the new decisions and registrations of a pipeline's run.
 
-    Failures are logged. Without a configured server nothing is emitted.
+    Cached ones were emitted before. Failures are logged. Without a configured server nothing is
+    emitted.
     """
     events = tuple(run_events(pipeline, summary, context.clock.now()))
     if not events:
@@ -92,7 +99,11 @@ def emit_run_events(context: Context, pipeline: Pipeline, summary: Summary) -> N
 
 
 def run_events(pipeline: Pipeline, summary: Summary, now: float) -> Iterator[ReleaseEvent]:
-    """Yield one event for each new failure of a variant on a target, and one for the release if it is new."""
+    """Yield the events of a run for new failures and a new release.
+
+    There is one event for each new failure of a variant on a target, and one for the release if it
+    is new.
+    """
     done = {outcome.stage for outcome in summary.outcomes if outcome.status is StageStatus.DONE}
     registered = summary.registration
     model = pipeline.register.model if pipeline.register is not None else summary.pipeline
@@ -152,7 +163,8 @@ def _describe_release(
         event=REGISTERED,
         **common,
         payload={
-            "what": f"release {hex_digits(registered.release)[:12]} of {common['name']} is registered",
+            "what": f"release {hex_digits(registered.release)[:12]} of {common['name']} "
+            "is registered",
             "why": "; ".join(
                 f"{c.target}: {c.variant or 'no variant'} ({c.reason})" for c in summary.choices
             ),

@@ -1,4 +1,7 @@
-"""The bodies of the flows in `flows/`: pipelines, reconciliation, rollbacks, and the final states of flow runs."""
+"""The bodies of the flows in `flows/`, and the final states of flow runs.
+
+The flows run pipelines, reconciliation and rollbacks.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ P = ParamSpec("P")
 
 
 def ends_as_failed(flow: Callable[P, State[Any]]) -> Callable[P, State[Any]]:
-    """End a flow run as Failed, with the message and without a traceback, if it raises an `OnnxOpsError`."""
+    """End a flow run as Failed if it raises an `OnnxOpsError`.
+
+    The state holds the message of the error, without a traceback.
+    """
 
     @functools.wraps(flow)
     def run(*args: P.args, **kwargs: P.kwargs) -> State[Any]:
@@ -45,7 +51,10 @@ def ends_as_failed(flow: Callable[P, State[Any]]) -> Callable[P, State[Any]]:
 
 
 def named_after_file() -> str:
-    """Return the name of a flow run whose parameter `file` is a pipeline file: `digits-mlp`."""
+    """Return the name of a flow run, from its pipeline file: `digits-mlp`.
+
+    The parameter `file` names that file.
+    """
     return Path(runtime.flow_run.parameters["file"]).stem
 
 
@@ -55,7 +64,10 @@ def actor(context: Context) -> str:
 
 
 def final_state(summary: Summary, errors: Mapping[str, OnnxOpsError]) -> State[Any]:
-    """Return the final state of a pipeline's flow run: Completed where `onnx-ops run` exits 0, else Failed."""
+    """Return the final state of a pipeline's flow run.
+
+    It is Completed if `onnx-ops run` would exit with 0, else Failed.
+    """
     unserved = [_choice_line(choice) for choice in summary.choices if choice.variant is None]
     failures = [f"{stage} failed: {error}" for stage, error in errors.items()]
     if summary.exit_code:
@@ -86,7 +98,7 @@ def _choice_line(choice: Choice) -> str:
 
 
 def reconcile_as_task(reconcile_pass: ReconcilePass, endpoint: str, by: str) -> State[Any]:
-    """Reconcile one endpoint in its own task run; a failure does not stop other endpoints."""
+    """Reconcile one endpoint in a task run; a failure does not stop other endpoints."""
 
     def reconcile() -> State[Any]:
         try:
@@ -117,7 +129,11 @@ def roll_back_endpoints(
     force: bool,
     pin: bool,
 ) -> Mapping[str, State[Any]]:
-    """Roll all endpoints back first; then record a task run for each, update the registry, and notify people."""
+    """Roll all endpoints back, and record a task run for each.
+
+    All rollbacks are carried out first. Then the task runs are recorded, the registry is updated,
+    and people are notified.
+    """
     results, errors = roll_back_each(
         context, names, to=to, reason=reason, actor=by, force=force, pin=pin
     )
@@ -141,7 +157,10 @@ def roll_back_endpoints(
 
 
 def aggregate_state(states: Mapping[str, State[Any]]) -> State[Any]:
-    """Return the state of a flow run over several endpoints: Completed, or Failed with the first failure's name."""
+    """Return the state of a flow run over several endpoints.
+
+    It is Completed, or Failed with the name of the first failure.
+    """
     summary = "\n".join(f"{name}: {state.message}" for name, state in states.items())
     bad = [state.name for state in states.values() if not state.is_completed()]
     if bad:
@@ -161,10 +180,10 @@ def run_pipeline(
     abandon: str = "",
     jobs: int | None = None,
 ) -> State[Any]:
-    """Run a pipeline with a task run for each stage; publish artifacts, events and notifications.
+    """Run a pipeline with a task run for each stage.
 
-    At most `jobs` stages run in parallel, by default one per core; a measurement has the machine to
-    itself.
+    Artifacts, events and notifications are published. Up to `jobs` stages run in parallel, by
+    default one per core. No other stage runs during a measurement.
     """
     prepared = prepare(
         project, project.settings.root / Path(file), overrides=overrides, until=until
@@ -191,10 +210,10 @@ def run_pipeline(
 def run_affected(
     project: Project, since: str, until: StageKind | None, jobs: int | None = None
 ) -> State[Any]:
-    """Run the pipelines that the changes since a commit affect; a failure does not stop the others.
+    """Run the pipelines that the changes since a commit affect.
 
-    At most `jobs` pipelines run in parallel; a single affected pipeline runs as many of its stages
-    in parallel.
+    A failure does not stop the other pipelines. Up to `jobs` pipelines run in parallel. If only one
+    pipeline is affected, up to `jobs` of its stages run in parallel.
     """
     touched = affected(project, changed_since(project.settings.root, since))
     if not touched:

@@ -38,9 +38,8 @@ class PrefectNotifier(Notifier):
         block = self._block()
         try:
             block.notify(body="\n".join(notification.lines), subject=notification.title)
-        except (
-            Exception
-        ) as error:  # blocks are third-party code; the reason can contain the block's secret
+        except Exception as error:
+            # Blocks are third-party code. The reason can contain the block's secret.
             raise ServiceUnavailableError(
                 "could not notify", where=self._where, why=type(error).__name__
             ) from None

@@ -1,4 +1,7 @@
-"""What the clients and the workers of pools read and write on Prefect's server: heartbeats, descriptions, states."""
+"""Data of pools on Prefect's server, used by their clients and workers.
+
+These are heartbeats, descriptions and states.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,19 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import Worker
 
 FLOW = "work"
-"""Flow whose deployment `work/POOL` executes the stages of a pool, in a work queue for each kind of
-stage.
+"""Name of the flow that executes the stages of pools.
+
+Its deployment for a pool is `work/POOL`, with a work queue for each kind of stage.
 """
 
 CLAIMED = "Claimed"
-"""Name of the pending state of a run that `onnx-ops work` has taken: it starts at once."""
+"""Name of the pending state of a run that `onnx-ops work` has taken.
+
+The run starts immediately.
+"""
 
 TAKEN = "taken by worker "
-"""Begins the message of that state; the name of the worker follows."""
+"""Start of the message of that state; the name of the worker follows."""
 
 ANNOUNCEMENT = "onnx-ops-worker"
 """Tag of Prefect's variables in which workers describe themselves."""
@@ -34,14 +41,17 @@ ANNOUNCEMENT = "onnx-ops-worker"
 HEARTBEAT_S = 5.0
 
 DEAD_AFTER_HEARTBEATS = 3
-"""Heartbeats in a row that a living worker does not miss."""
+"""Successive missed heartbeats after which a worker counts as dead."""
 
 FINISHED_STATES = ("COMPLETED", "FAILED")
 DEAD_STATES = ("CRASHED", "CANCELLED", "CANCELLING")
 
 
 def read_announcements(client: SyncPrefectClient) -> dict[str, WorkerStatus]:
-    """Return the descriptions that workers have published, by Prefect variable, including those of dead workers."""
+    """Return the descriptions that workers have published, by Prefect variable.
+
+    Descriptions of dead workers are included.
+    """
     wanted = {"variables": {"tags": {"all_": [ANNOUNCEMENT]}}, "limit": PAGE_SIZE}
     described = dict[str, WorkerStatus]()
     for variable in client.request("POST", "/variables/filter", json=wanted).json():

@@ -1,4 +1,7 @@
-"""A worker of a Prefect work pool that stays warm: it forks for each stage, so a stage starts without imports."""
+"""A worker of a Prefect work pool that forks for each stage.
+
+Its process has done the imports already, so a stage starts without them.
+"""
 
 from __future__ import annotations
 
@@ -66,11 +69,14 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.5
 _WATCH_S = 2.5
-"""Between looks at whether a flow run was cancelled; its processes end within 10 s."""
+"""Seconds between checks whether a flow run was cancelled.
+
+The processes of a cancelled run end within 10 s.
+"""
 _START_S = 60.0
 """Seconds for which a worker that starts waits for a server that does not answer."""
 _DESCRIBED_S = 60.0
-"""Most seconds that a worker spends at its start on reading what its machine can measure."""
+"""Time limit for reading what the machine can measure at the start, in seconds."""
 
 _LOG = get_logger("onnx_ops.work")
 
@@ -112,10 +118,10 @@ class _Log(Observer):
 
 @contextlib.contextmanager
 def _watched(project: Project, run: UUID) -> Iterator[None]:
-    """Send heartbeats of a flow run, and end its processes and this one when it is cancelled.
+    """Send heartbeats of a flow run, and end its processes when it is cancelled.
 
-    A heartbeat is an update of the run with the name that it has: its time of update is what who
-    asked looks at.
+    This process ends too. A heartbeat is an update of the run that keeps its name: the requesting
+    process reads the time of the last update.
     """
     done = threading.Event()
 
@@ -128,11 +134,10 @@ def _watched(project: Project, run: UUID) -> Iterator[None]:
                     flow_run = client.read_flow_run(run)
                     if is_final(flow_run.state):
                         if flow_run.state is not None and flow_run.state.is_cancelling():
-                            with contextlib.suppress(
-                                Exception
-                            ):  # the worker sets it when this process has ended
-                                # Before the end of its processes, which the flow run would report
-                                # as a failure.
+                            # Otherwise the worker sets the state when this process has ended.
+                            with contextlib.suppress(Exception):
+                                # Set the state before the processes end: the flow run would report
+                                # their end as a failure.
                                 client.set_flow_run_state(
                                     run, Cancelled(message="its result is not needed"), force=True
                                 )
@@ -176,8 +181,8 @@ def create_pool(client: SyncPrefectClient, pool: str) -> None:
 class PoolWorker:
     """Executes the stages that wait in a pool, each in a fork of this process.
 
-    This process must have one thread only: a fork of another one inherits locks that are never
-    released.
+    This process must have one thread only: the fork of a process with several threads inherits
+    locks that are never released.
     """
 
     pool: str
@@ -187,12 +192,15 @@ class PoolWorker:
     stages: dict[int, FlowRun] = field(default_factory=dict)
     """Flow runs under way, by process."""
     _ended: dict[UUID, str] = field(default_factory=dict)
-    """Flow runs whose processes have ended and whose states are still to be looked at."""
+    """Flow runs whose processes have ended and whose states are still to be checked."""
     _stopping: bool = False
     _away: bool = False
 
     def run(self, client: SyncPrefectClient) -> None:
-        """Work until SIGTERM or SIGINT, which lets the running stages finish; a second one ends them."""
+        """Work until SIGTERM or SIGINT.
+
+        The first signal lets the running stages finish; a second one ends them.
+        """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         FORK_SERVER.start()
@@ -208,7 +216,8 @@ class PoolWorker:
                     heartbeat = now
                 self._reap(client)
                 free = self.limit - len(self.stages)
-                # At times without need: the time of the last poll shows that the worker is alive.
+                # Sometimes poll even if no stage can start: the time of the last poll shows that
+                # the worker is alive.
                 if not self._stopping and (
                     now - polled >= HEARTBEAT_S or (free > 0 and self._is_any_waiting(client))
                 ):
@@ -228,16 +237,18 @@ class PoolWorker:
         """Wait until the next poll, or until a stage ends: its place is free then."""
         with contextlib.ExitStack() as stack:
             ends = list[int]()
-            with contextlib.suppress(
-                AttributeError, OSError
-            ):  # another system, or too many open files
+            # The system has no `pidfd_open`, or too many files are open.
+            with contextlib.suppress(AttributeError, OSError):
                 for pid in self.stages:
                     ends.append(end := os.pidfd_open(pid))
                     stack.callback(os.close, end)
             wait(ends, _POLL_S)
 
     def _enter_pool(self, client: SyncPrefectClient) -> str:
-        """Create the pool and announce this worker, also to a server that is just being restarted."""
+        """Create the pool and announce this worker.
+
+        A server that is just being restarted is awaited.
+        """
         variable, last_try = "", time.monotonic() + _START_S
         while not variable and not self._stopping:
             with self._outlasting(client, until=last_try):
@@ -248,7 +259,10 @@ class PoolWorker:
         return variable
 
     def _announce(self, client: SyncPrefectClient) -> str:
-        """Describe this worker in a Prefect variable, and remove those of the pool's dead workers; return its name."""
+        """Describe this worker in a Prefect variable, and return the variable's name.
+
+        The variables of the pool's dead workers are removed.
+        """
         client.send_worker_heartbeat(self.pool, self.name, HEARTBEAT_S)
         alive = list_alive(client, self.pool, server_time(client))
         for name, worker in read_announcements(client).items():
@@ -268,9 +282,8 @@ class PoolWorker:
         value, tags = codec.to_json(own), [ANNOUNCEMENT]
         try:
             client.create_variable(VariableCreate(name=name, value=value, tags=tags))
-        except (
-            ObjectAlreadyExists
-        ):  # in a container, of a worker before that had the same process id
+        except ObjectAlreadyExists:
+            # In a container, an earlier worker can have had the same process id.
             client.update_variable(VariableUpdate(name=name, value=value, tags=tags))
         return name
 
@@ -282,9 +295,10 @@ class PoolWorker:
 
     @contextlib.contextmanager
     def _outlasting(self, client: SyncPrefectClient, *, until: float = math.inf) -> Iterator[None]:
-        """Continue while the server is away: running stages continue, and the scheduled ones wait.
+        """Continue while the server does not answer.
 
-        Later than `until`, seconds of the monotonic clock, its exception is raised.
+        Running stages continue, and the scheduled ones wait. After `until`, in seconds of the
+        monotonic clock, the exception is raised.
         """
         try:
             yield
@@ -302,7 +316,10 @@ class PoolWorker:
             self._away = False
 
     def _is_any_waiting(self, client: SyncPrefectClient) -> bool:
-        """Return whether a run is scheduled in the pool: a fifth of what reading the pool's queues costs the server."""
+        """Return whether a run is scheduled in the pool.
+
+        This costs the server a fifth of what reading the pool's queues costs.
+        """
         scheduled = FlowRunFilter(
             state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED]))
         )
@@ -358,7 +375,10 @@ class PoolWorker:
 
 
 def _describe_machine() -> WorkerStatus:
-    """Return what this machine can measure, read in a child: ONNX Runtime may start threads."""
+    """Return what this machine can measure.
+
+    It is read in a child process, since ONNX Runtime may start threads.
+    """
     fork = multiprocessing.get_context("fork")
     receiving, sending = fork.Pipe(duplex=False)
     child = fork.Process(target=_send_description, args=(sending,))
@@ -394,7 +414,10 @@ def _send_description(sending: Connection) -> None:
 
 
 def _import_for_forks() -> None:
-    """Import what every flow run needs, and numpy without the threads that it starts: a process that forks has none."""
+    """Import what every flow run needs, before this process forks.
+
+    numpy is imported without the threads that it starts: a process that forks must not have any.
+    """
     name = "OPENBLAS_NUM_THREADS"
     given = os.environ.get(name)
     os.environ[name] = "1"
@@ -406,7 +429,10 @@ def _import_for_forks() -> None:
 
 
 def _execute(run: FlowRun) -> None:
-    """Do the work of a flow run in this process, a fork of the worker, and end the process."""
+    """Do the work of a flow run in this process, and end the process.
+
+    The process is a fork of the worker.
+    """
     code, logger = 1, flow_run_logger(run)
     try:
         os.setsid()

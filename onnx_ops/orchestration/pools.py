@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
 _LATE = timedelta(minutes=1)
-"""Age of the last heartbeat of a worker that may be late rather than dead."""
+"""Age of the last heartbeat up to which a worker may be late rather than dead."""
 
 
 class _WorkerDied(Exception):
@@ -50,7 +50,7 @@ class _WorkerDied(Exception):
 
 @dataclass(kw_only=True)
 class PrefectPools(Pools):
-    """Runs the deployment `work/POOL` for each stage. Durations are seconds.
+    """Runs the deployment `work/POOL` for each stage. Durations are in seconds.
 
     A worker that is killed together with its flow run reports nothing: it counts as dead after
     `silence` without a heartbeat. Another run then takes the work, up to `tries` runs in total.
@@ -58,18 +58,22 @@ class PrefectPools(Pools):
 
     poll: float = 0.5
     start_timeout_s: float = 600.0
-    """For a run that a worker has taken, to start: a container's image may have to be pulled."""
+    """Time limit for the start of a run that a worker has taken.
+
+    A container's image may have to be pulled before.
+    """
     silence: float = DEAD_AFTER_HEARTBEATS * HEARTBEAT_S - 1
     """A little less than three heartbeats, so that a death is seen within 15 s."""
     outage: float = 120.0
-    """Of Prefect's server, during which a requested run is awaited."""
+    """Longest outage of Prefect's server during which a requested run is awaited."""
     tries: int = 2
     runs: set[UUID] = field(default_factory=set)
     """Flow runs that were created here and are waited for."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _turn: threading.Lock = field(default_factory=threading.Lock)
-    """Held by who creates a run: a server on SQLite delays those who write at the same time, by
-    seconds.
+    """Lock that is held while a run is created.
+
+    A server on SQLite delays simultaneous writers by seconds.
     """
     _cancelled: bool = False
     _waited: set[UUID] = field(default_factory=set)
@@ -77,14 +81,15 @@ class PrefectPools(Pools):
     _reading: threading.Lock = field(default_factory=threading.Lock)
     _read_at: float = -math.inf
     _found: Mapping[UUID, FlowRun] | Exception = field(default_factory=dict)
-    """Those flow runs, as they were then; or why they could not be read."""
+    """The awaited flow runs as of `_read_at`, or the error why they could not be read."""
     _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _client: SyncPrefectClient | None = None
-    """Client of all threads that ask, open until this process ends: a new one takes as long as a
-    stage to start.
+    """Client of all threads that send requests, open until this process ends.
+
+    A new client takes as long as a stage to start.
     """
     _ready: dict[tuple[str, StageKind], tuple[float, UUID]] = field(default_factory=dict)
-    """Deployments whose workers were seen, and when."""
+    """Deployments whose workers were seen, and when they were seen."""
 
     def prepare(self) -> None:
         """Connect to Prefect's server, if it answers."""
@@ -125,7 +130,7 @@ class PrefectPools(Pools):
                     run, is_ours = _create_run(client, deployment, stage, number)
                     if is_ours:
                         self.runs.add(run.id)
-                if is_final(run.state):  # of an earlier asker
+                if is_final(run.state):  # it served an earlier request
                     if is_done():
                         return EndedRun(run=str(run.id), seconds=run.total_run_time.total_seconds())
                     continue
@@ -155,11 +160,9 @@ class PrefectPools(Pools):
         raise AssertionError("unreachable: numbers do not end")
 
     def cancel(self) -> None:
-        """Cancel the flow runs that were created here and are waited for; create no further one."""
+        """Cancel the awaited flow runs that were created here, and create no further one."""
         self._cancelled = True
-        if self._turn.acquire(
-            timeout=HEARTBEAT_S
-        ):  # until a run that is being created is among them
+        if self._turn.acquire(timeout=HEARTBEAT_S):  # wait for a run that is being created
             self._turn.release()
         if runs := tuple(self.runs):
             with contextlib.suppress(Exception), _open_client() as client:
@@ -186,7 +189,10 @@ class PrefectPools(Pools):
             return tuple(_read_pool(client, pool, described, now) for pool in pools)
 
     def _read(self, client: SyncPrefectClient, run: UUID) -> FlowRun:
-        """Return a flow run. One request reads all that are waited for: one for each would occupy the server."""
+        """Return a flow run.
+
+        One request reads all awaited runs: a request for each would occupy the server.
+        """
         from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
         from prefect.exceptions import ObjectNotFound
 
@@ -211,7 +217,10 @@ class PrefectPools(Pools):
     def _read_if_available(
         self, client: SyncPrefectClient, run: UUID, silent_s: float
     ) -> FlowRun | None:
-        """Return a run; None during an outage of the server, which raises once it has lasted too long."""
+        """Return a run, or None during an outage of the server.
+
+        The error is raised once the outage has lasted longer than `outage`.
+        """
         try:
             return self._read(client, run)
         except Exception as error:
@@ -220,7 +229,7 @@ class PrefectPools(Pools):
             return None
 
     def _check_time(self, stage: PlacedStage, running_s: float) -> None:
-        # The worker stops the stage in time; this is for one that does not.
+        # The worker normally stops the stage in time. This check is for a worker that does not.
         if stage.timeout is not None and running_s > stage.timeout + 2 * self.silence:
             raise StageError(
                 f"it ran longer than its time-out of {stage.timeout:g} s and was stopped",
@@ -250,7 +259,7 @@ class PrefectPools(Pools):
         beat: object = None
         while True:
             pause = self.poll if beat is not None else min(self.poll, 0.2)
-            # All threads look at the same time: one request of the first answers them all.
+            # All threads read at the same time, so that the request of the first serves them all.
             time.sleep(max(pause / 2, min(pause, self._read_at + pause - time.monotonic())))
             now = time.monotonic()
             flow_run = self._read_if_available(client, run, now - contact)
@@ -261,10 +270,8 @@ class PrefectPools(Pools):
             if ended is not None:
                 return ended
             kind = get_state_type(flow_run.state)
-            if (
-                flow_run.updated,
-                kind,
-            ) != beat or silent:  # after an outage, the silence is counted anew
+            # After an outage, the silence is counted anew.
+            if (flow_run.updated, kind) != beat or silent:
                 beat, last_beat = (flow_run.updated, kind), now
             if _is_taken(flow_run) and now - last_beat > self.silence:
                 declare_crashed(
@@ -300,7 +307,10 @@ def _find_deployment(client: SyncPrefectClient, stage: PlacedStage) -> UUID:
 
 
 def require_workers(client: SyncPrefectClient, pool: str, kind: str, title: str) -> None:
-    """Raise ServiceUnavailableError if no worker of a pool is running, or none takes this kind of stage."""
+    """Raise ServiceUnavailableError if no worker of a pool takes this kind of stage.
+
+    The same error is raised if no worker is running.
+    """
     from prefect.exceptions import ObjectNotFound
 
     alive, now = _wait_for_late(client, pool)
@@ -322,10 +332,10 @@ def require_workers(client: SyncPrefectClient, pool: str, kind: str, title: str)
 
 
 def _wait_for_late(client: SyncPrefectClient, pool: str) -> tuple[list[str], datetime]:
-    """Return the names of a pool's workers that send heartbeats, and the time of Prefect's server.
+    """Return the names of a pool's live workers, and the time of Prefect's server.
 
-    After an outage of the server every worker is late. One that was alive a minute ago has the time
-    of a heartbeat.
+    Live workers send heartbeats. After an outage of the server, every worker is late. If a worker
+    was alive a minute ago, it is awaited for the time of one heartbeat.
     """
     end = time.monotonic() + HEARTBEAT_S
     while True:
@@ -371,7 +381,10 @@ _STATES: dict[str, Literal["running", "starting", "stopping", "waiting"]] = {
 
 
 def _list_runs(client: SyncPrefectClient, pool: str, alive: Sequence[str]) -> Iterator[PlacedRun]:
-    """Yield the open flow runs of a pool: those with a worker, then those that wait, the oldest first."""
+    """Yield the open flow runs of a pool, the oldest first.
+
+    Runs with a worker come first, then those that wait.
+    """
     from prefect.client.schemas.filters import (
         DeploymentFilter,
         DeploymentFilterName,
@@ -415,7 +428,7 @@ def _list_runs(client: SyncPrefectClient, pool: str, alive: Sequence[str]) -> It
 
 
 def _find_worker(client: SyncPrefectClient, run: UUID) -> str:
-    """Return the worker that has taken a run; empty if it is none of `onnx-ops work`."""
+    """Return the worker that has taken a run; empty if it is not `onnx-ops work`."""
     states = client.read_flow_run_states(run)
     messages = [state.message or "" for state in states if state.name == CLAIMED]
     return messages[-1].removeprefix(TAKEN) if messages else ""
@@ -442,7 +455,7 @@ def _explain_wait(status: PoolStatus, run: PlacedRun, *, is_paused: bool) -> str
 def _create_run(
     client: SyncPrefectClient, deployment: UUID, stage: PlacedStage, number: int
 ) -> tuple[FlowRun, bool]:
-    """Return the run with this number for a stage, and whether this call has created it."""
+    """Return a stage's run with this number, and whether this call has created it."""
     asker = uuid.uuid4().hex
     run = client.create_flow_run_from_deployment(
         deployment,
@@ -458,9 +471,8 @@ def _cancel(client: SyncPrefectClient, run: UUID) -> None:
     """Stop a running stage, and prevent the start of a pending one. Raise nothing."""
     from prefect.states import Cancelled, Cancelling
 
-    with contextlib.suppress(
-        Exception
-    ):  # any exception of Prefect's client: the first error is the one that counts
+    # The first error counts, not a further exception of Prefect's client.
+    with contextlib.suppress(Exception):
         state = client.read_flow_run(run).state
         if not is_final(state):
             waiting = get_state_type(state) == "SCHEDULED"
@@ -472,7 +484,7 @@ def _cancel(client: SyncPrefectClient, run: UUID) -> None:
 
 
 def _is_taken(flow_run: FlowRun) -> bool:
-    """Return whether a worker has a run: from then on, heartbeats are expected."""
+    """Return whether a worker has taken a run, so that heartbeats are expected."""
     state = flow_run.state
     return state is not None and (get_state_type(state) == "RUNNING" or state.name == CLAIMED)
 

@@ -17,13 +17,16 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
 PAGE_SIZE = 200
-"""Entries in an answer of Prefect's server, at most."""
+"""Limit of entries in one answer of Prefect's server."""
 _PAUSES_S = (0.03, 0.07, 0.15, 0.3, 0.6)
-"""Before each repetition of a request that a server on SQLite has refused."""
+"""Seconds before each repetition of a request that a server on SQLite refused."""
 
 
 def is_unavailable(error: Exception) -> bool:
-    """Return whether an exception of Prefect's client means that the server is temporarily unavailable."""
+    """Return whether an exception means that the server is temporarily unavailable.
+
+    The exception is one of Prefect's client.
+    """
     import httpx
 
     if isinstance(error, httpx.HTTPStatusError):
@@ -32,9 +35,10 @@ def is_unavailable(error: Exception) -> bool:
 
 
 def retry_soon(client: SyncPrefectClient) -> None:
-    """Retry within a second requests that a server on SQLite refuses because of simultaneous writers.
+    """Retry requests that a server on SQLite refuses, within a second.
 
-    The server answers these with 503, after which Prefect's client would wait two seconds or more.
+    The server answers simultaneous writers with 503. Prefect's client would then wait two seconds
+    or more.
     """
     http: Any = client._client  # noqa: SLF001 (a transport of our own would lack Prefect's proxies and certificates)
     transport = http._transport_for_url(http.base_url)  # noqa: SLF001

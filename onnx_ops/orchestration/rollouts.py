@@ -1,4 +1,7 @@
-"""One endpoint's rollout as a flow run: a task run for each step, and a page that describes it."""
+"""One endpoint's rollout as a flow run.
+
+It has a task run for each step, and a page that describes it.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,10 @@ def run_rollout(
 
 
 def publish_rollout(context: Context, endpoint: str) -> None:
-    """Publish `<endpoint>-rollout`: the steps, their reasons and the evidence. Nothing without a rollout."""
+    """Publish `<endpoint>-rollout`: the steps, their reasons and the evidence.
+
+    Without a rollout, nothing is published.
+    """
     timeline = build_timeline(endpoint, context.ledger.read(endpoint))
     if timeline is None:
         return
@@ -92,7 +98,10 @@ def publish_rollout(context: Context, endpoint: str) -> None:
 
 
 def page(endpoint: str, timeline: RolloutTimeline, report: str) -> str:
-    """Return Markdown. The plot is an image with a data URL, since Prefect shows no inline SVG."""
+    """Return a page about a rollout, as Markdown.
+
+    The plot is an image with a data URL, since Prefect shows no inline SVG.
+    """
     from onnx_ops.statistics.rollout.judge import trace_guardrails
 
     name = timeline.candidate.name
@@ -116,7 +125,10 @@ def page(endpoint: str, timeline: RolloutTimeline, report: str) -> str:
 def _reconcile(
     context: Context, endpoint: str, by: str
 ) -> tuple[list[StepReport], OnnxOpsError | None]:
-    """Run one pass; every step with an effect becomes a task run that describes it and its reason."""
+    """Run one pass, and record a task run for every step with an effect.
+
+    The task run describes the step and its reason.
+    """
     reports: list[StepReport] = []
 
     def record(report: StepReport) -> None:

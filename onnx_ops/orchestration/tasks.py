@@ -58,7 +58,10 @@ def _has_traceback(record: logging.LogRecord) -> bool:
 
 
 def failed(error: OnnxOpsError) -> State[Any]:
-    """Return the final state of a run that raised this error: its message, without a traceback."""
+    """Return the final state of a run that raised this error.
+
+    It has the message of the error, without a traceback.
+    """
     return Failed(name=FAILED_STATES[error.exit_code], message=str(error))
 
 
@@ -78,7 +81,7 @@ GATE_STATES = {
     Verdict.ERROR: "GateError",
     Verdict.INCONCLUSIVE: "GateInconclusive",
 }
-"""Names of the Failed states in which a gate ends that did not pass."""
+"""Names of the Failed states of gates that did not pass, by verdict."""
 
 
 class PrefectExecutor:
@@ -150,7 +153,7 @@ class _Attempt:
         self.error: Exception | None = None
 
     def run(self) -> State[Any]:
-        """Run a stage as a task run; return its manifest."""
+        """Do the work once, and return the final state of the task run."""
         begun = time.monotonic()
         self.error = None
         try:
@@ -170,7 +173,10 @@ class _Attempt:
 
 
 def task_run_name(stage: Stage) -> str:
-    """Return the name of a task run: `benchmark int8-static @ cpu-1t`, `data train`, `promote @ cpu-1t`."""
+    """Return the name of a stage's task run.
+
+    Examples: `benchmark int8-static @ cpu-1t`, `data train`, `promote @ cpu-1t`.
+    """
     subject = (
         stage.variant or stage.id.removeprefix(stage.kind.value).removeprefix("/").partition("@")[0]
     )
@@ -179,7 +185,10 @@ def task_run_name(stage: Stage) -> str:
 
 
 def judged(decision: Decision) -> State[Any]:
-    """Return the final state of a gate: Completed if it passed, else Failed, named by the verdict."""
+    """Return the final state of a gate.
+
+    It is Completed if the gate passed, else Failed, named by the verdict.
+    """
     message = f"{decision.variant} @ {decision.target}: {decision.reason}"
     if decision.verdict is Verdict.PASS:
         return Completed(message=message)

@@ -44,7 +44,10 @@ def plan(
     *,
     until: StageKind | None = None,
 ) -> Plan:
-    """Return the stages of a checked pipeline, each after those it needs, up to the kind `until`."""
+    """Return the stages of a checked pipeline, up to the kind `until`.
+
+    Each stage comes after those that it needs.
+    """
     stages = [*_plan_sources(pipeline, probe), *_plan_models(pipeline, targets, probe)]
     for name in pipeline.benchmark.targets:
         for variant in pipeline.variants():
@@ -52,9 +55,8 @@ def plan(
     if pipeline.register is not None and probe.signer() is not None:
         stages += plan_release(pipeline, targets)
     hints: dict[str, Json] = {"pipeline": pipeline.pipeline}
-    if (
-        pipeline.train is not None and pipeline.train.depends
-    ):  # what user code reads, on whatever machine it runs
+    # User code reads these files, on whatever machine it runs.
+    if pipeline.train is not None and pipeline.train.depends:
         hints["depends"] = list(pipeline.train.depends)
     stages = [replace(s, hints={**s.hints, **hints}) if s.kind in PLACEABLE else s for s in stages]
     order = list(StageKind)
@@ -115,7 +117,10 @@ def _plan_sources(pipeline: Pipeline, probe: ProjectProbe) -> list[Stage]:
 def _plan_models(
     pipeline: Pipeline, targets: Mapping[str, Target], probe: ProjectProbe
 ) -> list[Stage]:
-    """Plan export, validation and variants; their libraries can crash, so each has a separate process."""
+    """Plan export, validation and variants.
+
+    Each of these stages has a separate process, since its libraries can crash.
+    """
     samples = pipeline.validate.samples
     scored = data_id(samples.data)
     tools = probe.tools("exporters", pipeline.export.framework, pipeline.export.env)
@@ -136,9 +141,8 @@ def _plan_models(
         **env,
         **operators,
     }
-    if (
-        table := pipeline.export.translations
-    ):  # validation rests on the export, and needs the code for tracing only
+    # Validation rests on the export, and needs the code for tracing only.
+    if table := pipeline.export.translations:
         depends = pipeline.train.depends if pipeline.train else ()
         export["translations"] = probe.code(table, depends).digest()
     validate: dict[str, Json] = {
@@ -172,7 +176,7 @@ def _plan_models(
 
 
 def _declares_order(pipeline: Pipeline) -> bool:
-    """Return whether every data set lists its inputs or columns, all of them in the same order."""
+    """Return whether all data sets list their inputs or columns in the same order."""
     listed = [
         tuple(section.inputs) or getattr(section, "columns", None) or ()
         for section in pipeline.data.values()
@@ -212,7 +216,8 @@ def _plan_judgement(
         "model": model,
         "batch": pipeline.benchmark.batch,
         "quantized": is_quantized(pipeline, variant, probe),
-        # Only made for a gate. Limits change no measurement, so they stay out of the key.
+        # These measurements are made only for a gate. Limits do not change a measurement, so they
+        # stay out of the key.
         **({"throughput": list(request.throughput)} if request.throughput else {}),
         **({"starts": True} if request.starts else {}),
         # Accuracy is measured wherever possible.
@@ -283,7 +288,10 @@ def _plan_judgement(
 def _plan_gate(
     pipeline: Pipeline, target: Target, variant: str, limits: Sequence[Gate], signer: Json
 ) -> Stage:
-    """Plan the judgement of what a benchmark measured; it reads no model, so that new limits measure nothing again."""
+    """Plan the judgement of what a benchmark measured.
+
+    The stage reads no model, so that new limits do not require a new measurement.
+    """
     return make_stage(
         StageKind.GATE,
         stage_id(StageKind.GATE, variant, target.name),
@@ -363,7 +371,10 @@ def _plan_search(
     machines: Sequence[Json],
     probe: ProjectProbe,
 ) -> list[Stage]:
-    """Plan the search, and a stage for each variant that it can find, which only copies it."""
+    """Plan the search, and a stage for each variant that it can find.
+
+    Such a stage only copies the variant.
+    """
     # The search times what it tries on one machine: that of the first target, unless the entry
     # names a pool.
     measured = [targets[name] for name in pipeline.benchmark.targets]
@@ -411,7 +422,10 @@ def _plan_search(
 
 
 def _write_metric(pipeline: Pipeline, probe: ProjectProbe) -> Json:
-    """Return the metric that the search optimizes: that of the first metric gate, else accuracy."""
+    """Return the metric that the search optimizes.
+
+    It is that of the first metric gate, else accuracy.
+    """
     gate = next((gate for gate in pipeline.gates if isinstance(gate, MetricGate)), None)
     definition = gate.definition() if gate else ACCURACY
     return {
@@ -490,7 +504,10 @@ def plan_release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stag
 
 
 def _list_parameters(pipeline: Pipeline) -> dict[str, Json]:
-    """Return what a registry records of a release: its export, parameters, and training or model."""
+    """Return what a registry records of a release.
+
+    This is its export, its parameters, and its training or model.
+    """
     recorded: dict[str, Json] = {
         "export.framework": pipeline.export.framework,
         "export.opset": str(pipeline.export.opset),

@@ -43,7 +43,10 @@ class ProjectProbe:
     def tools(
         self, kind: str, name: str, env: Environment | None = None, *, trains: bool = False
     ) -> Mapping[str, str]:
-        """Return the versions of the packages that shape a plugin's results; `trains` leaves out those of an export."""
+        """Return the versions of the packages that shape a plugin's results.
+
+        With `trains`, the packages of an export are left out.
+        """
         versions = {
             "onnx-ops": plugins.version("onnx-ops"),
             "python": ".".join(platform.python_version_tuple()[:2]),
@@ -93,18 +96,24 @@ class ProjectProbe:
 
 @dataclass(frozen=True)
 class OfflineProbe(ProjectProbe):
-    """A `ProjectProbe` for a plan that is shown: nothing that the pipeline file names is asked over a network."""
+    """A `ProjectProbe` for a plan that is only shown.
+
+    Nothing that the pipeline file names is requested over a network.
+    """
 
     def model(self, path: str) -> Digest:
-        """Return the digest of an existing model; of a remote one, that of its address, which no result has."""
+        """Return the digest of an existing model.
+
+        For a remote model, this is a digest of its address, which no result has.
+        """
         return digest_json(["not asked", path]) if is_remote(path) else super().model(path)
 
 
 @dataclass(frozen=True)
 class OutlineProbe(ProjectProbe):
-    """A `ProjectProbe` for a plan that only lists stages and their needs, and is never run.
+    """A `ProjectProbe` for a plan that only lists stages and their needs.
 
-    It reads no data and no model, and creates no key.
+    The plan is never run. It reads no data and no model, and creates no key.
     """
 
     signing: str = "off"
@@ -130,7 +139,10 @@ class OutlineProbe(ProjectProbe):
 
 @dataclass(frozen=True)
 class ReleaseProbe(OutlineProbe):
-    """An `OutlineProbe` for a plan whose gates and release are run: it knows the key that signs, and no machine."""
+    """An `OutlineProbe` for a plan whose gates and release are run.
+
+    It knows the key that signs, and no machine.
+    """
 
     def hardware(self, target: Target) -> Digest:
         """Return the digest of the machine that measures a target."""

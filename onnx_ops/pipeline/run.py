@@ -31,14 +31,17 @@ StageResult = tuple[StageOutcome, OnnxOpsError | None]
 Step = Callable[[Stage], StageResult]
 
 _ASKED = 64
-"""Most stages that one run asks pools for at once; each takes a waiting thread."""
+"""Limit of stages that one run requests from pools simultaneously.
+
+Each of them takes a waiting thread.
+"""
 
 
 class DaemonThreadPool(Generic[R]):
-    """Run at most `jobs` tasks at once, started in the order of submission.
+    """Runs up to `jobs` tasks simultaneously, started in the order of submission.
 
-    Its threads are daemons: an interrupted command exits at once, and running tasks end with the
-    process.
+    Its threads are daemons: an interrupted command exits immediately, and running tasks end with
+    the process.
     """
 
     def __init__(self, jobs: int) -> None:
@@ -94,16 +97,19 @@ def ordered_map(jobs: int, task: Callable[[T], R], items: Iterable[T]) -> Iterat
 
 
 class Handler(Protocol):
-    """What the engine needs to know about the stages it runs."""
+    """The operations on stages that the engine needs."""
 
     def cached(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest | None:
         """Return the stage's result if it is cached and intact, or applied."""
 
     def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
-        """Return why the stage has nothing to do (no variant passed); empty if it must run."""
+        """Return why the stage has nothing to do; empty if it must run.
+
+        For example, no variant passed.
+        """
 
     def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
-        """Hold a lock on the same work of other runs."""
+        """Hold the lock that keeps other runs from doing the same work."""
 
     def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         """Compute and store the result."""
@@ -216,9 +222,9 @@ def _run_in_parallel(plan: Plan, step: Step, jobs: int) -> Iterator[tuple[Stage,
 def preview(
     plan: Plan, *, handler: Handler, no_cache: Collection[StageKind] = ()
 ) -> Mapping[str, StageOutcome | None]:
-    """Return the outcome of each stage without work; None for the others.
+    """Return the outcome of each stage that needs no work; None for the others.
 
-    A stage that depends on one that would run counts as one that would.
+    If a stage would run, the stages that depend on it count as running too.
     """
     outcomes: dict[str, StageOutcome] = {}
     result: dict[str, StageOutcome | None] = {}
@@ -244,7 +250,7 @@ def collect_inputs(stage: Stage, outcomes: Mapping[str, StageOutcome]) -> dict[s
 
 
 _ENDED = {StageStatus.FAILED: "failed"}
-"""How a stage ended; of the others, how it was: skipped."""
+"""Words for the end of a needed stage; by default, `was` and its status."""
 
 
 def _find_outcome(
@@ -253,7 +259,7 @@ def _find_outcome(
     handler: Handler,
     no_cache: Collection[StageKind],
 ) -> StageOutcome | None:
-    """Return the outcome without work, or None."""
+    """Return the outcome of a stage that needs no work; None for any other stage."""
     missing = [
         name for name in stage.needs if name not in outcomes or outcomes[name].manifest is None
     ]
@@ -289,7 +295,10 @@ class _StageRunner:
     outcomes: dict[str, StageOutcome] = field(default_factory=dict)
 
     def step(self, stage: Stage) -> StageResult:
-        """Run a stage, unless its outcome needs no work or another run produces it in the meantime."""
+        """Run a stage, unless its outcome needs no work.
+
+        The outcome also needs no work if another run produces it in the meantime.
+        """
         outcome, error = self._check(stage)
         if outcome is None:
             self.observer.started(stage)
@@ -303,7 +312,10 @@ class _StageRunner:
         return outcome, error
 
     def _check(self, stage: Stage) -> tuple[StageOutcome | None, OnnxOpsError | None]:
-        """Return the outcome without work, or None; an unreadable result is a failure."""
+        """Return the outcome of a stage that needs no work, or None.
+
+        An unreadable result is a failure.
+        """
         try:
             return _find_outcome(stage, self.outcomes, self.handler, self.no_cache), None
         except StorageError:

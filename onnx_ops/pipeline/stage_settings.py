@@ -38,11 +38,17 @@ REVISIONS: Mapping[StageKind, int] = {
     StageKind.SCORE: 2,
     StageKind.REGISTER: 6,
 }
-"""Version of a stage's code, increased when it changes the result of the same inputs."""
+"""Versions of the code of stages, by kind.
+
+A version is increased when it changes the result of the same inputs.
+"""
 
 
 def stage_id(kind: StageKind, name: str, target: str = "", shard: int = 0) -> str:
-    """Return the id of a stage, such as `data/test` or `score/int8@cpu-1t#2`; shards count from 1."""
+    """Return the id of a stage, such as `data/test` or `score/int8@cpu-1t#2`.
+
+    Shards count from 1.
+    """
     return (
         f"{kind.value}/{name}" + (f"@{target}" if target else "") + (f"#{shard}" if shard else "")
     )
@@ -105,7 +111,10 @@ def get_pool(stage: Stage) -> str:
 
 
 def apply_default_pools(plan: Plan, pools: Mapping[StageKind, str]) -> Plan:
-    """Return the plan with default pools by kind of stage, unless a stage names one or only copies a file."""
+    """Return the plan with default pools by kind of stage.
+
+    A stage that names a pool or only copies a file stays unchanged.
+    """
     return replace(
         plan,
         stages=tuple(

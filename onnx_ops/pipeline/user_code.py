@@ -24,14 +24,15 @@ from onnx_ops.domain.artifact import Digest, digest_file, digest_json
 from onnx_ops.errors import NotFoundError, UserError
 
 CODE = "code.json"
-"""The code of a trained model: the modules of its classes, and their dependencies in project files
-and packages.
+"""The code of a trained model.
+
+It holds the modules of its classes, and their dependencies in project files and packages.
 """
 
 _OURS = __name__.partition(".")[0]
 
 _JOBLIB = "joblib"
-"""Writes its own name into its files, and computes nothing in them."""
+"""A package that writes its name into its files, and computes nothing in them."""
 
 _NAME_PATTERN = re.compile(
     rb"(?=\x8c(?P<short>.)(?P<a>[^\W\d][\w.]*)"  # texts of pickles, with their lengths
@@ -95,7 +96,10 @@ def collect_user_code(
 
 
 def find_code_file(name: str, root: Path) -> Path:
-    """Return a file that `UserCode` names: of the project, or of a package under development."""
+    """Return a file that `UserCode` names.
+
+    It is a file of the project, or of a package under development.
+    """
     folder = _find_development_folder(name.partition("/")[0].removesuffix(".py"))
     return root / name if folder is None or (root / name).is_file() else folder / name
 
@@ -135,15 +139,17 @@ def _read_unpacked(path: Path) -> bytes:
     elif decompress := next(
         (call for first, call in _DECOMPRESSORS.items() if content.startswith(first)), None
     ):
-        with contextlib.suppress(
-            OSError, EOFError, zlib.error, lzma.LZMAError
-        ):  # otherwise it only resembles one
+        # If this fails, the file only resembles a compressed one.
+        with contextlib.suppress(OSError, EOFError, zlib.error, lzma.LZMAError):
             content = decompress(content)
     return content
 
 
 def _list_names(content: bytes) -> Iterator[tuple[str, bool]]:
-    """Yield names, and whether each is certainly a module's: a text without a dot can be any word."""
+    """Yield names, and whether each is certainly that of a module.
+
+    A text without a dot can be any word.
+    """
     for match in _NAME_PATTERN.finditer(content):
         kind = match.lastgroup
         name, is_class = match[kind or 0], kind == "c"
@@ -177,7 +183,10 @@ def _collect_module(
 
 
 def _list_imports(path: Path, base: Path) -> Iterator[str]:
-    """Yield every dotted name that an import might mean; names that are no modules do no harm."""
+    """Yield every dotted name that an import might mean.
+
+    Names that are not modules are harmless.
+    """
     package = list(path.relative_to(base).parts[:-1])
     try:
         tree = parse_python(path.read_bytes())
@@ -209,7 +218,10 @@ def _with_packages(module: str) -> Iterator[str]:
 
 
 def _find_source(module: str, root: Path) -> tuple[Path, Path] | None:
-    """Return a module's file and its base folder; None for an installed or unknown module."""
+    """Return a module's file and its base folder, or None.
+
+    The result is None for an installed or unknown module.
+    """
     first = module.partition(".")[0]
     for base in (root, _find_development_folder(first)):
         if base is not None and (file := _find_module_file(module, base)) is not None:
@@ -223,12 +235,14 @@ def _find_module_file(module: str, base: Path) -> Path | None:
 
 @functools.cache
 def _find_development_folder(package: str) -> Path | None:
-    """Return the folder of a package that is imported as source outside of the installation, or None."""
+    """Return the folder of a package under development, or None.
+
+    Such a package is imported as source from outside of the installation.
+    """
     spec = None
     if package.isidentifier() and package not in sys.stdlib_module_names:
-        with contextlib.suppress(
-            ImportError, ValueError
-        ):  # the latter: a module without a specification
+        # ValueError: a module without a specification.
+        with contextlib.suppress(ImportError, ValueError):
             spec = importlib.util.find_spec(package)
     places = [] if spec is None else [*(spec.submodule_search_locations or ()), spec.origin]
     place = next((Path(place) for place in places if place is not None), None)

@@ -1,4 +1,6 @@
-"""Operate releases: promote, reconcile, roll back, watch, notify and prune, on the ledger as the source of truth.
+"""Operate releases, with the ledger as the source of truth.
+
+The operations are promotion, reconciliation, rollback, watching, notification and pruning.
 
 The state machine: `domain.rollout` (values, next action), `domain.rollout_policy` (steps),
 `domain.ledger` (entries, fold), `journal` (reading and appending entries), `effects` (intent,

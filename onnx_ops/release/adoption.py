@@ -1,4 +1,7 @@
-"""Whose signatures count in the ledgers, and which state of a ledger counts after damage or the theft of a key."""
+"""Decide whose signatures count in ledgers, and which state of a ledger counts.
+
+This is needed after a ledger was damaged, or after a key was stolen.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,11 @@ from onnx_ops.release.journal import Journal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adoption:
-    """A state of a ledger that is to count: that of entry `state.head`. Entries after it, up to `count`, do not.
+    """A state of a ledger that is to count from now on.
 
-    Some of these may be known only to this machine or to the endpoint. `damage` is the reason why
-    they cannot be read; empty if they can.
+    It is the state after entry `state.head`. Later entries, up to entry `count`, do not count. Some
+    of these later entries may be known only to this machine or to the endpoint. `damage` is the
+    reason why they cannot be read; it is empty if they can be read.
     """
 
     state: ReleaseState
@@ -40,7 +44,10 @@ def list_ledgers(context: Context) -> tuple[str, ...]:
 
 
 def find_missing_key(context: Context, key: Digest) -> dict[str, str]:
-    """Return why signatures by a key do not count in a ledger, by endpoint. Damaged ledgers are left out."""
+    """Return why signatures by a key do not count in ledgers, by endpoint.
+
+    Ledgers in which the key counts, and damaged ledgers, are left out.
+    """
     states, _ = call_each(list_ledgers(context), context.ledger.state)
     return {
         name: f"keys that count: {', '.join(map(short_digest, sorted(state.keys)))}"
@@ -52,14 +59,17 @@ def find_missing_key(context: Context, key: Digest) -> dict[str, str]:
 def admit_key(
     context: Context, keys: Mapping[Digest, str], *, by: Digest | None = None, actor: str = ""
 ) -> tuple[str, ...]:
-    """Have signatures by further keys count in all ledgers; return the endpoints of those that changed.
+    """Admit further keys in all ledgers, so that signatures by these keys count.
 
     Args:
         keys: public keys in base64 of DER, by digest.
         by: change only the ledgers in which this key counts.
 
+    Returns:
+        The endpoints of the ledgers that changed.
+
     Raises:
-        OnnxOpsError: of the first ledger that could not be changed, once all were tried.
+        OnnxOpsError: the error of the first ledger that could not be changed, once all were tried.
     """
 
     def admit(name: str) -> bool:
@@ -86,11 +96,14 @@ def withdraw_key(
     reason: str = "",
     actor: str = "",
 ) -> tuple[dict[str, int], dict[str, Exception]]:
-    """Have signatures by a key count no longer, where they did; call it before the key is removed from the trusted.
+    """Withdraw a key, so that signatures by it no longer count in any ledger.
+
+    Ledgers in which the key does not count stay unchanged. Call this function before the key is
+    removed from the trusted keys.
 
     Args:
-        keep: the last entry of a ledger that still counts, by endpoint; by default all that were
-            written count.
+        keep: the last entry of a ledger that still counts, by endpoint; by default all existing
+            entries count.
 
     Returns:
         The sequence of the new entry by endpoint, and the errors of the ledgers that could not be
@@ -125,7 +138,10 @@ def withdraw_key(
 
 
 def _require_counting(context: Context, state: ReleaseState) -> None:
-    """Raise MissingKeyError if the signature of this machine does not count in a ledger: others would refuse it."""
+    """Raise MissingKeyError if this machine's signature does not count in a ledger.
+
+    Other machines would refuse an entry with such a signature.
+    """
     signer = context.signer()
     if state.keys and (signer is None or signer.key not in state.keys):
         raise MissingKeyError(
@@ -144,7 +160,7 @@ def find_adoption(
 
     Args:
         last: sequence of the last entry that is to count; by default the last one that can be read.
-        signed: whether signatures count. Without, the caller vouches for the storage.
+        signed: whether signatures are required. If False, the caller vouches for the storage.
 
     Raises:
         NotFoundError: there is no such ledger.
@@ -173,7 +189,7 @@ def find_adoption(
 
 
 def _observe_generation(context: Context, state: ReleaseState) -> int:
-    """Return the last entry that the endpoint has carried out, as far as it can be asked."""
+    """Return the last entry that the endpoint has carried out; 0 if it is unknown."""
     if state.config is None:
         return 0
     with suppress(OnnxOpsError):
@@ -236,7 +252,7 @@ def _remove_key(keys: Mapping[Digest, str], key: Digest | None, endpoint: str) -
         raise RefusedError(
             "no other key counts in this ledger",
             where=f"ledger {endpoint}",
-            remedy="Replace the key first (`onnx-ops keys rotate`), or admit another one (`onnx-ops "
-            "keys admit`).",
+            remedy="Replace the key first (`onnx-ops keys rotate`), or admit another one "
+            "(`onnx-ops keys admit`).",
         )
     return left

@@ -1,4 +1,7 @@
-"""Audit signed decisions: re-evaluate them from stored evidence, and list what depends on a signing key."""
+"""Audit signed decisions, and the versions that depend on a signing key.
+
+Decisions are re-evaluated from stored evidence.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ from onnx_ops.statistics.judge import judge
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReevaluatedDecision:
-    """One target's decision, evaluated again. `reproduced`: all verdicts equal the signed ones."""
+    """A target's decision, evaluated again.
+
+    `reproduced` is whether all verdicts equal the signed ones.
+    """
 
     target: str
     decision: Decision
@@ -38,7 +44,7 @@ class ReevaluatedDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependent:
-    """A version under an alias of a target."""
+    """A version that depends on a signing key, and the alias that points to it."""
 
     model: str
     version: str
@@ -48,7 +54,7 @@ class Dependent:
 def reevaluate(
     context: Context, model: str, version: str, target: str | None = None
 ) -> tuple[ReevaluatedDecision, ...]:
-    """Re-evaluate a version for every target that it has a decision for, or for one of them.
+    """Re-evaluate the decisions of a version, for one target or for all.
 
     Raises:
         NotFoundError: no such version, or no decision for the target.
@@ -91,7 +97,12 @@ def reevaluate(
 def reevaluate_release(
     context: Context, model: str, version: str
 ) -> dict[str, tuple[ReevaluatedDecision, ...]]:
-    """Re-evaluate the newest version of every variant of the release that a version belongs to, by variant.
+    """Re-evaluate all variants of the release that a version belongs to.
+
+    For each variant, its newest version with decisions is re-evaluated.
+
+    Returns:
+        The re-evaluated decisions by variant.
 
     Raises:
         NotFoundError: no such version, or no decision for any variant.
@@ -115,13 +126,15 @@ def reevaluate_release(
 def load_decision_basis(
     context: Context, record: VersionRecord, target: str
 ) -> tuple[Evidence, tuple[Gate, ...]]:
-    """Return the evidence and gates of a version's decision, if it is validly signed and about its files.
+    """Return the evidence and gates of a version's decision.
+
+    The decision must be validly signed, and be about the version's files.
 
     Raises:
         NotFoundError: there is no decision for the target.
-        InvalidSignatureError: no trusted key has signed it.
-        DigestMismatchError: it is about other files, or the stored evidence differs from the signed
-            one.
+        InvalidSignatureError: no trusted key has signed the decision.
+        DigestMismatchError: the decision is about other files, or the stored evidence differs from
+            the signed one.
     """
     where = f"{record.model}/{record.version}"
     signed = record.decisions.get(target)
@@ -136,7 +149,9 @@ def load_decision_basis(
 
 
 def list_dependents(context: Context, key: Digest) -> tuple[Dependent, ...]:
-    """Return the versions under guarded aliases whose decision or override this key signed, of all models.
+    """Return the versions that depend on a signing key, of all models.
+
+    These are the versions under guarded aliases whose decision or override this key signed.
 
     Raises:
         ServiceUnavailableError: the registry does not answer.
@@ -172,7 +187,10 @@ def _load_documents(
 
 
 def _load_document(context: Context, record: VersionRecord, name: str, digest: Digest) -> bytes:
-    """Read a document from the local store, else from the registry, and compare its digest with the signed one."""
+    """Return a version's document from the local store, or else from the registry.
+
+    The digest of the document is compared with the signed one.
+    """
     try:
         return context.store.read(digest)
     except CorruptStateError:

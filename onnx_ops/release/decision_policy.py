@@ -39,14 +39,14 @@ def require_passing_decision(
 
     Args:
         others: decisions from elsewhere, such as another version with the same content. Those that
-            are validly signed and about exactly this content and target count too: the one with the
-            highest sequence decides, and of several with the same sequence the worst. None replaces
-            the version's own.
+            are validly signed and about exactly this content and target count too. The decision
+            with the highest sequence decides; among several with the same sequence, the one with
+            the worst verdict. The version must have a valid decision nevertheless.
 
     Raises:
-        RefusedError: there is none, or it is not a pass.
-        InvalidSignatureError: it is forged, signed by a key that is not trusted, or about something
-            else.
+        RefusedError: there is no decision, or its verdict is not a pass.
+        InvalidSignatureError: the version's decision is forged, signed by a key that is not
+            trusted, or about something else.
     """
     where, own = f"{record.model}/{record.version}", record.decisions.get(target)
     if own is None:
@@ -88,7 +88,7 @@ def require_passing_decision(
 def is_valid_for(
     signed: SignedDecision, record: VersionRecord, target: str, verifier: Verifier
 ) -> bool:
-    """Return whether the decision is validly signed and about exactly this content and target."""
+    """Return whether a decision is validly signed and about this content and target."""
     try:
         about = verify_envelope(signed.envelope, DecisionRecord, verifier)
     except InvalidSignatureError:
@@ -99,8 +99,8 @@ def is_valid_for(
 def read_override(record: VersionRecord, target: str, verifier: Verifier) -> SignedOverride | None:
     """Return the override in the version's tags for a target, or None.
 
-    It needs both tags: the reason, which a user can delete, and the record that was signed for that
-    reason and exactly this version.
+    An override needs two tags: the reason, which a user can delete, and the record that was signed
+    for that reason and exactly this version.
     """
     text = record.tags.get(override_record_tag(target), "")
     try:
@@ -118,7 +118,10 @@ def read_override(record: VersionRecord, target: str, verifier: Verifier) -> Sig
 def find_recorded_override(
     state: ReleaseState, what: VersionRecord | Deployment, target: str, verifier: Verifier
 ) -> SignedOverride | None:
-    """Return the override in an endpoint's ledger that is validly signed for these files on this target, or None."""
+    """Return the override in an endpoint's ledger for these files, or None.
+
+    The override must be validly signed for these files on this target.
+    """
     if (given := state.overrides.get(what.manifest)) is None:
         return None
     try:
@@ -131,10 +134,11 @@ def find_recorded_override(
 def find_rejection_reason(
     state: ReleaseState, what: VersionRecord | Deployment, target: str, verifier: Verifier
 ) -> str | None:
-    """Return why this endpoint does not take the version back; None if it does, or an override allows it.
+    """Return why an endpoint rejects a version that it rolled back, or None.
 
-    The registry's tag counts too: a rollback in it counts even if the ledger does not hold it any
-    more, unless an override was signed later.
+    The result is None if the endpoint does not reject the version, or if an override allows it. A
+    rollback in the registry's tag counts even if the ledger no longer holds it, unless an override
+    was signed later.
     """
     override = find_recorded_override(state, what, target, verifier)
     why = state.find_rejection(what) if override is None else None
@@ -147,7 +151,10 @@ def find_rejection_reason(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRollback:
-    """The rollback in a version's tag: when it was published, and why it was rolled back."""
+    """The rollback of a version that its tag records.
+
+    It holds when the rollback was published, and why the version was rolled back.
+    """
 
     at: datetime
     why: str
@@ -158,12 +165,15 @@ class PublishedRollback:
 
 
 def rolled_back_tag(endpoint: str) -> str:
-    """Return the tag of a version that an endpoint rolled back."""
+    """Return the name of the tag that marks a version as rolled back by an endpoint."""
     return f"{_ROLLED_BACK}{endpoint}"
 
 
 def read_published_rollback(record: VersionRecord, endpoint: str) -> PublishedRollback | None:
-    """Return the rollback of the version by an endpoint, or None. It needs no signature, since it only refuses."""
+    """Return the rollback of a version by an endpoint, as its tag records it, or None.
+
+    The tag needs no signature, since it can only prevent a version from serving.
+    """
     at, _, why = record.tags.get(rolled_back_tag(endpoint), "").partition(" ")
     try:
         return PublishedRollback(at=datetime.fromisoformat(at).astimezone(UTC), why=why)
@@ -191,12 +201,12 @@ def build_override(
     """Return the override record to sign for a version.
 
     Operator libraries and execution are those of a signed decision about these files, regardless of
-    its verdict. Without one, the files are served without libraries of operators, on one thread of
-    the CPU. The time is never before a published rollback of the version, even if the clock is
+    its verdict. Without such a decision, the files are served without operator libraries, on one
+    CPU thread. The time is never before a published rollback of the version, even if the clock is
     wrong, since the user knows of that rollback.
 
     Args:
-        verifier: verifies the decision; None where none can be verified.
+        verifier: verifies the decision; None if no decision can be verified.
         now: seconds since the epoch.
     """
     signed = record.decisions.get(target)
@@ -230,7 +240,7 @@ def build_override(
 
 
 def is_signed_by(record: VersionRecord, target: str, key: Digest, verifier: Verifier) -> bool:
-    """Return whether the version's decision or override for a target was signed by this key."""
+    """Return whether this key signed the version's decision or override for a target."""
     signed = record.decisions.get(target)
     if signed is not None and key in signed.keys and is_valid_for(signed, record, target, verifier):
         return True

@@ -1,8 +1,8 @@
-"""The effects of actions on endpoints: the intent before, the lease meanwhile, the outcome after.
+"""Apply actions to endpoints, with an intent before and an outcome after.
 
-An open intent is the lease of the endpoint. It is renewed while the effect is in progress, since a
-cloud update can take twenty minutes. A killed process no longer renews it, and another one takes
-over when the lease expires.
+An open intent is the lease of the endpoint. The lease is renewed while the effect is in progress,
+since a cloud update can take twenty minutes. A killed process no longer renews it, and another
+process takes over when the lease expires.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ from onnx_ops.release.decision_policy import REJECTED_REMEDY, find_rejection_rea
 from onnx_ops.release.journal import Journal
 
 LEASE_S = 120.0
-"""How long an intent excludes other processes. A holder that is known to be dead loses it at once.
+"""Time for which an intent excludes other processes, in seconds.
+
+A holder that is known to be dead loses the lease immediately.
 """
 LEASE_CHECK_INTERVAL_S = 1.0
-"""How often the thread that renews the lease checks the time, in seconds of this machine."""
+"""Interval at which the lease thread checks the time, in seconds of this machine."""
 
 Effect: TypeAlias = Callable[[int], None]
 
@@ -45,10 +47,11 @@ def perform_action(
     *,
     selected: AliasSelection | None = None,
 ) -> None:
-    """Record the intent, apply the action to the endpoint, and record the outcome. Renews the lease meanwhile.
+    """Record the intent, apply the action to the endpoint, and record the outcome.
 
-    A failed effect may still have taken place, because an answer can be lost; the observed endpoint
-    then shows it. A rollback is complete only once it was observed.
+    The lease is renewed meanwhile. A failed effect may still have taken place, because an answer
+    can be lost. After a failure, the endpoint is therefore observed: the action succeeded if the
+    endpoint shows its state. A rollback is complete only once it was observed.
 
     Args:
         effect: performs the action, given the intent's sequence; by default applies the action's
@@ -100,7 +103,9 @@ def perform_action(
 
 
 def renew_lease(journal: Journal, sequence: int) -> bool:
-    """Extend the lease of intent `sequence`. Return False if that intent is no longer open.
+    """Extend the lease of intent `sequence`.
+
+    Return False if that intent is no longer open.
 
     Raises:
         LedgerConflictError: another writer appended just now; call again.
@@ -113,9 +118,9 @@ def renew_lease(journal: Journal, sequence: int) -> bool:
 
 
 def locate_files(context: Context, state: EndpointState, generation: int) -> EndpointState:
-    """Return a state of the ledger with the folders of its files and a generation, as a provider gets it.
+    """Return a ledger's state with file locations and a generation, for a provider.
 
-    The ledger's own folders are not used: an attacker who can write there could name any.
+    Locations in the ledger are not used: an attacker who can write there could name any folder.
     """
     place = context.files.place
     deployments = tuple(replace(d, location=place(d.manifest)) for d in state.deployments)
@@ -123,7 +128,10 @@ def locate_files(context: Context, state: EndpointState, generation: int) -> End
 
 
 def _require_approved(journal: Journal, action: Action) -> None:
-    """Require that a trusted key has signed what the action deploys for this model and target."""
+    """Require that a trusted key has signed what the action deploys.
+
+    The signature must be for this model and target.
+    """
     state, config, verifier = journal.state, journal.config, journal.context.verifier()
     for deployment in action.state.deployments:
         about = verify_authority(deployment, verifier)
@@ -146,7 +154,7 @@ def _require_approved(journal: Journal, action: Action) -> None:
 
 
 def _list_limits(journal: Journal, action: Action) -> Mapping[str, tuple[float, ...]]:
-    """Return the latencies above which the requests of both versions of a rollout are counted."""
+    """Return the latencies above which requests of a rollout's versions are counted."""
     stable, candidate, fixed = action.roles.stable, action.roles.candidate, journal.state.thresholds
     if stable is None or candidate is None or not journal.state.policy.is_analyzed:
         return {}
@@ -161,7 +169,7 @@ def _find_missing(
 ) -> str:
     """Return why the endpoint does not show the action's state; empty if it does.
 
-    After a conflict another process may have set it.
+    After a conflict, the endpoint is not observed: another process may have set that state.
     """
     if isinstance(failure, ConflictError):
         return str(failure)
@@ -178,7 +186,10 @@ def _find_missing(
 
 
 def _conclude(journal: Journal, outcome: ActionOutcome) -> None:
-    """Append the outcome after any newer entries, unless the intent was replaced or concluded."""
+    """Append the outcome after any newer entries.
+
+    It is not appended if the intent was replaced or concluded.
+    """
     while True:
         try:
             journal.append(outcome)
@@ -191,7 +202,10 @@ def _conclude(journal: Journal, outcome: ActionOutcome) -> None:
 
 @contextmanager
 def _renewing_lease(journal: Journal, sequence: int) -> Iterator[None]:
-    """Renew the lease in a thread each time that half of it is over, until the block ends."""
+    """Renew the lease in a thread until the block ends.
+
+    It is renewed each time that half of it is over.
+    """
     ended, clock = threading.Event(), journal.context.clock
 
     def keep() -> None:

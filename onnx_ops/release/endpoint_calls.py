@@ -1,4 +1,4 @@
-"""Calls for several endpoints: one after the other or concurrently, and with pauses after failures."""
+"""Calls for several endpoints, in turn or concurrently, and pauses after failures."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TypeVar
 from onnx_ops.errors import OnnxOpsError
 
 COMMAND_TIMEOUT_S = 4.0
-"""Seconds that a command waits for endpoints. An operator needs an answer within ten, start of
-Python included.
+"""Time that a command waits for endpoints, in seconds.
+
+An operator needs an answer within 10 s, including the start of Python.
 """
 MAX_PAUSE_S = 60.0
 """Longest pause between two attempts, in seconds."""
@@ -20,7 +21,10 @@ _Result = TypeVar("_Result")
 
 
 class Backoff:
-    """Skip passes over a failing operation: none at first, then 1, 3, 7 … up to `MAX_PAUSE_S`."""
+    """Pauses of a failing operation, counted in skipped passes.
+
+    After successive failures 0, 1, 3, 7 … passes are skipped, for at most `MAX_PAUSE_S`.
+    """
 
     def __init__(self, interval_s: float) -> None:
         self._most = max(int(MAX_PAUSE_S / interval_s) - 1, 0)
@@ -43,7 +47,10 @@ class Backoff:
 def call_each(
     names: Iterable[str], call: Callable[[str], _Result]
 ) -> tuple[dict[str, _Result], dict[str, OnnxOpsError]]:
-    """Call a function with each name, and return results and errors by name: a failure does not stop the others."""
+    """Call a function with each name, and return results and errors by name.
+
+    A failure does not prevent the other calls.
+    """
     results: dict[str, _Result] = {}
     errors: dict[str, OnnxOpsError] = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""Reading and writing the ledgers of endpoints, again if another writer was first."""
+"""Read and write the ledgers of endpoints; try again if another writer was first."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from onnx_ops.errors import ConflictError, CorruptStateError, LedgerConflictErro
 from onnx_ops.ports import Context
 
 MAX_CONFLICT_ATTEMPTS = 10
-"""Attempts to append after losing to another writer. Each loss means that the other writer made
-progress.
+"""Attempts to append an entry while other writers are first.
+
+Each failed attempt means that another writer made progress.
 """
 _Result = TypeVar("_Result")
 
 
 def retry_on_conflict(attempt: Callable[[], _Result]) -> _Result:
-    """Call `attempt`, which reads the ledger, decides and appends; repeat it if another writer was first.
+    """Call `attempt`, and call it again if another writer was first.
+
+    `attempt` reads the ledger, decides and appends an entry.
 
     Raises:
-        LedgerConflictError: other writers were first each time.
+        LedgerConflictError: other writers were first at every attempt.
     """
     for _ in range(MAX_CONFLICT_ATTEMPTS - 1):
         with suppress(LedgerConflictError):
@@ -54,7 +57,10 @@ class Journal:
         *,
         actor: str = "",
     ) -> _Result:
-        """Call `change` with the endpoint's journal, again each time that another writer appended first."""
+        """Call `change` with the endpoint's journal, and return its result.
+
+        The call is repeated with a fresh journal if another writer appended first.
+        """
         return retry_on_conflict(lambda: change(cls.open(context, endpoint, actor=actor)))
 
     @property
@@ -81,7 +87,10 @@ class Journal:
             )
 
     def active_intent(self) -> Intent | None:
-        """Return the open intent while it is a lease; None if none is open, it expired, or its holder died."""
+        """Return the open intent while it is a lease, or None.
+
+        The result is None if no intent is open, the lease has expired, or its holder is dead.
+        """
         intent = self.state.open_intent
         if (
             intent is None
@@ -110,7 +119,10 @@ class Journal:
 
 
 def list_bound_endpoints(context: Context) -> tuple[str, ...]:
-    """Return the endpoints that a pipeline has bound, and those with a damaged ledger, which may be bound."""
+    """Return the endpoints that a pipeline has bound.
+
+    Endpoints with a damaged ledger are included, because they may be bound.
+    """
     names = (name for name in context.ledger.endpoints() if "@" not in name)
     return tuple(
         name
@@ -120,7 +132,10 @@ def list_bound_endpoints(context: Context) -> tuple[str, ...]:
 
 
 def read_readable_state(context: Context, endpoint: str) -> ReleaseState:
-    """Return the state from the readable part of the ledger. Only the binding of a damaged one is reliable."""
+    """Return the state from the readable part of the ledger.
+
+    For a damaged ledger, only the binding in this state is reliable.
+    """
     try:
         return context.ledger.state(endpoint)
     except CorruptStateError:
@@ -137,7 +152,7 @@ def find_corruption(context: Context, endpoint: str) -> CorruptStateError | None
 
 
 def list_sibling_states(context: Context, model: str, target: str) -> tuple[ReleaseState, ...]:
-    """Return the readable state of every endpoint that serves this model on this target."""
+    """Return the readable state of each endpoint that serves a model on a target."""
     states = (
         read_readable_state(context, name) for name in context.ledger.endpoints() if "@" not in name
     )
@@ -163,6 +178,6 @@ def format_stream_name(model: str, target: str) -> str:
 
 
 def parse_stream_name(name: str) -> tuple[str, str] | None:
-    """Return the model and target of such a ledger; None for the ledger of an endpoint."""
+    """Return the model and target in a ledger's name; None for an endpoint's ledger."""
     model, at, target = name.rpartition("@")
     return (model, target) if at else None

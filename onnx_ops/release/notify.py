@@ -1,6 +1,7 @@
-"""Send the pending notifications of the ledger, including those that another process left unsent.
+"""Send the pending notifications of the ledger.
 
-A notification is sent at least once: it is sent first, and recorded as sent afterwards.
+They include those that another process left unsent. A notification is sent at least once: it is
+sent first, and recorded as sent afterwards.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeliveryResult:
-    """The notifications that one notifier sent about one endpoint; `error` is why it sent no more."""
+    """The notifications that one notifier sent about one endpoint.
+
+    `error` is the reason why it sent no more; empty if nothing failed.
+    """
 
     endpoint: str
     notifier: str
@@ -40,10 +44,14 @@ class DeliveryResult:
 def send_pending(
     context: Context, endpoint: str, *, accepts: Callable[[str], bool] = lambda _: True
 ) -> tuple[DeliveryResult, ...]:
-    """Send pending notifications about an endpoint through every notifier whose name `accepts` allows.
+    """Send pending notifications about an endpoint through the accepted notifiers.
 
-    A notifier that is new to the endpoint gets notifications that are at most an hour old. One that
-    fails keeps its place, and does not delay the others.
+    A notifier that is new to the endpoint gets notifications that are at most an hour old. A
+    notifier that fails continues at the same notification in the next call, and does not delay the
+    others.
+
+    Args:
+        accepts: returns whether to use the notifier of that name.
 
     Raises:
         CorruptStateError: the ledger is damaged.
@@ -56,7 +64,10 @@ def send_pending(
 
 
 def send_pending_each(context: Context, endpoints: Sequence[str]) -> tuple[DeliveryResult, ...]:
-    """Call `send_pending` for several endpoints after traffic has moved. Raises nothing; failures are sent later."""
+    """Call `send_pending` for several endpoints after traffic has moved.
+
+    Nothing is raised. Notifications that failed are sent later.
+    """
     results: list[DeliveryResult] = []
     for name in endpoints:
         try:
@@ -75,7 +86,10 @@ def send_test_message(context: Context) -> tuple[DeliveryResult, ...]:
 
 
 def send_now(context: Context, notification: Notification) -> tuple[DeliveryResult, ...]:
-    """Send a notification that is in no ledger, once, through every notifier, without retries."""
+    """Send a notification that is in no ledger through every notifier.
+
+    It is sent once, without retries.
+    """
     linked = _add_link(context, notification)
     return tuple(_send(linked, name, notifier) for name, notifier in context.notifiers().items())
 
@@ -115,7 +129,10 @@ class NotificationLoop:
             stopped.wait(self._interval_s)
 
     def send_all(self) -> None:
-        """Run one pass over all endpoints. A notifier that failed skips some passes, at most for a minute."""
+        """Run one pass over all endpoints.
+
+        A notifier that failed skips some passes, for at most a minute.
+        """
         ready = {name for name in self._context.notifiers() if self._backoffs[name].is_due()}
         failed: set[str] = set()
         for endpoint in self._endpoints() if ready else ():
@@ -144,7 +161,8 @@ def _send_through(context: Context, endpoint: str, name: str, notifier: Notifier
         return DeliveryResult(endpoint=endpoint, notifier=name)
     sent: list[Notification] = []
     try:
-        # The first pass records its starting point, so that nothing expires while it fails.
+        # The first pass records its starting position, so that no notification expires while the
+        # notifier fails.
         positions = [
             e.body.of
             for e in entries
@@ -184,7 +202,10 @@ def _send(notification: Notification, name: str, notifier: Notifier) -> Delivery
 
 
 def _add_link(context: Context, notification: Notification) -> Notification:
-    """Add the address of the model's page, if the registry has pages. A message never waits for the registry."""
+    """Add the address of the model's page, if the registry has pages.
+
+    A notification is sent without the address if the registry does not answer.
+    """
     try:
         address = context.registry().where(notification.model) if notification.model else ""
     except OnnxOpsError:

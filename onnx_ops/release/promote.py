@@ -50,9 +50,10 @@ from onnx_ops.release.registry_sync import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromotionResult:
-    """The result of a promotion. `endpoints` are those that will follow.
+    """The result of a promotion.
 
-    `left` is the version that serves instead, if a run left the place to it; else empty.
+    `endpoints` are the endpoints that follow the promotion. `left` is the version that serves
+    instead, if a run left that version in service; else empty.
     """
 
     model: str
@@ -83,15 +84,16 @@ def promote_release(
     actor: str = "",
     expects: tuple[str, ...] = (),
 ) -> PromotionResult:
-    """Promote what a run has registered, as `promote`, unless it was promoted before and something else serves now.
+    """Promote the version that a run has registered, unless another one replaced it.
 
-    Whatever took its place was newer, or an operator wanted it: a run that changed nothing does not
-    undo that.
+    The version is left as it is if it was promoted before and another version serves now. That
+    other version was newer, or an operator chose it: a run that changed nothing does not undo that.
+    Otherwise the version is promoted by `promote`.
 
     Args:
-        release: the release of the version. A registry that was made anew can have another one of
-            that number.
-        always: promote it nevertheless.
+        release: the release of the version. In a registry that was created anew, another release
+            can have the same version number.
+        always: promote the version even if another one replaced it.
     """
     aliases = context.registry().aliases(model)
     is_requested = aliases.get(format_alias("challenger", target)) == version
@@ -112,7 +114,10 @@ def promote_release(
 
 
 def find_successor(state: ReleaseState, version: str, release: Digest) -> Deployment | None:
-    """Return what serves at an endpoint instead of a version that served, or was on trial, before; None without any."""
+    """Return the deployment that serves at an endpoint instead of a version, or None.
+
+    The version served there, or was the candidate, before.
+    """
     roles, known = state.roles, state.known.get(version)
     if (
         known is None
@@ -129,7 +134,13 @@ def find_successor(state: ReleaseState, version: str, release: Digest) -> Deploy
 def _leave_to_serving(
     context: Context, bound: Sequence[ReleaseState], version: str, release: Digest, actor: str
 ) -> str:
-    """Record at each endpoint, once, that the version was left; return the version that serves instead, or empty."""
+    """Record at each endpoint that a run left another version in service.
+
+    Each endpoint records this once.
+
+    Returns:
+        The version that serves instead; empty if there is none.
+    """
     left = ""
     for state in bound:
         successor = find_successor(state, version, release)
@@ -149,7 +160,10 @@ def _leave_to_serving(
 def _find_later_champion(
     context: Context, model: str, version: str, target: str, champion: str | None
 ) -> str:
-    """Return the registry's champion if the version was champion before it; else empty. No endpoint serves them."""
+    """Return the champion that replaced a version in the registry; empty if none did.
+
+    The version must have been champion before. No endpoint serves the model on the target.
+    """
     alias = format_alias("champion", target)
     written = (entry.body for entry in context.ledger.read(format_stream_name(model, target)))
     was_champion = any(
@@ -161,7 +175,10 @@ def _find_later_champion(
 def _is_rejected(
     context: Context, bound: Sequence[ReleaseState], model: str, version: str, target: str
 ) -> bool:
-    """Return whether an endpoint has rolled the version back, so that `promote` refuses it."""
+    """Return whether an endpoint rejects the version that it has rolled back.
+
+    `promote` then refuses the version.
+    """
     record = context.registry().version(model, version)
     return any(
         find_rejection_reason(state, record, target, context.verifier()) is not None
@@ -180,17 +197,19 @@ def promote(
     override: bool = False,
     expects: tuple[str, ...] = (),
 ) -> PromotionResult:
-    """Make a version the challenger of a target; the champion at once if no endpoint serves the target.
+    """Make a version the challenger of a target.
+
+    If no endpoint serves the target, the version becomes the champion immediately.
 
     Args:
         reason: recorded; required for an override.
-        override: serve it regardless of its gates and history.
+        override: serve the version regardless of its gates and history.
         expects: endpoints that will be bound next, so that the champion is left to their
             reconciler.
 
     Raises:
-        RefusedError: its decision does not allow it, it was rolled back, or no key here can sign an
-            override.
+        RefusedError: the version's decision does not allow it, it was rolled back, or no key here
+            can sign an override.
         NotFoundError: no such version.
         UserError: an override without a reason.
     """
@@ -230,7 +249,7 @@ def bind_endpoint(
     actor: str = "",
     abandon: str = "",
 ) -> bool:
-    """Bind an endpoint to what its pipeline declares; return whether that changed anything.
+    """Bind an endpoint to what its pipeline declares; return whether it changed.
 
     Args:
         abandon: why deployments elsewhere under this name may be left behind; recorded.
@@ -306,7 +325,11 @@ def abandon_dropped(
     reason: str,
     actor: str = "",
 ) -> tuple[str, ...]:
-    """Unbind the endpoints that the file no longer names, and record the reason; return their names."""
+    """Unbind the endpoints that the file no longer names, and record the reason.
+
+    Returns:
+        The names of these endpoints.
+    """
     names = tuple(state.endpoint for state in _list_dropped(context, pipeline, configs))
     for name in names:
         Journal.update(context, name, lambda journal: _unbind(journal, reason), actor=actor)
@@ -348,7 +371,11 @@ def delete_endpoint(context: Context, endpoint: str, *, reason: str = "", actor:
 def delete_with_timeout(
     context: Context, endpoint: str, *, reason: str = "", actor: str = ""
 ) -> None:
-    """Call `delete_endpoint`, and raise StillPendingError if it takes longer than `COMMAND_TIMEOUT_S`."""
+    """Delete an endpoint by `delete_endpoint` within `COMMAND_TIMEOUT_S`.
+
+    Raises:
+        StillPendingError: the deletion takes longer.
+    """
     call = partial(delete_endpoint, context, endpoint, reason=reason, actor=actor)
     late = f"the deletion did not finish within {COMMAND_TIMEOUT_S:g} s"
     error = run_concurrently(
@@ -370,7 +397,7 @@ def finish_deletion(journal: Journal, *, reason: str = "") -> None:
 
 
 def _set_champion(context: Context, record: VersionRecord, target: str, actor: str) -> None:
-    """Set the champion at once: without endpoints there is no rollout to wait for."""
+    """Set the champion immediately: without endpoints there is no rollout to wait for."""
     registry = context.registry()
     champion, previous = format_alias("champion", target), format_alias("previous", target)
     present = registry.aliases(record.model)
@@ -397,7 +424,10 @@ def _override(
     reason: str,
     actor: str,
 ) -> None:
-    """Write the override to the registry first: where its server restricts overrides, the ledger stays unchanged."""
+    """Write the override to the registry first, then to the ledgers.
+
+    If the registry's server restricts overrides, the ledgers stay unchanged.
+    """
     if not reason.strip():
         raise UserError(
             "an override needs a reason", remedy="Give the reason with --reason; it is recorded."
@@ -406,15 +436,15 @@ def _override(
     before = read_override(record, target, verifier)
     registry.annotate(record.model, record.version, {override_reason_tag(target): reason})
     signed = read_override(registry.version(record.model, record.version), target, verifier)
-    if signed is None or signed == before:  # the registry's server signs none
+    if signed is None or signed == before:  # the registry's server has signed no override
         signer = context.signer()
         if signer is None:
             raise RefusedError(
                 "the override cannot be signed here",
                 where=f"{record.model}/{record.version}",
                 why="it must be signed with a trusted key",
-                remedy="Run it where a signing key is, or set the tag in MLflow if its server signs "
-                "overrides.",
+                remedy="Run it where a signing key is, "
+                "or set the tag in MLflow if its server signs overrides.",
             )
         by, now = actor or context.host.actor(), context.clock.now()
         signed = sign_record(
@@ -430,7 +460,10 @@ def _override(
 def _list_dropped(
     context: Context, pipeline: str, configs: Sequence[EndpointConfig]
 ) -> tuple[ReleaseState, ...]:
-    """Return the existing endpoints that the pipeline has bound and that its file no longer names."""
+    """Return the existing endpoints that a pipeline's file no longer names.
+
+    The pipeline has bound these endpoints.
+    """
     named = {config.endpoint for config in configs}
     states = (
         read_readable_state(context, name)
@@ -445,7 +478,10 @@ def _list_dropped(
 def _find_moved(
     context: Context, state: ReleaseState, config: EndpointConfig
 ) -> EndpointConfig | None:
-    """Return an existing endpoint's binding if `config` moves it elsewhere; validate any other change."""
+    """Return an existing endpoint's binding if `config` moves it elsewhere, or None.
+
+    Any other change of the endpoint is validated.
+    """
     bound = state.config
     if (
         bound is None

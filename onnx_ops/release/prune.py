@@ -1,4 +1,6 @@
-"""Retention: find and remove versions, model folders, stored objects and provider resources that nothing needs.
+"""Retention: find and remove what nothing needs any more.
+
+This concerns versions, model folders, stored objects and provider resources.
 
 A stored object is needed if it is named by a recorded result, the ledger, a decision behind an
 alias, or another needed document. A result is recorded only after its files were stored. Young
@@ -28,25 +30,30 @@ from onnx_ops.ports import Context
 from onnx_ops.release.journal import list_bound_endpoints
 
 YOUNGEST_S = DAY
-"""Objects younger than this always stay: no stage takes longer from its first file to its record.
+"""Objects younger than this always stay, in seconds.
+
+No stage takes longer from its first stored file to its recorded result.
 """
 _LARGEST_DOCUMENT = 1 << 22
-"""Bytes. Documents that name others are far smaller; weights and samples are not searched for
-digests.
+"""Size from which objects are not searched for digests, in bytes.
+
+Documents that name others are far smaller than weights and samples.
 """
 _DIGEST = re.compile(rb"sha256:[0-9a-f]{64}")
 
 
 def find_unreferenced(context: Context, *, older_than_s: float) -> tuple[StoredObject, ...]:
-    """Return stored objects that nothing needs and that are older than the limit and than a day. Nothing is changed.
+    """Return stored objects that nothing needs. Nothing is changed.
+
+    These objects are older than the limit, and older than a day.
 
     Raises:
         ServiceUnavailableError: the store, the ledger or the registry does not answer.
         CorruptStateError: a ledger is damaged, so that its needs are unknown.
     """
     before = context.clock.now() - max(older_than_s, YOUNGEST_S)
-    # Before the results are read: results recorded later cannot need old objects that were not
-    # stored again.
+    # The objects are listed before the results are read: a result that is recorded later cannot
+    # need an old object, unless that object was stored again.
     stored = context.store.contents()
     sizes = {one.digest: one.size_bytes for one in stored if one.digest is not None}
 
@@ -69,7 +76,7 @@ def find_unreferenced(context: Context, *, older_than_s: float) -> tuple[StoredO
 def find_reachable(
     roots: Iterable[Digest], names: Callable[[Digest], Iterable[Digest]]
 ) -> frozenset[Digest]:
-    """Return the roots and all digests that they name, directly or through other documents."""
+    """Return the roots and all digests that they name, directly or indirectly."""
     reachable: set[Digest] = set()
     queue = list(roots)
     while queue:
@@ -113,14 +120,21 @@ class Orphan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrphanSurvey:
-    """Orphaned resources, and the endpoints whose provider did not answer and may have more."""
+    """Orphaned resources, and the endpoints that may have more.
+
+    The provider of the `silent` endpoints did not answer.
+    """
 
     orphans: tuple[Orphan, ...] = ()
     silent: tuple[str, ...] = ()
 
 
 def list_needed_deployments(context: Context, state: ReleaseState) -> tuple[Deployment, ...]:
-    """Return the deployments that an endpoint serves, can roll back to at once, or will serve next."""
+    """Return the deployments that an endpoint needs now or next.
+
+    These are the deployments that it serves, can roll back to immediately, or will serve next. If
+    the endpoint does not answer, every version that it ever served is included.
+    """
     roles = state.roles
     deployments = [d for d in (roles.stable, roles.previous, roles.candidate) if d is not None]
     if state.open_intent is not None:
@@ -156,7 +170,9 @@ def find_orphans(context: Context, endpoints: Sequence[str]) -> OrphanSurvey:
 
 
 def delete_orphans(context: Context, orphans: Sequence[Orphan]) -> tuple[Orphan, ...]:
-    """Delete orphans, and return those that were deleted. An orphan that is in use again stays.
+    """Delete orphans, and return those that were deleted.
+
+    An orphan that is in use again stays.
 
     Raises:
         ServiceUnavailableError: a provider does not answer; earlier deletions stay.
@@ -192,8 +208,10 @@ class RetainedVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """The objects to remove: versions by model, oldest first, local model folders, orphaned provider resources, and
-    stored objects.
+    """The objects to remove, and the versions that stay.
+
+    The objects are versions by model, oldest first, local model folders, orphaned provider
+    resources, and stored objects.
     """
 
     remove: Mapping[str, tuple[ListedVersion, ...]]
@@ -206,7 +224,7 @@ class PrunePlan:
 def plan_pruning(
     context: Context, models: Sequence[str], *, keep: int, older_than_s: float
 ) -> PrunePlan:
-    """Return what is not needed now. Nothing is changed.
+    """Return the objects that are not needed now. Nothing is changed.
 
     A version stays while an alias points at it, an endpoint serves it, can roll back to it or will
     serve it next, it belongs to one of the newest releases, or it is young. If an endpoint does not
@@ -214,7 +232,7 @@ def plan_pruning(
 
     Args:
         keep: newest releases of each model that stay, with all of their variants.
-        older_than_s: age in seconds below which a version or content stays.
+        older_than_s: age in seconds below which a version or stored object stays.
 
     Raises:
         ServiceUnavailableError: the registry or the store does not answer.
@@ -232,7 +250,7 @@ def plan_pruning(
     for model in models:
         needed = _find_reasons(context, model, in_use, states)
         listed = context.registry().versions(model)
-        # What is in use, or has an alias, is the better reason.
+        # If a version is in use or has an alias, that reason takes precedence over its age.
         reasons = _list_recent(listed, keep, before) | needed
         retained += [
             RetainedVersion(model=model, version=entry, why=reasons[entry.version])
@@ -255,7 +273,7 @@ def plan_pruning(
 
 
 def prune(context: Context, plan: PrunePlan) -> PrunePlan:
-    """Remove the plan's objects that are still not needed, and return those that were removed.
+    """Remove the plan's objects that are still not needed, and return them.
 
     Raises:
         ServiceUnavailableError: the registry does not answer; earlier removals stay.
@@ -267,8 +285,8 @@ def prune(context: Context, plan: PrunePlan) -> PrunePlan:
             entry for entry in versions if _delete_unneeded(context, model, entry.version)
         )
         left |= {entry.manifest for entry in versions if entry not in removed[model]}
-    # After the versions: a kill in between leaves a folder, which the next pruning finds by its
-    # age.
+    # Folders are removed after the versions. If the process is killed in between, a folder is left,
+    # which the next pruning finds by its age.
     folders = _forget_folders(context, plan.folders, left)
     cleared = delete_orphans(context, plan.orphans.orphans)
     return PrunePlan(
@@ -276,9 +294,8 @@ def prune(context: Context, plan: PrunePlan) -> PrunePlan:
         retained=plan.retained,
         folders=folders,
         orphans=replace(plan.orphans, orphans=cleared),
-        contents=tuple(
-            one for one in plan.contents if context.store.forget(one)
-        ),  # unless it was stored again
+        # An object that was stored again stays.
+        contents=tuple(one for one in plan.contents if context.store.forget(one)),
     )
 
 
@@ -292,7 +309,10 @@ def _select_states(
 def _find_folders(
     context: Context, wanted: Collection[Digest], leaving: Collection[Digest], before: float
 ) -> Iterator[StoredObject]:
-    """Yield the model folders that are not wanted, if their version leaves or they are older than `before`."""
+    """Yield the model folders that are not wanted any more.
+
+    The version of such a folder leaves, or the folder is older than `before`.
+    """
     for folder in context.files.list_folders():
         # The version of an old folder may have been removed by a pruning that was killed. What
         # another model needs later is downloaded again.
@@ -301,8 +321,12 @@ def _find_folders(
 
 
 def _delete_unneeded(context: Context, model: str, version: str) -> bool:
-    """Delete a version of a model. Return False if an endpoint needs it, or the registry refuses."""
-    # It may have been promoted since the plan was made.
+    """Delete a version of a model.
+
+    Returns:
+        False if an endpoint needs the version, or the registry refuses.
+    """
+    # The version may have been promoted since the plan was made.
     states = (context.ledger.state(name) for name in list_bound_endpoints(context))
     of_model = _select_states(states, [model])
     if version in {
@@ -319,7 +343,11 @@ def _delete_unneeded(context: Context, model: str, version: str) -> bool:
 def _forget_folders(
     context: Context, folders: Iterable[StoredObject], left: Collection[Digest]
 ) -> tuple[StoredObject, ...]:
-    """Remove model folders unless their version is `left`, or an endpoint needs it; return those that went."""
+    """Remove model folders that are not needed, and return them.
+
+    A folder is needed if `left` holds its manifest, since its version was not removed, or if an
+    endpoint needs it.
+    """
     states = (context.ledger.state(name) for name in list_bound_endpoints(context))
     in_use = {
         deployment.manifest
@@ -335,7 +363,11 @@ def _forget_folders(
 
 
 def _list_recent(listed: Sequence[ListedVersion], keep: int, since: float) -> dict[str, str]:
-    """Return why each version of the newest releases, and each one created after `since`, must stay."""
+    """Return why each recent version must stay.
+
+    A version is recent if it belongs to one of the `keep` newest releases, or was created after
+    `since`.
+    """
     by_age = sorted(listed, key=lambda entry: (entry.created_at, int(entry.version)), reverse=True)
     newest = list(dict.fromkeys(entry.release for entry in by_age))[:keep]
     return {

@@ -1,10 +1,10 @@
-"""Move an endpoint toward its desired state, one recorded action at a time, as its metrics allow.
+"""Move an endpoint toward its desired state, as its metrics allow.
 
-`reconcile_step` is level-triggered and idempotent: it reads desired and observed state, takes at
-most one action, and can be killed at any point; the next call continues or reverts the action.
-`find_step` makes its decision, and returns the change that is due without making it. So a pass over
-many endpoints (`reconcile_pass`) decides by what it has read once, and an endpoint without a change
-costs no request to the registry.
+It moves by one recorded action at a time. `reconcile_step` is level-triggered and idempotent: it
+reads desired and observed state, takes at most one action, and can be killed at any point; the next
+call continues or reverts the action. `find_step` makes its decision, and returns the change that is
+due without making it. So a pass over many endpoints (`reconcile_pass`) decides by what it has read
+once, and an endpoint without a change costs no request to the registry.
 """
 
 from __future__ import annotations
@@ -72,21 +72,26 @@ from onnx_ops.release.registry_sync import (
 from onnx_ops.release.rollback import carry_out_pending, request_and_carry_out
 
 ReadAliases: TypeAlias = Callable[[str], Mapping[str, str]]
-"""Returns versions by alias of a model."""
+"""A function that returns a model's versions by alias."""
 
 MAX_STEPS = 20
-"""A rollout has a few steps; more than this in one call means that two writers undo each other's
-changes.
+"""Limit of steps in one call.
+
+A rollout has a few steps. More steps mean that two writers undo each other's changes.
 """
 RECORD_INTERVAL_S = 60.0
-"""Interval at which readings that change nothing are recorded. A crash loses a minute of counts, and a rollout of a
-week leaves about ten thousand entries.
+"""Interval at which readings that change nothing are recorded, in seconds.
+
+A crash loses a minute of counts. A rollout of a week leaves about ten thousand entries.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """The result of one step and its reason. `stable`: a further step would do nothing now."""
+    """The result of one step and its reason.
+
+    `stable` is whether a further step would do nothing now.
+    """
 
     endpoint: str
     did: str
@@ -97,7 +102,7 @@ class StepReport:
 
 
 Change: TypeAlias = Callable[[], StepReport]
-"""A change that is due: makes it, and returns its report."""
+"""A function that makes a due change and returns its report."""
 
 
 def reconcile_until_stable(
@@ -108,9 +113,12 @@ def reconcile_until_stable(
     on_step: Callable[[StepReport], None] = lambda _: None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> list[StepReport]:
-    """Reconcile until nothing is left to do now, or until stopped; the last report gives the reason.
+    """Reconcile until no change is due, or until stopped.
 
     A step that lost to another writer, such as a rollback command, is decided anew.
+
+    Returns:
+        The report of each step. The last report gives the reason why no step followed.
 
     Raises:
         OnnxOpsError: as `reconcile_step` does.
@@ -128,16 +136,21 @@ def reconcile_until_stable(
 def reconcile_each(
     context: Context, endpoints: Sequence[str], *, actor: str = ""
 ) -> tuple[dict[str, list[StepReport]], dict[str, OnnxOpsError]]:
-    """Call `reconcile_until_stable` for several endpoints; return reports and errors by endpoint."""
+    """Call `reconcile_until_stable` for several endpoints.
+
+    Returns:
+        Reports and errors by endpoint.
+    """
     return call_each(endpoints, lambda name: reconcile_until_stable(context, name, actor=actor))
 
 
 def reconcile_with_retries(
     context: Context, endpoints: Sequence[str], *, actor: str = "", for_s: float
 ) -> tuple[dict[str, list[StepReport]], dict[str, OnnxOpsError]]:
-    """Call `reconcile_each` with growing pauses until nothing fails and no rollback is pending, at most for `for_s`.
+    """Call `reconcile_each` with growing pauses until it succeeds.
 
-    A missing package is not retried.
+    This takes at most `for_s` seconds. It succeeds when no endpoint fails and no rollback is
+    pending. A missing package is not retried.
     """
     deadline, pause = time.monotonic() + for_s, 1.0
     while True:
@@ -181,7 +194,7 @@ def reconcile_step(context: Context, endpoint: str, *, actor: str = "") -> StepR
 
 
 def find_step(journal: Journal, read_aliases: ReadAliases) -> StepReport | Change:
-    """Return the change that is due, or the report of an endpoint for which none is due now.
+    """Return the change that is due now, or a report of why none is due.
 
     Nothing is written before the change is made, except that a rollout that continues is confirmed.
 
@@ -206,11 +219,12 @@ def find_step(journal: Journal, read_aliases: ReadAliases) -> StepReport | Chang
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StepBasis:
-    """What a step is decided on. The failures are those of its earlier attempts.
+    """The data on which a step is decided.
 
-    An endpoint that died is restored in spite of `unwritten`, a failure to write the registry. The
-    registry may request something that can be served in spite of `unrestored`, a failure to restore
-    the endpoint.
+    `unwritten` and `unrestored` are failures of earlier attempts in this step. An endpoint that
+    died is restored in spite of `unwritten`, a failure to write the registry. The registry may
+    request a version that can be served in spite of `unrestored`, a failure to restore the
+    endpoint.
     """
 
     journal: Journal
@@ -231,7 +245,10 @@ def _find_requested_change(basis: _StepBasis, read_aliases: ReadAliases) -> Step
 
 
 def _follow_request(basis: _StepBasis, desired: DesiredState) -> StepReport:
-    """Verify what the registry requests, which can download files and record an override, and take the step."""
+    """Verify the version that the registry requests, and take the step.
+
+    The verification can download files and record an override.
+    """
     return _take(_find_change(basis, verify_request(basis.journal, desired)))
 
 
@@ -300,9 +317,10 @@ def _require_known(journal: Journal, observed: EndpointState | None) -> None:
 
 
 def _find_restoration(journal: Journal) -> Action | None:
-    """Return the action that restores an endpoint that does not answer; None if another action comes first.
+    """Return the action that restores an endpoint that does not answer, or None.
 
-    The registry is not read: it may be slow or down, or hold what cannot be processed.
+    The result is None if another action comes first. The registry is not read: it may be slow or
+    down, or hold data that cannot be processed.
     """
     roles = journal.state.roles
     desired = DesiredState(deployment=roles.candidate or roles.stable)
@@ -323,7 +341,12 @@ def _restore(journal: Journal, action: Action, read_aliases: ReadAliases) -> Ste
 
 
 def _fetch_lost_files(context: Context, action: Action, failure: OnnxOpsError) -> None:
-    """Download the files of what an action deploys; raise the failure of the attempt before if none is lost."""
+    """Download the lost files of the deployments in an action.
+
+    Raises:
+        OnnxOpsError: no files are lost, so that the failure of the previous attempt is raised
+            again.
+    """
     lost = [d for d in action.state.deployments if context.files.location(d.manifest) is None]
     if not lost:
         raise failure
@@ -334,7 +357,7 @@ def _fetch_lost_files(context: Context, action: Action, failure: OnnxOpsError) -
 def _act(
     basis: _StepBasis, desired: DesiredState, snapshot: MetricsSnapshot, action: Action | Wait
 ) -> StepReport:
-    """Perform what was chosen, or note a wait."""
+    """Perform the chosen action, or record a wait."""
     journal = basis.journal
     if (
         isinstance(action, Action)
@@ -347,8 +370,8 @@ def _act(
         _note_wait(journal, desired, action)
         return _report_wait(journal, action.why, registry_down=desired.registry_down)
     if action.is_rollback:
-        # Requested before it is tried: a kill in between leaves a pending rollback, which every
-        # step tries again.
+        # The rollback is requested before it is tried. A kill in between leaves a pending rollback,
+        # which every step tries again.
         request_and_carry_out(journal, pin_aliases(journal.context, journal.config, action))
         performed = action
     else:
@@ -363,7 +386,10 @@ def _act(
 
 
 def _perform(journal: Journal, action: Action, selected: AliasSelection | None = None) -> Action:
-    """Perform the action. If an alarm of the provider reversed it, roll back. Return the performed action."""
+    """Perform the action, and return it.
+
+    If an alarm of the provider reversed the action, roll back and return the rollback.
+    """
     roles, config = journal.state.roles, journal.config
     try:
         perform_action(journal, action, selected=selected)
@@ -377,7 +403,10 @@ def _perform(journal: Journal, action: Action, selected: AliasSelection | None =
 
 
 def _update_registry(basis: _StepBasis, desired: DesiredState) -> StepReport:
-    """Write the registry; if nothing of it is a step, or it fails, take the step that comes next."""
+    """Write the registry, and take the next action unless that changed an alias.
+
+    The next action is also taken if the write fails.
+    """
     try:
         if (report := _write_registry(basis.journal, desired)) is not None:
             return report
@@ -387,7 +416,11 @@ def _update_registry(basis: _StepBasis, desired: DesiredState) -> StepReport:
 
 
 def _write_registry(journal: Journal, desired: DesiredState) -> StepReport | None:
-    """Write the ledger's aliases and rejections to the registry, and record aliases that others have set."""
+    """Write the ledger's aliases and rejections to the registry.
+
+    Aliases that others have set are recorded in the ledger. The result is None if no alias was
+    written or recorded.
+    """
     endpoint = journal.state.endpoint
     has_rejections = publish_rejections(journal)
     if written := write_pending_aliases(journal):
@@ -401,7 +434,11 @@ def _write_registry(journal: Journal, desired: DesiredState) -> StepReport | Non
 
 
 def _find_refusal(journal: Journal, desired: DesiredState) -> Change | None:
-    """Return the reversal of an alias whose version is not allowed to serve, or the end of an interrupted one."""
+    """Return the change that refuses a version which an alias points to, or None.
+
+    The change reverts the alias of a version that is not allowed to serve, or completes an
+    interrupted refusal.
+    """
     begun, refused = journal.state.open_refusal, desired.refused
     is_same = begun and refused and (begun.alias, begun.version) == (refused.alias, refused.version)
     if begun is not None and not desired.registry_down and not is_same:
@@ -434,7 +471,10 @@ def _resume_action(journal: Journal, intent: Intent) -> StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsSnapshot:
-    """The counts until now, this `reading` included; None if it adds nothing. `failure` is why counts are missing."""
+    """The counts of a rollout until now, this `reading` included.
+
+    `reading` is None if it adds nothing. `failure` is the reason why counts are missing.
+    """
 
     observations: Observations | None
     reading: MetricsReading | None = None
@@ -442,7 +482,10 @@ class MetricsSnapshot:
 
 
 def read_metrics(journal: Journal) -> MetricsSnapshot:
-    """Read the counts of the rollout in progress, if its policy analyzes metrics. Nothing is written."""
+    """Read the counts of the rollout in progress, if its policy analyzes metrics.
+
+    Nothing is written.
+    """
     state, roles = journal.state, journal.state.roles
     if (
         not state.policy.is_analyzed
@@ -474,7 +517,7 @@ def choose_action(
     """Return the next action. Without counts only a rollback can follow."""
     state, analysis = journal.state, None
     if snapshot.observations is not None:
-        # The statistics take longer to import than a rollback takes, and most steps need none.
+        # Importing the statistics takes longer than a rollback, and most steps do not need them.
         from onnx_ops.statistics.rollout.judge import analyze
 
         analysis = analyze(snapshot.observations, state.roles, state.policy)
@@ -499,7 +542,7 @@ def choose_action(
 def _hold(
     action: Action, roles: Roles, snapshot: MetricsSnapshot, command: OperatorCommand | None
 ) -> Action | Wait:
-    """Return the action, or the wait of a rollout that would go on although evidence is missing."""
+    """Return the action, or a wait if it would advance a rollout without evidence."""
     goes_on = action.kind in (ActionKind.ADVANCE, ActionKind.FINISH) and roles.candidate is not None
     if goes_on and snapshot.failure and command is not OperatorCommand.ADVANCE:
         return Wait(why=f"evidence is missing: {snapshot.failure}", kind=WaitKind.ANALYZING)
@@ -507,7 +550,9 @@ def _hold(
 
 
 def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action | Wait) -> None:
-    """Record the basis of an action before it is performed: the counts, and the thresholds of a new rollout.
+    """Record the basis of an action before it is performed.
+
+    The basis consists of the counts, and of the thresholds of a new rollout.
 
     Raises:
         ConflictError: another process acted meanwhile.
@@ -515,7 +560,8 @@ def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action |
     """
     state = journal.state
     if snapshot.reading is not None and _is_reading_due(state, snapshot.reading, action):
-        # Counts can lead to an advance, so that a key signs them. A rollback needs neither.
+        # Counts can lead to an advance, so they are signed with a key. A rollback needs neither
+        # counts nor a key.
         with suppress(MissingKeyError):
             journal.append(MetricsRecorded(reading=snapshot.reading))
     if (
@@ -545,7 +591,10 @@ def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action |
 
 
 def _is_reading_due(state: ReleaseState, reading: MetricsReading, action: Action | Wait) -> bool:
-    """Return whether a reading is to be recorded: before every action, else at an interval."""
+    """Return whether a reading is to be recorded.
+
+    It is recorded before every action, and otherwise at an interval.
+    """
     last = state.observations.reading if state.observations is not None else None
     return (
         isinstance(action, Action) or last is None or abs(reading.at - last.at) >= RECORD_INTERVAL_S
@@ -564,20 +613,22 @@ def _is_record_due(
 
 
 def _note_wait(journal: Journal, desired: DesiredState, wait: Wait) -> None:
-    """Record what a wait shows anew, and confirm a rollout that continues."""
+    """Record what is new in a wait, and confirm a rollout that continues."""
     record_pause(journal, wait)
     record_selection(journal, desired)
     _confirm_rollout(journal)
 
 
 def _confirm_rollout(journal: Journal) -> None:
-    """Confirm a rollout that continues."""
+    """Confirm to the provider that the rollout continues, if there is one."""
     if journal.state.roles.candidate is not None:
         journal.context.provider(journal.config.provider).confirm_rollout(journal.config)
 
 
 def record_pause(journal: Journal, wait: Wait) -> None:
-    """Record that a rollout needs an operator, once for each step and kind of wait, unless an operator paused it.
+    """Record that a rollout needs an operator, unless an operator paused it.
+
+    This is recorded once for each step and kind of wait.
 
     Raises:
         ConflictError: another process acted meanwhile.
@@ -587,7 +638,7 @@ def record_pause(journal: Journal, wait: Wait) -> None:
 
 
 def _find_pause(state: ReleaseState, wait: Wait) -> RolloutPaused | None:
-    """Return the pause that a wait begins; None if it is none, or is recorded."""
+    """Return the pause that a wait begins; None if there is none or it is recorded."""
     needs_operator = wait.kind in (WaitKind.INCONCLUSIVE, WaitKind.PAUSED, WaitKind.APPROVAL)
     if (
         not needs_operator
@@ -604,7 +655,10 @@ def _find_pause(state: ReleaseState, wait: Wait) -> RolloutPaused | None:
 
 
 def find_selection(journal: Journal, desired: DesiredState) -> AliasSelection | None:
-    """Return the alias that requests the desired version, with the time when a reconciler saw that first."""
+    """Return the alias that requests the desired version, or None.
+
+    The result includes the time at which a reconciler first saw this request.
+    """
     if desired.request is None or desired.refused is not None:
         return None
     (alias, version), known = desired.request, journal.state.selected
@@ -614,18 +668,23 @@ def find_selection(journal: Journal, desired: DesiredState) -> AliasSelection | 
 
 
 def record_selection(journal: Journal, desired: DesiredState) -> None:
-    """Record once that an alias selects a version which does not start yet, so that its start says since when.
+    """Record once that an alias selects a version which does not start yet.
+
+    When the version starts, its entry can then show since when it was selected.
 
     Raises:
         ConflictError: another process acted meanwhile.
     """
     if (selected := _find_unrecorded_selection(journal, desired)) is not None:
-        with suppress(MissingKeyError):  # what starts it later quotes the time of its start
+        with suppress(MissingKeyError):  # the later start then records its own time
             journal.append(VersionSelected(selected=selected))
 
 
 def _find_unrecorded_selection(journal: Journal, desired: DesiredState) -> AliasSelection | None:
-    """Return the selection of a version that does not start yet, unless it is recorded."""
+    """Return the selection of a version that does not start yet, or None.
+
+    A selection that is recorded already is not returned.
+    """
     selected, roles = find_selection(journal, desired), journal.state.roles
     present = [
         deployment.version

@@ -1,4 +1,4 @@
-"""Passes over many endpoints: ledgers that are read once, and one request to the registry."""
+"""Passes over many endpoints that read each ledger and the registry only once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,20 @@ from onnx_ops.release.reconcile import StepReport, find_step, reconcile_until_st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegistrySnapshot:
-    """Aliases of the registry: version by alias, by model. `down` is why the registry did not answer."""
+    """Aliases of the registry: by model, the version by alias.
+
+    `down` is the reason why the registry did not answer.
+    """
 
     aliases: Mapping[str, Mapping[str, str]]
     down: str = ""
 
 
 def read_registry(context: Context, models: Collection[str] | None = None) -> RegistrySnapshot:
-    """Read the aliases of all models, or of these, in one request; the result records a registry that is down."""
+    """Read the aliases of all models, or of the given models.
+
+    All models are read in one request. If the registry is down, the result records the reason.
+    """
     try:
         registry = context.registry()
         if models is None:
@@ -39,8 +45,8 @@ class ReconcilePass:
     """One pass over endpoints.
 
     Args:
-        read_snapshot: reads the registry; called once, if at all. While the registry is down it
-            gets no other request.
+        read_snapshot: reads the registry; called at most once. While the registry is down, it gets
+            no other request.
     """
 
     def __init__(self, context: Context, read_snapshot: Callable[[], RegistrySnapshot]) -> None:
@@ -50,7 +56,11 @@ class ReconcilePass:
         self._cached = replace(self._context, open_ledger=lambda: ledger)
 
     def state(self, endpoint: str) -> ReleaseState:
-        """Return the state of an endpoint in this pass. Raises CorruptStateError if its ledger is damaged."""
+        """Return the state of an endpoint in this pass.
+
+        Raises:
+            CorruptStateError: the endpoint's ledger is damaged.
+        """
         return self._cached.ledger.state(endpoint)
 
     def reconcile(
@@ -61,7 +71,9 @@ class ReconcilePass:
         on_step: Callable[[StepReport], None] = lambda _: None,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> list[StepReport]:
-        """Call `reconcile_until_stable`, but only if a change is due by what the pass has read.
+        """Reconcile an endpoint, but only if a change is due by what this pass has read.
+
+        The changes are made by `reconcile_until_stable`.
 
         Raises:
             OnnxOpsError: as `reconcile_step` does.
@@ -75,7 +87,10 @@ class ReconcilePass:
         return [report]
 
     def _find_wait(self, endpoint: str, actor: str) -> StepReport | None:
-        """Return the report of an endpoint that waits; None if a change is due, which fresh reads decide anew."""
+        """Return the report of an endpoint that waits; None if a change is due.
+
+        A change that is due is decided anew from fresh reads.
+        """
         try:
             step = find_step(Journal.open(self._cached, endpoint, actor=actor), self._read_aliases)
         except CorruptStateError:
@@ -98,7 +113,10 @@ class ReconcilePass:
 
 
 class _CachedLedger(Ledger):
-    """A ledger of which each state is read once. Appending to an endpoint forgets its state."""
+    """A ledger of which each state is read once.
+
+    Appending to an endpoint forgets its state.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

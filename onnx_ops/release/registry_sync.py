@@ -54,8 +54,9 @@ from onnx_ops.scratch import Scratch
 MAX_TEXT = 400
 """Longest reason in a tag, in characters."""
 _OUTAGES = (ServiceUnavailableError, MissingPackageError)
-"""Errors with which an endpoint continues with the ledger's state: the registry, or its client
-here, is missing.
+"""Errors after which an endpoint continues with the ledger's state.
+
+The registry does not answer, or its client package is missing here.
 """
 
 
@@ -63,10 +64,10 @@ here, is missing.
 class DesiredState:
     """The deployment that should serve, or why there is none.
 
-    `request` is the alias that requests it, and its version.
-    `refused` is a version that an alias points to but that is not allowed to serve. `registry_down`
-    is the reason why the registry could not be read, `blocked_by` the reason why an approved
-    version does not start yet. `champion` is the version under the target's champion alias.
+    `request` is the alias that requests the deployment, and its version. `refused` is a version
+    that an alias points to but that is not allowed to serve. `registry_down` is the reason why the
+    registry could not be read. `blocked_by` is the reason why an approved version does not start
+    yet. `champion` is the version under the target's champion alias.
     """
 
     deployment: Deployment | None
@@ -80,9 +81,10 @@ class DesiredState:
 def read_request(
     journal: Journal, read_aliases: Callable[[str], Mapping[str, str]]
 ) -> DesiredState:
-    """Return the desired state as far as the aliases show it: without the deployment that `request` names.
+    """Return the desired state as far as the aliases show it.
 
-    Without the registry or its client, the endpoint continues with the ledger's state.
+    The deployment that `request` names is not included. Without the registry or its client, the
+    endpoint continues with the ledger's state.
 
     Args:
         read_aliases: returns versions by alias of a model.
@@ -101,9 +103,10 @@ def read_request(
 
 
 def verify_request(journal: Journal, desired: DesiredState) -> DesiredState:
-    """Return the desired state with the deployment that its request names, or with why that does not serve.
+    """Return the desired state with the deployment that its request names.
 
-    An override that is signed in the registry is recorded in the ledger when it is first needed.
+    If the requested version does not serve, the state holds the reason. An override that is signed
+    in the registry is recorded in the ledger when it is first needed.
     """
     if desired.request is None:
         return desired
@@ -121,10 +124,10 @@ def _continue_without_registry(state: ReleaseState, error: OnnxOpsError) -> Desi
 
 
 def find_blocking_dependency(journal: Journal, version: VersionRecord) -> str:
-    """Return why this endpoint cannot start the version yet; empty if it can, or has started.
+    """Return why this endpoint cannot start the version yet; empty if it can.
 
-    It waits until the endpoints of its policy's `depends_on` have served the release with all
-    traffic for `depends_on_soak`.
+    The result is also empty if the version has started. It waits until the endpoints of its
+    policy's `depends_on` have served the release with all traffic for `depends_on_soak`.
     """
     roles, policy = journal.state.roles, journal.state.policy
     if version.manifest in [d.manifest for d in (roles.candidate, roles.stable) if d is not None]:
@@ -164,7 +167,10 @@ def require_approval(
 def require_not_rejected(
     context: Context, state: ReleaseState, record: VersionRecord, target: str
 ) -> None:
-    """Raise RefusedError if this endpoint rolled the release back and no override allows it."""
+    """Raise RefusedError if this endpoint rolled the release back.
+
+    An override can allow the release nevertheless.
+    """
     if (why := find_rejection_reason(state, record, target, context.verifier())) is not None:
         raise RefusedError(
             f"endpoint {state.endpoint} rolled this release back",
@@ -177,7 +183,9 @@ def require_not_rejected(
 def materialize(
     context: Context, record: VersionRecord, authority: SignedDecision | SignedOverride
 ) -> Deployment:
-    """Return the version as a deployment, with verified files in a place where an endpoint can load them.
+    """Return the version as a deployment with verified files.
+
+    The files are in a place where an endpoint can load them.
 
     Raises:
         DigestMismatchError: the registry's content differs from what was registered.
@@ -236,25 +244,22 @@ def build_override_entry(signed: SignedOverride) -> OverrideRecorded:
 
 
 def revert_alias(journal: Journal, refused: VersionRefused) -> None:
-    """Record a refusal, revert the alias that points to the version, and publish the reason on the version.
+    """Record a refusal, revert the alias, and publish the reason on the version.
 
     A kill in between leaves a refusal without an outcome, which the next call completes.
     """
     if journal.state.open_refusal is None:
         journal.append(refused)
     model, registry = journal.config.model, journal.context.registry()
-    if (
-        registry.aliases(model).get(refused.alias) == refused.version
-    ):  # unless a user has moved it in the meantime
+    # A user may have moved the alias in the meantime.
+    if registry.aliases(model).get(refused.alias) == refused.version:
         try:
             if refused.restored_to is None:
                 registry.delete_alias(model, refused.alias)
             else:
                 registry.set_alias(model, refused.alias, refused.restored_to)
-        except (
-            NotFoundError,
-            RefusedError,
-        ):  # the version before is gone too, or no longer permitted
+        except (NotFoundError, RefusedError):
+            # The version before is gone too, or no longer permitted.
             if refused.restored_to is None:
                 raise
             registry.delete_alias(model, refused.alias)
@@ -262,7 +267,10 @@ def revert_alias(journal: Journal, refused: VersionRefused) -> None:
 
 
 def conclude_refusal(journal: Journal, refused: VersionRefused) -> None:
-    """Publish the reason of a refusal on the version, and record that the alias no longer points to it."""
+    """Publish the reason of a refusal on the version, and record the outcome.
+
+    The outcome records that the alias no longer points to the version.
+    """
     with contextlib.suppress(NotFoundError):  # the version may be gone
         tags = {f"onnxops.rejected.{refused.alias}": refused.reason[:MAX_TEXT]}
         journal.context.registry().annotate(journal.config.model, refused.version, tags)
@@ -270,7 +278,10 @@ def conclude_refusal(journal: Journal, refused: VersionRefused) -> None:
 
 
 def is_registry_outdated(journal: Journal, champion: str | None) -> bool:
-    """Return whether the registry lacks something of the ledger that can be written now, or the ledger its champion.
+    """Return whether the registry or the ledger lacks something to write now.
+
+    The registry can lack aliases or rejections of the ledger. The ledger can lack the registry's
+    champion.
 
     Args:
         champion: the version under the target's champion alias.
@@ -283,10 +294,11 @@ def is_registry_outdated(journal: Journal, champion: str | None) -> bool:
 
 
 def write_pending_aliases(journal: Journal) -> str:
-    """Write the pending aliases to the registry; return what was written, or empty if it must wait.
+    """Write the pending aliases to the registry, and return what was written.
 
-    The champion is written once every endpoint of the model and target serves it. An alias that a
-    user moved after the entry that set it is not changed: `read_request` takes it as a request.
+    The result is empty if the aliases must wait. The champion is written once every endpoint of the
+    model and target serves it. An alias that a user moved after the entry that set it is not
+    changed: `read_request` takes it as a request.
 
     Raises:
         ServiceUnavailableError, RefusedError: the registry does not answer, or refuses; the aliases
@@ -299,8 +311,8 @@ def write_pending_aliases(journal: Journal) -> str:
     champion = format_alias("champion", config.target)
     registry = journal.context.registry()
     present = registry.aliases(config.model)
-    # The champion last: while it is still the old one, the registry's server allows it to become
-    # `previous`.
+    # The champion alias is written last. While it points to the old version, the registry's server
+    # allows that version to become `previous`.
     for name, version in sorted(pending.items(), key=lambda item: item[0] == champion):
         current = present.get(name)
         if version is None:
@@ -318,7 +330,9 @@ def write_pending_aliases(journal: Journal) -> str:
 
 
 def publish_rejections(journal: Journal) -> bool:
-    """Tag versions that were rolled back here with the reason, and untag those that are no longer rejected.
+    """Tag versions that were rolled back here with the reason.
+
+    The tag is cleared on versions that are no longer rejected.
 
     Returns:
         Whether there was anything to publish. It is repeated until `publish_entries` records it.
@@ -336,10 +350,13 @@ def publish_rejections(journal: Journal) -> bool:
 
 
 def record_alias(journal: Journal, champion: str | None) -> bool:
-    """Record that the registry's champion is what serves here, although another process set it.
+    """Record the registry's champion in the ledger if it serves here.
 
-    Otherwise the alias would permanently look moved by a user, and take precedence over every later
-    release.
+    Another process set this alias. Without the record, it would permanently look as if a user had
+    moved it, and would take precedence over every later release.
+
+    Returns:
+        Whether the alias was recorded.
     """
     if not _is_alias_unrecorded(journal, champion):
         return False
@@ -348,7 +365,7 @@ def record_alias(journal: Journal, champion: str | None) -> bool:
 
 
 def publish_entries(journal: Journal, aliases: Mapping[str, str | None]) -> None:
-    """Record that the registry shows these aliases, and publish the new entries of the ledger there.
+    """Record that the registry shows these aliases, and publish new ledger entries.
 
     Entries since the last such record are published before the next one is written: a kill in
     between repeats them. Readings, renewals and notifications are left out, as there can be one per
@@ -386,14 +403,20 @@ def is_alias_spent(journal: Journal, version: str) -> bool:
 
 
 def _may_write_aliases(journal: Journal) -> bool:
-    """Return whether aliases are pending, and the version of the champion among them is served everywhere."""
+    """Return whether pending aliases can be written now.
+
+    If the champion is among them, its version must be served everywhere.
+    """
     pending = journal.state.pending_aliases
     champion = pending.get(format_alias("champion", journal.config.target))
     return bool(pending) and _is_served_everywhere(journal, champion)
 
 
 def _is_alias_unrecorded(journal: Journal, champion: str | None) -> bool:
-    """Return whether the registry's champion serves here, and the ledger neither knows nor awaits that alias."""
+    """Return whether the ledger lacks the champion alias of the version served here.
+
+    The ledger neither holds the registry's alias nor has it pending.
+    """
     state, name = journal.state, format_alias("champion", journal.config.target)
     serving = state.roles.stable
     if champion is None or serving is None or champion != serving.version:
@@ -409,7 +432,7 @@ def _is_request(journal: Journal, name: str, version: str) -> bool:
 
 
 def _is_moved_by_user(state: ReleaseState, name: str, version: str | None) -> bool:
-    """Return whether an alias is neither what the ledger last wrote nor what is pending."""
+    """Return whether an alias is neither the one last written nor the pending one."""
     return version not in (None, state.aliases.get(name), state.pending_aliases.get(name))
 
 
@@ -440,7 +463,7 @@ def _verify_version(journal: Journal, name: str, version: str) -> DesiredState:
     try:
         record = context.registry().version(config.model, version)
         authority = _find_authority(journal, record)
-        # Checked before its files are downloaded: it can wait for days.
+        # The dependency is checked before the files are downloaded: the version can wait for days.
         if why := find_blocking_dependency(journal, record):
             return DesiredState(deployment=None, blocked_by=why)
         return DesiredState(deployment=materialize(context, record, authority))
@@ -457,9 +480,12 @@ def _verify_version(journal: Journal, name: str, version: str) -> DesiredState:
 
 
 def _find_authority(journal: Journal, record: VersionRecord) -> SignedDecision | SignedOverride:
-    """Return the decision or override that lets the version serve; raise RefusedError if there is none.
+    """Return the decision or override that lets the version serve.
 
-    A signed override on the version is recorded, unless that was done before.
+    A signed override on the version is recorded in the ledger, unless that was done before.
+
+    Raises:
+        RefusedError: there is no such decision or override.
     """
     context, config = journal.context, journal.config
 
@@ -482,7 +508,7 @@ def _find_authority(journal: Journal, record: VersionRecord) -> SignedDecision |
 
 
 def _not_serving(state: ReleaseState, version: VersionRecord, soak_s: float, now: float) -> str:
-    """Return why an endpoint has not served the version's release for long enough, or empty."""
+    """Return why an endpoint has not served a release for long enough, or empty."""
     roles = state.roles
     if state.config is None:
         return "no pipeline has bound it"
@@ -492,8 +518,8 @@ def _not_serving(state: ReleaseState, version: VersionRecord, soak_s: float, now
         return "its own rollout is in progress"
     if roles.stable is None or roles.stable.release != version.release:
         return "it does not serve this release"
-    # Zero once the previous version is gone, which the check of the pipeline file puts after the
-    # soak.
+    # `finished_at` is zero once the previous version is gone. The check of the pipeline file
+    # ensures that this happens after the soak.
     left = roles.finished_at + soak_s - now
     return (
         f"it has served this release for less than {soak_s:g} s"
@@ -503,7 +529,9 @@ def _not_serving(state: ReleaseState, version: VersionRecord, soak_s: float, now
 
 
 def fetch_files(context: Context, record: VersionRecord) -> str:
-    """Return the location of the version's files; download missing ones and verify them against its manifest.
+    """Return the location of the version's files; download them if they are missing.
+
+    Downloaded files are verified against the version's manifest.
 
     Raises:
         DigestMismatchError: the registry's content differs from what was registered.
@@ -525,7 +553,10 @@ def fetch_files(context: Context, record: VersionRecord) -> str:
 
 
 def _is_served_everywhere(journal: Journal, champion: str | None) -> bool:
-    """Return whether every endpoint of the model and target serves the version that becomes the champion, if any."""
+    """Return whether every endpoint of the model and target serves the champion.
+
+    `champion` is the version that becomes the champion. If it is None, the result is True.
+    """
     if champion is None:
         return True
     siblings = list_sibling_states(journal.context, journal.config.model, journal.config.target)
@@ -533,7 +564,10 @@ def _is_served_everywhere(journal: Journal, champion: str | None) -> bool:
 
 
 def _serves(context: Context, state: ReleaseState, version: str) -> bool:
-    """Return whether the endpoint serves only this version. If its ledger is damaged, the endpoint is observed."""
+    """Return whether the endpoint serves only this version.
+
+    If its ledger is damaged, the endpoint is observed.
+    """
     if state.config is None or find_corruption(context, state.endpoint) is None:
         return state.roles.stable is not None and state.roles.stable.version == version
     observed = context.provider(state.config.provider).observe(state.config)

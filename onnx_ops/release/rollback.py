@@ -1,8 +1,8 @@
-"""Move all traffic back to a version that is known to work. Needs only the ledger and the endpoint.
+"""Move all traffic back to a version that is known to work.
 
-A rollback is requested first, by an entry in the ledger, and is pending from then on: despite any
-failure or kill, every reconciliation tries again, until the endpoint was observed there or an
-operator withdraws the request.
+A rollback needs only the ledger and the endpoint. It is requested first, by an entry in the ledger,
+and is pending from then on. Despite any failure or kill, every reconciliation tries again, until
+the endpoint was observed in that state or an operator withdraws the request.
 """
 
 from __future__ import annotations
@@ -53,15 +53,19 @@ from onnx_ops.release.journal import (
 from onnx_ops.release.registry_sync import restore_files
 
 OBSERVE_TIMEOUT_S = 2.0
-"""Seconds to observe whether an earlier rollback took effect. An endpoint that does not answer
-proves nothing.
+"""Time to observe whether an earlier rollback took effect, in seconds.
+
+An endpoint that does not answer proves nothing.
 """
 _POLL_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackResult:
-    """The versions before and after. `pending_aliases` are written later. `already`: nothing was left to do."""
+    """The versions before and after a rollback.
+
+    `pending_aliases` are written later. `already` is whether nothing was left to do.
+    """
 
     endpoint: str
     moved_from: str
@@ -72,7 +76,9 @@ class RollbackResult:
 
 
 def request_and_carry_out(journal: Journal, action: Action) -> None:
-    """Request the rollback that metrics or the registry call for, and try once to carry it out.
+    """Request a rollback, and try once to carry it out.
+
+    Metrics or the registry call for the rollback.
 
     Raises:
         OnnxOpsError: as `carry_out_pending` does.
@@ -116,16 +122,17 @@ def roll_back_each(
     candidate_only: bool = False,
     timeout_s: float = COMMAND_TIMEOUT_S,
 ) -> tuple[dict[str, RollbackResult], dict[str, OnnxOpsError]]:
-    """Request that all traffic goes to the previous version, or to `to`, and carry it out on all endpoints at once.
+    """Request a rollback on several endpoints, and carry it out concurrently.
 
-    The request takes precedence over any open action: its later outcome no longer counts, and the
-    endpoint refuses its later effects, which carry a lower generation. A request that has taken
-    effect already changes nothing.
+    All traffic goes to the previous version, or to `to`. The request takes precedence over any open
+    action. The later outcome of that action no longer counts, and the endpoint refuses its later
+    effects, which carry a lower generation. A request that has already taken effect changes
+    nothing.
 
     Args:
         force: allow a version that was rolled back itself.
-        pin: keep aliases that several endpoints share; else they follow once all of these have
-            rolled back.
+        pin: keep aliases that several endpoints share; else the aliases change once all of these
+            endpoints have rolled back.
         candidate_only: only abort a rollout in progress.
         timeout_s: seconds after which an unfinished rollback is reported as pending.
 
@@ -179,7 +186,9 @@ def roll_back_each(
 
 
 def withdraw_request(context: Context, endpoint: str, *, reason: str, actor: str = "") -> str:
-    """Withdraw the endpoint's pending deletion, or otherwise its pending rollback with its rejections.
+    """Withdraw the endpoint's pending deletion, or otherwise its pending rollback.
+
+    The rejections of the rollback are withdrawn with it.
 
     Returns:
         What was withdrawn, as text.
@@ -213,12 +222,15 @@ def withdraw_request(context: Context, endpoint: str, *, reason: str, actor: str
 def write_off_server(
     context: Context, endpoint: str, server: str, *, reason: str, actor: str = ""
 ) -> bool:
-    """Record that a silent server is gone for good, and wait no more for it. Return False if that was done already.
+    """Record that a silent server is gone for good, and no longer wait for it.
+
+    Returns:
+        False if that was recorded already.
 
     Raises:
         UserError: there is no reason.
-        NotFoundError: no server of that name was heard.
-        RefusedError: it reports.
+        NotFoundError: no server of that name has reported before.
+        RefusedError: the server reports.
     """
     if not reason.strip():
         raise UserError(
@@ -259,7 +271,9 @@ def write_off_server(
 def send_command(
     context: Context, endpoint: str, command: OperatorCommand, *, reason: str = "", actor: str = ""
 ) -> None:
-    """Record an operator's command to the rollout in progress; the reconciler acts on it.
+    """Record an operator's command to the rollout in progress.
+
+    The reconciler acts on the command.
 
     Raises:
         UserError: no rollout is in progress, or the one to resume is not paused by an operator.
@@ -290,10 +304,11 @@ def select_endpoints(
     target: str = "",
     to: str | None = None,
 ) -> tuple[str, ...]:
-    """Return the endpoints of a rollback: the named ones, or with `every` all of a model and target.
+    """Return the endpoints of a rollback.
 
-    Without `to`, these are only the endpoints that have the latest release of any of them: an
-    endpoint that it has not reached has nothing to roll back.
+    These are the named endpoints, or with `every` all endpoints of a model and target. Without
+    `to`, `every` selects only the endpoints that have the latest release of any of them: an
+    endpoint that this release has not reached has nothing to roll back.
 
     Raises:
         UserError: neither or both are given.
@@ -312,7 +327,7 @@ def select_endpoints(
 def _list_endpoints_of(
     context: Context, model: str, target: str, to: str | None
 ) -> tuple[str, ...]:
-    """Return the endpoints of a model and target that a rollback concerns: see `select_endpoints`."""
+    """Return the endpoints of a model and target, as `select_endpoints` with `every`."""
     states = _list_serving_states(context, model, target)
     if to is not None:
         return tuple(state.endpoint for state in states)
@@ -320,13 +335,13 @@ def _list_endpoints_of(
     selected = [
         state.endpoint
         for state in states
-        # A damaged ledger does not show whether it had that release: its rollback must fail
-        # visibly.
+        # A damaged ledger does not show whether the endpoint had that release. The endpoint is
+        # selected, so that its rollback fails visibly.
         if latest in _list_active_releases(state) or find_corruption(context, state.endpoint)
     ]
     if not selected:
-        # A repetition after the rollback: the endpoints that rolled back from it, to report
-        # completion.
+        # The command was repeated after the rollback. Select the endpoints that rolled back from
+        # that release, so that they report completion.
         selected = [
             state.endpoint
             for state in states
@@ -341,10 +356,12 @@ def _list_endpoints_of(
 
 
 def _list_serving_states(context: Context, model: str, target: str) -> list[ReleaseState]:
-    """Return the states of the endpoints that serve a model on a target, or may do so behind a damaged ledger.
+    """Return the states of the endpoints that serve a model on a target.
+
+    Endpoints whose damaged ledger may hide such a binding are included.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: there is no such endpoint.
     """
     bound = [read_readable_state(context, name) for name in list_bound_endpoints(context)]
     states = [
@@ -359,7 +376,10 @@ def _list_serving_states(context: Context, model: str, target: str) -> list[Rele
 
 
 def _list_active_releases(state: ReleaseState) -> set[Digest]:
-    """Return the releases that take traffic, those included that the action in progress may have started."""
+    """Return the releases that take traffic.
+
+    Releases that the action in progress may have started are included.
+    """
     roles = [state.roles]
     if state.open_intent is not None:
         roles.append(state.open_intent.action.roles)
@@ -379,8 +399,8 @@ def _carry_out(journal: Journal, result: RollbackResult) -> RollbackResult:
     def attempt() -> None:
         deadline = time.monotonic() + COMMAND_TIMEOUT_S
         try:
-            # Another process may finish the same rollback, so that repeated commands do not each
-            # start it anew.
+            # Another process may be finishing the same rollback. Waiting for it prevents repeated
+            # commands from each starting it anew.
             while (intent := journal.active_intent()) is not None:
                 if time.monotonic() > deadline:
                     raise ServiceUnavailableError(
@@ -402,7 +422,7 @@ def _carry_out(journal: Journal, result: RollbackResult) -> RollbackResult:
 
 
 def _require_here(journal: Journal) -> None:
-    """Raise ServiceUnavailableError if the endpoint's server is one of another user or machine."""
+    """Raise ServiceUnavailableError if another user or machine runs the server."""
     config = journal.config
     if why := journal.context.provider(config.provider).explain_elsewhere(config):
         remedy = "Its own user carries it out, by `onnx-ops reconcile` or the watch."
@@ -434,8 +454,8 @@ def _build_result(state: ReleaseState, action: Action) -> RollbackResult:
 def _find_done(journal: Journal, to: str | None, force: bool) -> RollbackResult | None:
     """Return the result of an earlier request, or None if there is something to do.
 
-    Without `to`, a rollback after a rollback is the same one again: to go further back, an operator
-    names a version.
+    Without `to`, a rollback command after a rollback counts as the same rollback. To go further
+    back, an operator names a version.
     """
     state, config = journal.state, journal.config
     stable, last = state.roles.stable, state.last_rollback
@@ -511,7 +531,15 @@ def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> Action:
 
 
 def _find_goal(state: ReleaseState, roles: Roles, to: str | None, force: bool) -> Deployment:
-    """Return the goal of the traffic: without `to`, that of the last rollback if no other version has come since."""
+    """Return the deployment that is to get all traffic.
+
+    Without `to`, this is the stable version while a rollout is in progress. It is also the stable
+    version if no other version has come since the last rollback, unless `force` is set. Otherwise
+    it is the previous version.
+
+    Raises:
+        NotFoundError: there is no such version.
+    """
     if to is not None:
         version = to.removeprefix("v")
         if version not in state.known:

@@ -1,4 +1,7 @@
-"""The status of endpoints: what they serve, their history, their rollout, and metrics of pending operations."""
+"""The status of endpoints.
+
+It shows what they serve, their history, their rollout, and metrics of pending operations.
+"""
 
 from __future__ import annotations
 
@@ -58,11 +61,12 @@ _TIMELINE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointStatus:
-    """The state of the ledger and that of the provider. `actual` is None if the endpoint's manager does not answer.
+    """The state of an endpoint in the ledger and at its provider.
 
-    `unsupervised`: its clients get answers although the manager does not answer. `servers` are
-    those that report one by one, and `outliers` those of them whose requests fail or are slow
-    unlike those of the others.
+    `actual` is None if the endpoint's manager does not answer. `unsupervised` is whether clients
+    get answers although the manager does not answer. `servers` are the servers that report
+    separately. `outliers` are those servers whose requests fail or are slow, unlike those of the
+    others.
     """
 
     state: ReleaseState
@@ -75,11 +79,12 @@ class EndpointStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryLine:
-    """One ledger entry for people and auditors. `at` is ISO 8601 in UTC, `kind` that of the entry or its action.
+    """One ledger entry for people and auditors.
 
-    `versions` are the deployments by role once the entry has taken effect; empty where it changes
-    no roles. `traffic` holds the shares of the versions after it, in percent; empty where it moves
-    none, or failed to.
+    `at` is ISO 8601 in UTC. `kind` is that of the entry or its action. `versions` are the
+    deployments by role once the entry has taken effect; empty if it changes no roles. `traffic`
+    holds the shares of the versions after the entry, in percent; empty if it moves no traffic, or
+    failed to.
     """
 
     endpoint: str
@@ -95,7 +100,10 @@ class HistoryLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryFilter:
-    """A selection of endpoints and entries; unset fields select all. `since` is in seconds since the epoch."""
+    """A selection of endpoints and entries.
+
+    Unset fields select all. `since` is in seconds since the epoch.
+    """
 
     endpoints: tuple[str, ...] = ()
     model: str = ""
@@ -109,10 +117,11 @@ class HistoryFilter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutView:
-    """A rollout in progress. `step` indexes `steps`; `seconds` is the time in that step.
+    """A rollout in progress.
 
-    Without analysis or readable metrics, `judged` is None and `evidence` is empty. `next` describes
-    in one line the next action of a reconciliation, or what it waits for.
+    `step` indexes `steps`; `seconds` is the time in that step. Without analysis or readable
+    metrics, `judged` is None and `evidence` is empty. `next` describes in one line the next action
+    of a reconciliation, or what it waits for.
     """
 
     endpoint: str
@@ -127,7 +136,10 @@ class RolloutView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineStep:
-    """One action or command. `at` is in seconds since the epoch, `percent` the candidate's share afterwards."""
+    """One action or command of a rollout.
+
+    `at` is in seconds since the epoch. `percent` is the candidate's share afterwards.
+    """
 
     at: float
     actor: str
@@ -138,7 +150,10 @@ class TimelineStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutTimeline:
-    """A rollout from its start, with its counts after each reading. `end` is how it ended, None while in progress."""
+    """A rollout from its start, with its counts after each reading.
+
+    `end` is the action that ended the rollout; None while it is in progress.
+    """
 
     candidate: Deployment
     stable: Deployment | None
@@ -149,7 +164,10 @@ class RolloutTimeline:
 
 
 def read_status(context: Context, endpoint: str) -> EndpointStatus:
-    """Return the status of an endpoint. Raises NotFoundError if no pipeline has bound it."""
+    """Return the status of an endpoint.
+
+    Raises NotFoundError if no pipeline has bound it.
+    """
     journal = Journal.open(context, endpoint)
     config = journal.config
     provider = context.provider(config.provider)
@@ -168,15 +186,14 @@ def read_status(context: Context, endpoint: str) -> EndpointStatus:
 def _compare_servers(
     provider: EndpointProvider, journal: Journal, servers: Sequence[EndpointServer]
 ) -> tuple[ServerOutlier, ...]:
-    """Return which of the servers that report differ from the others in what they count."""
+    """Return the reporting servers whose counts differ from those of the others."""
     reporting = [server.name for server in servers if server.state == "reports"]
     roles = journal.state.roles
     deployments = {role.name for role in (roles.stable, roles.candidate) if role is not None}
     if len(reporting) < 2 or not deployments:
         return ()
-    from onnx_ops.statistics.rollout.outliers import (
-        find_outliers,
-    )  # it takes longer to import than most commands run
+    # This import takes longer than most commands run.
+    from onnx_ops.statistics.rollout.outliers import find_outliers
 
     return find_outliers(provider.count_by_server(journal.config, reporting, deployments))
 
@@ -190,7 +207,9 @@ def read_statuses(
 
 
 def filter_endpoints(context: Context, selection: HistoryFilter) -> tuple[str, ...]:
-    """Return the selected endpoints that are bound, and those whose damaged ledger hides their binding.
+    """Return the selected endpoints that are bound.
+
+    Endpoints whose damaged ledger hides their binding are included.
 
     Raises:
         NotFoundError: a named endpoint is not bound.
@@ -208,9 +227,10 @@ def filter_endpoints(context: Context, selection: HistoryFilter) -> tuple[str, .
 def read_history(
     context: Context, selection: HistoryFilter
 ) -> tuple[tuple[HistoryLine, ...], dict[str, CorruptStateError]]:
-    """Return entries of ledgers, oldest first, deleted endpoints and models without endpoints included.
+    """Return entries of ledgers, oldest first.
 
-    For a damaged ledger, the entries before the damage are returned, and its error by endpoint.
+    Deleted endpoints and models without endpoints are included. For a damaged ledger, the entries
+    before the damage are returned, and its error by endpoint.
 
     Raises:
         NotFoundError: a named endpoint has no history.
@@ -238,7 +258,9 @@ def read_history(
 
 
 def read_rollout_view(context: Context, endpoint: str) -> RolloutView | None:
-    """Return the rollout in progress, or None. Reads the endpoint and its metrics, never the registry.
+    """Return the rollout in progress, or None.
+
+    The endpoint and its metrics are read, but never the registry.
 
     Raises:
         NotFoundError: no pipeline has bound this endpoint.
@@ -269,10 +291,10 @@ def read_rollout_view(context: Context, endpoint: str) -> RolloutView | None:
 
 
 def build_timeline(endpoint: str, entries: Sequence[LedgerEntry]) -> RolloutTimeline | None:
-    """Return the endpoint's last rollout that had a step before its last one, or None."""
+    """Return the endpoint's last rollout whose start was completed, or None."""
     state, timeline = ReleaseState(endpoint=endpoint), None
     for entry in entries:
-        # Before the entry is applied: the outcome of an action closes its intent.
+        # Read the action before the entry is applied: the outcome of an action closes its intent.
         action = _find_completed(state, entry.body)
         state = apply_entry(state, entry)
         if (
@@ -323,7 +345,10 @@ def render_pending_metrics(context: Context) -> str:
 def _read_ledger(
     context: Context, name: str
 ) -> tuple[Sequence[LedgerEntry], CorruptStateError | None]:
-    """Return the entries of a ledger; of a damaged one, those before the damage and its error."""
+    """Return the entries of a ledger, and its error if it is damaged.
+
+    For a damaged ledger, the entries before the damage are returned.
+    """
     try:
         return context.ledger.read(name), None
     except CorruptStateError as error:
@@ -346,7 +371,10 @@ def _is_selected(
 
 
 def _build_lines(entries: Sequence[LedgerEntry], *, traffic_only: bool) -> list[HistoryLine]:
-    """Return the entries as lines, or only those that moved traffic. An action that failed moved none."""
+    """Return the entries as lines, or only those that moved traffic.
+
+    An action that failed moved no traffic.
+    """
     failed = {
         (e.endpoint, e.body.of)
         for e in entries
@@ -422,7 +450,7 @@ def _describe_entry(body: EntryBody) -> tuple[str, str]:
 def _describe_ledger(
     body: EndpointBound | LedgerAdopted | EndpointDeleted | EndpointAbandoned,
 ) -> tuple[str, str]:
-    """Return descriptions of what begins, continues or ends an endpoint, and of the reason."""
+    """Describe an entry that begins, continues or ends an endpoint, and its reason."""
     match body:
         case EndpointBound():
             return (
@@ -444,7 +472,7 @@ def _describe_ledger(
 
 
 def _describe_selection(selected: AliasSelection) -> str:
-    """Return which alias selects which version, and since when a reconciler knows that."""
+    """Describe which alias selects which version, and since when that is known."""
     since = datetime.datetime.fromtimestamp(selected.seen_at, tz=datetime.UTC).isoformat(
         timespec="seconds"
     )
@@ -522,7 +550,10 @@ def _find_completed(state: ReleaseState, body: EntryBody) -> Action | None:
 def _extend_timeline(
     timeline: RolloutTimeline, entry: LedgerEntry, action: Action | None, state: ReleaseState
 ) -> RolloutTimeline:
-    """Add an entry to a rollout in progress: the `action` that it completes, a note or counts."""
+    """Add an entry to a rollout in progress.
+
+    The entry completes the `action`, or is a note or counts.
+    """
     steps, end = _list_notes(entry), None
     if action is not None and action.kind in _TIMELINE:
         steps = [_build_step(entry, action)]
@@ -545,7 +576,7 @@ def _build_step(entry: LedgerEntry, action: Action) -> TimelineStep:
 
 
 def _list_counts(body: EntryBody, observations: Observations | None) -> list[Observations]:
-    """Return the counts after a reading."""
+    """Return the counts after a reading; empty for any other entry."""
     return [observations] if isinstance(body, MetricsRecorded) and observations is not None else []
 
 

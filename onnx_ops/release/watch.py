@@ -1,4 +1,4 @@
-"""Reconcile all endpoints continuously: at an interval, and at once where a model is queued.
+"""Reconcile all endpoints at an interval, and immediately when a model is queued.
 
 Every pass reads the full state again (aliases, ledgers, endpoints, time), so a missed wake-up loses
 nothing.
@@ -50,7 +50,10 @@ class WatchEventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchEvent:
-    """One line of a watch. `at` is ISO 8601 in UTC; `endpoint` is empty where the event is about none."""
+    """One event of a watch.
+
+    `at` is ISO 8601 in UTC. `endpoint` is empty if the event is not about an endpoint.
+    """
 
     at: str
     kind: WatchEventKind
@@ -60,9 +63,10 @@ class WatchEvent:
 
 
 class ReconcileQueue:
-    """Models waiting to be reconciled. `add` can be called in any thread, `close` also in a signal handler.
+    """Models that wait to be reconciled.
 
-    A SimpleQueue allows a put while another put is in progress in the same thread.
+    `add` can be called in any thread, `close` also in a signal handler. A SimpleQueue allows a put
+    while another put is in progress in the same thread.
     """
 
     def __init__(self) -> None:
@@ -72,7 +76,10 @@ class ReconcileQueue:
         self._closed = False
 
     def add(self, model: str) -> None:
-        """Queue a model. Adding a queued model again, or one beyond `MAX_QUEUED`, has no effect."""
+        """Queue a model.
+
+        Adding a queued model again, or one beyond `MAX_QUEUED`, has no effect.
+        """
         with self._lock:
             if model in self._models or len(self._models) >= MAX_QUEUED:
                 return
@@ -102,12 +109,12 @@ class ReconcileQueue:
 
 
 class WatchLoop:
-    """Reconcile endpoints until the queue is closed.
+    """Reconciles endpoints until the queue is closed.
 
     Args:
-        models: models to reconcile at once; closing it ends the loop.
+        models: models to reconcile immediately; closing this queue ends the loop.
         endpoints: names of endpoints; by default all that are bound, now or later.
-        on_event: gets every event, and every change of what the loop waits for.
+        on_event: receives every event, and every change of what the loop waits for.
     """
 
     def __init__(
@@ -132,7 +139,10 @@ class WatchLoop:
         self._last: dict[str, tuple[WatchEventKind, str]] = {}
 
     def run(self) -> None:
-        """Run pass after pass until the queue is closed; an effect in progress is finished first."""
+        """Run pass after pass until the queue is closed.
+
+        An effect in progress is finished first.
+        """
         clock = self._context.clock
         due = clock.monotonic()
         while not self._queue.is_closed():
@@ -144,7 +154,10 @@ class WatchLoop:
                 self.reconcile_models(models)
 
     def reconcile_all(self) -> None:
-        """Run one pass over all endpoints. The registry is read once; while it is down, not in every pass."""
+        """Run one pass over all endpoints.
+
+        The registry is read once per pass. While it is down, it is not read in every pass.
+        """
         names = self._list_endpoints()
         if names and self._registry_backoff.is_due():
             was_down, self._snapshot = bool(self._snapshot.down), read_registry(self._context)
@@ -165,7 +178,10 @@ class WatchLoop:
                 self._reconcile(reconcile_pass, name)
 
     def reconcile_models(self, models: frozenset[str]) -> None:
-        """Run one pass over the endpoints of some models. Models without an endpoint cost nothing."""
+        """Run one pass over the endpoints of some models.
+
+        Models without an endpoint cost nothing.
+        """
         reconcile_pass = ReconcilePass(self._context, lambda: self._snapshot)
         configs = {name: self._read_config(reconcile_pass, name) for name in self._list_endpoints()}
         woken = {

@@ -1,4 +1,7 @@
-"""The stages of a pipeline: one module each, with `execute`; that of `quantize` calibrates, too."""
+"""The stages of a pipeline: one module each, with `execute`.
+
+The module `quantize` calibrates, too.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ Execute = Callable[[Stage, Digest, Mapping[str, Manifest], Context], Manifest]
 def execute(
     stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
 ) -> Manifest:
-    """Run a stage; promotion and deployment are release operations and not among them."""
+    """Execute a stage. Promotion and deployment are release operations instead."""
     # Imported by name, so that a stage loads only what it needs.
     name = "quantize" if stage.kind is StageKind.CALIBRATE else stage.kind.value
     run: Execute = importlib.import_module(f"onnx_ops.pipeline.stages.{name}").execute

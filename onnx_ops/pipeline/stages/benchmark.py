@@ -202,7 +202,10 @@ def _make_package(
 def _choose_baselines(
     export: Path | None, champion: Champion | None, manifest: Manifest
 ) -> dict[str, Path]:
-    """Return the models to compare with by name; the champion, which counts most, comes last."""
+    """Return the models to compare with, by name.
+
+    The champion, which counts most, comes last.
+    """
     baselines = {} if export is None else {EXPORT: export}
     if champion and champion.manifest != manifest.digest():
         baselines["champion"] = Path(champion.location) / MODEL_FILE
@@ -221,7 +224,10 @@ def _read_champion_facts(champion: Champion) -> ChampionFacts:
 
 
 def _count_bytes(files: Mapping[str, Digest], context: Context) -> int:
-    """Return the bytes of the model, without operator libraries and descriptions of a package."""
+    """Return the size of the model in bytes.
+
+    Operator libraries and descriptions of a package are left out.
+    """
     packaged = {name: digest for name, digest in files.items() if name.endswith(".ort")}
     own = packaged or {
         name: digest for name, digest in files.items() if not name.startswith(f"{CUSTOM_OPS}/")
@@ -236,7 +242,10 @@ def _read_documents(context: Context, digest: Digest, kind: Any) -> Any:
 def _read_known(
     stage: Stage, inputs: Mapping[str, Manifest], context: Context
 ) -> tuple[Mapping[str, ModelPredictions], tuple[HardwareFingerprint, ...]]:
-    """Return what score stages have read, by model, and on which machines; nothing if there are none."""
+    """Return what score stages have read, by model, and on which machines.
+
+    Both are empty without score stages.
+    """
     settings: Mapping[str, Any] = stage.settings
     known, machines = dict[str, ModelPredictions](), set[HardwareFingerprint]()
     if shards := settings.get("shards"):
@@ -251,9 +260,10 @@ def _read_known(
 def _measure_metrics(
     scorer: ScoringRequest, export: Path | None, stage: Stage, context: Context
 ) -> TaskMetrics:
-    """Measure the task metrics of the variant, alone and on the same rows as its baselines.
+    """Measure the task metrics of the variant.
 
-    `export` is the file that the variant was made from; None if the variant is the export itself.
+    It is measured alone, and on the same rows as its baselines. `export` is the file that the
+    variant was made from; None if the variant is the export itself.
     """
     settings: Mapping[str, Any] = stage.settings
     hints: Mapping[str, Any] = stage.hints
@@ -266,9 +276,7 @@ def _measure_metrics(
         scorer = replace(scorer, functions=functions)
         metrics = measure_metrics(scorer, definitions)
         failed = explain_unscored(hints.get("judged", ()), metrics.scores)
-        if (
-            failed and export is not None
-        ):  # if only the variant answers differently, the file is right
+        if failed and export is not None:  # if the export can be scored, the pipeline file is right
             again = [one for one in definitions if one.label in failed]
             scores = measure_metrics(
                 replace(scorer, models={CANDIDATE: export}, known={}), again

@@ -23,7 +23,7 @@ Location = tuple[str | int, ...]
 LocatedError = tuple[Location, UserError]
 
 _MATRIX = "*"
-"""In place of an array's name: all columns of numbers."""
+"""Stands for all columns of numbers, in place of an array's name."""
 
 
 def get_source_name(section: DataSection) -> str:
@@ -59,10 +59,8 @@ def build_dataset(arrays: Mapping[str, Any], section: DataSection, where: str) -
     """Build the data set that a section defines from the arrays of its source."""
     for _, problem in find_data_problems(arrays, section, where):
         raise problem
-    from onnx_ops.statistics.grouping import (
-        find_group_columns,
-        number_groups,
-    )  # needs numpy, which planning does not
+    # This needs numpy, which planning does not.
+    from onnx_ops.statistics.grouping import find_group_columns, number_groups
 
     chosen = _select_columns(arrays, section) if _uses_all_columns(section) else []
     dataset = Dataset(
@@ -166,7 +164,7 @@ def _find_group_problems(name: str, array: Any, where: str) -> Iterator[LocatedE
 
 
 def _find_value_problems(section: DataSection, where: str) -> Iterator[LocatedError]:
-    """Yield values that are no arrays of one type, and those of inputs that have rows."""
+    """Yield values that are not arrays of one type, or belong to inputs with rows."""
     import numpy as np
 
     for name, value in _get_values(section).items():
@@ -191,7 +189,10 @@ def _find_value_problems(section: DataSection, where: str) -> Iterator[LocatedEr
 def _find_row_problems(
     arrays: Mapping[str, Any], keys: Collection[str], where: str
 ) -> Iterator[LocatedError]:
-    """Yield why arrays do not hold the same number of rows; which axis holds them, only a model can state."""
+    """Yield why arrays do not hold the same number of rows.
+
+    Only a model can state which axis holds the rows.
+    """
     lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
     shapes = {name: array.shape for name, array in arrays.items() if name not in keys}
     key_lengths = {lengths[name] for name in keys}
@@ -221,7 +222,7 @@ def _list_named_values(section: DataSection) -> dict[str, str]:
 
 
 def _read_values(arrays: Mapping[str, Any], section: DataSection) -> dict[str, Any]:
-    """Return the values as arrays; a fraction is float32, as frameworks have it."""
+    """Return the values as arrays; a fraction is float32, as is usual in frameworks."""
     import numpy as np
 
     values = {
@@ -251,14 +252,17 @@ def _select_columns(arrays: Mapping[str, Any], section: DataSection) -> list[str
 def _find_matrix_problems(
     columns: Mapping[str, Any], section: DataSection, where: str
 ) -> Iterator[LocatedError]:
-    """Yield why the columns do not fit into the matrix, for each input that is the matrix."""
+    """Yield why the columns do not fit into the matrix.
+
+    The reasons are given for each input that is the matrix.
+    """
     for name, array in section.inputs.items():
         if array == _MATRIX and (problem := _find_matrix_problem(columns, where)):
             yield ("inputs", name), problem
 
 
 def describe_text_cell(column: Any) -> str:
-    """Return which cell makes a column of numbers one of texts; empty if none does."""
+    """Describe the cell that makes a column of numbers text; empty if none does."""
     if column.dtype.kind not in "UO" or column.ndim != 2:
         return ""
     cell = find_text_among_numbers(column[:, 0].tolist())

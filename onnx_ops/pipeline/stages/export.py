@@ -42,7 +42,7 @@ from onnx_ops.ports import Context, Dataset
 from onnx_ops.scratch import Scratch
 
 AXES_REMEDY = "Name the axis of its rows as of the others: export.dynamic: {INPUT: {1: batch}}."
-"""What to do about rows that are not on the declared axis."""
+"""Remedy for rows that are not on the declared axis."""
 
 
 def execute(
@@ -135,7 +135,8 @@ def require_loadable(
     context: Context,
     *,
     written: str = "exported",
-    remedy: str = "Look for the layer or column that the reason names; another opset may help, too.",
+    remedy: str = "Look for the layer or column that the reason names; "
+    "another opset may help, too.",
 ) -> None:
     """Load the file as validation will, in a process that may crash.
 
@@ -158,7 +159,10 @@ def require_loadable(
 
 
 def _find_axes(section: Export, dataset: Dataset, trained: Path) -> dict[str, int]:
-    """Return the axis of the rows of each input, as a ready file or the free axes of the section name it."""
+    """Return the axis of the rows of each input.
+
+    It is named by a ready ONNX file, or by the free axes of the section.
+    """
     if section.framework == "onnx":
         return find_row_axes(
             {spec.name: spec.shape for spec in read_model_info(find_model_file(trained)).inputs}

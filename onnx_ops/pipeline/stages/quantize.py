@@ -1,4 +1,8 @@
-"""Quantize: derive a variant, and measure its quantization error. Calibrate: read ranges from a part of the rows."""
+"""The stages that quantize and calibrate.
+
+The first derives a variant, and measures its quantization error. The second reads ranges from a
+part of the rows.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,7 @@ def execute(
     with Scratch() as folder:
         request, dataset = _build_request(stage, inputs, context, folder)
         source = request.source
-        if "search" in settings:  # which found the variant of the role
+        if "search" in settings:  # it has found the variant of the role
             manifest, role = inputs[settings["search"]], settings["role"]
             trial = codec.loads(context.store.read(manifest[f"{role}/trial.json"]), Trial)
             record = codec.loads(context.store.read(manifest[SEARCH_FILE]), SearchRecord)
@@ -94,7 +98,10 @@ _LOAD_REMEDY = "Exclude the layer that the reason names (`exclude: [NAME]`), or 
 
 
 def _runs_on_cpu(settings: Mapping[str, Any]) -> bool:
-    """Return whether a target of the variant is a CPU; what only accelerators load is loaded where it is measured."""
+    """Return whether a target of the variant is a CPU.
+
+    A model that only accelerators can load is loaded where it is measured.
+    """
     machines = settings.get("machines", ())
     return not machines or any(machine["family"] != "accelerator" for machine in machines)
 
@@ -113,7 +120,10 @@ def _calibrate(stage: Stage, inputs: Mapping[str, Manifest], context: Context) -
 def _build_request(
     stage: Stage, inputs: Mapping[str, Manifest], context: Context, folder: Path
 ) -> tuple[OptimizeRequest, Dataset | None]:
-    """Return what the optimizer gets, with the source in `folder`, and the whole calibration set."""
+    """Return what the optimizer gets, and the whole calibration set.
+
+    The source of the request is in `folder`.
+    """
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Quantize, where=stage.id)
     calibrate, dataset = section.calibrate, None
@@ -136,7 +146,10 @@ def _build_request(
 
 
 def _select_unseen(dataset: Dataset, calibrated: int) -> Tensors:
-    """Return rows of the calibration set, first those that no range was computed from; never scored rows."""
+    """Return rows of the calibration set, but never scored rows.
+
+    Rows from which no range was computed come first.
+    """
     count = len(dataset)
     order = [*range(min(calibrated, count), count), *range(min(calibrated, count))]
     return {name: array[order[:ACTIVATION_ROWS]] for name, array in dataset.inputs.items()}

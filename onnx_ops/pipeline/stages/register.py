@@ -47,8 +47,11 @@ REPORT = "report.html"
 
 
 PROVENANCE, BASE = "provenance", "base"
-"""Hints that are no part of the stage's key: metadata of the pipeline file, author and time of the release, and the
-recorded release of the base branch."""
+"""Hints that are not part of the stage's key.
+
+They hold metadata of the pipeline file, author and time of the release, and the recorded release of
+the base branch.
+"""
 
 _MOST_BYTES = 1 << 20
 
@@ -157,7 +160,10 @@ def _store_report(
     provenance: Provenance,
     base: BaseRelease | None,
 ) -> Digest:
-    """Store one page about the whole release, the same for all its versions, whose numbers are not known yet."""
+    """Store one page about the whole release.
+
+    It is the same for all versions of the release, whose numbers are not known yet.
+    """
     stored = [m["evidence.json"] for name, m in inputs.items() if name.startswith("benchmark/")]
     evidence = {digest: codec.loads(context.store.read(digest), Evidence) for digest in stored}
     digests = {(e.variant, e.target): digest for digest, e in evidence.items()}

@@ -1,4 +1,7 @@
-"""Score: read one variant's answers to a part of the rows, in the terms of the metrics."""
+"""Score: read one variant's answers to a part of the rows.
+
+The answers are stored in the terms of the metrics.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,10 @@ def execute(
 def read_shards(
     store: Store, inputs: Mapping[str, Manifest], variant: str, target: str, count: int
 ) -> tuple[ModelPredictions, set[HardwareFingerprint]]:
-    """Return a variant's predictions for all rows, joined from its shards, and the machines that made them."""
+    """Return a variant's predictions for all rows, and the machines that made them.
+
+    The predictions are joined from those of its shards.
+    """
     parts = [
         inputs[stage_id(StageKind.SCORE, variant, target, number)] for number in range(1, count + 1)
     ]
@@ -97,7 +103,10 @@ def check_compatibility(model: Path, target: Target, where: str) -> None:
 
 
 def _put(store: Store, predictions: ModelPredictions) -> dict[str, Digest]:
-    """Store predictions: arrays under the labels of their metrics, and errors as documents."""
+    """Store predictions.
+
+    Arrays are stored under the labels of their metrics, and errors as documents.
+    """
     entries: dict[str, Mapping[str, object]] = {}
     arrays = {}
     for label, prediction in predictions.items():

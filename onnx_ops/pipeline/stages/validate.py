@@ -37,7 +37,10 @@ from onnx_ops.statistics.tree_parity import compare_trees
 def execute(
     stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
 ) -> Manifest:
-    """Measure parity; locate the node of a failure, compare trees, and find inputs without effect."""
+    """Measure the parity of the export with its source.
+
+    The node of a failure is located, trees are compared, and inputs without effect are found.
+    """
     export = inputs["export"]
     target = replace(REFERENCE_TARGET, custom_ops=read_reference_operators(stage))
     divergence: tuple[Divergence, ...] = ()
@@ -74,7 +77,10 @@ def execute(
 
 @dataclass(frozen=True, slots=True)
 class _LazySource:
-    """The source model, loaded only when needed: most exports need no more than its stored answers."""
+    """The source model, loaded only when needed.
+
+    Most exports need no more than its stored answers.
+    """
 
     stage: Stage
     trained: Manifest
@@ -83,7 +89,10 @@ class _LazySource:
     layout: RowLayout
 
     def tracer(self, samples: Tensors) -> Tracer | None:
-        """Return the tracer of the source's intermediate values, if its exporter can trace."""
+        """Return the tracer of the source's intermediate values, or None.
+
+        The exporter must be able to trace.
+        """
         section = self._section()
         exporter = get_exporter(self.stage, self.context, section.framework)
         if not isinstance(exporter, TracingExporter):
@@ -106,7 +115,10 @@ class _LazySource:
         return tracer if self.layout.is_plain else trace
 
     def trees(self, path: Path) -> tuple[TreeStructure, ...]:
-        """Compare the trees of the export at `path` with the source's; empty if one has none."""
+        """Compare the trees of the export at `path` with those of the source.
+
+        The result is empty if one of them has no trees.
+        """
         exporter = get_exporter(self.stage, self.context, self._section().framework)
         if not has_trees(path) or not isinstance(exporter, TreeExporter):
             return ()
