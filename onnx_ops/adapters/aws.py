@@ -27,10 +27,16 @@ from onnx_ops.errors import (
 from onnx_ops.plugins import absent, require
 
 Clients = Callable[[str], Any]
-"""A client of boto3 by the name of its service; always the same one."""
+"""Function that returns boto3's client for the name of a service.
+
+It always returns the same client for one service.
+"""
 
 GUARDED_VARIANT = "main"
-"""A guarded update keeps the variant's name: with another one SageMaker would not guard it."""
+"""Name of the variant of a guarded endpoint, which every update keeps.
+
+SageMaker does not guard an update that changes the name.
+"""
 
 _NAME = re.compile(r"(?=.{1,63}\Z)[a-zA-Z0-9](-*[a-zA-Z0-9])*")
 _ATTEMPTS = 6
@@ -40,7 +46,8 @@ _UNAVAILABLE = (ServiceUnavailableError, "AWS does not answer as expected", "Try
 _ERRORS_BY_CODES: Mapping[str, tuple[type[OnnxOpsError], str, str]] = {
     "ConditionalRequestConflict InternalFailure InternalServerError RequestTimeout "
     "ServiceUnavailable": _UNAVAILABLE,
-    "RequestLimitExceeded SlowDown Throttling ThrottlingException TooManyRequestsException": _UNAVAILABLE,
+    "RequestLimitExceeded SlowDown Throttling ThrottlingException "
+    "TooManyRequestsException": _UNAVAILABLE,
     "AccessDenied AccessDeniedException UnauthorizedOperation 403": (
         RefusedError,
         "AWS does not permit {}",
@@ -58,7 +65,10 @@ _ERRORS_BY_CODES: Mapping[str, tuple[type[OnnxOpsError], str, str]] = {
         "Request more in the console of Service Quotas, or free some: `onnx-ops status --orphans`.",
     ),
 }
-"""Class, text (`{}` is the operation) and remedy by the service's codes."""
+"""Error class, message and remedy by the error codes of a service.
+
+Codes are separated by spaces. `{}` in a message is the operation.
+"""
 _ERRORS = {code: error for codes, error in _ERRORS_BY_CODES.items() for code in codes.split()}
 
 
@@ -96,7 +106,9 @@ def read_access(*settings: Mapping[str, Json], where: str = "") -> AwsAccess:
 
 
 def make_clients(access: AwsAccess, *, where: str = "") -> Clients:
-    """Return the clients for a region and a profile, which retry retryable errors, six times at most.
+    """Return boto3's clients for a region and a profile.
+
+    A client makes at most six attempts if an error is retryable.
 
     Raises:
         UserError: there is no such profile, or no region is chosen, which only some services need.
@@ -130,10 +142,10 @@ def make_clients(access: AwsAccess, *, where: str = "") -> Clients:
 def find_missing_credentials(access: AwsAccess, *, where: str = "") -> OnnxOpsError | None:
     """Return the error of missing credentials, without a request; None if unknown.
 
-    A machine in AWS may have a role, which only a request would show.
+    A machine in AWS may have a role, which only a request would reveal.
     """
     if absent(("boto3",)):
-        return None  # a separate problem
+        return None  # the missing package is a separate problem
     import botocore.session
 
     core = botocore.session.Session(profile=access.profile or None)
@@ -153,7 +165,10 @@ def find_missing_credentials(access: AwsAccess, *, where: str = "") -> OnnxOpsEr
 
 @cache
 def _models(data_path: str | None) -> Any:
-    """Return the descriptions of services, read once for all sessions: reading takes a third of a second."""
+    """Return the loader of the service descriptions, which all sessions share.
+
+    Reading the descriptions takes a third of a second.
+    """
     from botocore.loaders import create_loader
 
     return create_loader(data_path)
@@ -198,9 +213,9 @@ def translate_errors(where: str) -> Iterator[None]:
 
 
 def create_once(send: Callable[[], object]) -> None:
-    """Call `send` to create an object of S3 if there is none; an existing one stays.
+    """Call `send` to create an S3 object, unless the object exists.
 
-    S3 can refuse both of two concurrent writers, and requests a retry.
+    S3 can refuse both of two concurrent writers, and then requests a retry.
     """
     from botocore.exceptions import ClientError
 
@@ -226,17 +241,20 @@ def describe_alarms(cloudwatch: Any, names: Sequence[str]) -> dict[str, Any]:
 
 
 def get_error_code(error: Any) -> str:
-    """Return the service's code of a `ClientError`."""
+    """Return the error code that the service gave in a `ClientError`."""
     return str(error.response.get("Error", {}).get("Code", ""))
 
 
 def get_error_message(error: Any) -> str:
-    """Return the service's message of a `ClientError`."""
+    """Return the message that the service gave in a `ClientError`."""
     return str(error.response.get("Error", {}).get("Message", ""))
 
 
 def build_variant_name(deployment: str) -> str:
-    """Return the variant name of a deployment: the deployment's name if SageMaker allows it."""
+    """Return the variant name of a deployment.
+
+    It is the deployment's name if SageMaker allows that name.
+    """
     if _NAME.fullmatch(deployment):
         return deployment
     plain = re.sub(r"[^a-zA-Z0-9]+", "-", deployment).strip("-")[:40].strip("-")

@@ -43,7 +43,10 @@ _ENDPOINT = Pattern(
 )
 PlaceName = Annotated[str, Pattern(r"(?a)[\w.()-]{1,90}", "a name in Azure")]
 EndpointName = Annotated[str, _ENDPOINT]
-"""Azure accepts capitals too, but lowers them in the traffic; so they are not used."""
+"""Name of an endpoint in Azure, without capitals.
+
+Azure accepts capitals, but converts them to lower case in the traffic.
+"""
 
 API_TIMEOUT_S = 60.0
 """Time that Azure may take to answer one request."""
@@ -151,7 +154,9 @@ def find_missing_credentials(*, where: str = "") -> OnnxOpsError | None:
 
 
 def fetch_token(service: str = "") -> str:
-    """Return a token for a service, by its address; by default for Azure Resource Manager.
+    """Return a token for a service, given by its address.
+
+    The default is Azure Resource Manager.
 
     Raises:
         RefusedError: there are no credentials, or they are not accepted.

@@ -1,4 +1,7 @@
-"""Models that users supply: a path of the project, a version in MLflow (`models:/…`), or a URL for fsspec."""
+"""Models that users supply with `model:`.
+
+A model is a path of the project, a version in MLflow (`models:/…`), or a URL for fsspec.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +30,21 @@ _VERSION_OF_A_FILE = (
     "checksum",
     "sha",
 )
-"""Attributes of a file that change with its content, by file system."""
+"""Attributes of a file that change with its content, for all file systems."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserSuppliedModels:
-    """Resolves `model:` of pipelines below the project's folder; `registered` opens the registry."""
+    """Resolver of `model:` in pipelines.
+
+    Paths are below the project's folder `root`. `registered` opens the registry.
+    """
 
     root: Path
     registered: Callable[[], MlflowModels]
 
     def digest(self, place: str) -> Digest:
-        """Return a digest that changes with the model; a remote one is only queried.
+        """Return a digest that changes with the model; remote models are not downloaded.
 
         Raises:
             NotFoundError: there is no such model.
@@ -67,7 +73,10 @@ class UserSuppliedModels:
         return digest_file(path)
 
     def path(self, place: str, scratch: Path) -> Path:
-        """Return the model as a local path; a remote one is fetched into `scratch`. Raises as `digest` does."""
+        """Return the model as a local path.
+
+        A remote model is downloaded into `scratch`. Raises the same errors as `digest`.
+        """
         if place.startswith(REGISTERED):
             scratch.mkdir(parents=True)
             self.registered().fetch(place, scratch)
@@ -82,7 +91,7 @@ class UserSuppliedModels:
             else:
                 scratch.mkdir(parents=True)
                 system.get_file(remote, str(target))
-        except Exception as error:  # every file system raises its own
+        except Exception as error:  # every file system raises its own types
             what, why = "the model could not be fetched", describe_error(error)
             raise ServiceUnavailableError(what, where=_shown(place), why=why) from error
         return target
@@ -109,7 +118,7 @@ def _open(url: str) -> tuple[Any, str]:
         raise missing_package(
             imported(error), where=f"model {_shown(url)}", why=str(error)
         ) from error
-    except Exception as error:  # every file system raises its own
+    except Exception as error:  # every file system raises its own types
         what, why = "the location of the model does not answer", describe_error(error)
         raise ServiceUnavailableError(what, where=_shown(url), why=why) from error
     raise NotFoundError(
@@ -120,6 +129,9 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def _shown(url: str) -> str:
-    """Return the URL without query, which can contain a signature, and without password."""
+    """Return the URL without its query and password.
+
+    The query can contain a signature.
+    """
     parts = urlsplit(url)
     return parts._replace(query="", netloc=parts.netloc.rpartition("@")[2]).geturl()

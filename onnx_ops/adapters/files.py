@@ -1,8 +1,9 @@
-"""Files of this machine: private, locked, appended to; and named objects.
+"""Files of this machine, and named objects in a folder or an object store.
 
-The store and the ledger rely on two guarantees: writing an object is atomic (a reader sees the old
-content or the new), and creating one succeeds for exactly one of several writers. Objects are files
-of a local folder, or of a file system that fsspec supports.
+Files can be private, locked, or appended to. The store and the ledger rely on two guarantees.
+Writing an object is atomic: a reader sees the old or the new content. Creating an object succeeds
+for exactly one of several writers. Objects are files of a local folder, or of a file system that
+fsspec supports.
 """
 
 from __future__ import annotations
@@ -40,27 +41,33 @@ from onnx_ops.scratch import (
 )
 
 SHARED = 0o660
-"""Mode of a file for its group."""
+"""Mode of a file that a group shares."""
 UNFINISHED_S = 3600.0
-"""Age at which an unfinished file counts as left by a killed writer."""
+"""Age in seconds at which an unfinished file counts as left by a killed writer."""
 _CLIENTS = frozenset({"aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "s3fs"})
 """Packages of the clients of object stores."""
 _WITHOUT_FOLDERS = frozenset({"abfs", "abfss", "az", "gcs", "gs", "s3", "s3a"})
-"""Schemes of stores whose objects have names alone."""
+"""Schemes of stores whose objects have names only, without folders."""
 _CLIENTS_WITHOUT_RETRIES: Mapping[str, Mapping[str, Any]] = {
     "s3": {"config_kwargs": {"retries": {"max_attempts": 0}}, "max_concurrency": 1}
 }
-"""Options of the clients that have one for it, by scheme. With more than one request at a time, s3fs asks for the size
-of an object before it reads it."""
+"""Options that switch off the retries of clients, by scheme.
+
+Other clients have no such option. With more than one concurrent request, s3fs requests the size of
+an object before it reads it.
+"""
 _TIME_KEYS = ("LastModified", "last_modified", "mtime", "created")
-"""Names of an object's modification time, by file system."""
+"""Keys of an object's modification time, which differ by file system."""
 
 
 def sweep_unfinished(folder: Path) -> None:
-    """Delete the files and folders that killed writers left directly in a folder more than an hour ago."""
+    """Delete the files and folders that killed writers left in a folder.
+
+    Only entries directly in the folder and older than `UNFINISHED_S` are deleted.
+    """
     before = time.time() - UNFINISHED_S  # noqa: TID251 (compared with times of the file system)
     for path in folder.glob(f"{TEMPORARY}*"):
-        with suppress(FileNotFoundError):  # deleted in the meantime
+        with suppress(FileNotFoundError):  # another process has deleted it
             if max(part.stat().st_mtime for part in (path, *path.rglob("*"))) < before:
                 if path.is_dir():
                     shutil.rmtree(path)
@@ -71,11 +78,11 @@ def sweep_unfinished(folder: Path) -> None:
 def read_private(path: Path, what: str, *, remedy: str = "") -> str:
     """Return the stripped text of a file that only its owner can read.
 
-    `what` is its content for messages, as in "the webhook secret".
+    `what` describes the content in messages, as in "the webhook secret".
 
     Raises:
         FileNotFoundError: there is no such file.
-        RefusedError: users other than its owner can read it; `remedy` is what to do then.
+        RefusedError: users other than its owner can read it; `remedy` shows what to do then.
     """
     with path.open("rb") as stream:
         mode = os.fstat(stream.fileno()).st_mode & 0o777
@@ -104,13 +111,16 @@ def exclusive_lock(path: Path, timeout_s: float, *, where: str) -> Iterator[None
 
 
 class FileJournal:
-    """A journal of one writer: a line with digest and JSON for each document."""
+    """A journal of one writer.
+
+    Each document is a line with a digest and JSON.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self) -> tuple[Any, ...]:
-        """Return the documents up to the first damaged line, and truncate the file there."""
+        """Return the documents before the first damaged line, and truncate the file there."""
         try:
             data = self._path.read_bytes()
         except FileNotFoundError:
@@ -130,7 +140,7 @@ class FileJournal:
         return tuple(documents)
 
     def append(self, document: Any) -> None:
-        """Append a document durably; the file is created by the first one."""
+        """Append a document durably; the first document creates the file."""
         text = json.dumps(document, sort_keys=True).encode("utf-8")
         is_new = not self._path.exists()
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +162,7 @@ def _digest(text: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedObject:
-    """An object in a listing; written `at` seconds after the epoch."""
+    """An object in a listing; it was written `at` seconds after the epoch."""
 
     name: str
     size_bytes: int
@@ -160,7 +170,10 @@ class ListedObject:
 
 
 class ObjectStore(ABC):
-    """Objects by name. `place` is the root without a password, for display."""
+    """Objects by name.
+
+    `place` is the root for display, without a password.
+    """
 
     place: str
 
@@ -174,7 +187,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def create(self, name: str, data: bytes) -> bool:
-        """Write an object if its name is free; return whether it was."""
+        """Write an object if its name is free; return whether the name was free."""
 
     @abstractmethod
     def list_names(self, prefix: str) -> list[str]:
@@ -201,9 +214,9 @@ def open_objects(url: str, *, deadline_s: float | None = None) -> ObjectStore:
     """Return the objects under a local path or a URL such as `s3://bucket/prefix`.
 
     Args:
-        deadline_s: for callers that repeat what fails: a remote request fails after this time, and
-            at once if the store refuses it. None: the clients repeat requests themselves, which may
-            take a minute.
+        deadline_s: for callers that repeat failed requests. A remote request fails after this time,
+            and immediately if the store refuses it. With None, the clients repeat requests
+            themselves, which can take a minute.
     """
     if "://" not in url or url.startswith("file://"):
         return LocalObjects(Path(urlsplit(url).path if url.startswith("file://") else url))
@@ -211,10 +224,11 @@ def open_objects(url: str, *, deadline_s: float | None = None) -> ObjectStore:
 
 
 def _stop_retries(file_system: Any) -> None:
-    """Let a client raise the first error, where it has no option for that.
+    """Make a client raise the first error where no option switches off retries.
 
-    s3fs repeats what its client gave up. Azure's client rests 15 s before it repeats a request, and
-    adlfs passes it no options. Where its attributes have other names, requests end at the deadline.
+    s3fs repeats the requests that its client has given up. Azure's client waits 15 s before it
+    repeats a request, and adlfs passes no options to it. If the attributes of a client have other
+    names, requests end at the deadline.
     """
     file_system.retries = 1
     with suppress(AttributeError):
@@ -222,21 +236,25 @@ def _stop_retries(file_system: Any) -> None:
 
 
 class LocalObjects(ObjectStore):
-    """Objects as files below a folder: private, or, where its group may write the folder, files of the group."""
+    """Objects as files below a folder.
+
+    The files are private. If the group of the folder has write access, the files are shared with
+    the group.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.place = str(root)
 
     def share(self, path: Path) -> int:
-        """Make the folder of a file below the root, and return the mode for the file."""
+        """Create the folder of a file below the root, and return the mode for the file."""
         if not (self.root.is_dir() and self.root.stat().st_mode & stat.S_IWGRP):
             return PRIVATE
         for folder in reversed(path.relative_to(self.root).parents[:-1]):
             place = self.root / folder
-            if (
-                not place.is_dir()
-            ):  # appears with its mode: a killed writer leaves none that only its user can write
+            # The folder is created under another name and gets its mode before it is renamed. So a
+            # killed writer leaves no folder to which only its user can write.
+            if not place.is_dir():
                 made = Path(tempfile.mkdtemp(dir=place.parent, prefix=TEMPORARY))
                 made.chmod(stat.S_IMODE(self.root.stat().st_mode))
                 with suppress(OSError):
@@ -279,7 +297,7 @@ class LocalObjects(ObjectStore):
     def list_objects(self, prefix: str) -> list[ListedObject]:
         objects = []
         for path in sorted((self.root / prefix).rglob("*")):
-            with suppress(FileNotFoundError):  # deleted in the meantime
+            with suppress(FileNotFoundError):  # another process has deleted it
                 status = path.stat()
                 if path.is_file():
                     name = path.relative_to(self.root).as_posix()
@@ -315,7 +333,10 @@ class LocalObjects(ObjectStore):
 
 
 class FsspecObjects(ObjectStore):
-    """Objects on a remote file system; `create` sends `If-None-Match: *`. `deadline_s`: see `open_objects`."""
+    """Objects on a remote file system.
+
+    `create` sends `If-None-Match: *`. For `deadline_s`, see `open_objects`.
+    """
 
     def __init__(self, url: str, *, deadline_s: float | None = None) -> None:
         import fsspec
@@ -325,7 +346,7 @@ class FsspecObjects(ObjectStore):
         self.place = f"{parts.scheme}://{host if ':' in user else parts.netloc}{parts.path}"
         try:
             self._fs: Any
-            # Others write there too: what was listed before says nothing.
+            # No listings are cached, since other processes write to the store too.
             options = {} if deadline_s is None else _CLIENTS_WITHOUT_RETRIES.get(parts.scheme, {})
             self._fs, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
         except ImportError as error:
@@ -370,9 +391,9 @@ class FsspecObjects(ObjectStore):
             with suppress(FileNotFoundError):
                 details = self._call("find", self._path(prefix), detail=True)
             for path, info in sorted(details.items()):
-                if (
-                    info.get("type") == "directory"
-                ):  # s3fs names an empty prefix, if another writer fills it just then
+                # s3fs lists an empty prefix as a directory if another writer fills it at this
+                # moment.
+                if info.get("type") == "directory":
                     continue
                 at = next((info[key] for key in _TIME_KEYS if info.get(key) is not None), None)
                 at = self._fs.modified(path) if at is None else at
@@ -419,7 +440,10 @@ class FsspecObjects(ObjectStore):
         )
 
     def _make_folder(self, name: str) -> None:
-        """Make the folder of an object, where the store has folders; s3fs would create a bucket that is missing."""
+        """Create the folder of an object, if the store has folders.
+
+        In a store without folders, s3fs would create a missing bucket.
+        """
         if self._has_folders:
             self._call("makedirs", self._path(name).rpartition("/")[0], exist_ok=True)
 
@@ -436,8 +460,8 @@ class FsspecObjects(ObjectStore):
             what = "the object store does not answer"
             raise ServiceUnavailableError(what, where=self.place, why=str(error)) from error
         except Exception as error:
-            # The clients of clouds have their own errors: without credentials, or with a name that
-            # is none.
+            # Clients of clouds raise errors of their own types if credentials are missing or a name
+            # is invalid.
             if type(error).__module__.partition(".")[0] not in _CLIENTS:
                 raise
             what = "the object store cannot be used"

@@ -17,13 +17,13 @@ REPOSITORY = re.compile(r"[A-Za-z0-9-]+/(?!\.\.?(?:#|$))[\w.-]+", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GitHubRepository:
-    """One repository, `owner/repository`, at GITHUB_API_URL."""
+    """One repository, `owner/repository`, at the API address in GITHUB_API_URL."""
 
     name: str
     token: Callable[[], str]
 
     def request(self, method: str, path: str, document: object = None) -> Any:
-        """Send a request about `path` below the repository, as `request_json` does."""
+        """Send a request about `path` below the repository; see `request_json`."""
         headers = {
             "Authorization": f"Bearer {self.token()}",
             "Accept": "application/vnd.github+json",
@@ -50,7 +50,11 @@ class GitHubRepository:
 
 
 def validate_token(token: str, where: str) -> str:
-    """Return the token; raise UserError if it does not have the form of a GitHub token."""
+    """Return the token.
+
+    Raises:
+        UserError: it does not have the form of a GitHub token.
+    """
     if token.isascii() and token.isprintable() and " " not in token:
         return token
     raise UserError(

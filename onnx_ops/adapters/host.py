@@ -15,7 +15,10 @@ class SystemClock:
 
 
 def machine_vendor() -> str:
-    """Return the vendor of this machine, which clouds set; empty if unknown."""
+    """Return the vendor of this machine; empty if unknown.
+
+    Clouds set this value.
+    """
     with suppress(OSError):
         return Path("/sys/class/dmi/id/sys_vendor").read_text(encoding="utf-8").strip()
     return ""

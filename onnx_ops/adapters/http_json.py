@@ -1,4 +1,4 @@
-"""Requests to JSON services, with a deadline and no secret in errors and logs."""
+"""Requests to JSON services with a deadline; errors and logs contain no secret."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ MAX_ANSWER_BYTES = 4 << 20
 _TRY_LATER = frozenset({408, 425, 429})
 
 _is_sending = ContextVar("_is_sending", default=False)
-logging.getLogger("httpx").addFilter(
-    lambda _: not _is_sending.get()
-)  # it logs addresses, which may be secrets
+# httpx logs addresses, which can be secrets.
+logging.getLogger("httpx").addFilter(lambda _: not _is_sending.get())
 
 
 def require_https(url: str, what: str) -> str:
-    """Return the host of an address that requests can be sent to.
+    """Return the host of an address to which requests can be sent.
 
     Raises:
         UserError: it is not an https address (http is allowed on this machine). The error does not
@@ -55,13 +54,16 @@ def request_json(
     headers: Mapping[str, str] | None = None,
     max_bytes: int = MAX_ANSWER_BYTES,
 ) -> Any:
-    """Send JSON; return the answer's JSON, or its text. Errors name `host` only.
+    """Send JSON; return the answer's JSON, or its text.
+
+    Errors show only `host`.
 
     Args:
         max_bytes: largest answer that is read.
 
     Raises:
-        ServiceUnavailableError: there is no answer in time, or one that requests a retry later.
+        ServiceUnavailableError: there is no answer in time, or an answer that requests a retry
+            later.
         RefusedError: any other answer that is not a success, including redirects.
     """
     import httpx
@@ -78,7 +80,7 @@ def request_json(
             content=body,
             headers=sent,
             timeout=TIMEOUT_S,
-            follow_redirects=False,  # the host that a redirect names gets neither message nor token
+            follow_redirects=False,  # the target of a redirect must get neither message nor token
             verify=ssl.create_default_context(),
         ) as response:
             if not response.is_success:
@@ -88,7 +90,7 @@ def request_json(
                 raise _explain(response.status_code, text[:200].decode("utf-8", "replace"), host)
             text = _read(response, deadline, max_bytes)
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-        # The messages of these may hold the address; their types do not.
+        # The messages of these errors can contain the address, but their types cannot.
         raise ServiceUnavailableError(
             "does not answer", where=host, why=type(error).__name__
         ) from None
@@ -101,7 +103,7 @@ def request_json(
 
 
 def _read(response: httpx.Response, deadline: float, max_bytes: int) -> bytes:
-    """Read the answer; raise TimeoutError if it comes too slowly or does not end."""
+    """Read the answer; raise TimeoutError if it is not complete at the deadline."""
     text = b""
     for chunk in response.iter_bytes(1 << 16):
         text += chunk

@@ -1,4 +1,7 @@
-"""Files of model versions in the store that replicas read: by the digest of their manifest."""
+"""Files of model versions in the store that replicas read.
+
+The files of a version are stored by the digest of its manifest.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ _FILES = "files"
 
 
 def upload_model(objects: ObjectStore, folder: Path) -> Digest:
-    """Store the files of a version unless they are there; return the digest of their manifest.
+    """Store the files of a version unless it is stored; return its manifest's digest.
 
-    The manifest is written last: what it names is complete.
+    The manifest is written last, so a stored manifest shows that the files are complete.
 
     Raises:
         ServiceUnavailableError: the store does not answer.
@@ -39,7 +42,9 @@ def upload_model(objects: ObjectStore, folder: Path) -> Digest:
 
 
 def download_model(objects: ObjectStore, digest: Digest, folder: Path) -> Manifest:
-    """Copy the files of a version into an empty folder. The caller compares them with the manifest.
+    """Copy the files of a version into an empty folder.
+
+    The caller must compare them with the returned manifest.
 
     Raises:
         NotFoundError: the store has no such version.

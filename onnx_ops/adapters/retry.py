@@ -1,4 +1,4 @@
-"""Repetition of operations that failed or are not complete yet: retry, wait, converge."""
+"""Repetition of operations that failed or are not yet complete."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def attempts(
 ) -> Iterator[int]:
     """Count attempts, pausing between them, until the time is over.
 
-    Each pause is 1.5 times the previous one, up to `longest_s` (0: all are `pause_s`). The first
-    `at_least` attempts are made even if the time is over.
+    Each pause is 1.5 times the previous pause, up to `longest_s` (0: all pauses are `pause_s`). The
+    first `at_least` attempts are made even if the time is over.
     """
     deadline, count = time.monotonic() + timeout_s, 0
     while count < at_least or time.monotonic() < deadline:
@@ -40,9 +40,8 @@ def attempts(
 
 def wait_until(is_done: Callable[[], bool], timeout_s: float, pause_s: float = 0.02) -> bool:
     """Return whether a condition becomes true within the time."""
-    return (
-        any(is_done() for _ in attempts(timeout_s, pause_s)) or is_done()
-    )  # during the last pause
+    # The condition can become true during the last pause.
+    return any(is_done() for _ in attempts(timeout_s, pause_s)) or is_done()
 
 
 def converge(
@@ -52,11 +51,11 @@ def converge(
     *,
     retried: tuple[type[OnnxOpsError], ...] = (),
 ) -> T:
-    """Repeat a step until it returns something: observe, diff, make one call.
+    """Repeat a step until it returns a result: observe, diff, make one call.
 
     `tries` yields the attempts with their pauses, as `attempts` does. The step is repeated after
-    the errors in `retried`. When no attempt is left, the last of these errors is raised, or that of
-    `timeout` if there was none.
+    the errors in `retried`. After the last attempt, the last of these errors is raised, or the
+    error of `timeout` if there was none.
     """
     last: OnnxOpsError | None = None
     for _ in tries:

@@ -43,13 +43,17 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _MAX_LAG = 4
-"""Epochs that a server may be behind the others. One that is further behind, as by its clock, is
-not waited for.
+"""Epochs that a server can be behind the others.
+
+A server that is further behind, for example because of its clock, is not waited for.
 """
 
 
 class ServerMetrics(MetricsSource):
-    """Counts of all servers of an endpoint, which `counts` requests from them, by user if requested."""
+    """Counts of all servers of an endpoint.
+
+    `counts` requests them from the servers, by user if requested.
+    """
 
     def __init__(
         self, counts: Callable[[EndpointConfig, UserCountsRequest | None], Sequence[Counts]]
@@ -57,7 +61,7 @@ class ServerMetrics(MetricsSource):
         self._counts = counts
 
     def capabilities(self) -> frozenset[str]:
-        """Return what an onnx-ops server counts."""
+        """Return the kinds of counts of an onnx-ops server."""
         return frozenset({"exceedances", "shadow", "feedback", "cold_starts"})
 
     def latencies(
@@ -75,7 +79,10 @@ class ServerMetrics(MetricsSource):
     def read(
         self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]
     ) -> MetricsReading:
-        """Return the counts of all servers by generation, and the epochs that all of them have closed."""
+        """Return the counts of all servers by generation.
+
+        The reading also has the epochs that all servers have closed.
+        """
         watched = _Watch.from_thresholds(deployments)
         limits_s = {
             name: () if each is None else each.list_limits() for name, each in deployments.items()
@@ -106,10 +113,10 @@ class ServerMetrics(MetricsSource):
 def count_by_server(
     counts: Sequence[Counts], deployments: Collection[str]
 ) -> list[GenerationCounts]:
-    """Return the counts of each server by generation. `over_p99` counts requests that take twice the usual latency.
+    """Return the counts of each server by generation.
 
-    That is the median of the medians of the servers' last starts, which no single one of three can
-    move at will.
+    `over_p99` counts requests that take twice the usual latency. The usual latency is the median of
+    the medians of the servers' last starts. No single one of three servers can change it at will.
     """
     slow_s = {name: _find_slow_limit(counts, name) for name in deployments}
     limits_s = {
@@ -132,7 +139,10 @@ def count_by_server(
 
 
 def _find_slow_limit(counts: Sequence[Counts], deployment: str) -> float | None:
-    """Return the first bound from twice the lower median of the servers' medians on; None if there is none."""
+    """Return the first bucket bound from twice the usual latency on.
+
+    The usual latency is the lower median of the servers' medians. None if there is no such bound.
+    """
     medians: dict[str, tuple[float, Sequence[float]]] = {}
     for one in counts:
         service = one.deployments[deployment].service if deployment in one.deployments else ()
@@ -149,7 +159,10 @@ def _find_slow_limit(counts: Sequence[Counts], deployment: str) -> float | None:
 def _collect_loads(
     counts: Sequence[Counts], deployments: Iterable[str]
 ) -> dict[str, tuple[float, ...]]:
-    """Return the seconds of loads of each deployment on all servers; one without any is left out."""
+    """Return the seconds of loads of each deployment on all servers.
+
+    A deployment without loads is left out.
+    """
     loads = {
         name: tuple(s for one in counts for s in one.cold_s.get(name, ())) for name in deployments
     }
@@ -157,9 +170,9 @@ def _collect_loads(
 
 
 def _sum_uptimes(uptimes: Iterable[ServerUptime]) -> Iterable[ServerUptime]:
-    """Yield the sum of all servers for each generation, and the ends of each server that has any.
+    """Yield the sum of all servers for each generation, and each server with ends.
 
-    Generations in which the stable version was alone are one.
+    Generations in which the stable version was alone count as one generation.
     """
     seconds: dict[tuple[int, bool], float] = {}
     ends: dict[tuple[str, int, bool], int] = {}
@@ -182,13 +195,16 @@ def _add(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Watch:
-    """The deployments that are compared, the candidate first, with their thresholds in seconds by place."""
+    """The compared deployments, the candidate first, with their thresholds.
+
+    `limits_s` are the thresholds in seconds by place, such as a guardrail.
+    """
 
     limits_s: Mapping[str, Mapping[str, float]]
 
     @classmethod
     def from_thresholds(cls, thresholds: Mapping[str, LatencyThresholds | None]) -> Self:
-        """Build it from the argument of `MetricsSource.read`."""
+        """Build the watch from the argument of `MetricsSource.read`."""
         return cls(
             limits_s={
                 name: {} if each is None else each.by_guardrail()
@@ -234,9 +250,9 @@ class _Watch:
     def add_epochs(self, counts: Sequence[Counts]) -> Iterable[EpochUnits]:
         """Yield the units of the epochs that all servers have closed.
 
-        Every server assigns a cell to the same version in an epoch: its counts are added before
-        they are a unit. Two followers of one server, the second of which replaced the first, both
-        report its epochs: they count once.
+        Every server assigns a cell to the same version in an epoch, so counts of a cell are added
+        before they are a unit. If a follower replaced another follower of the same server, both
+        report its epochs. These epochs count once.
         """
         numbers = sorted(one.closed_through for one in counts if one.closed_through)
         if not numbers:
@@ -251,7 +267,7 @@ class _Watch:
                 yield self._form_units(list(parts[epoch, generation].values()))
 
     def add_open_epochs(self, counts: Sequence[Counts]) -> EpochUnits | None:
-        """Return the units of the last open epoch until now, if any."""
+        """Return the units of the last open epoch until now; None without an open epoch."""
         opened = [one.open_epoch for one in counts if one.open_epoch is not None]
         if not opened:
             return None
@@ -270,7 +286,10 @@ class _Watch:
         return EpochUnits(generation=parts[0].generation, epoch=parts[0].epoch, units=units)
 
     def _list_grades(self, name: str) -> Mapping[str, int]:
-        """Return for each place how many thresholds a request exceeds that is slow there."""
+        """Return the grade of each place.
+
+        A request that is slow at a place exceeds at least that many thresholds.
+        """
         ascending = sorted(set(self.limits_s[name].values()))
         return {
             place: ascending.index(limit_s) + 1 for place, limit_s in self.limits_s[name].items()
@@ -281,12 +300,13 @@ class _Watch:
 def _bin_epoch(
     texts: tuple[tuple[str, ...], ...], grades: tuple[tuple[tuple[str, int], ...], ...]
 ) -> Mapping[str, UnitCounts]:
-    """Return the units of an epoch by place. Closed epochs are read again and again, in 10 ms each.
+    """Return the units of an epoch by place.
+
+    The result is cached, since closed epochs are read repeatedly, and each takes 10 ms.
 
     Args:
         texts: the cells of candidate and stable version, of each server.
-        grades: for each of both, by place, how many thresholds a request exceeds that is slow
-            there.
+        grades: the grade of each place, for candidate and stable version; see `_list_grades`.
     """
     candidate, stable = (_Cells.decode(each) for each in texts)
     mine, theirs = map(dict, grades)
@@ -308,14 +328,18 @@ def _bin_epoch(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Cells:
-    """Counts of one deployment by cell: numbers of the cells, shape (n,), and their fields, (n, `CELL_FIELDS`)."""
+    """Counts of one deployment by cell.
+
+    `cells` are the numbers of the cells, shape (n,). `counts` are their fields, shape (n,
+    `CELL_FIELDS`).
+    """
 
     cells: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
 
     @classmethod
     def decode(cls, texts: Sequence[str]) -> _Cells:
-        """Add the counts of several servers. Raises ValueError or zlib.error."""
+        """Decode and add the counts of several servers. Raises ValueError or zlib.error."""
         import numpy as np
 
         parts = [messages.decode_cells(text) for text in texts]
@@ -334,7 +358,7 @@ class _Cells:
         return self._get_part(messages.CELL_REQUESTS, messages.CELL_ERRORS)
 
     def get_refused(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return requests and refused ones of each cell."""
+        """Return requests and refused requests of each cell."""
         return self._get_part(messages.CELL_REQUESTS, messages.CELL_REFUSED)
 
     def get_feedback(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -344,14 +368,18 @@ class _Cells:
     def _get_part(
         self, whole: int, part: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return two fields of each cell. A part that was written after its whole was read, or invented, is limited."""
+        """Return two fields of each cell: a whole, and a part of this whole.
+
+        A part is limited to its whole. It can be larger if it was written after the whole was read,
+        or if it was invented.
+        """
         import numpy as np
 
         total = self.counts[:, whole]
         return total, np.minimum(total, self.counts[:, part])
 
     def get_slow(self, grade: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return timed requests of each cell, and those that exceed so many thresholds or more."""
+        """Return timed requests of each cell, and those that exceed `grade` thresholds."""
         timed = self.counts[:, messages.CELL_LATENCIES :]
         return timed.sum(1), timed[:, grade:].sum(1)
 
@@ -373,7 +401,7 @@ class _Cells:
     def sum_blocks(
         self, requests: npt.NDArray[np.int64], events: npt.NDArray[np.int64]
     ) -> UserBlocks:
-        """Return the sums by block of users."""
+        """Return the sums of requests and events by block of users."""
         import numpy as np
 
         blocks = np.where(self.cells == KEYLESS_CELL, USER_BLOCKS, self.cells % USER_BLOCKS)
@@ -403,7 +431,10 @@ def _tally(
 def count_slower(
     below: Mapping[float, int], timed: int, latency_s: float, tolerance: float
 ) -> int | None:
-    """Return the requests slower than a bound of a cumulative histogram; None for any other latency."""
+    """Return the requests slower than a bound of a cumulative histogram.
+
+    None for a latency that is not a bound.
+    """
     counts = (
         count for bound, count in below.items() if math.isclose(bound, latency_s, rel_tol=tolerance)
     )

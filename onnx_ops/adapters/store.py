@@ -1,4 +1,7 @@
-"""The content-addressed store: files by digest, results of stages by key, and verified model folders."""
+"""The content-addressed store.
+
+It holds files by digest, results of stages by key, and verified model folders.
+"""
 
 from __future__ import annotations
 
@@ -36,21 +39,26 @@ from onnx_ops.scratch import TEMPORARY, storage_errors, sync_path
 _BLOBS, _RECORDS, _LOCK = "blobs", "records", "collect.lock"
 READ_ONLY = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
 _MAX_VERIFIED = 8192
-"""Blobs that are not hashed again while their files do not change; more than one pipeline has."""
+"""Blobs that are not hashed again while their files do not change.
+
+A pipeline has fewer blobs.
+"""
 
 
 class ContentStore:
-    """Blobs and records; a remote store reads through a local cache of a limited size.
+    """Blobs and records.
 
-    Nothing is trusted because of its name: content is hashed before it is returned, and a record
-    contains its own digest, so that a partial or tampered file counts as missing.
+    A remote store is read through a local cache of a limited size. Nothing is trusted because of
+    its name. Content is hashed before it is returned. A record contains its own digest, so a
+    partial or changed file counts as missing.
     """
 
     def __init__(self, objects: ObjectStore, cache: Path, cache_bytes: int = 50 * 10**9) -> None:
         self._objects = objects
         self._cache = objects.root if isinstance(objects, LocalObjects) else cache
         self._cache_bytes = cache_bytes
-        self._downloaded = cache_bytes  # the first download looks what earlier processes have left
+        # The first download also checks the size that earlier processes have left.
+        self._downloaded = cache_bytes
         self._verified: dict[Digest, tuple[int, ...]] = {}
         self._verified_lock = threading.Lock()
 
@@ -70,7 +78,7 @@ class ContentStore:
             with self._collecting(shared=True):
                 self._objects.upload(_blob(digest), path)
             self._protect(digest)
-            self.path(digest)  # refuses a file that changed while it was copied
+            self.path(digest)  # refuses a file that changed during the copy
         return digest
 
     def path(self, digest: Digest) -> Path:
@@ -101,7 +109,7 @@ class ContentStore:
         return self.path(digest).read_bytes()
 
     def record(self, key: Digest, manifest: Manifest) -> None:
-        """Record the files that a stage made, by its key."""
+        """Record the files that a stage produced, by its key."""
         content = {"key": key, "files": dict(manifest.files)}
         self._objects.write(
             _record(key), canonical_json({**content, "digest": digest_json(content)})
@@ -144,7 +152,7 @@ class ContentStore:
     def forget(self, stored: StoredObject) -> bool:
         """Delete an object unless it was stored again; return whether it is gone."""
         if not isinstance(self._objects, LocalObjects):
-            # A writer of the same content at this instant repeats its stage later.
+            # A writer of the same content at this moment repeats its stage later.
             neighbours = self._objects.list_objects(stored.name.rpartition("/")[0])
             if any(entry.name == stored.name and entry.at > stored.at for entry in neighbours):
                 return False
@@ -161,10 +169,11 @@ class ContentStore:
             return not again
 
     def _has_local(self, digest: Digest) -> bool:
-        """Return whether a local store has it: the same small documents are stored for every variant and target.
+        """Return whether a local store has the content, so that it is not written again.
 
-        Its time is then renewed, so that it is not collected before its record is written. A remote
-        store is not queried, which would cost as much as writing.
+        The same small documents are stored for every variant and target. The time of the content is
+        renewed, so that it is not collected before its record is written. A remote store is not
+        queried, since that would cost as much as writing.
         """
         path = self._cache / _blob(digest)
         if not isinstance(self._objects, LocalObjects) or not self._intact(path, digest):
@@ -172,13 +181,16 @@ class ContentStore:
         with self._collecting(shared=True):
             try:
                 os.utime(path)
-            except OSError:  # it was collected just now, or has another owner: it is written again
+            except OSError:  # it was just collected, or has another owner
                 return False
         return True
 
     @contextmanager
     def _collecting(self, *, shared: bool) -> Iterator[None]:
-        """Keep content from being stored between the check of its age and its deletion (flock, local stores only)."""
+        """Hold the lock against writing between the check of an age and the deletion.
+
+        Writers hold the lock with `shared`. It is a flock, and is only used for local stores.
+        """
         if not isinstance(self._objects, LocalObjects):
             yield
             return
@@ -206,7 +218,10 @@ class ContentStore:
         return True
 
     def _trim(self) -> None:
-        """Delete the oldest content of the cache beyond its size, except what was downloaded within the last hour."""
+        """Delete the oldest content of the cache until its size is within the limit.
+
+        Content that was downloaded within the last hour is kept.
+        """
         entries = []
         for path in (self._cache / _BLOBS).glob("*/*"):
             with suppress(FileNotFoundError):  # another process was faster
@@ -236,7 +251,10 @@ def _record(key: Digest) -> str:
 
 
 def _parse_record(data: bytes | None, key: Digest) -> Manifest | None:
-    """Return the manifest of a record; None if it is missing, torn, tampered with or of another key."""
+    """Return the manifest of a record.
+
+    None if the record is missing, incomplete, changed, or belongs to another key.
+    """
     try:
         document = json.loads(data or b"")
         content = {"key": document["key"], "files": document["files"]}
@@ -251,12 +269,12 @@ def _parse_record(data: bytes | None, key: Digest) -> Manifest | None:
 
 @dataclass
 class ModelFolders:
-    """One read-only folder per manifest, so that a rollback needs no service."""
+    """Read-only folders, one per manifest, so that a rollback needs no service."""
 
     root: Path
 
     def place(self, manifest: Digest) -> str:
-        """Return the path that the folder has, or would have."""
+        """Return the path of the folder, which can be missing."""
         return str(self._folder(manifest).absolute())
 
     def location(self, manifest: Digest) -> str | None:
@@ -282,10 +300,9 @@ class ModelFolders:
                 f"files are not what the manifest {short_digest(manifest.digest())} says: {names}",
                 remedy="The artifact was changed after it was registered; run the pipeline again.",
             )
-        for path in sorted(
-            folder.glob("*.onnx")
-        ):  # refuses a model that reads outside its folder or its weights
-            with suppress(UserError):  # other problems are reported when it is loaded
+        # This check refuses a model that reads outside its folder or its weights.
+        for path in sorted(folder.glob("*.onnx")):
+            with suppress(UserError):  # other problems are reported when the model is loaded
                 read_structure(path)
         place = self._folder(manifest.digest())
         if self.location(manifest.digest()) is not None:
@@ -304,7 +321,7 @@ class ModelFolders:
                 with copy.open("rb") as stream:
                     os.fsync(stream.fileno())
             temporary.chmod(0o755)
-            if place.exists():  # only a damaged folder is ever replaced
+            if place.exists():  # only a damaged folder is replaced
                 shutil.rmtree(place)
             temporary.rename(place)
             sync_path(self.root)
@@ -337,7 +354,7 @@ class ModelFolders:
         """Delete a folder; no error if it does not exist."""
         folder = self._folder(manifest)
         if folder.is_dir():
-            # Renamed first, so that a folder that is half deleted never counts as a whole one.
+            # The folder is renamed first, so that a half deleted folder never counts as complete.
             leaving = self.root / f"{TEMPORARY}{folder.name}-{os.getpid()}"
             folder.rename(leaving)
             shutil.rmtree(leaving)

@@ -49,7 +49,7 @@ from onnx_ops.scratch import Scratch, write_durably
 
 _WORKER = "onnx_ops.adapters.data.dvc_worker:run_dvc"
 _TIMEOUT_S = 3600.0
-"""Seconds in which one object must have arrived."""
+"""Seconds until one object must have arrived."""
 
 _PLUGINS: Mapping[str, str] = {
     "azure": "dvc-azure==3.1.1",
@@ -60,7 +60,10 @@ _PLUGINS: Mapping[str, str] = {
     "webdav": "dvc-webdav==3.0.1",
     "webdavs": "dvc-webdav==3.0.1",
 }
-"""What DVC needs for a remote, by the scheme of its URL. Folders and http(s) need nothing."""
+"""Package that DVC needs for a remote, by the scheme of its URL.
+
+Folders and http(s) need no package.
+"""
 
 _FOLDER_SUFFIX = ".dir"
 """Suffix of the MD5 of a list of files, which represents a folder."""
@@ -75,7 +78,7 @@ _GIT_VARIABLES = (
     "GIT_OBJECT_DIRECTORY",
     "GIT_COMMON_DIR",
 )
-"""Set inside hooks; they would select another repository."""
+"""Variables that git sets inside hooks. They would select another repository."""
 
 _RESTORE = "Restore it with `git checkout`, or recreate it with `dvc add`, and commit."
 
@@ -84,13 +87,13 @@ _RESTORE = "Restore it with `git checkout`, or recreate it with `dvc add`, and c
 class DvcSettings:
     """Settings of data in a DVC repository.
 
-    `path` is a file as DVC knows it, relative to `repo`: a folder below the project's root, or a
-    URL.
+    `path` is a file that DVC tracks, relative to `repo`. `repo` is a folder below the project's
+    root, or a URL.
 
-    `rev` is a tag, branch or commit; empty for the checkout. `remote` names the DVC remote; empty
-    for that of the pointer, else the repository's default. `md5` is the required MD5 of the
-    pointer, if given. `requirements` are the packages of DVC's environment; empty for those of this
-    release that the remote needs.
+    `rev` is a tag, branch or commit; empty for the checkout. `remote` names the DVC remote; if it
+    is empty, the remote of the pointer or else the repository's default is used. `md5` is the
+    required MD5 of the pointer, if given. `requirements` are the packages of DVC's environment; if
+    empty, they are the packages of this release that the remote needs.
     """
 
     path: str
@@ -102,7 +105,7 @@ class DvcSettings:
 
     @property
     def is_url(self) -> bool:
-        """Whether `repo` is a URL, of which a copy is kept."""
+        """Whether `repo` is a URL. Of such a repository, a local copy is kept."""
         return "://" in self.repo or _SCP_LIKE.fullmatch(self.repo) is not None
 
 
@@ -110,10 +113,10 @@ class DvcSettings:
 class DvcPointer:
     """DVC's record of one output.
 
-    It has its pointer file, MD5 and size (-1 if unknown), and the place of its objects. `remote` is
-    the remote that the pointer names, `scheme` that of its URL, `cache` the folder of objects on
-    this machine (empty if there is none). `legacy` objects are those of DVC 1 and 2, which are
-    stored elsewhere.
+    It holds the pointer file, the MD5 and size (-1 if unknown), and the place of the objects.
+    `remote` is the remote that the pointer names, and `scheme` the scheme of its URL. `cache` is
+    the folder of objects on this machine (empty if there is none). `legacy` objects are those of
+    DVC 1 and 2, which are stored elsewhere.
     """
 
     file: str
@@ -128,7 +131,10 @@ class DvcPointer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TrackedFile:
-    """A file at a commit: `folder` is where git runs, `path` is relative to the top of the repository."""
+    """A tracked file at a commit.
+
+    `folder` is where git runs. `path` is relative to the top of the repository.
+    """
 
     settings: DvcSettings
     folder: Path
@@ -143,8 +149,8 @@ class DvcSource(DataSource):
 
     Args:
         environments: folder of the environment with DVC, which is created on first use.
-        repositories: folder of copies of repositories with a URL, and of the pointers that DVC
-            found.
+        repositories: folder of local copies of repositories that have a URL, and of the pointers
+            that DVC found.
     """
 
     environments: Path = Path(".onnx-ops/environments")
@@ -174,7 +180,7 @@ class DvcSource(DataSource):
         }
 
     def list_dependencies(self, section: DataSection) -> Iterable[str]:
-        """Yield the possible pointer files; none for a pinned revision."""
+        """Yield the possible pointer files; nothing for a pinned revision."""
         settings = _read_settings(section)
         if settings.is_url or settings.rev:
             return
@@ -185,7 +191,7 @@ class DvcSource(DataSource):
             yield posixpath.join(path, "dvc.lock")
 
     def sample(self, section: DataSection, root: Path) -> Sample | None:
-        """Read the first rows of the copy in the checkout, unchecked."""
+        """Read the first rows of the file in the checkout, without a check of its MD5."""
         settings = _read_settings(section)
         if settings.is_url:
             return None
@@ -240,7 +246,10 @@ class DvcSource(DataSource):
     def _find_pointer(
         self, settings: DvcSettings, folder: Path, commit: str, path: str
     ) -> DvcPointer:
-        """Request the pointer of a commit from DVC, once: a commit never changes."""
+        """Request the pointer of a commit from DVC, once per commit.
+
+        A commit never changes, so the pointer is kept.
+        """
         key = json.dumps([str(folder.resolve()), commit, path, settings.remote])
         stored = (
             self.repositories / "pointers" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
@@ -278,7 +287,7 @@ class DvcSource(DataSource):
         return pointer
 
     def _check_checkout(self, tracked: _TrackedFile, top: Path) -> None:
-        """Refuse a pointer that was changed in the checkout of the very commit that is used."""
+        """Refuse a pointer with uncommitted changes in the checkout of the used commit."""
         file, path = tracked.pointer.file, tracked.path
         if (
             not (top / file).is_file()
@@ -306,7 +315,11 @@ class DvcSource(DataSource):
             )
 
     def _copy_object(self, tracked: _TrackedFile, md5: str, scratch: Path) -> tuple[Path, str]:
-        """Copy an object from the cache, else from the remote, and check the copy. Return it and its origin."""
+        """Copy an object from the cache or else the remote, and check the copy.
+
+        Returns:
+            The copy and its origin.
+        """
         pointer, copy = tracked.pointer, scratch / md5
         cached = Path(pointer.cache) / md5[:2] / md5[2:]
         if pointer.cache and _copy_cached(cached, copy):
@@ -321,7 +334,7 @@ class DvcSource(DataSource):
             repo=str(tracked.folder.resolve()),
             rev=""
             if pointer.cache
-            else tracked.commit,  # the configuration of a checkout has the credentials
+            else tracked.commit,  # the config of a checkout has the credentials
             remote=tracked.settings.remote or pointer.remote,
             md5=md5,
             legacy=pointer.legacy,
@@ -356,7 +369,10 @@ class DvcSource(DataSource):
             process.stop()
 
     def _refresh_mirror(self, settings: DvcSettings) -> Path:
-        """Bring the bare copy of a repository up to date, unless it has the commit that `rev` names in full."""
+        """Update the bare copy of a repository.
+
+        A copy that already has the commit whose full hash `rev` is stays unchanged.
+        """
         mirror = self.repositories / hashlib.sha256(settings.repo.encode()).hexdigest()[:16]
         with hold_lock(mirror.with_suffix(".lock")):
             if not (mirror / "HEAD").is_file():
@@ -409,7 +425,10 @@ def _read_settings(section: DataSection) -> DvcSettings:
 
 
 def _find_in_folder(tracked: _TrackedFile, listing: Path, place: str) -> str:
-    """Return the MD5 of the file within a tracked folder, by the list of files that the folder's pointer names."""
+    """Return the MD5 of a file within a tracked folder.
+
+    `listing` is the list of files that the pointer of the folder names.
+    """
     pointer = tracked.pointer
     try:
         files = {
@@ -437,7 +456,7 @@ def _wrong_pointer(pointer: DvcPointer, why: str) -> DigestMismatchError:
 
 
 def _check_object(copy: Path, pointer: DvcPointer, what: str, place: str, remedy: str) -> None:
-    """Compare the MD5 of a copy with its name."""
+    """Raise DigestMismatchError if the MD5 of a copy differs from its file name."""
     wanted = copy.name.removesuffix(_FOLDER_SUFFIX)
     with copy.open("rb") as stream:
         digest = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
@@ -452,7 +471,10 @@ def _check_object(copy: Path, pointer: DvcPointer, what: str, place: str, remedy
 
 
 def _copy_cached(source: Path, copy: Path) -> bool:
-    """Copy a file of the cache, if it is there. Only the copy is checked and read: others may write to the original."""
+    """Copy a file of the cache; return whether the file exists.
+
+    Only the copy is checked and read, since others may write to the original.
+    """
     try:
         shutil.copyfile(source, copy)
     except FileNotFoundError:
@@ -468,7 +490,10 @@ def _copy_cached(source: Path, copy: Path) -> bool:
 
 
 def _find_commit(folder: Path, rev: str, place: str) -> str:
-    """Return the commit that a tag, branch or hash names; an empty one names the checkout."""
+    """Return the commit that a tag, branch or hash names.
+
+    An empty `rev` names the commit of the checkout.
+    """
     repository = _git(folder, "rev-parse", "--git-dir")
     if repository.returncode:
         remedy = "`repo` is a folder of a checkout, relative to the project's root, or a URL."

@@ -1,7 +1,7 @@
-"""Ask DVC inside its isolated environment: where a file is tracked, and for the bytes of its objects.
+"""The part of the DVC data source that runs inside DVC's isolated environment.
 
-The objects are copied unchanged. The calling process checks their digests, since DVC trusts its
-cache and its remotes.
+It finds where a file is tracked, and copies the bytes of objects unchanged. The calling process
+checks their digests, since DVC trusts its cache and its remotes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from onnx_ops.errors import (
 
 
 class DvcWorker:
-    """Serves DVC."""
+    """Methods with which the calling process uses DVC."""
 
     def find(self, repo: str, rev: str, path: str, remote: str) -> list[dict[str, Any]]:
         """Return the outputs that are or hold `path`, relative to git's top folder.
 
-        An empty `rev` reads the working tree. `remote` is the one to use, empty for that of the
-        pointer or the default.
+        An empty `rev` reads the working tree. `remote` is the remote to use; if it is empty, the
+        remote of the pointer or the default is used.
         """
         from dvc.exceptions import OutputNotFoundError
 
@@ -47,7 +47,8 @@ class DvcWorker:
             default = opened.config["core"].get("remote", "")
             return [
                 {
-                    # A pipeline's stage is in `dvc.yaml`; `dvc.lock` beside it states the MD5.
+                    # The MD5 of a pipeline stage is in `dvc.lock`, beside the `dvc.yaml` that DVC
+                    # reports.
                     "file": re.sub(
                         r"(^|/)dvc\.yaml\Z",
                         r"\1dvc.lock",
@@ -67,7 +68,7 @@ class DvcWorker:
     def fetch(
         self, repo: str, rev: str, remote: str, md5: str, legacy: bool, copy: str
     ) -> dict[str, Any]:
-        """Copy an object from the remote; return its place, and whether it exists."""
+        """Copy an object from the remote; return its location and whether it exists."""
         from dvc.config import ConfigError, RemoteConfigError
 
         where = f"DVC remote {remote}" if remote else "the default DVC remote"
@@ -91,7 +92,7 @@ class DvcWorker:
                 raise MissingPackageError(
                     what, where=where, why=str(error)[:300], remedy=remedy
                 ) from error
-            except Exception as error:  # each cloud's package raises its own
+            except Exception as error:  # the package of each cloud raises its own types
                 raise _unreachable(where, error) from error
             if unchecked:
                 raise UserError(
@@ -116,14 +117,14 @@ class DvcWorker:
 
 
 def run_dvc() -> None:
-    """Serve DVC, which keeps its own state below this process's temporary folder."""
+    """Serve requests; DVC keeps its state below this process's temporary folder."""
     os.environ["DVC_SITE_CACHE_DIR"] = tempfile.gettempdir()
     serve(DvcWorker(), "data")
 
 
 @contextmanager
 def _open_repository(repo: str, rev: str) -> Iterator[Any]:
-    """Yield the repository; raise what DVC finds wrong with it as an error of this package."""
+    """Yield the repository; convert DVC's errors to errors of this package."""
     from dvc.exceptions import DvcException, NotDvcRepoError, OutputDuplicationError
     from dvc.repo import Repo
 
@@ -145,7 +146,8 @@ def _open_repository(repo: str, rev: str) -> Iterator[Any]:
             "DVC cannot read its pointers",
             where=repo if not rev else f"{repo} at {rev[:12]}",
             why=str(error),
-            remedy="Restore the file with `git checkout`, or recreate it with `dvc add`, and commit.",
+            remedy="Restore the file with `git checkout`, or recreate it with "
+            "`dvc add`, and commit.",
         ) from error
 
 

@@ -17,7 +17,7 @@ from onnx_ops.ports import DataSource
 from onnx_ops.ports.data import Array, Sample
 
 _SMALL_BYTES = 16 << 20
-"""Files up to this size are read whole when their first rows are requested."""
+"""Files up to this size are read completely when their first rows are requested."""
 
 _HEAD_BYTES = 8 << 20
 
@@ -26,7 +26,10 @@ _POINTER = b"version https://git-lfs"
 
 
 class FileSource(DataSource):
-    """`file: PATH`. Nothing is unpickled, and the path stays below the project's root."""
+    """Data sets of `file: PATH`.
+
+    Nothing is unpickled, and the path stays below the project's root.
+    """
 
     def fingerprint(self, section: DataSection, root: Path) -> str:
         """Return the digest of the file."""
@@ -44,7 +47,10 @@ class FileSource(DataSource):
 
 
 def sample_arrays(path: Path, *, where: str) -> Sample:
-    """Read the first rows of a file, all if it is small; raises as `read_arrays`."""
+    """Read the first rows of a file, or all rows of a small file.
+
+    Raises the same errors as `read_arrays`.
+    """
     whole = path.stat().st_size <= _SMALL_BYTES
     return Sample(
         arrays=read_arrays(path, where=where, most_bytes=None if whole else _HEAD_BYTES),
@@ -77,7 +83,7 @@ def read_arrays(
 
 
 def _require_data(path: Path, where: str) -> None:
-    """Raise UserError if a file is empty or stands for one that was not fetched."""
+    """Raise UserError if a file is empty, or only a pointer to a file not fetched."""
     with path.open("rb") as stream:
         head = stream.read(len(_POINTER))
     if head == _POINTER:
@@ -94,14 +100,16 @@ def _require_data(path: Path, where: str) -> None:
 def _read_archive(
     path: Path, where: str, most_bytes: int | None
 ) -> tuple[Mapping[str, tuple[int, ...]], Mapping[str, Array]]:
-    """Return the shapes of all arrays in a `.npz` file, and the arrays or their first rows."""
+    """Return the shapes of all arrays in a `.npz` file, and the arrays.
+
+    With `most_bytes`, only the first rows of the arrays are returned.
+    """
     import numpy as np
 
     try:
         with path.open("rb") as stream:
-            if (
-                stream.peek(2)[:2] != b"PK"
-            ):  # the first bytes of a zip archive; `numpy.savez` writes one
+            # These are the first bytes of a zip archive, which `numpy.savez` writes.
+            if stream.peek(2)[:2] != b"PK":
                 raise ValueError(f"it is not an archive: it begins with {stream.peek(16)[:16]!r}")
             archive = np.load(stream, allow_pickle=False)
             if most_bytes is None:
@@ -128,7 +136,10 @@ def _read_archive(
 
 
 def _read_head(archive: Any, most_bytes: int) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
-    """Return the shapes of all arrays, and their first rows: as many as fit into so many bytes, at least one."""
+    """Return the shapes of all arrays, and their first rows.
+
+    As many rows are read as fit into `most_bytes`, but at least one.
+    """
     import numpy as np
     from numpy.lib import format as npy
 
@@ -149,7 +160,7 @@ def _read_head(archive: Any, most_bytes: int) -> tuple[dict[str, tuple[int, ...]
         axis = axes.get(name)
         cut = (slice(None),) * axis + (slice(rows),) if axis is not None else ()
         first = (min(rows, shape[0]), *shape[1:]) if axis == 0 else shape
-        if by_column and len(shape) > 1:  # its first rows are spread over the whole file
+        if by_column and len(shape) > 1:  # the first rows are spread over the whole file
             arrays[name] = np.zeros(first, dtype)[cut]
             continue
         with archive.zip.open(f"{name}.npy") as stream:
@@ -161,7 +172,11 @@ def _read_head(archive: Any, most_bytes: int) -> tuple[dict[str, tuple[int, ...]
 
 
 def _find_axes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Return the axis of the rows of each array that has them: of the size that most arrays have, first on axis 0."""
+    """Return the axis of the rows of each array that has such an axis.
+
+    The number of rows is the size that most arrays have in their shape. Among equals, the size that
+    is more often on axis 0 counts.
+    """
     sizes = {size for shape in shapes.values() for size in shape}
 
     def rank(size: int) -> tuple[int, int, int]:
@@ -187,13 +202,13 @@ def _path(section: DataSection, root: Path) -> Path:
         raise UserError("this data source reads `file: PATH`", where=type(section).__name__)
     try:
         path = (root / section.file).resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a circle of links, a zero byte
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or a zero byte
         raise NotFoundError("no such file", where=section.file, why=str(error)) from error
     if os.path.isdir(path):
         raise NotFoundError(
             "a folder, not a file", where=str(path), remedy="Name one .npz file or table."
         )
-    if os.path.isfile(path):  # unlike Path.is_file, it takes a name that is too long
+    if os.path.isfile(path):  # unlike Path.is_file, this accepts a name that is too long
         return path
     remedy = "`file:` is relative to the project's root."
     with contextlib.suppress(OSError):

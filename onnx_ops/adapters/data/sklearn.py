@@ -23,7 +23,10 @@ _SHAPES = {
     "breast_cancer": (30, 2),
     "diabetes": (10, 0),
 }
-"""Features and classes of each data set; a quantity has no classes."""
+"""Numbers of features and classes of each data set.
+
+The number of classes is 0 if the target is a quantity.
+"""
 
 
 class SklearnSource(DataSource):

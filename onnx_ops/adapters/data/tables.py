@@ -1,4 +1,7 @@
-"""Read the columns of tables: CSV in the dialects that spreadsheets write, Parquet, and JSON Lines."""
+"""Readers of the columns of tables.
+
+Formats are CSV in the dialects that spreadsheets write, Parquet, and JSON Lines.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,16 @@ SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet", ".jsonl", ".ndjson
 _MOST_COLUMNS = 4096
 
 _MOST_CSV_BYTES = 1 << 31
-"""pyarrow learns the types of the columns from one block, which is the whole file here."""
+"""Limit of the size of a CSV file.
+
+pyarrow infers the types of the columns from one block, which is the whole file here.
+"""
 
 _HEAD_BYTES = 1 << 20
-"""Part of a file from which its encoding, separator and decimal mark are read."""
+"""Bytes at the start of a file that determine its dialect.
+
+The dialect is the encoding, the separator and the decimal mark.
+"""
 
 _HEAD_RECORDS = 50
 
@@ -50,17 +59,20 @@ _MISSING = (
     ),
     *("NULL", "NaN", "n/a", "nan", "null", "None", "none", "?", "-", "--", ".", " ", "  ", "   "),
 )
-"""Cells that stand for a missing value in a column of numbers; in a column of text they are texts.
+"""Cells that mean a missing value in a column of numbers.
+
+In a column of text, they are texts.
 """
 
 _INDEX_NAMES = ("", "Unnamed: 0")
-"""Names of a first column that pandas and R write for the labels of the rows."""
+"""Names that pandas and R give to a first column of row labels."""
 
 _CHUNK_ROWS = 1 << 16
 
 _WIDTH_RATIO = 6
-"""Texts are an array of fixed width while that takes at most so many times their own bytes, or 1
-MiB.
+"""Largest ratio of an array of fixed width to the bytes of its texts.
+
+Above this ratio, and above 1 MiB, texts are stored as Python objects.
 """
 
 _FOREIGN = {
@@ -75,7 +87,7 @@ _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 def find_table_suffix(name: str) -> str:
-    """Return which of `SUFFIXES` a file's name ends in; empty for none."""
+    """Return the entry of `SUFFIXES` that a file's name ends in; empty without one."""
     return next((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), "")
 
 
@@ -84,11 +96,13 @@ def read_table(
 ) -> Mapping[str, Array]:
     """Read the columns of a table by name; `most_bytes` limits the rows.
 
-    Whole numbers are int64, fractions float32, booleans bool, everything else text: categories,
-    dates, and identifiers, which are whole numbers with a leading zero or beyond int64 (beyond 53
-    bits beside a missing one). A missing value is NaN, which makes a column of numbers or booleans
-    float32; in a column of text it is the empty text. Texts are `np.str_`, or Python objects where
-    a fixed width would waste memory.
+    Whole numbers are int64, fractions are float32, and booleans are bool. Everything else is text:
+    categories, dates, and identifiers. Identifiers are whole numbers with a leading zero or beyond
+    int64, or beyond 53 bits in a column with a missing value.
+
+    A missing value is NaN, which makes a column of numbers or booleans float32. In a column of
+    text, it is the empty text. Texts are `np.str_`, or Python objects where a fixed width would
+    waste memory.
 
     Raises:
         UserError: the file is not such a table, with the line or the column where it is known.
@@ -117,8 +131,8 @@ def read_table(
     if not table.num_rows:
         raise UserError("the table has no rows", where=where)
     columns = dict(zip(names, table.columns, strict=True))
-    del table  # each column is freed once it is an array
-    arrow.default_memory_pool().release_unused()  # of the file's text
+    del table  # frees each column after its conversion
+    arrow.default_memory_pool().release_unused()  # frees the text of the file
     return {
         name: _convert_column(arrow, columns.pop(name), f"{where}: column {name!r}")
         for name in names
@@ -143,7 +157,10 @@ class _Dialect:
 
 
 def _read_csv(arrow: Any, path: Path, suffix: str, most_bytes: int | None) -> Any:
-    """Read a CSV file, and a second time as text the columns whose text pyarrow's types would lose."""
+    """Read a CSV file.
+
+    Columns that would lose information in pyarrow's types are read a second time as text.
+    """
     content = _read_compressed(path, most_bytes) if suffix.endswith(".gz") else None
     size = path.stat().st_size if content is None else len(content)
     if size >= _MOST_CSV_BYTES:
@@ -163,7 +180,11 @@ def _read_csv(arrow: Any, path: Path, suffix: str, most_bytes: int | None) -> An
 
 
 def _drop_unnamed(table: Any) -> Any:
-    """Return the table without a first column of row labels, and without the empty column of a separator at the end."""
+    """Return the table without columns that hold no data.
+
+    These are a first column of row labels, and the empty column after a separator at the end of
+    lines.
+    """
     names = table.column_names
     if names[0] in _INDEX_NAMES and len(names) > 1:
         table = table.remove_column(0)
@@ -179,7 +200,10 @@ def _read_head(path: Path) -> bytes:
 
 
 def _read_compressed(path: Path, most_bytes: int | None) -> bytes:
-    """Return the content of a gzip file, or its first lines; a small file can hold far more than memory does."""
+    """Return the content of a gzip file, or its first lines.
+
+    The size is limited, since a small file can expand to more than the memory.
+    """
     most = _MOST_CSV_BYTES if most_bytes is None else most_bytes
     with gzip.open(path, "rb") as stream:
         content = stream.read(most)
@@ -189,7 +213,9 @@ def _read_compressed(path: Path, most_bytes: int | None) -> bytes:
 
 
 def _find_dialect(head: bytes) -> _Dialect:
-    """Return the encoding, the separator and the decimal mark of a file, from its first lines.
+    """Return the encoding, the separator and the decimal mark of a file.
+
+    They are determined from `head`, the first part of the file.
 
     Raises:
         ValueError: its names are not in UTF-8, or too many.
@@ -202,9 +228,8 @@ def _find_dialect(head: bytes) -> _Dialect:
     except UnicodeDecodeError as error:
         first_line_end = head.find(b"\n")
         if encoding == "utf-16" or (0 <= first_line_end < error.start):
-            text = head.decode(
-                encoding, "replace"
-            )  # pyarrow finds out whether that column is used as text
+            # pyarrow reports the invalid bytes only if that column is used as text.
+            text = head.decode(encoding, "replace")
         else:
             raise ValueError(_describe_undecodable(head)) from error
     records = {separator: _split_records(text, separator) for separator in _SEPARATORS}
@@ -225,15 +250,17 @@ def _split_records(text: str, separator: str) -> list[list[str]]:
     """Return the first complete records of a CSV text."""
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
     records: list[list[str]] = []
-    with contextlib.suppress(
-        csv.Error
-    ):  # a cell of more than 128 KiB; the records before it are enough
+    # A cell of more than 128 KiB raises this error. The records before the cell are enough.
+    with contextlib.suppress(csv.Error):
         records.extend(record for record in itertools.islice(reader, _HEAD_RECORDS) if record)
     return records[:-1] if len(records) > 2 else records
 
 
 def _find_separator(records: Mapping[str, list[list[str]]]) -> str:
-    """Return the separator that gives every record as many cells as there are names, and most of them."""
+    """Return the separator that gives the most columns.
+
+    With it, every record must have as many cells as there are names.
+    """
 
     def count_columns(separator: str) -> int:
         lengths = {len(record) for record in records[separator]}
@@ -244,7 +271,10 @@ def _find_separator(records: Mapping[str, list[list[str]]]) -> str:
 
 
 def _find_decimal_mark(records: Sequence[Sequence[str]]) -> str:
-    """Return the comma if numbers are written with it, and none with a point."""
+    """Return the decimal mark of the numbers.
+
+    It is the comma if numbers are written with a comma, and none is written with a point.
+    """
     cells = [cell.strip() for record in records for cell in record]
     with_comma = any(re.fullmatch(r"[+-]?\d+,\d+", cell) for cell in cells)
     with_point = any(re.fullmatch(r"[+-]?\d*\.\d+", cell) for cell in cells)
@@ -261,12 +291,14 @@ def _parse_csv(
     most_bytes: int | None,
     texts: Sequence[str] = (),
 ) -> Any:
-    """Return the table of a CSV file with pyarrow's types; the columns `texts` stay text."""
+    """Return the table of a CSV file with pyarrow's types.
+
+    The columns `texts` stay text.
+    """
     arrow_csv = importlib.import_module("pyarrow.csv")
     read = arrow_csv.read_csv if most_bytes is None else arrow_csv.open_csv
-    text_bytes = (
-        size + 1 if dialect.encoding == "utf8" else 2 * size
-    )  # a character of UTF-16 can take 3 bytes in UTF-8
+    # A character of two bytes in UTF-16 can take 3 bytes in UTF-8.
+    text_bytes = size + 1 if dialect.encoding == "utf8" else 2 * size
     block_bytes = max(min(text_bytes, most_bytes or text_bytes), 1 << 16)
     result = read(
         source if isinstance(source, str) else arrow.BufferReader(source),
@@ -293,12 +325,14 @@ def _parse_csv(
 def _find_text_columns(
     arrow: Any, table: Any, source: str | bytes, dialect: _Dialect, most_bytes: int | None
 ) -> list[str]:
-    """Return the columns that stay text though pyarrow converts them: dates, and whole numbers that are identifiers."""
+    """Return the columns that must stay text though pyarrow converts them.
+
+    These are dates, and whole numbers that are identifiers.
+    """
     kinds = arrow.types
     fields = list(table.schema)
-    texts = [
-        field.name for field in fields if kinds.is_temporal(field.type)
-    ]  # callers send the text
+    # Clients send dates as text.
+    texts = [field.name for field in fields if kinds.is_temporal(field.type)]
     texts += [
         f.name
         for f in fields
@@ -319,7 +353,10 @@ def _find_text_columns(
 
 
 def _exceeds_int64(arrow: Any, column: Any) -> bool:
-    """Return whether a column of float64 holds only whole numbers, some beyond int64: they are identifiers."""
+    """Return whether a float64 column holds identifiers.
+
+    It does if all values are whole numbers, and some of them exceed int64.
+    """
     compute = importlib.import_module("pyarrow.compute")
     largest = compute.max(compute.abs(column)).as_py()
     if largest is None or not 2.0**63 <= largest < 1e30:
@@ -328,7 +365,10 @@ def _exceeds_int64(arrow: Any, column: Any) -> bool:
 
 
 def _has_leading_zero(source: str | bytes, dialect: _Dialect, most_bytes: int | None) -> bool:
-    """Return whether a cell can begin with a zero and another digit; it may be another column's."""
+    """Return whether some cell of the file can begin with a zero and another digit.
+
+    The cell can be in any column.
+    """
     if dialect.encoding != "utf8":
         return True
     mark = re.escape(dialect.separator.encode())
@@ -343,7 +383,10 @@ def _read_bytes(path: str, most_bytes: int | None) -> bytes:
 
 
 def _describe_undecodable(source: str | bytes) -> str:
-    """Return where a file is not UTF-8, and how to convert it."""
+    """Return the error text for a file that is not UTF-8.
+
+    It shows the place of the first invalid byte, and how to convert the file.
+    """
     content = Path(source).read_bytes() if isinstance(source, str) else source
     try:
         content.decode("utf-8")
@@ -439,7 +482,10 @@ def _convert_column(arrow: Any, column: Any, where: str) -> Array:
 
 
 def _cast_column(arrow: Any, column: Any) -> Any:
-    """Return a column with its categories as values, its dates and identifiers as texts and its decimals as floats."""
+    """Return a column in types that the arrays support.
+
+    Categories become their values, dates and identifiers become text, and decimals become floats.
+    """
     kinds = arrow.types
     if kinds.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
@@ -453,14 +499,21 @@ def _cast_column(arrow: Any, column: Any) -> Any:
 
 
 def _has_identifiers(column: Any) -> bool:
-    """Return whether whole numbers exceed int64, or float64 where a missing one makes the column a float."""
+    """Return whether a column of whole numbers holds identifiers.
+
+    It does if a number exceeds int64. In a column with a missing value, which becomes a float
+    column, the limit is the range in which float64 is exact.
+    """
     most = 1 << 53 if column.null_count else 1 << 63
     limits = importlib.import_module("pyarrow.compute").min_max(column).as_py()
     return limits["max"] is not None and bool(limits["max"] >= most or limits["min"] < -most)
 
 
 def _convert_fractions(numbers: Any, where: str) -> Array:
-    """Return numbers as float32, which has no infinity in place of a larger number."""
+    """Return numbers as float32.
+
+    A number beyond the range of float32 raises UserError, and does not become infinity.
+    """
     import numpy as np
 
     too_large = np.isfinite(numbers) & (np.abs(numbers) > float(np.finfo(np.float32).max))
@@ -476,7 +529,10 @@ def _convert_fractions(numbers: Any, where: str) -> Array:
 
 
 def _convert_texts(arrow: Any, column: Any, where: str) -> Array:
-    """Return texts of fixed width, or as objects if one long text would widen all others."""
+    """Return texts with a fixed width.
+
+    If one long text would widen all others, the texts are Python objects.
+    """
     import numpy as np
 
     compute = importlib.import_module("pyarrow.compute")
@@ -491,14 +547,12 @@ def _convert_texts(arrow: Any, column: Any, where: str) -> Array:
     if fixed_bytes > max(
         1 << 20, _WIDTH_RATIO * compute.sum(compute.binary_length(column)).as_py()
     ):
-        encoded = (
-            column.cast(arrow.large_string()).combine_chunks().dictionary_encode()
-        )  # equal texts are one object
+        # Equal texts then share one object.
+        encoded = column.cast(arrow.large_string()).combine_chunks().dictionary_encode()
         texts = np.array([*encoded.dictionary.to_pylist()], dtype=object)
         return np.asarray(texts[encoded.indices.to_numpy()])[:, None]
     array = np.empty((len(column), 1), dtype=f"U{max(1, longest)}")
-    for start in range(
-        0, len(column), _CHUNK_ROWS
-    ):  # as Python objects, all texts at once take 57 bytes each
+    # Texts are converted in chunks: as Python objects, each text takes 57 bytes.
+    for start in range(0, len(column), _CHUNK_ROWS):
         array[start : start + _CHUNK_ROWS, 0] = column.slice(start, _CHUNK_ROWS).to_pylist()
     return array

@@ -54,7 +54,7 @@ class AzureEndpoints(CloudEndpoints):
         self._policy = policy or RetryPolicy()
 
     def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
-        """Return `split` and what Azure Monitor counts."""
+        """Return `split` and the kinds of counts that Azure Monitor provides."""
         return frozenset({"split"}) | self.metrics().capabilities()
 
     def validate_settings(self, settings: Mapping[str, Json]) -> None:
@@ -92,7 +92,7 @@ class AzureEndpoints(CloudEndpoints):
         return find_missing_credentials(where=config.endpoint)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """Return the endpoint's state; None also if it is not valid."""
+        """Return the endpoint's state; None if there is no endpoint or no valid state."""
         try:
             return self._observe(config)[0]
         except ServiceUnavailableError:
@@ -105,7 +105,7 @@ class AzureEndpoints(CloudEndpoints):
         endpoint.apply(plan_traffic(state, generation=generation, name=name, where=config.endpoint))
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Change the traffic once if the deployment runs; otherwise call `apply`."""
+        """Change only the traffic if the deployment runs; otherwise call `apply`."""
         try:
             observed, names = self._observe(config)
         except ServiceUnavailableError:
@@ -154,7 +154,10 @@ class AzureEndpoints(CloudEndpoints):
         )
 
     def _observe(self, config: EndpointConfig) -> tuple[EndpointState | None, Mapping[str, str]]:
-        """Return the endpoint's state, and its deployments' names in Azure by their names in onnx-ops."""
+        """Return the endpoint's state, and names of its deployments in Azure.
+
+        The names in Azure are by the names in onnx-ops.
+        """
         endpoint = self._connect(config)
         resource = endpoint.read()
         if resource is None or is_mirrored(resource):
@@ -188,7 +191,10 @@ class AzureEndpoints(CloudEndpoints):
 def _find_unused_deployments(
     own_tags: Mapping[str, Mapping[str, str]], used: Set[str], needed: Set[Digest]
 ) -> Iterator[OrphanedResource]:
-    """Yield our deployments, given by their tags, that are neither used nor serve a needed version."""
+    """Yield our deployments that are not used and serve no needed version.
+
+    `own_tags` are the tags of our deployments by name.
+    """
     for name, tags in sorted(own_tags.items()):
         if name not in used and tags.get(MANIFEST) not in needed:
             why = "it has no traffic, and no state needs it"
@@ -198,7 +204,11 @@ def _find_unused_deployments(
 def _find_unused_models(
     manifests: Mapping[str, str], own_tags: Mapping[str, Mapping[str, str]], needed: Set[Digest]
 ) -> Iterator[OrphanedResource]:
-    """Yield the stored models, given by their manifests, that no deployment of ours serves and that are not needed."""
+    """Yield the stored models that are not needed and that no deployment serves.
+
+    `manifests` are the manifest digests of stored models by name, and `own_tags` the tags of our
+    deployments.
+    """
     served = {
         build_azure_name(record)
         for record in map(read_record, own_tags.values())

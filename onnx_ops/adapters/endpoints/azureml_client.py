@@ -1,7 +1,7 @@
-"""Azure ML through the SDK's MLClient, without the SDK's own retries: reads are retried, writes are sent once.
+"""Client of Azure ML that uses the SDK's MLClient without the SDK's own retries.
 
-The SDK would send a write again after a newer one of another client; here a read must show that it
-is still needed.
+Reads are retried, and writes are sent once. The SDK would repeat a write even after another client
+has sent a newer one. Here, a read must first show that the write is still needed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SPARE = 1.2
-"""Azure keeps a fifth of a deployment's instances in reserve for its upgrades, and counts them."""
+"""Ratio of counted instances to requested instances.
+
+Azure reserves a fifth of a deployment's instances for its upgrades, and counts the reserve.
+"""
 _TERMINAL_STATES = frozenset({"succeeded", "failed", "canceled"})
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _QUOTA = re.compile(r"quota|OutOfCapacity|not enough (cores|capacity)", re.IGNORECASE)
@@ -82,12 +85,15 @@ class RetryPolicy:
     confirmations: int = 3
 
     def attempts(self, within_s: float) -> Iterator[int]:
-        """Count attempts, at least two, with growing pauses, until the time is over."""
+        """Count attempts with growing pauses, at least two, until the time is over."""
         return attempts(within_s, self.pause_s, longest_s=self.longest_s, at_least=2)
 
 
 class AzureClient:
-    """Requests about one endpoint and its deployments; `owner` is its name in onnx-ops, which tags and errors show."""
+    """Requests about one endpoint and its deployments.
+
+    `owner` is the endpoint's name in onnx-ops, which tags and errors show.
+    """
 
     def __init__(self, settings: AzureSettings, name: str, owner: str, policy: RetryPolicy) -> None:
         self.settings = settings
@@ -102,22 +108,22 @@ class AzureClient:
         return _ml_client(self.workspace, self.settings.api_timeout)
 
     def registry(self, name: str) -> MLClient:
-        """Return a client of the registry of that name, which Azure finds in any region."""
+        """Return a client of the registry with that name, in whichever region it is."""
         return _ml_client(None, self.settings.api_timeout, registry=name)
 
     def connect(self) -> None:
-        """Make the SDK's client, which reads the metadata of the cloud."""
+        """Create the SDK's client, which reads the metadata of the cloud."""
         require(*EXTRAS["azure"], where=self.owner)
         with translate_errors(self.owner):
             _ = self.ml
 
     @property
     def where(self) -> str:
-        """Return the endpoint's place in errors about it."""
+        """Return the location that errors about the endpoint show."""
         return f"endpoint {self.name}"
 
     def endpoint(self) -> ManagedOnlineEndpoint | None:
-        """Read the endpoint; the answer can be slightly stale."""
+        """Read the endpoint. The answer can be slightly stale."""
         return self.read(self.where, lambda: self.ml.online_endpoints.get(self.name))
 
     def deployments(self) -> dict[str, ManagedOnlineDeployment]:
@@ -157,7 +163,7 @@ class AzureClient:
             )
             kind = BusyError if throttled else UnansweredWriteError
             raise kind(error.what, where=where, why=error.why, remedy=error.remedy) from error
-        # The operation continues; an error of a poll is no error of the operation.
+        # The operation continues in Azure, so an error of a poll does not mean that it failed.
         with (
             contextlib.suppress(GoneError, ServiceUnavailableError),
             translate_errors(where, instances=instances),
@@ -188,10 +194,10 @@ class AzureClient:
     def converge(
         self, step: Callable[[], T | None], where: str = "", *, retry_reads: bool = False
     ) -> T:
-        """Repeat a step until it returns something, while Azure is busy, for `policy.operation_s` seconds.
+        """Repeat a step until it returns a result, for `policy.operation_s` seconds.
 
-        With `retry_reads` it is also repeated when a read was not answered for `policy.answer_s`
-        seconds.
+        The step is repeated while Azure is busy, and after an unanswered write. With `retry_reads`
+        the step is also repeated when a read was not answered for `policy.answer_s` seconds.
         """
         retried = (BusyError, ServiceUnavailableError if retry_reads else UnansweredWriteError)
         tries = self.policy.attempts(self.policy.operation_s)
@@ -215,7 +221,10 @@ def has_succeeded(resource: ManagedOnlineDeployment | ManagedOnlineEndpoint) -> 
 
 @contextlib.contextmanager
 def translate_errors(where: str, *, instances: int = 1) -> Iterator[None]:
-    """Raise the SDK's errors as errors of onnx-ops; `instances` are how many were requested."""
+    """Raise the SDK's errors as errors of onnx-ops.
+
+    `instances` is the number of requested instances.
+    """
     from azure.ai.ml.exceptions import MlException
     from azure.core.exceptions import AzureError
 
@@ -284,7 +293,10 @@ def _explain(error: BaseException, where: str, instances: int) -> OnnxOpsError:
 
 
 def _state(resource: Any) -> str:
-    """Return the provisioning state, which the SDK has as text or as an enumeration with another text."""
+    """Return the provisioning state in lower case.
+
+    The SDK holds the state as text, or as an enumeration whose text differs from its value.
+    """
     value = resource.provisioning_state
     return str(getattr(value, "value", value)).lower()
 
@@ -313,9 +325,9 @@ def _ml_client(workspace: Workspace | None, answer_s: float, *, registry: str = 
         )
     except LookupError as error:
         raise InfrastructureError("there is no such cloud", why=str(error)) from error
-    # The SDK's progress dots and remarks are no part of our output, in the terminal or in JSON. For
-    # one such remark, about a model in a registry, it creates a separate client, which waits
-    # minutes for an answer.
+    # The SDK's progress dots and remarks must not be part of our output, in the terminal or in
+    # JSON. For one remark, about a model in a registry, the SDK creates a separate client, which
+    # waits minutes for an answer.
     _azureml_polling.print = lambda *_, **__: None
     _endpoint_utils.check_default_deployment_template = lambda *_, **__: None
     for name in list(logging.root.manager.loggerDict):

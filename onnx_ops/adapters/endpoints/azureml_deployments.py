@@ -1,8 +1,8 @@
 """The deployments of one endpoint in Azure, and their instance counts.
 
 A deployment's immutable settings are part of its name, so other settings create another deployment.
-Only instance counts change; a scaled deployment has an autoscale setting of Azure Monitor, and a
-tag that records it.
+Only instance counts change. A scaled deployment has an autoscale setting of Azure Monitor, and a
+tag that records this setting.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class AzureDeployments:
         return build_azure_name(deployment, self._settings.immutable)
 
     def drift(self, resource: ManagedOnlineDeployment, deployment: Deployment) -> Iterator[str]:
-        """Yield how a running deployment differs from the settings."""
+        """Yield the differences between a running deployment and the settings."""
         if resource.name == self.name(deployment):
             yield from self._autoscaling.drift(resource)
             return
@@ -135,7 +135,10 @@ class AzureDeployments:
                 self._autoscaling.remove(resource)
 
     def _create(self, name: str, deployment: Deployment) -> None:
-        """Create a deployment, its model, and the shared environment with our image and its routes."""
+        """Create a deployment and its model.
+
+        The shared environment, with our image and its routes, is created too.
+        """
         from azure.ai.ml.entities import Environment, ManagedOnlineDeployment, OnlineRequestSettings
 
         client, settings = self._client, self._settings
@@ -197,7 +200,10 @@ class Autoscaling:
         )
 
     def drift(self, resource: ManagedOnlineDeployment) -> Iterator[str]:
-        """Yield how instances differ from the settings, unless others scale them."""
+        """Yield how instance counts and autoscaling differ from the settings.
+
+        Instance counts that other clients scale are not compared.
+        """
         actual = (resource.tags or {}).get(SCALING, NOT_SCALED)
         if actual == self.tag and self._settings.scaled:
             actual = self._monitor_drift(resource.name) or actual
@@ -241,12 +247,15 @@ class Autoscaling:
             self._request(self._setting_path(resource.name), method="DELETE")
 
     def _is_miscounted(self, resource: ManagedOnlineDeployment) -> bool:
-        """Return whether the settings fix another number of instances, and no other client scales them."""
+        """Return whether a fixed instance count differs from the settings.
+
+        It does not count as different if another client scales the deployment.
+        """
         if self._settings.scaled or resource.instance_count == self._settings.instances:
             return False
         try:
             listed = self._request(f"{self._settings_path}?{_MONITOR_API}")
-        except RefusedError:  # without autoscaling no permission to read it is needed
+        except RefusedError:  # without autoscaling, permission to read it is not required
             return True
         targets = (
             item["properties"].get("targetResourceUri", "")
@@ -255,7 +264,10 @@ class Autoscaling:
         return self._deployment_path(resource.name).lower() not in map(str.lower, targets)
 
     def _monitor_drift(self, name: str) -> str | None:
-        """Return how the autoscale setting of a deployment differs from ours; None if it does not."""
+        """Return how the autoscale setting of a deployment differs from ours.
+
+        None if it does not differ.
+        """
         actual = self._request(self._setting_path(name))
         if actual is None:
             return NOT_SCALED
@@ -299,7 +311,10 @@ class Autoscaling:
         return f"{group}/providers/Microsoft.Insights/autoscaleSettings"
 
     def _setting_path(self, name: str) -> str:
-        return f"{self._settings_path}/{self._client.workspace.workspace}--{self._client.name}--{name}?{_MONITOR_API}"
+        return (
+            f"{self._settings_path}/{self._client.workspace.workspace}--{self._client.name}"
+            f"--{name}?{_MONITOR_API}"
+        )
 
     def _deployment_path(self, name: str) -> str:
         return (
@@ -307,7 +322,7 @@ class Autoscaling:
         )
 
     def _request(self, path: str, *, method: str = "GET", document: object = None) -> Any:
-        """Return Azure Resource Manager's answer; None if the resource does not exist."""
+        """Return the answer of Azure Resource Manager; None if there is no such resource."""
 
         def send() -> Any:
             try:
@@ -328,7 +343,10 @@ class Autoscaling:
 
 
 def _limits(profile: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return the relevant part of a profile: capacities, and thresholds by direction."""
+    """Return the part of an autoscale profile that is compared.
+
+    These are the capacities, and the thresholds by direction.
+    """
     capacity = profile.get("capacity", {})
     rules = {
         rule["scaleAction"]["direction"]: (

@@ -33,11 +33,11 @@ ACTIONS = (
     f"{_WORKSPACES}/environments/versions/write",
     "Microsoft.Insights/metrics/read",
 )
-"""Actions of the provider and its metrics source."""
+"""Azure actions that the provider and its metrics source need."""
 _SCALING_ACTIONS = tuple(
     f"Microsoft.Insights/autoscaleSettings/{verb}" for verb in ("read", "write", "delete")
 )
-"""Additional actions if the settings request autoscaling."""
+"""Azure actions that are also needed if the settings request autoscaling."""
 _API = "api-version=2024-04-01"
 _REGISTRY_SUFFIX = ".azurecr.io"
 _PULL_ROLES = frozenset(
@@ -45,11 +45,14 @@ _PULL_ROLES = frozenset(
 )
 """Azure's ids of the roles AcrPull and AcrPush."""
 _VERSIONS_IN_ROLLOUT = 2
-"""The old and the new version run side by side."""
+"""During a rollout, the old and the new version run side by side."""
 
 
 def diagnose(endpoints: Sequence[Mapping[str, Json]]) -> Iterator[Diagnosis]:
-    """Yield the findings for the settings of endpoints; a check whose prerequisite failed is left out."""
+    """Yield the findings for the settings of endpoints.
+
+    A check whose prerequisite failed is left out.
+    """
     packages = EXTRAS["azure"]
     missing = absent(packages)
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
@@ -128,7 +131,10 @@ def _matches(action: str, patterns: Sequence[str]) -> bool:
 
 
 def _check_image(settings: AzureSettings, registries: list[str]) -> Finding:
-    """Check the image's registry, and add its resource id. Azure Resource Manager does not know the tags."""
+    """Check the image's registry, and add its resource id to `registries`.
+
+    Azure Resource Manager does not know the tags, so the tag is not checked.
+    """
     host = settings.image.partition("/")[0]
     if not host.endswith(_REGISTRY_SUFFIX):
         found = (
@@ -136,7 +142,10 @@ def _check_image(settings: AzureSettings, registries: list[str]) -> Finding:
             "be checked here"
         )
         return True, found, ""
-    path = f"/subscriptions/{settings.place.subscription}/providers/Microsoft.ContainerRegistry/registries"
+    path = (
+        f"/subscriptions/{settings.place.subscription}"
+        "/providers/Microsoft.ContainerRegistry/registries"
+    )
     listed = request_resource(f"{path}?api-version=2023-07-01").get("value", ())
     registries += [
         str(one["id"])
@@ -177,7 +186,10 @@ def _check_pull(settings: AzureSettings, registry: str, attached: str) -> Findin
 
 def _check_quota(settings: AzureSettings, location: str) -> Finding:
     subscription = settings.place.subscription
-    region = f"/subscriptions/{subscription}/providers/Microsoft.MachineLearningServices/locations/{location}"
+    region = (
+        f"/subscriptions/{subscription}/providers/Microsoft.MachineLearningServices"
+        f"/locations/{location}"
+    )
     sizes = {
         size["name"].lower(): size for size in request_resource(f"{region}/vmSizes?{_API}")["value"]
     }

@@ -1,7 +1,8 @@
-"""Models in the datastore, the workspace, or a registry that workspaces in all regions can read.
+"""Models in the datastore, and in the workspace or a registry.
 
-A folder is named by its content and holds `model/` and, written last, `deployment.json`. Without
-that file the upload was interrupted and is repeated.
+Workspaces in all regions can read a registry. A folder of the datastore is named by its content. It
+holds `model/` and, written last, `deployment.json`. Without that file, the upload was interrupted
+and is repeated.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from azure.storage.blob import ContainerClient
 
 _VERSION = "1"
-"""Version of every model: the content of a name never changes."""
+"""Version of every model, since the content of a model name never changes."""
 _BLOCK_BYTES = 8 << 20
 
 
@@ -39,13 +40,22 @@ class AzureModels:
         self._endpoint = client.name
 
     def ensure(self, name: str, deployment: Deployment) -> str:
-        """Return the model's resource id or path in the registry; upload it if missing."""
+        """Return the model's resource id or path in the registry.
+
+        A missing model is uploaded.
+        """
         if self._settings.registry:
             return self._ensure_registered(name, deployment)
-        return f"{self._client.workspace.path}/models/{self._ensure_asset(name, deployment)}/versions/{_VERSION}"
+        return (
+            f"{self._client.workspace.path}/models/{self._ensure_asset(name, deployment)}"
+            f"/versions/{_VERSION}"
+        )
 
     def stored(self) -> dict[str, str]:
-        """Return the manifest digest of each folder in the datastore; empty for an incomplete upload."""
+        """Return the manifest digest of each model folder in the datastore.
+
+        The digest is empty for an incomplete upload.
+        """
         from azure.core.exceptions import ResourceNotFoundError
 
         def list_folders() -> dict[str, str]:
@@ -65,10 +75,10 @@ class AzureModels:
         return self._client.read("the datastore", list_folders) or {}
 
     def delete(self, name: str) -> None:
-        """Delete a folder; no error if it does not exist.
+        """Delete a folder, if it exists.
 
-        The asset stays: Azure keeps assets forever, and it is valid again once the same files are
-        uploaded.
+        The asset stays, since Azure keeps assets forever. The asset becomes valid again when the
+        same files are uploaded.
         """
         from azure.core.exceptions import ResourceNotFoundError
 
@@ -77,8 +87,8 @@ class AzureModels:
             blobs = [
                 blob.name for blob in container.list_blobs(name_starts_with=f"{self._path(name)}/")
             ]
-            # deployment.json first, so that a folder that is half deleted never counts as a whole
-            # model.
+            # deployment.json is deleted first, so that a half deleted folder never counts as a
+            # whole model.
             for blob in sorted(blobs, key=lambda blob: not blob.endswith(f"/{DEPLOYMENT_FILE}")):
                 with contextlib.suppress(ResourceNotFoundError):
                     container.delete_blob(blob)
@@ -115,7 +125,9 @@ class AzureModels:
         return asset
 
     def _ensure_registered(self, name: str, deployment: Deployment) -> str:
-        """Return the path of the model in the registry, named by its content; copy the workspace's if it is missing.
+        """Return the path of the model in the registry.
+
+        The model is named by its content. A missing model is copied from the workspace.
 
         Raises:
             RefusedError: a foreign model has that name.
@@ -148,7 +160,8 @@ class AzureModels:
                     f"another model is called {model}",
                     where=where,
                     why=f"its manifest is {manifest}",
-                    remedy="It was created manually: choose another registry, or archive that model.",
+                    remedy="It was created manually: choose another registry, "
+                    "or archive that model.",
                 )
             return path
         asset = self._ensure_asset(name, deployment)
@@ -186,7 +199,7 @@ class AzureModels:
         )
 
     def _blob_md5(self, *parts: str) -> bytes | None:
-        """Return the MD5 digest that Azure keeps of a blob; None if there is none of that name."""
+        """Return the MD5 digest that Azure stores for a blob; None without such a blob."""
         from azure.core.exceptions import ResourceNotFoundError
 
         try:
@@ -200,7 +213,10 @@ class AzureModels:
 
     @functools.cached_property
     def _container(self) -> ContainerClient:
-        """The datastore's container; the identity needs the role Storage Blob Data Contributor."""
+        """The datastore's container.
+
+        The identity needs the role Storage Blob Data Contributor.
+        """
         from azure.storage.blob import ContainerClient
 
         store: Any = self._client.ml.datastores.get(self._settings.models_path[0])

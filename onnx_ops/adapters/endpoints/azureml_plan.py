@@ -1,7 +1,7 @@
-"""A state in Azure's terms: names, tags and traffic of an endpoint.
+"""The traffic, names and tags with which Azure represents an endpoint's state.
 
-Tags record the applied state and what deployments serve. They are sent together with the traffic,
-so the two always match.
+Tags record the applied state and what deployments serve. Tags and traffic are sent together, so
+they always match.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ NOT_SCALED = "none"
 _NAMES = "onnx-ops-deployments-"
 _RECORD = "onnx-ops-record-"
 _TAG_CHARACTERS = 250
-"""A tag's value has at most 256."""
+"""Characters of a tag's value; Azure allows at most 256."""
 _SLUG_CHARACTERS = 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficPlan:
-    """Deployments and traffic percentages by name in Azure, and the endpoint's tags."""
+    """The endpoint's tags, and deployments and traffic percentages by name in Azure."""
 
     generation: int
     deployments: Mapping[str, Deployment]
@@ -50,9 +50,12 @@ def plan_traffic(
     name: Callable[[Deployment], str] | None = None,
     where: str = "",
 ) -> TrafficPlan:
-    """Return an endpoint's desired traffic and tags for a state; raise UserError if it has copies of requests.
+    """Return the desired traffic and tags of an endpoint for a state.
 
     `name` returns the name of a deployment in Azure, `build_azure_name` by default.
+
+    Raises:
+        UserError: the state copies requests to a deployment.
     """
     if any(state.split.shadow.values()):
         raise UserError(
@@ -73,8 +76,8 @@ def build_azure_name(deployment: Deployment, immutable: Mapping[str, Json] | Non
     """Return a name of at most 32 characters that is derived from the content.
 
     Args:
-        deployment: what it serves. A model is named by that alone.
-        immutable: settings that a deployment in Azure was made with.
+        deployment: what it serves. A model is named by the deployment alone.
+        immutable: settings with which a deployment in Azure was created.
     """
     slug = (
         re.sub(r"[^a-z0-9]+", "-", deployment.name.lower()).strip("-")[:_SLUG_CHARACTERS].strip("-")
@@ -93,7 +96,7 @@ def build_azure_name(deployment: Deployment, immutable: Mapping[str, Json] | Non
 
 
 def build_record_tags(deployment: Deployment) -> dict[str, str]:
-    """Return the tags from which `read_record` reads the deployment back."""
+    """Return the tags from which `read_record` restores the deployment."""
     text = codec.dumps(replace(deployment, location="")).decode()
     return {MANIFEST: deployment.manifest, **split_text(_RECORD, text, _TAG_CHARACTERS)}
 
@@ -118,7 +121,7 @@ def read_state(
     """Return the endpoint's state; None if it is not valid.
 
     Args:
-        tags: the endpoint's.
+        tags: tags of the endpoint.
         traffic: percentages by the deployments' names in Azure; names without traffic may be
             missing.
         records: every deployment that can answer, by its name in Azure.
@@ -138,6 +141,10 @@ def read_state(
 
 
 def read_deployment_names(tags: Mapping[str, str]) -> list[str]:
-    """Return the names in Azure of the deployments that an endpoint's tags list; raise ValueError if there are none."""
+    """Return the names in Azure of the deployments that an endpoint's tags list.
+
+    Raises:
+        ValueError: there are no such names.
+    """
     names: list[str] = json.loads(join_text(_NAMES, tags))
     return names

@@ -83,7 +83,10 @@ class AzureSettings(ContainerOptions):
 
     @property
     def immutable(self) -> Mapping[str, Json]:
-        """Settings that a deployment keeps while it exists, except the keys that its container trusts."""
+        """Settings that are fixed when a deployment is created.
+
+        The keys that the container trusts are not among them.
+        """
         return {
             "image": self.image,
             "instance_type": self.instance_type,
@@ -99,7 +102,11 @@ class AzureSettings(ContainerOptions):
 
 
 def read_azure_settings(given: Mapping[str, Json], *, where: str = "") -> AzureSettings:
-    """Return the settings of an endpoint; raise SettingsError if they are wrong or contradict each other."""
+    """Return the settings of an endpoint.
+
+    Raises:
+        SettingsError: they are wrong or contradict each other.
+    """
     remedy = (
         ""
         if {"image", "instance_type"} <= set(given)

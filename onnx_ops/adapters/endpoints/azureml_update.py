@@ -1,8 +1,8 @@
-"""Changes of an endpoint in Azure that survive a kill between any two requests and keep traffic at 100 %.
+"""Changes of an endpoint in Azure that survive a kill between any two requests.
 
-Deployments come first, then tags and traffic in one request, and deletions last. There is no ETag:
-every write follows a read that shows no later generation, under a lock of this machine, and is read
-back.
+Traffic stays at 100 %. Deployments come first, then tags and traffic in one request, and deletions
+last. There is no ETag. So every write follows a read that shows no later generation, is made under
+a lock of this machine, and is read back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 class SentGeneration:
     """The last generation that this machine sent, and a lock, in one folder.
 
-    Azure's reads can be stale; a read that shows an older generation than this one is repeated.
+    Azure's reads can be stale. A read that shows an older generation than this one is repeated.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,12 +61,13 @@ class SentGeneration:
     def raise_to(self, generation: int) -> None:
         """Store a generation before it is sent.
 
-        After a crash before the request, reads that do not show it for long enough are trusted.
+        If a crash prevents the request, reads that keep showing an older generation are trusted
+        after a while.
         """
         self.store(max(generation, self.value or 0))
 
     def store(self, generation: int | None) -> None:
-        """Store what reads have confirmed; None if there is no endpoint."""
+        """Store the generation that reads have confirmed; None if there is no endpoint."""
         if generation is None:
             self._path.unlink(missing_ok=True)
             return
@@ -75,8 +76,12 @@ class SentGeneration:
 
 
 def _is_current(tags: Mapping[str, str], sent: int | None) -> bool:
-    """Return whether an endpoint's tags show the generation that this machine sent, if it sent one."""
-    # Without a tag of an owner the read is not stale: ours had it from its start.
+    """Return whether an endpoint's tags show the generation that this machine sent.
+
+    It is true if this machine has not sent any.
+    """
+    # An endpoint without an owner tag is foreign, so this read is not stale. Our endpoint has had
+    # the tag since its creation.
     return sent is None or read_generation(tags) >= sent or OWNER not in tags
 
 
@@ -91,7 +96,9 @@ class AzureEndpoint:
         self._owner = client.owner
 
     def read(self) -> ManagedOnlineEndpoint | None:
-        """Return the endpoint, once a read shows this machine's last write; None if it does not exist.
+        """Return the endpoint, once a read shows this machine's last write.
+
+        None if the endpoint does not exist.
 
         Raises:
             RefusedError: onnx-ops did not create the endpoint.
@@ -102,7 +109,10 @@ class AzureEndpoint:
         return endpoint
 
     def _read_current(self) -> ManagedOnlineEndpoint | None:
-        """Read the endpoint until it shows what this machine sent, or for longer than reads can be stale."""
+        """Read the endpoint until the read shows what this machine sent.
+
+        Reading also ends after the time for which reads can be stale.
+        """
         policy, sent = self.client.policy, self._sent.value
         within_s = policy.pause_s * policy.confirmations if sent is None else policy.lag_s
         endpoint = None
@@ -113,14 +123,15 @@ class AzureEndpoint:
             is_confirmed = sent is None and count + 1 >= policy.confirmations
             if endpoint is None and is_confirmed:
                 return None
-        # What was sent did not arrive: the next read does not wait for it again.
+        # The request did not arrive. The stored value changes, so that the next read does not wait
+        # again.
         self._sent.store(None if endpoint is None else read_generation(endpoint.tags or {}))
         return endpoint
 
     def _require_own(self, endpoint: ManagedOnlineEndpoint) -> None:
         """Raise RefusedError if onnx-ops did not create an endpoint."""
         owners = {(endpoint.tags or {}).get(OWNER)}
-        if owners == {None}:  # another tool wrote its tags; then those of its deployments count
+        if owners == {None}:  # another tool overwrote the tags; the deployments' tags count
             owners = {
                 (resource.tags or {}).get(OWNER) for resource in self.client.deployments().values()
             }
@@ -149,8 +160,8 @@ class AzureEndpoint:
             return before
 
         tries = self.client.policy.attempts(self.client.policy.operation_s)
-        # Only deployments from before the change: a client with a later generation may be creating
-        # others now.
+        # Only deployments that existed before the change are deleted: a client with a later
+        # generation may be creating others now.
         for name, resource in converge(
             step, tries, lambda: make_timeout_error(self._owner)
         ).items():
@@ -161,7 +172,7 @@ class AzureEndpoint:
                 if endpoint is None or not _matches(endpoint, plan):
                     return
                 self.deployments.delete(name)
-            except OnnxOpsError as error:  # `list_orphans` lists what stays
+            except OnnxOpsError as error:  # `list_orphans` lists what remains
                 _log.warning("deployment %s was not deleted: %s", name, error)
 
     def route(self, plan: TrafficPlan) -> None:
@@ -267,13 +278,13 @@ class AzureEndpoint:
         }
         endpoint.tags = {**foreign, OWNER: self._owner, **plan.tags}
         endpoint.traffic = dict(plan.traffic)
-        endpoint.mirror_traffic = {}  # which only a person can have set
+        endpoint.mirror_traffic = {}  # only a person can have set it
         before = self._sent.value
         self._sent.raise_to(plan.generation)
         try:
             endpoints = self.client.ml.online_endpoints
             self.client.write(self.client.where, lambda: endpoints.begin_create_or_update(endpoint))
-        except BusyError:  # it was not taken, so no read can show it
+        except BusyError:  # the request was not accepted, so no read can show it
             self._sent.store(before)
             raise
 
@@ -309,5 +320,5 @@ def _matches(endpoint: ManagedOnlineEndpoint, plan: TrafficPlan) -> bool:
 
 
 def is_mirrored(endpoint: ManagedOnlineEndpoint) -> bool:
-    """Return whether Azure copies its requests, which only a person can have set."""
+    """Return whether Azure mirrors requests, which only a person can have configured."""
     return any(int(percent) for percent in (endpoint.mirror_traffic or {}).values())

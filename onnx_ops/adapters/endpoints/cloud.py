@@ -1,4 +1,4 @@
-"""Shared code of the providers of managed clouds."""
+"""Shared code of the endpoint providers for managed clouds."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from onnx_ops.protocol.server_process import CONTAINER_PROVIDERS, explain_unserv
 class CloudEndpoints(EndpointProvider):
     """Base of the providers whose endpoints run our image in containers of a cloud.
 
-    They verify signatures with the public keys in the folder `trusted`; without it they load any
-    model.
+    The containers verify signatures with the public keys in the folder `trusted`. Without this
+    folder, they load any model.
     """
 
     metrics_plugin: ClassVar[str]
@@ -43,7 +43,10 @@ class CloudEndpoints(EndpointProvider):
 
 
 def verify_files(deployment: Deployment) -> dict[str, Path]:
-    """Verify the model files of a deployment; return them by relative POSIX name, sorted."""
+    """Verify the model files of a deployment.
+
+    Return them by relative POSIX name, sorted.
+    """
     folder = Path(deployment.location)
     manifest = digest_folder(folder) if deployment.location else Manifest(files={})
     if not manifest.files:
@@ -67,7 +70,10 @@ def verify_files(deployment: Deployment) -> dict[str, Path]:
 
 
 def split_text(name: str, text: str, characters: int) -> dict[str, str]:
-    """Cut a text into pieces for tags or variables, called `name` with 0, 1, …"""
+    """Split a text into pieces for tags or variables.
+
+    The pieces are called `name` with 0, 1 ….
+    """
     starts = range(0, len(text), characters)
     return {
         f"{name}{number}": text[start : start + characters] for number, start in enumerate(starts)
@@ -75,7 +81,7 @@ def split_text(name: str, text: str, characters: int) -> dict[str, str]:
 
 
 def join_text(name: str, pieces: Mapping[str, str]) -> str:
-    """Return the text that `split_text` cut; empty if there are no pieces."""
+    """Return the text that `split_text` split; empty if there are no pieces."""
     return "".join(
         itertools.takewhile(
             bool, (pieces.get(f"{name}{number}", "") for number in itertools.count())
@@ -84,13 +90,13 @@ def join_text(name: str, pieces: Mapping[str, str]) -> str:
 
 
 Finding = tuple[bool, str, str]
-"""Whether a check passed, its finding, and the remedy."""
+"""Result of a check: whether it passed, its finding, and the remedy."""
 
 
 def run_check(check: str, find: Callable[[], Finding], *, cloud: str) -> Diagnosis:
-    """Return the finding of a check; a check that fails to run is a finding, too.
+    """Return the diagnosis of a check. A check that fails to run is a finding too.
 
-    A check without the permission to read is no fault.
+    A missing permission to read is not a fault.
     """
     proxy = f"Check what is between this machine and {cloud}: a proxy, or a login page."
     try:

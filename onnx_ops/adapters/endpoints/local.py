@@ -54,17 +54,22 @@ _PORT_FILE = "port"
 _KEPT_FILES = frozenset({AUDIT_FILE, LOG_FILE, _PORT_FILE, APPLY_LOCK})
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
 _FIRST_PORT = 18_000
-"""Chosen ports lie below those that systems give to outgoing connections, so that a restart finds
-its port free.
+"""First of the ports that are chosen for endpoints.
+
+They lie below the range that systems use for outgoing connections, so that a port is free after a
+restart.
 """
 _PORTS = 10_000
 _OBSERVE_S = 5.0
 _DEATH_S = 2.0
-"""A killed process releases its ports a little before it releases its lock."""
+"""Seconds to wait for the end of a killed process.
+
+The process releases its ports a little before its lock.
+"""
 _ROLLBACK_S = 2.0
-"""A server that takes longer to change weights counts as not answering."""
+"""Seconds to change weights. A slower server counts as not answering."""
 _APPLY_S = 300.0
-"""Loading several large models takes this long at most."""
+"""Seconds to apply a state, which can require loading several large models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +96,10 @@ class LocalSettings(ContainerOptions):
 
 
 class LocalEndpoints(EndpointProvider):
-    """Keeps each endpoint in `folder/<endpoint>/`, readable by its owner only.
+    """Provider that keeps each endpoint in `folder/<endpoint>/`.
 
-    Servers verify signatures with the public keys in the folder `trusted`; without it they load any
-    model.
+    The folder is readable by its owner only. Servers verify signatures with the public keys in the
+    folder `trusted`. Without this folder, they load any model.
     """
 
     tools = EXTRAS["serve"]
@@ -143,7 +148,7 @@ class LocalEndpoints(EndpointProvider):
         return explain_unservable(target, onnxruntime.get_available_providers())
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return the error of a port that another program uses."""
+        """Return the error of a port that another program uses, if any."""
         server, port = self._server(config), _read_settings(config.settings, config.endpoint).port
         record = server.record()
         is_own = server.is_orphaned() or (record is not None and record.port == port)
@@ -156,7 +161,7 @@ class LocalEndpoints(EndpointProvider):
         return f"the server of {config.endpoint} on this machine"
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """Return the running server's state; None if a deployment is lost."""
+        """Return the running server's state; None if a deployment is missing."""
         server = self._server(config)
         record, answer = server.record(), _read_state(server)
         if record is None or answer.failed or answer.state is None:
@@ -182,7 +187,10 @@ class LocalEndpoints(EndpointProvider):
         return () if memory is None else (memory,)
 
     def explain_elsewhere(self, config: EndpointConfig) -> str:
-        """Return that the server runs from another state folder: one that is started here has none of its clients."""
+        """Return why the server may run from another state folder; empty if it does not.
+
+        A server that is started here would not receive the requests of that server's clients.
+        """
         folder = self._server(config).folder
         return (
             ""
@@ -191,7 +199,7 @@ class LocalEndpoints(EndpointProvider):
         )
 
     def is_unsupervised(self, config: EndpointConfig) -> bool:
-        """Return whether workers answer whose supervisor died."""
+        """Return whether workers still answer after their supervisor has died."""
         server = self._server(config)
         port = self._known_port(server, config)
         return (
@@ -212,7 +220,7 @@ class LocalEndpoints(EndpointProvider):
             except ServiceUnavailableError:
                 if not server.wait_until_stopped(_DEATH_S):
                     raise
-                # It has died; publishing the same generation again is safe.
+                # The server has died. Publishing the same generation again is safe.
                 status, answer = server.request(
                     self._ensure_running(server, config), "PUT", body, timeout_s=_APPLY_S
                 )
@@ -220,9 +228,10 @@ class LocalEndpoints(EndpointProvider):
             raise error_from_bytes(answer)
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Publish the rollback; restart a server that does not answer, with only this state.
+        """Publish the rollback; restart a server that does not answer.
 
-        The old workers answer until the new ones are ready.
+        A restarted server has only this state. The old workers answer until the new workers are
+        ready.
         """
         server = self._server(config)
         state = replace(state, generation=generation)
@@ -230,9 +239,8 @@ class LocalEndpoints(EndpointProvider):
             return
         server.kill(self._known_port(server, config))
         with server.lock(_ROLLBACK_S):
-            if self._publish_rollback(
-                server, state
-            ):  # the process that held the lock has started it again
+            # The process that held the lock has restarted the server.
+            if self._publish_rollback(server, state):
                 return
             tables = TableFile(server.folder)
             tables.write(build_next_table(tables.read(), drop_idle_deployments(state)))
@@ -248,7 +256,7 @@ class LocalEndpoints(EndpointProvider):
         return None if port is None else f"http://{LOOPBACK}:{port}"
 
     def stop(self, config: EndpointConfig) -> None:
-        """Stop the server; its folder stays, and `apply` starts it again on the same port."""
+        """Stop the server. Its folder stays, so `apply` can start it on the same port."""
         server = self._server(config)
         if server.folder.is_dir():
             with server.lock():
@@ -293,7 +301,10 @@ class LocalEndpoints(EndpointProvider):
         return True
 
     def _ensure_running(self, server: LocalServer, config: EndpointConfig) -> ServerRecord:
-        """Start the server, or start it again with other options, unless it runs with these."""
+        """Start the server unless it runs with the options of the settings.
+
+        A server with other options is started again.
+        """
         port = self._known_port(server, config)
         if not port:
             first = zlib.crc32(str(server.folder.resolve()).encode())
@@ -301,7 +312,8 @@ class LocalEndpoints(EndpointProvider):
             port = next(filter(_is_free, candidates), None)
             if port is None:
                 raise ServiceUnavailableError("no port is free", where=server.folder.name)
-        # Relative to the server's folder, in which it runs: both may be moved while it does.
+        # The path is relative to the server's folder, in which the server runs, since both folders
+        # can be moved meanwhile.
         trusted = (
             ""
             if self._trusted is None
@@ -312,7 +324,7 @@ class LocalEndpoints(EndpointProvider):
         if record is not None and (record.port, record.options) == (port, options):
             return record
         if record is not None and record.port == port:
-            # the old workers answer until those of the next server are ready
+            # The old workers answer until those of the next server are ready.
             server.kill_supervisor()
         elif not server.is_orphaned():
             server.stop()
@@ -368,7 +380,10 @@ def _read_settings(values: Mapping[str, Json], where: str = "") -> LocalSettings
 
 
 def _check_files(settings: LocalSettings) -> Iterator[tuple[str, str]]:
-    """Yield files that are not in the endpoint's folder, or could be one of the server's own."""
+    """Yield an error for each file name that is not valid.
+
+    The files are in the endpoint's folder, and must not be one of the server's own.
+    """
     for key, ending in (("access_log", ".log"), ("admin_socket", ".sock")):
         name = getattr(settings, key)
         if name and (not _FILE.fullmatch(name) or not name.endswith(ending) or name == LOG_FILE):

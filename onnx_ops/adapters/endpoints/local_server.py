@@ -1,4 +1,4 @@
-"""The server of one folder on this machine: its process, its admin API, and what a crash leaves of it."""
+"""The server of one folder on this machine: process, admin API, crash recovery."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ _STOP_S = 30.0
 _KILLED_S = 2.0
 _VARIABLES = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 _PREFIXES = ("LC_", "PYTHON", "CUDA_", "OMP_", "ORT_", "OTEL_")
-"""Prefixes of variables in the server's environment, which has no secrets of the process that
-starts it.
+"""Prefixes of the variables that the server's environment inherits.
+
+Other variables are left out, since they can hold secrets of the process that starts the server.
 """
 
 
 class LocalServer:
     """The server of one folder: a supervisor and its workers.
 
-    It runs while its lock is held, which the system releases when it dies: neither a stale record
-    nor a reused process id is ever trusted, or sent the token.
+    The server runs while its lock is held, which the system releases when the process dies. So a
+    stale record or a reused process id is never trusted, and never receives the token.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class LocalServer:
         return exclusive_lock(self.folder / APPLY_LOCK, timeout_s, where=self.folder.name)
 
     def record(self) -> ServerRecord | None:
-        """Return the server's ports and options; None if none runs, or it is not ready."""
+        """Return the server's ports and options; None if no server is ready."""
         pid = self._pid()
         if pid is None:
             return None
@@ -76,7 +77,10 @@ class LocalServer:
         return record if record.pid == pid else None
 
     def is_orphaned(self) -> bool:
-        """Return whether workers serve whose supervisor died; a new server replaces them."""
+        """Return whether workers still serve after their supervisor has died.
+
+        A new server replaces such workers.
+        """
         return self._pid() is None and bool(list_workers(self.folder))
 
     def is_ready(self, port: int, *, timeout_s: float) -> bool | None:
@@ -91,7 +95,10 @@ class LocalServer:
             return None
 
     def start(self, port: int, options: ServerOptions) -> ServerRecord:
-        """Start the server and wait until it is ready; an error holds the end of its log."""
+        """Start the server and wait until it is ready.
+
+        An error shows the last lines of the server's log.
+        """
         token = self.folder / TOKEN_FILE
         if not token.exists():
             write_durably(token, secrets.token_urlsafe(32).encode())
@@ -116,7 +123,7 @@ class LocalServer:
                 },
                 start_new_session=True,
             )
-        # Reaps the server should it die before this process does.
+        # This thread reaps the server if the server dies before this process.
         threading.Thread(target=process.wait, name="reap-server", daemon=True).start()
         for _ in attempts(_START_S, 0.02):
             record = self.record()
@@ -130,7 +137,10 @@ class LocalServer:
         raise self._failure(f"the endpoint server was not ready within {_START_S:.0f} s")
 
     def kill_supervisor(self) -> None:
-        """Kill the supervisor, if any. Its workers answer by its last table, until another server takes over."""
+        """Kill the supervisor, if any.
+
+        Its workers answer according to its last table, until another server replaces them.
+        """
         if (pid := self._pid()) is not None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -154,7 +164,7 @@ class LocalServer:
             self._signal_workers(number, _STOP_S)
 
     def wait_until_stopped(self, timeout_s: float) -> bool:
-        """Return whether the server is stopped, or stops within the time limit."""
+        """Return whether the server is stopped now or within the time limit."""
         return wait_until(lambda: self._pid() is None, timeout_s)
 
     def request(

@@ -1,4 +1,7 @@
-"""Which starts of replicas ended without a last report: killed, out of memory, or lost with their machine."""
+"""Detection of replica starts that ended without a last report.
+
+Causes are a kill, a lack of memory, or the loss of the machine.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from onnx_ops.protocol.replica_reports import REPORT_S, ReplicaStatus, ReportSou
 from onnx_ops.protocol.replica_tables import DEADLINE_S, LEASE_S
 
 SAME_MOMENT_S = 2 * REPORT_S
-"""Ends that are so close have one cause, such as a machine or a network, and count as one."""
+"""Seconds within which several ends count as one.
+
+Such ends have one cause, such as a machine or a network.
+"""
 
 
 def find_ends(
@@ -17,15 +23,15 @@ def find_ends(
     statuses: Mapping[str, tuple[ReplicaStatus, float]],
     now: float,
 ) -> set[ReportSource]:
-    """Return the starts that ended without a last report, one of each moment.
+    """Return the starts that ended without a last report, one per moment.
 
-    A replica that is silent has ended only if others report: else the store, or this process, was
-    cut off.
+    A silent replica has ended only if others report. If no replica reports, the store or this
+    process was disconnected.
 
     Args:
         starts: the last counts of each start, and when they were written.
         statuses: the last status of each replica, and when it was written.
-        now: as those times, by the store's clock.
+        now: the present time, by the store's clock as the other times.
     """
     latest = max((at for _, at in statuses.values()), default=0.0)
     gone_s = LEASE_S + DEADLINE_S
@@ -46,7 +52,7 @@ def find_ends(
 def _has_successor(
     source: ReportSource, starts: Mapping[ReportSource, tuple[Counts, float]]
 ) -> bool:
-    """Return whether the server outlived this follower, and reports by a later one."""
+    """Return whether the server outlived this follower and reports by a later one."""
     counts, at = starts[source]
     return any(
         other.origin == counts.origin
@@ -58,7 +64,7 @@ def _has_successor(
 
 
 def _select_moments(ended: Sequence[tuple[float, ReportSource]]) -> set[ReportSource]:
-    """Return the first of each moment."""
+    """Return the first end of each moment."""
     selected: set[ReportSource] = set()
     began_at = float("-inf")
     for at, source in sorted(ended):

@@ -1,8 +1,8 @@
-"""Endpoints whose servers run anywhere and follow signed routing tables in object storage.
+"""Endpoints whose servers run anywhere and follow signed routing tables.
 
-A step, a split and a rollback are each one created object; no control plane takes part. What the
-servers of an endpoint, its replicas, serve and count is read from their reports. Users start them
-with whatever they have.
+The tables are in object storage. A step, a split and a rollback are each one created object, so no
+control plane takes part. The servers of an endpoint are its replicas, and users start them with
+their own tools. Reports of the replicas show what they serve and count.
 """
 
 from __future__ import annotations
@@ -91,21 +91,23 @@ from onnx_ops.protocol.server_process import CONTAINER_PROVIDERS, explain_unserv
 _STORE = "the object store"
 _CLOCKS_S = 2.0
 _CLOCK = "clock"
-"""Folder of an object that is written to learn the store's time."""
+"""Folder of an object that is written to read the store's time."""
 _READERS = 16
 _PREPARE_S = 300.0
 _ADOPT_S = 10.0
 _REQUEST_S = 4.0
-"""Time for one request to a store. An operator has an answer within ten seconds; the reconciler
-repeats what failed.
+"""Seconds for one request to a store.
+
+An operator gets an answer within ten seconds, and the reconciler repeats what failed.
 """
 _ROLLBACK_S = 2.6
-"""Time in which replicas that report have a rollback."""
+"""Seconds within which replicas that report adopt a rollback."""
 _LOOK_S, _LOCAL_LOOK_S = 1.3, 0.1
-"""Pauses between two looks at the reports: in a store that takes requests, and in a folder."""
+"""Seconds between two reads of the reports, in a remote store and in a folder."""
 _COMPARED_STARTS, _COMPARED_TABLES = 8, 16
-"""Starts of a replica, and tables of a start, by which replicas are compared. A server reports 16
-tables.
+"""Starts of a replica, and tables of a start, by which replicas are compared.
+
+A server reports 16 tables.
 """
 _KEPT_TABLES = 48
 _KEPT_REPORTS_S = 14 * 86_400.0
@@ -116,7 +118,10 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
-    """Settings of an endpoint whose servers follow tables. URLs are those of fsspec, or paths."""
+    """Settings of an endpoint whose servers follow tables.
+
+    URLs are those of fsspec, or paths.
+    """
 
     control: Annotated[
         str,
@@ -148,7 +153,11 @@ class ReplicaSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenReplica:
-    """A replica's last status, its age by the store's clock, and how far the replica's clock is ahead of that."""
+    """The last status of a replica.
+
+    `age_s` is the age of the status by the store's clock. `ahead_s` is how far the replica's clock
+    is ahead of the store's clock.
+    """
 
     status: ReplicaStatus
     age_s: float
@@ -156,13 +165,16 @@ class SeenReplica:
 
     @property
     def is_live(self) -> bool:
-        """Whether it reports."""
+        """Whether the replica reports."""
         return not self.status.is_final and self.age_s < SILENT_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """One look at a place: its newest table, how old that is by the store's clock `now`, and its replicas."""
+    """The tables and replicas of an endpoint, as read at one moment.
+
+    `age_s` is the age of the newest table by the store's clock, whose time is `now`.
+    """
 
     newest: ReplicaTable | None
     digest: Digest | None
@@ -174,16 +186,19 @@ class _Place:
 
     @property
     def went_back(self) -> bool:
-        """Whether a replica serves a later table than the newest: the store lost it, or was restored from a backup."""
+        """Whether a replica serves a later table than the newest one.
+
+        In this case the store lost a table, or was restored from a backup.
+        """
         newest = TableNumber(0) if self.newest is None else self.newest.number
         return any(one.is_live and (one.status.adopted or newest) > newest for one in self.replicas)
 
 
 class ReplicaEndpoints(EndpointProvider):
-    """Endpoints of replicas that others start, with `ReplicaSettings`; nothing is kept in `folder`.
+    """Endpoints of replicas that others start, with `ReplicaSettings`.
 
-    Tables are signed with the release key of this process, and count if a key in the folder
-    `trusted` has signed them.
+    Nothing is stored in `folder`. Tables are signed with the release key of this process. A table
+    counts if a key in the folder `trusted` has signed it.
     """
 
     tools = ()
@@ -197,7 +212,7 @@ class ReplicaEndpoints(EndpointProvider):
         self._starts: dict[str, dict[tuple[ReportSource, float], Counts]] = {}
 
     def sign_with(self, signer: Callable[[], Signer | None]) -> None:
-        """Sign tables with what a function returns."""
+        """Sign tables with the signer that a function returns."""
         self._signer = signer
 
     def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
@@ -221,7 +236,10 @@ class ReplicaEndpoints(EndpointProvider):
         return f"the replicas that follow {self._control(config).place}"
 
     def address(self, config: EndpointConfig) -> str | None:
-        """Return the address in the settings, or that of a replica that reports; None before the first table."""
+        """Return the address in the settings, or that of a replica that reports.
+
+        None before the first table.
+        """
         if not self._control(config).list_names(FOLDER):
             return None
         if address := _read_settings(config.settings, config.endpoint).address:
@@ -230,7 +248,7 @@ class ReplicaEndpoints(EndpointProvider):
         return next(filter(None, live), None)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """Return what the newest table says, and which replicas may still serve another one."""
+        """Return the state of the newest table, and which replicas may serve another one."""
         seen = self._look(config)
         if seen.newest is None:
             return None
@@ -258,7 +276,10 @@ class ReplicaEndpoints(EndpointProvider):
         )
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Store the models, have them loaded everywhere, publish the state, and wait a moment until it is adopted."""
+        """Store the models, load them everywhere, and publish the state.
+
+        Then wait a limited time until the replicas adopt the state.
+        """
         seen = self._look(config)
         if not self._is_published(config, seen, replace(state, generation=generation)):
             self._publish(config, seen, state, generation)
@@ -267,7 +288,10 @@ class ReplicaEndpoints(EndpointProvider):
         self._wait_until_adopted(config, TableNumber(generation), _ADOPT_S if is_followed else 0.0)
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Publish the table that leads back; without a key, one that names a signed table."""
+        """Publish a table that restores the previous version.
+
+        Without a key, the published table refers to a signed table.
+        """
         seen = self._look(config, with_replicas=False)
         current = None if seen.newest is None else seen.newest.table.state
         desired = state if current is None else build_rollback_state(current, state)
@@ -280,14 +304,17 @@ class ReplicaEndpoints(EndpointProvider):
             and not is_published
         ):
             is_published = newest.table.state.is_equivalent(desired)
-            number = newest.number if is_published else number  # its age says when leases are over
+            number = newest.number if is_published else number  # its age shows when leases end
         if not is_published:
             self._publish_way_back(config, seen, desired, generation)
             time.sleep(self._get_pause_s(config))
         self._wait_until_adopted(config, number, _ROLLBACK_S)
 
     def confirm_rollout(self, config: EndpointConfig) -> None:
-        """Count one more look of the judge, which replicas wait for after a gap, and without which leases end."""
+        """Record that the rollout was judged once more.
+
+        Replicas wait for this record after a gap, and leases end without it.
+        """
         seen = self._look(config, with_replicas=False)
         if seen.newest is not None:
             self._write_head(config, seen.newest.number)
@@ -295,11 +322,11 @@ class ReplicaEndpoints(EndpointProvider):
     def _publish(
         self, config: EndpointConfig, seen: _Place, state: EndpointState, generation: int
     ) -> None:
-        """Create the table of a state, after that which has its new models loaded."""
+        """Create the table of a state, after a table that has its new models loaded."""
         settings = _read_settings(config.settings, config.endpoint)
         self._upload(config, seen, state.deployments)
-        # With the traffic of a table that went back, what was rolled back since would be served
-        # again.
+        # The traffic of a table from a store that went back is not used. It would serve again a
+        # version that was rolled back since.
         before = None if seen.went_back else seen.newest
         prepared, table = plan_tables(
             config.endpoint,
@@ -317,7 +344,7 @@ class ReplicaEndpoints(EndpointProvider):
             self._create(config, prepared)
         elif before is not None and list_receivers(state) - list_receivers(before.table.state):
             loading = (
-                before  # an attempt before has had it loaded, and need not have waited for all
+                before  # an earlier attempt created it, and possibly did not wait for all replicas
             )
         if loading is not None:
             self._wait_until_loaded(config, loading, settings.replicas)
@@ -347,7 +374,7 @@ class ReplicaEndpoints(EndpointProvider):
     def _upload(
         self, config: EndpointConfig, seen: _Place, deployments: Iterable[Deployment]
     ) -> None:
-        """Store the files of deployments that the newest table does not have."""
+        """Store the files of deployments that are not in the newest table."""
         for deployment in deployments:
             if seen.newest is None or seen.newest.table.state.find_deployment(deployment) is None:
                 verify_files(deployment)
@@ -358,7 +385,7 @@ class ReplicaEndpoints(EndpointProvider):
         return self._read_replicas(config)[0]
 
     def list_servers(self, config: EndpointConfig) -> Sequence[EndpointServer]:
-        """Return the replicas by their last reports, in the order of their names."""
+        """Return the replicas with their last reports, sorted by name."""
         return [
             EndpointServer(
                 name=one.status.replica,
@@ -381,7 +408,10 @@ class ReplicaEndpoints(EndpointProvider):
     def count_by_server(
         self, config: EndpointConfig, servers: Collection[str], deployments: Collection[str]
     ) -> Sequence[GenerationCounts]:
-        """Return the counts of the last starts of replicas, by start and generation of the ledger."""
+        """Return the counts of the last starts of replicas, by start and generation.
+
+        Generations are those of the ledger.
+        """
         reports, starts = self._reports(config), dict[str, list[tuple[float, ReportSource]]]()
         entries = _list_starts(reports)
         for source, entry in entries.items():
@@ -403,7 +433,10 @@ class ReplicaEndpoints(EndpointProvider):
         )
 
     def forget_server(self, config: EndpointConfig, name: str) -> None:
-        """Write that the replica has ended. If it reports again, that replaces this."""
+        """Record that the replica has ended.
+
+        A later report of the replica replaces this record.
+        """
         reports, known = (
             self._reports(config),
             {one.status.replica: one.status for one in self.list_replicas(config)},
@@ -414,7 +447,10 @@ class ReplicaEndpoints(EndpointProvider):
             )
 
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterator[Diagnosis]:
-        """Check the release key, the rights on both locations, the replicas and their clocks."""
+        """Check the release key, the rights, the replicas and their clocks.
+
+        Rights are checked on both locations.
+        """
         yield run_check("release key", self._check_key, cloud=_STORE)
         for endpoint, settings in endpoints.items():
             config = EndpointConfig(
@@ -496,7 +532,10 @@ class ReplicaEndpoints(EndpointProvider):
         return not apart, found, remedy
 
     def _list_stragglers(self, config: EndpointConfig, seen: _Place) -> Iterator[str]:
-        """Yield the replicas that may serve an earlier table than the newest, with the reason."""
+        """Yield the replicas that may serve an earlier table, with the reason.
+
+        The table is earlier than the newest table.
+        """
         newest = seen.newest
         if newest is None:
             return
@@ -520,9 +559,10 @@ class ReplicaEndpoints(EndpointProvider):
             yield f"replica {status.replica} serves {what}, not {newest.number}: {why}"
 
     def _has_fallen_back(self, config: EndpointConfig, seen: _Place, one: SeenReplica) -> bool:
-        """Return whether a silent replica answers at most as the newest table says, since its lease is over.
+        """Return whether a silent replica can only answer like the newest table.
 
-        It may have adopted any table after the one that it reported last.
+        This is so once its lease is over. The replica may have adopted any table after the one that
+        it reported last.
         """
         is_over = min(seen.age_s, one.age_s) > LEASE_S + DEADLINE_S
         adopted, newest = one.status.adopted, seen.newest
@@ -544,7 +584,7 @@ class ReplicaEndpoints(EndpointProvider):
             except (CorruptStateError, InvalidSignatureError):
                 if number == adopted:
                     return False
-                continue  # replicas skip it, too
+                continue  # replicas skip it too
             except OnnxOpsError:
                 return False
             if not (table.is_leased or _answers_alike(table, newest.table)):
@@ -552,7 +592,10 @@ class ReplicaEndpoints(EndpointProvider):
         return True
 
     def remove(self, config: EndpointConfig) -> None:
-        """Delete tables, models and reports. Replicas serve their last table until they are stopped."""
+        """Delete tables, models and reports.
+
+        Replicas serve their last table until they are stopped.
+        """
         for objects in (self._control(config), self._reports(config)):
             for entry in objects.list_objects(""):
                 objects.delete(entry.name)
@@ -572,7 +615,7 @@ class ReplicaEndpoints(EndpointProvider):
         return self._stores[url]
 
     def _read_table(self, config: EndpointConfig, number: TableNumber) -> StoredTable:
-        """Return the table with a number; its object never changes."""
+        """Return the table with a number. The object of a number never changes."""
         control = self._control(config)
         key = (control.place, number)
         data = self._tables.get(key) or control.read(number.name)
@@ -586,7 +629,7 @@ class ReplicaEndpoints(EndpointProvider):
         return require_table(self._read_table(config, number))
 
     def _look(self, config: EndpointConfig, *, with_replicas: bool = True) -> _Place:
-        """Read tables and reports, at the same time."""
+        """Read tables and reports concurrently."""
         control = self._control(config)
         with ThreadPoolExecutor(_READERS) as pool:
             listed = pool.submit(control.list_objects, FOLDER)
@@ -614,11 +657,11 @@ class ReplicaEndpoints(EndpointProvider):
     def _read_replicas(self, config: EndpointConfig) -> tuple[list[SeenReplica], float]:
         """Return the replicas by their last status, and the store's time.
 
-        Ages are those of objects, on the clock of the store: an object that is written now shows
-        it.
+        Ages are those of objects, by the store's clock. An object that is written now shows the
+        store's time.
         """
         reports = self._reports(config)
-        with suppress(OnnxOpsError):  # who may only read goes by the last report
+        with suppress(OnnxOpsError):  # a client that can only read uses the time of the last report
             reports.write(f"{_CLOCK}/now", b"")
         entries = [*reports.list_objects(STATUS_FOLDER), *reports.list_objects(_CLOCK)]
         now = max((entry.at for entry in entries), default=0.0)
@@ -634,7 +677,11 @@ class ReplicaEndpoints(EndpointProvider):
         ], now
 
     def _is_published(self, config: EndpointConfig, seen: _Place, state: EndpointState) -> bool:
-        """Return whether the newest table is exactly this state. Raise ConflictError if it is a later one."""
+        """Return whether the newest table is exactly this state.
+
+        Raises:
+            ConflictError: the newest table is a later one.
+        """
         newest = seen.newest
         if newest is None:
             return False
@@ -652,7 +699,7 @@ class ReplicaEndpoints(EndpointProvider):
         return is_same
 
     def _create(self, config: EndpointConfig, table: StoredTable) -> None:
-        """Create the object of a table, and name it in the hint."""
+        """Create the object of a table, and record the table as the newest one."""
         control, signer = self._control(config), self._sign(config, table)
         data = encode_table(table, signer)
         if not control.create(table.number.name, data):
@@ -679,12 +726,16 @@ class ReplicaEndpoints(EndpointProvider):
             raise MissingKeyError(
                 "a table needs a signature, and signing is off",
                 where=config.endpoint,
-                remedy="Run it where a trusted release key is: `onnx-ops keys list` shows the keys.",
+                remedy="Run it where a trusted release key is: "
+                "`onnx-ops keys list` shows the keys.",
             )
         return signer
 
     def _write_head(self, config: EndpointConfig, number: TableNumber) -> None:
-        """Name the newest table, and show that it is judged. The tables themselves count, so it may fail."""
+        """Record the number of the newest table, and that the rollout is judged.
+
+        This may fail, since the tables themselves count.
+        """
         with suppress(OnnxOpsError):
             self._control(config).write(
                 HEAD, codec.dumps(TableHead(number=number, beat=time.time_ns()))
@@ -712,7 +763,7 @@ class ReplicaEndpoints(EndpointProvider):
 
         Raises:
             InfrastructureError: a replica cannot load it.
-            ServiceUnavailableError: one does not report that it has.
+            ServiceUnavailableError: a replica does not report that it has loaded it.
         """
         missing: list[str] = []
 
@@ -751,7 +802,10 @@ class ReplicaEndpoints(EndpointProvider):
     def _wait_until_adopted(
         self, config: EndpointConfig, number: TableNumber, timeout_s: float
     ) -> None:
-        """Wait until the replicas that report serve a table. Those that do not are stragglers."""
+        """Wait a limited time until the replicas that report serve a table.
+
+        Replicas that do not serve it then are stragglers.
+        """
 
         def is_adopted() -> bool:
             live = [one for one in self._read_replicas(config)[0] if one.is_live]
@@ -762,7 +816,10 @@ class ReplicaEndpoints(EndpointProvider):
         wait_until(is_adopted, timeout_s, self._get_pause_s(config))
 
     def _clean_up(self, config: EndpointConfig) -> None:
-        """Delete the oldest tables, to which no rollback leads back, and reports that no rollout needs any more."""
+        """Delete the oldest tables, and reports that rollouts no longer need.
+
+        No rollback restores a version of these tables.
+        """
         control, reports = self._control(config), self._reports(config)
         with suppress(OnnxOpsError):
             numbers = sorted(filter(None, map(TableNumber.parse, control.list_names(FOLDER))))
@@ -777,7 +834,10 @@ class ReplicaEndpoints(EndpointProvider):
     def _read_counts(
         self, config: EndpointConfig, request: UserCountsRequest | None
     ) -> Sequence[Counts]:
-        """Return the counts of every start of every replica, by the generations of the ledger."""
+        """Return the counts of every start of every replica.
+
+        The counts are by the generations of the ledger.
+        """
         seen = self._look(config)
         reporting = {
             ReportSource(one.status.replica, one.status.start): one.status.is_healthy
@@ -805,11 +865,11 @@ class ReplicaEndpoints(EndpointProvider):
                 uptimes=uptimes.get(source, ()),
                 server=source.replica,
             )
-            # In the order of time: a later follower of one server knows more of an epoch.
+            # Sorted by time: a later follower of one server knows more of an epoch.
             for source, (one, _) in sorted(
                 found.items(), key=lambda each: (each[0] in live, each[1][1])
             )
-            if one.bounds_s  # else there is no table yet
+            if one.bounds_s  # without bounds, the replica has no table yet
         ]
         if not counts:
             raise ServiceUnavailableError("no replica has reported counts", where=config.endpoint)
@@ -823,7 +883,7 @@ class ReplicaEndpoints(EndpointProvider):
         ]
 
     def _list_left_out(self, config: EndpointConfig, seen: _Place) -> Iterator[str]:
-        """Yield the registered replicas that are no evidence at present, with the reason."""
+        """Yield the registered replicas that are currently no evidence, with the reason."""
         for one in _list_registered(
             seen.replicas, _read_settings(config.settings, config.endpoint).replicas
         ):
@@ -836,7 +896,10 @@ class ReplicaEndpoints(EndpointProvider):
     def _read_starts(
         self, config: EndpointConfig, replicas: Iterable[SeenReplica]
     ) -> dict[ReportSource, tuple[Counts, float]]:
-        """Return the last counts of each start, and when they were written. Those of earlier starts are read once."""
+        """Return the last counts of each start, and when they were written.
+
+        The counts of starts that are not the present ones are read once.
+        """
         reports = self._reports(config)
         present = {ReportSource(one.status.replica, one.status.start) for one in replicas}
         entries = _list_starts(reports)
@@ -867,7 +930,7 @@ class ReplicaEndpoints(EndpointProvider):
         ended: Collection[ReportSource],
         names: Sequence[str],
     ) -> Mapping[ReportSource, tuple[ServerUptime, ...]]:
-        """Return the uptimes of each start by generations of the ledger, as far as they can be compared.
+        """Return the comparable uptimes of each start by generations of the ledger.
 
         Args:
             names: the candidate and the stable version.
@@ -892,10 +955,10 @@ class ReplicaEndpoints(EndpointProvider):
     def _is_alone(
         self, config: EndpointConfig, names: Sequence[str], generation: int
     ) -> bool | None:
-        """Return whether only the stable version got requests, and the candidate was not loaded.
+        """Return whether only the stable version got requests, without a candidate.
 
-        None for a table that had models loaded only, and for one of other versions, or that is not
-        kept any more.
+        It is False if the candidate was loaded. None for a table that only had models loaded, for a
+        table of other versions, and for a table that was deleted.
         """
         number = TableNumber.from_generation(generation)
         if len(names) != 2 or not number.phase:
@@ -934,7 +997,10 @@ class ReplicaEndpoints(EndpointProvider):
 
 
 def _check_rights(objects: ObjectStore, what: str) -> Finding:
-    """Try what is done there: list, create, read and delete an object."""
+    """Try the operations that are done in a location.
+
+    These are to list, create, read and delete an object.
+    """
     name, remedy = (
         f"probe/{secrets.token_hex(8)}",
         f"Permit to list, read, create and delete objects in {objects.place}.",
@@ -954,7 +1020,7 @@ def _read_settings(values: Mapping[str, Json], where: str = "") -> ReplicaSettin
 
 
 def _check_locations(settings: ReplicaSettings) -> Iterator[tuple[str, str]]:
-    """Yield why replicas that may write reports could write tables."""
+    """Yield an error if replicas that write reports could also write tables."""
     control, reports = settings.control.rstrip("/"), settings.reports.rstrip("/")
     if control == reports or control.startswith(f"{reports}/") or reports.startswith(f"{control}/"):
         yield (
@@ -967,7 +1033,11 @@ def _check_locations(settings: ReplicaSettings) -> Iterator[tuple[str, str]]:
 
 
 def _answers_alike(table: RoutingTable, newest: RoutingTable) -> bool:
-    """Return whether, without a lease, a table gives all traffic to the one version that the newest one gives it to."""
+    """Return whether two tables give all traffic to the same version.
+
+    `newest` must give all traffic to one version. The answer of `table` is that after its lease has
+    ended.
+    """
     leader = newest.state.leader()
     if not serves_only(newest.state, leader):
         return False
@@ -978,10 +1048,11 @@ def _answers_alike(table: RoutingTable, newest: RoutingTable) -> bool:
 
 
 def _list_registered(replicas: Sequence[SeenReplica], expected: int) -> list[SeenReplica]:
-    """Return the replicas that take part: those that report, and silent ones unless enough others report.
+    """Return the replicas that take part.
 
-    A silent one gives no candidate traffic after lease and deadline. Where as many report as should
-    run, it is gone.
+    These are the replicas that report. Silent replicas also take part, unless the expected number
+    of replicas reports. In that case, a silent replica is gone after lease and deadline, since it
+    gives a candidate no traffic by then.
     """
     live = [one for one in replicas if one.is_live]
     is_complete = len(live) >= expected
@@ -1003,10 +1074,11 @@ def _convert_counts(
     is_ended: bool = False,
     now: float,
 ) -> Counts:
-    """Return a replica's counts by generations of the ledger, without those of tables that only had models loaded.
+    """Return a replica's counts by generations of the ledger.
 
-    Epochs are waited for where a replica still reports. Of a start that has ended, the last report
-    of its open epoch counts; the report of the whole epoch replaces that if it comes in time.
+    Counts of tables that only had models loaded are left out. While a replica reports, only its
+    closed epochs count. For a start that has ended, the last report of its open epoch counts too.
+    The report of the whole epoch replaces that if it arrives in time.
     """
     opened = _halve_generations([counts.open_epoch] if counts.open_epoch is not None else [])
     closed = _halve_generations(epochs)
@@ -1025,14 +1097,17 @@ def _convert_counts(
 
 
 def _halve_generations(items: Iterable[_Counted]) -> tuple[_Counted, ...]:
-    """Return the counts of tables with traffic, by generations of the ledger."""
+    """Return the counts of tables with traffic, by generations of the ledger.
+
+    Tables with an even generation only had models loaded.
+    """
     return tuple(
         replace(one, generation=one.generation // 2) for one in items if one.generation % 2
     )
 
 
 def _list_starts(reports: ObjectStore) -> dict[ReportSource, ListedObject]:
-    """Return the counts of every start that were reported."""
+    """Return the object with the counts of every start that was reported."""
     return {
         source: entry
         for entry in reports.list_objects(COUNTS_FOLDER)
@@ -1041,7 +1116,7 @@ def _list_starts(reports: ObjectStore) -> dict[ReportSource, ListedObject]:
 
 
 def _read_report(reports: ObjectStore, entry: ListedObject, kind: type[_T]) -> _T | None:
-    """Return what an object reports; None if it is too large, damaged or gone."""
+    """Return the report in an object; None if it is too large, damaged or gone."""
     if entry.size_bytes > MAX_REPORT_BYTES:
         return None
     data = reports.read(entry.name)
@@ -1051,7 +1126,7 @@ def _read_report(reports: ObjectStore, entry: ListedObject, kind: type[_T]) -> _
 
 
 def _read_each(read: Callable[[_Item], _T], items: Sequence[_Item]) -> list[_T]:
-    """Read several objects at the same time."""
+    """Read several objects concurrently."""
     if not items:
         return []
     with ThreadPoolExecutor(min(_READERS, len(items))) as pool:

@@ -1,8 +1,8 @@
 """Endpoints on Amazon SageMaker, through boto3.
 
-Strategy `ab`: a variant for each deployment, and a rollback changes weights. Strategy `guarded`:
-one variant, which SageMaker replaces while CloudWatch alarms guard it; a rollback is an update to
-the previous config.
+With strategy `ab`, each deployment has a variant, and a rollback changes weights. With strategy
+`guarded`, there is one variant, which SageMaker replaces while CloudWatch alarms guard the update.
+A rollback is then an update to the previous config.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ _ANSWERING = frozenset({"InService", "Updating", "SystemUpdating", "RollingBack"
 
 
 class SageMakerEndpoints(CloudEndpoints):
-    """Endpoints of an AWS account, with `SageMakerSettings`; nothing is kept in `folder`."""
+    """Endpoints of an AWS account, with `SageMakerSettings`.
+
+    Nothing is stored in `folder`.
+    """
 
     tools = plugins.EXTRAS["aws"]
     metrics_plugin = "cloudwatch"
@@ -76,7 +79,7 @@ class SageMakerEndpoints(CloudEndpoints):
         self._clients: dict[AwsAccess, Clients] = {}
 
     def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
-        """Return `guarded` or `split`, by the strategy, and `quantiles`."""
+        """Return `guarded` or `split`, depending on the strategy, and `quantiles`."""
         guarded = (settings or {}).get("strategy") == "guarded"
         return frozenset({"guarded" if guarded else "split", "quantiles"})
 
@@ -127,7 +130,8 @@ class SageMakerEndpoints(CloudEndpoints):
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Upload archives, create models and config, and update the endpoint to them.
 
-        An alarm that rolled a state back, now or in an earlier attempt, raises AlarmRollbackError.
+        If an alarm reverted the update to the state, now or in an earlier attempt,
+        AlarmRollbackError is raised.
         """
         self._apply(self._connect(config), replace(state, generation=generation))
 
@@ -151,7 +155,7 @@ class SageMakerEndpoints(CloudEndpoints):
             fence.record_reached(layout.config_name)
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Change weights once if the deployment runs as a variant; otherwise call `apply`."""
+        """Change only the weights if the deployment runs as a variant; else call `apply`."""
         client = self._connect(config)
         fence, state = GenerationFence(client), replace(state, generation=generation)
         claimed = fence.latest()
@@ -165,7 +169,7 @@ class SageMakerEndpoints(CloudEndpoints):
         fence.take(build_rollback_state(claimed, state))
         try:
             EndpointUpdate(client, fence, generation).shift(build_variant_name(state.leader().name))
-        except NotFoundError:  # the last claim was never carried out
+        except NotFoundError:  # the update of the last claim was never carried out
             self._apply(client, build_rollback_state(claimed, state), is_rollback=True)
 
     def address(self, config: EndpointConfig) -> str | None:
@@ -233,7 +237,10 @@ class SageMakerEndpoints(CloudEndpoints):
     def _config_drift(
         self, client: SageMakerClient, description: Mapping[str, Any], state: EndpointState
     ) -> tuple[str, ...]:
-        """Return how the config differs from that of these settings; nothing where they cannot make the state."""
+        """Return how the endpoint's config differs from the config of these settings.
+
+        Empty if these settings cannot produce the state.
+        """
         try:
             layout = self._layout(client, state)
         except UserError:

@@ -1,8 +1,8 @@
 """Requests to AWS for one SageMaker endpoint, and the fence of its generation.
 
 SageMaker has no conditional update, and its reads can be stale. S3 has conditional writes and
-consistent reads. So a generation is claimed in S3 by an object with the whole state before anything
-is changed, and the claims are read again before every change.
+consistent reads. So a generation is claimed in S3 before any change, by an object with the whole
+state. The claims are read again before every change.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from onnx_ops.errors import ConflictError, ServiceUnavailableError
 T = TypeVar("T")
 
 MISSING_OBJECT = ("404", "NoSuchKey", "NotFound", "NoSuchBucket")
-"""Codes of S3 where there is no such object."""
+"""Error codes of S3 for an object that does not exist."""
 NOT_FOUND = ("could not find",)
-"""SageMaker's message, in small letters, where there is no such resource."""
+"""SageMaker's message, in lower case, for a resource that does not exist."""
 IN_PROGRESS = ("in-progress", "in progress")
-"""SageMaker's messages where a resource is being changed."""
+"""SageMaker's messages, in lower case, for a resource that is being changed."""
 
 
 class SageMakerClient:
@@ -111,7 +111,10 @@ class SageMakerClient:
         return tags.get(ENDPOINT_TAG)
 
     def converge(self, step: Callable[[], T | None], what: str) -> T:
-        """Repeat a step until it returns something; `what` names the missing result in the time-out error."""
+        """Repeat a step until it returns a result.
+
+        `what` describes the missing result in the time-out error.
+        """
 
         def timeout() -> ServiceUnavailableError:
             remedy = "The change continues at AWS; run the command again, or raise `timeout`."
@@ -125,8 +128,8 @@ class SageMakerClient:
 class GenerationFence:
     """The claims of an endpoint's generations, and records of guarded updates.
 
-    A guarded endpoint has a record of the config that it reached, and for each update that was
-    started under alarms the state that they had before it.
+    For a guarded endpoint, one record holds the config that it reached. Each update that was
+    started under alarms has a record of the states of the alarms before the update.
     """
 
     def __init__(self, client: SageMakerClient) -> None:
@@ -149,7 +152,7 @@ class GenerationFence:
         """Claim the state's generation.
 
         Raises:
-            ConflictError: a later one is claimed, or this one for another state.
+            ConflictError: a later generation is claimed, or this one for another state.
         """
         self.check(state.generation)
         self._create(self._key(state.generation), codec.dumps(state))
@@ -162,13 +165,16 @@ class GenerationFence:
             raise self._conflict(state.generation)
 
     def check(self, generation: int) -> None:
-        """Raise ConflictError if a later generation is claimed; `observe` detects a later race."""
+        """Raise ConflictError if a later generation is claimed.
+
+        `observe` detects a claim that is made after this check.
+        """
         keys = self._client.keys(self._claims)
         if keys and keys[-1] > self._key(generation):
             raise self._conflict(generation)
 
     def delete_older(self, generation: int) -> None:
-        """Delete the claims before this one."""
+        """Delete the claims of earlier generations than this one."""
         self._delete(
             [key for key in self._client.keys(self._claims) if key < self._key(generation)]
         )
@@ -184,7 +190,10 @@ class GenerationFence:
         return self._read(self._reached) == config_name.encode()
 
     def begin_update(self, config_name: str, alarms: Mapping[str, str]) -> None:
-        """Record the alarms' states before a guarded update, unless it was started before."""
+        """Record the states of alarms before a guarded update.
+
+        The record of an update that was started earlier stays.
+        """
         self._create(f"{self._updates}{config_name}", json.dumps(alarms).encode())
 
     def alarms_before(self, config_name: str) -> Mapping[str, str] | None:

@@ -40,7 +40,10 @@ _PULL_ACTIONS = (
 
 
 def diagnose(given: Mapping[str, Json]) -> Iterator[Diagnosis]:
-    """Yield the findings for an endpoint's settings; the common ones without any."""
+    """Yield the findings for an endpoint's settings.
+
+    Without settings, only the common findings are returned.
+    """
     try:
         yield Diagnosis(check="boto3", ok=True, found=version("boto3"))
     except PackageNotFoundError:
@@ -88,7 +91,10 @@ def _run(check: str, find: Callable[[], Finding]) -> Diagnosis:
 
 
 def _ask(request: Callable[[], Any], *codes: str) -> tuple[Any, str]:
-    """Return the answer to a request; or None and the code of its error, if that is among `codes`."""
+    """Return the answer to a request and an empty text.
+
+    If the request fails with an error code in `codes`, return None and this code.
+    """
     from botocore.exceptions import ClientError
 
     try:
@@ -158,7 +164,10 @@ def _check_image(connect: Clients, image: str) -> Finding:
 
 
 def _check_pull(iam: Any, role: str, image: str) -> Finding:
-    """Check that the role's policies allow pulling. A repository of another account also has a policy."""
+    """Check that the role's policies allow pulling the image.
+
+    A repository of another account also has a policy, which cannot be checked here.
+    """
     match = _ECR.fullmatch(image)
     if match is None:
         return True, "not checked for an image that is not in ECR", ""
@@ -198,7 +207,10 @@ def _check_alarms(cloudwatch: Any, names: tuple[str, ...]) -> Finding:
 
 
 def _check_quota(quotas: Any, settings: SageMakerSettings) -> Finding:
-    """Check the quota: an update runs old and new instances side by side; with `ab` two variants of them."""
+    """Check that the quota of instances suffices for an update.
+
+    An update runs old and new instances side by side: two variants of them with strategy `ab`.
+    """
     name = f"{settings.instance_type} for endpoint usage"
     pages = quotas.get_paginator("list_service_quotas").paginate(ServiceCode="sagemaker")
     limits = [

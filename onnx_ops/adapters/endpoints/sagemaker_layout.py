@@ -1,8 +1,8 @@
-"""A state of an endpoint as requests to SageMaker, and back.
+"""Conversion between the state of an endpoint and requests to SageMaker.
 
-Models and configs are immutable, so they are named by the digest of their content; a config's
-weights are a separate part of the name. The keys that a container trusts stay unchanged: machines
-can hold different ones.
+Models and configs are immutable, so their names contain the digest of their content. A config's
+weights are a separate part of the name. A container keeps the keys that it trusts, since machines
+can hold different keys.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from onnx_ops.protocol.server_process import OPTION_PREFIX, TRUSTED_KEYS_VARIABL
 
 ENDPOINT_TAG = "onnx-ops.endpoint"
 DOCUMENT = "ONNX_OPS_DEPLOYMENT_DOCUMENT"
-"""Environment variables of a model's container that hold its deployment: this name with `_0`, `_1`
-...
+"""Start of the names of environment variables that hold a container's deployment.
+
+The document is split into variables with the suffixes `_0`, `_1` ….
 """
 _VALUE_CHARACTERS = 1000
-"""A variable's value has at most 1,024."""
+"""Characters of a variable's value; SageMaker allows at most 1,024."""
 _STEM_CHARACTERS = 30
 _LAYOUT_DIGITS, _WEIGHTS_DIGITS, _MODEL_DIGITS = 16, 10, 20
 _OWN_SUFFIX = re.compile(
@@ -54,7 +55,7 @@ class EndpointLayout:
     weights: Mapping[str, float]
 
     def has_config(self, config_name: str) -> bool:
-        """Return whether a config has the same variants; its weights can differ."""
+        """Return whether a config has the same variants. Its weights can differ."""
         return config_name[: -_WEIGHTS_DIGITS - 1] == self.config_name[: -_WEIGHTS_DIGITS - 1]
 
 
@@ -64,12 +65,15 @@ def encode_deployment(deployment: Deployment) -> bytes:
 
 
 def encode_variables(deployment: Deployment) -> dict[str, str]:
-    """Return the variables from which `read_deployment` reads the deployment back."""
+    """Return the variables from which `read_deployment` restores the deployment."""
     return split_text(f"{DOCUMENT}_", encode_deployment(deployment).decode(), _VALUE_CHARACTERS)
 
 
 def read_deployment(model: Mapping[str, Any]) -> Deployment | None:
-    """Return the deployment in a model's description; None if onnx-ops did not create it."""
+    """Return the deployment in a model's description.
+
+    None if onnx-ops did not create the model.
+    """
     environment = model.get("PrimaryContainer", {}).get("Environment", {})
     try:
         return codec.loads(join_text(f"{DOCUMENT}_", environment).encode(), Deployment)
@@ -78,9 +82,12 @@ def read_deployment(model: Mapping[str, Any]) -> Deployment | None:
 
 
 def build_archive_key(prefix: str, endpoint: str, deployment: Deployment) -> str:
-    """Return the key of a deployment's archive, which follows from its content."""
+    """Return the key of a deployment's archive, which depends only on its content."""
     document = hex_digits(digest_bytes(encode_deployment(deployment)))[:16]
-    return f"{prefix.strip('/')}/{endpoint}/archives/{hex_digits(deployment.manifest)}/{document}/model.tar.gz"
+    return (
+        f"{prefix.strip('/')}/{endpoint}/archives/{hex_digits(deployment.manifest)}/{document}"
+        "/model.tar.gz"
+    )
 
 
 def build_name_stem(endpoint: str) -> str:
@@ -90,11 +97,14 @@ def build_name_stem(endpoint: str) -> str:
         raise UserError(f"{endpoint!r} cannot be the name of a SageMaker endpoint", remedy=remedy)
     if len(endpoint) <= _STEM_CHARACTERS:
         return endpoint
-    return f"{endpoint[: _STEM_CHARACTERS - 9].strip('-')}-{hex_digits(digest_bytes(endpoint.encode()))[:8]}"
+    return (
+        f"{endpoint[: _STEM_CHARACTERS - 9].strip('-')}"
+        f"-{hex_digits(digest_bytes(endpoint.encode()))[:8]}"
+    )
 
 
 def is_own_name(name: str, endpoint: str) -> bool:
-    """Return whether a model or config has a name that we give for this endpoint."""
+    """Return whether a name has the form of this endpoint's models and configs."""
     stem = build_name_stem(endpoint)
     return name.startswith(stem) and _OWN_SUFFIX.fullmatch(name[len(stem) :]) is not None
 
@@ -102,9 +112,13 @@ def is_own_name(name: str, endpoint: str) -> bool:
 def build_layout(
     endpoint: str, state: EndpointState, settings: SageMakerSettings, *, trusted_keys: str = ""
 ) -> EndpointLayout:
-    """Return the requests for a state; raise UserError if SageMaker cannot do that.
+    """Return the requests for a state.
 
-    Without `trusted_keys` the containers' servers load any model. Other keys make other models.
+    Without `trusted_keys`, the containers' servers load any model. Other keys result in other
+    models.
+
+    Raises:
+        UserError: SageMaker does not support the state.
     """
     stem = build_name_stem(endpoint)
     _require_possible(endpoint, state, settings)
@@ -175,7 +189,8 @@ def _model_request(
         "ExecutionRoleArn": settings.role,
         "PrimaryContainer": {
             "Image": settings.image,
-            "ModelDataUrl": f"s3://{settings.bucket}/{build_archive_key(settings.prefix, endpoint, deployment)}",
+            "ModelDataUrl": f"s3://{settings.bucket}/"
+            f"{build_archive_key(settings.prefix, endpoint, deployment)}",
             "Environment": encode_variables(deployment) | options,
         },
         "EnableNetworkIsolation": settings.isolated,
@@ -233,8 +248,8 @@ def read_state(
 
     Args:
         variants: the deployment behind each variant of its config.
-        weights: the current ones by variant.
-        generation: of the last claim.
+        weights: the current weights by variant.
+        generation: the generation of the last claim.
     """
     deployments = {
         variant: deployment for variant, deployment in variants.items() if deployment is not None
@@ -244,7 +259,7 @@ def read_state(
         return None
     percent = {variant: round(100 * weight / total) for variant, weight in weights.items()}
     largest = max(percent, key=lambda variant: (percent[variant], variant))
-    percent[largest] += 100 - sum(percent.values())  # what rounding leaves
+    percent[largest] += 100 - sum(percent.values())  # the remainder of rounding
     split = TrafficSplit(
         weights={deployments[variant].name: share for variant, share in percent.items()}
     )
@@ -254,7 +269,7 @@ def read_state(
 
 
 def has_weights(description: Mapping[str, Any], desired: Mapping[str, float]) -> bool:
-    """Return whether traffic has these weights, and is not being changed."""
+    """Return whether traffic has these weights and is not being changed."""
     desired_total = sum(desired.values())
     for key in ("CurrentWeight", "DesiredWeight"):
         weights = {
@@ -275,14 +290,17 @@ def has_weights(description: Mapping[str, Any], desired: Mapping[str, float]) ->
 def find_config_drift(
     config: Mapping[str, Any], models: Mapping[str, Mapping[str, Any]], layout: EndpointLayout
 ) -> Iterator[str]:
-    """Yield how an endpoint's config, with its models by name, differs from a layout of its deployments."""
+    """Yield how an endpoint's config differs from the config of a layout.
+
+    `models` are the models of the config by name.
+    """
     yield from _differences(
         "", _pick(config, _COMPARED_IN_CONFIG), _pick(layout.config, _COMPARED_IN_CONFIG)
     )
     actual, desired = (
         {v["VariantName"]: v for v in list_variants(each)} for each in (config, layout.config)
     )
-    if set(actual) != set(desired):  # the strategy is another
+    if set(actual) != set(desired):  # the strategies differ
         yield f"variants: {', '.join(sorted(actual))}, not {', '.join(sorted(desired))}"
         return
     for name, variant in actual.items():
@@ -318,7 +336,11 @@ def _pick(document: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]
 def _differences(
     place: str, actual: Mapping[str, Any], desired: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield values that differ. Of a nested one, SageMaker describes more than was requested."""
+    """Yield values that differ.
+
+    Of a nested value only the desired fields are compared, since SageMaker describes more fields
+    than were requested.
+    """
     for name in sorted({*actual, *desired}):
         value, wanted = actual.get(name), desired.get(name)
         if isinstance(value, Mapping) and isinstance(wanted, Mapping):

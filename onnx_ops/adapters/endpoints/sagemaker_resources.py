@@ -1,7 +1,7 @@
-"""Archives, models and endpoint configs of an endpoint, named by their content, and their deletion on request.
+"""The archives, models and endpoint configs of an endpoint, and their deletion.
 
-The same version gives the same bytes under the same key. An archive is sent with its digest and
-never overwritten.
+All are named by their content. The same version results in the same bytes under the same key. An
+archive is sent with its digest, and is never overwritten.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ from onnx_ops.errors import ConflictError, InfrastructureError, RefusedError, Us
 from onnx_ops.protocol.server_process import DEPLOYMENT_FILE, MODEL_FOLDER
 
 PART_BYTES = 64 << 20
-"""Larger archives are sent in parts of this size; S3 takes at least 5 MiB."""
+"""Size of the parts in which larger archives are sent; S3 requires at least 5 MiB."""
 _NAMES = {"model": "Model", "endpoint_config": "EndpointConfig"}
-"""What requests and answers call the two kinds of definitions, by their names in operations."""
+"""Names of models and configs in requests, by their names in operations.
+
+Answers use the same names as requests.
+"""
 _UPLOAD = "#"
-"""Between key and id in the name of an upload that was not completed."""
+"""Separator between key and id in the name of an incomplete upload."""
 _UNUSED = "its version is not deployed, and not needed"
 
 
@@ -61,7 +64,10 @@ def _entry(name: str, size: int) -> tarfile.TarInfo:
 
 
 class EndpointResources:
-    """The archives, models and configs of one endpoint; archives above `part_bytes` are sent in such parts."""
+    """The archives, models and configs of one endpoint.
+
+    Archives above `part_bytes` are sent in parts of this size.
+    """
 
     def __init__(self, client: SageMakerClient, *, part_bytes: int = PART_BYTES) -> None:
         self._client = client
@@ -91,7 +97,7 @@ class EndpointResources:
                     return
                 s3, data = self._client.clients("s3"), packed.read()
                 once = {"IfNoneMatch": "*", "ChecksumSHA256": _sha256(data), **self._upload_options}
-                # Another archive under the same key has the same content.
+                # If the key was created meanwhile, its archive has the same content.
                 create_once(lambda: s3.put_object(**named, Body=data, **once))
 
     def ensure_definitions(self, layout: EndpointLayout) -> None:
@@ -121,30 +127,32 @@ class EndpointResources:
         yield from self._find_open_uploads()
 
     def _read_manifest(self, model: str) -> Digest | None:
-        """Return the manifest digest of the version that a model holds; None if it names no version."""
+        """Return the manifest digest of the version that a model holds.
+
+        None if the model does not contain a version.
+        """
         deployment = read_deployment(self._client.describe_model(model))
         return None if deployment is None else deployment.manifest
 
     def _find_unused_archives(self, kept: Set[Digest]) -> Iterator[OrphanedResource]:
-        """Yield the archives of other versions than those to be kept."""
+        """Yield the archives of versions that are not in `kept`."""
         folders = set(map(hex_digits, kept))
         for key in self._client.keys(self._archives):
             if key.removeprefix(self._archives).partition("/")[0] not in folders:
                 yield OrphanedResource(kind="archive", name=key, why=_UNUSED, paid=True)
 
     def _find_open_uploads(self) -> Iterator[OrphanedResource]:
-        """Yield the uploads that were neither completed nor aborted; their parts are paid for."""
+        """Yield the uploads that were not completed or aborted. Their parts cost money."""
         within = {"Bucket": self._bucket, "Prefix": self._archives}
         for upload in self._client.list_all("s3", "list_multipart_uploads", "Uploads", **within):
             name = f"{upload['Key']}{_UPLOAD}{upload['UploadId']}"
             yield OrphanedResource(kind="upload", name=name, why="it was not completed", paid=True)
 
     def delete_orphan(self, orphan: OrphanedResource) -> None:
-        """Delete an orphan; no error if it is gone.
+        """Delete an orphan; no error if it does not exist.
 
         Raises:
-            ConflictError: the live endpoint uses it again. SageMaker itself would delete it
-                nevertheless.
+            ConflictError: the live endpoint uses it again. SageMaker would delete it nevertheless.
         """
         kind, name = orphan.kind, orphan.name
         configs = self._live_configs()
@@ -206,7 +214,10 @@ class EndpointResources:
             raise
 
     def _create(self, noun: str, name: str, request: Mapping[str, Any]) -> None:
-        """Create an immutable resource; an existing one of its name must be the same."""
+        """Create an immutable resource.
+
+        An existing resource with this name must have the same content.
+        """
         operation, taken = f"create_{noun}", ("already existing",)
         if self._client.call("sagemaker", operation, ignored_messages=taken, **request) is not None:
             return
@@ -251,7 +262,7 @@ def _sha256(data: bytes) -> str:
 
 
 def _contains(actual: Any, desired: Any) -> bool:
-    """Return whether the description, which has more fields, contains all desired ones."""
+    """Return whether a description contains all desired fields. It can have more."""
     if isinstance(desired, Mapping) and isinstance(actual, Mapping):
         return all(
             key in actual and _contains(actual[key], value) for key, value in desired.items()

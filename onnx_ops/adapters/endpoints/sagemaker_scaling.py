@@ -1,4 +1,4 @@
-"""Instance counts of variants: fixed, or by Application Auto Scaling."""
+"""Instance counts of variants: fixed, or set by Application Auto Scaling."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNREGISTERED = ("ObjectNotFoundException", "ValidationException")
 def find_instance_drift(
     description: Mapping[str, Any], settings: SageMakerSettings
 ) -> Iterator[str]:
-    """Yield the variants whose desired instance count is not that of the settings."""
+    """Yield the variants whose desired instance count differs from the settings."""
     for variant in description.get("ProductionVariants", ()):
         count = variant.get("DesiredInstanceCount")
         if count is not None and count != settings.instance_count:
@@ -31,7 +31,7 @@ def find_instance_drift(
 class VariantScaling:
     """Scalable targets and policies of one endpoint's variants.
 
-    Policies of other clients stay, and so do the instance counts that they set.
+    Policies of other clients stay unchanged, and so do the instance counts that they set.
     """
 
     def __init__(self, client: SageMakerClient) -> None:
@@ -55,7 +55,10 @@ class VariantScaling:
             yield from find_instance_drift(description, settings)
 
     def is_foreign(self, description: Mapping[str, Any]) -> bool:
-        """Return whether another policy scales a variant that the settings do not scale."""
+        """Return whether another client's policy scales a variant.
+
+        This is checked only where the settings do not scale variants.
+        """
         if self._settings.scaled:
             return False
         return any(
@@ -97,7 +100,7 @@ class VariantScaling:
                 self._deregister(name)
 
     def pause(self, description: Mapping[str, Any], layout: EndpointLayout) -> None:
-        """Stop scaling variants that change: SageMaker refuses to change scaled variants."""
+        """Stop scaling the variants that change, since SageMaker refuses to change them."""
         if not self._settings.scaled:
             return
         config = self._client.describe_config(description["EndpointConfigName"])
@@ -114,7 +117,10 @@ class VariantScaling:
         return {"TargetValue": target, "PredefinedMetricSpecification": metric}
 
     def _targets(self, variants: Iterable[str]) -> dict[str, Mapping[str, Any]]:
-        """Return the scalable targets by variant. Without autoscaling no read permission is needed."""
+        """Return the scalable targets by variant.
+
+        Without autoscaling, the permission to read them is not required.
+        """
         resources = {self._resource(name)["ResourceId"]: name for name in variants}
         if not resources:
             return {}
@@ -129,7 +135,7 @@ class VariantScaling:
         return {resources[target["ResourceId"]]: target for target in answer["ScalableTargets"]}
 
     def _policy(self, variant: str) -> Mapping[str, Any] | None:
-        """Return the metric tracked by our policy of a variant."""
+        """Return the metric that our policy of a variant tracks; None without a policy."""
         answer = self._call(
             "describe_scaling_policies", **self._resource(variant), PolicyNames=[_POLICY]
         )

@@ -23,7 +23,10 @@ _Shift = Annotated[int, Ge(0), Le(50)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SageMakerSettings(AwsAccess, ContainerOptions):
-    """Settings of one endpoint, and options of its server; see docs/sagemaker.md. Limits are those of the service."""
+    """Settings of one endpoint, and options of its server; see docs/sagemaker.md.
+
+    Limits are those of the service.
+    """
 
     role: Annotated[
         str,
@@ -71,17 +74,20 @@ class SageMakerSettings(AwsAccess, ContainerOptions):
 
     @property
     def memory_mib(self) -> int:
-        """Memory of a serverless endpoint in MiB, the unit of the SageMaker API; 0 if it has instances."""
+        """Memory of a serverless endpoint in MiB, the unit of the SageMaker API.
+
+        It is 0 if the endpoint has instances.
+        """
         return (self.memory or 0) // _MIB
 
     @property
     def volume_gb(self) -> int:
-        """Storage in GB, the unit of the SageMaker API; 0 for its default."""
+        """Storage in GB, the unit of the SageMaker API; 0 for the API's default."""
         return (self.volume or 0) // _GB
 
     @property
     def guarded(self) -> bool:
-        """Whether SageMaker shifts the traffic and watches alarms."""
+        """Whether SageMaker shifts the traffic and monitors alarms."""
         return self.strategy == "guarded"
 
     @property
@@ -91,7 +97,11 @@ class SageMakerSettings(AwsAccess, ContainerOptions):
 
 
 def read_sagemaker_settings(given: Mapping[str, Json], *, where: str = "") -> SageMakerSettings:
-    """Return the settings of an endpoint; raise SettingsError if they are wrong or contradict each other."""
+    """Return the settings of an endpoint.
+
+    Raises:
+        SettingsError: they are wrong or contradict each other.
+    """
     remedy = (
         ""
         if {"role", "image", "bucket"} <= set(given)
@@ -111,25 +121,29 @@ def _find_contradictions(settings: SageMakerSettings) -> Iterator[tuple[str, str
     rules = (
         ("provisioned_concurrency", "must not exceed max_concurrency",
          settings.provisioned_concurrency > settings.max_concurrency),
-        ("min_instances", "must be from 1 to max_instances", settings.scaled and not 1 <= low <= high),
-        ("instance_count", "must be from min_instances to max_instances", settings.scaled and not low <= count <= high),
+        ("min_instances", "must be from 1 to max_instances",
+         settings.scaled and not 1 <= low <= high),
+        ("instance_count", "must be from min_instances to max_instances",
+         settings.scaled and not low <= count <= high),
         ("min_instances", "needs max_instances", low > 0 and not settings.scaled),
         ("subnets", "needs security_groups, and they need subnets",
          bool(settings.subnets) != bool(settings.security_groups)),
         ("strategy", "alarms, canary_percent and linear_percent need strategy guarded",
          not settings.guarded and (bool(settings.alarms) or is_shifted)),
-        ("linear_percent", "excludes canary_percent", settings.canary_percent > 0 and settings.linear_percent > 0),
+        ("linear_percent", "excludes canary_percent",
+         settings.canary_percent > 0 and settings.linear_percent > 0),
         ("linear_percent", "must be from 10 to 50", 0 < settings.linear_percent < 10),
         ("capture_percent", "needs capture_uri, which needs capture_percent",
          (settings.capture_percent > 0) != bool(settings.capture_uri)),
-        ("tags", f"tags that begin with {_OWN_TAGS} are reserved", any(k.startswith(_OWN_TAGS) for k in settings.tags)),
+        ("tags", f"tags that begin with {_OWN_TAGS} are reserved",
+         any(k.startswith(_OWN_TAGS) for k in settings.tags)),
         ("volume", "must be a whole number of GB", (settings.volume or 0) % _GB != 0),
     )  # fmt: skip
     yield from ((name, text) for name, text, wrong in rules if wrong)
 
 
 def _find_serverless_contradictions(settings: SageMakerSettings) -> Iterator[tuple[str, str]]:
-    """Yield what the service refuses for an endpoint without instances."""
+    """Yield settings that the service refuses for an endpoint without instances."""
     rules = (
         (
             "memory",

@@ -1,7 +1,7 @@
-"""Updates of an endpoint: observe, apply the change that is due, observe again.
+"""Updates of an endpoint: observe it, make the next change, observe it again.
 
-SageMaker's waiter reports success for an update that was rolled back; this one requires the desired
-config and weights, and reads why they were not reached.
+SageMaker's waiter reports success for an update that was rolled back. This module requires the
+desired config and weights, and reads why they were not reached.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _NOT_RETAINED = [
     {"VariantPropertyType": "DesiredWeight"},
     {"VariantPropertyType": "DataCaptureConfig"},
 ]
-"""Weights and capture come from the new config."""
+"""Properties of variants that come from the new config: weights and data capture."""
 _COUNT_NOT_RETAINED = {"VariantPropertyType": "DesiredInstanceCount"}
-"""Nor are instance counts retained, unless autoscaling sets them."""
+"""Instance counts also come from the new config, unless autoscaling sets them."""
 _STALE_READS = 12
-"""Reads that may show an endpoint as it was before an accepted request."""
+"""Reads that can show an endpoint as it was before an accepted request."""
 _CONFIRMATIONS = 3
-"""Reads in a row that must show a failure, as a single one may be stale."""
+"""Consecutive reads that must show a failure, since a single read can be stale."""
 _TAKEN_BACK = "The traffic is unchanged. See the alarms and the log of the version that failed."
 
 
@@ -61,7 +61,7 @@ class EndpointUpdate:
         self._sets_counts = not (self._settings.scaled or self._settings.serverless)
         self._requested: Literal["", "create", "update", "delete"] = ""
         self._has_begun = False
-        self._unchanged_reads = 0  # without a sign of the request
+        self._unchanged_reads = 0  # reads that show no effect of the request
         self._failures = 0
         self._modified: Any = None
         self._is_deleted = False
@@ -136,7 +136,7 @@ class EndpointUpdate:
         return answer is not None
 
     def _advance(self, description: Mapping[str, Any] | None, layout: EndpointLayout) -> None:
-        """Make the one change that is due to an endpoint that is not busy."""
+        """Make the next change of an endpoint that is not busy."""
         if not self._requested:
             self._refuse_alarmed(layout, description)
         if description is None:
@@ -152,7 +152,8 @@ class EndpointUpdate:
             raise RefusedError(
                 "an endpoint of that name exists that onnx-ops did not create",
                 where=self._client.endpoint,
-                remedy="Choose another name in the pipeline file, or delete that endpoint yourself.",
+                remedy="Choose another name in the pipeline file, "
+                "or delete that endpoint yourself.",
             )
         if description["EndpointStatus"] == "Failed":
             if self._requested and not self._is_deleted:
@@ -162,7 +163,7 @@ class EndpointUpdate:
                     "the next attempt creates it anew."
                 )
                 raise InfrastructureError(what, where=self._client.endpoint, why=why, remedy=remedy)
-            # Nothing else is possible with a failed endpoint, and it answers no requests.
+            # A failed endpoint can only be deleted, and it answers no requests.
             self._request("delete_endpoint", *NOT_FOUND, *IN_PROGRESS)
             self._requested, self._is_deleted = "delete", True
             return
@@ -204,12 +205,15 @@ class EndpointUpdate:
             )
 
     def _guard(self, layout: EndpointLayout) -> dict[str, Any]:
-        """Return how the traffic is shifted, and under which alarms, none of which may be firing."""
+        """Return how the traffic is shifted, and under which alarms.
+
+        Raises:
+            InfrastructureError: one of the alarms is firing.
+        """
         states = self._alarm_states()
         firing = [name for name, state in states.items() if state.startswith("ALARM")]
-        if self._fence.has_reached(
-            layout.config_name
-        ):  # restores what was there: nothing new to guard
+        # An update to the last reached config restores what was there, so it needs no guard.
+        if self._fence.has_reached(layout.config_name):
             quiet = [name for name in states if name not in firing]
             return build_deployment_config(self._settings, quiet, at_once=bool(firing))
         if firing:
@@ -227,11 +231,12 @@ class EndpointUpdate:
     def _refuse_alarmed(
         self, layout: EndpointLayout, description: Mapping[str, Any] | None
     ) -> None:
-        """Raise AlarmRollbackError if an update to this layout was started, and an alarm has changed its state since.
+        """Raise AlarmRollbackError if an alarm reverted an update to this layout.
 
-        The update was not finished, or the layout would be in service. An alarm that is quiet again
-        counts, too: in doubt the layout is not tried again, as SageMaker gives its reasons in prose
-        only.
+        This is assumed if the update was started, and an alarm has changed its state since. A
+        finished update would have put the layout into service. An alarm that is quiet again counts
+        too. In doubt, the layout is not tried again, since SageMaker gives its reasons only as
+        prose.
         """
         if not self._alarms or (before := self._fence.alarms_before(layout.config_name)) is None:
             return
@@ -246,7 +251,7 @@ class EndpointUpdate:
             )
 
     def _alarm_states(self) -> dict[str, str]:
-        """Return the state of each guarding alarm, and when it changed."""
+        """Return the state of each guarding alarm, and when it last changed."""
         if not self._alarms:
             return {}
         with translate_errors(self._client.endpoint):
@@ -266,8 +271,11 @@ class EndpointUpdate:
         return states
 
     def _is_due_again(self, description: Mapping[str, Any], layout: EndpointLayout) -> bool:
-        """Return whether to repeat a request that left an endpoint idle before the desired layout."""
-        if self._requested == "create":  # another client had created it
+        """Return whether to repeat a request without effect.
+
+        The endpoint is idle and does not have the desired layout.
+        """
+        if self._requested == "create":  # another client had created the endpoint
             self._requested = ""
             return True
         has_moved = self._has_begun or description.get("LastModifiedTime") != self._modified
@@ -303,7 +311,7 @@ class EndpointUpdate:
 def build_deployment_config(
     settings: SageMakerSettings, alarms: list[str], *, at_once: bool
 ) -> dict[str, Any]:
-    """Return how SageMaker shifts the traffic: at once, or by the settings."""
+    """Return how SageMaker shifts the traffic: immediately, or by the settings."""
     routing: dict[str, Any] = {
         "Type": "ALL_AT_ONCE",
         "WaitIntervalInSeconds": 0 if at_once else int(settings.wait),

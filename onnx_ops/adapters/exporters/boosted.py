@@ -1,4 +1,7 @@
-"""XGBoost's and LightGBM's estimators, alone or in scikit-learn's pipelines: onnxmltools' converters in skl2onnx."""
+"""Exporters of XGBoost and LightGBM estimators, alone or in pipelines.
+
+They register the converters of onnxmltools in skl2onnx.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +27,19 @@ _CLASSIFIER_OPTIONS = {
 
 
 class _BoostedExporter(SklearnExporter):
-    """A pipeline around such an estimator answers in float64 up to it; its trees compare and add in their own
-    precision."""
+    """Base of the exporters of gradient boosting libraries.
+
+    In float64, the steps of a pipeline before the estimator compute in float64. The trees of the
+    estimator compare and add in their own precision.
+    """
 
     converters = ("onnxmltools", *SklearnExporter.converters)
     _package: str
     _native: str
     _converter: tuple[str, str]
-    """Module below `onnxmltools.convert`, and name of its function."""
+    """Module below `onnxmltools.convert`, and the name of its function."""
     _estimators: tuple[tuple[str, bool], ...]
-    """Names of classes, and whether they classify."""
+    """Names of estimator classes, and whether they are classifiers."""
 
     def export(self, model: object, request: ExportRequest) -> None:
         if type(model).__name__ == "Booster" or type(model).__module__.startswith(
@@ -45,9 +51,8 @@ class _BoostedExporter(SklearnExporter):
                 remedy=f"`train.run` must return {self._native}, or a pipeline that ends in one.",
             )
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # onnxmltools tries to import all frameworks, and reports missing ones
+            # onnxmltools tries to import all frameworks, and warns about missing ones.
+            warnings.simplefilter("ignore")
             from skl2onnx import update_registered_converter
             from skl2onnx.common import shape_calculator as shapes
 
@@ -67,14 +72,14 @@ class _BoostedExporter(SklearnExporter):
         super().export(model, request)
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
-        """Run the estimator; an empty batch is refused, as its output shape is wrong."""
+        """Run the estimator; refuse an empty batch, whose output has a wrong shape."""
         if not all(len(array) for array in inputs.values()):
             raise ValueError(f"{self._package} gives no answer of the right shape to no rows")
         return super().reference(model, inputs, precision)
 
 
 class XgboostExporter(_BoostedExporter):
-    """Export XGBoost estimators, alone or at the end of scikit-learn pipelines."""
+    """Exporter of XGBoost estimators, alone or at the end of scikit-learn pipelines."""
 
     tools = ("xgboost", *SklearnExporter.tools)
     _package = "xgboost"
@@ -83,7 +88,10 @@ class XgboostExporter(_BoostedExporter):
     _estimators = (("XGBClassifier", True), ("XGBRegressor", False), ("XGBRanker", False))
 
     def _convertible(self, model: object) -> object:
-        """Return a copy whose boosters lack column names, which the converter parses as numbers (`f0`, `f1` …)."""
+        """Return a copy of the model whose boosters have no column names.
+
+        The converter parses such names as numbers (`f0`, `f1` …).
+        """
         copied = copy.deepcopy(model)
         for part in list_estimators(copied):
             if type(part).__module__.startswith("xgboost"):
@@ -93,7 +101,7 @@ class XgboostExporter(_BoostedExporter):
 
 
 class LightgbmExporter(_BoostedExporter):
-    """Export LightGBM estimators, alone or at the end of scikit-learn pipelines."""
+    """Exporter of LightGBM estimators, alone or at the end of scikit-learn pipelines."""
 
     tools = ("lightgbm", *SklearnExporter.tools)
     _package = "lightgbm"
@@ -103,9 +111,12 @@ class LightgbmExporter(_BoostedExporter):
     _estimators = (("LGBMClassifier", True), ("LGBMRegressor", False), ("LGBMRanker", False))
 
     def export(self, model: object, request: ExportRequest) -> None:
-        """Convert the estimator. LightGBM writes control characters in names of columns into its JSON as they are."""
+        """Convert the estimator with a JSON parser that accepts control characters.
+
+        LightGBM writes control characters in names of columns into its JSON without escapes.
+        """
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # see above
+            warnings.simplefilter("ignore")  # onnxmltools warns about missing frameworks
             converter: Any = importlib.import_module(f"onnxmltools.convert.{self._converter[0]}")
         strict = converter.json
         converter.json = SimpleNamespace(

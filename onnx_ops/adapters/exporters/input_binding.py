@@ -1,4 +1,7 @@
-"""Bindings of the data's inputs to what a model takes: by name, or by a declared order where the model has no names."""
+"""Bindings of the data's inputs to the inputs of a model.
+
+They are bound by name, or by a declared order where the model has no names.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,18 @@ from onnx_ops.errors import UserError, suggest
 WHERE = "data inputs"
 
 _SHOWN = 12
-"""Most names that a message lists."""
+"""Largest number of names that a message lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallBinding:
-    """How a function takes the inputs.
+    """How a function receives the inputs.
 
     Args:
-        positional: parameter of each input that is passed by position, in order.
+        positional: the parameter of each input that is passed by position, in order.
         keyword: the inputs that are passed by keyword; each is the name of a parameter.
-        variadic: name of the `*parameter` that takes all positional ones; empty if there is none.
+        variadic: name of the `*parameter` that receives all positional inputs; empty if there is
+            none.
     """
 
     positional: Mapping[str, str]
@@ -36,13 +40,13 @@ class CallBinding:
         return (*self.positional, *self.keyword)
 
     def pack(self, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return positional and keyword arguments from values by input."""
+        """Return positional and keyword arguments from values by input name."""
         return tuple(values[name] for name in self.positional), {
             name: values[name] for name in self.keyword
         }
 
     def by_parameter(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return values by input as values by parameter, a tuple for the `*parameter`."""
+        """Convert values by input to values by parameter, a tuple for the `*parameter`."""
         keyword = {name: values[name] for name in self.keyword}
         if self.variadic:
             return {self.variadic: tuple(values[name] for name in self.positional), **keyword}
@@ -57,13 +61,13 @@ def bind_call(
     ordered: bool,
     renamed: bool = True,
 ) -> CallBinding:
-    """Bind inputs to the parameters of their names.
+    """Bind inputs to the parameters with the same names.
 
-    One input can have another name than the only parameter that a call must give. A function that
-    takes all inputs in one `*parameter` has no names: its inputs need a declared order.
+    A single input can have another name than the only required parameter. A function that takes all
+    inputs in one `*parameter` has no names, so its inputs need a declared order.
 
     Args:
-        owner: what errors name.
+        owner: the name that errors show.
         ordered: whether the order of the inputs is declared.
         renamed: whether a single input can have another name.
 
@@ -99,7 +103,7 @@ def bind_call(
 
 
 def _list_named(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
-    """Return the parameters that take one argument of their name."""
+    """Return the parameters that take one argument by their name."""
     variadic_kinds = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     return {
         name: parameter
@@ -124,7 +128,10 @@ def _bind_by_name(named: Mapping[str, Parameter], inputs: Collection[str]) -> Ca
 def _find_only(
     named: Mapping[str, Parameter], required: Sequence[str], inputs: Collection[str]
 ) -> str:
-    """Return the parameter that takes a single input of another name; empty if there is none."""
+    """Return the parameter that takes a single input of another name.
+
+    Empty if there is no such parameter.
+    """
     if len(inputs) != 1 or len(required) > 1 or named.keys() & set(inputs):
         return ""
     only = next(iter(required or named), "")
@@ -138,10 +145,11 @@ def check_names(
     owner: str,
     required: Collection[str] | None = None,
 ) -> None:
-    """Check that each input is a name that the model takes, and that none is missing.
+    """Check that the model takes each input by its name, and that no name is missing.
 
     Raises:
-        UserError: an input is none of `names`, or one of `required` (default: all) is no input.
+        UserError: an input is not among `names`, or one of `required` (default: all) is not an
+            input.
     """
     unknown = [name for name in inputs if name not in names]
     missing = [name for name in (names if required is None else required) if name not in inputs]
@@ -168,7 +176,10 @@ def _format_names(names: Collection[str]) -> str:
 
 
 def _advise_names(names: Collection[str], needed: Sequence[str]) -> str:
-    """Return how to write the inputs of a model that takes `names`, of which a call gives those that are `needed`."""
+    """Return the remedy that shows how to name the inputs.
+
+    The model takes inputs of these `names`; a call must give those that are `needed`.
+    """
     if not names:
         return "Name each input as a parameter: what `**kwargs` takes has no names to check."
     example = ", ".join(f"{name}: ARRAY" for name in needed[:_SHOWN])
@@ -177,10 +188,10 @@ def _advise_names(names: Collection[str], needed: Sequence[str]) -> str:
 
 
 def check_order(inputs: Collection[str], *, ordered: bool, owner: str, why: str) -> None:
-    """Check that the order of several inputs is declared.
+    """Check that the order of the inputs is declared if there are several.
 
     Raises:
-        UserError: it is not.
+        UserError: the order is not declared.
     """
     if len(inputs) < 2 or ordered:
         return
@@ -188,8 +199,8 @@ def check_order(inputs: Collection[str], *, ordered: bool, owner: str, why: str)
         f"{owner} takes {len(inputs)} inputs by position, and their order is not declared",
         where=WHERE,
         why=why,
-        # Without the names of the data: copied, they would declare its order, which need not be the
-        # model's.
+        # The remedy shows no names of the data. A user who copied them would declare the order of
+        # the data, which can differ from the order of the model.
         remedy="List them in the order of the model in every data set: `columns: [FIRST, "
         "SECOND]` for a table, `inputs: {FIRST: ARRAY, SECOND: ARRAY}` for arrays.",
     )

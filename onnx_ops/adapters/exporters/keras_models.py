@@ -1,4 +1,4 @@
-"""Keras 3 models on any of its backends: their files and the names of their inputs."""
+"""Keras 3 models on any backend: their files and the names of their inputs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from onnx_ops.adapters.exporters.input_binding import bind_call, check_names
 from onnx_ops.errors import UserError
 
 _CONTEXT = ("training", "mask")
-"""Parameters of `call` that Keras sets."""
+"""Parameters of `call` whose arguments Keras sets."""
 
 
 _UNBUILT = "Model .* had a build config, but the model cannot be built"
-"""Start of Keras 3.15's warning about a subclassed model that it creates anew without loading its
-weights.
+"""Start of a warning of Keras 3.15.
+
+Keras gives it for a subclassed model that it recreates without loading its weights.
 """
 
 
@@ -50,7 +51,10 @@ def load_keras(file: Path) -> Any:
 
 
 def _import_classes(path: Path) -> None:
-    """Import the modules of a `.keras` file's custom classes, to register them: Keras imports only its own."""
+    """Import the modules of a `.keras` file's custom classes, which registers them.
+
+    Keras imports only its own modules.
+    """
     with (
         contextlib.suppress(zipfile.BadZipFile, KeyError, ValueError),
         zipfile.ZipFile(path) as archive,
@@ -70,10 +74,12 @@ def _own_modules(config: Any) -> Iterator[str]:
 
 
 def check_keras_inputs(model: Any, names: Collection[str]) -> None:
-    """Check that a Keras model takes inputs of these names; the one input of a model can have any name.
+    """Check that a Keras model takes inputs of these names.
+
+    The single input of a model can have any name.
 
     Raises:
-        UserError: it does not.
+        UserError: it does not take them.
     """
     known = _read_names(model)
     if known is None:
@@ -86,8 +92,8 @@ def check_keras_inputs(model: Any, names: Collection[str]) -> None:
 def call_keras(model: Any, tensors: Mapping[str, Any]) -> Any:
     """Call a Keras model by the names of its inputs, in inference mode.
 
-    A functional model gets a dictionary by its own names. A subclassed one gets keyword arguments
-    where `call` names the inputs, else a dictionary.
+    A functional model gets a dictionary by its own names. A subclassed model gets keyword arguments
+    if its `call` names the inputs, else a dictionary.
     """
     if _read_names(model) is None and _names_parameters(model, tensors):
         return model(**tensors, training=False)
@@ -97,18 +103,24 @@ def call_keras(model: Any, tensors: Mapping[str, Any]) -> Any:
 
 
 def _read_names(model: Any) -> list[str] | None:
-    """Return the names of a functional or sequential model's inputs; None for a subclassed one, which has none."""
+    """Return the names of the inputs of a functional or sequential model.
+
+    None for a subclassed model, which has no names.
+    """
     inputs = getattr(model, "inputs", None)
     if inputs is None:
         return None
-    structure = getattr(model, "input", None)  # a sequential model has no structure of inputs
+    structure = getattr(model, "input", None)  # a sequential model has no input structure
     if isinstance(structure, Mapping):
         return [str(name) for name in structure]
     return [str(value.name) for value in inputs]
 
 
 def _names_parameters(model: Any, names: Collection[str]) -> bool:
-    """Return whether `call` of a subclassed model has a parameter of an input's name, or needs several arguments."""
+    """Return whether `call` of a subclassed model names its inputs.
+
+    It does if one of its parameters has the name of an input, or if it needs several arguments.
+    """
     parameters = [
         p for name, p in inspect.signature(model.call).parameters.items() if name not in _CONTEXT
     ]

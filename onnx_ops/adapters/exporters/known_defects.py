@@ -1,4 +1,7 @@
-"""Models whose conversion is known to be wrong or impossible, refused by name before it is tried."""
+"""Models whose conversion is known to be wrong or impossible.
+
+They are refused by name before the conversion.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 from onnx_ops.errors import UserError
 
 ConversionDefect = tuple[str, str, str]
-"""What cannot be converted, the reason, and an alternative."""
+"""The part that cannot be converted, the reason, and an alternative."""
 
 _SPARSE = "ONNX has no sparse tensors"
 
@@ -17,16 +20,17 @@ _DIFFERS = "the converted model gives other answers than `predict` (measured)"
 
 
 _WRONG_AS_STEP = ("KMeans", "MiniBatchKMeans")
-"""Estimators whose `predict` is converted correctly, and whose `transform` is not."""
+"""Estimators whose `predict` is converted correctly, but whose `transform` is not."""
 
 LOST_IN_FLOAT32 = 1e-6
-"""Relative to the largest eigenvalue. Rounding of a kernel's entries adds about 6e-8 of the largest
-to each.
+"""Limit of eigenvalues, relative to the largest, below which float32 loses them.
+
+Rounding the entries of a kernel adds about 6e-8 of the largest eigenvalue to each eigenvalue.
 """
 
 
 def check_convertible(parts: list[object], *, last: object) -> None:
-    """Refuse estimators and steps that the converters get wrong.
+    """Refuse estimators and steps whose conversion is wrong.
 
     Args:
         last: the part that gives the answers.
@@ -62,8 +66,8 @@ def _xgboost(part: Any) -> Iterator[ConversionDefect]:
             "Use booster gbtree.",
         )
     others = {
-        "survival:cox": "Train with another objective, such as reg:squarederror on the logarithm of the "
-        "target.",
+        "survival:cox": "Train with another objective, such as reg:squarederror on "
+        "the logarithm of the target.",
         "reg:logistic": "Train an XGBClassifier with binary:logistic.",
         "multi:softmax": "Use objective multi:softprob: `predict` answers the same.",
     }
@@ -265,4 +269,4 @@ _SKLEARN: Mapping[str, Callable[[Any], Iterator[ConversionDefect]]] = {
     "KernelPCA": _kernel_components,
     "FunctionTransformer": _function,
 }
-"""By class, what of it is converted wrongly."""
+"""For each class, a function that yields its parts with a wrong conversion."""

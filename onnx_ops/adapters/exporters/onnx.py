@@ -1,4 +1,4 @@
-"""Take ready ONNX files as they are, or convert them to another opset."""
+"""Exporter of ONNX files: copies them, or converts them to another opset."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ _THIS_BUILD = Target(
 
 
 class OnnxExporter(Exporter):
-    """Takes ready files; the model object is the path.
+    """Exporter of existing ONNX files; the model object is the path of the file.
 
-    The source is unknown, so the file is compared with itself without optimizations.
+    The source model is unknown, so the file is compared with itself without optimizations.
     """
 
     tools: tuple[str, ...] = ("onnx",)
@@ -60,7 +60,7 @@ class OnnxExporter(Exporter):
         return OnnxExporter(libraries)
 
     def save(self, model: object, folder: Path) -> None:
-        """Copy a file, or the one of a folder, with its weights; drop ZipMaps."""
+        """Copy a file, or the only ONNX file of a folder, with its weights; drop ZipMaps."""
         source = find_model_file(Path(str(model)))
         if drop_zipmaps(read_structure(source)):
             model = read_model(source)
@@ -100,15 +100,17 @@ class OnnxExporter(Exporter):
         copy_model(source, request.path)
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
-        """Run the file without graph optimizations, or in ONNX's evaluator if it is too new; None for float64."""
+        """Run the file without graph optimizations; return None for float64.
+
+        A file that is too new for the runtime runs in ONNX's evaluator.
+        """
         if precision == "float64":
             return None
         check_libraries(self._custom_ops, "the target")
         path = Path(str(model))
         newer = explain_version_limits(read_model_info(path), _THIS_BUILD)
-        with convert_refusals(
-            "the model", Exception
-        ):  # numpy kernels raise many types of exceptions
+        # Kernels in NumPy raise many types of exceptions.
+        with convert_refusals("the model", Exception):
             if newer:
                 from onnx.reference import ReferenceEvaluator
 
@@ -138,7 +140,8 @@ def convert_opset(source: Path, result: Path, section: Export) -> None:
             f"the file cannot be converted to opset {section.opset}",
             where="export",
             why=crash.explanation,
-            remedy=f"Export the model anew at opset {section.opset}, or choose another export.opset "
+            remedy=f"Export the model anew at opset {section.opset}, "
+            "or choose another export.opset "
             f"(the file has {read_model_info(source).opsets.get('', 0)}).",
         ) from None
 

@@ -1,4 +1,4 @@
-"""PaddlePaddle's layers, by paddle2onnx."""
+"""Exporter of PaddlePaddle layers, with paddle2onnx."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ OPSETS = (11, 21)
 
 
 class PaddleExporter(Exporter):
-    """Exports static PaddlePaddle layers with paddle2onnx.
+    """Exporter of static PaddlePaddle layers, with paddle2onnx.
 
-    Such as `paddle.jit.to_static(layer, input_spec=[InputSpec([None, 64], 'float32', 'x')])`.
-    Inputs are passed by the names of `input_spec`; a spec without a name has that of the parameter
-    of `forward`.
+    An example of such a layer is `paddle.jit.to_static(layer, input_spec=[InputSpec([None, 64],
+    'float32', 'x')])`. Inputs are passed by the names of `input_spec`. A spec without a name has
+    the name of the parameter of `forward`.
     """
 
     tools: tuple[str, ...] = ("paddlepaddle", "numpy")
@@ -70,7 +70,7 @@ class PaddleExporter(Exporter):
         paddle.jit.save(model, str(folder / STEM))
 
     def load(self, folder: Path) -> object:
-        """Load the one program of a folder that `paddle.jit.save` wrote."""
+        """Load the only program of a folder that `paddle.jit.save` wrote."""
         remedy = "Supply a folder that paddle.jit.save has written: model.json and model.pdiparams."
         file = find_file_with_suffix(folder, ".json", remedy)
         layer: Any = importlib.import_module("paddle").jit.load(str(file.with_suffix("")))
@@ -115,10 +115,12 @@ class PaddleExporter(Exporter):
 
 
 def _find_places(model: Any, names: Collection[str]) -> dict[str, int]:
-    """Return the place of each input in the layer's call, by the names of its `input_spec`.
+    """Return the position of each input in the layer's call, by its name.
+
+    The names are those of the layer's `input_spec`.
 
     Raises:
-        UserError: the names are others; a single input can have any name.
+        UserError: the names differ; a single input can have any name.
     """
     known = [str(spec.name) for spec in model._input_spec()]  # noqa: SLF001 (Paddle has no public one)
     if len(known) == len(names) == 1:

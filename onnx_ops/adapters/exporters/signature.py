@@ -1,4 +1,7 @@
-"""Names of inputs, outputs and axes in exported files, and the checks of an export section that exporters share."""
+"""Names of inputs, outputs and axes in exported files.
+
+The module also holds the checks of an export section that exporters share.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,13 @@ Precision = Literal["float32", "float64"]
 """Precision of reference outputs."""
 
 FREE_BATCH: Mapping[int, str] = {0: "batch"}
-"""Default free axes of an input, if `export.dynamic` does not declare them."""
+"""Default free axes of an input, if `export.dynamic` declares none."""
 
 OUTPUT = "output"
-"""Name of a single output; several are `output_0`, `output_1` …, or the keys of a dictionary."""
+"""Name of a single output.
+
+Several outputs are called `output_0`, `output_1` …, or by the keys of a dictionary.
+"""
 
 
 def get_free_axes(section: Export, name: str) -> Mapping[int, str]:
@@ -27,7 +33,10 @@ def get_free_axes(section: Export, name: str) -> Mapping[int, str]:
 
 
 def name_outputs(answer: object) -> dict[str, Any]:
-    """Return a framework's outputs by name: one value, a list, or a dictionary of them."""
+    """Return a framework's outputs by name.
+
+    The outputs are one value, a list of values, or a dictionary of values.
+    """
     if isinstance(answer, Mapping):
         return {str(key): value for key, value in answer.items()}
     values = answer if isinstance(answer, list | tuple) else (answer,)
@@ -36,7 +45,7 @@ def name_outputs(answer: object) -> dict[str, Any]:
 
 
 def find_file(folder: Path, name: str) -> Path:
-    """Return the file of that name, else the only file of the folder."""
+    """Return the file with that name, else the only file of the folder."""
     files = (
         [folder / name]
         if (folder / name).is_file()
@@ -60,7 +69,7 @@ def find_file_with_suffix(
 
 
 def name_axes(model: Any, section: Export) -> None:
-    """Name the free axes of inputs, and the first axis of outputs like the batch.
+    """Name the free axes of inputs, and name the first axis of outputs like the batch.
 
     Other free axes lose their names.
     """
@@ -74,7 +83,10 @@ def name_axes(model: Any, section: Export) -> None:
 
 
 def tidy_converted(model: Any, names: Sequence[str], section: Export) -> None:
-    """Give a converted model the section's axes and IR version, and its outputs these names, wherever they are used."""
+    """Set the axes and IR version of a converted model, and the names of its outputs.
+
+    Axes and IR version are those of the section. Outputs are renamed wherever they are used.
+    """
     renamed = {value.name: name for value, name in zip(model.graph.output, names, strict=True)}
     for value in (*model.graph.output, *model.graph.value_info, *model.graph.initializer):
         value.name = renamed.get(value.name, value.name)
@@ -95,9 +107,10 @@ def rename_values(graph: Any, names: Mapping[str, str]) -> None:
 @contextmanager
 def convert_failures(
     what: str,
-    remedy: str = "Look for the operator that it names; another opset, or other layers, may be convertible.",
+    remedy: str = "Look for the operator that it names; another opset, or other layers, "
+    "may be convertible.",
 ) -> Iterator[None]:
-    """Raise any exception of a converter as UserError, with the converter's own message."""
+    """Raise any exception of a converter as UserError, with the converter's message."""
     try:
         yield
     except Exception as error:  # converters raise many types of exceptions
@@ -106,7 +119,7 @@ def convert_failures(
 
 @contextmanager
 def convert_refusals(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Raise a framework's exceptions about inputs that it refuses as ValueError."""
+    """Convert the exceptions that a framework raises for refused inputs to ValueError."""
     try:
         yield
     except kinds as error:
@@ -114,7 +127,10 @@ def convert_refusals(what: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def check_opset(section: Export, lowest: int, highest: int, tool: str) -> None:
-    """Refuse an opset that the converter does not write; some converters end the process instead."""
+    """Refuse an opset that the converter does not write.
+
+    Without this check, some converters end the process.
+    """
     if not lowest <= section.opset <= highest:
         raise UserError(
             f"{tool} writes opsets {lowest} to {highest}, not {section.opset}",
@@ -140,7 +156,7 @@ def check_section(section: Export, samples: Tensors, options: Collection[str] = 
 def find_section_problems(
     section: Export, samples: Tensors, options: Collection[str]
 ) -> Iterator[tuple[tuple[str | int, ...], UserError]]:
-    """Yield entries that would take no effect, each with its location in the section."""
+    """Yield entries that would have no effect, each with its location in the section."""
     for name, axes in section.dynamic.items():
         if name not in samples:
             remedy = suggest(name, samples, f"There are {', '.join(samples)}.")

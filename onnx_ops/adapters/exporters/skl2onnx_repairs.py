@@ -1,4 +1,4 @@
-"""Repairs of skl2onnx that hold while it converts one model."""
+"""Repairs of skl2onnx that are active while it converts one model."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ def repair_converters(parts: Sequence[object]) -> Iterator[None]:
 
 @contextmanager
 def _name_missing_converter() -> Iterator[None]:
-    """Name the estimator that the converter does not know, in place of its advice to write a converter.
+    """Raise an error that names the estimator for which there is no converter.
+
+    It replaces skl2onnx's advice to write a converter.
 
     Raises:
-        NotImplementedError: see above.
+        NotImplementedError: there is no converter for an estimator.
     """
     exceptions: Any = importlib.import_module("skl2onnx.common.exceptions")
     try:
@@ -48,7 +50,10 @@ def _name_missing_converter() -> Iterator[None]:
 
 @contextmanager
 def _write_whole_numbers() -> Iterator[None]:
-    """Write booleans as integers while converters run: some pass booleans, which protobuf 7 refuses."""
+    """Write booleans as integers while converters run.
+
+    Some converters pass booleans as attributes, which protobuf 7 refuses.
+    """
     container: Any = importlib.import_module("skl2onnx.common._container")
     make_node = container.make_node
 
@@ -70,7 +75,10 @@ def _write_whole_numbers() -> Iterator[None]:
 
 @contextmanager
 def _ignore_flattening(parts: Sequence[object]) -> Iterator[None]:
-    """Let skl2onnx take voting classifiers: it refuses a default that concerns their `transform` only."""
+    """Switch off `flatten_transform` of voting classifiers.
+
+    skl2onnx refuses its default, although that affects only their `transform`.
+    """
     voting: list[Any] = [part for part in parts if getattr(part, "flatten_transform", False)]
     for part in voting:
         part.flatten_transform = False
@@ -85,8 +93,8 @@ def _ignore_flattening(parts: Sequence[object]) -> Iterator[None]:
 def _keep_imputed_types() -> Iterator[None]:
     """Give an imputer's output the type of its input.
 
-    skl2onnx declares it before it joins the columns, with the type of the first one, and refuses
-    integers that stand before fractions.
+    skl2onnx declares the output before it joins the columns, with the type of the first column. So
+    it refuses integers before fractions.
     """
     registry: Any = importlib.import_module("skl2onnx.common._registration")
     name = "SklearnSimpleImputer"
@@ -109,7 +117,7 @@ def _keep_imputed_types() -> Iterator[None]:
 def _interpolate_calibration() -> Iterator[None]:
     """Interpolate between the steps of an isotonic calibration.
 
-    skl2onnx answers with the nearest step, and for a batch with one row's.
+    skl2onnx answers with the nearest step, and answers a whole batch with the result of one row.
     """
     module: Any = importlib.import_module("skl2onnx.operator_converters.calibrated_classifier_cv")
     name = "_transform_isotonic"
@@ -120,7 +128,7 @@ def _interpolate_calibration() -> Iterator[None]:
     ) -> str:
         value = scope.get_unique_variable_name("calibration_scores")
         shape = scope.get_unique_variable_name("calibration_shape")
-        container.add_initializer(shape, 7, [2], [-1, 1])  # int64
+        container.add_initializer(shape, 7, [2], [-1, 1])  # 7 is int64
         container.add_node(
             "Reshape", [scores, shape], value, name=scope.get_unique_operator_name("Reshape")
         )

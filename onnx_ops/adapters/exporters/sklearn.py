@@ -1,4 +1,4 @@
-"""scikit-learn estimators and pipelines, by skl2onnx."""
+"""Exporter of scikit-learn estimators and pipelines, with skl2onnx."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from onnx_ops.ports.export import ExportRequest, Tree
 
 FILE = "model.joblib"
 LABEL, PROBABILITIES, SCORES, VARIABLE = "label", "probabilities", "scores", "variable"
-"""Names of the outputs: see `list_outputs`."""
+"""Names of the outputs; see `list_outputs`."""
 
 RANKERS = ("XGBRanker", "LGBMRanker")
-"""They answer as regressors do, and do not call themselves so."""
+"""Estimators that answer like regressors, but are not marked as regressors."""
 
 _GENERATED = r"(?:UU|pdistsqe_|cflat_|cdistd_|cdistdf_)(\d+)"
-"""Names that skl2onnx numbers through all conversions of a process."""
+"""Names with numbers that skl2onnx never restarts within a process."""
 
 _REMEDY = (
     "Use another estimator or step; https://onnx.ai/sklearn-onnx/supported.html lists what can "
@@ -55,13 +55,16 @@ _REMEDY = (
 
 _PATTERN = r"(?u)\b\w\w+\b"
 _WORD = r"[\p{L}\p{N}_][\p{L}\p{N}_]+"
-"""The default `token_pattern` of scikit-learn's vectorizers, and the same in the syntax of RE2."""
+"""The default `token_pattern` of scikit-learn's vectorizers, in the syntax of RE2.
+
+`_PATTERN` is the same in Python's syntax.
+"""
 
 
 class SklearnExporter(TreeExporter):
-    """Exports scikit-learn estimators and pipelines with skl2onnx.
+    """Exporter of scikit-learn estimators and pipelines, with skl2onnx.
 
-    Inputs are a matrix, a vector of texts, or columns of a table; outputs are those of
+    Inputs are a matrix, a vector of texts, or columns of a table. Outputs are those of
     `list_outputs`.
     """
 
@@ -76,7 +79,11 @@ class SklearnExporter(TreeExporter):
         joblib.dump(model, folder / FILE)
 
     def load(self, folder: Path) -> object:
-        """Load the pickled estimator, which runs its code: the store verified it, or it is the user's own `model:`."""
+        """Load the pickled estimator.
+
+        Loading runs the code of the pickle. The store has verified the file, or it is the user's
+        own `model:`.
+        """
         import joblib
 
         file = find_file(folder, FILE)
@@ -92,13 +99,14 @@ class SklearnExporter(TreeExporter):
     def _convert_loadable(
         self, model: object, layout: InputLayout, opset: int
     ) -> tuple[Any, InputLayout]:
-        """Return a graph that loads, and its layout: in float32 if the operators that it needs have no other type.
+        """Return a graph that ONNX Runtime can load, and its layout.
 
-        Trees, nearest neighbours, kernels and others have no float64, and scalers before them no
-        integers. scikit-learn's trees convert their rows to float32 too.
+        The layout is in float32 if a needed operator has no other type. Trees, nearest neighbours,
+        kernels and others have no float64, and scalers before them have no integers. scikit-learn's
+        trees convert their rows to float32 too.
 
         Raises:
-            UserError: as the converter says of the layout that follows the data.
+            UserError: the error of the converter for the layout that follows the data.
         """
         refused: UserError | None = None
         for tried in dict.fromkeys([layout, layout.as_float32("f8"), layout.as_float32("f8", "i")]):
@@ -143,9 +151,8 @@ class SklearnExporter(TreeExporter):
         rows = build_rows(model, {name: array[:1] for name, array in samples.items()}, "float64")
         for value in converted.graph.output:
             dimensions = value.type.tensor_type.shape.dim
-            if (
-                value.name == VARIABLE and len(dimensions) == 2
-            ):  # converters of ensembles always declare one target
+            # Converters of ensembles always declare one target.
+            if value.name == VARIABLE and len(dimensions) == 2:
                 dimensions[1].dim_value = _answers(model, rows)[VARIABLE].shape[1]
         route_missing_values(converted, rewritten)
         renumber_names(converted, _GENERATED)
@@ -156,7 +163,10 @@ class SklearnExporter(TreeExporter):
         return model
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
-        """Run the estimator; for float32 with rounded weights, so that their rounding counts as noise of the source."""
+        """Run the estimator.
+
+        For float32 its weights are rounded, so that their rounding counts as noise of the source.
+        """
         estimator: Any = (
             _round_in_place(copy.deepcopy(model), set()) if precision == "float32" else model
         )
@@ -165,11 +175,11 @@ class SklearnExporter(TreeExporter):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RuntimeWarning)  # edge inputs overflow on purpose
                 return _answers(estimator, rows)
-        except IndexError as error:  # CategoricalNB, for a category that it has not seen
+        except IndexError as error:  # CategoricalNB raises it for an unseen category
             raise ValueError(f"{type(estimator).__name__}: {error}") from error
         except ValueError as error:
             if precision == "float32" and "Buffer dtype mismatch" in str(error):
-                return None  # its compiled parts know float64 only
+                return None  # the estimator's compiled code supports float64 only
             raise
 
     def trees(self, model: object) -> tuple[Tree, ...] | None:
@@ -182,11 +192,13 @@ class SklearnExporter(TreeExporter):
 def list_outputs(model: object) -> tuple[str, ...]:
     """Return the names of a model's outputs.
 
-    They are the variable of a regressor, ranker or transformer, the label and probabilities of a
-    classifier or mixture, the label (1 or -1) and scores of a detector of outliers, and the label
-    of a clustering. A classifier that has no probabilities gives its label only: skl2onnx gives
-    scores of other shapes than scikit-learn. OneClassSVM gives its scores only: its support vectors
-    have a score of 0, where rounding decides on the label.
+    A regressor, ranker or transformer has its variable. A classifier or mixture has its label and
+    probabilities. A detector of outliers has its label (1 or -1) and scores. A clustering has its
+    label.
+
+    A classifier without probabilities has its label only, since skl2onnx gives scores of other
+    shapes than scikit-learn. OneClassSVM has its scores only: its support vectors have a score of
+    0, where rounding decides on the label.
     """
     from sklearn.base import is_outlier_detector, is_regressor
 
@@ -201,7 +213,7 @@ def list_outputs(model: object) -> tuple[str, ...]:
 
 
 def _answers(estimator: Any, rows: Any) -> dict[str, Array]:
-    """Return what an estimator answers, by the names of `list_outputs`."""
+    """Return the answers of an estimator, by the names of `list_outputs`."""
     import numpy as np
 
     outputs = list_outputs(estimator)
@@ -223,10 +235,10 @@ def _answers(estimator: Any, rows: Any) -> dict[str, Array]:
 
 
 def _check_estimator(model: object) -> None:
-    """Refuse what answers no new rows, or with several labels.
+    """Refuse a model that cannot answer new rows, or answers with several labels.
 
     Raises:
-        UserError: see above.
+        UserError: the model is such a model.
     """
     from sklearn.base import is_classifier
 
@@ -270,7 +282,10 @@ def _append_steps(graph: Any, output: str, steps: Sequence[Step]) -> None:
 
 
 def _set_locale(graph: Any) -> None:
-    """Make texts lower case by a locale that every Linux has; slim images lack en_US, the default."""
+    """Set the locale of operators that convert texts to lower case.
+
+    Every Linux has this locale. The default en_US is missing in slim images.
+    """
     from onnx import helper
 
     for node in graph.node:
@@ -322,18 +337,17 @@ def _convert(model: object, layout: InputLayout, opset: int, own: str) -> Any:
         warnings.catch_warnings(),
         repair_converters(list_estimators(model)),
     ):
-        warnings.simplefilter(
-            "ignore", FutureWarning
-        )  # skl2onnx reads attributes that scikit-learn deprecates
-        warnings.simplefilter(
-            "ignore", RuntimeWarning
-        )  # and casts NaN, which an imputer of integers looks for
+        # skl2onnx reads attributes that scikit-learn deprecates.
+        warnings.simplefilter("ignore", FutureWarning)
+        # skl2onnx casts NaN, which an imputer of integers looks for.
+        warnings.simplefilter("ignore", RuntimeWarning)
         return skl2onnx.to_onnx(
             model,
             initial_types=[
                 (name, kinds[kind]([None, columns])) for name, kind, columns in layout.types
             ],
-            # The newest version of `ai.onnx.ml` that every runtime build in the field accepts is 3.
+            # 3 is the newest version of `ai.onnx.ml` that every common build of ONNX Runtime
+            # accepts.
             target_opset={"": opset, "ai.onnx.ml": 3},
             options=options,
             name="model",
@@ -350,29 +364,32 @@ def _loads(converted: Any) -> bool:
         onnxruntime.InferenceSession(
             converted.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
-    except Exception:  # it raises several types, without a common one
+    except Exception:  # the runtime raises several types without a common base
         return False
     return True
 
 
 def _options(model: object) -> dict[Any, Any]:
-    """No ZipMap, so that probabilities are a tensor; scalers divide as scikit-learn does, or trees split otherwise."""
+    """Return the options of skl2onnx for the parts of a model.
+
+    Without ZipMap, probabilities are a tensor. Scalers divide as scikit-learn does, since trees
+    would otherwise split differently.
+    """
     from sklearn.base import is_classifier
     from sklearn.preprocessing import StandardScaler
     from sklearn.svm import LinearSVC
 
     options: dict[Any, Any] = {}
     last = get_last_step(model)
-    if is_classifier(
-        last
-    ):  # LinearSVC has no ZipMap, and in a pipeline takes the default of one without own options
+    # LinearSVC has no ZipMap option. In a pipeline, it would get the default options of estimators
+    # without explicit options.
+    if is_classifier(last):
         options[id(last)] = {"nocl": False} if isinstance(last, LinearSVC) else {"zipmap": False}
     for part in list_estimators(model):
         if isinstance(part, StandardScaler):
             options[id(part)] = {"div": "div"}
-        if hasattr(
-            part, "get_support"
-        ):  # RFE calls itself a classifier, and would get a classifier's options
+        # RFE is marked as a classifier, and would get the options of a classifier.
+        if hasattr(part, "get_support"):
             options[id(part)] = {}
         if hasattr(part, "build_analyzer"):
             _check_analyzer(part)
@@ -381,7 +398,10 @@ def _options(model: object) -> dict[Any, Any]:
 
 
 def _check_analyzer(part: Any) -> None:
-    """Refuse vectorizers that split texts other than by the default pattern, which the export uses."""
+    """Refuse vectorizers that do not split texts by the default pattern.
+
+    The export always uses the default pattern.
+    """
     own = [name for name in ("preprocessor", "tokenizer") if getattr(part, name) is not None]
     if part.strip_accents is not None:
         own.append("strip_accents")
@@ -400,14 +420,14 @@ def _check_analyzer(part: Any) -> None:
 
 
 def _round_in_place(thing: Any, visited: set[int]) -> Any:
-    """Make float64 arrays float32, wherever an estimator stores them."""
+    """Convert float64 arrays to float32, wherever an estimator stores them."""
     import numpy as np
 
     if isinstance(thing, np.ndarray):
         return thing.astype(np.float32) if thing.dtype == np.float64 else thing
-    if thing is np.float64:  # the type that an encoder or a vectorizer answers in
+    if thing is np.float64:  # the output type of an encoder or a vectorizer
         return np.float32
-    if type(thing) in (list, tuple):  # no named tuple
+    if type(thing) in (list, tuple):  # excludes named tuples
         return type(thing)(_round_in_place(item, visited) for item in thing)
     if isinstance(thing, dict):
         return {key: _round_in_place(value, visited) for key, value in thing.items()}

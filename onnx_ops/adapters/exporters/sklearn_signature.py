@@ -1,4 +1,7 @@
-"""Inputs and outputs of scikit-learn exports: matrices, texts or columns of a table in, tidy answers out."""
+"""Inputs and outputs of scikit-learn exports.
+
+Inputs are matrices, texts or columns of a table. Outputs get their names and shapes.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,15 @@ from onnx_ops.ports.export import ExportRequest
 _INNER = "_inside"
 
 _SHOWN = 12
-"""Most names that a message lists."""
+"""Largest number of names that a message lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputLayout:
-    """How the inputs of the data reach the converter.
+    """How the inputs of the data are passed to the converter.
 
     Args:
-        types: the converter's inputs: name, kind of numpy (`f4`, `f8`, `i`, `U`) and number of
+        types: the converter's inputs: name, NumPy kind (`f4`, `f8`, `i`, `U`) and number of
             columns.
         order: names of the data's inputs in the order of the model's columns.
         joined: whether the inputs are the columns of the one matrix in `types`.
@@ -41,7 +44,10 @@ class InputLayout:
         return len(self.types) > 1
 
     def as_float32(self, *kinds: str) -> InputLayout:
-        """Return the layout in which inputs of these kinds are cast to float32 before the converter's graph."""
+        """Return the layout with inputs of these kinds cast to float32.
+
+        The cast precedes the converter's graph.
+        """
         types = tuple(
             (name, "f4" if kind in kinds else kind, columns) for name, kind, columns in self.types
         )
@@ -75,7 +81,10 @@ def choose_layout(model: object, parts: list[object], request: ExportRequest) ->
 def _choose_matrix_layout(
     request: ExportRequest, names: list[str] | None, *, by_column: bool
 ) -> InputLayout:
-    """Choose the layout of a single input: the matrix itself, or its columns where the model selects them by name."""
+    """Choose the layout of a single input.
+
+    It is the matrix, or its columns if the model selects columns by name.
+    """
     ((name, rows),) = request.samples.items()
     if rows.ndim != 2 and _kind(rows) != "U":
         raise _no_matrix(name, rows)
@@ -94,7 +103,7 @@ def _choose_matrix_layout(
 
 
 def _choose_column_layout(model: object, columns: Tensors, *, by_column: bool) -> InputLayout:
-    """Choose the layout of one input for each column, which are in the order of the model.
+    """Choose the layout of one input for each column, in the order of the model.
 
     Raises:
         UserError: the model takes columns of texts and of numbers in one matrix.
@@ -146,7 +155,7 @@ def _check_features(features: Sequence[str], names: Sequence[str] | None) -> Non
 
 
 def _check_positions(model: Any, samples: Tensors, *, ordered: bool) -> None:
-    """Check that an estimator without names can take columns by position."""
+    """Check that columns can be passed by position to an estimator without names."""
     name = type(model).__name__
     expected = 1 if _takes_texts(model) else getattr(model, "n_features_in_", len(samples))
     if expected != len(samples):
@@ -166,7 +175,10 @@ def _check_positions(model: Any, samples: Tensors, *, ordered: bool) -> None:
 
 
 def build_rows(model: object, inputs: Tensors, precision: Precision) -> Any:
-    """Build the argument of `predict`: an array, or a data frame if fitted on one."""
+    """Build the argument of `predict`.
+
+    It is a data frame if the estimator was fitted on one, else an array.
+    """
     import numpy as np
 
     arrays = {name: _as_precision(array, precision) for name, array in inputs.items()}
@@ -189,7 +201,10 @@ def build_rows(model: object, inputs: Tensors, precision: Precision) -> Any:
 
 
 def _takes_texts(model: object) -> bool:
-    """Return whether the model is, or begins with, a vectorizer: it takes a vector of texts."""
+    """Return whether the model takes a vector of texts.
+
+    It does if it is, or begins with, a vectorizer.
+    """
     steps = getattr(model, "steps", None)
     return hasattr(steps[0][1] if steps else model, "build_analyzer")
 
@@ -197,7 +212,7 @@ def _takes_texts(model: object) -> bool:
 def read_fitted_names(model: object, inputs: Collection[str]) -> list[str] | None:
     """Return the column names that the estimator was fitted on; None for arrays.
 
-    LightGBM makes up names for the columns of arrays. They count only where the data has them.
+    LightGBM generates names for the columns of arrays. Such names count only if the data has them.
     """
     try:
         names = getattr(model, "feature_names_in_", None)
@@ -232,9 +247,10 @@ def connect_inputs(converted: Any, layout: InputLayout, samples: Tensors) -> Non
 
 
 def _rename_inside(graph: Any, names: Collection[str]) -> list[str]:
-    """Rename the converter's inputs, and other values that are named like a column; return the inputs in order.
+    """Rename the converter's inputs and clashing values; return the inputs in order.
 
-    The converter replaces characters of its inputs' names, and can name values like columns.
+    The converter replaces characters in the names of its inputs, and can give a value the name of a
+    column.
 
     Raises:
         UserError: an answer of the model has the name of a column.
@@ -259,7 +275,10 @@ def _rename_inside(graph: Any, names: Collection[str]) -> list[str]:
 
 
 def _get_element_types() -> dict[str, int]:
-    """Return ONNX's element types by numpy's kind, where `f8` is float64 and other floats are float32."""
+    """Return ONNX's element types by NumPy kind.
+
+    `f8` is float64, and other floats are float32.
+    """
     from onnx import TensorProto
 
     return {
@@ -303,7 +322,10 @@ def _join_columns(
 def _connect_each(
     graph: Any, layout: InputLayout, declared: Mapping[str, Any], inner: Sequence[str]
 ) -> list[Any]:
-    """Connect each input to its column of the converter; return nodes that cast or reshape inputs where needed."""
+    """Connect each input to its column of the converter.
+
+    Return nodes that cast or reshape inputs where needed.
+    """
     from onnx import TensorProto, helper
 
     element_types = _get_element_types()
@@ -346,7 +368,10 @@ def _kind(array: Any) -> str:
 
 
 def _ordered(samples: Tensors, names: list[str] | None) -> Tensors:
-    """Order the inputs like the columns that the estimator was fitted on. LightGBM replaces spaces in names."""
+    """Sort the inputs in the order of the columns that the estimator was fitted on.
+
+    LightGBM replaces spaces in the names of columns.
+    """
     if names is None:
         return samples
     plain = {name.replace(" ", "_"): name for name in samples}
@@ -378,7 +403,7 @@ def _as_precision(array: Any, precision: str) -> Any:
 
     if array.dtype.kind == "f":
         return array.astype(precision)
-    # The export adds and scales whole numbers in float32, where they are exact up to this.
+    # The export adds and scales whole numbers in float32, where they are exact up to this limit.
     if (
         array.dtype.kind in "iu"
         and precision == "float32"
@@ -389,7 +414,7 @@ def _as_precision(array: Any, precision: str) -> Any:
 
 
 _LABELS_AS_MATRIX = ("OneVsOneClassifier", "QuadraticDiscriminantAnalysis")
-"""Estimators whose label is a matrix, though the converter declares a vector."""
+"""Estimators whose converter declares a vector as the label, but writes a matrix."""
 
 
 def tidy_outputs(converted: Any, model: object, names: Sequence[str]) -> None:
@@ -398,7 +423,7 @@ def tidy_outputs(converted: Any, model: object, names: Sequence[str]) -> None:
     is_declared_wrongly = type(get_last_step(model)).__name__ in _LABELS_AS_MATRIX
     for name, output in zip(names, graph.output, strict=True):
         if output.name != name:
-            # skl2onnx may have given the new name to a value inside.
+            # skl2onnx may have used the new name for a value inside the graph.
             rename_values(graph, {output.name: name, name: f"{name}_inside"})
             output.name = name
     for output in graph.output:
@@ -408,7 +433,7 @@ def tidy_outputs(converted: Any, model: object, names: Sequence[str]) -> None:
 
 
 _SHAPES: Mapping[str, tuple[int, ...]] = {"label": (-1,), "scores": (-1, 1)}
-"""Shapes of outputs that some converters give another rank; -1 is the batch."""
+"""Shapes of outputs for which some converters write another rank; -1 is the batch."""
 
 
 def _reshape_output(graph: Any, output: Any, wanted: tuple[int, ...]) -> None:
@@ -428,7 +453,10 @@ def _reshape_output(graph: Any, output: Any, wanted: tuple[int, ...]) -> None:
 
 
 def get_last_step(model: object) -> Any:
-    """Return the model, or the last step of a pipeline, whose last step may be a pipeline itself."""
+    """Return the last step of a pipeline, or another model itself.
+
+    The last step of a pipeline can be a pipeline too.
+    """
     while steps := getattr(model, "steps", None):
         model = steps[-1][1]
     return model

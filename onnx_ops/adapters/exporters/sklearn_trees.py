@@ -24,11 +24,10 @@ _BOOSTED = ("GradientBoostingClassifier", "GradientBoostingRegressor")
 def read_source_trees(model: object) -> tuple[Tree, ...] | None:
     """Return the trees of a decision tree, forest or boosting; else None.
 
-    The estimator is the model itself or the last step of a pipeline.
-
-    A forest averages its trees: each leaf weighs 1/n. Boosting adds them up, each times the
-    learning rate; with k classes tree i belongs to class i modulo k. For two classes, a file holds
-    only the weights of the second.
+    The estimator is the model itself or the last step of a pipeline. A forest averages its trees,
+    so each leaf weighs 1/n. Boosting adds its trees, each times the learning rate. With k classes,
+    tree i belongs to class i modulo k. For two classes, a file holds only the weights of the
+    second.
     """
     last, grown = get_last_step(model), _estimators(model)
     if not grown:
@@ -43,7 +42,10 @@ def read_source_trees(model: object) -> tuple[Tree, ...] | None:
 
 
 def _estimators(model: object) -> list[Any]:
-    """Return the trees that a model ends in, in the order of the export; none for other models."""
+    """Return the trees that a model ends in, in the order of the export.
+
+    Empty for other models.
+    """
     last = get_last_step(model)
     if isinstance(last, importlib.import_module("sklearn.tree").BaseDecisionTree):
         return [last]
@@ -58,7 +60,10 @@ def _is_one_of(estimator: Any, names: tuple[str, ...]) -> bool:
 
 
 def _tree(estimator: Any, factor: float, *, column: int | None = None, width: int = 1) -> Tree:
-    """Return a tree with every leaf's weight times `factor`; a boosted tree adds to output `column` of `width` only."""
+    """Return a tree with the weight of every leaf multiplied by `factor`.
+
+    A boosted tree adds only to output `column` of `width` outputs.
+    """
     grown = estimator.tree_
     # The estimator compares float32 features with float64 thresholds, which are therefore rounded
     # down to float32.
@@ -85,7 +90,10 @@ def _tree(estimator: Any, factor: float, *, column: int | None = None, width: in
 
 
 def _weights(estimator: Any, value: Any) -> Any:
-    """Return weights of shape (nodes, outputs): classes as shares of the node's rows; of two the second only."""
+    """Return weights of shape (nodes, outputs).
+
+    Classes are shares of the node's rows. Of two classes, only the second is returned.
+    """
     from sklearn.base import is_classifier
 
     if not is_classifier(estimator):
@@ -95,10 +103,10 @@ def _weights(estimator: Any, value: Any) -> Any:
 
 
 def route_missing_values(converted: Any, model: object) -> None:
-    """Route NaN to the same branches in the export as in the source, if that is one ensemble of trees.
+    """Route NaN to the same branches in the export as in the source.
 
-    The converter does not. A tree routes NaN with the majority of its training rows, unless it was
-    trained on NaN.
+    The converter does not do this. It is done if the source is one ensemble of trees. A tree routes
+    NaN with the majority of its training rows, unless it was trained on NaN.
     """
     ensembles = [node for node in converted.graph.node if node.op_type in ENSEMBLES]
     grown = [estimator.tree_ for estimator in _estimators(model)]
@@ -117,13 +125,13 @@ def route_missing_values(converted: Any, model: object) -> None:
 
 
 def _find_tracks(trees: Sequence[Any], values: Mapping[str, Sequence[int]]) -> list[int]:
-    """Return for each node of an export 1 if NaN takes its true branch, else 0.
+    """Return 1 for each node of an export whose true branch takes NaN, else 0.
 
-    Both forms of a tree are walked together from the root, so that the numbers of the export's
-    nodes do not matter.
+    Both forms of a tree are walked together from the root, so the numbers of the export's nodes do
+    not matter.
 
     Args:
-        trees: scikit-learn's, in the order of the export.
+        trees: scikit-learn's trees, in the order of the export.
         values: the attributes of the export's nodes, by name.
     """
     numbers = zip(values["nodes_treeids"], values["nodes_nodeids"], strict=True)

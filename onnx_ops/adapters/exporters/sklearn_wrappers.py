@@ -1,8 +1,8 @@
-"""Estimators that skl2onnx cannot convert, rewritten as equal ones that it can.
+"""Rewriting of estimators that skl2onnx cannot convert to equal ones that it can.
 
-It converts most wrappers only around an estimator of one matrix, and lacks clusterings and linear
-transformers that are special cases of others. The parity gate compares the export with the model
-that training returned.
+skl2onnx converts most wrappers only around an estimator of one matrix. It has no converter for
+clusterings and linear transformers that are special cases of others. The parity gate compares the
+export with the model that training returned.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from onnx_ops.errors import UserError
 
 Step = tuple[str, Any]
-"""An ONNX operator, and its second input: an array, or None."""
+"""An ONNX operator, and its second input: an array, or None without one."""
 
 
 def rewrite_model(model: object) -> tuple[object, tuple[Step, ...]]:
-    """Return an equal model that the converter takes, and the steps that follow its answers.
+    """Return an equal model that skl2onnx converts, and the steps after its output.
 
     Raises:
         UserError: the wrapper changes answers in a way that ONNX cannot express.
@@ -42,10 +42,13 @@ def list_estimators(model: object) -> list[object]:
 
 
 def unwrap_search(model: object) -> object:
-    """Return what a search object (`GridSearchCV`, `RandomizedSearchCV`, …) answers with: its refitted estimator.
+    """Return the refitted estimator of a search object, or another model itself.
+
+    Search objects are `GridSearchCV`, `RandomizedSearchCV` and others. They answer with this
+    estimator.
 
     Raises:
-        UserError: the search has not refitted one.
+        UserError: the search has not refitted an estimator.
     """
     while hasattr(model, "best_params_"):
         if not hasattr(model, "best_estimator_"):
@@ -70,7 +73,10 @@ def _rewrite_pipeline(model: Any) -> tuple[object, tuple[Step, ...]]:
 
 
 def _rewrite_selection(model: Any) -> tuple[object, tuple[Step, ...]]:
-    """Return a selection of features, which converters take for a transformer, and the estimator that it fitted."""
+    """Return a pipeline of a feature selection and the estimator that it fitted.
+
+    Converters treat the selection as a transformer.
+    """
     rewritten, steps = rewrite_model(model.estimator_)
     return _make_pipeline([("selection", model), ("model", rewritten)]), steps
 
@@ -81,7 +87,9 @@ def _rewrite_target(model: Any) -> tuple[object, tuple[Step, ...]]:
 
 
 def _rewrite_calibration(model: Any) -> tuple[object, tuple[Step, ...]]:
-    """Return the mean of pipelines whose last steps are calibrated, for calibrated pipelines.
+    """Return the mean of pipelines with calibrated last steps.
+
+    The model is a calibration of pipelines. Other models are returned unchanged.
 
     Raises:
         UserError: a step follows the answers of an estimator within it.
@@ -100,7 +108,10 @@ def _rewrite_calibration(model: Any) -> tuple[object, tuple[Step, ...]]:
 
 
 def _rewrite_ensemble(model: Any) -> tuple[object, tuple[Step, ...]]:
-    """Return the first steps that all pipelines of an ensemble share, and the ensemble of their last steps."""
+    """Return a pipeline of the first steps that all pipelines of an ensemble share.
+
+    It ends with the ensemble of their last steps. Other ensembles are returned unchanged.
+    """
     import joblib
 
     flat = [_flatten(inner) for inner in model.estimators_ if hasattr(inner, "steps")]
@@ -113,13 +124,16 @@ def _rewrite_ensemble(model: Any) -> tuple[object, tuple[Step, ...]]:
 
 
 def _flatten(pipeline: Any) -> list[tuple[str, Any]]:
-    """Return the steps of a pipeline, in place of a last step that is a pipeline its own steps."""
+    """Return the steps of a pipeline.
+
+    A last step that is a pipeline is replaced by its steps.
+    """
     *steps, (name, last) = pipeline.steps
     return [*steps, *(_flatten(last) if hasattr(last, "steps") else [(name, last)])]
 
 
 def _average(models: list[object], classes: Any) -> object:
-    """Return a classifier of the mean of the probabilities of several."""
+    """Return a classifier whose probabilities are the mean of several classifiers."""
     from sklearn.ensemble import VotingClassifier
     from sklearn.preprocessing import LabelEncoder
 
@@ -133,7 +147,10 @@ def _average(models: list[object], classes: Any) -> object:
 
 
 def _rewrite_isotonic(model: Any) -> tuple[object, tuple[Step, ...]]:
-    """Return the input itself, and the interpolation between the steps of a monotonic function."""
+    """Return the identity, and steps for an isotonic regression.
+
+    The steps interpolate between the points of the monotonic function.
+    """
     from sklearn.preprocessing import FunctionTransformer
 
     if model.out_of_bounds != "clip":
@@ -148,10 +165,10 @@ def _rewrite_isotonic(model: Any) -> tuple[object, tuple[Step, ...]]:
 
 
 def interpolate(places: Any, values: Any) -> tuple[Step, ...]:
-    """Return the steps from a column to the linear interpolation between values at increasing places.
+    """Return steps that interpolate linearly between values at increasing places.
 
-    The answer is values[0] + Σ clip((x - places[i]) / (places[i+1] - places[i]), 0, 1) (values[i+1]
-    - values[i]).
+    The input is a column x. The answer is values[0] + Σ clip((x - places[i]) / (places[i+1] -
+    places[i]), 0, 1) (values[i+1] - values[i]).
     """
     import numpy as np
 
@@ -169,7 +186,10 @@ def interpolate(places: Any, values: Any) -> tuple[Step, ...]:
 
 
 def _rewrite_centers(model: Any) -> tuple[object, tuple[Step, ...]]:
-    """Return k-means with the centers of a clustering that answers with the number of the nearest one."""
+    """Return k-means with the centers of a clustering.
+
+    The clustering must answer with the number of the nearest center.
+    """
     from sklearn.cluster import KMeans
 
     centers = model.cluster_centers_
@@ -179,21 +199,28 @@ def _rewrite_centers(model: Any) -> tuple[object, tuple[Step, ...]]:
 
 
 def _rewrite_subclusters(model: Any) -> tuple[object, tuple[Step, ...]]:
-    """Return the nearest neighbor among the centers of a clustering that labels each of them."""
+    """Return a nearest neighbor classifier of the centers of a clustering.
+
+    The clustering must label each of its centers.
+    """
     from sklearn.neighbors import KNeighborsClassifier
 
     return KNeighborsClassifier(1).fit(model.subcluster_centers_, model.subcluster_labels_), ()
 
 
 def _rewrite_projection(model: Any) -> tuple[object, tuple[Step, ...]]:
-    """Return principal components with the matrix of a linear transformer, whose columns are answers to unit rows."""
+    """Return principal components with the matrix of a linear transformer.
+
+    The columns of the matrix are the answers to unit rows.
+    """
     import numpy as np
     from sklearn.decomposition import PCA
 
     mean = model.mean_
     with_units = model.transform(np.vstack([mean, mean + np.eye(len(mean))]))
     rewritten = PCA(with_units.shape[1])
-    # The transform of the mean is 0 in theory; what rounding leaves of it belongs to no direction.
+    # In theory, the transform of the mean is 0. The remainder from rounding belongs to no
+    # direction, so it is subtracted.
     rewritten.components_ = (with_units[1:] - with_units[0]).T
     rewritten.mean_, rewritten.n_features_in_ = mean, len(mean)
     rewritten.explained_variance_ = np.ones(with_units.shape[1])
@@ -202,7 +229,7 @@ def _rewrite_projection(model: Any) -> tuple[object, tuple[Step, ...]]:
 
 
 def _rewrite_fourier(model: Any) -> tuple[object, tuple[Step, ...]]:
-    """Return the input itself, and the random Fourier features of it: √(2/n) cos(x W + b)."""
+    """Return the identity, and steps for random Fourier features: √(2/n) cos(x W + b)."""
     from sklearn.preprocessing import FunctionTransformer
 
     scale = (2.0 / model.random_weights_.shape[1]) ** 0.5
@@ -228,10 +255,10 @@ def _make_pipeline(steps: list[tuple[str, Any]]) -> object:
 
 
 def _invert(transformer: Any) -> tuple[Step, ...]:
-    """Return the steps from a transformed target back to the target.
+    """Return the steps from a transformed target to the target.
 
     Raises:
-        UserError: there are none.
+        UserError: there are no such steps.
     """
     name = type(transformer).__name__
     if name == "FunctionTransformer":
@@ -274,7 +301,10 @@ _FUNCTIONS: Mapping[str, tuple[Step, ...]] = {
     "tanh": (("Tanh", None),),
     "expit": (("Sigmoid", None),),
 }
-"""Inverse functions of NumPy and SciPy by name; `None` is no function."""
+"""Steps of the inverse functions of NumPy and SciPy by name.
+
+The name `None` means that there is no function.
+"""
 
 
 def _list_affine(scale: Any, offset: Any) -> tuple[Step, ...]:

@@ -1,4 +1,4 @@
-"""TensorFlow: Keras models and SavedModels, by tf2onnx."""
+"""Exporters of Keras models, SavedModels and LiteRT files, with tf2onnx."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OPSETS = (13, 18)
 
 _FAILED = "tf2onnx cannot convert the model"
 _GENERATED = r"__(\d+)"
-"""Ends of names that tf2onnx numbers through all conversions of a process."""
+"""Ends of names with numbers that tf2onnx never restarts within a process."""
 
 
 class TensorflowExporter(Exporter):
@@ -128,7 +128,10 @@ class TensorflowExporter(Exporter):
 
 
 class TfliteExporter(Exporter):
-    """A LiteRT (TensorFlow Lite) file, as far as tf2onnx knows its operators."""
+    """Exporter of LiteRT (TensorFlow Lite) files.
+
+    It supports the operators that tf2onnx supports.
+    """
 
     tools = TensorflowExporter.tools
     options: tuple[str, ...] = ()
@@ -143,7 +146,7 @@ class TfliteExporter(Exporter):
             shutil.copyfile(Path(str(model)), folder / "model.tflite")
 
     def load(self, folder: Path) -> object:
-        """Return the path of the one `.tflite` file."""
+        """Return the path of the only `.tflite` file."""
         return find_file_with_suffix(folder, ".tflite")
 
     def export(self, model: object, request: ExportRequest) -> None:
@@ -173,8 +176,8 @@ class TfliteExporter(Exporter):
         """Run the interpreter without its accelerated kernels.
 
         Raises:
-            ValueError: the model refuses the inputs, or some are not finite: the kernels do not
-                define their result for these.
+            ValueError: the model refuses the inputs, or some are not finite. For these, the kernels
+                do not define their result.
         """
         if precision == "float64":
             return None
@@ -211,7 +214,7 @@ def import_tensorflow() -> Any:
 
 
 def _write_converted(converted: Any, names: list[str], request: ExportRequest) -> None:
-    """Write a converted model under the pipeline's names, without local traces."""
+    """Write a converted model with the pipeline's names, without local traces."""
     tidy_converted(converted, names, request.section)
     converted.doc_string = converted.graph.doc_string = ""
     converted.graph.name = "model"
@@ -220,10 +223,12 @@ def _write_converted(converted: Any, names: list[str], request: ExportRequest) -
 
 
 def _find_input_tensors(interpreter: Any, names: Collection[str]) -> dict[str, str]:
-    """Return the name of each input's tensor in a LiteRT file, by the names of its signature if it has one.
+    """Return the name of each input's tensor in a LiteRT file.
+
+    The inputs have the names of the file's signature, if it has one.
 
     Raises:
-        UserError: the names are others; a single input can have any name.
+        UserError: the names differ; a single input can have any name.
     """
     signatures = interpreter.get_signature_list()
     key = SIGNATURE if SIGNATURE in signatures else next(iter(signatures), None)
@@ -260,7 +265,7 @@ def _check_inputs(model: Any, request: ExportRequest) -> None:
 
 
 def _find_signature(model: Any) -> Any:
-    """Return the signature that answers clients, None if the model has none."""
+    """Return the signature that answers clients; None if the model has no signature."""
     signatures = getattr(model, "signatures", None) or {}
     return signatures.get(SIGNATURE)
 
@@ -270,7 +275,7 @@ def _is_keras(model: Any) -> bool:
 
 
 def _call(model: Any, tensors: Mapping[str, Any]) -> Any:
-    """Call the model as its user does, by name."""
+    """Call the model with its inputs by name, as its user does."""
     if (signature := _find_signature(model)) is not None:
         known = signature.structured_input_signature[1]
         named = dict(zip(known, tensors.values(), strict=True)) if len(tensors) == 1 else tensors

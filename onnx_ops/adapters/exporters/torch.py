@@ -1,4 +1,7 @@
-"""Export PyTorch modules with torch.onnx.export: plain ones, Keras 3 models on PyTorch, and transformers models."""
+"""Exporters of PyTorch modules, with torch.onnx.export.
+
+They export plain modules, Keras 3 models on PyTorch, and transformers models.
+"""
 
 from __future__ import annotations
 
@@ -36,20 +39,26 @@ from onnx_ops.ports.export import ExportRequest, Tracer
 FILE = "model.pt"
 
 _NOISY = ("torch", "onnxscript", "onnx_ir")
-"""Roots of the loggers that report the exporter's own steps; relevant messages are raised."""
+"""Roots of loggers that report the exporter's internal steps.
+
+Messages that matter to users are raised as errors.
+"""
 
 
 _UNTRANSLATED = re.compile(
     r"No ONNX function found for <OpOverload\(op='([^']+)', overload='([^']+)'\)>"
 )
-"""Message of torch 2.13 about an operator that it cannot translate; only the text names it."""
+"""Message of torch 2.13 about an operator that it cannot translate.
+
+Only the text of the message names the operator.
+"""
 
 
 class TorchExporter(TracingExporter):
-    """Inputs are passed to `forward` by the names of its parameters.
+    """Exporter of PyTorch modules.
 
-    Options: `translations` (`package.module:TABLE`), ONNX functions of the project for operators of
-    torch.
+    Inputs are passed to `forward` by the names of its parameters. Option `translations`
+    (`package.module:TABLE`) names ONNX functions of the project for operators of torch.
     """
 
     tools: tuple[str, ...] = ("torch", "numpy")
@@ -62,7 +71,11 @@ class TorchExporter(TracingExporter):
         torch.save(model, folder / FILE)
 
     def load(self, folder: Path) -> object:
-        """Load the pickled module, which runs its code: the store verified it, or it is the user's own `model:`."""
+        """Load the pickled module.
+
+        Loading runs the code of the pickle. The store has verified the file, or it is the user's
+        own `model:`.
+        """
         torch = importlib.import_module("torch")
         file = find_file(folder, FILE)
         try:
@@ -76,12 +89,12 @@ class TorchExporter(TracingExporter):
             ) from error
 
     def export(self, model: object, request: ExportRequest) -> None:
-        """Export the module and remove from the file what depends on this machine."""
+        """Export the module, and remove from the file what depends on this machine."""
         section = request.section
         module = self._module(model, request)
         proto = _export(importlib.import_module("torch"), module, request).model_proto
-        # Below its own lowest opset the exporter converts the file, and keeps the newer one if that
-        # fails.
+        # For an opset below its own lowest one, the exporter converts the file. It keeps the newer
+        # opset if the conversion fails.
         written = max(
             entry.version for entry in proto.opset_import if entry.domain in DEFAULT_DOMAINS
         )
@@ -95,8 +108,8 @@ class TorchExporter(TracingExporter):
         proto.ir_version = section.ir_version
         proto.producer_version = ""
         for node in iterate_nodes(proto):
-            # The module path of a node stays; the other properties hold stack traces with paths of
-            # this machine.
+            # The module path of a node is kept. The other properties hold stack traces with paths
+            # of this machine.
             scopes = [
                 (p.key, p.value)
                 for p in node.metadata_props
@@ -118,7 +131,7 @@ class TorchExporter(TracingExporter):
         write_model(proto, request.path)
 
     def tracer(self, model: object, request: ExportRequest) -> Tracer:
-        """Return a tracer of the exported program, whose names the file keeps."""
+        """Return a tracer of the exported program. The file has the names of the program."""
         torch = importlib.import_module("torch")
         module = self._module(model, request)
         program, binding = (
@@ -136,7 +149,10 @@ class TorchExporter(TracingExporter):
         return trace
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
-        """Run the module as its user calls it; return None for float64 if it creates float32 tensors."""
+        """Run the module as its user calls it.
+
+        Return None for float64 if the module creates float32 tensors.
+        """
         torch: Any = importlib.import_module("torch")
         module: Any = model
         single = {name: _tensor(torch, array, None) for name, array in inputs.items()}
@@ -155,12 +171,12 @@ class TorchExporter(TracingExporter):
         return {name: value.detach().numpy() for name, value in name_outputs(answer).items()}
 
     def _call(self, module: Any, rows: Mapping[str, Any]) -> Any:
-        """Call the module with the inputs of these names."""
+        """Call the module with inputs by name."""
         positional, keyword = _bind(module, rows).pack(rows)
         return module(*positional, **keyword)
 
     def _module(self, model: Any, request: ExportRequest) -> Any:
-        """Return the module to export, after a check that it takes the inputs of the request."""
+        """Return the module to export after a check of its inputs."""
         if isinstance(model, importlib.import_module("torch").nn.Module):
             _bind(model, request.samples, ordered=request.ordered)
         return model
@@ -179,8 +195,8 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
     binding = _bind(module, request.samples)
     rows, outputs = _choose_rows(torch, module, binding, request)
     positional, keyword = binding.pack(rows)
-    # Names, not torch.export.Dim: with those, torch.onnx fixes what it cannot keep free, without a
-    # warning.
+    # Free axes are names and not torch.export.Dim. With Dim, torch.onnx fixes the axes that it
+    # cannot keep free, without a warning.
     free = {name: dict(get_free_axes(section, name)) for name in binding.names}
     recurrent = importlib.import_module("onnx_ops.adapters.exporters.torch_recurrent")
     attention = importlib.import_module("onnx_ops.adapters.exporters.torch_attention")
@@ -206,10 +222,12 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
 def _choose_rows(
     torch: Any, module: Any, binding: CallBinding, request: ExportRequest
 ) -> tuple[Any, list[str]]:
-    """Return the rows to trace with, and the names of the module's outputs: two rows, which are the fastest.
+    """Return the rows for the trace, and the names of the module's outputs.
+
+    Two rows are used, since they are the fastest.
 
     Raises:
-        UserError: the module refuses them, or takes all rows together only.
+        UserError: the module refuses them, or takes only all rows together.
     """
     few = {name: _tensor(torch, array, None) for name, array in request.take(2).items()}
     try:
@@ -224,8 +242,8 @@ def _choose_rows(
             "the module takes all rows of the samples together, and not the first two of them",
             where="export",
             why=f"{error.why}; an endpoint answers any number of rows, each for itself",
-            remedy="Make one row of what belongs together: give a graph's nodes and edges a leading "
-            "axis of graphs.",
+            remedy="Make one row of what belongs together: give a graph's nodes and "
+            "edges a leading axis of graphs.",
         ) from error
 
 
@@ -236,8 +254,11 @@ def _explain_failure(
     rows: Mapping[str, Any],
     free: Mapping[str, Mapping[int, str]],
 ) -> UserError:
-    """Return the error of an export that failed; `free` are the free axes in the order of the arguments."""
-    cause = error.__cause__ or error  # the outer ones only name failed steps
+    """Return the error of an export that failed.
+
+    `free` are the free axes in the order of the arguments.
+    """
+    cause = error.__cause__ or error  # outer exceptions only name failed steps
     while type(cause).__name__ == "PassError" and cause.__cause__:
         cause = cause.__cause__
     if isinstance(cause, UserError):
@@ -253,7 +274,7 @@ def _explain_failure(
         )
     watch = importlib.import_module("onnx_ops.adapters.exporters.torch_fixed_axes")
     shapes = binding.by_parameter(free)
-    is_traced = type(error).__name__ != "TorchExportError"  # what failed is a later step
+    is_traced = type(error).__name__ != "TorchExportError"  # a later step failed
     for fixed in (
         () if is_traced else watch.find_fixed_axes(module, *binding.pack(rows), shapes, free)
     ):
@@ -276,7 +297,10 @@ def _explain_failure(
 
 
 def _load_translations(section: Export) -> Mapping[Any, Any] | None:
-    """Return the project's table of ONNX functions by operator of torch, None where the section names none."""
+    """Return the project's table of ONNX functions by operator of torch.
+
+    None if the section names no table.
+    """
     if not section.translations:
         return None
     where = f"export.options.{TRANSLATIONS}"
@@ -297,7 +321,10 @@ def _load_translations(section: Export) -> Mapping[Any, Any] | None:
 def _traced(
     torch: Any, program: Any, inputs: Tensors, names: Collection[str], dtype: Any
 ) -> dict[str, Array]:
-    """Return named values of one run; other values are released once nothing needs them."""
+    """Return the named values of one run.
+
+    Other values are released when they are no longer needed.
+    """
     values: dict[str, Array] = {}
 
     class Watcher(torch.fx.Interpreter):  # type: ignore[misc,name-defined,unused-ignore]
@@ -310,9 +337,8 @@ def _traced(
     rows = [_tensor(torch, array, dtype) for array in inputs.values()]
     with convert_refusals("the program", RuntimeError, AssertionError, IndexError, TypeError):
         with _quiet():
-            module = copy.deepcopy(
-                program.module()
-            )  # the program shares its weights with the model
+            # The program shares its weights with the model, which must not change.
+            module = copy.deepcopy(program.module())
         with torch.no_grad():
             answer = Watcher(module if dtype is None else module.to(dtype)).run(*rows)
     outputs = name_outputs(answer).items()
@@ -325,7 +351,11 @@ def _tensor(torch: Any, array: Any, dtype: Any) -> Any:
 
 
 def _bind(module: Any, inputs: Collection[str], *, ordered: bool = True) -> CallBinding:
-    """Bind inputs to the parameters of `forward`; the order of nameless ones is checked before an export only."""
+    """Bind inputs to the parameters of `forward`.
+
+    With `ordered`, inputs without names need no declared order. Their order is checked only before
+    an export.
+    """
     return bind_call(
         module.forward, inputs, owner=f"`forward` of {type(module).__name__}", ordered=ordered
     )
@@ -336,13 +366,13 @@ def _try_out(
 ) -> list[str]:
     """Return the names of the module's outputs for the samples.
 
-    They must be tensors of types that the exporter does not write as something else, and that
-    clients can read.
+    Outputs must be tensors of types that clients can read, and that the exporter does not write as
+    another type.
     """
     try:
         with torch.no_grad():
             answer = module(*positional, **keyword)
-    except Exception as error:  # forward is the user's own code
+    except Exception as error:  # forward is the user's code
         raise UserError(
             "the module refuses the samples",
             where="export",
@@ -375,7 +405,10 @@ def _try_out(
 
 
 def _wrap(model: Any, names: Collection[str], call: Callable[[Any, Mapping[str, Any]], Any]) -> Any:
-    """Return a module that takes inputs of these names in order, and calls the model with them by name."""
+    """Return a module that takes inputs by position and calls the model by name.
+
+    The inputs are in the order of `names`.
+    """
     torch: Any = importlib.import_module("torch")
 
     class Named(torch.nn.Module):  # type: ignore[misc,name-defined,unused-ignore]
@@ -391,10 +424,10 @@ def _wrap(model: Any, names: Collection[str], call: Callable[[Any, Mapping[str, 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress the exporter's progress output, its warnings about its own internals, and its log messages."""
+    """Suppress the exporter's output, internal warnings and log messages."""
     known = [name for name in logging.Logger.manager.loggerDict if name.partition(".")[0] in _NOISY]
-    # Other loggers, and later ones, inherit the level of their root. Setting one empties the caches
-    # of all loggers.
+    # Loggers without a level, including later ones, inherit the level of their root. They are left
+    # out, since setting a level empties the caches of all loggers.
     loggers = [
         logger
         for name in {*_NOISY, *known}
@@ -429,7 +462,10 @@ KERAS_BACKEND = "torch"
 
 
 class KerasExporter(TorchExporter):
-    """Exports Keras 3 models on their PyTorch backend; models of other backends load too."""
+    """Exporter of Keras 3 models on the PyTorch backend.
+
+    Models of other backends can be loaded too.
+    """
 
     tools = ("keras", *TorchExporter.tools)
 
@@ -445,7 +481,7 @@ class KerasExporter(TorchExporter):
         model.save(folder / KERAS_FILE)
 
     def load(self, folder: Path) -> object:
-        """Load the one `.keras` file of a folder as a PyTorch module."""
+        """Load the only `.keras` file of a folder as a PyTorch module."""
         _keras()
         return load_keras(find_file_with_suffix(folder, ".keras")).eval()
 
@@ -460,7 +496,10 @@ class KerasExporter(TorchExporter):
 
 
 def _keras() -> Any:
-    """Keras chooses its backend when it is first imported."""
+    """Import Keras with the PyTorch backend.
+
+    Keras chooses its backend when it is first imported.
+    """
     os.environ.setdefault("KERAS_BACKEND", KERAS_BACKEND)
     keras = importlib.import_module("keras")
     if keras.backend.backend() != KERAS_BACKEND:
@@ -477,10 +516,10 @@ TRANSFORMERS_CONFIG = "config.json"
 
 
 class HuggingfaceExporter(TorchExporter):
-    """Exports models of transformers.
+    """Exporter of transformers models.
 
-    The data set's `inputs:` are names of arguments of `forward`, the outputs are the tensors that
-    it returns.
+    The data set's `inputs:` are names of arguments of `forward`. The outputs are the tensors that
+    `forward` returns.
     """
 
     tools = ("transformers", *TorchExporter.tools)
@@ -508,7 +547,10 @@ class HuggingfaceExporter(TorchExporter):
         model.save_pretrained(folder)
 
     def load(self, folder: Path) -> object:
-        """Load a `save_pretrained` folder without network access and without running its code."""
+        """Load a `save_pretrained` folder without network access.
+
+        Code in the folder is not run.
+        """
         transformers = importlib.import_module("transformers")
         if not (folder / TRANSFORMERS_CONFIG).is_file():
             raise NotFoundError(
@@ -531,14 +573,17 @@ class HuggingfaceExporter(TorchExporter):
         ).eval()
 
     def _call(self, module: Any, rows: Mapping[str, Any]) -> Any:
-        """Call the model without a cache, and return its tensors by name."""
+        """Call the model without a cache; return its tensors by name."""
         torch: Any = importlib.import_module("torch")
         extra = {"use_cache": False} if "use_cache" in vars(module.config) else {}
         answer = module(**rows, **extra, return_dict=True)
         return {name: value for name, value in answer.items() if isinstance(value, torch.Tensor)}
 
     def _module(self, model: Any, request: ExportRequest) -> Any:
-        """Check that `forward` names every input: it takes others in `**kwargs` and ignores them."""
+        """Return the module after a check that `forward` names every input.
+
+        `forward` takes other inputs in `**kwargs` and ignores them.
+        """
         owner = f"`forward` of {type(model).__name__}"
         bind_call(
             model.forward, request.samples, owner=owner, ordered=request.ordered, renamed=False

@@ -1,4 +1,4 @@
-"""Attention without an axis of heads, which torch.onnx.export has no translation of."""
+"""Attention without an axis of heads, which torch.onnx.export cannot translate."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _HEADS = 1
-"""Axis of the heads, behind the batch."""
+"""Axis of the heads, after the batch."""
 
 _MATRIX_RANK = 3
 
 
 class AttentionOperators(TorchFunctionMode):
-    """Context in which attention of rank 3 (batch, steps, features) is computed with one head."""
+    """Context in which attention of rank 3 is computed with one head.
+
+    The axes are batch, steps and features.
+    """
 
     def __torch_function__(
         self,
@@ -24,7 +27,7 @@ class AttentionOperators(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Add an axis of heads to the arguments, and take it from the answer."""
+        """Add an axis of heads to the arguments, and remove it from the answer."""
         given = dict(kwargs or {})
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **given)

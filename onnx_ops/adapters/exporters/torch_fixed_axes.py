@@ -1,4 +1,7 @@
-"""Find the layer and the line of `forward` that fix the size of an axis which should be free."""
+"""Search for the code of `forward` that fixes the size of a free axis.
+
+It finds the layer and the line of code.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import torch
 
 
 class FixedAxis(NamedTuple):
-    """An axis of an input that the module fixes: its size, and the place that does so in words."""
+    """An axis of an input that the module fixes, its size, and the place that does so."""
 
     name: str
     axis: int
@@ -29,13 +32,13 @@ def find_fixed_axes(
     dynamic_shapes: Any,
     free: Mapping[str, Mapping[int, str]],
 ) -> list[FixedAxis]:
-    """Trace the module with its arguments once more, and return the axes that it fixes, with their causes.
+    """Trace the module with its arguments again, and return the axes that it fixes.
 
-    Exceptions of the module are those of the export that has failed already, and are ignored.
+    Exceptions of the module are ignored, since the failed export has raised the same exceptions.
 
     Args:
         dynamic_shapes: names of free axes as `torch.onnx.export` takes them.
-        free: the same by the names of the inputs, in the order of the arguments.
+        free: the same names by the names of the inputs, in the order of the arguments.
     """
     watch = _AxisWatch(module, free, tuple(keyword))
     with contextlib.suppress(Exception), watch.watching():
@@ -50,7 +53,7 @@ def find_fixed_axes(
 
 
 def _permit_fixed(dynamic_shapes: Any) -> Any:
-    """Replace the names of axes, so that the trace continues where one is fixed."""
+    """Replace the names of axes, so that the trace continues if an axis is fixed."""
     if isinstance(dynamic_shapes, Mapping):
         return {key: _permit_fixed(value) for key, value in dynamic_shapes.items()}
     if isinstance(dynamic_shapes, tuple | list):
@@ -59,9 +62,10 @@ def _permit_fixed(dynamic_shapes: Any) -> Any:
 
 
 class _AxisWatch:
-    """Compares the sizes of the inputs before and after each layer, and after each line of their `forward`.
+    """Observer of the sizes of inputs during a trace.
 
-    `fixed` are the axes whose size is a number, in the order in which they became one.
+    It compares the sizes before and after each layer, and after each line of `forward`. `fixed` are
+    the axes whose size has become a number, in this order.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class _AxisWatch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the layers by hooks, and the lines by the interpreter's trace function."""
+        """Observe layers by hooks, and lines by the interpreter's trace function."""
         handles = [
             self._module.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
         ]
@@ -107,7 +111,10 @@ class _AxisWatch:
         self._layers.pop()
 
     def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
-        """Follow the lines of `forward`, and of `call` in Keras, which calls its layers without torch's hooks."""
+        """Follow the lines of `forward`, and of `call` in Keras.
+
+        Keras calls its layers without torch's hooks.
+        """
         code = frame.f_code
         if code.co_name not in ("forward", "call") or code.co_filename.startswith(self._root):
             return None

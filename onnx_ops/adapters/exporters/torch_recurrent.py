@@ -1,8 +1,9 @@
-"""Recurrent layers of torch as ONNX's operators, whatever the length of the sequence.
+"""Recurrent layers of torch as ONNX's operators, for any length of the sequence.
 
-While torch.export traces a module, it takes the shapes of `torch.lstm`, `torch.gru` and
-`torch.rnn_*` from decompositions with a loop over the sequence, which fixes its length. Here each
-of them is one operator with shapes of its own, and a translation to ONNX's LSTM, GRU or RNN.
+While torch.export traces a module, it uses decompositions for the shapes of `torch.lstm`,
+`torch.gru` and `torch.rnn_*`. These have a loop over the sequence, which fixes its length. Here,
+each of these functions is one operator with its own shapes, and with a translation to ONNX's LSTM,
+GRU or RNN.
 
 This module imports torch, so import it only where it is needed.
 """
@@ -18,14 +19,15 @@ from torch.overrides import TorchFunctionMode
 
 from onnx_ops.errors import UserError
 
-op: Any = onnxscript.opset18  # it also takes lists, which its types leave out
+op: Any = onnxscript.opset18  # it also takes lists, which its type hints omit
 
 _SIGNATURE = (
     "(Tensor input, {state} hx, Tensor[] params, bool has_biases, int num_layers, "
     "float dropout, bool train, bool bidirectional, bool batch_first) -> ({outputs})"
 )
-"""That of torch's functions for padded sequences; `input` is (length, batch, features), or
-`batch_first`.
+"""Schema of torch's functions for padded sequences.
+
+`input` is (length, batch, features), or (batch, length, features) with `batch_first`.
 """
 
 
@@ -33,7 +35,7 @@ class RecurrentOperators(TorchFunctionMode):
     """Context in which recurrent layers call the operators of this module.
 
     Raises:
-        UserError: in the traced module, by a layer that ONNX's operators cannot express.
+        UserError: raised in the traced module for a layer that ONNX's operators cannot express.
     """
 
     def __torch_function__(
@@ -44,7 +46,8 @@ class RecurrentOperators(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Replace a call of a recurrent function."""
-        if getattr(func, "__name__", "") == "_pack_padded_sequence":  # torch names no public one
+        # torch has no public name for this function.
+        if getattr(func, "__name__", "") == "_pack_padded_sequence":
             raise UserError(
                 "the module packs sequences of different lengths",
                 where="export",
@@ -66,7 +69,10 @@ class RecurrentOperators(TorchFunctionMode):
 
 
 def _infer_shapes(steps: Any, hx: Any, params: Any, *settings: Any) -> tuple[Any, ...]:
-    """Return empty tensors of the answers' shapes; the length is passed on and never read as a number."""
+    """Return empty tensors with the shapes of the answers.
+
+    The length of the sequence is passed on, and is never read as a number.
+    """
     states = hx if isinstance(hx, list | tuple) else [hx]
     bidirectional = settings[4]
     answer = steps.new_empty((*steps.shape[:2], states[0].shape[2] * (2 if bidirectional else 1)))
@@ -74,7 +80,7 @@ def _infer_shapes(steps: Any, hx: Any, params: Any, *settings: Any) -> tuple[Any
 
 
 def _register(function: Callable[..., Any], state: str, outputs: str) -> Any:
-    """Register an operator that computes what the function of torch does."""
+    """Register an operator that computes the result of a function of torch."""
     name = function.__name__
     schema = _SIGNATURE.format(state=state, outputs=outputs)
     torch.library.custom_op(
@@ -86,10 +92,11 @@ def _register(function: Callable[..., Any], state: str, outputs: str) -> Any:
 def _translate(
     layer: Callable[..., Any], gates: Sequence[int], *, activation: str = "", **settings: Any
 ) -> Callable[..., Any]:
-    """Return the translation to an operator of ONNX, one for each layer, both directions in it.
+    """Return the translation of a layer to operators of ONNX.
 
-    `gates` are those of the operator, in its order, by their places in torch's weights.
-    `activation` is that of each direction, where it is not the operator's own.
+    There is one operator for each layer, which computes both directions. `gates` are the gates of
+    the operator, in its order, as positions in torch's weights. `activation` is the activation of
+    each direction, where it differs from the operator's default.
     """
 
     def write(
@@ -103,9 +110,8 @@ def _translate(
         bidirectional: bool,
         batch_first: bool,
     ) -> tuple[Any, ...]:
-        states = (
-            hx if isinstance(hx, list | tuple) else [hx]
-        )  # (layers * directions, batch, hidden) each
+        # Each state has the shape (layers * directions, batch, hidden).
+        states = hx if isinstance(hx, list | tuple) else [hx]
         directions, hidden = 2 if bidirectional else 1, states[0].shape[2]
         direction = "bidirectional" if bidirectional else "forward"
         activations = {"activations": [activation] * directions} if activation else {}
@@ -118,7 +124,7 @@ def _translate(
         ):
             layer_states = [op.Slice(state, [first], [first + directions], [0]) for state in states]
             computed, *last = layer(answer, *layer_weights, None, *layer_states, **attributes)
-            # (length, directions, batch, hidden) to (length, batch, directions * hidden)
+            # From (length, directions, batch, hidden) to (length, batch, directions * hidden).
             answer = op.Reshape(
                 op.Transpose(computed, perm=[0, 2, 1, 3]), [0, 0, directions * hidden]
             )
@@ -132,8 +138,8 @@ def _translate(
 def _stack_weights(
     params: Sequence[Any], gates: Sequence[int], directions: int, hidden: int, *, has_biases: bool
 ) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield W, R and B of each layer, both directions in it; B is None without biases."""
-    count = 4 if has_biases else 2  # weights of the input and of the state, then their biases
+    """Yield W, R and B of each layer, for both directions; B is None without biases."""
+    count = 4 if has_biases else 2  # weights of the input, weights of the state, and their biases
     for first in range(0, len(params), count * directions):
         by_direction = [
             [_order_gates(weight, gates, hidden) for weight in params[start : start + count]]
@@ -146,7 +152,7 @@ def _stack_weights(
 
 
 def _swap_first_axes(steps: Any) -> Any:
-    """Return steps of (length, batch, features) from (batch, length, features), or the other way round."""
+    """Swap the axes of length and batch."""
     return op.Transpose(steps, perm=[1, 0, 2])
 
 
@@ -167,10 +173,10 @@ _OPERATORS: Mapping[Any, Any] = {
     },
 }
 TRANSLATIONS: Mapping[Any, Callable[..., Any]] = {
-    _OPERATORS[torch.lstm]: _translate(op.LSTM, (0, 3, 1, 2)),  # iofc, in torch ifgo
-    _OPERATORS[torch.gru]: _translate(
-        op.GRU, (1, 0, 2), linear_before_reset=1
-    ),  # zrh, in torch rzn
+    # The order of the gates is iofc in ONNX, and ifgo in torch.
+    _OPERATORS[torch.lstm]: _translate(op.LSTM, (0, 3, 1, 2)),
+    # The order of the gates is zrh in ONNX, and rzn in torch.
+    _OPERATORS[torch.gru]: _translate(op.GRU, (1, 0, 2), linear_before_reset=1),
     _OPERATORS[torch.rnn_tanh]: _translate(op.RNN, (0,), activation="Tanh"),
     _OPERATORS[torch.rnn_relu]: _translate(op.RNN, (0,), activation="Relu"),
 }

@@ -1,7 +1,7 @@
-"""Run a function in a forked process: a library that crashes, hangs or takes all memory raises an error here.
+"""Calls of functions in a forked process that can crash, hang or exhaust memory.
 
-Unlike in `process`, the child is a fork of this installation: it starts in milliseconds and has the
-same packages.
+Each of these raises an error in this process. Unlike in `process`, the child is a fork of this
+installation. So it starts in milliseconds and has the same packages.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _GRACE_S = 2.0
 class ProcessCrashError(Exception):
     """A guarded function did not return.
 
-    `reason` is the cause, `output` the last lines that it printed, `timed_out` whether it exceeded
-    its time.
+    `reason` is the cause, and `output` the last lines that the function printed. `timed_out` shows
+    whether it exceeded its time.
     """
 
     def __init__(self, reason: str, output: str = "", *, timed_out: bool = False) -> None:
@@ -45,8 +45,11 @@ class ProcessCrashError(Exception):
 
 
 def prepare(module: str) -> None:
-    """Start the process whose forks call functions of a module, unless it runs; it imports while this one continues."""
-    # Each fork would import the module again.
+    """Start the process whose forks call functions of a module, unless it runs.
+
+    The process imports the module while this process continues.
+    """
+    # Without the preload, each fork would import the module again.
     forkserver.set_forkserver_preload(["onnx", "onnxruntime", __name__, module])
     forkserver.ensure_running()
 
@@ -59,12 +62,12 @@ def run_guarded(
 ) -> T:
     """Call a function in a forked process and return its result.
 
-    Function, arguments and result must be picklable. `timeout` is in seconds, `memory` in bytes of
-    the process's own data, by default the machine's.
+    Function, arguments and result must be picklable. `timeout` is in seconds. `memory` is the limit
+    of the process's own data in bytes, by default the machine's memory.
 
     Raises:
         OnnxOpsError: raised by the function.
-        ProcessCrashError: it raised something else, crashed, or exceeded its time or memory.
+        ProcessCrashError: it raised another error, crashed, or exceeded its time or memory.
     """
     limit = memory or read_memory_bytes()
     prepare(work.__module__)
@@ -104,8 +107,9 @@ def run_guarded(
 
 
 _children = threading.Lock()
-"""Held while a child is started or joined: both read the exit codes of ended children, each of
-which is sent once.
+"""Lock that is held while a child is started or joined.
+
+Both operations read the exit codes of ended children, and each code is reported only once.
 """
 
 _starting = threading.local()
@@ -122,9 +126,10 @@ def _prepare_child_without_main(name: str) -> dict[str, Any]:
 def _start_without_main(process: BaseProcess) -> None:
     """Start a process that does not import the program again.
 
-    The standard library does that in every child, for functions that the program defines. Those
-    called here are in modules, and the program may be a script that calls onnx-ops at its top
-    level: it would run again in the child. Processes that other threads start are not affected.
+    The standard library imports the program in every child, for functions that the program defines.
+    The functions that are called here are in modules. The program can be a script that calls
+    onnx-ops at its top level, and this call would run again in the child. Processes that other
+    threads start are not affected.
     """
     spawn.get_preparation_data = _prepare_child_without_main
     _starting.is_guarded = True
@@ -158,7 +163,8 @@ def _child(
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
     faulthandler.enable(all_threads=False)
-    # A C thread: it reports where the time went even if a library never releases the interpreter.
+    # This timer is a C thread. It reports the present call even if a library never releases the
+    # GIL.
     faulthandler.dump_traceback_later(timeout, exit=True)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     try:

@@ -1,4 +1,7 @@
-"""Create isolated environments of Python and JavaScript packages, completely or not at all; reuse them offline."""
+"""Isolated environments of Python and JavaScript packages.
+
+They are created completely or not at all, and are reused offline.
+"""
 
 from __future__ import annotations
 
@@ -26,32 +29,39 @@ BASE = (
     "numpy>=2",
     "onnx>=1.16",
 )
-"""Requirements of the inner side of the protocol, besides this package; the framework decides on
-the loose ones.
+"""Requirements of the worker side of the protocol, in addition to this package.
+
+The framework decides which versions fit the requirements without an exact version.
 """
 
 _LAYOUT = 1
-"""Increased when environments of an older release cannot be used any more."""
+"""Version of the layout of environments.
+
+It increases when environments of an older release can no longer be used.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonEnvironments:
-    """Python environments, named for digests of their requirements."""
+    """Python environments; their names are digests of their requirements."""
 
     folder: Path
     base: Sequence[str] = BASE
     uv: str | None = None
-    """The uv to make them with; None for venv and pip."""
+    """The uv that creates environments; None for venv and pip."""
 
     def python(self, wanted: Environment) -> Path:
-        """Return the interpreter of an environment. A missing environment is created, which needs the network."""
+        """Return the interpreter of an environment.
+
+        A missing environment is created, which requires network access.
+        """
         place = self.place(wanted)
         python = place / "bin" / "python"
         make_once(place, python, lambda: self._make(place, wanted))
         return python
 
     def place(self, wanted: Environment) -> Path:
-        """Return the folder of an environment, which need not exist."""
+        """Return the folder of an environment, which can be missing."""
         for requirement in wanted.requirements:
             if not requirement.strip() or requirement.lstrip().startswith("-"):
                 remedy = (
@@ -103,7 +113,7 @@ class PythonEnvironments:
 
 
 def find_uv() -> str | None:
-    """Return the uv on the path, or beside this interpreter."""
+    """Return the uv on the path, or beside this interpreter; None without uv."""
     return shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
 
 
@@ -112,7 +122,10 @@ _PINNED = re.compile(
 )
 
 _NPM_LAYOUT = 1
-"""Increased when folders of an older release cannot be used any more."""
+"""Version of the layout of package folders.
+
+It increases when folders of an older release can no longer be used.
+"""
 
 NPM_REMEDY = (
     "Install npm (Debian, Ubuntu: `apt-get install nodejs npm`), "
@@ -122,15 +135,15 @@ NPM_REMEDY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NpmPackages:
-    """Folders of npm packages, named for digests of their requirements."""
+    """Folders of npm packages; their names are digests of their requirements."""
 
     folder: Path
 
     def installed(self, requirements: Sequence[str]) -> Path:
         """Return the folder with `node_modules`, which is created if missing.
 
-        Scripts of packages are not run, so each has exactly the files of its archive. Needs no
-        network if the folder exists.
+        Scripts of packages are not run, so each package has exactly the files of its archive. An
+        existing folder requires no network access.
         """
         parse_pins(requirements)
         place = self.folder / (
@@ -149,7 +162,8 @@ def parse_pins(requirements: Sequence[str]) -> Mapping[str, str]:
             raise UserError(
                 f"{requirement!r} is not an exact version of a package",
                 where="env.requirements",
-                remedy="Write each as `package@1.2.3`. Configure registries in the settings of npm.",
+                remedy="Write each as `package@1.2.3`. Configure registries "
+                "in the settings of npm.",
             )
         versions[match["name"]] = match["version"]
     return versions
@@ -180,11 +194,18 @@ def _install(place: Path, requirements: Sequence[str]) -> Mapping[str, Json]:
 
 
 MARKER = "onnx-ops.json"
-"""Written last: a folder without it was being made when its maker died."""
+"""File that is written last.
+
+A folder without this file is incomplete, since its creator died.
+"""
 
 
 def make_once(place: Path, needed: Path, make: Callable[[], Mapping[str, Json]]) -> None:
-    """Fill a folder with `make` unless it is complete with `needed`; keep its document. Safe for several processes."""
+    """Fill a folder with `make`, unless it is complete.
+
+    It is complete if it has the marker file and `needed`. The document that `make` returns is
+    stored in the marker file. Several processes can call this at the same time.
+    """
     with hold_lock(place.with_suffix(".lock")):
         if (place / MARKER).is_file() and needed.exists():
             return

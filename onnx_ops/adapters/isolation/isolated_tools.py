@@ -1,7 +1,7 @@
-"""Exporters and optimizers whose packages are in an isolated environment: both sides of the process boundary.
+"""Exporters and optimizers whose packages are in an isolated environment.
 
-This module imports only what every environment has: the standard library, annotated-types, cattrs,
-numpy and onnx.
+The module contains both sides of the process boundary. It imports only what every environment has:
+the standard library, annotated-types, cattrs, numpy and onnx.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from onnx_ops.ports.optimize import Optimizer, OptimizeRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteModel:
-    """A model in another process, and the folder that it was loaded from."""
+    """A model in another process, and the folder from which it was loaded."""
 
     folder: Path
     process: IsolatedProcess
@@ -40,15 +40,18 @@ class RemoteModel:
 
 @dataclass(kw_only=True)
 class IsolatedTool:
-    """Starts processes for a tool of an isolated environment."""
+    """Base of the tools that run in processes of an isolated environment."""
 
     place: str
-    """`module:Class`, as in its entry point."""
+    """Class of the tool as `module:Class`, as in its entry point."""
     python: Callable[[], Path]
-    """Returns the interpreter of the environment, which is created if missing."""
+    """Function that returns the interpreter of the environment.
+
+    It creates a missing environment.
+    """
     limits: ProcessLimits = field(default_factory=ProcessLimits)
     tools: tuple[str, ...] = ()
-    """None of this installation."""
+    """Packages that the tool needs in this installation, which are none."""
 
     @property
     def timeout(self) -> float:
@@ -56,7 +59,10 @@ class IsolatedTool:
         return self.limits.timeout or DEFAULT_TIMEOUT_S
 
     def start(self, worker: str, where: str) -> IsolatedProcess:
-        """Start a function of this module in an environment that also sees the tool's package."""
+        """Start a function of this module in the environment.
+
+        The environment can also import the tool's package.
+        """
         packages = (self.place.partition(".")[0].partition(":")[0],)
         command = build_interpreter_command(self.python(), f"{__name__}:{worker}", packages)
         return IsolatedProcess(command, self.limits, where)
@@ -64,7 +70,7 @@ class IsolatedTool:
 
 @dataclass(kw_only=True)
 class IsolatedExporter(IsolatedTool, TrainingExporter):
-    """Runs an exporter in another process, which ends with the loaded model.
+    """Exporter that runs in another process, which ends with the loaded model.
 
     Training imports the modules of `root`, the project's folder.
     """
@@ -88,7 +94,7 @@ class IsolatedExporter(IsolatedTool, TrainingExporter):
             process.stop()
 
     def save(self, model: object, folder: Path) -> None:
-        """Copy a loaded model, or a model that the user supplied as a file or folder."""
+        """Copy a loaded model, or the file or folder of a model that the user supplied."""
         source = model.folder if isinstance(model, RemoteModel) else Path(str(model))
         if source.is_dir():
             shutil.copytree(source, folder, dirs_exist_ok=True)
@@ -111,7 +117,7 @@ class IsolatedExporter(IsolatedTool, TrainingExporter):
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
-        """Run the loaded model in its process; return None if the precision is not available."""
+        """Run the loaded model in its process; None if the precision is not available."""
         process, arguments = _process_of(model), {"inputs": inputs, "precision": precision}
         answers: Mapping[str, Array] | None = process.ask(
             "answer", timeout=self.timeout, **arguments
@@ -134,7 +140,10 @@ def _process_of(model: object) -> IsolatedProcess:
 
 @dataclass(kw_only=True)
 class IsolatedOptimizer(IsolatedTool, Optimizer):
-    """Runs an optimizer in another process. `here` answers in this process what needs no package of its environment."""
+    """Optimizer that runs in another process.
+
+    `here` answers in this process what requires no package of the environment.
+    """
 
     here: Optimizer
 
@@ -166,7 +175,7 @@ class IsolatedOptimizer(IsolatedTool, Optimizer):
 
 
 class ExporterWorker:
-    """One exporter and at most one loaded model."""
+    """Worker with one exporter and at most one loaded model."""
 
     def __init__(self) -> None:
         self._exporter: Any = None
@@ -192,7 +201,7 @@ class ExporterWorker:
         self._exporter.export(self._model, request)
 
     def answer(self, inputs: Mapping[str, Any], precision: str) -> Mapping[str, Any] | None:
-        """Return the reference outputs of the loaded model, if there are any."""
+        """Return the reference outputs of the loaded model; None without such outputs."""
         answers: Mapping[str, Any] | None = self._exporter.reference(self._model, inputs, precision)
         require_tensors(answers or {})
         return answers
@@ -204,7 +213,7 @@ def run_exporter() -> None:
 
 
 class OptimizerWorker:
-    """One optimizer."""
+    """Worker with one optimizer."""
 
     def optimize(self, optimizer: str, request: OptimizeRequest) -> tuple[str, ...]:
         """Run the optimizer and return its notes."""

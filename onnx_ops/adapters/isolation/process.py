@@ -1,4 +1,7 @@
-"""Processes that answer requests one at a time: JSON lines in, JSON lines out, arrays in files beside them."""
+"""Processes that answer one request at a time.
+
+Requests and answers are JSON lines, with arrays in files beside them.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,11 @@ from onnx_ops.errors import NotFoundError, StageError, describe_exit, from_docum
 from onnx_ops.scratch import Scratch
 
 DEFAULT_TIMEOUT_S = 1800.0
-"""Seconds for an answer where `env.timeout` is not set; training has no limit."""
+"""Seconds for an answer if `env.timeout` is not set. Training has no limit."""
 GRACE_S = 5.0
-"""Seconds that a process gets after its time-out to report where it hangs, and to end on request.
+"""Seconds in which a process can end on request.
+
+After its time-out, a process has this time to report where it hangs.
 """
 
 _STEP_S = 0.005
@@ -45,27 +50,33 @@ _NOT_INHERITED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessLimits:
-    """Limits of a process: `memory` in bytes, by default the machine's; `timeout` in seconds per answer."""
+    """Limits of a process.
+
+    `memory` is in bytes, by default the machine's memory. `timeout` is in seconds per answer.
+    """
 
     memory: int | None = None
     timeout: float | None = None
 
 
 def read_memory_bytes() -> int:
-    """Return the memory of this machine."""
+    """Return the memory of this machine in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class IsolatedProcess:
     """One process and its children, in a separate process group.
 
-    The command reads requests from standard input, writes answers to the given descriptor, ends
-    when its standard input does, and should keep the memory limit; the time-out is given with each
-    request. `where` is the stage, section or target that errors name.
+    The command reads requests from standard input, and writes answers to the given descriptor. It
+    ends when its standard input is closed, and should keep the memory limit. Each request contains
+    its time-out. `where` is the stage, section or target that errors show.
     """
 
     copy_output: ClassVar[Callable[[bytes], object] | None] = None
-    """In the process of a stage: gets what all isolated processes print."""
+    """Function that receives the output of all isolated processes.
+
+    It is set in the process of a stage.
+    """
 
     def __init__(self, command: Command, limits: ProcessLimits, where: str) -> None:
         self._where = where
@@ -103,12 +114,14 @@ class IsolatedProcess:
 
     @contextlib.contextmanager
     def shared_folder(self) -> Iterator[Path]:
-        """Make a folder that both processes see; it is removed afterwards."""
+        """Create a folder that both processes see, and remove it afterwards."""
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             yield Path(folder)
 
     def ask(self, do: str, *, timeout: float | None = None, **arguments: object) -> Any:
-        """Send one request and return the answer, this package's own values as plain ones.
+        """Send one request and return the answer.
+
+        Values of this package's types are returned as plain JSON values.
 
         Raises:
             ValueError: the callee refuses its inputs.
@@ -148,7 +161,10 @@ class IsolatedProcess:
         self._end()
 
     def _fail(self, do: str, late_after: float | None) -> NoReturn:
-        """Stop the process, which has not answered in time or, without a time, has crashed."""
+        """Stop the process and raise the error of a missing answer.
+
+        The process exceeded its time limit, or without a time limit it crashed.
+        """
         if late_after is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(GRACE_S)
@@ -169,18 +185,22 @@ class IsolatedProcess:
             f"its process {how} while it was to {do}",
             where=self._where,
             why=output or "it printed nothing",
-            remedy=f"The lines above are its last output. It may use {self._memory / 1e9:.1f} GB of "
-            "memory: see `env.memory`. Another version of a package may help: "
-            "see `env.requirements`.",
+            remedy="The lines above are its last output. "
+            f"It may use {self._memory / 1e9:.1f} GB of memory: "
+            "see `env.memory`. "
+            "Another version of a package may help: see `env.requirements`.",
         )
 
 
 def _end(process: subprocess.Popen[bytes], answers: Any, scratch: Scratch) -> None:
-    """Request the end of the process, which closes what it has opened (a browser); then kill the rest of its group."""
+    """Request the end of the process; then kill the rest of its process group.
+
+    On request, the process closes what it has opened, such as a browser.
+    """
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()  # type: ignore[union-attr]
     if process.returncode is None:
-        # WNOWAIT leaves its exit code, so that no other process gets the number of its group.
+        # WNOWAIT keeps the exit code, so that no other process gets the number of the group.
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         with contextlib.suppress(ChildProcessError):
             wait_until(
@@ -195,22 +215,25 @@ def _end(process: subprocess.Popen[bytes], answers: Any, scratch: Scratch) -> No
         shutil.rmtree(scratch.path, ignore_errors=True)
         return not scratch.path.exists()
 
-    if wait_until(
-        is_removed, GRACE_S, _STEP_S
-    ):  # processes of other groups may still write into it
+    # Processes of other groups can still write into the folder.
+    if wait_until(is_removed, GRACE_S, _STEP_S):
         scratch.remove()
 
 
 PACKAGE = "onnx_ops"
 
 Command = Callable[[Path, int, int], list[str]]
-"""Returns the command for a scratch folder, the descriptor for answers, and bytes of memory."""
+"""Function that returns the command of a process.
+
+Its arguments are a scratch folder, the descriptor for answers, and the memory limit in bytes.
+"""
 
 
 def build_interpreter_command(python: Path, entry: str, packages: Collection[str] = ()) -> Command:
-    """Build the command that calls `entry` (`module:function`) in an isolated environment.
+    """Build the command that calls `entry` (`module:function`) in an environment.
 
-    It may import this package and `packages`, top-level packages or modules of this installation.
+    The command can import this package and `packages`, which are top-level packages or modules of
+    this installation.
     """
     module, _, function = entry.partition(":")
     code = (
@@ -242,14 +265,14 @@ _LONGEST_LINE = 400
 _CHUNK = 1 << 16
 _MUCH = 1_000_000
 _UNREAD_S = 2.0
-"""How long a summary waits for output that is still unread."""
+"""Seconds that a summary waits for output that is still unread."""
 
 
 class OutputTail:
-    """Reads a stream to its end in a separate thread and keeps its last 64 KiB.
+    """Reader of a stream to its end, in a separate thread, that keeps its last 64 KiB.
 
-    Lines that begin with `mark` are passed to `on_progress` instead, without the mark; the others
-    to `on_output`.
+    Lines that begin with `mark` are passed to `on_progress` without the mark. Other lines are
+    passed to `on_output`.
     """
 
     def __init__(
@@ -269,7 +292,10 @@ class OutputTail:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until the stream has been read to its end; a process that outlives its parent can keep it open."""
+        """Wait until the stream has been read to its end.
+
+        A process that outlives its parent can keep the stream open.
+        """
         self._thread.join(_UNREAD_S)
 
     def summary(self) -> str:
@@ -294,7 +320,7 @@ class OutputTail:
                 self._keep(
                     b"".join(line + b"\n" for line in lines if not line.startswith(self._mark))
                 )
-                if len(rest) > KEPT_BYTES:  # an endless line is no progress line
+                if len(rest) > KEPT_BYTES:  # an endless line is not a progress line
                     self._keep(rest)
                     rest = b""
         self._keep(rest)
@@ -315,12 +341,15 @@ def select_last_lines(output: bytes) -> str:
 
 @dataclass(slots=True)
 class RetainedProcess:
-    """At most one process: a second one would compete with the first for the cores."""
+    """Holder of at most one process.
+
+    A second process would compete with the first one for the cores.
+    """
 
     _kept: tuple[str, IsolatedProcess] | None = None
 
     def get(self, key: str, start: Callable[[], IsolatedProcess]) -> IsolatedProcess:
-        """Return the live process of the key; else replace the old one."""
+        """Return the live process of the key, or replace the process by a new one."""
         if self._kept is not None:
             key_of_process, process = self._kept
             if key_of_process == key and process.alive:

@@ -1,7 +1,8 @@
-"""Answer requests inside an isolated environment: both sides' form of values, and the inner side's loop.
+"""Server loop of workers inside an isolated environment.
 
-Needs the standard library only, and numpy, annotated-types and cattrs where arrays and this
-package's values travel.
+The module also contains the encoding of values on both sides of the process boundary. It needs only
+the standard library. Workers with arrays or this package's values also need numpy, annotated-types
+and cattrs.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ _PLAIN = (str, int, float, bool)
 
 
 def serve(worker: object, where: str, refusing: Collection[str] = ()) -> None:
-    """Answer requests by the worker's methods of their names until standard input is closed.
+    """Answer requests by the worker's methods until standard input is closed.
 
-    Arguments of the process: folder of visible packages, file descriptor for answers, bytes of
-    memory.
+    A request names its method. Arguments of the process are the folder of visible packages, the
+    file descriptor for answers, and the memory limit in bytes.
 
     Args:
         worker: its methods' annotations give the types of their arguments.
-        where: what errors name.
+        where: the location that errors show.
         refusing: the methods that refuse inputs by ValueError.
     """
     faulthandler.enable(all_threads=False)
@@ -51,7 +52,10 @@ def serve(worker: object, where: str, refusing: Collection[str] = ()) -> None:
 
 
 def _listen(requests: queue.SimpleQueue[str]) -> None:
-    """Read requests. The client holds the other end of standard input; when it closes, the process ends."""
+    """Read requests into a queue, and end the process group when the client ends.
+
+    The client holds the other end of standard input, which closes when the client ends.
+    """
     for line in sys.stdin:
         requests.put(line)
     os.killpg(os.getpgrp(), signal.SIGKILL)
@@ -64,8 +68,8 @@ def _answer(
     work: Callable[..., Any] = getattr(worker, do)
     timeout = request.pop("timeout")
     if timeout is not None:
-        # A thread of C: it speaks and ends the process even where a converter never gives the
-        # interpreter back.
+        # This timer is a C thread. It reports and ends the process even if a converter never
+        # releases the GIL.
         faulthandler.dump_traceback_later(timeout, exit=True)
     try:
         kinds = get_type_hints(work)
@@ -96,13 +100,16 @@ def _answer(
 def _structure(value: Any, kind: Any) -> Any:
     if kind in _PLAIN:
         return value
-    from onnx_ops import codec  # not available to workers that take plain values only
+    from onnx_ops import codec  # workers with plain values only do not have it
 
     return codec.from_json(value, kind)
 
 
 def dump(value: object, folder: Path) -> str:
-    """Return a value as JSON on one line; arrays go to files in the folder, text arrays without pickle."""
+    """Return a value as JSON on one line.
+
+    Arrays are written to files in the folder, and arrays of text are written without pickle.
+    """
 
     def encode(part: object) -> Any:
         if type(part).__module__ != "numpy":
@@ -123,7 +130,11 @@ def dump(value: object, folder: Path) -> str:
 
 
 def load(text: str | bytes) -> Any:
-    """Return the value of `dump`, this package's own values as plain ones; texts become objects again."""
+    """Return the value that `dump` encoded.
+
+    Values of this package's types are returned as plain JSON values. Arrays of text become arrays
+    of objects again.
+    """
 
     def decode(entry: dict[str, Any]) -> Any:
         if entry.keys() != {_ARRAY}:
@@ -137,7 +148,7 @@ def load(text: str | bytes) -> Any:
 
 
 def require_tensors(answers: Mapping[str, Any]) -> None:
-    """Raise MeasurementError for an answer that is a map or a sequence."""
+    """Raise MeasurementError for an answer that is not a tensor."""
     for name, array in answers.items():
         if type(array).__module__ != "numpy":
             remedy = "Export the model with tensors, for example without ZipMap."

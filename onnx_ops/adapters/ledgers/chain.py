@@ -1,8 +1,8 @@
-"""Stored entries of a ledger: chained by digests, and signed.
+"""Stored entries of a ledger, which are chained by digests and signed.
 
-An entry is one line of JSON that holds the digest of the line before it. A second line has its
-signatures: a DSSE signature (https://github.com/secure-systems-lab/dsse, v1.0) covers the exact
-bytes of the first.
+An entry is one line of JSON that holds the digest of the line of the previous entry. A second line
+has its signatures. A DSSE signature (https://github.com/secure-systems-lab/dsse, v1.0) covers the
+exact bytes of the first line.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _UNKNOWN_KEY = (
 class ChainedEntry:
     """An entry as it is stored.
 
-    `previous` is the digest of the entry before it, None for the first one. `snapshot` is the
-    digest of a snapshot of the state before it, if it names one.
+    `previous` is the digest of the previous entry, None for the first entry. `snapshot` is the
+    digest of a snapshot of the state before this entry, if the entry names a snapshot.
     """
 
     previous: Digest | None
@@ -55,7 +55,7 @@ class ChainedEntry:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A verified state, and the digest of the entry that led to it; None before the first."""
+    """A verified state, and the digest of its last entry; None before the first entry."""
 
     state: ReleaseState
     digest: Digest | None
@@ -63,7 +63,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """A parsed, unverified entry with its exact bytes."""
+    """A parsed but unverified entry with its exact bytes."""
 
     signed: bytes
     chained: ChainedEntry
@@ -76,7 +76,7 @@ class StoredEntry:
 
     @property
     def digest(self) -> Digest:
-        """Digest of what is signed."""
+        """Digest of the signed bytes."""
         return digest_bytes(self.signed)
 
 
@@ -87,15 +87,15 @@ def format_name(endpoint: str, sequence: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LedgerKeys:
-    """The keys of those who may grant.
+    """The keys that can sign an entry that grants something.
 
-    A machine trusts some release keys: they vouch for the first entry of a ledger, for an adoption,
-    and for a snapshot. From there on, the ledger itself says whose signatures count.
+    A machine trusts some release keys. These keys authorize the first entry of a ledger, an
+    adoption, and a snapshot. After the first entry, the ledger itself records which keys count.
 
     Args:
-        verifier: trusts the release keys of this machine.
-        signer: returns the key of this process, or None; asked once an entry is written, may raise
-            an OnnxOpsError.
+        verifier: returns the verifier that trusts the release keys of this machine.
+        signer: returns the key of this process, or None. It is called when an entry is written, and
+            can raise an OnnxOpsError.
         public: returns the release keys of this machine in base64 of DER, by digest.
     """
 
@@ -108,14 +108,15 @@ class LedgerKeys:
     ) -> tuple[EnvelopeSignature, ...]:
         """Return the signatures of an entry.
 
-        An entry that grants nothing has none if there is no key here that counts, or if a service
-        would have to sign it: a rollback must not wait for one.
+        An entry that grants nothing is not signed if no key that counts is available here. It is
+        also not signed if a remote service would have to sign it, since a rollback must not wait
+        for a service.
 
         Args:
-            data: its bytes.
-            grant: what it grants, or empty.
+            data: the bytes of the entry.
+            grant: what the entry grants; empty for nothing.
             where: location for errors.
-            admitted: the keys that count in the ledger; without any, those that this machine
+            admitted: the keys that count in the ledger; if empty, the keys that this machine
                 trusts.
 
         Raises:
@@ -144,7 +145,11 @@ class LedgerKeys:
         return ()
 
     def verify(self, stored: StoredEntry, grant: str, admitted: Mapping[Digest, str]) -> None:
-        """Raise CorruptStateError if no key that counts has signed an entry that grants something."""
+        """Raise CorruptStateError if an entry that grants something is not signed.
+
+        A signature counts if its key is one of `admitted`, or if the machine trusts the key where
+        `admitted` is empty.
+        """
         if not grant:
             return None
         where = f"ledger {format_name(stored.entry.endpoint, stored.entry.sequence)}"
@@ -152,7 +157,7 @@ class LedgerKeys:
             raise CorruptStateError(
                 f"the entry {grant}, and has no signature", where=where, remedy=_REMEDY
             )
-        # A machine's own keys can take a ledger back from a stolen key.
+        # A machine's trusted keys can take a ledger back from a stolen key.
         may_be_own = bool(admitted) and isinstance(stored.entry.body, LedgerAdopted)
         try:
             verify_bytes(
@@ -171,12 +176,15 @@ class LedgerKeys:
 
 @functools.lru_cache(maxsize=64)
 def _parse(encoded: str) -> TrustedKeys:
-    """Return the keys of a ledger, parsed once."""
+    """Return the parsed keys of a ledger; the result is cached."""
     return TrustedKeys((), encoded=encoded)
 
 
 def encode(chained: ChainedEntry, signatures: tuple[EnvelopeSignature, ...] | None = None) -> bytes:
-    """Return the bytes of an entry: those to sign, or with signatures those to store."""
+    """Return the bytes of an entry.
+
+    Without signatures these are the bytes to sign, otherwise the bytes to store.
+    """
     lines = [codec.dumps(chained)]
     if signatures:
         lines.append(codec.dumps(list(signatures)))
@@ -187,7 +195,7 @@ def decode(endpoint: str, sequence: int, data: bytes) -> StoredEntry:
     """Parse the object of an entry.
 
     Raises:
-        CorruptStateError: it is not this entry; with the remedy.
+        CorruptStateError: it is not this entry; the error has a remedy.
     """
     where = f"ledger {format_name(endpoint, sequence)}"
     signed, _, rest = data.partition(b"\n")
@@ -207,7 +215,7 @@ def decode(endpoint: str, sequence: int, data: bytes) -> StoredEntry:
 
 
 def follow(head: Head, stored: StoredEntry, keys: LedgerKeys | None) -> Head:
-    """Return the head after one more entry; without keys, no signature is verified.
+    """Return the head after one more entry. Without keys, signatures are not verified.
 
     Raises:
         CorruptStateError: it does not follow, or grants what no trusted key has signed.
@@ -232,7 +240,9 @@ def follow(head: Head, stored: StoredEntry, keys: LedgerKeys | None) -> Head:
 
 
 def adopt(stored: StoredEntry, keys: LedgerKeys) -> Head | None:
-    """Return the head after an entry whatever was before it, if it sets the state and a key of this machine signed it.
+    """Return the head after an entry that sets the state; None for other entries.
+
+    A key that this machine trusts must have signed the entry. The previous entries do not matter.
 
     Raises:
         CorruptStateError: it would set the state, but no key that this machine trusts has signed
@@ -246,7 +256,7 @@ def adopt(stored: StoredEntry, keys: LedgerKeys) -> Head | None:
 
 
 def build_changed_error(endpoint: str, sequence: int) -> CorruptStateError:
-    """Return the error of an entry that the one after it does not name."""
+    """Return the error of an entry whose digest the next entry does not contain."""
     where = f"ledger {format_name(endpoint, sequence)}"
     return CorruptStateError(
         "the entry was changed after the next one was written", where=where, remedy=_REMEDY
@@ -254,14 +264,14 @@ def build_changed_error(endpoint: str, sequence: int) -> CorruptStateError:
 
 
 def build_missing_error(endpoint: str, sequence: int) -> CorruptStateError:
-    """Return the error of an entry that is missing though later ones exist."""
+    """Return the error of an entry that is missing although later entries exist."""
     return CorruptStateError(
         "the entry is missing", where=f"ledger {format_name(endpoint, sequence)}", remedy=_REMEDY
     )
 
 
 def _is_newer(data: bytes) -> bool:
-    """Return whether an entry that cannot be read names a later schema."""
+    """Return whether an unreadable entry names a later schema."""
     try:
         entry: Any = codec.loads(data, dict[str, Any]).get("entry")
     except CorruptStateError:

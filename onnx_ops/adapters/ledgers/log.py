@@ -44,21 +44,25 @@ _log = logging.getLogger(__name__)
 _NAME = re.compile(r"\d{8}\.jsonl")
 _SNAPSHOT = "snapshot.json"
 _ADOPTED = "adopted.json"
-"""Names the last entry that set the state, for readers of a ledger that is damaged before it.
-Nothing rests on it.
+"""Object with the number of the last entry that set the state.
+
+Readers use it if the ledger is damaged before that entry. The entry itself is verified.
 """
 SNAPSHOT_EVERY = 4
-"""Entries between two snapshots: a state takes one read for each of them, and five more."""
+"""Entries between two snapshots.
+
+To determine a state takes one read for each of these entries, and five more.
+"""
 _SWEEP_EVERY = 64
-"""Entries after which the files of killed writers are deleted."""
+"""Entries between two deletions of the files of killed writers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerSnapshot:
-    """A state, and the version of the fold that led to it.
+    """A state, and the version of the fold that computed it.
 
-    It saves reads, and counts only if a signed entry names its digest: the one that follows the
-    state's head.
+    A snapshot saves reads. It counts only if a signed entry names its digest. This entry must be
+    the next one after the head of the state.
     """
 
     fold: int
@@ -66,14 +70,16 @@ class LedgerSnapshot:
 
 
 class ObjectLedger(Ledger):
-    """`<endpoint>/<sequence>.jsonl`, `snapshot.json` and `adopted.json` in an object store.
+    """Ledger in an object store.
 
-    Entries never change, so each is read once in the life of this object, and what follows must
-    follow what it read.
+    Its objects are `<endpoint>/<sequence>.jsonl`, `snapshot.json` and `adopted.json`. Entries never
+    change, so this object reads each of them once. Later entries must follow the entries that it
+    has read.
 
     Args:
-        keys: sign what is appended, and verify what grants something.
-        seen: remembers on this machine how far a ledger was read, so that it cannot go back.
+        keys: sign appended entries, and verify entries that grant something.
+        seen: folder in which this machine remembers how far a ledger was read, so that the ledger
+            cannot go back.
     """
 
     def __init__(self, objects: ObjectStore, keys: LedgerKeys, seen: Path | None = None) -> None:
@@ -109,9 +115,9 @@ class ObjectLedger(Ledger):
         for following, stored in self._follow_from(head):
             head = following
             entries.append(stored.entry)
-        if (
-            len(entries) < head.state.head
-        ):  # an adoption passed over some: those that the chain leads to are shown
+        # An adoption skipped damaged entries. The entries to which the chain leads are returned
+        # too.
+        if len(entries) < head.state.head:
             with suppress(CorruptStateError):
                 return self._read_back(head, 0)
         return tuple(entries)
@@ -155,7 +161,10 @@ class ObjectLedger(Ledger):
             self._keep_snapshot(entry, snapshot)
 
     def _append_adoption(self, entry: LedgerEntry) -> None:
-        """Append an entry that sets the state: what is stored before it need not be readable."""
+        """Append an entry that sets the state.
+
+        The previous entries need not be readable.
+        """
         empty = ReleaseState(endpoint=entry.endpoint)
         before = self._objects.read(format_name(entry.endpoint, entry.sequence - 1))
         previous = None if before is None else digest_bytes(before.partition(b"\n")[0])
@@ -185,7 +194,10 @@ class ObjectLedger(Ledger):
         return bool(signatures)
 
     def _keep_snapshot(self, entry: LedgerEntry, snapshot: bytes) -> None:
-        """Write the snapshot that an entry names. If that fails, the one before still counts and costs more reads."""
+        """Write the snapshot that an entry names.
+
+        If that fails, the previous snapshot still counts, at the cost of more reads.
+        """
         try:
             self._objects.write(f"{entry.endpoint}/{_SNAPSHOT}", snapshot)
             if entry.sequence % _SWEEP_EVERY == 1 and isinstance(self._objects, LocalObjects):
@@ -194,7 +206,7 @@ class ObjectLedger(Ledger):
             _log.warning("no snapshot of ledger %s: %s", entry.endpoint, error)
 
     def _update_head(self, endpoint: str) -> Head:
-        """Return the head after the entries that have come since."""
+        """Return the head after the entries that were added since the last call."""
         known = self._heads.get(endpoint)
         head = known or self._find_snapshot(endpoint) or Head(ReleaseState(endpoint=endpoint), None)
         first = head.state.head + 1
@@ -211,10 +223,12 @@ class ObjectLedger(Ledger):
     def _follow_from(
         self, head: Head, *, signed: bool = True
     ) -> Iterator[tuple[Head, StoredEntry]]:
-        """Yield each further entry and the head after it. Damage before an adoption is passed over.
+        """Yield each further entry and the head after it.
+
+        Damaged entries before an adoption are skipped.
 
         Args:
-            signed: whether signatures count.
+            signed: whether signatures are verified.
 
         Raises:
             CorruptStateError: an entry does not follow, or is not signed.
@@ -232,7 +246,10 @@ class ObjectLedger(Ledger):
             yield from self._follow_from(adopted[0], signed=signed)
 
     def _find_adoption(self, endpoint: str) -> tuple[Head, StoredEntry] | None:
-        """Return the last entry that set the state, with the head after it; None if there is none that counts."""
+        """Return the last entry that set the state, with the head after it.
+
+        None if there is no valid entry of this kind.
+        """
         with suppress(CorruptStateError):
             data = self._objects.read(f"{endpoint}/{_ADOPTED}")
             sequence = 0 if data is None else codec.loads(data, int)
@@ -249,7 +266,7 @@ class ObjectLedger(Ledger):
             self._seen.remember(endpoint, head.state.head, head.digest)
 
     def _iterate_after(self, endpoint: str, after: int) -> Iterator[StoredEntry]:
-        """Yield the entries after a sequence, read one after the other until there is none."""
+        """Yield the entries after a sequence number, reading one after the other."""
         last = after
         while True:
             while (data := self._objects.read(format_name(endpoint, last + 1))) is not None:
@@ -257,15 +274,16 @@ class ObjectLedger(Ledger):
                 last += 1
             if not self._has_later(endpoint, last):
                 return
-            # Unless it was written just now.
+            # The entry can have been written just now.
             if self._objects.read(format_name(endpoint, last + 1)) is None:
                 raise build_missing_error(endpoint, last + 1)
 
     def _has_later(self, endpoint: str, last: int) -> bool:
-        """Return whether there are entries after the one that follows `last`, so that this one cannot be missing.
+        """Return whether entries exist after the one that follows `last`.
 
-        On a remote store, all names are listed once in the life of this object: many take as long
-        as many reads.
+        If so, the entry that follows `last` is missing. On a remote store, all names of an endpoint
+        are listed once in the life of this object, since listing many names takes as long as many
+        reads.
         """
         if endpoint in self._listed and not isinstance(self._objects, LocalObjects):
             return self._objects.read(format_name(endpoint, last + 2)) is not None
@@ -274,7 +292,10 @@ class ObjectLedger(Ledger):
         return max(names, default="") > f"{last + 1:08d}.jsonl"
 
     def _find_snapshot(self, endpoint: str) -> Head | None:
-        """Return the head after the signed entry that names the snapshot; None if none does, or its fold is another."""
+        """Return the head after the signed entry that names the snapshot.
+
+        None if no entry names it, or if another version of the fold computed it.
+        """
         data = self._objects.read(f"{endpoint}/{_SNAPSHOT}")
         if data is None:
             return None
@@ -297,7 +318,11 @@ class ObjectLedger(Ledger):
         return None if data is None else decode(endpoint, sequence, data).digest
 
     def _read_back(self, head: Head, after: int) -> tuple[LedgerEntry, ...]:
-        """Return the entries after a sequence, up to a verified head that commits to them by its digest."""
+        """Return the entries after a sequence number, up to a verified head.
+
+        The head contains the digest of the last entry, and each entry the digest of the previous
+        one.
+        """
         endpoint = head.state.endpoint
         entries: list[LedgerEntry] = []
         previous = head.digest
@@ -326,7 +351,7 @@ def _build_conflict(entry: LedgerEntry) -> LedgerConflictError:
 
 
 class MemoryLedger(Ledger):
-    """A ledger in memory, with the same promises within one process."""
+    """A ledger in memory, with the same guarantees within one process."""
 
     def __init__(self) -> None:
         self._entries: dict[str, list[LedgerEntry]] = {}

@@ -1,4 +1,7 @@
-"""How far this machine has read each ledger, so that storage cannot take a ledger back unnoticed."""
+"""Record of how far this machine has read each ledger.
+
+With it, a ledger whose storage goes back to an earlier state is detected.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenHead:
-    """The last entry of a ledger that was verified: its sequence, and the digest of its bytes."""
+    """The last verified entry of a ledger: its sequence, and the digest of its bytes."""
 
     sequence: int
     digest: Digest
@@ -26,7 +29,10 @@ class SeenHead:
 
 @dataclass(frozen=True, slots=True)
 class FixedEntry:
-    """An entry that a ledger must hold since this machine has verified it; `path` is the file that remembers it."""
+    """An entry that a ledger must contain, since this machine has verified it.
+
+    `path` is the file that records it.
+    """
 
     digest: Digest
     path: Path
@@ -35,7 +41,10 @@ class FixedEntry:
 def require_fixed(
     endpoint: str, fixed: Mapping[int, FixedEntry], sequence: int, digest: Digest | None
 ) -> None:
-    """Raise CorruptStateError if a ledger holds another entry than it must, or none (None)."""
+    """Raise CorruptStateError if a ledger does not contain the required entry.
+
+    `digest` is the digest of the entry in the ledger; None if the ledger has no such entry.
+    """
     expected = fixed.get(sequence)
     if expected is None or expected.digest == digest:
         return
@@ -52,10 +61,10 @@ def require_fixed(
 
 
 class SeenHeads:
-    """One file by endpoint in a folder; without a folder, nothing is remembered.
+    """One file for each endpoint in a folder. Without a folder, nothing is recorded.
 
-    Those who can change the ledger's storage must not be able to write there. A file that a power
-    cut damaged counts as missing.
+    Users who can change the ledger's storage must not have write access to this folder. A file that
+    was damaged by a power failure counts as missing.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -63,7 +72,10 @@ class SeenHeads:
         self._known: dict[str, SeenHead | None] = {}
 
     def list_fixed(self, endpoint: str) -> dict[int, FixedEntry]:
-        """Return the last entry that this machine has verified by its sequence, if it remembers any."""
+        """Return the last entry that this machine has verified, by its sequence.
+
+        Empty if no entry is recorded.
+        """
         if self._folder is None:
             return {}
         seen = self._known[endpoint] = self._load(self._folder, endpoint)
@@ -72,14 +84,15 @@ class SeenHeads:
         return {seen.sequence: FixedEntry(seen.digest, _format_path(self._folder, endpoint))}
 
     def remember(self, endpoint: str, sequence: int, digest: Digest) -> None:
-        """Remember the head of a ledger that was verified, unless another process has seen more."""
+        """Record the verified head of a ledger, unless a later head is recorded."""
         head = SeenHead(sequence=sequence, digest=digest)
         if self._folder is None or self._known.get(endpoint) == head:
             return
         self._known[endpoint] = head
         path = _format_path(self._folder, endpoint)
         temporary = path.with_suffix(f".{os.getpid()}")
-        # It protects only those who can write here; a reader without that right works nevertheless.
+        # The record protects only machines that can write here. A reader without write access works
+        # too.
         with contextlib.suppress(OSError):
             other = self._load(self._folder, endpoint)
             if other is None or other.sequence < sequence:

@@ -1,8 +1,8 @@
-"""Metrics of a managed online endpoint in Azure Monitor, which stores one-minute averages.
+"""Metrics of a managed online endpoint in Azure Monitor, as one-minute averages.
 
 The average of `RequestsPerMinute` is a number of requests, so sums over whole minutes are counts.
-Latencies have percentiles but no exceedances, so the weaker rule of docs/rollout-analysis.md judges
-them.
+Latencies have percentiles but no exceedances, so the weaker rule of docs/rollout-analysis.md
+applies to them.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from onnx_ops.protocol.messages import FAILURE_STATUSES
 _MINUTE = 60.0
 _DAY = 86_400.0
 _SETTLED = 3 * _MINUTE
-"""Time for which the counts of a minute still grow after its end."""
+"""Time after the end of a minute during which its counts still grow."""
 _WINDOW = 10 * _MINUTE
-"""Percentiles over this time represent the requests since the last reading."""
+"""Time whose percentiles represent the requests since the last reading."""
 _MODEL_ERROR = "424"
-"""Azure's status where the container's, in `modelStatusCode`, is not 200."""
+"""Azure's status if the container's status, in `modelStatusCode`, is not 200."""
 _P50, _P99 = "RequestLatency_P50", "RequestLatency_P99"
 
 
 class AzureMonitorMetrics(MetricsSource):
-    """Counts and percentiles of deployments, without a histogram. All settings are those of the endpoint.
+    """Counts and percentiles of deployments, without a histogram.
 
-    Counts restart with each day (UTC), which is their origin. `MetricsReading.at` is the end of the
-    last minute whose numbers do not change any more, about three minutes ago.
+    All settings are those of the endpoint. Counts restart every day (UTC), which is their origin.
+    `MetricsReading.at` is the end of the last minute whose numbers no longer change, about three
+    minutes ago.
     """
 
     def __init__(self, settings: Mapping[str, Json], clock: Clock | None = None) -> None:
@@ -67,7 +68,7 @@ class AzureMonitorMetrics(MetricsSource):
     def read(
         self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]
     ) -> MetricsReading:
-        """Return the counts of the day, by the deployments' names in Azure."""
+        """Return the counts of the present day, by the deployments' names in Azure."""
         until = (self._clock.now() - _SETTLED) // _MINUTE * _MINUTE
         day = until // _DAY * _DAY
         counts = self._series(
@@ -108,7 +109,7 @@ class AzureMonitorMetrics(MetricsSource):
         first: float,
         until: float,
     ) -> list[tuple[str, str, str, list[float]]]:
-        """Return metric, deployment, status and the values of all minutes."""
+        """Return metric, deployment, status and the values of all minutes of each series."""
         if until <= first:
             return []
         place = read_workspace(config.settings, where=config.endpoint)
@@ -162,7 +163,10 @@ class AzureMonitorMetrics(MetricsSource):
 def _rows_of(
     rows: Sequence[tuple[str, str, str, list[float]]], deployment: str
 ) -> list[tuple[str, str, list[float]]]:
-    """Return the rows of a deployment, whose name in Azure is its own and a digest."""
+    """Return the rows of a deployment.
+
+    Its name in Azure consists of its name in onnx-ops and a digest.
+    """
     prefix = f"{deployment.lower()}-"
     return [
         (metric, status, values)

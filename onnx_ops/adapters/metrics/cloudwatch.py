@@ -1,7 +1,7 @@
-"""Metrics of a SageMaker endpoint's variants in CloudWatch, which counts whole minutes and publishes them late.
+"""Metrics of a SageMaker endpoint's variants in CloudWatch.
 
-A reading ends with the last complete minute and starts with the endpoint's last change. The clock
-is that of AWS.
+CloudWatch counts whole minutes and publishes them late. A reading starts with the endpoint's last
+change and ends with the last complete minute. The clock is that of AWS.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MICROSECONDS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloudWatchSettings(AwsAccess):
-    """Settings of section `metrics`; access is the provider's where left out."""
+    """Settings of section `metrics`. Omitted access settings are the provider's."""
 
     delay: Annotated[
         float, Unit("s"), Ge(0), doc("Time after which the counts of a minute are complete.")
@@ -55,9 +55,9 @@ class CloudWatchSettings(AwsAccess):
 
 
 class CloudWatchMetrics(MetricsSource):
-    """Counts and percentiles of variants; 4xx are refusals, 5xx errors.
+    """Counts and percentiles of variants; status 4xx is refused, and 5xx an error.
 
-    There is no histogram, so latencies are judged by the weaker rule of docs/rollout-analysis.md.
+    There is no histogram, so the weaker rule of docs/rollout-analysis.md applies to latencies.
     """
 
     def __init__(self, settings: Mapping[str, Json]) -> None:
@@ -79,7 +79,7 @@ class CloudWatchMetrics(MetricsSource):
     def read(
         self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]
     ) -> MetricsReading:
-        """Return the counts since the last change; none of a guarded endpoint."""
+        """Return the counts since the last change; no counts of a guarded endpoint."""
         access = read_access(config.settings, self._settings, where=config.endpoint)
         if access not in self._connected:
             self._connected[access] = make_clients(access, where=config.endpoint)
@@ -101,9 +101,8 @@ class CloudWatchMetrics(MetricsSource):
             if until <= begin or not variants:
                 empty = {name: RequestCounts() for name in variants}
                 return MetricsReading(origin=origin, at=until.timestamp(), tallies=empty)
-            period_s = (
-                _MINUTE if (until - begin).total_seconds() <= _DAY else _HOUR
-            )  # at most some thousand values
+            # This limits the answer to some thousand values.
+            period_s = _MINUTE if (until - begin).total_seconds() <= _DAY else _HOUR
             queries = _queries(config.endpoint, variants, _COUNTS, period_s)
             counts = _read_values(connect("cloudwatch"), queries, begin, until)
             queries = _queries(config.endpoint, variants, _PERCENTILES, _MINUTE)
@@ -132,7 +131,10 @@ def _queries(
     statistics: Mapping[str, tuple[str, str]],
     period_s: int,
 ) -> list[dict[str, Any]]:
-    """Return a query for each variant and statistic, with the id KEY and the variant's number."""
+    """Return a query for each variant and statistic.
+
+    The id of a query consists of the key of the statistic and the variant's number.
+    """
 
     def metric(name: str, variant: str) -> dict[str, Any]:
         dimensions = [
@@ -155,7 +157,11 @@ def _queries(
 def _read_values(
     cloudwatch: Any, queries: list[dict[str, Any]], begin: datetime, end: datetime
 ) -> dict[str, list[float]]:
-    """Return values by the id of the query; raise ServiceUnavailableError if CloudWatch answers in part."""
+    """Return values by the id of the query.
+
+    Raises:
+        ServiceUnavailableError: CloudWatch answers only in part.
+    """
     values: dict[str, list[float]] = {}
     pages = cloudwatch.get_paginator("get_metric_data").paginate(
         MetricDataQueries=queries, StartTime=begin, EndTime=end, ScanBy="TimestampAscending"

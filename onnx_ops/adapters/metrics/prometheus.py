@@ -1,6 +1,6 @@
 """Metrics of an endpoint in Prometheus, Thanos, Mimir or VictoriaMetrics.
 
-All are read in one query, so that all counts are of the same scrape.
+One query reads all series, so all counts are of the same scrape.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _Label = Annotated[str, Pattern("[a-zA-Z_][a-zA-Z0-9_]*", "the name of a label")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrometheusSettings:
-    """Settings of section `metrics`: server, and names of series and labels, by default those of the endpoint server.
+    """Settings of section `metrics`: the server, and names of series and labels.
 
-    `select` are further labels that all series must have, as `{job: serving, namespace: prod}`.
-    `origin` is a series that changes its labels or its value when the counters restart, such as
-    `process_start_time_seconds`.
+    The default names are those of the endpoint server. `select` are further labels that all series
+    must have, as `{job: serving, namespace: prod}`. `origin` is a series that changes its labels or
+    its value when the counters restart, such as `process_start_time_seconds`.
     """
 
     endpoint_label: _Label = "endpoint"
@@ -68,7 +68,7 @@ class PrometheusSettings:
         return (self.requests, self.origin) == ("onnx_ops_requests_total", "onnx_ops_server_info")
 
     def build_query(self, endpoint: str) -> str:
-        """Return a query for all series of an endpoint, and for the times of their scrapes."""
+        """Return a query for all series of an endpoint and the times of their scrapes."""
         selected = [f"{label}={_quoted(value)}" for label, value in self.select.items()]
         matchers = [f"{self.endpoint_label}={_quoted(endpoint)}", *selected]
         metrics = [
@@ -105,9 +105,9 @@ class _Page:
 class PrometheusMetrics(MetricsSource):
     """Counts of endpoint servers, read from Prometheus.
 
-    `MetricsReading.at` is when the oldest sample was scraped, up to a scrape interval ago. The
-    origin changes with every instance that starts or stops; counts across such a change are left
-    out.
+    `MetricsReading.at` is the time at which the oldest sample was scraped, up to a scrape interval
+    ago. The origin changes with every instance that starts or stops. Counts across such a change
+    are left out.
     """
 
     def __init__(self, settings: Mapping[str, Json]) -> None:
@@ -116,7 +116,7 @@ class PrometheusMetrics(MetricsSource):
         self._url = self._names.url.rstrip("/")
 
     def capabilities(self) -> frozenset[str]:
-        """Return `exceedances`, and what else an onnx-ops server counts."""
+        """Return `exceedances`, and the other kinds of counts of an onnx-ops server."""
         return frozenset(
             {"exceedances", "shadow", "feedback"} if self._names.is_own_server else {"exceedances"}
         )
@@ -124,7 +124,7 @@ class PrometheusMetrics(MetricsSource):
     def latencies(
         self, config: EndpointConfig, deployment: str
     ) -> tuple[Sequence[float], Sequence[int]] | None:
-        """Return the histogram of all requests since the present instances started."""
+        """Return the histogram of all requests since the start of the present instances."""
         bounds = self._page(config).buckets.get(deployment)
         if not bounds:
             return None
@@ -146,10 +146,11 @@ class PrometheusMetrics(MetricsSource):
             if name not in page.statuses:
                 continue
             limits = {} if thresholds is None else thresholds.by_guardrail()
+            # The bounds of the buckets have six digits.
             statuses, buckets = (
                 page.statuses[name],
                 page.buckets.get(name, {}),
-            )  # bounds have six digits
+            )
             timed = max(buckets.values(), default=None)
             tallies[name] = RequestCounts(
                 requests=sum(statuses.values()),
@@ -215,7 +216,10 @@ class PrometheusMetrics(MetricsSource):
             else str(urlsplit(self._url).hostname)
         )
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        url = f"{self._url}/api/v1/query?query={quote(self._names.build_query(config.endpoint), safe='')}"
+        url = (
+            f"{self._url}/api/v1/query"
+            f"?query={quote(self._names.build_query(config.endpoint), safe='')}"
+        )
         try:
             answer = request_json("GET", url, host=host, headers=headers)
         except RefusedError as error:

@@ -20,7 +20,7 @@ from onnx_ops.protocol.messages import COUNTS_PATH, Counts, UserCountsRequest
 
 VARIABLE = "ONNX_OPS_SERVERS_TOKEN"
 MAX_COUNTS_BYTES = 64 << 20
-"""A server keeps 32 MiB of closed epochs at most."""
+"""Largest answer of a server, which keeps at most 32 MiB of closed epochs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

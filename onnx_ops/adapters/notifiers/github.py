@@ -1,4 +1,7 @@
-"""GitHub issues: one open issue for each endpoint, and a comment for each message."""
+"""Notifications by GitHub issues.
+
+There is one open issue for each endpoint, and a comment for each message.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ _PLACE = re.compile(rf"({REPOSITORY.pattern})(?:#([1-9][0-9]*))?", re.ASCII)
 
 
 class GitHubNotifier(Notifier):
-    """Writes into a repository's issues.
+    """Notifier that writes into a repository's issues.
 
     The token comes from ONNX_OPS_NOTIFY_GITHUB_TOKEN or GITHUB_TOKEN, or from the file
-    `notify.github` of the state folder; it needs "Issues: write" there. The API's address comes
-    from GITHUB_API_URL, as in GitHub's own runners.
+    `notify.github` of the state folder. The token needs "Issues: write" in the repository. The
+    API's address comes from GITHUB_API_URL, as in GitHub's own runners.
 
     Args:
         place: `owner/repository`, or `owner/repository#12` to write all comments to one issue.
@@ -41,7 +44,10 @@ class GitHubNotifier(Notifier):
         self._file = state / "notify.github"
 
     def send(self, notification: Notification) -> None:
-        """Comment on the newest open issue that onnx-ops opened for the endpoint, or open one."""
+        """Comment on the newest open issue of the endpoint, or open an issue.
+
+        Only issues that onnx-ops opened are used.
+        """
         endpoint, text = notification.endpoint, format_body(notification)
         open_issues = (
             int(issue["number"])
@@ -58,7 +64,7 @@ class GitHubNotifier(Notifier):
         )
 
     def check(self) -> str:
-        """Return repository and host; raise if there is no token."""
+        """Return the repository and the host; raise an error without a token."""
         self._token()
         issue = f" issue {self._issue}" if self._issue else " issues"
         return f"to {self._repository.name}{issue} at {self._repository.host}"
@@ -79,7 +85,7 @@ class GitHubNotifier(Notifier):
 
 
 def format_body(notification: Notification) -> str:
-    """Return Markdown, with text of others in code blocks."""
+    """Return Markdown in which foreign text is in code blocks."""
     fence = "`" * (1 + max((len(run) for run in re.findall(r"`{2,}", notification.why)), default=2))
     lines = [f"**{notification.severity.value}**: {_inline(notification.title)}", ""]
     lines += [fence, notification.why, fence, ""] if notification.why else []
@@ -95,5 +101,5 @@ def _inline(text: str) -> str:
 
 
 def _mark(endpoint: str) -> str:
-    """Return the mark that identifies the issue, independent of its title."""
+    """Return the mark by which the issue is found, whatever its title is."""
     return f"<!-- onnx-ops endpoint={endpoint} -->"

@@ -23,13 +23,14 @@ _SIGNS = {
     Severity.INFO: ":white_check_mark:",
 }
 _LONGEST = 2900
-"""Characters that Slack takes in one block, less some."""
+"""Characters of a text in one block, slightly below Slack's limit."""
 
 
 class WebhookNotifier(Notifier):
-    """Sends to the address in ONNX_OPS_NOTIFY_WEBHOOK or `notify.webhook` of the state folder.
+    """Notifier that sends to the address of an incoming webhook.
 
-    The address is a secret: it is all that is needed to post messages.
+    The address comes from ONNX_OPS_NOTIFY_WEBHOOK or from `notify.webhook` of the state folder. The
+    address is a secret, since posting messages requires nothing else.
     """
 
     def __init__(self, place: str, state: Path) -> None:
@@ -45,7 +46,7 @@ class WebhookNotifier(Notifier):
         request_json("POST", url, format_message(notification), host=require_https(url, _WHAT))
 
     def check(self) -> str:
-        """Return the host, without sending anything; raise if there is no address."""
+        """Return the host without a request; raise an error without an address."""
         return f"to {require_https(self._url(), _WHAT)}"
 
     def _url(self) -> str:
@@ -63,7 +64,7 @@ class WebhookNotifier(Notifier):
 
 
 def format_message(notification: Notification) -> dict[str, Any]:
-    """Return Slack's message: `text` for a lock screen, blocks for the channel."""
+    """Return Slack's message: `text` for notifications, and blocks for the channel."""
     title = f"{_SIGNS[notification.severity]} *{_escaped(notification.title)}*"
     lines = [f"*Why:* {_escaped(notification.why)}"] if notification.why else []
     lines += [
@@ -84,7 +85,7 @@ def format_message(notification: Notification) -> dict[str, Any]:
 
 
 def _escaped(text: str) -> str:
-    """Escape what Slack would take for a link or a mention."""
+    """Escape characters that Slack would read as a link or a mention."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 

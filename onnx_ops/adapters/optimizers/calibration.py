@@ -1,8 +1,9 @@
-"""Ranges of activations, read from parts of the calibration rows that add up exactly.
+"""Ranges of activations, from parts of the calibration rows that add up exactly.
 
-ONNX Runtime's histograms depend on the order of the rows: the first batch decides the width of the
-bins. Here bins reach up to a power of two above the largest value, and the bins of two histograms
-become equal by joining neighbours. The sum is exactly the same, however the rows are divided.
+ONNX Runtime's histograms depend on the order of the rows, since the first batch decides the width
+of the bins. Here, bins reach up to a power of two above the largest value. The bins of two
+histograms become equal by joining neighbours. So the sum is exactly the same, however the rows are
+divided.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ from onnx_ops.ports.data import Array
 
 _LIBRARY = "onnxruntime.quantization.calibrate"
 _FINER = 2
-"""Bins, as a multiple of the runtime's own: never wider than them, since a power of two is below
-twice the largest.
+"""Number of bins, as a multiple of the runtime's number.
+
+The bins are never wider than the runtime's, since a power of two is below twice the largest value.
 """
 
 _LEAST = -126
-"""Exponent of a histogram of zeros: of the smallest normal number of float32."""
+"""Exponent of a histogram of zeros: that of the smallest normal float32 number."""
 
 _DEFAULTS = (128, 99.999, "same")
-"""Of the runtime's calibrators: bins after quantization, percentile, and what histograms of 8-bit
-floats assume.
+"""Defaults of the runtime's calibrators.
+
+They are the number of bins after quantization, the percentile, and the assumption that histograms
+make for 8-bit floats.
 """
 
 
@@ -37,11 +41,11 @@ class Histogram:
     """Counts of values in bins of equal width.
 
     Attributes:
-        counts: of the bins from -(2 ** exponent), or from 0 if it holds absolute values, to 2 **
-            exponent.
-        exponent: of the end of the last bin.
+        counts: counts of the bins from -(2 ** exponent) to 2 ** exponent; with absolute values, the
+            bins begin at 0.
+        exponent: exponent of the end of the last bin.
         is_absolute: whether the values are absolute.
-        lowest, highest: of the values themselves, float32 or float16.
+        lowest, highest: extremes of the values themselves, float32 or float16.
     """
 
     counts: Any
@@ -51,7 +55,7 @@ class Histogram:
     highest: Any
 
     def edges(self) -> Array:
-        """Return the ends of the bins, one more than bins."""
+        """Return the edges of the bins, whose number is that of the bins plus one."""
         import numpy as np
 
         top = 2.0**self.exponent
@@ -60,7 +64,7 @@ class Histogram:
         )
 
     def widen(self, exponent: int) -> Any:
-        """Return the counts in as many bins up to a higher power of two."""
+        """Return the counts in the same number of bins, up to a higher power of two."""
         import numpy as np
 
         counts, outside = self.counts, len(self.counts) // 2
@@ -71,7 +75,10 @@ class Histogram:
 
 
 def count_values(values: Array, bins: int, *, is_absolute: bool = False) -> Histogram:
-    """Count finite float values of any shape in bins; the number of bins is a multiple of four."""
+    """Count finite float values of any shape in bins.
+
+    The number of bins must be a multiple of four.
+    """
     import numpy as np
 
     if not values.size:
@@ -90,7 +97,7 @@ def count_values(values: Array, bins: int, *, is_absolute: bool = False) -> Hist
 
 
 def add_histograms(one: Histogram, other: Histogram) -> Histogram:
-    """Return the histogram of the values of both."""
+    """Return the histogram of the values of both histograms."""
     exponent = max(one.exponent, other.exponent)
     return Histogram(
         counts=one.widen(exponent) + other.widen(exponent),
@@ -103,7 +110,10 @@ def add_histograms(one: Histogram, other: Histogram) -> Histogram:
 
 @contextmanager
 def exact_histograms(*, is_part: bool) -> Iterator[None]:
-    """Make ONNX Runtime calibrate with histograms that can be added; those of a part are stored for `join_ranges`."""
+    """Make ONNX Runtime calibrate with histograms that can be added.
+
+    The histograms of a part of the rows are stored for `join_ranges`.
+    """
     library: Any = importlib.import_module(_LIBRARY)
     given = library.HistogramCollector
     library.HistogramCollector = _make_collector(is_part=is_part)
@@ -114,7 +124,10 @@ def exact_histograms(*, is_part: bool) -> Iterator[None]:
 
 
 def _make_collector(*, is_part: bool) -> Any:
-    """Return a collector for calibrators: its results are ranges, or for a part the histograms themselves."""
+    """Return a collector of histograms for calibrators.
+
+    Its results are ranges, or the histograms themselves for a part of the rows.
+    """
     import numpy as np
 
     base: Any = importlib.import_module(_LIBRARY).HistogramCollector
@@ -145,7 +158,7 @@ def _make_collector(*, is_part: bool) -> Any:
 
 
 def join_ranges(parts: Sequence[Path], path: Path) -> Path:
-    """Write the ranges of the rows of all parts, as ONNX Runtime's calibration cache."""
+    """Write the joint ranges of all parts as ONNX Runtime's calibration cache."""
     import numpy as np
 
     library = importlib.import_module(_LIBRARY)

@@ -1,4 +1,4 @@
-"""Float variants with another graph: saved optimizations, fixed shapes, clean-up tools."""
+"""Float variants with another graph: saved optimizations, fixed shapes, clean-up."""
 
 from __future__ import annotations
 
@@ -59,10 +59,11 @@ class ShapeOptions:
 
 
 class GraphOptimizer(Optimizer):
-    """Saves the graph after ONNX Runtime's optimizations, to load faster.
+    """Optimizer that saves the graph after ONNX Runtime's optimizations.
 
-    Option `level`: basic and extended are valid on every machine; all also lays out convolutions
-    for the registers of the machine, so the targets must have the same kind of CPU.
+    The saved graph loads faster. Option `level`: basic and extended are valid on every machine.
+    With all, convolutions are also laid out for the registers of the machine, so the targets must
+    have the same kind of CPU.
     """
 
     tools: tuple[str, ...] = _TOOLS
@@ -95,7 +96,8 @@ class GraphOptimizer(Optimizer):
                     ort.GraphOptimizationLevel, f"ORT_ENABLE_{level.upper()}"
                 )
                 options.optimized_model_filepath = str(result)
-                # The places of external data mean another folder.
+                # A file name of external data is relative to the folder of the model, which
+                # changes.
                 if request.source.stat().st_size > EXTERNAL_LIMIT or list_external_names(
                     request.source
                 ):
@@ -121,10 +123,10 @@ class GraphOptimizer(Optimizer):
 
 
 class ShapeOptimizer(Optimizer):
-    """Replaces symbolic dimensions by fixed sizes, for kernels that are planned ahead.
+    """Optimizer that replaces symbolic dimensions by fixed sizes.
 
-    Option `dims`: sizes by name. The batch axis stays free: gates and endpoints use batches of all
-    sizes.
+    Kernels can then be planned ahead. Option `dims`: sizes by name. The batch axis stays free,
+    since gates and endpoints use batches of all sizes.
     """
 
     tools: tuple[str, ...] = _TOOLS
@@ -181,16 +183,17 @@ class SkipOptions:
 
 
 class _CleanupOptimizer(Optimizer):
-    """One tool behind the port. Option `passes` names those of its passes to run, or `skip` those to leave out.
+    """Base of the optimizers that run a tool for cleaning up graphs.
 
-    The limit is `timeout` seconds.
+    Option `passes` names the passes of the tool to run, or option `skip` the passes to leave out.
+    The time limit is `timeout` seconds.
     """
 
     tool: str
     option = "skip"
     options: type = SkipOptions
     clean: Callable[[Path, Path, Sequence[str]], None]
-    """Writes to the second path the tool's result for the model at the first."""
+    """Writes the tool's result for the model at the first path to the second path."""
     tools: tuple[str, ...]
     quantized = False
 
@@ -202,7 +205,8 @@ class _CleanupOptimizer(Optimizer):
         chosen = tuple(read_options(request.section, self.options).get(self.option, ()))
         where = f"variant {request.section.name}"
         source = read_model(request.source)
-        trace_nodes(request.section.exclude, source, source)  # in float they stay unchanged
+        # This checks that these nodes exist; clean-up leaves all nodes in float.
+        trace_nodes(request.section.exclude, source, source)
         with Scratch() as folder:
             result = folder / "result.onnx"
             try:
@@ -232,7 +236,7 @@ class _CleanupOptimizer(Optimizer):
 
 
 class SlimOptimizer(_CleanupOptimizer):
-    """Cleans up with onnxslim. Option `skip`."""
+    """Optimizer that cleans up with onnxslim. Option `skip`."""
 
     tool = "onnxslim"
     tools = ("onnxslim", "onnx")
@@ -246,7 +250,7 @@ class SlimOptimizer(_CleanupOptimizer):
 
 
 class PassOptimizer(_CleanupOptimizer):
-    """Cleans up with passes of onnxoptimizer. Option `passes`."""
+    """Optimizer that cleans up with passes of onnxoptimizer. Option `passes`."""
 
     tool = "onnxoptimizer"
     option = "passes"

@@ -1,4 +1,4 @@
-"""Options and calibration rows of optimizers, and calls into the libraries behind them."""
+"""Options and calibration rows of optimizers, and calls of their libraries."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CALIBRATION_REMEDY = (
 
 
 def read_options(section: Quantize, kind: type) -> Mapping[str, Any]:
-    """Return the given options, as the optimizer's dataclass declares them."""
+    """Return the given options after a check against the optimizer's dataclass."""
     where = f"variant {section.name}, options"
     options: Any = bind_settings(section.options, kind, where=where)
     if problem := find_type_conflict(section.options):
@@ -54,7 +54,7 @@ _QUANTIZED = frozenset(
         "QLinearMatMul",
     }
 )
-"""Operators that quantizers write and that no float export has."""
+"""Operators that quantizers write and that no float export contains."""
 
 
 _INNER = "in a subgraph or function, which quantizers do not rewrite"
@@ -82,7 +82,7 @@ def suppress_output() -> Iterator[None]:
 
 @contextlib.contextmanager
 def convert_failures(what: str, variant: str, remedy: str) -> Iterator[None]:
-    """Raise any exception of the library as a failure of the stage."""
+    """Raise any exception of the library as an error of the stage."""
     try:
         yield
     except OnnxOpsError:
@@ -94,7 +94,7 @@ def convert_failures(what: str, variant: str, remedy: str) -> Iterator[None]:
 
 
 def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:
-    """Check that a tool kept names, types and free dimensions."""
+    """Check that a tool has kept the names, types and free dimensions."""
     before, after = read_model_info(source), read_model_info(derived)
     for side, old, new in (
         ("inputs", before.inputs, after.inputs),
@@ -138,7 +138,7 @@ def _count_reasons(
     outer = {node.output[0] for node in source.graph.node if node.output}
     counts: Counter[tuple[str, str]] = Counter()
     for node in iterate_nodes(source):
-        place = 0 if node.op_type == "Gather" else 1  # of the weights among the inputs
+        place = 0 if node.op_type == "Gather" else 1  # index of the weights among the inputs
         if node.op_type not in {*op_types, *_WEIGHTED} or len(node.input) <= place:
             continue
         if node.op_type not in op_types:
@@ -154,7 +154,10 @@ def _count_reasons(
 
 
 def _explain_weight(weight: Any) -> str:
-    """Return why a node with this weight, None if it is computed, was not quantized."""
+    """Return why a node with this weight was not quantized.
+
+    The weight is None if it is computed.
+    """
     from onnx import TensorProto
 
     if weight is None:
@@ -177,18 +180,19 @@ def _choose_remedy(reasons: Set[str], source: Any) -> str:
 
 
 BATCH = 16
-"""Rows of one calibration run of a model with a free batch axis; every activation of them is held
-in memory.
+"""Rows of one calibration run of a model with a free batch axis.
+
+Memory holds every activation of these rows.
 """
 
 
 class BatchReader:
-    """Yields calibration batches in the order of the rows.
+    """Reader of calibration batches in the order of the rows.
 
-    Rows are on axis 0, and are given to the model on its own axis, with `values`, the inputs that
-    have no rows. A model with a fixed batch gets exactly that many rows; the remaining rows are
-    unused. The quantizer requests ranges of batches (`set_range`), so that it holds the activations
-    of one range only.
+    Rows are on axis 0. The model gets them on its own batch axis, together with `values`, the
+    inputs that have no rows. A model with a fixed batch gets exactly that many rows, and the
+    remaining rows are unused. The quantizer requests ranges of batches (`set_range`), so that it
+    holds the activations of one range only.
 
     Raises:
         UserError: the rows do not fit the model's inputs, are too few, or are not finite.
@@ -231,7 +235,7 @@ class BatchReader:
         return self._batches
 
     def slice(self, number: int, count: int) -> dict[str, Array]:
-        """Return the rows of one of `count` parts of the batches; none if the part is empty."""
+        """Return the rows of one of `count` parts of the batches; empty for an empty part."""
         start, stop = (self._batches * n // count * self._size for n in (number, number + 1))
         return {name: rows[start:stop] for name, rows in self._rows.items()} if start < stop else {}
 

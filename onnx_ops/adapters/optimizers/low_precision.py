@@ -53,11 +53,11 @@ class WeightOnlyOptions:
 
 
 class WeightOnlyQuantizer(Optimizer):
-    """Stores constant matrices in blocks of few bits, for size.
+    """Optimizer that stores constant matrices in blocks of few bits, for size.
 
-    Options: `bits` (8), `block` (32), `symmetric` (true), `algorithm` (rtn rounds; hqq and gptq
-    support 4 bits only and move weights to preserve the answers, gptq by calibration rows),
-    `accuracy` (4: activations in 8 bits too).
+    Options: `bits` (8), `block` (32), `symmetric` (true), `algorithm`, and `accuracy` (4:
+    activations in 8 bits too). Algorithm rtn rounds. Algorithms hqq and gptq support 4 bits only,
+    and adjust weights to preserve the answers; gptq uses calibration rows.
     """
 
     tools: tuple[str, ...] = ("onnxruntime", "onnx", "numpy")
@@ -93,7 +93,12 @@ class WeightOnlyQuantizer(Optimizer):
 
 
 def _check_algorithm(algorithm: str, options: Mapping[str, Any], request: OptimizeRequest) -> None:
-    """Raise UserError if an algorithm lacks rows or supports other bits, MissingPackageError if it lacks a package."""
+    """Check that an algorithm can be used with the options.
+
+    Raises:
+        UserError: the algorithm lacks calibration rows, or does not support the bits.
+        MissingPackageError: the algorithm lacks a package.
+    """
     where = f"variant {request.section.name}"
     if algorithm == "gptq" and request.calibration is None:
         raise UserError("gptq needs calibration rows", where=where, remedy=CALIBRATION_REMEDY)
@@ -111,7 +116,7 @@ def _check_algorithm(algorithm: str, options: Mapping[str, Any], request: Optimi
 def _list_notes(
     derived: Any, request: OptimizeRequest, options: Mapping[str, Any], algorithm: str
 ) -> Iterator[str]:
-    """Yield what was quantized, and what its user should know about it."""
+    """Yield notes for the user about what was quantized and its limits."""
     kinds = Counter(node.op_type for node in iterate_nodes(derived))
     total = kinds[_BLOCKED] + sum(kinds[kind] for kind in _PRODUCTS)
     yield f"weights of {kinds[_BLOCKED]} of {total} matrix products in blocks, {algorithm}"
@@ -159,7 +164,7 @@ def _narrowed(
             accuracy_level=options.get("accuracy"),
             bits=bits,
         )
-    # MatMulNBits has no kernel for weights in float64.
+    # MatMulNBits has no kernel for float64 weights.
     products = (node for node in model.graph.node if node.op_type == "MatMul")
     doubles = {
         name for name, tensor in collect_constants(model).items() if tensor.data_type == _DOUBLE
@@ -189,9 +194,10 @@ class Fp16Options:
 
 
 class Fp16Optimizer(Optimizer):
-    """Weights and arithmetic in float16; inputs and outputs keep their types.
+    """Optimizer that converts weights and arithmetic to float16.
 
-    Excluded nodes stay in float32, and so do operators of the types that option `keep` lists.
+    Inputs and outputs keep their types. Excluded nodes stay in float32, and so do operators of the
+    types in option `keep`.
     """
 
     tools: tuple[str, ...] = ("onnxruntime", "onnx", "numpy")
@@ -258,7 +264,13 @@ class Fp16Optimizer(Optimizer):
 
 
 def _round_as_numpy_does(derived: Any, source: Any, section: Quantize) -> int:
-    """Round weights to the nearest half: the converter moves the smallest away from 0 and clips the largest."""
+    """Round weights to the nearest float16 value; return the number of weights.
+
+    The converter moves the smallest values away from 0 and clips the largest.
+
+    Raises:
+        UserError: a weight exceeds the range of float16.
+    """
     import numpy as np
     from onnx import numpy_helper
 

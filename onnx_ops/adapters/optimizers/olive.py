@@ -1,4 +1,4 @@
-"""Olive: the passes of one of its workflow configurations, for teams that have such files."""
+"""Optimizer that runs the passes of an existing Olive workflow configuration."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ from onnx_ops.scratch import Scratch
 CONFIG = "config"
 
 _KEPT = ("passes", "systems", "host", "target")
-"""The used part of a configuration. Sources, destinations and evaluation of models are the
-pipeline's.
+"""Sections of a configuration that are used.
+
+The pipeline defines the sources, destinations and evaluation of models instead.
 """
 
 _CODE = ("user_script", "script_dir", "model_script")
 _ROWS = "calibration"
 _NARROWING = re.compile("quant|float16|mixedprecision|nbits|rtn|gptq|awq|bnb", re.IGNORECASE)
-"""Names of passes whose models differ from their source by design. Other passes get strict parity
-checks.
+"""Names of passes whose models differ from their source by design.
+
+Other passes get strict parity checks.
 """
 
 _EXCLUDING = (
@@ -45,29 +47,30 @@ _EXCLUDING = (
     "OnnxBlockWiseRtnQuantization",
 )
 _GEMM_SUFFIX = "_MatMul"
-"""Suffix that ONNX Runtime's quantizers add to the name of a rewritten Gemm, before they apply
-exclusions.
+"""Suffix that ONNX Runtime's quantizers add to the name of a rewritten Gemm.
+
+They add it before they apply exclusions.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OliveOptions:
-    """Options of a run of Olive: a file of the project, or the configuration itself."""
+    """Options of a run of Olive: a file of the project, or the configuration."""
 
     config: Json = None
 
 
 class OliveOptimizer(Optimizer):
-    """Runs the passes of an Olive configuration in an isolated environment.
+    """Optimizer that runs the passes of an Olive configuration in an environment.
 
     Option `config`: a JSON or YAML file of the project, or its content. Its `passes` are used, and
-    `systems`, `host` and `target` where they are local; the model, the folders and the evaluation
-    are the pipeline's. Its data sets are replaced by the calibration rows.
+    its `systems`, `host` and `target` if they are local. The pipeline defines the model, the
+    folders and the evaluation. The calibration rows replace the data sets of the configuration.
     """
 
     requirements = (
         "olive-ai==0.13.0",
-        "requests==2.34.2",  # olive-ai imports it without declaring it
+        "requests==2.34.2",  # olive-ai imports it but does not declare it
         "transformers==5.23.0",
         "onnx==1.23.2",
         "onnxruntime==1.31.1",
@@ -79,12 +82,12 @@ class OliveOptimizer(Optimizer):
     quantized = True
 
     def files(self, section: Quantize) -> tuple[str, ...]:
-        """Return the configuration file that the section names, if it names one."""
+        """Return the configuration file that the section names, if any."""
         config = section.options.get(CONFIG)
         return (config,) if isinstance(config, str) else ()
 
     def inline_files(self, section: Quantize, root: Path) -> Quantize:
-        """Return the section with the used part of the configuration in place of its file name."""
+        """Return the section with the used part of the configuration in place of a file."""
         where = f"variant {section.name}, options.config"
         config = read_options(section, self.options).get(CONFIG)
         if not config:
@@ -101,7 +104,8 @@ class OliveOptimizer(Optimizer):
                 where=where,
             )
         if isinstance(config, str):
-            from onnx_ops.config.yaml_reader import read_file  # not available where passes run
+            # This module is not available in the environment of the passes.
+            from onnx_ops.config.yaml_reader import read_file
 
             name, path = config, (root / config).resolve()
             if not path.is_relative_to(root.resolve()):
@@ -133,10 +137,11 @@ class OliveOptimizer(Optimizer):
             raise UserError(
                 "a pass reads data, and there are no calibration rows",
                 where=f"variant {section.name}",
-                remedy="Add calibrate: {data: train, samples: 256}. They stand for the data sets of "
-                "the configuration.",
+                remedy="Add calibrate: {data: train, samples: 256}. They stand for "
+                "the data sets of the configuration.",
             )
-        from onnx_ops.measure.row_layout import read_layout  # it loads NumPy
+        # Imported here, since the module loads NumPy.
+        from onnx_ops.measure.row_layout import read_layout
 
         if reads_data and not read_layout(read_model_info(request.source), request.values).is_plain:
             raise UserError(
@@ -164,7 +169,7 @@ class OliveOptimizer(Optimizer):
 
 
 def _used(config: Any, where: str) -> Mapping[str, Json]:
-    """Return the part of a configuration that shapes a variant."""
+    """Return the part of a configuration that affects a variant."""
     if (
         not isinstance(config, Mapping)
         or not isinstance(config.get("passes"), Mapping)
@@ -175,7 +180,8 @@ def _used(config: Any, where: str) -> Mapping[str, Json]:
             where=where,
             remedy="An Olive configuration has `passes: {...}`.",
         )
-    flat = {**config.get("engine", {}), **config}  # `engine` is Olive's deprecated nest
+    # `engine` is Olive's deprecated section for these keys.
+    flat = {**config.get("engine", {}), **config}
     if flat.get("search_strategy"):
         what = (
             "it searches, and Olive's search selects by measurements on whatever machine it runs on"
@@ -200,7 +206,7 @@ def _used(config: Any, where: str) -> Mapping[str, Json]:
 
 
 def _check_systems(systems: Mapping[str, Any], where: str) -> None:
-    """Raise UserError for a system on which passes would run elsewhere."""
+    """Raise UserError for a system on which passes would run outside this machine."""
     for name, system in systems.items():
         if not isinstance(system, Mapping) or system.get("type") != "LocalSystem":
             remedy = (
@@ -211,7 +217,10 @@ def _check_systems(systems: Mapping[str, Any], where: str) -> None:
 
 
 def _passes(passes: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield each pass; a name can refer to one or to a list of alternatives, which must hold exactly one."""
+    """Yield each pass.
+
+    A name can refer to one pass or to a list of alternatives, which must have exactly one entry.
+    """
     for name, given in passes.items():
         if isinstance(given, list | tuple) and len(given) != 1:
             raise UserError(
@@ -234,7 +243,7 @@ def _walk(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
 
 
 def _workflow(request: OptimizeRequest, config: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
-    """Build the configuration of an Olive workflow for one model and these rows."""
+    """Build the configuration of an Olive workflow for a request and its rows."""
     passes, wanted = {}, request.section.exclude
     for name, entry in zip(config["passes"], _passes(config["passes"]), strict=True):
         options = _with_rows({key: value for key, value in entry.items() if key != "evaluator"})
@@ -257,7 +266,7 @@ def _workflow(request: OptimizeRequest, config: Mapping[str, Any], scratch: Path
 
 
 def _with_rows(value: Any) -> Any:
-    """Return the options of a pass with the calibration rows wherever they name data."""
+    """Return the options of a pass with the calibration rows in place of data sets."""
     if isinstance(value, Mapping):
         return {
             key: _ROWS if key == "data_config" and inner else _with_rows(inner)
@@ -267,7 +276,10 @@ def _with_rows(value: Any) -> Any:
 
 
 def _data(calibration: Tensors, folder: Path) -> dict[str, Any]:
-    """Return rows as Olive's raw data set: a folder for each input, a file for each row."""
+    """Return rows as Olive's raw data set.
+
+    It has a folder for each input, and a file for each row.
+    """
     import numpy as np
 
     names = list(calibration)
@@ -316,7 +328,10 @@ def _run(workflow: Mapping[str, Any], variant: str) -> Path:
 
 @contextlib.contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """Collect Olive's warnings, in order: it continues after most of its errors."""
+    """Collect Olive's warnings in order.
+
+    Olive continues after most of its errors.
+    """
     messages: list[str] = []
 
     class Listener(logging.Handler):

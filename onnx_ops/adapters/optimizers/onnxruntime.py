@@ -45,23 +45,27 @@ from onnx_ops.scratch import Scratch
 TOOLS = ("onnxruntime", "onnx", "numpy")
 
 DYNAMIC_OPERATORS = ("Gather", "Gemm", "MatMul")
-"""Operators that are faster without calibration: a convolution as MatMulInteger is many times
-slower than in float.
+"""Operators that are faster without calibration.
+
+A convolution is not among them: as MatMulInteger, it is many times slower than in float.
 """
 
 FLOAT_OPERATORS = frozenset({"Softmax", "ArgMax"})
-"""Kept in float by static quantization: in steps of 1/256, probabilities tie and the larger one is
-lost.
+"""Operators that static quantization keeps in float.
+
+In steps of 1/256, probabilities become equal, and the larger probability is lost.
 """
 
 PER_CHANNEL_OPSET = 13
-"""DequantizeLinear has an axis from this opset on."""
+"""Lowest opset in which DequantizeLinear has an axis."""
 
 WIDE_OPSET = 21
-"""QuantizeLinear takes 16 bits from this opset on."""
+"""Lowest opset in which QuantizeLinear supports 16 bits."""
 
 _REWRITTEN_GEMM = "_MatMul"
-"""The dynamic quantizer first turns each Gemm X into a MatMul X_MatMul, and applies exclusions
+"""Suffix of the name of a MatMul that replaces a Gemm.
+
+The dynamic quantizer first turns each Gemm X into a MatMul X_MatMul. It applies exclusions
 afterwards.
 """
 
@@ -76,9 +80,9 @@ _UNFUSED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """One quantization in progress, between two files of a scratch folder.
+    """A quantization in progress, between two files of a scratch folder.
 
-    `excluded` holds names in the prepared file, by the name that the user gave.
+    `excluded` holds names in the prepared file, by the names that the user gave.
     """
 
     request: OptimizeRequest
@@ -110,10 +114,10 @@ class StaticOptions(DynamicOptions):
 
 
 class DynamicQuantizer(Optimizer):
-    """Quantizes weights to int8, and activations in each run. Needs no data.
+    """Optimizer that quantizes weights to int8, and activations in each run.
 
-    Options: `op_types`; `reduce_range` (7-bit weights), which follows the targets' CPUs unless it
-    is set.
+    It needs no data. Options: `op_types`; `reduce_range` (7-bit weights), which by default depends
+    on the targets' CPUs.
     """
 
     tools: tuple[str, ...] = TOOLS
@@ -141,11 +145,11 @@ class DynamicQuantizer(Optimizer):
 
 
 class StaticQuantizer(Optimizer):
-    """Quantizes weights and activations to 8 bits, by calibration rows.
+    """Optimizer that quantizes weights and activations to 8 bits, by calibration rows.
 
     Options: `op_types`; `activations` (uint8, int8, uint16), `weights` (int8, uint8),
-    `reduce_range` (7-bit weights) and `symmetric` (activations around 0), which follow the targets'
-    machines unless they are set.
+    `reduce_range` (7-bit weights) and `symmetric` (activations around 0). By default, all but
+    `op_types` depend on the targets' machines.
     """
 
     tools: tuple[str, ...] = TOOLS
@@ -163,7 +167,10 @@ class StaticQuantizer(Optimizer):
                 return *notes, *_quantize(request, options, partial(_static, ranges=ranges))
 
     def read_ranges(self, request: OptimizeRequest, path: Path, shard: tuple[int, int]) -> None:
-        """Write the ranges of one part of the calibration batches, as ONNX Runtime's calibration cache."""
+        """Write the ranges of one part of the calibration batches.
+
+        The file is a calibration cache of ONNX Runtime.
+        """
         options, _ = self._choose(request)
         rows = BatchReader(
             request.calibration or {}, read_model_info(request.source), request.values
@@ -175,7 +182,7 @@ class StaticQuantizer(Optimizer):
             _quantize(part, options, partial(_static, ranges=path))
 
     def _choose(self, request: OptimizeRequest) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return the options of a quantization, and why they were chosen."""
+        """Return the options of a quantization, and the reasons for them."""
         if request.section.calibrate is None or not request.calibration:
             what = f"variant {request.section.name} needs calibration rows"
             raise UserError(what, where="quantize.calibrate", remedy=CALIBRATION_REMEDY)
@@ -223,7 +230,7 @@ def _dynamic(job: _Job) -> None:
 
 
 def _static(job: _Job, ranges: Path | None = None) -> None:
-    """Quantize with the ranges in a file, which is written if it is missing."""
+    """Quantize with the ranges in a file. A missing file is written."""
     library = importlib.import_module("onnxruntime.quantization")
     section, rows = job.request.section, job.request.calibration
     method = section.calibrate.method if section.calibrate else "minmax"
@@ -263,7 +270,8 @@ def _quantize(
     request: OptimizeRequest, options: Mapping[str, Any], library_call: Callable[[_Job], None]
 ) -> tuple[str, ...]:
     """Write the quantized model; return notes on additional steps."""
-    from onnx_ops.onnx_graph.channel_balance import balance_channels  # it loads numpy
+    # Imported here, since the module loads NumPy.
+    from onnx_ops.onnx_graph.channel_balance import balance_channels
 
     source = read_model(request.source)
     balanced = balance_channels(source)
@@ -295,9 +303,8 @@ def _quantize(
             remedy="Exclude the node that holds the weights, or leave it out of `exclude`.",
         )
     given = read_structure(request.source)
-    known = {
-        tensor.name for tensor in given.graph.initializer
-    }  # a source that is quantized has such names too
+    # A quantized source has such names too.
+    known = {tensor.name for tensor in given.graph.initializer}
     if not any(
         t.name.endswith("_quantized") and t.name not in known for t in derived.graph.initializer
     ):
@@ -312,10 +319,11 @@ def _quantize(
 
 
 def _prepare(source: Any, folder: Path, large: bool) -> Path:
-    """Infer shapes again and simplify the graph, unless that adds weights that are not in the source.
+    """Infer shapes again and simplify the graph.
 
-    A quantized weight must stay comparable with its original. The source's shapes are removed
-    first: the quantizers give weights other shapes and then fail on the old ones.
+    The graph is not simplified if that adds weights that are not in the source, since a quantized
+    weight must stay comparable with its original. The source's shapes are removed first: the
+    quantizers give weights other shapes, and then fail on the old shapes.
     """
     known = set(collect_constants(source))
     del source.graph.value_info[:]
@@ -342,7 +350,7 @@ def _preprocess(path: Path, prepared: Path, *, simplify: bool, large: bool) -> P
         str(path),
         str(prepared),
         skip_optimization=not simplify,
-        # it needs sympy, which is not everywhere: results would depend on it
+        # Symbolic shapes need sympy, which is not installed everywhere. Results would depend on it.
         skip_symbolic_shape=True,
         save_as_external_data=large,
         all_tensors_to_one_file=large,

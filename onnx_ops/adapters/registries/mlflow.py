@@ -1,4 +1,7 @@
-"""The registry in MLflow: versions by release and variant, aliases by target, ledger entries as runs."""
+"""The registry in MLflow.
+
+Versions are named by release and variant, aliases by target, and ledger entries are runs.
+"""
 
 from __future__ import annotations
 
@@ -76,21 +79,21 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,199}")
 _MODEL_SOURCE = re.compile(r"models:/(m-[A-Za-z0-9]+)")
 _PAGE = 1000
 _RUN_TAG_LIMIT = 5000
-"""Characters of a tag of a run."""
+"""Characters of the value of a run's tag."""
 _EXISTS = "RESOURCE_ALREADY_EXISTS"
 _GONE = ("RESOURCE_DOES_NOT_EXIST", "NOT_FOUND", "INVALID_STATE")
-"""Codes of a run or model that was deleted before."""
+"""Error codes for a run or model that was already deleted."""
 _log = logging.getLogger(__name__)
 
 
 class MlflowRegistry:
-    """Versions, evidence and aliases in MLflow.
+    """Registry of versions, evidence and aliases in MLflow.
 
     Args:
         tracking_uri: a tracking server's URL, or the URL of the database behind one.
-        artifact_root: where files go when the database is used directly (a folder or `s3://…`);
-            beside a SQLite database if it is left out. A tracking server decides for itself.
-        public_url: where people open MLflow's pages, if that is not `tracking_uri`.
+        artifact_root: location of files if the database is used directly (a folder or `s3://…`), by
+            default beside a SQLite database. A tracking server decides the location itself.
+        public_url: address of MLflow's pages for people, if it differs from `tracking_uri`.
     """
 
     def __init__(
@@ -122,8 +125,8 @@ class MlflowRegistry:
     def publish(self, publication: Publication) -> Mapping[str, str]:
         """Register one version per variant, if it is new; return versions by variant.
 
-        After a crash the next call completes the set. An existing version keeps its content; its
-        decisions, evidence and description become those of this publication.
+        After a crash, the next call completes the versions. An existing version keeps its content.
+        Its decisions, evidence and description become those of this publication.
         """
         model, about = _valid_name(publication.model), publication.about
         for record in publication.variants:
@@ -145,7 +148,8 @@ class MlflowRegistry:
                 elif about not in ("", description) and (
                     not description or description.endswith(KEPT)
                 ):
-                    client.update_registered_model(model, about)  # unless a person has written it
+                    # A description that a person has written is kept.
+                    client.update_registered_model(model, about)
             return publisher.publish()
 
     def version(self, model: str, version: str) -> VersionRecord:
@@ -210,7 +214,7 @@ class MlflowRegistry:
         except NotFoundError:
             return
         with self._mlflow.session(f"{model} version {version}") as client:
-            # The version last, so that after a crash it is still listed.
+            # The version is deleted last, so that it is still listed after a crash.
             with suppress_codes(*_GONE):
                 client.delete_run(str(entry.run_id))
             with suppress_codes(*_GONE):
@@ -325,7 +329,8 @@ class MlflowRegistry:
             "--host": "127.0.0.1",
             "--port": "5000",
         }
-        # The command of this environment, by its short name where the shell finds that one.
+        # The command is that of this environment. The short name is used if the shell finds this
+        # command by it.
         installed = Path(sys.executable).parent / "mlflow"
         program = (
             str(installed)
@@ -337,7 +342,10 @@ class MlflowRegistry:
         )
 
     def page(self, model: str, version: str, name: str) -> str:
-        """Return the address of a document; empty on a database without `public_url`."""
+        """Return the address of a document.
+
+        Empty for a database without `public_url`.
+        """
         run_id = self._version(model, version).run_id
         if not (pages := self._pages()):
             return ""
@@ -406,7 +414,10 @@ def _valid_name(name: str) -> str:
 
 
 def _show_entry(client: MlflowClient, experiment: str, entry: LedgerEntry, model: str) -> None:
-    """Write the entry as a run of `releases/<endpoint>` at its time; complete a run that was started."""
+    """Write the entry as a run of `releases/<endpoint>`, with the time of the entry.
+
+    A run that was only started is completed.
+    """
     runs = client.search_runs([experiment], f"tags.sequence = '{entry.sequence}'", max_results=1)
     if runs and runs[0].info.status != "RUNNING":
         return
@@ -449,7 +460,10 @@ def _show_entry(client: MlflowClient, experiment: str, entry: LedgerEntry, model
 
 
 def _describe_action(body: Intent | RollbackRequested) -> tuple[str, dict[str, str]]:
-    """Return the title of an action that was begun or requested, and its tags with a version for each role."""
+    """Return the title of an action, and its tags with a version for each role.
+
+    The action was begun or requested.
+    """
     title: str = body.action.kind.value
     roles = body.action.roles
     serving = {"stable": roles.stable, "previous": roles.previous, "candidate": roles.candidate}

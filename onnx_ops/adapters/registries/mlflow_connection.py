@@ -1,6 +1,6 @@
-"""Sessions with MLflow that fail fast when it is down, and downloads.
+"""Sessions with MLflow that fail fast if it does not answer, and downloads.
 
-Importing MLflow takes seconds, so that happens when the first call is made.
+Importing MLflow takes seconds, so it is imported at the first call.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ _ARTIFACT_SCHEMES = frozenset(
         "mlflow-artifacts",
     )
 )
-"""Schemes of storage to which MLflow can write a version. Others, such as `http`, can name any
-host.
+"""Schemes of the storage to which MLflow can write a version.
+
+Other schemes, such as `http`, can name any host.
 """
 
 _ENVIRONMENT: Mapping[str, str] = {
@@ -68,8 +69,9 @@ _ENVIRONMENT: Mapping[str, str] = {
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
 }
-"""Variables that MLflow reads on use; values set by the user stay. MLflow's defaults wait minutes
-for a dead server.
+"""Variables that MLflow reads on use, and their values.
+
+Values that the user has set are kept. MLflow's defaults wait minutes for a dead server.
 """
 
 _MODULES = (
@@ -82,7 +84,10 @@ _default_uri_lock = threading.Lock()
 
 
 class MlflowConnection:
-    """One MLflow: a tracking server (`http://…`), or the database behind one (a URL of SQLAlchemy)."""
+    """An MLflow tracking server (`http://…`), or the database behind one.
+
+    The database is given by a URL of SQLAlchemy.
+    """
 
     def __init__(self, uri: str) -> None:
         self.uri = uri
@@ -119,7 +124,7 @@ class MlflowConnection:
 
     @contextmanager
     def session(self, where: str) -> Iterator[MlflowClient]:
-        """Give a client for a few calls, whose errors become errors of onnx-ops.
+        """Provide a client for a few calls, and convert its errors to errors of onnx-ops.
 
         Raises:
             ServiceUnavailableError: MLflow does not answer, or cannot process the request now.
@@ -128,7 +133,7 @@ class MlflowConnection:
             UserError: a name or value is invalid.
             MissingPackageError: the driver of the database is not installed.
         """
-        # No request to MLflow, which would retry, before its server answers.
+        # MLflow would retry a request, so a separate request first checks that the server answers.
         if not self.is_database:
             self.statuses("/health", 1)
         elif (host := urlsplit(self.uri).hostname) and (
@@ -153,7 +158,7 @@ class MlflowConnection:
 
     @contextmanager
     def as_default(self) -> Iterator[None]:
-        """Set MLflow's process-wide default, which creating a version reads."""
+        """Set MLflow's process-wide default URI, which is read when a version is created."""
         if not self.is_database:
             yield
             return
@@ -165,7 +170,7 @@ class MlflowConnection:
             try:
                 yield
             finally:
-                # Resets MLflow's variable too, which the user's environment may have set.
+                # This also resets MLflow's variable, which the user's environment can have set.
                 mlflow.set_tracking_uri(None)  # type: ignore[arg-type]
                 if before is not None:
                     os.environ["MLFLOW_TRACKING_URI"] = before
@@ -180,12 +185,12 @@ class MlflowConnection:
         import_mlflow()
         import mlflow
 
-        # Every error reaches us as an exception; MLflow would print its traceback as well.
+        # Every error is raised as an exception here. MLflow would print its traceback in addition.
         logging.getLogger(mlflow.__name__).setLevel(logging.WARNING)
         logging.getLogger("mlflow.store").setLevel(logging.CRITICAL)
 
     def statuses(self, path: str, count: int) -> list[int]:
-        """Return the HTTP statuses of concurrent requests, for several server workers."""
+        """Return the HTTP statuses of concurrent requests, which reach several workers."""
         self._import()
         from mlflow.exceptions import MlflowException
         from mlflow.utils.credentials import get_default_host_creds
@@ -193,8 +198,8 @@ class MlflowConnection:
 
         options: dict[str, Any] = {"max_retries": 0, "timeout": _PROBE_S, "raise_on_status": False}
         try:
-            # MLflow's own request, so that proxies, certificates and credentials are those of the
-            # calls that follow.
+            # This is MLflow's own request function, so proxies, certificates and credentials are
+            # those of later calls.
             credentials = get_default_host_creds(self.uri)  # type: ignore[no-untyped-call]
             with ThreadPoolExecutor(count) as pool:
                 answers = [
@@ -239,7 +244,7 @@ class MlflowConnection:
         )
 
     def _clean(self, text: str) -> str:
-        """Return one line without the password."""
+        """Return a text as one line without the password."""
         password = urlsplit(self.uri).password
         for secret in {password, unquote(password)} if password else ():
             text = text.replace(secret, "***")
@@ -256,7 +261,10 @@ def import_mlflow() -> None:
 
 
 def read_pages(read: Callable[[str | None], Any]) -> Iterator[Any]:
-    """Yield the entries of all pages; `read` takes a token, None for the first."""
+    """Yield the entries of all pages.
+
+    `read` takes the token of a page, None for the first page.
+    """
     token: str | None = None
     while True:
         page = read(token)
@@ -267,7 +275,7 @@ def read_pages(read: Callable[[str | None], Any]) -> Iterator[Any]:
 
 @contextmanager
 def suppress_codes(*codes: str) -> Iterator[None]:
-    """Suppress errors of MLflow with one of these codes."""
+    """Suppress MLflow's errors with one of these codes."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -278,13 +286,17 @@ def suppress_codes(*codes: str) -> Iterator[None]:
 
 
 class ArtifactDownload:
-    """Files of one LoggedModel or run, which other clients may have changed.
+    """Files of one LoggedModel or run, which other clients can have changed.
 
     All methods raise ServiceUnavailableError if the storage does not answer.
     """
 
     def __init__(self, connection: MlflowConnection, location: str, where: str) -> None:
-        """Prepare downloads from a location; raise RefusedError if MLflow cannot have written there."""
+        """Prepare downloads from a location.
+
+        Raises:
+            RefusedError: MLflow cannot have written to the location.
+        """
         if _get_scheme(location) not in _ARTIFACT_SCHEMES:
             raise RefusedError(
                 "its files are in a place from which none are fetched",
@@ -300,7 +312,7 @@ class ArtifactDownload:
             self._files = get_artifact_repository(location, tracking_uri=connection.uri)
 
     def has(self, name: str) -> bool:
-        """Return whether a file of that name exists."""
+        """Return whether a file with that name exists."""
         parent = name.rpartition("/")[0]
         with self._answering():
             return any(
@@ -325,9 +337,9 @@ class ArtifactDownload:
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """Convert an error that `MlflowConnection.session` does not know.
+        """Convert errors that `MlflowConnection.session` does not convert.
 
-        MLflow passes on what the client of the storage raises, which can be of any type.
+        The client of the storage can raise errors of any type, which MLflow passes on.
         """
         from mlflow.exceptions import MlflowException
 

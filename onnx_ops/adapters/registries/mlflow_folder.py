@@ -1,4 +1,7 @@
-"""The folder of a LoggedModel: ONNX files, and the files that MLflow needs to load them."""
+"""The folder of a LoggedModel.
+
+It holds ONNX files, and the files that MLflow needs to load them.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ _OWN = frozenset(
 
 
 def is_safe_name(name: str) -> bool:
-    """Return whether a file of that name stays in its folder on every system."""
+    """Return whether a file with that name stays in its folder on every system."""
     parts = name.split("/")
     return bool(name) and not any(
         part in ("", ".", "..")
@@ -67,7 +70,7 @@ def validate_record(record: VariantRecord) -> None:
             )
     if reserved := sorted(set(record.files) & _OWN):
         raise UserError(f"{reserved[0]} is a name that MLflow reserves", where=where)
-    # A model that takes its weights from elsewhere could not be verified.
+    # Weights outside the files of the version could not be verified.
     external = list_external_names(record.files[find_model_file(record.files)])
     if outside := sorted({PurePosixPath(name).as_posix() for name in external} - set(record.files)):
         what = f"its external data {outside[0]!r} is not among the files of the version"
@@ -97,8 +100,8 @@ def find_model_file(names: Iterable[str]) -> str:
 def build_folder(record: VariantRecord, folder: Path, *, model_id: str, run_id: str) -> Digest:
     """Fill an empty folder with a LoggedModel; return the digest of its MLmodel.
 
-    The ONNX files are linked, not copied: they can be larger than the free space for temporary
-    files.
+    The ONNX files are linked and not copied, since they can be larger than the free space for
+    temporary files.
     """
     for name, path in record.files.items():
         link = folder / name
@@ -119,7 +122,7 @@ def build_folder(record: VariantRecord, folder: Path, *, model_id: str, run_id: 
     signature = _build_signature(folder / data)
     example = None
     if record.example and signature is not None:
-        # Both of MLflow's examples: for its loader, as arrays, and for requests to its server.
+        # MLflow has two examples: arrays for its loader, and a request for its server.
         (folder / _EXAMPLE).write_text(json.dumps(json.loads(record.example)["inputs"]))
         (folder / _SERVING_EXAMPLE).write_bytes(record.example)
         example = {"artifact_path": _EXAMPLE, "serving_input_path": _SERVING_EXAMPLE}
@@ -131,7 +134,8 @@ def build_folder(record: VariantRecord, folder: Path, *, model_id: str, run_id: 
         saved_input_example_info=example,
         model_size_bytes=sum(path.stat().st_size for path in record.files.values()),
     )
-    # Written out here: importing mlflow.pyfunc for it costs a second and a warning on the terminal.
+    # The flavor is written out here, since importing mlflow.pyfunc takes a second and prints a
+    # warning.
     described.add_flavor(
         "python_function",
         loader_module="mlflow.onnx",
@@ -152,12 +156,15 @@ def build_folder(record: VariantRecord, folder: Path, *, model_id: str, run_id: 
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest as stored and digested."""
+    """Return the manifest as it is stored and digested."""
     return canonical_json(dict(manifest.files))
 
 
 def _build_signature(path: Path) -> ModelSignature | None:
-    """Return inputs and outputs as MLflow describes them; None if it cannot describe one of them."""
+    """Return inputs and outputs as MLflow describes them.
+
+    None if MLflow cannot describe one of them.
+    """
     from mlflow.models import ModelSignature
 
     graph = parse_model(path).graph

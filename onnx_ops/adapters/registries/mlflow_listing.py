@@ -1,8 +1,8 @@
-"""Versions of a model read from MLflow's database or server without MLflow, whose import takes longer than that.
+"""Versions of a model, read from MLflow's database or server without MLflow.
 
-This is for runs that only confirm what is registered. What cannot be read like this (another
-database, a certificate or a way to authenticate that only MLflow knows, a table that is not as
-expected) is left to MLflow.
+Importing MLflow takes longer than reading the versions. This is for runs that only confirm what is
+registered. MLflow must read the versions if a database, a certificate, an authentication or a table
+differs from what this module supports.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from onnx_ops.adapters.http_json import request_json
 from onnx_ops.errors import OnnxOpsError
 
 VersionTags = tuple[str, int, Mapping[str, str]]
-"""Version, milliseconds since the epoch of its creation, and its tags."""
+"""Version, creation time in milliseconds since the epoch, and tags."""
 
 _ONLY_MLFLOW = (
     "MLFLOW_TRACKING_AUTH",
@@ -30,14 +30,15 @@ _ONLY_MLFLOW = (
     "MLFLOW_TRACKING_SERVER_CERT_PATH",
     "MLFLOW_WORKSPACE",
 )
-"""Settings of MLflow's own client that this module does not follow."""
+"""Settings of MLflow's own client that this module does not support."""
 
 _MOST_BYTES = 64 << 20
 _PAGE = 1000
 
 _VERSIONS = """
 SELECT v.version, v.creation_time, t.key, t.value
-FROM model_versions v JOIN model_version_tags t ON t.name = v.name AND t.version = v.version{and_workspace}
+FROM model_versions v JOIN model_version_tags t \
+ON t.name = v.name AND t.version = v.version{and_workspace}
 WHERE v.name = ? AND v.current_stage != 'Deleted_Internal'{where_workspace}
 """
 
@@ -46,7 +47,7 @@ def list_version_tags(uri: str, database: Path | None, model: str) -> list[Versi
     """Return the versions of a model with their tags; None if MLflow must read them.
 
     Args:
-        database: the file of a SQLite database.
+        database: the file of a SQLite database; None for a server.
     """
     if any(os.environ.get(name) for name in _ONLY_MLFLOW):
         return None
@@ -100,7 +101,8 @@ def _read_server(uri: str, model: str) -> list[VersionTags] | None:
             KeyError,
             TypeError,
             ValueError,
-        ):  # another document than MLflow's
+        ):
+            # The answer is not a document of MLflow.
             return None
         if not token:
             return sorted(listed, key=lambda entry: int(entry[0]))
@@ -112,7 +114,7 @@ def _read_entry(entry: Mapping[str, Any]) -> VersionTags:
 
 
 def _authorize() -> dict[str, str]:
-    """Return the header of the credentials in MLflow's variables."""
+    """Return the header with the credentials in MLflow's variables."""
     if token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
         return {"Authorization": f"Bearer {token}"}
     name, password = (

@@ -1,8 +1,8 @@
 """Publication of a release: a run, a LoggedModel and a version per variant.
 
-The version is the commit point. It is created last, with all its tags, so a version that exists is
-complete. What a killed attempt left before that point is reused if it is finished, and marked
-FAILED if it is not.
+The version is the commit point. It is created last, with all its tags, so an existing version is
+complete. What a killed attempt left before this point is reused if it is finished, and is marked
+FAILED otherwise.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
 
 DESCRIPTION_LIMIT = 5000
-"""Characters; PostgreSQL refuses more."""
+"""Characters of a description; PostgreSQL refuses more."""
 
 _KIND = "onnx_ops.kind"
 _BATCH = 100
@@ -52,10 +52,10 @@ T = TypeVar("T")
 
 
 class ReleasePublisher:
-    """Publishes one publication into an experiment and a registered model that exist.
+    """Publisher of one publication.
 
-    Its records have been checked. `pages` is the address of MLflow's UI, or empty where links can
-    only be relative to it.
+    The experiment and the registered model exist, and the records have been checked. `pages` is the
+    address of MLflow's UI; it is empty if links can only be relative to the UI.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ReleasePublisher:
         self._common = {key: value for key, value in self._common.items() if value}
 
     def publish(self) -> dict[str, str]:
-        """Complete all variants; return version by variant."""
+        """Complete all variants; return the version of each variant."""
         lineage = self._publication.lineage
         query = f"tags.{RELEASE} = '{lineage.release}' and tags.`{_KIND}` = "
         order = ["attributes.start_time ASC"]
@@ -122,9 +122,9 @@ class ReleasePublisher:
     def _find_version(self, record: VariantRecord) -> ModelVersion | None:
         """Return the version of this release, variant and content.
 
-        After a race of two publishers the lower number counts, and the higher is deleted unless it
-        has an alias. A variant built again from the same export with another recipe of quantization
-        is another version.
+        After a race of two publishers the lower version number counts. The higher version is
+        deleted unless it has an alias. A variant that was built from the same export with other
+        quantization settings is another version.
         """
         name = self._publication.model
         versions = sorted(
@@ -137,9 +137,8 @@ class ReleasePublisher:
         )
         for duplicate in versions[1:]:
             number = str(duplicate.version)
-            with suppress_codes(
-                "RESOURCE_DOES_NOT_EXIST"
-            ):  # the other publisher has deleted its version itself
+            # The other publisher can have deleted its version already.
+            with suppress_codes("RESOURCE_DOES_NOT_EXIST"):
                 if not self._client.get_model_version(name, number).aliases:
                     self._client.delete_model_version(name, number)
         return versions[0] if versions else None
@@ -206,7 +205,10 @@ class ReleasePublisher:
         return client.get_logged_model(model.model_id)
 
     def _refresh(self, entry: ModelVersion, record: VariantRecord) -> None:
-        """Update an existing version to this publication's decisions: its gates may have changed."""
+        """Update an existing version to this publication's decisions.
+
+        Its gates may have changed.
+        """
         name, version, run_id = self._publication.model, str(entry.version), str(entry.run_id)
         changed = {
             key: value
@@ -218,8 +220,8 @@ class ReleasePublisher:
             self._upload_evidence(run_id, record)
             run = self._client.get_run(run_id)
             if run.data.metrics != dict(record.metrics):
-                # One millisecond after the present ones: MLflow keeps one value for a name and
-                # time.
+                # The timestamp is one millisecond after the present values, since MLflow keeps one
+                # value for a name and a time.
                 model_id = str(entry.source).removeprefix("models:/")
                 times = [
                     metric.timestamp
@@ -229,7 +231,7 @@ class ReleasePublisher:
                     run_id, model_id, record, max(times, default=run.info.start_time) + 1
                 )
         for target in record.decisions:
-            # An earlier signature does not hold for the present decision.
+            # A signature of an earlier decision is not valid for the present decision.
             if target not in record.signed and f"{DECISION}{target}" in entry.tags:
                 self._client.delete_model_version_tag(name, version, f"{DECISION}{target}")
         if entry.description != description:
@@ -238,7 +240,10 @@ class ReleasePublisher:
             self._client.set_model_version_tag(name, version, key, value)
 
     def _models(self, *conditions: str) -> Iterator[LoggedModel]:
-        """Yield this release's models of any status: PostgreSQL refuses MLflow's comparison of it."""
+        """Yield this release's models of any status.
+
+        The status is not part of the query, since PostgreSQL refuses MLflow's comparison of it.
+        """
         query = " and ".join(
             [f"tags.{RELEASE} = '{self._publication.lineage.release}'", *conditions]
         )
@@ -250,7 +255,10 @@ class ReleasePublisher:
 
     @contextmanager
     def _running(self, run: Run) -> Iterator[str]:
-        """Keep a run RUNNING inside, FINISHED afterwards, and FAILED after an error."""
+        """Keep a run RUNNING within the context.
+
+        Afterwards it is FINISHED, or FAILED after an error.
+        """
         run_id = run.info.run_id
         if run.info.status != "RUNNING":
             self._client.update_run(run_id, status="RUNNING")
@@ -277,9 +285,9 @@ class ReleasePublisher:
     def _log_metrics(
         self, run_id: str, model_id: str, record: VariantRecord, timestamp: int
     ) -> None:
-        """Log the data sets of the run, and the metrics of run and model.
+        """Log the data sets of the run, and the metrics of the run and the model.
 
-        Without the model's id only the first model of a run would get the metrics.
+        Without the model's id, only the first model of a run would get the metrics.
         """
         from mlflow.entities import Dataset, DatasetInput, InputTag, Metric
         from mlflow.exceptions import MlflowException
@@ -289,11 +297,10 @@ class ReleasePublisher:
         for name, digest in sorted(lineage.data.items()):
             origin = dict(lineage.origins.get(name, {}))
             kind = origin.pop("kind", None)
+            # MLflow limits the length of a digest. The tags `data.<name>` hold the whole digest.
             dataset = Dataset(
                 name=name,
-                digest=hex_digits(digest)[
-                    :36
-                ],  # MLflow limits the length; the tags `data.<name>` hold all of it
+                digest=hex_digits(digest)[:36],
                 source_type="onnx-ops" if kind is None else kind,
                 source=json.dumps({"digest": digest, **origin}),
             )
@@ -306,7 +313,10 @@ class ReleasePublisher:
             )
 
         def is_duplicate(error: Exception) -> bool:
-            """Return whether another publisher created one at the same time: MLflow checks before it inserts."""
+            """Return whether another publisher created a data set at the same time.
+
+            MLflow checks whether it exists before it inserts it.
+            """
             return isinstance(error, MlflowException) and "unique" in str(error).lower()
 
         if inputs:

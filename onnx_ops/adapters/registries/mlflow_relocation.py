@@ -1,7 +1,7 @@
-"""Artifact locations of a project that was moved, renamed or copied with its MLflow database.
+"""Artifact locations of a project that was moved, renamed or copied.
 
-MLflow stores absolute locations. Without this, a moved project would look for its evidence where it
-was before, and write that of new runs there.
+MLflow stores absolute locations in its database. Without their relocation, a moved project would
+look for its evidence at the old location, and write the evidence of new runs there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onnx_ops.errors import ServiceUnavailableError
 _log = logging.getLogger(__name__)
 
 TIMEOUT_S = 30.0
-"""How long a lock of another process is waited for."""
+"""Seconds to wait for the lock of another process."""
 
 _LOCATIONS = (
     ("experiments", "artifact_location"),
@@ -31,10 +31,11 @@ _LOCATIONS = (
 
 
 def relocate_artifacts(database: Path, root: Path) -> tuple[str, ...]:
-    """Point all locations of a SQLite database below the present root; return the roots that they had.
+    """Change all locations of a SQLite database to the present root.
 
-    Only locations of experiments that are found below the root are evidence that it was moved. A
-    file that is no database of MLflow is left to the error of its first use.
+    Return the roots that they had. A location shows that the root was moved only if its experiment
+    has a folder below the present root. A file that is not a database of MLflow is left unchanged,
+    and its first use raises the error.
 
     Raises:
         ServiceUnavailableError: the database cannot be changed now.
@@ -75,7 +76,7 @@ def _change(
 
 
 def _list_former_roots(connection: sqlite3.Connection, root: Path) -> tuple[str, ...]:
-    """Return other roots of experiments whose folder is below this one."""
+    """Return other roots of experiments whose folder is below this root."""
     tables = connection.execute(
         "SELECT count(*) FROM sqlite_master WHERE name = 'experiments'"
     ).fetchone()

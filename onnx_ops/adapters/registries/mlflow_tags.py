@@ -11,16 +11,22 @@ from onnx_ops.domain.release import VariantRecord, VersionRecord
 from onnx_ops.errors import CorruptStateError, UserError
 
 VARIANT, GATE, GIT_SHA, DATA_REV, RELEASE = "variant", "gate.", "git.sha", "data.rev", "release"
-"""Tags for people. MLflow's list of versions shows them in the order in which they were set."""
+"""Tags for people, in the order in which MLflow's list of versions shows them.
+
+It shows them in the order in which they were set.
+"""
 
 _HIDDEN = "mlflow.onnx_ops."
-"""MLflow's UI hides tags that begin with `mlflow.` (its `isUserFacingTag`), so digests and signatures cannot be deleted
-there by accident. Its API serves them like others."""
+"""Prefix of tags that MLflow's UI hides (its `isUserFacingTag`).
+
+It hides tags that begin with `mlflow.`, so digests and signatures cannot be deleted there by
+accident. MLflow's API returns them like other tags.
+"""
 
 DIGEST, EVIDENCE_DIGEST, DECISION = f"{_HIDDEN}digest", f"{_HIDDEN}evidence", f"{_HIDDEN}decision."
 
 MLMODEL_DIGEST = f"{_HIDDEN}mlmodel"
-"""Digest tag of the LoggedModel."""
+"""Tag with the digest of the LoggedModel."""
 
 TAG_LIMIT = 65_535
 """Bytes of a tag's value: MySQL's TEXT, the smallest of MLflow's databases."""
@@ -30,8 +36,8 @@ def build_decision_tags(record: VariantRecord) -> dict[str, str]:
     """Return the tags that change when a release is judged again.
 
     Raises:
-        UserError: a signed decision exceeds the length of a tag; if cut, its signature would not
-            match.
+        UserError: a signed decision exceeds the length of a tag. It cannot be cut, since its
+            signature would no longer match.
     """
     tags = {
         f"{GATE}{target}": decision.verdict.value for target, decision in record.decisions.items()

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 TEST_DELIVERIES = 4
 
 _READS = 8
-"""Concurrent requests for the list of webhooks: workers of a server without a common key fail some
-of them.
+"""Concurrent requests for the list of webhooks.
+
+Workers of a server without a common key fail some of them.
 """
 
 KEY_REMEDY = (
@@ -48,7 +49,9 @@ _HINTS = (
     ("timed out", "The receiver cannot be reached from MLflow's server."),
     ("500 error", f"If it answers other requests: {KEY_REMEDY}"),
 )
-"""Remedies for an administrator of the server, by what MLflow's message contains (in lower case).
+"""Remedies for an administrator of the server, by a part of MLflow's message.
+
+The parts are in lower case.
 """
 
 _SERVER_ERROR = 500
@@ -62,10 +65,10 @@ _STATUS_HINTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebhookReport:
-    """The webhook, what `install` changed, and how many `tests` have `arrived`.
+    """Result of an operation on the webhook.
 
-    `problem` describes a fault of the webhook or of the first failed delivery, and `remedy` its
-    fix.
+    `did` is what `install` changed, and `arrived` the number of `tests` that arrived. `problem`
+    describes a fault of the webhook or of the first failed delivery, and `remedy` its fix.
     """
 
     name: str
@@ -78,12 +81,12 @@ class WebhookReport:
 
     @property
     def ok(self) -> bool:
-        """Return whether nothing is wrong."""
+        """Return whether there is no problem."""
         return not self.problem
 
 
 class MlflowWebhooks:
-    """The webhook of one name; projects that share an MLflow need different names."""
+    """The webhook with one name. Projects that share an MLflow need different names."""
 
     def __init__(self, tracking_uri: str, name: str = "onnx-ops") -> None:
         self._mlflow = MlflowConnection(tracking_uri)
@@ -93,7 +96,8 @@ class MlflowWebhooks:
                 "webhooks need an MLflow server",
                 where=self._mlflow.shown,
                 why="a database sends none",
-                remedy="Set tracking_uri to http://HOST:PORT; without webhooks the reconciler polls.",
+                remedy="Set tracking_uri to http://HOST:PORT; "
+                "without webhooks the reconciler polls.",
             )
 
     def install(self, url: str, secret: str) -> WebhookReport:
@@ -119,7 +123,7 @@ class MlflowWebhooks:
             return self._test(client, changes)
 
     def repair(self, secret: str) -> WebhookReport | None:
-        """Install the webhook again if `check` finds a problem; return None without one."""
+        """Install the webhook again if `check` finds a problem; otherwise return None."""
         try:
             report = self.check()
         except NotFoundError:
@@ -134,7 +138,8 @@ class MlflowWebhooks:
                 raise NotFoundError(
                     "no webhook is installed",
                     where=f"{self._mlflow.shown}, {self._name}",
-                    remedy="`onnx-ops webhooks install --url URL`; without one the reconciler polls.",
+                    remedy="`onnx-ops webhooks install --url URL`; "
+                    "without one the reconciler polls.",
                 )
             url = webhooks[0].url
             if faults := _find_faults(webhooks[0], url):
@@ -172,7 +177,9 @@ class MlflowWebhooks:
                 text = message.replace("\\", "")
                 reason, remedy = quoted(text.rpartition("(Caused by ")[2]), _hint(message)
                 if status is not None:
-                    reason = f"the receiver answered {status} {quoted(text) if text.strip() else ''}".rstrip()
+                    reason = (
+                        f"the receiver answered {status} {quoted(text) if text.strip() else ''}"
+                    ).rstrip()
                     remedy = _STATUS_HINTS.get(status, "")
                 problem = f"a test delivery failed: {reason}"
                 return replace(
@@ -181,14 +188,14 @@ class MlflowWebhooks:
         return replace(report, tests=TEST_DELIVERIES, arrived=TEST_DELIVERIES)
 
     def _webhooks(self, client: MlflowClient) -> list[Webhook]:
-        """Return the webhooks of this name, oldest first."""
+        """Return the webhooks with this name, oldest first."""
         webhooks = read_pages(lambda token: client.list_webhooks(max_results=100, page_token=token))
         named = (webhook for webhook in webhooks if webhook.name == self._name)
         return sorted(named, key=lambda webhook: (webhook.creation_timestamp, webhook.webhook_id))
 
     @contextmanager
     def _session(self) -> Iterator[MlflowClient]:
-        """Give a client, whose errors name the remedy for an administrator of the server."""
+        """Provide a client whose errors have the remedy for the server's administrator."""
         try:
             with self._mlflow.session(f"webhook {self._name}") as client:
                 yield client
@@ -206,7 +213,10 @@ class MlflowWebhooks:
 
 
 def _find_faults(webhook: Webhook, url: str) -> tuple[str, ...]:
-    """Return the webhook's faults. The secret cannot be read; the test shows whether it is right."""
+    """Return the webhook's faults.
+
+    The secret cannot be read. The test shows whether the secret is right.
+    """
     faults = {
         "url": webhook.url != url,
         "events": {str(event) for event in webhook.events} != set(ALIAS_EVENTS),

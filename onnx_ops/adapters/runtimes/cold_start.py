@@ -1,4 +1,7 @@
-"""Measure cold starts: a fresh process builds a session, answers requests and reports what that took."""
+"""Measurement of cold starts.
+
+A fresh process builds a session, answers requests and reports the durations.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from onnx_ops.scratch import Scratch
 
 CHILD = "onnx_ops.adapters.runtimes.cold_start"
 TIMEOUT_S = 600.0
-"""A process that takes longer hangs."""
+"""Seconds after which a process counts as hanging."""
 
 
 def collect_starts(
@@ -95,7 +98,7 @@ UNKNOWN = -1
 
 def main() -> None:
     """Serve one request of `measure_start` in the fresh process."""
-    # Whatever libraries print belongs with the errors: the answer is alone on standard output.
+    # Output of libraries goes to standard error, so that only the answer is on standard output.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:
@@ -129,12 +132,12 @@ def measure_in_this_process(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def mark_memory() -> tuple[int, int]:
-    """Return resident bytes and their peak, which is reset first.
+    """Reset the peak of memory; return resident bytes and this peak.
 
-    Without /proc, both are the highest so far.
+    Without /proc, both are the peak until now.
     """
-    # Where that is not allowed, the peak is that of the imports, which `compute_added_memory`
-    # recognizes.
+    # If a reset is not allowed, the peak can be that of the imports, which `compute_added_memory`
+    # detects.
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     status = _status()
@@ -144,13 +147,16 @@ def mark_memory() -> tuple[int, int]:
 
 
 def compute_added_memory(resident: int, mark: int) -> int:
-    """Return the bytes added at the peak; UNKNOWN if it did not rise above `mark`."""
+    """Return the bytes added at the peak; UNKNOWN if the peak did not exceed `mark`."""
     highest = _status().get("VmHWM") or _highest()
     return highest - resident if highest > mark else UNKNOWN
 
 
 def _status() -> dict[str, int]:
-    """Return the memory of this process in bytes, by its names in /proc/self/status; empty if there is none."""
+    """Return the memory of this process in bytes, by the names in /proc/self/status.
+
+    Empty if there is no such file.
+    """
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -160,7 +166,10 @@ def _status() -> dict[str, int]:
 
 
 def _highest() -> int:
-    """Return the peak of getrusage in bytes. On Linux it can be that of the parent, hence only a fallback."""
+    """Return the peak of getrusage in bytes.
+
+    It is only a fallback, since on Linux it can be the peak of the parent.
+    """
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 

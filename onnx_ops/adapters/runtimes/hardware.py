@@ -33,7 +33,10 @@ def read_hardware(runtime: str, runtime_version: str) -> HardwareFingerprint:
 
 
 def read_conditions() -> Mapping[str, str]:
-    """Return conditions that can disturb measurements: load, steal time, governor, cgroups."""
+    """Return conditions that can disturb measurements.
+
+    They are load, steal time, governor and cgroups.
+    """
     files = {
         "governor": "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor",
         "cgroup.cpu.max": "/sys/fs/cgroup/cpu.max",
@@ -64,7 +67,10 @@ def _cpu() -> tuple[str, frozenset[str]]:
 
 @functools.cache
 def _accelerators() -> tuple[tuple[str, ...], str]:
-    """Names of NVIDIA's, in the order of their places on the bus, and the driver's version; read without a tool."""
+    """Return the names of NVIDIA's GPUs, and the version of the driver.
+
+    The GPUs are in the order of their places on the bus. Both are read from /proc, without a tool.
+    """
     names = []
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         pairs = (line.partition(":")[::2] for line in _read(str(path)).splitlines())

@@ -1,4 +1,7 @@
-"""Another build of ONNX Runtime in an isolated environment: both sides of the process boundary."""
+"""Another build of ONNX Runtime in an isolated environment.
+
+The module contains both sides of the process boundary.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +36,21 @@ _BUILD = re.compile(
 
 @dataclass(slots=True, kw_only=True)
 class IsolatedRuntimes:
-    """Calls methods of OnnxRuntime in the isolated environments of targets.
+    """Caller of methods of OnnxRuntime in the isolated environments of targets.
 
-    The process is reused by later calls, and replaced when it has ended or the target changes.
+    Later calls reuse the process. It is replaced when it has ended or the target changes.
     """
 
     python: Callable[[Environment], Path]
-    """The interpreter of an environment, which is created if missing."""
+    """Returns the interpreter of an environment, which is created if missing."""
 
     held: RetainedProcess = field(default_factory=RetainedProcess)
 
     def call(self, method: str, target: Target, **arguments: object) -> Any:
-        """Return the method's result, this package's own values as plain ones."""
+        """Return the method's result.
+
+        Values of this package's types are returned as plain JSON values.
+        """
         env = target.env or Environment()
         limits = ProcessLimits(memory=env.memory, timeout=env.timeout or DEFAULT_TIMEOUT_S)
 
@@ -83,7 +89,7 @@ class _InnerRuntime(OnnxRuntime):
 
 def run_runtime() -> None:
     """Serve the runtime of the environment."""
-    # Fresh processes are found by the path of visible packages, which an isolated interpreter does
-    # not pass on.
+    # Fresh processes need the path of visible packages, which an isolated interpreter does not pass
+    # on.
     os.environ["PYTHONPATH"] = sys.argv[1]
     serve(_InnerRuntime(), "benchmark")

@@ -1,4 +1,4 @@
-"""Run models with ONNX Runtime in this process, on any execution provider of its build."""
+"""ONNX Runtime in this process, on any execution provider of its build."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ _PROBE_LOOPS = 100
 _T = TypeVar("_T")
 
 Timed = Callable[[], tuple[int, bool]]
-"""One run: nanoseconds, and whether the thread lost its core during it."""
+"""Function of one run: nanoseconds, and whether its thread lost its core."""
 
 
 class OnnxRuntime(Runtime):
-    """Runs models in this process; every call builds the sessions that it needs."""
+    """Runtime in this process. Every call builds the sessions that it needs."""
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
         """Return the hardware and runtime that measurements on the target are bound to."""
@@ -187,13 +187,16 @@ class OnnxRuntime(Runtime):
 
 
 def _fresh(models: Sequence[Path], order: Generator, make: Callable[[Path], _T]) -> list[_T]:
-    """Build and warm up a session of each model in random order: memory layout is part of a session's latency."""
+    """Build and warm up a session of each model, in random order.
+
+    The order is random since the memory layout affects the latency of a session.
+    """
     built = {int(turn): make(models[turn]) for turn in order.permutation(len(models))}
     return [built[turn] for turn in range(len(models))]
 
 
 def _block(timed: Timed, runs: int) -> list[tuple[int, bool, int]]:
-    """Return each run with the longer of the probes directly before and after it."""
+    """Return each run with the longer of the probes directly before and after the run."""
     samples, before = [], _probe()
     for _ in range(runs):
         spent, lost = timed()
@@ -204,7 +207,7 @@ def _block(timed: Timed, runs: int) -> list[tuple[int, bool, int]]:
 
 
 def _probe() -> int:
-    """Return the nanoseconds of about two microseconds' work, in this thread."""
+    """Measure a probe in this thread: nanoseconds of about two microseconds of work."""
     clock = time.perf_counter_ns
     begun = clock()
     for _ in range(_PROBE_LOOPS):
@@ -213,7 +216,7 @@ def _probe() -> int:
 
 
 def _clock_step() -> float:
-    """Return the shortest step of the clock in nanoseconds, of a thousand readings."""
+    """Return the shortest step of the clock in nanoseconds, from a thousand readings."""
     clock = time.perf_counter_ns
     steps = (second - first for first, second in ((clock(), clock()) for _ in range(1000)))
     return float(min(step for step in steps if step > 0))
@@ -256,7 +259,8 @@ def run_load_window(
 ) -> int:
     """Answer `requests` requests, `concurrency` of them at any moment.
 
-    The threads of `pool` take the requests as they become free. `concurrency` of them must be free.
+    The threads of `pool` take the requests as they become free. At least `concurrency` threads must
+    be free.
 
     Returns:
         Nanoseconds from the moment that all threads are ready to the last answer.
@@ -276,7 +280,7 @@ def run_load_window(
             while waiting:
                 try:
                     waiting.pop()
-                except IndexError:  # another thread took the last one
+                except IndexError:  # another thread took the last request
                     break
                 call()
         except BaseException:

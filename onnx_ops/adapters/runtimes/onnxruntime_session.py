@@ -1,4 +1,4 @@
-"""Build ONNX Runtime sessions as a target describes them, with built-in and plug-in execution providers."""
+"""ONNX Runtime sessions of a target, with built-in and plug-in providers."""
 
 from __future__ import annotations
 
@@ -32,27 +32,36 @@ _LEVELS = {
 }
 _EXTERNAL_WEIGHTS = "session.optimized_model_external_initializers_file_name"
 _LARGE = 1 << 30
-"""Bytes of a file whose rewritten graph may not fit into one protobuf."""
+"""Bytes of a model file whose rewritten graph can exceed one protobuf."""
 
 _REMEDIES = {
-    "Failed to construct locale": "Install that locale (Debian: locales, and locale-gen), or export with `locale: C`.",
+    "Failed to construct locale": "Install that locale (Debian: locales, and locale-gen), "
+    "or export with `locale: C`.",
     "Got invalid dimensions": "Supply rows of the shape that the model takes.",
     "Failed to load library": "Install what the library needs; `ldd` shows what is missing.",
-    "is not a registered function/op": "Export with another opset, or give the target the operators: custom_ops.",
-    "NOT_IMPLEMENTED": "This build has no kernel for that operator and these types: export with other ones.",
+    "is not a registered function/op": "Export with another opset, "
+    "or give the target the operators: custom_ops.",
+    "NOT_IMPLEMENTED": "This build has no kernel for that operator and these types: "
+    "export with other ones.",
 }
-"""The remedy of an error, by a part of its text."""
+"""Remedy of an error, by a part of its text."""
 
 _ANY_REMEDY = (
     "This is the message of ONNX Runtime. To see what the file contains: onnx-ops inspect {model}."
 )
 
 _QUIET = 4
-"""Fatal messages only: errors are also raised, and a warning would be taken for one of onnx-ops."""
+"""Log level for fatal messages only.
+
+Errors are also raised, and a warning would look like a warning of onnx-ops.
+"""
 
 
 def fingerprint_target(target: Target) -> HardwareFingerprint:
-    """Return the hardware and runtime, with the target's plug-ins, that measurements on it are bound to."""
+    """Return the hardware and runtime to which measurements on a target are bound.
+
+    The target's plug-ins are part of the runtime.
+    """
     versions = [plugins.version(DISTRIBUTION)]
     for package in (provider.package for provider in target.providers if provider.package):
         try:
@@ -103,8 +112,8 @@ def build_session(
     """Build a session as the target describes it.
 
     With an `ort_format`, the converted file is loaded, unless more than running the model is
-    requested: with `record_assignment` the session keeps which provider took which node, and the
-    graph is written to `write_to` after the runtime's own optimizations.
+    requested. With `record_assignment`, the session records which provider runs which node. With
+    `write_to`, the graph is written to this file after the runtime's own optimizations.
 
     Raises:
         MeasurementError: the machine lacks something, or the runtime refuses the model or a
@@ -121,7 +130,7 @@ def build_session(
     )
     with convert_runtime_errors(model):
         options = _options(ort, target.session)
-        if is_ort_format(loaded):  # else the runtime uses the file's name
+        if is_ort_format(loaded):  # without this entry, the file's name decides
             options.add_session_config_entry("session.load_model_format", "ORT")
         if target.ort_format is not None and target.ort_format.style == "runtime":
             options.add_session_config_entry(REPLAYED, "1")
@@ -136,7 +145,8 @@ def build_session(
             (provider, resolve_provider_options(provider, loaded, fingerprint))
             for provider in target.providers
         ]
-        # ONNX Runtime's fallback would print, and measure another provider than the requested one.
+        # ONNX Runtime's fallback would print messages, and measure another provider than the
+        # requested one.
         if not any(provider.package for provider in target.providers):
             providers = [(provider.name, dict(values)) for provider, values in wanted]
             return ort.InferenceSession(
@@ -148,7 +158,10 @@ def build_session(
 
 @contextmanager
 def convert_runtime_errors(model: Path) -> Iterator[None]:
-    """Raise exceptions of the runtime, which share no base, as MeasurementError."""
+    """Convert exceptions of the runtime to MeasurementError.
+
+    The exceptions have no common base.
+    """
     try:
         yield
     except Exception as error:
@@ -158,7 +171,7 @@ def convert_runtime_errors(model: Path) -> Iterator[None]:
             error, ValueError | RuntimeError
         ):
             raise
-        # Some lines only reset colours.
+        # Lines that only reset colours are left out.
         why = quoted(" ".join(part for part in str(error).splitlines() if part.strip(" \x1b[m")))
         remedy = next((remedy for part, remedy in _REMEDIES.items() if part in why), _ANY_REMEDY)
         raise MeasurementError(
@@ -170,20 +183,23 @@ def convert_runtime_errors(model: Path) -> Iterator[None]:
 
 
 def _write_optimized(options: Any, model: Path, target: Path) -> None:
-    """Make the runtime write the graph after its optimizations to a file, with large weights beside it."""
+    """Make the runtime write its optimized graph to a file.
+
+    Large weights are written beside it.
+    """
     options.optimized_model_filepath = str(target)
-    if model.stat().st_size > _LARGE or list_external_names(
-        model
-    ):  # whose places mean another folder
+    # File names of external weights are relative to the folder of the model, which changes.
+    if model.stat().st_size > _LARGE or list_external_names(model):
         options.add_session_config_entry(_EXTERNAL_WEIGHTS, f"{target.name}.data")
 
 
 def _add_providers(
     ort: Any, options: Any, wanted: Iterable[tuple[Provider, Mapping[str, str]]]
 ) -> None:
-    """Add providers, some of which are plug-ins, in their order.
+    """Add providers in their order; some of them are plug-ins.
 
-    ONNX Runtime 1.31 silently ignores plug-ins in a session's `providers`; only devices add them.
+    ONNX Runtime 1.31 silently ignores plug-ins in a session's `providers`. Plug-ins are only added
+    by devices.
     """
     for provider, values in wanted:
         if provider.package:
@@ -221,7 +237,7 @@ def list_providers() -> tuple[str, ...]:
 
 
 def list_devices() -> tuple[str, ...]:
-    """List the devices that ONNX Runtime detects, with provider and vendor."""
+    """Return the devices that ONNX Runtime detects, with provider and vendor."""
     pairs = (
         (entry.ep_name, entry.device)
         for entry in _ort().get_ep_devices()
@@ -233,7 +249,7 @@ def list_devices() -> tuple[str, ...]:
 
 
 def register_plugin(provider: Provider, target: Target) -> None:
-    """Register the library of a provider's package, once in a process."""
+    """Register the library of a provider's package, once per process."""
     where = f"target {target.name}"
     try:
         library = Path(importlib.import_module(provider.package).get_library_path())
@@ -265,8 +281,8 @@ def resolve_provider_options(
     """Return a provider's options with `{cache}` replaced by a folder.
 
     A compiled engine is valid for one model, device, driver and version of the runtime. TensorRT's
-    file names do not reflect the weights, so that a retrained model would run with its
-    predecessor's engine.
+    file names do not reflect the weights, so a retrained model would otherwise run with the engine
+    of its predecessor.
     """
     if _CACHE not in "".join(provider.options.values()):
         return provider.options

@@ -1,4 +1,7 @@
-"""`.ort` files, which ONNX Runtime's builds for phones load instead of ONNX, written by its own converter."""
+"""`.ort` files, which ONNX Runtime's builds for phones load instead of ONNX.
+
+ONNX Runtime's own converter writes them.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,24 @@ from onnx_ops.scratch import Scratch
 
 MODEL = "model.ort"
 OPERATORS = "required_operators_and_types.config"
-"""Operators that a build of ONNX Runtime needs to load the file: for its option
-`--include_ops_by_config`.
+"""File with the operators that a build of ONNX Runtime needs to load the model.
+
+It is for the build option `--include_ops_by_config`.
 """
 USABILITY = "usability.txt"
-"""How much of the model NNAPI and CoreML would run, and why not the rest."""
+"""File that shows how much of the model NNAPI and CoreML would run, with reasons."""
 
 REPLAYED = "session.enable_saved_runtime_optimizations"
-"""Session config entry with which optimizations that were saved in the file are applied."""
+"""Session config entry that applies the optimizations that were saved in the file."""
 
 _LEVELS = {"disabled": "disable", "basic": "basic", "extended": "extended", "all": "all"}
 
 
 def prepare_model_file(model: Path, target: Target) -> Path:
-    """Return the file that runs on the target: the model or its `.ort` file, made once in a process."""
+    """Return the file that runs on the target: the model, or its `.ort` file.
+
+    The `.ort` file is made once per process.
+    """
     if target.ort_format is None or model.suffix == ".ort":
         return model
     try:
@@ -76,12 +83,15 @@ def write_package(model: Path, target: Target, folder: Path) -> None:
 
 @functools.cache
 def _scratch() -> Scratch:
-    """Gone with this process."""
+    """Return the folder of converted files, which is deleted when the process ends."""
     return Scratch()
 
 
 def _convert(model: Path, folder: Path, form: OrtFormat, level: str, library: Path | None) -> None:
-    """Convert in a forked process: the converter prints, and reads its level from an environment variable."""
+    """Convert a model; this runs in a forked process.
+
+    The converter prints messages, and reads its level from an environment variable.
+    """
     tool = importlib.import_module("onnxruntime.tools.convert_onnx_models_to_ort")
     os.environ["ORT_CONVERT_ONNX_MODELS_TO_ORT_OPTIMIZATION_LEVEL"] = level
     style = tool.OptimizationStyle[form.style.capitalize()]
@@ -95,7 +105,7 @@ def _convert(model: Path, folder: Path, form: OrtFormat, level: str, library: Pa
             enable_type_reduction=True,
         )
         (made,), (config,) = list(Path(scratch).glob("*.ort")), list(Path(scratch).glob("*.config"))
-        # Its comments hold paths of this machine, and would make each package another one.
+        # Comments hold paths of this machine, and would make the package differ on each machine.
         lines = config.read_text(encoding="utf-8").splitlines(keepends=True)
         (folder / OPERATORS).write_text(
             "".join(line for line in lines if not line.startswith("#")), encoding="utf-8"
@@ -105,7 +115,7 @@ def _convert(model: Path, folder: Path, form: OrtFormat, level: str, library: Pa
 
 
 def _usability(model: Path) -> str:
-    """Return the report of the usability checker, or the error that kept it from reporting."""
+    """Return the report of the usability checker, or the error that prevented it."""
     lines: list[str] = []
     logger = logging.Logger("usability")
     handler = logging.Handler()

@@ -1,4 +1,7 @@
-"""Run ONNX Runtime where a target places it: in this process, in a crash guard, or in an isolated environment."""
+"""Placement of ONNX Runtime by target.
+
+It runs in this process, in a crash guard, or in an isolated environment.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ _T = TypeVar("_T")
 
 
 def _place(method: Callable[..., Any]) -> Any:
-    """Return the method of OnnxRuntime for a runtime that calls it where the target places it."""
+    """Return a method that calls the method of OnnxRuntime where the target places it."""
     signature, hints = inspect.signature(method), get_type_hints(method)
 
     @functools.wraps(method)
@@ -63,13 +66,13 @@ def _place(method: Callable[..., Any]) -> Any:
 
 @dataclass(slots=True, kw_only=True)
 class TargetedRuntime(Runtime):
-    """Runs ONNX Runtime where each target places it."""
+    """Runtime that runs ONNX Runtime where each target places it."""
 
     tools = ("onnxruntime",)
 
     here: OnnxRuntime = field(default_factory=OnnxRuntime)
     folder: Path | None = None
-    """Folder of environments; None where there are none."""
+    """Folder of environments; None without environments."""
 
     elsewhere: IsolatedRuntimes | None = None
 
@@ -96,9 +99,9 @@ class TargetedRuntime(Runtime):
     starts = _place(OnnxRuntime.starts)
 
     def isolated(self, target: Target) -> IsolatedRuntimes:
-        """Return the runtimes of isolated environments, for one of this target."""
+        """Return the runtimes of isolated environments for this target."""
         if self.elsewhere is None:
-            # Most runs have no such target, and need not import the code that starts processes.
+            # Most runs have no such target, and do not need the code that starts processes.
             from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv
             from onnx_ops.adapters.runtimes.isolated import IsolatedRuntimes
 
@@ -128,9 +131,9 @@ def _is_isolated(target: Target) -> bool:
 
 
 class GuardedRuntime(OnnxRuntime):
-    """Runs models in a separate process, limited to `timeout` seconds per call.
+    """Runtime in a separate process, limited to `timeout` seconds per call.
 
-    Only what is timed runs in this process, and only after one run in a separate one.
+    Only timed calls run in this process, and only after one run in a separate process.
     """
 
     def __init__(self, timeout: float = DEFAULT_TIMEOUT_S) -> None:
@@ -143,7 +146,7 @@ class GuardedRuntime(OnnxRuntime):
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
         """Report the providers of a session in a forked process, and which nodes they run.
 
-        The facts of an unchanged file are kept: a verdict asks for them several times.
+        The facts of an unchanged file are kept, since a verdict requests them several times.
         """
         key = (str(model.resolve()), model.stat().st_mtime_ns, target.digest())
         if key not in self._facts:
@@ -158,7 +161,7 @@ class GuardedRuntime(OnnxRuntime):
         self, model: Path, target: Target, batches: tuple[Tensors, ...]
     ) -> tuple[Mapping[str, Array], ...]:
         """Run each batch in a forked process and return its outputs by name."""
-        loaded = prepare_model_file(model, target)  # a guarded process starts no other
+        loaded = prepare_model_file(model, target)  # a guarded process must not start another
         answers = self._guard(OnnxRuntime().run, loaded, target, batches)
         self._ran.add((model, target.name))
         return answers
@@ -212,7 +215,10 @@ class GuardedRuntime(OnnxRuntime):
 
 
 def guard_runtime(runtime: Runtime, timeout: float | None = None) -> Runtime:
-    """Return the runtime with a crash guard around runs in this process, of `timeout` seconds per call."""
+    """Return the runtime with a crash guard around runs in this process.
+
+    A call is limited to `timeout` seconds.
+    """
     guarded = GuardedRuntime(timeout or DEFAULT_TIMEOUT_S)
     if isinstance(runtime, TargetedRuntime) and type(runtime.here) is OnnxRuntime:
         return replace(runtime, here=guarded)

@@ -13,7 +13,9 @@ from onnx_ops.scratch import create_file, write_durably
 
 
 def read_key(path: Path) -> EcdsaSigner:
-    """Return the signer of the private key in a file: PEM, PKCS #8, not encrypted, readable by its owner only.
+    """Return the signer of the private key in a file.
+
+    The file is in PEM (PKCS #8), not encrypted, and readable by its owner only.
 
     Raises:
         NotFoundError: there is no such file.
@@ -34,11 +36,11 @@ def read_key(path: Path) -> EcdsaSigner:
 
 
 class EcdsaSigner:
-    """Signs with a private key.
+    """Signer with a private key.
 
     Args:
         pem: PEM, PKCS #8, not encrypted.
-        where: its place, for errors.
+        where: location of the key, for errors.
 
     Raises:
         UserError: it is not a private key of ECDSA P-256.
@@ -83,9 +85,9 @@ class EcdsaSigner:
 
 
 def create_key(path: Path) -> EcdsaSigner:
-    """Create a private key at `path` (mode 0600), with the public one beside it.
+    """Create a private key at `path` (mode 0600), with the public key beside it.
 
-    An existing key is kept and used, so two processes that start at once use the same key.
+    An existing key is kept and used, so two processes that start at the same time use the same key.
     """
     from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat

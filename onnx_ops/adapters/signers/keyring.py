@@ -16,7 +16,11 @@ from onnx_ops.scratch import write_durably
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownKey:
-    """One public key. `signs`: this machine signs with it now. `roles`: what it is trusted for."""
+    """One public key.
+
+    `signs` shows whether this machine signs with it now. `roles` are the roles for which it is
+    trusted.
+    """
 
     key: Digest
     files: tuple[Path, ...]
@@ -25,12 +29,14 @@ class KnownKey:
 
     @property
     def trusted(self) -> bool:
-        """Whether it is trusted for anything."""
+        """Whether the key is trusted for any role."""
         return bool(self.roles)
 
 
 class Keyring:
-    """The file of this machine's signing key, which need not exist, and the folder of trusted public keys.
+    """The signing key of this machine, and the folder of trusted public keys.
+
+    The file of the signing key can be missing.
 
     Args:
         remote: signs instead of the file.
@@ -42,7 +48,7 @@ class Keyring:
         self._remote = remote
 
     def list_keys(self) -> tuple[KnownKey, ...]:
-        """Return all keys: the signing one first, then the trusted, then the retired."""
+        """Return all keys: the signing key first, then the trusted and the retired keys."""
         mine = None if (signer := self.find_signer()) is None else signer.key
         files: dict[tuple[Digest, bool], list[Path]] = {}
         roles: dict[Digest, set[KeyRole]] = {}
@@ -70,7 +76,7 @@ class Keyring:
         return tuple(sorted(known, key=lambda one: (not one.signs, not one.trusted, one.key)))
 
     def find_signer(self) -> Signer | None:
-        """Return what signs here, or None."""
+        """Return the signer of this machine, or None."""
         if self._remote is not None:
             return self._remote
         return read_key(self._signing) if self._signing.exists() else None
@@ -90,7 +96,7 @@ class Keyring:
         return signer
 
     def trust(self, path: Path, role: KeyRole) -> Mapping[Digest, str]:
-        """Trust a public key for a role; return it in base64 of DER, by digest.
+        """Trust a public key for a role; return the key in base64 of DER, by digest.
 
         Raises:
             UserError: the file does not hold a public key of ECDSA P-256.
@@ -107,14 +113,14 @@ class Keyring:
         return keys
 
     def rotate(self, admit: Callable[[Mapping[Digest, str]], object]) -> tuple[Digest, Digest]:
-        """Replace the signing key, return the old and the new one; the old public key stays trusted.
+        """Replace the signing key; return the old and the new key.
 
-        Both public keys are trusted before the new private key signs anything, so that every
-        decision is verifiable after a crash at any point. The next call continues with the same new
-        key.
+        The old public key stays trusted. Both public keys are trusted before the new private key
+        signs anything, so every decision is verifiable after a crash at any point. After a crash,
+        the next call continues with the same new key.
 
         Args:
-            admit: has the old key admit the new one to the ledgers. If it fails, the old key
+            admit: makes the old key admit the new key to the ledgers. If it fails, the old key
                 continues to sign.
         """
         if self._remote is not None:

@@ -1,7 +1,7 @@
-"""Signing keys that are not in a file: in an environment variable, in AWS KMS, in Azure Key Vault.
+"""Signing keys in an environment variable, in AWS KMS, or in Azure Key Vault.
 
-A key of KMS or Key Vault never leaves the service; both sign the SHA-256 of the data with ECDSA
-P-256.
+A key of KMS or Key Vault never leaves the service. Both services sign the SHA-256 of the data with
+ECDSA P-256.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def open_signer(text: str) -> Signer:
     """Return the signer that a setting names.
 
     Raises:
-        UserError: it has no such form, or the key is not of ECDSA P-256.
+        UserError: the setting has another form, or the key is not of ECDSA P-256.
         NotFoundError: the variable is not set.
         OnnxOpsError: the service does not answer, or refuses.
     """
@@ -54,7 +54,7 @@ def read_variable(name: str) -> EcdsaSigner:
 
 
 class _RemoteSigner:
-    """What the two services have in common: the public key is fetched once."""
+    """Base of the signers that use a service. The public key is fetched once."""
 
     def __init__(self, where: str) -> None:
         self.is_local = False
@@ -77,11 +77,11 @@ class _RemoteSigner:
 
 
 class KmsSigner(_RemoteSigner):
-    """Signs with a key of AWS KMS of the spec ECC_NIST_P256.
+    """Signer with a key of AWS KMS of the spec ECC_NIST_P256.
 
     Args:
         name: ID, ARN or alias of the key.
-        clients: of boto3; by default those of the environment's account and region.
+        clients: clients of boto3, by default for the environment's account and region.
     """
 
     def __init__(self, name: str, clients: Clients | None = None) -> None:
@@ -118,7 +118,9 @@ class KmsSigner(_RemoteSigner):
 
 
 class KeyVaultSigner(_RemoteSigner):
-    """Signs with a key of Azure Key Vault on the curve P-256: that version of it which is current when it is opened.
+    """Signer with a key of Azure Key Vault on the curve P-256.
+
+    It uses the version of the key that is current when the key is opened.
 
     Args:
         url: `https://VAULT.vault.azure.net/keys/NAME`, with or without a version.
@@ -128,7 +130,7 @@ class KeyVaultSigner(_RemoteSigner):
     def __init__(self, url: str, fetch: Callable[[str], str] = fetch_token) -> None:
         host = require_https(url, "the address of the key")
         service = next((suffix for suffix in _VAULTS if host.endswith(suffix)), "")
-        is_here = urlsplit(url).scheme == "http"  # allowed on this machine only
+        is_here = urlsplit(url).scheme == "http"  # allowed only on this machine
         if not service and not is_here:
             # The token must not be sent to another service.
             raise UserError(

@@ -1,8 +1,8 @@
-"""Bounds on the connections of the webhook receiver.
+"""Limits of the connections of the webhook receiver.
 
-Clients that connect and send nothing, or a part of a request, must keep no delivery out. uvicorn
-only refuses further connections beyond `limit_concurrency`, and waits for the head of a first
-request without a limit.
+Clients that connect and send nothing, or only a part of a request, must not block deliveries.
+Beyond `limit_concurrency`, uvicorn only refuses further connections. It waits for the head of a
+first request without a limit.
 """
 
 from __future__ import annotations
@@ -15,19 +15,26 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_CONNECTIONS = 64
 MAX_FROM_SOURCE = 32
-"""Connections from one address. Beyond either number, the oldest one that waits for its client is
-closed.
+"""Connections from one address.
+
+Beyond either number, the oldest connection that waits for its client is closed.
 """
 HEAD_S = 5.0
-"""Time to send the head of a request, from the start of the connection or the last response."""
+"""Seconds to send the head of a request.
+
+They begin with the connection or with the last response.
+"""
 MAX_HEAD_BYTES = 1 << 14
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection of uvicorn within these bounds."""
+    """A connection of uvicorn within these limits."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start a connection, and close the one that has waited longest if there are too many."""
+        """Start a connection.
+
+        If there are too many, close the connection that has waited longest.
+        """
         super().connection_made(transport)
         self.opened_at = self.loop.time()
         self._head_timer = self.loop.call_later(HEAD_S, self._end_idle)
@@ -56,7 +63,7 @@ class BoundedProtocol(H11Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the client has not sent all of a request."""
+        """Whether the client has not sent the whole request."""
         return not self.transport.is_closing() and self.conn.their_state in (
             h11.IDLE,
             h11.SEND_BODY,

@@ -1,6 +1,7 @@
-"""An HTTP server, on a separate thread, for MLflow's webhooks and for metrics; and the webhook secret.
+"""An HTTP server for MLflow's webhooks and for metrics, and the webhook secret.
 
-It runs on Starlette and uvicorn, which are dependencies of MLflow and Prefect.
+The server runs on a separate thread. It uses Starlette and uvicorn, which are dependencies of
+MLflow and Prefect.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ _SHORTEST_SECRET = 16
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Content type of metrics."""
 _TIMEOUT_S = 10.0
-"""Time to receive a body, and to stop the server."""
+"""Seconds to receive a body, and to stop the server."""
 
 
 class WebhookReceiver:
-    """Listens while this context manager is open; port 0 is any free one.
+    """HTTP server that listens while this context manager is open.
 
-    A delivery calls `wake` with the name of its model, or `refused` with the reason why it was
-    rejected. `secret` is shared with MLflow, and `clock` determines its age. `metrics` returns
-    `/metrics` in Prometheus' text format.
+    Port 0 is any free port. A delivery calls `wake` with the name of its model, or `refused` with
+    the reason of its rejection. `secret` is shared with MLflow, and `clock` determines the age of a
+    delivery. `metrics` returns `/metrics` in Prometheus' text format.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class WebhookReceiver:
             timeout_graceful_shutdown=2,
         )
         self._server = uvicorn.Server(config)
-        # A daemon, so that a second signal ends the process despite open requests.
+        # The thread is a daemon, so that a second signal ends the process despite open requests.
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), name="webhooks", daemon=True
         )
@@ -130,7 +131,8 @@ class WebhookReceiver:
             return Response(status_code=400)
         except OnnxOpsError as error:
             self._refused(error.what)
-            # Always 4xx, so that MLflow does not retry: the same delivery would be refused again.
+            # The status is always 4xx. MLflow would retry after other statuses, and the same
+            # delivery would be refused again.
             status = {TooLargeError: 413, InvalidSignatureError: 401}.get(type(error), 400)
             return PlainTextResponse(error.what, status_code=status)
         if self._recent.add(delivery.id):
@@ -138,7 +140,7 @@ class WebhookReceiver:
         return Response(status_code=204)
 
     def _show_metrics(self, _: Request) -> Response:
-        """Return metrics. Starlette runs this on a thread, as the ledger may be remote."""
+        """Return metrics. Starlette runs this on a thread, since the ledger can be remote."""
         try:
             return Response(self._metrics(), media_type=CONTENT_TYPE)
         except OnnxOpsError as error:
@@ -146,7 +148,12 @@ class WebhookReceiver:
 
 
 async def _read_body(request: Request) -> bytes:
-    """Read a body; raise TooLargeError before all of it is read, or UserError if it does not arrive."""
+    """Read a body.
+
+    Raises:
+        TooLargeError: the body is too large; this is raised before all of it is read.
+        UserError: the body does not arrive in time.
+    """
     body = bytearray()
     try:
         async with asyncio.timeout(_TIMEOUT_S):
@@ -184,7 +191,7 @@ def read_secret(path: Path, environ: Mapping[str, str]) -> str:
 
 
 def make_secret(path: Path, environ: Mapping[str, str]) -> str:
-    """Return the secret; create the file, once for all processes, if needed."""
+    """Return the secret. If there is none, create its file, once for all processes."""
     if VARIABLE not in environ and not path.exists():
         create_file(path, f"{secrets.token_urlsafe(32)}\n".encode())
     return read_secret(path, environ)

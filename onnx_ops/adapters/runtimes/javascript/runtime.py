@@ -1,4 +1,7 @@
-"""Run ONNX Runtime for JavaScript: in Node, natively or as WebAssembly, and in a page of a headless browser."""
+"""ONNX Runtime for JavaScript, in Node or in a page of a headless browser.
+
+In Node, it runs natively or as WebAssembly.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +49,14 @@ WEB = "onnxruntime-web@1.30.0"
 DRIVER = "playwright-core@1.65.1"
 
 DEFAULT_TIMEOUT_S = 900.0
-"""Seconds for an answer where `env.timeout` is not set."""
+"""Seconds for an answer if `env.timeout` is not set."""
 
 
 @dataclass(slots=True, kw_only=True)
 class NodeRuntime(Runtime):
-    """Measures models in a Node.js process.
+    """Runtime that measures models in a Node.js process.
 
-    The process is reused by later calls, and replaced when it has ended or the target changes.
+    Later calls reuse the process. It is replaced when it has ended or the target changes.
     """
 
     kind: ClassVar[str] = "node"
@@ -68,7 +71,7 @@ class NodeRuntime(Runtime):
         return type(self)(folder=folder)
 
     def diagnose(self) -> Iterable[Diagnosis]:
-        """Report whether its programs are installed."""
+        """Report whether the required programs are installed."""
         return diagnose_programs("runtimes node", (NODE, ("npm",)))
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
@@ -260,12 +263,12 @@ class NodeRuntime(Runtime):
 
 @dataclass(slots=True, kw_only=True)
 class BrowserRuntime(NodeRuntime):
-    """The same in a page of a headless Chromium, which Node starts and controls."""
+    """Runtime in a page of a headless Chromium, which Node starts and controls."""
 
     kind: ClassVar[str] = "browser"
 
     def diagnose(self) -> Iterable[Diagnosis]:
-        """Report whether its programs are installed."""
+        """Report whether the required programs are installed."""
         return diagnose_programs("runtimes browser", (NODE, ("npm",), BROWSER))
 
     def _defaults(self, target: Target) -> tuple[str, ...]:
@@ -279,7 +282,10 @@ class BrowserRuntime(NodeRuntime):
 
 
 def _orders(draw: Generator, models: int, rounds: int, blocks: int) -> list[dict[str, Any]]:
-    """Return the order of building sessions, and of the models in each block, for every round."""
+    """Return the orders of models for every round.
+
+    One order is for building sessions, and each block has an order.
+    """
     return [
         {
             "build": draw.permutation(models).tolist(),
@@ -299,10 +305,13 @@ def _loaded(model: Path, target: Target) -> dict[str, Any]:
 
 
 def _model(path: Path) -> dict[str, Any]:
-    """Describe a model and its weight files, which WebAssembly must be given; none outside the model's folder."""
+    """Describe a model and its weight files, which WebAssembly must be given.
+
+    Files outside the model's folder are left out.
+    """
     place = path.resolve()
     names: tuple[str, ...] = ()
-    with contextlib.suppress(UserError):  # `.ort`, or a broken file, which the runtime reports
+    with contextlib.suppress(UserError):  # a `.ort` file, or a broken file that the runtime reports
         names = list_external_names(place)
     files = {name: (place.parent / name).resolve() for name in names}
     inside = {
@@ -327,12 +336,12 @@ _REMEDIES = {
 
 
 def find_program(names: Sequence[str]) -> str | None:
-    """Return the first of the programs that is on the path."""
+    """Return the first of the programs that is on the path; None without one."""
     return next((place for name in names if (place := shutil.which(name))), None)
 
 
 def require_program(names: Sequence[str], target: str) -> str:
-    """Return the path of the program."""
+    """Return the path of the first of the programs that is on the path."""
     place = find_program(names)
     if place is None:
         raise MeasurementError(
@@ -350,7 +359,7 @@ def read_program_version(names: Sequence[str]) -> str:
 
 
 def diagnose_programs(check: str, needs: Sequence[Sequence[str]]) -> Iterator[Diagnosis]:
-    """Report which programs are installed; a missing one is no fault."""
+    """Report which programs are installed; a missing program is not a fault."""
     missing = [names[0] for names in needs if find_program(names) is None]
     if missing:
         remedy = " ".join(_REMEDIES[name] for name in missing)
@@ -395,7 +404,7 @@ _TYPES = {
     "uint64": "<u8",
     "uint8": "u1",
 }
-"""Layouts by the name that JavaScript and numpy share."""
+"""NumPy layouts by the names of types that JavaScript and NumPy share."""
 
 
 def write_tensors(tensors: Tensors, stem: Path) -> list[dict[str, Any]]:
