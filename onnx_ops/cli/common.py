@@ -85,7 +85,10 @@ _GAP = 2
 """Columns between the columns of a table."""
 
 _WORD = re.compile(r"(?:\[[^\]\n]{1,40}\]|[^ \n])+")
-"""An unbreakable unit: a word, with an interval such as `[1.2, 1.3] ms` up to its bracket."""
+"""An unbreakable unit: a word, with the brackets that it contains.
+
+An interval such as `[1.2, 1.3] ms` is therefore not broken up to its closing bracket.
+"""
 
 _LINE = re.compile(r".+")
 
@@ -95,7 +98,10 @@ KEEP = "\u00a0"
 
 @dataclass(slots=True)
 class CollectedOutput:
-    """The output of a command for a Python caller: its document, and the errors that did not end it."""
+    """The output of a command for a Python caller.
+
+    It is the command's document, and the errors that did not end the command.
+    """
 
     document: Any = None
     errors: list[OnnxOpsError] = field(default_factory=list)
@@ -105,7 +111,10 @@ collected_output: ContextVar[CollectedOutput | None] = ContextVar("collecting", 
 
 
 def handle_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """Turn errors into a message and an exit code, never a traceback or the exit code of a failed gate."""
+    """Turn errors into a message and an exit code.
+
+    Users never get a traceback or the exit code of a failed gate.
+    """
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -133,7 +142,10 @@ def handle_errors(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def _describe_error(error: Exception, function: str) -> OnnxOpsError:
-    """Return the error to show: with the command that a missing package or a fault of onnx-ops ended."""
+    """Return the error to show.
+
+    For a missing package or a fault of onnx-ops, it names the command that ended.
+    """
     group, _, verb = function.partition("_")
     command = f"onnx-ops {f'{group} {verb}' if group in _GROUPS else function.replace('_', '-')}"
     shown: OnnxOpsError
@@ -214,7 +226,10 @@ def program(
 
 
 class Command(TyperCommand):
-    """A command whose docstring can be wrapped anywhere, with `FILE`, `N` or `a|b` for the values of options."""
+    """A command whose docstring can be wrapped anywhere.
+
+    The values of its options are shown as `FILE`, `N` or `a|b`.
+    """
 
     def __init__(self, name: str | None, **settings: Any) -> None:
         paragraphs = inspect.cleandoc(settings.get("help") or "").split("\n\n")
@@ -234,7 +249,10 @@ def make_group(name: str, text: str, example: str) -> typer.Typer:
 
 
 def add_command(group: typer.Typer, name: str) -> Callable[[F], F]:
-    """Add a function to the sub-commands of a group; the errors that it raises become exit codes."""
+    """Add a function to the sub-commands of a group.
+
+    The errors that it raises become exit codes.
+    """
 
     def add(function: F) -> F:
         group.command(name, cls=Command)(handle_errors(function))
@@ -267,7 +285,10 @@ class _Argument(TyperArgument):
 
 class _Option(TyperOption):
     def process_value(self, ctx: Any, value: Any) -> Any:
-        """Return the converted value; the error of a misspelt choice suggests the one that was meant."""
+        """Return the converted value.
+
+        The error of a misspelt choice suggests the choice that was meant.
+        """
         try:
             return super().process_value(ctx, value)
         except typer.BadParameter as error:
@@ -288,7 +309,10 @@ class _Option(TyperOption):
 
 
 def _named(params: list[Any]) -> list[Any]:
-    """Change the classes of parameters: Typer makes them itself and has no setting for that."""
+    """Change the classes of parameters.
+
+    Typer makes the parameters itself and has no setting for their classes.
+    """
     for param in params:
         if isinstance(param, TyperArgument):
             param.__class__ = _Argument
@@ -324,7 +348,10 @@ def print_json(document: Any) -> None:
 def print_result(
     document: Callable[[], Any], report: Callable[[], None] | str, *, as_json: bool
 ) -> None:
-    """Print a result for machines, or a text or report for people. A caller in Python also gets the document."""
+    """Print a result for machines, or a text or report for people.
+
+    A caller in Python also gets the document.
+    """
     if (collected := collected_output.get()) is not None:
         collected.document = document()
     if as_json:
@@ -355,14 +382,21 @@ def documents(errors: Mapping[str, OnnxOpsError]) -> dict[str, Any]:
 def steps_to_document(
     reports: Mapping[str, Sequence[StepReport]], errors: Mapping[str, OnnxOpsError]
 ) -> dict[str, Any]:
-    """Return the list of steps of each endpoint, or the error that ended its reconciliation."""
+    """Return the list of steps of each endpoint.
+
+    If an error ended the reconciliation of an endpoint, the error is returned instead.
+    """
     return {**codec.to_json(reports), **documents(errors)}
 
 
 def exit_after_steps(
     reports: Mapping[str, Sequence[StepReport]], errors: Mapping[str, OnnxOpsError] | None = None
 ) -> None:
-    """Exit with the worst error's code, else 5 if something was refused, 4 if the registry did not answer."""
+    """Exit with the code of the worst error.
+
+    Without errors, exit with 5 if something was refused, or else with 4 if the registry did not
+    answer.
+    """
     if errors:
         raise typer.Exit(max(error.exit_code for error in errors.values()))
     if any(report.refused for steps in reports.values() for report in steps):
@@ -378,7 +412,10 @@ class Markup(str):
 
 
 def markup(template: str, *values: object) -> Markup:
-    """Return a template in Rich's markup with values at its `{}`, of which only `Markup` is styled."""
+    """Return a template in Rich's markup with values at its `{}`.
+
+    Only values that are `Markup` are styled.
+    """
     return Markup(
         template.format(
             *(value if isinstance(value, Markup) else escape(str(value)) for value in values)
@@ -387,7 +424,10 @@ def markup(template: str, *values: object) -> Markup:
 
 
 class SafeConsole(Console):
-    """A console on which no text of others is a command: of the terminal, or of a CI service that reads the lines."""
+    """A console on which no text of others acts as a command.
+
+    It protects the terminal, and a CI service that reads the lines.
+    """
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -397,7 +437,10 @@ class SafeConsole(Console):
             yield segment if segment.control else Segment(show(segment.text), segment.style)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print as a console does; on a CI service, lines that its runner would carry out are broken."""
+        """Print as a console does.
+
+        On a CI service, lines that its runner would carry out are broken.
+        """
         if self.is_terminal or not any(name in os.environ for name in _CI):
             super().print(*objects, **options)
             return
@@ -407,7 +450,10 @@ class SafeConsole(Console):
 
 
 def console() -> Console:
-    """Return standard output; `_UNWRAPPED` columns where it is no terminal, as programs read whole lines."""
+    """Return standard output as a console.
+
+    It has `_UNWRAPPED` columns where it is no terminal, since programs read whole lines.
+    """
     coloured = True if collected_output.get() is not None else None
     return SafeConsole(
         width=None if sys.stdout.isatty() else _UNWRAPPED,
@@ -471,7 +517,9 @@ def render_error(out: Console, error: OnnxOpsError, head: str = "error") -> None
 def print_table(
     heads: Sequence[str], rows: Sequence[Sequence[str] | str], *, out: Console | None = None
 ) -> None:
-    """Print rows of cells, or each row as a list of its cells where the columns would break words.
+    """Print rows of cells.
+
+    If the columns would break words, each row is printed as a list of its cells.
 
     Args:
         heads: names of the columns.
@@ -505,7 +553,10 @@ def _measure_columns(columns: Iterable[Sequence[Text]], pattern: re.Pattern[str]
 
 
 def _print_list(out: Console, titles: Sequence[Text], row: Sequence[Text]) -> None:
-    """Print the first cell of a row, and below it each other cell that is not empty, after its title."""
+    """Print the first cell of a row, and below it the other cells with their titles.
+
+    Empty cells are left out.
+    """
     _print_paragraph(out, row[0])
     for title, cell in zip(titles[1:], row[1:], strict=True):
         if cell.plain:
@@ -522,7 +573,10 @@ def _longest(cell: Text, pattern: re.Pattern[str]) -> int:
 
 
 def _shared(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
-    """Return widths between `least` and `most`; the remaining room is divided evenly among columns that need more."""
+    """Return widths between `least` and `most`.
+
+    The remaining room is divided evenly among columns that need more.
+    """
     widths = list(least)
     for _ in range(room - sum(widths)):
         wanting = [n for n, width in enumerate(widths) if width < most[n]]
@@ -554,7 +608,10 @@ def _print_paragraph(out: Console, text: Text, indent: int = 0, hang: int = 2) -
 
 
 def _wrapped(text: Text, width: int, *, first: int | None = None) -> list[Text]:
-    """Return lines of at most `width`, broken at spaces and line ends only; a longer word has a separate line."""
+    """Return lines of at most `width`, broken at spaces and line ends only.
+
+    A longer word has a separate line.
+    """
     lines: list[Text] = []
     for paragraph in text.split("\n", allow_blank=True):
         breaks: list[int] = []

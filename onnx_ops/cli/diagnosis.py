@@ -38,8 +38,9 @@ PINS = {
     "mlflow": (">=3.17", "older ones have known vulnerabilities"),
     "onnxruntime": (">=1.31", "the benchmarks of this release used it"),
 }
-"""Packages whose wrong version fails late or silently, and what it breaks. Extras bring all but the
-last.
+"""Packages whose wrong version fails late or silently, and what it breaks.
+
+Extras install all of them except the last.
 """
 
 EXTRAS = {
@@ -74,7 +75,10 @@ def _finding(
 def diagnose(
     project: Project, begin: Callable[[str], object] = lambda name: None
 ) -> list[Diagnosis]:
-    """Return all findings; a check that fails to run is a finding too. `begin` is called with the name of each."""
+    """Return all findings; a check that fails to run is a finding too.
+
+    `begin` is called with the name of each check.
+    """
     findings: list[Diagnosis] = []
     for name, check_of in _CHECKS.items():
         begin(name)
@@ -88,7 +92,10 @@ def diagnose(
 
 
 def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> list[Diagnosis]:
-    """Return a provider's findings for the endpoints of these pipeline files and for existing ones."""
+    """Return a provider's findings for its endpoints.
+
+    They are the endpoints of these pipeline files, and existing ones.
+    """
     deploys = [
         entry
         for file in files
@@ -123,7 +130,7 @@ def _packages(project: Project) -> Iterator[Diagnosis]:
         try:
             installed = version(name)
         except PackageNotFoundError:
-            # a package of an extra, which is checked below, or another build of ONNX Runtime
+            # It is a package of an extra, which is checked below, or another build of ONNX Runtime.
             continue
         ok = SpecifierSet(wanted).contains(Version(installed), prereleases=True)
         yield _finding(name, installed, ok=ok, remedy=f"pip install '{name}{wanted}': {breaks}")
@@ -145,7 +152,10 @@ def _plugins(project: Project) -> Iterator[Diagnosis]:
 
 
 def _optional(check: str, missing: Sequence[str], text: str) -> Diagnosis:
-    """Return a finding about packages that only some projects need: missing ones are no fault."""
+    """Return a finding about packages that only some projects need.
+
+    Missing packages are no fault.
+    """
     if not missing:
         return _finding(check, "ready")
     return _finding(check, text, absent=True, remedy=f"{plugins.install_hint(*missing)}.")
@@ -163,7 +173,10 @@ def _providers(project: Project) -> Iterator[Diagnosis]:
 
 @_named("pools")
 def _pools(project: Project) -> Iterator[Diagnosis]:
-    """Yield a line for each work pool that the project or Prefect names; none where no Prefect server is configured."""
+    """Yield a line for each work pool that the project or Prefect names.
+
+    There is none where no Prefect server is configured.
+    """
     if plugins.absent(plugins.EXTRAS["prefect"]):
         return
     named = set(project.settings.default_pools.values())
@@ -222,9 +235,7 @@ def _state(project: Project) -> Iterator[Diagnosis]:
     found = str(state) if state.exists() else f"{state} (created by the first run)"
     remedy = f"Make {parent} writable, or set ONNX_OPS_STATE."
     yield _finding("state folder", found, ok=os.access(parent, os.W_OK), remedy=remedy)
-    if (
-        "://" in project.settings.ledger
-    ):  # whether a service accepts writes is known by a write alone
+    if "://" in project.settings.ledger:  # only a write shows whether a service accepts writes
         return
     ledger = Path(project.settings.ledger)
     for folder in (ledger, *sorted(ledger.glob("*/"))) if ledger.is_dir() else ():
@@ -270,7 +281,7 @@ def _keys(project: Project) -> Iterator[Diagnosis]:
 
 
 def _describe_ledgers(project: Project, key: Digest) -> Iterator[Diagnosis]:
-    """Yield a finding for each ledger in which the signature of this machine does not count."""
+    """Yield a finding for each ledger that does not accept this machine's signature."""
     from onnx_ops.release.adoption import find_missing_key
 
     for name, why in find_missing_key(project.context, key).items():
@@ -378,7 +389,10 @@ def _endpoints(project: Project) -> Iterator[Diagnosis]:
 
 @_named("pipelines")
 def _without_file(project: Project) -> Iterator[Diagnosis]:
-    """Report endpoints whose pipeline no file describes, as after a rename of pipeline and endpoint together."""
+    """Report endpoints whose pipeline no file describes.
+
+    This happens after a rename of pipeline and endpoint together.
+    """
     states = [
         read_readable_state(project.context, name) for name in list_bound_endpoints(project.context)
     ]

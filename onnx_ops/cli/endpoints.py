@@ -67,11 +67,11 @@ def status(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what endpoints serve now, from the ledger and the endpoints. Needs no MLflow.
+    """Show what endpoints serve now, from the ledger and the endpoints.
 
-    Exit code 4 if an endpoint that should serve, or a provider that is asked for orphans, does not
-    answer; also if an endpoint answers its clients, but can no longer be changed; with --runs, if a
-    stage waits that no running worker takes.
+    Needs no MLflow. Exit code 4 if an endpoint that should serve, or a provider that is asked for
+    orphans, does not answer; also if an endpoint answers its clients, but can no longer be changed;
+    with --runs, if a stage waits that no running worker takes.
 
     Example: onnx-ops status --target cpu-1t
     """
@@ -143,10 +143,10 @@ def history(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what changed on endpoints, when, by whom and why; with --json also the evidence.
+    """Show what changed on endpoints, when, by whom and why.
 
-    Deleted endpoints are included. Needs no MLflow. Exit code 4 if a ledger is damaged: the entries
-    before the damage and the error are shown.
+    With --json, the evidence is shown too. Deleted endpoints are included. Needs no MLflow. Exit
+    code 4 if a ledger is damaged: the entries before the damage and the error are shown.
 
     Example: onnx-ops history --model digits-mlp --since 30d --json
     """
@@ -189,7 +189,7 @@ def prune(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old versions from the registry, this machine, the store and the providers.
+    """Remove old versions from the registry, this machine, store and providers.
 
     Never removed: a version that an alias points at, or that an endpoint serves, may go back to, or
     is about to serve; an object that a recorded result, the ledger or a decision behind an alias
@@ -330,7 +330,10 @@ def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
 
 
 def _print_answer(status: EndpointStatus) -> None:
-    """Print what an endpoint answers; if it does not or has no supervisor, the command that repairs it."""
+    """Print what an endpoint answers.
+
+    If it does not answer or has no supervisor, print the command that repairs it.
+    """
     address, repair = status.address or "", f"onnx-ops reconcile {status.state.endpoint}"
     if status.actual is not None:
         _print_served(status, status.actual, address)
@@ -388,7 +391,11 @@ def _print_replicas(servers: Sequence[EndpointServer], written_off: Collection[s
 
 
 def _describe_server_state(server: EndpointServer, *, is_written_off: bool) -> str:
-    """Return whether a server reports; one that was written off ends by that, and is back if it reports later."""
+    """Return whether a server reports.
+
+    A server that was written off and does not report has ended by that. If it reports later, it is
+    back.
+    """
     if not is_written_off:
         return server.state
     return "written off" if server.state == "ended" else f"{server.state}, back"
@@ -409,7 +416,10 @@ def _describe_differing_servers(servers: Sequence[EndpointServer]) -> Iterator[s
 
 
 def describe_pending(pending: PendingRollback, now: float) -> str:
-    """Return the goal of a pending rollback, its requester and age in seconds, and why it is pending."""
+    """Return the goal of a pending rollback, its requester, its age and its reason.
+
+    The age is in seconds. Failed attempts are described too.
+    """
     stable = pending.action.roles.stable
     to = stable.name if stable is not None else "nothing"
     text = (
@@ -444,7 +454,10 @@ def history_table(lines: Sequence[HistoryLine]) -> None:
 
 
 def traffic_chart(lines: Sequence[HistoryLine]) -> None:
-    """Print each endpoint's shares of traffic as bars, one for each change, with the reason below it."""
+    """Print each endpoint's shares of traffic as bars.
+
+    There is one bar for each change, with the reason below it.
+    """
     palette, width = (("█", "green"), ("▒", "cyan"), ("▓", "magenta"), ("░", "yellow")), 40
     for endpoint in dict.fromkeys(line.endpoint for line in lines):
         print_text("[bold]{}[/bold]: shares of traffic; times in UTC", endpoint)
@@ -469,7 +482,10 @@ def traffic_chart(lines: Sequence[HistoryLine]) -> None:
 
 
 def _print_runs(*, as_json: bool) -> None:
-    """Print the stages that run or wait in pools. Exit with 4 if no running worker takes one that waits."""
+    """Print the stages that run or wait in pools.
+
+    Exit with 4 if a stage waits that no running worker takes.
+    """
     project = open_project()
     with working("status", "asking Prefect", quiet=as_json):
         pools = project.running().pools.read_status()

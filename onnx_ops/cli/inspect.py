@@ -75,9 +75,10 @@ def inspect(
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Show the contents of an ONNX file and validate it: inputs, outputs, operators, weights, cost, targets.
+    """Show the contents of an ONNX file and validate it.
 
-    The cost comes from shapes alone; weights beside the file are not read.
+    The contents are inputs, outputs, operators, weights, cost and targets. The cost comes from
+    shapes alone; weights beside the file are not read.
 
     Exit code: 0 valid, 2 not valid, 5 its external weights are refused.
 
@@ -128,7 +129,10 @@ def _write_with_metadata(model: Path, output: Path, entries: Sequence[str]) -> N
 
 
 def _explain_refusals(summary: ModelSummary) -> dict[str, str]:
-    """Return by name why each known target refuses the model; empty where it accepts it."""
+    """Return why each known target refuses the model, by target.
+
+    The reason is empty where the target accepts it.
+    """
     from onnx_ops.config.targets import list_targets
     from onnx_ops.onnx_graph.compatibility import (
         explain_missing_operators,
@@ -148,7 +152,10 @@ def _explain_refusals(summary: ModelSummary) -> dict[str, str]:
 
 @contextmanager
 def view(path: Path, port: int) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Serve a graph with Netron; return its URL and a function that waits until it ends. Port 0 selects a free one."""
+    """Serve a graph with Netron, and return its URL and a function.
+
+    The function waits until the server ends. Port 0 selects a free port.
+    """
     require(*EXTRAS["view"], where="inspect --serve")
     netron = importlib.import_module("netron")
     host, taken = netron.start(str(path), address=("127.0.0.1", port or None), browse=False)

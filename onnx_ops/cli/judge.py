@@ -133,11 +133,11 @@ def judge(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Judge whether one ONNX file may take the place of another: answers, task metric, latency and size.
+    """Judge whether one ONNX file may take the place of another.
 
-    The kind of the candidate is derived from both files. A float model must give the same answers.
-    A rounded one (int8, 4-bit, float16) is judged by its weights, activations, function without
-    rounding, and task metric.
+    Answers, task metric, latency and size are judged. The kind of the candidate is derived from
+    both files. A float model must give the same answers. A rounded one (int8, 4-bit, float16) is
+    judged by its weights, activations, function without rounding, and task metric.
 
     Exit code: 0 accepted, 1 rejected, 2 wrong input, 3 inconclusive, 4 not measured.
 
@@ -198,9 +198,8 @@ def judge(
             seed=seed,
         )
         with show_progress("judge", baseline, candidate, quiet=quiet or as_json) as show_detail:
-            threading.Thread(
-                target=load_functions, daemon=True
-            ).start()  # while other processes run the models
+            # It loads while other processes run the models.
+            threading.Thread(target=load_functions, daemon=True).start()
             judgement = judge_candidate(replace(request, report=show_detail))
         judgement = _restore_given_files(judgement, given, casts)
     origin = _describe_origin(supplied, settings[0].samples, data, labels, seed)
@@ -217,7 +216,10 @@ def judge(
 def _restore_given_files(
     judgement: Judgement, given: Sequence[Path], casts: Sequence[str]
 ) -> Judgement:
-    """Return the judgement with the digests and sizes of the given files, not of those with casts around them."""
+    """Return the judgement with the digests and sizes of the given files.
+
+    Otherwise it would have those of the files with casts around them.
+    """
     from onnx_ops.domain.artifact import digest_file
     from onnx_ops.onnx_graph.model_info import read_model_info
 
@@ -249,7 +251,10 @@ def _describe_origin(
 
 
 def _parse_options(only: str | None, batch: str, files: Mapping[str, str | None]) -> list[int]:
-    """Return the sizes of requests. Raise UserError for an unknown part, or a file in a missing folder."""
+    """Return the sizes of requests.
+
+    Raise UserError for an unknown part, or a file in a missing folder.
+    """
     if only not in (None, "parity", "latency"):
         raise UserError(
             f"there is no part {only!r}", where="--only", remedy="Give parity or latency."
@@ -266,7 +271,10 @@ def _parse_options(only: str | None, batch: str, files: Mapping[str, str | None]
 
 
 def _with_casts(given: Sequence[Path], stack: ExitStack) -> tuple[Path, Path, list[str]]:
-    """Return the files, with casts around one whose float inputs differ from the baseline's; and notes on these."""
+    """Return the files with casts where they need them, and notes on the casts.
+
+    Casts are put around a file whose float inputs differ from the baseline's.
+    """
     from onnx_ops.onnx_graph.rewrites import read_boundary_types, write_with_boundary_casts
     from onnx_ops.scratch import Scratch
 
@@ -377,7 +385,10 @@ def _check_metric(name: str | None, *, lower_is_better: bool) -> None:
 def _build_gate(
     name: str | None, dataset: Dataset | None, drop: float, *, lower_is_better: bool
 ) -> tuple[MetricGate, dict[str, Any]]:
-    """Return the gate of the named metric, or of the one that fits the labels; and the function that it calls."""
+    """Return the gate of a metric, and the function that it calls.
+
+    The metric is the named one, or the one that fits the labels.
+    """
     from onnx_ops.domain.task_metrics import DEFAULT_FOR_CLASSES, DEFAULT_FOR_NUMBERS
     from onnx_ops.measure.user_functions import importable, load_function
     from onnx_ops.tools.task_judgement import build_metric_gate

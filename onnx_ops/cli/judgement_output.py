@@ -1,4 +1,7 @@
-"""The output of `onnx-ops judge`: a report, a table for a pull request, or a document."""
+"""The output of `onnx-ops judge`: a report, a table or a document.
+
+The table is for a pull request.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ _SHOWN = 3
 def build_heading(
     judgement: Judgement, baseline: str, candidate: str, rows: str, settings: Sequence[SweepPoint]
 ) -> Heading:
-    """Return what stands above the table; `rows` is where the rows are from, `settings` the sweep."""
+    """Return the heading above the table.
+
+    `rows` describes where the rows are from, and `settings` are the sweep.
+    """
     from onnx_ops.reporting.formatting import format_figure
     from onnx_ops.reporting.judgement import Heading
 
@@ -174,7 +180,10 @@ def _print_rows(rows: Sequence[Row], *, with_target: bool) -> None:
 
 
 def _print_reasons(rows: Sequence[Row], *, with_target: bool) -> None:
-    """Print why rows did not pass; the reason of a single row on a single target stands above already."""
+    """Print why rows did not pass.
+
+    The reason of a single row on a single target is above the table already.
+    """
     if len(rows) < 2 and not with_target:
         return
     for row in rows[:_SHOWN]:

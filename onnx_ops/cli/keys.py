@@ -89,7 +89,9 @@ def keys_new(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Create a key pair if there is none: a private key with mode 0600, and its public key.
+    """Create a key pair if there is none.
+
+    It has a private key with mode 0600, and its public key.
 
     Example: onnx-ops keys new
     """
@@ -127,11 +129,12 @@ def keys_admit(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Let another machine's key sign in the ledgers: start, advance and finish rollouts.
+    """Let another machine's key sign in the ledgers.
 
-    The public key is copied to the trusted release keys here, and a signed entry of each ledger
-    names it. Other machines read that entry, so that nothing is copied to them. Decisions need a
-    gate key: copy it into the folder `gate` of the trusted keys of every machine.
+    It can then start, advance and finish rollouts. The public key is copied to the trusted release
+    keys here, and a signed entry of each ledger names it. Other machines read that entry, so that
+    nothing is copied to them. Decisions need a gate key: copy it into the folder `gate` of the
+    trusted keys of every machine.
 
     Example: onnx-ops keys admit reconciler.pub.pem
     """
@@ -226,7 +229,8 @@ def keys_retire(
         )
     archived: tuple[Path, ...] = ()
     if not dry_run:
-        # The ledgers refuse the key before this machine forgets it: a failure leaves it retirable.
+        # The ledgers refuse the key before this machine removes it, so that a failed command can
+        # be repeated.
         _withdraw_from_ledgers(project.context, known.key, last, force=force)
         archived = keyring.retire(known)
     if as_json:
@@ -243,14 +247,16 @@ def keys_retire(
 
 
 def _list_dependents(context: Context, key: Digest, *, force: bool) -> tuple[Dependent, ...]:
-    """Return the versions that lose their decision; with `force`, none if the registry does not answer."""
+    """Return the versions that lose their decision.
+
+    With `force`, return none if the registry does not answer.
+    """
     from onnx_ops.release.audit import list_dependents
 
     try:
         return list_dependents(context, key)
-    except (
-        ServiceUnavailableError
-    ) as error:  # a stolen key may be retired while the registry is down
+    except ServiceUnavailableError as error:
+        # A stolen key may be retired while the registry is down.
         if not force:
             raise
         say(f"unknown which versions lose their decision: {error}", err=True)
@@ -260,7 +266,10 @@ def _list_dependents(context: Context, key: Digest, *, force: bool) -> tuple[Dep
 def _withdraw_from_ledgers(
     context: Context, key: Digest, keep: Mapping[str, int], *, force: bool
 ) -> None:
-    """Stop accepting new entries by a key in all ledgers; with `force`, report those that fail and continue."""
+    """Stop accepting new entries by a key in all ledgers.
+
+    With `force`, report the ledgers that fail and continue.
+    """
     from onnx_ops.release.adoption import withdraw_key
 
     _, errors = withdraw_key(context, key, keep=keep)

@@ -51,12 +51,12 @@ def ledger_adopt(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make the last intact state of a ledger count that is damaged or was restored from a backup, with a signed entry.
+    """Make the last intact state of a ledger count, with a signed entry.
 
-    The entries after that state stay where they are and count no longer. Rejections among them are
-    lost, except for their marks in MLflow. Nothing changes at the endpoint before the next
-    `onnx-ops rollback` or `reconcile`. It needs a release key. Prefer to restore the files from a
-    backup.
+    Use it for a ledger that is damaged or was restored from a backup. The entries after that state
+    stay where they are and count no longer. Rejections among them are lost, except for their marks
+    in MLflow. Nothing changes at the endpoint before the next `onnx-ops rollback` or `reconcile`.
+    It needs a release key. Prefer to restore the files from a backup.
 
     Example: onnx-ops ledger adopt digits --reason "disk failure"
     """

@@ -32,10 +32,11 @@ def doctor(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Check packages, providers, services, keys and pins; every problem comes with a remedy.
+    """Check packages, providers, services, keys and pins.
 
-    With --provider, only the requirements of that endpoint provider are checked: package,
-    credentials, region, role, quota. Exit code 4 if something is broken.
+    Every problem comes with a remedy. With --provider, only the requirements of that endpoint
+    provider are checked: package, credentials, region, role, quota. Exit code 4 if something is
+    broken.
 
     Example: onnx-ops doctor --provider azureml configs/pipelines/digits.yaml
     """
@@ -75,11 +76,12 @@ def doctor(
 
 
 def targets(as_json: AsJson = False) -> None:
-    """List the project's targets and the shipped profiles, and which this machine can measure.
+    """List the project's targets and the shipped profiles.
 
-    A session of a tiny model is built for each; nothing is measured. A profile is used by its name.
-    A file configs/targets/NAME.yaml overrides the profile of that name. "never measured" marks the
-    shipped profiles on whose hardware no model was timed; their settings follow documentation.
+    Shows which of them this machine can measure. A session of a tiny model is built for each;
+    nothing is measured. A profile is used by its name. A file configs/targets/NAME.yaml overrides
+    the profile of that name. "never measured" marks the shipped profiles on whose hardware no model
+    was timed; their settings follow documentation.
 
     Example: onnx-ops targets --json
     """
@@ -124,7 +126,7 @@ def work(
     The pool is created if it is missing. This machine and those that run pipelines need the same
     Prefect server (PREFECT_API_URL), the same `store` in onnx-ops.toml and the same release of
     onnx-ops. Ctrl-C or SIGTERM lets the running stages finish and takes no further ones; a second
-    one ends them at once.
+    one ends them immediately.
 
     Example: onnx-ops work --pool gpu --kinds train --kinds benchmark
     """
@@ -138,7 +140,10 @@ def work(
 
 
 def _with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add one flag per option to a command, so that each is described in one place only (`ServerOptions`)."""
+    """Add one flag per option to a command.
+
+    Each option is then described in one place only (`ServerOptions`).
+    """
     hints = get_type_hints(command, include_extras=True)
     own = [
         p.replace(annotation=hints[p.name])
@@ -182,11 +187,11 @@ def serve(
     ] = "",
     **options: Any,
 ) -> None:
-    """Run the endpoint server in the foreground, with the table last published in its folder.
+    """Run the endpoint server in the foreground.
 
-    With --follow, it is a replica of an endpoint with `provider: replicas`: it serves what the
-    newest signed table there says, and reports. It needs --reports, --endpoint and --trusted-keys.
-    See `onnx-ops docs replicas`.
+    It serves the table last published in its folder. With --follow, it is a replica of an endpoint
+    with `provider: replicas`: it serves what the newest signed table there contains, and reports.
+    It needs --reports, --endpoint and --trusted-keys. See `onnx-ops docs replicas`.
 
     Example: onnx-ops serve --state-dir .onnx-ops/endpoints/digits --port 8080 --workers 4
     """

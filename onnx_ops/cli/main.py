@@ -1,4 +1,7 @@
-"""The command line. A command imports only what it runs, the modules of other commands included."""
+"""The command line.
+
+A command imports only what it runs. This applies to the modules of other commands too.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,9 @@ _COMMANDS = {
     "keys": (MACHINE, "keys"),
     "ledger": (MACHINE, "ledgers"),
 }
-"""Panel and module of each command, in the order of the help. The function has the command's name.
+"""Panel and module of each command, in the order of the help.
+
+The function has the command's name.
 """
 
 _RUNNING_MODELS = ("judge", "bench", "quantize")
@@ -88,11 +93,10 @@ def __getattr__(name: str) -> Any:
 
 def main() -> None:
     """Run the command line."""
-    gc.set_threshold(
-        50_000, 20, 20
-    )  # imports make many objects and no garbage: a tenth of their time
-    # The collections at the end of the process look at every object of MLflow's modules: 1.1 s for
-    # nothing.
+    # Imports make no garbage; collections would take a tenth of their time.
+    gc.set_threshold(50_000, 20, 20)
+    # The collections at the end of the process would look at every object of MLflow's modules,
+    # which takes 1.1 s and frees nothing.
     atexit.register(gc.freeze)
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command in _RUNNING_MODELS and not {"--help", "-h"}.intersection(sys.argv):

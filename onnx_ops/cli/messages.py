@@ -1,4 +1,7 @@
-"""Commands about messages to and from this project: notify, webhooks install, check and remove."""
+"""Commands about messages to and from this project.
+
+They are notify, and webhooks install, check and remove.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,9 @@ def docs(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a page of the documentation, or list all pages. Error messages name pages by this command.
+    """Show a page of the documentation, or list all pages.
+
+    Error messages name pages by this command.
 
     Example: onnx-ops docs runbooks/ledger-damaged
     """

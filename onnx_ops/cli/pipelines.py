@@ -122,7 +122,7 @@ def check(
     """Validate pipeline files without running anything.
 
     Opens data and ready models, reads the training function's signature, and looks for the packages
-    and credentials that a run needs. Reports all problems at once, each with line and column.
+    and credentials that a run needs. Reports all problems together, each with line and column.
 
     Exit code: 0 no problems, 2 a file is wrong, 4 only this machine lacks something.
 
@@ -145,9 +145,8 @@ def check(
             ]
         except ConfigError as error:
             problems.extend(error.problems)
-        except (
-            UserError
-        ) as error:  # a file that cannot be read does not stop the check of the others
+        except UserError as error:
+            # A file that cannot be read does not stop the check of the others.
             if len(files) == 1:
                 raise
             message = str(UserError(error.what, why=error.why, remedy=error.remedy))
@@ -169,10 +168,11 @@ def plan(
     no_cache: NoCache = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a run would do: each stage, whether its result is stored already, and where it runs.
+    """Show what a run would do with each stage, and where it runs.
 
-    The time of a stage is that of its last execution from here, without waiting. Its price is that
-    time at the `price_per_hour` of the target.
+    Shows whether the result of a stage is stored already. The time of a stage is that of its last
+    execution from here, without waiting. Its price is that time at the `price_per_hour` of the
+    target.
 
     Example: onnx-ops plan configs/pipelines/digits-mlp.yaml --set train.with.seed=3
     """
@@ -212,7 +212,10 @@ def plan(
 
 
 def _describe_outcome(outcome: StageOutcome | None) -> str:
-    """Return what a run would do with a stage from the outcome that is known before it runs."""
+    """Return what a run would do with a stage.
+
+    `outcome` is what is known of the stage before it runs.
+    """
     if outcome is None:
         return "run"
     return "unchanged" if outcome.status is StageStatus.CACHED else f"skip: {outcome.reason}"
@@ -234,10 +237,11 @@ def run(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run pipelines: train, export, validate, quantize, benchmark, gate, register, deploy.
+    """Run pipelines, from training to deployment.
 
-    Stored results are reused. With --jobs, several pipelines, or the stages of one, run in
-    parallel; a measurement has the machine to itself.
+    The stages are train, export, validate, quantize, benchmark, gate, register and deploy. Stored
+    results are reused. With --jobs, several pipelines, or the stages of one, run in parallel; a
+    measurement has the machine to itself.
 
     Training code can read what this command can, its key included. To keep the key from it, run
     twice, on two machines or as two users: with --until gate and --hand-over without a key, then
@@ -313,7 +317,10 @@ def run(
 def _check_folders(
     hand_over: Path | None, take_over: Path | None, no_cache: Sequence[StageKind]
 ) -> None:
-    """Refuse a folder of results that exists, and a run of stages whose results were handed over."""
+    """Refuse a folder of results that exists, and stages with results handed over.
+
+    A run with `--take-over` executes no stage before the gates.
+    """
     from onnx_ops.app.hand_over import require_new_folder
 
     if hand_over is not None:
@@ -335,7 +342,7 @@ def _print_run(
     details: bool,
     as_json: bool,
 ) -> None:
-    """Print the results of one pipeline, compared with the champions and `base` if there is one."""
+    """Print the results of one pipeline, compared with the champions and `base`."""
     from onnx_ops.app.results import evidence_of
     from onnx_ops.cli.tables import comparison_report, summary_report
     from onnx_ops.measure.paired_rows import compare_rows
@@ -375,10 +382,11 @@ def affected(
     since: Annotated[str, typer.Option(help="Branch, tag or commit to compare with.")] = "main",
     as_json: AsJson = False,
 ) -> None:
-    """List the pipelines that a change affects: by file, target, data, model, or imported code.
+    """List the pipelines that a change affects.
 
-    All changes since this branch left the other one count, committed or not. A `.dvc` file stands
-    for the data that it points to. Exit code: 0, even if none is affected.
+    A change affects them by file, target, data, model, or imported code. All changes since this
+    branch left the other one count, committed or not. A `.dvc` file stands for the data that it
+    points to. Exit code: 0, even if none is affected.
 
     Example: onnx-ops affected --since origin/main
     """

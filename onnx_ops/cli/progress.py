@@ -1,4 +1,7 @@
-"""Progress on standard error: the running steps, their duration, and an estimate of the remaining time."""
+"""Progress on standard error.
+
+It shows the running steps, their duration, and an estimate of the remaining time.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +33,17 @@ _LINES = {
 }
 
 _WAIT_S = 1.0
-"""Shorter waiting is not reported."""
+"""A shorter waiting time is not reported."""
 
 _SLOW_AFTER_S = 2.0
-"""Longer steps are shown, also without a terminal."""
+"""Longer steps are shown even without a terminal."""
 
 
 def read_durations(console: Console) -> Durations:
-    """Return the last durations of commands, from the user's cache. Only terminals show estimates."""
+    """Return the last durations of commands, from the user's cache.
+
+    Only terminals show estimates.
+    """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Durations(home / "onnx-ops" / "durations.json" if console.is_terminal else None)
 
@@ -133,7 +139,7 @@ class StepProgress:
         names, count = [*begun], len(self._steps)
         remaining = self._estimate(begun)
         left = f", about {format_seconds(remaining)} left" if remaining else ""
-        if len(names) > 1:  # long: a narrow terminal cuts names off, and not the time
+        if len(names) > 1:  # the names come last: a narrow terminal cuts them off
             return f"[{len(self._done)}/{count} done{left}] {', '.join(names)} …"
         (name,) = names
         place = (
@@ -147,18 +153,17 @@ class StepProgress:
         return Text(self.line(), no_wrap=True, overflow="ellipsis")
 
     def _estimate(self, begun: Mapping[str, float]) -> float | None:
-        """Return the remaining time from the last durations; None where they are not known.
+        """Return the remaining time from the last durations.
 
-        With parallel steps it is the longest chain of dependent steps, or the sum divided among
-        `jobs`, if longer.
+        Return None where they are not known. With parallel steps it is the longest chain of
+        dependent steps, or the sum divided among `jobs`, if longer.
         """
         names = dict.fromkeys([*begun, *(name for name in self._steps if name not in self._done)])
         known: dict[str, float] = {}
         for name in names:
             last = self._durations.last.get(self._prefix + name)
-            if (
-                last is None and "/" in name
-            ):  # that of the latest step of its kind (`benchmark/…`) in this run
+            # Use the duration of the latest step of its kind (`benchmark/…`) in this run.
+            if last is None and "/" in name:
                 last = self._durations.last.get(f"{self._prefix}{name.partition('/')[0]}/")
             if last is not None:
                 known[name] = last
@@ -181,7 +186,10 @@ def format_seconds(value: float) -> str:
 
 @contextlib.contextmanager
 def working(command: str, *steps: str, quiet: bool = False) -> Iterator[StepProgress]:
-    """Show the steps of a command that can take longer than two seconds; start with the first."""
+    """Show the steps of a command that can take longer than two seconds.
+
+    The first step starts immediately.
+    """
     console = Console(quiet=True, file=io.StringIO()) if quiet else error_console()
     durations = read_durations(console)
     progress = StepProgress(console, durations, f"{command} ", steps)
@@ -200,10 +208,10 @@ def working(command: str, *steps: str, quiet: bool = False) -> Iterator[StepProg
 
 
 class RunProgress(Observer):
-    """Shows a run: the running stages with the remaining time, and each one that has ended.
+    """Shows a run: the running stages, and each stage that has ended.
 
-    For several runs in parallel, it shows only stages that did work, with the name of their
-    pipeline.
+    The remaining time is shown too. For several runs in parallel, it shows only stages that did
+    work, with the name of their pipeline.
     """
 
     def __init__(self, console: Console, *, jobs: int = 1, is_one_of_several: bool = False) -> None:
@@ -215,7 +223,10 @@ class RunProgress(Observer):
         self._worked: dict[str, float] = {}
 
     def planned(self, plan: Plan) -> None:
-        """Add the stages. Parallel durations include waiting, so they are recorded separately."""
+        """Add the stages of a run.
+
+        Parallel durations include waiting, so they are recorded separately.
+        """
         self._name = f"{plan.pipeline} " if self._is_one_of_several else " "
         self._prefix = f"run {plan.pipeline} {f'--jobs {self._jobs} ' if self._jobs > 1 else ''}"
         self._progress = StepProgress(self._console, self._durations, self._prefix, jobs=self._jobs)
@@ -242,13 +253,19 @@ class RunProgress(Observer):
             self._console.print(Text(f"   {prefix}{line}"), soft_wrap=True)
 
     def printed(self, stage: Stage, line: str, file: Path) -> None:
-        """Show the last line that a stage's code printed, on a terminal; its file has all of them."""
+        """Show the last line that a stage's code printed, on a terminal.
+
+        The stage's file has all lines.
+        """
         self._files[stage.id] = file
         if self._console.is_terminal and not self._is_one_of_several:
             self._progress.show_detail(line)
 
     def _describe_output(self, stage: Stage) -> str:
-        """Return where the output of training is; other stages print what their libraries report."""
+        """Return where the output of training is.
+
+        Other stages print only what their libraries report.
+        """
         file = self._files.get(stage.id)
         if file is None or stage.kind is not StageKind.TRAIN:
             return ""
@@ -281,7 +298,7 @@ class RunProgress(Observer):
                 StageStatus.CACHED: "unchanged",
                 StageStatus.DONE: self._describe_time(stage, outcome)
                 + self._describe_output(stage),
-                # the report has the reason
+                # The report has the reason.
                 StageStatus.FAILED: f"failed after {self._describe_time(stage, outcome)}",
                 StageStatus.SKIPPED: f"skipped: {outcome.reason}",
             }[outcome.status]

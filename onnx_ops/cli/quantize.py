@@ -88,7 +88,9 @@ def quantize(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Quantize an ONNX file by a recipe that fits its targets, and show how each target runs it.
+    """Quantize an ONNX file by a recipe that fits its targets.
+
+    Shows how each target runs it.
 
     `--method auto` searches for the recipe under a budget. A repeated call resumes an interrupted
     search. It writes everything it tried beside OUT, as OUT.search.json.
@@ -154,7 +156,7 @@ def quantize(
 
 
 def _refuse_recipe_options(exclude: list[str] | None, options: list[str] | None) -> None:
-    """Refuse what a search chooses for every recipe it tries."""
+    """Refuse the options that a search chooses for every recipe it tries."""
     from onnx_ops.domain.quantization import AUTO
 
     if exclude or options:
@@ -163,7 +165,7 @@ def _refuse_recipe_options(exclude: list[str] | None, options: list[str] | None)
 
 
 def _refuse_search_options(method: str, tuning_data: Path | None, budget: list[str] | None) -> None:
-    """Refuse what a single recipe does not use."""
+    """Refuse the options that a single recipe does not use."""
     if tuning_data or budget:
         raise UserError(
             f"{method} is a single recipe",
@@ -196,7 +198,10 @@ def _parse_metric(name: str) -> MetricDefinition:
 
 
 def _digest_rows(**paths: Path | None) -> dict[str, Digest]:
-    """Return the digest of each file of rows that is given: a search resumes only on the same ones."""
+    """Return the digest of each file of rows that is given.
+
+    A search resumes only on the same rows.
+    """
     return {name: digest_file(path) for name, path in paths.items() if path}
 
 

@@ -1,4 +1,7 @@
-"""Commands about releases: explain, report, export-dvc, drift check, promote, reconcile."""
+"""Commands about releases.
+
+They are explain, report, export-dvc, drift check, promote and reconcile.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +105,9 @@ def promote(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a version the challenger of a target, and start its rollout on every endpoint that serves the target.
+    """Make a version the challenger of a target, and start its rollout.
+
+    The rollout starts on every endpoint that serves the target.
 
     Example: onnx-ops promote digits-mlp/3 --target cpu-1t --reason "better on zeros"
     """
@@ -253,9 +258,10 @@ def export_dvc(
     ] = Path("plots"),
     as_json: AsJson = False,
 ) -> None:
-    """Write the metrics of a release in DVC's formats, for `dvc metrics show` and `dvc plots show`.
+    """Write the metrics of a release in DVC's formats.
 
-    Nothing is measured; the evidence is the signed one.
+    They are for `dvc metrics show` and `dvc plots show`. Nothing is measured; the evidence is the
+    signed one.
 
     Example: onnx-ops export-dvc digits-mlp/3 --metrics metrics.json --plots plots
     """
@@ -302,10 +308,10 @@ def drift_check(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Benchmark the current champions again, to detect drift after an upgrade or on a new machine.
+    """Benchmark the current champions again, to detect drift.
 
-    Runs each champion's own benchmark and judges it by the gates of its release. Records and
-    changes nothing.
+    Use it after an upgrade or on a new machine. Runs each champion's own benchmark and judges it by
+    the gates of its release. Records and changes nothing.
 
     Exit code: 1 if a champion has drifted, else 4 if one could not be measured, else 0.
 

@@ -1,4 +1,7 @@
-"""Commands that move traffic: rollout status, advance, pause, resume and abort; rollback."""
+"""Commands that move traffic.
+
+They are rollout status, advance, pause, resume and abort, and rollback.
+"""
 
 from __future__ import annotations
 
@@ -171,7 +174,11 @@ def _reconcile(context: Context, endpoint: str, actor: str, *, as_json: bool) ->
 
 
 def _follow(context: Context, view: RolloutView | None, pause_s: float, *, as_json: bool) -> None:
-    """Show the rollout until it ends: in place on a terminal, as lines of JSON, else as new lines only."""
+    """Show the rollout until it ends.
+
+    It is shown in place on a terminal, and as lines of JSON with `as_json`. Otherwise only new
+    lines are shown.
+    """
     from rich.live import Live
 
     from onnx_ops.release.status import read_rollout_view
@@ -210,16 +217,20 @@ def _render(view: RolloutView) -> Group:
         summaries = [guard.summary for guard in judged.guardrails]
         outliers = [outlier.summary for outlier in judged.outliers]
         texts = [*summaries, judged.ab_summary, judged.split_mismatch, *outliers]
+        # `next` can repeat one of these texts.
         lines = [
             *(text for text in texts if text and text not in view.next),
             view.next,
-        ]  # `next` cites its reason
+        ]
     first = Text.from_markup(f"{head}, here for {view.seconds:.0f} s", emoji=False)
     return Group(first, *(Padding(Text(line), (0, 0, 0, 2), expand=False) for line in lines))
 
 
 def _describe_end(context: Context, endpoint: str) -> tuple[Text, bool]:
-    """Return how the last rollout ended, in one line, and whether the candidate was rolled back."""
+    """Return how the last rollout ended, and whether the candidate was rolled back.
+
+    The end is described in one line.
+    """
     from onnx_ops.domain.ledger import Intent
     from onnx_ops.domain.rollout import ActionKind
 
@@ -277,11 +288,12 @@ def rollback(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Move all traffic back to the previous version, now. Needs neither Prefect nor MLflow.
+    """Move all traffic back to the previous version, now.
 
-    Repeating a finished rollback is no error. Exit code 4, within ten seconds, if it could not be
-    done yet. Then a background process retries for 15 minutes, and so does every reconciliation,
-    until it is done or withdrawn with --withdraw. Meanwhile the version counts as rejected.
+    Needs neither Prefect nor MLflow. Repeating a finished rollback is no error. Exit code 4, within
+    ten seconds, if it could not be done yet. Then a background process retries for 15 minutes, and
+    so does every reconciliation, until it is done or withdrawn with --withdraw. Meanwhile the
+    version counts as rejected.
 
     The aliases follow in the background, or by the reconciler. A single endpoint of several that
     serve the same model and target is pinned and leaves the aliases as they are; --all moves them.
@@ -393,7 +405,10 @@ def _print_moves(moved: Mapping[str, RollbackResult], errors: Mapping[str, OnnxO
 def _list_unfinished(
     project: Project, moved: Mapping[str, RollbackResult], errors: Mapping[str, OnnxOpsError]
 ) -> list[str]:
-    """Return the endpoints whose registry part is pending, and those whose rollback can be finished here."""
+    """Return the endpoints that are not finished.
+
+    Their registry part is pending, or their rollback can be finished here.
+    """
     unfinished = [name for name, move in moved.items() if move.pending_aliases]
     pending = [name for name, error in errors.items() if isinstance(error, StillPendingError)]
     return [*unfinished, *(name for name in pending if _is_here(project, name))]
@@ -405,7 +420,10 @@ def _document(
     errors: Mapping[str, OnnxOpsError],
     pending: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return what `--json` prints about an endpoint: its error, or its move and what the registry waits for."""
+    """Return what `--json` prints about an endpoint.
+
+    It is the endpoint's error, or its move and what the registry waits for.
+    """
     if name in errors:
         return {"endpoint": name, **errors[name].as_document()}
     return {
@@ -424,7 +442,9 @@ def _is_here(project: Project, endpoint: str) -> bool:
 def _finish(
     project: Project, pending_names: Sequence[str], moved: Sequence[str], actor: str
 ) -> dict[str, str]:
-    """Write aliases and send notifications; return by endpoint why its aliases are not written yet.
+    """Write aliases and send notifications.
+
+    Return by endpoint why its aliases are not written yet.
 
     A notification that fails does not fail the rollback: the ledger keeps pending notifications.
     """
@@ -447,10 +467,11 @@ def _finish(
 def _hand_over(
     project: Project, pending_names: Sequence[str], moved: Sequence[str]
 ) -> dict[str, str]:
-    """Leave aliases, pending traffic and notifications to processes that outlive this one.
+    """Leave aliases, traffic and notifications to processes that outlive this one.
 
-    Importing MLflow takes longer than the whole rollback. If such a process dies, the ledger keeps
-    the pending work, and every reconciliation tries again. Return a text by endpoint.
+    The traffic is that of pending rollbacks. Importing MLflow takes longer than the whole rollback.
+    If such a process dies, the ledger keeps the pending work, and every reconciliation tries again.
+    Return a text by endpoint.
     """
     state, text = project.settings.state, ""
     work: dict[Path, Sequence[str]] = {}

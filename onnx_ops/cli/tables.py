@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from onnx_ops.reporting.comparison import ModelComparison, VariantRow
 
 _REASONS = 2
-"""Failed gates of a variant that the short report explains."""
+"""Failed gates of each variant that the short report explains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,10 @@ def plan_table(pipeline: str, stages: Sequence[PlannedStage]) -> None:
 
 
 def _describe_work(stage: PlannedStage, *, placed: bool) -> str:
-    """Return what a run would do with a stage: where if `placed`, how long it takes and its price."""
+    """Return what a run would do with a stage, how long it takes and its price.
+
+    With `placed`, the place where it runs is included.
+    """
     text = stage.would
     if placed and stage.would == "run":
         text += f" in pool {stage.pool}" if stage.pool else " here"
@@ -104,7 +107,10 @@ def _print_total(stages: Sequence[PlannedStage]) -> None:
 
 
 def gate_report(rows: Sequence[ResultRow]) -> None:
-    """Print every gate of every variant and target, and the reason of each that did not pass."""
+    """Print every gate of every variant and target.
+
+    The reason of each gate that did not pass is printed too.
+    """
     cells: list[Sequence[str] | str] = []
     last = ("", "")
     for row in rows:
@@ -138,7 +144,10 @@ def summary_report(
     *,
     details: bool,
 ) -> None:
-    """Print the results of a run; with `details` every gate result instead of key metrics and failures."""
+    """Print the results of a run.
+
+    With `details`, every gate result is printed instead of key metrics and failures.
+    """
     decisions = _without(errors, summary.decisions)
     if details and decisions:
         gate_report(result_table(decisions))
@@ -158,7 +167,10 @@ def summary_report(
 def _target_report(
     choice: Choice, decisions: Sequence[Decision], evidence: Mapping[tuple[str, str], Evidence]
 ) -> int:
-    """Print the choice of a target, the key metrics of each variant and what failed; return the number of results."""
+    """Print the choice of a target, and return the number of results.
+
+    The key metrics of each variant and what failed are printed too.
+    """
     from onnx_ops.reporting.metrics import sampled_rows
 
     decisions = [decision for decision in decisions if decision.target == choice.target]
@@ -186,7 +198,10 @@ def _target_report(
 def _print_variants(
     decisions: Sequence[Decision], evidence: Mapping[tuple[str, str], Evidence]
 ) -> None:
-    """Print the key metrics of each variant of a target, without the columns that no variant fills."""
+    """Print the key metrics of each variant of a target.
+
+    Columns that no variant fills are left out.
+    """
     from onnx_ops.reporting.comparison import variant_rows
     from onnx_ops.reporting.metrics import headline
 
@@ -205,7 +220,10 @@ def _print_variants(
 
 
 def _find_reference(decisions: Sequence[Decision]) -> str:
-    """Return the model with which latency was compared: the champion if it was; empty if none."""
+    """Return the model with which latency was compared.
+
+    It is the champion if latency was compared with it. The result is empty if there is none.
+    """
     prefix = "ratio vs "
     metrics = {result.metric for decision in decisions for result in decision.results}
     names = {metric.removeprefix(prefix) for metric in metrics if metric.startswith(prefix)}
@@ -225,7 +243,10 @@ def _print_advisories(decisions: Sequence[Decision]) -> bool:
 
 
 def _describe_row(row: VariantRow, decision: Decision, metric: str, against: str) -> list[str]:
-    """Return the cells of a variant: its metric, median latency, ratio against another model, and size."""
+    """Return the cells of a variant.
+
+    They are its metric, median latency, ratio against another model, and size.
+    """
     ratio = next(
         (r for r in decision.results if r.gate == "latency" and r.metric == f"ratio vs {against}"),
         None,
@@ -244,7 +265,10 @@ def _describe_row(row: VariantRow, decision: Decision, metric: str, against: str
 
 
 def _is_unmeasured(decisions: Sequence[Decision]) -> bool:
-    """Return whether all that is known of each variant is the stage that failed; its error is printed for itself."""
+    """Return whether only the failed stage is known of each variant.
+
+    The error of that stage is printed separately.
+    """
     return all(
         result.gate == "measurement" for decision in decisions for result in decision.results
     )
@@ -256,7 +280,8 @@ def _print_choice(choice: Choice, decisions: Sequence[Decision]) -> None:
         print_text("{}: [bold]{}[/bold] is chosen ({})", head, choice.variant, choice.reason)
         return
     decisions = [decision for decision in decisions if decision.target == choice.target]
-    if any(decision.verdict is Verdict.PASS for decision in decisions):  # not enough, among so many
+    # A variant that passes can be insignificant among so many variants.
+    if any(decision.verdict is Verdict.PASS for decision in decisions):
         print_text("{}: no release. {}", head, choice.reason)
     elif _is_unmeasured(decisions):
         reasons = {result.reason for decision in decisions for result in decision.results}
@@ -279,7 +304,10 @@ def _reason(row: ResultRow) -> str:
 
 
 def _print_failures(decisions: Sequence[Decision]) -> bool:
-    """Print why variants do not pass, those with the same reasons together; return whether there are any."""
+    """Print why variants do not pass, and return whether there are any.
+
+    Variants with the same reasons are printed together.
+    """
     shared: dict[tuple[Verdict, tuple[str, ...]], list[str]] = {}
     for decision in decisions:
         if decision.verdict is Verdict.PASS:
@@ -320,7 +348,10 @@ def comparison_report(comparisons: Sequence[ModelComparison]) -> None:
 
 
 def choice_lines(summary: Summary, errors: Mapping[str, OnnxOpsError]) -> None:
-    """Print the choice of each target, one line per failure, and then each stage error once."""
+    """Print the choice of each target, and then each stage error.
+
+    There is one line per failure. Each error is printed once.
+    """
     for choice in summary.choices:
         decisions = _without(
             errors, [one for one in summary.decisions if one.target == choice.target]
@@ -341,7 +372,10 @@ def _print_errors(errors: Mapping[str, OnnxOpsError]) -> None:
 
 
 def _without(errors: Mapping[str, OnnxOpsError], decisions: Sequence[Decision]) -> list[Decision]:
-    """Return decisions that name a failed stage without its error, which is printed once."""
+    """Return decisions that name a failed stage without its error.
+
+    The error is printed once.
+    """
 
     def shorten(reason: str) -> str:
         for stage, error in errors.items():
@@ -355,7 +389,10 @@ def _without(errors: Mapping[str, OnnxOpsError], decisions: Sequence[Decision]) 
 
 
 def _release_lines(summary: Summary, registration: Registration, project: Project) -> None:
-    """Print the versions of a release, what awaits promotion, and the endpoints that serve the model."""
+    """Print the versions of a release, and what awaits promotion.
+
+    The endpoints that serve the model are printed too.
+    """
     from onnx_ops.app.results import locate_report
     from onnx_ops.release.journal import list_sibling_states
 
@@ -380,7 +417,10 @@ def _release_lines(summary: Summary, registration: Registration, project: Projec
 
 
 def _print_endpoint(state: ReleaseState, model: str, project: Project) -> None:
-    """Print what an endpoint serves and where, and its rollout; nothing if it does not serve yet."""
+    """Print what an endpoint serves and where, and its rollout.
+
+    Nothing is printed if it does not serve yet.
+    """
     config, stable = state.config, state.roles.stable
     if config is None:
         return

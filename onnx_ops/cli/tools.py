@@ -1,4 +1,7 @@
-"""`onnx-ops bench`: the speed of one ONNX file; and functions shared by the commands for single files."""
+"""The command `onnx-ops bench`, and functions shared by commands for single files.
+
+`bench` measures the speed of one ONNX file.
+"""
 
 from __future__ import annotations
 
@@ -99,9 +102,10 @@ def bench(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Time one model: quantiles of single runs in one session. --concurrency and --cold-start measure more.
+    """Time one model: quantiles of single runs in one session.
 
-    `onnx-ops judge A B --only latency` shows whether one model is slower than another.
+    --concurrency and --cold-start measure more. `onnx-ops judge A B --only latency` shows whether
+    one model is slower than another.
 
     Exit code: 0 measured, 2 wrong input, 4 not measured.
 
@@ -166,7 +170,10 @@ def bench(
 
 
 def guard_context(context: Context, timeout: float | None = None) -> Context:
-    """Return the ports with runtimes that a model cannot crash; `timeout` is in seconds of one call."""
+    """Return the ports with runtimes that a model cannot crash.
+
+    `timeout` is in seconds of one call.
+    """
     from onnx_ops.adapters.runtimes.placement import guard_runtime
 
     return replace(
@@ -181,7 +188,10 @@ def load_rows(
     limit: int,
     fix: Mapping[str, Any] | None = None,
 ) -> tuple[Mapping[str, ndarray], SampleRows]:
-    """Return the arrays of a file of rows, and its first rows, checked against the inputs of a model."""
+    """Return the arrays of a file of rows, and its first rows.
+
+    The rows are checked against the inputs of a model.
+    """
     from onnx_ops.domain.pipeline import FileData
     from onnx_ops.tools.supplied_rows import check_samples
 
@@ -206,7 +216,10 @@ def parse_sizes(dims: list[str]) -> dict[str, int]:
 
 
 def parse_values(texts: list[str], option: str = "--fix") -> dict[str, Any]:
-    """Return values of inputs by name, from `NAME=VALUE` texts; a value is a number, a boolean, a text or a list."""
+    """Return values of inputs by name, from `NAME=VALUE` texts.
+
+    A value is a number, a boolean, a text or a list.
+    """
     import yaml
 
     values: dict[str, Any] = {}
@@ -227,13 +240,18 @@ def parse_values(texts: list[str], option: str = "--fix") -> dict[str, Any]:
 
 @contextmanager
 def show_progress(command: str, *places: object, quiet: bool) -> Iterator[ReportLine]:
-    """Show the running steps on standard error: one line that is redrawn on a terminal, else one line per step."""
+    """Show the running steps on standard error.
+
+    A terminal has one line that is redrawn. Elsewhere there is one line per step.
+    """
     console = error_console()
     if quiet or not console.is_terminal:
         shown: list[str] = []
 
         def report(text: str) -> None:
-            if not quiet and text not in shown[-1:]:  # a log has no line to redraw
+            if (
+                not quiet and text not in shown[-1:]
+            ):  # a log has no line to redraw, so that repetitions are left out
                 shown.append(text)
                 console.print(markup("{}", text), soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""`reconcile --watch`: the loop with its signals, its webhook receiver and its output."""
+"""The loop of `reconcile --watch` with its signals, webhook receiver and output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from onnx_ops.release.status import render_pending_metrics
 from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchEventKind, WatchLoop
 
 _LAST_WORDS_S = 15.0
-"""How long an ending watch waits for its last notifications; the next watch sends the rest."""
+"""Seconds that an ending watch waits for its last notifications.
+
+The next watch sends the rest.
+"""
 
 
 def keep_watching(
@@ -74,7 +77,10 @@ def keep_watching(
 
 @contextlib.contextmanager
 def _stopped_by_signals(wakeups: ReconcileQueue) -> Iterator[None]:
-    """End the loop at the first signal, between two effects; a second one ends the process."""
+    """End the loop at the first signal, between two effects.
+
+    A second signal ends the process.
+    """
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -95,7 +101,10 @@ def _stopped_by_signals(wakeups: ReconcileQueue) -> Iterator[None]:
 def _notify(
     project: Project, watcher: WatchLoop, endpoints: tuple[str, ...], every: float
 ) -> Iterator[None]:
-    """Send notifications from a separate thread, so that a chat that hangs delays no rollout."""
+    """Send notifications from a separate thread.
+
+    A chat that hangs therefore delays no rollout.
+    """
     context = project.context
     if not context.notifiers():
         yield
@@ -141,7 +150,10 @@ def _listening(
     last = ""
 
     def refused(why: str) -> None:
-        """Log a refusal when its reason changes: any client of the port could fill the log otherwise."""
+        """Log a refusal when its reason changes.
+
+        Otherwise any client of the port could fill the log.
+        """
         nonlocal last
         if why != last:
             last = why

@@ -21,7 +21,10 @@ from onnx_ops.statistics.probes import REAL
 T = TypeVar("T")
 
 _INPUT_BYTES = 1 << 22
-"""Bytes of one batch; the intermediate values of a model can take a hundred times as much."""
+"""Bytes of one batch.
+
+The intermediate values of a model can take a hundred times as much.
+"""
 
 _OUTPUT_BYTES = 1 << 28
 """Bytes of the batches that one session answers before they are read and released."""
@@ -40,9 +43,9 @@ def read_answers(
 ) -> list[T]:
     """Apply `read` to each batch of answers, in the order of the rows.
 
-    For a model with a fixed batch the last one is padded with the first rows, whose answers are cut
-    off. A `shard`, number and count, is a part of the same batches, so that a model answers in
-    shards as it answers to all rows.
+    For a model with a fixed batch, the last batch is padded with the first rows, whose answers are
+    cut off. A `shard` (number and count) is a part of the same batches. A model therefore answers
+    in shards as it answers to all rows.
 
     Raises:
         MeasurementError: the model does not run there.
@@ -64,7 +67,10 @@ def read_answers(
 
 
 def _cut_rows(outputs: Tensors, fed: int, count: int) -> Tensors:
-    """Return the first `count` rows of the outputs that have one entry for each row that was fed."""
+    """Return the first `count` rows of the outputs that have one entry per row.
+
+    `fed` is the number of rows that the model got.
+    """
     by_row = {
         name: array[:count] for name, array in outputs.items() if array.ndim and len(array) == fed
     }
@@ -77,16 +83,20 @@ def _cut_rows(outputs: Tensors, fed: int, count: int) -> Tensors:
 def split_batches(
     model: Path, inputs: Tensors, at_once: int | None = None
 ) -> Iterator[tuple[Tensors, int]]:
-    """Return feeds that the model accepts, of at most `at_once` rows if possible, and the number of rows that count."""
+    """Return feeds that the model accepts, and the number of rows that count in each.
+
+    A feed has at most `at_once` rows if possible.
+    """
     return cut_batches(inputs, read_model_info(model).fixed_batch, _INPUT_BYTES, at_once)
 
 
 def cut_batches(
     rows: Tensors, fixed: int, most_bytes: int, at_once: int | None = None
 ) -> Iterator[tuple[Tensors, int]]:
-    """Yield batches of a fixed size, or of as many rows as the bytes hold, and the number of rows that count.
+    """Yield batches, and the number of rows that count in each.
 
-    The last batch of a fixed size is filled up from the first rows.
+    A batch has a fixed size, or as many rows as the bytes hold. The last batch of a fixed size is
+    filled up from the first rows.
     """
     total = len(next(iter(rows.values())))
     row_bytes = sum(array.nbytes for array in rows.values()) // max(1, total)
@@ -103,9 +113,10 @@ def cut_batches(
 def read_values(
     runtime: Runtime, model: Path, target: Target, names: Sequence[str], feeds: tuple[Tensors, ...]
 ) -> list[dict[str, Array]]:
-    """Return the named intermediate values of a model for each feed, except sequences and maps.
+    """Return the named intermediate values of a model for each feed.
 
-    A temporary copy of the model that exposes them is written beside it.
+    Sequences and maps are left out. A temporary copy of the model that exposes them is written
+    beside it.
     """
     with temporary_copy(model, "inside") as copy:
         write_with_outputs(model, names, copy)
@@ -118,7 +129,10 @@ def read_values(
 
 @contextmanager
 def temporary_copy(model: Path, name: str) -> Iterator[Path]:
-    """Yield a path beside a model, at which any file is deleted afterwards, with its weights."""
+    """Yield a path beside a model for a temporary model.
+
+    Any file at that path is deleted afterwards, with its weights.
+    """
     path = model.with_name(f"{model.stem}-{name}.onnx")
     try:
         yield path
@@ -130,7 +144,9 @@ def temporary_copy(model: Path, name: str) -> Iterator[Path]:
 def run_groups(
     runtime: Runtime, target: Target, model: Path, groups: Mapping[str, tuple[Tensors, ...]]
 ) -> GroupAnswers:
-    """Run the model on groups of inputs, in one session if it accepts them all, else in halves.
+    """Run the model on groups of inputs.
+
+    All groups run in one session if the model accepts them, else in halves.
 
     Raises:
         MeasurementError: it does not run on plain rows.
@@ -145,7 +161,8 @@ def run_groups(
             if REAL in groups:
                 raise
             return dict.fromkeys(groups, error)
-        if REAL in groups:  # alone first: a model that does not run at all fails at once
+        # The real rows run alone first, so that a model that does not run fails immediately.
+        if REAL in groups:
             plain: GroupAnswers = {REAL: runtime.run(model, target, groups[REAL])}
             others = {name: runs for name, runs in groups.items() if name != REAL}
             return {**plain, **run_groups(runtime, target, model, others)}

@@ -21,7 +21,10 @@ from onnx_ops.scratch import Scratch
 
 
 def require_hardware(runtime: Runtime, target: Target) -> HardwareFingerprint:
-    """Return the machine's fingerprint; raise MeasurementError if it is not what the target requires."""
+    """Return the machine's fingerprint.
+
+    Raise MeasurementError if the machine is not what the target requires.
+    """
     fingerprint = runtime.fingerprint(target)
     if missing := target.requires.find_missing(fingerprint):
         raise MeasurementError(
@@ -41,7 +44,10 @@ def require_versions(model: Path, target: Target) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionReport:
-    """Findings in the rewritten graph; empty if there is no such graph, and `why` is then the reason."""
+    """Findings in the rewritten graph.
+
+    They are empty if there is no such graph; `why` is then the reason.
+    """
 
     coverage: Int8Coverage | None = None
     advice: tuple[Advice, ...] = ()
@@ -73,9 +79,9 @@ def inspect_execution(
 
 
 def explain_saturation(runtime: Runtime, model: Path, target: Target, name: str) -> str:
-    """Return why sums of the model's int8 products can be wrong on the target's CPU; empty if they are exact.
+    """Return why sums of the model's int8 products can be wrong on the target's CPU.
 
-    `name` is what to call the model.
+    The result is empty if the sums are exact. `name` is what to call the model.
     """
     if is_ort_format(model) or not detect_arithmetic(runtime.fingerprint(target), target).saturates:
         return ""

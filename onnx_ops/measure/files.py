@@ -19,21 +19,22 @@ MODEL = "onnx/"
 """Prefix of the ONNX model's own files in a manifest."""
 
 VALUES = "values.npz"
-"""In the export's manifest: inputs that are the same for all rows, if there are any."""
+"""In the export's manifest: inputs that are the same for all rows, if any."""
 
 FRACTIONS = "fractions.json"
-"""In the training's manifest: names of the columns that were float32 in one of its data sets."""
+"""In the training's manifest: names of columns that were float32 in a data set."""
 
 FEATURES = "features.json"
-"""In the manifests of training and export: names of the columns of each matrix, in the order that
-the model takes.
+"""In the manifests of training and export: names of the columns of each matrix.
+
+They are in the order that the model takes.
 """
 
 HARDWARE = "hardware.json"
 """In the manifest of scored rows: the machine that scored them."""
 
 RANGES = "ranges"
-"""In the manifest of a calibration: ranges of activations, a file of the optimizer."""
+"""In the manifest of a calibration: the optimizer's file with activation ranges."""
 
 _TEXTS, _ENDS = "//texts/", "//ends/"
 """Prefixes of the two arrays that hold texts of very different lengths."""
@@ -61,9 +62,10 @@ def checkout_files(store: Store, manifest: Manifest, prefix: str, folder: Path) 
 
 
 def pack_arrays(arrays: Mapping[str, Any]) -> bytes:
-    """Return arrays as `.npz`, which keeps their order; the same arrays in the same order give the same bytes.
+    """Return arrays as `.npz`, which keeps their order.
 
-    Texts that are Python objects are stored as UTF-8 and the end of each text.
+    The same arrays in the same order give the same bytes. Texts that are Python objects are stored
+    as UTF-8, with the end of each text.
     """
     import numpy as np
 
@@ -82,7 +84,7 @@ def pack_arrays(arrays: Mapping[str, Any]) -> bytes:
 
 
 def load_arrays(store: Store, digest: Digest) -> dict[str, Any]:
-    """Return the arrays of a stored `.npz`, texts as `pack_arrays` got them."""
+    """Return the arrays of a stored `.npz`, with texts as `pack_arrays` took them."""
     import numpy as np
 
     arrays: dict[str, Any] = {}
@@ -126,9 +128,9 @@ def put_dataset(store: Store, dataset: Dataset) -> Manifest:
 def get_dataset(store: Store, manifest: Manifest, export: Manifest | None = None) -> Dataset:
     """Return a stored data set.
 
-    For an export, rows are on axis 0 of every input, the types are those of its model (see
-    `convert_inputs`), the columns of a matrix are in its order, and the values of the rows that it
-    was exported with are those that the data set lacks.
+    With an export, rows are on axis 0 of every input, and the types are those of its model (see
+    `convert_inputs`). The columns of a matrix are in the model's order. Values that the data set
+    lacks are those of the rows that the model was exported with.
     """
     arrays = load_arrays(store, manifest["dataset.npz"])
     dataset = Dataset(
@@ -159,7 +161,10 @@ def get_values(store: Store, export: Manifest) -> dict[str, Any]:
 
 
 def read_features(store: Store, manifest: Manifest) -> dict[str, tuple[str, ...]]:
-    """Return the names of the columns of each matrix; none where the stage had no matrix of a table."""
+    """Return the names of the columns of each matrix.
+
+    There are none where the stage had no matrix of a table.
+    """
     if FEATURES not in manifest.files:
         return {}
     return dict(codec.loads(store.read(manifest[FEATURES]), Mapping[str, tuple[str, ...]]))
@@ -221,7 +226,10 @@ def is_float_column(array: Any) -> bool:
 
 
 def widen_columns(inputs: Tensors, names: Collection[str]) -> dict[str, Any]:
-    """Convert columns of whole numbers or booleans to float32, as a file stores them if a cell is missing."""
+    """Convert columns of whole numbers or booleans to float32.
+
+    Files store these columns as floats if a cell is missing.
+    """
     return {
         name: array.astype("float32")
         if name in names and array.dtype.kind in "iub" and array.shape[1:] == (1,)

@@ -12,10 +12,10 @@ from onnx_ops.statistics.probes import LENGTHS
 
 
 def check_free_axes(section: Export, model_info: ModelInfo, reference: ReferenceOutputs) -> None:
-    """Check that the export keeps declared axes free, and that its source answered at another size of each.
+    """Check that declared axes are free in the export, and that its source shows it.
 
-    What it answered is compared with the export later. An axis at whose other sizes there is no
-    answer would be released without a proof.
+    The source must have answered at another size of each axis. These answers are compared with the
+    export later. An axis without an answer at other sizes would be released without a proof.
 
     Raises:
         UserError: an axis is fixed in the file, or the source rejects every other size.

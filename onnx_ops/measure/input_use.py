@@ -18,8 +18,9 @@ from onnx_ops.statistics.probes import REAL
 
 _ROWS = 512
 _BYTES = 1 << 26
-"""Largest size of all inputs and answers together; a model with large ones is asked about fewer
-rows.
+"""Largest size of all inputs and answers together.
+
+A model with large inputs or answers runs on fewer rows.
 """
 
 
@@ -28,8 +29,8 @@ def find_unused_inputs(
 ) -> tuple[str, ...]:
     """Return the inputs whose values change no answer to real rows.
 
-    Each input in turn gets the values of other rows, and those of every other group. Empty where
-    the model refuses such rows.
+    Each input in turn gets the values of other rows, and those of another group. The result is
+    empty where the model refuses such rows.
     """
     real = find_real_group(groups)
     if real is None:
@@ -50,7 +51,10 @@ def find_unused_inputs(
 
 
 def _select_rows(real: ReferenceGroup) -> Tensors:
-    """Return as many rows as can be replaced in each input within `_BYTES`, at least 2 if there are as many."""
+    """Return as many rows as can be replaced in each input within `_BYTES`.
+
+    At least 2 rows are returned if there are as many.
+    """
     total = len(next(iter(real.inputs.values())))
     tensors = [*real.inputs.values(), *(real.single or real.double or {}).values()]
     row_bytes = sum(array.nbytes for array in tensors) // max(1, total)
@@ -61,7 +65,10 @@ def _select_rows(real: ReferenceGroup) -> Tensors:
 def _list_replacements(
     name: str, rows: Tensors, groups: Sequence[ReferenceGroup]
 ) -> Iterator[Array]:
-    """Yield other values of an input that the model takes: those of the next row, and of one other group."""
+    """Yield other values of an input that the model takes.
+
+    They are those of the next row, and those of one other group.
+    """
     array = rows[name]
     others = [np.roll(array, 1, axis=0)]
     for group in (group for group in groups if group.inside):

@@ -1,7 +1,7 @@
 """Answers of a model row by row, stored beside its evidence.
 
-No label is stored: right or wrong for metrics that count rows, the error for metrics of numbers.
-Other metrics need labels, and have two separate intervals only.
+No label is stored. Metrics that count rows store whether each row is right, and metrics of numbers
+store the error of each row. Other metrics need labels, and have two separate intervals only.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ def digest_rows(dataset: Dataset) -> dict[str, Array]:
 def compare_rows(
     store: Store, mine: Evidence, theirs: Evidence
 ) -> tuple[PairedCounts | ScoreComparison, ...]:
-    """Compare each metric of two runs, if they scored the same rows; `theirs` is called `base` in the result."""
+    """Compare each metric of two runs, if they scored the same rows.
+
+    `theirs` is called `base` in the result.
+    """
     candidate, base = _load_rows(store, mine.raw), _load_rows(store, theirs.raw)
     if _ROWS not in candidate or not np.array_equal(candidate[_ROWS], base.get(_ROWS, ())):
         return ()
@@ -72,7 +75,7 @@ def compare_rows(
         elif name.startswith(_ERROR):
             label = name.removeprefix(_ERROR)
             metric = label.partition(" ")[0]
-            if metric not in METRICS:  # a metric of another version of this program
+            if metric not in METRICS:  # a metric of another version of onnx-ops
                 continue
             definition = MetricDefinition(name=metric)
             errors = {CANDIDATE: candidate[name], "base": base[name]}
@@ -103,7 +106,10 @@ def count_pairs(
     *,
     equal: bool = False,
 ) -> PairedCounts:
-    """Count rows right in both, in one, in neither, from boolean arrays; `equal` is as in `PairedCounts`."""
+    """Count rows that are right in both models, in one of them, or in neither.
+
+    `baseline` and `candidate` are boolean arrays. `equal` is as in `PairedCounts`.
+    """
     effects: dict[str, Any] = {}
     if group is not None:
         effects = {

@@ -40,17 +40,21 @@ _SHOWN = 6
 """Number of values shown of a row."""
 
 INVARIANCE_ROWS = 32
-"""Enough for a fair sample of rounding, and few enough to run one by one."""
+"""Rows for a fair sample of rounding that are few enough to run individually."""
 
 SHOWN = 64
-"""Values that one run exposes; a longer graph is searched coarsely first and then between two of
-them.
+"""Values that one run exposes.
+
+A longer graph is searched coarsely first, and then between two of these values.
 """
 
 LIMIT = ParityGate().noise_factor
 
 TracerFactory = Callable[[Tensors], Tracer | None]
-"""Makes the source's tracer from samples to export it with; None if its exporter cannot trace."""
+"""Makes the source's tracer from samples to export it with.
+
+The result is None if the source's exporter cannot trace.
+"""
 
 REFERENCE_TARGET = Target(
     name="reference", description="One CPU thread, where every export is first compared."
@@ -91,7 +95,7 @@ def _measure_answer(
     roundings: Mapping[str, Rounding],
     known: Mapping[str, ColumnNoise],
 ) -> list[ParityMeasurement]:
-    """Measure what the export answers to a group: its outputs, or that it rejects the group."""
+    """Measure the export's outputs on a group, or that it rejects the group."""
     if isinstance(answer, MeasurementError):
         return [
             make_mismatch(
@@ -136,7 +140,10 @@ def _drop_useless_scores(
 
 
 def _are_scores_useless(name: str, rounding: Rounding, tensors: Sequence[Tensors]) -> bool:
-    """Return whether an output has scores that do not rank the source's answers, in float32 and in float64."""
+    """Return whether the scores of an output do not rank the source's answers.
+
+    The answers in float32 and in float64 are compared.
+    """
     if rounding.scores is None:
         return False
     answers = [by_name[name] for by_name in tensors if name in by_name]
@@ -200,7 +207,10 @@ def _add_example(
 def _measure_against_source(
     group: ReferenceGroup, name: str, onnx: Array, rounding: Rounding, known: ColumnNoise | None
 ) -> ParityMeasurement:
-    """Measure one output: by the envelope of the source's answers if there is one, else by their distance."""
+    """Measure one output by the envelope of the source's answers, if there is one.
+
+    Otherwise measure it by the distance of the source's answers.
+    """
     single, double, bounds = (
         answers.get(name) if answers is not None else None
         for answers in (group.single, group.double, group.bounds)
@@ -235,7 +245,10 @@ def make_mismatch(output: str, group: str, text: str) -> ParityMeasurement:
 
 
 def _describe_row(group: ReferenceGroup, row: int) -> str:
-    """Describe the row; its values only where it is generated, since rows of a data set may be confidential."""
+    """Describe the row, with its values only where it is generated.
+
+    Rows of a data set may be confidential.
+    """
     if group.name != RANGE:
         return f"row {row}"
     shown = []
@@ -254,8 +267,8 @@ def measure_invariance(
 ) -> tuple[BatchInvariance, ...]:
     """Measure the batch invariance of each output, in units of its noise.
 
-    Empty for a model with a fixed batch, for fewer than two rows, and for one that rejects a single
-    row.
+    The result is empty for a model with a fixed batch, for fewer than two rows, and for a model
+    that rejects a single row.
     """
     count = min(INVARIANCE_ROWS, *(len(array) for array in samples.values()))
     if count < 2 or read_model_info(model).fixed_batch:
@@ -320,7 +333,7 @@ def _search_graph(
 ) -> Divergence:
     values = list(list_computed_values(failed.model))
     all_names = [value.name for value in values]
-    if failed.worst.output in all_names:  # outputs after the divergent one have no part in it
+    if failed.worst.output in all_names:  # later outputs cannot cause the divergence
         values = values[: all_names.index(failed.worst.output) + 1]
     while True:
         chosen = pick_evenly([value.name for value in values], SHOWN)
@@ -341,7 +354,7 @@ def _search_graph(
 def _narrow_values(
     values: Sequence[ComputedValue], exposed: Sequence[str], divergent: str
 ) -> list[ComputedValue]:
-    """Return the values after the last exposed one that agrees, up to the divergent one."""
+    """Return the values after the last agreeing exposed one, up to the divergent one."""
     names = [value.name for value in values]
     position, end = exposed.index(divergent), names.index(divergent)
     start = names.index(exposed[position - 1]) + 1 if position else 0
@@ -349,7 +362,10 @@ def _narrow_values(
 
 
 def _select_inputs(failed: FailedExport, group: ReferenceGroup, outputs: Any) -> Tensors:
-    """Select a few rows, so that the values of a large model fit into memory; a fixed batch stays whole."""
+    """Select a few rows, so that the values of a large model fit into memory.
+
+    A fixed batch stays whole.
+    """
     reference = (group.double or group.single or {}).get(failed.worst.output)
     if (
         read_model_info(failed.model).fixed_batch
@@ -371,7 +387,7 @@ def find_hardware_divergence(
 ) -> Divergence | None:
     """Return where a target first differs from the reference CPU, or None.
 
-    Both run the same file on the same inputs, with intermediate values exposed; copies are written
+    Both run the same file on the same inputs, with intermediate values exposed. Copies are written
     beside the model.
     """
     worst = find_worst(measured)

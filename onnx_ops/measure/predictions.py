@@ -37,10 +37,10 @@ class Prediction:
     outputs: tuple[str, ...] = ()
 
     def has_equal_outputs(self, other: Prediction) -> bool:
-        """Return whether two models gave equal outputs, with fractions, on all rows of the same batches.
+        """Return whether two models gave equal outputs on all rows of the same batches.
 
-        Equal classes alone say little: a model that answers a rare class otherwise gives the same
-        ones on most rows.
+        At least one output must have fractions. Equal classes alone are weak evidence: a model that
+        answers a rare class otherwise gives the same classes on most rows.
         """
         return bool(self.outputs) and all(self.outputs) and self.outputs == other.outputs
 
@@ -189,7 +189,10 @@ _FORMS: Mapping[AnswerKind | None, Sequence[_Form]] = {
     ),
     None: (_Form("an array", lambda _: True, lambda array: Prediction(values=as_text(array))),),
 }
-"""The forms that metrics of each kind can read, the best one first; None: custom metrics."""
+"""The forms that metrics of each kind can read, the best one first.
+
+The key None is for custom metrics.
+"""
 
 
 def prepare_label(definition: MetricDefinition, label: Array | None) -> Array | None:
@@ -210,7 +213,7 @@ def prepare_label(definition: MetricDefinition, label: Array | None) -> Array | 
 
 
 def _select_matrix(label: Array | None, kinds: str) -> Array | None:
-    """Return a label of these types with one row of values per row; None if it is another one."""
+    """Return a label that is a matrix of these types; None for another label."""
     return label if label is not None and label.ndim == 2 and label.dtype.kind in kinds else None
 
 

@@ -51,10 +51,13 @@ SIMPLIFIED = replace(AS_WRITTEN, name="simplified", session=SessionSettings(grap
 
 ACTIVATION_ROWS, ROWS_AT_ONCE = 256, 16
 PAIRS_AT_ONCE = 16
-"""Activations that one session exposes: they are held in memory for all of its rows."""
+"""Activations that one session exposes.
+
+They are held in memory for all rows of the session.
+"""
 
 _BOUND = 1.01
-"""Tolerated range of a function that ends at 1."""
+"""Tolerated range of a function whose values end at 1."""
 
 ROUNDING = 0.51
 """Steps that rounding moves a weight by, with a margin."""
@@ -87,8 +90,8 @@ def measure_activations(
             measurements += _measure_batch(
                 runtime, exact, readable, activations[start : start + PAIRS_AT_ONCE], feeds
             )
-    # Activations with the same range, as of MaxPool or Reshape, share the stretch: a range fits if
-    # it fits one of them, and is not judged where one of them has none.
+    # Activations with the same range share the stretch, as those of MaxPool or Reshape do. A range
+    # fits if it fits one of them. It is not judged if one of them has no stretch.
     stretches: dict[tuple[float, float], list[float | None]] = {}
     for activation, measurement in zip(activations, measurements, strict=True):
         stretches.setdefault((activation.low, activation.high), []).append(measurement.stretch)
@@ -115,7 +118,10 @@ def _without_integer_operators(derived: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _balanced_like(derived: Path, source: Path) -> Iterator[Path]:
-    """Yield the source, or a temporary copy of it with the channels balanced as in `derived`: the same function."""
+    """Yield the source, or a temporary copy of it that is balanced as `derived` is.
+
+    The copy computes the same function.
+    """
     with temporary_copy(source, "balanced") as path:
         yield path if write_balanced_like(source, derived, path) else source
 
@@ -157,7 +163,10 @@ def _measure_batch(
 def _read_values(
     runtime: Runtime, model: Path, names: list[str], feeds: tuple[Tensors, ...]
 ) -> list[Tensors]:
-    """Return the named values of each run, inputs included; values that the model does not compute are left out."""
+    """Return the named values of each run, inputs included.
+
+    Values that the model does not compute are left out.
+    """
     computed = {value.name for value in list_computed_values(model)}
     answers = read_values(
         runtime,
@@ -185,8 +194,8 @@ def measure_weights(
 ) -> tuple[WeightMeasurement, ...]:
     """Measure the distance of every constant of a quantized variant from its original.
 
-    With a runtime and rows, the layers of weights that moved by more than rounding does are run
-    too.
+    With a runtime and rows, some layers are run too: those of weights that moved by more than
+    rounding does.
 
     Raises:
         MeasurementError: a quantized weight cannot be compared, or the export does not run.
@@ -204,7 +213,10 @@ def measure_weights(
 def measure_paired_weights(
     source: Path, derived: Path, runtime: Runtime | None = None, samples: Tensors | None = None
 ) -> tuple[tuple[WeightMeasurement, ...], tuple[str, ...]]:
-    """Measure as `measure_weights` does, and return the names of quantized weights without an original besides."""
+    """Measure as `measure_weights` does.
+
+    The names of quantized weights without an original are returned too.
+    """
     with _balanced_like(derived, source) as exact:
         pairs, unpaired = _list_pairs(exact, derived)
         steps = [
@@ -217,7 +229,8 @@ def measure_paired_weights(
             rounded = [pair for pair in pairs if pair.rounded]
             weights = [pair for pair in moved if pair.rounded]
             errors = _measure_layer_errors(runtime, exact, feeds, weights, write_with_layer_errors)
-            # What is no weight of a layer can be a bias, which may correct the errors of weights.
+            # A constant that is not a layer's weight can be a bias, which may correct the errors
+            # of weights.
             others = [pair for pair in moved if pair.name not in errors]
             biases = _measure_layer_errors(
                 runtime, exact, feeds, others, partial(_write_bias_errors, derived, rounded)
@@ -251,11 +264,11 @@ def _list_pairs(source: Path, derived: Path) -> tuple[tuple[QuantizedWeight, ...
 
 
 def choose_source_form(runtime: Runtime, source: Path, derived: Path, simplified: Path) -> Path:
-    """Return the float file with originals for more weights of `derived`: the source, or its simplified form.
+    """Return the float file that has originals for more weights of `derived`.
 
-    Quantizers often simplify a model first, which folds normalizations into the weights before
-    them. ONNX Runtime's basic optimizations, which do the same, are written to `simplified` if a
-    weight does not match.
+    It is the source or its simplified form. Quantizers often simplify a model first, which folds
+    normalizations into the weights before them. ONNX Runtime's basic optimizations do the same. If
+    a weight does not match, the source with these optimizations is written to `simplified`.
     """
     misfits = _count_misfits(source, derived)
     if not misfits:

@@ -40,16 +40,23 @@ from onnx_ops.statistics.tree_parity import COPIES, compute_envelope, jitter_row
 
 MISSING = "missing"
 SPLITS = "splits"
-"""Group of inputs close to the splits of a tree, but not so close that rounding could cross one."""
+"""Group of inputs close to the splits of a tree.
+
+Rounding cannot make them cross a split.
+"""
 
 Precision = Literal["float32", "float64"]
 
 _AGAIN: Mapping[Literal["float32", "float64"], float] = {"float32": 1e-4, "float64": 1e-9}
-"""Largest relative difference of two answers to the same rows: threads add in any order."""
+"""Largest relative difference of two answers to the same rows.
+
+Answers differ since threads add in any order.
+"""
 
 _OTHERWISE = 0.01
-"""Share of whole numbers and texts that can differ: where two classes are equally likely, rounding
-decides.
+"""Share of whole numbers and texts that can differ between two answers.
+
+Where two classes are equally likely, rounding decides.
 """
 
 _FEW, _SOME = 2, 32
@@ -67,8 +74,8 @@ _JITTER_BYTES = 1 << 26
 class ReferenceGroup:
     """Inputs and the source's outputs on them, by ONNX names.
 
-    `single` are outputs in float32, `double` in float64, None where the source has none; `bounds`
-    is the envelope of outputs that jump (`statistics.tree_parity.compute_envelope`); `inside`:
+    `single` are outputs in float32, `double` in float64; None where the source has none. `bounds`
+    is the envelope of outputs that jump (`statistics.tree_parity.compute_envelope`). `inside` is
     whether callers can send such inputs.
     """
 
@@ -139,8 +146,8 @@ class ReferenceOutputs:
 class _Source:
     """A loaded source model.
 
-    `trees`: it is a tree model; `ranked`: outputs that depend on a ranking; `layout`: where it
-    takes and returns rows.
+    `trees` is True for a tree model. `ranked` are outputs that depend on a ranking. `layout`
+    describes where the model takes and returns rows.
     """
 
     exporter: Exporter
@@ -155,16 +162,25 @@ class _Source:
         return self.trees or bool(self.ranked)
 
     def answer(self, tensors: Tensors, precision: Precision) -> Tensors | None:
-        """Return the answers in one precision, if it runs in that; raise ValueError if it rejects the inputs."""
+        """Return the answers in one precision; None if the source does not run in it.
+
+        Raise ValueError if the source rejects the inputs.
+        """
         answers = self.exporter.reference(self.model, self.layout.arrange(tensors), precision)
         return None if answers is None else self.layout.read(tensors, answers)
 
     def answers(self, tensors: Tensors) -> tuple[Tensors | None, Tensors | None]:
-        """Return the answers in float32 and float64; raise ValueError if the source rejects the inputs."""
+        """Return the answers in float32 and float64.
+
+        Raise ValueError if the source rejects the inputs.
+        """
         return self.answer(tensors, "float32"), self.answer(tensors, "float64")
 
     def group(self, name: str, tensors: Tensors) -> ReferenceGroup:
-        """Return a group with the answers; raise ValueError if the source rejects the inputs."""
+        """Return a group with the answers.
+
+        Raise ValueError if the source rejects the inputs.
+        """
         single, double = self.answers(tensors)
         bounds = None
         if self.jumps and name != SPLITS and _count_rows(tensors):
@@ -186,9 +202,10 @@ class _Source:
         return next((difference for difference in differences if difference), "")
 
     def _bounds(self, tensors: Tensors, known: list[Tensors], *, made_up: bool) -> Tensors | None:
-        """Return the envelope of the answers to the rows and to jittered copies, a range of rows at a time.
+        """Return the envelope of the answers to the rows and to jittered copies.
 
-        None if the number of answers depends on the rows.
+        A range of rows is answered at a time. Return None if the number of answers depends on the
+        rows.
         """
         count = _count_rows(tensors)
         row_bytes = sum(array.nbytes for array in tensors.values()) // count
@@ -207,9 +224,10 @@ class _Source:
         return join_envelopes(parts)
 
     def _answer_jittered(self, rows: Tensors, *, seed: int, made_up: bool) -> Tensors | None:
-        """Return the answers to jittered copies of the rows, of ranked outputs only where there are no trees.
+        """Return the answers to jittered copies of the rows.
 
-        None if the number of answers depends on the rows.
+        A source without trees answers for its ranked outputs only. Return None if the number of
+        answers depends on the rows.
         """
         jittered = jitter_rows(
             rows, seed=seed, ranks=not self.trees, parts_ties=made_up and not self.trees
@@ -272,7 +290,10 @@ def collect_reference_outputs(
 
 
 def _describe_change(name: str, first: Array, again: Array, limit: float) -> str:
-    """Return how two answers to the same rows differ by more than `limit`; empty if they do not."""
+    """Return how two answers to the same rows differ by more than `limit`.
+
+    The result is empty if they do not.
+    """
     if first.shape != again.shape:
         return f"output {name!r} has the shape {first.shape}, then {again.shape}"
     if first.dtype.kind != "f":
@@ -294,7 +315,7 @@ def _count_rows(tensors: Tensors) -> int:
 
 
 def _take_evenly(tensors: Tensors, max_rows: int | None) -> Tensors:
-    """Return at most so many rows, evenly spaced; None: all."""
+    """Return at most `max_rows` rows, evenly spaced; all rows if it is None."""
     if max_rows is None:
         return tensors
     count = _count_rows(tensors)
@@ -316,15 +337,15 @@ def _check_repeatable(source: _Source, group: ReferenceGroup) -> None:
 def _count_affordable_rows(
     source: _Source, probes: Mapping[str, ProbeGroup], seconds: float
 ) -> int | None:
-    """Return how many rows of each group the source can answer in the time; None if all.
+    """Return how many rows of each group the source can answer in the time.
 
-    Two short calls measure the cost of a call and of a row. They are repeated if that seems too
-    much, since another process may have interfered.
+    Return None if it can answer all. Two short calls measure the cost of a call and of a row. They
+    are repeated if that cost seems too high, since another process may have interfered.
     """
     real = probes[REAL].inputs
     sizes = [_count_rows(probe.inputs) for probe in probes.values()]
     few, some = (slice_rows(real, 0, min(size, sizes[0])) for size in (_FEW, _SOME))
-    copies = COPIES / 2 if source.jumps else 0  # these run in float64 only
+    copies = COPIES / 2 if source.jumps else 0  # jittered copies run in float64 only
     affordable: list[int] = []
     try:
         source.answers(few)  # the first call includes one-time initialization

@@ -27,11 +27,11 @@ def measure_roundings(
     groups: Mapping[str, tuple[Tensors, ...]],
     custom_ops: tuple[CustomOps, ...] = (),
 ) -> dict[str, dict[str, Rounding]]:
-    """Return what the graph shows of each output, by group of inputs; the runs of a group are joined along axis 0.
+    """Return what the graph shows of the rounding of each output, by group of inputs.
 
-    A group is missing if the model rejects it. All are missing if the graph cannot be read: it is
-    in ORT format, or a copy with the additional nodes does not run. Outputs are then measured
-    without a floor from the graph.
+    The runs of a group are joined along axis 0. A group is missing if the model rejects it. All
+    groups are missing if the graph cannot be read: it is in ORT format, or a copy with the
+    additional nodes does not run. Outputs are then measured without a floor from the graph.
 
     Args:
         runtime: ONNX Runtime on this machine.
@@ -64,7 +64,7 @@ def _read_rounding(
         for name in names
     )
     if floor is None and answer is not None and answer.dtype.kind == "f":
-        floor = np.zeros(answer.shape)  # it only copies its inputs
+        floor = np.zeros(answer.shape)  # the output only copies inputs
     return Rounding(
         floor=floor,
         axis=described.axis,

@@ -1,7 +1,7 @@
-"""Rows of a model whose inputs do not all hold them on the first axis, or not at all.
+"""Rows of a model that takes them on other axes, or not in every input.
 
-All measurements see rows on axis 0 of every array. At its edge, where the model runs, `RowLayout`
-moves them to the axis that the model's symbols name, and adds the inputs that are no rows.
+All measurements see rows on axis 0 of every array. Where the model runs, `RowLayout` moves the rows
+to the axis that the model's symbols name. It also adds the inputs that hold no rows.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ class RowLayout:
         )
 
     def arrange(self, rows: Tensors) -> dict[str, Any]:
-        """Return the inputs of a run as the model takes them; entries of `rows` replace `values`."""
+        """Return the inputs of a run as the model takes them.
+
+        Entries of `rows` replace `values`.
+        """
         if self.is_plain:
             return dict(rows)
         count = max(self._counts(rows), default=1)
@@ -81,8 +84,8 @@ class RowLayout:
     def read(self, rows: Tensors, outputs: Tensors) -> dict[str, Any]:
         """Return the outputs of a run with rows on axis 0.
 
-        Exporters often lose the names of an output's dimensions. Then it is the first axis of as
-        many entries as rows were fed.
+        Exporters often lose the names of an output's dimensions. The rows are then on the first
+        axis that has as many entries as rows were fed.
         """
         if self.is_plain:
             return dict(outputs)
@@ -129,7 +132,10 @@ def read_layout(model: ModelInfo, values: Tensors | None = None) -> RowLayout:
 
 
 def get_layout(store: Store, export: Manifest, values: Tensors | None = None) -> RowLayout:
-    """Return the layout of an exported model, with the values of the given rows or of its export."""
+    """Return the layout of an exported model.
+
+    Its values are the given ones, or those that the model was exported with.
+    """
     model = codec.loads(store.read(export["info.json"]), ModelInfo)
     return read_layout(model, get_values(store, export) if values is None else values)
 
@@ -140,11 +146,13 @@ def remove_axis(spec: TensorSpec, axis: int) -> TensorSpec:
 
 
 _CONVERTIBLE = {"f": "fiub", "i": "iub", "u": "iub", "b": "b", "U": "US"}
-"""Kinds of values that an input of a kind takes."""
+"""Kinds of values that an input of each kind takes."""
 
 
 def fit_value(value: Any, spec: TensorSpec, sizes: Mapping[str, int] | None = None) -> Any:
-    """Return a value in the type of an input, repeated to its fixed sizes and to the free ones of `sizes`.
+    """Return a value in the type of an input, repeated to the sizes of its axes.
+
+    `sizes` are the sizes of free axes.
 
     Raises:
         UserError: it has another kind of type or another shape.
@@ -165,7 +173,10 @@ def fit_value(value: Any, spec: TensorSpec, sizes: Mapping[str, int] | None = No
 
 
 def _is_convertible(array: np.ndarray[Any, np.dtype[Any]], kind: np.dtype[Any]) -> bool:
-    """Return whether a type takes an array's kind of values, and whole numbers without loss."""
+    """Return whether a type takes an array's kind of values.
+
+    Whole numbers must be taken without loss.
+    """
     if array.dtype.kind not in _CONVERTIBLE[kind.kind]:
         return False
     return kind.kind not in "iu" or bool((array.astype(kind) == array).all())
@@ -174,7 +185,7 @@ def _is_convertible(array: np.ndarray[Any, np.dtype[Any]], kind: np.dtype[Any]) 
 def _find_sizes(
     array: np.ndarray[Any, np.dtype[Any]], spec: TensorSpec, sizes: Mapping[str, int]
 ) -> list[int]:
-    """Return the size of each axis: fixed, or that of its symbol, or as the value has it."""
+    """Return the size of each axis: fixed, of its symbol, or that of the value."""
     shape = [sizes.get(str(size), -1) if is_free(size) else int(size) for size in spec.shape]
     start = len(shape) - array.ndim
     for axis, size in enumerate(shape):
@@ -187,7 +198,8 @@ _REMEDIES = {
     "bfloat16": "NumPy has no bfloat16: export the model with float32 inputs, "
     "and a Cast to bfloat16 behind them.",
     "map": "Export the model with a tensor that has a column for each key.",
-    "optional": "Export the model with plain tensors: one file with this input, and one without it.",
+    "optional": "Export the model with plain tensors: one file with this input, "
+    "and one without it.",
     "sequence": "Export the model with one tensor for each element.",
 }
 """What to do about an input that cannot be generated, by its type."""
@@ -216,9 +228,9 @@ def build_export_request(
     ordered: bool = False,
     features: Mapping[str, tuple[str, ...]] | None = None,
 ) -> ExportRequest:
-    """Return what an exporter gets: samples as the model takes them, and no free axis of inputs without rows.
+    """Return the request to an exporter, with samples as the model takes them.
 
-    `ordered` and `features` are those of `ExportRequest`.
+    Inputs without rows get no free axis. `ordered` and `features` are those of `ExportRequest`.
     """
     fixed: dict[str, Mapping[int, str]] = {name: {} for name in layout.values}
     return ExportRequest(
@@ -232,7 +244,10 @@ def build_export_request(
 
 
 class RowRuntime(Runtime):
-    """A runtime that takes and returns rows on axis 0, for a model that has them elsewhere."""
+    """A runtime that takes and returns rows on axis 0.
+
+    Its model has the rows elsewhere.
+    """
 
     def __init__(self, runtime: Runtime, layout: RowLayout) -> None:
         self._runtime, self.layout = runtime, layout
@@ -301,7 +316,10 @@ def read_constants(runtime: Runtime) -> Tensors:
 
 
 def arrange_runtime(runtime: Runtime, layout: RowLayout) -> Runtime:
-    """Return a runtime that takes rows on axis 0: the same one, if the model has them there."""
+    """Return a runtime that takes rows on axis 0.
+
+    It is the same runtime if the model has the rows there.
+    """
     return runtime if layout.is_plain else RowRuntime(runtime, layout)
 
 

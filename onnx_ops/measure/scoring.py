@@ -40,9 +40,9 @@ ModelPredictions = Mapping[str, Prediction | OnnxOpsError]
 class ScoringRequest:
     """The inputs of metric measurements.
 
-    `models` are named as in the evidence, the candidate by `CANDIDATE`; `seed` is of resamples and
-    permutations, `functions` are custom metrics by reference, and `known` holds predictions that
-    were read before.
+    `models` are named as in the evidence; the candidate's name is `CANDIDATE`. `seed` is that of
+    resamples and permutations. `functions` are custom metrics by reference. `known` holds
+    predictions that were read before.
     """
 
     runtime: Runtime
@@ -122,7 +122,10 @@ def _count_all_pairs(
     group: Array | None,
     alike: Collection[str],
 ) -> Iterator[PairedCounts]:
-    """Yield the counts of right rows of the candidate beside each model, itself included."""
+    """Yield the counts of right rows of the candidate beside each model.
+
+    The candidate itself is one of the models.
+    """
     for name, right in answers.items():
         yield count_pairs(
             definition.label, name, right, answers[CANDIDATE], group, equal=name in alike
@@ -158,7 +161,7 @@ def add_default_metric(
 ) -> tuple[tuple[MetricDefinition, ...], MetricDefinition | None]:
     """Add rmse where labels are numbers and no gate measures an error of numbers.
 
-    Whether a model returns classes or numbers is known once it has answered: then either accuracy
+    Whether a model returns classes or numbers is only known from its answers. Then either accuracy
     or rmse is reported.
     """
     numbers = (
@@ -176,8 +179,8 @@ def find_label_problem(
 ) -> str:
     """Return why a metric cannot be computed; empty if it can.
 
-    `outputs` are as many rows as labels, of the shapes and types of the model's answers; None if
-    these are unknown.
+    `outputs` have as many rows as there are labels, and the shapes and types of the model's
+    answers. They are None if these are unknown.
     """
     try:
         label, positive = _read_label(definition, label)
@@ -191,7 +194,10 @@ def find_label_problem(
 def _extract_signals(
     definition: MetricDefinition, label: Array | None, answers: Mapping[str, Array]
 ) -> list[Array]:
-    """Return what rows that belong together share: right or wrong, the rank of the error, and its change."""
+    """Return the values that rows of a group can share.
+
+    They are right or wrong and its change, or the ranks of the error and of its change.
+    """
     mine = answers[CANDIDATE]
     others = [array for name, array in answers.items() if name != CANDIDATE]
     match definition.method:
@@ -219,7 +225,9 @@ def read_predictions(
     definitions: Sequence[MetricDefinition],
     shard: tuple[int, int] = (0, 1),
 ) -> ModelPredictions:
-    """Read one model's answers, or a `shard` of them (see `read_answers`), in the terms of each metric.
+    """Read one model's answers in the terms of each metric.
+
+    `shard` selects a part of the answers (see `read_answers`).
 
     Raises:
         MeasurementError: the candidate or the export does not run.
@@ -247,7 +255,10 @@ def read_predictions(
 
 
 def join_parts(parts: Sequence[ModelPredictions]) -> ModelPredictions:
-    """Join the values of successive rows; the first error of a metric applies to all of its rows."""
+    """Join the values of successive rows.
+
+    The first error of a metric applies to all of its rows.
+    """
     joined: dict[str, Prediction | OnnxOpsError] = {}
     for label in parts[0] if parts else ():
         predictions = [part[label] for part in parts]
@@ -268,7 +279,10 @@ def _make_comparable(
     label: Array | None,
     predictions: Mapping[str, Prediction | OnnxOpsError],
 ) -> tuple[Array | None, Mapping[str, Array], list[ScoreComparison]]:
-    """Return the label and the answers that can be scored, by model, and entries for the others."""
+    """Return the label, the answers that can be scored, and entries for the others.
+
+    The answers are by model.
+    """
     try:
         label, positive = _read_label(definition, label)
     except UserError as error:
@@ -295,7 +309,7 @@ def _make_unreadable(
 ) -> ScoreComparison:
     """Return the entry of a model whose answers hold NaN or cannot be read.
 
-    Only the candidate fails by NaN: another model that answers with it is not compared.
+    NaN fails only the candidate. Another model that answers with NaN is not compared.
     """
     why, count = str(problem), 0
     if isinstance(problem, Prediction):
@@ -314,7 +328,10 @@ def _number_classes(
     positive: str | int | None,
     answers: Mapping[str, Array],
 ) -> tuple[Array, Mapping[str, Array]]:
-    """Return classes as numbers, 1 for the positive one where one is; other answers unchanged."""
+    """Return classes as numbers, 1 for the positive class if there is one.
+
+    Other answers are unchanged.
+    """
     match definition.reads:
         case "classes" if positive is not None:
             answers = {
@@ -373,7 +390,10 @@ def _in_terms(
 
 
 def _check_shape(definition: MetricDefinition, answers: Array, other: Array | None) -> None:
-    """Check that a model's answers can be compared with a label, or another model's answers, of the same shape."""
+    """Check that a model's answers can be compared with a label or another model.
+
+    The answers of another model must have the same shape.
+    """
     if definition.label_free and other is not None and other.shape != answers.shape:
         shapes = f"{tuple(answers.shape)} and {tuple(other.shape)}"
         raise UserError(

@@ -47,23 +47,27 @@ from onnx_ops.ports.data import Array
 Floats = npt.NDArray[np.float64]
 
 WINDOW_S, SIDE_S = 0.01, 0.3
-"""Length of a window, and of all windows of one session, if requests were sent one after the other.
-Many short windows in turns distinguish two models better than a few long ones of the same total: a
-short disturbance affects few of them. On a busy machine, the ratio of a model to itself varied by 6
-% from pair to pair with 40 windows
-of 8 ms, and by 11 % with 6 of 50 ms."""
+"""Length of a window, and of all windows of one session.
+
+Both are for requests that are sent one after the other. Many short windows in turns distinguish two
+models better than a few long ones of the same total, since a short disturbance affects few of them.
+On a busy machine, the ratio of a model to itself varied by 6 % from pair to pair with 40 windows of
+8 ms, and by 11 % with 6 windows of 50 ms.
+"""
 
 FEWEST_WINDOWS, MOST_WINDOWS = 4, 32
 FEWEST_EACH, MOST_REQUESTS = 4, 20_000
-"""Requests of a window: at least for each thread, so that stragglers weigh little, and at most in
-total.
+"""Fewest requests of a window for each thread, and most requests of a window.
+
+Enough requests for each thread keep the weight of stragglers small.
 """
 
 CLIENTS = 32
 """Clients of a busy server that each wait for their answer."""
 _WAY_S, _TURNS = 0.1, 3
-"""Length of a window of one way to run them, if they were sent one after the other; sessions of
-each way.
+"""Length of a window of one configuration, and the sessions of each configuration.
+
+The length is for requests that are sent one after the other.
 """
 _MOST_RUN_S = 0.1
 _SERVED_RUNTIME = "onnxruntime"
@@ -107,8 +111,9 @@ def measure_scheduling(
     cores: int,
     seed: int,
 ) -> tuple[SchedulingMeasurement, ...]:
-    """Measure how a server can best run queued requests: how many at once, single or in batches.
+    """Measure how a server can best run queued requests.
 
+    A configuration is the number of requests that run concurrently, as single runs or in batches.
     The requests of `CLIENTS` clients are shared among the threads; one share is in transit from and
     to the clients. Configurations alternate, each time in a fresh session.
 
@@ -144,7 +149,11 @@ def measure_scheduling(
 
 
 def _list_ways(most: int, fixed: int) -> list[tuple[int, int]]:
-    """Return the numbers of threads, powers of 2 up to `most`, each with the rows of a single run and of a batch."""
+    """Return the configurations: numbers of threads, each with rows of a run.
+
+    The numbers of threads are `most` and the powers of 2 up to it. The rows are those of a single
+    run and of a batch, or the fixed batch.
+    """
     threads = sorted({most, *(2**n for n in range(most.bit_length()))})
     return [
         (count, rows)
@@ -295,10 +304,10 @@ def measure_speed(
     *,
     seed: int,
 ) -> SpeedMeasurements:
-    """Measure the variant alone, and against its baselines by name, the last of which decides.
+    """Measure the variant alone, and against its baselines by name.
 
-    A champion can have other inputs, which these rows do not fit: failed measurements against it
-    are left out, and its gate reports them.
+    The last baseline decides. A champion can have other inputs, which these rows do not fit. Failed
+    measurements against it are left out, and its gate reports them.
     """
     latency, raw = measure_latency(runtime, candidate, target, feed)
     samples: dict[str, Array] = dict(raw)
@@ -349,7 +358,10 @@ def measure_speed(
 def compare_resources(
     pair: PairedBenchmark, request: MeasurementRequest
 ) -> tuple[tuple[PairedRatios, ...], RawSamples]:
-    """Compare the requested quantities other than latency, of candidate and baseline alternately."""
+    """Compare the requested quantities other than latency.
+
+    Candidate and baseline are measured alternately.
+    """
     ratios: list[PairedRatios] = []
     samples: dict[str, Array] = {}
     for level in request.throughput:

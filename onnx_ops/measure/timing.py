@@ -35,14 +35,19 @@ RUNS_ALONE = 800
 WARMUP_ALONE = 50
 
 LONGEST_S = 120.0
-"""Time limit of a comparison. One that is undecided by then stays so."""
+"""Time limit of a comparison. A limit that is undecided by then stays undecided."""
 
 HEAT_S = 0.6
-"""Time that the runs of a round should take; up to four times as long before blocks are shortened.
+"""Time that the runs of a round should take.
+
+Blocks are shortened if the runs would take more than four times as long.
 """
 
 WARMUP_S = 0.02
-"""Time of the runs before those that count: at most `2 * RUNS` of them, at least `SHORT`."""
+"""Time of the warm-up runs, which do not count.
+
+There are at most `2 * RUNS` of them, and at least `SHORT`.
+"""
 
 BLOCKS, RUNS, SHORT = 12, 10, 3
 """Blocks of a round, runs of a block, and the fewest runs of a block."""
@@ -56,7 +61,7 @@ LogRatios = tuple[tuple[float, ...], ...]
 """log(B / A) of the blocks of each pair."""
 
 RatioSamples = tuple[LogRatios, LogRatios]
-"""Ratios of the candidate, and of the baseline again, to the baseline."""
+"""Ratios to the baseline: of the candidate, and of the repeated baseline."""
 
 S = TypeVar("S")
 
@@ -65,8 +70,8 @@ S = TypeVar("S")
 class PairedBenchmark:
     """Two models on one target, with the same request.
 
-    `against` names the baseline in results; `seed` is of the order of runs; `tolerances` are the
-    limits to decide, by kind of gate.
+    `against` names the baseline in results. `seed` is that of the order of runs. `tolerances` are
+    the limits to decide, by kind of gate.
     """
 
     runtime: Runtime
@@ -128,7 +133,10 @@ def compare_latency(pair: PairedBenchmark) -> tuple[LatencyComparison, RawSample
         )
 
     def figures(looks: Sequence[PairedBenchmarkSamples]) -> tuple[RatioSamples]:
-        """Return the ratios of all looks together: the probe's effect is estimated from all runs."""
+        """Return the ratios of all looks together.
+
+        The effect of the probe is estimated from all runs.
+        """
         probes = [look.probe for look in looks if look.probe is not None]
         logs = compute_block_logs(
             np.concatenate([look.nanoseconds for look in looks]),
@@ -184,10 +192,10 @@ def measure_until_decided(
     """Measure up to each look, until all is decided or time runs out.
 
     `measure` takes the number of rounds and a seed. `figures` computes the ratios of all samples so
-    far, empty for unknown ones, which do not extend the measurement; `tolerances` are the limits of
-    each, in that order. `noun` names the pairs in progress messages.
+    far. Unknown ratios are empty, and do not extend the measurement. `tolerances` are the limits of
+    each ratio, in that order. `noun` names the pairs in progress messages.
     """
-    load_functions()  # not between two measurements
+    load_functions()  # loading would disturb the first measurement
     samples: list[S] = []
     measured, begun = 0, time.monotonic()
     looks = ", ".join(map(str, LOOKS))
@@ -210,10 +218,10 @@ def measure_until_decided(
 def split_log_ratios(logs: npt.NDArray[np.float64]) -> RatioSamples:
     """Return log ratios of candidate and repeated baseline to the baseline.
 
-    One session of the baseline is compared with one of each, not the mean of both with the
-    candidate: skewed noise, like that of run times, cancels in a difference of two similar
-    sessions, and leaves a bias otherwise. `logs` has the shape (rounds, blocks, models), in the
-    order of `PairedBenchmark.models`.
+    One session of the baseline is compared with one session of each. Skewed noise, like that of run
+    times, cancels in a difference of two similar sessions. It would leave a bias if the mean of
+    both baseline sessions were compared with the candidate. `logs` has the shape (rounds, blocks,
+    models), in the order of `PairedBenchmark.models`.
     """
     first, again, candidate = np.moveaxis(logs, -1, 0)
     return _as_tuples(candidate - first), _as_tuples(again - first)

@@ -75,7 +75,7 @@ def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[s
         pass
     try:
         model: object = function(*data_sets, **parameters)
-    except (OnnxOpsError, MemoryError):  # the caller knows its limits
+    except (OnnxOpsError, MemoryError):  # the caller handles these
         raise
     except Exception as error:
         raise _failed(f"{reference} failed", error) from error
@@ -103,7 +103,10 @@ class _DataSets(dict[str, Any]):
 
 
 def _takes_data(function: Callable[..., Any]) -> bool:
-    """Return whether a training function has a positional parameter; one without loads its own data."""
+    """Return whether a training function has a positional parameter.
+
+    A function without one loads its own data.
+    """
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # a function in C has no signature
@@ -116,15 +119,19 @@ def _takes_data(function: Callable[..., Any]) -> bool:
 
 
 def _failed(what: str, error: Exception) -> OnnxOpsError:
-    """Return an error that names the line of the project, not of the libraries that it calls."""
+    """Return an error that names the line of the project.
+
+    Lines of the libraries that it calls are left out.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, SyntaxError) and error.filename:
         place = f"{_shown_path(error.filename)}:{error.lineno}"
     else:
+        # Frames of Python and of onnx-ops are left out.
         libraries = (
             Path(sysconfig.get_path("stdlib")),
             Path(__file__).parents[1],
-        )  # of Python, and onnx-ops
+        )
         own = [
             frame
             for frame in frames

@@ -1,10 +1,10 @@
-"""Balance outlier channels between a normalization and the products that read it, so that 8 bits represent both.
+"""Balance outlier channels between a normalization and the products that read it.
 
-A normalization may scale a few channels far up, and the weights of the next product scale them down
-again. One quantization step for all channels is then too coarse for the others. Part of the factor
-is moved into the weights, as by gamma migration (Wei et al. 2022, arXiv 2209.13325) and SmoothQuant
-(Xiao et al. 2023, arXiv 2211.10438). Factors are powers of two, so that the function in float stays
-the same to the last bit.
+Afterwards, 8 bits represent both. A normalization may scale a few channels far up, and the weights
+of the next product scale them down again. One quantization step for all channels is then too coarse
+for the others. Part of the factor is moved into the weights, as by gamma migration (Wei et al.
+2022, arXiv 2209.13325) and SmoothQuant (Xiao et al. 2023, arXiv 2211.10438). Factors are powers of
+two, so that the function in float stays the same to the last bit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import onnx
 
 PROPERTY = "onnx-ops.channel_exponents"
-"""Metadata of a balanced model: for each value, the exponents of its balanced channels, as JSON."""
+"""Metadata of a balanced model: exponents of balanced channels by value, as JSON."""
 
 _FLOAT = 1
 _NORMS = ("LayerNormalization", "SimplifiedLayerNormalization")
@@ -40,17 +40,18 @@ _REACH = 3.0
 """Standard deviations that a normalized value usually reaches."""
 
 _OUTLIER = 4.0
-"""A channel is an outlier from so many times the median channel's size on."""
+"""A channel is an outlier from this multiple of the median channel's size on."""
 
 _LARGEST_EXPONENT = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Norm:
-    """A value that has one scale, and maybe one shift, for each channel, and that only products by constants read.
+    """A value with one scale for each channel, which only products by constants read.
 
-    `affine` are the inputs of nodes with the scale and the shift, each of shape (channels,).
-    `weights` gives the axis of the channels in each constant that the value is multiplied by.
+    It may also have one shift for each channel. `affine` are the inputs of nodes with the scale and
+    the shift, each of shape (channels,). `weights` gives the axis of the channels in each constant
+    that the value is multiplied by.
     """
 
     affine: tuple[tuple[onnx.NodeProto, int], ...]
@@ -58,7 +59,10 @@ class _Norm:
 
 
 def balance_channels(model: onnx.ModelProto) -> int:
-    """Balance outlier channels in place, and record their exponents in the metadata; return their number."""
+    """Balance outlier channels in place and return their number.
+
+    Their exponents are recorded in the metadata.
+    """
     from onnx import numpy_helper
 
     others = [entry for entry in model.metadata_props if entry.key != PROPERTY]
@@ -89,7 +93,10 @@ def balance_channels(model: onnx.ModelProto) -> int:
 
 
 def write_balanced(source: Path, path: Path) -> bool:
-    """Write `source` with outlier channels balanced; return False, and write nothing, if it has none."""
+    """Write `source` with balanced outlier channels.
+
+    Return False, and write nothing, if it has no outlier channels.
+    """
     model = read_model(source)
     if not balance_channels(model):
         return False
@@ -98,7 +105,10 @@ def write_balanced(source: Path, path: Path) -> bool:
 
 
 def write_balanced_like(source: Path, derived: Path, path: Path) -> bool:
-    """Write `source` with the exponents that `derived` records; return False, and write nothing, if it records none."""
+    """Write `source` with the channel exponents that `derived` records.
+
+    Return False, and write nothing, if `derived` records none.
+    """
     recorded = {entry.key: entry.value for entry in share_structure(derived).metadata_props}.get(
         PROPERTY
     )
@@ -118,7 +128,10 @@ def write_balanced_like(source: Path, derived: Path, path: Path) -> bool:
 
 
 def _fold_copies(model: onnx.ModelProto) -> None:
-    """Let the readers of an Identity of a constant read the constant itself: exporters share equal constants so."""
+    """Remove each Identity of a constant: its readers read the constant itself.
+
+    Exporters share equal constants through Identity nodes.
+    """
     constants = {tensor.name for tensor in model.graph.initializer} - {
         value.name for value in model.graph.input
     }
@@ -147,16 +160,18 @@ def _find_norms(
     producers = {name: node for node in model.graph.node for name in node.output}
     readers = map_readers(node for graph in iterate_graphs(model) for node in graph.node)
     outputs = {value.name for graph in iterate_graphs(model) for value in graph.output}
-    inputs = {
-        value.name for value in model.graph.input
-    }  # callers may replace a constant that is an input too
+    # Callers may replace a constant that is an input too.
+    inputs = {value.name for value in model.graph.input}
 
     def is_constant(name: str, rank: int) -> bool:
         tensor = None if name in inputs else tensors.get(name)
         return tensor is not None and tensor.data_type == _FLOAT and len(tensor.dims) == rank
 
     def find_affine(name: str) -> tuple[tuple[onnx.NodeProto, int], ...]:
-        """Return the inputs that scale and shift each channel of a value; empty if it has no such scale."""
+        """Return the inputs that scale and shift each channel of a value.
+
+        The result is empty if the value has no scale for each channel.
+        """
         node = producers.get(name)
         if node is None or node.output[0] != name:
             return ()
@@ -173,14 +188,20 @@ def _find_norms(
         )
 
     def find_shifted(add: onnx.NodeProto, index: int) -> tuple[tuple[onnx.NodeProto, int], ...]:
-        """Return the inputs of a Mul and of the Add that shifts its result; empty if others see that result."""
+        """Return the inputs of a Mul, and of the Add that shifts its result.
+
+        The result is empty if anything else reads the result of the Mul.
+        """
         inner = add.input[1 - index]
         scale = find_affine(inner)
         is_scaled = len(scale) == 1 and scale[0][0].op_type == "Mul" and len(readers[inner]) == 1
         return (*scale, (add, index)) if is_scaled and inner not in outputs else ()
 
     def find_axis(node: onnx.NodeProto, value: str) -> int | None:
-        """Return the axis of channels in the weights that a node multiplies a value by; None if it cannot change."""
+        """Return the axis of channels in the weights that a node multiplies a value by.
+
+        Return None if the weights cannot be changed.
+        """
         is_product = node.op_type in ("MatMul", "Gemm") and node.input[0] == value
         if not (is_product and is_constant(node.input[1], 2) and len(readers[node.input[1]]) == 1):
             return None
@@ -202,7 +223,10 @@ def _find_norms(
 
 
 def _count_channels(norm: _Norm, tensors: Mapping[str, onnx.TensorProto]) -> set[int]:
-    """Return the numbers of channels of a value's constants; a value can be balanced if they agree."""
+    """Return the numbers of channels of a value's constants.
+
+    A value can be balanced if they agree.
+    """
     counts = {tensors[node.input[index]].dims[0] for node, index in norm.affine}
     return counts | {tensors[name].dims[axis] for name, axis in norm.weights.items()}
 
@@ -232,7 +256,7 @@ def _choose_exponents(
 
 
 def _apply(model: onnx.ModelProto, exponents: Mapping[str, Mapping[str, Any]]) -> None:
-    """Divide channels by their factors in the normalizations, and multiply them in the weights."""
+    """Divide channels by their factors in normalizations, and multiply the weights."""
     from onnx import numpy_helper
 
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -241,9 +265,8 @@ def _apply(model: onnx.ModelProto, exponents: Mapping[str, Mapping[str, Any]]) -
         norm = norms[value]
         places = [tensors[node.input[index]] for node, index in norm.affine]
         factors = _read_factors(channels, places[0].dims[0])
-        for (node, index), tensor in zip(
-            norm.affine, places, strict=True
-        ):  # exporters share equal constants
+        # Exporters share equal constants, so that other nodes may read the old one.
+        for (node, index), tensor in zip(norm.affine, places, strict=True):
             node.input[index] = (
                 f"{value}_balanced_{'shift' if node.op_type == 'Add' or index == 2 else 'scale'}"
             )
@@ -260,7 +283,10 @@ def _apply(model: onnx.ModelProto, exponents: Mapping[str, Mapping[str, Any]]) -
 
 
 def _read_factors(channels: Mapping[str, Any], count: int) -> npt.NDArray[np.float32]:
-    """Return the factor of each channel: a power of two, so that dividing and multiplying by it is exact."""
+    """Return the factor of each channel.
+
+    It is a power of two, so that dividing and multiplying by it is exact.
+    """
     factors = np.ones(count, dtype=np.float32)
     for channel, exponent in channels.items():
         if not (

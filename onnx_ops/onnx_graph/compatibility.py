@@ -1,4 +1,4 @@
-"""Check whether an ONNX file is valid, and whether targets and pipelines accept it."""
+"""Check whether an ONNX file is valid, and whether targets and pipelines take it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ RUNTIME_DOMAINS = frozenset(
         "org.pytorch.aten",
     }
 )
-"""Domains of ONNX and of ONNX Runtime itself; only a session shows whether it has the operator."""
+"""Domains of ONNX and of ONNX Runtime itself.
+
+Only a session shows whether the runtime has an operator of these domains.
+"""
 
 _ABORT_WITHOUT_ROWS = frozenset({"GRU", "LSTM"})
 """Operators with which ONNX Runtime 1.31 aborts the process on an empty batch."""
@@ -70,7 +73,8 @@ def check_model(path: Path) -> None:
         inference,
         RuntimeError,
         ValueError,
-    ) as error:  # inference raises all three
+    ) as error:
+        # Shape inference raises the last three types.
         remedy = (
             "Export the model again, or fix the named problem; `onnx-ops inspect` shows whether "
             "it is valid."
@@ -100,9 +104,9 @@ def explain_version_limits(info: ModelInfo, target: Target) -> str:
 
 
 def find_custom_operators(model: onnx.ModelProto) -> dict[str, tuple[str, ...]]:
-    """Return the nodes of operators that ONNX, the runtime and the model leave undefined, by `domain::type`.
+    """Return the nodes of operators that neither ONNX, runtime nor model defines.
 
-    A node without a name is identified by its first output.
+    The keys are `domain::type`. A node without a name is identified by its first output.
     """
     own = {(function.domain, function.name) for function in model.functions}
     operators: dict[str, list[str]] = {}
@@ -134,7 +138,10 @@ _BLOCK_SIZES = {
 
 
 def find_unsupported_blocks(model: onnx.ModelProto) -> dict[str, str]:
-    """Return why no CPU kernel runs a node with weights in blocks, by the node's name or first output."""
+    """Return why no CPU kernel runs a node with weights in blocks, by node.
+
+    A node is identified by its name, or else by its first output.
+    """
     unsupported = {}
     for node in iterate_nodes(model):
         sizes = _BLOCK_SIZES.get(node.op_type, frozenset())
@@ -190,9 +197,10 @@ def check_libraries(libraries: Iterable[CustomOps], where: str) -> None:
 
 
 def copy_libraries(model: Path, libraries: Mapping[str, tuple[CustomOps, ...]]) -> None:
-    """Copy the operator libraries that a model uses beside it, by target, so that they belong to the version.
+    """Copy the operator libraries that a model uses beside it, by target.
 
-    Functions of the model count too: where a library registers one's name, sessions use the kernel.
+    The copies belong to the version. Functions of the model count too: if a library registers the
+    name of a function, sessions use the library's kernel.
 
     Raises:
         RefusedError: a file of the model is in the folder of libraries, which servers will load.
@@ -264,7 +272,7 @@ def drop_zipmaps(model: onnx.ModelProto) -> tuple[str, ...]:
                 helper.make_tensor_value_info(value.name, TensorProto.FLOAT, [None, None])
             )
     if zipmaps and not any(entry.domain in DEFAULT_DOMAINS for entry in model.opset_import):
-        model.opset_import.add(version=_OLDEST)  # converters of trees import nothing but ai.onnx.ml
+        model.opset_import.add(version=_OLDEST)  # converters of trees import only ai.onnx.ml
     if zipmaps:
         helper.set_model_props(
             model,

@@ -1,6 +1,7 @@
-"""Remove rounding: write a quantized model in float, and its float original with the rounded weights.
+"""Remove rounding, so that a quantized model and its original can be compared.
 
-The two files must agree like float models, so a lost node, a wrong axis or a wrong constant is
+The quantized model is written in float, and its float original with the rounded weights. The two
+files must agree like float models. A lost node, a wrong axis or a wrong constant is therefore
 detected despite the rounding.
 """
 
@@ -65,7 +66,10 @@ def write_with_weights(source: Path, weights: Iterable[QuantizedWeight], path: P
 
 
 def write_with_fp16_weights(source: Path, path: Path, names: Collection[str] = ()) -> None:
-    """Write the float original with those float32 constants rounded to float16; without names all of them."""
+    """Write the float original with named float32 constants rounded to float16.
+
+    Without names, all float32 constants are rounded.
+    """
     from onnx import numpy_helper
 
     model = read_model(source)
@@ -117,9 +121,10 @@ def write_dequantized(source: Path, derived: Path, path: Path) -> None:
 def _find_folded(
     source: Path, model: onnx.ModelProto, reader: StoredWeightReader
 ) -> dict[str, onnx.NodeProto]:
-    """Return ReLU and Clip of the original that a range of the quantized model replaces, by QuantizeLinear output.
+    """Return the ReLU and Clip of the original that quantized ranges replace.
 
-    Quantizers leave out a clipping operator where the range ends at the same values.
+    The keys are the outputs of the QuantizeLinear nodes that have these ranges. Quantizers leave
+    out a clipping operator where the range ends at the same values.
     """
     tensors = reader.tensors
     rounding = [
@@ -156,10 +161,11 @@ def _map_clipping(
     values: Iterable[str],
     known: Mapping[str, str],
 ) -> dict[str, onnx.NodeProto]:
-    """Return the ReLU or Clip of the original that computes each of these values of the quantized model.
+    """Return the ReLU or Clip of the original that computes each of these values.
 
-    Quantizers give the output's name to the operator's input, or another name: then the layer that
-    computes the value is found by its weight.
+    The values are those of the quantized model. A value can have the name of the clipping
+    operator's output or input. If it has another name, the layer that computes it is found by its
+    weight.
 
     Args:
         replaceable: inputs of operators that a range can replace.
@@ -185,7 +191,10 @@ def _copy_operator(
     stored: Mapping[str, onnx.TensorProto],
     tensors: dict[str, onnx.TensorProto],
 ) -> onnx.NodeProto:
-    """Return a copy of an operator, and add copies of its constants under new names to `tensors`."""
+    """Return a copy of an operator.
+
+    Copies of its constants are added to `tensors` under new names.
+    """
     made = copy.deepcopy(operator)
     for place, name in enumerate(operator.input):
         if place and name:
@@ -220,8 +229,12 @@ def _ends_alike(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Dequantization:
-    """The graph being rewritten: its constants, the clipping operators to restore by QuantizeLinear output, the
-    producers of values, and the values whose levels an integer product reads."""
+    """The graph that is being rewritten.
+
+    `reader` holds its constants, and `makers` the producers of values. `folded` are the clipping
+    operators to restore, by QuantizeLinear output. `levels` are the values whose levels an integer
+    product reads.
+    """
 
     reader: StoredWeightReader
     folded: dict[str, onnx.NodeProto]
@@ -264,7 +277,10 @@ def _rewrite(node: onnx.NodeProto, work: _Dequantization) -> list[onnx.NodeProto
 
 
 def _rewrite_pair(node: onnx.NodeProto, work: _Dequantization) -> list[onnx.NodeProto]:
-    """Drop a QuantizeLinear or DequantizeLinear of a value; of a constant, write what it stands for."""
+    """Replace a QuantizeLinear or DequantizeLinear by the values that it stands for.
+
+    A computed value passes unchanged. A constant is written with its dequantized values.
+    """
     from onnx import helper
 
     maker = work.makers.get(node.input[0])
@@ -284,7 +300,10 @@ def _rewrite_pair(node: onnx.NodeProto, work: _Dequantization) -> list[onnx.Node
 
 
 def _rewrite_product(node: onnx.NodeProto, work: _Dequantization) -> list[onnx.NodeProto]:
-    """Rewrite a fused product as MatMul and Add in float; its activations are not rounded."""
+    """Rewrite a fused product as MatMul and Add in float.
+
+    Its activations are not rounded.
+    """
     from onnx import helper
 
     place = {"MatMulNBits": 5, "MatMulIntegerToFloat": 6}.get(node.op_type, 4)
@@ -314,7 +333,10 @@ def _rewrite_table(node: onnx.NodeProto, work: _Dequantization) -> onnx.NodeProt
 
 
 def _float_product(node: onnx.NodeProto, work: _Dequantization) -> onnx.NodeProto:
-    """Rewrite an integer product as one of the same numbers in float32; its scales are applied afterwards."""
+    """Rewrite an integer product as a float32 product of the same numbers.
+
+    Its scales are applied afterwards.
+    """
     from onnx import helper, numpy_helper
 
     tensors = work.reader.tensors
@@ -338,7 +360,10 @@ def _float_product(node: onnx.NodeProto, work: _Dequantization) -> onnx.NodeProt
 
 
 def _widen(model: onnx.ModelProto) -> None:
-    """Convert everything float16 and bfloat16 to float32, inputs and outputs of the model included."""
+    """Convert everything in float16 and bfloat16 to float32.
+
+    This includes the inputs and outputs of the model.
+    """
     from onnx import numpy_helper
 
     for tensor in collect_constants(model).values():

@@ -22,18 +22,23 @@ if TYPE_CHECKING:
     import onnx
 
 MOST_STEPS = 200
-"""Operators between an output and the last linear one; beyond them the own rounding of an operator
-has to do.
+"""Most operators that the errors are followed through, from an output backwards.
+
+Beyond them, only the operator's own rounding counts.
 """
 
 _FLOAT, _DOUBLE = 1, 11
 _OPSET_WITHOUT_DEFAULT_DOMAIN = 13
 _AXES_INPUT_OPSETS: Mapping[str, int] = {"ReduceMax": 18, "ReduceMean": 18, "ReduceSum": 13}
-"""Opset from which a reduction takes its axes as an input; before, as an attribute."""
+"""Opset from which a reduction takes its axes as an input.
+
+At older opsets, the axes are an attribute.
+"""
 
 Rule: TypeAlias = "Callable[[ErrorGraph, onnx.NodeProto, str], str | None]"
-"""Adds the nodes that compute the error of a node's output; returns the error's name, None for an
-exact output.
+"""Adds the nodes that compute the error of a node's output.
+
+It returns the error's name, or None for an exact output.
 """
 
 
@@ -92,7 +97,7 @@ class ErrorGraph:
         self.epsilon = epsilon
         return error
 
-    # The model as it is.
+    # Methods that read the original model.
 
     def producer(self, name: str) -> onnx.NodeProto | None:
         """Return the node that computes a value; None for inputs and constants."""
@@ -112,7 +117,7 @@ class ErrorGraph:
             return None
         return numpy_helper.to_array(tensor)
 
-    # Steps that rules are made of; each returns the name of a value.
+    # Methods that add nodes for rules; each returns the name of a value.
 
     def emit(self, op_type: str, inputs: list[str], **attributes: Any) -> str:
         """Add a node."""
@@ -168,7 +173,7 @@ class ErrorGraph:
         return name if factor == 1 else self.emit("Mul", [name, self.constant(factor)])
 
     def total(self, first: str, *others: str | None) -> str:
-        """Return the sum of those that there are."""
+        """Return the sum of the values, without those that are None."""
         for name in others:
             if name is not None:
                 first = self.emit("Add", [first, name])

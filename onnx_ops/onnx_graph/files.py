@@ -31,31 +31,39 @@ _OTHERS = {
     b"\x1f\x8b": "compressed: unpack it with gunzip",
     b"PK\x03\x04": "a zip archive, as torch.save and Keras write them: export the model to ONNX, "
     "or unpack it",
-    b"\x80": "a Python pickle, as joblib and torch write them: export it with the `export.framework` "
-    "that made it",
+    b"\x80": "a Python pickle, as joblib and torch write them: export it with the "
+    "`export.framework` that made it",
     b"\x89HDF": "HDF5, as Keras writes it: export the model to ONNX",
     b"version ": "a pointer of Git LFS: fetch the file with git lfs pull",
 }
 """First bytes of files that are not ONNX."""
 
 _POINTER = b"version https://git-lfs"
-"""Start of the pointer file that Git LFS leaves in place of a file; small weights would fit into
-its 130 bytes.
+"""Start of the pointer file that Git LFS leaves in place of a file.
+
+Small weights would fit into the 130 bytes of a pointer file.
 """
 
 EXTERNAL_LIMIT = 1 << 30
-"""Bytes of weights above which they go into a file beside the model; a protobuf ends at 2 GiB."""
+"""Bytes of weights above which they go into a file beside the model.
+
+A protobuf is limited to 2 GiB.
+"""
 
 PROTOBUF_LIMIT = (1 << 31) - 1
 """Bytes of the largest protobuf."""
 
 _SHARED_LIMIT = 1 << 26
-"""Bytes of the largest file whose structure is kept; reading a larger one takes a small part of
-running it.
+"""Bytes of the largest file whose structure is kept.
+
+Reading the structure of a larger file takes a small part of the time of running it.
 """
 
 _SETTLED_NS = 100_000_000
-"""Age of a change from which on another one has another time: file systems count it in ticks."""
+"""Age of a change, in ns, from which on another change has another time stamp.
+
+File systems count time in ticks.
+"""
 
 DEFAULT_DOMAINS = ("", "ai.onnx")
 
@@ -77,7 +85,10 @@ def read_structure(path: Path) -> onnx.ModelProto:
 
 
 def share_structure(path: Path) -> onnx.ModelProto:
-    """Return what `read_structure` does, for callers that do not change it: an unchanged file is parsed once."""
+    """Return what `read_structure` does, for callers that do not change it.
+
+    An unchanged file is parsed once.
+    """
     found = path.stat() if path.is_file() else None
     if (
         found is None
@@ -95,7 +106,10 @@ def _parse_unchanged(path: Path, _changes: tuple[int, ...]) -> onnx.ModelProto:
 
 
 def _check_weights(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-    """Return the model. Raise as `read_structure` does, if its external data is not where it may be."""
+    """Return the model if its external data is where it is permitted.
+
+    Otherwise raise as `read_structure` does.
+    """
     real = path.resolve()
     if any(file.resolve() == real for file in resolve_external_files(model, path.parent)):
         raise RefusedError(
@@ -110,7 +124,10 @@ def collect_constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
 
 
 def collect_graph_constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
-    """Return the initializers and values of Constant nodes of one graph by name, without its subgraphs."""
+    """Return the initializers and Constant node values of one graph by name.
+
+    Its subgraphs are left out.
+    """
     tensors = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
         for attribute in node.attribute:
@@ -162,7 +179,10 @@ def digest_model(path: Path) -> Digest:
 
 
 def parse_model(path: Path) -> onnx.ModelProto:
-    """Parse a file without external weights, whose places are not checked; of an ORT file its structure."""
+    """Parse a file without external weights.
+
+    The locations of the weights are not checked. Of an ORT file, only the structure is read.
+    """
     import onnx
     from google.protobuf.message import DecodeError
 
@@ -188,7 +208,7 @@ def parse_model(path: Path) -> onnx.ModelProto:
 
 
 def _kind_of(path: Path) -> str:
-    """Return what to do with a file, by its first bytes."""
+    """Return the remedy for a file that is not ONNX, by its first bytes."""
     with path.open("rb") as file:
         head = file.read(8)
     if not head:
@@ -212,15 +232,14 @@ def read_model(path: Path) -> onnx.ModelProto:
 
     model = read_structure(path)
     refuse_ort(path)
-    for tensor in iterate_tensors(
-        model
-    ):  # without a length, the onnx package reads the rest of the file
+    # Without a length, the onnx package reads the rest of the file.
+    for tensor in iterate_tensors(model):
         size = _bytes_of(tensor) if tensor.external_data else None
         if size is not None and all(entry.key != "length" for entry in tensor.external_data):
             tensor.external_data.add(key="length", value=str(size))
     try:
         load_external_data_for_model(model, str(path.parent))
-    except (ValidationError, ValueError) as error:  # it takes no links, not even hard ones
+    except (ValidationError, ValueError) as error:  # it refuses links, hard links included
         why = quoted(error)
         raise RefusedError(
             "its external data is not read", where=str(path), why=why, remedy=_PLAIN
@@ -263,9 +282,10 @@ def copy_model(source: Path, path: Path) -> None:
 
 
 def iterate_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yield the initializers and tensor attributes of a model, of subgraphs, functions and training too.
+    """Yield the initializers and tensor attributes of a model.
 
-    The value of an attribute counts, whatever type it declares.
+    Those of subgraphs, functions and training are included. The value of an attribute counts,
+    whatever type it declares.
     """
     for graph in iterate_graphs(model):
         yield from graph.initializer
@@ -300,7 +320,10 @@ def map_readers(nodes: Iterable[onnx.NodeProto]) -> dict[str, list[onnx.NodeProt
 
 
 def list_shape_nodes(model: onnx.ModelProto) -> frozenset[str]:
-    """Return the names of the nodes of the main graph that compute from nothing but shapes and constants."""
+    """Return the names of the nodes that compute only from shapes and constants.
+
+    Nodes of subgraphs are left out.
+    """
     constants = {tensor.name for tensor in model.graph.initializer}
     shapes: set[str] = set()
     names = set()
@@ -390,7 +413,10 @@ def resolve_external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, 
 
 
 def _read_entries(tensor: onnx.TensorProto) -> dict[str, str]:
-    """Return the location of a tensor's bytes by key; which of two equal keys counts is not defined."""
+    """Return the location of a tensor's bytes by key.
+
+    Two equal keys are refused, since which of them counts is not defined.
+    """
     keys = [entry.key for entry in tensor.external_data]
     if twice := [key for key in keys if keys.count(key) > 1]:
         what = f"it gives the {twice[0]!r} of its external data twice"
@@ -411,7 +437,7 @@ def _find_external_file(name: str | None, folder: Path, tensor: str) -> Path:
         raise RefusedError(
             f"its external data {name!r} lies outside its folder", where=where, remedy=_AGAIN
         )
-    if not os.path.isfile(path):  # unlike Path.is_file, it takes a name that is too long
+    if not os.path.isfile(path):  # unlike Path.is_file, it accepts too long names
         remedy = f"Put {name} there: it holds the model's weights, and belongs to the model."
         raise NotFoundError(
             f"its external data {name!r} is missing", where=str(folder), remedy=remedy
@@ -420,7 +446,10 @@ def _find_external_file(name: str | None, folder: Path, tensor: str) -> Path:
 
 
 def _refuse_overlaps(places: Iterable[TensorLocation]) -> None:
-    """Refuse tensors that share a part of their bytes. They may share all of them, as tied weights do."""
+    """Refuse tensors that share a part of their bytes.
+
+    They may share all of them, as tied weights do.
+    """
     last: TensorLocation | None = None
     # Sorted by file and start, a place can overlap only with one before it.
     for place in sorted(place for place in places if place.end > place.start):
@@ -458,7 +487,10 @@ def _locate(tensor: onnx.TensorProto, entries: dict[str, str], path: Path) -> Te
 
 
 def get_element_type(data_type: int) -> str:
-    """Return the name of an element type in ONNX, in lower case; `undefined` if it is unknown."""
+    """Return the name of an element type in ONNX, in lower case.
+
+    The name of an unknown type is `undefined`.
+    """
     from onnx import TensorProto
 
     known = data_type in TensorProto.DataType.values()
@@ -481,7 +513,10 @@ def _number(entries: dict[str, str], key: str, where: str) -> int | None:
 
 
 def _bytes_of(tensor: onnx.TensorProto) -> int | None:
-    """Return the bytes that the tensor's shape and type take; None for a type without a fixed size."""
+    """Return the bytes that the tensor's shape and type take.
+
+    Return None for a type without a fixed size.
+    """
     if any(size < 0 for size in tensor.dims):
         raise RefusedError(
             f"its shape is negative: {list(tensor.dims)}", where=f"tensor {tensor.name}"
@@ -493,7 +528,7 @@ def _bytes_of(tensor: onnx.TensorProto) -> int | None:
 def _inside(path: Path, folder: Path) -> bool:
     try:
         return path.resolve().is_relative_to(folder.resolve())
-    except (OSError, RuntimeError, ValueError):  # too long, a cycle of links, a zero byte
+    except (OSError, RuntimeError, ValueError):  # the name is too long, cyclic or has a zero byte
         return False
 
 

@@ -31,7 +31,7 @@ _SAME_VALUES = frozenset(
     }
     | {"ArrayFeatureExtractor", "Concat", "Gather", "StringNormalizer"}
 )
-"""Operators whose first input's values are those of their outputs."""
+"""Operators whose outputs hold values of their first input."""
 
 _SIZES: Mapping[str, tuple[int, ...]] = {
     "ConstantOfShape": (0,),
@@ -47,7 +47,7 @@ _SIZES: Mapping[str, tuple[int, ...]] = {
     "TopK": (1,),
     "Upsample": (1,),
 }
-"""Inputs that determine a size or an end."""
+"""Indices of the inputs that determine a size or an end, by operator."""
 
 _SELECTORS = frozenset(
     {"Gather", "GatherElements", "GatherND", "Scatter", "ScatterElements", "ScatterND"}
@@ -61,7 +61,9 @@ _COMPARISONS: Mapping[str, tuple[int, ...]] = {
     "Less": (0, 1, -1),
     "LessOrEqual": (0, 1, -1),
 }
-"""Operators that compare, with the distances from the other side at which their answer can change.
+"""Operators that compare two inputs, with offsets from the other input.
+
+At these offsets, the answer of the comparison can change.
 """
 
 _TEXTS = frozenset({"cats_strings", "keys_strings", "pool_strings", "string_vocabulary"})
@@ -73,13 +75,14 @@ class InputBounds:
     """The bounds of one input.
 
     Args:
-        index: the least and the largest index, if it is one: of tables that are gathered from, and
-            of one-hot encodings; the smallest range of several counts.
+        index: the least and the largest index, if the input holds indices: into tables that are
+            gathered from, or of one-hot encodings. Of several ranges, the smallest counts.
         texts: the texts known to the operators that read it.
-        size: whether something's size depends on it.
+        size: whether the size of a value depends on it.
         missing: whether an operator that reads it has a special answer for NaN.
-        tables: the sizes, as numbers or symbols, of computed tensors that it is an index of; `?` if
-            unknown.
+        tables: the sizes, as numbers or symbols, of the computed tensors that it holds indices
+            into;
+            `?` if unknown.
         compared: whole numbers that decide what the model does with it, from comparisons with
             constants.
     """
@@ -95,7 +98,7 @@ class InputBounds:
 def read_input_bounds(path: Path) -> dict[str, InputBounds]:
     """Derive the bounds of each input from the operators that read it.
 
-    An input that is transformed before it becomes an index has none.
+    An input that is transformed before it becomes an index has no bounds of indices.
     """
     model = share_structure(path)
     stored: dict[str, onnx.TensorProto] = {}
@@ -133,7 +136,10 @@ def _read_bounds(
 def _selects_from_computed(
     node: onnx.NodeProto, place: int, stored: Mapping[str, onnx.TensorProto]
 ) -> bool:
-    """Return whether the input at `place` holds indices into a tensor that the model computes."""
+    """Return whether an input holds indices into a tensor that the model computes.
+
+    `place` is the index of the input.
+    """
     return place == 1 and node.op_type in _SELECTORS and node.input[0] not in stored
 
 
@@ -154,7 +160,10 @@ def _handles_missing(node: onnx.NodeProto) -> bool:
 def _list_compared(
     node: onnx.NodeProto, place: int, stored: Mapping[str, onnx.TensorProto]
 ) -> Iterator[int]:
-    """Yield the whole numbers at which a comparison with a constant can change its answer."""
+    """Yield the whole numbers at which a comparison's answer can change.
+
+    The input is compared with a constant.
+    """
     from onnx import numpy_helper
 
     other = stored.get(node.input[1 - place]) if node.op_type in _COMPARISONS else None
@@ -173,7 +182,10 @@ class _LazyShapes:
         self._shapes: dict[str, list[int | str]] | None = None
 
     def read_selected_size(self, node: onnx.NodeProto) -> int | str:
-        """Return the size of the axis that the indices of a node select from; `?` if unknown."""
+        """Return the size of the axis that the indices of a node select from.
+
+        Return `?` if it is unknown.
+        """
         if self._shapes is None:
             self._shapes = _infer_shapes(self._model)
         shape = self._shapes.get(node.input[0], [])
@@ -195,9 +207,10 @@ _SELECTED_AXIS = {
 
 
 def _infer_shapes(model: onnx.ModelProto) -> dict[str, list[int | str]]:
-    """Return the shapes that ONNX can infer; none for a model that its inference refuses.
+    """Return the shapes that ONNX can infer.
 
-    Free dimensions of inputs get names, which the inference passes on.
+    There are none for a model that its inference refuses. Free dimensions of inputs get names,
+    which the inference passes on.
     """
     import onnx
 
@@ -232,7 +245,10 @@ def read_index_bounds(path: Path) -> dict[str, tuple[int, int]]:
 def _reached(
     start: str, users: Users, *, copies: bool = False
 ) -> Iterator[tuple[onnx.NodeProto, int]]:
-    """Yield the nodes that read a value or a derived one, with the input index; `copies`: same values only."""
+    """Yield the nodes that read a value or a derived one, with the input index.
+
+    With `copies`, only derived values that are the same values are followed.
+    """
     waiting, visited = [start], {start}
     while waiting:
         for node, place in users.get(waiting.pop(), ()):
@@ -244,7 +260,7 @@ def _reached(
 
 
 def _copies(node: onnx.NodeProto, place: int) -> bool:
-    """Return whether the values of a node's outputs are those of its input at that place."""
+    """Return whether a node's outputs hold the values of its input at that place."""
     if node.op_type == "Where":
         return place > 0
     return node.op_type in _SAME_VALUES and (place == 0 or node.op_type == "Concat")
@@ -253,7 +269,10 @@ def _copies(node: onnx.NodeProto, place: int) -> bool:
 def _entries(
     node: onnx.NodeProto, place: int, stored: Mapping[str, onnx.TensorProto]
 ) -> int | None:
-    """Return how many entries a node selects from by its input at `place`; None if it does not select by it."""
+    """Return how many entries a node selects from by its input at `place`.
+
+    Return None if the node does not select by that input.
+    """
     from onnx import numpy_helper
 
     if node.op_type == "Gather" and place == 1 and node.input[0] in stored:

@@ -1,4 +1,7 @@
-"""Copies of a model for measurements: with intermediate values as outputs, or with one operator quantized."""
+"""Write copies of a model for measurements.
+
+A copy has intermediate values as outputs, or one operator quantized.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,9 @@ if TYPE_CHECKING:
     import onnx
 
 NAME_SCOPES = "pkg.torch.onnx.name_scopes"
-"""Property of a node that lists the modules around it, outermost first, and last the node itself.
+"""Property of a node that lists the modules around it, and last the node itself.
+
+The outermost module comes first.
 """
 
 _QUOTED = re.compile(r"'([^']*)'")
@@ -61,10 +66,11 @@ def list_computed_values(path: Path) -> tuple[ComputedValue, ...]:
 
 
 def write_with_outputs(path: Path, names: Sequence[str], copy: Path) -> None:
-    """Write a copy of the model with the named values of the main graph as further outputs.
+    """Write a copy of the model with named values as further outputs.
 
-    Weights outside the file are not read: the copy refers to the same files, and so must be in the
-    same folder. Each value is held in memory while the copy runs.
+    The values are those of the main graph. Weights outside the file are not read: the copy refers
+    to the same files, and so must be in the same folder. Each value is held in memory while the
+    copy runs.
     """
     model = read_structure(path)
     outputs = {value.name for value in model.graph.output}
@@ -83,12 +89,12 @@ OPERATORS: Mapping[str, tuple[str, ...]] = {
 """Operators that can stay in float, by the method that would quantize them."""
 
 _DYNAMIC_OPSET = 11
-"""DynamicQuantizeLinear is there from this opset on."""
+"""First opset that has DynamicQuantizeLinear."""
 
 _LEVELS = 255
 _FLOAT = 1
 _TABLE = 1024
-"""Fewest numbers of a table of embeddings that is worth quantizing."""
+"""Fewest elements of a table of embeddings that is worth quantizing."""
 
 
 def list_quantizable_nodes(path: Path, method: str) -> tuple[str, ...]:
@@ -171,7 +177,10 @@ def write_with_quantized_node(
 def _rounded(
     node: onnx.NodeProto, weight: npt.NDArray[np.generic], levels: int
 ) -> npt.NDArray[np.generic]:
-    """Round to the nearest of so many levels on either side of zero, with one scale per output channel or table."""
+    """Round a weight to the nearest of `levels` levels on either side of zero.
+
+    There is one scale per output channel, or per table.
+    """
     turned = node.op_type == "Gemm" and any(a.name == "transB" and a.i for a in node.attribute)
     axis = 0 if node.op_type == "Conv" or turned else weight.ndim - 1
     others = tuple(i for i in range(weight.ndim) if i != axis or node.op_type == "Gather")

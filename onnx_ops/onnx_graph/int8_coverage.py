@@ -1,7 +1,8 @@
-"""Report which operators a target runs in int8, why others stay in float, and which setting changes that.
+"""Report which operators a target runs in int8.
 
-A quantized file holds QuantizeLinear pairs around an operator. The runtime either fuses them into
-an int8 operator, or runs the operator in float with additional conversions. Only the graph that the
+The report also has the reason why others stay in float, and the setting that changes that. A
+quantized file holds QuantizeLinear pairs around an operator. The runtime either fuses them into an
+int8 operator, or runs the operator in float with additional conversions. Only the graph that the
 runtime has rewritten shows which.
 """
 
@@ -55,12 +56,13 @@ _KINDS = {
     "TransposeMatMul": "MatMul",
     **{name: name for name in RECURRENT},
 }
-"""The float forms of matrix products, convolutions and recurrent layers, and the operators that
-they stand for.
+"""The float forms of products, convolutions and recurrent layers.
+
+The values are the operators that the forms stand for.
 """
 
 _AFFIXES = re.compile(r"^fused |(?:_token_\d+|_nchwc|_quant|_MatMul|/\w+Fusion)$")
-"""Affixes that the quantizers and the runtime add to a node's name when they rewrite it."""
+"""Affixes that quantizers and the runtime add to the name of a rewritten node."""
 
 FUSE = "target file: session: {graph_level: all}"
 """The setting with which the runtime fuses pairs into operators."""
@@ -68,8 +70,10 @@ _UNFUSED_LEVELS = ("disabled", "basic")
 
 _FLOAT, _UINT8, _INT8, _UINT16, _HALF = 1, 2, 3, 4, 10
 _SLOW_SETTINGS = {
-    "session.x64quantprecision": "2.9 times the time, for sums that reduce_range keeps right as well",
-    "session.qdqisint8allowed": "3.7 times the time: activations become int8, which kernels of x86 do not take",
+    "session.x64quantprecision": "2.9 times the time, for sums that reduce_range "
+    "keeps right as well",
+    "session.qdqisint8allowed": "3.7 times the time: activations become int8, "
+    "which kernels of x86 do not take",
 }
 _DYNAMIC = ("ConvInteger", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulIntegerToFloat")
 
@@ -80,7 +84,10 @@ _RECURRENT_REASON = (
 
 
 def quantizes_activations(model: onnx.ModelProto) -> bool:
-    """Return whether a model computes in integers: it quantizes values that are no constants, or has such operators."""
+    """Return whether a model computes in integers.
+
+    It does if it quantizes values that are not constant, or has integer operators.
+    """
     stored = set(collect_constants(model))
     return any(
         node.op_type in INT8_OPERATORS
@@ -93,9 +100,11 @@ def quantizes_activations(model: onnx.ModelProto) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """The rewritten graph with its subgraphs: producers and consumers of values, and stored constants.
+    """The rewritten graph with its subgraphs.
 
-    `inner` are the values of subgraphs; `dynamic`: ranges are computed in each run.
+    `makers` and `readers` are the producers and consumers of values, and `types` the element types
+    of stored constants. `inner` are the values of subgraphs. `dynamic` is True if ranges are
+    computed in each run.
     """
 
     nodes: Sequence[onnx.NodeProto]
@@ -141,7 +150,10 @@ def measure_int8_coverage(
 
 
 def _list_names(source: Path) -> dict[str, str]:
-    """Return the name of each node by its name and by its outputs; that of a node without one is its first output."""
+    """Return the name of each node, by its name and by its outputs.
+
+    A node without a name is called by its first output.
+    """
     names: dict[str, str] = {}
     for node in iterate_nodes(share_structure(source)):
         called = node.name or node.output[0]
@@ -150,7 +162,11 @@ def _list_names(source: Path) -> dict[str, str]:
 
 
 def _find_name(node: onnx.NodeProto, names: Mapping[str, str]) -> str:
-    """Return the original name of a node that quantizers and the runtime may have renamed; its own if unknown."""
+    """Return the original name of a node that may have been renamed.
+
+    Quantizers and the runtime rename nodes. If the original name is unknown, the node's present
+    name is returned.
+    """
     name, before = node.name, ""
     while name not in names and name != before:
         before, name = name, _AFFIXES.sub("", name, count=1)
@@ -185,7 +201,10 @@ def _explain_float(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]:
 
 
 def _explain_unreached(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str] | None:
-    """Return why no quantizer reaches the node, and the setting that fixes it; None if one does."""
+    """Return why no quantizer reaches the node, and the setting that fixes it.
+
+    Return None if a quantizer reaches it.
+    """
     if node.op_type in _WITHOUT_KERNEL:
         return f"the runtime has no int8 kernel for {node.op_type}", ""
     if node.op_type in RECURRENT:
@@ -201,7 +220,10 @@ def _explain_unreached(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str] |
 
 
 def _explain_unquantized(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str] | None:
-    """Return why an input of the node is not quantized, and the setting that fixes it; None if both are."""
+    """Return why an input of the node is not quantized, and the setting that fixes it.
+
+    Return None if both inputs are quantized.
+    """
     first, second = (graph.makers.get(name) for name in node.input[:2])
     is_first_quantized, is_second_quantized = (
         maker is not None and maker.op_type == "DequantizeLinear" for maker in (first, second)
@@ -219,7 +241,10 @@ def _explain_unquantized(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]
 
 
 def _explain_unfused(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]:
-    """Return why a node with a quantized input is not fused with its pairs, and the setting that fixes it."""
+    """Return why a node is not fused with its pairs, and the setting that fixes it.
+
+    The input of the node is quantized.
+    """
     read = graph.makers[node.input[0]]
     zero_point = read.input[2] if len(read.input) > 2 else ""
     if graph.types.get(zero_point) == _INT8:
@@ -258,11 +283,12 @@ def advise(
     """
     model, run = read_structure(variant), read_structure(rewritten)
     kinds = {node.op_type for node in (*model.graph.node, *run.graph.node)}
+    # Weights of a float model can take gigabytes.
     if kinds & {
         "DequantizeLinear",
         "QuantizeLinear",
         *_DYNAMIC,
-    }:  # weights of a float model can take gigabytes
+    }:
         model = read_model(variant)
     advice = [*_list_type_advice(model, machine), *_list_setting_advice(target, machine, kinds)]
     if coverage is not None:
@@ -357,9 +383,8 @@ def _list_conversion_advice(run: onnx.ModelProto) -> Iterator[Advice]:
     for node in run.graph.node:
         if node.op_type == "QuantizeLinear":
             maker = makers.get(node.input[0])
-            if (
-                maker is None or maker.op_type in _KINDS
-            ):  # the coverage has the reason of such an operator
+            # The coverage has the reason of such an operator.
+            if maker is None or maker.op_type in _KINDS:
                 continue
             sources = [makers[name] for name in maker.input if name in makers]
             if any(source.op_type in ("DequantizeLinear", *_DYNAMIC) for source in sources):

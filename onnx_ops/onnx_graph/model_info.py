@@ -42,13 +42,13 @@ def read_model_info(path: Path) -> ModelInfo:
 
 
 def count_operators(model: onnx.ModelProto) -> dict[str, int]:
-    """Count nodes by operator and definition, such as `Gemm-13`, the most frequent first.
+    """Count nodes by operator and definition, such as `Gemm-13`.
 
-    A version is the newest opset, at most the one that the model imports, that changed the
-    operator. Operators of other domains have theirs in front; of those that ONNX does not define,
-    no version is known. Nodes of subgraphs and functions count too; a function's nodes have the
-    versions of the model, and of the function's own imports where the model has none of that
-    domain.
+    The most frequent operator comes first. A version is the newest opset, at most the one that the
+    model imports, that changed the operator. Operators of other domains have their domain in front.
+    Operators that ONNX does not define have no known version. Nodes of subgraphs and functions
+    count too. A function's nodes have the versions that the model imports; if the model does not
+    import their domain, the function's own imports count.
     """
     from onnx import defs
 
@@ -65,7 +65,8 @@ def count_operators(model: onnx.ModelProto) -> dict[str, int]:
         domain = "" if node.domain == "ai.onnx" else node.domain
         name = f"{domain}::{node.op_type}" if domain else node.op_type
         with contextlib.suppress(defs.SchemaError):
-            name = f"{name}-{defs.get_schema(node.op_type, opsets.get(domain or 'ai.onnx', 0), domain).since_version}"
+            opset = opsets.get(domain or "ai.onnx", 0)
+            name = f"{name}-{defs.get_schema(node.op_type, opset, domain).since_version}"
         counts[name] += 1
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
@@ -81,7 +82,10 @@ def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
 
 
 def read_shape(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
-    """Return the sizes and names of the dimensions of a tensor; `?` for one without a name."""
+    """Return the sizes and names of the dimensions of a tensor.
+
+    A dimension without a name is `?`.
+    """
     dims = value.type.tensor_type.shape.dim
     return tuple(
         dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in dims

@@ -100,9 +100,8 @@ def _read_kind(model: onnx.ModelProto) -> ModelKind:
         return ModelKind(precision="weight-only", why=_describe_weights(operators, weights))
     sizes = Counter[int]()
     for tensor in stored.values():
-        if (
-            elements := math.prod(tensor.dims)
-        ) > 1:  # single numbers of a float16 graph are sometimes float32
+        # Single numbers of a float16 graph are sometimes float32.
+        if (elements := math.prod(tensor.dims)) > 1:
             sizes[tensor.data_type] += elements
     half = max(_HALVES, key=lambda kind: sizes[kind])
     floats = sizes[half] + sizes[_FLOAT]
@@ -120,13 +119,14 @@ def _read_kind(model: onnx.ModelProto) -> ModelKind:
 
 
 def _count_weights(model: onnx.ModelProto, stored: Mapping[str, onnx.TensorProto]) -> Counter[str]:
-    """Count the products and convolutions with a quantized constant as weight, by the type of its levels.
+    """Count the products and convolutions with a quantized constant as weight.
 
-    Rows that are chosen from a quantized table count too.
+    The counts are by the type of the weight's levels. Rows that are chosen from a quantized table
+    count too.
     """
     types: dict[str, str] = {}  # by value that stands for a weight
     counts = Counter[str]()
-    for node in reversed(list(iterate_nodes(model))):  # in the order of the graph
+    for node in reversed(list(iterate_nodes(model))):  # in graph order
         first = node.input[0] if node.input else ""
         weight = node.input[1] if len(node.input) > 1 else ""
         if kind := _get_levels_type(node, stored):
@@ -146,7 +146,11 @@ def _count_weights(model: onnx.ModelProto, stored: Mapping[str, onnx.TensorProto
 
 
 def _get_levels_type(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> str:
-    """Return the type of the levels that a pair's operator makes of a constant, or reads; empty for other nodes."""
+    """Return the type of the levels of the constant that a quantization node takes.
+
+    QuantizeLinear makes the levels of a constant, DequantizeLinear reads them. The result is empty
+    for other nodes.
+    """
     if node.op_type not in _READING or not node.input or node.input[0] not in stored:
         return ""
     # QuantizeLinear rounds a float constant in each run, to the type of its zero point.
@@ -190,7 +194,10 @@ def _describe_int8(model: onnx.ModelProto, operators: Counter[str], weights: Cou
 
 
 def _count_pairs(model: onnx.ModelProto) -> int:
-    """Return the number of products and convolutions whose weight a DequantizeLinear reads from a constant."""
+    """Return the number of products and convolutions with a dequantized weight.
+
+    A DequantizeLinear reads the weight from a constant.
+    """
     stored = set(collect_constants(model))
     read = {
         node.output[0]
@@ -204,7 +211,10 @@ def _count_pairs(model: onnx.ModelProto) -> int:
 
 
 def _describe_style(operators: Counter[str], fused: int) -> str:
-    """Return the method of quantization, and the form in which static quantization is stored."""
+    """Return the method of quantization.
+
+    For static quantization, the form in which it is stored is added.
+    """
     if operators["DynamicQuantizeLinear"] or operators["DynamicQuantizeMatMul"]:
         return "dynamic"
     if fused and operators["QuantizeLinear"] <= fused:

@@ -147,7 +147,7 @@ _COUNTED = _PRODUCTS | set(_CONVOLUTIONS) | RECURRENT | {"ConvTranspose", "Gemm"
 _UNCOUNTED = frozenset(
     {"Attention", "DeformConv", "Einsum", "If", "LinearAttention", "Loop", "Scan"}
 )
-"""Operators that can multiply much, in a way that is not counted here."""
+"""Operators that can multiply much, in a way that `macs` does not count."""
 
 
 Shape = tuple[int, ...]
@@ -159,12 +159,12 @@ _TypedShape = tuple[Shape | None, int]
 class ModelCost:
     """The cost by static shapes, for the sizes in `dims`.
 
-    `macs` counts multiply-accumulates by operator; of products, convolutions and recurrent layers
+    `macs` counts multiply-accumulates by operator, of products, convolutions and recurrent layers
     only. `uncounted` counts operators that multiply too but are left out, or whose shapes are not
-    known. `weight_bytes` is all constants. `activation_bytes` is the largest total of values alive
-    at once when nodes run in the order of the file, without working memory, reuse in place or
-    alignment; `unknown_values` of them have no shape and are left out. `problem` is why there are
-    no shapes at all.
+    known. `weight_bytes` is the size of all constants. `activation_bytes` is the largest total size
+    of values that are alive at the same time when nodes run in the order of the file. It excludes
+    working memory, reuse in place and alignment. `unknown_values` is the number of values that are
+    left out since they have no shape. `problem` is why there are no shapes at all.
     """
 
     dims: Mapping[str, int]
@@ -210,14 +210,17 @@ def estimate_cost(
 
 
 def _infer_shapes(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
-    """Return the model with the shapes of all values, and why there are none; empty if there are."""
+    """Return the model with the shapes of all values, and the error of the inference.
+
+    The error is empty if the shapes were inferred.
+    """
     from onnx import inliner, shape_inference
 
     try:
         if model.functions:
             model = inliner.inline_local_functions(model)
         return shape_inference.infer_shapes(model, data_prop=True), ""
-    except Exception as error:  # it raises what its parts raise
+    except Exception as error:  # it raises various types
         return model, quoted(error)
 
 
@@ -253,7 +256,8 @@ def _count_macs(
         except (
             KeyError,
             IndexError,
-        ):  # a shape that is not known, a rank that the operator does not have
+        ):
+            # A shape is not known, or the operator does not have that rank.
             uncounted[node.op_type] += 1
     return macs, uncounted
 
@@ -269,7 +273,8 @@ def _fix(model: onnx.ModelProto, batch: int, dims: dict[str, int]) -> dict[str, 
             name = dim.dim_param or f"{value.name}.{axis}"
             dim.dim_value = dims.setdefault(name, batch if rows.get(value.name) == axis else LENGTH)
     del model.graph.value_info[:]
-    for value in model.graph.output:  # shapes that a converter wrote there can be of another batch
+    # Converters can write output shapes for another batch.
+    for value in model.graph.output:
         value.type.tensor_type.ClearField("shape")
     return dims
 
@@ -298,7 +303,7 @@ def _count(node: onnx.NodeProto, shapes: Mapping[str, Shape]) -> int:
 
 
 def _measure_peak(graph: onnx.GraphProto, values: Mapping[str, _TypedShape]) -> tuple[int, int]:
-    """Return the most bytes alive at once, and the number of values of unknown size."""
+    """Return the most bytes alive at a time, and the number of values of unknown size."""
     last = _find_last_reads(graph)
     alive = {value.name: _measure_value(values, value.name) for value in _list_inputs(graph)}
     unknown = sum(size is None for size in alive.values())
@@ -318,7 +323,10 @@ def _measure_peak(graph: onnx.GraphProto, values: Mapping[str, _TypedShape]) -> 
 
 
 def _find_last_reads(graph: onnx.GraphProto) -> dict[str, int]:
-    """Return the index of the last node that reads each value; outputs are read after all nodes."""
+    """Return the index of the last node that reads each value.
+
+    Outputs are read after all nodes.
+    """
     last = {name: index for index, node in enumerate(graph.node) for name in _read(node)}
     return last | {value.name: len(graph.node) for value in graph.output}
 

@@ -81,10 +81,11 @@ class _Writer:
 
 
 def write_python_source(path: Path, source: Path) -> tuple[Path, ...]:
-    """Write source that builds the model, and its large constants beside it; return the files.
+    """Write source that builds the model, and return the files.
 
-    External weights are not copied: the built model names them as the original does. Before this
-    returns, the source is run and its model compared with the original.
+    The model's large constants are written beside the source. External weights are not copied: the
+    built model names them as the original does. Before this returns, the source is run and its
+    model compared with the original.
     """
     model, writer = parse_model(path), _Writer()
     body = writer.render(model, 4)

@@ -1,4 +1,7 @@
-"""Read quantized activations: their scales and ranges, from QuantizeLinear pairs and from integer operators."""
+"""Read the scales and ranges of quantized activations.
+
+They are read from QuantizeLinear pairs and from integer operators.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +27,19 @@ if TYPE_CHECKING:
     import onnx
 
 QUANTIZED_SUFFIX = "_quantized"
-"""Suffix that ONNX Runtime's quantizers add to the original's name for a quantized tensor."""
+"""Suffix that quantizers add to the name of the original of a quantized tensor.
+
+The quantizers are those of ONNX Runtime.
+"""
 
 WRITTEN_SUFFIX = "_QuantizeLinear_Input"
-"""Suffix that they add to the name of a written value, where the value read back has the original's
-name.
+"""Suffix of the name of a value before its quantization.
+
+ONNX Runtime's quantizers add it where the value that is read back has the original's name.
 """
 
 _AXIS_OPSET = 13
-"""The first in which DequantizeLinear has an axis."""
+"""First opset in which DequantizeLinear has an axis."""
 
 _OPAQUE = frozenset(
     {"QuantizeLinear", "DequantizeLinear", "MatMulInteger", "ConvInteger", "Shape", "Size"}
@@ -76,7 +83,10 @@ _LAYOUTS: Mapping[str, _Layout] = {
 
 @dataclass(slots=True)
 class _Rewriting:
-    """The new graph under construction: `scales` holds scale and zero point of each integer value."""
+    """The new graph under construction.
+
+    `scales` holds the scale and zero point of each integer value.
+    """
 
     tensors: dict[str, onnx.TensorProto]
     nodes: list[onnx.NodeProto] = field(default_factory=list)
@@ -105,7 +115,10 @@ class _Rewriting:
         return after
 
     def write(self, value: str, scale: tuple[str, ...]) -> str:
-        """Add a QuantizeLinear and return the name of its float input, which ends in `WRITTEN_SUFFIX`."""
+        """Add a QuantizeLinear and return the name of its float input.
+
+        The name ends in `WRITTEN_SUFFIX`.
+        """
         from onnx import helper
 
         before = value.removesuffix(QUANTIZED_SUFFIX) + WRITTEN_SUFFIX
@@ -115,11 +128,11 @@ class _Rewriting:
 
 
 def expand_integer_operators(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
-    """Rewrite integer operators as operators between quantization pairs; a model without any is returned unchanged.
+    """Rewrite integer operators as operators between quantization pairs.
 
-    Operators that move integers (MaxPool, Reshape, Concat …) keep their scale, and become such a
-    pair too: a consumer that reads integers with another scale than the producer used is detected
-    as in a graph of pairs.
+    A model without integer operators is returned unchanged. Operators that move integers (MaxPool,
+    Reshape, Concat …) keep their scale, and get such pairs too. A consumer that reads integers with
+    another scale than the producer used is then detected as in a graph of pairs.
     """
     if not any(_is_integer(node) for node in model.graph.node):
         return model
@@ -149,7 +162,7 @@ def expand_integer_operators(model: onnx.ModelProto, where: str) -> onnx.ModelPr
 
 
 def _keep_scale(work: _Rewriting, node: onnx.NodeProto) -> None:
-    """Put an operator that moves integers between a pair of the scale of its first input."""
+    """Put an operator that moves integers between pairs with its first input's scale."""
     scale = work.scales[node.input[0]]
     inputs = [
         work.read(name, scale, -1) if work.scales.get(name) == scale else name
@@ -163,7 +176,10 @@ def _keep_scale(work: _Rewriting, node: onnx.NodeProto) -> None:
 
 
 def refuse_channels_last(model: onnx.ModelProto, where: str) -> None:
-    """Raise MeasurementError if integer operators have another layout, as after optimization for a processor."""
+    """Raise MeasurementError if integer operators have channels last.
+
+    Optimization for a processor introduces this layout.
+    """
     for node in model.graph.node:
         if any(a.name == "channels_last" and a.i for a in node.attribute):
             remedy = "Judge the file as it was before ONNX Runtime optimized it for this processor."
@@ -180,9 +196,8 @@ def _expand(work: _Rewriting, node: onnx.NodeProto) -> None:
     from onnx import helper, numpy_helper
 
     layout = _LAYOUTS.get(node.op_type)
-    if (
-        layout is None
-    ):  # QLinearConcat: the result's scale comes first, and any number of values follows
+    # In QLinearConcat, the result's scale comes first, and any number of values follows.
+    if layout is None:
         layout = _Layout(op_type="Concat", operands=tuple(range(2, len(node.input), 3)), result=0)
     axis = _find_weight_axis(node)
     inputs = [
@@ -208,7 +223,10 @@ def _expand(work: _Rewriting, node: onnx.NodeProto) -> None:
 
 
 def _find_weight_axis(node: onnx.NodeProto) -> int:
-    """Return the axis along which scales for each channel run in a weight: its outputs."""
+    """Return the axis of a weight along which there is a scale for each channel.
+
+    It is the axis of the outputs.
+    """
     if node.op_type == "QLinearConv":
         return 0
     if node.op_type == "QGemm":
@@ -279,7 +297,10 @@ def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
 
 
 def find_folded_values(path: Path) -> dict[str, str]:
-    """Return the output of each ReLU or Clip by its input, if only it reads that: a range can replace it."""
+    """Return the output of each ReLU or Clip that a range can replace, by its input.
+
+    The operator must be the only reader of that input.
+    """
     graph = share_structure(path).graph
     outputs = {value.name for value in graph.output}
     return {
@@ -293,7 +314,10 @@ def find_folded_values(path: Path) -> dict[str, str]:
 
 
 def find_bounded_values(path: Path) -> frozenset[str]:
-    """Return the outputs of functions with a fixed range, such as Softmax, which quantizers use for any rows."""
+    """Return the outputs of functions with a fixed range, such as Softmax.
+
+    Quantizers use that range for any rows.
+    """
     return frozenset(
         node.output[0] for node in share_structure(path).graph.node if node.op_type in _BOUNDED
     )
@@ -304,7 +328,7 @@ def read_levels(
 ) -> tuple[float, float, float] | None:
     """Return step, lowest and highest value of a constant QuantizeLinear.
 
-    None if its parameters are computed or differ by channel.
+    Return None if its parameters are computed or differ by channel.
     """
     from onnx import numpy_helper
 

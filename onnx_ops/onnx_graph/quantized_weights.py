@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 _FLOAT = 1
 
 _KEPT_SPACINGS = 8
-"""A constant that stays in float can move by about half of so many float32 spacings of its largest
-value.
+"""Step of a constant that stays in float, in float32 spacings.
+
+The spacing is that at the constant's largest value. The constant can move by about half a step.
 """
 
 
@@ -62,7 +63,10 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedWeights:
-    """The rounded weights of a file with their originals, and the names of those without one."""
+    """The rounded weights of a file with their originals.
+
+    `unpaired` are the names of the weights without an original.
+    """
 
     pairs: tuple[QuantizedWeight, ...]
     unpaired: tuple[str, ...] = ()
@@ -118,8 +122,8 @@ def pair_quantized_weights(source: Path, derived: Path) -> PairedWeights:
                 stretch=weight.stretch,
             )
         )
-    # A number without an original was folded from others; the function without its rounding shows
-    # whether it is right.
+    # A single number without an original was folded from other numbers. The comparison of the
+    # functions without rounding shows whether it is right.
     unpaired = {
         weight.name for weight in rounded if weight.tensor not in origins and weight.values.size > 1
     }
@@ -146,7 +150,10 @@ def _list_narrowed(
 
 
 def read_float_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
-    """Return the constants that are float in both files, among them a dropped bias of a dynamically quantized model."""
+    """Return the constants that are float in both files.
+
+    Among them are the biases of a dynamically quantized model, so that a dropped bias is detected.
+    """
     before, after = read_model(source), read_model(derived)
     reader, finder = StoredWeightReader(after), OriginFinder(before, after)
     rounded = {weight.tensor for weight in reader.iterate_weights()}
@@ -185,8 +192,9 @@ def _single_spacing(values: Floats) -> Floats:
 _LAYERS = ("MatMul", "Gemm", "Conv", "ConvTranspose")
 
 ErrorSumNames = tuple[str, str]
-"""Names of two sums of squares over a run: of the errors that a quantized weight and plain rounding
-make.
+"""Names of two sums of squared errors over a run.
+
+The first sums the errors of a quantized weight, the second those of plain rounding.
 """
 
 
@@ -195,8 +203,8 @@ def write_with_layer_errors(
 ) -> dict[str, tuple[ErrorSumNames, ...]]:
     """Write a copy of the float model that outputs squared errors of layers.
 
-    A layer is linear in its weight, so that the error of its answer is the answer of the weight's
-    error.
+    A layer is linear in its weight. The error of its answer is therefore its answer for the error
+    of the weight.
 
     Returns:
         The two sums of each layer, by the weight's name; nothing for a weight of another operator.
@@ -243,7 +251,10 @@ def write_with_layer_errors(
 def read_layer_inputs(
     derived: Path, weights: Sequence[QuantizedWeight]
 ) -> dict[str, tuple[Floats, Floats]]:
-    """Return scale and zero point of the quantized input of each layer, by the original name of its weight."""
+    """Return scale and zero point of the quantized input of each layer.
+
+    The keys are the original names of the layers' weights.
+    """
     from onnx import numpy_helper
 
     model = expand_integer_operators(read_model(derived), derived.name)
@@ -274,11 +285,12 @@ def write_with_bias_errors(
     inputs: Mapping[str, tuple[Floats, Floats]],
     copy: Path,
 ) -> dict[str, tuple[ErrorSumNames, ...]]:
-    """Write a copy of the float model that outputs squared errors of layers with and without a moved bias.
+    """Write a copy of the float model that outputs squared errors by moved biases.
 
-    Quantizers move biases by the mean error that rounding causes in a layer (bias correction, Nagel
-    et al. 2019, arXiv 1906.04721), which brings its answers nearer to the float model's. `inputs`
-    are as of `read_layer_inputs`.
+    The errors are those of layers with and without the moved bias. Quantizers move biases by the
+    mean error that rounding causes in a layer (bias correction, Nagel et al. 2019, arXiv
+    1906.04721). This brings the layer's answers nearer to the float model's. `inputs` is the result
+    of `read_layer_inputs`.
 
     Returns:
         The sums with the moved bias and with the original one, by the bias's name; nothing for a
@@ -308,7 +320,10 @@ def _list_biased_layers(
     sums: Sequence[onnx.NodeProto],
     makers: Mapping[str, onnx.NodeProto],
 ) -> list[onnx.NodeProto]:
-    """Return the layers that take a bias as an input, or whose answer one of these sums adds it to."""
+    """Return the layers that a bias belongs to.
+
+    A layer takes the bias as an input, or one of `sums` adds the bias to its answer.
+    """
     added = {id(makers[name]) for node in sums for name in node.input if name in makers}
     return [layer for layer in layers if bias in layer.input[2:] or id(layer) in added]
 
@@ -320,7 +335,10 @@ def _add_bias_errors(
     weight: QuantizedWeight,
     levels: tuple[Floats, Floats] | None,
 ) -> ErrorSumNames:
-    """Add the squared errors of a layer with the moved bias and with the original one, and return their names."""
+    """Add the squared errors of a layer with the moved and with the original bias.
+
+    Return the names of the two sums.
+    """
     from onnx import helper, numpy_helper
 
     stem = f"{layer.output[0]}.{bias.name}"

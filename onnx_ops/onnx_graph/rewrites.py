@@ -1,4 +1,7 @@
-"""Rewrite graphs: clean up after tools, split Gemm, cast inputs and outputs, and follow excluded nodes."""
+"""Rewrite graphs for tools and after them.
+
+The functions clean up after tools, split Gemm, cast inputs and outputs, and follow excluded nodes.
+"""
 
 from __future__ import annotations
 
@@ -68,9 +71,10 @@ def flatten_biases(model: onnx.ModelProto) -> None:
 
 
 def renumber_names(model: onnx.ModelProto, pattern: str) -> None:
-    """Renumber generated names, which a converter numbers per process, in the order of appearance.
+    """Renumber generated names in the order of appearance.
 
-    Weights take the order in which nodes use them: converters keep them in sets.
+    A converter numbers them per process. Weights take the order in which nodes use them, since
+    converters keep weights in sets.
 
     Args:
         model: changed in place, subgraphs included.
@@ -108,7 +112,10 @@ def renumber_names(model: onnx.ModelProto, pattern: str) -> None:
 
 
 def lift_constants(model: onnx.ModelProto) -> None:
-    """Make constants that are nodes initializers of the same names in their graphs, as quantizers expect."""
+    """Replace Constant nodes by initializers of the same names in their graphs.
+
+    Quantizers expect initializers.
+    """
     for graph in iterate_graphs(model):
         _lift_graph_constants(graph)
 
@@ -137,18 +144,17 @@ PRODUCT = "_product"
 
 
 def split_gemms(model: onnx.ModelProto, excluded: Collection[str] = ()) -> None:
-    """Replace each plain Gemm that is not excluded by a MatMul of its name, and an Add if it has a bias, in place.
+    """Replace each plain Gemm that is not excluded by a MatMul of its name, in place.
 
-    A plain Gemm multiplies by a constant matrix that no other node reads, scales by 1 and does not
-    transpose its input. The matrix is stored transposed under its name where the Gemm transposes
-    it.
+    An Add follows the MatMul if the Gemm has a bias. A plain Gemm multiplies by a constant matrix
+    that no other node reads, scales by 1 and does not transpose its input. If the Gemm transposes
+    the matrix, the transposed matrix is stored under the same name.
     """
     from onnx import helper, numpy_helper
 
     matrices = {tensor.name: tensor for tensor in model.graph.initializer}
-    readers = Counter(
-        name for node in iterate_nodes(model) for name in node.input
-    )  # subgraphs read matrices too
+    # Subgraphs read matrices too.
+    readers = Counter(name for node in iterate_nodes(model) for name in node.input)
     rewritten: list[onnx.NodeProto] = []
     for node in model.graph.node:
         is_candidate = node.op_type == "Gemm" and node.name not in excluded
@@ -183,7 +189,10 @@ def _read_flags(gemm: onnx.NodeProto) -> dict[str, float]:
 
 
 def _is_unscaled(gemm: onnx.NodeProto) -> bool:
-    """Return whether a Gemm scales neither product nor bias, and reads its input as it is."""
+    """Return whether a Gemm only multiplies its input and adds a bias.
+
+    It scales neither product nor bias, and does not transpose the input.
+    """
     flags = _read_flags(gemm)
     return flags.get("alpha", 1.0) == flags.get("beta", 1.0) == 1.0 and not flags.get("transA", 0)
 
@@ -191,7 +200,7 @@ def _is_unscaled(gemm: onnx.NodeProto) -> bool:
 _FLOAT, _BFLOAT = 1, 16
 _FLOATS = {_FLOAT: "float32", 10: "float16", 11: "float64", _BFLOAT: "bfloat16"}
 _CAST_OPSET = 13
-"""The first opset whose Cast takes all of them."""
+"""First opset whose Cast takes all float types."""
 
 
 def read_boundary_types(model: Path) -> dict[str, int]:
@@ -233,9 +242,8 @@ def write_with_boundary_casts(model: Path, wanted: Mapping[str, int], path: Path
 
 
 def _ends(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
-    stored = {
-        tensor.name for tensor in model.graph.initializer
-    }  # old files list their weights as inputs
+    # Old files list their weights as inputs.
+    stored = {tensor.name for tensor in model.graph.initializer}
     return [
         value for value in (*model.graph.input, *model.graph.output) if value.name not in stored
     ]
@@ -273,7 +281,10 @@ def _cast(model: onnx.ModelProto, wanted: dict[str, int]) -> None:
 
 
 def _rename_values(model: onnx.ModelProto, names: Mapping[str, str]) -> None:
-    """Rename values wherever nodes and subgraphs use them; inputs and outputs of the model keep their names."""
+    """Rename values wherever nodes and subgraphs use them.
+
+    Inputs and outputs of the model keep their names.
+    """
     for graph in iterate_graphs(model):
         for node in graph.node:
             node.input[:] = [names.get(name, name) for name in node.input]
@@ -294,7 +305,7 @@ def trace_nodes(
     They are matched by name, else by output, else by weights.
 
     Raises:
-        UserError: names are unknown (all are reported at once), or preparation removed the node.
+        UserError: names are unknown (all are reported together), or preparation removed the node.
     """
     wanted = tuple(names)
     known = {node.name: node for node in source.graph.node if node.name}
@@ -329,7 +340,10 @@ def _refuse_unknown_names(wanted: Iterable[str], known: Collection[str]) -> None
 def _find_heirs(
     node: onnx.NodeProto, weights: Collection[str], prepared: onnx.ModelProto
 ) -> tuple[str, ...]:
-    """Return the nodes of `prepared` that came from a node: the first way to match them that finds any counts."""
+    """Return the nodes of `prepared` that came from a node.
+
+    They are matched by name, else by output, else by weights. The first way that finds any counts.
+    """
     named = [n for n in prepared.graph.node if n.name]
     candidates = (
         [n.name for n in named if n.name == node.name],

@@ -1,12 +1,14 @@
-"""Copies of a model that also compute how far rounding may move each element of its answers.
+"""Write copies of a model that also compute how far rounding may move each answer.
 
 The error is a first-order running error analysis in float32 (Higham, Accuracy and Stability of
-Numerical Algorithms, 2002, section 3.3), back to the last linear operators before an output: such
-an operator errs by u (|W| |h| + |b|). The usual factor of sqrt(n) for n terms (section 2.8) is left
-out of products, whose kernels sum in blocks: with it, ten times the floor hides 1.2 % of the
-injected faults of `benchmarks.truth.parity`, without it .5 %, and no correct export comes closer
-than to a third of the limit. Sums of one term after the other have it. The operators after it pass
-the error on by their slopes, and add what their kernels err.
+Numerical Algorithms, 2002, section 3.3). It begins at the last linear operators before an output.
+Such an operator errs by u (|W| |h| + |b|). The operators after it pass the error on by their
+slopes, and add what their kernels err.
+
+The usual factor of sqrt(n) for n terms (section 2.8) is left out of products, whose kernels sum in
+blocks. With the factor, ten times the floor hides 1.2 % of the injected faults of
+`benchmarks.truth.parity`. Without it, 0.5 % are hidden, and every correct export stays below a
+third of the limit. Sums of one term after the other have the factor.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ _FLOATS = frozenset({1, 10, 11, 16})
 """Element types: float32, float16, float64, bfloat16."""
 
 _OLDEST_OPSET = 9
-"""The first one with Where and ConstantOfShape."""
+"""First opset with Where and ConstantOfShape."""
 
 _CLASSES = ("classlabels_int64s", "classlabels_ints", "classlabels_strings")
 """Attributes that hold the classes of a classifier."""
@@ -72,9 +74,10 @@ class RoundingOutputs:
 
 
 def list_ranked_outputs(path: Path) -> frozenset[str]:
-    """List the outputs of the main graph that depend on a ranking, but are no indices themselves.
+    """List the outputs that depend on a ranking, but are not indices themselves.
 
-    They jump where two scores change places: boxes, for example, in the order of their scores.
+    Only outputs of the main graph are listed. They jump where two scores change places: boxes, for
+    example, in the order of their scores.
     """
     model = read_structure(path)
     ranked: set[str] = set()
@@ -134,9 +137,8 @@ def _describe_output(graph: ErrorGraph, value: onnx.ValueInfoProto) -> RoundingO
 
 def _find_axis(graph: ErrorGraph, name: str) -> int:
     """Return the axis of the columns; that of channels behind a convolution."""
-    orders: list[
-        tuple[int, ...]
-    ] = []  # of transpositions between the convolution and the output, the last one first
+    # Orders of the transpositions between the convolution and the output, the last one first.
+    orders: list[tuple[int, ...]] = []
     for _ in range(MOST_STEPS):
         node = graph.producer(name)
         if node is None:
@@ -155,7 +157,10 @@ def _find_axis(graph: ErrorGraph, name: str) -> int:
 
 
 def _number_segments(graph: ErrorGraph, name: str, depth: int = 0) -> str | None:
-    """Return the number of the part that each element comes from; None if the output is not joined."""
+    """Return the number of the part that each element of an output comes from.
+
+    Return None if the output is not joined from parts.
+    """
     node = graph.producer(name)
     if node is None or depth >= MOST_STEPS:
         return None

@@ -1,4 +1,7 @@
-"""Tables of operators by how they round: errors of kernels, slopes, and kinds of operators."""
+"""Tables of operators by how they round.
+
+They hold errors of kernels, slopes, and kinds of operators.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,11 @@ KERNEL_ERRORS: Mapping[str, float] = {
     "Softplus": 0.5,
     "Tanh": 1.0,
 }
-"""Absolute errors of ONNX Runtime's float32 kernels beyond eps |y|, in units of eps, at most 2.5 times too small: the
-largest distance from float64 over the 2.6 million arguments of `benchmarks.kernel_errors`."""
+"""Absolute errors of float32 kernels beyond eps |y|, in units of eps.
+
+The kernels are those of ONNX Runtime. Each error is the largest distance from float64 over the 2.6
+million arguments of `benchmarks.kernel_errors`. It is at most 2.5 times too small.
+"""
 
 SLOPES: Mapping[str, float] = {
     "Abs": 1.0,
@@ -154,7 +160,7 @@ EXACT = frozenset(
         "Xor",
     }
 )
-"""Operators whose answers do not round: they are right or wrong."""
+"""Operators whose answers are not rounded: they are right or wrong."""
 
 RANKINGS = frozenset({"ArgMax", "ArgMin", "NonMaxSuppression"})
 """Operators all of whose answers jump where two scores change places."""

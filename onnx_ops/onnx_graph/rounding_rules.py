@@ -51,10 +51,11 @@ def _pass_through(
     squared_attributes: Mapping[str, float],
     names: Sequence[str],
 ) -> list[str]:
-    """Return what the errors of the inputs do to a sum of products: they are independent, so that squares add up.
+    """Return what the errors of the inputs add to a sum of products.
 
-    Only those of one linear operator further back count: each level is as large as the next, and
-    the distance of the source's two answers shows all of them.
+    The errors are independent, so that their squares add up. Only the errors of one linear operator
+    further back count. Each level is as large as the next, and the distance of the source's two
+    answers shows all levels.
     """
     if not graph.levels:
         return []
@@ -72,7 +73,10 @@ def _pass_through(
 
 
 def _estimate_sum(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
-    """Return eps sqrt(n) of the sum of |x|, and the sum of the errors, which may have one cause."""
+    """Return eps sqrt(n) of the sum of |x|, and the sum of the errors.
+
+    The errors may have one cause, so that they add up.
+    """
     terms = graph.root(graph.emit("Size", [node.input[0]]), graph.emit("Size", [name]))
     total = graph.copy(node, [graph.size(node.input[0]), *node.input[1:]])
     own = graph.scale(graph.emit("Mul", [total, terms]), graph.epsilon)
@@ -136,7 +140,10 @@ def _estimate_total(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str |
 
 
 def _estimate_times(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
-    """Return |b| times the error of a, |a| times that of b, and the rounding of the answer."""
+    """Return the error of an element-wise product a b.
+
+    It is |b| times the error of a, |a| times that of b, and the rounding of the answer.
+    """
     first, second = node.input
     parts = []
     for factor, other in ((first, second), (second, first)):
@@ -146,7 +153,10 @@ def _estimate_times(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str |
 
 
 def _estimate_quotient(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
-    """Return the error of a / |b|, |y| / |b| times that of b, and the rounding of the answer."""
+    """Return the error of an element-wise quotient y = a / b.
+
+    It is the error of a / |b|, |y| / |b| times that of b, and the rounding of the answer.
+    """
     divisor = graph.size(node.input[1])
     parts = []
     if (error := graph.error(node.input[0])) is not None:
@@ -157,7 +167,10 @@ def _estimate_quotient(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> st
 
 
 def _estimate_function(slope: Callable[[ErrorGraph, onnx.NodeProto, str], str] | float) -> Rule:
-    """Return the rule of a function of one argument with a slope, a number or computed."""
+    """Return the rule of a function of one argument.
+
+    The slope is a number, or a function that adds the nodes to compute it.
+    """
 
     def estimate(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
         kernel = KERNEL_ERRORS.get(node.op_type, 0.0) * graph.epsilon
@@ -212,7 +225,11 @@ def _compute_power_slope(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> 
 
 
 def _estimate_softmax(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
-    """Return y ((1 - y) E + the others' sum of y E), where E is the error of x - max x, and of the sum."""
+    """Return the error of a softmax or its logarithm.
+
+    For a softmax it is y ((1 - y) E + the others' sum of y E). E is the error of x - max x, and of
+    the sum.
+    """
     axes = [get_axis(node)]
     y = graph.size(name) if node.op_type == "Softmax" else graph.emit("Exp", [graph.as_float(name)])
     shifted = graph.scale(graph.reduce("ReduceMax", graph.size(node.input[0]), axes), graph.epsilon)
@@ -224,7 +241,10 @@ def _estimate_softmax(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str
 
 
 def _mix_errors(graph: ErrorGraph, y: str, errors: str, axes: list[int]) -> str:
-    """Return (1 - y) E + the sum of y E over the other elements, the relative error of a softmax."""
+    """Return the relative error of a softmax.
+
+    It is (1 - y) E + the sum of y E over the other elements.
+    """
     weighted = graph.emit("Mul", [y, errors])
     others = graph.emit("Sub", [graph.reduce("ReduceSum", weighted, axes), weighted])
     return graph.total(
@@ -260,9 +280,12 @@ def _estimate_batch_norm(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> 
 
 
 def _estimate_normalized(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
-    """Return the error of a layer or instance normalization, and the rounding of its scale and offset."""
+    """Return the error of a layer or instance normalization.
+
+    The rounding of its scale and offset is included.
+    """
     axes = [2] if node.op_type == "InstanceNormalization" else list(range(get_axis(node), 0))
-    if not axes:  # counted from the front, and so without the rank not known
+    if not axes:  # the axis counts from the front, and the rank is unknown
         return _estimate_unknown(graph, node, name)
     x = node.input[0]
     before = graph.error(x)
@@ -342,7 +365,10 @@ def _estimate_linear_model(graph: ErrorGraph, node: onnx.NodeProto, name: str) -
 
 
 def _estimate_trees(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
-    """Return eps sqrt(trees) times the sum of the largest leaves of all trees, by target."""
+    """Return eps sqrt(trees) times the sum of the largest leaves, by target.
+
+    The sum is over all trees.
+    """
     prefix = "target" if node.op_type == "TreeEnsembleRegressor" else "class"
     weights, targets, trees = (
         get_attribute(node, f"{prefix}_{key}") for key in ("weights", "ids", "treeids")

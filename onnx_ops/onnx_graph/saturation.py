@@ -1,10 +1,11 @@
-"""Find weights whose products with uint8 activations overflow 16 bits on an x86 CPU without VNNI.
+"""Find weights whose products with uint8 activations overflow 16 bits.
 
-There, ONNX Runtime multiplies uint8 activations by int8 weights with `vpmaddubsw`, which adds
-neighbouring products in pairs and saturates each sum at 16 bits (Intel 64 Software Developer's
-Manual, PMADDUBSW). Answers are then wrong, and no error is raised. Two weights of the same sign are
-safe if they add up to at most 128, since 255 * 128 < 2**15: those of 7 bits always do. Products of
-other types, and those of depthwise convolutions, are added in 32 bits.
+This happens on an x86 CPU without VNNI. There, ONNX Runtime multiplies uint8 activations by int8
+weights with `vpmaddubsw`, which adds neighbouring products in pairs and saturates each sum at 16
+bits (Intel 64 Software Developer's Manual, PMADDUBSW). Answers are then wrong, and no error is
+raised. Two weights of the same sign are safe if they add up to at most 128, since 255 * 128 <
+2**15: those of 7 bits always do. Products of other types, and those of depthwise convolutions, are
+added in 32 bits.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 _UINT8, _INT8 = 2, 3
 
 SAFE_SUM = 128
-"""Largest sum of two weights of the same sign, in steps, that no pair of uint8 activations makes
-overflow.
+"""Largest sum of two weights of the same sign that never overflows.
+
+The weights are in steps. No pair of uint8 activations makes the sum of products overflow.
 """
 
 _WEIGHT_INPUTS: Mapping[str, tuple[int, int]] = {
@@ -34,12 +36,15 @@ _WEIGHT_INPUTS: Mapping[str, tuple[int, int]] = {
     "QLinearConv": (3, 2),
     "QLinearMatMul": (3, 2),
 }
-"""By integer operator: the inputs that hold the weight, and the zero point of the activations (-1:
-always uint8).
+"""Inputs with the weight and the activations' zero point, by integer operator.
+
+-1 stands for activations that are always uint8.
 """
 
 _PAIRED = frozenset({"Conv", "Gemm", "MatMul"})
-"""Operators that the runtime replaces by integer ones where both inputs come from DequantizeLinear.
+"""Operators that the runtime replaces by integer operators.
+
+It replaces them where both inputs come from DequantizeLinear.
 """
 
 _MOVES = frozenset({"DequantizeLinear", "Identity", "Reshape", "Transpose"})
@@ -47,7 +52,10 @@ _MOVES = frozenset({"DequantizeLinear", "Identity", "Reshape", "Transpose"})
 
 
 def find_saturating_weights(model: onnx.ModelProto) -> tuple[str, ...]:
-    """Return the int8 weights whose products with uint8 activations can saturate, sorted by name."""
+    """Return the int8 weights whose products with uint8 activations can saturate.
+
+    The names are sorted.
+    """
     stored = collect_constants(model)
     return tuple(
         sorted({name for name in _list_mixed_weights(model, stored) if _can_overflow(stored[name])})
@@ -57,7 +65,7 @@ def find_saturating_weights(model: onnx.ModelProto) -> tuple[str, ...]:
 def _list_mixed_weights(
     model: onnx.ModelProto, stored: Mapping[str, onnx.TensorProto]
 ) -> Iterator[str]:
-    """Yield the int8 weights that are multiplied by uint8 activations and added in pairs."""
+    """Yield the int8 weights whose products with uint8 activations are added in pairs."""
     makers = {name: node for node in model.graph.node for name in node.output}
     for node in model.graph.node:
         if node.op_type in _WEIGHT_INPUTS:
@@ -76,9 +84,8 @@ def _list_mixed_weights(
             or _is_depthwise(node, stored[name])
         ):
             continue
-        if (
-            zero not in stored or stored[zero].data_type == _UINT8
-        ):  # without a stored type, uint8 is the default
+        # Without a stored type, uint8 is the default.
+        if zero not in stored or stored[zero].data_type == _UINT8:
             yield name
 
 

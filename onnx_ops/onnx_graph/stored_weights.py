@@ -1,4 +1,7 @@
-"""Read the rounded constants of a file: integers with their scales, blocks of few bits, and float16."""
+"""Read the rounded constants of a file.
+
+They are integers with their scales, blocks of few bits, and float16.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ Tensors = Mapping[str, "onnx.TensorProto"]
 
 _FLOAT, _HALF, _BFLOAT = 1, 10, 16
 _NARROW = frozenset({2, 3, 17, 18, 19, 20, 21, 22, 23, 25, 26})
-"""Element types of 8 bits and fewer, as weights are stored: integers, and floats of 8 and 4 bits.
+"""Element types of weights of 8 bits and fewer.
+
+They are integers, and floats of 8 and 4 bits.
 """
 
 _BFLOAT_BITS, _SMALLEST = 7, -126
@@ -32,12 +37,18 @@ _BLOCKED = re.compile(r"_(?:DQ_)?Q\d+(?:G\d+)?$")
 """Suffix of the name of a weight that tools store in blocks."""
 
 _END_STEPS = 2.0
-"""Steps that count as one at the least and the largest level: a zero point is rounded, or the largest level is missing,
-and either moves the ends of a range by up to a step more than rounding does."""
+"""Steps that count as one at the least and the largest level.
+
+A zero point is rounded, or the largest level is missing. Either moves the ends of a range by up to
+a step more than rounding does.
+"""
 
 _LEVEL_BITS = 8
 _LSTM_AXES, _LSTM_INPUTS = 3, 12
-"""Axes of the weights of a DynamicQuantizeLSTM, and its inputs with all scales and zero points."""
+"""Axes of a DynamicQuantizeLSTM's weights, and the number of its inputs.
+
+The inputs include all scales and zero points.
+"""
 
 _FIRST_PARAMETER = {
     "QuantizeLinear": 1,
@@ -54,12 +65,13 @@ PRODUCTS = frozenset({"MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWeight:
-    """One rounded constant: `name` without the suffixes of quantizers, and the values that it stands for.
+    """One rounded constant, and the values that it stands for.
 
-    `tensor` is the name that it is stored under. `step` is the distance of levels, of a shape that
-    broadcasts against `values`; `allowed` is that of a step, wider at the ends of the range.
-    `stretch` is as in `WeightMeasurement`. `transposable`: its operator takes a matrix, whose
-    original may be stored transposed.
+    `name` is without the suffixes of quantizers, `tensor` is the name that it is stored under.
+    `step` is the distance of levels; its shape broadcasts against `values`. `allowed` is the
+    distance that counts as one step: it is wider at the ends of the range. `stretch` is as in
+    `WeightMeasurement`. `transposable` is True if its operator takes a matrix, whose original may
+    be stored transposed.
     """
 
     name: str
@@ -73,7 +85,7 @@ class StoredWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scales:
-    """Names of a scale and a zero point, and what part of the weight each entry belongs to."""
+    """Names of a scale and a zero point, and the part of the weight for each entry."""
 
     scale: str
     zero_point: str
@@ -82,7 +94,10 @@ class _Scales:
 
 
 class StoredWeightReader:
-    """The constants of a model without integer operators (`expand_integer_operators`), as floats."""
+    """Reads the constants of a model as floats.
+
+    The model must have no integer operators, as after `expand_integer_operators`.
+    """
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self.tensors = collect_constants(model)
@@ -101,7 +116,10 @@ class StoredWeightReader:
                     yield weight
 
     def list_unread(self, read: Collection[str]) -> tuple[str, ...]:
-        """Return integer constants that look like weights and are not among those `read`: they have another layout."""
+        """Return integer constants that look like weights and are not among `read`.
+
+        They have a layout that is not known here.
+        """
         parameters = self.parameters()
         taken = {
             name
@@ -129,7 +147,10 @@ class StoredWeightReader:
         return frozenset(name for node in self._all_nodes for name in self._list_parameters(node))
 
     def read_weight(self, node: onnx.NodeProto) -> StoredWeight | None:
-        """Return the constant that a node dequantizes or multiplies by; None if it has none, or another layout."""
+        """Return the constant that a node dequantizes or multiplies by.
+
+        Return None if the node has no such constant, or one of another layout.
+        """
         match node.op_type:
             case "DequantizeLinear":
                 return self._read_linear(node)
@@ -152,10 +173,12 @@ class StoredWeightReader:
             yield weight
 
     def _read_recurrent(self, node: onnx.NodeProto) -> Iterator[StoredWeight]:
-        """Yield the weights of a DynamicQuantizeLSTM in the order of LSTM's axes: directions, gates, inputs.
+        """Yield the weights of a DynamicQuantizeLSTM.
 
-        Source: onnxruntime's operator, whose weights have the last two axes exchanged, and scales
-        by direction or by direction and gate.
+        Their axes are in the order of LSTM's: directions, gates, inputs.
+
+        Source: onnxruntime's operator. Its weights have the last two axes exchanged, and its scales
+        are by direction, or by direction and gate.
         """
         if len(node.input) < _LSTM_INPUTS:
             return
@@ -196,7 +219,10 @@ class StoredWeightReader:
         return numpy_helper.to_array(self.tensors[name])
 
     def _read_linear(self, node: onnx.NodeProto) -> StoredWeight | None:
-        """Read the constant of a DequantizeLinear, also where rows of a table are chosen before."""
+        """Read the constant of a DequantizeLinear.
+
+        A Gather may choose rows of the constant before.
+        """
         name = node.input[0]
         maker = self._makers.get(name)
         if maker is not None and maker.op_type == "Gather":
@@ -243,9 +269,8 @@ class StoredWeightReader:
                 np.nan_to_num(np.rint(values / scale) + centre), *_LIMITS[zero.dtype.name]
             )
         weight = self._scaled(name, levels, scales, transposable=True, stored_as=zero.dtype.name)
-        if (
-            weight is not None and self.tensors[name].data_type == _HALF
-        ):  # it was rounded to float16 before
+        # It was rounded to float16 before.
+        if weight is not None and self.tensors[name].data_type == _HALF:
             return replace(
                 weight,
                 allowed=weight.allowed + np.spacing(np.abs(self._array(name))).astype(np.float64),
@@ -270,7 +295,11 @@ class StoredWeightReader:
         return self._scaled(name, self._array(name), scales, transposable=node.op_type in PRODUCTS)
 
     def _find_scale(self, node: onnx.NodeProto) -> str:
-        """Return the scale of an integer product's weight: of that name, or what its result is multiplied by."""
+        """Return the name of the scale of an integer product's weight.
+
+        It is the constant with the weight's name and the suffix `_scale`, or else the constant that
+        the product's result is multiplied by.
+        """
         named = f"{node.input[1].removesuffix(QUANTIZED_SUFFIX)}_scale"
         if named in self.tensors:
             return named
@@ -373,7 +402,10 @@ class StoredWeightReader:
         bits: int,
         default: float | None = None,
     ) -> Floats | None:
-        """Return the zero points of blocks, in the middle of the levels unless the node has some."""
+        """Return the zero points of blocks.
+
+        If the node has none, they are `default`, or else the middle of the levels.
+        """
         if len(node.input) <= place or not node.input[place]:
             return np.full(shape, float(1 << (bits - 1)) if default is None else default)
         if node.input[place] not in self.tensors:
@@ -392,7 +424,10 @@ class StoredWeightReader:
 def iterate_half_weights(
     tensors: Tensors, parameters: frozenset[str] = frozenset()
 ) -> Iterator[StoredWeight]:
-    """Yield constants in float16 and bfloat16; a step is the spacing of the type at the value."""
+    """Yield constants in float16 and bfloat16.
+
+    A step is the spacing of the type at the value.
+    """
     from onnx import numpy_helper
 
     for name, tensor in tensors.items():
@@ -430,9 +465,12 @@ def iterate_float_weights(tensors: Tensors) -> Iterator[StoredWeight]:
 def expand_scales(
     values: Floats, shape: tuple[int, ...], axis: int, block: int = 0
 ) -> Floats | None:
-    """Shape scales so that they broadcast against a weight: one, one for each entry of an axis, or one for each block.
+    """Shape scales so that they broadcast against a weight.
 
-    Source: the ONNX operator DequantizeLinear-21. None if they do not fit.
+    There is one scale, or one for each entry of an axis, or one for each block. Return None if the
+    scales do not fit.
+
+    Source: the ONNX operator DequantizeLinear-21.
     """
     if block and values.ndim == len(shape):
         along = axis % len(shape)
@@ -483,12 +521,16 @@ def _count_end_steps(levels: Floats, kind: str) -> Floats:
     if kind not in _LIMITS:
         return np.ones((1,) * levels.ndim)
     least, most = _LIMITS[kind]
-    lowest = least + 1 if least < 0 else least  # symmetric quantizers leave the least level out
+    lowest = least + 1 if least < 0 else least  # symmetric quantizers omit the least level
     return np.where((levels <= lowest) | (levels >= most), _END_STEPS, 1.0)
 
 
 def _measure_stretch(kind: str, levels: Floats, centre: Floats) -> float | None:
-    """Return the range of the type's levels relative to that of the part (channel, or all) that uses them best."""
+    """Return how much wider the type's range of levels is than the range in use.
+
+    The range in use is that of the part that uses the levels best. A part is a channel, or the
+    whole constant.
+    """
     if kind not in ("int8", "uint8") or not levels.size:
         return None
     least, most = _LIMITS[kind]

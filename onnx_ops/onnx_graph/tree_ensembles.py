@@ -1,4 +1,4 @@
-"""Read the tree ensembles of an ONNX file, and build inputs that probe their splits."""
+"""Read the tree ensembles of an ONNX file, and build inputs that probe splits."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ if TYPE_CHECKING:
 ENSEMBLES = ("TreeEnsembleClassifier", "TreeEnsembleRegressor")
 
 _MOST_WEIGHTS = 1 << 28
-"""Weights of all leaves together; a file can declare any number of outputs."""
+"""Most weights of all leaves together; a file can declare any number of outputs."""
 
 _PARTS = ("treeids", "nodeids", "modes", "featureids", "values", "truenodeids", "falsenodeids")
 _LEAF, _AT_MOST, _BELOW = b"LEAF", b"BRANCH_LEQ", b"BRANCH_LT"
 
 
 class _Split(NamedTuple):
-    """A split, and the nodes where its feature is at most the threshold, and where not."""
+    """A split: `low` is the next node where its feature is at most the threshold.
+
+    `high` is the next node otherwise.
+    """
 
     feature: int
     threshold: float
@@ -94,7 +97,9 @@ def order_nodes(
 
     Args:
         roots: nodes that no split leads to.
-        splits: by node number: feature, threshold, the node where it holds, the one where not.
+        splits: by node number: feature, threshold, the node where the comparison holds, and the
+            other
+            node.
         leaves: by node number: weights by output.
     """
     if len(roots) != 1:
@@ -128,7 +133,10 @@ def order_nodes(
 
 
 def _grow(node: onnx.NodeProto, where: str) -> tuple[dict[int, _Growing], int]:
-    """Return the trees by number, leaves without their weights, and the number of nodes."""
+    """Return the trees by number, and the number of nodes.
+
+    The leaves have no weights yet.
+    """
     columns = _read_columns(node, [f"nodes_{part}" for part in _PARTS], where)
     growing: dict[int, _Growing] = {}
     for tree, number, mode, feature, threshold, yes, no in zip(*columns, strict=True):
@@ -165,8 +173,11 @@ MOST_SPLITS = 4096
 
 _TRANSPARENT = ("Cast", "Identity")
 _ASIDE = 2.0**-14
-"""Distance of a probe from its threshold, relative to the numbers that are added on the way: far above float32's
-rounding (2^-24), so that a good export decides like its source, and below that of float16 (2^-11).
+"""Distance of a probe from its threshold, relative to the numbers on the way.
+
+These are the numbers that are added before the comparison. The distance is far above the rounding
+of float32 (2^-24), so that a good export decides like its source. It is below the rounding of
+float16 (2^-11).
 """
 
 
@@ -206,7 +217,10 @@ def build_split_probes(path: Path, samples: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _read_splits(ensemble: onnx.NodeProto, where: str) -> list[dict[int, _Split]]:
-    """Return the splits of each tree that has any; none of an ensemble that cannot be read."""
+    """Return the splits of each tree that has any.
+
+    There are none if the ensemble cannot be read.
+    """
     try:
         return [grown.splits for grown in _grow(ensemble, where)[0].values() if grown.splits]
     except UserError:
@@ -220,7 +234,10 @@ def _is_matrix_of_numbers(array: Any) -> bool:
 def _split_columns(
     chosen: Floats, samples: Mapping[str, Any], order: Sequence[str]
 ) -> dict[str, Any]:
-    """Return pairs of joined rows, of shape (pairs, 2, columns), as rows of the inputs in their types."""
+    """Return pairs of joined rows as rows of the inputs in their types.
+
+    `chosen` has the shape (pairs, 2, columns).
+    """
     ends = np.cumsum([samples[name].shape[1] for name in order])[:-1]
     parts = dict(zip(order, np.split(chosen, ends, axis=2), strict=True))
     probes = {}
@@ -235,7 +252,10 @@ def _split_columns(
 
 
 def _matrix(model: onnx.ModelProto, names: list[str]) -> tuple[str, list[str]]:
-    """Return the value that joins all inputs, and their order in it; no order if there is no such value."""
+    """Return the value that joins all inputs, and their order in it.
+
+    The order is empty if there is no such value.
+    """
     if len(names) == 1:
         return names[0], names
     makers = {name: node for node in model.graph.node for name in node.output}
@@ -259,7 +279,10 @@ def _origin(makers: Mapping[str, onnx.NodeProto], value: str) -> str:
 def _probes(
     tree: Mapping[int, _Split], rows: Floats, factor: Floats, shift: Floats
 ) -> Iterator[Floats]:
-    """Yield both sides of the threshold of each split that is reached, shape (2, features)."""
+    """Yield both sides of the threshold of each split that is reached.
+
+    Each has the shape (2, features).
+    """
     roots = _find_roots(tree, tree)
     waiting = [(root, rows[index % len(rows)]) for index, root in enumerate(roots)]
     visited = set(roots)  # a file can contain a cycle
@@ -291,7 +314,10 @@ def _probes(
 def _scaling(
     model: onnx.ModelProto, value: str, start: str, columns: int
 ) -> tuple[Floats, Floats] | None:
-    """Return factor and shift of each column between the model's input and `value`; None for other operations."""
+    """Return factor and shift of each column between the model's input and `value`.
+
+    Return None if other operations are between them.
+    """
     from onnx import numpy_helper
 
     makers = {name: node for node in model.graph.node for name in node.output}

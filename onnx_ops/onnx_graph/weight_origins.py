@@ -26,16 +26,24 @@ if TYPE_CHECKING:
 _FLOATS = frozenset({1, 10, 11, 16})
 
 _NEAR = 0.3
-"""Squared distance from the original, as a share of its square, below which values are near. Rounding to 4 bits moves a
-normal weight by .01 to .02 of it, to 2 bits by .1 to .3; another weight of the same spread is at 2.
+"""Squared distance from the original below which values are near.
+
+The distance is a share of the original's square. Rounding to 4 bits moves a normal weight by 0.01
+to 0.02 of it, rounding to 2 bits by 0.1 to 0.3. Another weight of the same spread is at 2.
 """
 
 _SAME_NUMBER = 1e-3
-"""Squared relative distance below which two single numbers are the same one, rounded."""
+"""Squared relative distance below which two single numbers count as equal.
+
+One of them may be rounded.
+"""
 
 _UNRELATED = 1.0
-"""Distance from which values that are near elsewhere are trusted more than name and place: tools give generic names to
-tensors and nodes anew (`v206`), and two files can have the same ones by chance."""
+"""Distance from which name and place are trusted less than near values elsewhere.
+
+Tools give generic names such as `v206` to tensors and nodes. Two files can have the same generic
+names by chance.
+"""
 
 _SAMPLED = 4096
 """Elements of a weight that are compared to find its original."""
@@ -56,11 +64,12 @@ _MOVING = frozenset(
 
 _KINDS = {
     "DynamicQuantizeLSTM": "LSTM",
-    "ConvInteger": "Conv", "DynamicQuantizeMatMul": "MatMul", "FusedConv": "Conv", "FusedGemm": "MatMul",
-    "FusedMatMul": "MatMul", "Gemm": "MatMul", "GatherBlockQuantized": "Gather", "MatMulInteger": "MatMul",
+    "ConvInteger": "Conv", "DynamicQuantizeMatMul": "MatMul", "FusedConv": "Conv",
+    "FusedGemm": "MatMul", "FusedMatMul": "MatMul", "Gemm": "MatMul",
+    "GatherBlockQuantized": "Gather", "MatMulInteger": "MatMul",
     "MatMulIntegerToFloat": "MatMul", "MatMulNBits": "MatMul", "NhwcFusedConv": "Conv",
 }  # fmt: skip
-"""Operators that stand for others."""
+"""The operator that each of these operators stands for."""
 
 _TWO = 2
 
@@ -77,9 +86,9 @@ class Origin:
 class _Use:
     """The operator that takes a constant as input `slot`.
 
-    `number` counts such operators in the order of the graph, `names` are those of the node and its
-    results, `output` is its first one. `turned`: it is a product with the outputs along axis 0.
-    `biased`: it adds a bias.
+    `number` counts such operators in the order of the graph. `names` are the names of the node and
+    its results, and `output` is its first result. `turned` is True for a product whose weight has
+    the outputs along axis 0. `biased` is True if the operator adds a bias.
     """
 
     kind: str
@@ -93,7 +102,7 @@ class _Use:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PossibleOrigin:
-    """An original of a fitting shape, in one orientation, with what speaks for it."""
+    """A possible original of a fitting shape, in one orientation, with its evidence."""
 
     origin: Origin
     distance: float
@@ -114,12 +123,12 @@ class _PossibleOrigin:
             self.named,
         )
         level = next((place for place, trust in enumerate(trusts) if trust), len(trusts))
-        # Orientation decides between the two of a square matrix, unless only one of them is near.
+        # Orientation decides between a square matrix and its transpose, unless only one is near.
         return level, not (near or self.oriented), self.distance
 
 
 class OriginFinder:
-    """Finds originals in a float model for weights of a model that was derived from it."""
+    """Finds originals in a float model for the weights of a derived model."""
 
     def __init__(self, source: onnx.ModelProto, derived: onnx.ModelProto) -> None:
         self.tensors = {
@@ -146,14 +155,16 @@ class OriginFinder:
         return values.T if origin.transposed else values
 
     def find(self, weights: Sequence[StoredWeight]) -> dict[str, Origin]:
-        """Return the original of each weight by the name that it is stored under; those without one are left out."""
+        """Return the original of each weight by the name that it is stored under.
+
+        Weights without an original are left out.
+        """
         found: dict[str, Origin] = {}
         waiting: list[tuple[StoredWeight, list[_PossibleOrigin]]] = []
         for weight in weights:
             candidates = sorted(self._list_candidates(weight), key=lambda candidate: candidate.rank)
-            if (
-                weight.values.size == 1
-            ):  # any two files have numbers in the same places, as exponents and factors
+            # Any two files have single numbers in the same places, such as exponents and factors.
+            if weight.values.size == 1:
                 candidates = [one for one in candidates if one.distance < _SAME_NUMBER]
             if candidates and candidates[0].rank[0] < _UNKNOWN:
                 found[weight.tensor] = candidates[0].origin
@@ -167,9 +178,9 @@ class OriginFinder:
         return found
 
     def match_values(self, weights: Sequence[StoredWeight]) -> dict[str, str]:
-        """Return the values that the layers of rounded weights compute, with their counterparts in the source.
+        """Return values that layers of rounded weights compute, with their counterparts.
 
-        A bias that is added after a layer belongs to it.
+        The counterparts are values of the source. A bias that is added after a layer belongs to it.
         """
         values = {}
         for tensor, origin in self.find(weights).items():
@@ -189,7 +200,10 @@ class OriginFinder:
         return values
 
     def find_by_name(self, weight: StoredWeight) -> Origin | None:
-        """Return the original of that name, unless its operator is another one of the same kind."""
+        """Return the original of that name.
+
+        Return None if its operator is another one of the same kind.
+        """
         own, use = self._uses.get(weight.name), self._derived_uses.get(weight.tensor)
         named = [
             candidate
@@ -236,7 +250,10 @@ class OriginFinder:
     def _list_orientations(
         self, name: str, shape: tuple[int, ...], *, transposable: bool
     ) -> Iterator[bool]:
-        """Yield False if a weight of this shape can be the original, and True if it can be its transpose."""
+        """Yield the orientations in which a constant can be the original of a weight.
+
+        False stands for the constant itself, True for its transpose. `shape` is that of the weight.
+        """
         plain = tuple(size for size in self.tensors[name].dims if size != 1)
         if plain == shape:
             yield False
@@ -253,11 +270,14 @@ class OriginFinder:
 
 
 _UNKNOWN = 7
-"""Rank of a candidate for which nothing speaks."""
+"""Rank of a candidate without any evidence."""
 
 
 def _list_names(name: str) -> list[str]:
-    """Return the name, and without the number that quantizers add to copies of a shared bias."""
+    """Return the name, and the name without the number of a copy.
+
+    Quantizers number the copies of a shared bias.
+    """
     stem = name.rstrip("0123456789")
     return [name[:end] for end in range(len(name), len(stem) - 1, -1)]
 
@@ -269,7 +289,10 @@ def _sample_places(shape: tuple[int, ...]) -> tuple[npt.NDArray[np.intp], ...]:
 
 
 def _measure_distance(values: Floats, original: Floats) -> float:
-    """Return the squared distance as a share of the original's square; 0 for equal values."""
+    """Return the squared distance as a share of the original's square.
+
+    It is 0 for equal values.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         moved, size = float(((values - original) ** 2).sum()), float((original**2).sum())
     if not moved:
@@ -278,9 +301,10 @@ def _measure_distance(values: Floats, original: Floats) -> float:
 
 
 def _list_uses(model: onnx.ModelProto) -> tuple[dict[str, _Use], dict[tuple[str, int], int]]:
-    """Return for each constant the first operator that takes it, and how many operators take one, by kind and slot.
+    """Return the first operator that takes each constant, and counts of operators.
 
-    Operators in between that only move its values are passed over.
+    The counts are those of the operators that take a constant, by kind and slot. Operators in
+    between that only move the values of a constant are passed over.
     """
     follows = _follow_constants(model, collect_constants(model))
     counts: dict[tuple[str, int], int] = {}
@@ -313,7 +337,10 @@ def _list_uses(model: onnx.ModelProto) -> tuple[dict[str, _Use], dict[tuple[str,
 
 
 def _list_sums(model: onnx.ModelProto) -> dict[str, str]:
-    """Return the sum of each value and a constant, by the value that is added, also where that is quantized between."""
+    """Return the sum of each value and a constant, by the value that is added.
+
+    The value may be quantized before it is added.
+    """
     follows = _follow_constants(model, collect_constants(model))
     before: dict[str, str] = {}  # by value that quantization wrote or read
     sums = {}
@@ -329,7 +356,10 @@ def _list_sums(model: onnx.ModelProto) -> dict[str, str]:
 def _follow_constants(
     model: onnx.ModelProto, stored: Mapping[str, Any]
 ) -> dict[str, tuple[str, int]]:
-    """Return for each value that a constant is moved to its name, and how often its axes were swapped."""
+    """Return the constant that each value holds, and how often its axes were swapped.
+
+    Such a value is a constant, or a constant that operators only move.
+    """
     follows = {name: (name, 0) for name in stored}
     for node in model.graph.node:
         if node.op_type in _MOVING and node.input and node.input[0] in follows:

@@ -1,4 +1,4 @@
-"""Comparison of a release with the champion, and with its base branch, metric by metric."""
+"""Compare a release with the champion and with its base branch, metric by metric."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ Pairs = Callable[[Evidence, Evidence], Sequence[PairedCounts | ScoreComparison]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedMetric:
-    """One line: a metric of the release and of the other model, and the change. Texts include units."""
+    """One line: a metric of the release and of the other model, and the change.
+
+    Texts include units.
+    """
 
     metric: str
     ours: str
@@ -71,8 +74,9 @@ class ModelComparison:
 class VariantRow:
     """The measurements of one variant on one target.
 
-    `latency` is the median of the variant that others are timed beside, and for those this median
-    times their paired ratio: medians of different minutes contradict the ratios between them.
+    `latency` of the variant that others are timed beside is its median. For the others it is this
+    median times their paired ratio, since medians of different minutes contradict the ratios
+    between them.
 
     The champion has a separate row, with its version and without a verdict. Without evidence,
     `size_bytes` is None.
@@ -91,7 +95,10 @@ class VariantRow:
 def variant_rows(
     decisions: Sequence[Decision], evidence: Sequence[Evidence]
 ) -> tuple[VariantRow, ...]:
-    """Return every variant in the order of the decisions, then each target's champion on the same rows."""
+    """Return every variant, then each target's champion on the same rows.
+
+    Variants are in the order of the decisions.
+    """
     known = {(one.variant, one.target): one for one in evidence}
     rows = []
     for decision in decisions:
@@ -127,7 +134,10 @@ def variant_rows(
 
 
 def _pair_medians(rows: Sequence[VariantRow]) -> list[VariantRow]:
-    """Return the rows with the medians of variants that are timed beside another derived from that one's."""
+    """Return the rows with the medians of variants that are timed beside another one.
+
+    These medians are derived from the median of the other variant.
+    """
     medians = {(row.variant, row.target): row.latency for row in rows}
     paired = []
     for row in rows:
@@ -151,7 +161,10 @@ def _pair_medians(rows: Sequence[VariantRow]) -> list[VariantRow]:
 
 
 def figures_of(evidence: Evidence) -> str:
-    """Return a variant's absolute measurements and their differences from the champion's, in one sentence."""
+    """Return a variant's absolute measurements in one sentence.
+
+    The differences from the champion's measurements follow.
+    """
     labels = [f"{label} {value.figure}" for label, value in task_values(evidence).items()]
     if middle := median_latency(evidence.latency):
         labels.append(f"median latency {middle.figure}")
@@ -166,7 +179,10 @@ def figures_of(evidence: Evidence) -> str:
 def champion_comparisons(
     choices: Sequence[Choice], evidence: Sequence[Evidence]
 ) -> tuple[ModelComparison, ...]:
-    """Compare the chosen variant of each target, or the export if none is chosen, with the champion."""
+    """Compare the chosen variant of each target with the champion.
+
+    If none is chosen, the export is compared.
+    """
     chosen = (_of_choice(choice, evidence) for choice in choices)
     return tuple(_beside_champion(mine) for mine in chosen if mine is not None)
 
@@ -300,16 +316,18 @@ def _compare_task_metrics(mine: Evidence, theirs: Evidence, pairs: Pairs) -> lis
     rows = []
     for label in dict.fromkeys((*ours, *before)):
         change = changes.get(label, "")
-        if (
-            not change and label in ours and label in before
-        ):  # they share no rows: a change without an interval
+        # They share no rows, so that the change has no interval.
+        if not change and label in ours and label in before:
             change = _describe_difference(ours[label], before[label])
         rows.append(_make_row(label, ours.get(label), before.get(label), change or NOTHING))
     return rows
 
 
 def _describe_difference(after: Measured, before: Measured) -> str:
-    """Return a change of a metric: a share in points, another as a ratio where the value before allows one."""
+    """Return a change of a metric.
+
+    A share changes in points. Another metric changes by a ratio where the value before allows one.
+    """
     difference = after.estimate - before.estimate
     if after.unit == "1":
         return f"{_signed(100 * difference)} points"

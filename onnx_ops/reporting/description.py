@@ -1,4 +1,7 @@
-"""The gate table as rows for any surface; descriptions of registered models and versions in Markdown."""
+"""Descriptions of registered models and versions in Markdown.
+
+The gate table as rows for any surface is here too.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ DESCRIPTION_LIMIT = 5000
 KEPT = (
     "*Written by onnx-ops from the pipeline file. Change this text, and onnx-ops leaves it alone.*"
 )
-"""End of a registered model's description that no person has changed."""
+"""End of a registered model's description that only onnx-ops has written."""
 
 _VERSIONS = (
     "Each version is one variant of one release. Its description begins with the verdict on each "
@@ -57,7 +60,7 @@ class ResultRow:
         return f"{gate}{separator}{metric}" if metric and metric != gate else gate
 
     def markdown_cells(self) -> tuple[str, ...]:
-        """Return gate, limit, estimate, verdict and reason for the columns of a Markdown table."""
+        """Return the cells of a Markdown table: gate, limit, estimate, verdict, reason."""
         verdict = f"{self.result.verdict.value}{' (advisory)' if self.result.advisory else ''}"
         return (
             self.describe_gate(": "),
@@ -93,7 +96,10 @@ def result_table(decisions: Iterable[Decision]) -> tuple[ResultRow, ...]:
 
 
 def worst_first(rows: Iterable[ResultRow]) -> list[ResultRow]:
-    """Return the binding rows, then the advisory ones, each with the worst verdict first."""
+    """Return the binding rows, then the advisory ones.
+
+    In both, the worst verdict comes first.
+    """
     return sorted(rows, key=lambda row: (row.result.advisory, -row.result.verdict.rank))
 
 
@@ -105,9 +111,10 @@ def version_description(
     figures: Sequence[str] = (),
     provenance: Provenance | None = None,
 ) -> str:
-    """Return Markdown for a registered version: verdicts, measurements, gate table and origin.
+    """Return Markdown for a registered version.
 
-    The verdicts are plain text, because MLflow lists the first line of a description unrendered.
+    It has verdicts, measurements, gate table and origin. The verdicts are plain text, because
+    MLflow lists the first line of a description unrendered.
 
     The text has at most `DESCRIPTION_LIMIT` characters: the worst results come first, and a line
     counts those left out. `decisions` are by target; `figures` summarize the measurements in one
@@ -158,14 +165,20 @@ def _describe_origin(variant: str, lineage: Lineage, provenance: Provenance | No
 def model_description(
     about: str, pipeline: str, variants: Iterable[str], targets: Iterable[str]
 ) -> str:
-    """Return Markdown for a registered model: the pipeline file's description, and how to read its versions."""
+    """Return Markdown for a registered model.
+
+    It is the pipeline file's description, and how to read the model's versions.
+    """
     variants, targets = (markdown(", ".join(names)) for names in (variants, targets))
     made = f"Pipeline {markdown(pipeline)}. Variants: {variants}. Targets: {targets}."
     return "\n\n".join(part for part in (markdown(about), made, _VERSIONS, KEPT) if part)
 
 
 def parse_reason(description: str, target: str) -> str:
-    """Return the reason that a description gives for the verdict on a target; empty if none."""
+    """Return the reason that a description gives for the verdict on a target.
+
+    The result is empty if there is none.
+    """
     shown = re.search(
         rf"^[A-Z]+ on {re.escape(markdown(target))}: (.*?) *$", description, re.MULTILINE
     )

@@ -1,4 +1,7 @@
-"""Numbers with three significant digits and a short unit, and text and tables in Markdown."""
+"""Format numbers with three significant digits and a short unit.
+
+Text and tables in Markdown are formatted here too.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,10 @@ class Scale:
 
 
 def scale_for(value: float, unit: str) -> Scale:
-    """Return the scale that fits a value of a unit: `s`, `B`, `1` (a fraction, written as a percentage), `x` (a ratio).
+    """Return the scale that fits a value of a unit.
 
-    Any other unit is written unchanged.
+    The units are `s`, `B`, `1` (a fraction, written as a percentage) and `x` (a ratio). Any other
+    unit is written unchanged.
     """
     if unit == "1":
         return Scale(divisor=0.01, suffix="%")
@@ -47,7 +51,10 @@ def scale_for(value: float, unit: str) -> Scale:
 
 
 def format_figure(value: float | None, unit: str) -> str:
-    """Return one value with its unit: `1.25 ms`, `0.5%`, `1.03×`, `2.4 MB`; `–` for None."""
+    """Return one value with its unit: `1.25 ms`, `0.5%`, `1.03×`, `2.4 MB`.
+
+    None is written as `–`.
+    """
     if value is None:
         return NOTHING
     scale = scale_for(value, unit)
@@ -57,9 +64,10 @@ def format_figure(value: float | None, unit: str) -> str:
 def format_interval(
     low: float | None, high: float | None, unit: str, *, near: float | None = None
 ) -> str:
-    """Format an interval: `[1.21, 1.30] ms`, one-sided `≥ 1.21 ms`; empty without a bound.
+    """Format an interval: `[1.21, 1.30] ms`, or one-sided `≥ 1.21 ms`.
 
-    There is no bound where it is None or infinite. The scale is that of the estimate, `near`.
+    The result is empty without a bound. There is no bound where it is None or infinite. The scale
+    is that of the estimate, `near`.
     """
     low, high = _drop_infinite(low), _drop_infinite(high)
     anchor = next((v for v in (near, high, low) if v is not None), None)
@@ -77,7 +85,10 @@ def _drop_infinite(bound: float | None) -> float | None:
 
 
 def result_figure(result: GateResult) -> str:
-    """Return the estimate of a gate's result; durations in milliseconds, as in its limit and reason."""
+    """Return the estimate of a gate's result.
+
+    Durations are in milliseconds, as in the result's limit and reason.
+    """
     if result.unit == "s" and result.estimate is not None:
         return format_figure(1e3 * result.estimate, "ms")
     return format_figure(result.estimate, result.unit)

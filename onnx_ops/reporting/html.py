@@ -1,4 +1,4 @@
-"""The HTML report of a release, from this room's templates: one self-contained page."""
+"""The HTML report of a release: one self-contained page from templates."""
 
 from __future__ import annotations
 
@@ -81,7 +81,10 @@ def _load_environment() -> Environment:
 
 
 def render(template: str, **values: Any) -> str:
-    """Return a page; the same values always give the same text, and the page loads nothing from a network."""
+    """Return a page, which loads nothing from a network.
+
+    The same values always give the same text.
+    """
     return show(_load_environment().get_template(template).render(values))
 
 
@@ -98,7 +101,9 @@ def release_report(
     base: BaseRelease | None = None,
     pairs: Pairs = lambda *_: (),
 ) -> str:
-    """Return the report: choices, comparisons, gate results, plots and measurement conditions.
+    """Return the HTML report of a release.
+
+    It shows choices, comparisons, gate results, plots and measurement conditions.
 
     Args:
         decisions: of every variant on every target, in the order of the pipeline file.
@@ -149,7 +154,10 @@ def _complete_digests(
 def _name_release(
     lineage: Lineage | None, evidence: Sequence[Evidence]
 ) -> tuple[str, Digest | None]:
-    """Return the pipeline and the release of a report; without lineage, of its first evidence."""
+    """Return the pipeline and the release of a report.
+
+    Without lineage, they are those of its first evidence.
+    """
     if lineage is not None:
         return lineage.pipeline, lineage.release
     if evidence:
@@ -170,7 +178,10 @@ def _describe_origin(lineage: Lineage) -> dict[str, str]:
 
 
 def _describe_search(record: SearchRecord) -> dict[str, Any]:
-    """Return what the template shows of a search; nodes by recipe, the most sensitive first."""
+    """Return what the template shows of a search.
+
+    Nodes are by recipe, the most sensitive first.
+    """
     return {
         "record": record,
         "figures": [
@@ -188,9 +199,9 @@ def list_gates(
     evidence: Mapping[tuple[str, str], Evidence],
     digests: Mapping[tuple[str, str], Digest],
 ) -> list[tuple[Decision, str, Digest | None, list[tuple[GateResult, list[str], list[str]]]]]:
-    """Return each decision with its place, the digest of its evidence, and its results, as `gate_table` shows them.
+    """Return each decision with its place, the digest of its evidence, and results.
 
-    Evidence and its digests are by variant and target.
+    The results are as `gate_table` shows them. Evidence and its digests are by variant and target.
     """
     groups = []
     for decision in decisions:
@@ -206,7 +217,10 @@ def list_gates(
 
 
 def _describe_samples(result: GateResult, evidence: Evidence | None) -> tuple[list[str], list[str]]:
-    """Return lines on what n counts, and on the noise: a model against itself, and the runs that lost their core."""
+    """Return lines on what n counts, and lines on the noise.
+
+    The noise is a model against itself, and the runs that lost their core.
+    """
     comparison = None if evidence is None else _find_comparison(result, evidence)
     if comparison is not None:
         return _describe_pairs(result, comparison)
@@ -232,14 +246,20 @@ def _describe_runs(
 
 
 def _name_counted(result: GateResult) -> str:
-    """Return what n counts in a result that is no ratio; empty if the kind of gate does not say."""
+    """Return what n counts in a result that is not a ratio.
+
+    The result is empty if the kind of gate does not define it.
+    """
     return GATES[result.gate].counts if result.gate in GATES else ""
 
 
 def _describe_pairs(
     result: GateResult, comparison: LatencyComparison | PairedRatios
 ) -> tuple[list[str], list[str]]:
-    """Return lines on the pairs of a ratio, and on its noise: the interval of the model against itself."""
+    """Return lines on the pairs of a ratio, and lines on its noise.
+
+    The noise is the interval of the model against itself.
+    """
     selves = [pair for pair in comparison.self_log_ratios if pair]
     if selves:
         interval = compare(selves, tolerance=0.0)
@@ -271,9 +291,10 @@ def _find_comparison(
 
 
 def _list_prospects(decisions: Sequence[Decision]) -> Iterator[tuple[str | float, ...]]:
-    """Yield rows on the power of gates: shares of verdicts for a variant without loss and for one with twice the limit.
+    """Yield rows on the power of gates.
 
-    Their spread is assumed to be that of the measured variant.
+    They hold the shares of verdicts for a variant without loss, and for a variant with twice the
+    limit. The spread of both is assumed to be that of the measured variant.
     """
     for decision in decisions:
         tried = sum(d.target == decision.target and d.variant != EXPORT for d in decisions)
@@ -296,7 +317,10 @@ def _plot_targets(
 def _plot_target(
     target: str, decisions: Sequence[Decision], evidence: Sequence[Evidence], chosen: str | None
 ) -> list[Figure]:
-    """Return the plots of each float variant, and once the plot of the export behind all quantized ones."""
+    """Return the plots of each float variant, and of the export behind quantized ones.
+
+    The plot of the export appears once.
+    """
     judged = {d.variant: d for d in decisions if d.target == target}
     here = [(e, judged.get(e.variant)) for e in evidence if e.target == target]
     figures = [
@@ -311,7 +335,7 @@ def _plot_target(
 
 
 def plot_ratios(entries: Sequence[tuple[Evidence, Decision | None]]) -> Iterator[Figure | None]:
-    """Yield the ratios of latency of all variants, then those of throughput and starts."""
+    """Yield the ratios of latency of all variants, then of throughput and starts."""
     for e, decision in entries:
         yield from (ratio_figure(e, comparison, decision) for comparison in e.comparisons)
     for e, decision in entries:
@@ -325,7 +349,10 @@ def _plot_outputs(entries: Sequence[tuple[Evidence, Decision | None]]) -> Iterat
 
 
 def _plot_exports(entries: Sequence[tuple[Evidence, Decision | None]]) -> Iterator[Figure | None]:
-    """Yield the parity of each export behind quantized variants that no float variant shows, once."""
+    """Yield the parity of each export behind quantized variants, once.
+
+    An export that a float variant shows is left out.
+    """
     seen = [e.parity for e, _ in entries]
     for e, decision in entries:
         if e.quantized and e.export_parity and e.export_parity not in seen:

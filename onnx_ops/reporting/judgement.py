@@ -1,4 +1,4 @@
-"""The report of a verdict on two files: table rows, a Markdown page and an HTML page."""
+"""The report of a verdict on two files: table rows, Markdown page and HTML page."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from onnx_ops.reporting.structure import advice_lines
 class Heading:
     """The text above the table.
 
-    `rows` describes the rows that the files were run on, `times` the median times of a request
-    after and before, and `notes` what could not be shown.
+    `rows` describes the rows that the files were run on. `times` are the median times of a request
+    after and before. `notes` are the parts that could not be shown.
     """
 
     baseline: str
@@ -55,7 +55,10 @@ class Row:
 
 
 def table_rows(decisions: Sequence[Decision], sizes: tuple[int, int]) -> list[Row]:
-    """Return every result in the order of the decisions, results of all targets once, and the size."""
+    """Return every result in the order of the decisions, and the size.
+
+    Results that are the same on all targets appear once.
+    """
     rows: list[Row] = []
     seen: list[GateResult] = []
     for decision in decisions:
@@ -89,7 +92,10 @@ def table_rows(decisions: Sequence[Decision], sizes: tuple[int, int]) -> list[Ro
 
 
 def reason_of(decisions: Sequence[Decision], sizes: tuple[int, int]) -> str:
-    """Return one line: the reason of the worst result, or the main measurements if all passed."""
+    """Return one line: the reason of the worst result.
+
+    If all results passed, the line has the main measurements.
+    """
     binding = [
         result for decision in decisions for result in decision.results if not result.advisory
     ]
@@ -102,7 +108,10 @@ def reason_of(decisions: Sequence[Decision], sizes: tuple[int, int]) -> str:
 
 
 def _list_measurements(results: Sequence[GateResult], sizes: tuple[int, int]) -> list[str]:
-    """Return the main measurements of results that all passed: parity, task metric, latency, size."""
+    """Return the main measurements of results that all passed.
+
+    They are parity, task metric, latency and size.
+    """
     by_gate: dict[str, list[GateResult]] = defaultdict(list)
     for result in results:
         by_gate[result.gate].append(result)
@@ -172,8 +181,11 @@ def _list_items(texts: Sequence[str]) -> list[str]:
 def html_report(
     heading: Heading, decisions: Sequence[Decision], timings: Sequence[tuple[Decision, Evidence]]
 ) -> str:
-    """Return one self-contained page; `timings` are the latency comparisons, each with its decision."""
-    # The text in a terminal, which most verdicts are, appears sooner without charts and templates.
+    """Return one self-contained page.
+
+    `timings` are the latency comparisons, each with its decision.
+    """
+    # Most verdicts are text in a terminal, which appears sooner without charts and templates.
     from onnx_ops.reporting.html import list_gates, plot_ratios, render
 
     # The first timing of each target names its machine.

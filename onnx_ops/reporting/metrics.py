@@ -1,4 +1,7 @@
-"""Measurements of the evidence for people, each with its interval and number of observations."""
+"""Measurements of the evidence for people.
+
+Each has its interval and number of observations.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ from onnx_ops.statistics.rules.metric import INDEPENDENCE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured(Interval):
-    """A measurement with its interval and the counts behind it; `low` and `high` as in the gate table."""
+    """A measurement with its interval and the counts behind it.
+
+    `low` and `high` are as in the gate table.
+    """
 
     unit: str
     n: int
@@ -61,7 +67,10 @@ def sampled_rows(evidence: Iterable[Evidence]) -> str:
 
 
 def median_latency(samples: LatencySamples | None) -> Measured | None:
-    """Return the median of the single runs that were not preempted, with 90 % order-statistic bounds."""
+    """Return the median of the single runs, with 90 % order-statistic bounds.
+
+    Preempted runs are left out.
+    """
     usable = [] if samples is None else [ns for ns in samples.sorted_ns if ns > 0]
     if not usable:
         return None
@@ -70,7 +79,10 @@ def median_latency(samples: LatencySamples | None) -> Measured | None:
 
 
 def headline(decisions: Sequence[Decision], evidence: Sequence[Evidence]) -> str:
-    """Return the main task metric of a release: the first that a gate judged, else the first measured."""
+    """Return the main task metric of a release.
+
+    It is the first metric that a gate judged, or else the first that was measured.
+    """
     results = [
         r for d in decisions for r in d.results if r.gate == "metric" and r.metric != INDEPENDENCE
     ]
@@ -79,7 +91,10 @@ def headline(decisions: Sequence[Decision], evidence: Sequence[Evidence]) -> str
 
 
 def task_values(evidence: Evidence) -> Mapping[str, Measured]:
-    """Return every task metric of the variant that has a value, by the label of its definition."""
+    """Return every task metric of the variant that has a value.
+
+    The keys are the labels of the metrics' definitions.
+    """
     labels = dict.fromkeys(
         [*(c.metric for c in evidence.metrics), *(s.metric for s in evidence.scores)]
     )
@@ -88,7 +103,10 @@ def task_values(evidence: Evidence) -> Mapping[str, Measured]:
 
 
 def champion_values(evidence: Evidence) -> Mapping[str, Measured]:
-    """Return every task metric of the champion that the variant was compared with, on the same rows."""
+    """Return every task metric of the champion that the variant was compared with.
+
+    They are measured on the same rows.
+    """
     swapped = [
         replace(one, against="", only_baseline=one.only_candidate, only_candidate=one.only_baseline)
         for one in evidence.metrics
@@ -121,7 +139,10 @@ def task_metric(evidence: Evidence, name: str) -> Measured | None:
 
 
 def unit_of(name: str) -> str:
-    """Return `1` for metrics that are shares; others have the label's unit, which is unknown here."""
+    """Return `1` for metrics that are shares, else an empty text.
+
+    Other metrics have the label's unit, which is unknown here.
+    """
     metric = METRICS.get(name.partition(" ")[0])
     return "1" if metric is not None and metric.is_share else ""
 
@@ -153,7 +174,10 @@ def _start_figures(evidence: Evidence) -> dict[str, float]:
 
 
 def _task_figures(evidence: Evidence) -> dict[str, float]:
-    """Return task metrics; a comparison counts only for a metric that has no value against the labels."""
+    """Return task metrics.
+
+    A comparison counts only for a metric that has no value against the labels.
+    """
     figures = {
         _name(counts.metric): (counts.both + counts.only_candidate) / counts.n
         for counts in evidence.metrics
@@ -168,7 +192,10 @@ def _task_figures(evidence: Evidence) -> dict[str, float]:
 
 
 def _name(metric: str) -> str:
-    """Replace characters that a registry refuses in names; class labels and output names can contain any."""
+    """Replace characters that a registry refuses in names.
+
+    Class labels and output names can contain any characters.
+    """
     return re.sub(r"[^\w\-. :]", "_", metric, flags=re.ASCII)
 
 
@@ -188,7 +215,10 @@ def dvc_metrics(judged: VariantEvidence) -> Json:
 
 
 def dvc_plots(judged: VariantEvidence) -> Mapping[str, Json]:
-    """Return lists of points by file name: `latency.json` with quantiles in ms, `size.json` in bytes."""
+    """Return lists of points by file name.
+
+    `latency.json` has quantiles in ms, and `size.json` has bytes.
+    """
     latency: list[Json] = []
     size: list[Json] = []
     for variant, targets in judged.items():

@@ -1,4 +1,7 @@
-"""The plots of a release, from evidence. Each caption states units, intervals and n."""
+"""Draw the plots of a release from evidence.
+
+Each caption states units, intervals and n.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ from onnx_ops.statistics.rules.parity_rules import WEIGHTS
 from onnx_ops.statistics.rules.performance import PROCESS_FIGURES
 
 SERIES = 6
-"""Colours that the page has for variants; further variants reuse them with other dashes."""
+"""Colours that the page has for variants.
+
+Further variants reuse them with other dashes.
+"""
 
 _POINTS = 240
 _ROWS = 16
@@ -41,17 +47,24 @@ _COLUMNS = 6
 _CLIPPED = 1e6
 
 _SHOWN_LOSSES = 6
-"""Losses of more than so many budgets are drawn at the edge, to leave room for the others."""
+"""Budgets from which on losses are drawn at the edge.
+
+This leaves room for the other losses.
+"""
 
 _LEAST_LOSS = 0.02
-"""Least width of an axis of losses, in points: none of a thousand rows is not a plot."""
+"""Least width of an axis of losses, in points.
+
+Smaller losses, such as none of a thousand rows, would make no plot.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A plot with title, legend and caption. `svg` is markup; the other texts are not escaped yet.
+    """A plot with title, legend and caption.
 
-    `keys` are the entries of the legend: the number of a colour, and a text.
+    `svg` is markup; the other texts are not escaped yet. `keys` are the entries of the legend: the
+    number of a colour, and a text.
     """
 
     title: str
@@ -67,7 +80,7 @@ def limit_of(decision: Decision | None, gate: str, metric: str) -> float | None:
 
 
 def latency_figure(target: str, evidence: Sequence[Evidence]) -> Figure | None:
-    """Plot the share of runs that took no longer than a given time, one curve per variant."""
+    """Plot the share of runs that took at most a given time, one curve per variant."""
     curves = _list_curves(evidence)
     if not curves:
         return None
@@ -101,7 +114,10 @@ def latency_figure(target: str, evidence: Sequence[Evidence]) -> Figure | None:
 def _list_curves(
     evidence: Sequence[Evidence],
 ) -> list[tuple[int, Evidence, LatencySamples, list[float]]]:
-    """Return the number, the latency and the positive run times in seconds of the variants that have any."""
+    """Return the variants that have positive run times.
+
+    The entries are the number of the variant, its evidence, its latency and the times in seconds.
+    """
     curves = []
     for series, e in enumerate(evidence):
         if e.latency is not None and (
@@ -112,7 +128,10 @@ def _list_curves(
 
 
 def _step_curve(values: Sequence[float]) -> list[tuple[float, float]]:
-    """Return the corners of the distribution of sorted values, in percent; at most `_POINTS` steps, evenly spread."""
+    """Return the corners of the distribution of sorted values, in percent.
+
+    There are at most `_POINTS` steps, evenly spread.
+    """
     n = len(values)
     places = (
         range(n)
@@ -128,7 +147,10 @@ def _step_curve(values: Sequence[float]) -> list[tuple[float, float]]:
 def parity_figure(
     what: str, measurements: Sequence[ParityMeasurement], decision: Decision | None, metric: str
 ) -> Figure | None:
-    """Plot the error of each output and input group in units of the source's rounding noise, worst first."""
+    """Plot the error of each output and input group, worst first.
+
+    The errors are in units of the source's rounding noise.
+    """
     known = [m for m in measurements if m.mismatch or math.isfinite(m.ratio)]
     if not known:
         return None
@@ -158,7 +180,10 @@ def _make_error_axis(measurements: Sequence[ParityMeasurement], limit: float | N
 def _describe_error(
     measurement: ParityMeasurement, limit: float | None, edge: float
 ) -> tuple[str, float, str, bool, str]:
-    """Return the row of an error for `_draw_rows`; a mismatch has no ratio, and stands at the edge."""
+    """Return the row of an error for `_draw_rows`.
+
+    A mismatch has no ratio, and is drawn at the edge.
+    """
     name = " · ".join(filter(None, (measurement.group, measurement.output, measurement.column)))
     if measurement.mismatch:
         return (
@@ -174,7 +199,10 @@ def _describe_error(
 
 
 def _describe_columns(measurements: Sequence[ParityMeasurement], limit: float | None) -> str:
-    """Describe the smallest error that the limit shows, in the columns of real rows where it is largest."""
+    """Describe the smallest error that the limit shows.
+
+    The columns of real rows where this error is largest are described.
+    """
     if limit is None:
         return ""
     columns = [
@@ -190,7 +218,10 @@ def _describe_columns(measurements: Sequence[ParityMeasurement], limit: float | 
 
 
 def weights_figure(what: str, evidence: Evidence, decision: Decision | None) -> Figure | None:
-    """Plot the distance of each quantized weight from its original, in quantization steps, worst first."""
+    """Plot the distance of each quantized weight from its original, worst first.
+
+    The distances are in quantization steps.
+    """
     known = sorted(
         (w for w in evidence.weights if math.isfinite(w.steps)), key=lambda w: (-w.steps, w.tensor)
     )
@@ -233,7 +264,11 @@ def _draw_rows(
     *,
     stems: bool = False,
 ) -> Chart:
-    """Draw one dot per row from its name, value, the value's text, whether it exceeds the limit, and its tooltip."""
+    """Draw one dot per row.
+
+    A row is its name, its value, the value's text, whether the value exceeds the limit, and its
+    tooltip.
+    """
     left, height = room_for([name for name, *_ in rows])
     y_axis = Axis(low=0.3, high=len(rows) + 0.7, label="")
     chart = Chart(
@@ -288,9 +323,8 @@ def pareto_figure(
         if e.variant == chosen:
             chart.dot(left, top, "ring", f"{e.variant} is chosen", radius=9)
         name = e.variant
-        if (
-            len(points) > _NAMED
-        ):  # many names would cover each other: a number stands for the variant
+        # Many names would cover each other: a number stands for the variant.
+        if len(points) > _NAMED:
             name, label = f"{series + 1}:", f"{series + 1}: {label}"
         beside = f"{name} {format_figure(value.estimate, value.unit)}" if value else name
         chart.note(left, top, beside, above=above[e.variant])
@@ -306,7 +340,10 @@ def pareto_figure(
 
 
 def _choose_sides(points: Sequence[tuple[int, Evidence, Measured]]) -> dict[str, bool]:
-    """Return whether each variant has its name above its dot: neighbours write them on opposite sides."""
+    """Return whether each variant has its name above its dot.
+
+    Neighbours have their names on opposite sides.
+    """
     by_size = sorted((e for _, e, _ in points), key=lambda e: e.size_bytes)
     return {e.variant: place % 2 == 0 for place, e in enumerate(by_size)}
 
@@ -333,7 +370,10 @@ def _choose_scales(points: Sequence[tuple[int, Evidence, Measured]]) -> tuple[Sc
 def _make_size_chart(
     points: Sequence[tuple[int, Evidence, Measured]], time: Scale, size: Scale
 ) -> Chart:
-    """Return an empty plot of size and latency with room for the points and their intervals."""
+    """Return an empty plot of size and latency.
+
+    It has room for the points and their intervals.
+    """
     ends = [
         v / time.divisor
         for *_, m in points
@@ -350,13 +390,19 @@ def _make_size_chart(
 def variants_picture(
     target: str, evidence: Sequence[Evidence], decisions: Sequence[Decision], chosen: str | None
 ) -> Figure | None:
-    """Plot size and latency of a target's variants as a standalone SVG file; None without measurements."""
+    """Plot size and latency of a target's variants as a standalone SVG file.
+
+    Return None without measurements.
+    """
     figure = pareto_figure(target, evidence, decisions, chosen)
     return None if figure is None else replace(figure, svg=make_standalone(figure.svg))
 
 
 def search_figure(record: SearchRecord, target: str) -> Figure | None:
-    """Plot the loss of the task metric against time on one target, for all measured models."""
+    """Plot the loss of the task metric against time on one target.
+
+    All measured models are shown.
+    """
     points = [(n, t) for n, t in enumerate(record.trials) if not t.failure and target in t.ratios]
     if not points:
         return None
@@ -391,9 +437,10 @@ def search_figure(record: SearchRecord, target: str) -> Figure | None:
 def _draw_trial(
     chart: Chart, n: int, trial: Trial, target: str, *, name: str, on_front: bool
 ) -> str:
-    """Draw the dot of a trial; return its entry in the legend, empty for one that has no number in the plot.
+    """Draw the dot of a trial, and return its entry in the legend.
 
-    `name` is that of the variant that the trial became, if any.
+    The entry is empty for a trial that has no number in the plot. `name` is that of the variant
+    that the trial became, if any.
     """
     ratio, loss = trial.ratios[target], 100 * (trial.drop or 0.0)
     size = format_figure(trial.size_bytes, "B")
@@ -411,7 +458,10 @@ def _draw_trial(
 
 
 def _make_loss_chart(record: SearchRecord, trials: Sequence[Trial], target: str) -> Chart:
-    """Return an empty plot of loss and time with room for the trials, the budget and fp32."""
+    """Return an empty plot of loss and time.
+
+    It has room for the trials, the budget and fp32.
+    """
     limit = 100 * record.budget.metric_drop
     losses = [100 * (trial.drop or 0.0) for trial in trials]
     low, high = (
@@ -446,7 +496,10 @@ _BAND = f"Band: interval ({100 * (1 - ALPHA):.3g} % a side over all looks)."
 
 
 def measured_ratio(comparison: LatencyComparison | PairedRatios) -> Measured | None:
-    """Return the ratio to the baseline; None where no pair was measured or a ratio is not finite."""
+    """Return the ratio to the baseline.
+
+    Return None where no pair was measured or a ratio is not finite.
+    """
     pairs = [pair for pair in comparison.log_ratios if pair]
     if not pairs or not all(map(math.isfinite, (x for pair in pairs for x in pair))):
         return None
@@ -457,7 +510,10 @@ def measured_ratio(comparison: LatencyComparison | PairedRatios) -> Measured | N
 def ratio_figure(
     evidence: Evidence, comparison: LatencyComparison | PairedRatios, decision: Decision | None
 ) -> Figure | None:
-    """Plot the ratio of each pair, the interval over all of them, the limit, and the baseline against itself."""
+    """Plot the ratio of each pair.
+
+    The plot also shows the interval over all pairs, the limit, and the baseline against itself.
+    """
     ratio = measured_ratio(comparison)
     if ratio is None:
         return None
@@ -524,7 +580,10 @@ def _name_blocks(pairs: Sequence[Sequence[float]]) -> str:
 
 
 def _draw_selves(chart: Chart, selves: Sequence[Sequence[float]], against: str) -> None:
-    """Draw a ring for each pair of sessions of the baseline, left of the pair it was measured with."""
+    """Draw a ring for each pair of sessions of the baseline.
+
+    It is left of the pair that it was measured with.
+    """
     for index, pair in enumerate(selves, 1):
         if pair:
             chart.dot(
@@ -533,7 +592,10 @@ def _draw_selves(chart: Chart, selves: Sequence[Sequence[float]], against: str) 
 
 
 def _draw_pairs(chart: Chart, pairs: Sequence[Sequence[float]]) -> None:
-    """Draw a dot for the median of each pair, and a small one for each of its blocks if there are several."""
+    """Draw a dot for the median of each pair.
+
+    If a pair has several blocks, each has a small dot.
+    """
     for index, pair in enumerate(pairs, 1):
         for value in pair if len(pair) > 1 else ():
             chart.dot(
@@ -559,11 +621,17 @@ def _exp(log_ratio: float) -> float:
 
 
 _FAR = 3.0
-"""How far below zero, and above the limit, evidence is drawn; values beyond are at the edge."""
+"""How far below zero, and above the limit, evidence is drawn.
+
+Values beyond are drawn at the edge.
+"""
 
 
 def evidence_svg(paths: Sequence[EvidencePath]) -> str:
-    """Return a plot with one line for each guardrail that has counts; empty if none has."""
+    """Return a plot with one line for each guardrail that has counts.
+
+    The result is empty if none has.
+    """
     drawn = [path for path in paths if path.requests]
     if not drawn:
         return ""

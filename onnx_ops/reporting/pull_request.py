@@ -1,4 +1,7 @@
-"""The Markdown page on a commit's effect on its models: for a pull request, a job summary, a check."""
+"""The Markdown page on a commit's effect on its models.
+
+It is for a pull request, a job summary or a check.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,13 @@ from onnx_ops.reporting.description import result_table, worst_first
 from onnx_ops.reporting.formatting import NOTHING, SIGNS, format_figure, markdown, markdown_table
 
 LIMIT = 60_000
-"""Characters; GitHub accepts 65,536 in a comment, and as many in a check."""
+"""Most characters of a page.
+
+GitHub accepts 65,536 in a comment, and as many in a check.
+"""
 
 _LONGEST = 300
-"""Characters of author and time."""
+"""Most characters of author and time."""
 
 _UNREVIEWED = (
     "Reported by this pull request's own code, in a job without credentials. "
@@ -28,11 +34,12 @@ _RESULT_HEADS = ("variant", "target", "gate", "limit", "figure", "verdict", "rea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """One pipeline and its gate results. `error` is the reason for missing results, or another failure.
+    """One pipeline and its gate results.
 
-    `because` are the changed paths that caused the run; `verdict` is that of the whole pipeline;
-    `withheld` is why a passing variant was not released. `comparisons` are with the champion and
-    the base branch; `made_by` is author and time of the change.
+    `error` is the reason for missing results, or another failure. `because` are the changed paths
+    that caused the run. `verdict` is that of the whole pipeline. `withheld` is why a passing
+    variant was not released. `comparisons` are with the champion and the base branch. `made_by` is
+    author and time of the change.
     """
 
     file: str
@@ -54,7 +61,10 @@ def overall(checked: Sequence[Checked]) -> Verdict | None:
 
 
 def find_contradiction(one: Checked) -> str:
-    """Return why a pipeline's verdict is better than its own choices and decisions; empty if it is not."""
+    """Return why a pipeline's verdict contradicts its own choices and decisions.
+
+    The verdict is then better than they are. The result is empty if there is no contradiction.
+    """
     worst = (
         combine_verdicts(choice.verdict for choice in one.choices) if one.choices else one.verdict
     )
@@ -76,7 +86,10 @@ def _find_unfounded_choice(one: Checked) -> str:
 
 
 def title(checked: Sequence[Checked]) -> str:
-    """Return one line that counts pipelines that passed, failed, were inconclusive or could not be measured."""
+    """Return one line that counts the pipelines by verdict.
+
+    They passed, failed, were inconclusive or could not be measured.
+    """
     if not checked:
         return "no pipeline is affected by this change"
     words = {
@@ -92,10 +105,10 @@ def title(checked: Sequence[Checked]) -> str:
 def page(
     checked: Sequence[Checked], *, commit: str, reports: str = "", unreviewed: bool = False
 ) -> str:
-    """Return Markdown on the pipelines that a commit affects, the worst first, never longer than `LIMIT`.
+    """Return Markdown on the pipelines that a commit affects, the worst first.
 
-    `reports` is the address of the whole reports; empty if there is none. Results of `unreviewed`
-    code are marked.
+    It is never longer than `LIMIT`. `reports` is the address of the whole reports; empty if there
+    is none. Results of `unreviewed` code are marked.
     """
     made = next((one.made_by for one in checked if one.made_by), f"commit {commit[:12]}")[:_LONGEST]
     head = f"## onnx-ops: {title(checked)}\n\n{markdown(made)}"
@@ -171,7 +184,10 @@ def _describe_variants(variants: Sequence[VariantRow]) -> str:
 
 
 def _describe_variant(variant: VariantRow) -> tuple[str, ...]:
-    """Return the cells of a variant; one without verdict is what serves now, and is not measured again."""
+    """Return the cells of a variant.
+
+    A variant without verdict is the one that serves now, and is not measured again.
+    """
     metrics = "; ".join(f"{label} {value.figure}" for label, value in variant.metrics.items())
     if variant.latency is not None:
         latency = variant.latency.figure

@@ -1,4 +1,7 @@
-"""Findings about a variant beyond its answers: recipe, trees, activations, int8 coverage, advice, limits."""
+"""Findings about a variant beyond its answers.
+
+They are the recipe, trees, activations, int8 coverage, advice and limits.
+"""
 
 from __future__ import annotations
 

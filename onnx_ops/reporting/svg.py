@@ -1,4 +1,7 @@
-"""Plots as inline SVG: axes, ticks and marks. The page's CSS classes set colours and fonts."""
+"""Draw plots as inline SVG: axes, ticks and marks.
+
+The page's CSS classes set colours and fonts.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ _CHARACTER = 7.2
 
 
 def linear_ticks(low: float, high: float) -> tuple[float, ...]:
-    """Return 2 to 6 round values from `low` to `high`, in steps of 1, 2, 2.5 or 5 times a power of ten."""
+    """Return 2 to 6 round values from `low` to `high`.
+
+    They are in steps of 1, 2, 2.5 or 5 times a power of ten.
+    """
     _check(low, high)
     raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
@@ -34,7 +40,10 @@ def linear_ticks(low: float, high: float) -> tuple[float, ...]:
 
 
 def log_ticks(low: float, high: float) -> tuple[float, ...]:
-    """Return round values from `low` to `high` for a logarithmic axis: powers of ten, and values in between if few."""
+    """Return round values from `low` to `high` for a logarithmic axis.
+
+    They are powers of ten, and values in between if these are few.
+    """
     _check(low, high)
     if low <= 0:
         raise ValueError(f"a logarithmic axis cannot start at {low}")
@@ -49,7 +58,10 @@ def log_ticks(low: float, high: float) -> tuple[float, ...]:
 
 
 def tick_texts(ticks: Sequence[float], *, even: bool = True) -> tuple[str, ...]:
-    """Return ticks with enough digits to distinguish them; `even` gives all the same number of decimals."""
+    """Return ticks with enough digits to distinguish them.
+
+    `even` gives all ticks the same number of decimals.
+    """
     texts: tuple[str, ...] = ()
     for digits in range(17):
         texts = tuple(
@@ -87,7 +99,10 @@ def _check(low: float, high: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """An axis from `low` to `high`, with the name and unit of its values. `marks` replaces the automatic ticks."""
+    """An axis from `low` to `high`, with the name and unit of its values.
+
+    `marks` replaces the automatic ticks.
+    """
 
     low: float
     high: float
@@ -99,7 +114,10 @@ class Axis:
         _check(self.low, self.high)
 
     def place(self, value: float) -> float:
-        """Return the position, 0 at the low end and 1 at the high one; values outside are drawn at the edge."""
+        """Return the position, 0 at the low end and 1 at the high one.
+
+        Values outside are drawn at the edge.
+        """
         inside = min(max(value, self.low), self.high)
         if self.log:
             return math.log(inside / self.low) / math.log(self.high / self.low)
@@ -115,9 +133,10 @@ class Axis:
 def axis_around(
     values: Sequence[float], label: str, *, log: bool = False, room: float = 0.06
 ) -> Axis:
-    """Return an axis that holds all values, with a share `room` of its extent at both ends.
+    """Return an axis that holds all values, with room at both ends.
 
-    The values are finite, and above 0 for a logarithmic axis.
+    `room` is a share of the axis's extent. The values are finite, and above 0 for a logarithmic
+    axis.
     """
     low, high = min(values), max(values)
     if log:
@@ -129,7 +148,10 @@ def axis_around(
 
 @dataclass(slots=True, kw_only=True)
 class Chart:
-    """A plot to draw on in the units of its axes. Text is escaped here; `style` names classes of the page's CSS."""
+    """A plot to draw on in the units of its axes.
+
+    Text is escaped here. `style` names classes of the page's CSS.
+    """
 
     x: Axis
     y: Axis

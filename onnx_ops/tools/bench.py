@@ -51,7 +51,7 @@ from onnx_ops.tools.model_inputs import shared_inputs
 
 LATENCY = "latency"
 UNITS = {LATENCY: "s", "load": "s", "first": "s", "peak": "B"}
-"""Of each quantity; the others are throughputs."""
+"""Unit of each of these quantities; the other quantities are throughputs."""
 
 Reporter = Callable[[str], None]
 Conditions = Callable[[], Mapping[str, str]]
@@ -60,7 +60,10 @@ A = "A"
 """Name of the baseline in evidence."""
 
 REGRESSIONS = {"latency": 0.05, "throughput": 0.05, "cold_start": 0.2, "memory": 0.1}
-"""Default limits of B by kind of gate: process starts vary more than runs do."""
+"""Default limits of B by kind of gate.
+
+Process starts vary more than runs do.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +156,7 @@ def read_runtime_facts(runtime: Runtime, target: Target, model: Path) -> Runtime
     try:
         return runtime.facts(model, target)
     except MeasurementError:
-        check_model(model)  # an invalid ONNX file is the user's to fix
+        check_model(model)  # an invalid file is a UserError
         raise
 
 

@@ -58,7 +58,7 @@ from onnx_ops.tools.sample_rows import InputGroup, SampleRows, build_groups
 REFERENCE = replace(AS_WRITTEN, name="reference")
 
 _ENOUGH = 8
-"""Rows from which on the same answer to all of them is not a coincidence."""
+"""Rows from which on equal answers to all of them are not a coincidence."""
 
 _SHOWN = 4
 """Groups that a note names."""
@@ -94,10 +94,11 @@ class OutputDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityResult:
-    """The comparison of B with A; `notes` list what was not compared, and why.
+    """The comparison of B with A.
 
-    `trees` compares the trees of both, if they have any; `coverage` is the part of a quantized B
-    that runs in int8; `advice` lists what slows B down.
+    `notes` list what was not compared, and why. `trees` compares the trees of both, if they have
+    any. `coverage` is the part of a quantized B that runs in int8. `advice` lists what slows B
+    down.
     """
 
     a: Digest
@@ -150,9 +151,9 @@ def compare(
 ) -> ParityResult:
     """Compare B, run on the target, with A.
 
-    `sizes` names dimensions of A at which one size is enough. Where B fixes another one, it is not
-    the same function. `exact` runs A as the reference, if the target's runtime is not ONNX Runtime
-    on this machine.
+    `sizes` names dimensions of A at which one size is enough. If B fixes another dimension, it is
+    not the same function. `exact` runs A as the reference, if the target's runtime is not ONNX
+    Runtime on this machine.
 
     Raises:
         UserError: a file is not a valid model, or the two do not have the same inputs.
@@ -176,9 +177,8 @@ def compare(
             runtime, a, b, target
         )
 
-    with ThreadPoolExecutor(
-        1
-    ) as pool:  # each model runs in a process of the runtime, not in this one
+    # Each model runs in a process of the runtime, not in this one.
+    with ThreadPoolExecutor(1) as pool:
         candidate = pool.submit(run_candidate)
         expected = _run_reference(exact, reference, a, groups)
         roundings = measure_roundings(exact, a, inputs, custom_ops=target.custom_ops)
@@ -224,7 +224,7 @@ def _require_operators(model: Path, place: Target, target: Target) -> None:
 
 
 def _make_groups(a: Path, b: Path, samples: SampleRows) -> tuple[InputGroup, ...]:
-    """Return the groups of inputs; rows near the splits of trees are one of them."""
+    """Return the groups of inputs, among them rows near the splits of trees."""
     with_trees = _list_tree_models(a, b)
     splits = (
         build_split_probes(with_trees[0], samples.rows)
@@ -240,14 +240,20 @@ def _list_tree_models(*models: Path) -> list[Path]:
 
 
 def _compare_trees(a: Path, b: Path) -> TreeStructure | None:
-    """Compare the trees of two models node by node; None unless both have trees that can be read."""
+    """Compare the trees of two models node by node.
+
+    Return None unless both models have trees that can be read.
+    """
     return compare_trees(read_trees(b), read_trees(a)) if len(_list_tree_models(a, b)) > 1 else None
 
 
 def _find_structural_mismatches(
     fixed: Mapping[str, int], sizes: Collection[str], trees: TreeStructure | None
 ) -> list[ParityMeasurement]:
-    """Return mismatches that no answer shows: sizes that B alone fixes, and nodes of trees."""
+    """Return mismatches that no answer shows.
+
+    They are sizes that B alone fixes, and nodes of trees.
+    """
     mismatches = []
     if fixed_sizes := [f"{name} = {size}" for name, size in fixed.items() if name not in sizes]:
         why = (
@@ -264,7 +270,10 @@ def _find_structural_mismatches(
 def _drop_rejected(
     groups: Sequence[InputGroup], expected: JoinedAnswers
 ) -> tuple[tuple[InputGroup, ...], list[str]]:
-    """Return the groups without assumed inputs that A rejects, and the names of those."""
+    """Return the groups, and the names of those that A rejects.
+
+    Groups of assumed inputs that A rejects are left out.
+    """
     rejected = [
         g.name for g in groups if g.assumed and isinstance(expected[g.name], MeasurementError)
     ]
@@ -304,7 +313,7 @@ def _note_outputs(real: Tensors, answers: JoinedAnswers) -> list[str]:
 
 
 def _note_outside(differences: Sequence[OutputDifference]) -> list[str]:
-    """Return a note on differences at inputs that are unlike every row that was supplied."""
+    """Return a note on differences at inputs that are unlike every supplied row."""
     differing = [difference for difference in differences if difference.verdict is not Verdict.PASS]
     if not differing:
         return []
@@ -321,7 +330,10 @@ def _shorten(names: Sequence[str]) -> str:
 def _run_reference(
     runtime: Runtime, target: Target, a: Path, groups: Sequence[InputGroup]
 ) -> JoinedAnswers:
-    """Run A on all groups, on the plain rows twice in one session: a fresh one would draw the same random numbers."""
+    """Run A on all groups, and on the plain rows twice.
+
+    Both runs are in one session, since a fresh session would draw the same random numbers.
+    """
     first, *others = groups
     repeated = replace(first, runs=(*first.runs, first.runs[0]))
     answers = _run_groups(runtime, target, a, (repeated, *others))
@@ -336,11 +348,14 @@ def _run_reference(
 def _run_groups(
     runtime: Runtime, target: Target, model: Path, groups: Sequence[InputGroup]
 ) -> GroupAnswers:
-    """Run all groups; one that the model rejects holds the error. Rejecting the plain rows is an error."""
+    """Run all groups; a group that the model rejects holds the error.
+
+    Rejecting the plain rows is an error.
+    """
     try:
         return run_groups(runtime, target, model, {group.name: group.runs for group in groups})
     except MeasurementError:
-        check_model(model)  # an invalid ONNX file is the user's to fix
+        check_model(model)  # an invalid file is a UserError
         raise
 
 
@@ -353,8 +368,8 @@ def _join_groups(answers: GroupAnswers) -> JoinedAnswers:
 def _as_tensors(answer: Mapping[str, Any]) -> Tensors:
     """Convert sequences and maps to tensors.
 
-    Maps (ZipMap) become a matrix with a column a key, and their keys; other sequences one output an
-    element, and their length. An optional output that is absent is left out.
+    Maps (ZipMap) become a matrix with a column for each key, and their keys. Other sequences become
+    one output for each element, and their length. An optional output that is absent is left out.
     """
     tensors: dict[str, Any] = {}
     for name, value in answer.items():
@@ -475,10 +490,10 @@ def _measure_outputs(
 
 
 def _has_counterpart(name: str, array: Any, answer: Tensors) -> bool:
-    """Return whether an output is one of another form in B.
+    """Return whether an output has another form in B.
 
-    Where one model returns a matrix and the other maps, keys and lengths have no counterpart of
-    their name.
+    If one model returns a matrix and the other maps, keys and lengths have no counterpart of the
+    same name.
     """
     base = name.removesuffix(KEYS).removesuffix(LENGTH)
     if base != name:
@@ -489,9 +504,9 @@ def _has_counterpart(name: str, array: Any, answer: Tensors) -> bool:
 def _pool_assumed_noise(
     measured: Sequence[ParityMeasurement], groups: Sequence[InputGroup]
 ) -> list[ParityMeasurement]:
-    """Judge few answers at other sizes by the tolerance of the plain rows, if that is larger.
+    """Judge few answers at other sizes by the tolerance of the plain rows, if larger.
 
-    All of them may be tiny by cancellation.
+    All of these answers may be tiny by cancellation.
     """
     assumed = [group.name for group in groups if group.assumed]
     plain = {m.output: m.noise for m in measured if m.group == REAL}
@@ -504,7 +519,10 @@ def _pool_assumed_noise(
 
 
 def _find_halved(expected: Tensors, answers: Tensors) -> list[ParityMeasurement]:
-    """Return outputs that hold float16 numbers only, an error too small for a tolerance for float32."""
+    """Return outputs that hold float16 numbers only.
+
+    This error is too small for a tolerance for float32.
+    """
 
     def halved(array: Any) -> bool:
         with np.errstate(over="ignore"):
@@ -521,7 +539,10 @@ def _find_halved(expected: Tensors, answers: Tensors) -> list[ParityMeasurement]
 def _judge_measurements(
     measured: Sequence[ParityMeasurement], expected: JoinedAnswers
 ) -> tuple[tuple[OutputDifference, ...], tuple[OutputDifference, ...]]:
-    """Judge each output, in A's order; return those of inputs that callers can send, and the others."""
+    """Judge each output, in A's order.
+
+    Return the differences at inputs that callers can send, and the others.
+    """
     labels = _find_labels(expected)
     places = {name: place for place, name in enumerate(("*", *_tensors(expected[REAL])))}
     ordered = sorted(measured, key=lambda m: places.get(m.output, len(places)))
@@ -541,7 +562,10 @@ def _find_labels(expected: JoinedAnswers) -> set[str]:
 def _judge_distinction(
     samples: SampleRows, real: Tensors, groups: Sequence[Tensors]
 ) -> tuple[OutputDifference, ...]:
-    """Return an INCONCLUSIVE difference where A gives the same answer to all rows of each group."""
+    """Return an INCONCLUSIVE difference if the answers do not depend on the rows.
+
+    A then gives the same answer to all rows of each group.
+    """
     count = len(samples)
     outputs = _list_model_outputs(real)
     if count < _ENOUGH or not all(array.ndim and len(array) == count for array in outputs):

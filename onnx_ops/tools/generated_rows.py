@@ -40,7 +40,10 @@ _ROW_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recipe:
-    """What requests are generated from; `dims` are requested sizes, `fix` requested values."""
+    """The settings that requests are generated from.
+
+    `dims` are requested sizes, and `fix` requested values.
+    """
 
     inputs: Sequence[TensorSpec]
     axes: Mapping[str, int]
@@ -80,7 +83,10 @@ class _Recipe:
         }
 
     def choices(self, spec: TensorSpec) -> tuple[Any, ...]:
-        """Return the values to try of an input of one whole number or boolean that is no index; none of others."""
+        """Return the values to try of an input of one whole number or boolean.
+
+        There are none if it is an index, and none for other inputs.
+        """
         known, kind = self.bounds.get(spec.name, InputBounds()), read_dtype(spec)
         single = spec.name not in self.axes and all(size == 1 for size in spec.shape)
         if (
@@ -103,8 +109,8 @@ class _Recipe:
     ) -> tuple[Tensors, Tensors]:
         """Return `count` rows, and the inputs without rows, at those sizes.
 
-        Indices of rows are valid in runs of `fewest` rows or more; by default, of any number that
-        the model takes.
+        Indices of rows are valid in runs of `fewest` rows or more. By default they are valid in
+        runs of any number of rows that the model takes.
         """
         sizes = self.read_sizes(wanted)
         places = list_named_axes({spec.name: spec.shape for spec in self.inputs})
@@ -126,7 +132,10 @@ class _Recipe:
         sizes: Mapping[str, int],
         entries: Mapping[str, int],
     ) -> Any:
-        """Return the values of an input: the requested one, the first of a few to try, or random ones."""
+        """Return the values of an input.
+
+        They are the requested value, the first of a few to try, or random values.
+        """
         shape, rowed = self.shape(spec, sizes), spec.name in self.axes
         if spec.name in self.fix:
             value = fit_value(self.fix[spec.name], replace(spec, shape=shape))
@@ -155,12 +164,12 @@ def generate_samples(
     """Generate random rows from the types and shapes of the inputs.
 
     Floats are standard normal, booleans 0 or 1, texts known to the model, `a` or `b`. Integers that
-    are indices reach every entry; others are most often masks, and are 0 or 1, or what the model
-    compares them with. Rows are on the axis that the inputs share (`domain.row_axes`). Inputs
-    without it are drawn as a whole, and further groups draw them again; so do all inputs where
-    there is no such axis. There are fewer rows than `count` if these would not fit into 64 MiB.
-    Symbolic dimensions that are not in `dims`, other than the batch, have the size 8, and further
-    groups have other sizes.
+    are indices reach every entry. Other integers are most often masks: they are 0 or 1, or what the
+    model compares them with. Rows are on the axis that the inputs share (`domain.row_axes`). Inputs
+    without that axis are drawn as a whole, and further groups draw them again. If there is no such
+    axis, this applies to all inputs. There are fewer rows than `count` if these would not fit into
+    64 MiB. Symbolic dimensions that are not in `dims`, other than the batch, have the size 8.
+    Further groups have other sizes.
 
     Args:
         fix: values of inputs by name.
@@ -204,7 +213,10 @@ def _check_dimension_names(inputs: Sequence[TensorSpec], dims: Mapping[str, int]
 
 
 def _find_axes(inputs: Sequence[TensorSpec], bounds: Mapping[str, InputBounds]) -> dict[str, int]:
-    """Return the axes of rows; a number that the model compares with a constant is none, in a batch of 1."""
+    """Return the axes of rows by input.
+
+    An input of one number that the model compares with a constant has none.
+    """
     axes = find_row_axes({spec.name: spec.shape for spec in inputs}, pooled=False)
     flags = [
         spec.name
@@ -215,11 +227,14 @@ def _find_axes(inputs: Sequence[TensorSpec], bounds: Mapping[str, InputBounds]) 
 
 
 _DrawRun = Callable[[Mapping[str, int]], Tensors]
-"""Draw one run, with other sizes of the free dimensions that are named."""
+"""Draws one run, with other sizes of the free dimensions that are named."""
 
 
 def _draw_further(recipe: _Recipe, seed: int) -> Iterator[tuple[str, Tensors]]:
-    """Yield further runs: other sizes of free dimensions, other values, and other inputs without rows."""
+    """Yield further runs with other sizes or values.
+
+    They have other sizes of free dimensions, other values, and other inputs without rows.
+    """
     draw = np.random.default_rng((seed, 1))
     count = recipe.batch or MIN_NOISE_ROWS
 
@@ -258,7 +273,10 @@ def _draw_other_choices(recipe: _Recipe, draw_run: _DrawRun) -> Iterator[tuple[s
 
 
 def _draw_unequal_counts(recipe: _Recipe, draw_run: _DrawRun) -> Iterator[tuple[str, Tensors]]:
-    """Yield a run with other sizes on each first dimension, if no name states that they have the same size."""
+    """Yield a run with another size of each first dimension.
+
+    There is none if a name states that these dimensions have the same size.
+    """
     first_sizes = {spec.name: spec.shape[0] for spec in recipe.inputs if spec.name in recipe.axes}
     if len(first_sizes) < 2 or recipe.batch or any(map(is_named, first_sizes.values())):
         return
@@ -268,9 +286,11 @@ def _draw_unequal_counts(recipe: _Recipe, draw_run: _DrawRun) -> Iterator[tuple[
 
 
 def _list_sizes(symbols: Sequence[str]) -> Iterator[dict[str, int]]:
-    """Yield other sizes of the dimensions: sums, of each one alone, and of all together, the same and different ones.
+    """Yield other sizes of the dimensions.
 
-    A dimension can be the sum of the others, as the length of a mask that covers a cache too.
+    They are sums, sizes of each dimension alone, and sizes of all together, the same and different
+    ones. A dimension can be the sum of the others: for example the length of a mask that covers a
+    cache too.
     """
     for size in (LENGTH, 1, 3) if len(symbols) > 2 else ():
         yield from (
@@ -308,7 +328,10 @@ def _draw_values(
 
 
 def _find_index_range(bounds: InputBounds, sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Return the smallest and the largest index that is valid in all tables that it is used in; else 0 and 1."""
+    """Return the smallest and the largest index that is valid in all tables.
+
+    The tables are those that the index is used in. If no bound is known, the range is 0 to 1.
+    """
     low, high = bounds.index or (0, 1)
     if bounds.tables:
         smallest = min(sizes.values(), default=1)
@@ -323,7 +346,9 @@ def _find_index_range(bounds: InputBounds, sizes: Mapping[str, int]) -> tuple[in
 def settle_samples(
     runtime: Runtime, target: Target, model: Path, samples: SampleRows
 ) -> SampleRows:
-    """Return generated samples that a model takes: the same ones, or those with other values or sizes.
+    """Return generated samples that a model takes.
+
+    They are the same samples, or samples with other values or sizes.
 
     Raises:
         MeasurementError: it takes none of them.
@@ -340,21 +365,27 @@ def settle_samples(
             return trial
     if first_error is None:
         return samples
-    check_model(model)  # an invalid ONNX file is the user's to fix
+    check_model(model)  # an invalid file is a UserError
     if not samples.further and not samples.choices:
         raise first_error
     raise _make_refusal(model, samples, first_error)
 
 
 def _needs_trial(samples: SampleRows) -> bool:
-    """Return whether more was generated than rows of one or two free dimensions."""
+    """Return whether a trial is needed to know that the model takes the samples.
+
+    It is not for rows of one or two free dimensions.
+    """
     if not samples.rows or samples.choices:
         return True
     return any(not name.startswith("lengths:") or name.count("=") > 2 for name in samples.further)
 
 
 def _make_refusal(model: Path, samples: SampleRows, error: MeasurementError) -> MeasurementError:
-    """Return the error of a model that refuses all samples; the remedy names inputs that have no rows."""
+    """Return the error of a model that refuses all samples.
+
+    The remedy names inputs that have no rows.
+    """
     names = [*samples.choices, *(name for name in samples.fixed if name not in samples.choices)]
     options = " ".join(f"--fix {name}=VALUE" for name in names[:2])
     values = f"Give the values that it takes: {options}; " if names else ""
@@ -367,7 +398,10 @@ def _make_refusal(model: Path, samples: SampleRows, error: MeasurementError) -> 
 
 
 def _list_trials(samples: SampleRows) -> Iterator[SampleRows]:
-    """Yield the samples with every combination of generated values, then at other sizes."""
+    """Yield the samples with every combination of generated values.
+
+    Samples at other sizes follow.
+    """
     for values in itertools.product(*samples.choices.values()):
         yield _replace_choices(samples, dict(zip(samples.choices, values, strict=True)))
     for run in samples.further.values():
@@ -375,15 +409,17 @@ def _list_trials(samples: SampleRows) -> Iterator[SampleRows]:
             {name: run[name] for name in part if name in run}
             for part in (samples.rows, samples.fixed)
         )
-        if (
-            len({len(array) for array in rows.values()}) > 1
-        ):  # independent first dimensions: one request
+        # The first dimensions are independent, so that this is one request.
+        if len({len(array) for array in rows.values()}) > 1:
             rows, fixed = {}, dict(run)
         yield replace(samples, rows=rows, fixed={**samples.fixed, **fixed})
 
 
 def _replace_choices(samples: SampleRows, values: Mapping[str, Any]) -> SampleRows:
-    """Return the samples with other generated values, except in the runs that try one value."""
+    """Return the samples with other generated values.
+
+    Runs that try one value keep it.
+    """
     chosen = {name: np.full_like(samples.fixed[name], value) for name, value in values.items()}
     others = {
         name: run if name.startswith("values:") else {**run, **chosen}

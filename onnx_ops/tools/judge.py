@@ -162,7 +162,7 @@ def _judge_target(
 
 
 def _name_timings(decision: Decision, setting: str) -> Iterator[GateResult]:
-    """Yield the results under the names of their quantities, with that of the setting."""
+    """Yield the results under the names of their quantities and of the setting."""
     for result in decision.results:
         metric = result.metric.removesuffix(f" vs {A}")
         parts = (_METRIC_NAMES.get(metric, metric), setting)
@@ -172,7 +172,10 @@ def _name_timings(decision: Decision, setting: str) -> Iterator[GateResult]:
 def _name_optimization_faults(
     request: JudgeRequest, runtime: Runtime, target: Target, answers: Sequence[GateResult]
 ) -> list[GateResult]:
-    """Return the results; a failure that ends with fewer graph optimizations names them as its cause."""
+    """Return the results, with graph optimizations named as the cause of failures.
+
+    They are the cause of a failure that does not occur with fewer of them.
+    """
     plain = _with_fewer_optimizations(target)
     if plain is None or not any(r.verdict is Verdict.FAIL and not r.advisory for r in answers):
         return list(answers)
@@ -188,7 +191,10 @@ def _name_optimization_faults(
 
 
 def _find_running_level(request: JudgeRequest, target: Target) -> str:
-    """Return the remedy for a candidate that runs with fewer graph optimizations only; or ""."""
+    """Return the remedy if a candidate runs with fewer graph optimizations only.
+
+    The remedy is empty otherwise.
+    """
     plain, feed = _with_fewer_optimizations(target), request.settings[0].samples.feed(1)
 
     def runs(place: Target) -> bool:
@@ -202,7 +208,10 @@ def _find_running_level(request: JudgeRequest, target: Target) -> str:
 
 
 def _with_fewer_optimizations(target: Target) -> Target | None:
-    """Return the target at graph level basic; None if it optimizes no more than that."""
+    """Return the target at graph level basic.
+
+    Return None if the target optimizes no more than that.
+    """
     if target.runtime != REFERENCE.runtime or target.session.graph_level in ("disabled", "basic"):
         return None
     return replace(target, session=replace(target.session, graph_level="basic"))
@@ -211,9 +220,10 @@ def _with_fewer_optimizations(target: Target) -> Target | None:
 def _judge_answers(
     request: JudgeRequest, runtime: Runtime, target: Target, notes: dict[str, None]
 ) -> tuple[list[GateResult], tuple[Advice, ...] | None]:
-    """Judge the candidate's answers on one target: at every shape of the sweep, and at the task.
+    """Judge the candidate's answers on one target.
 
-    The advice is None if nothing looked at how the target runs the candidate.
+    They are judged at every shape of the sweep, and by the task. The advice is None if the target's
+    execution of the candidate was not inspected.
     """
     results: list[GateResult] = []
     advice: tuple[Advice, ...] | None = None
@@ -245,7 +255,10 @@ def _judge_answers(
 def _compare_settings(
     request: JudgeRequest, runtime: Runtime, target: Target
 ) -> Iterator[tuple[str, ParityResult]]:
-    """Yield the comparison at each setting of the sweep, once for those that differ in the batch only."""
+    """Yield the comparison at each setting of the sweep.
+
+    Settings that differ only in the batch are compared once.
+    """
     compared = set()
     for setting in request.settings:
         name = ", ".join(part for part in setting.name.split(", ") if not part.startswith("batch "))

@@ -40,9 +40,9 @@ class SweepPoint:
 class JudgeRequest:
     """Two files, how they are compared, and how much the candidate may lose.
 
-    `settings` is the sweep. `runtime` returns one by its name; `inside` runs models that expose
-    their intermediate values. Without a dataset, rows are generated. Custom metrics are in
-    `functions` by reference. `max_regression` None takes the defaults; `concurrency` None measures
+    `settings` is the sweep. `runtime` returns a runtime by its name. `inside` runs models that
+    expose their intermediate values. Without a dataset, rows are generated. Custom metrics are in
+    `functions` by reference. `max_regression` None takes the defaults. `concurrency` None measures
     no throughput. At dimensions named in `sizes`, one size is enough.
     """
 
@@ -71,7 +71,10 @@ class JudgeRequest:
         return self.runtime(REFERENCE.runtime)
 
     def arrange(self, runtime: Runtime, setting: SweepPoint | None = None) -> Runtime:
-        """Return a runtime that takes rows on axis 0, and adds the inputs without rows of a point of the sweep."""
+        """Return a runtime that takes rows on axis 0.
+
+        It adds the inputs without rows of a point of the sweep.
+        """
         return arrange_runtime(
             runtime, (setting or self.settings[0]).samples.read_layout(self.baseline)
         )

@@ -37,7 +37,7 @@ def shared_inputs(a: Path, b: Path | None = None) -> tuple[TensorSpec, ...]:
 
 
 def find_fixed_sizes(a: Path, b: Path) -> dict[str, int]:
-    """Return the sizes that B fixes of dimensions that A leaves free."""
+    """Return the sizes that B fixes for dimensions that A leaves free."""
     second = {spec.name: spec for spec in read_model_info(b).inputs}
     return {
         str(size): int(other)

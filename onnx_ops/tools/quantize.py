@@ -54,7 +54,10 @@ from onnx_ops.tools.sample_rows import SampleRows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedupEstimate:
-    """Time over that of the source with 95 % bounds, or why it is unknown."""
+    """The ratio of a variant's time to its source's, or why it is unknown.
+
+    `low` and `high` are its 95 % bounds.
+    """
 
     ratio: float = math.nan
     low: float = math.nan
@@ -113,7 +116,10 @@ def quantize_file(
     targets: Sequence[Target],
     calibration: SampleRows | None = None,
 ) -> QuantizedFile:
-    """Write the variant to `path`, completely or not at all; the recipe may depend on the targets."""
+    """Write the variant to `path`, completely or not at all.
+
+    The recipe may depend on the targets.
+    """
     check_paths(source, path)
     for target in targets:
         require_versions(source, target)
@@ -155,7 +161,10 @@ def quantize_file(
 def _describe_far_answers(
     context: Context, source: Path, variant: Path, given: SampleRows | None
 ) -> str:
-    """Return how far the variant's answers are from the source's on the user's rows, or on generated ones."""
+    """Return how far the variant's answers are from the source's.
+
+    The rows are the user's, or generated ones. The result is empty if the answers are close.
+    """
     runtime = context.runtime(SIMPLIFIED.runtime)
     try:
         inputs, bounds = shared_inputs(source, variant), read_input_bounds(source)
@@ -241,11 +250,11 @@ def search_variant(
     data: Mapping[str, Digest],
     report: Reporter,
 ) -> QuantizedFile:
-    """Search, write the variant of the requested role, and record all trials in `PATH.search.json`.
+    """Search, write the variant of a role, and record all trials.
 
-    The same search resumes where it was interrupted. `section.variants` holds the one requested
-    role; the metric is measured on the rows of `tuning_data`; `data` are the digests of all rows by
-    use.
+    The trials are recorded in `PATH.search.json`. The same search resumes where it was interrupted.
+    `section.variants` holds the one requested role. The metric is measured on the rows of
+    `tuning_data`. `data` are the digests of all rows by use.
     """
     check_paths(source, path)
     key = digest_json(
@@ -310,7 +319,10 @@ def search_variant(
 
 
 def _keep_closest(result: SearchResult, path: Path) -> str:
-    """Write the model that comes closest to the budget beside the path that it may not have; return where it is."""
+    """Write the model that comes closest to the budget, and return where it is.
+
+    It is beside the requested path, which only a model within the budget gets.
+    """
     if result.closest is None:
         return ""
     made, trial = result.closest

@@ -1,4 +1,7 @@
-"""Judge the rounding of a candidate: in units of noise, by its parts, and the function without it."""
+"""Judge the rounding of a candidate.
+
+It is judged in units of noise, by its parts, and by the function without rounding.
+"""
 
 from __future__ import annotations
 
@@ -69,13 +72,13 @@ _NEEDS_REAL_ROWS = frozenset({SATURATION.metric, CLIPPING.metric})
 def judge_within_noise(
     request: JudgeRequest, runtime: Runtime, target: Target, of: Literal["float16", "baseline"]
 ) -> GateResult:
-    """Judge the answers in units of the noise of their precision, by the rule of the parity gate.
+    """Judge the answers in units of the noise of their precision.
 
-    For float16 the noise is the effect of rounding the baseline's constants, by column; for a
-    quantized baseline, that of the target's own graph optimizations. It moves single elements by
-    whole steps, which the columns share, so that the output is measured as a whole. Where the
-    baseline's sums saturate on the target, that noise is no measure of rounding: then only equal
-    answers pass.
+    The rule is that of the parity gate. For float16, the noise is the effect of rounding the
+    baseline's constants, by column. For a quantized baseline, it is the effect of the target's own
+    graph optimizations. That noise moves single elements by whole steps, which the columns share,
+    so that the output is measured as a whole. Where the baseline's sums saturate on the target,
+    that noise is no measure of rounding: then only equal answers pass.
     """
     samples = request.settings[0].samples
     groups = [
@@ -112,7 +115,10 @@ def judge_within_noise(
 
 
 def _judge_parity(evidence: Evidence, noise: str) -> GateResult:
-    """Return the result of the parity gate in the terms of two files; `noise` is what errors are compared with."""
+    """Return the result of the parity gate in the terms of two files.
+
+    `noise` names what errors are compared with.
+    """
     result = next(r for r in judge((ParityGate(),), evidence).results if r.gate == "parity")
     reason = result.reason.replace("the source's noise", noise).replace(
         "the source gives", "A gives"
@@ -123,7 +129,7 @@ def _judge_parity(evidence: Evidence, noise: str) -> GateResult:
 def _run_with_fp16_weights(
     request: JudgeRequest, runtime: Runtime, runs: Mapping[str, tuple[Tensors, ...]]
 ) -> GroupAnswers:
-    """Run the baseline with its constants rounded to float16, where those of the candidate are."""
+    """Run the baseline with constants rounded to float16 as in the candidate."""
     narrowed = {
         pair.origin for pair in pair_quantized_weights(request.baseline, request.candidate).pairs
     }
@@ -141,9 +147,10 @@ def _measure_group(
     roundings: Mapping[str, Rounding],
     spacing: float,
 ) -> Iterator[ParityMeasurement]:
-    """Yield the error of each output on one group of inputs; nothing where the baseline rejects them.
+    """Yield the error of each output on one group of inputs.
 
-    `spacing` is that of the candidate's floats, relative to their values.
+    There is none where the baseline rejects the inputs. `spacing` is that of the candidate's
+    floats, relative to their values.
     """
     if isinstance(expected, MeasurementError) or isinstance(noisy, MeasurementError):
         return
@@ -169,7 +176,10 @@ def _measure_group(
 
 
 def _are_equal(one: GroupAnswers, other: GroupAnswers) -> bool:
-    """Return whether two models give equal answers to all groups of inputs that both accept."""
+    """Return whether two models give equal answers to all groups of inputs.
+
+    Groups that one of them rejects do not count.
+    """
     for name, runs in one.items():
         others = other[name]
         if isinstance(runs, MeasurementError) or isinstance(others, MeasurementError):
@@ -191,10 +201,11 @@ def _stack_runs(answers: Sequence[Tensors]) -> Tensors:
 
 
 def judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[GateResult]:
-    """Judge the structural invariants of a pipeline's parity gate, and the function without rounding.
+    """Judge the structural invariants of a pipeline's parity gate.
 
-    Copies are measured, since files that expose intermediate values are written beside them.
-    Weights that cannot be compared are a note: the task metric decides about them.
+    The function without rounding is judged too. Copies are measured, since files that expose
+    intermediate values are written beside them. Weights that cannot be compared are a note: the
+    task metric decides about them.
     """
     a, b = request.baseline, request.candidate
     request.report(f"comparing weights and activations of {b.name} with those of {a.name}")
@@ -212,9 +223,8 @@ def judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[Ga
             notes[f"weights were not compared: {error}"] = None
         activations = _measure_int8_activations(request, inside, a, b, rows, notes)
         corrected = {weight.tensor for weight in weights if weight.bias and is_compensating(weight)}
-        function = _judge_function(
-            request, a, corrected, notes
-        )  # in its own process, so that a crash is reported
+        # It runs in a separate process, so that a crash is reported.
+        function = _judge_function(request, a, corrected, notes)
     target = request.targets[0]
     evidence = replace(
         make_evidence(request.runtime(target.runtime), target, request.candidate),
@@ -245,7 +255,10 @@ def _list_excluded(request: JudgeRequest, weights: Sequence[WeightMeasurement]) 
 def _measure_int8_activations(
     request: JudgeRequest, inside: Runtime, a: Path, b: Path, rows: Tensors, notes: dict[str, None]
 ) -> tuple[ActivationMeasurement, ...]:
-    """Measure the activations of an int8 candidate; clipping only on rows of a data set."""
+    """Measure the activations of an int8 candidate.
+
+    Clipping is measured only on rows of a data set.
+    """
     if request.kind.candidate.precision != "int8" or not rows:
         return ()
     try:
@@ -291,12 +304,11 @@ def _take_few(rows: Tensors, count: int) -> Tensors:
 def _judge_function(
     request: JudgeRequest, baseline: Path, corrected: Collection[str], notes: dict[str, None]
 ) -> list[GateResult]:
-    """Judge whether the candidate without its rounding is the baseline with the candidate's weights.
+    """Judge whether the candidate without rounding is the baseline with its weights.
 
-    `corrected` names biases that the quantizer moved to compensate for rounding.
-
-    Nothing is returned where that cannot be computed; the task metric decides then, and a note
-    gives the reason.
+    The weights are those of the candidate. `corrected` names biases that the quantizer moved to
+    compensate for rounding. If this cannot be computed, nothing is returned and a note gives the
+    reason. The task metric decides then.
     """
     with Scratch() as folder:
         plain, exact = folder / "baseline.onnx", folder / "candidate.onnx"

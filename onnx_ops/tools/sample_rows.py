@@ -27,21 +27,24 @@ from onnx_ops.statistics.probes import (
 )
 
 SET_BYTES = 1 << 26
-"""Rows of one group, of about ten groups."""
+"""Bytes of the rows of one group; there are about ten groups."""
 
 _BITS = 40
-"""Size of the largest generated whole numbers: above 32 bits."""
+"""Bits of the largest generated whole numbers: above 32 bits."""
 
 _RUN_BYTES = 1 << 24
-"""Inputs of one run; the intermediate values of a model may take a hundred times as much."""
+"""Bytes of the inputs of one run.
+
+The intermediate values of a model may take a hundred times as much.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputGroup:
     """Inputs of one kind, split into runs, whose outputs belong together along axis 0.
 
-    `inside` is whether callers can send such inputs. `assumed`: only the model itself can show
-    whether it takes inputs of these sizes or values.
+    `inside` is True if callers can send such inputs. `assumed` is True if only the model itself can
+    show whether it takes inputs of these sizes or values.
     """
 
     name: str
@@ -117,10 +120,10 @@ def build_groups(
 ) -> tuple[InputGroup, ...]:
     """Build the groups: the rows, rows derived from them, and batches.
 
-    Large rows come without others, and in batches of at most 16 MiB. Whole numbers that are neither
-    indices nor sizes have all magnitudes and both signs: a model that rejects these has no answer
-    to compare. `empty` adds a group without rows. `bounds` are the bounds that the graph shows for
-    the inputs, and `splits` rows next to the splits of trees.
+    Large rows come without other groups, and in batches of at most 16 MiB. Whole numbers that are
+    neither indices nor sizes have all magnitudes and both signs. A model that rejects these has no
+    answer to compare. `empty` adds a group without rows. `bounds` are the bounds that the graph
+    shows for the inputs, and `splits` rows next to the splits of trees.
     """
     further = [
         InputGroup(name=name, runs=(run,), assumed=True) for name, run in samples.further.items()
@@ -157,12 +160,18 @@ def _make_probes(
 
 
 def _holds_plain_numbers(array: Any, known: InputBounds | None) -> bool:
-    """Return whether an input holds whole numbers that are neither indices nor sizes, as the graph shows."""
+    """Return whether an input holds whole numbers that are neither indices nor sizes.
+
+    The graph shows what they are.
+    """
     return array.dtype.kind in "iu" and known is not None and known.index is None and not known.size
 
 
 def _make_batches(samples: SampleRows) -> Iterator[InputGroup]:
-    """Yield batches of the rows, of at most 16 MiB; none for a model with a fixed batch."""
+    """Yield batches of the rows, of at most 16 MiB.
+
+    There are none for a model with a fixed batch.
+    """
     if samples.batch:
         return
     for name, index in make_batch_inputs({"row": np.arange(len(samples))}).items():
@@ -186,5 +195,5 @@ def _draw_whole_numbers(rows: Tensors, names: Sequence[str]) -> Tensors:
 
 
 def _cut_runs(rows: Tensors, samples: SampleRows) -> tuple[Tensors, ...]:
-    """Cut the rows into runs of the batch; no rows are one run."""
+    """Cut the rows into runs of the batch; without rows there is one run."""
     return tuple(feed for feed, _ in cut_batches(rows, samples.batch, _RUN_BYTES)) or (rows,)

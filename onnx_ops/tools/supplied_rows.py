@@ -68,7 +68,10 @@ def _arrange_arrays(
     axes: Mapping[str, int],
     where: str,
 ) -> dict[str, Any]:
-    """Return the arrays with rows on axis 0, and the values, repeated to as many rows where the input has rows."""
+    """Return the arrays with rows on axis 0, and the values.
+
+    A value of an input with rows is repeated to the number of rows.
+    """
     arranged = {
         spec.name: _read_array(spec, arrays, axes, inputs, where)
         for spec in inputs
@@ -79,7 +82,7 @@ def _arrange_arrays(
 
 
 def _find_supplied_axes(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any]) -> dict[str, int]:
-    """Return the axes of rows, by the names of dimensions, or else by the sizes of the arrays."""
+    """Return the axes of rows by the names of dimensions, or by the arrays' sizes."""
     shapes = {spec.name: spec.shape for spec in inputs}
     if axes := find_row_axes(shapes):
         return axes
@@ -89,7 +92,10 @@ def _find_supplied_axes(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any])
 
 
 def _are_independent(inputs: Sequence[TensorSpec], axes: Mapping[str, int]) -> bool:
-    """Return whether neither a name nor a size states that the axes have one number of rows."""
+    """Return whether the axes can have different numbers of rows.
+
+    They can if neither a name nor a size states that the numbers are equal.
+    """
     return not find_batch(inputs, axes, {}) and not find_batch_symbol(
         {spec.name: spec.shape for spec in inputs}
     )
@@ -107,7 +113,10 @@ def _check_row_counts(counts: Mapping[str, int], axes: Mapping[str, int], where:
 def _fit_values(
     inputs: Sequence[TensorSpec], values: Mapping[str, Any], axes: Mapping[str, int], count: int
 ) -> dict[str, Any]:
-    """Return the values as arrays of their inputs; those of an input with rows are repeated `count` times."""
+    """Return the values as arrays of their inputs.
+
+    Those of an input with rows are repeated `count` times.
+    """
     arranged: dict[str, Any] = {}
     for spec in inputs:
         if spec.name not in values:
@@ -141,9 +150,8 @@ def _read_array(
         what = f"array {spec.name!r} is of type {array.dtype}, the model takes {spec.dtype}"
         raise UserError(what, where=where)
     rows = np.moveaxis(array, axis, 0) if axis else array
-    return np.asarray(
-        rows, dtype=kind, order="C"
-    )  # `ascontiguousarray` makes a scalar an array of one element
+    # `ascontiguousarray` makes a scalar an array of one element.
+    return np.asarray(rows, dtype=kind, order="C")
 
 
 def _make_missing_error(
@@ -194,8 +202,8 @@ def find_input_problems(
 ) -> Iterator[tuple[str, str]]:
     """Yield why a model cannot take these arrays, by input.
 
-    Unlike in `check_samples`, nothing is converted but `values`: a pipeline passes on what its data
-    set holds.
+    Unlike in `check_samples`, only `values` are converted: a pipeline passes on what its data set
+    holds.
     """
     if missing := [spec.name for spec in inputs if spec.name not in (*arrays, *values)]:
         names = ", ".join(map(repr, missing))
@@ -246,7 +254,10 @@ def _find_value_problems(
 
 
 def _has_shape(spec: TensorSpec, array: Any, rows: int | None) -> bool:
-    """Return whether an array has the shape of an input, but for the number of rows on the axis `rows`."""
+    """Return whether an array has the shape of an input.
+
+    The size of the axis `rows`, the number of rows, can differ.
+    """
     if len(spec.shape) != array.ndim:
         return False
     pairs = enumerate(zip(spec.shape, array.shape, strict=True))

@@ -24,7 +24,10 @@ from onnx_ops.tools.judgement import JudgeRequest
 
 
 def judge_task(request: JudgeRequest, runtime: Runtime, target: Target) -> list[GateResult]:
-    """Judge the task metric if labels exist or are not needed; otherwise how many answers change."""
+    """Judge the task metric if labels exist or are not needed.
+
+    Otherwise judge how many answers change.
+    """
     dataset, gate, runtime = request.dataset, request.metric, request.arrange(runtime)
     label_free = gate.definition().label_free
     if dataset is not None and (dataset.label is not None or label_free):
@@ -46,7 +49,10 @@ def judge_task(request: JudgeRequest, runtime: Runtime, target: Target) -> list[
 
 
 def _explain_unknown_cost(agreement: GateResult | None, dataset: Dataset | None) -> str:
-    """Return why the share of changed answers does not show what the change costs, and what would."""
+    """Return why the share of changed answers does not show what the change costs.
+
+    The reason includes what would show it.
+    """
     if agreement is None:
         remedy = "give --labels and --metric, or --metric cosine for embeddings"
         return (
@@ -89,7 +95,10 @@ def _judge_metric(
 def _judge_agreement(
     request: JudgeRequest, runtime: Runtime, target: Target, rows: Tensors
 ) -> GateResult | None:
-    """Judge the share of answers that change, with A's answers as labels; None if they are not classes."""
+    """Judge the share of answers that change, with A's answers as labels.
+
+    Return None if the answers are not classes.
+    """
     try:
         parts = read_answers(
             runtime,

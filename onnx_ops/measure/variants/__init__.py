@@ -1,1 +1,1 @@
-"""Find variants: the search, its trials, and a first look at the answers of a new one."""
+"""Search for variants, build their trials, and check the answers of a new variant."""

@@ -1,4 +1,7 @@
-"""How far a new variant's answers are from its source's, on the rows at hand: a warning before anything is measured."""
+"""Compare a new variant's answers with its source's, on the rows at hand.
+
+The result is a warning before anything is measured.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ from onnx_ops.ports.data import Array
 _ROWS = 32
 
 _CLOSE = 0.9
-"""Least median cosine of a variant that is worth measuring; int8 has .98 to 1, and guesses have
-about 0.
+"""Least median cosine of a variant that is worth measuring.
+
+int8 variants have 0.98 to 1, and guesses have about 0.
 """
 
 _AGREEMENT = 0.8
@@ -24,7 +28,9 @@ _AGREEMENT = 0.8
 
 
 def describe_far_answers(runtime: Runtime, source: Path, variant: Path, rows: Tensors) -> str:
-    """Return which output of the variant is far from the source's, and how far; empty if none is.
+    """Return which output of the variant is far from the source's, and how far.
+
+    The result is empty if none is far.
 
     Raises:
         MeasurementError: one of the two does not run on the rows.
@@ -51,7 +57,7 @@ def describe_far_answers(runtime: Runtime, source: Path, variant: Path, rows: Te
 
 
 def _describe_distance(pairs: list[tuple[Array, Array]]) -> str:
-    """Return by what the rows of two answers differ; empty if they are close enough."""
+    """Return how the rows of two answers differ; empty if they are close enough."""
     one, other = (
         np.concatenate([pair[side].reshape(len(pair[side]), -1) for pair in pairs])
         for side in (0, 1)

@@ -43,7 +43,7 @@ _END = {"end": True}
 class SearchResult:
     """The record of a search, and the model and trial of each role that it filled.
 
-    `closest` are those that come closest to the budget if no role was filled.
+    `closest` is the model and trial that come closest to the budget if no role was filled.
     """
 
     record: SearchRecord
@@ -52,9 +52,10 @@ class SearchResult:
 
 
 def search(context: SearchContext, journal: StageJournal, report: Reporter) -> SearchResult:
-    """Try recipes until nothing is left or the budget is spent, and resume from the journal of an interrupted search.
+    """Try recipes until none is left or the budget is spent.
 
-    A complete journal is cleared: its result is being recomputed.
+    An interrupted search resumes from its journal. A complete journal is cleared, since its result
+    is being recomputed.
 
     Raises:
         StageError: a library wrote a different file for the same recipe.
@@ -83,7 +84,10 @@ def search(context: SearchContext, journal: StageJournal, report: Reporter) -> S
 
 
 def _list_recipes(context: SearchContext) -> tuple[Recipe, ...]:
-    """Return the recipes that fit the machines and the model, each with the nodes that it can quantize."""
+    """Return the recipes that fit the machines and the model.
+
+    Each recipe has the nodes that it can quantize.
+    """
     small = context.budget.size is not None or "small" in context.section.variants
     candidates = list_search_recipes(
         context.machines, calibrated=context.calibration is not None, small=small
@@ -95,7 +99,10 @@ def _list_recipes(context: SearchContext) -> tuple[Recipe, ...]:
 
 
 def _resume(state: SearchState, journal: StageJournal, report: Reporter) -> SearchState:
-    """Return the state after the steps of an interrupted search, and clear a complete journal."""
+    """Return the state after the steps of an interrupted search.
+
+    A complete journal is cleared.
+    """
     lines = journal.read()
     if _END in lines:
         journal.clear()
@@ -122,7 +129,10 @@ def _run_step(runner: TrialRunner, step: BuildTrial | ProbeNode) -> tuple[Search
 def _make_models(
     context: SearchContext, runner: TrialRunner, record: SearchRecord, report: Reporter
 ) -> dict[Role, tuple[Path, Trial]]:
-    """Build the model of each role once more: a resumed search has none of the earlier trials."""
+    """Build the model of each role again.
+
+    A resumed search has no models of the earlier trials.
+    """
     name = context.section.name
     models: dict[Role, tuple[Path, Trial]] = {}
     for slot in record.slots:

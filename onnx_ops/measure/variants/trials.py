@@ -1,4 +1,7 @@
-"""Build and measure the models of a search: their loss of the metric, their error and their time."""
+"""Build and measure the models of a search.
+
+Their loss of the metric, their error and their time are measured.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +52,16 @@ from onnx_ops.statistics.scores import CANDIDATE, CustomMetric
 from onnx_ops.statistics.variants.search import BuildTrial, ProbeNode
 
 PROBED, RANGED = 16, 16
-"""Rows for the error of the outputs, and rows for the ranges of activations in it."""
+"""Rows for the error of the outputs, and rows for ranges of activations.
+
+The ranges are those of probed nodes.
+"""
 
 PAIRS, BLOCKS = 5, 2
 TIMED_S = 1.5
-"""Seconds that timing one model against fp32 may take if a few runs fit in; gates make the final
-measurement.
+"""Seconds that timing one model against fp32 may take.
+
+They allow for few runs only. Gates make the final measurement.
 """
 
 _ALPHA = 0.05
@@ -67,9 +74,9 @@ class SearchContext:
     """The inputs of a search.
 
     The export has a separate folder; `folder` receives the models that are built. Recipes depend on
-    the kinds of machine. The metric is measured on the rows of `tuning_data`, and `lower` is
-    whether less of it is better; ranges come from `calibration`. `batch` is the number of rows of
-    one timed request.
+    the kinds of machine. The metric is measured on the rows of `tuning_data`. `lower` is True if
+    lower values of the metric are better. Ranges come from `calibration`. `batch` is the number of
+    rows of one timed request.
     """
 
     project: Context
@@ -217,7 +224,10 @@ class TrialRunner:
         return drop
 
     def _measure_error(self, path: Path) -> float:
-        """Return the root mean square error of the float outputs on a few rows, in standard deviations."""
+        """Return the root mean square error of the float outputs on a few rows.
+
+        It is in standard deviations of the output. The worst output counts.
+        """
         answers = self._run(path)
         errors = [0.0]
         for name, exact in self._exact_outputs.items():
@@ -273,7 +283,10 @@ class TrialRunner:
 
 
 def _read_drop(metrics: TaskMetrics, *, lower: bool) -> float | None:
-    """Return the loss against fp32: a share of rows, or by the score; None if neither was measured."""
+    """Return the loss against fp32; None if it was not measured.
+
+    The loss is a share of rows, or is computed from the score.
+    """
     for counts in metrics.counts:
         if counts.against == EXPORT:
             return (counts.only_baseline - counts.only_candidate) / counts.n
